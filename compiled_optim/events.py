@@ -1,0 +1,110 @@
+"""What happened to an optimizer's compiled code: compilations, their causes, and fallbacks."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from compiled_optim.fields import Rule, real_dtype
+from compiled_optim.plan import Member, Plan
+
+
+class RecompileError(RuntimeError):
+    """Something was about to be compiled again where :func:`compiled_optim.no_recompiles` forbids it."""
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What one compiled kernel is specialised on; two tensors with equal signatures share the kernel."""
+
+    rule: Rule = field(repr=False)
+    statics: tuple[tuple[str, Any], ...]
+    device: str
+    layout: str
+    param_dtype: str
+    grad_dtype: str
+    buffer_dtypes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        choices = "".join(f", {name}={value}" for name, value in self.statics)
+        buffers = ", ".join(sorted(set(self.buffer_dtypes))) or "none"
+        dtypes = f"param {self.param_dtype}, grad {self.grad_dtype}, state {buffers}"
+        return f"{self.rule.name}[{self.layout}] {dtypes} on {self.device}{choices}"
+
+    def changes_from(self, old: Signature) -> list[str]:
+        """The differences from ``old`` in words, ``grad dtype float32 -> bfloat16``."""
+        words = {"layout": "layout", "param_dtype": "param dtype", "grad_dtype": "grad dtype", "device": "device"}
+        changes = [
+            f"{label} {getattr(old, name)} -> {getattr(self, name)}"
+            for name, label in words.items()
+            if getattr(old, name) != getattr(self, name)
+        ]
+        if old.buffer_dtypes != self.buffer_dtypes:
+            changes.append(f"state dtypes {old.buffer_dtypes} -> {self.buffer_dtypes}")
+        before = dict(old.statics)
+        return changes + [f"{k} {before[k]} -> {v}" for k, v in self.statics if before.get(k) != v]
+
+
+def kernel_signature(plan: Plan, member: Member, grad_dtype: torch.dtype, layout: str) -> Signature:
+    """The signature of the kernel that updates ``member`` with a gradient of ``grad_dtype``."""
+    dtypes = [member.param.dtype, grad_dtype, *(member.state[name].dtype for name in plan.buffers)]
+    param, grad, *buffers = (str(real_dtype(d)).removeprefix("torch.") for d in dtypes)
+    return Signature(plan.rule, tuple(plan.statics.items()), plan.device.type, layout, param, grad, tuple(buffers))
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """One kernel compiled for one optimizer. ``cause`` is empty for a first compilation."""
+
+    signature: str
+    seconds: float
+    cause: str = ""
+
+
+_forbidden = 0  # how many forbidding_recompilation() blocks are open
+
+
+@contextlib.contextmanager
+def forbidding_recompilation() -> Iterator[None]:
+    """Make every recompilation of an optimizer's step raise :class:`RecompileError`."""
+    global _forbidden
+    _forbidden += 1
+    try:
+        yield
+    finally:
+        _forbidden -= 1
+
+
+@dataclass
+class EventLog:
+    """The history of one optimizer's compiled code."""
+
+    steps: int = 0
+    compilations: list[Compilation] = field(default_factory=list)
+    fallbacks: dict[str, str] = field(default_factory=dict)
+    signatures: dict[str, Signature] = field(default_factory=dict)
+
+    def cause(self, name: str, new: Signature) -> str:
+        """Why parameter ``name`` needs a kernel of signature ``new``, in words; empty before the first step."""
+        if self.steps == 0:
+            return ""
+        old = self.signatures.get(name)
+        if old is None:
+            return f"parameter '{name}' is new to the optimizer"
+        return f"parameter '{name}': {', '.join(new.changes_from(old))}"
+
+    def before_compilation(self, cause: str, signature: Signature) -> None:
+        """Raise :class:`RecompileError` if this would be a recompilation inside ``no_recompiles``."""
+        if cause and _forbidden:
+            raise RecompileError(f"{signature.rule.name} would recompile its step: {cause}")
+
+    def fall_back(self, reason: str, advice: str) -> None:
+        """Record that something runs uncompiled, and warn about it once per reason."""
+        if reason not in self.fallbacks:
+            self.fallbacks[reason] = advice
+            warnings.warn(f"compiled_optim: {reason}; {advice}", RuntimeWarning, stacklevel=2)

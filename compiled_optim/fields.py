@@ -1,0 +1,280 @@
+"""What an optimizer declares: hyperparameters, static choices, flags, state buffers and per-tensor scalars.
+
+A class body is read once, when the class is made, into a :class:`Rule`; the constructor, the validation, the parameter
+groups, the state and every lowering are derived from it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+from typing_extensions import dataclass_transform
+
+Number: TypeAlias = float | Tensor
+"""A hyperparameter as a user may give it: a Python number or a 1-element tensor."""
+
+# torch.optim's wording in its own error messages, where it is not "<name> value".
+_LABELS = {"lr": "learning rate", "eps": "epsilon value", "betas": "beta parameter at index {index}"}
+
+
+@dataclass(frozen=True)
+class Field:
+    """One declared name; ``name`` is filled in when the class body is read."""
+
+    name: str = dataclasses.field(default="", kw_only=True)
+
+
+@dataclass(frozen=True)
+class Hyper(Field):
+    """A numeric hyperparameter: a 0-dim device tensor in every parameter group, or a tuple of them.
+
+    ``ge``, ``gt``, ``le`` and ``lt`` bound every element.
+    """
+
+    default: float | tuple[float, ...]
+    ge: float | None = None
+    gt: float | None = None
+    le: float | None = None
+    lt: float | None = None
+
+    @property
+    def is_tuple(self) -> bool:
+        return isinstance(self.default, tuple)
+
+    @property
+    def length(self) -> int:
+        """The number of scalars this field holds."""
+        return len(self.default) if isinstance(self.default, tuple) else 1
+
+    @property
+    def allowed(self) -> str:
+        """The allowed range in words, such as ``>= 0 and < 1``."""
+        bounds = ((">=", self.ge), (">", self.gt), ("<=", self.le), ("<", self.lt))
+        return " and ".join(f"{sign} {bound:g}" for sign, bound in bounds if bound is not None) or "a number"
+
+    def element(self, index: int) -> str:
+        """The name of one element, ``lr`` or ``betas[1]``."""
+        return f"{self.name}[{index}]" if self.is_tuple else self.name
+
+    def check(self, value: float, index: int, where: str) -> None:
+        """Raise ``ValueError`` if ``value`` is NaN or out of bounds; ``where`` says whose value it is."""
+        inside = (
+            not math.isnan(value)
+            and (self.ge is None or value >= self.ge)
+            and (self.gt is None or value > self.gt)
+            and (self.le is None or value <= self.le)
+            and (self.lt is None or value < self.lt)
+        )
+        if not inside:
+            label = _LABELS.get(self.name, f"{self.name} value").format(index=index)
+            raise ValueError(f"Invalid {label}: {value} ({self.element(index)} of {where} must be {self.allowed})")
+
+    def elements(self, value: Any, where: str) -> tuple[float | Tensor, ...]:
+        """``value`` as a tuple of ``length`` floats or 1-element tensors.
+
+        Raises:
+            TypeError: an element is not a number.
+            ValueError: there are more or fewer elements than the field holds.
+        """
+        if not self.is_tuple:
+            return (self._number(value, 0, where),)
+        if not isinstance(value, (tuple, list)):
+            raise TypeError(f"{self.name} of {where} must be a tuple of {self.length} numbers, got {value!r}")
+        if len(value) != self.length:
+            raise ValueError(f"{self.name} of {where} must have {self.length} elements, got {value!r}")
+        return tuple(self._number(element, index, where) for index, element in enumerate(value))
+
+    def _number(self, value: Any, index: int, where: str) -> float | Tensor:
+        if isinstance(value, Tensor):
+            if value.numel() != 1:
+                raise ValueError(
+                    f"Tensor {self.element(index)} must be 1-element, got shape {tuple(value.shape)} for {where}"
+                )
+            if value.is_complex():
+                raise TypeError(f"{self.element(index)} of {where} must be real, got a {value.dtype} tensor")
+            return value
+        if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
+            raise TypeError(
+                f"{self.element(index)} of {where} must be a number or a 1-element tensor, got {value!r}"
+            )
+        return float(value)
+
+
+@dataclass(frozen=True)
+class Static(Field):
+    """A Python-valued choice that shapes the compiled code (``amsgrad``, ``nesterov``)."""
+
+    default: Any
+    kw_only: bool = False
+
+
+@dataclass(frozen=True)
+class Flag(Field):
+    """A keyword-only option that the engine handles and no rule sees (``maximize``, ``foreach``)."""
+
+    default: Any
+
+
+@dataclass(frozen=True)
+class Buffer(Field):
+    """A state tensor of the parameter's shape, dtype and device, zero at first.
+
+    ``when`` names a static field, or a hyperparameter whose value 0 makes the buffer unnecessary; the buffer exists only
+    where that field is true.
+    """
+
+    when: str | None = None
+
+
+@dataclass(frozen=True)
+class Scalar(Field):
+    """One float64 number of state per parameter (NAdam's ``mu_product``), advanced by ``coefficients``."""
+
+    init: float = 0.0
+
+
+def hyper(
+    *,
+    default: Any,
+    ge: float | None = None,
+    gt: float | None = None,
+    le: float | None = None,
+    lt: float | None = None,
+) -> Any:
+    """Declare a numeric hyperparameter; see :class:`Hyper`."""
+    return Hyper(default, ge, gt, le, lt)
+
+
+def static(*, default: Any, kw_only: bool = False) -> Any:
+    """Declare a Python-valued choice; see :class:`Static`."""
+    return Static(default, kw_only)
+
+
+def flag(*, default: Any, kw_only: Literal[True] = True) -> Any:
+    """Declare an engine option; see :class:`Flag`."""
+    return Flag(default)
+
+
+def buffer(*, when: str | None = None) -> Any:
+    """Declare a state tensor; see :class:`Buffer`."""
+    return Buffer(when)
+
+
+def scalar(*, init: float = 0.0) -> Any:
+    """Declare a per-tensor scalar state; see :class:`Scalar`."""
+    return Scalar(init)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Everything the engine knows about one optimizer.
+
+    ``coefficients(step, <hyperparameters>, <scalars>, <statics>)`` takes float64 vectors with one entry per tensor and
+    returns the new scalars followed by the numbers that ``update`` needs, in the order in which ``update`` names them.
+    ``update(param, grad, <buffers>, <coefficients>, <statics>)`` is elementwise and returns the new parameter followed by
+    every buffer in declared order. Both name only what they use; an absent buffer is ``None``.
+    """
+
+    name: str
+    coefficients: Callable[..., tuple[Any, ...]]
+    update: Callable[..., tuple[Any, ...]]
+    hypers: tuple[Hyper, ...]
+    statics: tuple[Static, ...]
+    buffers: tuple[Buffer, ...]
+    scalars: tuple[Scalar, ...]
+
+    def __post_init__(self) -> None:
+        known = {"step"}.union(f.name for f in (*self.hypers, *self.scalars, *self.statics))
+        unknown = parameter_names(self.coefficients) - known
+        if unknown:
+            raise TypeError(f"{self.name}.coefficients takes {sorted(unknown)}, which the class does not declare")
+
+    @property
+    def coefficient_names(self) -> tuple[str, ...]:
+        """What ``update`` takes besides the parameter, the gradient, the buffers and the static choices."""
+        given = {"param", "grad", *(b.name for b in self.buffers), *(s.name for s in self.statics)}
+        return tuple(name for name in inspect.signature(self.update).parameters if name not in given)
+
+    @property
+    def structural_hypers(self) -> tuple[str, ...]:
+        """The hyperparameters that decide, by being 0 or not, whether a buffer exists."""
+        conditions = {b.when for b in self.buffers}
+        return tuple(h.name for h in self.hypers if h.name in conditions)
+
+    def present_buffers(self, statics: Mapping[str, Any]) -> tuple[str, ...]:
+        """The names of the buffers that exist under these static choices."""
+        return tuple(b.name for b in self.buffers if b.when is None or statics[b.when])
+
+
+def parameter_names(function: Callable[..., Any]) -> set[str]:
+    """The names of the parameters of ``function``."""
+    return set(inspect.signature(function).parameters)
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The real dtype in which a tensor of ``dtype`` is updated: float64 for 64-bit numbers, float32 for all lower."""
+    return torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
+
+
+def real_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a tensor's numbers: a complex number is a pair of real ones."""
+    return dtype.to_real() if dtype.is_complex else dtype
+
+
+def real_numel(tensor: Tensor) -> int:
+    """How many real numbers a tensor holds."""
+    return tensor.numel() * (2 if tensor.is_complex() else 1)
+
+
+@dataclass_transform(field_specifiers=(hyper, static, flag))
+class Declared:
+    """Turns a class body of fields into a constructor signature and, where the body holds an update, a :class:`Rule`.
+
+    It stands above the optimizer base class because type checkers read constructor fields only from classes *below* the
+    one marked as a transform.
+    """
+
+    fields: ClassVar[dict[str, Field]] = {}
+    rule: ClassVar[Rule]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        own = {name: value for name, value in vars(cls).items() if isinstance(value, Field)}
+        for name in own:
+            delattr(cls, name)
+        cls.fields = {**cls.fields, **{name: dataclasses.replace(value, name=name) for name, value in own.items()}}
+        cls.__signature__ = _constructor_signature(cls.fields)  # type: ignore[attr-defined]
+        if hasattr(cls, "update"):
+            cls.rule = Rule(
+                cls.__name__,
+                cls.coefficients,  # type: ignore[attr-defined]
+                cls.update,
+                cls.fields_of(Hyper),
+                cls.fields_of(Static),
+                cls.fields_of(Buffer),
+                cls.fields_of(Scalar),
+            )
+
+    @classmethod
+    def fields_of(cls, kind: type[Any]) -> tuple[Any, ...]:
+        """The declared fields of one kind, in declared order."""
+        return tuple(f for f in cls.fields.values() if isinstance(f, kind))
+
+
+def _constructor_signature(fields: Mapping[str, Field]) -> inspect.Signature:
+    positional = [inspect.Parameter("params", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
+    keyword = []
+    for name, declared in fields.items():
+        if isinstance(declared, Flag) or (isinstance(declared, Static) and declared.kw_only):
+            keyword.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=declared.default))
+        elif isinstance(declared, (Hyper, Static)):
+            kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+            positional.append(inspect.Parameter(name, kind, default=declared.default))
+    return inspect.Signature([*positional, *keyword])

@@ -1,0 +1,172 @@
+"""The parameter group: a dict whose hyperparameters are 0-dim device tensors, and what assigning to it means.
+
+A group's tensors belong to the group alone. An assignment puts a fresh tensor in the group, so nothing that somebody read,
+saved or passed in earlier changes; a write into the tensor itself (``fill_``, which torch's schedulers use) is honoured,
+because the step reads the tensor. Neither changes a Python value that compiled code could depend on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from compiled_optim.fields import Hyper
+from compiled_optim.watched import WatchedDict
+
+
+def scalar_dtype(device: torch.device) -> torch.dtype:
+    """The dtype of hyperparameters, step counts and coefficients: float64 where the device has it."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+class ParamGroup(WatchedDict[str, Any]):
+    """One entry of ``optimizer.param_groups``.
+
+    Args:
+        values: the group's entries, every hyperparameter among them.
+        hypers: the declared hyperparameters.
+        structural: keys whose change alters what is updated or with which code; a write to them is reported.
+        device: where the hyperparameter tensors live.
+        label: the group's name in error messages.
+        changed: called after a write to a structural key.
+        taken: ids of tensors that belong to other groups and must not be adopted here.
+
+    A hyperparameter that is already a 0-dim floating tensor on ``device`` is adopted: later in-place writes by its owner
+    are seen. Every other value is copied into a new tensor.
+    """
+
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        hypers: Collection[Hyper],
+        structural: Collection[str],
+        device: torch.device,
+        label: str,
+        changed: Callable[[], None],
+        taken: Collection[int] = (),
+    ) -> None:
+        super().__init__(changed)
+        self.label = label
+        self._hypers = {h.name: h for h in hypers}
+        self._structural = frozenset(structural)
+        self._device = device
+        self._made = WeakIdKeyDictionary()  # tensor -> (key, index) it was made or adopted for
+        self._zeros: dict[str, int] = {}  # structural hyperparameter assigned a Python 0 -> its tensor's version then
+        for key, value in values.items():
+            if key in self._hypers:
+                elements = self.validated(key, value)
+                owned = [
+                    self._fresh(key, i, e) if id(e) in taken else self._adopt(key, i, e)
+                    for i, e in enumerate(elements)
+                ]
+                self._store(key, owned, elements)
+            else:
+                self.set_quietly(key, value)
+
+    def tensors(self, key: str) -> tuple[Tensor, ...]:
+        """The live 0-dim tensors of one hyperparameter, single values and tuples alike."""
+        value = self[key]
+        elements = value if isinstance(value, tuple) else (value,)
+        if all(isinstance(e, Tensor) for e in elements):
+            return elements
+        self[key] = value  # somebody wrote past this class, with dict.__setitem__
+        return self.tensors(key)
+
+    def nonzero(self, key: str) -> bool:
+        """Whether a structural hyperparameter may differ from 0; the device is not read.
+
+        It is 0 only where a Python 0 was assigned and nothing was written into the tensor since.
+        """
+        version = self._zeros.get(key)
+        return version is None or self.tensors(key)[0]._version != version
+
+    def to(self, device: torch.device) -> None:
+        """Move the hyperparameters to ``device``, after their parameters moved there."""
+        if device == self._device:
+            return
+        self._device = device
+        for key in self._hypers:
+            zero = (0.0,) if key in self._structural and not self.nonzero(key) else (self.tensors(key)[0],)
+            self._store(key, [self._fresh(key, i, t) for i, t in enumerate(self.tensors(key))], zero)
+
+    def floats(self) -> dict[str, Any]:
+        """Every hyperparameter as Python floats."""
+        values = {key: tuple(t.item() for t in self.tensors(key)) for key in self._hypers}
+        return {key: v if self._hypers[key].is_tuple else v[0] for key, v in values.items()}
+
+    def validated(self, key: str, value: Any) -> tuple[float | Tensor, ...]:
+        """The elements of ``value`` for hyperparameter ``key``.
+
+        Raises:
+            TypeError: an element is not a number.
+            ValueError: an element is out of its range or not a single number. A tensor on an accelerator is not read,
+                since that would wait for the device.
+        """
+        hyper = self._hypers[key]
+        elements = hyper.elements(value, self.label)
+        for index, element in enumerate(elements):
+            if not isinstance(element, Tensor):
+                hyper.check(element, index, self.label)
+            elif element.device.type == "cpu":
+                hyper.check(element.item(), index, self.label)
+        return elements
+
+    def fill(self, key: str, value: Any) -> None:
+        """Copy ``value`` into the live tensors, whose identity and address stay."""
+        elements = self.validated(key, value)
+        owned = self.tensors(key)
+        was_nonzero = key in self._structural and self.nonzero(key)
+        for tensor, element in zip(owned, elements, strict=True):
+            tensor.detach().copy_(torch.as_tensor(element))
+        self._store(key, owned, elements)
+        self._report(key, was_nonzero)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key in self._hypers:
+            elements = self.validated(key, value)
+            was_nonzero = key in self._structural and self.nonzero(key)
+            self._store(key, [self._settle(key, i, e) for i, e in enumerate(elements)], elements)
+            self._report(key, was_nonzero)
+            return
+        if isinstance(value, Tensor) and value in self._made:
+            value = value.detach().clone()  # "initial_lr" must not alias the live lr
+        self.set_quietly(key, value)
+        if key in self._structural:
+            self._changed()
+
+    def _report(self, key: str, was_nonzero: bool) -> None:
+        if key in self._structural and self.nonzero(key) != was_nonzero:
+            self._changed()
+
+    def _store(self, key: str, owned: Sequence[Tensor], given: tuple[float | Tensor, ...]) -> None:
+        self.set_quietly(key, tuple(owned) if self._hypers[key].is_tuple else owned[0])
+        self._zeros.pop(key, None)
+        if key in self._structural and not isinstance(given[0], Tensor) and given[0] == 0:
+            self._zeros[key] = owned[0]._version
+
+    def _settle(self, key: str, index: int, element: float | Tensor) -> Tensor:
+        if isinstance(element, Tensor) and self._made.get(element) == (key, index):
+            return element  # saved and put back: the identity is restored too
+        return self._fresh(key, index, element)
+
+    def _adopt(self, key: str, index: int, element: float | Tensor) -> Tensor:
+        if not isinstance(element, Tensor) or element.device != self._device or not element.is_floating_point():
+            return self._fresh(key, index, element)
+        adopted = element if element.dim() == 0 else element.reshape(())
+        self._made[adopted] = (key, index)
+        return adopted
+
+    def _fresh(self, key: str, index: int, element: float | Tensor) -> Tensor:
+        dtype = scalar_dtype(self._device)
+        if not isinstance(element, Tensor):
+            tensor = torch.tensor(element, dtype=dtype, device=self._device)
+        elif element.requires_grad:
+            tensor = element.reshape(()).to(self._device, dtype)  # a differentiable step reaches back through it
+        else:
+            tensor = element.detach().reshape(()).to(self._device, dtype, copy=True)
+        self._made[tensor] = (key, index)
+        return tensor

@@ -1,0 +1,63 @@
+"""The lowering to plain torch operations, one tensor at a time: for debugging and for gradients through the step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from compiled_optim.events import EventLog
+from compiled_optim.fields import compute_dtype
+from compiled_optim.lowering.coefficients import CoefficientStage
+from compiled_optim.lowering.elementwise import elementwise_step
+from compiled_optim.plan import Plan
+
+
+class EagerLowering:
+    """Runs the step of one plan without compiling anything.
+
+    With ``differentiable`` the step is recorded by autograd: the new parameter, which replaces the old one in place, and the
+    new state depend on the old ones, on the gradient and on every hyperparameter tensor that requires grad. The state
+    tensors are replaced, so that the recorded ones stay as they were.
+    """
+
+    name = "eager"
+
+    def __init__(self, plan: Plan, grad_dtypes: Sequence[torch.dtype], log: EventLog, *, differentiable: bool = False) -> None:
+        self.plan = plan
+        self._stage = CoefficientStage(plan)
+        self._update = elementwise_step(plan.rule, plan.statics)
+        self._differentiable = differentiable
+
+    def compile(self) -> None:
+        """There is nothing to compile."""
+
+    def step(self, grads: Sequence[Tensor | None]) -> None:
+        """Update every parameter of the plan whose entry in ``grads`` is not None."""
+        present = torch.tensor([grad is not None for grad in grads], device=self.plan.device)
+        with torch.set_grad_enabled(self._differentiable):
+            columns = self._stage.advance(present).unbind(1)
+            for member, grad, column in zip(self.plan.members, grads, columns, strict=True):
+                if grad is not None:
+                    self._step_one(member.param, grad, member.state, column.to(compute_dtype(member.param.dtype)))
+
+    def _step_one(self, param: Tensor, grad: Tensor, state: dict[str, Tensor], column: Tensor) -> None:
+        names = self.plan.buffers
+        old = param.clone() if self._differentiable else param
+        new_param, new_buffers = self._update(
+            as_real(old), as_real(grad), [as_real(state[n]) for n in names], column.unbind()
+        )
+        if param.is_complex():
+            new_param, *new_buffers = (torch.view_as_complex(t) for t in (new_param, *new_buffers))
+        param.copy_(new_param)
+        for name, new in zip(names, new_buffers, strict=True):
+            if self._differentiable:
+                dict.__setitem__(state, name, new)
+            else:
+                state[name].copy_(new)
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """A complex tensor as pairs of real numbers, any other as it is."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

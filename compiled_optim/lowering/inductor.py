@@ -1,0 +1,261 @@
+"""The lowering through torch.compile and Inductor: C++ on a CPU, Triton on a GPU.
+
+One kernel per :class:`Signature` serves every tensor and every optimizer of the process. Its first dimension may have any
+size, so neither the number of tensors nor their shapes compile anything. Small tensors are packed: their state lives in
+rows of a few shared buffers, parameters and gradients are copied through two more, and one call updates them all. Large
+tensors are updated where they are.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from compiled_optim.events import Compilation, EventLog, Signature, kernel_signature
+from compiled_optim.fields import compute_dtype, real_numel
+from compiled_optim.lowering.coefficients import CoefficientStage
+from compiled_optim.lowering.elementwise import elementwise_step
+from compiled_optim.plan import Plan
+from compiled_optim.torch_internals import compile_graph, compiler_missing, prepare_cpu_compiler
+
+Kernel: TypeAlias = Callable[[int, list[Tensor]], None]
+
+ROW = 128  # elements in a row of packed tensors: one tensor's coefficients hold for a whole row
+PACKED_LIMIT = 16384  # elements below which copying a tensor costs less than a call of its own
+
+_OPTIONS = {"cpp.dynamic_threads": True}  # follow torch.set_num_threads
+_kernels: dict[Signature, Kernel] = {}
+
+
+class InductorLowering:
+    """Runs the step of one plan.
+
+    Args:
+        plan: the tensors.
+        grad_dtypes: the dtype of each parameter's gradient.
+        log: where compilations and fallbacks are recorded.
+    """
+
+    name = "inductor"
+
+    def __init__(self, plan: Plan, grad_dtypes: Sequence[torch.dtype], log: EventLog) -> None:
+        self.plan = plan
+        self._log = log
+        self._stage = CoefficientStage(plan)
+        if plan.device.type == "cpu":
+            prepare_cpu_compiler()
+        positions: dict[Signature, list[int]] = {}
+        for i, (member, grad_dtype) in enumerate(zip(plan.members, grad_dtypes, strict=True)):
+            if member.param.numel() > 0:
+                small = member.param.numel() < PACKED_LIMIT or dense_flat(member.param) is None
+                signature = kernel_signature(plan, member, grad_dtype, "packed" if small else "in place")
+                positions.setdefault(signature, []).append(i)
+        self._parts = [(Packed if s.layout == "packed" else InPlace)(plan, where, s) for s, where in positions.items()]
+
+    def compile(self) -> None:
+        """Make the kernels that do not exist yet."""
+        for part in self._parts:
+            self._kernel(part)
+
+    def step(self, grads: Sequence[Tensor | None]) -> None:
+        """Update every parameter of the plan whose entry in ``grads`` is not None."""
+        kernels = [self._kernel(part) for part in self._parts]
+        present = tuple(i for i, grad in enumerate(grads) if grad is not None)
+        mask = None
+        if len(present) < len(grads):
+            mask = torch.tensor([grad is not None for grad in grads], device=self.plan.device)
+        coefficients = self._stage.advance(mask)
+        for part, kernel in zip(self._parts, kernels, strict=True):
+            part.step(kernel, grads, coefficients)
+
+    def _kernel(self, part: Packed | InPlace) -> Kernel:
+        signature = part.signature
+        kernel = _kernels.get(signature)
+        if kernel is None:
+            kernel = self._compile(part)
+        for i in part.positions:
+            self._log.signatures[self.plan.members[i].name] = signature
+        return kernel
+
+    def _compile(self, part: Packed | InPlace) -> Kernel:
+        signature = part.signature
+        causes = (self._log.cause(self.plan.members[i].name, signature) for i in part.positions)
+        cause = next((c for c in causes if c), "")
+        self._log.before_compilation(cause, signature)
+        started = time.perf_counter()
+        function = _kernel_function(signature, self.plan)
+        example, dynamic = part.example()
+        missing = compiler_missing() if self.plan.device.type == "cpu" else ""
+        kernel = None if missing else compile_graph(function, example, dynamic, _OPTIONS)
+        if kernel is None:
+            reason = missing or "torch.compile is switched off in this process"
+            advice = "install one (g++ or clang++) or set CXX" if missing else "unset TORCHDYNAMO_DISABLE or the stance"
+            self._log.fall_back(f"{signature.rule.name} runs eager: {reason}", advice)
+            return lambda size, tensors: function(*tensors)
+        self._log.compilations.append(Compilation(str(signature), time.perf_counter() - started, cause))
+        _kernels[signature] = kernel
+        return kernel
+
+
+class Packed:
+    """Tensors copied through (rows, ROW) buffers, in which each owns whole rows and keeps its state.
+
+    One spare row at the end keeps the number of rows above one, where Inductor's code for any size begins.
+    """
+
+    def __init__(self, plan: Plan, positions: Sequence[int], signature: Signature) -> None:
+        self.positions = tuple(positions)
+        self.signature = signature
+        members = [plan.members[i] for i in positions]
+        self._params = [m.param.detach() for m in members]
+        self._rows = [-(-real_numel(p) // ROW) for p in self._params]
+        count = sum(self._rows) + 1
+        owners = torch.tensor([*positions, positions[-1]])
+        self._owner = owners.repeat_interleave(torch.tensor([*self._rows, 1])).to(plan.device)
+        self._param, self._grad = (
+            torch.zeros(count, ROW, dtype=getattr(torch, d), device=plan.device)
+            for d in (signature.param_dtype, signature.grad_dtype)
+        )
+        self._buffers = [
+            torch.zeros(count, ROW, dtype=getattr(torch, d), device=plan.device) for d in signature.buffer_dtypes
+        ]
+        self._param_views = self._views(self._param)
+        self._grad_views = self._views(self._grad)
+        for name, packed in zip(plan.buffers, self._buffers, strict=True):
+            views = self._views(packed)
+            for member, view in zip(members, views, strict=True):
+                member.state.set_quietly(name, view.copy_(member.state[name]))
+        self._dtype = compute_dtype(self._param.dtype)
+        self._subset = functools.lru_cache(maxsize=256)(self._rows_of)
+
+    def step(self, kernel: Kernel, grads: Sequence[Tensor | None], coefficients: Tensor) -> None:
+        chosen = [grads[i] for i in self.positions]
+        here = tuple(k for k, grad in enumerate(chosen) if grad is not None)
+        if not here:
+            return
+        whole = len(here) == len(chosen)
+        params, param_views, grad_views, new = (
+            (self._params, self._param_views, self._grad_views, chosen)
+            if whole
+            else ([items[k] for k in here] for items in (self._params, self._param_views, self._grad_views, chosen))
+        )
+        torch._foreach_copy_(param_views, params)
+        torch._foreach_copy_(grad_views, new)
+        tensors = [self._param, self._grad, *self._buffers]
+        owner = self._owner
+        if not whole:
+            rows = self._subset(here)
+            tensors = [t.index_select(0, rows) for t in tensors]
+            owner = owner[rows]
+        columns = coefficients.to(self._dtype).index_select(1, owner).unsqueeze(2).unbind()
+        kernel(len(owner), [*tensors, *columns])
+        if not whole:
+            for full, part in zip((self._param, *self._buffers), (tensors[0], *tensors[2:]), strict=True):
+                full.index_copy_(0, rows, part)
+        torch._foreach_copy_(params, param_views)
+
+    def example(self) -> tuple[list[Tensor], list[bool]]:
+        """Tensors to compile with, and which of them have a first dimension of any size."""
+        rows = 64
+        tensors = [t.new_zeros(rows, ROW) for t in (self._param, self._grad, *self._buffers)]
+        count = len(self.signature.rule.coefficient_names) + 1
+        tensors += [self._param.new_ones(rows, 1, dtype=self._dtype) for _ in range(count)]
+        return tensors, [True] * len(tensors)
+
+    def _rows_of(self, here: tuple[int, ...]) -> Tensor:
+        starts = [0, *torch.tensor(self._rows).cumsum(0).tolist()]
+        rows = [r for k in here for r in range(starts[k], starts[k + 1])]
+        return torch.tensor([*rows, starts[-1]], device=self._owner.device)
+
+    def _views(self, packed: Tensor) -> list[Tensor]:
+        pieces = packed.view(-1)[: sum(self._rows) * ROW].split([r * ROW for r in self._rows])
+        return [
+            torch.view_as_complex(piece[: 2 * p.numel()].view(*p.shape, 2)) if p.is_complex() else piece[: p.numel()].view(p.shape)
+            for p, piece in zip(self._params, pieces, strict=True)
+        ]
+
+
+class InPlace:
+    """Tensors updated one by one where they are, as 1-D views in memory order."""
+
+    def __init__(self, plan: Plan, positions: Sequence[int], signature: Signature) -> None:
+        self.positions = tuple(positions)
+        self.signature = signature
+        members = [plan.members[i] for i in positions]
+        self._index = torch.tensor(positions, device=plan.device)
+        self._params = [m.param.detach() for m in members]
+        for member, param in zip(members, self._params, strict=True):
+            for name in plan.buffers:
+                if member.state[name].stride() != param.stride():
+                    member.state.set_quietly(name, torch.empty_like(param).copy_(member.state[name]))
+        self._flat = [
+            [required_flat(t) for t in (p, *(m.state[name] for name in plan.buffers))]
+            for m, p in zip(members, self._params, strict=True)
+        ]
+        self._dtype = compute_dtype(getattr(torch, signature.param_dtype))
+        count = len(signature.rule.coefficient_names) + 1
+        self._coefficients = torch.empty(count, len(positions), dtype=self._dtype, device=plan.device)
+        self._columns = [list(column.unbind()) for column in self._coefficients.unbind(1)]
+
+    def step(self, kernel: Kernel, grads: Sequence[Tensor | None], coefficients: Tensor) -> None:
+        torch.index_select(coefficients.to(self._dtype), 1, self._index, out=self._coefficients)
+        for position, param, (flat, *buffers), column in zip(
+            self.positions, self._params, self._flat, self._columns, strict=True
+        ):
+            grad = grads[position]
+            if grad is None:
+                continue
+            if grad.stride() != param.stride():
+                grad = torch.empty_like(param, dtype=grad.dtype).copy_(grad)
+            kernel(flat.numel(), [flat, required_flat(grad), *buffers, *column])
+
+    def example(self) -> tuple[list[Tensor], list[bool]]:
+        """Tensors to compile with, and which of them have a first dimension of any size."""
+        dtypes = [getattr(torch, d) for d in (self.signature.param_dtype, self.signature.grad_dtype, *self.signature.buffer_dtypes)]
+        device = self._index.device
+        tensors = [torch.zeros(64 * ROW, dtype=dtype, device=device) for dtype in dtypes]
+        scalars = [torch.ones((), dtype=self._dtype, device=device) for _ in range(len(self._coefficients))]
+        return tensors + scalars, [True] * len(tensors) + [False] * len(scalars)
+
+
+def _kernel_function(signature: Signature, plan: Plan) -> Callable[..., None]:
+    """The function to compile, with a code object of its own: Dynamo's recompile limit counts per code object."""
+    update = elementwise_step(plan.rule, plan.statics)
+    count = len(plan.buffers)
+
+    def kernel(param: Tensor, grad: Tensor, *rest: Tensor) -> None:
+        buffers = rest[:count]
+        new_param, new_buffers = update(param, grad, buffers, rest[count:])
+        param.copy_(new_param)
+        for old, new in zip(buffers, new_buffers, strict=True):
+            old.copy_(new)
+
+    kernel.__code__ = kernel.__code__.replace(co_name=f"{signature.rule.name}_{len(_kernels)}")
+    return kernel
+
+
+def dense_flat(tensor: Tensor) -> Tensor | None:
+    """A 1-D view of all real numbers of ``tensor`` in memory order, or None if its memory has gaps or overlaps."""
+    tensor = tensor.detach()
+    if tensor.is_conj() or tensor.is_neg():
+        return None
+    expected = 1
+    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda d: (d[1], d[0])):
+        if size != 1:
+            if stride != expected:
+                return None
+            expected *= size
+    flat = tensor.as_strided((tensor.numel(),), (1,))
+    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+
+
+def required_flat(tensor: Tensor) -> Tensor:
+    """:func:`dense_flat` of a tensor known to be dense."""
+    flat = dense_flat(tensor)
+    assert flat is not None
+    return flat

@@ -1,0 +1,425 @@
+"""The base optimizer: constructor, parameter groups, state, step."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from operator import attrgetter
+from typing import Any, ClassVar, Literal, TypeAlias, cast, overload
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
+
+from compiled_optim import checkpoint
+from compiled_optim.checkpoint import LoadReport
+from compiled_optim.events import EventLog
+from compiled_optim.fields import Declared, Flag, Hyper, Static, flag
+from compiled_optim.hyperparameters import ParamGroup
+from compiled_optim.lowering import cpp
+from compiled_optim.lowering.eager import EagerLowering
+from compiled_optim.lowering.inductor import InductorLowering
+from compiled_optim.lowering.multi_tensor import MultiTensorLowering
+from compiled_optim.plan import Plan, parameter_name, partition, structure
+from compiled_optim.state import OptimizerState, ParamState
+
+LOWERINGS = ("auto", "multi_tensor", "inductor", "eager")
+
+Lowering: TypeAlias = MultiTensorLowering | InductorLowering | EagerLowering
+
+_DTYPE = attrgetter("dtype")
+_IS_SPARSE = attrgetter("is_sparse")
+
+
+class CompiledOptimizer(Declared, Optimizer):
+    """Base of all optimizers of the package; a subclass declares fields, ``coefficients`` and ``update``.
+
+    Args:
+        params: tensors, ``(name, tensor)`` pairs, a dict ``name -> tensor``, or dicts of parameter groups.
+        maximize: step along the gradient instead of against it.
+        differentiable: record the step with autograd; implies ``lowering="eager"``.
+        foreach, capturable, fused: accepted for torch.optim's sake and without effect; every lowering is both.
+        lowering: ``"multi_tensor"``, ``"inductor"``, ``"eager"``, or ``"auto"``, the fastest for the device.
+
+    Hyperparameters are 0-dim tensors in ``param_groups``, float64 where the device has it; see
+    :class:`~compiled_optim.hyperparameters.ParamGroup` for what assigning to them means. State exists from construction
+    for every parameter that requires a gradient.
+
+    Raises:
+        TypeError: something is not a tensor, a number or a known argument.
+        ValueError: a hyperparameter is out of range, or a parameter is duplicate, not a leaf, or not floating point.
+    """
+
+    params: ParamsT
+    maximize: bool = flag(default=False)
+    foreach: bool | None = flag(default=None)
+    capturable: bool = flag(default=False)
+    differentiable: bool = flag(default=False)
+    fused: bool | None = flag(default=None)
+    lowering: str = flag(default="auto")
+
+    group_flags: ClassVar[tuple[str, ...]] = ("maximize", "foreach", "capturable", "differentiable", "fused")
+    """The flags torch.optim's optimizer of this name keeps in its groups, so that checkpoints are interchangeable."""
+    group_constants: ClassVar[dict[str, Any]] = {}
+    """Group entries with one possible value, kept for the same reason."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        bound = inspect.signature(type(self)).bind(*args, **kwargs)
+        bound.apply_defaults()
+        options = dict(bound.arguments)
+        params = options.pop("params")
+        self._configure(options)
+        groups = _as_groups(params)
+        defaults = {name: options[name] for name in self._group_keys()} | dict(self.group_constants)
+        for hyper in self.fields_of(Hyper):
+            elements = hyper.elements(options[hyper.name], "the defaults")
+            if any(isinstance(e, Tensor) for e in elements):
+                _hand_over(hyper.name, options[hyper.name], groups)
+            numbers = tuple(e.item() if isinstance(e, Tensor) else e for e in elements)
+            for index, number in enumerate(numbers):
+                hyper.check(number, index, "the defaults")
+            defaults[hyper.name] = numbers if hyper.is_tuple else numbers[0]
+        super().__init__(cast(ParamsT, groups), defaults)
+        self.state = OptimizerState(self._mark_changed)  # type: ignore[assignment]
+        self._rebuild()
+
+    def _configure(self, options: Mapping[str, Any]) -> None:
+        lowering = options["lowering"]
+        if lowering not in LOWERINGS:
+            raise ValueError(f"lowering must be one of {', '.join(LOWERINGS)}, got {lowering!r}")
+        for declared in (*self.fields_of(Static), *self.fields_of(Flag)):
+            if isinstance(declared.default, bool) and not isinstance(options[declared.name], bool):
+                raise TypeError(f"{declared.name} must be a bool, got {options[declared.name]!r}")
+        self._lowering = lowering
+        self._reset()
+
+    def _reset(self) -> None:
+        """Forget everything that :meth:`_rebuild` derives."""
+        self.units: list[Lowering] = []
+        self._expected: list[tuple[list[int], list[torch.dtype]]] = []
+        self._stateless: list[Tensor] = []
+        self._group_shapes: list[tuple[int, int]] = []
+        self.events = EventLog()
+        self._changed = True
+
+    @classmethod
+    def _group_keys(cls) -> list[str]:
+        return [f.name for f in (*cls.fields_of(Hyper), *cls.fields_of(Static))] + list(cls.group_flags)
+
+    @classmethod
+    def _structural_keys(cls) -> set[str]:
+        return {"params", "maximize", "differentiable", *cls.rule.structural_hypers, *(s.name for s in cls.rule.statics)}
+
+    def _mark_changed(self) -> None:
+        self._changed = True
+
+    @torch._disable_dynamo
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group; missing entries take the constructor's values.
+
+        Args:
+            param_group: ``params`` (tensors, pairs or a dict ``name -> tensor``) and any hyperparameters. The dict itself
+                is not modified.
+
+        Raises:
+            TypeError, ValueError: as the constructor. The optimizer is then unchanged.
+        """
+        if not isinstance(param_group, dict):
+            raise TypeError(f"param_group must be a dict, but got {type(param_group)}")
+        index = len(self.param_groups)
+        values = {**self.defaults, **param_group}
+        unknown = [k for k in values if k in self.fields and k not in self._group_keys()]
+        if unknown:
+            raise TypeError(f"{unknown[0]} is an option of the whole optimizer, not of param_groups[{index}]")
+        names, params = _named(param_group["params"])
+        values["params"] = params
+        if names:
+            values["param_names"] = names
+        self._check_params(values, index)
+        self._check_hypers(values, index)
+        taken = {id(t) for g in self.param_groups for h in self.fields_of(Hyper) for t in g.tensors(h.name)}
+        self.param_groups.append(self._new_group(values, index, taken))
+        self._changed = True
+        if isinstance(getattr(self, "state", None), OptimizerState):
+            self._rebuild()
+
+    def _new_group(self, values: Mapping[str, Any], index: int, taken: Iterable[int] = ()) -> ParamGroup:
+        device = values["params"][0].device if values["params"] else torch.get_default_device()
+        return ParamGroup(
+            values,
+            self.fields_of(Hyper),
+            self._structural_keys(),
+            device,
+            f"param_groups[{index}]",
+            self._mark_changed,
+            frozenset(taken),
+        )
+
+    def _check_params(self, group: Mapping[str, Any], index: int) -> None:
+        seen = {
+            id(p): parameter_name(g, i, j) for i, g in enumerate(self.param_groups) for j, p in enumerate(g["params"])
+        }
+        own: dict[int, str] = {}
+        for j, param in enumerate(group["params"]):
+            name = parameter_name(group, index, j)
+            if not isinstance(param, Tensor):
+                raise TypeError(
+                    f"optimizer can only optimize Tensors, but one of the params is {torch.typename(param)} ('{name}')"
+                )
+            if not (param.is_floating_point() or param.is_complex()):
+                raise ValueError(f"can't optimize '{name}': its dtype is {param.dtype}, not floating point or complex")
+            if not group.get("differentiable") and not (param.is_leaf or param.retains_grad):
+                raise ValueError(f"can't optimize a non-leaf Tensor: '{name}'")
+            if id(param) in seen:
+                raise ValueError(
+                    f"some parameters appear in more than one parameter group: '{name}' is also '{seen[id(param)]}'"
+                )
+            if id(param) in own:
+                raise ValueError(
+                    f"the optimizer got a parameter group with duplicate parameters: '{name}' is also '{own[id(param)]}'"
+                )
+            own[id(param)] = name
+        for other in self.param_groups:
+            if ("param_names" in group) != ("param_names" in other):
+                with_or_without = "with" if "param_names" in group else "without"
+                raise ValueError(
+                    "all optimizer param groups should be with/without names. "
+                    f"cannot add param group {with_or_without} names to the optimizer"
+                )
+
+    def _check_hypers(self, group: Mapping[str, Any], index: int) -> None:
+        hypers = {h.name: group[h.name] for h in self.fields_of(Hyper)}
+        for hyper in self.fields_of(Hyper):
+            hyper.elements(hypers[hyper.name], f"param_groups[{index}]")
+        self.check(hypers, group)
+
+    @staticmethod
+    def check(hypers: Mapping[str, Any], statics: Mapping[str, Any]) -> None:
+        """Raise ``ValueError`` where fields do not fit each other; for subclasses to override."""
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Perform one optimization step.
+
+        Args:
+            closure: re-evaluates the model, with gradients enabled, and returns the loss.
+
+        Returns:
+            The closure's loss, if there is a closure.
+
+        Raises:
+            TypeError: a gradient is sparse. Nothing is changed then.
+            RecompileError: something would be compiled again inside ``no_recompiles``. Nothing is changed then.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._opt_called = True
+        with torch.no_grad():
+            self._step()
+        return loss
+
+    # torch's schedulers replace ``step`` on the instance to see that it was called, unless it says that it reports that.
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+
+    @torch._disable_dynamo
+    def _step(self) -> None:
+        if self._changed or self._regrouped() or any(p.grad is not None for p in self._stateless):
+            self._rebuild()
+        grads = self._gradients()
+        if grads is None:
+            self._rebuild()
+            grads = self._gradients()
+            assert grads is not None
+        for unit in self.units:
+            unit.compile()
+        self.events.steps += 1
+        for unit, unit_grads in zip(self.units, grads, strict=True):
+            unit.step(unit_grads)
+
+    def _regrouped(self) -> bool:
+        """Whether somebody replaced or resized groups behind the optimizer's back, as torch allows."""
+        return [(id(g), len(g["params"])) for g in self.param_groups] != self._group_shapes
+
+    def _gradients(self) -> list[list[Tensor | None]] | None:
+        """The gradients of every unit's parameters, or None if parameters moved or gradients changed their dtype."""
+        result: list[list[Tensor | None]] = []
+        for unit, (addresses, dtypes) in zip(self.units, self._expected, strict=True):
+            params = unit.plan.params
+            grads = [p.grad for p in params]
+            present, wanted = cast("list[Tensor]", grads), dtypes
+            if type(None) in set(map(type, grads)):
+                present = [g for g in grads if g is not None]
+                wanted = [d for d, g in zip(dtypes, grads, strict=True) if g is not None]
+            if any(map(_IS_SPARSE, present)):
+                name = next(
+                    m.name for m, g in zip(unit.plan.members, grads, strict=True) if g is not None and g.is_sparse
+                )
+                raise TypeError(f"{type(self).__name__} does not support sparse gradients; '{name}' has one")
+            if list(map(Tensor.data_ptr, params)) != addresses or list(map(_DTYPE, present)) != wanted:
+                return None
+            result.append(grads)
+        return result
+
+    def _rebuild(self) -> None:
+        """Derive everything the step uses from the groups and the state."""
+        for index, group in enumerate(self.param_groups):
+            if not isinstance(group, ParamGroup):
+                self.param_groups[index] = self._new_group({**self.defaults, **group}, index)
+        groups = cast("list[ParamGroup]", self.param_groups)
+        for group in groups:
+            if group["params"]:
+                group.to(group["params"][0].device)
+        plans = partition(self.rule, groups, self._own_state)
+        planned = {id(p) for plan in plans for p in plan.params}
+        self._stateless = [p for g in groups for p in g["params"] if id(p) not in planned]
+        expected = [
+            (list(map(Tensor.data_ptr, plan.params)), [(p.grad if p.grad is not None else p).dtype for p in plan.params])
+            for plan in plans
+        ]
+        differentiable = any(g.get("differentiable", False) for g in groups)
+        self.units = [self._lower(plan, dtypes, differentiable) for plan, (_, dtypes) in zip(plans, expected, strict=True)]
+        self._expected = expected
+        self._group_shapes = [(id(g), len(g["params"])) for g in groups]
+        self._changed = False
+
+    def _lower(self, plan: Plan, grad_dtypes: list[torch.dtype], differentiable: bool) -> Lowering:
+        if differentiable or self._lowering == "eager":
+            return EagerLowering(plan, grad_dtypes, self.events, differentiable=differentiable)
+        if plan.device.type == "cpu" and self._lowering in ("auto", "multi_tensor"):
+            if cpp.compiler() is not None:
+                return MultiTensorLowering(plan, grad_dtypes, self.events)
+            self.events.fall_back(
+                f"{type(self).__name__} runs eager: no C++ compiler was found",
+                "install g++ or clang++, or name one in the environment variable CXX",
+            )
+            return EagerLowering(plan, grad_dtypes, self.events)
+        return InductorLowering(plan, grad_dtypes, self.events)
+
+    def hyperparameters(self) -> list[dict[str, Any]]:
+        """The hyperparameters of each group as Python floats, for logs and JSON. Waits for the device."""
+        return [group.floats() for group in self.param_groups]
+
+    @torch._disable_dynamo
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's state in torch.optim's layout, with ``param_names`` where the parameters have names.
+
+        Hyperparameters are Python numbers, step counts and scalars copies on the CPU; buffers are the live tensors, as in
+        torch.optim. Run-time flags have their defaults, whatever the optimizer was made with.
+        """
+        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+            pre_hook(self)
+        neutral = {name: self.fields[name].default for name in self.group_flags}  # type: ignore[attr-defined]
+        result = checkpoint.save(self.rule, cast("list[ParamGroup]", self.param_groups), self._own_state, neutral)
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            replaced = post_hook(self, result)
+            result = result if replaced is None else replaced
+        return result
+
+    @torch._disable_dynamo
+    def load_state_dict(  # type: ignore[override]
+        self,
+        state_dict: Mapping[str, Any],
+        strict: bool = True,
+        hyperparameters: Literal["checkpoint", "keep"] = "checkpoint",
+    ) -> LoadReport:
+        """Copy a state dict of this package or of torch.optim's optimizer of the same name into the live tensors.
+
+        Parameters are matched by name where both sides have names, else by position. Static choices and run-time flags
+        stay the optimizer's own.
+
+        Args:
+            state_dict: as returned by :meth:`state_dict`. It is not modified.
+            strict: raise unless every parameter and every state entry matches; otherwise load the intersection.
+            hyperparameters: ``"checkpoint"`` to take the checkpoint's values, ``"keep"`` to keep the groups'.
+
+        Returns:
+            The names that were missing, unexpected and mismatched; empty lists with ``strict``.
+
+        Raises:
+            ValueError, TypeError: the checkpoint does not match, naming what; the optimizer is then unchanged.
+        """
+        if hyperparameters not in ("checkpoint", "keep"):
+            raise ValueError(f"hyperparameters must be 'checkpoint' or 'keep', got {hyperparameters!r}")
+        state_dict = dict(state_dict)
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            replaced = pre_hook(self, state_dict)
+            state_dict = state_dict if replaced is None else replaced
+        if self._changed or self._regrouped():
+            self._rebuild()
+        groups = cast("list[ParamGroup]", self.param_groups)
+        keep = {*self.group_flags, *self.group_constants, *(s.name for s in self.rule.statics)}
+        buffers = [self.rule.present_buffers(structure(self.rule, group)) for group in groups]
+        report = checkpoint.load(
+            self.rule, groups, self._own_state, buffers, state_dict, keep=keep, strict=strict, hyperparameters=hyperparameters
+        )
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+        return report
+
+    @property
+    def _own_state(self) -> OptimizerState:
+        return cast(OptimizerState, self.state)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "lowering": self._lowering}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        lowering = state.pop("lowering", getattr(self, "_lowering", "auto"))
+        super().__setstate__(state)
+        self._lowering = lowering
+        self._reset()
+        own = OptimizerState(self._mark_changed)
+        for param, values in state.get("state", self.state).items():
+            own.set_quietly(param, ParamState(self._mark_changed, values))
+        self.state = own  # type: ignore[assignment]
+
+
+def _as_groups(params: Any) -> list[dict[str, Any]]:
+    """The constructor's ``params`` as a list of new group dicts."""
+    if isinstance(params, Tensor):
+        raise TypeError(
+            "params argument given to the optimizer should be an iterable of Tensors or dicts, but got "
+            + torch.typename(params)
+        )
+    if isinstance(params, Mapping):
+        return [{"params": params}]
+    entries = list(params) if not isinstance(params, set) else [{"params": params}]
+    if not entries:
+        raise ValueError("optimizer got an empty parameter list")
+    return [dict(e) for e in entries] if isinstance(entries[0], Mapping) else [{"params": entries}]
+
+
+def _named(params: Any) -> tuple[list[str], list[Any]]:
+    """Names, where there are any, and tensors of one group's ``params``."""
+    if isinstance(params, Tensor):
+        return [], [params]
+    if isinstance(params, set):
+        raise TypeError(
+            "optimizer parameters need to be organized in ordered collections, but the ordering of tensors in sets will "
+            "change between runs. Please use a list instead."
+        )
+    entries = list(params.items() if isinstance(params, Mapping) else params)
+    pairs = [e for e in entries if isinstance(e, tuple)]
+    if pairs and len(pairs) != len(entries):
+        raise ValueError("all optimizer params should be with/without names. Some param names are missing")
+    return [name for name, _ in pairs], [tensor for _, tensor in pairs] if pairs else entries
+
+
+def _hand_over(key: str, value: Any, groups: list[dict[str, Any]]) -> None:
+    """Give a tensor from the constructor to the one group without a value of its own, which will adopt it.
+
+    Several such groups get a copy each, unless the tensor requires grad.
+    """
+    heirs = [group for group in groups if key not in group]
+    elements = value if isinstance(value, tuple) else (value,)
+    if len(heirs) == 1 or any(isinstance(e, Tensor) and e.requires_grad for e in elements):
+        for group in heirs:
+            group[key] = value

@@ -1,0 +1,46 @@
+"""SGD."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from compiled_optim.fields import Number, buffer, hyper, static
+from compiled_optim.lowering.vocabulary import where
+from compiled_optim.optimizer import CompiledOptimizer
+
+
+class SGD(CompiledOptimizer):
+    """Stochastic gradient descent with momentum (Sutskever et al., ICML 2013), in torch.optim.SGD's form.
+
+    The first step takes the whole gradient into ``momentum_buffer`` whatever ``dampening`` is, as torch.optim does.
+    Differs from torch.optim.SGD: the state also holds ``step``, and while ``momentum`` is set to 0 during a run the buffer
+    follows the gradient instead of standing still.
+    """
+
+    lr: Number = hyper(default=1e-3, ge=0)
+    momentum: Number = hyper(default=0.0, ge=0)
+    dampening: Number = hyper(default=0.0)
+    weight_decay: Number = hyper(default=0.0, ge=0)
+    nesterov: bool = static(default=False)
+    momentum_buffer = buffer(when="momentum")
+    group_flags: ClassVar[tuple[str, ...]] = ("maximize", "foreach", "differentiable", "fused")
+
+    @staticmethod
+    def check(hypers: Mapping[str, Any], statics: Mapping[str, Any]) -> None:
+        """Raise ``ValueError`` where nesterov is asked for without momentum or with dampening."""
+        if statics["nesterov"] and (hypers["momentum"] <= 0 or hypers["dampening"] != 0):
+            raise ValueError("Nesterov momentum requires a momentum and zero dampening")
+
+    @staticmethod
+    def coefficients(step, lr, momentum, dampening, weight_decay):
+        whole = (step == 1) | (momentum == 0)
+        return lr, momentum, where(whole, 1.0, 1 - dampening), weight_decay
+
+    @staticmethod
+    def update(param, grad, momentum_buffer, lr, momentum, grad_weight, weight_decay, nesterov):
+        grad = grad + weight_decay * param
+        if momentum_buffer is not None:
+            momentum_buffer = momentum * momentum_buffer + grad_weight * grad
+            grad = grad + momentum * momentum_buffer if nesterov else momentum_buffer
+        return param - lr * grad, momentum_buffer

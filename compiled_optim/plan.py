@@ -1,0 +1,99 @@
+"""Which tensors are updated together, and which of them take part in a step.
+
+A plan holds the parameters that share a device and every choice that shapes code; their hyperparameters, step counts and
+scalars are data, so groups with different learning rates share one plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compiled_optim.fields import Rule
+from compiled_optim.hyperparameters import ParamGroup, scalar_dtype
+from compiled_optim.state import OptimizerState, ParamState, complete, new_buffer, scalar_inits
+
+
+@dataclass(eq=False)
+class Member:
+    """One parameter of a plan, with its name, its group's index in ``param_groups`` and its state."""
+
+    param: Tensor
+    name: str
+    group: int
+    state: ParamState
+
+
+def parameter_name(group: Mapping[str, Any], group_index: int, index: int) -> str:
+    """The name of a parameter in messages: its own, or its position where it has none."""
+    names = group.get("param_names")
+    return names[index] if names else f"param_groups[{group_index}]['params'][{index}]"
+
+
+class Plan:
+    """The parameters of one device and one set of static choices.
+
+    ``scalars`` is a (1 + scalars, tensors) float64 matrix: step counts first, then the rule's scalars; each parameter's
+    state holds 0-dim views of its column.
+    """
+
+    def __init__(
+        self, rule: Rule, statics: Mapping[str, Any], device: torch.device, members: Sequence[Member], groups: Sequence[ParamGroup]
+    ) -> None:
+        self.rule = rule
+        self.statics = dict(statics)
+        self.buffers = rule.present_buffers(statics)
+        self.device = device
+        self.members = list(members)
+        self.params = [m.param for m in self.members]
+        used = sorted({m.group for m in self.members})
+        self.groups = [groups[i] for i in used]
+        dtype = scalar_dtype(device)
+        self.group_index = [used.index(m.group) for m in self.members]
+        self._group_of = torch.tensor(self.group_index, device=device)
+        self.sign = torch.tensor([-1.0 if groups[m.group]["maximize"] else 1.0 for m in self.members], dtype=dtype, device=device)
+        self.scalars = self._gather_scalars()
+
+    def hypers(self) -> dict[str, Tensor | tuple[Tensor, ...]]:
+        """The hyperparameters by name, as vectors over the tensors (0-dim where one group holds them all)."""
+        rows = [t for group in self.groups for h in self.rule.hypers for t in group.tensors(h.name)]
+        same = [t.to(self.device, self.scalars.dtype) for t in rows]
+        table = torch.stack(same).view(len(self.groups), -1).t()
+        columns = iter((table[:, 0] if len(self.groups) == 1 else table[:, self._group_of]).unbind())
+        return {
+            h.name: tuple(next(columns) for _ in range(h.length)) if h.is_tuple else next(columns)
+            for h in self.rule.hypers
+        }
+
+    def _gather_scalars(self) -> Tensor:
+        names = list(scalar_inits(self.rule))
+        columns = [m.state[name] for name in names for m in self.members]
+        scalars = torch.stack(columns).view(len(names), -1)
+        for row, name in enumerate(names):
+            for column, member in enumerate(self.members):
+                member.state.set_quietly(name, scalars[row, column])
+        return scalars
+
+
+def structure(rule: Rule, group: ParamGroup) -> dict[str, Any]:
+    """The choices of one group that shape code: static fields, and whether a structural hyperparameter is other than 0."""
+    choices = {s.name: group[s.name] for s in rule.statics}
+    return choices | {name: group.nonzero(name) for name in rule.structural_hypers}
+
+
+def partition(rule: Rule, groups: Sequence[ParamGroup], state: OptimizerState) -> list[Plan]:
+    """The plans for all parameters that have state or are to get it now; missing state is made."""
+    members: dict[tuple[Any, ...], list[Member]] = {}
+    for i, group in enumerate(groups):
+        choices = structure(rule, group)
+        for j, param in enumerate(group["params"]):
+            if not (param.requires_grad or param.grad is not None or state.get(param)):
+                continue
+            complete(rule, rule.present_buffers(choices), param, state[param], new_buffer)
+            member = Member(param, parameter_name(group, i, j), i, state[param])
+            members.setdefault((param.device, *choices.items()), []).append(member)
+    return [Plan(rule, dict(choices), device, together, groups) for (device, *choices), together in members.items()]

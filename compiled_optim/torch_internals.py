@@ -1,0 +1,104 @@
+"""The few parts of torch without a public name that the package needs, each behind one function."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch._inductor.config as inductor_config
+from torch import Tensor
+
+
+class _InstructionSetProbe(threading.Thread):
+    """Inductor's search for the CPU's vector instructions, run beside the imports that compiling needs anyway.
+
+    Inductor compiles and loads a test program per instruction set, several seconds in a fresh cache. Its answer is only
+    needed if a compilation with the CPU's own word for it fails, so it is trusted first; see ``compile_graph``.
+    """
+
+    def run(self) -> None:
+        from torch._inductor import cpu_vec_isa
+
+        with inductor_config.patch({"cpp.vec_isa_ok": True}), contextlib.suppress(Exception):
+            cpu_vec_isa.valid_vec_isa_list()
+
+
+_probe: _InstructionSetProbe | None = None
+
+
+def prepare_cpu_compiler() -> None:
+    """Begin in the background what the first CPU compilation of a process needs."""
+    global _probe
+    if _probe is None:
+        _probe = _InstructionSetProbe(daemon=True, name="compiled_optim-cpu-probe")
+        _probe.start()
+
+
+def compiler_missing() -> str:
+    """Why C++ cannot be compiled here, or an empty string."""
+    from torch._inductor import exc
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    try:
+        get_cpp_compiler()
+    except exc.InvalidCxxCompiler as error:
+        return str(error).strip().splitlines()[0]
+    return ""
+
+
+def compile_graph(
+    function: Callable[..., None], args: list[Tensor], dynamic: list[bool], options: dict[str, Any]
+) -> Callable[[int, list[Tensor]], None] | None:
+    """Compile ``function(*args)``, which writes its results into its arguments, with Inductor.
+
+    Args:
+        function: traced once; it must have a code object of its own.
+        args: example tensors, no two the same object.
+        dynamic: for each argument, whether its first dimension may have any size; all such sizes are equal.
+        options: Inductor options.
+
+    Returns:
+        ``run(size, args)``, which calls Inductor's code without Dynamo's guards: the caller answers for dtypes, devices,
+        sizes and strides being those of the example. None if compilation is switched off for the process.
+    """
+    from torch._dynamo import lookup_backend, mark_dynamic
+
+    inductor = lookup_backend("inductor")
+    compiled: list[tuple[Callable[..., Any], list[int | None]]] = []
+
+    def backend(graph: torch.fx.GraphModule, example: list[Any]) -> Callable[..., Any]:
+        code = inductor(graph, example)
+
+        def first_call(*inputs: Any) -> Any:
+            # Dynamo orders inputs by first use; the tensors themselves tell which is which, a size is an int.
+            order = [next((i for i, a in enumerate(args) if a is x), None) for x in inputs]
+            assert sum(i is not None for i in order) == sum(isinstance(x, Tensor) for x in inputs)
+            compiled.append((code, order))
+            return code(*inputs)
+
+        return first_call
+
+    for arg, is_dynamic in zip(args, dynamic, strict=True):
+        if is_dynamic:
+            mark_dynamic(arg, 0)
+    with torch.no_grad(), torch.compiler.set_stance("default"), _trusting_cpu_probe(options):
+        torch.compile(function, backend=backend, fullgraph=True)(*args)
+    if not compiled:
+        return None
+    code, order = compiled[0]
+
+    def run(size: int, tensors: list[Tensor]) -> None:
+        code(*[size if i is None else tensors[i] for i in order])
+
+    return run
+
+
+@contextlib.contextmanager
+def _trusting_cpu_probe(options: dict[str, Any]) -> Iterator[None]:
+    if _probe is not None:
+        _probe.join()
+    with inductor_config.patch({"cpp.vec_isa_ok": True, **options}):
+        yield

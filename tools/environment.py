@@ -1,0 +1,31 @@
+"""The project's own virtual environment: made on first use, pinned by ``constraints.txt``."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def python_with(extra: str) -> Path:
+    """The interpreter of a virtual environment that holds the package, editable, with one of its extras.
+
+    The environment is made, or brought up to date, only if ``pyproject.toml`` or the constraints changed since.
+    """
+    constraints = ROOT / "tools" / "constraints.txt"
+    directory = ROOT / f".venv-{extra}"
+    python = directory / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python")
+    stamp = directory / "installed"
+    wanted = hashlib.sha256((ROOT / "pyproject.toml").read_bytes() + constraints.read_bytes()).hexdigest()
+    if stamp.exists() and stamp.read_text() == wanted:
+        return python
+    print(f"installing into {directory.name} (once)", flush=True)
+    venv.create(directory, with_pip=True)
+    install = [python, "-m", "pip", "install", "--quiet", "-c", constraints, "-e", f"{ROOT}[{extra}]"]
+    subprocess.run(install, check=True)
+    stamp.write_text(wanted)
+    return python
