@@ -96,8 +96,12 @@ def load(
     """Copy ``state_dict`` into ``groups`` and ``state``.
 
     Args:
+        rule: the optimizer's rule.
+        groups: its live groups.
+        state: its live state.
         buffers: for each group, the names of the buffers its parameters have.
         keep: group entries that are the optimizer's own whatever the checkpoint says.
+        state_dict: what to load; not modified.
         strict: raise where names, shapes or entries do not match; otherwise load what does.
         hyperparameters: whether the groups take the checkpoint's values.
 
@@ -151,7 +155,9 @@ def _read(state_dict: Mapping[str, Any]) -> tuple[list[Mapping[str, Any]], list[
         for j, index in enumerate(group["params"]):
             entries = states.get(index)
             if entries is not None and not isinstance(entries, Mapping):
-                raise ValueError(f"the state of '{parameter_name(group, i, j)}' must be a dict, got {type(entries).__name__}")
+                raise ValueError(
+                    f"the state of '{parameter_name(group, i, j)}' must be a dict, got {type(entries).__name__}"
+                )
             saved.append(_Saved(canonical_name(parameter_name(group, i, j)), i, entries))
     return list(groups), saved
 
@@ -198,7 +204,7 @@ def _entries(rule: Rule, buffers: tuple[str, ...], param: Tensor, saved: _Saved)
         return f"the optimizer has no {', '.join(map(str, foreign))} for it", {}
     for name, value in given.items():
         if name in inits:
-            if isinstance(value, Tensor) and value.numel() != 1 or not isinstance(value, (Tensor, int, float)):
+            if (isinstance(value, Tensor) and value.numel() != 1) or not isinstance(value, (Tensor, int, float)):
                 return f"{name} is not a number", {}
         elif not isinstance(value, Tensor):
             return f"{name} is not a tensor", {}

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from compiled_optim.fields import Rule, real_dtype
 from compiled_optim.plan import Member, Plan
+
+K = TypeVar("K")
 
 
 class RecompileError(RuntimeError):
@@ -89,7 +92,25 @@ class EventLog:
     fallbacks: dict[str, str] = field(default_factory=dict)
     signatures: dict[str, Signature] = field(default_factory=dict)
 
-    def cause(self, name: str, new: Signature) -> str:
+    def obtain(
+        self, cache: dict[Signature, K], signature: Signature, names: Sequence[str], make: Callable[[Signature], K]
+    ) -> K:
+        """The kernel of ``signature`` for the parameters ``names``: from ``cache``, else made, kept and recorded.
+
+        Raises:
+            RecompileError: it would have to be made again inside ``no_recompiles``.
+        """
+        if signature not in cache:
+            cause = next((c for c in (self._cause(name, signature) for name in names) if c), "")
+            if cause and _forbidden:
+                raise RecompileError(f"{signature.rule.name} would recompile its step: {cause}")
+            started = time.perf_counter()
+            cache[signature] = make(signature)
+            self.compilations.append(Compilation(str(signature), time.perf_counter() - started, cause))
+        self.signatures.update(dict.fromkeys(names, signature))
+        return cache[signature]
+
+    def _cause(self, name: str, new: Signature) -> str:
         """Why parameter ``name`` needs a kernel of signature ``new``, in words; empty before the first step."""
         if self.steps == 0:
             return ""
@@ -97,11 +118,6 @@ class EventLog:
         if old is None:
             return f"parameter '{name}' is new to the optimizer"
         return f"parameter '{name}': {', '.join(new.changes_from(old))}"
-
-    def before_compilation(self, cause: str, signature: Signature) -> None:
-        """Raise :class:`RecompileError` if this would be a recompilation inside ``no_recompiles``."""
-        if cause and _forbidden:
-            raise RecompileError(f"{signature.rule.name} would recompile its step: {cause}")
 
     def fall_back(self, reason: str, advice: str) -> None:
         """Record that something runs uncompiled, and warn about it once per reason."""

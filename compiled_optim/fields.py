@@ -46,6 +46,7 @@ class Hyper(Field):
 
     @property
     def is_tuple(self) -> bool:
+        """Whether the field is a tuple of numbers (``betas``)."""
         return isinstance(self.default, tuple)
 
     @property
@@ -101,9 +102,7 @@ class Hyper(Field):
                 raise TypeError(f"{self.element(index)} of {where} must be real, got a {value.dtype} tensor")
             return value
         if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
-            raise TypeError(
-                f"{self.element(index)} of {where} must be a number or a 1-element tensor, got {value!r}"
-            )
+            raise TypeError(f"{self.element(index)} of {where} must be a number or a 1-element tensor, got {value!r}")
         return float(value)
 
 

@@ -54,14 +54,13 @@ class ParamGroup(WatchedDict[str, Any]):
         self._hypers = {h.name: h for h in hypers}
         self._structural = frozenset(structural)
         self._device = device
-        self._made = WeakIdKeyDictionary()  # tensor -> (key, index) it was made or adopted for
+        self._made: Any = WeakIdKeyDictionary()  # tensor -> (key, index) it was made or adopted for
         self._zeros: dict[str, int] = {}  # structural hyperparameter assigned a Python 0 -> its tensor's version then
         for key, value in values.items():
             if key in self._hypers:
                 elements = self.validated(key, value)
                 owned = [
-                    self._fresh(key, i, e) if id(e) in taken else self._adopt(key, i, e)
-                    for i, e in enumerate(elements)
+                    self._fresh(key, i, e) if id(e) in taken else self._adopt(key, i, e) for i, e in enumerate(elements)
                 ]
                 self._store(key, owned, elements)
             else:

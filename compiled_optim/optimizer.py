@@ -23,6 +23,7 @@ from compiled_optim.lowering.inductor import InductorLowering
 from compiled_optim.lowering.multi_tensor import MultiTensorLowering
 from compiled_optim.plan import Plan, parameter_name, partition, structure
 from compiled_optim.state import OptimizerState, ParamState
+from compiled_optim.torch_internals import outside_dynamo
 
 LOWERINGS = ("auto", "multi_tensor", "inductor", "eager")
 
@@ -109,12 +110,18 @@ class CompiledOptimizer(Declared, Optimizer):
 
     @classmethod
     def _structural_keys(cls) -> set[str]:
-        return {"params", "maximize", "differentiable", *cls.rule.structural_hypers, *(s.name for s in cls.rule.statics)}
+        return {
+            "params",
+            "maximize",
+            "differentiable",
+            *cls.rule.structural_hypers,
+            *(s.name for s in cls.rule.statics),
+        }
 
     def _mark_changed(self) -> None:
         self._changed = True
 
-    @torch._disable_dynamo
+    @outside_dynamo
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group; missing entries take the constructor's values.
 
@@ -138,7 +145,7 @@ class CompiledOptimizer(Declared, Optimizer):
             values["param_names"] = names
         self._check_params(values, index)
         self._check_hypers(values, index)
-        taken = {id(t) for g in self.param_groups for h in self.fields_of(Hyper) for t in g.tensors(h.name)}
+        taken = {id(t) for g in self._groups for h in self.fields_of(Hyper) for t in g.tensors(h.name)}
         self.param_groups.append(self._new_group(values, index, taken))
         self._changed = True
         if isinstance(getattr(self, "state", None), OptimizerState):
@@ -157,9 +164,7 @@ class CompiledOptimizer(Declared, Optimizer):
         )
 
     def _check_params(self, group: Mapping[str, Any], index: int) -> None:
-        seen = {
-            id(p): parameter_name(g, i, j) for i, g in enumerate(self.param_groups) for j, p in enumerate(g["params"])
-        }
+        seen = {id(p): parameter_name(g, i, j) for i, g in enumerate(self.param_groups) for j, p in enumerate(g["params"])}
         own: dict[int, str] = {}
         for j, param in enumerate(group["params"]):
             name = parameter_name(group, index, j)
@@ -229,7 +234,7 @@ class CompiledOptimizer(Declared, Optimizer):
     # torch's schedulers replace ``step`` on the instance to see that it was called, unless it says that it reports that.
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
-    @torch._disable_dynamo
+    @outside_dynamo
     def _step(self) -> None:
         if self._changed or self._regrouped() or any(p.grad is not None for p in self._stateless):
             self._rebuild()
@@ -259,9 +264,7 @@ class CompiledOptimizer(Declared, Optimizer):
                 present = [g for g in grads if g is not None]
                 wanted = [d for d, g in zip(dtypes, grads, strict=True) if g is not None]
             if any(map(_IS_SPARSE, present)):
-                name = next(
-                    m.name for m, g in zip(unit.plan.members, grads, strict=True) if g is not None and g.is_sparse
-                )
+                name = next(m.name for m, g in zip(unit.plan.members, grads, strict=True) if g is not None and g.is_sparse)
                 raise TypeError(f"{type(self).__name__} does not support sparse gradients; '{name}' has one")
             if list(map(Tensor.data_ptr, params)) != addresses or list(map(_DTYPE, present)) != wanted:
                 return None
@@ -273,7 +276,7 @@ class CompiledOptimizer(Declared, Optimizer):
         for index, group in enumerate(self.param_groups):
             if not isinstance(group, ParamGroup):
                 self.param_groups[index] = self._new_group({**self.defaults, **group}, index)
-        groups = cast("list[ParamGroup]", self.param_groups)
+        groups = self._groups
         for group in groups:
             if group["params"]:
                 group.to(group["params"][0].device)
@@ -281,7 +284,10 @@ class CompiledOptimizer(Declared, Optimizer):
         planned = {id(p) for plan in plans for p in plan.params}
         self._stateless = [p for g in groups for p in g["params"] if id(p) not in planned]
         expected = [
-            (list(map(Tensor.data_ptr, plan.params)), [(p.grad if p.grad is not None else p).dtype for p in plan.params])
+            (
+                list(map(Tensor.data_ptr, plan.params)),
+                [(p.grad if p.grad is not None else p).dtype for p in plan.params],
+            )
             for plan in plans
         ]
         differentiable = any(g.get("differentiable", False) for g in groups)
@@ -305,9 +311,9 @@ class CompiledOptimizer(Declared, Optimizer):
 
     def hyperparameters(self) -> list[dict[str, Any]]:
         """The hyperparameters of each group as Python floats, for logs and JSON. Waits for the device."""
-        return [group.floats() for group in self.param_groups]
+        return [group.floats() for group in self._groups]
 
-    @torch._disable_dynamo
+    @outside_dynamo
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state in torch.optim's layout, with ``param_names`` where the parameters have names.
 
@@ -317,13 +323,13 @@ class CompiledOptimizer(Declared, Optimizer):
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
         neutral = {name: self.fields[name].default for name in self.group_flags}  # type: ignore[attr-defined]
-        result = checkpoint.save(self.rule, cast("list[ParamGroup]", self.param_groups), self._own_state, neutral)
+        result = checkpoint.save(self.rule, self._groups, self._own_state, neutral)
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             replaced = post_hook(self, result)
             result = result if replaced is None else replaced
         return result
 
-    @torch._disable_dynamo
+    @outside_dynamo
     def load_state_dict(  # type: ignore[override]
         self,
         state_dict: Mapping[str, Any],
@@ -354,15 +360,26 @@ class CompiledOptimizer(Declared, Optimizer):
             state_dict = state_dict if replaced is None else replaced
         if self._changed or self._regrouped():
             self._rebuild()
-        groups = cast("list[ParamGroup]", self.param_groups)
+        groups = self._groups
         keep = {*self.group_flags, *self.group_constants, *(s.name for s in self.rule.statics)}
         buffers = [self.rule.present_buffers(structure(self.rule, group)) for group in groups]
         report = checkpoint.load(
-            self.rule, groups, self._own_state, buffers, state_dict, keep=keep, strict=strict, hyperparameters=hyperparameters
+            self.rule,
+            groups,
+            self._own_state,
+            buffers,
+            state_dict,
+            keep=keep,
+            strict=strict,
+            hyperparameters=hyperparameters,
         )
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
         return report
+
+    @property
+    def _groups(self) -> list[ParamGroup]:
+        return cast("list[ParamGroup]", self.param_groups)
 
     @property
     def _own_state(self) -> OptimizerState:

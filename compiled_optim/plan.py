@@ -42,7 +42,12 @@ class Plan:
     """
 
     def __init__(
-        self, rule: Rule, statics: Mapping[str, Any], device: torch.device, members: Sequence[Member], groups: Sequence[ParamGroup]
+        self,
+        rule: Rule,
+        statics: Mapping[str, Any],
+        device: torch.device,
+        members: Sequence[Member],
+        groups: Sequence[ParamGroup],
     ) -> None:
         self.rule = rule
         self.statics = dict(statics)
@@ -55,7 +60,9 @@ class Plan:
         dtype = scalar_dtype(device)
         self.group_index = [used.index(m.group) for m in self.members]
         self._group_of = torch.tensor(self.group_index, device=device)
-        self.sign = torch.tensor([-1.0 if groups[m.group]["maximize"] else 1.0 for m in self.members], dtype=dtype, device=device)
+        self.sign = torch.tensor(
+            [-1.0 if groups[m.group]["maximize"] else 1.0 for m in self.members], dtype=dtype, device=device
+        )
         self.scalars = self._gather_scalars()
 
     def hypers(self) -> dict[str, Tensor | tuple[Tensor, ...]]:
@@ -65,8 +72,7 @@ class Plan:
         table = torch.stack(same).view(len(self.groups), -1).t()
         columns = iter((table[:, 0] if len(self.groups) == 1 else table[:, self._group_of]).unbind())
         return {
-            h.name: tuple(next(columns) for _ in range(h.length)) if h.is_tuple else next(columns)
-            for h in self.rule.hypers
+            h.name: tuple(next(columns) for _ in range(h.length)) if h.is_tuple else next(columns) for h in self.rule.hypers
         }
 
     def _gather_scalars(self) -> Tensor:

@@ -39,7 +39,9 @@ def new_buffer(param: Tensor) -> Tensor:
     return torch.zeros_like(param, memory_format=torch.preserve_format, requires_grad=False)
 
 
-def complete(rule: Rule, buffers: tuple[str, ...], param: Tensor, state: ParamState, make: Callable[[Tensor], Tensor]) -> bool:
+def complete(
+    rule: Rule, buffers: tuple[str, ...], param: Tensor, state: ParamState, make: Callable[[Tensor], Tensor]
+) -> bool:
     """Give ``state`` every entry that ``rule`` needs and move entries that are on another device than ``param``.
 
     Existing values stay. Numbers and tensors of any dtype are accepted for the scalars, which become float64 tensors.

@@ -8,8 +8,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch._inductor.config as inductor_config
 from torch import Tensor
+from torch._compile import _disable_dynamo
+
+outside_dynamo = _disable_dynamo
+"""Decorator: never traced. Unlike ``torch.compiler.disable`` it does not import the compiler."""
 
 
 class _InstructionSetProbe(threading.Thread):
@@ -20,9 +23,9 @@ class _InstructionSetProbe(threading.Thread):
     """
 
     def run(self) -> None:
-        from torch._inductor import cpu_vec_isa
+        from torch._inductor import config, cpu_vec_isa
 
-        with inductor_config.patch({"cpp.vec_isa_ok": True}), contextlib.suppress(Exception):
+        with config.patch({"cpp.vec_isa_ok": True}), contextlib.suppress(Exception):
             cpu_vec_isa.valid_vec_isa_list()
 
 
@@ -100,5 +103,7 @@ def compile_graph(
 def _trusting_cpu_probe(options: dict[str, Any]) -> Iterator[None]:
     if _probe is not None:
         _probe.join()
-    with inductor_config.patch({"cpp.vec_isa_ok": True, **options}):
+    from torch._inductor import config
+
+    with config.patch({"cpp.vec_isa_ok": True, **options}):
         yield

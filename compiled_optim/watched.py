@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
 K = TypeVar("K")
@@ -40,11 +40,11 @@ class WatchedDict(dict[K, V], Generic[K, V]):
             self[key] = default
         return self[key]
 
-    def update(self, *args: Mapping[K, V] | Iterable[tuple[K, V]], **kwargs: V) -> None:  # type: ignore[override]
+    def update(self, *args: Any, **kwargs: Any) -> None:
         for key, value in dict(*args, **kwargs).items():
             self[key] = value
 
-    def __ior__(self, other: Any) -> Any:
+    def __ior__(self, other: Any) -> Any:  # type: ignore[misc]
         self.update(other)
         return self
 

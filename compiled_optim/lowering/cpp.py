@@ -121,7 +121,8 @@ class Code:
         rebound = types.FunctionType(
             function.__code__, {**function.__globals__, **{name: call(f"{name}_") for name in _WORDS}}
         )
-        return rebound(**{name: values[name] for name in parameter_names(function)})
+        results: tuple[Any, ...] = rebound(**{name: values[name] for name in parameter_names(function)})
+        return results
 
 
 _WORDS = ("sqrt", "maximum", "where", "bias_correction")
@@ -175,9 +176,10 @@ struct float16 {
 def source(rule: Rule, statics: dict[str, Any], signature: Signature) -> str:
     """The C++ text of the kernel for one signature.
 
-    Its entry point is ``step(tensors, hypers, chunks, coefficients, tensor count, chunk count, threads)``. ``tensors`` is a
-    table of rows over the tensors: addresses of parameter, gradient (0 if absent), buffers and scalars, then the number of
-    elements, the group and whether to maximize. ``hypers`` holds addresses, a row per group. ``chunks`` holds pairs of tensor and first element.
+    Its entry point is ``step(tensors, hypers, chunks, coefficients, tensor count, chunk count, threads)``. ``tensors``
+    is a table of rows over the tensors: addresses of parameter, gradient (0 if absent), buffers and scalars, then the
+    number of elements, the group and whether to maximize. ``hypers`` holds addresses, a row per group; ``chunks`` holds
+    pairs of tensor and first element; ``coefficients`` is scratch memory.
     """
     present = rule.present_buffers(statics)
     compute = "double" if signature.param_dtype == "float64" else "float"
@@ -210,7 +212,9 @@ def source(rule: Rule, statics: dict[str, Any], signature: Signature) -> str:
     new_param, *new_buffers = elements_code.trace(rule.update, {**choices, **values})
     kept = [new for b, new in zip(rule.buffers, new_buffers, strict=True) if b.name in present]
     stores = [f"param[i] = {param}({elements_code.operand(new_param)});"]
-    stores += [f"buffer{i}[i] = {t}({elements_code.operand(v)});" for i, (t, v) in enumerate(zip(buffers, kept, strict=True))]
+    stores += [
+        f"buffer{i}[i] = {t}({elements_code.operand(v)});" for i, (t, v) in enumerate(zip(buffers, kept, strict=True))
+    ]
 
     count = len(names) + 1
     pointers = [

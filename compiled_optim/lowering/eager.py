@@ -24,7 +24,9 @@ class EagerLowering:
 
     name = "eager"
 
-    def __init__(self, plan: Plan, grad_dtypes: Sequence[torch.dtype], log: EventLog, *, differentiable: bool = False) -> None:
+    def __init__(
+        self, plan: Plan, grad_dtypes: Sequence[torch.dtype], log: EventLog, *, differentiable: bool = False
+    ) -> None:
         self.plan = plan
         self._stage = CoefficientStage(plan)
         self._update = elementwise_step(plan.rule, plan.statics)

@@ -9,17 +9,17 @@ tensors are updated where they are.
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from compiled_optim.events import Compilation, EventLog, Signature, kernel_signature
+from compiled_optim.events import EventLog, Signature, kernel_signature
 from compiled_optim.fields import compute_dtype, real_numel
 from compiled_optim.lowering.coefficients import CoefficientStage
 from compiled_optim.lowering.elementwise import elementwise_step
+from compiled_optim.lowering.layout import Layout, flat
 from compiled_optim.plan import Plan
 from compiled_optim.torch_internals import compile_graph, compiler_missing, prepare_cpu_compiler
 
@@ -52,7 +52,7 @@ class InductorLowering:
         positions: dict[Signature, list[int]] = {}
         for i, (member, grad_dtype) in enumerate(zip(plan.members, grad_dtypes, strict=True)):
             if member.param.numel() > 0:
-                small = member.param.numel() < PACKED_LIMIT or dense_flat(member.param) is None
+                small = member.param.numel() < PACKED_LIMIT
                 signature = kernel_signature(plan, member, grad_dtype, "packed" if small else "in place")
                 positions.setdefault(signature, []).append(i)
         self._parts = [(Packed if s.layout == "packed" else InPlace)(plan, where, s) for s, where in positions.items()]
@@ -60,45 +60,28 @@ class InductorLowering:
     def compile(self) -> None:
         """Make the kernels that do not exist yet."""
         for part in self._parts:
-            self._kernel(part)
+            if part.kernel is None:
+                names = [self.plan.members[i].name for i in part.positions]
+                part.kernel = self._log.obtain(_kernels, part.signature, names, functools.partial(self._make, part))
 
     def step(self, grads: Sequence[Tensor | None]) -> None:
         """Update every parameter of the plan whose entry in ``grads`` is not None."""
-        kernels = [self._kernel(part) for part in self._parts]
-        present = tuple(i for i, grad in enumerate(grads) if grad is not None)
         mask = None
-        if len(present) < len(grads):
+        if any(grad is None for grad in grads):
             mask = torch.tensor([grad is not None for grad in grads], device=self.plan.device)
         coefficients = self._stage.advance(mask)
-        for part, kernel in zip(self._parts, kernels, strict=True):
-            part.step(kernel, grads, coefficients)
+        for part in self._parts:
+            part.step(grads, coefficients)
 
-    def _kernel(self, part: Packed | InPlace) -> Kernel:
-        signature = part.signature
-        kernel = _kernels.get(signature)
-        if kernel is None:
-            kernel = self._compile(part)
-        for i in part.positions:
-            self._log.signatures[self.plan.members[i].name] = signature
-        return kernel
-
-    def _compile(self, part: Packed | InPlace) -> Kernel:
-        signature = part.signature
-        causes = (self._log.cause(self.plan.members[i].name, signature) for i in part.positions)
-        cause = next((c for c in causes if c), "")
-        self._log.before_compilation(cause, signature)
-        started = time.perf_counter()
+    def _make(self, part: Packed | InPlace, signature: Signature) -> Kernel:
         function = _kernel_function(signature, self.plan)
-        example, dynamic = part.example()
         missing = compiler_missing() if self.plan.device.type == "cpu" else ""
-        kernel = None if missing else compile_graph(function, example, dynamic, _OPTIONS)
+        kernel = None if missing else compile_graph(function, *part.example(), _OPTIONS)
         if kernel is None:
             reason = missing or "torch.compile is switched off in this process"
-            advice = "install one (g++ or clang++) or set CXX" if missing else "unset TORCHDYNAMO_DISABLE or the stance"
+            advice = "install g++ or clang++, or name one in the environment variable CXX" if missing else "switch it on"
             self._log.fall_back(f"{signature.rule.name} runs eager: {reason}", advice)
             return lambda size, tensors: function(*tensors)
-        self._log.compilations.append(Compilation(str(signature), time.perf_counter() - started, cause))
-        _kernels[signature] = kernel
         return kernel
 
 
@@ -111,6 +94,7 @@ class Packed:
     def __init__(self, plan: Plan, positions: Sequence[int], signature: Signature) -> None:
         self.positions = tuple(positions)
         self.signature = signature
+        self.kernel: Kernel | None = None
         members = [plan.members[i] for i in positions]
         self._params = [m.param.detach() for m in members]
         self._rows = [-(-real_numel(p) // ROW) for p in self._params]
@@ -133,16 +117,16 @@ class Packed:
         self._dtype = compute_dtype(self._param.dtype)
         self._subset = functools.lru_cache(maxsize=256)(self._rows_of)
 
-    def step(self, kernel: Kernel, grads: Sequence[Tensor | None], coefficients: Tensor) -> None:
-        chosen = [grads[i] for i in self.positions]
-        here = tuple(k for k, grad in enumerate(chosen) if grad is not None)
+    def step(self, grads: Sequence[Tensor | None], coefficients: Tensor) -> None:
+        """Update the tensors whose entry in ``grads``, over the whole plan, is not None."""
+        assert self.kernel is not None
+        here = tuple(k for k, i in enumerate(self.positions) if grads[i] is not None)
         if not here:
             return
-        whole = len(here) == len(chosen)
-        params, param_views, grad_views, new = (
-            (self._params, self._param_views, self._grad_views, chosen)
-            if whole
-            else ([items[k] for k in here] for items in (self._params, self._param_views, self._grad_views, chosen))
+        new = [grad for grad in (grads[i] for i in self.positions) if grad is not None]
+        whole = len(here) == len(self.positions)
+        params, param_views, grad_views = (
+            items if whole else [items[k] for k in here] for items in (self._params, self._param_views, self._grad_views)
         )
         torch._foreach_copy_(param_views, params)
         torch._foreach_copy_(grad_views, new)
@@ -153,7 +137,7 @@ class Packed:
             tensors = [t.index_select(0, rows) for t in tensors]
             owner = owner[rows]
         columns = coefficients.to(self._dtype).index_select(1, owner).unsqueeze(2).unbind()
-        kernel(len(owner), [*tensors, *columns])
+        self.kernel(len(owner), [*tensors, *columns])
         if not whole:
             for full, part in zip((self._param, *self._buffers), (tensors[0], *tensors[2:]), strict=True):
                 full.index_copy_(0, rows, part)
@@ -173,9 +157,11 @@ class Packed:
         return torch.tensor([*rows, starts[-1]], device=self._owner.device)
 
     def _views(self, packed: Tensor) -> list[Tensor]:
-        pieces = packed.view(-1)[: sum(self._rows) * ROW].split([r * ROW for r in self._rows])
+        pieces = torch.split(packed.view(-1)[: sum(self._rows) * ROW], [r * ROW for r in self._rows])
         return [
-            torch.view_as_complex(piece[: 2 * p.numel()].view(*p.shape, 2)) if p.is_complex() else piece[: p.numel()].view(p.shape)
+            torch.view_as_complex(piece[: 2 * p.numel()].view(*p.shape, 2))
+            if p.is_complex()
+            else piece[: p.numel()].view(p.shape)
             for p, piece in zip(self._params, pieces, strict=True)
         ]
 
@@ -186,37 +172,40 @@ class InPlace:
     def __init__(self, plan: Plan, positions: Sequence[int], signature: Signature) -> None:
         self.positions = tuple(positions)
         self.signature = signature
+        self.kernel: Kernel | None = None
         members = [plan.members[i] for i in positions]
         self._index = torch.tensor(positions, device=plan.device)
-        self._params = [m.param.detach() for m in members]
-        for member, param in zip(members, self._params, strict=True):
+        self._layouts = [Layout(m.param) for m in members]
+        for member, layout in zip(members, self._layouts, strict=True):
             for name in plan.buffers:
-                if member.state[name].stride() != param.stride():
-                    member.state.set_quietly(name, torch.empty_like(param).copy_(member.state[name]))
+                member.state.set_quietly(name, layout.arranged(member.state[name]))
         self._flat = [
-            [required_flat(t) for t in (p, *(m.state[name] for name in plan.buffers))]
-            for m, p in zip(members, self._params, strict=True)
+            [flat(t) for t in (layout.target, *(m.state[name] for name in plan.buffers))]
+            for m, layout in zip(members, self._layouts, strict=True)
         ]
         self._dtype = compute_dtype(getattr(torch, signature.param_dtype))
         count = len(signature.rule.coefficient_names) + 1
         self._coefficients = torch.empty(count, len(positions), dtype=self._dtype, device=plan.device)
         self._columns = [list(column.unbind()) for column in self._coefficients.unbind(1)]
 
-    def step(self, kernel: Kernel, grads: Sequence[Tensor | None], coefficients: Tensor) -> None:
+    def step(self, grads: Sequence[Tensor | None], coefficients: Tensor) -> None:
+        """Update the tensors whose entry in ``grads``, over the whole plan, is not None."""
+        assert self.kernel is not None
         torch.index_select(coefficients.to(self._dtype), 1, self._index, out=self._coefficients)
-        for position, param, (flat, *buffers), column in zip(
-            self.positions, self._params, self._flat, self._columns, strict=True
+        for position, layout, (target, *buffers), column in zip(
+            self.positions, self._layouts, self._flat, self._columns, strict=True
         ):
             grad = grads[position]
-            if grad is None:
-                continue
-            if grad.stride() != param.stride():
-                grad = torch.empty_like(param, dtype=grad.dtype).copy_(grad)
-            kernel(flat.numel(), [flat, required_flat(grad), *buffers, *column])
+            if grad is not None:
+                layout.load()
+                self.kernel(target.numel(), [target, flat(layout.arranged(grad)), *buffers, *column])
+                layout.store()
 
     def example(self) -> tuple[list[Tensor], list[bool]]:
         """Tensors to compile with, and which of them have a first dimension of any size."""
-        dtypes = [getattr(torch, d) for d in (self.signature.param_dtype, self.signature.grad_dtype, *self.signature.buffer_dtypes)]
+        dtypes = [
+            getattr(torch, d) for d in (self.signature.param_dtype, self.signature.grad_dtype, *self.signature.buffer_dtypes)
+        ]
         device = self._index.device
         tensors = [torch.zeros(64 * ROW, dtype=dtype, device=device) for dtype in dtypes]
         scalars = [torch.ones((), dtype=self._dtype, device=device) for _ in range(len(self._coefficients))]
@@ -237,25 +226,3 @@ def _kernel_function(signature: Signature, plan: Plan) -> Callable[..., None]:
 
     kernel.__code__ = kernel.__code__.replace(co_name=f"{signature.rule.name}_{len(_kernels)}")
     return kernel
-
-
-def dense_flat(tensor: Tensor) -> Tensor | None:
-    """A 1-D view of all real numbers of ``tensor`` in memory order, or None if its memory has gaps or overlaps."""
-    tensor = tensor.detach()
-    if tensor.is_conj() or tensor.is_neg():
-        return None
-    expected = 1
-    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda d: (d[1], d[0])):
-        if size != 1:
-            if stride != expected:
-                return None
-            expected *= size
-    flat = tensor.as_strided((tensor.numel(),), (1,))
-    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
-
-
-def required_flat(tensor: Tensor) -> Tensor:
-    """:func:`dense_flat` of a tensor known to be dense."""
-    flat = dense_flat(tensor)
-    assert flat is not None
-    return flat

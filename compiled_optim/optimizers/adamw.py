@@ -28,7 +28,16 @@ class AdamW(CompiledOptimizer):
     def coefficients(step, lr, betas, eps, weight_decay):
         beta1, beta2 = betas
         step_size = lr / bias_correction(beta1, step)
-        return 1 - lr * weight_decay, step_size, beta1, 1 - beta1, beta2, 1 - beta2, sqrt(bias_correction(beta2, step)), eps
+        return (
+            1 - lr * weight_decay,
+            step_size,
+            beta1,
+            1 - beta1,
+            beta2,
+            1 - beta2,
+            sqrt(bias_correction(beta2, step)),
+            eps,
+        )
 
     @staticmethod
     def update(

@@ -1,0 +1,109 @@
+"""Test cases made from the registry: every optimizer, every hyperparameter far from its default."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import compiled_optim as co
+from compiled_optim.optimizer import CompiledOptimizer
+
+
+def registry() -> list[type[CompiledOptimizer]]:
+    """Every optimizer the package exports."""
+    exported = (getattr(co, name) for name in co.__all__)
+    classes = [c for c in exported if isinstance(c, type) and issubclass(c, CompiledOptimizer)]
+    return [c for c in classes if c is not CompiledOptimizer]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configuration of one optimizer."""
+
+    optimizer: type[CompiledOptimizer]
+    arguments: tuple[tuple[str, Any], ...]
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        return dict(self.arguments)
+
+    @property
+    def reference(self) -> type[torch.optim.Optimizer]:
+        """torch.optim's optimizer of the same name."""
+        return getattr(torch.optim, self.optimizer.__name__)
+
+    def __str__(self) -> str:
+        return "-".join([self.optimizer.__name__, *(f"{k}={v}" for k, v in self.arguments)])
+
+
+# Values far from the defaults: with the defaults, a formula that misplaces eps or a decay passes unnoticed.
+_FAR: dict[str, list[dict[str, Any]]] = {
+    "AdamW": [
+        {},
+        {"lr": 0.07, "betas": (0.6, 0.8), "eps": 0.03, "weight_decay": 0.4},
+        {"lr": 0.07, "betas": (0.6, 0.8), "eps": 0.03, "weight_decay": 0.4, "amsgrad": True},
+        {"lr": 0.07, "betas": (0.0, 0.5), "eps": 1e-3, "weight_decay": 0.0, "maximize": True},
+        {"lr": 0.07, "betas": (0.6, 0.0), "eps": 0.1},
+    ],
+    "SGD": [
+        {},
+        {"lr": 0.07, "weight_decay": 0.4},
+        {"lr": 0.07, "momentum": 0.8},
+        {"lr": 0.07, "momentum": 0.8, "dampening": 0.6, "weight_decay": 0.4},
+        {"lr": 0.07, "momentum": 0.8, "weight_decay": 0.4, "nesterov": True},
+        {"lr": 0.07, "momentum": 0.8, "dampening": -0.3, "weight_decay": 0.4, "maximize": True},
+    ],
+}
+
+
+def cases() -> list[Case]:
+    """All configurations of all optimizers."""
+    return [Case(c, tuple(kwargs.items())) for c in registry() for kwargs in _FAR[c.__name__]]
+
+
+SHAPES = [(3, 5), (7,), (), (0, 3), (1,), (150, 130), (4, 3, 2, 2)]
+
+
+def parameters(dtype: torch.dtype, seed: int = 0) -> list[torch.nn.Parameter]:
+    """Parameters of many shapes: 0-dim, empty, small, larger than a chunk, and one in channels-last order."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = [torch.randn(shape, dtype=dtype, generator=generator) for shape in SHAPES]
+    tensors[-1] = tensors[-1].contiguous(memory_format=torch.channels_last)
+    return [torch.nn.Parameter(t) for t in tensors]
+
+
+def high_precision(dtype: torch.dtype) -> torch.dtype:
+    """The 64-bit dtype in which a reference for ``dtype`` runs."""
+    return torch.complex128 if dtype.is_complex else torch.float64
+
+
+def copies(params: list[torch.nn.Parameter], dtype: torch.dtype) -> list[torch.nn.Parameter]:
+    """The same values in another dtype."""
+    return [torch.nn.Parameter(p.detach().to(dtype, copy=True)) for p in params]
+
+
+def give_gradients(params: list[torch.nn.Parameter], twins: list[torch.nn.Parameter], seed: int, absent: int = 0) -> None:
+    """The same new random gradients for both lists; every ``absent``-th tensor gets none, another one each time."""
+    generator = torch.Generator().manual_seed(1000 + seed)
+    for i, (param, twin) in enumerate(zip(params, twins, strict=True)):
+        grad = torch.randn(param.shape, dtype=param.dtype, generator=generator)
+        if absent and (i + seed) % absent == 0:
+            param.grad = twin.grad = None
+        else:
+            param.grad, twin.grad = grad, grad.to(twin.dtype, copy=True)
+
+
+def relative_error(params: list[torch.Tensor], reference: list[torch.Tensor]) -> float:
+    """The largest norm of a tensor's difference over the norm of its reference.
+
+    Values are of order one; a tensor that came near 0 is measured against 0.1 per element.
+    """
+    norm = torch.linalg.vector_norm
+    errors = [
+        (norm(p.detach().to(r.dtype) - r.detach()) / norm(r.detach()).clamp(min=0.1 * r.numel() ** 0.5)).item()
+        for p, r in zip(params, reference, strict=True)
+        if p.numel()
+    ]
+    return max(errors)

@@ -1,0 +1,23 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def fresh_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start with no kernel in memory, so that compilations are counted from zero."""
+    from compiled_optim.lowering import inductor, multi_tensor
+
+    for module in (inductor, multi_tensor):
+        monkeypatch.setattr(module, "_kernels", {})
