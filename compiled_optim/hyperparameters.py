@@ -120,7 +120,8 @@ class ParamGroup(WatchedDict[str, Any]):
         owned = self.tensors(key)
         was_nonzero = key in self._structural and self.nonzero(key)
         for tensor, element in zip(owned, elements, strict=True):
-            tensor.detach().copy_(torch.as_tensor(element))
+            live = tensor.detach()
+            live.copy_(element.reshape(())) if isinstance(element, Tensor) else live.fill_(element)
         self._store(key, owned, elements)
         self._report(key, was_nonzero)
 

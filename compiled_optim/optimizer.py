@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from operator import attrgetter
 from typing import Any, ClassVar, Literal, TypeAlias, cast, overload
@@ -21,7 +22,7 @@ from compiled_optim.lowering import cpp
 from compiled_optim.lowering.eager import EagerLowering
 from compiled_optim.lowering.inductor import InductorLowering
 from compiled_optim.lowering.multi_tensor import MultiTensorLowering
-from compiled_optim.plan import Plan, parameter_name, partition, structure
+from compiled_optim.plan import Plan, gradient, parameter_name, partition, structure
 from compiled_optim.state import OptimizerState, ParamState
 from compiled_optim.torch_internals import outside_dynamo
 
@@ -286,7 +287,7 @@ class CompiledOptimizer(Declared, Optimizer):
         expected = [
             (
                 list(map(Tensor.data_ptr, plan.params)),
-                [(p.grad if p.grad is not None else p).dtype for p in plan.params],
+                [p.dtype if (grad := gradient(p)) is None else grad.dtype for p in plan.params],
             )
             for plan in plans
         ]
@@ -297,16 +298,21 @@ class CompiledOptimizer(Declared, Optimizer):
         self._changed = False
 
     def _lower(self, plan: Plan, grad_dtypes: list[torch.dtype], differentiable: bool) -> Lowering:
+        on_cpu = plan.device.type == "cpu"
         if differentiable or self._lowering == "eager":
             return EagerLowering(plan, grad_dtypes, self.events, differentiable=differentiable)
-        if plan.device.type == "cpu" and self._lowering in ("auto", "multi_tensor"):
-            if cpp.compiler() is not None:
-                return MultiTensorLowering(plan, grad_dtypes, self.events)
+        if on_cpu and cpp.compiler() is None:
             self.events.fall_back(
                 f"{type(self).__name__} runs eager: no C++ compiler was found",
                 "install g++ or clang++, or name one in the environment variable CXX",
             )
             return EagerLowering(plan, grad_dtypes, self.events)
+        if on_cpu and sys.platform == "linux" and self._lowering != "inductor":
+            return MultiTensorLowering(plan, grad_dtypes, self.events)
+        if self._lowering == "multi_tensor":
+            raise ValueError(
+                f"lowering='multi_tensor' serves CPU tensors on Linux; '{plan.members[0].name}' is on {plan.device}"
+            )
         return InductorLowering(plan, grad_dtypes, self.events)
 
     def hyperparameters(self) -> list[dict[str, Any]]:

@@ -85,6 +85,11 @@ class Plan:
         return scalars
 
 
+def gradient(param: Tensor) -> Tensor | None:
+    """The gradient of ``param``; a non-leaf without one is not asked, since torch warns about that."""
+    return param.grad if param.is_leaf or param.retains_grad else None
+
+
 def structure(rule: Rule, group: ParamGroup) -> dict[str, Any]:
     """The choices of one group that shape code: static fields, and whether a structural hyperparameter is other than 0."""
     choices = {s.name: group[s.name] for s in rule.statics}
@@ -97,7 +102,7 @@ def partition(rule: Rule, groups: Sequence[ParamGroup], state: OptimizerState) -
     for i, group in enumerate(groups):
         choices = structure(rule, group)
         for j, param in enumerate(group["params"]):
-            if not (param.requires_grad or param.grad is not None or state.get(param)):
+            if not (param.requires_grad or gradient(param) is not None or state.get(param)):
                 continue
             complete(rule, rule.present_buffers(choices), param, state[param], new_buffer)
             member = Member(param, parameter_name(group, i, j), i, state[param])

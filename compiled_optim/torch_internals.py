@@ -40,18 +40,6 @@ def prepare_cpu_compiler() -> None:
         _probe.start()
 
 
-def compiler_missing() -> str:
-    """Why C++ cannot be compiled here, or an empty string."""
-    from torch._inductor import exc
-    from torch._inductor.cpp_builder import get_cpp_compiler
-
-    try:
-        get_cpp_compiler()
-    except exc.InvalidCxxCompiler as error:
-        return str(error).strip().splitlines()[0]
-    return ""
-
-
 def compile_graph(
     function: Callable[..., None], args: list[Tensor], dynamic: list[bool], options: dict[str, Any]
 ) -> Callable[[int, list[Tensor]], None] | None:

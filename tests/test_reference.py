@@ -92,7 +92,7 @@ def test_absent_parameters_are_untouched_bit_for_bit(lowering: str) -> None:
     optimizer.step()
     for i, (param, (value, state)) in enumerate(zip(params, before, strict=True)):
         same = torch.equal(param, value) and all(torch.equal(optimizer.state[param][k], v) for k, v in state.items())
-        assert same == (i % 2 == 1 or param.numel() == 0 and optimizer.state[param]["step"] == 1)
+        assert same == (i % 2 == 1 or (param.numel() == 0 and optimizer.state[param]["step"] == 1))
 
 
 @pytest.mark.filterwarnings("ignore:bf16 and fp16 are mixed:UserWarning")  # Inductor's remark on its own choices

@@ -9,6 +9,7 @@ tensors are updated where they are.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
@@ -21,7 +22,7 @@ from compiled_optim.lowering.coefficients import CoefficientStage
 from compiled_optim.lowering.elementwise import elementwise_step
 from compiled_optim.lowering.layout import Layout, flat
 from compiled_optim.plan import Plan
-from compiled_optim.torch_internals import compile_graph, compiler_missing, prepare_cpu_compiler
+from compiled_optim.torch_internals import compile_graph, prepare_cpu_compiler
 
 Kernel: TypeAlias = Callable[[int, list[Tensor]], None]
 
@@ -30,6 +31,7 @@ PACKED_LIMIT = 16384  # elements below which copying a tensor costs less than a 
 
 _OPTIONS = {"cpp.dynamic_threads": True}  # follow torch.set_num_threads
 _kernels: dict[Signature, Kernel] = {}
+_serial = itertools.count()
 
 
 class InductorLowering:
@@ -75,12 +77,9 @@ class InductorLowering:
 
     def _make(self, part: Packed | InPlace, signature: Signature) -> Kernel:
         function = _kernel_function(signature, self.plan)
-        missing = compiler_missing() if self.plan.device.type == "cpu" else ""
-        kernel = None if missing else compile_graph(function, *part.example(), _OPTIONS)
+        kernel = compile_graph(function, *part.example(), _OPTIONS)
         if kernel is None:
-            reason = missing or "torch.compile is switched off in this process"
-            advice = "install g++ or clang++, or name one in the environment variable CXX" if missing else "switch it on"
-            self._log.fall_back(f"{signature.rule.name} runs eager: {reason}", advice)
+            self._log.fall_back(f"{signature.rule.name} runs eager: torch.compile is switched off", "switch it on")
             return lambda size, tensors: function(*tensors)
         return kernel
 
@@ -213,7 +212,10 @@ class InPlace:
 
 
 def _kernel_function(signature: Signature, plan: Plan) -> Callable[..., None]:
-    """The function to compile, with a code object of its own: Dynamo's recompile limit counts per code object."""
+    """The function to compile, with a code object and a name of its own.
+
+    Dynamo's recompile limit counts per code object, and it remembers the shapes it saw per name.
+    """
     update = elementwise_step(plan.rule, plan.statics)
     count = len(plan.buffers)
 
@@ -224,5 +226,5 @@ def _kernel_function(signature: Signature, plan: Plan) -> Callable[..., None]:
         for old, new in zip(buffers, new_buffers, strict=True):
             old.copy_(new)
 
-    kernel.__code__ = kernel.__code__.replace(co_name=f"{signature.rule.name}_{len(_kernels)}")
+    kernel.__code__ = kernel.__code__.replace(co_name=f"{signature.rule.name}_{next(_serial)}")
     return kernel

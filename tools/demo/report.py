@@ -1,0 +1,106 @@
+"""What a run leaves behind: a table for the terminal, a JSON file and a picture."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from matplotlib.figure import Figure
+from rich.table import Table
+
+from compiled_optim import CompileReport
+
+from .checkpoint import Resumption
+from .timing import OURS
+from .training import History
+
+
+@dataclass(frozen=True)
+class Report:
+    """The results of a run; accuracies are percentages.
+
+    Attributes:
+        compilations: one report for each of the run's optimizers: before and after the resumption.
+        step_seconds: the median time of a step by optimizer.
+        seconds: the time that everything took.
+    """
+
+    seed: int
+    epochs: int
+    test_accuracy: float
+    minimum_accuracy: float
+    compilations: tuple[CompileReport, ...]
+    resumption: Resumption
+    step_seconds: dict[str, float]
+    seconds: float
+    history: History
+
+    @property
+    def compiles(self) -> int:
+        """How many kernels were compiled."""
+        return sum(c.compiles for c in self.compilations)
+
+    @property
+    def recompiles(self) -> int:
+        """How many of them after an optimizer's first step."""
+        return sum(c.recompiles for c in self.compilations)
+
+    @property
+    def time_ratios(self) -> dict[str, float]:
+        """How many times as long a step of each other optimizer takes."""
+        return {name: taken / self.step_seconds[OURS] for name, taken in self.step_seconds.items() if name != OURS}
+
+    def write_json(self, path: Path) -> None:
+        """Write everything to ``path``."""
+        derived = {"compiles": self.compiles, "recompiles": self.recompiles, "time_ratios": self.time_ratios}
+        path.write_text(json.dumps({**asdict(self), **derived}, indent=2) + "\n")
+
+    def table(self) -> Table:
+        """The results for people."""
+        last = self.compilations[-1]
+        table = Table(title="compiled_optim on handwritten digits", show_header=False, title_justify="left")
+        table.add_row("test accuracy", f"{self.test_accuracy:.2f} % (minimum {self.minimum_accuracy:g} %)")
+        table.add_row("loss", f"{self.history.loss[0]:.3f} -> {self.history.loss[-1]:.3f}")
+        table.add_row("steps", f"{len(self.history.loss)} in {self.epochs} epochs, {last.lowering} lowering")
+        seconds = sum(c.seconds for c in self.compilations)
+        table.add_row("compiles", f"{self.compiles} ({seconds:.1f} s), {self.recompiles} recompiles")
+        resumed = self.resumption
+        table.add_row(
+            "resumed by name",
+            f"{len(resumed.names)} parameters after step {resumed.step}, {resumed.moved} of them at another position",
+        )
+        table.add_section()
+        table.add_row("optimizer step", "median")
+        for name, taken in self.step_seconds.items():
+            ratio = f", {self.time_ratios[name]:.1f} times as long" if name in self.time_ratios else ""
+            table.add_row(name, f"{1e6 * taken:.0f} µs{ratio}")
+        table.add_section()
+        table.add_row("everything", f"{self.seconds:.0f} s")
+        return table
+
+    def write_picture(self, path: Path) -> None:
+        """Plot loss and learning rate over the steps to ``path``."""
+        figure = Figure(figsize=(8, 6), layout="constrained")
+        loss_axes, rate_axes = figure.subplots(2, sharex=True, height_ratios=[2, 1])
+        figure.suptitle(f"Vision transformer on 8x8 digits: {self.test_accuracy:.1f} % of the test images recognized")
+        steps = range(1, len(self.history.loss) + 1)
+        loss_axes.plot(steps, self.history.loss, color="C0", alpha=0.3, linewidth=0.8, label="each batch")
+        loss_axes.plot(steps, smoothed(self.history.loss), color="C0", label="moving average")
+        loss_axes.set_ylabel("training loss")
+        rate_axes.plot(steps, self.history.learning_rate, color="C1", label="learning rate")
+        rate_axes.set(xlabel="step", ylabel="learning rate", ylim=(0, None), xlim=(0, len(steps)))
+        rate_axes.ticklabel_format(axis="y", scilimits=(0, 0))
+        for axes in (loss_axes, rate_axes):
+            axes.axvline(self.resumption.step, color="0.4", linestyle="--", linewidth=1, label="resumed by name")
+            axes.grid(alpha=0.3)
+            axes.legend()
+        figure.savefig(path, dpi=120)
+
+
+def smoothed(values: list[float], weight: float = 0.05) -> list[float]:
+    """The exponential moving average of ``values``, each new value counting ``weight``."""
+    averages = values[:1]
+    for value in values[1:]:
+        averages.append((1 - weight) * averages[-1] + weight * value)
+    return averages
