@@ -156,8 +156,8 @@ def static(*, default: Any, kw_only: bool = False) -> Any:
     return Static(default, kw_only)
 
 
-def flag(*, default: Any, kw_only: Literal[True] = True) -> Any:
-    """Declare an engine option; see :class:`Flag`."""
+def flag(*, default: Any, kw_only: Literal[True]) -> Any:
+    """Declare an engine option; see :class:`Flag`. ``kw_only`` is spelled out for type checkers."""
     return Flag(default)
 
 

@@ -54,12 +54,12 @@ class CompiledOptimizer(Declared, Optimizer):
     """
 
     params: ParamsT
-    maximize: bool = flag(default=False)
-    foreach: bool | None = flag(default=None)
-    capturable: bool = flag(default=False)
-    differentiable: bool = flag(default=False)
-    fused: bool | None = flag(default=None)
-    lowering: str = flag(default="auto")
+    maximize: bool = flag(default=False, kw_only=True)
+    foreach: bool | None = flag(default=None, kw_only=True)
+    capturable: bool = flag(default=False, kw_only=True)
+    differentiable: bool = flag(default=False, kw_only=True)
+    fused: bool | None = flag(default=None, kw_only=True)
+    lowering: str = flag(default="auto", kw_only=True)
 
     group_flags: ClassVar[tuple[str, ...]] = ("maximize", "foreach", "capturable", "differentiable", "fused")
     """The flags torch.optim's optimizer of this name keeps in its groups, so that checkpoints are interchangeable."""
