@@ -1,0 +1,51 @@
+"""The README is true: its code runs, its commands work, its generated parts are fresh."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+TEXT = (ROOT / "README.md").read_text()
+sys.path.insert(0, str(ROOT / "tools"))
+
+
+def test_generated_parts_are_fresh() -> None:
+    from readme import generated
+
+    assert generated(TEXT) == TEXT, "run python tools/readme.py"
+
+
+def test_code_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+    assert len(blocks) == 2
+    namespace: dict[str, object] = {}
+    for block in blocks:
+        exec(block, namespace)
+    assert "100 steps" in capsys.readouterr().out
+
+
+# How a test runs each command of the README; the two main ones in their own environments, as a newcomer would.
+COMMANDS = {
+    "tools/run": ["tools/run", "--out"],
+    "tools/run --help": ["tools/run", "--help"],
+    "tools/test": ["tools/test", "--collect-only", "-q"],
+    "python -m perf gates": [sys.executable, "-m", "perf", "gates", "--help"],
+    "python tools/readme.py": [sys.executable, "tools/readme.py"],
+}
+
+
+def test_every_command_is_known() -> None:
+    named = set(re.findall(r"^    (\S+)$", TEXT, re.MULTILINE)) | set(re.findall(r"`((?:tools/|python )[^`]+)`", TEXT))
+    assert named == set(COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_command_works(command: str, tmp_path: Path) -> None:
+    arguments = COMMANDS[command] + ([str(tmp_path)] if COMMANDS[command][-1] == "--out" else [])
+    done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
