@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from operator import attrgetter
 from typing import Any, ClassVar, Literal, TypeAlias, cast, overload
 
 import torch
@@ -22,16 +21,13 @@ from compiled_optim.lowering import cpp
 from compiled_optim.lowering.eager import EagerLowering
 from compiled_optim.lowering.inductor import InductorLowering
 from compiled_optim.lowering.multi_tensor import MultiTensorLowering
-from compiled_optim.plan import Plan, gradient, parameter_name, partition, structure
+from compiled_optim.plan import Plan, parameter_name, partition, structure
 from compiled_optim.state import OptimizerState, ParamState
 from compiled_optim.torch_internals import outside_dynamo
 
 LOWERINGS = ("auto", "multi_tensor", "inductor", "eager")
 
 Lowering: TypeAlias = MultiTensorLowering | InductorLowering | EagerLowering
-
-_DTYPE = attrgetter("dtype")
-_IS_SPARSE = attrgetter("is_sparse")
 
 
 class CompiledOptimizer(Declared, Optimizer):
@@ -99,7 +95,6 @@ class CompiledOptimizer(Declared, Optimizer):
     def _reset(self) -> None:
         """Forget everything that :meth:`_rebuild` derives."""
         self.units: list[Lowering] = []
-        self._expected: list[tuple[list[int], list[torch.dtype]]] = []
         self._stateless: list[Tensor] = []
         self._group_shapes: list[tuple[int, int]] = []
         self.events = EventLog()
@@ -239,8 +234,7 @@ class CompiledOptimizer(Declared, Optimizer):
     def _step(self) -> None:
         if self._changed or self._regrouped() or any(p.grad is not None for p in self._stateless):
             self._rebuild()
-        grads = self._gradients()
-        if grads is None:
+        if (grads := self._gradients()) is None:
             self._rebuild()
             grads = self._gradients()
             assert grads is not None
@@ -250,27 +244,14 @@ class CompiledOptimizer(Declared, Optimizer):
         for unit, unit_grads in zip(self.units, grads, strict=True):
             unit.step(unit_grads)
 
+    def _gradients(self) -> list[list[Tensor | None]] | None:
+        """The gradients of every unit's parameters, or None if a plan no longer describes its tensors."""
+        grads = [unit.plan.gradients() for unit in self.units]
+        return None if None in grads else cast("list[list[Tensor | None]]", grads)
+
     def _regrouped(self) -> bool:
         """Whether somebody replaced or resized groups behind the optimizer's back, as torch allows."""
         return [(id(g), len(g["params"])) for g in self.param_groups] != self._group_shapes
-
-    def _gradients(self) -> list[list[Tensor | None]] | None:
-        """The gradients of every unit's parameters, or None if parameters moved or gradients changed their dtype."""
-        result: list[list[Tensor | None]] = []
-        for unit, (addresses, dtypes) in zip(self.units, self._expected, strict=True):
-            params = unit.plan.params
-            grads = [p.grad for p in params]
-            present, wanted = cast("list[Tensor]", grads), dtypes
-            if type(None) in set(map(type, grads)):
-                present = [g for g in grads if g is not None]
-                wanted = [d for d, g in zip(dtypes, grads, strict=True) if g is not None]
-            if any(map(_IS_SPARSE, present)):
-                name = next(m.name for m, g in zip(unit.plan.members, grads, strict=True) if g is not None and g.is_sparse)
-                raise TypeError(f"{type(self).__name__} does not support sparse gradients; '{name}' has one")
-            if list(map(Tensor.data_ptr, params)) != addresses or list(map(_DTYPE, present)) != wanted:
-                return None
-            result.append(grads)
-        return result
 
     def _rebuild(self) -> None:
         """Derive everything the step uses from the groups and the state."""
@@ -284,36 +265,28 @@ class CompiledOptimizer(Declared, Optimizer):
         plans = partition(self.rule, groups, self._own_state)
         planned = {id(p) for plan in plans for p in plan.params}
         self._stateless = [p for g in groups for p in g["params"] if id(p) not in planned]
-        expected = [
-            (
-                list(map(Tensor.data_ptr, plan.params)),
-                [p.dtype if (grad := gradient(p)) is None else grad.dtype for p in plan.params],
-            )
-            for plan in plans
-        ]
         differentiable = any(g.get("differentiable", False) for g in groups)
-        self.units = [self._lower(plan, dtypes, differentiable) for plan, (_, dtypes) in zip(plans, expected, strict=True)]
-        self._expected = expected
+        self.units = [self._lower(plan, differentiable) for plan in plans]
         self._group_shapes = [(id(g), len(g["params"])) for g in groups]
         self._changed = False
 
-    def _lower(self, plan: Plan, grad_dtypes: list[torch.dtype], differentiable: bool) -> Lowering:
+    def _lower(self, plan: Plan, differentiable: bool) -> Lowering:
         on_cpu = plan.device.type == "cpu"
         if differentiable or self._lowering == "eager":
-            return EagerLowering(plan, grad_dtypes, self.events, differentiable=differentiable)
+            return EagerLowering(plan, differentiable=differentiable)
         if on_cpu and cpp.compiler() is None:
             self.events.fall_back(
                 f"{type(self).__name__} runs eager: no C++ compiler was found",
                 "install g++ or clang++, or name one in the environment variable CXX",
             )
-            return EagerLowering(plan, grad_dtypes, self.events)
+            return EagerLowering(plan)
         if on_cpu and sys.platform == "linux" and self._lowering != "inductor":
-            return MultiTensorLowering(plan, grad_dtypes, self.events)
+            return MultiTensorLowering(plan, self.events)
         if self._lowering == "multi_tensor":
             raise ValueError(
                 f"lowering='multi_tensor' serves CPU tensors on Linux; '{plan.members[0].name}' is on {plan.device}"
             )
-        return InductorLowering(plan, grad_dtypes, self.events)
+        return InductorLowering(plan, self.events)
 
     def hyperparameters(self) -> list[dict[str, Any]]:
         """The hyperparameters of each group as Python floats, for logs and JSON. Waits for the device."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from operator import attrgetter
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -16,6 +17,9 @@ from torch import Tensor
 from compiled_optim.fields import Rule
 from compiled_optim.hyperparameters import ParamGroup, scalar_dtype
 from compiled_optim.state import OptimizerState, ParamState, complete, new_buffer, scalar_inits
+
+_DTYPE = attrgetter("dtype")
+_IS_SPARSE = attrgetter("is_sparse")
 
 
 @dataclass(eq=False)
@@ -55,6 +59,8 @@ class Plan:
         self.device = device
         self.members = list(members)
         self.params = [m.param for m in self.members]
+        self.grad_dtypes = [p.dtype if (g := gradient(p)) is None else g.dtype for p in self.params]
+        self._addresses = list(map(Tensor.data_ptr, self.params))
         used = sorted({m.group for m in self.members})
         self.groups = [groups[i] for i in used]
         dtype = scalar_dtype(device)
@@ -64,6 +70,24 @@ class Plan:
             [-1.0 if groups[m.group]["maximize"] else 1.0 for m in self.members], dtype=dtype, device=device
         )
         self.scalars = self._gather_scalars()
+
+    def gradients(self) -> list[Tensor | None] | None:
+        """The gradients, or None if a parameter moved or a gradient changed its dtype since the plan was made.
+
+        Raises:
+            TypeError: a gradient is sparse.
+        """
+        grads = [p.grad for p in self.params]
+        present, dtypes = cast("list[Tensor]", grads), self.grad_dtypes
+        if type(None) in set(map(type, grads)):
+            present = [g for g in grads if g is not None]
+            dtypes = [d for d, g in zip(dtypes, grads, strict=True) if g is not None]
+        if any(map(_IS_SPARSE, present)):
+            name = next(m.name for m, g in zip(self.members, grads, strict=True) if g is not None and g.is_sparse)
+            raise TypeError(f"{self.rule.name} does not support sparse gradients; '{name}' has one")
+        if list(map(_DTYPE, present)) != dtypes or list(map(Tensor.data_ptr, self.params)) != self._addresses:
+            return None
+        return grads
 
     def hypers(self) -> dict[str, Tensor | tuple[Tensor, ...]]:
         """The hyperparameters by name, as vectors over the tensors (0-dim where one group holds them all)."""

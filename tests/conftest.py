@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,3 +22,12 @@ def fresh_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for module in (inductor, multi_tensor):
         monkeypatch.setattr(module, "_kernels", {})
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Compute on one thread: with tensors this small, waking others takes longer than the work, on a busy machine much longer."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -16,6 +16,8 @@ from torch.optim import Optimizer, lr_scheduler
 
 import compiled_optim as co
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 STEPS = 30
 
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from compiled_optim.events import EventLog
 from compiled_optim.fields import compute_dtype
 from compiled_optim.lowering.coefficients import CoefficientStage
 from compiled_optim.lowering.elementwise import elementwise_step
@@ -24,9 +23,7 @@ class EagerLowering:
 
     name = "eager"
 
-    def __init__(
-        self, plan: Plan, grad_dtypes: Sequence[torch.dtype], log: EventLog, *, differentiable: bool = False
-    ) -> None:
+    def __init__(self, plan: Plan, *, differentiable: bool = False) -> None:
         self.plan = plan
         self._stage = CoefficientStage(plan)
         self._update = elementwise_step(plan.rule, plan.statics)

@@ -39,20 +39,19 @@ class InductorLowering:
 
     Args:
         plan: the tensors.
-        grad_dtypes: the dtype of each parameter's gradient.
         log: where compilations and fallbacks are recorded.
     """
 
     name = "inductor"
 
-    def __init__(self, plan: Plan, grad_dtypes: Sequence[torch.dtype], log: EventLog) -> None:
+    def __init__(self, plan: Plan, log: EventLog) -> None:
         self.plan = plan
         self._log = log
         self._stage = CoefficientStage(plan)
         if plan.device.type == "cpu":
             prepare_cpu_compiler()
         positions: dict[Signature, list[int]] = {}
-        for i, (member, grad_dtype) in enumerate(zip(plan.members, grad_dtypes, strict=True)):
+        for i, (member, grad_dtype) in enumerate(zip(plan.members, plan.grad_dtypes, strict=True)):
             if member.param.numel() > 0:
                 small = member.param.numel() < PACKED_LIMIT
                 signature = kernel_signature(plan, member, grad_dtype, "packed" if small else "in place")

@@ -30,17 +30,16 @@ class MultiTensorLowering:
 
     Args:
         plan: the tensors.
-        grad_dtypes: the dtype of each parameter's gradient.
         log: where compilations are recorded.
     """
 
     name = "multi_tensor"
 
-    def __init__(self, plan: Plan, grad_dtypes: Sequence[torch.dtype], log: EventLog) -> None:
+    def __init__(self, plan: Plan, log: EventLog) -> None:
         self.plan = plan
         self._log = log
         positions: dict[Signature, list[int]] = {}
-        for i, (member, grad_dtype) in enumerate(zip(plan.members, grad_dtypes, strict=True)):
+        for i, (member, grad_dtype) in enumerate(zip(plan.members, plan.grad_dtypes, strict=True)):
             positions.setdefault(kernel_signature(plan, member, grad_dtype, "multi-tensor"), []).append(i)
         self._tables = [Table(plan, where, signature) for signature, where in positions.items()]
 

@@ -1,0 +1,1 @@
+"""Benchmarks of compiled_optim against torch.optim: ``python -m perf --help``."""

@@ -1,0 +1,117 @@
+"""The command line: ``python -m perf step|first-step|overhead|gates|plot``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from perf import first_step, gates, results
+from perf.competitors import all_names, optimizers, working
+from perf.measure import measure_overhead, measure_step
+from perf.plot import plot_ratios
+from perf.results import Row
+from perf.workloads import WORKLOADS
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return the exit status."""
+    args = _parser().parse_args(arguments)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    return args.run(args)
+
+
+def _step(args: argparse.Namespace) -> int:
+    for workload in args.workload:
+        competitors = working(args.optimizer, args.device, args.competitors)
+        rows = measure_step(workload, args.optimizer, competitors, args.device, rounds=args.rounds)
+        results.show(rows, f"step on {results.device_name(args.device)}, {torch.get_num_threads()} threads")
+        _save(rows, args)
+    return 0
+
+
+def _first_step(args: argparse.Namespace) -> int:
+    for workload in args.workload:
+        rows = first_step.measure_first_step(workload, args.optimizer, args.competitors, args.device, repeats=args.rounds)
+        results.show(rows, "first step, in a new process each")
+        _save(rows, args)
+    return 0
+
+
+def _overhead(args: argparse.Namespace) -> int:
+    rows = [row for w in args.workload for row in measure_overhead(w, args.optimizer, rounds=args.rounds)]
+    results.show(rows, "Python per step")
+    _save(rows, args)
+    return 0
+
+
+def _gates(args: argparse.Namespace) -> int:
+    verdicts = gates.judge(gates.checks(args.device, lambda rows: _save(rows, args, quiet=True)))
+    gates.show(verdicts)
+    return 0 if all(verdict.kept for verdict in verdicts) else 1
+
+
+def _plot(args: argparse.Namespace) -> int:
+    for path in plot_ratios(args.results):
+        print(path)
+    return 0
+
+
+def _save(rows: Sequence[Row], args: argparse.Namespace, *, quiet: bool = False) -> None:
+    if not args.no_save:
+        for path in results.append(rows, args.device, args.results):
+            if not quiet:
+                print(f"appended to {path}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--results", type=Path, default=results.RESULTS, help="the directory of the tables")
+    common.add_argument("--no-save", action="store_true", help="do not append to the tables")
+    common.add_argument("--device", type=torch.device, default=torch.device("cpu"))
+    common.add_argument("--threads", type=int, help="torch.set_num_threads")
+    optimizer = argparse.ArgumentParser(add_help=False)
+    optimizer.add_argument("--optimizer", choices=sorted(optimizers()), default="adamw")
+
+    parser = argparse.ArgumentParser(prog="python -m perf", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="command")
+
+    def command(name: str, run: object, text: str, *parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        made = commands.add_parser(name, help=text, description=text, parents=[common, *parents])
+        made.set_defaults(run=run)
+        return made
+
+    def workloads(made: argparse.ArgumentParser, default: Sequence[str]) -> None:
+        made.add_argument("--workload", nargs="+", choices=list(WORKLOADS), default=list(default))
+
+    step = command("step", _step, "time steps of all competitors, in turn in one process", optimizer)
+    workloads(step, ["small-148"])
+    step.add_argument("--rounds", type=int, default=101)
+    step.add_argument("--competitors", nargs="+", choices=list(all_names()), default=[], help="default: all that work")
+
+    first = command("first-step", _first_step, "time construction and first step in new processes", optimizer)
+    workloads(first, first_step.WORKLOADS)
+    first.add_argument("--rounds", type=int, default=3)
+    first.add_argument(
+        "--competitors",
+        nargs="+",
+        choices=[*all_names(), first_step.COMPILED],
+        default=list(first_step.COMPETITORS),
+        help=f"{first_step.COMPILED} runs with at most {first_step.COMPILED_LIMIT} tensors",
+    )
+
+    overhead = command("overhead", _overhead, "time the Python part of a step on the CPU", optimizer)
+    workloads(overhead, ["small-148", "small-1000"])
+    overhead.add_argument("--rounds", type=int, default=101)
+
+    command("gates", _gates, "check the promised numbers; exit status 1 if one is missed")
+    command("plot", _plot, "draw the latest ratios of the step benchmark")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

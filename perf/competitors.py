@@ -1,0 +1,92 @@
+"""Named ways to make an optimizer: this package's lowerings and torch.optim's implementations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+import compiled_optim
+
+OURS = "compiled_optim"
+FUSED = "torch fused"
+COMPILED = "torch.compile"
+
+_OURS: dict[str, dict[str, Any]] = {OURS: {}, f"{OURS}[inductor]": {"lowering": "inductor"}}
+_TORCH: dict[str, dict[str, Any]] = {
+    FUSED: {"fused": True},
+    "torch foreach": {"foreach": True},
+    "torch foreach capturable": {"foreach": True, "capturable": True},
+    "torch for-loop": {"foreach": False},
+}
+
+_HYPERPARAMETERS: dict[str, dict[str, Any]] = {"sgd": {"lr": 1e-3, "momentum": 0.9}}
+"""Given to both sides, where the defaults would benchmark an optimizer that nobody uses."""
+
+
+@dataclass(frozen=True)
+class Competitor:
+    """A named way to make an optimizer for some parameters."""
+
+    name: str
+    make: Callable[[Sequence[Tensor]], Optimizer]
+
+
+def optimizers() -> dict[str, tuple[type[Optimizer], type[Optimizer]]]:
+    """By lower-case name: each optimizer of this package that torch.optim has too, and torch.optim's."""
+    exported = {name: getattr(compiled_optim, name) for name in compiled_optim.__all__}
+    return {
+        name.lower(): (ours, getattr(torch.optim, name))
+        for name, ours in exported.items()
+        if isinstance(ours, type) and issubclass(ours, compiled_optim.CompiledOptimizer) and hasattr(torch.optim, name)
+    }
+
+
+def competitor(optimizer: str, name: str) -> Competitor:
+    """The competitor ``name`` for ``optimizer``; whether it works on a device is another question."""
+    ours, theirs = optimizers()[optimizer]
+    hyperparameters = _HYPERPARAMETERS.get(optimizer, {})
+    if name == COMPILED:
+        return Competitor(name, lambda params: _with_compiled_step(theirs(params, **hyperparameters)))
+    cls, options = (ours, _OURS[name]) if name in _OURS else (theirs, _TORCH[name])
+    return Competitor(name, lambda params: cls(params, **hyperparameters, **options))
+
+
+def working(optimizer: str, device: torch.device, names: Sequence[str] = ()) -> list[Competitor]:
+    """The competitors, or those of ``names``, that can take a step on ``device``; this package's default is the first.
+
+    Raises:
+        ValueError: one of ``names`` is unknown or does not work.
+    """
+    known = {name: competitor(optimizer, name) for name in (*_OURS, *_TORCH)}
+    if unknown := set(names) - set(known):
+        raise ValueError(f"unknown competitors {sorted(unknown)}; there are {list(known)}")
+    able = [c for name, c in known.items() if name == OURS or ((not names or name in names) and _works(c, device))]
+    if unable := set(names) - {c.name for c in able}:
+        raise ValueError(f"{sorted(unable)} cannot run {optimizer} on {device}")
+    return able
+
+
+def all_names() -> Iterator[str]:
+    """The names of all competitors of the step benchmark."""
+    yield from (*_OURS, *_TORCH)
+
+
+def _works(candidate: Competitor, device: torch.device) -> bool:
+    """Whether ``candidate`` exists on ``device``, found by trying: torch has no public list of what supports what."""
+    param = torch.zeros(1, device=device, requires_grad=True)
+    param.grad = torch.zeros_like(param)
+    try:
+        candidate.make([param]).step()
+    except (AssertionError, RuntimeError, TypeError, ValueError):
+        return False
+    return True
+
+
+def _with_compiled_step(optimizer: Optimizer) -> Optimizer:
+    optimizer.step = torch.compile(optimizer.step)  # type: ignore[method-assign]
+    return optimizer

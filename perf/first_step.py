@@ -1,0 +1,97 @@
+"""Construction and first step, each in a process of its own: ``measure_first_step``.
+
+Run as a module, this is that process: it prints its measurement as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+import compiled_optim
+from perf.competitors import COMPILED, OURS, competitor
+from perf.measure import make_gradients, make_params
+from perf.results import Row, percentiles
+from perf.workloads import shapes
+
+WORKLOADS = ("small-10", "small-148", "small-1000")
+COMPETITORS = (OURS, f"{OURS}[inductor]", "torch fused", "torch foreach")
+COMPILED_LIMIT = 10
+"""Tensors beyond which ``torch.compile(torch.optim...step)`` is not tried: it unrolls and takes minutes."""
+
+METRICS = ("construct", "first step", "both", "compiling")
+
+
+def measure_first_step(
+    workload: str, optimizer: str, names: Sequence[str], device: torch.device, *, repeats: int
+) -> list[Row]:
+    """Seconds in a fresh process with an empty compiler cache, and in a second process that finds it filled.
+
+    Importing torch and this package is not part of any of them. ``compiling`` is the report's sum, of this package's own
+    optimizers.
+    """
+    medians: dict[tuple[str, str], float] = {}
+    rows = []
+    for name in names:
+        if name == COMPILED and len(shapes(workload)) > COMPILED_LIMIT:
+            continue
+        samples: dict[str, list[float]] = {}
+        for _ in range(repeats):
+            with tempfile.TemporaryDirectory(prefix="perf-first-step-") as cache:
+                for state in ("fresh cache", "warm cache"):
+                    for metric, seconds in _in_process(workload, optimizer, name, device, cache).items():
+                        samples.setdefault(f"{metric}, {state}", []).append(seconds)
+        for metric, values in samples.items():
+            quantiles = percentiles(values)
+            medians[name, metric] = quantiles[1]
+            own = medians.get((OURS, metric))
+            ratio = own / quantiles[1] if own is not None and not metric.startswith("compiling") else None
+            rows.append(Row("first_step", workload, optimizer, name, metric, "s", *quantiles, ratio, repeats))
+    return rows
+
+
+def _in_process(workload: str, optimizer: str, name: str, device: torch.device, cache: str) -> dict[str, float]:
+    command = [sys.executable, "-m", "perf.first_step", workload, optimizer, name, str(device)]
+    places = {key: str(Path(cache, key.lower())) for key in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
+    root = Path(__file__).parent.parent
+    # Its stderr stays the terminal's, so that whatever goes wrong is seen.
+    done = subprocess.run(command, env=os.environ | places, cwd=root, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    """Measure in this process and print the seconds as JSON."""
+    parser = argparse.ArgumentParser()
+    for argument in ("workload", "optimizer", "competitor", "device"):
+        parser.add_argument(argument)
+    args = parser.parse_args()
+    device = torch.device(args.device)
+    sizes = shapes(args.workload)
+    params = make_params(sizes, device)
+    for param, grad in zip(params, make_gradients(sizes, device, seed=1), strict=True):
+        param.grad = grad
+    make = competitor(args.optimizer, args.competitor).make
+    started = time.perf_counter()
+    optimizer = make(params)
+    constructed = time.perf_counter()
+    optimizer.step()
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    stepped = time.perf_counter()
+    seconds = [constructed - started, stepped - constructed, stepped - started]
+    if isinstance(optimizer, compiled_optim.CompiledOptimizer):
+        seconds.append(compiled_optim.compile_report(optimizer).seconds)
+    print(json.dumps(dict(zip(METRICS, seconds, strict=False))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""The performance this project promises, and the verdict whether a machine delivers it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from perf.competitors import FUSED, OURS, working
+from perf.first_step import measure_first_step
+from perf.measure import measure_step
+from perf.results import Row
+
+TRIES = 3
+ROUNDS = {"gpt2-124m": 21, "small-148": 201}
+SLACK = 0.25
+"""Seconds that the first step of 1000 tensors may differ from that of 10 besides the promised ratio.
+
+Half of a first step is the C++ compiler as a child process, around a second, whose time varies by tenths of a second from
+run to run on a busy machine: the ratio of two such times alone would be a verdict on the machine. The seconds spent
+compiling are compared without slack but as medians.
+"""
+
+
+@dataclass(frozen=True)
+class Promise:
+    """An upper limit for one measured number."""
+
+    name: str
+    limit: float
+    unit: str
+
+
+@dataclass(frozen=True)
+class Check:
+    """Promises about numbers that are measured together; ``measure`` returns them by the promises' names."""
+
+    promises: tuple[Promise, ...]
+    measure: Callable[[], Mapping[str, float]]
+
+
+@dataclass
+class Verdict:
+    """One promise with every number measured for it."""
+
+    promise: Promise
+    tries: list[float] = field(default_factory=list)
+
+    @property
+    def kept(self) -> bool:
+        """Whether any try stayed within the limit: what the code can do once, only the machine makes slower."""
+        return any(value <= self.promise.limit for value in self.tries)
+
+
+def judge(checks: Sequence[Check], tries: int = TRIES) -> list[Verdict]:
+    """Measure every check, again up to ``tries`` times in all while one of its promises is missed."""
+    verdicts = []
+    for check in checks:
+        own = [Verdict(promise) for promise in check.promises]
+        for _ in range(tries):
+            measured = check.measure()
+            for verdict in own:
+                verdict.tries.append(measured[verdict.promise.name])
+            if all(verdict.kept for verdict in own):
+                break
+        verdicts += own
+    return verdicts
+
+
+def checks(device: torch.device, record: Callable[[Sequence[Row]], None]) -> list[Check]:
+    """The promises of this project for ``device``; ``record`` is given the rows behind every number."""
+    return [
+        _step_check("small-148", 1.10, device, record),
+        _step_check("gpt2-124m", 1.05, device, record),
+        _first_step_check(device, record),
+    ]
+
+
+def show(verdicts: Sequence[Verdict]) -> None:
+    """Print ``verdicts`` as a table."""
+    table = Table("promise", title="gates", title_justify="left")
+    for heading in ("limit", "tries", "unit", "verdict"):
+        table.add_column(heading, justify="right")
+    for v in verdicts:
+        tries = ", ".join(f"{value:.3f}" for value in v.tries)
+        table.add_row(v.promise.name, f"{v.promise.limit:.2f}", tries, v.promise.unit, "kept" if v.kept else "MISSED")
+    console = Console()
+    (console if console.is_terminal else Console(width=160)).print(table)
+
+
+def _step_check(workload: str, limit: float, device: torch.device, record: Callable[[Sequence[Row]], None]) -> Check:
+    promise = Promise(f"AdamW step, {workload}, fresh gradients: time / {FUSED}", limit, "ratio of medians")
+
+    def measure() -> dict[str, float]:
+        competitors = working("adamw", device, [OURS, FUSED])
+        rows = measure_step(workload, "adamw", competitors, device, rounds=ROUNDS[workload], gradients=("fresh",))
+        record(rows)
+        return {promise.name: next(r.ratio for r in rows if r.competitor == FUSED and r.ratio is not None)}
+
+    return Check((promise,), measure)
+
+
+def _first_step_check(device: torch.device, record: Callable[[Sequence[Row]], None]) -> Check:
+    counts = (10, 148, 1000)
+    absolute = {n: Promise(f"AdamW construction and first step, {n} tensors, fresh cache", 10.0, "s") for n in counts}
+    compiling = Promise("AdamW seconds compiling, 1000 tensors / 10 tensors", 1.3, "ratio of medians")
+    wall = Promise("AdamW first step, 1000 tensors - 1.3 x 10 tensors", SLACK, "s")
+
+    def measure() -> dict[str, float]:
+        medians: dict[tuple[int, str], float] = {}
+        for n in counts:
+            rows = measure_first_step(f"small-{n}", "adamw", [OURS], device, repeats=3)
+            record(rows)
+            medians |= {(n, r.metric): r.p50 for r in rows}
+        both, compile_ = "both, fresh cache", "compiling, fresh cache"
+        return {
+            **{promise.name: medians[n, both] for n, promise in absolute.items()},
+            compiling.name: medians[1000, compile_] / medians[10, compile_],
+            wall.name: medians[1000, both] - 1.3 * medians[10, both],
+        }
+
+    return Check((*absolute.values(), compiling, wall), measure)

@@ -1,0 +1,172 @@
+"""Timings inside one process: steps of several optimizers side by side, and the host's share of a step."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from compiled_optim import CompiledOptimizer
+from compiled_optim.lowering.multi_tensor import MultiTensorLowering
+from perf.competitors import OURS, Competitor, competitor
+from perf.results import Row, percentiles
+from perf.workloads import Shapes, shapes
+
+Gradients: TypeAlias = Literal["fresh", "same"]
+Samples: TypeAlias = dict[str, list[float]]
+
+
+def make_params(sizes: Shapes, device: torch.device) -> list[Tensor]:
+    """Parameters of the given shapes, the same values each time."""
+    generator = torch.Generator(device).manual_seed(0)
+    return [torch.empty(s, device=device).normal_(0, 0.02, generator=generator).requires_grad_() for s in sizes]
+
+
+def make_gradients(sizes: Shapes, device: torch.device, seed: int) -> list[Tensor]:
+    """Gradients of the given shapes."""
+    generator = torch.Generator(device).manual_seed(seed)
+    return [torch.empty(s, device=device).normal_(0, 0.01, generator=generator) for s in sizes]
+
+
+def step_times(
+    sizes: Shapes,
+    competitors: Sequence[Competitor],
+    device: torch.device,
+    *,
+    rounds: int,
+    warmup: int,
+    gradients: Gradients,
+) -> Samples:
+    """Seconds of every step, by competitor; entry ``i`` of each list is from the same round.
+
+    All optimizers share the gradients' memory and step in turn, each round in another order. With ``gradients="fresh"``
+    every step gets new tensor objects at other addresses than the step before, as after ``zero_grad()``; making them is
+    not timed.
+    """
+    pools = [make_gradients(sizes, device, seed) for seed in ((1, 2) if gradients == "fresh" else (1,))]
+    entrants = []
+    for c in competitors:
+        params = make_params(sizes, device)
+        entrants.append((c.name, params, c.make(params)))
+        for param, grad in zip(params, pools[0], strict=True):
+            param.grad = grad
+    samples: Samples = {c.name: [] for c in competitors}
+    with _no_garbage_collection():
+        for index in range(-warmup, rounds):
+            pool = pools[index % len(pools)]
+            for name, params, optimizer in _turns(entrants, index):
+                if gradients == "fresh":
+                    for param, grad in zip(params, pool, strict=True):
+                        param.grad = grad.view_as(grad)
+                seconds = _timed(optimizer.step, device)
+                if index >= 0:
+                    samples[name].append(seconds)
+    return samples
+
+
+def measure_step(
+    workload: str,
+    optimizer: str,
+    competitors: Sequence[Competitor],
+    device: torch.device,
+    *,
+    rounds: int,
+    warmup: int = 5,
+    gradients: Sequence[Gradients] = ("fresh", "same"),
+) -> list[Row]:
+    """The table of :func:`step_times`: step times, and the ratios of this package's default to each other competitor."""
+    rows = []
+    for kind in gradients:
+        samples = step_times(shapes(workload), competitors, device, rounds=rounds, warmup=warmup, gradients=kind)
+        rows += step_rows(workload, optimizer, kind, samples)
+    return rows
+
+
+def step_rows(workload: str, optimizer: str, gradients: Gradients, samples: Samples) -> list[Row]:
+    """Rows ``step, <gradients> gradients`` with the ratio of medians, and ``paired ratio`` with that within each round."""
+    rows, paired = [], []
+    own = samples[OURS]
+    own_median = percentiles(own)[1]
+    for name, seconds in samples.items():
+        p20, p50, p80 = percentiles([1e3 * s for s in seconds])
+        metric = f"step, {gradients} gradients"
+        rows.append(
+            Row("step", workload, optimizer, name, metric, "ms", p20, p50, p80, 1e3 * own_median / p50, len(seconds))
+        )
+        if name != OURS:
+            ratios = percentiles([ours / theirs for ours, theirs in zip(own, seconds, strict=True)])
+            metric = f"paired ratio, {gradients} gradients"
+            paired.append(Row("step", workload, optimizer, name, metric, "ratio", *ratios, None, len(seconds)))
+    return rows + paired
+
+
+def measure_overhead(workload: str, optimizer: str, *, rounds: int) -> list[Row]:
+    """What the default CPU lowering does in Python per step, in microseconds per parameter, with fresh gradients.
+
+    ``step without kernel`` is a whole step in which the kernel's call does nothing; ``gradient checks`` is the part of it
+    that collects the gradients and looks for what moved or changed.
+    """
+    device = torch.device("cpu")
+    sizes = shapes(workload)
+    params = make_params(sizes, device)
+    pools = [make_gradients(sizes, device, seed) for seed in (1, 2)]
+    made = competitor(optimizer, OURS).make(params)
+    assert isinstance(made, CompiledOptimizer)
+    for param, grad in zip(params, pools[0], strict=True):
+        param.grad = grad
+    made.step()
+    _remove_kernels(made)
+    samples: Samples = {"gradient checks": [], "step without kernel": []}
+    with _no_garbage_collection():
+        for index in range(rounds):
+            for metric, call in (("gradient checks", made._gradients), ("step without kernel", made.step)):
+                for param, grad in zip(params, pools[index % 2], strict=True):
+                    param.grad = grad.view_as(grad)
+                samples[metric].append(1e6 * _timed(call, device) / len(params))
+    return [
+        Row("overhead", workload, optimizer, OURS, metric, "us/parameter", *percentiles(values), None, rounds)
+        for metric, values in samples.items()
+    ]
+
+
+def _remove_kernels(optimizer: CompiledOptimizer) -> None:
+    for unit in optimizer.units:
+        if not isinstance(unit, MultiTensorLowering):
+            raise RuntimeError("the overhead benchmark needs the C++ lowering; no compiler was found")
+        for table in unit._tables:
+            table.kernel = lambda *args: None
+
+
+def _turns(entrants: list[tuple[str, list[Tensor], torch.optim.Optimizer]], index: int) -> Iterator[tuple]:
+    """``entrants`` rotated by ``index``, and reversed every other time round so that neighbours change."""
+    count = len(entrants)
+    order = [entrants[(index + i) % count] for i in range(count)]
+    yield from reversed(order) if (index // count) % 2 else order
+
+
+def _timed(function: Callable[[], object], device: torch.device) -> float:
+    _synchronize(device)
+    started = time.perf_counter()
+    function()
+    _synchronize(device)
+    return time.perf_counter() - started
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

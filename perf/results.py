@@ -1,0 +1,124 @@
+"""The append-only tables of measurements under ``perf/results``."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import subprocess
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import pandas as pd
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured quantity.
+
+    Attributes:
+        benchmark: the command that measured it.
+        workload: a name from ``perf.workloads``.
+        optimizer: lower-case name.
+        competitor: whose quantity it is.
+        metric: what was measured.
+        unit: of ``p20``, ``p50`` and ``p80``.
+        p20, p50, p80: percentiles over the ``n`` samples.
+        ratio: p50 of this package's default divided by this ``p50``; empty where that means nothing.
+        n: number of samples.
+    """
+
+    benchmark: str
+    workload: str
+    optimizer: str
+    competitor: str
+    metric: str
+    unit: str
+    p20: float
+    p50: float
+    p80: float
+    ratio: float | None
+    n: int
+
+
+COLUMNS = [*(f.name for f in fields(Row)), "torch", "python", "device", "threads", "commit", "date"]
+
+
+def percentiles(samples: Sequence[float]) -> tuple[float, float, float]:
+    """The 20th, 50th and 80th percentile."""
+    p20, p50, p80 = pd.Series(samples, dtype="float64").quantile([0.2, 0.5, 0.8])
+    return p20, p50, p80
+
+
+def frame(rows: Sequence[Row], device: torch.device) -> pd.DataFrame:
+    """``rows`` with the columns that say where and when they were measured."""
+    table = pd.DataFrame([asdict(row) for row in rows])
+    table["torch"] = torch.__version__
+    table["python"] = platform.python_version()
+    table["device"] = device_name(device)
+    table["threads"] = torch.get_num_threads()
+    table["commit"] = _commit()
+    table["date"] = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    return table[COLUMNS]
+
+
+def append(rows: Sequence[Row], device: torch.device, directory: Path = RESULTS) -> list[Path]:
+    """Append ``rows`` to ``<benchmark>.csv`` in ``directory`` and return the files written.
+
+    Raises:
+        ValueError: a file there has other columns.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    written = []
+    for benchmark, part in frame(rows, device).groupby("benchmark", sort=False):
+        path = directory / f"{benchmark}.csv"
+        if path.exists() and (there := list(pd.read_csv(path, nrows=0).columns)) != COLUMNS:
+            raise ValueError(f"{path} has the columns {there}, not {COLUMNS}")
+        part.to_csv(path, mode="a", header=not path.exists(), index=False, float_format="%.6g")
+        written.append(path)
+    return written
+
+
+def show(rows: Sequence[Row], title: str) -> None:
+    """Print ``rows`` as a table."""
+    table = Table("workload", "optimizer", "competitor", "metric", title=title, title_justify="left")
+    for heading in ("p20", "p50", "p80", "unit", "ours / it", "n"):
+        table.add_column(heading, justify="right")
+    for r in rows:
+        numbers = [f"{x:.4g}" for x in (r.p20, r.p50, r.p80)]
+        ratio = "" if r.ratio is None else f"{r.ratio:.3f}"
+        table.add_row(r.workload, r.optimizer, escape(r.competitor), r.metric, *numbers, r.unit, ratio, str(r.n))
+    console = Console()
+    # A pipe has no width of its own; 80 columns would wrap every row.
+    (console if console.is_terminal else Console(width=160)).print(table)
+
+
+def device_name(device: torch.device) -> str:
+    """The model name of the GPU or CPU."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _commit() -> str:
+    """The short hash of the checkout, ``-dirty`` if anything but the results differs from it."""
+
+    def git(*args: str) -> str:
+        done = subprocess.run(["git", *args], cwd=RESULTS.parent.parent, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    try:
+        dirty = git("status", "--porcelain", "--", ".", ":!perf/results")
+        return git("rev-parse", "--short", "HEAD") + ("-dirty" if dirty else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"

@@ -1,0 +1,49 @@
+"""Lists of parameter shapes that stand for models; there are no weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TypeAlias
+
+Shapes: TypeAlias = list[tuple[int, ...]]
+
+
+def _gpt2_124m() -> Shapes:
+    """GPT-2 small with tied output embedding: 148 tensors."""
+    width = 768
+    norm: Shapes = [(width,), (width,)]
+    attention: Shapes = [(3 * width, width), (3 * width,), (width, width), (width,)]
+    mlp: Shapes = [(4 * width, width), (4 * width,), (width, 4 * width), (width,)]
+    return [(50257, width), (1024, width), *(norm + attention + norm + mlp) * 12, *norm]
+
+
+def _vit_tiny() -> Shapes:
+    """ViT-Ti/16 at 224 pixels with 1000 classes: 152 tensors."""
+    width = 192
+    norm: Shapes = [(width,), (width,)]
+    attention: Shapes = [(3 * width, width), (3 * width,), (width, width), (width,)]
+    mlp: Shapes = [(4 * width, width), (4 * width,), (width, 4 * width), (width,)]
+    stem: Shapes = [(1, 1, width), (1, 197, width), (width, 3, 16, 16), (width,)]
+    return [*stem, *(norm + attention + norm + mlp) * 12, *norm, (1000, width), (1000,)]
+
+
+WORKLOADS: dict[str, Callable[[], Shapes]] = {
+    "gpt2-124m": _gpt2_124m,
+    "vit-tiny": _vit_tiny,
+    "small-10": lambda: [(4096,)] * 10,
+    "small-148": lambda: [(4096,)] * 148,
+    "small-1000": lambda: [(4096,)] * 1000,
+    "tiny-10": lambda: [(16,)] * 10,
+    "scalars-20000": lambda: [(1,)] * 20000,
+}
+
+
+def shapes(name: str) -> Shapes:
+    """The parameter shapes of the workload ``name``."""
+    return WORKLOADS[name]()
+
+
+def elements(name: str) -> int:
+    """How many parameters, counted in elements, the workload ``name`` has."""
+    return sum(math.prod(shape) for shape in shapes(name))
