@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from compiled_optim import checkpoint
+from compiled_optim import checkpoint, traced
 from compiled_optim.checkpoint import LoadReport
 from compiled_optim.events import EventLog
 from compiled_optim.fields import Declared, Flag, Hyper, Static, flag
@@ -98,6 +98,8 @@ class CompiledOptimizer(Declared, Optimizer):
         self._stateless: list[Tensor] = []
         self._group_shapes: list[tuple[int, int]] = []
         self.events = EventLog()
+        self._traceable: list[Tensor] = []
+        self._number = traced.register(self)
         self._changed = True
 
     @classmethod
@@ -222,16 +224,47 @@ class CompiledOptimizer(Declared, Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._opt_called = True
         with torch.no_grad():
-            self._step()
+            if torch.compiler.is_compiling():
+                self._step_traced()
+            else:
+                self.step_now()
         return loss
 
-    # torch's schedulers replace ``step`` on the instance to see that it was called, unless it says that it reports that.
+    # torch's schedulers replace ``step`` on the instance to see that it was called, unless it says that they need not.
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
+    def _step_traced(self) -> None:
+        """Record the step in the graph that is being traced; reads nothing that Dynamo treats specially."""
+        positions = [i for i, p in enumerate(self._traceable) if p.grad is not None]
+        params = [self._traceable[i] for i in positions]
+        grads = [p.grad for p in params]
+        torch.ops.compiled_optim.step(params, grads, positions, self._number)
+
+    def traceable_params(self) -> list[Tensor]:
+        """All parameters, group by group, as they were when the plans were last made."""
+        return self._traceable
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients of all parameters; can be traced.
+
+        Args:
+            set_to_none: set them to None instead of to zero.
+        """
+        if not torch.compiler.is_compiling() and self._regrouped():
+            self._rebuild()
+        for param in self._traceable:
+            if param.grad is not None:
+                if set_to_none:
+                    param.grad = None
+                else:
+                    param.grad = param.grad.detach()
+                    param.grad.zero_()
+
     @outside_dynamo
-    def _step(self) -> None:
+    def step_now(self) -> None:
+        """Update the parameters from their ``grad``, without closure and hooks."""
+        self._opt_called = True  # torch's schedulers ask
         if self._changed or self._regrouped() or any(p.grad is not None for p in self._stateless):
             self._rebuild()
         if (grads := self._gradients()) is None:
@@ -268,6 +301,7 @@ class CompiledOptimizer(Declared, Optimizer):
         differentiable = any(g.get("differentiable", False) for g in groups)
         self.units = [self._lower(plan, differentiable) for plan in plans]
         self._group_shapes = [(id(g), len(g["params"])) for g in groups]
+        self._traceable = [p for g in groups for p in g["params"]]
         self._changed = False
 
     def _lower(self, plan: Plan, differentiable: bool) -> Lowering:

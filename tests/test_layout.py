@@ -17,7 +17,7 @@ PACKAGE = Path(co.__file__).parent
 
 # A module imports only from rows above its own.
 LAYERS = [
-    {"watched", "fields", "torch_internals", "lowering.vocabulary", "lowering.layout"},
+    {"watched", "fields", "torch_internals", "lowering.vocabulary", "lowering.layout", "traced"},
     {"hyperparameters", "lowering.elementwise"},
     {"state"},
     {"plan"},

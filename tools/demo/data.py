@@ -48,7 +48,7 @@ def batches(images: Images, epochs: int, generator: torch.Generator) -> Iterator
         yield from map(Images, pixels[:used].split(BATCH_SIZE), images.digits[order][:used].split(BATCH_SIZE))
 
 
-def distorted(pixels: Tensor, generator: torch.Generator, strength: float = 0.2) -> Tensor:
+def distorted(pixels: Tensor, generator: torch.Generator, strength: float = 0.1) -> Tensor:
     """The images rotated, sheared, scaled and shifted a little, each at random."""
     maps = torch.eye(2, 3) + strength * (2 * torch.rand(len(pixels), 2, 3, generator=generator) - 1)
     grid = functional.affine_grid(maps, list(pixels.shape), align_corners=False)

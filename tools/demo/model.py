@@ -1,4 +1,4 @@
-"""A vision transformer for 8x8 pixels, and its parameters in groups with and without weight decay."""
+"""A small vision transformer, and its parameters in groups with and without weight decay."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 CLASSES = 10
-PATCH = 2
-PATCHES = (8 // PATCH) ** 2
+TOKENS = 16
 
 
 class Block(nn.Module):
@@ -35,32 +34,41 @@ class Block(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    """A transformer over 2x2 patches (arXiv:2010.11929), with the mean of the tokens as the image's representation."""
+    """A vision transformer (arXiv:2010.11929) that begins with convolutions (arXiv:2106.14881), for 8x8 pixels.
 
-    def __init__(self, width: int = 64, depth: int = 4, heads: int = 4) -> None:
+    The convolutions make 16 tokens of an image; after the blocks, the tokens' mean represents it.
+    """
+
+    def __init__(self, width: int = 64, depth: int = 2, heads: int = 4) -> None:
         super().__init__()
-        self.patches = nn.Linear(PATCH * PATCH, width)
-        self.position_embedding = nn.Parameter(0.02 * torch.randn(PATCHES, width))
+        self.stem = nn.Sequential(
+            *convolution(1, width // 2), *convolution(width // 2, width), nn.MaxPool2d(2), nn.Flatten(start_dim=2)
+        )
+        self.position_embedding = nn.Parameter(0.02 * torch.randn(TOKENS, width))
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(depth)))
         self.norm = nn.LayerNorm(width)
         self.classifier = nn.Linear(width, CLASSES)
 
     def forward(self, pixels: Tensor) -> Tensor:
         """The logits ``(images, classes)`` of ``pixels`` ``(images, 1, 8, 8)``."""
-        patches = functional.unfold(pixels, PATCH, stride=PATCH).transpose(1, 2)
-        tokens = self.blocks(self.patches(patches) + self.position_embedding)
-        return self.classifier(self.norm(tokens).mean(dim=1))
+        tokens = self.stem(pixels).transpose(1, 2) + self.position_embedding
+        return self.classifier(self.norm(self.blocks(tokens)).mean(dim=1))
+
+
+def convolution(channels_in: int, channels_out: int) -> list[nn.Module]:
+    """The layers of one convolution, with its norm and activation."""
+    return [nn.Conv2d(channels_in, channels_out, 3, padding=1), nn.GroupNorm(1, channels_out), nn.GELU()]
 
 
 def parameter_groups(model: nn.Module, weight_decay: float, *, backwards: bool = False) -> list[dict[str, Any]]:
-    """Two groups of named parameters: the linear layers' weights decay; biases, norms and embeddings do not.
+    """Two groups of named parameters: the layers' weights decay; biases, norms and embeddings do not.
 
     Args:
         model: whose parameters.
         weight_decay: of the first group.
         backwards: list each group's parameters last to first.
     """
-    weights = {module.weight for module in model.modules() if isinstance(module, nn.Linear)}
+    weights = {module.weight for module in model.modules() if isinstance(module, (nn.Linear, nn.Conv2d))}
     named = list(model.named_parameters())
     if backwards:
         named.reverse()

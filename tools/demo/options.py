@@ -29,7 +29,7 @@ def parse(arguments: Sequence[str]) -> Options:
         "if the test accuracy is below the minimum or anything fails.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--epochs", type=_positive, default=40, help="passes over the 1,437 training images")
+    parser.add_argument("--epochs", type=_positive, default=25, help="passes over the 1,437 training images")
     parser.add_argument("--seed", type=int, default=0, help="of the weights, the order of the images and their distortion")
     parser.add_argument(
         "--out",

@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
 from matplotlib.figure import Figure
 from rich.table import Table
 
@@ -23,7 +24,7 @@ class Report:
     Attributes:
         compilations: one report for each of the run's optimizers: before and after the resumption.
         step_seconds: the median time of a step by optimizer.
-        seconds: the time that everything took.
+        seconds: the time that all of it took, imports aside.
     """
 
     seed: int
@@ -76,31 +77,24 @@ class Report:
             ratio = f", {self.time_ratios[name]:.1f} times as long" if name in self.time_ratios else ""
             table.add_row(name, f"{1e6 * taken:.0f} µs{ratio}")
         table.add_section()
-        table.add_row("everything", f"{self.seconds:.0f} s")
+        table.add_row("run time", f"{self.seconds:.0f} s")
         return table
 
     def write_picture(self, path: Path) -> None:
         """Plot loss and learning rate over the steps to ``path``."""
         figure = Figure(figsize=(8, 6), layout="constrained")
         loss_axes, rate_axes = figure.subplots(2, sharex=True, height_ratios=[2, 1])
-        figure.suptitle(f"Vision transformer on 8x8 digits: {self.test_accuracy:.1f} % of the test images recognized")
-        steps = range(1, len(self.history.loss) + 1)
-        loss_axes.plot(steps, self.history.loss, color="C0", alpha=0.3, linewidth=0.8, label="each batch")
-        loss_axes.plot(steps, smoothed(self.history.loss), color="C0", label="moving average")
-        loss_axes.set_ylabel("training loss")
+        figure.suptitle(f"Handwritten digits: {self.test_accuracy:.1f} % of the test images recognized")
+        steps = np.arange(1, len(self.history.loss) + 1)
+        epochs = steps.reshape(self.epochs, -1).mean(axis=1)
+        losses = np.reshape(self.history.loss, (self.epochs, -1)).mean(axis=1)
+        loss_axes.plot(steps, self.history.loss, color="C0", alpha=0.35, linewidth=0.8, label="each batch")
+        loss_axes.plot(epochs, losses, color="C0", marker=".", label="mean of each epoch")
+        loss_axes.set(ylabel="training loss", yscale="log")
         rate_axes.plot(steps, self.history.learning_rate, color="C1", label="learning rate")
         rate_axes.set(xlabel="step", ylabel="learning rate", ylim=(0, None), xlim=(0, len(steps)))
-        rate_axes.ticklabel_format(axis="y", scilimits=(0, 0))
         for axes in (loss_axes, rate_axes):
             axes.axvline(self.resumption.step, color="0.4", linestyle="--", linewidth=1, label="resumed by name")
             axes.grid(alpha=0.3)
-            axes.legend()
+            axes.legend(loc="upper right")
         figure.savefig(path, dpi=120)
-
-
-def smoothed(values: list[float], weight: float = 0.05) -> list[float]:
-    """The exponential moving average of ``values``, each new value counting ``weight``."""
-    averages = values[:1]
-    for value in values[1:]:
-        averages.append((1 - weight) * averages[-1] + weight * value)
-    return averages

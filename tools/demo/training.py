@@ -51,7 +51,7 @@ class Training:
 
     def train_step(self, batch: Images) -> Tensor:
         """Forward, backward and the optimizer's step, as one unit; returns the loss."""
-        loss = functional.cross_entropy(self.model(batch.pixels), batch.digits, label_smoothing=0.1)
+        loss = functional.cross_entropy(self.model(batch.pixels), batch.digits)
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()
