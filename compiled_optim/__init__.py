@@ -3,17 +3,38 @@
 from compiled_optim.checkpoint import LoadReport
 from compiled_optim.events import RecompileError
 from compiled_optim.guards import CompileReport, compile_report, no_recompiles
+from compiled_optim.named import load_named_state_dict, named_state_dict
 from compiled_optim.optimizer import CompiledOptimizer
+from compiled_optim.optimizers.adadelta import Adadelta
+from compiled_optim.optimizers.adagrad import Adagrad
+from compiled_optim.optimizers.adam import Adam
+from compiled_optim.optimizers.adamax import Adamax
 from compiled_optim.optimizers.adamw import AdamW
+from compiled_optim.optimizers.asgd import ASGD
+from compiled_optim.optimizers.nadam import NAdam
+from compiled_optim.optimizers.radam import RAdam
+from compiled_optim.optimizers.rmsprop import RMSprop
+from compiled_optim.optimizers.rprop import Rprop
 from compiled_optim.optimizers.sgd import SGD
 
 __all__ = [
+    "ASGD",
     "SGD",
+    "Adadelta",
+    "Adagrad",
+    "Adam",
     "AdamW",
+    "Adamax",
     "CompileReport",
     "CompiledOptimizer",
     "LoadReport",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
     "RecompileError",
+    "Rprop",
     "compile_report",
+    "load_named_state_dict",
+    "named_state_dict",
     "no_recompiles",
 ]

@@ -7,7 +7,9 @@ everything first, and then copies into the live tensors, so that whatever holds 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import copy
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -15,13 +17,11 @@ import torch
 from torch import Tensor
 
 from compiled_optim.fields import Rule
+from compiled_optim.formats import FORMAT_VERSION, canonical_names, check, from_optimi, group_names, is_optimi
 from compiled_optim.hyperparameters import ParamGroup
 from compiled_optim.plan import parameter_name
-from compiled_optim.state import OptimizerState, ParamState, complete, new_buffer, scalar_inits
-
-FORMAT_VERSION = 1
-
-_WRAPPER_PREFIXES = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.")
+from compiled_optim.sharding import spread_like
+from compiled_optim.state import OptimizerState, ParamState, complete, fill, initial_values, scalar_names
 
 
 class LoadReport(NamedTuple):
@@ -32,14 +32,13 @@ class LoadReport(NamedTuple):
     mismatched: list[str]
 
 
-def canonical_name(name: str) -> str:
-    """``name`` without the prefixes that module wrappers insert at any level."""
-    for prefix in _WRAPPER_PREFIXES:
-        name = name.replace(f".{prefix}", ".").removeprefix(prefix)
-    return name
-
-
-def save(rule: Rule, groups: Sequence[ParamGroup], state: OptimizerState, neutral: Mapping[str, Any]) -> dict[str, Any]:
+def save(
+    rule: Rule,
+    groups: Sequence[ParamGroup],
+    state: OptimizerState,
+    aliases: Mapping[str, str],
+    neutral: Mapping[str, Any],
+) -> dict[str, Any]:
     """The state dict: hyperparameters as floats, step counts and scalars as copies on the CPU, buffers as they are.
 
     ``neutral`` gives the value to store for each run-time flag, which is never the optimizer's own.
@@ -55,31 +54,41 @@ def save(rule: Rule, groups: Sequence[ParamGroup], state: OptimizerState, neutra
         for index, param in enumerate(params, first):
             entries = state.get(param)
             if entries:
-                packed_state[index] = {k: _detached(k, v, rule) for k, v in entries.items()}
+                packed_state[index] = {k: _snapshot(k, v, rule, param) for k, v in entries.items()}
         first += len(params)
-    return {"state": packed_state, "param_groups": packed_groups, "format_version": FORMAT_VERSION}
+    result = {"state": packed_state, "param_groups": packed_groups, "format_version": FORMAT_VERSION}
+    return result | ({"aliases": dict(aliases)} if aliases else {})
 
 
-def _detached(key: str, value: Any, rule: Rule) -> Any:
-    return value.detach().to("cpu", copy=True) if key in scalar_inits(rule) and isinstance(value, Tensor) else value
+def _snapshot(key: str, value: Any, rule: Rule, param: Tensor) -> Any:
+    # torch.distributed.checkpoint loads into the tensors of a state dict and then drops the state of frozen parameters
+    # (pytorch#192202): what it loads for those must arrive all the same.
+    if key not in scalar_names(rule) or not isinstance(value, Tensor) or not param.requires_grad:
+        return value
+    return value.detach().to("cpu", copy=True)
 
 
 @dataclass
 class _Saved:
-    """One parameter of a checkpoint: its name, its group and its state, None where it never had any."""
+    """One parameter of a checkpoint: its name and aliases, its group and its state, None where it never had any."""
 
-    name: str
+    names: tuple[str, ...]
     group: int
     state: Mapping[str, Any] | None
 
 
 @dataclass
 class _Live:
-    """One parameter of the optimizer."""
+    """One parameter of the optimizer: its name and aliases, and its group."""
 
-    name: str
+    names: tuple[str, ...]
     group: int
     param: Tensor
+
+    @property
+    def name(self) -> str:
+        """Its own name."""
+        return self.names[0]
 
 
 def load(
@@ -89,30 +98,38 @@ def load(
     buffers: Sequence[tuple[str, ...]],
     state_dict: Mapping[str, Any],
     *,
+    aliases: Mapping[str, str],
     keep: Collection[str],
     strict: bool,
     hyperparameters: Literal["checkpoint", "keep"],
 ) -> LoadReport:
     """Copy ``state_dict`` into ``groups`` and ``state``.
 
+    A frozen parameter without state in the checkpoint keeps the state it has; any other starts anew.
+
     Args:
         rule: the optimizer's rule.
         groups: its live groups.
         state: its live state.
         buffers: for each group, the names of the buffers its parameters have.
+        state_dict: what to load, in any of the forms of :mod:`compiled_optim.formats`; not modified.
+        aliases: the optimizer's further names of tied parameters.
         keep: group entries that are the optimizer's own whatever the checkpoint says.
-        state_dict: what to load; not modified.
         strict: raise where names, shapes or entries do not match; otherwise load what does.
         hyperparameters: whether the groups take the checkpoint's values.
 
     Raises:
         ValueError, TypeError: the checkpoint is malformed or, with ``strict``, does not match. Nothing is changed then.
     """
-    saved_groups, saved = _read(state_dict)
-    live = [
-        _Live(canonical_name(parameter_name(g, i, j)), i, p) for i, g in enumerate(groups) for j, p in enumerate(g["params"])
-    ]
-    pairs, missing, unexpected = _match(groups, live, saved_groups, saved)
+    check(state_dict)
+    if is_optimi(state_dict):
+        state_dict = from_optimi(state_dict)
+    saved_groups, saved = state_dict["param_groups"], _saved(state_dict)
+    live = _live(groups, aliases)
+    if all(group_names(g) is not None for g in saved_groups) and all("param_names" in g for g in groups):
+        pairs, missing, unexpected = _match(live, saved)
+    else:
+        pairs, missing, unexpected = _match_positions(groups, live, saved_groups, saved), [], []
     entries: list[tuple[_Live, dict[str, Any]]] = []
     mismatched: list[str] = []
     for ours, theirs in pairs:
@@ -127,137 +144,173 @@ def load(
     if strict and any(report):
         parts = [f"{kind}: {', '.join(names)}" for kind, names in zip(report._fields, report, strict=True) if names]
         raise ValueError(f"the checkpoint does not match the optimizer ({rule.name}); {'; '.join(parts)}")
-    for ours, values in entries:
-        if values or ours.param in state:
-            _copy_into(rule, buffers[ours.group], state[ours.param], values, ours.param)
     for group, key, value in numbers:
-        group.fill(key, value) if any(h.name == key for h in rule.hypers) else group.set_quietly(key, value)
+        group.fill(key, value) if any(h.name == key for h in rule.hypers) else group.set_quietly(key, copy.deepcopy(value))
+    for ours, values in entries:
+        if values or (ours.param in state and ours.param.requires_grad):
+            initial = initial_values(rule, groups[ours.group])
+            _copy_into(rule, buffers[ours.group], state[ours.param], values, initial, ours.param)
     return report
 
 
-def _read(state_dict: Mapping[str, Any]) -> tuple[list[Mapping[str, Any]], list[_Saved]]:
-    """The groups and parameters of a state dict, its form checked."""
-    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
-        raise ValueError("not an optimizer state dict: it must be a dict with 'state' and 'param_groups'")
-    version = state_dict.get("format_version", FORMAT_VERSION)
-    if not isinstance(version, int) or version > FORMAT_VERSION:
-        raise ValueError(f"the checkpoint has format_version {version!r}; this release reads up to {FORMAT_VERSION}")
-    groups, states = state_dict["param_groups"], state_dict["state"]
-    if not isinstance(groups, (list, tuple)) or not isinstance(states, Mapping):
-        raise ValueError("not an optimizer state dict: 'param_groups' must be a list and 'state' a dict")
-    saved = []
-    for i, group in enumerate(groups):
-        if not isinstance(group, Mapping) or not isinstance(group.get("params"), (list, tuple)):
-            raise ValueError(f"not an optimizer state dict: param_groups[{i}] must be a dict with a list 'params'")
-        names = group.get("param_names")
-        if names is not None and len(names) != len(group["params"]):
-            raise ValueError(f"param_groups[{i}] has {len(group['params'])} params but {len(names)} param_names")
-        for j, index in enumerate(group["params"]):
-            entries = states.get(index)
-            if entries is not None and not isinstance(entries, Mapping):
-                raise ValueError(
-                    f"the state of '{parameter_name(group, i, j)}' must be a dict, got {type(entries).__name__}"
-                )
-            saved.append(_Saved(canonical_name(parameter_name(group, i, j)), i, entries))
-    return list(groups), saved
+def _saved(state_dict: Mapping[str, Any]) -> list[_Saved]:
+    """The parameters of a state dict."""
+    places = [(g, i, j, p) for i, g in enumerate(state_dict["param_groups"]) for j, p in enumerate(g["params"])]
+    names = [own[j] if (own := group_names(g)) else parameter_name(g, i, j) for g, i, j, _ in places]
+    states = [state_dict["state"].get(p) for *_, p in places]
+    known = _with_aliases(names, state_dict.get("aliases", {}))
+    return [_Saved(own, i, state) for own, (_, i, _, _), state in zip(known, places, states, strict=True)]
 
 
-def _match(
-    groups: Sequence[ParamGroup], live: list[_Live], saved_groups: list[Mapping[str, Any]], saved: list[_Saved]
-) -> tuple[list[tuple[_Live, _Saved]], list[str], list[str]]:
-    """Pairs of live and saved parameters, and the names that only one side has."""
-    if not all("param_names" in g for g in (*groups, *saved_groups)):
-        if len(groups) != len(saved_groups):
+def _live(groups: Sequence[ParamGroup], aliases: Mapping[str, str]) -> list[_Live]:
+    """The parameters of the optimizer."""
+    places = [(i, parameter_name(g, i, j), p) for i, g in enumerate(groups) for j, p in enumerate(g["params"])]
+    known = _with_aliases([name for _, name, _ in places], aliases)
+    return [_Live(own, i, p) for own, (i, _, p) in zip(known, places, strict=True)]
+
+
+def _with_aliases(names: Sequence[str], aliases: Mapping[str, str]) -> Iterator[tuple[str, ...]]:
+    """For each of ``names``, itself and its aliases, all canonical."""
+    canonical = dict(zip([*names, *aliases], canonical_names([*names, *aliases]), strict=True))
+    return ((canonical[name], *(canonical[a] for a, n in aliases.items() if n == name)) for name in names)
+
+
+def _match_positions(
+    groups: Sequence[ParamGroup], live: list[_Live], saved_groups: Sequence[Mapping[str, Any]], saved: list[_Saved]
+) -> list[tuple[_Live, _Saved]]:
+    """Pairs of live and saved parameters of equal position."""
+    if len(groups) != len(saved_groups):
+        raise ValueError(
+            "loaded state dict has a different number of parameter groups "
+            f"({len(saved_groups)} instead of {len(groups)}), and without names on both sides only positions can match"
+        )
+    for i, (ours, theirs) in enumerate(zip(groups, saved_groups, strict=True)):
+        if len(ours["params"]) != len(theirs["params"]):
             raise ValueError(
-                "loaded state dict has a different number of parameter groups "
-                f"({len(saved_groups)} instead of {len(groups)}), and without names on both sides only positions can match"
+                "loaded state dict contains a parameter group that doesn't match the size of optimizer's group: "
+                f"param_groups[{i}] has {len(theirs['params'])} parameters instead of {len(ours['params'])}"
             )
-        for i, (ours, theirs) in enumerate(zip(groups, saved_groups, strict=True)):
-            if len(ours["params"]) != len(theirs["params"]):
-                raise ValueError(
-                    "loaded state dict contains a parameter group that doesn't match the size of optimizer's group: "
-                    f"param_groups[{i}] has {len(theirs['params'])} parameters instead of {len(ours['params'])}"
-                )
-        return list(zip(live, saved, strict=True)), [], []
-    by_name = {s.name: s for s in saved}
+    return list(zip(live, saved, strict=True))
+
+
+def _match(live: list[_Live], saved: list[_Saved]) -> tuple[list[tuple[_Live, _Saved]], list[str], list[str]]:
+    """Pairs of live and saved parameters of equal name, and the names that only one side has.
+
+    An alias serves only where neither side uses its own name for another parameter.
+    """
+    by_name = {s.names[0]: s for s in saved}
     if len(by_name) != len(saved):
-        duplicate = next(s.name for s in saved if by_name[s.name] is not s)
+        duplicate = next(s.names[0] for s in saved if by_name[s.names[0]] is not s)
         raise ValueError(f"the checkpoint names parameter '{duplicate}' twice")
-    pairs = [(ours, by_name[ours.name]) for ours in live if ours.name in by_name]
-    known = {ours.name for ours in live}
-    return pairs, [o.name for o in live if o.name not in by_name], [s.name for s in saved if s.name not in known]
+    found = {ours.name: by_name.pop(ours.name) for ours in live if ours.name in by_name}
+    by_alias = {name: s for s in by_name.values() for name in s.names}
+    for ours in live:
+        theirs = next((by_alias[n] for n in ours.names if n in by_alias), None)
+        if ours.name not in found and theirs is not None and theirs.names[0] in by_name:
+            found[ours.name] = by_name.pop(theirs.names[0])
+    pairs = [(ours, found[ours.name]) for ours in live if ours.name in found]
+    return pairs, [ours.name for ours in live if ours.name not in found], list(by_name)
 
 
 def _entries(rule: Rule, buffers: tuple[str, ...], param: Tensor, saved: _Saved) -> tuple[str, dict[str, Any]]:
     """The values to copy into one parameter's state, or what keeps them from fitting."""
-    if not saved.state:
+    # A flattened checkpoint of torch.distributed.checkpoint has an empty dict for an entry that was not saved.
+    given = {k: v for k, v in (saved.state or {}).items() if v is not None and not (isinstance(v, Mapping) and not v)}
+    if not given:
         return "", {}
-    given = {k: v for k, v in saved.state.items() if v is not None}
-    inits = scalar_inits(rule)
+    scalars = scalar_names(rule)
     if "step" not in given and all(name in given for name in buffers):
         given["step"] = 1.0 if buffers else 0.0  # torch.optim.SGD counts no steps; a buffer says that one was taken
-    absent = [name for name in (*inits, *buffers) if name not in given]
+    absent = [name for name in (*scalars, *buffers) if name not in given]
     if absent:
         return f"the checkpoint has no {', '.join(absent)} for it", {}
-    foreign = [name for name in given if name not in inits and name not in buffers]
+    foreign = [name for name in given if name not in scalars and name not in buffers]
     if foreign:
         return f"the optimizer has no {', '.join(map(str, foreign))} for it", {}
     for name, value in given.items():
-        if name in inits:
-            if (isinstance(value, Tensor) and value.numel() != 1) or not isinstance(value, (Tensor, int, float)):
-                return f"{name} is not a number", {}
-        elif not isinstance(value, Tensor):
-            return f"{name} is not a tensor", {}
-        elif value.shape != param.shape:
-            return f"{name} has shape {tuple(value.shape)} instead of {tuple(param.shape)}", {}
-        elif value.is_complex() != param.is_complex():
-            return f"{name} is {value.dtype} for a parameter of {param.dtype}", {}
-    return "", given
+        problem = _number_problem(value) if name in scalars else _buffer_problem(value, param)
+        if problem:
+            return f"{name} {problem}", {}
+    step = float(given["step"])
+    return ("", given) if math.isfinite(step) and step >= 0 else (f"step is {step}", {})
+
+
+def _number_problem(value: Any) -> str:
+    single = isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex() and not value.is_meta
+    return "" if single or isinstance(value, (int, float)) else "is not a number"
+
+
+def _buffer_problem(value: Any, param: Tensor) -> str:
+    if not isinstance(value, Tensor):
+        return "is not a tensor"
+    if value.shape != param.shape:
+        return f"has shape {tuple(value.shape)} instead of {tuple(param.shape)}"
+    if value.is_complex() != param.is_complex() or not (value.is_complex() or value.is_floating_point()):
+        return f"is {value.dtype} for a parameter of {param.dtype}"
+    if value.is_meta or value.layout is not torch.strided:
+        return f"is a {'meta' if value.is_meta else value.layout} tensor"
+    return ""
 
 
 def _group_values(
     rule: Rule,
     groups: Sequence[ParamGroup],
     pairs: list[tuple[_Live, _Saved]],
-    saved_groups: list[Mapping[str, Any]],
+    saved_groups: Sequence[Mapping[str, Any]],
     skipped: Collection[str],
 ) -> tuple[list[tuple[ParamGroup, str, Any]], list[str]]:
     """What each group takes from the saved groups its parameters were in, and where those disagree."""
-    sources: dict[int, list[int]] = {}
+    sources: dict[int, dict[int, None]] = {}
     for ours, theirs in pairs:
-        known = sources.setdefault(ours.group, [])
-        if theirs.group not in known:
-            known.append(theirs.group)
+        sources.setdefault(ours.group, {})[theirs.group] = None
+    hypers = [h.name for h in rule.hypers]
+    made = [s.name for s in rule.statics if not s.init]
     values: list[tuple[ParamGroup, str, Any]] = []
-    conflicts: list[str] = []
+    problems: list[str] = []
     for index, saved_indices in sources.items():
-        group = groups[index]
-        for key in dict.fromkeys(k for i in saved_indices for k in saved_groups[i]):
-            if key in skipped:
-                continue
-            found = [saved_groups[i][key] for i in saved_indices if key in saved_groups[i]]
-            if any(not _equal(v, found[0]) for v in found[1:]):
-                conflicts.append(f"{group.label}: its parameters were in groups with different {key}: {found}")
-                continue
-            if any(h.name == key for h in rule.hypers):
-                group.validated(key, found[0])
-            values.append((group, key, found[0]))
-    return values, conflicts
+        group, theirs_of_it = groups[index], [saved_groups[i] for i in saved_indices]
+        absent = [key for key in hypers if any(key not in g for g in theirs_of_it)]
+        problems += [f"{group.label}: the checkpoint has no {', '.join(absent)} for it"] if absent else []
+        for key in made:
+            other = next((g[key] for g in theirs_of_it if key in g and g[key] != group[key]), None)
+            problems += [f"{group.label}: {key} is {other} in the checkpoint"] if other is not None else []
+        for key in dict.fromkeys(k for g in theirs_of_it for k in g if k not in skipped):
+            found = [g[key] for g in theirs_of_it if key in g]
+            comparable = [_floats(group, key, v) if key in hypers else v for v in found]
+            if any(not _equal(v, comparable[0]) for v in comparable[1:]):
+                problems.append(f"{group.label}: its parameters were in groups with different {key}: {found}")
+            else:
+                values.append((group, key, found[0]))
+    return values, problems
+
+
+def _floats(group: ParamGroup, key: str, value: Any) -> tuple[float, ...]:
+    return tuple(float(e) for e in group.validated(key, value))
 
 
 def _equal(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor) or isinstance(b, Tensor):
-        return torch.equal(torch.as_tensor(a, dtype=torch.float64), torch.as_tensor(b, dtype=torch.float64))
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.shape == b.shape and torch.equal(a, b.to(a.device, a.dtype))
     return bool(a == b)
 
 
-def _copy_into(rule: Rule, buffers: tuple[str, ...], state: ParamState, values: Mapping[str, Any], param: Tensor) -> None:
+def _copy_into(
+    rule: Rule,
+    buffers: tuple[str, ...],
+    state: ParamState,
+    values: Mapping[str, Any],
+    initial: Mapping[str, float | Tensor],
+    param: Tensor,
+) -> None:
     """Copy ``values`` into the tensors of ``state``, which are made where they do not exist yet.
 
     A parameter that the checkpoint knows but has no state for never took a step: its state starts anew.
     """
-    if values and complete(rule, buffers, param, state, new_buffer):
+    if values and complete(rule, buffers, param, state, initial):
         state.report()
     for name, entry in state.items():
-        value = values.get(name, scalar_inits(rule).get(name, 0.0))
-        entry.copy_(value) if isinstance(value, Tensor) and value.shape == entry.shape else entry.fill_(value)
+        value = values.get(name, initial.get(name, 0.0))
+        if name in buffers and name in values:
+            entry.copy_(spread_like(value, entry))
+        else:
+            fill(entry, torch.as_tensor(value).reshape(()))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeAlias
 
@@ -108,35 +108,41 @@ class Hyper(Field):
 
 @dataclass(frozen=True)
 class Static(Field):
-    """A Python-valued choice that shapes the compiled code (``amsgrad``, ``nesterov``)."""
+    """A Python-valued choice that shapes the compiled code (``amsgrad``, ``nesterov``).
+
+    With ``init=False`` it is no argument of the constructor: the class has made the choice.
+    """
 
     default: Any
     kw_only: bool = False
+    init: bool = True
 
 
 @dataclass(frozen=True)
 class Flag(Field):
-    """A keyword-only option that the engine handles and no rule sees (``maximize``, ``foreach``)."""
+    """An option that the engine handles and no rule sees (``maximize``, ``foreach``)."""
 
     default: Any
 
 
 @dataclass(frozen=True)
 class Buffer(Field):
-    """A state tensor of the parameter's shape, dtype and device, zero at first.
+    """A state tensor of the parameter's shape, dtype and device.
 
     ``when`` names a static field, or a hyperparameter whose value 0 makes the buffer unnecessary; the buffer exists only
-    where that field is true.
+    where that field is true. ``init`` is the number that fills it at first, or the name of the hyperparameter that does;
+    both parts of a complex number take it.
     """
 
     when: str | None = None
+    init: float | str = 0.0
 
 
 @dataclass(frozen=True)
 class Scalar(Field):
-    """One float64 number of state per parameter (NAdam's ``mu_product``), advanced by ``coefficients``."""
+    """One float64 number of state per parameter, advanced by ``coefficients``; ``init`` is as for a buffer."""
 
-    init: float = 0.0
+    init: float | str = 0.0
 
 
 def hyper(
@@ -151,9 +157,9 @@ def hyper(
     return Hyper(default, ge, gt, le, lt)
 
 
-def static(*, default: Any, kw_only: bool = False) -> Any:
+def static(*, default: Any, kw_only: bool = False, init: bool = True) -> Any:
     """Declare a Python-valued choice; see :class:`Static`."""
-    return Static(default, kw_only)
+    return Static(default, kw_only, init)
 
 
 def flag(*, default: Any, kw_only: Literal[True]) -> Any:
@@ -161,12 +167,12 @@ def flag(*, default: Any, kw_only: Literal[True]) -> Any:
     return Flag(default)
 
 
-def buffer(*, when: str | None = None) -> Any:
+def buffer(*, when: str | None = None, init: float | str = 0.0) -> Any:
     """Declare a state tensor; see :class:`Buffer`."""
-    return Buffer(when)
+    return Buffer(when, init)
 
 
-def scalar(*, init: float = 0.0) -> Any:
+def scalar(*, init: float | str = 0.0) -> Any:
     """Declare a per-tensor scalar state; see :class:`Scalar`."""
     return Scalar(init)
 
@@ -242,6 +248,11 @@ class Declared:
 
     fields: ClassVar[dict[str, Field]] = {}
     rule: ClassVar[Rule]
+    positional_flags: ClassVar[tuple[str, ...]] = ()
+    """The flags that torch.optim's optimizer of this name also takes by position, after everything else.
+
+    Type checkers read the declaration in the base class, and ask for keywords.
+    """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -249,7 +260,7 @@ class Declared:
         for name in own:
             delattr(cls, name)
         cls.fields = {**cls.fields, **{name: dataclasses.replace(value, name=name) for name, value in own.items()}}
-        cls.__signature__ = _constructor_signature(cls.fields)  # type: ignore[attr-defined]
+        cls.__signature__ = _constructor_signature(cls.fields, cls.positional_flags)  # type: ignore[attr-defined]
         if hasattr(cls, "update"):
             cls.rule = Rule(
                 cls.__name__,
@@ -267,13 +278,26 @@ class Declared:
         return tuple(f for f in cls.fields.values() if isinstance(f, kind))
 
 
-def _constructor_signature(fields: Mapping[str, Field]) -> inspect.Signature:
-    positional = [inspect.Parameter("params", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
-    keyword = []
+def _constructor_signature(fields: Mapping[str, Field], positional_flags: Sequence[str]) -> inspect.Signature:
+    positional: list[str] = []
+    keyword: list[str] = []
     for name, declared in fields.items():
-        if isinstance(declared, Flag) or (isinstance(declared, Static) and declared.kw_only):
-            keyword.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=declared.default))
-        elif isinstance(declared, (Hyper, Static)):
-            kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-            positional.append(inspect.Parameter(name, kind, default=declared.default))
-    return inspect.Signature([*positional, *keyword])
+        if isinstance(declared, Hyper):
+            positional.append(name)
+        elif isinstance(declared, Static) and declared.init:
+            (keyword if declared.kw_only else positional).append(name)
+        elif isinstance(declared, Flag) and name not in positional_flags:
+            keyword.append(name)
+    defaults: Mapping[str, Any] = {
+        name: declared.default for name, declared in fields.items() if hasattr(declared, "default")
+    }
+    return inspect.Signature(
+        [
+            inspect.Parameter("params", inspect.Parameter.POSITIONAL_OR_KEYWORD),
+            *(
+                inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=defaults[name])
+                for name in (*positional, *positional_flags)
+            ),
+            *(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name]) for name in keyword),
+        ]
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeAlias, cast, overload
 
 import torch
@@ -22,6 +22,7 @@ from compiled_optim.lowering.eager import EagerLowering
 from compiled_optim.lowering.inductor import InductorLowering
 from compiled_optim.lowering.multi_tensor import MultiTensorLowering
 from compiled_optim.plan import Plan, parameter_name, partition, structure
+from compiled_optim.sharding import is_sharded
 from compiled_optim.state import OptimizerState, ParamState
 from compiled_optim.torch_internals import outside_dynamo
 
@@ -34,7 +35,9 @@ class CompiledOptimizer(Declared, Optimizer):
     """Base of all optimizers of the package; a subclass declares fields, ``coefficients`` and ``update``.
 
     Args:
-        params: tensors, ``(name, tensor)`` pairs, a dict ``name -> tensor``, or dicts of parameter groups.
+        params: tensors, ``(name, tensor)`` pairs, a dict ``name -> tensor``, or dicts of parameter groups with any of these
+            as ``params``. A tensor that a group lists under several names, as ``named_parameters(remove_duplicate=False)``
+            lists tied ones, is one parameter: it takes the first name, and checkpoints find it under every one.
         maximize: step along the gradient instead of against it.
         differentiable: record the step with autograd; implies ``lowering="eager"``.
         foreach, capturable, fused: accepted for torch.optim's sake and without effect; every lowering is both.
@@ -46,7 +49,8 @@ class CompiledOptimizer(Declared, Optimizer):
 
     Raises:
         TypeError: something is not a tensor, a number or a known argument.
-        ValueError: a hyperparameter is out of range, or a parameter is duplicate, not a leaf, or not floating point.
+        ValueError: a hyperparameter is out of range, or a parameter is duplicate, not a leaf, or not floating point, or a
+            name stands for two parameters or is given to some parameters only.
     """
 
     params: ParamsT
@@ -59,17 +63,16 @@ class CompiledOptimizer(Declared, Optimizer):
 
     group_flags: ClassVar[tuple[str, ...]] = ("maximize", "foreach", "capturable", "differentiable", "fused")
     """The flags torch.optim's optimizer of this name keeps in its groups, so that checkpoints are interchangeable."""
-    group_constants: ClassVar[dict[str, Any]] = {}
-    """Group entries with one possible value, kept for the same reason."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         bound = inspect.signature(type(self)).bind(*args, **kwargs)
         bound.apply_defaults()
-        options = dict(bound.arguments)
+        made = {s.name: s.default for s in self.fields_of(Static) if not s.init}
+        options = {**made, **bound.arguments}
         params = options.pop("params")
         self._configure(options)
         groups = _as_groups(params)
-        defaults = {name: options[name] for name in self._group_keys()} | dict(self.group_constants)
+        defaults = {name: options[name] for name in self._group_keys()}
         for hyper in self.fields_of(Hyper):
             elements = hyper.elements(options[hyper.name], "the defaults")
             if any(isinstance(e, Tensor) for e in elements):
@@ -90,6 +93,7 @@ class CompiledOptimizer(Declared, Optimizer):
             if isinstance(declared.default, bool) and not isinstance(options[declared.name], bool):
                 raise TypeError(f"{declared.name} must be a bool, got {options[declared.name]!r}")
         self._lowering = lowering
+        self._aliases: dict[str, str] = {}
         self._reset()
 
     def _reset(self) -> None:
@@ -137,14 +141,16 @@ class CompiledOptimizer(Declared, Optimizer):
         unknown = [k for k in values if k in self.fields and k not in self._group_keys()]
         if unknown:
             raise TypeError(f"{unknown[0]} is an option of the whole optimizer, not of param_groups[{index}]")
-        names, params = _named(param_group["params"])
+        names, params, aliases = _without_aliases(*_named(param_group["params"]))
         values["params"] = params
         if names:
             values["param_names"] = names
         self._check_params(values, index)
+        self._check_names([*names, *aliases])
         self._check_hypers(values, index)
         taken = {id(t) for g in self._groups for h in self.fields_of(Hyper) for t in g.tensors(h.name)}
         self.param_groups.append(self._new_group(values, index, taken))
+        self._aliases |= aliases
         self._changed = True
         if isinstance(getattr(self, "state", None), OptimizerState):
             self._rebuild()
@@ -172,6 +178,8 @@ class CompiledOptimizer(Declared, Optimizer):
                 )
             if not (param.is_floating_point() or param.is_complex()):
                 raise ValueError(f"can't optimize '{name}': its dtype is {param.dtype}, not floating point or complex")
+            if group.get("differentiable") and is_sharded(param):
+                raise ValueError(f"differentiable=True does not work with DTensors; '{name}' is one")
             if not group.get("differentiable") and not (param.is_leaf or param.retains_grad):
                 raise ValueError(f"can't optimize a non-leaf Tensor: '{name}'")
             if id(param) in seen:
@@ -190,6 +198,15 @@ class CompiledOptimizer(Declared, Optimizer):
                     "all optimizer param groups should be with/without names. "
                     f"cannot add param group {with_or_without} names to the optimizer"
                 )
+
+    def _check_names(self, names: Sequence[Any]) -> None:
+        taken = {name for group in self.param_groups for name in group.get("param_names", ())} | set(self._aliases)
+        for name in names:
+            if not isinstance(name, str):
+                raise TypeError(f"the name of a parameter must be a string, got {name!r}")
+            if name in taken:
+                raise ValueError(f"two parameters are named '{name}'; give the names of each model a prefix of its own")
+            taken.add(name)
 
     def _check_hypers(self, group: Mapping[str, Any], index: int) -> None:
         hypers = {h.name: group[h.name] for h in self.fields_of(Hyper)}
@@ -314,11 +331,13 @@ class CompiledOptimizer(Declared, Optimizer):
                 "install g++ or clang++, or name one in the environment variable CXX",
             )
             return EagerLowering(plan)
-        if on_cpu and sys.platform == "linux" and self._lowering != "inductor":
+        served = plan.device.type == "cuda" or (on_cpu and sys.platform == "linux")
+        if served and self._lowering != "inductor":
             return MultiTensorLowering(plan, self.events)
         if self._lowering == "multi_tensor":
             raise ValueError(
-                f"lowering='multi_tensor' serves CPU tensors on Linux; '{plan.members[0].name}' is on {plan.device}"
+                "lowering='multi_tensor' serves CUDA tensors, and CPU tensors on Linux; "
+                f"'{plan.members[0].name}' is on {plan.device}"
             )
         return InductorLowering(plan, self.events)
 
@@ -336,7 +355,7 @@ class CompiledOptimizer(Declared, Optimizer):
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
         neutral = {name: self.fields[name].default for name in self.group_flags}  # type: ignore[attr-defined]
-        result = checkpoint.save(self.rule, self._groups, self._own_state, neutral)
+        result = checkpoint.save(self.rule, self._groups, self._own_state, self._aliases, neutral)
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             replaced = post_hook(self, result)
             result = result if replaced is None else replaced
@@ -349,13 +368,15 @@ class CompiledOptimizer(Declared, Optimizer):
         strict: bool = True,
         hyperparameters: Literal["checkpoint", "keep"] = "checkpoint",
     ) -> LoadReport:
-        """Copy a state dict of this package or of torch.optim's optimizer of the same name into the live tensors.
+        """Copy a state dict of this package, or of torch.optim's or optimi's optimizer of the same name, into the live tensors.
 
-        Parameters are matched by name where both sides have names, else by position. Static choices and run-time flags
-        stay the optimizer's own.
+        Parameters are matched by name where both sides have names, whatever the order and grouping, else by position.
+        Prefixes that module wrappers insert do not matter, and a tied parameter is found under each of its names. Static
+        choices and run-time flags stay the optimizer's own. A frozen parameter without state in the checkpoint keeps what
+        it has; any other starts anew.
 
         Args:
-            state_dict: as returned by :meth:`state_dict`. It is not modified.
+            state_dict: as returned by :meth:`state_dict` or ``co.named_state_dict``. It is not modified.
             strict: raise unless every parameter and every state entry matches; otherwise load the intersection.
             hyperparameters: ``"checkpoint"`` to take the checkpoint's values, ``"keep"`` to keep the groups'.
 
@@ -367,6 +388,8 @@ class CompiledOptimizer(Declared, Optimizer):
         """
         if hyperparameters not in ("checkpoint", "keep"):
             raise ValueError(f"hyperparameters must be 'checkpoint' or 'keep', got {hyperparameters!r}")
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(f"state_dict must be a dict, got {type(state_dict).__name__}")
         state_dict = dict(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = pre_hook(self, state_dict)
@@ -374,7 +397,7 @@ class CompiledOptimizer(Declared, Optimizer):
         if self._changed or self._regrouped():
             self._rebuild()
         groups = self._groups
-        keep = {*self.group_flags, *self.group_constants, *(s.name for s in self.rule.statics)}
+        keep = {*self.group_flags, *(s.name for s in self.rule.statics)}
         buffers = [self.rule.present_buffers(structure(self.rule, group)) for group in groups]
         report = checkpoint.load(
             self.rule,
@@ -382,6 +405,7 @@ class CompiledOptimizer(Declared, Optimizer):
             self._own_state,
             buffers,
             state_dict,
+            aliases=self._aliases,
             keep=keep,
             strict=strict,
             hyperparameters=hyperparameters,
@@ -399,10 +423,11 @@ class CompiledOptimizer(Declared, Optimizer):
         return cast(OptimizerState, self.state)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "lowering": self._lowering}
+        return {**super().__getstate__(), "lowering": self._lowering, "aliases": self._aliases}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         lowering = state.pop("lowering", getattr(self, "_lowering", "auto"))
+        self._aliases = dict(state.pop("aliases", getattr(self, "_aliases", {})))
         super().__setstate__(state)
         self._lowering = lowering
         self._reset()
@@ -441,6 +466,22 @@ def _named(params: Any) -> tuple[list[str], list[Any]]:
     if pairs and len(pairs) != len(entries):
         raise ValueError("all optimizer params should be with/without names. Some param names are missing")
     return [name for name, _ in pairs], [tensor for _, tensor in pairs] if pairs else entries
+
+
+def _without_aliases(names: Sequence[str], params: Sequence[Any]) -> tuple[list[str], list[Any], dict[str, str]]:
+    """Names and tensors with one entry per tensor, and the further names -> the kept ones."""
+    if not names:
+        return [], list(params), {}
+    own: dict[int, str] = {}
+    kept: list[tuple[str, Any]] = []
+    aliases: dict[str, str] = {}
+    for name, param in zip(names, params, strict=True):
+        first = own.setdefault(id(param), name)
+        if first == name:
+            kept.append((name, param))
+        else:
+            aliases[name] = first
+    return [name for name, _ in kept], [param for _, param in kept], aliases
 
 
 def _hand_over(key: str, value: Any, groups: list[dict[str, Any]]) -> None:

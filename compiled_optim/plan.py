@@ -7,7 +7,7 @@ scalars are data, so groups with different learning rates share one plan.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, cast
 
@@ -16,7 +16,8 @@ from torch import Tensor
 
 from compiled_optim.fields import Rule
 from compiled_optim.hyperparameters import ParamGroup, scalar_dtype
-from compiled_optim.state import OptimizerState, ParamState, complete, new_buffer, scalar_inits
+from compiled_optim.sharding import is_sharded, local, local_gradient
+from compiled_optim.state import LocalState, OptimizerState, ParamState, complete, initial_values, scalar_names
 
 _DTYPE = attrgetter("dtype")
 _IS_SPARSE = attrgetter("is_sparse")
@@ -24,12 +25,19 @@ _IS_SPARSE = attrgetter("is_sparse")
 
 @dataclass(eq=False)
 class Member:
-    """One parameter of a plan, with its name, its group's index in ``param_groups`` and its state."""
+    """One parameter of a plan, with its name, its group's index in ``param_groups`` and its state.
 
-    param: Tensor
+    ``param`` and what ``state`` reads are what is updated: of a DTensor, ``owner``, the local shards.
+    """
+
+    owner: Tensor
     name: str
     group: int
-    state: ParamState
+    state: ParamState | LocalState
+    param: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.param = local(self.owner)
 
 
 def parameter_name(group: Mapping[str, Any], group_index: int, index: int) -> str:
@@ -58,9 +66,10 @@ class Plan:
         self.buffers = rule.present_buffers(statics)
         self.device = device
         self.members = list(members)
-        self.params = [m.param for m in self.members]
+        self.params = [m.owner for m in self.members]
+        self._sharded = any(map(is_sharded, self.params))
         self.grad_dtypes = [p.dtype if (g := gradient(p)) is None else g.dtype for p in self.params]
-        self._addresses = list(map(Tensor.data_ptr, self.params))
+        self._addresses = self._locate()
         used = sorted({m.group for m in self.members})
         self.groups = [groups[i] for i in used]
         dtype = scalar_dtype(device)
@@ -85,8 +94,10 @@ class Plan:
         if any(map(_IS_SPARSE, present)):
             name = next(m.name for m, g in zip(self.members, grads, strict=True) if g is not None and g.is_sparse)
             raise TypeError(f"{self.rule.name} does not support sparse gradients; '{name}' has one")
-        if list(map(_DTYPE, present)) != dtypes or list(map(Tensor.data_ptr, self.params)) != self._addresses:
+        if list(map(_DTYPE, present)) != dtypes or self._locate() != self._addresses:
             return None
+        if self._sharded:
+            return [None if g is None else local_gradient(g, p) for g, p in zip(grads, self.params, strict=True)]
         return grads
 
     def hypers(self) -> dict[str, Tensor | tuple[Tensor, ...]]:
@@ -99,8 +110,11 @@ class Plan:
             h.name: tuple(next(columns) for _ in range(h.length)) if h.is_tuple else next(columns) for h in self.rule.hypers
         }
 
+    def _locate(self) -> list[int]:
+        return list(map(Tensor.data_ptr, map(local, self.params) if self._sharded else self.params))
+
     def _gather_scalars(self) -> Tensor:
-        names = list(scalar_inits(self.rule))
+        names = scalar_names(self.rule)
         columns = [m.state[name] for name in names for m in self.members]
         scalars = torch.stack(columns).view(len(names), -1)
         for row, name in enumerate(names):
@@ -128,7 +142,8 @@ def partition(rule: Rule, groups: Sequence[ParamGroup], state: OptimizerState) -
         for j, param in enumerate(group["params"]):
             if not (param.requires_grad or gradient(param) is not None or state.get(param)):
                 continue
-            complete(rule, rule.present_buffers(choices), param, state[param], new_buffer)
-            member = Member(param, parameter_name(group, i, j), i, state[param])
+            complete(rule, rule.present_buffers(choices), param, state[param], initial_values(rule, group))
+            own = LocalState(state[param]) if is_sharded(param) else state[param]
+            member = Member(param, parameter_name(group, i, j), i, own)
             members.setdefault((param.device, *choices.items()), []).append(member)
     return [Plan(rule, dict(choices), device, together, groups) for (device, *choices), together in members.items()]

@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from compiled_optim.fields import Rule
+from compiled_optim.fields import Buffer, Rule, Scalar
 from compiled_optim.hyperparameters import scalar_dtype
+from compiled_optim.sharding import as_part_of, is_sharded, local
 from compiled_optim.watched import WatchedDict
 
 
 class ParamState(WatchedDict[str, Any]):
     """The state of one parameter: ``step``, the rule's scalars and its buffers, by name."""
+
+
+class LocalState:
+    """The state of a DTensor as its local shard is updated: reads give shards, written shards become DTensors."""
+
+    def __init__(self, state: ParamState) -> None:
+        self._state = state
+
+    def __getitem__(self, name: str) -> Tensor:
+        return local(self._state[name])
+
+    def set_quietly(self, name: str, value: Tensor) -> None:
+        """Write without reporting: for the engine's own writes."""
+        old = self._state[name]
+        self._state.set_quietly(name, as_part_of(value, old) if is_sharded(old) else value)
 
 
 class OptimizerState(WatchedDict[Tensor, ParamState]):
@@ -29,18 +45,40 @@ class OptimizerState(WatchedDict[Tensor, ParamState]):
         super().__setitem__(param, ParamState(self._changed, values))
 
 
-def scalar_inits(rule: Rule) -> dict[str, float]:
-    """The per-tensor scalars of ``rule`` with their initial values; ``step`` comes first."""
-    return {"step": 0.0, **{s.name: s.init for s in rule.scalars}}
+def scalar_names(rule: Rule) -> tuple[str, ...]:
+    """The per-tensor scalars of ``rule``, the step count first."""
+    return ("step", *(s.name for s in rule.scalars))
 
 
-def new_buffer(param: Tensor) -> Tensor:
-    """A zero state buffer for ``param``: its shape, dtype, device, memory format and, for a DTensor, placements."""
-    return torch.zeros_like(param, memory_format=torch.preserve_format, requires_grad=False)
+def initial_values(rule: Rule, group: Mapping[str, Any]) -> dict[str, float | Tensor]:
+    """What every scalar and buffer of ``rule`` starts from in ``group``.
+
+    A buffer of a differentiable step depends on the hyperparameter that fills it.
+    """
+    values: dict[str, float | Tensor] = {"step": 0.0}
+    declared: tuple[Scalar | Buffer, ...] = (*rule.scalars, *rule.buffers)
+    for field in declared:
+        value = group[field.init] if isinstance(field.init, str) else field.init
+        recorded = isinstance(field, Buffer) and group.get("differentiable", False)
+        values[field.name] = value if isinstance(value, float) or recorded else value.detach()
+    return values
+
+
+def new_buffer(param: Tensor, value: float | Tensor) -> Tensor:
+    """A state buffer for ``param``: its shape, dtype, device, memory format and, for a DTensor, placements."""
+    buffer = torch.zeros_like(param, memory_format=torch.preserve_format, requires_grad=False)
+    return buffer if value == 0.0 and isinstance(value, float) else fill(buffer, value)
+
+
+def fill(entry: Tensor, value: float | Tensor) -> Tensor:
+    """Set every number of ``entry``, both parts of a complex one, to ``value``."""
+    numbers = local(entry)
+    (torch.view_as_real(numbers) if numbers.is_complex() else numbers).fill_(value)
+    return entry
 
 
 def complete(
-    rule: Rule, buffers: tuple[str, ...], param: Tensor, state: ParamState, make: Callable[[Tensor], Tensor]
+    rule: Rule, buffers: tuple[str, ...], param: Tensor, state: ParamState, initial: Mapping[str, float | Tensor]
 ) -> bool:
     """Give ``state`` every entry that ``rule`` needs and move entries that are on another device than ``param``.
 
@@ -49,17 +87,17 @@ def complete(
     """
     device = param.device
     before = {name: id(value) for name, value in state.items()}
-    for name, init in scalar_inits(rule).items():
-        value = state.get(name, init)
-        if isinstance(value, Tensor) and value.is_meta:
-            value = init
-        if not isinstance(value, Tensor) or value.device != device or value.dtype != scalar_dtype(device):
+    for name in scalar_names(rule):
+        value = state.get(name)
+        absent = value is None or (isinstance(value, Tensor) and value.is_meta)
+        value = initial[name] if absent else value
+        if absent or not isinstance(value, Tensor) or value.device != device or value.dtype != scalar_dtype(device):
             fresh = torch.empty((), dtype=scalar_dtype(device), device=device)
             state.set_quietly(name, fresh.fill_(value) if not isinstance(value, Tensor) else fresh.copy_(value.reshape(())))
     for name in buffers:
         value = state.get(name)
         if value is None or value.is_meta:
-            state.set_quietly(name, make(param))
+            state.set_quietly(name, new_buffer(param, initial[name]))
         elif value.device != device:
             state.set_quietly(name, value.to(device))
     return before != {name: id(value) for name, value in state.items()}

@@ -51,8 +51,8 @@ def traced_step(params: list[Tensor], grads: list[Tensor], positions: list[int],
     try:
         owner.step_now()
     finally:
-        for param, grad in zip(owned, before, strict=True):
-            param.grad = grad
-    for position, param in zip(positions, params, strict=True):
-        if param.data_ptr() != owned[position].data_ptr():
-            param.copy_(owned[position])
+        for param, kept in zip(owned, before, strict=True):
+            param.grad = kept
+    for position, given in zip(positions, params, strict=True):
+        if given.data_ptr() != owned[position].data_ptr():
+            given.copy_(owned[position])

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
 from perf import first_step, gates, results
-from perf.competitors import all_names, optimizers, working
+from perf.competitors import COMPILED, all_names, optimizers, working
 from perf.measure import measure_overhead, measure_step
 from perf.plot import plot_ratios
 from perf.results import Row
@@ -22,10 +23,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
     if args.threads:
         torch.set_num_threads(args.threads)
-    return args.run(args)
+    run: Callable[[argparse.Namespace], int] = args.run
+    return run(args)
 
 
 def _step(args: argparse.Namespace) -> int:
+    _warn_if_busy()
     for workload in args.workload:
         competitors = working(args.optimizer, args.device, args.competitors)
         rows = measure_step(workload, args.optimizer, competitors, args.device, rounds=args.rounds)
@@ -35,14 +38,15 @@ def _step(args: argparse.Namespace) -> int:
 
 
 def _first_step(args: argparse.Namespace) -> int:
-    for workload in args.workload:
-        rows = first_step.measure_first_step(workload, args.optimizer, args.competitors, args.device, repeats=args.rounds)
-        results.show(rows, "first step, in a new process each")
-        _save(rows, args)
+    _warn_if_busy()
+    rows = first_step.measure_first_step(args.workload, args.optimizer, args.competitors, args.device, repeats=args.rounds)
+    results.show(rows, "construction and first step, in a new process each")
+    _save(rows, args)
     return 0
 
 
 def _overhead(args: argparse.Namespace) -> int:
+    _warn_if_busy()
     rows = [row for w in args.workload for row in measure_overhead(w, args.optimizer, rounds=args.rounds)]
     results.show(rows, "Python per step")
     _save(rows, args)
@@ -50,15 +54,26 @@ def _overhead(args: argparse.Namespace) -> int:
 
 
 def _gates(args: argparse.Namespace) -> int:
+    _warn_if_busy()
     verdicts = gates.judge(gates.checks(args.device, lambda rows: _save(rows, args, quiet=True)))
     gates.show(verdicts)
     return 0 if all(verdict.kept for verdict in verdicts) else 1
 
 
 def _plot(args: argparse.Namespace) -> int:
+    if not (args.results / "step.csv").exists():
+        print(f"{args.results} holds no step.csv; `python -m perf step` makes one", file=sys.stderr)
+        return 1
     for path in plot_ratios(args.results):
         print(path)
     return 0
+
+
+def _warn_if_busy() -> None:
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load > 0.5 * cores:
+        message = f"load average {load:.1f} on {cores} cores: other work runs here, the times will say so"
+        print(message, file=sys.stderr)
 
 
 def _save(rows: Sequence[Row], args: argparse.Namespace, *, quiet: bool = False) -> None:
@@ -99,9 +114,9 @@ def _parser() -> argparse.ArgumentParser:
     first.add_argument(
         "--competitors",
         nargs="+",
-        choices=[*all_names(), first_step.COMPILED],
+        choices=[*all_names(), COMPILED],
         default=list(first_step.COMPETITORS),
-        help=f"{first_step.COMPILED} runs with at most {first_step.COMPILED_LIMIT} tensors",
+        help=f"{COMPILED} runs with at most {first_step.COMPILED_LIMIT} tensors",
     )
 
     overhead = command("overhead", _overhead, "time the Python part of a step on the CPU", optimizer)

@@ -65,7 +65,8 @@ def working(optimizer: str, device: torch.device, names: Sequence[str] = ()) -> 
     known = {name: competitor(optimizer, name) for name in (*_OURS, *_TORCH)}
     if unknown := set(names) - set(known):
         raise ValueError(f"unknown competitors {sorted(unknown)}; there are {list(known)}")
-    able = [c for name, c in known.items() if name == OURS or ((not names or name in names) and _works(c, device))]
+    wanted = {OURS, *(names or known)}
+    able = [c for name, c in known.items() if name in wanted and (name in _OURS or _works(c, device))]
     if unable := set(names) - {c.name for c in able}:
         raise ValueError(f"{sorted(unable)} cannot run {optimizer} on {device}")
     return able
@@ -78,7 +79,7 @@ def all_names() -> Iterator[str]:
 
 def _works(candidate: Competitor, device: torch.device) -> bool:
     """Whether ``candidate`` exists on ``device``, found by trying: torch has no public list of what supports what."""
-    param = torch.zeros(1, device=device, requires_grad=True)
+    param = torch.zeros(2, 2, device=device, requires_grad=True)
     param.grad = torch.zeros_like(param)
     try:
         candidate.make([param]).step()
@@ -88,5 +89,5 @@ def _works(candidate: Competitor, device: torch.device) -> bool:
 
 
 def _with_compiled_step(optimizer: Optimizer) -> Optimizer:
-    optimizer.step = torch.compile(optimizer.step)  # type: ignore[method-assign]
+    optimizer.step = torch.compile(optimizer.step)  # type: ignore[assignment, method-assign]
     return optimizer

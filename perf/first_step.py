@@ -6,13 +6,14 @@ Run as a module, this is that process: it prints its measurement as JSON.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -32,31 +33,36 @@ METRICS = ("construct", "first step", "both", "compiling")
 
 
 def measure_first_step(
-    workload: str, optimizer: str, names: Sequence[str], device: torch.device, *, repeats: int
+    workloads: Sequence[str], optimizer: str, names: Sequence[str], device: torch.device, *, repeats: int
 ) -> list[Row]:
     """Seconds in a fresh process with an empty compiler cache, and in a second process that finds it filled.
 
-    Importing torch and this package is not part of any of them. ``compiling`` is the report's sum, of this package's own
-    optimizers.
+    Each repetition goes through all workloads and competitors, so that a slow spell of the machine meets them alike.
+    Importing torch and this package is not timed. The import of ``torch._dynamo`` is, as part of ``construct``: the first
+    optimizer of a process causes it, torch.optim's too. ``compiling`` is the report's sum, of this package's own optimizers.
     """
-    medians: dict[tuple[str, str], float] = {}
-    rows = []
-    for name in names:
-        if name == COMPILED and len(shapes(workload)) > COMPILED_LIMIT:
-            continue
-        samples: dict[str, list[float]] = {}
-        for _ in range(repeats):
+    samples: dict[tuple[str, str, str], list[float]] = {}
+    for _ in range(repeats):
+        for workload, name in itertools.product(workloads, names):
+            if name == COMPILED and len(shapes(workload)) > COMPILED_LIMIT:
+                continue
             with tempfile.TemporaryDirectory(prefix="perf-first-step-") as cache:
                 for state in ("fresh cache", "warm cache"):
                     for metric, seconds in _in_process(workload, optimizer, name, device, cache).items():
-                        samples.setdefault(f"{metric}, {state}", []).append(seconds)
-        for metric, values in samples.items():
-            quantiles = percentiles(values)
-            medians[name, metric] = quantiles[1]
-            own = medians.get((OURS, metric))
-            ratio = own / quantiles[1] if own is not None and not metric.startswith("compiling") else None
-            rows.append(Row("first_step", workload, optimizer, name, metric, "s", *quantiles, ratio, repeats))
-    return rows
+                        samples.setdefault((workload, name, f"{metric}, {state}"), []).append(seconds)
+    return [
+        Row("first_step", workload, optimizer, name, metric, "s", *percentiles(values), _ratio(samples, key), repeats)
+        for key, values in samples.items()
+        for workload, name, metric in [key]
+    ]
+
+
+def _ratio(samples: Mapping[tuple[str, str, str], Sequence[float]], key: tuple[str, str, str]) -> float | None:
+    workload, _, metric = key
+    own = samples.get((workload, OURS, metric))
+    if own is None or metric.startswith("compiling"):
+        return None
+    return percentiles(own)[1] / percentiles(samples[key])[1]
 
 
 def _in_process(workload: str, optimizer: str, name: str, device: torch.device, cache: str) -> dict[str, float]:
@@ -65,7 +71,8 @@ def _in_process(workload: str, optimizer: str, name: str, device: torch.device, 
     root = Path(__file__).parent.parent
     # Its stderr stays the terminal's, so that whatever goes wrong is seen.
     done = subprocess.run(command, env=os.environ | places, cwd=root, stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
+    seconds: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return seconds
 
 
 def main() -> None:

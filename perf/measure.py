@@ -6,19 +6,22 @@ import contextlib
 import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from compiled_optim import CompiledOptimizer
-from compiled_optim.lowering.multi_tensor import MultiTensorLowering
+from compiled_optim.lowering.multi_tensor import MultiTensorLowering, Table
+from compiled_optim.lowering.rows import Kernel
 from perf.competitors import OURS, Competitor, competitor
 from perf.results import Row, percentiles
 from perf.workloads import Shapes, shapes
 
 Gradients: TypeAlias = Literal["fresh", "same"]
 Samples: TypeAlias = dict[str, list[float]]
+Entrant: TypeAlias = tuple[str, list[Tensor], Optimizer]
 
 
 def make_params(sizes: Shapes, device: torch.device) -> list[Tensor]:
@@ -49,7 +52,7 @@ def step_times(
     not timed.
     """
     pools = [make_gradients(sizes, device, seed) for seed in ((1, 2) if gradients == "fresh" else (1,))]
-    entrants = []
+    entrants: list[Entrant] = []
     for c in competitors:
         params = make_params(sizes, device)
         entrants.append((c.name, params, c.make(params)))
@@ -134,15 +137,18 @@ def measure_overhead(workload: str, optimizer: str, *, rounds: int) -> list[Row]
     ]
 
 
+def _nothing(table: Table) -> None:
+    pass
+
+
 def _remove_kernels(optimizer: CompiledOptimizer) -> None:
     for unit in optimizer.units:
         if not isinstance(unit, MultiTensorLowering):
             raise RuntimeError("the overhead benchmark needs the C++ lowering; no compiler was found")
-        for table in unit._tables:
-            table.kernel = lambda *args: None
+        unit._tables = [(cast(Kernel, _nothing), table) for _, table in unit._tables]
 
 
-def _turns(entrants: list[tuple[str, list[Tensor], torch.optim.Optimizer]], index: int) -> Iterator[tuple]:
+def _turns(entrants: Sequence[Entrant], index: int) -> Iterator[Entrant]:
     """``entrants`` rotated by ``index``, and reversed every other time round so that neighbours change."""
     count = len(entrants)
     order = [entrants[(index + i) % count] for i in range(count)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,8 +40,68 @@ class Case:
         return "-".join([self.optimizer.__name__, *(f"{k}={v}" for k, v in self.arguments)])
 
 
+_ADAM = {"lr": 0.07, "betas": (0.6, 0.8), "eps": 0.03, "weight_decay": 0.4}
+_RMSPROP = {"lr": 0.07, "alpha": 0.7, "eps": 0.03, "weight_decay": 0.4}
+_ASGD = {"lr": 0.07, "lambd": 0.3, "alpha": 0.4, "t0": 2.5, "weight_decay": 0.4}
+
 # Values far from the defaults: with the defaults, a formula that misplaces eps or a decay passes unnoticed.
 _FAR: dict[str, list[dict[str, Any]]] = {
+    "Adadelta": [
+        {},
+        {"lr": 0.3, "rho": 0.6, "eps": 0.03, "weight_decay": 0.4},
+        {"lr": 0.3, "rho": 0.95, "eps": 0.03, "weight_decay": 0.9, "maximize": True},
+        {"lr": 0.3, "rho": 0.0, "eps": 0.3},
+    ],
+    "Adagrad": [
+        {},
+        {"lr": 0.07, "lr_decay": 0.5, "weight_decay": 0.4, "eps": 0.03},
+        {"lr": 0.07, "lr_decay": 0.5, "weight_decay": 0.4, "initial_accumulator_value": 0.3, "eps": 0.1},
+        {"lr": 0.07, "initial_accumulator_value": 2.0, "eps": 0.03, "maximize": True},
+    ],
+    "Adam": [
+        {},
+        _ADAM,
+        {**_ADAM, "amsgrad": True},
+        {**_ADAM, "betas": (0.0, 0.5), "decoupled_weight_decay": True, "maximize": True},
+        {**_ADAM, "betas": (0.6, 0.0), "decoupled_weight_decay": True, "amsgrad": True},
+    ],
+    "Adamax": [
+        {},
+        _ADAM,
+        {**_ADAM, "betas": (0.0, 0.5), "maximize": True},
+        {**_ADAM, "betas": (0.6, 0.0), "eps": 0.3},
+    ],
+    "ASGD": [
+        {},
+        _ASGD,
+        {**_ASGD, "t0": -2.0, "maximize": True},
+        {**_ASGD, "lambd": 0.0, "alpha": 1.3, "t0": 100.0},
+    ],
+    "NAdam": [
+        {},
+        {**_ADAM, "momentum_decay": 0.5},
+        {**_ADAM, "momentum_decay": 0.0, "decoupled_weight_decay": True, "maximize": True},
+        {**_ADAM, "betas": (0.0, 0.5), "momentum_decay": 3.0},
+    ],
+    "RAdam": [
+        {},
+        {**_ADAM, "betas": (0.6, 0.95)},
+        {**_ADAM, "decoupled_weight_decay": True, "maximize": True},
+        {"lr": 0.07},  # rectified from the sixth step on
+        {**_ADAM, "betas": (0.0, 0.6)},  # never rectified: the longest average has length 4
+    ],
+    "RMSprop": [
+        {},
+        _RMSPROP,
+        {**_RMSPROP, "centered": True},
+        {**_RMSPROP, "momentum": 0.8, "maximize": True},
+        {**_RMSPROP, "centered": True, "momentum": 0.8},
+    ],
+    "Rprop": [
+        {},
+        {"lr": 0.3, "etas": (0.3, 1.7), "step_sizes": (0.1, 0.6)},
+        {"lr": 0.3, "etas": (0.9, 1.1), "step_sizes": (0.5, 2.0), "maximize": True},
+    ],
     "AdamW": [
         {},
         {"lr": 0.07, "betas": (0.6, 0.8), "eps": 0.03, "weight_decay": 0.4},
@@ -61,6 +123,16 @@ _FAR: dict[str, list[dict[str, Any]]] = {
 def cases() -> list[Case]:
     """All configurations of all optimizers."""
     return [Case(c, tuple(kwargs.items())) for c in registry() for kwargs in _FAR[c.__name__]]
+
+
+@contextlib.contextmanager
+def wide_scalars() -> Iterator[None]:
+    """Let torch.optim make its own scalars in float64; it makes them in the default dtype."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 SHAPES = [(3, 5), (7,), (), (0, 3), (1,), (150, 130), (4, 3, 2, 2)]

@@ -26,7 +26,7 @@ def fresh_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Compute on one thread: with tensors this small, waking others takes longer than the work, on a busy machine much longer."""
+    """Compute on one thread: with tensors this small, waking others takes longer than the work."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import subprocess
 import sys
 from itertools import pairwise
@@ -19,8 +20,10 @@ ROOT = Path(__file__).parent.parent
 
 
 def _demo(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-W", "error::RuntimeWarning", "-W", "error::UserWarning", "-m", "tools.demo", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    warnings = ["-W", "error::RuntimeWarning", "-W", "error::UserWarning"]
+    command = [sys.executable, *warnings, "-m", "tools.demo", *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # threads that wait for each other crawl on a busy machine
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
 
 
 def test_demo(tmp_path: Path) -> None:

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
+from catalog import Case, cases, registry
 
 import compiled_optim as co
-
-
-def _step(optimizer: type[co.CompiledOptimizer], param: torch.Tensor, grad: torch.Tensor, **arguments: Any) -> torch.Tensor:
-    """Two differentiable steps from ``param``; returns the result."""
-    param = param.clone()
-    made = optimizer([param], differentiable=True, **arguments)
-    for scale in (1.0, 0.5):
-        param.grad = grad * scale
-        made.step()
-    return param
+from compiled_optim.fields import Hyper
 
 
 def _leaf(*values: float) -> torch.Tensor:
@@ -25,28 +18,72 @@ def _leaf(*values: float) -> torch.Tensor:
     return tensor.requires_grad_()
 
 
-@pytest.mark.parametrize("amsgrad", [False, True])
-def test_adamw(amsgrad: bool) -> None:
-    def step(param, grad, lr, beta1, beta2, eps, weight_decay):
-        return _step(co.AdamW, param, grad, lr=lr, betas=(beta1, beta2), eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
-
-    inputs = (_leaf(0.3, -1.2), _leaf(0.7, 1.9), _leaf(0.1), _leaf(0.6), _leaf(0.8), _leaf(0.2), _leaf(0.3))
-    assert torch.autograd.gradcheck(step, inputs)
-
-
-@pytest.mark.parametrize("nesterov", [False, True])
-def test_sgd(nesterov: bool) -> None:
-    def step(param, grad, lr, momentum, weight_decay):
-        return _step(co.SGD, param, grad, lr=lr, momentum=momentum, weight_decay=weight_decay, nesterov=nesterov)
-
-    assert torch.autograd.gradcheck(step, (_leaf(0.3, -1.2), _leaf(0.7, 1.9), _leaf(0.1), _leaf(0.6), _leaf(0.3)))
+def _elements(case: Case) -> dict[tuple[str, int], float]:
+    """The hyperparameters of ``case`` that are not 0, where gradcheck would step out of their range, by name and index."""
+    return {
+        (hyper.name, index): value
+        for hyper in case.optimizer.fields_of(Hyper)
+        for index, value in enumerate(hyper.elements(case.kwargs.get(hyper.name, hyper.default), "the case"))
+        if value != 0
+    }
 
 
-def test_sgd_dampening() -> None:
-    def step(param, grad, momentum, dampening):
-        return _step(co.SGD, param, grad, lr=0.1, momentum=momentum, dampening=dampening)
+def _arguments(case: Case, elements: dict[tuple[str, int], Any]) -> dict[str, Any]:
+    """The constructor's arguments with ``elements`` in their places."""
+    result = dict(case.kwargs)
+    for hyper in case.optimizer.fields_of(Hyper):
+        given = hyper.elements(case.kwargs.get(hyper.name, hyper.default), "the case")
+        values = tuple(elements.get((hyper.name, index), value) for index, value in enumerate(given))
+        result[hyper.name] = values if hyper.is_tuple else values[0]
+    return result
 
-    assert torch.autograd.gradcheck(step, (_leaf(0.3, -1.2), _leaf(0.7, 1.9), _leaf(0.6), _leaf(0.3)))
+
+def _steps(
+    optimizer: type[co.CompiledOptimizer], param: torch.Tensor, grad: torch.Tensor, count: int, **arguments: Any
+) -> tuple[torch.Tensor, ...]:
+    """The parameter and the state after ``count`` differentiable steps; the gradient changes its sign on the way."""
+    param = param.clone()
+    made = optimizer([param], differentiable=True, **arguments)
+    for step in range(count):
+        param.grad = grad * math.cos(step)
+        made.step()
+    return param, *(v for v in made.state[param].values() if v.shape == param.shape)
+
+
+FAR = [case for case in cases() if case.arguments]
+
+
+@pytest.mark.parametrize("case", FAR, ids=str)
+def test_to_parameter_gradient_and_hyperparameters(case: Case) -> None:
+    """Through two steps, and through as many as RAdam needs until it rectifies."""
+    elements = _elements(case)
+    inputs = (_leaf(0.3, -1.2), _leaf(0.7, 1.9), *map(_leaf, elements.values()))
+    for count in (2, 8):
+
+        def step(param, grad, *values, count=count):
+            return _steps(case.optimizer, param, grad, count, **_arguments(case, dict(zip(elements, values, strict=True))))
+
+        assert torch.autograd.gradcheck(step, inputs)
+
+
+@pytest.mark.parametrize("optimizer", registry(), ids=lambda c: c.__name__)
+def test_every_hyperparameter_was_differentiated(optimizer: type[co.CompiledOptimizer]) -> None:
+    expected = {(h.name, i) for h in optimizer.fields_of(Hyper) for i in range(h.length)}
+    assert set().union(*(_elements(case) for case in FAR if case.optimizer is optimizer)) == expected
+
+
+@pytest.mark.parametrize("case", cases(), ids=str)
+def test_zero_gradients_make_no_nan(case: Case) -> None:
+    """Where a root or a quotient has no derivative, torch.optim's are NaN in most optimizers."""
+    inputs = _leaf(0.3, -1.2, 0.0, 0.0), _leaf(0.7, 0.0, 1.9, 0.0)
+    param, *_ = _steps(case.optimizer, *inputs, 3, **case.kwargs)
+    assert all(g.isfinite().all() for g in torch.autograd.grad(param.sum(), inputs))
+
+
+def test_to_a_beta_of_zero() -> None:
+    betas = _leaf(0.0, 0.0)
+    param, *_ = _steps(co.Adam, _leaf(0.3, -1.2), _leaf(0.7, 1.9), 2, lr=0.1, betas=tuple(betas.unbind()))
+    assert torch.autograd.grad(param.sum(), betas)[0].isfinite().all()
 
 
 def test_through_given_state() -> None:

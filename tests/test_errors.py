@@ -90,8 +90,16 @@ def test_parameters() -> None:
     weight = torch.nn.Parameter(torch.randn(3))
     with pytest.raises(ValueError, match="empty parameter list"):
         co.AdamW([])
-    with pytest.raises(ValueError, match="duplicate parameters: 'b' is also 'a'"):
-        co.AdamW([("a", weight), ("b", weight)])
+    with pytest.raises(ValueError, match="duplicate parameters: .*\\[1\\].* is also .*\\[0\\]"):
+        co.AdamW([weight, weight])
+    with pytest.raises(ValueError, match="duplicate parameters: 'a' is also 'a'"):
+        co.AdamW([("a", weight), ("a", weight)])
+    with pytest.raises(ValueError, match="more than one parameter group: 'b' is also 'a'"):
+        co.AdamW([{"params": [("a", weight)]}, {"params": [("b", weight)]}])
+    with pytest.raises(ValueError, match="two parameters are named 'a'; give the names of each model a prefix"):
+        co.AdamW([("a", weight), ("a", torch.nn.Parameter(torch.randn(1)))])
+    with pytest.raises(TypeError, match="the name of a parameter must be a string, got 0"):
+        co.AdamW([(0, weight)])
     with pytest.raises(ValueError, match=r"more than one parameter group: 'param_groups\[1\]\['params'\]\[0\]' is also"):
         co.AdamW([{"params": [weight]}, {"params": [weight]}])
     with pytest.raises(ValueError, match="can't optimize a non-leaf Tensor: 'w'"):

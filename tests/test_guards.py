@@ -156,7 +156,7 @@ def test_without_a_compiler_it_runs_eager_and_says_so_once(lowering: str) -> Non
 def test_a_refusing_compiler_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     with pytest.raises(RuntimeError, match="error: expected"):
-        cpp.build("this is not C++")
+        cpp.load("this is not C++")
     assert not list(tmp_path.rglob("*.so"))
 
 

@@ -17,15 +17,16 @@ PACKAGE = Path(co.__file__).parent
 
 # A module imports only from rows above its own.
 LAYERS = [
-    {"watched", "fields", "torch_internals", "lowering.vocabulary", "lowering.layout", "traced"},
-    {"hyperparameters", "lowering.elementwise"},
+    {"watched", "fields", "formats", "sharding", "traced", "torch_internals"}
+    | {"lowering.vocabulary", "lowering.layout", "lowering.cache"},
+    {"hyperparameters", "lowering.elementwise", "lowering.symbols"},
     {"state"},
     {"plan"},
-    {"events", "checkpoint", "lowering.coefficients"},
-    {"lowering.cpp", "lowering.eager"},
+    {"events", "checkpoint", "lowering.coefficients", "lowering.rows"},
+    {"lowering.cpp", "lowering.triton", "lowering.eager"},
     {"lowering.multi_tensor", "lowering.inductor"},
     {"optimizer"},
-    {"optimizers.*", "guards"},
+    {"optimizers.*", "guards", "named"},
     {"__init__"},
 ]
 
@@ -53,7 +54,8 @@ def test_imports_point_one_way(path: Path) -> None:
         names = [f"{parent}.{a.name}".removeprefix(".") for a in node.names] if parent in ("", "lowering") else [parent]
         for imported in names:
             target = "optimizers.*" if imported.startswith("optimizers.") else imported
-            assert _layer(target) < _layer(module), f"{module} imports {imported}"
+            allowed = _layer(target) < _layer(module) or target == module == "optimizers.*"
+            assert allowed, f"{module} imports {imported}"  # an optimizer may be another one with a choice made
 
 
 def test_every_module_has_a_layer() -> None:
@@ -94,7 +96,7 @@ class TestRule:
                 assert value.id == place
 
     def test_cites_its_source(self, optimizer: type[co.CompiledOptimizer]) -> None:
-        assert re.search(r"arXiv:\d{4}\.\d{4,5}|ICML|JMLR|NeurIPS|Coursera|doi:", optimizer.__doc__)
+        assert re.search(r"arXiv:\d{4}\.\d{4,5}|ICML|ICLR|JMLR|NeurIPS|Coursera|doi:", optimizer.__doc__)
 
     def test_engine_does_not_name_it(self, optimizer: type[co.CompiledOptimizer]) -> None:
         for path in _sources():
@@ -106,7 +108,7 @@ class TestRule:
         signature = inspect.signature(optimizer)
         assert list(signature.parameters)[0] == "params"
         assert signature.parameters["lr"].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
-        assert signature.parameters["maximize"].kind is inspect.Parameter.KEYWORD_ONLY
+        assert signature.parameters["lowering"].kind is inspect.Parameter.KEYWORD_ONLY
 
 
 def _without_docstrings(tree: ast.Module) -> ast.Module:

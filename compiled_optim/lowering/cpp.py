@@ -1,8 +1,7 @@
 """A rule as C++: one multi-tensor kernel that updates every tensor in a single call.
 
-The two functions of a rule are run once on symbols, which write down the operations they meet; ``if`` on a static choice
-is decided then. The C++ compiler vectorizes the result. Nothing of torch is included, so a kernel compiles in about a
-second, and it is kept on disk for the next process.
+The C++ compiler vectorizes what the rule's two functions wrote down. Nothing of torch is included, so a kernel compiles in
+less than a second, and it is kept on disk for the next process.
 """
 
 from __future__ import annotations
@@ -15,117 +14,27 @@ import platform
 import shutil
 import subprocess
 import tempfile
-import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from compiled_optim.events import Signature
-from compiled_optim.fields import Rule, parameter_names
+import torch
 
+from compiled_optim.events import Signature
+from compiled_optim.fields import Rule
+from compiled_optim.lowering.cache import cache_directory
+from compiled_optim.lowering.rows import KernelTable, TableRows
+from compiled_optim.lowering.symbols import Dialect, Program
+
+SERIAL = 32768  # elements below which waking other threads costs more than they save
 CHUNK = 8192  # elements that one thread updates at a time
 
 _FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp")
 _STORAGE = {"float32": "float", "float64": "double", "bfloat16": "bfloat16", "float16": "float16"}
 
 
-class Symbol:
-    """A value in generated code. Operators on symbols append statements to the code they belong to."""
-
-    def __init__(self, code: Code, name: str) -> None:
-        self.code = code
-        self.name = name
-
-    def _binary(self, operator: str, other: Any, *, swapped: bool = False) -> Symbol:
-        left, right = self.code.operand(self), self.code.operand(other)
-        return self.code.assign(f"{right} {operator} {left}" if swapped else f"{left} {operator} {right}")
-
-    def __add__(self, other: Any) -> Symbol:
-        return self._binary("+", other)
-
-    def __radd__(self, other: Any) -> Symbol:
-        return self._binary("+", other, swapped=True)
-
-    def __sub__(self, other: Any) -> Symbol:
-        return self._binary("-", other)
-
-    def __rsub__(self, other: Any) -> Symbol:
-        return self._binary("-", other, swapped=True)
-
-    def __mul__(self, other: Any) -> Symbol:
-        return self._binary("*", other)
-
-    def __rmul__(self, other: Any) -> Symbol:
-        return self._binary("*", other, swapped=True)
-
-    def __truediv__(self, other: Any) -> Symbol:
-        return self._binary("/", other)
-
-    def __rtruediv__(self, other: Any) -> Symbol:
-        return self._binary("/", other, swapped=True)
-
-    def __neg__(self) -> Symbol:
-        return self.code.assign(f"-{self.name}")
-
-    def __eq__(self, other: object) -> Symbol:  # type: ignore[override]
-        return self._binary("==", other)
-
-    def __ne__(self, other: object) -> Symbol:  # type: ignore[override]
-        return self._binary("!=", other)
-
-    def __lt__(self, other: Any) -> Symbol:
-        return self._binary("<", other)
-
-    def __le__(self, other: Any) -> Symbol:
-        return self._binary("<=", other)
-
-    def __gt__(self, other: Any) -> Symbol:
-        return self._binary(">", other)
-
-    def __ge__(self, other: Any) -> Symbol:
-        return self._binary(">=", other)
-
-    def __and__(self, other: Any) -> Symbol:
-        return self._binary("&&", other)
-
-    def __or__(self, other: Any) -> Symbol:
-        return self._binary("||", other)
-
-    def __bool__(self) -> bool:
-        raise TypeError("a rule cannot branch on a value; use where(), or a static field")
-
-
-class Code:
-    """The statements of one generated function body, in single assignment form."""
-
-    def __init__(self, prefix: str) -> None:
-        self.lines: list[str] = []
-        self._prefix = prefix
-
-    def operand(self, value: Any) -> str:
-        """How ``value`` is written inside an expression; numbers are cast to the type of the computation."""
-        return value.name if isinstance(value, Symbol) else f"T({float(value)!r})"
-
-    def assign(self, expression: str) -> Symbol:
-        """Append a statement and return the name it defines."""
-        name = f"{self._prefix}{len(self.lines)}"
-        self.lines.append(f"const auto {name} = {expression};")
-        return Symbol(self, name)
-
-    def trace(self, function: Callable[..., tuple[Any, ...]], values: dict[str, Any]) -> tuple[Any, ...]:
-        """Run ``function`` on symbols, with the vocabulary re-bound to calls of the functions in ``_PRELUDE``."""
-
-        def call(name: str) -> Callable[..., Symbol]:
-            return lambda *args: self.assign(f"{name}({', '.join(self.operand(a) for a in args)})")
-
-        rebound = types.FunctionType(
-            function.__code__, {**function.__globals__, **{name: call(f"{name}_") for name in _WORDS}}
-        )
-        results: tuple[Any, ...] = rebound(**{name: values[name] for name in parameter_names(function)})
-        return results
-
-
-_WORDS = ("sqrt", "maximum", "where", "bias_correction")
+WORDS = ("sqrt", "absolute", "sign", "power", "maximum", "minimum", "where", "bias_correction")
+_DIALECT = Dialect("const auto {} = {};", "T({})", "&&", "||", words=WORDS)
 
 _PRELUDE = """\
 #include <cmath>
@@ -133,7 +42,11 @@ _PRELUDE = """\
 #include <cstring>
 
 template <class T> static inline T sqrt_(T x) { return std::sqrt(x); }
+template <class T> static inline T absolute_(T x) { return std::fabs(x); }
+template <class T> static inline T sign_(T x) { return T(x > 0) - T(x < 0); }
+template <class T> static inline T power_(T x, T y) { return std::pow(x, y); }
 template <class T> static inline T maximum_(T x, T y) { return x > y || x != x ? x : y; }
+template <class T> static inline T minimum_(T x, T y) { return x < y || x != x ? x : y; }
 template <class T> static inline T where_(bool condition, T x, T y) { return condition ? x : y; }
 template <class T> static inline T bias_correction_(T beta, T step) { return -std::expm1(step * std::log(beta)); }
 
@@ -174,65 +87,38 @@ struct float16 {
 
 
 def source(rule: Rule, statics: dict[str, Any], signature: Signature) -> str:
-    """The C++ text of the kernel for one signature.
-
-    Its entry point is ``step(tensors, hypers, chunks, coefficients, tensor count, chunk count, threads)``. ``tensors``
-    is a table of rows over the tensors: addresses of parameter, gradient (0 if absent), buffers and scalars, then the
-    number of elements, the group and whether to maximize. ``hypers`` holds addresses, a row per group; ``chunks`` holds
-    pairs of tensor and first element; ``coefficients`` is scratch memory.
-    """
-    present = rule.present_buffers(statics)
-    compute = "double" if signature.param_dtype == "float64" else "float"
+    """The C++ text of the kernel for one signature; its entry point is ``step``."""
+    program = Program.of(rule, statics, _DIALECT)
+    rows = TableRows(rule, statics)
     param, grad, *buffers = (_STORAGE[d] for d in (signature.param_dtype, signature.grad_dtype, *signature.buffer_dtypes))
-    scalar_rows = {name: 2 + len(present) + i for i, name in enumerate(("step", *(s.name for s in rule.scalars)))}
-    numel_row = 2 + len(present) + len(scalar_rows)
-    choices = {s.name: statics[s.name] for s in rule.statics}
-
-    scalars = Code("c")
-    step = scalars.assign("*scalar(0) + 1")
-    addresses = iter(range(sum(h.length for h in rule.hypers)))
-    hypers: dict[str, Any] = {}
-    for h in rule.hypers:
-        elements = tuple(scalars.assign(f"*reinterpret_cast<const T*>(hyper[{next(addresses)}])") for _ in range(h.length))
-        hypers[h.name] = elements if h.is_tuple else elements[0]
-    old = {s.name: scalars.assign(f"*scalar({i})") for i, s in enumerate(rule.scalars, 1)}
-    results = scalars.trace(rule.coefficients, {**choices, **hypers, **old, "step": step})
-    new_scalars, numbers = results[: len(rule.scalars)], results[len(rule.scalars) :]
-    names = rule.coefficient_names
-    assert len(numbers) == len(names), f"{rule.name}.coefficients and .update disagree"
-    store_scalars = [f"*scalar({i}) = {scalars.operand(v)};" for i, v in enumerate((step, *new_scalars))]
-    store_numbers = [f"out[{i}] = {scalars.operand(v)};" for i, v in enumerate(numbers, 1)]
-
-    elements_code = Code("e")
-    values: dict[str, Any] = {b.name: None for b in rule.buffers}
-    values |= {name: elements_code.assign(f"T(buffer{i}[i])") for i, name in enumerate(present)}
-    values["param"] = elements_code.assign("T(param[i])")
-    values["grad"] = elements_code.assign("sign * T(grad[i])")
-    values |= {name: Symbol(elements_code, f"k{i}") for i, name in enumerate(names, 1)}
-    new_param, *new_buffers = elements_code.trace(rule.update, {**choices, **values})
-    kept = [new for b, new in zip(rule.buffers, new_buffers, strict=True) if b.name in present]
-    stores = [f"param[i] = {param}({elements_code.operand(new_param)});"]
-    stores += [
-        f"buffer{i}[i] = {t}({elements_code.operand(v)});" for i, (t, v) in enumerate(zip(buffers, kept, strict=True))
-    ]
-
-    count = len(names) + 1
+    inputs = ["const T step = *scalar(0) + 1;"]
+    inputs += [f"const T hyper{i} = *reinterpret_cast<const T*>(hyper[{i}]);" for i in range(rows.hypers)]
+    inputs += [f"const T scalar{i} = *scalar({i + 1});" for i in range(len(rule.scalars))]
+    results = [f"*scalar({i}) = {value};" for i, value in enumerate(program.new_scalars)]
+    results += [f"out[{i + 1}] = {value};" for i, value in enumerate(program.numbers)]
     pointers = [
-        f"{param}* __restrict param = at<{param}>(tensors, 0, count, t) + start;",
-        f"const {grad}* __restrict grad = at<const {grad}>(tensors, 1, count, t) + start;",
-        *(f"{b}* __restrict buffer{i} = at<{b}>(tensors, {2 + i}, count, t) + start;" for i, b in enumerate(buffers)),
+        f"{param}* __restrict params = at<{param}>(tensors, 0, count, t) + start;",
+        f"const {grad}* __restrict grads = at<const {grad}>(tensors, 1, count, t) + start;",
+        *(f"{b}* __restrict buffers{i} = at<{b}>(tensors, {2 + i}, count, t) + start;" for i, b in enumerate(buffers)),
+        "const T sign = T(k[0]);",
+        *(f"const T k{i} = T(k[{i + 1}]);" for i in range(len(program.numbers))),
     ]
-    constants = ["const T sign = T(k[0]);", *(f"const T k{i} = T(k[{i}]);" for i in range(1, count))]
+    loads = ["const T param = T(params[i]);", "const T grad = sign * T(grads[i]);"]
+    loads += [f"const T buffer{i} = T(buffers{i}[i]);" for i in range(len(buffers))]
+    stores = [f"params[i] = {param}({program.new_param});"]
+    stores += [f"buffers{i}[i] = {b}({v});" for i, (b, v) in enumerate(zip(buffers, program.new_buffers, strict=True))]
     return _TEMPLATE.format(
         prelude=_PRELUDE,
-        compute=compute,
-        hypers=max(1, sum(h.length for h in rule.hypers)),
-        count=count,
-        scalar_row=scalar_rows["step"],
-        numel_row=numel_row,
-        coefficients=_block([*scalars.lines, *store_scalars, *store_numbers], 2),
-        pointers=_block([*pointers, *constants], 2),
-        update=_block([*elements_code.lines, *stores], 4),
+        compute="double" if signature.param_dtype == "float64" else "float",
+        hypers=rows.hypers,
+        count=len(program.numbers) + 1,
+        scalar_row=rows.scalars,
+        numel_row=rows.numel,
+        group_row=rows.group,
+        maximize_row=rows.maximize,
+        coefficients=_block([*inputs, *program.coefficients, *results], 2),
+        pointers=_block(pointers, 2),
+        update=_block([*loads, *program.update, *stores], 4),
         chunk=CHUNK,
     )
 
@@ -249,15 +135,17 @@ template <class P> static inline P* at(const int64_t* tensors, int64_t row, int6
 
 static void coefficients_of(const int64_t* tensors, const int64_t* hypers, double* out, int64_t count, int64_t t) {{
   using T = double;
-  const int64_t* hyper = hypers + tensors[({numel_row} + 1) * count + t] * {hypers};
+  const int64_t* hyper = hypers + tensors[{group_row} * count + t] * {hypers};
   (void)hyper;
   auto scalar = [&](int64_t i) {{ return at<T>(tensors, {scalar_row} + i, count, t); }};
-  out[0] = tensors[({numel_row} + 2) * count + t] ? -1.0 : 1.0;
+  out[0] = tensors[{maximize_row} * count + t] ? -1.0 : 1.0;
 {coefficients}
 }}
 
-static void update_chunk(const int64_t* tensors, const double* k, int64_t count, int64_t t, int64_t start) {{
+static void update_chunk(const int64_t* tensors, const double* k, int64_t count, int64_t t,
+                         int64_t chunk) {{
   using T = {compute};
+  const int64_t start = chunk * {chunk};
   const int64_t left = tensors[{numel_row} * count + t] - start;
   const int64_t size = left < {chunk} ? left : {chunk};
 {pointers}
@@ -286,7 +174,33 @@ def compiler() -> str | None:
     return next((found for c in candidates if (found := shutil.which(c))), None)
 
 
-def build(text: str) -> Callable[..., None]:
+class CppKernel:
+    """A compiled kernel on the CPU; its threads are those of ``torch.set_num_threads``."""
+
+    chunk = CHUNK
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._function = function
+
+    def __call__(self, table: KernelTable) -> None:
+        """Update the tensors of ``table``."""
+        self._function(
+            table.tensors.data_ptr(),
+            table.hypers.data_ptr(),
+            table.chunks.data_ptr(),
+            table.coefficients.data_ptr(),
+            table.tensors.shape[1],
+            len(table.chunks),
+            torch.get_num_threads() if table.elements > SERIAL else 1,
+        )
+
+
+def build(rule: Rule, statics: dict[str, Any], signature: Signature) -> CppKernel:
+    """The kernel for one signature."""
+    return CppKernel(load(source(rule, statics, signature)))
+
+
+def load(text: str) -> Callable[..., None]:
     """Compile C++ ``text``, or take it from the cache on disk, and return its function ``step``.
 
     Raises:
@@ -308,13 +222,6 @@ def build(text: str) -> Callable[..., None]:
     function.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 2 + [ctypes.c_int32]
     function.restype = None
     return function
-
-
-def cache_directory() -> Path:
-    """Where kernels are kept: beside Inductor's cache if that is placed, else in the user's cache directory."""
-    placed = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    root = Path(placed) if placed else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return root / "compiled_optim"
 
 
 @functools.cache

@@ -11,6 +11,7 @@ from compiled_optim.fields import compute_dtype
 from compiled_optim.lowering.coefficients import CoefficientStage
 from compiled_optim.lowering.elementwise import elementwise_step
 from compiled_optim.plan import Plan
+from compiled_optim.state import LocalState, ParamState
 
 
 class EagerLowering:
@@ -41,7 +42,7 @@ class EagerLowering:
                 if grad is not None:
                     self._step_one(member.param, grad, member.state, column.to(compute_dtype(member.param.dtype)))
 
-    def _step_one(self, param: Tensor, grad: Tensor, state: dict[str, Tensor], column: Tensor) -> None:
+    def _step_one(self, param: Tensor, grad: Tensor, state: ParamState | LocalState, column: Tensor) -> None:
         names = self.plan.buffers
         old = param.clone() if self._differentiable else param
         new_param, new_buffers = self._update(
@@ -52,7 +53,7 @@ class EagerLowering:
         param.copy_(new_param)
         for name, new in zip(names, new_buffers, strict=True):
             if self._differentiable:
-                dict.__setitem__(state, name, new)
+                state.set_quietly(name, new)
             else:
                 state[name].copy_(new)
 

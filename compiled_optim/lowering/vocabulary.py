@@ -13,13 +13,36 @@ from torch import Tensor
 
 
 def sqrt(x: Tensor) -> Tensor:
-    """The square root."""
-    return torch.sqrt(x)
+    """The square root. Its derivative at 0 counts as 0: an element that never had a gradient must not become NaN."""
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return torch.sqrt(x)
+    zero = x == 0
+    return torch.where(zero, 0.0, torch.sqrt(torch.where(zero, 1.0, x)))
+
+
+def absolute(x: Tensor) -> Tensor:
+    """The absolute value."""
+    return torch.abs(x)
+
+
+def sign(x: Tensor) -> Tensor:
+    """1, 0 or -1; 0 for NaN."""
+    return torch.sign(x)
+
+
+def power(x: Any, y: Any) -> Tensor:
+    """``x**y``, where at least one is a value."""
+    return torch.pow(x, y)
 
 
 def maximum(x: Tensor, y: Tensor) -> Tensor:
     """The larger of two numbers; NaN if either is."""
     return torch.maximum(x, y)
+
+
+def minimum(x: Tensor, y: Tensor) -> Tensor:
+    """The smaller of two numbers; NaN if either is."""
+    return torch.minimum(x, y)
 
 
 def where(condition: Tensor, x: Any, y: Any) -> Tensor:
@@ -29,4 +52,5 @@ def where(condition: Tensor, x: Any, y: Any) -> Tensor:
 
 def bias_correction(beta: Tensor, step: Tensor) -> Tensor:
     """``1 - beta**step`` without the cancellation: within 2 ulp for every ``beta`` in [0, 1) and ``step`` >= 1."""
-    return -torch.expm1(step * torch.log(beta))
+    zero = beta == 0  # where the logarithm has no derivative
+    return torch.where(zero, 1 - beta**step, -torch.expm1(step * torch.log(torch.where(zero, 0.5, beta))))

@@ -29,8 +29,12 @@ class Resumption:
 
 def save(training: Training, path: Path) -> None:
     """Write model, optimizer and schedule to ``path``."""
-    parts = {"model": training.model, "optimizer": training.optimizer, "scheduler": training.scheduler}
-    torch.save({name: part.state_dict() for name, part in parts.items()}, path)
+    saved = {
+        "model": training.model.state_dict(),
+        "optimizer": training.optimizer.state_dict(),
+        "scheduler": training.scheduler.state_dict(),
+    }
+    torch.save(saved, path)
 
 
 def resume(path: Path, steps: int) -> tuple[Training, Resumption]:

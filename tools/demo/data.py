@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
@@ -30,7 +31,7 @@ def load() -> tuple[Images, Images]:
     return _images(train_pixels, train_digits), _images(test_pixels, test_digits)
 
 
-def _images(pixels, digits) -> Images:
+def _images(pixels: np.ndarray, digits: np.ndarray) -> Images:
     return Images(torch.tensor(pixels / 16, dtype=torch.float32).view(-1, 1, 8, 8), torch.tensor(digits))
 
 

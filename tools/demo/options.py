@@ -22,15 +22,15 @@ def parse(arguments: Sequence[str]) -> Options:
     """The options that ``arguments`` ask for; exits after ``--help`` or a mistake."""
     parser = argparse.ArgumentParser(
         prog="tools/run",
-        description="Train a small vision transformer on scikit-learn's handwritten digits with compiled_optim.AdamW, on "
-        "the CPU. Half-way, a checkpoint is saved and resumed by name: by a new model and a new optimizer that lists its "
-        "parameters in another order. Afterwards the optimizer's step is timed against torch.optim.AdamW.",
-        epilog="The first run makes a virtual environment in .venv-demo and installs PyTorch there. The exit status is 1 "
-        "if the test accuracy is below the minimum or anything fails.",
+        description="Train a small vision transformer on scikit-learn's handwritten digits with compiled_optim.AdamW, "
+        "on the CPU. Half-way, a checkpoint is saved and resumed by name: by a new model and a new optimizer that "
+        "lists its parameters in another order. Afterwards the optimizer's step is timed against torch.optim.AdamW.",
+        epilog="The first run makes a virtual environment in .venv-demo and installs PyTorch there. The exit status is "
+        "1 if the test accuracy is below the minimum or anything fails.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--epochs", type=_positive, default=25, help="passes over the 1,437 training images")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights, the order of the images and their distortion")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights and of the images' order and distortion")
     parser.add_argument(
         "--out",
         type=Path,

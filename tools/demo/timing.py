@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Callable
+from functools import partial
 from statistics import median
+from typing import Any
 
+import torch
 from torch import nn
 from torch.nn import functional
 from torch.optim import AdamW, Optimizer
@@ -17,23 +21,24 @@ from .model import parameter_groups
 from .training import WEIGHT_DECAY
 
 OURS = "compiled_optim.AdamW"
+OPTIMIZERS: dict[str, Callable[[list[dict[str, Any]]], Optimizer]] = {
+    OURS: co.AdamW,
+    "torch.optim.AdamW(fused=True)": partial(AdamW, fused=True),
+    "torch.optim.AdamW(foreach=True)": partial(AdamW, foreach=True),
+    "torch.optim.AdamW()": AdamW,
+}
 WARM_UP_ROUNDS = 20
 
 
 def median_step_times(model: nn.Module, batch: Images, rounds: int = 300) -> dict[str, float]:
     """Median seconds per step by optimizer; the optimizers take turns, so that a busy machine slows all alike."""
-    functional.cross_entropy(model(batch.pixels), batch.digits).backward()
-    gradients = [p.grad for p in model.parameters()]
-    models = [copy.deepcopy(model) for _ in range(4)]
-    groups = [parameter_groups(m, WEIGHT_DECAY) for m in models]
-    optimizers: dict[str, Optimizer] = {
-        OURS: co.AdamW(groups[0]),
-        "torch.optim.AdamW(fused=True)": AdamW(groups[1], fused=True),
-        "torch.optim.AdamW(foreach=True)": AdamW(groups[2], foreach=True),
-        "torch.optim.AdamW()": AdamW(groups[3]),
-    }
-    contenders = list(zip(optimizers, optimizers.values(), models, strict=True))
-    seconds: dict[str, list[float]] = {name: [] for name in optimizers}
+    loss = functional.cross_entropy(model(batch.pixels), batch.digits)
+    gradients = torch.autograd.grad(loss, list(model.parameters()))
+    contenders: list[tuple[str, Optimizer, nn.Module]] = []
+    for name, make in OPTIMIZERS.items():
+        copied = copy.deepcopy(model)
+        contenders.append((name, make(parameter_groups(copied, WEIGHT_DECAY)), copied))
+    seconds: dict[str, list[float]] = {name: [] for name in OPTIMIZERS}
     for turn in range(WARM_UP_ROUNDS + rounds):
         first = turn % len(contenders)
         for name, optimizer, copied in contenders[first:] + contenders[:first]:

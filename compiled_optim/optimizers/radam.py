@@ -1,0 +1,53 @@
+"""RAdam."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from compiled_optim.fields import Number, buffer, hyper, static
+from compiled_optim.lowering.vocabulary import bias_correction, sqrt, where
+from compiled_optim.optimizer import CompiledOptimizer
+
+
+class RAdam(CompiledOptimizer):
+    """RAdam: Adam whose adaptive step is rectified by its variance (arXiv:1908.03265, Algorithm 2).
+
+    Differs from torch.optim.RAdam: moments are averaged in float32 also for lower-precision parameters.
+    """
+
+    lr: Number = hyper(default=1e-3, ge=0)
+    betas: tuple[Number, Number] = hyper(default=(0.9, 0.999), ge=0, lt=1)
+    eps: Number = hyper(default=1e-8, ge=0)
+    weight_decay: Number = hyper(default=0.0, ge=0)
+    decoupled_weight_decay: bool = static(default=False)
+    exp_avg, exp_avg_sq = buffer(), buffer()
+    group_flags: ClassVar[tuple[str, ...]] = ("maximize", "foreach", "capturable", "differentiable")
+
+    @staticmethod
+    def coefficients(step, lr, betas, eps, weight_decay):
+        beta1, beta2 = betas
+        correction2 = bias_correction(beta2, step)
+        longest = 2 / (1 - beta2) - 1
+        length = longest - 2 * step * (1 - correction2) / correction2
+        adaptive = length > 5
+        # Below the threshold, values for which everything is finite and the rectification is 1.
+        longest, length = where(adaptive, longest, 6.0), where(adaptive, length, 6.0)
+        ratio = (length - 4) * (length - 2) * longest / ((longest - 4) * (longest - 2) * length)
+        rectified = sqrt(ratio * where(adaptive, correction2, 1.0))
+        step_size = rectified * lr / bias_correction(beta1, step)
+        eps = where(adaptive, eps, 0.0)
+        return weight_decay, 1 - lr * weight_decay, step_size, adaptive, beta1, 1 - beta1, beta2, 1 - beta2, eps
+
+    @staticmethod
+    def update(
+        param, grad, exp_avg, exp_avg_sq, weight_decay, decay, step_size, adaptive,
+        beta1, weight1, beta2, weight2, eps, decoupled_weight_decay,
+    ):  # fmt: skip
+        if decoupled_weight_decay:
+            param = decay * param
+        else:
+            grad = grad + weight_decay * param
+        exp_avg = beta1 * exp_avg + weight1 * grad
+        exp_avg_sq = beta2 * exp_avg_sq + weight2 * grad * grad
+        denominator = sqrt(where(adaptive > 0, exp_avg_sq, 1.0)) + eps
+        return param - step_size * (exp_avg / denominator), exp_avg, exp_avg_sq

@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import pandas as pd
+import pytest
+import torch
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("rich")
+
+from perf import gates, results
+from perf.__main__ import main
+from perf.competitors import FUSED, OURS, optimizers, working
+from perf.measure import step_rows
+from perf.plot import plot_ratios
+from perf.workloads import WORKLOADS, elements, shapes
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "tensors", "count"),
+    [
+        ("gpt2-124m", 148, 124_439_808),
+        ("vit-tiny", 152, 5_717_416),
+        ("small-10", 10, 40_960),
+        ("small-148", 148, 606_208),
+        ("small-1000", 1000, 4_096_000),
+        ("tiny-10", 10, 160),
+        ("scalars-20000", 20_000, 20_000),
+    ],
+)
+def test_workloads_have_the_known_sizes(name, tensors, count):
+    assert len(shapes(name)) == tensors
+    assert elements(name) == count
+
+
+def test_every_workload_has_a_known_size():
+    sizes = next(m for m in test_workloads_have_the_known_sizes.pytestmark if m.name == "parametrize").args[1]
+    assert [name for name, *_ in sizes] == list(WORKLOADS)
+
+
+def test_optimizers_come_in_pairs_of_one_name():
+    assert {"adamw", "sgd"} <= set(optimizers())
+    for name, (ours, theirs) in optimizers().items():
+        assert ours.__name__ == theirs.__name__
+        assert ours.__name__.lower() == name
+        assert theirs.__module__.startswith("torch.optim")
+
+
+def test_only_competitors_that_work_are_entered():
+    names = [c.name for c in working("adamw", CPU, [OURS, FUSED])]
+    assert names == [OURS, FUSED]
+    with pytest.raises(ValueError, match="capturable"):
+        working("adamw", CPU, ["torch foreach capturable"])
+    with pytest.raises(ValueError, match="unknown"):
+        working("adamw", CPU, ["torch fastest"])
+
+
+def test_step_appends_well_formed_rows_and_plots(tmp_path, capsys):
+    command = ["step", "--workload", "tiny-10", "--rounds", "4", "--competitors", FUSED, "--results", str(tmp_path)]
+    assert main(command) == 0
+    assert main(command) == 0
+    assert FUSED in capsys.readouterr().out
+    table = pd.read_csv(tmp_path / "step.csv")
+    assert list(table.columns) == results.COLUMNS
+    assert len(table) == 2 * 6  # for fresh and same gradients: two step times and a paired ratio
+    assert set(table["competitor"]) == {OURS, FUSED}
+    assert (table["n"] == 4).all()
+    assert (table["p20"] <= table["p50"]).all()
+    assert (table["p50"] <= table["p80"]).all()
+    assert (table["p20"] > 0).all()
+    assert (table["torch"] == torch.__version__).all()
+    (picture,) = plot_ratios(tmp_path)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_no_save_writes_nothing(tmp_path):
+    assert main(["overhead", "--workload", "tiny-10", "--rounds", "2", "--no-save", "--results", str(tmp_path)]) == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_append_refuses_a_table_with_other_columns(tmp_path):
+    (tmp_path / "step.csv").write_text("benchmark,seconds\n")
+    rows = step_rows("tiny-10", "adamw", "fresh", {OURS: [1.0], FUSED: [2.0]})
+    with pytest.raises(ValueError, match="columns"):
+        results.append(rows, CPU, tmp_path)
+
+
+def test_ratios_are_ours_over_theirs():
+    rows = step_rows("tiny-10", "adamw", "fresh", {OURS: [1.0, 1.0, 4.0], FUSED: [2.0, 2.0, 2.0]})
+    by_name = {(r.competitor, r.metric.split(",")[0]): r for r in rows}
+    assert by_name[FUSED, "step"].ratio == 0.5
+    assert by_name[OURS, "step"].p50 == 1000
+    assert by_name[FUSED, "paired ratio"].p50 == 0.5
+
+
+def check_of(*tries):
+    left = iter(tries)
+    return gates.Check((gates.Promise("speed", 1.1, "ratio"),), lambda: {"speed": next(left)})
+
+
+def test_gates_stop_at_the_first_kept_try():
+    (verdict,) = gates.judge([check_of(1.0)])
+    assert verdict.kept
+    assert verdict.tries == [1.0]
+
+
+def test_gates_retry_twice_and_report_every_try():
+    (verdict,) = gates.judge([check_of(1.3, 1.2, 1.1)])
+    assert verdict.kept
+    assert verdict.tries == [1.3, 1.2, 1.1]
+
+
+def test_gates_miss_after_three_tries(monkeypatch, capsys):
+    monkeypatch.setattr(gates, "checks", lambda device, record: [check_of(1.0), check_of(1.3, 1.2, 1.11)])
+    assert main(["gates", "--no-save"]) == 1
+    printed = capsys.readouterr().out
+    assert "MISSED" in printed
+    assert "1.300, 1.200, 1.110" in printed
+    monkeypatch.setattr(gates, "checks", lambda device, record: [check_of(1.0)])
+    assert main(["gates", "--no-save"]) == 0
+
+
+def test_a_promise_that_is_not_a_number_is_missed():
+    (verdict,) = gates.judge([check_of(*[float("nan")] * 3)])
+    assert not verdict.kept
