@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -38,6 +39,18 @@ class Signature:
         buffers = ", ".join(sorted(set(self.buffer_dtypes))) or "none"
         dtypes = f"param {self.param_dtype}, grad {self.grad_dtype}, state {buffers}"
         return f"{self.rule.name}[{self.layout}] {dtypes} on {self.device}{choices}"
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """The dtypes of parameter, gradient and buffers."""
+        return tuple(getattr(torch, d) for d in (self.param_dtype, self.grad_dtype, *self.buffer_dtypes))
+
+    def grown(self) -> Signature:
+        """The signature after every hyperparameter that is 0, and so spares a buffer, has become another number."""
+        statics = dict(self.statics) | dict.fromkeys(self.rule.structural_hypers, True)
+        dtypes = dict(zip(self.rule.present_buffers(dict(self.statics)), self.buffer_dtypes, strict=True))
+        buffers = tuple(dtypes.get(name, self.param_dtype) for name in self.rule.present_buffers(statics))
+        return dataclasses.replace(self, statics=tuple(statics.items()), buffer_dtypes=buffers)
 
     def changes_from(self, old: Signature) -> list[str]:
         """The differences from ``old`` in words, ``grad dtype float32 -> bfloat16``."""
@@ -97,6 +110,8 @@ class EventLog:
     ) -> K:
         """The kernel of ``signature`` for the parameters ``names``: from ``cache``, else made, kept and recorded.
 
+        A kernel that does without a buffer is made together with the one that a hyperparameter's change may ask for.
+
         Raises:
             RecompileError: it would have to be made again inside ``no_recompiles``.
         """
@@ -104,9 +119,11 @@ class EventLog:
             cause = next((c for c in (self._cause(name, signature) for name in names) if c), "")
             if cause and _forbidden:
                 raise RecompileError(f"{signature.rule.name} would recompile its step: {cause}")
-            started = time.perf_counter()
-            cache[signature] = make(signature)
-            self.compilations.append(Compilation(str(signature), time.perf_counter() - started, cause))
+            for wanted in dict.fromkeys((signature, signature.grown())):
+                if wanted not in cache:
+                    started = time.perf_counter()
+                    cache[wanted] = make(wanted)
+                    self.compilations.append(Compilation(str(wanted), time.perf_counter() - started, cause))
         self.signatures.update(dict.fromkeys(names, signature))
         return cache[signature]
 

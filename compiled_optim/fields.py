@@ -103,7 +103,10 @@ class Hyper(Field):
             return value
         if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
             raise TypeError(f"{self.element(index)} of {where} must be a number or a 1-element tensor, got {value!r}")
-        return float(value)
+        try:
+            return float(value)
+        except (TypeError, ValueError):
+            raise ValueError(f"{self.element(index)} of {where} must be a single number, got {value!r}") from None
 
 
 @dataclass(frozen=True)

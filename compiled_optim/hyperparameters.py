@@ -33,7 +33,7 @@ class ParamGroup(WatchedDict[str, Any]):
         device: where the hyperparameter tensors live.
         label: the group's name in error messages.
         changed: called after a write to a structural key.
-        taken: ids of tensors that belong to other groups and must not be adopted here.
+        taken: addresses of tensors that belong to other groups and must not be adopted here.
 
     A hyperparameter that is already a 0-dim floating tensor on ``device`` is adopted: later in-place writes by its owner
     are seen. Every other value is copied into a new tensor.
@@ -60,7 +60,8 @@ class ParamGroup(WatchedDict[str, Any]):
             if key in self._hypers:
                 elements = self.validated(key, value)
                 owned = [
-                    self._fresh(key, i, e) if id(e) in taken else self._adopt(key, i, e) for i, e in enumerate(elements)
+                    self._fresh(key, i, e) if isinstance(e, Tensor) and e.data_ptr() in taken else self._adopt(key, i, e)
+                    for i, e in enumerate(elements)
                 ]
                 self._store(key, owned, elements)
             else:
@@ -124,6 +125,13 @@ class ParamGroup(WatchedDict[str, Any]):
             live.copy_(element.reshape(())) if isinstance(element, Tensor) else live.fill_(element)
         self._store(key, owned, elements)
         self._report(key, was_nonzero)
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """As ``dict.update``; nothing is written if one of the values is refused."""
+        values = dict(*args, **kwargs)
+        for key in self._hypers.keys() & values.keys():
+            self.validated(key, values[key])
+        super().update(values)
 
     def __setitem__(self, key: str, value: Any) -> None:
         if key in self._hypers:

@@ -11,10 +11,11 @@ from compiled_optim.optimizer import CompiledOptimizer
 
 
 def named_state_dict(optimizer: CompiledOptimizer) -> dict[str, Any]:
-    """The state dict with parameter names for keys: ``{"state": {"fc.bias": ...}, "param_groups": [{"params": ["fc.bias"], ...}]}``.
+    """The state dict with parameter names for keys.
 
-    Prefixes that module wrappers insert are removed. Values are those of :meth:`CompiledOptimizer.state_dict`, so
-    ``torch.distributed.checkpoint`` can save it, and load into it, as it is.
+    ``{"state": {"fc.bias": {...}}, "param_groups": [{"params": ["fc.bias"], "lr": ...}]}``. Prefixes that module wrappers
+    insert are removed. Values are those of :meth:`CompiledOptimizer.state_dict`, so ``torch.distributed.checkpoint`` can
+    save it, and load into it, as it is.
 
     Raises:
         ValueError: the optimizer's parameters have no names.
@@ -36,9 +37,7 @@ def load_named_state_dict(
     """
     check(state_dict)
     if not all("param_names" in group for group in optimizer.param_groups):
-        raise ValueError(
-            "the optimizer's parameters have no names: make it from named_parameters() or a dict name -> tensor"
-        )
+        raise ValueError("the optimizer's parameters have no names: make it from named_parameters() or a dict")
     unnamed = next((i for i, group in enumerate(state_dict["param_groups"]) if group_names(group) is None), None)
     if unnamed is not None:
         raise ValueError(f"the state dict has no names for the parameters of param_groups[{unnamed}]")

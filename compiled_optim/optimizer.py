@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeAlias, cast, overload
 
 import torch
@@ -100,7 +100,7 @@ class CompiledOptimizer(Declared, Optimizer):
         """Forget everything that :meth:`_rebuild` derives."""
         self.units: list[Lowering] = []
         self._stateless: list[Tensor] = []
-        self._group_shapes: list[tuple[int, int]] = []
+        self._group_shapes: list[tuple[Any, ...]] = []
         self.events = EventLog()
         self._traceable: list[Tensor] = []
         self._number = traced.register(self)
@@ -148,15 +148,15 @@ class CompiledOptimizer(Declared, Optimizer):
         self._check_params(values, index)
         self._check_names([*names, *aliases])
         self._check_hypers(values, index)
-        taken = {id(t) for g in self._groups for h in self.fields_of(Hyper) for t in g.tensors(h.name)}
-        self.param_groups.append(self._new_group(values, index, taken))
+        self.param_groups.append(self._new_group(values, index))
         self._aliases |= aliases
         self._changed = True
         if isinstance(getattr(self, "state", None), OptimizerState):
             self._rebuild()
 
-    def _new_group(self, values: Mapping[str, Any], index: int, taken: Iterable[int] = ()) -> ParamGroup:
+    def _new_group(self, values: Mapping[str, Any], index: int) -> ParamGroup:
         device = values["params"][0].device if values["params"] else torch.get_default_device()
+        others = [g for i, g in enumerate(self.param_groups) if i != index and isinstance(g, ParamGroup)]
         return ParamGroup(
             values,
             self.fields_of(Hyper),
@@ -164,7 +164,7 @@ class CompiledOptimizer(Declared, Optimizer):
             device,
             f"param_groups[{index}]",
             self._mark_changed,
-            frozenset(taken),
+            {t.data_ptr() for g in others for h in self.fields_of(Hyper) for t in g.tensors(h.name)},
         )
 
     def _check_params(self, group: Mapping[str, Any], index: int) -> None:
@@ -301,7 +301,12 @@ class CompiledOptimizer(Declared, Optimizer):
 
     def _regrouped(self) -> bool:
         """Whether somebody replaced or resized groups behind the optimizer's back, as torch allows."""
-        return [(id(g), len(g["params"])) for g in self.param_groups] != self._group_shapes
+        return [self._group_shape(g) for g in self.param_groups] != self._group_shapes
+
+    def _group_shape(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
+        """What of a group may change without its being reported: identity, length, writes into a hyperparameter that is 0."""
+        grown = [isinstance(group, ParamGroup) and group.nonzero(name) for name in self.rule.structural_hypers]
+        return (id(group), len(group["params"]), *grown)
 
     def _rebuild(self) -> None:
         """Derive everything the step uses from the groups and the state."""
@@ -317,7 +322,7 @@ class CompiledOptimizer(Declared, Optimizer):
         self._stateless = [p for g in groups for p in g["params"] if id(p) not in planned]
         differentiable = any(g.get("differentiable", False) for g in groups)
         self.units = [self._lower(plan, differentiable) for plan in plans]
-        self._group_shapes = [(id(g), len(g["params"])) for g in groups]
+        self._group_shapes = [self._group_shape(g) for g in groups]
         self._traceable = [p for g in groups for p in g["params"]]
         self._changed = False
 
@@ -368,7 +373,7 @@ class CompiledOptimizer(Declared, Optimizer):
         strict: bool = True,
         hyperparameters: Literal["checkpoint", "keep"] = "checkpoint",
     ) -> LoadReport:
-        """Copy a state dict of this package, or of torch.optim's or optimi's optimizer of the same name, into the live tensors.
+        """Copy a state dict into the live tensors: of this package, or of torch.optim's or optimi's optimizer of this name.
 
         Parameters are matched by name where both sides have names, whatever the order and grouping, else by position.
         Prefixes that module wrappers insert do not matter, and a tied parameter is found under each of its names. Static

@@ -90,7 +90,7 @@ def test_parameters() -> None:
     weight = torch.nn.Parameter(torch.randn(3))
     with pytest.raises(ValueError, match="empty parameter list"):
         co.AdamW([])
-    with pytest.raises(ValueError, match="duplicate parameters: .*\\[1\\].* is also .*\\[0\\]"):
+    with pytest.raises(ValueError, match=r"duplicate parameters: .*\[1\].* is also .*\[0\]"):
         co.AdamW([weight, weight])
     with pytest.raises(ValueError, match="duplicate parameters: 'a' is also 'a'"):
         co.AdamW([("a", weight), ("a", weight)])

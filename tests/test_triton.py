@@ -27,7 +27,7 @@ def _compile(rule: Any, statics: dict[str, Any], dtype: str, arch: int) -> dict[
 
     buffers = (dtype,) * len(rule.present_buffers(statics))
     signature = Signature(rule, tuple(statics.items()), "cuda", "multi-tensor", dtype, dtype, buffers)
-    module = lowering.load(lowering.source(rule, statics, signature))
+    module = lowering.load(lowering.source(signature))
     table = {"tensors": "*i64", "chunks": "*i64", "coefficients": "*fp64", "count": "i32"}
     result = {}
     for function, types, constants in (

@@ -16,12 +16,10 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from compiled_optim.events import Signature
-from compiled_optim.fields import Rule
 from compiled_optim.lowering.cache import cache_directory
 from compiled_optim.lowering.rows import KernelTable, TableRows
 from compiled_optim.lowering.symbols import Dialect, Program
@@ -86,8 +84,9 @@ struct float16 {
 """
 
 
-def source(rule: Rule, statics: dict[str, Any], signature: Signature) -> str:
+def source(signature: Signature) -> str:
     """The C++ text of the kernel for one signature; its entry point is ``step``."""
+    rule, statics = signature.rule, dict(signature.statics)
     program = Program.of(rule, statics, _DIALECT)
     rows = TableRows(rule, statics)
     param, grad, *buffers = (_STORAGE[d] for d in (signature.param_dtype, signature.grad_dtype, *signature.buffer_dtypes))
@@ -195,9 +194,9 @@ class CppKernel:
         )
 
 
-def build(rule: Rule, statics: dict[str, Any], signature: Signature) -> CppKernel:
+def build(signature: Signature) -> CppKernel:
     """The kernel for one signature."""
-    return CppKernel(load(source(rule, statics, signature)))
+    return CppKernel(load(source(signature)))
 
 
 def load(text: str) -> Callable[..., None]:

@@ -56,14 +56,14 @@ class InductorLowering:
                 small = member.param.numel() < PACKED_LIMIT
                 signature = kernel_signature(plan, member, grad_dtype, "packed" if small else "in place")
                 positions.setdefault(signature, []).append(i)
-        self._parts = [(Packed if s.layout == "packed" else InPlace)(plan, where, s) for s, where in positions.items()]
+        self._parts = [_LAYOUTS[s.layout](plan, where, s) for s, where in positions.items()]
 
     def compile(self) -> None:
         """Make the kernels that do not exist yet."""
         for part in self._parts:
             if part.kernel is None:
                 names = [self.plan.members[i].name for i in part.positions]
-                part.kernel = self._log.obtain(_kernels, part.signature, names, functools.partial(self._make, part))
+                part.kernel = self._log.obtain(_kernels, part.signature, names, self._make)
 
     def step(self, grads: Sequence[Tensor | None]) -> None:
         """Update every parameter of the plan whose entry in ``grads`` is not None."""
@@ -74,9 +74,9 @@ class InductorLowering:
         for part in self._parts:
             part.step(grads, coefficients)
 
-    def _make(self, part: Packed | InPlace, signature: Signature) -> Kernel:
-        function = _kernel_function(signature, self.plan)
-        kernel = compile_graph(function, *part.example(), _OPTIONS)
+    def _make(self, signature: Signature) -> Kernel:
+        function = _kernel_function(signature)
+        kernel = compile_graph(function, *_LAYOUTS[signature.layout].example(signature), _OPTIONS)
         if kernel is None:
             self._log.fall_back(f"{signature.rule.name} runs eager: torch.compile is switched off", "switch it on")
             return lambda size, tensors: function(*tensors)
@@ -141,12 +141,13 @@ class Packed:
                 full.index_copy_(0, rows, part)
         torch._foreach_copy_(params, param_views)
 
-    def example(self) -> tuple[list[Tensor], list[bool]]:
+    @staticmethod
+    def example(signature: Signature) -> tuple[list[Tensor], list[bool]]:
         """Tensors to compile with, and which of them have a first dimension of any size."""
-        rows = 64
-        tensors = [t.new_zeros(rows, ROW) for t in (self._param, self._grad, *self._buffers)]
-        count = len(self.signature.rule.coefficient_names) + 1
-        tensors += [self._param.new_ones(rows, 1, dtype=self._dtype) for _ in range(count)]
+        tensors = [torch.zeros(64, ROW, dtype=dtype, device=signature.device) for dtype in signature.dtypes]
+        dtype = compute_dtype(tensors[0].dtype)
+        count = len(signature.rule.coefficient_names) + 1
+        tensors += [torch.ones(64, 1, dtype=dtype, device=signature.device) for _ in range(count)]
         return tensors, [True] * len(tensors)
 
     def _rows_of(self, here: tuple[int, ...]) -> Tensor:
@@ -199,24 +200,26 @@ class InPlace:
                 self.kernel(target.numel(), [target, flat(layout.arranged(grad)), *buffers, *column])
                 layout.store()
 
-    def example(self) -> tuple[list[Tensor], list[bool]]:
+    @staticmethod
+    def example(signature: Signature) -> tuple[list[Tensor], list[bool]]:
         """Tensors to compile with, and which of them have a first dimension of any size."""
-        dtypes = [
-            getattr(torch, d) for d in (self.signature.param_dtype, self.signature.grad_dtype, *self.signature.buffer_dtypes)
-        ]
-        device = self._index.device
-        tensors = [torch.zeros(64 * ROW, dtype=dtype, device=device) for dtype in dtypes]
-        scalars = [torch.ones((), dtype=self._dtype, device=device) for _ in range(len(self._coefficients))]
-        return tensors + scalars, [True] * len(tensors) + [False] * len(scalars)
+        tensors = [torch.zeros(64 * ROW, dtype=dtype, device=signature.device) for dtype in signature.dtypes]
+        dtype = compute_dtype(tensors[0].dtype)
+        count = len(signature.rule.coefficient_names) + 1
+        scalars = [torch.ones((), dtype=dtype, device=signature.device) for _ in range(count)]
+        return tensors + scalars, [True] * len(tensors) + [False] * count
 
 
-def _kernel_function(signature: Signature, plan: Plan) -> Callable[..., None]:
+_LAYOUTS: dict[str, type[Packed | InPlace]] = {"packed": Packed, "in place": InPlace}
+
+
+def _kernel_function(signature: Signature) -> Callable[..., None]:
     """The function to compile, with a code object and a name of its own.
 
     Dynamo's recompile limit counts per code object, and it remembers the shapes it saw per name.
     """
-    update = elementwise_step(plan.rule, plan.statics)
-    count = len(plan.buffers)
+    update = elementwise_step(signature.rule, dict(signature.statics))
+    count = len(signature.buffer_dtypes)
 
     def kernel(param: Tensor, grad: Tensor, *rest: Tensor) -> None:
         buffers = rest[:count]

@@ -8,21 +8,20 @@ address 0 there and is left alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from compiled_optim.events import EventLog, Signature, kernel_signature
-from compiled_optim.fields import Rule, real_numel
+from compiled_optim.fields import real_numel
 from compiled_optim.lowering import cpp, triton
 from compiled_optim.lowering.layout import Layout
 from compiled_optim.lowering.rows import Kernel
 from compiled_optim.plan import Plan
 from compiled_optim.state import scalar_names
 
-BACKENDS: dict[str, Callable[[Rule, dict[str, Any], Signature], Kernel]] = {"cpu": cpp.build, "cuda": triton.build}
-"""By device type, what makes the kernel of a rule, static choices and signature."""
+BACKENDS: dict[str, Callable[[Signature], Kernel]] = {"cpu": cpp.build, "cuda": triton.build}
+"""By device type, what makes the kernel of a signature."""
 
 _IS_CONTIGUOUS: Callable[..., bool] = Tensor.is_contiguous
 _ADDRESS = Tensor.data_ptr
@@ -53,7 +52,9 @@ class MultiTensorLowering:
         for i, (member, grad_dtype) in enumerate(zip(self.plan.members, self.plan.grad_dtypes, strict=True)):
             positions.setdefault(kernel_signature(self.plan, member, grad_dtype, "multi-tensor"), []).append(i)
         kernels = [
-            self._log.obtain(_kernels, signature, [self.plan.members[i].name for i in where], self._build)
+            self._log.obtain(
+                _kernels, signature, [self.plan.members[i].name for i in where], BACKENDS[self.plan.device.type]
+            )
             for signature, where in positions.items()
         ]
         self._tables = [(k, Table(self.plan, where, k.chunk)) for k, where in zip(kernels, positions.values(), strict=True)]
@@ -64,9 +65,6 @@ class MultiTensorLowering:
             held = table.refresh(grads if len(self._tables) == 1 else [grads[i] for i in table.positions])
             kernel(table)
             table.finish(held)
-
-    def _build(self, signature: Signature) -> Kernel:
-        return BACKENDS[self.plan.device.type](self.plan.rule, self.plan.statics, signature)
 
 
 class Table:

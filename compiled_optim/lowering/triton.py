@@ -13,10 +13,8 @@ import os
 import sys
 import tempfile
 from types import ModuleType
-from typing import Any
 
 from compiled_optim.events import Signature
-from compiled_optim.fields import Rule
 from compiled_optim.lowering.cache import cache_directory
 from compiled_optim.lowering.rows import KernelTable, TableRows
 from compiled_optim.lowering.symbols import Dialect, Program
@@ -30,8 +28,9 @@ _DIALECT = Dialect("{} = {}", "{}", "&", "|", words=WORDS)
 _STORAGE = {"float32": "tl.float32", "float64": "tl.float64", "bfloat16": "tl.bfloat16", "float16": "tl.float16"}
 
 
-def source(rule: Rule, statics: dict[str, Any], signature: Signature) -> str:
+def source(signature: Signature) -> str:
     """The text of a module with the kernels ``evaluate`` and ``update`` for one signature."""
+    rule, statics = signature.rule, dict(signature.statics)
     program = Program.of(rule, statics, _DIALECT)
     rows = TableRows(rule, statics)
     storage = [_STORAGE[d] for d in (signature.param_dtype, signature.grad_dtype, *signature.buffer_dtypes)]
@@ -192,9 +191,9 @@ class TritonKernel:
             )
 
 
-def build(rule: Rule, statics: dict[str, Any], signature: Signature) -> TritonKernel:
+def build(signature: Signature) -> TritonKernel:
     """The kernels for one signature; Triton compiles them when they first run."""
-    return TritonKernel(load(source(rule, statics, signature)))
+    return TritonKernel(load(source(signature)))
 
 
 def load(text: str) -> ModuleType:
