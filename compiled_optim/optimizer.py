@@ -304,7 +304,7 @@ class CompiledOptimizer(Declared, Optimizer):
         return [self._group_shape(g) for g in self.param_groups] != self._group_shapes
 
     def _group_shape(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
-        """What of a group may change without its being reported: identity, length, writes into a hyperparameter that is 0."""
+        """What of a group may change unreported: identity, length, a write into a hyperparameter that was 0."""
         grown = [isinstance(group, ParamGroup) and group.nonzero(name) for name in self.rule.structural_hypers]
         return (id(group), len(group["params"]), *grown)
 

@@ -88,7 +88,7 @@ def complete(
     device = param.device
     before = {name: id(value) for name, value in state.items()}
     for name in scalar_names(rule):
-        value = state.get(name)
+        value: Any = state.get(name)
         absent = value is None or (isinstance(value, Tensor) and value.is_meta)
         value = initial[name] if absent else value
         if absent or not isinstance(value, Tensor) or value.device != device or value.dtype != scalar_dtype(device):

@@ -19,12 +19,12 @@ def _leaf(*values: float) -> torch.Tensor:
 
 
 def _elements(case: Case) -> dict[tuple[str, int], float]:
-    """The hyperparameters of ``case`` that are not 0, where gradcheck would step out of their range, by name and index."""
+    """The hyperparameters of ``case`` by name and index, but for those so near 0 that gradcheck would step out of range."""
     return {
         (hyper.name, index): value
         for hyper in case.optimizer.fields_of(Hyper)
         for index, value in enumerate(hyper.elements(case.kwargs.get(hyper.name, hyper.default), "the case"))
-        if value != 0
+        if abs(value) > 1e-5
     }
 
 

@@ -12,6 +12,7 @@ import pytest
 from catalog import registry
 
 import compiled_optim as co
+from compiled_optim.lowering import vocabulary
 
 PACKAGE = Path(co.__file__).parent
 
@@ -66,6 +67,14 @@ def test_no_module_name_says_nothing() -> None:
     assert not [p for p in _sources() if re.fullmatch(r"utils?|common|helpers?|misc", p.stem)]
 
 
+@pytest.mark.parametrize("language", ["cpp", "triton"])
+def test_every_language_has_every_word(language: str) -> None:
+    words = {n for n, f in vars(vocabulary).items() if inspect.isfunction(f) and f.__module__ == vocabulary.__name__}
+    text = (PACKAGE / "lowering" / f"{language}.py").read_text()
+    assert set(ast.literal_eval(re.search(r"^WORDS = (\(.*?\))$", text, re.MULTILINE | re.DOTALL)[1])) == words
+    assert set(re.findall(r"\b([a-z_]+)_\((?:T|x|bool|condition|beta)\b", text)) == words
+
+
 def _code_lines(text: str) -> int:
     """Lines that are neither blank, nor comment, nor inside a docstring."""
     tree = ast.parse(text)
@@ -106,7 +115,7 @@ class TestRule:
 
     def test_constructor_is_explicit(self, optimizer: type[co.CompiledOptimizer]) -> None:
         signature = inspect.signature(optimizer)
-        assert list(signature.parameters)[0] == "params"
+        assert next(iter(signature.parameters)) == "params"
         assert signature.parameters["lr"].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
         assert signature.parameters["lowering"].kind is inspect.Parameter.KEYWORD_ONLY
 

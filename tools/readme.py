@@ -25,9 +25,8 @@ def optimizers_table() -> str:
         fields = ", ".join(f"`{f.name}={f.default}`" for f in (*cls.fields_of(Hyper), *cls.fields_of(Static)))
         buffers = ", ".join(f"`{b.name}`" + (f" (with `{b.when}`)" if b.when else "") for b in cls.rule.buffers)
         scalars = ", ".join(f"`{s.name}`" for s in cls.rule.scalars)
-        rows.append(
-            f"| `{cls.__name__}`: {summary.partition(': ')[2] or summary} | {fields} | {', '.join(filter(None, [buffers, scalars]))} |"
-        )
+        state = ", ".join(filter(None, [buffers, scalars]))
+        rows.append(f"| `{cls.__name__}`: {summary.partition(': ')[2] or summary} | {fields} | {state} |")
     return "\n".join(rows)
 
 
