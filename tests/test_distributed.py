@@ -201,7 +201,7 @@ def checkpoints_of_torch_optim_load_both_ways(directory: Path) -> None:
         model = _build()
         theirs = make_theirs(model)
         _train(model, theirs, 2)
-        options = StateDictOptions()
+        options = StateDictOptions(strict=False)  # torch's strict refuses its own SGD without momentum
         fresh = _twin(model)
         ours = make_ours(fresh)
         set_optimizer_state_dict(fresh, ours, get_optimizer_state_dict(model, theirs, options=options), options=options)

@@ -112,6 +112,17 @@ def test_hyperparameters_set_before_the_first_step(
     assert relative_error(ours, theirs) < TOLERANCE[torch.float64]
 
 
+@pytest.mark.parametrize("lowering", LOWERINGS)
+def test_centered_rmsprop_stays_finite(lowering: str) -> None:
+    """Under a constant gradient the variance is 0 but for rounding, and below 0 for half of torch.optim's parameters."""
+    param = torch.nn.Parameter(torch.zeros(1000))
+    optimizer = co.RMSprop([param], lr=1e-3, alpha=0.9, centered=True, lowering=lowering)
+    param.grad = torch.randn(1000)
+    for _ in range(300):
+        optimizer.step()
+    assert param.isfinite().all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64], ids=str)
 def test_state_starts_from_its_groups_values(dtype: torch.dtype) -> None:
     params = [torch.nn.Parameter(torch.ones(3, dtype=dtype)) for _ in range(2)]

@@ -22,7 +22,8 @@ def optimizers_table() -> str:
     rows = ["| optimizer | fields and defaults | state per parameter |", "|---|---|---|"]
     for cls in classes:
         summary = inspect.cleandoc(cls.__doc__ or "").split("\n\n")[0].replace("\n", " ")
-        fields = ", ".join(f"`{f.name}={f.default}`" for f in (*cls.fields_of(Hyper), *cls.fields_of(Static)))
+        choices = [s for s in cls.fields_of(Static) if s.init]
+        fields = ", ".join(f"`{f.name}={f.default}`" for f in (*cls.fields_of(Hyper), *choices))
         buffers = ", ".join(f"`{b.name}`" + (f" (with `{b.when}`)" if b.when else "") for b in cls.rule.buffers)
         scalars = ", ".join(f"`{s.name}`" for s in cls.rule.scalars)
         state = ", ".join(filter(None, [buffers, scalars]))

@@ -31,8 +31,7 @@ _FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-march=native", "-fno-math-e
 _STORAGE = {"float32": "float", "float64": "double", "bfloat16": "bfloat16", "float16": "float16"}
 
 
-WORDS = ("sqrt", "absolute", "sign", "power", "maximum", "minimum", "where", "bias_correction")
-_DIALECT = Dialect("const auto {} = {};", "T({})", "&&", "||", words=WORDS)
+_DIALECT = Dialect("const auto {} = {};", "T({})", "&&", "||")
 
 _PRELUDE = """\
 #include <cmath>

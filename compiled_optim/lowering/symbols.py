@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import itertools
 import types
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from compiled_optim.fields import Rule, parameter_names
+from compiled_optim.lowering import vocabulary
 
 
 class Symbol:
@@ -82,16 +83,15 @@ class Symbol:
 
 @dataclass(frozen=True)
 class Dialect:
-    """How statements, numbers and logic are written in one language. ``{}`` stands for the parts.
+    """How statements, numbers and logic are written in one language; ``{}`` stands for the parts.
 
-    ``words`` are the vocabulary's functions; each is called with an underscore behind its name.
+    A word of the vocabulary is called with an underscore behind its name, as a function that the language's text defines.
     """
 
     statement: str
     number: str
     both: str
     either: str
-    words: Collection[str]
 
 
 class Code:
@@ -119,7 +119,7 @@ class Code:
             return lambda *args: self.assign(f"{word}_({', '.join(self.operand(a) for a in args)})")
 
         rebound = types.FunctionType(
-            function.__code__, {**function.__globals__, **{word: call(word) for word in self.dialect.words}}
+            function.__code__, {**function.__globals__, **{word: call(word) for word in vocabulary.__all__}}
         )
         results: tuple[Any, ...] = rebound(**{name: values[name] for name in parameter_names(function)})
         return results

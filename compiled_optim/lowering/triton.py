@@ -23,8 +23,7 @@ BLOCK = 1024  # elements of a chunk, updated by one program
 TENSORS = 32  # tensors whose coefficients one program evaluates
 WARPS = 4
 
-WORDS = ("sqrt", "absolute", "sign", "power", "maximum", "minimum", "where", "bias_correction")
-_DIALECT = Dialect("{} = {}", "{}", "&", "|", words=WORDS)
+_DIALECT = Dialect("{} = {}", "{}", "&", "|")
 _STORAGE = {"float32": "tl.float32", "float64": "tl.float64", "bfloat16": "tl.bfloat16", "float16": "tl.float16"}
 
 

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+__all__ = ["absolute", "bias_correction", "maximum", "minimum", "power", "sign", "sqrt", "where"]
+
 
 def sqrt(x: Tensor) -> Tensor:
     """The square root. Its derivative at 0 counts as 0: an element that never had a gradient must not become NaN."""

@@ -10,7 +10,7 @@ from compiled_optim.optimizer import CompiledOptimizer
 
 
 class NAdam(CompiledOptimizer):
-    """NAdam: Adam with Nesterov momentum (Dozat, ICLR 2016 workshop, openreview.net OM0jvwB8jIp57ZJjtNEZ, Algorithm 8).
+    """NAdam: Adam with Nesterov momentum (Dozat, ICLR 2016 workshop, openreview.net OM0jvwB8jIp57ZJjtNEZ).
 
     Differs from torch.optim.NAdam: ``mu_product`` is float64, and moments are averaged in float32 also for
     lower-precision parameters.

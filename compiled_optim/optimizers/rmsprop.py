@@ -5,15 +5,16 @@ from __future__ import annotations
 from typing import ClassVar
 
 from compiled_optim.fields import Number, buffer, hyper, static
-from compiled_optim.lowering.vocabulary import sqrt
+from compiled_optim.lowering.vocabulary import sqrt, where
 from compiled_optim.optimizer import CompiledOptimizer
 
 
 class RMSprop(CompiledOptimizer):
     """RMSprop (Hinton, Coursera 2012, lecture 6e); ``centered`` divides by the deviation (arXiv:1308.0850, equation 40).
 
-    Differs from torch.optim.RMSprop: averages are taken in float32 also for lower-precision parameters, and while
-    ``momentum`` is set to 0 during a run the buffer follows the step instead of standing still.
+    Differs from torch.optim.RMSprop: averages are taken in float32 also for lower-precision parameters, a variance that
+    rounding makes negative counts as 0 instead of yielding NaN, and while ``momentum`` is set to 0 during a run the buffer
+    follows the step instead of standing still.
     """
 
     lr: Number = hyper(default=1e-2, ge=0)
@@ -40,6 +41,7 @@ class RMSprop(CompiledOptimizer):
         if centered:
             grad_avg = alpha * grad_avg + weight * grad
             variance = square_avg - grad_avg * grad_avg
+            variance = where(variance > 0, variance, 0.0)
         direction = grad / (sqrt(variance) + eps)
         if momentum_buffer is not None:
             direction = momentum_buffer = momentum * momentum_buffer + direction
