@@ -237,7 +237,7 @@ def _entries(rule: Rule, buffers: tuple[str, ...], param: Tensor, saved: _Saved)
 
 def _number_problem(value: Any) -> str:
     single = isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex() and not value.is_meta
-    return "" if single or isinstance(value, (int, float)) else "is not a number"
+    return "" if single or isinstance(value, float) or (isinstance(value, int) and value < 2**63) else "is not a number"
 
 
 def _buffer_problem(value: Any, param: Tensor) -> str:
@@ -272,7 +272,7 @@ def _group_values(
         absent = [key for key in hypers if any(key not in g for g in theirs_of_it)]
         problems += [f"{group.label}: the checkpoint has no {', '.join(absent)} for it"] if absent else []
         for key in made:
-            other = next((g[key] for g in theirs_of_it if key in g and g[key] != group[key]), None)
+            other = next((g[key] for g in theirs_of_it if key in g and not _equal(g[key], group[key])), None)
             problems += [f"{group.label}: {key} is {other} in the checkpoint"] if other is not None else []
         for key in dict.fromkeys(k for g in theirs_of_it for k in g if k not in skipped):
             found = [g[key] for g in theirs_of_it if key in g]
@@ -285,13 +285,17 @@ def _group_values(
 
 
 def _floats(group: ParamGroup, key: str, value: Any) -> tuple[float, ...]:
-    return tuple(float(e) for e in group.validated(key, value))
+    try:
+        return tuple(float(e) for e in group.validated(key, value))
+    except (RuntimeError, OverflowError) as error:  # a meta tensor, an integer beyond every float
+        raise ValueError(f"{key} of {group.label} cannot be {value!r}") from error
 
 
 def _equal(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a.shape == b.shape and torch.equal(a, b.to(a.device, a.dtype))
-    return bool(a == b)
+    try:
+        return torch.equal(a, b.to(a.device)) if isinstance(a, Tensor) and isinstance(b, Tensor) else bool(a == b)
+    except RuntimeError:  # a tensor without data, or a number compared with a tensor of many
+        return False
 
 
 def _copy_into(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from catalog import Case, cases, copies, give_gradients, high_precision, parameters, registry, relative_error, wide_scalars
@@ -90,6 +92,28 @@ def test_the_catalogue_moves_every_field(optimizer: type[co.CompiledOptimizer]) 
         pairs = [v if isinstance(v, tuple) else (v,) for v in (field.default, *values)]
         for default, *others in zip(*pairs, strict=True):
             assert any(other != default for other in others), field.name
+
+
+@pytest.mark.parametrize("lowering", LOWERINGS)
+@pytest.mark.parametrize("optimizer", registry(), ids=lambda c: c.__name__)
+def test_every_hyperparameter_changes_every_step(optimizer: type[co.CompiledOptimizer], lowering: str) -> None:
+    case = next(case for case in cases() if case.optimizer is optimizer and case.arguments)
+    ours, theirs = parameters(torch.float64), parameters(torch.float64)
+    made, reference = optimizer(ours, lowering=lowering, **case.kwargs), case.reference(theirs, **case.kwargs)
+    start = made.hyperparameters()[0]
+    for step in range(8):
+        factor = 1 - 0.02 * step
+        values = {k: tuple(factor * e for e in v) if isinstance(v, tuple) else factor * v for k, v in start.items()}
+        if "etas" in values:
+            values["etas"] = (values["etas"][0], 3 - factor)
+        give_gradients(ours, theirs, step, absent=3)
+        made.param_groups[0].update(values)
+        reference.param_groups[0].update(values)
+        with co.no_recompiles() if step else contextlib.nullcontext():
+            made.step()
+        with wide_scalars():
+            reference.step()
+    assert relative_error(ours, theirs) < TOLERANCE[torch.float64]
 
 
 @pytest.mark.parametrize("lowering", LOWERINGS)

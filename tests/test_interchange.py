@@ -1,0 +1,331 @@
+"""Checkpoints of torch.optim, of optimi and of this package in each other's optimizers, and in files."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import pickle
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from catalog import relative_error
+from torch import nn
+
+import compiled_optim as co
+from compiled_optim import files, formats
+
+ROOT = Path(__file__).parent.parent
+SHAPES = {"fc.weight": (4, 3), "fc.bias": (4,), "scale": ()}
+
+
+def _model(dtype: torch.dtype = torch.float64) -> dict[str, nn.Parameter]:
+    generator = torch.Generator().manual_seed(7)
+    return {n: nn.Parameter(torch.randn(s, dtype=dtype, generator=generator)) for n, s in SHAPES.items()}
+
+
+def _twin(model: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    return {n: nn.Parameter(p.detach().clone()) for n, p in model.items()}
+
+
+def _train(optimizer: torch.optim.Optimizer, model: dict[str, nn.Parameter], steps: range) -> None:
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        for param in model.values():
+            param.grad = torch.randn(param.shape, dtype=torch.float64, generator=generator).to(param.dtype)
+        optimizer.step()
+
+
+def _same_future(a: tuple[Any, Any], b: tuple[Any, Any], tolerance: float) -> None:
+    """Five more steps of both end in the same parameters."""
+    for optimizer, model in (a, b):
+        _train(optimizer, model, range(10, 15))
+    assert relative_error(list(a[1].values()), list(b[1].values())) <= tolerance
+
+
+def _copied(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The state dict as a file would give it: torch.optim keeps the tensors that it is given."""
+    return copy.deepcopy(optimizer.state_dict())
+
+
+class TestTorch:
+    @pytest.mark.parametrize("flags", [{}, {"foreach": True}, {"fused": True}, {"foreach": False}], ids=str)
+    @pytest.mark.parametrize("step", [torch.tensor, float, int, lambda n: torch.tensor([n])], ids=str)
+    def test_every_implementation_and_kind_of_step(self, flags: dict[str, bool], step: Any) -> None:
+        model = _model()
+        theirs = torch.optim.AdamW(model.items(), lr=0.05, eps=1e-3, weight_decay=0.3, **flags)
+        _train(theirs, model, range(3))
+        saved = _copied(theirs)
+        for entries in saved["state"].values():
+            entries["step"] = step(entries["step"].item())
+        twin = _twin(model)
+        ours = co.AdamW(twin.items())
+        assert ours.load_state_dict(saved) == co.LoadReport([], [], [])
+        _same_future((theirs, model), (ours, twin), 1e-14)
+
+    def test_to_torch(self) -> None:
+        model = _model()
+        ours = co.AdamW(model.items(), lr=0.05, eps=1e-3)
+        _train(ours, model, range(3))
+        twin = _twin(model)
+        theirs = torch.optim.AdamW(twin.items())
+        theirs.load_state_dict(_copied(ours))
+        _same_future((ours, model), (theirs, twin), 1e-14)
+
+    def test_another_rule_is_refused_although_its_state_looks_the_same(self) -> None:
+        model = _model()
+        adam = torch.optim.Adam(model.items())
+        _train(adam, model, range(2))
+        ours = co.AdamW(model.items())
+        with pytest.raises(ValueError, match=r"param_groups\[0\]: decoupled_weight_decay is False in the checkpoint"):
+            ours.load_state_dict(_copied(adam))
+        assert not any(entries["step"] for entries in ours.state.values())
+
+    def test_another_optimizer_is_refused_before_it_took_a_step(self) -> None:
+        model = _model()
+        fresh = torch.optim.AdamW(model.items()).state_dict()
+        with pytest.raises(ValueError, match=r"param_groups\[0\]: the checkpoint has no momentum, dampening for it"):
+            co.SGD(model.items()).load_state_dict(fresh)
+
+
+@pytest.fixture
+def optimi() -> Any:
+    return pytest.importorskip("optimi")
+
+
+OPTIMI = [
+    ("AdamW", {"eps": 1e-3, "weight_decay": 0.3, "betas": (0.8, 0.95)}, {}),
+    ("Adam", {"eps": 1e-3, "weight_decay": 0.3, "betas": (0.8, 0.95)}, {}),
+    ("SGD", {"momentum": 0.8, "weight_decay": 0.3}, {}),
+    ("SGD", {"momentum": 0.8}, {"dampening": (True, 0.8)}),
+    ("SGD", {}, {}),
+]
+
+
+class TestOptimi:
+    @pytest.mark.parametrize(("name", "arguments", "differing"), OPTIMI, ids=lambda v: str(v))
+    @pytest.mark.parametrize("back", [False, True], ids=["from", "to"])
+    def test_next_steps_are_equal(self, optimi: Any, name: str, arguments: Any, differing: Any, back: bool) -> None:
+        theirs_differing, ours_differing = ({k: v[i] for k, v in differing.items()} for i in (0, 1))
+        model = _model()
+
+        def make_theirs(params: Any) -> Any:
+            return getattr(optimi, name)(params, lr=0.05, **arguments, **theirs_differing, foreach=False, triton=False)
+
+        def make_ours(params: Any) -> Any:
+            return getattr(co, name)(params, lr=0.05, **arguments, **ours_differing)
+
+        first = make_ours(model.items()) if back else make_theirs(model.values())
+        _train(first, model, range(4))
+        twin = _twin(model)
+        second = make_theirs(twin.values()) if back else make_ours(twin.items())
+        second.load_state_dict(formats.to_optimi(_copied(first)) if back else _copied(first))
+        _same_future((first, model), (second, twin), 1e-12)
+
+    def test_what_has_no_counterpart_is_refused_by_name(self, optimi: Any) -> None:
+        model = _model(torch.bfloat16)
+        kahan = optimi.AdamW(model.values(), lr=0.1, foreach=False, triton=False)
+        _train(kahan, model, range(2))
+        with pytest.raises(ValueError, match="the optimizer has no kahan_comp for it"):
+            co.AdamW(model.values()).load_state_dict(kahan.state_dict())
+        model = _model()
+        stable = optimi.StableAdamW(model.values(), lr=0.1, foreach=False, triton=False)
+        _train(stable, model, range(2))
+        with pytest.raises(ValueError, match=r"param_groups\[0\] of the optimi checkpoint has state 'eps_sq'"):
+            co.AdamW(model.values()).load_state_dict(stable.state_dict())
+        l2 = optimi.Adam(model.values(), lr=0.1, foreach=False, triton=False)
+        _train(l2, model, range(2))
+        with pytest.raises(ValueError, match="decoupled_weight_decay is False in the checkpoint"):
+            co.AdamW(model.values()).load_state_dict(l2.state_dict())
+        decoupled = optimi.AdamW(model.values(), lr=0.1, weight_decay=1e-5, decouple_lr=True, foreach=False, triton=False)
+        with pytest.raises(ValueError, match="decouple_lr=True, which has no counterpart"):
+            co.AdamW(model.values()).load_state_dict(decoupled.state_dict())
+        ours = co.AdamW(model.items(), amsgrad=True)
+        _train(ours, model, range(2))
+        with pytest.raises(ValueError, match="'amsgrad', 'max_exp_avg_sq', which has no counterpart in optimi"):
+            formats.to_optimi(ours.state_dict())
+        uneven = co.AdamW(model.items())
+        _train(uneven, model, range(2))
+        model["scale"].grad = None
+        uneven.step()
+        with pytest.raises(ValueError, match="took different numbers of steps"):
+            formats.to_optimi(uneven.state_dict())
+
+
+def _trained() -> tuple[co.AdamW, dict[str, nn.Parameter]]:
+    model = _model()
+    optimizer = co.AdamW([{"params": list(model.items())[:2], "lr": 0.1}, {"params": list(model.items())[2:]}], eps=1e-3)
+    _train(optimizer, model, range(3))
+    return optimizer, model
+
+
+class TestFiles:
+    @pytest.mark.parametrize("form", files.FORMS)
+    def test_every_form_is_read_back(self, form: str, tmp_path: Path) -> None:
+        if form == "safetensors":
+            pytest.importorskip("safetensors")
+        optimizer, model = _trained()
+        path = tmp_path / f"state.{'safetensors' if form == 'safetensors' else 'pt'}"
+        files.write(optimizer.state_dict(), path, form)
+        twin = _twin(model)
+        resumed = co.AdamW([{"params": list(twin.items())[:2]}, {"params": list(twin.items())[2:]}])
+        resumed.load_state_dict(files.read(path))
+        assert resumed.hyperparameters() == optimizer.hyperparameters()
+        _same_future((optimizer, model), (resumed, twin), 1e-12 if form == "optimi" else 0.0)
+
+    def test_safetensors_are_plain(self, tmp_path: Path) -> None:
+        safetensors = pytest.importorskip("safetensors.torch")
+        optimizer, model = _trained()
+        files.write(optimizer.state_dict(), tmp_path / "state.safetensors", "safetensors")
+        tensors = safetensors.load_file(tmp_path / "state.safetensors")
+        assert set(tensors) == {f"{n}.{k}" for n in model for k in ("step", "exp_avg", "exp_avg_sq")}
+        assert torch.equal(tensors["fc.weight.exp_avg"], optimizer.state[model["fc.weight"]]["exp_avg"])
+        groups = json.loads((tmp_path / "state.json").read_text())["param_groups"]
+        assert [g["params"] for g in groups] == [["fc.weight", "fc.bias"], ["scale"]]
+        assert groups[0]["lr"] == 0.1
+
+    def test_without_names(self, tmp_path: Path) -> None:
+        pytest.importorskip("safetensors")
+        model = _model()
+        optimizer = co.AdamW(model.values())
+        _train(optimizer, model, range(3))
+        files.write(optimizer.state_dict(), tmp_path / "state.safetensors", "safetensors")
+        twin = _twin(model)
+        resumed = co.AdamW(twin.values())
+        resumed.load_state_dict(files.read(tmp_path / "state.safetensors"))
+        _same_future((optimizer, model), (resumed, twin), 0.0)
+        with pytest.raises(ValueError, match="the parameters have no names"):
+            files.write(optimizer.state_dict(), tmp_path / "state.pt", "named")
+
+    def test_torchs_form_is_torchs(self, tmp_path: Path) -> None:
+        files.write(_trained()[0].state_dict(), tmp_path / "state.pt", "torch")
+        saved = torch.load(tmp_path / "state.pt", weights_only=True)
+        assert set(saved) == {"state", "param_groups"}
+        assert saved["state"][0]["step"].dtype == torch.float32
+
+    def test_the_command(self, tmp_path: Path) -> None:
+        model = _model()
+        theirs = torch.optim.AdamW(model.items(), lr=0.05)
+        _train(theirs, model, range(3))
+        torch.save({"model": {}, "optimizer": theirs.state_dict()}, tmp_path / "in.pt")
+
+        def convert(*arguments: str) -> subprocess.CompletedProcess[str]:
+            environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+            command = [sys.executable, ROOT / "tools" / "convert", *arguments]
+            return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
+
+        done = convert("in.pt", "out.pt", "--to", "named", "--key", "optimizer")
+        assert (done.returncode, done.stderr) == (0, "")
+        named = torch.load(tmp_path / "out.pt", weights_only=True)
+        assert set(named["state"]) == set(SHAPES)
+        twin = _twin(model)
+        ours = co.AdamW(reversed(list(twin.items())))
+        co.load_named_state_dict(ours, named)
+        _same_future((theirs, model), (ours, twin), 1e-14)
+        failed = convert("in.pt", "out.pt", "--to", "named")
+        assert failed.returncode == 1
+        assert (
+            failed.stderr
+            == "tools/convert: in.pt: not an optimizer state dict: it must be a dict with 'state' and 'param_groups'\n"
+        )
+
+
+class _Hostile:
+    """A pickle that writes a file when it is loaded."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.write_text, (self.path, "executed")
+
+
+class TestBadFiles:
+    """A clear error, and an optimizer that is bit-identical to before."""
+
+    def _refused(self, path: Path, message: str) -> None:
+        optimizer, _ = _trained()
+        before = copy.deepcopy(optimizer.state_dict())
+        with pytest.raises(ValueError, match=message):
+            optimizer.load_state_dict(files.read(path))
+        after = optimizer.state_dict()
+        assert after["param_groups"] == before["param_groups"]
+        for index, entries in before["state"].items():
+            assert all(torch.equal(after["state"][index][k], v) for k, v in entries.items())
+
+    def test_truncated(self, tmp_path: Path) -> None:
+        torch.save(_trained()[0].state_dict(), tmp_path / "whole.pt")
+        content = (tmp_path / "whole.pt").read_bytes()
+        path = tmp_path / "state.pt"
+        for size in [0, 1, 10, *range(100, len(content), len(content) // 12), len(content) - 1]:
+            path.write_bytes(content[:size])
+            self._refused(path, "state.pt is damaged")
+
+    def test_corrupted(self, tmp_path: Path) -> None:
+        """A changed byte is found wherever it means anything: what can still be read is the original."""
+        path = tmp_path / "state.pt"
+        optimizer, _ = _trained()
+        torch.save(optimizer.state_dict(), path)
+        content = path.read_bytes()
+        places = random.Random(0)
+        refused = 0
+        for _ in range(150):
+            at = places.randrange(len(content))
+            path.write_bytes(content[:at] + bytes([content[at] ^ 0xFF]) + content[at + 1 :])
+            try:
+                saved = files.read(path)
+            except ValueError:
+                refused += 1
+                continue
+            assert saved["param_groups"] == optimizer.state_dict()["param_groups"]
+            for param, entries in zip(optimizer.state, saved["state"].values(), strict=True):
+                assert all(torch.equal(optimizer.state[param][k], v) for k, v in entries.items()), at
+        assert refused > 30
+        path.write_bytes(content.replace(content[200:240], bytes(40), 1))
+        self._refused(path, "state.pt is damaged")
+
+    def test_hostile(self, tmp_path: Path) -> None:
+        saved = _trained()[0].state_dict()
+        marker = tmp_path / "marker"
+        saved["state"][0]["exp_avg"] = _Hostile(marker)
+        torch.save(saved, tmp_path / "zip.pt")
+        (tmp_path / "bare.pt").write_bytes(pickle.dumps(saved))
+        for name in ("zip.pt", "bare.pt"):
+            self._refused(tmp_path / name, "something else than tensors and plain values, which is not loaded")
+        assert not marker.exists()
+
+    def test_safetensors(self, tmp_path: Path) -> None:
+        pytest.importorskip("safetensors")
+        path = tmp_path / "state.safetensors"
+        files.write(_trained()[0].state_dict(), path, "safetensors")
+        content, groups = path.read_bytes(), path.with_suffix(".json").read_text()
+        for size in (0, 4, 60, len(content) - 1):
+            path.write_bytes(content[:size])
+            self._refused(path, "state.safetensors is damaged")
+        path.write_bytes(content)
+        for text in ("", "[]", groups[: len(groups) // 2], "{}"):
+            path.with_suffix(".json").write_text(text)
+            self._refused(path, "state.json is damaged")
+        path.with_suffix(".json").write_text(groups.replace('"fc.bias"', '"fc.other"'))
+        self._refused(path, "holds 'fc.bias.exp_avg', but .*state.json has no parameter 'fc.bias'")
+        path.with_suffix(".json").unlink()
+        with pytest.raises(FileNotFoundError):
+            files.read(path)
+
+    def test_wrong_optimizer(self, tmp_path: Path) -> None:
+        model = _model()
+        sgd = co.SGD([{"params": list(model.items())[:2]}, {"params": list(model.items())[2:]}], momentum=0.9)
+        _train(sgd, model, range(2))
+        torch.save(sgd.state_dict(), tmp_path / "state.pt")
+        self._refused(tmp_path / "state.pt", "fc.weight: the checkpoint has no exp_avg, exp_avg_sq for it")
+
+    def test_not_a_state_dict(self, tmp_path: Path) -> None:
+        torch.save({"epoch": 3}, tmp_path / "state.pt")
+        self._refused(tmp_path / "state.pt", "state.pt: not an optimizer state dict")
+        with pytest.raises(ValueError, match=r"state.pt has no entry 'optimizer'"):
+            files.read(tmp_path / "state.pt", "optimizer")
