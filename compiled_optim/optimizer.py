@@ -268,14 +268,15 @@ class CompiledOptimizer(Declared, Optimizer):
         Args:
             set_to_none: set them to None instead of to zero.
         """
-        if not torch.compiler.is_compiling() and self._regrouped():
+        if not torch.compiler.is_compiling() and (self._changed or self._regrouped()):
             self._rebuild()
         for param in self._traceable:
             if param.grad is not None:
                 if set_to_none:
                     param.grad = None
                 else:
-                    param.grad = param.grad.detach()
+                    if param.grad.requires_grad:
+                        param.grad = param.grad.detach()
                     param.grad.zero_()
 
     @outside_dynamo

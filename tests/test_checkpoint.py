@@ -6,11 +6,13 @@ import copy
 import io
 import pickle
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from catalog import Case, cases, copies, give_gradients, parameters, relative_error, wide_scalars
+from data import make
 from torch import nn
 
 import compiled_optim as co
@@ -359,3 +361,232 @@ def test_copies_are_independent_and_go_on(duplicate: Any, stepped: bool) -> None
         assert model[name] is not twin_model[name]
     twin.param_groups[0]["lr"].fill_(0.0)
     assert optimizer.hyperparameters()[0]["lr"] == 0.1
+
+
+@pytest.mark.parametrize("named", [False, True], ids=["indexed", "named"])
+def test_a_changed_model_goes_on_where_it_was(named: bool) -> None:
+    """Two layers of one shape swapped, groups cut elsewhere, one layer added and one removed."""
+    straight = _model(["in", "first", "second", "gone", "out"])
+    items = list(straight.items())
+    optimizer = co.AdamW([{"params": items[:2]}, {"params": items[2:]}], lr=0.05, eps=1e-3)
+    _train(optimizer, straight, 3)
+    saved = _file(co.named_state_dict(optimizer) if named else optimizer.state_dict())
+
+    changed = _model(["in", "second", "first", "new", "out"])
+    common = ["in", "first", "second", "out"]
+    for name in common:
+        changed[name].data.copy_(straight[name])
+    items = list(changed.items())
+    resumed = co.AdamW([{"params": items[:3]}, {"params": items[3:]}], lr=0.05, eps=1e-3)
+    with pytest.raises(ValueError, match=r"\(AdamW\); missing: new; unexpected: gone$"):
+        resumed.load_state_dict(saved)
+    assert resumed.load_state_dict(saved, strict=False) == co.LoadReport(["new"], ["gone"], [])
+    for name in common:
+        for key, value in optimizer.state[straight[name]].items():
+            assert torch.equal(resumed.state[changed[name]][key], value)
+    for step in range(3, 8):
+        _train(optimizer, straight, 1, first=step)
+        _train(resumed, changed, 1, first=step)
+        assert all(torch.equal(straight[name], changed[name]) for name in common), step
+
+
+class TestNamed:
+    def test_form(self) -> None:
+        model = _model(["linear0.weight", "linear0.bias"])
+        optimizer = co.AdamW([(f"module._orig_mod.{n}", p) for n, p in model.items()], lr=0.1)
+        _train(optimizer, model, 1)
+        saved = _file(co.named_state_dict(optimizer))
+        assert list(saved["state"]) == ["linear0.weight", "linear0.bias"]
+        assert set(saved["state"]["linear0.bias"]) == {"step", "exp_avg", "exp_avg_sq"}
+        assert saved["param_groups"][0]["params"] == ["linear0.weight", "linear0.bias"]
+        assert saved["param_groups"][0]["lr"] == 0.1
+        assert "param_names" not in saved["param_groups"][0]
+
+    def test_several_models_in_one_optimizer(self) -> None:
+        models = {name: nn.Linear(2, 2) for name in ("generator", "critic")}
+        named = {f"{prefix}.{n}": p for prefix, model in models.items() for n, p in model.named_parameters()}
+        optimizer = co.AdamW(named)
+        _train(optimizer, named, 2)
+        other = co.AdamW({n: nn.Parameter(p.detach().clone()) for n, p in reversed(named.items())})
+        assert not any(co.load_named_state_dict(other, _file(co.named_state_dict(optimizer))))
+        for name, param in zip(other.param_groups[0]["param_names"], other.param_groups[0]["params"], strict=True):
+            assert torch.equal(other.state[param]["exp_avg"], optimizer.state[named[name]]["exp_avg"])
+
+    def test_names_are_needed_on_both_sides(self) -> None:
+        model = _model("ab")
+        named, unnamed = co.AdamW(model), co.AdamW(model.values())
+        with pytest.raises(ValueError, match="the parameters have no names"):
+            co.named_state_dict(unnamed)
+        with pytest.raises(ValueError, match="the optimizer's parameters have no names"):
+            co.load_named_state_dict(unnamed, co.named_state_dict(named))
+        with pytest.raises(ValueError, match=r"no names for the parameters of param_groups\[0\]"):
+            co.load_named_state_dict(named, unnamed.state_dict())
+
+    def test_keep_and_strict(self) -> None:
+        model = _model("ab")
+        saved = co.named_state_dict(co.AdamW(_model("ac"), lr=0.5))
+        optimizer = co.AdamW(model, lr=0.125)
+        with pytest.raises(ValueError, match="missing: b; unexpected: c"):
+            co.load_named_state_dict(optimizer, saved)
+        report = co.load_named_state_dict(optimizer, saved, strict=False, hyperparameters="keep")
+        assert report == co.LoadReport(["b"], ["c"], [])
+        assert optimizer.hyperparameters()[0]["lr"] == 0.125
+
+
+class TestTied:
+    """A tensor under several names is one parameter, and its state is found under every one of them."""
+
+    def _pair(self, *names: str) -> dict[str, nn.Parameter]:
+        weight = nn.Parameter(torch.ones(2, 3))
+        return dict.fromkeys(names, weight)
+
+    def test_it_is_updated_once(self) -> None:
+        tied = self._pair("embed.weight", "head.weight")
+        optimizer = co.SGD(tied, lr=0.5)
+        assert optimizer.param_groups[0]["param_names"] == ["embed.weight"]
+        tied["embed.weight"].grad = torch.ones(2, 3)
+        optimizer.step()
+        assert torch.equal(tied["head.weight"], torch.full((2, 3), 0.5))
+
+    def test_a_module_lists_its_tied_parameters(self) -> None:
+        model = nn.ModuleDict({"embed": nn.Embedding(3, 2), "head": nn.Linear(2, 3, bias=False)})
+        model["head"].weight = model["embed"].weight
+        optimizer = co.AdamW(model.named_parameters(remove_duplicate=False))
+        assert co.named_state_dict(optimizer)["aliases"] == {"head.weight": "embed.weight"}
+
+    @pytest.mark.parametrize(
+        ("saved_names", "names"),
+        [
+            (("embed.weight", "head.weight"), ("head.weight",)),
+            (("head.weight",), ("embed.weight", "head.weight")),
+            (("embed.weight", "head.weight"), ("head.weight", "embed.weight")),
+            (("module.embed.weight", "module.head.weight"), ("head.weight", "out.weight")),
+        ],
+    )
+    @pytest.mark.parametrize("named", [False, True])
+    def test_either_name_finds_it(self, saved_names: tuple[str, ...], names: tuple[str, ...], named: bool) -> None:
+        source = self._pair(*saved_names)
+        optimizer = co.AdamW(source)
+        _train(optimizer, dict(list(source.items())[:1]), 2)
+        saved = _file(co.named_state_dict(optimizer) if named else optimizer.state_dict())
+        target = self._pair(*names)
+        resumed = pickle.loads(pickle.dumps(co.AdamW(target)))
+        assert resumed.load_state_dict(saved) == co.LoadReport([], [], [])
+        (state,), (expected,) = resumed.state.values(), optimizer.state.values()
+        assert torch.equal(state["exp_avg"], expected["exp_avg"])
+        assert state["step"] == 2
+
+    def test_an_alias_never_takes_what_another_parameter_owns(self) -> None:
+        untied = {name: nn.Parameter(torch.ones(2, 3)) for name in ("embed.weight", "head.weight")}
+        optimizer = co.AdamW(untied)
+        _train(optimizer, untied, 2)
+        tied = co.AdamW(self._pair("embed.weight", "head.weight"))
+        with pytest.raises(ValueError, match=r"; unexpected: head.weight$"):
+            tied.load_state_dict(optimizer.state_dict())
+        with pytest.raises(ValueError, match=r"; missing: head.weight$"):
+            optimizer.load_state_dict(tied.state_dict())
+
+
+def test_a_module_that_is_named_like_a_wrapper() -> None:
+    """Removing "module." would make both names one."""
+    model = _model(["weight", "module.weight"])
+    optimizer = co.AdamW(model)
+    _train(optimizer, model, 2)
+    other = _model(["module.weight", "weight"])
+    resumed = co.AdamW(other)
+    assert resumed.load_state_dict(_file(optimizer.state_dict())) == co.LoadReport([], [], [])
+    for name, param in model.items():
+        assert torch.equal(resumed.state[other[name]]["exp_avg"], optimizer.state[param]["exp_avg"])
+
+
+_FORMS: dict[str, Any] = {
+    "tensors": lambda m: m.values(),
+    "pairs": lambda m: iter(m.items()),
+    "dict": dict,
+    "groups of tensors": lambda m: [{"params": [p]} for p in m.values()],
+    "groups of pairs": lambda m: [{"params": [item]} for item in m.items()],
+    "groups of dicts": lambda m: [{"params": {n: p}} for n, p in m.items()],
+    "groups of a dict and pairs": lambda m: [{"params": dict([i]) if i[0] == "a" else iter([i])} for i in m.items()],
+    "a single tensor in a group": lambda m: [{"params": p} for p in m.values()],
+}
+
+
+@pytest.mark.parametrize("form", _FORMS)
+def test_constructor_forms(form: str) -> None:
+    model = _model("ab")
+    optimizer = co.AdamW(_FORMS[form](model))
+    assert [p for g in optimizer.param_groups for p in g["params"]] == list(model.values())
+    has_names = not form.endswith(("tensors", "group"))
+    assert [g.get("param_names") for g in optimizer.param_groups] == (
+        ([["a", "b"]] if len(optimizer.param_groups) == 1 else [["a"], ["b"]])
+        if has_names
+        else [None] * len(optimizer.param_groups)
+    )
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        lambda m: [("a", m["a"]), m["b"]],
+        lambda m: [m["a"], ("b", m["b"])],
+        lambda m: [{"params": [("a", m["a"])]}, {"params": [m["b"]]}],
+        lambda m: [{"params": [m["a"]]}, {"params": {"b": m["b"]}}],
+    ],
+)
+def test_names_for_some_parameters_only_are_an_error(params: Any) -> None:
+    model = _model("ab")
+    with pytest.raises(ValueError, match="all optimizer .*params? .*should be with/without names"):
+        co.AdamW(params(model))
+
+
+def test_the_hook_of_torchs_documentation() -> None:
+    """It reorders the state by name before the load, for an optimizer that goes by position."""
+
+    def names_matching(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        adapted = copy.deepcopy(optimizer.state_dict())
+        for own, loaded in zip(adapted["param_groups"], state_dict["param_groups"], strict=True):
+            own.update({k: v for k, v in loaded.items() if k not in ("params", "param_names")})
+            for index, name in zip(own["params"], own["param_names"], strict=True):
+                loaded_index = loaded["params"][loaded["param_names"].index(name)]
+                adapted["state"][index] = copy.deepcopy(state_dict["state"][loaded_index])
+        return adapted
+
+    model, other = _model("abc"), _model("cab")
+    optimizer, resumed = co.AdamW(model, lr=0.5), co.AdamW(other)
+    _train(optimizer, model, 2)
+    resumed.register_load_state_dict_pre_hook(names_matching)
+    resumed.load_state_dict(optimizer.state_dict())
+    assert resumed.hyperparameters() == optimizer.hyperparameters()
+    for name, param in model.items():
+        assert torch.equal(resumed.state[other[name]]["exp_avg"], optimizer.state[param]["exp_avg"])
+
+
+def test_what_is_loaded_is_not_kept() -> None:
+    model = _model("a")
+    saved = co.AdamW(model).state_dict()
+    saved["param_groups"][0]["initial_lr"] = torch.tensor(0.5)
+    optimizer = co.AdamW(model)
+    optimizer.load_state_dict(saved)
+    saved["param_groups"][0]["initial_lr"].fill_(9.0)
+    assert optimizer.param_groups[0]["initial_lr"] == 0.5
+
+
+@pytest.mark.parametrize("case", make.CASES)
+@pytest.mark.parametrize("version", [1])
+def test_stored_checkpoints_of_every_format_version(version: int, case: str) -> None:
+    path = Path(make.__file__).parent / f"format_version_{version}.pt"
+    stored = torch.load(path, weights_only=True)[case]
+    assert stored["state_dict"]["format_version"] == version
+    params = {name: nn.Parameter(value) for name, value in reversed(stored["params"].items())}
+    optimizer = make.optimizer(case, params)
+    for group in optimizer.param_groups:
+        group["weight_decay"] = 0.25
+        group["lr"] = 0.05
+    report = optimizer.load_state_dict(stored["state_dict"], strict=False)
+    assert not report.missing
+    assert not report.unexpected
+    optimizer = make.optimizer(case, dict(reversed(params.items())))
+    optimizer.load_state_dict(stored["state_dict"])
+    make.train(optimizer, params, 3, 6)
+    for name, param in params.items():
+        assert torch.allclose(param, stored["after"][name], rtol=1e-12, atol=0)
