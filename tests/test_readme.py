@@ -39,6 +39,7 @@ COMMANDS = {
     "tools/run --help": ["tools/run", "--help"],
     "tools/test": ["tools/test", "--collect-only", "-q"],
     "python -m perf gates": [sys.executable, "-m", "perf", "gates", "--help"],
+    "tools/convert": [sys.executable, "tools/convert", "--help"],
     "python tools/readme.py": [sys.executable, "tools/readme.py"],
 }
 

@@ -1,4 +1,4 @@
-"""How the files here were made: ``python tests/data/make.py`` at the commit that first had a format_version.
+"""How the files here were made: ``python tests/data/make.py`` while their format_version was the current one.
 
 A file stays as it is for ever; a new format_version gets a new one.
 """
