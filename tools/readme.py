@@ -1,10 +1,11 @@
-"""The parts of README.md that are generated: the table of optimizers, from the registry.
+"""The parts of README.md that are generated: the optimizers, from the registry, and step times, from the results.
 
 ``python tools/readme.py`` rewrites them; a test fails while they are stale.
 """
 
 from __future__ import annotations
 
+import csv
 import inspect
 import re
 from pathlib import Path
@@ -13,7 +14,8 @@ import compiled_optim as co
 from compiled_optim.fields import Hyper, Static
 
 README = Path(__file__).resolve().parent.parent / "README.md"
-_BLOCK = re.compile(r"(<!-- generated: optimizers -->\n).*?(<!-- end -->)", re.DOTALL)
+RESULTS = README.parent / "perf" / "results" / "step.csv"
+_BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def optimizers_table() -> str:
@@ -35,9 +37,26 @@ def _is_optimizer(value: object) -> bool:
     return isinstance(value, type) and issubclass(value, co.CompiledOptimizer) and value is not co.CompiledOptimizer
 
 
+def speed_table() -> str:
+    """One Markdown row per measured workload: the latest median step times with fresh gradients, and their source."""
+    with RESULTS.open() as file:
+        measured = [
+            row for row in csv.DictReader(file) if row["metric"] == "step, fresh gradients" and row["optimizer"] == "adamw"
+        ]
+    latest = {(row["workload"], row["competitor"]): row for row in measured}
+    rows = ["| AdamW step | compiled_optim | torch fused | ratio |", "|---|---|---|---|"]
+    for workload in dict.fromkeys(row["workload"] for row in measured):
+        ours, fused = (float(latest[workload, name]["p50"]) for name in ("compiled_optim", "torch fused"))
+        rows.append(f"| {workload} | {ours:.3g} ms | {fused:.3g} ms | {ours / fused:.2f} |")
+    last = measured[-1]
+    source = f"{last['device']}, {last['threads']} threads, torch {last['torch']}; medians from `perf/results/step.csv`."
+    return "\n".join([*rows, "", source])
+
+
 def generated(text: str) -> str:
     """``text`` with its generated parts brought up to date."""
-    return _BLOCK.sub(lambda match: f"{match[1]}{optimizers_table()}\n{match[2]}", text)
+    tables = {"optimizers": optimizers_table, "speed": speed_table}
+    return _BLOCK.sub(lambda match: f"{match[1]}{tables[match[2]]()}\n{match[3]}", text)
 
 
 if __name__ == "__main__":
