@@ -16,7 +16,7 @@ from torch import Tensor
 
 from compiled_optim.fields import Rule
 from compiled_optim.hyperparameters import ParamGroup, scalar_dtype
-from compiled_optim.sharding import is_sharded, local, local_gradient
+from compiled_optim.sharding import is_sharded, local, local_gradient, placement
 from compiled_optim.state import LocalState, OptimizerState, ParamState, complete, initial_values, scalar_names
 
 _DTYPE = attrgetter("dtype")
@@ -47,8 +47,9 @@ def parameter_name(group: Mapping[str, Any], group_index: int, index: int) -> st
 
 
 class Plan:
-    """The parameters of one device and one set of static choices.
+    """The parameters of one device and one set of static choices; DTensors also share their mesh and placements.
 
+    The optimizer's first plan leads: it writes down what became of the whole step.
     ``scalars`` is a (1 + scalars, tensors) float64 matrix: step counts first, then the rule's scalars; each parameter's
     state holds 0-dim views of its column.
     """
@@ -60,6 +61,8 @@ class Plan:
         device: torch.device,
         members: Sequence[Member],
         groups: Sequence[ParamGroup],
+        *,
+        leads: bool,
     ) -> None:
         self.rule = rule
         self.statics = dict(statics)
@@ -67,7 +70,8 @@ class Plan:
         self.device = device
         self.members = list(members)
         self.params = [m.owner for m in self.members]
-        self._sharded = any(map(is_sharded, self.params))
+        self.sharded = is_sharded(self.params[0])
+        self.leads = leads
         self.grad_dtypes = [p.dtype if (g := gradient(p)) is None else g.dtype for p in self.params]
         self._addresses = self._locate()
         used = sorted({m.group for m in self.members})
@@ -96,7 +100,7 @@ class Plan:
             raise TypeError(f"{self.rule.name} does not support sparse gradients; '{name}' has one")
         if list(map(_DTYPE, present)) != dtypes or self._locate() != self._addresses:
             return None
-        if self._sharded:
+        if self.sharded:
             return [None if g is None else local_gradient(g, p) for g, p in zip(grads, self.params, strict=True)]
         return grads
 
@@ -111,7 +115,7 @@ class Plan:
         }
 
     def _locate(self) -> list[int]:
-        return list(map(Tensor.data_ptr, map(local, self.params) if self._sharded else self.params))
+        return list(map(Tensor.data_ptr, map(local, self.params) if self.sharded else self.params))
 
     def _gather_scalars(self) -> Tensor:
         names = scalar_names(self.rule)
@@ -145,5 +149,8 @@ def partition(rule: Rule, groups: Sequence[ParamGroup], state: OptimizerState) -
             complete(rule, rule.present_buffers(choices), param, state[param], initial_values(rule, group))
             own = LocalState(state[param]) if is_sharded(param) else state[param]
             member = Member(param, parameter_name(group, i, j), i, own)
-            members.setdefault((param.device, *choices.items()), []).append(member)
-    return [Plan(rule, dict(choices), device, together, groups) for (device, *choices), together in members.items()]
+            members.setdefault((param.device, placement(param), *choices.items()), []).append(member)
+    return [
+        Plan(rule, dict(choices), device, together, groups, leads=index == 0)
+        for index, ((device, _, *choices), together) in enumerate(members.items())
+    ]
