@@ -18,7 +18,7 @@ from compiled_optim.controls import Controls
 from compiled_optim.events import EventLog
 from compiled_optim.fields import Declared, Flag, Hyper, Static, flag
 from compiled_optim.hyperparameters import ParamGroup
-from compiled_optim.lowering import cpp
+from compiled_optim.lowering import cpp_library
 from compiled_optim.lowering.eager import EagerLowering
 from compiled_optim.lowering.inductor import InductorLowering
 from compiled_optim.lowering.multi_tensor import MultiTensorLowering
@@ -394,7 +394,7 @@ class CompiledOptimizer(Declared, Optimizer):
         on_cpu = plan.device.type == "cpu"
         if differentiable or self._lowering == "eager":
             return EagerLowering(plan, self._controls, differentiable=differentiable)
-        if on_cpu and cpp.compiler() is None:
+        if on_cpu and cpp_library.compiler() is None:
             self.events.fall_back(
                 f"{type(self).__name__} runs eager: no C++ compiler was found",
                 "install g++ or clang++, or name one in the environment variable CXX",

@@ -11,12 +11,13 @@ from rich.table import Table
 
 from perf.competitors import FUSED, OURS, working
 from perf.first_step import measure_first_step
-from perf.measure import measure_step
+from perf.measure import measure_overhead, measure_step
 from perf.results import Row
 
 TRIES = 3
 ROUNDS = {"gpt2-124m": 21, "small-148": 201}
 FIRST_STEPS = 3
+HOST_CHECKS = 101
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ def checks(device: torch.device, record: Callable[[Sequence[Row]], None]) -> lis
         _step_check("small-148", 1.10, device, record),
         _step_check("gpt2-124m", 1.05, device, record),
         _first_step_check(device, record),
+        _host_check(record),
     ]
 
 
@@ -120,3 +122,20 @@ def _first_step_check(device: torch.device, record: Callable[[Sequence[Row]], No
         }
 
     return Check((*absolute.values(), wall, compiling), measure)
+
+
+def _host_check(record: Callable[[Sequence[Row]], None]) -> Check:
+    limits = {148: 40.0, 1000: 200.0}
+    promises = {
+        n: Promise(f"AdamW steady-state check, {n} tensors, fresh gradients", limit, "us") for n, limit in limits.items()
+    }
+
+    def measure() -> dict[str, float]:
+        values = {}
+        for count, promise in promises.items():
+            rows = measure_overhead(f"small-{count}", "adamw", rounds=HOST_CHECKS)
+            record(rows)
+            values[promise.name] = count * next(r.p50 for r in rows if r.metric == "steady-state check")
+        return values
+
+    return Check(tuple(promises.values()), measure)

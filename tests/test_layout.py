@@ -20,6 +20,8 @@ PACKAGE = Path(co.__file__).parent
 LAYERS = [
     {"watched", "fields", "formats", "sharding", "traced", "torch_internals"}
     | {"lowering.vocabulary", "lowering.layout", "lowering.cache"},
+    {"lowering.cpp_library"},
+    {"addresses"},
     {"hyperparameters", "files", "lowering.elementwise", "lowering.gradient"},
     {"state", "controls"},
     {"plan", "lowering.symbols"},

@@ -8,10 +8,12 @@ address 0 there and is left alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 
+from compiled_optim.addresses import Addresses
 from compiled_optim.controls import Controls
 from compiled_optim.events import EventLog, Signature, kernel_signature
 from compiled_optim.fields import real_numel
@@ -24,8 +26,7 @@ from compiled_optim.state import scalar_names
 BACKENDS: dict[str, Callable[[Signature], Kernel]] = {"cpu": cpp.build, "cuda": triton.build}
 """By device type, what makes the kernel of a signature."""
 
-_IS_CONTIGUOUS: Callable[..., bool] = Tensor.is_contiguous
-_ADDRESS = Tensor.data_ptr
+_NOWHERE = 16  # the address of an empty gradient, which has none: 0 says that there is no gradient
 
 _kernels: dict[Signature, Kernel] = {}
 
@@ -105,6 +106,7 @@ class Table:
 
     def __init__(self, plan: Plan, controls: Controls, positions: Sequence[int], kernel: Kernel, *, leads: bool) -> None:
         self.positions = tuple(positions)
+        self._plan = plan
         self._controls = controls
         self._groups = plan.groups
         self._hyper_names = [h.name for h in plan.rule.hypers]
@@ -130,32 +132,33 @@ class Table:
         self.square_sums = self.all_square_sums = self._scratch(0)
         self.leads = leads
         self.elements = sum(numels)
-        self._own_grads = self._upload([0] * len(members))
+        self._addresses = Addresses(len(members))
+        self._own_grads = self._addresses.values if plan.device.type == "cpu" else self._upload([0] * len(members))
         self.grads = self._own_grads
         self._hyper_tensors = self._read_hypers()  # held, so that no other tensor takes their addresses
         self.hypers = self._upload([0] * len(self._hyper_tensors))
         self._hyper_addresses: list[int] = []
         self._hyper_copies: list[tuple[Tensor, Tensor]] = []
-        self._grad_addresses: list[int] = []
         self._state_aligned = _aligned(address for row in vectors for address in row)
         self.aligned = self._state_aligned
-        self._contiguous = all(layout.is_contiguous for layout in self._layouts)
         self._staged = [i for i, layout in enumerate(self._layouts) if layout.stage is not None]
+        self._unlike = bool(self._staged) or 0 in numels  # some gradients are not read where they are
         self._held: Sequence[Tensor | None] = ()
-        self._spare = torch.empty_like(self._own_grads, device="cpu").pin_memory() if plan.device.type == "cuda" else None
+        self._spare = torch.empty_like(self._addresses.values).pin_memory() if plan.device.type == "cuda" else None
         self._captured: list[Tensor] = []
+        self._captured_last = False
 
     def prepare(self, grads: Sequence[Tensor | None]) -> None:
         """Bring the table up to date with ``grads`` and the hyperparameters, for one run of its kernel."""
-        whole = type(None) not in set(map(type, grads))
-        if not (whole and self._contiguous and all(map(_IS_CONTIGUOUS, grads))):
+        if self._plan.gradients_in_place and not self._unlike:
+            changed = self._addresses.read(cast("list[Tensor]", grads))
+        else:
             grads = [None if g is None else layout.arranged(g) for layout, g in zip(self._layouts, grads, strict=True)]
-        # An empty gradient has no address, and 0 would say that there is no gradient.
-        addresses = [0 if g is None else _ADDRESS(g) or 16 for g in grads]
+            changed = self._addresses.set([0 if g is None else g.data_ptr() or _NOWHERE for g in grads])
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            self._capture_gradients(addresses)
-        elif addresses != self._grad_addresses:
-            self._write_gradients(addresses)
+            self._capture_gradients()
+        elif self._device.type != "cpu" and (changed or self._captured_last):
+            self._write_gradients()
         self._refresh_hypers()
         for i in self._staged:
             self._layouts[i].load()
@@ -168,32 +171,30 @@ class Table:
                 self._layouts[i].store()
         self._held = ()
 
-    def _write_gradients(self, addresses: list[int]) -> None:
-        self._grad_addresses = addresses
-        self.grads = self._own_grads
-        self._write(self.grads, addresses)
-        if self._device.type != "cpu":
-            self.aligned = self._state_aligned and _aligned(addresses)
-            if self._spare is None:
-                self._spare = torch.empty_like(self._own_grads, device="cpu").pin_memory()
+    def _write_gradients(self) -> None:
+        self.grads, self._captured_last = self._own_grads, False
+        self.grads.copy_(self._addresses.values.pin_memory(), non_blocking=True)
+        self.aligned = self._state_aligned and _aligned(self._addresses.values.tolist())
+        if self._spare is None:
+            self._spare = torch.empty_like(self._addresses.values).pin_memory()
 
-    def _capture_gradients(self, addresses: list[int]) -> None:
-        """Make writing ``addresses`` a part of the graph that is being captured, in memory that no other step uses.
+    def _capture_gradients(self) -> None:
+        """Make writing the addresses a part of the graph that is being captured, in memory that no other step uses.
 
         So a replay finds its own gradients whatever steps were taken outside of the graph.
         """
         if self._spare is None:
             raise RuntimeError("a second step is being captured without a step in between; take one before capturing again")
-        self._spare.copy_(torch.tensor(addresses, dtype=torch.int64))
+        self._spare.copy_(self._addresses.values)
         self.grads = torch.empty_like(self._own_grads).copy_(self._spare, non_blocking=True)
         self._captured += [self._spare, self.grads]  # read by every replay
-        self._spare, self._grad_addresses = None, []
-        self.aligned = self._state_aligned and _aligned(addresses)
+        self._spare, self._captured_last = None, True
+        self.aligned = self._state_aligned and _aligned(self._addresses.values.tolist())
 
     def _refresh_hypers(self) -> None:
         """Write the addresses of hyperparameters that were assigned, and copy those that are not float64."""
         tensors = self._read_hypers()
-        addresses = list(map(_ADDRESS, tensors))
+        addresses = [t.data_ptr() for t in tensors]
         if addresses != self._hyper_addresses:
             read = [t if self._readable(t) else torch.empty((), dtype=torch.float64, device=self._device) for t in tensors]
             self._hyper_copies = [(own, t.detach()) for own, t in zip(read, tensors, strict=True) if own is not t]
