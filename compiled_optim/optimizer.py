@@ -24,6 +24,7 @@ from compiled_optim.lowering.inductor import InductorLowering
 from compiled_optim.lowering.multi_tensor import MultiTensorLowering
 from compiled_optim.lowering.square_sums import SquareSums
 from compiled_optim.plan import Plan, parameter_name, partition, structure
+from compiled_optim.schedule import Schedule, Schedules
 from compiled_optim.sharding import is_sharded
 from compiled_optim.state import OptimizerState, ParamState
 from compiled_optim.torch_internals import outside_dynamo
@@ -113,6 +114,7 @@ class CompiledOptimizer(Declared, Optimizer):
         self.events = EventLog()
         self._controls = Controls(torch.device("cpu"))
         self._square_sums: SquareSums | None = None
+        self._schedules = Schedules()
         self._traceable: list[Tensor] = []
         self._number = traced.register(self)
         self._changed = True
@@ -317,11 +319,13 @@ class CompiledOptimizer(Declared, Optimizer):
             unit.compile()
         if self._controls.measures_norm and self._square_sums is None:
             self._square_sums = SquareSums(self.units)
+        self._schedules.hold()
         for unit, unit_grads in zip(self.units, grads, strict=True):
             unit.prepare(unit_grads)
 
     def launch(self) -> None:
         """The device's part of a prepared step; a graph may capture it."""
+        self._schedules.evaluate()
         if self._square_sums is not None:
             self._square_sums.measure()
         for unit in self.units:
@@ -386,6 +390,7 @@ class CompiledOptimizer(Declared, Optimizer):
             raise ValueError("differentiable=True does not work with max_grad_norm and skip_nonfinite: clip before the step")
         self.units = [self._lower(plan, differentiable) for plan in plans]
         self._square_sums = None
+        self._schedules.follow(groups, plans)
         self._group_shapes = [self._group_shape(g) for g in groups]
         self._traceable = [p for g in groups for p in g["params"]]
         self._changed = False
@@ -409,6 +414,36 @@ class CompiledOptimizer(Declared, Optimizer):
                 f"'{plan.members[0].name}' is on {plan.device}"
             )
         return InductorLowering(plan, self._controls, self.events)
+
+    def schedule(self, group: int | None = None, **functions: Schedule | None) -> None:
+        """Make hyperparameters functions of the step count, evaluated on the device as part of every step.
+
+        A captured graph then moves them by itself, without the host: ``opt.schedule(lr=lambda step: 0.1 * 0.99**step)``. The
+        value is written into the group's tensor before the step uses it, and overrides what was assigned.
+
+        Args:
+            group: the index of a group; None for all groups.
+            **functions: by hyperparameter, a function from the step that is about to be taken to the value. The step is a
+                0-dim float64 tensor, one more than the largest step count of any parameter: 1 at first, and what a loaded
+                checkpoint or a skipped step make of it. The value is a 0-dim tensor or a number, a tuple of them for
+                ``betas``; only the first one is checked against the hyperparameter's range. The function must consist of
+                torch operations. None ends the schedule, at the value that it has reached.
+
+        Raises:
+            TypeError, ValueError: a function does not fit; no schedule is changed then.
+            IndexError: there is no such group.
+        """
+        indices = range(len(self.param_groups)) if group is None else [range(len(self.param_groups))[group]]
+        hypers = {h.name: h for h in self.fields_of(Hyper)}
+        unknown = functions.keys() - hypers.keys()
+        if unknown:
+            raise ValueError(f"{type(self).__name__} has no hyperparameter '{min(unknown)}'; it has {', '.join(hypers)}")
+        schedules = self._schedules.copy()
+        for index in indices:
+            for name, function in functions.items():
+                schedules.set(index, self._groups[index], hypers[name], function)
+        self._schedules = schedules
+        self._changed = True
 
     def hyperparameters(self) -> list[dict[str, Any]]:
         """The hyperparameters of each group as Python floats, for logs and JSON. Waits for the device."""
@@ -492,7 +527,7 @@ class CompiledOptimizer(Declared, Optimizer):
         return cast(OptimizerState, self.state)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"lowering": self._lowering, "aliases": self._aliases}
+        own = {"lowering": self._lowering, "aliases": self._aliases, "schedules": self._schedules.functions}
         return {**super().__getstate__(), **own, "max_grad_norm": self.max_grad_norm, "skip_nonfinite": self.skip_nonfinite}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -500,9 +535,11 @@ class CompiledOptimizer(Declared, Optimizer):
         self._aliases = dict(state.pop("aliases", getattr(self, "_aliases", {})))
         self.max_grad_norm = state.pop("max_grad_norm", getattr(self, "max_grad_norm", None))
         self.skip_nonfinite = state.pop("skip_nonfinite", getattr(self, "skip_nonfinite", False))
+        schedules = state.pop("schedules", {})
         super().__setstate__(state)
         self._lowering = lowering
         self._reset()
+        self._schedules.functions = dict(schedules)
         own = OptimizerState(self._mark_changed)
         for param, values in state.get("state", self.state).items():
             own.set_quietly(param, ParamState(self._mark_changed, values))

@@ -25,7 +25,7 @@ LAYERS = [
     {"hyperparameters", "files", "lowering.elementwise", "lowering.gradient"},
     {"state", "controls"},
     {"plan", "lowering.symbols"},
-    {"events", "checkpoint", "lowering.coefficients", "lowering.rows", "lowering.square_sums"},
+    {"events", "checkpoint", "schedule", "lowering.coefficients", "lowering.rows", "lowering.square_sums"},
     {"lowering.cpp", "lowering.triton", "lowering.eager"},
     {"lowering.multi_tensor", "lowering.inductor"},
     {"optimizer"},
