@@ -142,6 +142,43 @@ def measure_overhead(workload: str, optimizer: str, *, rounds: int) -> list[Row]
     ]
 
 
+def measure_bandwidth(workload: str, optimizer: str, device: torch.device, *, rounds: int, warmup: int = 3) -> list[Row]:
+    """Gigabytes per second that a step moves, counted as each number read and written once, and that a plain copy moves."""
+    params = make_params(shapes(workload), device)
+    for param, grad in zip(params, make_gradients(shapes(workload), device, 1), strict=True):
+        param.grad = grad
+    made = competitor(optimizer, OURS).make(params)
+    buffers = [v for s in made.state.values() for v in s.values() if v.dim()]
+    moved = {"step": sum(3 * _bytes(p) for p in params) + sum(2 * _bytes(b) for b in buffers)}
+    source = torch.ones(min(2**28, moved["step"] // 8), device=device)
+    target = torch.empty_like(source)
+    moved["copy"] = 2 * _bytes(source)
+    samples: Samples = {"step": [], "copy": []}
+    for index in range(-warmup, rounds):
+        for metric, call in (("step", made.step), ("copy", lambda: target.copy_(source))):
+            seconds = _timed(call, device)
+            if index >= 0:
+                samples[metric].append(moved[metric] / seconds / 1e9)
+    return [
+        Row(
+            "bandwidth",
+            workload,
+            optimizer,
+            OURS if metric == "step" else "copy",
+            metric,
+            "GB/s",
+            *percentiles(values),
+            None,
+            rounds,
+        )
+        for metric, values in samples.items()
+    ]
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
 class _NoKernel:
     """Stands for a kernel whose run takes no time."""
 
