@@ -165,7 +165,12 @@ class CompiledOptimizer(Declared, Optimizer):
         self._aliases |= aliases
         self._changed = True
         if isinstance(getattr(self, "state", None), OptimizerState):
-            self._rebuild()
+            try:
+                self._rebuild()
+            except (TypeError, ValueError):
+                self.param_groups.pop()
+                self._aliases = {name: kept for name, kept in self._aliases.items() if name not in aliases}
+                raise
 
     def _new_group(self, values: Mapping[str, Any], index: int) -> ParamGroup:
         device = values["params"][0].device if values["params"] else torch.get_default_device()

@@ -250,3 +250,16 @@ def test_a_bad_norm_later_changes_nothing() -> None:
         with pytest.raises(error, match="max_grad_norm"):
             optimizer.step()
         assert _equal(before, _snapshot(params, optimizer))
+
+
+def test_a_group_that_does_not_fit_is_not_added() -> None:
+    params, twins = parameters(torch.float32), parameters(torch.float32)
+    optimizer, twin = (co.SGD(ps[:3], lr=0.1, max_grad_norm=0.3) for ps in (params, twins))
+    with pytest.raises(ValueError, match="differentiable=True does not work with max_grad_norm"):
+        optimizer.add_param_group({"params": params[3:], "differentiable": True})
+    assert len(optimizer.param_groups) == 1
+    for step in range(2):
+        give_gradients(params[:3], twins[:3], step)
+        optimizer.step()
+        twin.step()
+    assert _equal(_snapshot(params, optimizer), _snapshot(twins, twin))
