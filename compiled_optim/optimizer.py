@@ -165,10 +165,14 @@ class CompiledOptimizer(Declared, Optimizer):
         self._aliases |= aliases
         self._changed = True
         if isinstance(getattr(self, "state", None), OptimizerState):
+            known = list(self.state)
             try:
                 self._rebuild()
             except (TypeError, ValueError):
                 self.param_groups.pop()
+                kept_state = {p: self.state[p] for p in known}
+                self.state.clear()
+                self.state.update(kept_state)
                 self._aliases = {name: kept for name, kept in self._aliases.items() if name not in aliases}
                 raise
 

@@ -37,7 +37,7 @@ def test_demo(tmp_path: Path) -> None:
     assert [m["mode"] for m in report["modes"]] == ["eager", "whole-step"]
     assert [m["graphs"] for m in report["modes"]] == [0, 1]
     assert all(m["recompiles"] == 0 for m in report["modes"])
-    assert all(0 < m["seconds"] for m in report["modes"])
+    assert all(m["seconds"] > 0 for m in report["modes"])
     assert "position_embedding" in names
     assert len(names) == len(torch.load(tmp_path / "checkpoint.pt", weights_only=True)["model"])
     assert report["resumption"]["moved"] > len(names) // 2
