@@ -1,4 +1,4 @@
-"""A CUDA device that is not there: tensors without memory, on which Inductor and Triton compile for a GPU but launch nothing."""
+"""A CUDA device that is not there: tensors without memory, for which Inductor and Triton compile, launching nothing."""
 
 from __future__ import annotations
 
@@ -127,9 +127,9 @@ def fake_cuda(arch: int) -> Iterator[None]:
         enter(mock.patch.dict(device_interface.device_interfaces))
         device_interface.register_interface_for_device("cuda", FakeCuda)
         device_interface.register_interface_for_device("cuda:0", FakeCuda)
-        enter(mock.patch.object(torch.cuda, "get_device_properties", lambda device=None: properties))
-        enter(mock.patch.object(torch.cuda, "current_device", lambda: 0))
-        enter(mock.patch.object(triton_helpers, "set_driver_to_gpu", lambda: None))
+        enter(mock.patch.object(torch.cuda, "get_device_properties", return_value=properties))
+        enter(mock.patch.object(torch.cuda, "current_device", return_value=0))
+        enter(mock.patch.object(triton_helpers, "set_driver_to_gpu"))
         for module in [m for name, m in sys.modules.items() if name.startswith("compiled_optim.")]:
             for name in [n for n, value in vars(module).items() if value is Tensor.data_ptr]:
                 enter(mock.patch.object(module, name, _address))

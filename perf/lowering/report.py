@@ -1,4 +1,4 @@
-"""What one step of an optimizer lowers to, for a GPU that need not be there: the lowerings and stock torch.optim side by side."""
+"""What one step of an optimizer lowers to on a GPU that need not be there: the lowerings, and stock torch.optim."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from perf.lowering.ptx import Access
 from perf.lowering.record import Record, recording
 
 NUMEL = 4096  # elements of each tensor of a workload: whole chunks
-STOCK_LIMIT = 148  # tensors above which Inductor takes minutes for torch.optim
-LOWERINGS = ("multi_tensor", "inductor", "torch")
+STOCK_LIMIT = 10  # tensors above which Inductor takes long, up to minutes, for torch.optim
+REGION_LIMIT = 148  # tensors above which the passes over a graph with the step in it take minutes
 
 _PROBES = (1 << 14, 1 << 15)
 
@@ -89,7 +89,7 @@ class Report:
     """What one step lowers to.
 
     Attributes:
-        lowering: ``multi_tensor``, ``inductor`` or ``torch``.
+        lowering: as given to :func:`lower`.
         graphs: graphs that Inductor compiled; 0 where none is needed.
         launches: of Triton kernels, per step.
         operators: torch operators and library calls on the device, per step.
@@ -128,7 +128,8 @@ def lower(lowering: str, workload: Workload, arch: int, *, stand_in: bool = Fals
     """What ``workload`` lowers to.
 
     Args:
-        lowering: one of :data:`LOWERINGS`.
+        lowering: ``multi_tensor`` or ``inductor``; ``torch``, torch.optim with foreach and compiled; ``region``, the step
+            in a function that the user compiles whole.
         workload: what is stepped.
         arch: compute capability, 90 for sm_90.
         stand_in: let CPU tensors stand in for those of the GPU, much faster where tensors are many. The launches are the
@@ -143,8 +144,9 @@ def lower(lowering: str, workload: Workload, arch: int, *, stand_in: bool = Fals
 
 
 def _multi_tensor(workload: Workload, arch: int, stand_in: bool) -> Report:
+    device = "cpu" if stand_in else "cuda"
     with _on_cpu(arch) if stand_in else fake_cuda(arch):
-        record, seconds = _step(_ours(workload, "cpu" if stand_in else "cuda", "multi_tensor"), "cpu" if stand_in else "cuda")
+        record, seconds = _step(_ours(workload, device, "multi_tensor"), device)
     per_program = _elements_per_program(workload)
     kernels = []
     for name in dict.fromkeys(launch.name for launch in record.launches):
@@ -172,9 +174,10 @@ def _multi_tensor(workload: Workload, arch: int, stand_in: bool) -> Report:
 def _through_inductor(lowering: str, workload: Workload, arch: int) -> Report:
     with fake_cuda(arch):
         torch._dynamo.reset()
-        make = _stock if lowering == "torch" else functools.partial(_ours, device="cuda", lowering="inductor")
+        own = {"inductor": "inductor", "region": "auto"}
+        optimizer = _stock(workload) if lowering == "torch" else _ours(workload, "cuda", own[lowering])
         with mock.patch.object(inductor, "_kernels", {}):
-            record, seconds = _step(make(workload), "cuda", compiled=lowering == "torch")
+            record, seconds = _step(optimizer, "cuda", compiled=lowering != "inductor", whole=lowering == "region")
         modules = [inductor_source.read(g.source, g.elements) for g in record.graphs]
         kernels = tuple(
             _compiled_kernel(name, text, sum(m.launches.count(name) for m in modules), arch)
@@ -199,9 +202,9 @@ def _through_inductor(lowering: str, workload: Workload, arch: int) -> Report:
     )
 
 
-def _step(optimizer: Optimizer, device: str, *, compiled: bool = False) -> tuple[Record, float]:
-    """One steady step, and the seconds of the first."""
-    step = torch.compile(optimizer.step) if compiled else optimizer.step
+def _step(optimizer: Optimizer, device: str, *, compiled: bool = False, whole: bool = False) -> tuple[Record, float]:
+    """One steady step, and the seconds of the first; ``whole`` allows no graph break."""
+    step = torch.compile(optimizer.step, fullgraph=whole) if compiled else optimizer.step
     with recording(device) as record:
         started = time.perf_counter()
         step()
@@ -230,9 +233,7 @@ def _stock(workload: Workload) -> Optimizer:
     cls = getattr(torch.optim, optimizers()[workload.optimizer].__name__, None)
     if cls is None:
         raise ValueError(f"torch.optim has no {workload.optimizer}")
-    options: dict[str, Any] = {
-        name: True for name in ("foreach", "capturable") if name in inspect.signature(cls).parameters
-    }
+    options: dict[str, Any] = {name: True for name in ("foreach", "capturable") if name in inspect.signature(cls).parameters}
     made = [p.requires_grad_() for p in _parameters(workload, "cuda")]
     optimizer: Optimizer = cls(workload.split(made), **options, **HYPERPARAMETERS.get(workload.optimizer, {}))
     if "capturable" in options:
