@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,21 +53,42 @@ class Graph:
 
 @dataclass
 class Record:
-    """What happened, in order, and the seconds that compiling took."""
+    """What happened, in order."""
 
     launches: list[Launch] = field(default_factory=list)
     operators: list[Operator] = field(default_factory=list)
     graphs: list[Graph] = field(default_factory=list)
-    seconds: float = 0.0
 
-    def forget_steps(self) -> None:
-        """Drop what ran so far, but not what was compiled."""
-        for events in (self.launches, self.operators, self.graphs):
-            events.clear()
+
+class Recorder:
+    """Where what happens is written down, while nothing pauses it."""
+
+    def __init__(self) -> None:
+        self._record = Record()
+        self._pauses = 0
+
+    @property
+    def record(self) -> Record:
+        """The record to write to."""
+        return Record() if self._pauses else self._record
+
+    def take(self) -> Record:
+        """What happened since the last call."""
+        taken, self._record = self._record, Record()
+        return taken
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Write nothing down inside."""
+        self._pauses += 1
+        try:
+            yield
+        finally:
+            self._pauses -= 1
 
 
 @contextlib.contextmanager
-def recording(device: str) -> Iterator[Record]:
+def recording(device: str) -> Iterator[Recorder]:
     """Record what Triton and Inductor would launch, under ``fake_cuda`` or ``triton_target``, instead of running it.
 
     Everything else runs, and is recorded where it involves a tensor on ``device``.
@@ -76,30 +96,25 @@ def recording(device: str) -> Iterator[Record]:
     from torch._inductor import compile_fx
     from triton.runtime.jit import JITFunction
 
-    record = Record()
+    recorder = Recorder()
     compile_graph, launch = compile_fx.compile_fx, JITFunction.run
 
     def record_launch(function: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        started = time.perf_counter()
         kernel = launch(function, *args, grid=grid, warmup=True, **kwargs)
-        record.seconds += time.perf_counter() - started
         programs = 1
         for size in grid(kwargs) if callable(grid) else grid:
             programs *= size
-        record.launches.append(Launch(function.__name__, programs, kernel))
+        recorder.record.launches.append(Launch(function.__name__, programs, kernel))
         return kernel
 
-    operators = _Operators(record, device)
-
     def record_graph(module: Any, inputs: Any, *args: Any, **kwargs: Any) -> Callable[..., Any]:
-        started = time.perf_counter()
-        sources = _inductor_sources(compile_graph, module, inputs, *args, **kwargs)
-        record.seconds += time.perf_counter() - started
+        with recorder.paused():
+            sources = _inductor_sources(compile_graph, module, inputs, *args, **kwargs)
 
         def run(*values: Any) -> Any:
             elements = max((v.numel() for v in values if isinstance(v, Tensor)), default=0)
-            record.graphs.extend(Graph(source, elements) for source in sources)
-            with operators.unseen():
+            recorder.record.graphs.extend(Graph(source, elements) for source in sources)
+            with recorder.paused():
                 return module(*values)
 
         return run
@@ -107,9 +122,9 @@ def recording(device: str) -> Iterator[Record]:
     with (
         mock.patch.object(JITFunction, "run", record_launch),
         mock.patch.object(compile_fx, "compile_fx", record_graph),
-        operators,
+        _Operators(recorder, device),
     ):
-        yield record
+        yield recorder
 
 
 class _SourceTaken(BaseException):
@@ -135,30 +150,20 @@ def _inductor_sources(compile_graph: Callable[..., Any], *args: Any, **kwargs: A
 class _Operators(TorchDispatchMode):
     """Records the operators on tensors of one device type; views and allocations do not reach it."""
 
-    def __init__(self, record: Record, device: str) -> None:
+    def __init__(self, recorder: Recorder, device: str) -> None:
         super().__init__()
-        self._record = record
+        self._recorder = recorder
         self._device = device
-        self._hidden = 0
 
     @classmethod
     def is_infra_mode(cls) -> bool:
         """Yes: Dynamo may trace under it."""
         return True
 
-    @contextlib.contextmanager
-    def unseen(self) -> Iterator[None]:
-        """Record nothing inside."""
-        self._hidden += 1
-        try:
-            yield
-        finally:
-            self._hidden -= 1
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = func._schema.name.removeprefix("aten::")
-        if self._hidden or func.is_view or func.namespace != "aten" or name in _WITHOUT_LAUNCH:
+        if func.is_view or func.namespace != "aten" or name in _WITHOUT_LAUNCH:
             return result
         values = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | (kwargs or {})
         written = {a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
@@ -168,7 +173,7 @@ class _Operators(TorchDispatchMode):
         devices = {t.device.type for t in (*reads, *writes, *made)}
         if self._device in devices:
             moved = sum(t.numel() * t.element_size() for t in (*reads, *writes, *made))
-            self._record.operators.append(Operator(name, moved, name in _WAITS, len(devices) > 1))
+            self._recorder.record.operators.append(Operator(name, moved, name in _WAITS, len(devices) > 1))
         return result
 
 

@@ -95,8 +95,10 @@ class Report:
         operators: torch operators and library calls on the device, per step.
         cpp: C++ kernels, per step.
         waits: times the host waits for the device, per step.
-        uploads: copies from host to device, per step.
-        bytes_per_param: moved by kernels and operators together, tables of a few bytes per tensor not counted.
+        uploads: copies from host to device, in a step whose gradients all have new addresses.
+        moved_operators: those of them in a step whose gradients all have new addresses.
+        bytes_per_param: moved by kernels and operators together, tables of a few bytes per tensor not counted; None where an
+            operator's content is not known here.
         kernels: the distinct Triton kernels; empty if they were not compiled.
         sources: their text, and that of the modules around them.
         seconds: from the first call of ``step`` to its end, compiling included.
@@ -111,7 +113,8 @@ class Report:
     cpp: int
     waits: int
     uploads: int
-    bytes_per_param: float
+    moved_operators: int
+    bytes_per_param: float | None
     kernels: tuple[KernelReport, ...]
     sources: tuple[str, ...]
     seconds: float
@@ -146,28 +149,27 @@ def lower(lowering: str, workload: Workload, arch: int, *, stand_in: bool = Fals
 def _multi_tensor(workload: Workload, arch: int, stand_in: bool) -> Report:
     device = "cpu" if stand_in else "cuda"
     with _on_cpu(arch) if stand_in else fake_cuda(arch):
-        record, seconds = _step(_ours(workload, device, "multi_tensor"), device)
+        steps = _steps(_ours(workload, device, "multi_tensor"), device)
     per_program = _elements_per_program(workload)
     kernels = []
-    for name in dict.fromkeys(launch.name for launch in record.launches):
-        launches = [launch for launch in record.launches if launch.name == name]
+    for name in dict.fromkeys(launch.name for launch in steps.steady.launches):
+        launches = [launch for launch in steps.steady.launches if launch.name == name]
         kernels.append(_kernel(name, len(launches), launches[0].kernel, arch, per_program.get(name)))
-    moved = sum(k.bytes_per_param * k.launches for k in kernels if k.bytes_per_param is not None)
-    sources = {launch.kernel.src.fn.src for launch in record.launches}
     return Report(
-        "multi_tensor",
-        workload,
-        f"sm_{arch}",
-        len(record.graphs),
-        len(record.launches),
-        len(record.operators),
-        0,
-        sum(o.waits for o in record.operators),
-        sum(o.crosses for o in record.operators),
-        moved,
-        tuple(kernels),
-        tuple(sources),
-        seconds,
+        lowering="multi_tensor",
+        workload=workload,
+        arch=f"sm_{arch}",
+        graphs=len(steps.steady.graphs),
+        launches=len(steps.steady.launches),
+        operators=len(steps.steady.operators),
+        cpp=0,
+        waits=sum(o.waits for o in (*steps.steady.operators, *steps.moved.operators)),
+        uploads=sum(o.crosses for o in steps.moved.operators),
+        moved_operators=len(steps.moved.operators),
+        bytes_per_param=sum(k.bytes_per_param * k.launches for k in kernels if k.bytes_per_param is not None),
+        kernels=tuple(kernels),
+        sources=tuple({launch.kernel.src.fn.src: None for launch in steps.steady.launches}),
+        seconds=steps.first,
     )
 
 
@@ -177,41 +179,59 @@ def _through_inductor(lowering: str, workload: Workload, arch: int) -> Report:
         own = {"inductor": "inductor", "region": "auto"}
         optimizer = _stock(workload) if lowering == "torch" else _ours(workload, "cuda", own[lowering])
         with mock.patch.object(inductor, "_kernels", {}):
-            record, seconds = _step(optimizer, "cuda", compiled=lowering != "inductor", whole=lowering == "region")
-        modules = [inductor_source.read(g.source, g.elements) for g in record.graphs]
+            steps = _steps(optimizer, "cuda", compiled=lowering != "inductor", whole=lowering == "region")
+        modules = [inductor_source.read(g.source, g.elements) for g in steps.steady.graphs]
         kernels = tuple(
             _compiled_kernel(name, text, sum(m.launches.count(name) for m in modules), arch)
             for name, text in {n: t for m in modules for n, t in m.kernels.items()}.items()
         )
     torch._dynamo.reset()
-    moved = sum(m.bytes for m in modules) + sum(o.bytes for o in record.operators)
+    opaque = any(m.externs for m in modules)
+    moved = sum(m.bytes for m in modules) + sum(o.bytes for o in steps.steady.operators)
+    sources = tuple(dict.fromkeys(g.source for g in steps.steady.graphs))
     return Report(
-        lowering,
-        workload,
-        f"sm_{arch}",
-        len({g.source for g in record.graphs}),
-        sum(len(m.launches) for m in modules),
-        len(record.operators) + sum(len(m.externs) for m in modules),
-        sum(len(m.cpp) for m in modules),
-        sum(o.waits for o in record.operators) + sum(len(m.waits) for m in modules),
-        sum(o.crosses for o in record.operators),
-        moved / workload.elements,
-        kernels,
-        tuple(dict.fromkeys(g.source for g in record.graphs)),
-        seconds,
+        lowering=lowering,
+        workload=workload,
+        arch=f"sm_{arch}",
+        graphs=len(sources),
+        launches=sum(len(m.launches) for m in modules),
+        operators=len(steps.steady.operators) + sum(len(m.externs) for m in modules),
+        cpp=sum(len(m.cpp) for m in modules),
+        waits=sum(o.waits for o in steps.moved.operators) + sum(len(m.waits) for m in modules),
+        uploads=sum(o.crosses for o in steps.moved.operators),
+        moved_operators=len(steps.moved.operators) + sum(len(m.externs) for m in modules),
+        bytes_per_param=None if opaque else moved / workload.elements,
+        kernels=kernels,
+        sources=sources,
+        seconds=steps.first,
     )
 
 
-def _step(optimizer: Optimizer, device: str, *, compiled: bool = False, whole: bool = False) -> tuple[Record, float]:
-    """One steady step, and the seconds of the first; ``whole`` allows no graph break."""
+@dataclass(frozen=True)
+class _Steps:
+    """The seconds of the first step, a step like the one before, and one after all gradients moved."""
+
+    first: float
+    steady: Record
+    moved: Record
+
+
+def _steps(optimizer: Optimizer, device: str, *, compiled: bool = False, whole: bool = False) -> _Steps:
+    """Three steps, compiled by the caller where ``compiled``; ``whole`` allows no graph break."""
     step = torch.compile(optimizer.step, fullgraph=whole) if compiled else optimizer.step
     with recording(device) as record:
         started = time.perf_counter()
         step()
-        seconds = time.perf_counter() - started
-        record.forget_steps()
+        first = time.perf_counter() - started
+        record.take()
         step()
-    return record, seconds
+        steady = record.take()
+        with record.paused():
+            for group in optimizer.param_groups:
+                for param in group["params"]:
+                    param.grad = torch.empty_like(param)
+        step()
+        return _Steps(first, steady, record.take())
 
 
 def _parameters(workload: Workload, device: str) -> list[Tensor]:
@@ -264,8 +284,8 @@ def _probed(optimizer: str, dtype: torch.dtype, options: tuple[tuple[str, Any], 
     programs: list[dict[str, int]] = []
     with _on_cpu(80):
         for numel in _PROBES:
-            record, _ = _step(_ours(Workload(optimizer, 1, 1, dtype, numel, options), "cpu", "multi_tensor"), "cpu")
-            programs.append({launch.name: launch.programs for launch in record.launches})
+            steps = _steps(_ours(Workload(optimizer, 1, 1, dtype, numel, options), "cpu", "multi_tensor"), "cpu")
+            programs.append({launch.name: launch.programs for launch in steps.steady.launches})
     small, large = programs
     return {n: (_PROBES[1] - _PROBES[0]) / (large[n] - small[n]) for n in small if large[n] != small[n]}
 

@@ -27,11 +27,20 @@ def show(reports: Sequence[Report], skipped: Mapping[str, str]) -> None:
 
 def _steps(reports: Sequence[Report], title: str) -> Table:
     table = Table("lowering", title=title, title_justify="left")
-    for heading in ("graphs", "launches", "operators", "C++", "waits", "uploads", "bytes/param", "first step s"):
+    for heading in (
+        "graphs",
+        "launches",
+        "operators",
+        "with moved gradients",
+        "C++",
+        "waits",
+        "bytes/param",
+        "first step s",
+    ):
         table.add_column(heading, justify="right")
     for r in reports:
-        numbers = (r.graphs, r.launches, r.operators, r.cpp, r.waits, r.uploads)
-        table.add_row(r.lowering, *map(str, numbers), f"{r.bytes_per_param:.2f}", f"{r.seconds:.1f}")
+        numbers = (r.graphs, r.launches, r.operators, r.moved_operators, r.cpp, r.waits)
+        table.add_row(r.lowering, *map(str, numbers), _decimals(r.bytes_per_param), f"{r.seconds:.1f}")
     return table
 
 
@@ -41,16 +50,19 @@ def _kernels(reports: Sequence[Report]) -> Table:
         table.add_column(heading, justify="right")
     for r in reports:
         for k in r.kernels:
-            moved = "" if k.bytes_per_param is None else f"{k.bytes_per_param:.2f}"
             res = k.resources
             mask = " masked" if k.masked else ""
             table.add_row(
                 r.lowering,
                 k.name,
                 str(k.launches),
-                moved,
+                _decimals(k.bytes_per_param),
                 *map(str, (res.registers, res.spills, res.shared)),
                 " ".join(k.loads) + mask,
                 " ".join(k.stores) + mask,
             )
     return table
+
+
+def _decimals(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
