@@ -32,8 +32,8 @@ def main() -> int:
             continue
         try:
             reports.append(lower(name, workload, options.ARCHITECTURES[args.arch], stand_in=workload.tensors > 1000))
-        except (TypeError, ValueError) as error:
-            skipped[name] = str(error)
+        except (AssertionError, RuntimeError, TypeError, ValueError) as error:
+            skipped[name] = str(error).splitlines()[0]
     table.show(reports, skipped)
     if args.source:
         for report in reports:

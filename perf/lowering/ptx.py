@@ -10,7 +10,7 @@ import functools
 import os
 import re
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 _LABEL = re.compile(r"^(\$\w+):")
@@ -18,7 +18,6 @@ _INSTRUCTION = re.compile(r"^(?:@!?(%p\d+)\s+)?([a-z][\w.:]*)\s*([^;]*);")
 _BRANCH = re.compile(r"\$L\w*BB\w+")
 _REGISTER = re.compile(r"%(?!p\d)\w+(?:\.\w+)?")
 _ACCESS = re.compile(r"^(ld|st|atom|red)\.(?:[\w:]+\.)*?global(?:\.[\w:]+)*$")
-_PATHS = 4096
 
 
 @dataclass(frozen=True)
@@ -110,11 +109,22 @@ def full_path(ptx: str) -> list[Access]:
     if any(a.elementwise for i in looped for a in blocks[i].accesses):
         raise ValueError("element accesses lie in a loop")
 
-    def cost(path: Sequence[int]) -> tuple[bool, int, int]:
-        elements = [a for i in path for a in blocks[i].accesses if a.elementwise]
-        return bool(elements), -sum(a.masked for a in elements), sum(a.bytes for a in elements)
+    def best(i: int) -> dict[bool, tuple[int, int, list[int]]]:
+        """The way from block ``i`` on, with and without element accesses: fewest masked ones, then most bytes."""
+        if i not in known:
+            known[i] = {}  # an edge back to this block leads nowhere
+            own = [a for a in blocks[i].accesses if a.elementwise]
+            onward = [way for s in blocks[i].successors for way in best(s).items()] or [(False, (0, 0, []))]
+            ways: dict[bool, tuple[int, int, list[int]]] = {}
+            for has, (unmasked, moved, path) in onward:
+                way = (unmasked - sum(a.masked for a in own), moved + sum(a.bytes for a in own), [i, *path])
+                ways[has or bool(own)] = max(way, ways.get(has or bool(own), way))
+            known[i] = ways
+        return known[i]
 
-    return [a for i in max(_paths(blocks), key=cost) for a in blocks[i].accesses]
+    known: dict[int, dict[bool, tuple[int, int, list[int]]]] = {}
+    ways = best(0)
+    return [a for i in ways[max(ways)][2] for a in blocks[i].accesses]
 
 
 def accesses(ptx: str) -> list[Access]:
@@ -206,27 +216,3 @@ def _in_loops(blocks: Sequence[_Block]) -> set[int]:
                 seen |= more
                 changed = True
     return {i for i, seen in reach.items() if i in seen}
-
-
-def _paths(blocks: Sequence[_Block]) -> list[list[int]]:
-    """All ways from the entry to the end, each block at most once."""
-    done: list[list[int]] = []
-    open_ = [[0]]
-    while open_:
-        path = open_.pop()
-        onward = [s for s in blocks[path[-1]].successors if s not in path]
-        if not onward:
-            done.append(path)
-        open_ += [[*path, s] for s in onward]
-        if len(done) > _PATHS:
-            raise ValueError(f"more than {_PATHS} paths through the kernel")
-    return done
-
-
-def bytes_moved(path: Sequence[Access]) -> Mapping[str, int]:
-    """Bytes a thread moves on ``path`` for elements, by kind of access."""
-    moved: dict[str, int] = {}
-    for access in path:
-        if access.elementwise:
-            moved[access.kind] = moved.get(access.kind, 0) + access.bytes
-    return moved

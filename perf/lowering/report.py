@@ -249,17 +249,17 @@ def _ours(workload: Workload, device: str, lowering: str) -> Optimizer:
 
 
 def _stock(workload: Workload) -> Optimizer:
-    """torch.optim's optimizer, foreach, with state and learning rate on the device, after its first step made the state."""
+    """torch.optim's optimizer, foreach, with state and learning rate on the device; a first step made the state."""
     cls = getattr(torch.optim, optimizers()[workload.optimizer].__name__, None)
     if cls is None:
         raise ValueError(f"torch.optim has no {workload.optimizer}")
     options: dict[str, Any] = {name: True for name in ("foreach", "capturable") if name in inspect.signature(cls).parameters}
     made = [p.requires_grad_() for p in _parameters(workload, "cuda")]
     optimizer: Optimizer = cls(workload.split(made), **options, **HYPERPARAMETERS.get(workload.optimizer, {}))
+    optimizer.step()
     if "capturable" in options:
         for group in optimizer.param_groups:
             group["lr"] = torch.empty((), device="cuda")
-    optimizer.step()
     return optimizer
 
 
