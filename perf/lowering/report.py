@@ -146,11 +146,20 @@ def lower(lowering: str, workload: Workload, arch: int, *, stand_in: bool = Fals
     return _through_inductor(lowering, workload, arch)
 
 
+def launches(workload: Workload, arch: int = 90) -> list[str]:
+    """The Triton kernels that one step of the multi-tensor lowering launches, in order; CPU tensors stand in for a GPU's."""
+    with cpu_in_place_of_cuda(arch):
+        optimizer = _ours(workload, "cpu", "multi_tensor")
+        with recording("cpu") as recorder:
+            optimizer.step()
+            return [launch.name for launch in recorder.take().launches]
+
+
 def _multi_tensor(workload: Workload, arch: int, stand_in: bool) -> Report:
     device = "cpu" if stand_in else "cuda"
-    with _on_cpu(arch) if stand_in else fake_cuda(arch):
+    with cpu_in_place_of_cuda(arch) if stand_in else fake_cuda(arch):
         steps = _steps(_ours(workload, device, "multi_tensor"), device)
-    per_program = _elements_per_program(workload)
+    per_program = _elements_per_program(workload.optimizer, workload.dtype, workload.options)
     kernels = []
     for name in dict.fromkeys(launch.name for launch in steps.steady.launches):
         launches = [launch for launch in steps.steady.launches if launch.name == name]
@@ -264,7 +273,7 @@ def _stock(workload: Workload) -> Optimizer:
 
 
 @contextlib.contextmanager
-def _on_cpu(arch: int) -> Iterator[None]:
+def cpu_in_place_of_cuda(arch: int) -> Iterator[None]:
     """Let CPU tensors take the lowering of a GPU."""
     with (
         triton_target(arch),
@@ -274,15 +283,11 @@ def _on_cpu(arch: int) -> Iterator[None]:
         yield
 
 
-def _elements_per_program(workload: Workload) -> Mapping[str, float]:
-    """For each kernel whose number of programs grows with the elements: how many elements a program has."""
-    return _probed(workload.optimizer, workload.dtype, workload.options)
-
-
 @functools.cache
-def _probed(optimizer: str, dtype: torch.dtype, options: tuple[tuple[str, Any], ...]) -> Mapping[str, float]:
+def _elements_per_program(optimizer: str, dtype: torch.dtype, options: tuple[tuple[str, Any], ...]) -> Mapping[str, float]:
+    """For each kernel whose number of programs grows with the elements: how many elements a program has."""
     programs: list[dict[str, int]] = []
-    with _on_cpu(80):
+    with cpu_in_place_of_cuda(80):
         for numel in _PROBES:
             steps = _steps(_ours(Workload(optimizer, 1, 1, dtype, numel, options), "cpu", "multi_tensor"), "cpu")
             programs.append({launch.name: launch.programs for launch in steps.steady.launches})
