@@ -37,8 +37,9 @@ def register(optimizer: Steppable) -> int:
 
 # ``custom_op`` would wrap this in Python once more per dispatch key and count the versions of parameters one by one:
 # three times the cost for a thousand tensors.
-_library = torch.library.Library("compiled_optim", "FRAGMENT")
-_library.define("step(Tensor(a!)[] params, Tensor[] grads, int[] positions, int optimizer) -> ()")
+_library = torch.library.Library("compiled_optim", "FRAGMENT")  # type: ignore[no-untyped-call]
+_SCHEMA = "step(Tensor(a!)[] params, Tensor[] grads, int[] positions, int optimizer) -> ()"
+_library.define(_SCHEMA)  # type: ignore[no-untyped-call]
 
 
 def _step(params: list[Tensor], grads: list[Tensor], positions: list[int], optimizer: int) -> None:
@@ -66,5 +67,5 @@ def _step(params: list[Tensor], grads: list[Tensor], positions: list[int], optim
     torch.autograd.graph.increment_version(params)
 
 
-_library.impl("step", _step, "CompositeExplicitAutograd")
+_library.impl("step", _step, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 torch.library.register_fake("compiled_optim::step", lambda params, grads, positions, optimizer: None, lib=_library)
