@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 
+import torch
+
 from perf.lowering import options, results, table
-from perf.lowering.report import REGION_LIMIT, STOCK_LIMIT, Report, Workload, lower
+from perf.lowering.report import REGION_LIMIT, STOCK_LIMIT, Report, Workload, lower, optimizers
 
 _SLOW = {"torch": STOCK_LIMIT, "region": REGION_LIMIT}
 
@@ -13,8 +15,9 @@ _SLOW = {"torch": STOCK_LIMIT, "region": REGION_LIMIT}
 def main() -> int:
     """Lower what the options ask for and print it; its exit status is the command's."""
     args = options.parse(sys.argv[1:])
-    import torch
-
+    if args.optimizer not in optimizers():
+        print(f"there is no optimizer {args.optimizer}; there are {', '.join(optimizers())}", file=sys.stderr)
+        return 2
     torch._logging.set_logs(dynamo=40)
     workload = Workload(
         args.optimizer,

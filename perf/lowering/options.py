@@ -16,7 +16,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         description="Show what one step of an optimizer lowers to on a GPU, without one: graphs, launches, memory traffic, "
         "registers. Kernels are compiled by Triton's own assembler; nothing is run.",
     )
-    parser.add_argument("optimizer", type=str.lower, help="an optimizer of the package, adamw for instance")
+    parser.add_argument("optimizer", type=str.lower, nargs="?", default="adamw", help="an optimizer of the package")
     parser.add_argument("--workload", type=int, choices=(10, 148, 1000, 20000), default=10, help="tensors of 4096 elements")
     parser.add_argument("--groups", type=int, choices=(1, 8), default=1)
     parser.add_argument("--arch", choices=ARCHITECTURES, default="sm_90")

@@ -262,6 +262,8 @@ def _stock(workload: Workload) -> Optimizer:
     cls = getattr(torch.optim, optimizers()[workload.optimizer].__name__, None)
     if cls is None:
         raise ValueError(f"torch.optim has no {workload.optimizer}")
+    if workload.options:
+        raise ValueError(f"torch.optim's step has no {', '.join(name for name, _ in workload.options)}")
     options: dict[str, Any] = {name: True for name in ("foreach", "capturable") if name in inspect.signature(cls).parameters}
     made = [p.requires_grad_() for p in _parameters(workload, "cuda")]
     optimizer: Optimizer = cls(workload.split(made), **options, **HYPERPARAMETERS.get(workload.optimizer, {}))
