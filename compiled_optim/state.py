@@ -67,7 +67,7 @@ def initial_values(rule: Rule, group: Mapping[str, Any]) -> dict[str, float | Te
 def new_buffer(param: Tensor, value: float | Tensor) -> Tensor:
     """A state buffer for ``param``: its shape, dtype, device, memory format and, for a DTensor, placements."""
     buffer = torch.zeros_like(param, memory_format=torch.preserve_format, requires_grad=False)
-    return buffer if value == 0.0 and isinstance(value, float) else fill(buffer, value)
+    return buffer if isinstance(value, float) and value == 0.0 else fill(buffer, value)
 
 
 def fill(entry: Tensor, value: float | Tensor) -> Tensor:

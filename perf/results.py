@@ -56,13 +56,16 @@ def percentiles(samples: Sequence[float]) -> tuple[float, float, float]:
 def frame(rows: Sequence[Row], device: torch.device) -> pd.DataFrame:
     """``rows`` with the columns that say where and when they were measured."""
     table = pd.DataFrame([asdict(row) for row in rows])
-    table["torch"] = torch.__version__
-    table["python"] = platform.python_version()
     table["device"] = device_name(device)
     table["threads"] = torch.get_num_threads()
-    table["commit"] = _commit()
-    table["date"] = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    table = stamp(table)
     return table[COLUMNS]
+
+
+def stamp(table: pd.DataFrame) -> pd.DataFrame:
+    """``table`` with the versions it was made with, and when."""
+    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    return table.assign(torch=torch.__version__, python=platform.python_version(), commit=_commit(), date=now)
 
 
 def append(rows: Sequence[Row], device: torch.device, directory: Path = RESULTS) -> list[Path]:

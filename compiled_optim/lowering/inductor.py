@@ -120,7 +120,8 @@ class Packed:
         self._rows = [-(-real_numel(p) // ROW) for p in self._params]
         count = sum(self._rows) + 1
         owners = torch.tensor([*positions, positions[-1]])
-        self._owner = owners.repeat_interleave(torch.tensor([*self._rows, 1])).to(plan.device)
+        repeats = torch.tensor([*self._rows, 1])
+        self._owner = owners.repeat_interleave(repeats, output_size=count).to(plan.device)
         self._param, self._grad = (
             torch.zeros(count, ROW, dtype=getattr(torch, d), device=plan.device)
             for d in (signature.param_dtype, signature.grad_dtype)
