@@ -16,6 +16,7 @@ from compiled_optim.optimizers.radam import RAdam
 from compiled_optim.optimizers.rmsprop import RMSprop
 from compiled_optim.optimizers.rprop import Rprop
 from compiled_optim.optimizers.sgd import SGD
+from compiled_optim.optimizers.sparse_adam import SparseAdam
 
 __all__ = [
     "ASGD",
@@ -33,6 +34,7 @@ __all__ = [
     "RMSprop",
     "RecompileError",
     "Rprop",
+    "SparseAdam",
     "compile_report",
     "load_named_state_dict",
     "named_state_dict",

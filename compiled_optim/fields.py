@@ -20,6 +20,9 @@ from typing_extensions import dataclass_transform
 Number: TypeAlias = float | Tensor
 """A hyperparameter as a user may give it: a Python number or a 1-element tensor."""
 
+Gradients: TypeAlias = Literal["dense", "sparse"]
+"""The gradients that an optimizer takes; sparse ones are COO tensors."""
+
 # torch.optim's wording in its own error messages, where it is not "<name> value".
 _LABELS = {"lr": "learning rate", "eps": "epsilon value", "betas": "beta parameter at index {index}"}
 
@@ -187,7 +190,8 @@ class Rule:
     ``coefficients(step, <hyperparameters>, <scalars>, <statics>)`` takes float64 vectors with one entry per tensor and
     returns the new scalars followed by the numbers that ``update`` needs, in the order in which ``update`` names them.
     ``update(param, grad, <buffers>, <coefficients>, <statics>)`` is elementwise and returns the new parameter followed by
-    every buffer in declared order. Both name only what they use; an absent buffer is ``None``.
+    every buffer in declared order. Both name only what they use; an absent buffer is ``None``. ``advice`` names the
+    optimizer for gradients of the other kind than ``gradients``.
     """
 
     name: str
@@ -197,6 +201,8 @@ class Rule:
     statics: tuple[Static, ...]
     buffers: tuple[Buffer, ...]
     scalars: tuple[Scalar, ...]
+    gradients: Gradients = "dense"
+    advice: str = ""
 
     def __post_init__(self) -> None:
         known = {"step"}.union(f.name for f in (*self.hypers, *self.scalars, *self.statics))
@@ -257,6 +263,12 @@ class Declared:
     Type checkers read the declaration in the base class, and ask for keywords.
     """
 
+    gradients: ClassVar[Gradients] = "dense"
+    """The gradients that the optimizer takes. Of a sparse one it updates the rows that the gradient names."""
+
+    advice: ClassVar[str] = ""
+    """The optimizer to advise where a gradient is of the other kind."""
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         own = {name: value for name, value in vars(cls).items() if isinstance(value, Field)}
@@ -273,6 +285,8 @@ class Declared:
                 cls.fields_of(Static),
                 cls.fields_of(Buffer),
                 cls.fields_of(Scalar),
+                cls.gradients,
+                cls.advice,
             )
 
     @classmethod

@@ -21,6 +21,7 @@ from compiled_optim.lowering import cpp
 from compiled_optim.lowering.eager import EagerLowering
 from compiled_optim.lowering.inductor import InductorLowering
 from compiled_optim.lowering.multi_tensor import MultiTensorLowering
+from compiled_optim.lowering.sparse_rows import GatheredRowsLowering, RowTableLowering, sparse_lowering
 from compiled_optim.plan import Plan, parameter_name, partition, structure
 from compiled_optim.sharding import is_sharded
 from compiled_optim.state import OptimizerState, ParamState
@@ -28,7 +29,7 @@ from compiled_optim.torch_internals import outside_dynamo
 
 LOWERINGS = ("auto", "multi_tensor", "inductor", "eager")
 
-Lowering: TypeAlias = MultiTensorLowering | InductorLowering | EagerLowering
+Lowering: TypeAlias = MultiTensorLowering | InductorLowering | EagerLowering | RowTableLowering | GatheredRowsLowering
 
 
 class CompiledOptimizer(Declared, Optimizer):
@@ -39,7 +40,7 @@ class CompiledOptimizer(Declared, Optimizer):
             as ``params``. A tensor that a group lists under several names, as ``named_parameters(remove_duplicate=False)``
             lists tied ones, is one parameter: it takes the first name, and checkpoints find it under every one.
         maximize: step along the gradient instead of against it.
-        differentiable: record the step with autograd; implies ``lowering="eager"``.
+        differentiable: record the step with autograd; implies ``lowering="eager"``. Gradients are dense.
         foreach, capturable, fused: accepted for torch.optim's sake and without effect; every lowering is both.
         lowering: ``"multi_tensor"``, ``"inductor"``, ``"eager"``, or ``"auto"``, the fastest for the device.
 
@@ -92,6 +93,8 @@ class CompiledOptimizer(Declared, Optimizer):
         for declared in (*self.fields_of(Static), *self.fields_of(Flag)):
             if isinstance(declared.default, bool) and not isinstance(options[declared.name], bool):
                 raise TypeError(f"{declared.name} must be a bool, got {options[declared.name]!r}")
+        if options["differentiable"] and self.gradients == "sparse":
+            raise ValueError(f"differentiable=True needs dense gradients; {type(self).__name__} takes sparse ones")
         self._lowering = lowering
         self._aliases: dict[str, str] = {}
         self._reset()
@@ -178,6 +181,11 @@ class CompiledOptimizer(Declared, Optimizer):
                 )
             if not (param.is_floating_point() or param.is_complex()):
                 raise ValueError(f"can't optimize '{name}': its dtype is {param.dtype}, not floating point or complex")
+            if param.layout is not torch.strided:
+                raise ValueError(f"{type(self).__name__} requires dense parameter tensors; '{name}' is {param.layout}")
+            if self.gradients == "sparse" and (param.is_complex() or is_sharded(param)):
+                kind = "complex parameters" if param.is_complex() else "DTensors"
+                raise ValueError(f"{type(self).__name__} does not support {kind}; '{name}' is one")
             if group.get("differentiable") and is_sharded(param):
                 raise ValueError(f"differentiable=True does not work with DTensors; '{name}' is one")
             if not group.get("differentiable") and not (param.is_leaf or param.retains_grad):
@@ -234,7 +242,8 @@ class CompiledOptimizer(Declared, Optimizer):
             The closure's loss, if there is a closure.
 
         Raises:
-            TypeError: a gradient is sparse. Nothing is changed then.
+            TypeError: a gradient is sparse where the optimizer takes dense ones, or the other way round. Nothing is
+                changed then.
             RecompileError: something would be compiled again inside ``no_recompiles``. Nothing is changed then.
         """
         loss = None
@@ -253,6 +262,9 @@ class CompiledOptimizer(Declared, Optimizer):
 
     def _step_traced(self) -> None:
         """Record the step in the graph that is being traced; reads nothing that Dynamo treats specially."""
+        if self.gradients == "sparse":
+            torch.ops.compiled_optim.step_own_gradients(self._traceable, self._number)
+            return
         positions = [i for i, p in enumerate(self._traceable) if p.grad is not None]
         params = [self._traceable[i] for i in positions]
         grads = [p.grad for p in params]
@@ -270,8 +282,11 @@ class CompiledOptimizer(Declared, Optimizer):
         """
         if not torch.compiler.is_compiling() and (self._changed or self._regrouped()):
             self._rebuild()
+        unreadable = torch.compiler.is_compiling() and self.gradients == "sparse"
         for param in self._traceable:
-            if param.grad is not None:
+            if unreadable and set_to_none:
+                param.grad = None
+            elif param.grad is not None:
                 if set_to_none:
                     param.grad = None
                 else:
@@ -328,24 +343,32 @@ class CompiledOptimizer(Declared, Optimizer):
         self._changed = False
 
     def _lower(self, plan: Plan, differentiable: bool) -> Lowering:
+        name = self._lowering_for(plan, differentiable)
+        if plan.rule.gradients == "sparse":
+            return sparse_lowering(plan, self.events, name)
+        if name == "eager":
+            return EagerLowering(plan, differentiable=differentiable)
+        return MultiTensorLowering(plan, self.events) if name == "multi_tensor" else InductorLowering(plan, self.events)
+
+    def _lowering_for(self, plan: Plan, differentiable: bool) -> str:
         on_cpu = plan.device.type == "cpu"
         if differentiable or self._lowering == "eager":
-            return EagerLowering(plan, differentiable=differentiable)
+            return "eager"
         if on_cpu and cpp.compiler() is None:
             self.events.fall_back(
                 f"{type(self).__name__} runs eager: no C++ compiler was found",
                 "install g++ or clang++, or name one in the environment variable CXX",
             )
-            return EagerLowering(plan)
+            return "eager"
         served = plan.device.type == "cuda" or (on_cpu and sys.platform == "linux")
         if served and self._lowering != "inductor":
-            return MultiTensorLowering(plan, self.events)
+            return "multi_tensor"
         if self._lowering == "multi_tensor":
             raise ValueError(
                 "lowering='multi_tensor' serves CUDA tensors, and CPU tensors on Linux; "
                 f"'{plan.members[0].name}' is on {plan.device}"
             )
-        return InductorLowering(plan, self.events)
+        return "inductor"
 
     def hyperparameters(self) -> list[dict[str, Any]]:
         """The hyperparameters of each group as Python floats, for logs and JSON. Waits for the device."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -84,21 +84,29 @@ class Plan:
         """The gradients, or None if a parameter moved or a gradient changed its dtype since the plan was made.
 
         Raises:
-            TypeError: a gradient is sparse.
+            TypeError: a gradient is sparse and the rule takes dense ones, or the other way round.
         """
         grads = [p.grad for p in self.params]
         present, dtypes = cast("list[Tensor]", grads), self.grad_dtypes
         if type(None) in set(map(type, grads)):
             present = [g for g in grads if g is not None]
             dtypes = [d for d, g in zip(dtypes, grads, strict=True) if g is not None]
-        if any(map(_IS_SPARSE, present)):
-            name = next(m.name for m, g in zip(self.members, grads, strict=True) if g is not None and g.is_sparse)
-            raise TypeError(f"{self.rule.name} does not support sparse gradients; '{name}' has one")
+        if not set(map(_IS_SPARSE, present)) <= {self.rule.gradients == "sparse"}:
+            self._refuse(grads)
         if list(map(_DTYPE, present)) != dtypes or self._locate() != self._addresses:
             return None
         if self._sharded:
             return [None if g is None else local_gradient(g, p) for g, p in zip(grads, self.params, strict=True)]
         return grads
+
+    def _refuse(self, grads: Sequence[Tensor | None]) -> NoReturn:
+        rule = self.rule
+        refused = "dense" if rule.gradients == "sparse" else "sparse"
+        names = (
+            m.name for m, g in zip(self.members, grads, strict=True) if g is not None and g.is_sparse != (refused == "dense")
+        )
+        advice = f", please consider {rule.advice} instead" if rule.advice else ""
+        raise TypeError(f"{rule.name} does not support {refused} gradients{advice}; '{next(names)}' has one")
 
     def hypers(self) -> dict[str, Tensor | tuple[Tensor, ...]]:
         """The hyperparameters by name, as vectors over the tensors (0-dim where one group holds them all)."""

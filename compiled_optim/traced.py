@@ -1,6 +1,6 @@
-"""The step as one operator, for training steps that the user compiles whole.
+"""The step as an operator, for training steps that the user compiles whole.
 
-The operator's schema declares what a graph can see of a step: the parameters change, the gradients are read. State and
+An operator's schema declares what a graph can see of a step: the parameters change, the gradients are read. State and
 hyperparameters belong to the optimizer, which the operator finds by its number.
 """
 
@@ -53,6 +53,21 @@ def traced_step(params: list[Tensor], grads: list[Tensor], positions: list[int],
     finally:
         for param, kept in zip(owned, before, strict=True):
             param.grad = kept
-    for position, given in zip(positions, params, strict=True):
-        if given.data_ptr() != owned[position].data_ptr():
-            given.copy_(owned[position])
+    _hand_over([owned[position] for position in positions], params)
+
+
+@torch.library.custom_op("compiled_optim::step_own_gradients", mutates_args=("params",))
+def traced_step_own_gradients(params: list[Tensor], optimizer: int) -> None:
+    """Update ``params``, all of the optimizer's parameters, from the gradients that they have when the graph runs.
+
+    For gradients that a graph cannot hold: Dynamo refuses to read sparse ones.
+    """
+    owner = _optimizers[optimizer]
+    owner.step_now()
+    _hand_over(owner.traceable_params(), params)
+
+
+def _hand_over(owned: list[Tensor], given: list[Tensor]) -> None:
+    for own, stand_in in zip(owned, given, strict=True):
+        if stand_in.data_ptr() != own.data_ptr():
+            stand_in.copy_(own)

@@ -29,6 +29,11 @@ _ADDRESS = Tensor.data_ptr
 _kernels: dict[Signature, Kernel] = {}
 
 
+def obtain_kernel(log: EventLog, signature: Signature, names: Sequence[str]) -> Kernel:
+    """The process's kernel of ``signature``, for the parameters ``names`` of the optimizer that keeps ``log``."""
+    return log.obtain(_kernels, signature, names, BACKENDS[signature.device])
+
+
 class MultiTensorLowering:
     """Runs the step of one plan.
 
@@ -52,9 +57,7 @@ class MultiTensorLowering:
         for i, (member, grad_dtype) in enumerate(zip(self.plan.members, self.plan.grad_dtypes, strict=True)):
             positions.setdefault(kernel_signature(self.plan, member, grad_dtype, "multi-tensor"), []).append(i)
         kernels = [
-            self._log.obtain(
-                _kernels, signature, [self.plan.members[i].name for i in where], BACKENDS[self.plan.device.type]
-            )
+            obtain_kernel(self._log, signature, [self.plan.members[i].name for i in where])
             for signature, where in positions.items()
         ]
         self._tables = [(k, Table(self.plan, where, k.chunk)) for k, where in zip(kernels, positions.values(), strict=True)]
@@ -118,7 +121,7 @@ class Table:
         addresses = [0 if g is None else _ADDRESS(g) or 16 for g in grads]
         if addresses != self._grad_addresses:
             self._write_gradients(addresses)
-        self._refresh_hypers()
+        self.refresh_hypers()
         for i in self._staged:
             self._layouts[i].load()
         return grads
@@ -137,7 +140,7 @@ class Table:
             self.tensors[1].copy_(self._upload(addresses))
             self.aligned = self._state_aligned and _aligned(addresses)
 
-    def _refresh_hypers(self) -> None:
+    def refresh_hypers(self) -> None:
         """Write the addresses of hyperparameters that were assigned, and copy those that are not float64."""
         tensors = [t for group in self._groups for name in self._hyper_names for t in group.tensors(name)]
         addresses = list(map(Tensor.data_ptr, tensors))

@@ -1,0 +1,222 @@
+"""The lowering for sparse gradients: the rows that a gradient names are updated, every other row stays as it is.
+
+A COO gradient of N entries may name a row several times. Each row elects one of its entries, through a table with one
+number per row, and the values of all its entries are summed there. All shapes follow from N, which the host knows: no step
+waits for the device, and a CUDA graph can hold it. A gradient that is already coalesced elects all its entries.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from compiled_optim.events import EventLog, kernel_signature
+from compiled_optim.fields import compute_dtype
+from compiled_optim.lowering import inductor, multi_tensor
+from compiled_optim.lowering.coefficients import CoefficientStage
+from compiled_optim.lowering.elementwise import elementwise_step
+from compiled_optim.lowering.rows import Kernel, TableRows
+from compiled_optim.plan import Plan
+
+
+@dataclass
+class Entries:
+    """The N entries of a sparse gradient, added up per row.
+
+    Attributes:
+        index: for each sparse dimension, where the entries lie: (N,) int64.
+        own: the entries' numbers: (N,) int64.
+        elected: for each entry, the one that its row elected: (N,) int64.
+        sums: (N, dense part); at an elected entry the row's gradient, elsewhere 0.
+    """
+
+    index: tuple[Tensor, ...]
+    own: Tensor
+    elected: Tensor
+    sums: Tensor
+
+
+def entries_of(grad: Tensor, dtype: torch.dtype) -> Entries:
+    """The entries of ``grad``, summed in ``dtype``."""
+    indices, values = grad._indices(), grad._values().to(dtype)
+    index = indices.unbind() or (indices.new_zeros(len(values)),)  # without sparse dimensions there is one row
+    own = torch.arange(len(values), device=values.device)
+    if grad.is_coalesced():
+        return Entries(index, own, own, values.contiguous())
+    winner = indices.new_empty(grad.shape[: grad.sparse_dim()] or (1,))
+    winner.index_put_(index, own)
+    elected = winner[index]
+    sums = torch.zeros_like(values, memory_format=torch.contiguous_format)
+    if values.device.type == "cpu":
+        sums.index_add_(0, elected, values)
+    else:  # sorts instead of adding atomically: the same sum every time
+        sums.index_put_((elected,), values, accumulate=True)
+    return Entries(index, own, elected, sums)
+
+
+class RowTableLowering:
+    """Runs the multi-tensor kernels on rows: the address of a row follows from its number, on the device.
+
+    An elected entry is to the kernel a tensor with scalars of its own, any other entry one without a gradient. The
+    parameter is one more tensor, without elements, that advances the real scalars. Parameters are contiguous.
+    """
+
+    name = "multi_tensor"
+
+    def __init__(self, plan: Plan, log: EventLog) -> None:
+        self.plan = plan
+        self._log = log
+        self._kernels: list[Kernel] = []
+        self._rows = TableRows(plan.rule, plan.statics)
+        self._strides = functools.cache(self._strides_of)
+
+    def compile(self) -> None:
+        """Make the kernels that do not exist yet, and the table of the parameters."""
+        if self._kernels:
+            return
+        members = self.plan.members
+        self._kernels = [
+            multi_tensor.obtain_kernel(
+                self._log, kernel_signature(self.plan, m, compute_dtype(m.param.dtype), "multi-tensor"), [m.name]
+            )
+            for m in members
+        ]
+        self._whole = multi_tensor.Table(self.plan, range(len(members)), self._kernels[0].chunk)
+        self._whole.tensors[1] = 16  # any address but 0, which says that there is no gradient
+
+    def step(self, grads: Sequence[Tensor | None]) -> None:
+        """Update the rows that the gradients name, and count a step of every parameter that has a gradient."""
+        self._whole.refresh_hypers()
+        for position, (kernel, grad) in enumerate(zip(self._kernels, grads, strict=True)):
+            if grad is not None:
+                kernel(self._table(position, grad, kernel.chunk))
+
+    def _table(self, position: int, grad: Tensor, chunk: int) -> _RowTable:
+        device, rows = self.plan.device, self._rows
+        entries = entries_of(grad, compute_dtype(self.plan.members[position].param.dtype))
+        count, width = len(entries.own), math.prod(grad.shape[grad.sparse_dim() :])
+        column, steps, smallest = self._strides(position, grad.sparse_dim())
+        tensors = torch.empty(len(column), count + 1, dtype=torch.int64, device=device)
+        tensors[:, count:] = column
+        here = tensors[:, :count]
+        for stride, index in zip(steps, entries.index, strict=True):
+            column = torch.addcmul(column, stride, index)
+        here.copy_(column)
+        torch.mul(_addresses(entries.sums, count), entries.elected == entries.own, out=here[1])
+        copies = self.plan.scalars[:, position, None].repeat(1, count)
+        here[rows.scalars : rows.numel] = _addresses(copies, copies.numel()).view_as(copies)
+        here[rows.numel].fill_(width)
+        chunks = torch.empty(count, -(-width // chunk), 2, dtype=torch.int64, device=device)
+        chunks[:, :, 0] = entries.own[:, None]
+        chunks[:, :, 1] = torch.arange(chunks.shape[1], device=device)
+        return _RowTable(
+            tensors,
+            self._whole.hypers,
+            chunks.view(-1, 2),
+            torch.empty((count + 1) * (len(self.plan.rule.coefficient_names) + 1), dtype=torch.float64, device=device),
+            count * width,
+            self._whole.aligned and width * smallest % 16 == 0,
+            (entries.sums, copies),
+        )
+
+    def _strides_of(self, position: int, sparse_dims: int) -> tuple[Tensor, list[Tensor], int]:
+        """The parameter's column; for each sparse dimension, what its index adds to that; the smallest size of a number."""
+        member = self.plan.members[position]
+        sizes = torch.zeros(len(self._whole.tensors), 1, dtype=torch.int64)
+        sizes[0] = member.param.element_size()
+        for row, name in enumerate(self.plan.buffers, self._rows.buffers):
+            sizes[row] = member.state[name].element_size()
+        strides = member.param.stride()[:sparse_dims] or (0,)
+        steps = [(sizes * stride).to(self.plan.device) for stride in strides]
+        return self._whole.tensors[:, position, None], steps, int(sizes[sizes > 0].min())
+
+
+def _addresses(tensor: Tensor, count: int) -> Tensor:
+    """The addresses of ``count`` pieces of equal size, one after the other, that make up ``tensor``."""
+    size = tensor.nbytes // max(count, 1)
+    start = tensor.data_ptr()
+    return torch.arange(start, start + count * size, max(size, 1), device=tensor.device)
+
+
+@dataclass
+class _RowTable:
+    """What the kernels read; ``held`` is memory that ``tensors`` has the addresses of."""
+
+    tensors: Tensor
+    hypers: Tensor
+    chunks: Tensor
+    coefficients: Tensor
+    elements: int
+    aligned: bool
+    held: tuple[Tensor, ...]
+
+
+class GatheredRowsLowering:
+    """Copies the rows out, updates the copies, and copies them back; entries of one row write the same values.
+
+    Args:
+        plan: the tensors.
+        log: where compilations are recorded.
+        compiled: whether Inductor's kernels update the copies, or plain torch operations.
+    """
+
+    def __init__(self, plan: Plan, log: EventLog, *, compiled: bool) -> None:
+        self.plan = plan
+        self.name = "inductor" if compiled else "eager"
+        self._log = log
+        self._compiled = compiled
+        self._kernels: list[inductor.Kernel] = []
+        self._stage = CoefficientStage(plan)
+        self._update = elementwise_step(plan.rule, plan.statics)
+        self._mask = functools.lru_cache(maxsize=256)(self._mask_of)
+
+    def compile(self) -> None:
+        """Make the kernels that do not exist yet."""
+        if self._compiled and not self._kernels:
+            self._kernels = [
+                inductor.obtain_kernel(
+                    self._log, kernel_signature(self.plan, m, compute_dtype(m.param.dtype), "in place"), [m.name]
+                )
+                for m in self.plan.members
+            ]
+
+    def step(self, grads: Sequence[Tensor | None]) -> None:
+        """Update the rows that the gradients name, and count a step of every parameter that has a gradient."""
+        columns = self._stage.advance(self._mask(tuple(grad is not None for grad in grads))).unbind(1)
+        for position, (member, grad, column) in enumerate(zip(self.plan.members, grads, columns, strict=True)):
+            if grad is not None:
+                dtype = compute_dtype(member.param.dtype)
+                entries = entries_of(grad, dtype)
+                tensors = [member.param.detach(), *(member.state[name] for name in self.plan.buffers)]
+                if not grad.sparse_dim():
+                    tensors = [t.unsqueeze(0) for t in tensors]
+                if entries.sums.numel():
+                    self._update_rows(position, tensors, entries, column.to(dtype).unbind())
+
+    def _update_rows(
+        self, position: int, tensors: Sequence[Tensor], entries: Entries, coefficients: Sequence[Tensor]
+    ) -> None:
+        grad = entries.sums[entries.elected]
+        rows = [t[entries.index] for t in tensors]
+        if self._compiled:
+            self._kernels[position](grad.numel(), [t.view(-1) for t in (rows[0], grad, *rows[1:])] + list(coefficients))
+        else:
+            param, buffers = self._update(rows[0], grad, rows[1:], coefficients)
+            rows = [param, *buffers]
+        for tensor, new in zip(tensors, rows, strict=True):
+            tensor.index_put_(entries.index, new)
+
+    def _mask_of(self, present: tuple[bool, ...]) -> Tensor | None:
+        return None if all(present) else torch.tensor(present, device=self.plan.device)
+
+
+def sparse_lowering(plan: Plan, log: EventLog, name: str) -> RowTableLowering | GatheredRowsLowering:
+    """The lowering of a plan whose gradients are sparse, where ``name`` is that of dense ones."""
+    if name == "multi_tensor" and all(m.param.is_contiguous() for m in plan.members):
+        return RowTableLowering(plan, log)
+    return GatheredRowsLowering(plan, log, compiled=name != "eager")
