@@ -26,6 +26,7 @@ LAYERS = [
     {"events", "checkpoint", "lowering.coefficients", "lowering.rows"},
     {"lowering.cpp", "lowering.triton", "lowering.eager"},
     {"lowering.multi_tensor", "lowering.inductor"},
+    {"lowering.sparse_rows"},
     {"optimizer"},
     {"optimizers.*", "guards", "named"},
     {"__init__"},

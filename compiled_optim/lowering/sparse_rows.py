@@ -138,9 +138,9 @@ class RowTableLowering:
 
 def _addresses(tensor: Tensor, count: int) -> Tensor:
     """The addresses of ``count`` pieces of equal size, one after the other, that make up ``tensor``."""
-    size = tensor.nbytes // max(count, 1)
+    size = max(tensor.nbytes // max(count, 1), 1)
     start = tensor.data_ptr()
-    return torch.arange(start, start + count * size, max(size, 1), device=tensor.device)
+    return torch.arange(start, start + count * size, size, device=tensor.device)
 
 
 @dataclass
