@@ -11,6 +11,7 @@ from compiled_optim.optimizers.adam import Adam
 from compiled_optim.optimizers.adamax import Adamax
 from compiled_optim.optimizers.adamw import AdamW
 from compiled_optim.optimizers.asgd import ASGD
+from compiled_optim.optimizers.lbfgs import LBFGS
 from compiled_optim.optimizers.nadam import NAdam
 from compiled_optim.optimizers.radam import RAdam
 from compiled_optim.optimizers.rmsprop import RMSprop
@@ -20,6 +21,7 @@ from compiled_optim.optimizers.sparse_adam import SparseAdam
 
 __all__ = [
     "ASGD",
+    "LBFGS",
     "SGD",
     "Adadelta",
     "Adagrad",

@@ -119,8 +119,8 @@ class CompiledOptimizer(Declared, Optimizer):
             "params",
             "maximize",
             "differentiable",
-            *cls.rule.structural_hypers,
-            *(s.name for s in cls.rule.statics),
+            *cls.declaration.structural_hypers,
+            *(s.name for s in cls.declaration.statics),
         }
 
     def _mark_changed(self) -> None:
@@ -321,7 +321,7 @@ class CompiledOptimizer(Declared, Optimizer):
 
     def _group_shape(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
         """What of a group may change unreported: identity, length, a write into a hyperparameter that was 0."""
-        grown = [isinstance(group, ParamGroup) and group.nonzero(name) for name in self.rule.structural_hypers]
+        grown = [isinstance(group, ParamGroup) and group.nonzero(name) for name in self.declaration.structural_hypers]
         return (id(group), len(group["params"]), *grown)
 
     def _rebuild(self) -> None:
@@ -333,14 +333,18 @@ class CompiledOptimizer(Declared, Optimizer):
         for group in groups:
             if group["params"]:
                 group.to(group["params"][0].device)
+        self._make_units(groups)
+        self._group_shapes = [self._group_shape(g) for g in groups]
+        self._traceable = [p for g in groups for p in g["params"]]
+        self._changed = False
+
+    def _make_units(self, groups: Sequence[ParamGroup]) -> None:
+        """Set ``units``, what runs the step, and complete the state; for an optimizer without a rule to override."""
         plans = partition(self.rule, groups, self._own_state)
         planned = {id(p) for plan in plans for p in plan.params}
         self._stateless = [p for g in groups for p in g["params"] if id(p) not in planned]
         differentiable = any(g.get("differentiable", False) for g in groups)
         self.units = [self._lower(plan, differentiable) for plan in plans]
-        self._group_shapes = [self._group_shape(g) for g in groups]
-        self._traceable = [p for g in groups for p in g["params"]]
-        self._changed = False
 
     def _lower(self, plan: Plan, differentiable: bool) -> Lowering:
         name = self._lowering_for(plan, differentiable)
@@ -384,7 +388,7 @@ class CompiledOptimizer(Declared, Optimizer):
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
         neutral = {name: self.fields[name].default for name in self.group_flags}  # type: ignore[attr-defined]
-        result = checkpoint.save(self.rule, self._groups, self._own_state, self._aliases, neutral)
+        result = self._save(neutral)
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             replaced = post_hook(self, result)
             result = result if replaced is None else replaced
@@ -425,23 +429,40 @@ class CompiledOptimizer(Declared, Optimizer):
             state_dict = state_dict if replaced is None else replaced
         if self._changed or self._regrouped():
             self._rebuild()
-        groups = self._groups
-        keep = {*self.group_flags, *(s.name for s in self.rule.statics)}
-        buffers = [self.rule.present_buffers(structure(self.rule, group)) for group in groups]
-        report = checkpoint.load(
-            self.rule,
-            groups,
-            self._own_state,
-            buffers,
-            state_dict,
-            aliases=self._aliases,
-            keep=keep,
-            strict=strict,
-            hyperparameters=hyperparameters,
-        )
+        report = self._load(state_dict, strict, hyperparameters)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
         return report
+
+    def _save(self, neutral: Mapping[str, Any]) -> dict[str, Any]:
+        """The state dict, with the values of ``neutral`` for run-time flags."""
+        return checkpoint.save(self.declaration, self._groups, self._own_state, self._aliases, neutral)
+
+    def _load(
+        self, state_dict: Mapping[str, Any], strict: bool, hyperparameters: Literal["checkpoint", "keep"]
+    ) -> LoadReport:
+        """Copy ``state_dict`` into groups and state, or raise before anything is changed."""
+        return self._load_into(self._own_state, state_dict, strict, hyperparameters)
+
+    def _load_into(
+        self,
+        state: OptimizerState,
+        state_dict: Mapping[str, Any],
+        strict: bool,
+        hyperparameters: Literal["checkpoint", "keep"],
+    ) -> LoadReport:
+        declared = self.declaration
+        return checkpoint.load(
+            declared,
+            self._groups,
+            state,
+            [declared.present_buffers(structure(declared, group)) for group in self._groups],
+            state_dict,
+            aliases=self._aliases,
+            keep={*self.group_flags, *(s.name for s in declared.statics)},
+            strict=strict,
+            hyperparameters=hyperparameters,
+        )
 
     @property
     def _groups(self) -> list[ParamGroup]:

@@ -14,7 +14,7 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import Tensor
 
-from compiled_optim.fields import Rule
+from compiled_optim.fields import Declaration, Rule
 from compiled_optim.hyperparameters import ParamGroup, scalar_dtype
 from compiled_optim.sharding import is_sharded, local, local_gradient
 from compiled_optim.state import LocalState, OptimizerState, ParamState, complete, initial_values, scalar_names
@@ -136,7 +136,7 @@ def gradient(param: Tensor) -> Tensor | None:
     return param.grad if param.is_leaf or param.retains_grad else None
 
 
-def structure(rule: Rule, group: ParamGroup) -> dict[str, Any]:
+def structure(rule: Declaration, group: ParamGroup) -> dict[str, Any]:
     """The choices of one group that shape code: static fields, and whether a structural hyperparameter is other than 0."""
     choices = {s.name: group[s.name] for s in rule.statics}
     return choices | {name: group.nonzero(name) for name in rule.structural_hypers}

@@ -20,6 +20,11 @@ def registry() -> list[type[CompiledOptimizer]]:
     return [c for c in classes if c is not CompiledOptimizer]
 
 
+def ruled(gradients: str | None = None) -> list[type[CompiledOptimizer]]:
+    """Every optimizer that is a rule: it declares an update, from ``gradients`` of that kind."""
+    return [c for c in registry() if hasattr(c, "rule") and gradients in (None, c.gradients)]
+
+
 @dataclass(frozen=True)
 class Case:
     """One configuration of one optimizer."""
@@ -148,10 +153,8 @@ _FAR: dict[str, list[dict[str, Any]]] = {
 
 
 def cases(gradients: str | None = None) -> list[Case]:
-    """All configurations of all optimizers, or of those that take ``gradients``."""
-    return [
-        Case(c, tuple(kwargs.items())) for c in registry() for kwargs in _FAR[c.__name__] if gradients in (None, c.gradients)
-    ]
+    """All configurations of all rules, or of those that take ``gradients``."""
+    return [Case(c, tuple(kwargs.items())) for c in ruled(gradients) for kwargs in _FAR[c.__name__]]
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from catalog import Case, cases, registry
+from catalog import Case, cases, ruled
 
 import compiled_optim as co
 from compiled_optim.fields import Hyper
@@ -66,7 +66,7 @@ def test_to_parameter_gradient_and_hyperparameters(case: Case) -> None:
         assert torch.autograd.gradcheck(step, inputs)
 
 
-@pytest.mark.parametrize("optimizer", [c for c in registry() if c.gradients == "dense"], ids=lambda c: c.__name__)
+@pytest.mark.parametrize("optimizer", ruled("dense"), ids=lambda c: c.__name__)
 def test_every_hyperparameter_was_differentiated(optimizer: type[co.CompiledOptimizer]) -> None:
     expected = {(h.name, i) for h in optimizer.fields_of(Hyper) for i in range(h.length)}
     assert set().union(*(_elements(case) for case in FAR if case.optimizer is optimizer)) == expected
@@ -122,7 +122,7 @@ def test_differentiable_is_eager_and_reported() -> None:
     assert co.compile_report(co.AdamW([param], differentiable=True)).lowering == "eager"
 
 
-@pytest.mark.parametrize("optimizer", [c for c in registry() if c.gradients == "sparse"], ids=lambda c: c.__name__)
+@pytest.mark.parametrize("optimizer", ruled("sparse"), ids=lambda c: c.__name__)
 def test_sparse_gradients_are_refused(optimizer: type[co.CompiledOptimizer]) -> None:
     with pytest.raises(
         ValueError, match=f"differentiable=True needs dense gradients; {optimizer.__name__} takes sparse ones"

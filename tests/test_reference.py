@@ -6,7 +6,7 @@ import contextlib
 
 import pytest
 import torch
-from catalog import Case, cases, copies, give_gradients, high_precision, parameters, registry, relative_error, wide_scalars
+from catalog import Case, cases, copies, give_gradients, high_precision, parameters, relative_error, ruled, wide_scalars
 
 import compiled_optim as co
 from compiled_optim.fields import Hyper, Static
@@ -89,7 +89,7 @@ def test_lowerings_agree(case: Case) -> None:
     assert relative_error(results[0], results[2]) < 3e-7
 
 
-@pytest.mark.parametrize("optimizer", registry(), ids=lambda c: c.__name__)
+@pytest.mark.parametrize("optimizer", ruled(), ids=lambda c: c.__name__)
 def test_the_catalogue_moves_every_field(optimizer: type[co.CompiledOptimizer]) -> None:
     for field in (*optimizer.fields_of(Hyper), *(s for s in optimizer.fields_of(Static) if s.init)):
         values = [case.kwargs.get(field.name, field.default) for case in cases() if case.optimizer is optimizer]
@@ -99,7 +99,7 @@ def test_the_catalogue_moves_every_field(optimizer: type[co.CompiledOptimizer]) 
 
 
 @pytest.mark.parametrize("lowering", LOWERINGS)
-@pytest.mark.parametrize("optimizer", registry(), ids=lambda c: c.__name__)
+@pytest.mark.parametrize("optimizer", ruled(), ids=lambda c: c.__name__)
 def test_every_hyperparameter_changes_every_step(optimizer: type[co.CompiledOptimizer], lowering: str) -> None:
     case = next(case for case in cases() if case.optimizer is optimizer and case.arguments)
     ours, theirs = case.parameters(torch.float64), case.parameters(torch.float64)
