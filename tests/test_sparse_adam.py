@@ -44,7 +44,7 @@ def _gradient(param: torch.Tensor, rows: list[int], seed: int = 0, sparse_dims: 
     return torch.sparse_coo_tensor(index, values, param.shape)
 
 
-class _Forbidden(TorchDispatchMode):
+class Forbidden(TorchDispatchMode):
     """Fails where an operation reads the device, or gives a tensor whose shape depends on numbers."""
 
     NAMES = (
@@ -216,7 +216,7 @@ def test_no_step_waits_for_the_device(lowering: str) -> None:
     for present in grads:
         for param, grad in zip(params, present, strict=True):
             param.grad = grad
-        with _Forbidden() as mode:
+        with Forbidden() as mode:
             optimizer.step()
         traces.append(mode.seen)
     assert "index_put_" in traces[0]
@@ -226,7 +226,7 @@ def test_no_step_waits_for_the_device(lowering: str) -> None:
     other = [_gradient(p, [0, 3, 5]) for p in params]
     for param, grad in zip(params, other, strict=True):
         param.grad = grad
-    with _Forbidden() as mode:
+    with Forbidden() as mode:
         optimizer.step()
     assert mode.seen == traces[0]  # the same operations, whatever the rows
 
@@ -234,7 +234,7 @@ def test_no_step_waits_for_the_device(lowering: str) -> None:
 def test_the_guard_itself_sees_torchs_optimizer_wait() -> None:
     param = _table()
     param.grad = _gradient(param, [1, 1, 4])
-    with pytest.raises(AssertionError, match="waits for the device"), _Forbidden():
+    with pytest.raises(AssertionError, match="waits for the device"), Forbidden():
         torch.optim.SparseAdam([param]).step()
 
 
