@@ -73,7 +73,8 @@ class RowTableLowering:
         self._log = log
         self._kernels: list[Kernel] = []
         self._rows = TableRows(plan.rule, plan.statics)
-        self._strides = functools.cache(self._strides_of)
+        self._coefficients = len(plan.rule.coefficient_names) + 1
+        self._layout = functools.cache(self._layout_of)
 
     def compile(self) -> None:
         """Make the kernels that do not exist yet, and the table of the parameters."""
@@ -87,53 +88,70 @@ class RowTableLowering:
             for m in members
         ]
         self._whole = multi_tensor.Table(self.plan, range(len(members)), self._kernels[0].chunk)
-        self._whole.tensors[1] = 16  # any address but 0, which says that there is no gradient
 
     def step(self, grads: Sequence[Tensor | None]) -> None:
         """Update the rows that the gradients name, and count a step of every parameter that has a gradient."""
         self._whole.refresh_hypers()
         for position, (kernel, grad) in enumerate(zip(self._kernels, grads, strict=True)):
             if grad is not None:
-                kernel(self._table(position, grad, kernel.chunk))
+                kernel(self._table(position, grad))
 
-    def _table(self, position: int, grad: Tensor, chunk: int) -> _RowTable:
-        device, rows = self.plan.device, self._rows
+    def _table(self, position: int, grad: Tensor) -> _RowTable:
+        device, rows, layout = self.plan.device, self._rows, self._layout(position, grad.sparse_dim())
         entries = entries_of(grad, compute_dtype(self.plan.members[position].param.dtype))
-        count, width = len(entries.own), math.prod(grad.shape[grad.sparse_dim() :])
-        column, steps, smallest = self._strides(position, grad.sparse_dim())
-        tensors = torch.empty(len(column), count + 1, dtype=torch.int64, device=device)
-        tensors[:, count:] = column
-        here = tensors[:, :count]
-        for stride, index in zip(steps, entries.index, strict=True):
-            column = torch.addcmul(column, stride, index)
-        here.copy_(column)
+        count = len(entries.own)
+        tensors = torch.empty(len(layout.column), count + 1, dtype=torch.int64, device=device)
+        tensors[:, count:] = layout.column
+        here, first = tensors[:, :count], layout.column
+        for step, index in zip(layout.steps[:-1], entries.index, strict=False):
+            first = torch.addcmul(first, step, index)
+        torch.addcmul(first, layout.steps[-1], entries.index[-1], out=here)
         torch.mul(_addresses(entries.sums, count), entries.elected == entries.own, out=here[1])
-        copies = self.plan.scalars[:, position, None].repeat(1, count)
+        copies = self.plan.scalars[:, position, None].expand(-1, count).clone(memory_format=torch.contiguous_format)
         here[rows.scalars : rows.numel] = _addresses(copies, copies.numel()).view_as(copies)
-        here[rows.numel].fill_(width)
-        chunks = torch.empty(count, -(-width // chunk), 2, dtype=torch.int64, device=device)
-        chunks[:, :, 0] = entries.own[:, None]
-        chunks[:, :, 1] = torch.arange(chunks.shape[1], device=device)
         return _RowTable(
             tensors,
             self._whole.hypers,
-            chunks.view(-1, 2),
-            torch.empty((count + 1) * (len(self.plan.rule.coefficient_names) + 1), dtype=torch.float64, device=device),
-            count * width,
-            self._whole.aligned and width * smallest % 16 == 0,
+            torch.cartesian_prod(entries.own, layout.pieces),
+            torch.empty((count + 1) * self._coefficients, dtype=torch.float64, device=device),
+            entries.sums.numel(),
+            layout.aligned,
             (entries.sums, copies),
         )
 
-    def _strides_of(self, position: int, sparse_dims: int) -> tuple[Tensor, list[Tensor], int]:
-        """The parameter's column; for each sparse dimension, what its index adds to that; the smallest size of a number."""
-        member = self.plan.members[position]
+    def _layout_of(self, position: int, sparse_dims: int) -> _RowLayout:
+        member, device = self.plan.members[position], self.plan.device
+        width = math.prod(member.param.shape[sparse_dims:])
         sizes = torch.zeros(len(self._whole.tensors), 1, dtype=torch.int64)
         sizes[0] = member.param.element_size()
         for row, name in enumerate(self.plan.buffers, self._rows.buffers):
             sizes[row] = member.state[name].element_size()
-        strides = member.param.stride()[:sparse_dims] or (0,)
-        steps = [(sizes * stride).to(self.plan.device) for stride in strides]
-        return self._whole.tensors[:, position, None], steps, int(sizes[sizes > 0].min())
+        column = self._whole.tensors[:, position, None].clone()
+        column[1] = 16  # any address but 0, which says that there is no gradient
+        column[self._rows.numel] = width
+        return _RowLayout(
+            column,
+            [(sizes * stride).to(device) for stride in member.param.stride()[:sparse_dims] or (0,)],
+            torch.arange(-(-width // self._kernels[position].chunk), device=device),
+            self._whole.aligned and width * int(sizes[sizes > 0].min()) % 16 == 0,
+        )
+
+
+@dataclass
+class _RowLayout:
+    """What is the same for all rows of a parameter, for gradients of one number of sparse dimensions.
+
+    Attributes:
+        column: the parameter's column of the table, with the number of elements of a row.
+        steps: for each sparse dimension, what one row further adds to the column.
+        pieces: the numbers of a row's chunks.
+        aligned: whether every row begins at a multiple of 16 bytes.
+    """
+
+    column: Tensor
+    steps: list[Tensor]
+    pieces: Tensor
+    aligned: bool
 
 
 def _addresses(tensor: Tensor, count: int) -> Tensor:
