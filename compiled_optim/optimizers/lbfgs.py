@@ -13,7 +13,7 @@ from compiled_optim.checkpoint import LoadReport
 from compiled_optim.curvature import direction, new_pairs, record, restore, rows_by_age
 from compiled_optim.fields import Number, compute_dtype, hyper, real_numel, static
 from compiled_optim.formats import canonical_names, check, group_names
-from compiled_optim.hyperparameters import ParamGroup
+from compiled_optim.hyperparameters import ParamGroup, scalar_dtype
 from compiled_optim.line_search import Trial, strong_wolfe
 from compiled_optim.optimizer import CompiledOptimizer
 from compiled_optim.sharding import is_sharded
@@ -168,14 +168,15 @@ class LBFGS(CompiledOptimizer):
         limit, tolerance = group["max_eval"], group["tolerance_change"]
         loss, gradient = float(first), self._gradient()
         memory["func_evals"].add_(1)
-        evaluations, done = 1, int(memory["n_iter"])
+        evaluations, pairs = 1, int(memory["pairs"])
         if _norm(gradient) <= group["tolerance_grad"]:
             return
         for iteration in range(1, group["max_iter"] + 1):
             before = loss
-            self._turn(gradient, loss, min(done, group["history_size"]))
-            done += 1
-            slope, length, reach = torch.stack([gradient.dot(memory["d"]), memory["t"], memory["d"].abs().amax()]).tolist()
+            self._turn(gradient, loss, min(pairs + 1, group["history_size"]))
+            numbers = [gradient.dot(memory["d"]), memory["t"], memory["d"].abs().amax(), memory["pairs"]]
+            slope, length, reach, count = torch.stack([n.to(scalar_dtype(n.device)) for n in numbers]).tolist()
+            pairs = int(count)
             if slope > -tolerance:
                 break
             made = 0
