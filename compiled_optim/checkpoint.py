@@ -229,7 +229,7 @@ def _entries(rule: Declaration, buffers: tuple[str, ...], param: Tensor, saved: 
     foreign = [name for name in given if name not in scalars and name not in buffers]
     if foreign:
         return f"the optimizer has no {', '.join(map(str, foreign))} for it", {}
-    shapes = {b.name: b.shape_for(param) for b in rule.buffers}
+    shapes = {b.name: b.shape_for(param) for b in rule.buffers if b.name in buffers}
     for name, value in given.items():
         problem = _number_problem(value) if name in scalars else _buffer_problem(value, param, shapes[name])
         if problem:

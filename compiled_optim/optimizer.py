@@ -218,7 +218,7 @@ class CompiledOptimizer(Declared, Optimizer):
             if self.granularity == "matrix" and param.dim() != 2:
                 raise ValueError(
                     f"{type(self).__name__} only supports 2D parameters whereas we found a parameter with size: "
-                    f"{param.shape} ('{name}'); give the others to AdamW, for example"
+                    f"{param.shape} ('{name}'); give the others to an elementwise optimizer"
                 )
             if group.get("differentiable") and is_sharded(param):
                 raise ValueError(f"differentiable=True does not work with DTensors; '{name}' is one")

@@ -21,8 +21,14 @@ def registry() -> list[type[CompiledOptimizer]]:
 
 
 def ruled(gradients: str | None = None) -> list[type[CompiledOptimizer]]:
-    """Every optimizer that is a rule: it declares an update, from ``gradients`` of that kind."""
-    return [c for c in registry() if hasattr(c, "rule") and gradients in (None, c.gradients)]
+    """Every optimizer that is an elementwise rule, from ``gradients`` of that kind."""
+    rules = [c for c in registry() if hasattr(c, "rule") and c.granularity == "element"]
+    return [c for c in rules if gradients in (None, c.gradients)]
+
+
+def stacked() -> list[type[CompiledOptimizer]]:
+    """Every optimizer that is a rule on whole tensors."""
+    return [c for c in registry() if hasattr(c, "rule") and c.granularity != "element"]
 
 
 @dataclass(frozen=True)
@@ -153,8 +159,30 @@ _FAR: dict[str, list[dict[str, Any]]] = {
 
 
 def cases(gradients: str | None = None) -> list[Case]:
-    """All configurations of all rules, or of those that take ``gradients``."""
+    """All configurations of all elementwise rules, or of those that take ``gradients``."""
     return [Case(c, tuple(kwargs.items())) for c in ruled(gradients) for kwargs in _FAR[c.__name__]]
+
+
+_STACKED: dict[str, list[dict[str, Any]]] = {
+    "Adafactor": [
+        {},
+        {"lr": 0.3, "beta2_decay": -0.5, "eps": (0.02, 0.3), "d": 1.2, "weight_decay": 0.4},
+        {"lr": 2.0, "beta2_decay": -0.1, "eps": (None, 0.01), "d": 3.0, "maximize": True},
+        {"lr": 0.07, "beta2_decay": 0.0, "eps": (0.9, 0.0), "weight_decay": 2.0},
+    ],
+    "Muon": [
+        {},
+        {"lr": 0.07, "weight_decay": 0.9, "momentum": 0.5, "nesterov": False},
+        {"lr": 0.3, "momentum": 0.7, "ns_coefficients": (3.0, -4.0, 1.8), "eps": 0.5, "ns_steps": 3},
+        {"lr": 0.02, "momentum": 0.0, "adjust_lr_fn": "match_rms_adamw"},
+        {"lr": 0.02, "adjust_lr_fn": "original", "ns_steps": 1, "weight_decay": 0.0},
+    ],
+}
+
+
+def stacked_cases() -> list[Case]:
+    """All configurations of all rules on whole tensors."""
+    return [Case(c, tuple(kwargs.items())) for c in stacked() for kwargs in _STACKED[c.__name__]]
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from catalog import registry, ruled
+from catalog import registry, ruled, stacked
 
 import compiled_optim as co
 from compiled_optim.lowering import vocabulary
@@ -28,7 +28,7 @@ LAYERS = [
     {"events", "checkpoint", "schedule", "lowering.coefficients", "lowering.rows", "lowering.square_sums"},
     {"lowering.cpp", "lowering.triton", "lowering.eager"},
     {"lowering.multi_tensor", "lowering.inductor"},
-    {"lowering.sparse_rows"},
+    {"lowering.sparse_rows", "lowering.stacked"},
     {"optimizer"},
     {"optimizers.*", "guards", "named"},
     {"__init__"},
@@ -91,7 +91,7 @@ def _code_lines(text: str) -> int:
     return sum(1 for n, line in lines if n not in docstrings and line.strip() and not line.strip().startswith("#"))
 
 
-@pytest.mark.parametrize("optimizer", ruled(), ids=lambda c: c.__name__)
+@pytest.mark.parametrize("optimizer", [*ruled(), *stacked()], ids=lambda c: c.__name__)
 class TestRule:
     def test_is_short(self, optimizer: type[co.CompiledOptimizer]) -> None:
         assert _code_lines(Path(inspect.getfile(optimizer)).read_text()) < 60

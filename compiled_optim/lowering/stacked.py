@@ -126,13 +126,12 @@ class Stack:
         members = [plan.members[i] for i in positions]
         self._params = [m.param.detach() for m in members]
         self._shape = members[0].param.shape
-        self._alone = len(members) == 1 and self._params[0].is_contiguous()
         self._matrices = plan.rule.granularity == "matrix"
         self._index = torch.tensor(positions, device=plan.device)
         self._dtype = compute_dtype(self._params[0].dtype)
         self._buffers = []
         for name in plan.buffers:
-            stacked = torch.stack([m.state[name] for m in members])
+            stacked = _stack([m.state[name] for m in members])
             for member, view in zip(members, stacked.unbind(), strict=True):
                 member.state.set_quietly(name, view)
             self._buffers.append(self._seen(stacked))
@@ -145,8 +144,8 @@ class Stack:
         if present is None:
             return
         given = [torch.zeros_like(present) if grad is None else grad for grad in own]
-        params = self._params[0].unsqueeze(0) if self._alone else torch.stack(self._params)
-        stacked = given[0].contiguous().unsqueeze(0) if len(given) == 1 else torch.stack(given)
+        params = _stack(self._params)
+        stacked = _stack(given)
         param = self._seen(params)
         columns = coefficients.index_select(1, self._index).to(self._dtype)
         columns = columns.view(*columns.shape, *[1] * (param.dim() - 1))
@@ -161,6 +160,11 @@ class Stack:
             return stacked.view(len(stacked), -1)
         batch = math.prod(stacked.shape[1:-2])
         return stacked.view(len(stacked), batch, *stacked.shape[-2:])
+
+
+def _stack(tensors: Sequence[Tensor]) -> Tensor:
+    """``tensors`` in one contiguous tensor; a single contiguous one is not copied."""
+    return tensors[0].contiguous().unsqueeze(0) if len(tensors) == 1 else torch.stack(list(tensors)).contiguous()
 
 
 def _dimensions(param: Tensor) -> int:

@@ -40,7 +40,8 @@ class Muon(CompiledOptimizer):
 
     @staticmethod
     def coefficients(step, lr, weight_decay, momentum, ns_coefficients, eps):
-        return lr, 1 - lr * weight_decay, momentum, *ns_coefficients, eps
+        a, b, c = ns_coefficients
+        return lr, 1 - lr * weight_decay, momentum, a, b, c, eps
 
     @staticmethod
     def update(param, grad, momentum_buffer, lr, keep, momentum, a, b, c, eps, nesterov, ns_steps, adjust_lr_fn):
