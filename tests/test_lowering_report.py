@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -24,7 +23,7 @@ from perf.lowering import inductor_source, ptx
 from perf.lowering import results as lowering_results
 from perf.lowering.fake_cuda import fake_cuda
 from perf.lowering.record import recording
-from perf.lowering.report import Report, Workload, cpu_in_place_of_cuda, launches, lower, optimizers
+from perf.lowering.report import Report, Workload, cpu_in_place_of_cuda, launches, lower, optimizers, processor_seconds
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.filterwarnings("ignore:.*Profiler.*")
@@ -109,11 +108,6 @@ def test_clipping_is_one_launch_and_one_read_of_the_gradients_more(dtype: torch.
         assert all(k.resources.spills == 0 for k in report.kernels)
 
 
-def _processor_seconds() -> float:
-    usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(u.ru_utime + u.ru_stime for u in usage)
-
-
 def _first_step_seconds(tensors: int, cache: Path, monkeypatch: pytest.MonkeyPatch) -> float:
     """Build the kernels, compile them and fill the tables, with no cache on disk or in memory: time of all processors."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(cache))
@@ -124,9 +118,9 @@ def _first_step_seconds(tensors: int, cache: Path, monkeypatch: pytest.MonkeyPat
         param.grad = torch.ones_like(param)
     with cpu_in_place_of_cuda(90), recording("cpu"):
         optimizer = co.AdamW(params)
-        started = _processor_seconds()
+        started = processor_seconds()
         optimizer.step()
-        return _processor_seconds() - started
+        return processor_seconds() - started
 
 
 def test_compile_time_does_not_grow_with_the_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
