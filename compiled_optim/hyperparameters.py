@@ -126,6 +126,15 @@ class ParamGroup(WatchedDict[str, Any]):
         self._store(key, owned, elements)
         self._report(key, was_nonzero)
 
+    def own(self, key: str) -> None:
+        """Replace the tensors of one hyperparameter by equal ones that nobody else holds."""
+        owned = self.tensors(key)
+        self._store(key, [self._fresh(key, i, t) for i, t in enumerate(owned)], owned)
+
+    def restore(self, key: str, owned: Sequence[Tensor]) -> None:
+        """Put tensors that were the group's own back in place of what was assigned since."""
+        self._store(key, owned, tuple(owned))
+
     def update(self, *args: Any, **kwargs: Any) -> None:
         """As ``dict.update``; nothing is written if one of the values is refused."""
         values = dict(*args, **kwargs)

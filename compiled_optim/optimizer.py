@@ -14,14 +14,17 @@ from torch.optim.optimizer import ParamsT
 
 from compiled_optim import checkpoint, traced
 from compiled_optim.checkpoint import LoadReport
+from compiled_optim.controls import Controls
 from compiled_optim.events import EventLog
 from compiled_optim.fields import Declared, Flag, Hyper, Static, flag
 from compiled_optim.hyperparameters import ParamGroup
-from compiled_optim.lowering import cpp
+from compiled_optim.lowering import cpp_library
 from compiled_optim.lowering.eager import EagerLowering
 from compiled_optim.lowering.inductor import InductorLowering
 from compiled_optim.lowering.multi_tensor import MultiTensorLowering
+from compiled_optim.lowering.square_sums import SquareSums
 from compiled_optim.plan import Plan, parameter_name, partition, structure
+from compiled_optim.schedule import Schedule, Schedules
 from compiled_optim.sharding import is_sharded
 from compiled_optim.state import OptimizerState, ParamState
 from compiled_optim.torch_internals import outside_dynamo
@@ -41,6 +44,9 @@ class CompiledOptimizer(Declared, Optimizer):
         maximize: step along the gradient instead of against it.
         differentiable: record the step with autograd; implies ``lowering="eager"``.
         foreach, capturable, fused: accepted for torch.optim's sake and without effect; every lowering is both.
+        max_grad_norm: clip the gradients of all parameters together to this norm inside the step, as
+            ``torch.nn.utils.clip_grad_norm_`` does before it; a number or a 0-dim tensor. See :attr:`grad_norm`.
+        skip_nonfinite: change nothing in a step whose gradients have an infinite or NaN norm. See :attr:`skipped_steps`.
         lowering: ``"multi_tensor"``, ``"inductor"``, ``"eager"``, or ``"auto"``, the fastest for the device.
 
     Hyperparameters are 0-dim tensors in ``param_groups``, float64 where the device has it; see
@@ -59,6 +65,8 @@ class CompiledOptimizer(Declared, Optimizer):
     capturable: bool = flag(default=False, kw_only=True)
     differentiable: bool = flag(default=False, kw_only=True)
     fused: bool | None = flag(default=None, kw_only=True)
+    max_grad_norm: float | Tensor | None = flag(default=None, kw_only=True)
+    skip_nonfinite: bool = flag(default=False, kw_only=True)
     lowering: str = flag(default="auto", kw_only=True)
 
     group_flags: ClassVar[tuple[str, ...]] = ("maximize", "foreach", "capturable", "differentiable", "fused")
@@ -93,6 +101,8 @@ class CompiledOptimizer(Declared, Optimizer):
             if isinstance(declared.default, bool) and not isinstance(options[declared.name], bool):
                 raise TypeError(f"{declared.name} must be a bool, got {options[declared.name]!r}")
         self._lowering = lowering
+        self.max_grad_norm = options["max_grad_norm"]
+        self.skip_nonfinite = options["skip_nonfinite"]
         self._aliases: dict[str, str] = {}
         self._reset()
 
@@ -102,6 +112,9 @@ class CompiledOptimizer(Declared, Optimizer):
         self._stateless: list[Tensor] = []
         self._group_shapes: list[tuple[Any, ...]] = []
         self.events = EventLog()
+        self._controls = Controls(torch.device("cpu"))
+        self._square_sums: SquareSums | None = None
+        self._schedules = Schedules()
         self._traceable: list[Tensor] = []
         self._number = traced.register(self)
         self._changed = True
@@ -152,7 +165,16 @@ class CompiledOptimizer(Declared, Optimizer):
         self._aliases |= aliases
         self._changed = True
         if isinstance(getattr(self, "state", None), OptimizerState):
-            self._rebuild()
+            known = list(self.state)
+            try:
+                self._rebuild()
+            except (TypeError, ValueError):
+                self.param_groups.pop()
+                kept_state = {p: self.state[p] for p in known}
+                self.state.clear()
+                self.state.update(kept_state)
+                self._aliases = {name: kept for name, kept in self._aliases.items() if name not in aliases}
+                raise
 
     def _new_group(self, values: Mapping[str, Any], index: int) -> ParamGroup:
         device = values["params"][0].device if values["params"] else torch.get_default_device()
@@ -248,6 +270,8 @@ class CompiledOptimizer(Declared, Optimizer):
                 self.step_now()
         return loss
 
+    _step_supports_amp_scaling = True  # torch's GradScaler hands over ``grad_scale`` and ``found_inf`` instead of waiting
+
     # torch's schedulers replace ``step`` on the instance to see that it was called, unless it says that they need not.
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
@@ -282,7 +306,18 @@ class CompiledOptimizer(Declared, Optimizer):
     @outside_dynamo
     def step_now(self) -> None:
         """Update the parameters from their ``grad``, without closure and hooks."""
+        self.prepare()
+        self.launch()
+        self.finish()
+
+    def prepare(self) -> None:
+        """The host's part of a step: follow what changed since the last one; nothing is updated yet.
+
+        Raises:
+            TypeError, ValueError, RecompileError: as :meth:`step`.
+        """
         self._opt_called = True  # torch's schedulers ask
+        self._take_controls()
         if self._changed or self._regrouped() or any(p.grad is not None for p in self._stateless):
             self._rebuild()
         if (grads := self._gradients()) is None:
@@ -291,9 +326,44 @@ class CompiledOptimizer(Declared, Optimizer):
             assert grads is not None
         for unit in self.units:
             unit.compile()
-        self.events.steps += 1
+        if self._controls.measures_norm and self._square_sums is None:
+            self._square_sums = SquareSums(self.units)
+        self._schedules.hold()
         for unit, unit_grads in zip(self.units, grads, strict=True):
-            unit.step(unit_grads)
+            unit.prepare(unit_grads)
+
+    def launch(self) -> None:
+        """The device's part of a prepared step; a graph may capture it."""
+        self._schedules.evaluate()
+        if self._square_sums is not None:
+            self._square_sums.measure()
+        for unit in self.units:
+            unit.launch()
+
+    def finish(self) -> None:
+        """End a step that was launched."""
+        self.events.steps += 1
+        for unit in self.units:
+            unit.finish()
+
+    def _take_controls(self) -> None:
+        scaler = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)  # set and deleted by torch's GradScaler
+        self._controls.take(self.max_grad_norm, *scaler, self.skip_nonfinite)
+        if self._square_sums is not None and not self._controls.measures_norm:
+            self._changed = True
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """The norm of all gradients in the last step, unscaled and before clipping: a 0-dim tensor, on the device.
+
+        None where the step does not need it: without ``max_grad_norm`` and ``skip_nonfinite``.
+        """
+        return self._controls.outcome(self.units[0].plan.device)[0] if self._controls.measures_norm and self.units else None
+
+    @property
+    def skipped_steps(self) -> Tensor:
+        """How many steps were left out because of infinite or NaN gradients: a 0-dim tensor, on the device."""
+        return self._controls.outcome(self.units[0].plan.device if self.units else self._controls.device)[2]
 
     def _gradients(self) -> list[list[Tensor | None]] | None:
         """The gradients of every unit's parameters, or None if a plan no longer describes its tensors."""
@@ -322,7 +392,14 @@ class CompiledOptimizer(Declared, Optimizer):
         planned = {id(p) for plan in plans for p in plan.params}
         self._stateless = [p for g in groups for p in g["params"] if id(p) not in planned]
         differentiable = any(g.get("differentiable", False) for g in groups)
+        if plans and self._controls.device != plans[0].device:
+            self._controls = Controls(plans[0].device)
+        self._take_controls()
+        if differentiable and self._controls.measures_norm:
+            raise ValueError("differentiable=True does not work with max_grad_norm and skip_nonfinite: clip before the step")
         self.units = [self._lower(plan, differentiable) for plan in plans]
+        self._square_sums = None
+        self._schedules.follow(groups, plans)
         self._group_shapes = [self._group_shape(g) for g in groups]
         self._traceable = [p for g in groups for p in g["params"]]
         self._changed = False
@@ -330,22 +407,52 @@ class CompiledOptimizer(Declared, Optimizer):
     def _lower(self, plan: Plan, differentiable: bool) -> Lowering:
         on_cpu = plan.device.type == "cpu"
         if differentiable or self._lowering == "eager":
-            return EagerLowering(plan, differentiable=differentiable)
-        if on_cpu and cpp.compiler() is None:
+            return EagerLowering(plan, self._controls, differentiable=differentiable)
+        if on_cpu and cpp_library.compiler() is None:
             self.events.fall_back(
                 f"{type(self).__name__} runs eager: no C++ compiler was found",
                 "install g++ or clang++, or name one in the environment variable CXX",
             )
-            return EagerLowering(plan)
+            return EagerLowering(plan, self._controls)
         served = plan.device.type == "cuda" or (on_cpu and sys.platform == "linux")
         if served and self._lowering != "inductor":
-            return MultiTensorLowering(plan, self.events)
+            return MultiTensorLowering(plan, self._controls, self.events)
         if self._lowering == "multi_tensor":
             raise ValueError(
                 "lowering='multi_tensor' serves CUDA tensors, and CPU tensors on Linux; "
                 f"'{plan.members[0].name}' is on {plan.device}"
             )
-        return InductorLowering(plan, self.events)
+        return InductorLowering(plan, self._controls, self.events)
+
+    def schedule(self, group: int | None = None, **functions: Schedule | None) -> None:
+        """Make hyperparameters functions of the step count, evaluated on the device as part of every step.
+
+        A captured graph then moves them by itself, without the host: ``opt.schedule(lr=lambda step: 0.1 * 0.99**step)``. The
+        value is written into the group's tensor before the step uses it, and overrides what was assigned.
+
+        Args:
+            group: the index of a group; None for all groups.
+            **functions: by hyperparameter, a function from the step that is about to be taken to the value. The step is a
+                0-dim float64 tensor, one more than the largest step count of any parameter: 1 at first, and what a loaded
+                checkpoint or a skipped step make of it. The value is a 0-dim tensor or a number, a tuple of them for
+                ``betas``; only the first one is checked against the hyperparameter's range. The function must consist of
+                torch operations. None ends the schedule, at the value that it has reached.
+
+        Raises:
+            TypeError, ValueError: a function does not fit; no schedule is changed then.
+            IndexError: there is no such group.
+        """
+        indices = range(len(self.param_groups)) if group is None else [range(len(self.param_groups))[group]]
+        hypers = {h.name: h for h in self.fields_of(Hyper)}
+        unknown = functions.keys() - hypers.keys()
+        if unknown:
+            raise ValueError(f"{type(self).__name__} has no hyperparameter '{min(unknown)}'; it has {', '.join(hypers)}")
+        schedules = self._schedules.copy()
+        for index in indices:
+            for name, function in functions.items():
+                schedules.set(index, self._groups[index], hypers[name], function)
+        self._schedules = schedules
+        self._changed = True
 
     def hyperparameters(self) -> list[dict[str, Any]]:
         """The hyperparameters of each group as Python floats, for logs and JSON. Waits for the device."""
@@ -429,14 +536,19 @@ class CompiledOptimizer(Declared, Optimizer):
         return cast(OptimizerState, self.state)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "lowering": self._lowering, "aliases": self._aliases}
+        own = {"lowering": self._lowering, "aliases": self._aliases, "schedules": self._schedules.functions}
+        return {**super().__getstate__(), **own, "max_grad_norm": self.max_grad_norm, "skip_nonfinite": self.skip_nonfinite}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         lowering = state.pop("lowering", getattr(self, "_lowering", "auto"))
         self._aliases = dict(state.pop("aliases", getattr(self, "_aliases", {})))
+        self.max_grad_norm = state.pop("max_grad_norm", getattr(self, "max_grad_norm", None))
+        self.skip_nonfinite = state.pop("skip_nonfinite", getattr(self, "skip_nonfinite", False))
+        schedules = state.pop("schedules", {})
         super().__setstate__(state)
         self._lowering = lowering
         self._reset()
+        self._schedules.functions = dict(schedules)
         own = OptimizerState(self._mark_changed)
         for param, values in state.get("state", self.state).items():
             own.set_quietly(param, ParamState(self._mark_changed, values))

@@ -52,3 +52,21 @@ def spread_like(tensor: Any, target: Any) -> Tensor:
 
         tensor = distribute_tensor(tensor.detach(), target.device_mesh, target.placements, src_data_rank=None)
     return tensor  # type: ignore[no-any-return]
+
+
+def placement(tensor: Any) -> tuple[Any, ...] | None:
+    """Where a DTensor's parts lie, its mesh and placements; None for any other tensor."""
+    return (tensor.device_mesh, tensor.placements) if is_sharded(tensor) else None
+
+
+def sum_over_shards(sums: Tensor, whole: Any) -> None:
+    """Replace ``sums``, computed from this process's part of ``whole``, by numbers with the total over all parts.
+
+    All processes that hold parts must call it together.
+    """
+    total = sums.sum()
+    for dim, kind in enumerate(whole.placements):
+        if not kind.is_replicate():
+            torch.distributed.all_reduce(total, group=whole.device_mesh.get_group(dim))
+    sums.zero_()
+    sums[0] = total

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,27 @@ from torch._compile import _disable_dynamo
 
 outside_dynamo = _disable_dynamo
 """Decorator: never traced. Unlike ``torch.compiler.disable`` it does not import the compiler."""
+
+
+def alike(examples: Sequence[Tensor]) -> Callable[[Sequence[Tensor | None]], bool]:
+    """A check whether as many other tensors have the type, dtype, device, sizes, strides and flags of ``examples``.
+
+    It is the one that Dynamo guards its inputs with: one call, several times as fast as asking each tensor.
+    """
+    from torch._C._dynamo.guards import TensorGuards
+
+    guards = TensorGuards(*examples, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    return lambda tensors: bool(guards.check(*tensors))
+
+
+def data_ptr_function() -> int | None:
+    """The address of torch's C function from a Python tensor with storage to its data, which Inductor's C++ wrappers call.
+
+    None where this torch does not have it.
+    """
+    from torch._C._dynamo import guards
+
+    return getattr(guards, "_torchinductor_pyobject_tensor_data_ptr", None)
 
 
 class _InstructionSetProbe(threading.Thread):

@@ -20,10 +20,12 @@ PACKAGE = Path(co.__file__).parent
 LAYERS = [
     {"watched", "fields", "formats", "sharding", "traced", "torch_internals"}
     | {"lowering.vocabulary", "lowering.layout", "lowering.cache"},
-    {"hyperparameters", "files", "lowering.elementwise", "lowering.symbols"},
-    {"state"},
-    {"plan"},
-    {"events", "checkpoint", "lowering.coefficients", "lowering.rows"},
+    {"lowering.cpp_library"},
+    {"addresses"},
+    {"hyperparameters", "files", "lowering.elementwise", "lowering.gradient"},
+    {"state", "controls"},
+    {"plan", "lowering.symbols"},
+    {"events", "checkpoint", "schedule", "lowering.coefficients", "lowering.rows", "lowering.square_sums"},
     {"lowering.cpp", "lowering.triton", "lowering.eager"},
     {"lowering.multi_tensor", "lowering.inductor"},
     {"optimizer"},

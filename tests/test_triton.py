@@ -20,7 +20,7 @@ triton = pytest.importorskip("triton")
 
 
 def _compile(rule: Any, statics: dict[str, Any], dtype: str, arch: int) -> dict[str, Any]:
-    """Registers, spills and memory instructions of both kernels, from Triton's own assembler."""
+    """Registers, spills and memory instructions of the kernels, from Triton's own assembler."""
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.compiler import get_ptxas
     from triton.compiler import ASTSource
@@ -28,16 +28,16 @@ def _compile(rule: Any, statics: dict[str, Any], dtype: str, arch: int) -> dict[
     buffers = (dtype,) * len(rule.present_buffers(statics))
     signature = Signature(rule, tuple(statics.items()), "cuda", "multi-tensor", dtype, dtype, buffers)
     module = lowering.load(lowering.source(signature))
-    table = {"tensors": "*i64", "chunks": "*i64", "coefficients": "*fp64", "count": "i32"}
+    numbers = {"coefficients": "*fp64", "out": "*fp64", "sums": "*fp64", "outcome": "*fp64"}
+    sizes = dict.fromkeys(("count", "chunk_count", "sum_count", "leads"), "i32")
     result = {}
-    for function, types, constants in (
-        (
-            module.evaluate,
-            {"tensors": "*i64", "hypers": "*i64", "out": "*fp64", "count": "i32"},
-            {"TENSORS": lowering.TENSORS},
-        ),
-        (module.update, table, {"BLOCK": lowering.BLOCK, "ALIGNED": True}),
+    for function, constants in (
+        (module.square_sums, {"BLOCK": lowering.BLOCK, "ALIGNED": True}),
+        (module.evaluate, {"TENSORS": lowering.TENSORS, "SUMS": lowering.BLOCK}),
+        (module.update, {"BLOCK": lowering.BLOCK, "ALIGNED": True}),
     ):
+        known = {**numbers, **sizes}
+        types = {name: known.get(name, "*i64") for name in function.arg_names if name not in constants}
         source = ASTSource(function, types | dict.fromkeys(constants, "constexpr"), constexprs=constants, attrs={})
         kernel = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": lowering.WARPS})
         ptx = kernel.asm["ptx"]

@@ -8,37 +8,65 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compiled_optim.controls import Controls
+from compiled_optim.lowering.gradient import scaled
 from compiled_optim.plan import Plan
 
 
 class CoefficientStage:
     """Evaluates a rule's ``coefficients`` for all tensors of a plan at once, in float64 where the device has it."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, controls: Controls) -> None:
         self._plan = plan
+        self._controls = controls
+        self._square_sums: Tensor | None = None
         self._takes = frozenset(inspect.signature(plan.rule.coefficients).parameters)
         self._scalar_names = [s.name for s in plan.rule.scalars]
-        self.names = ("sign", *plan.rule.coefficient_names)
+        self._skip = torch.zeros_like(plan.sign)
         self._recorded: tuple[int, Tensor] | None = None
+
+    def connect(self, square_sums: Tensor) -> None:
+        """Take the vector whose sum is the sum of the squares of all gradients."""
+        self._square_sums = square_sums
 
     def advance(self, present: Tensor | None) -> Tensor:
         """Count a step for the tensors where ``present`` is true (all if None) and return their coefficients.
 
-        Returns a (coefficients, tensors) matrix, its rows in the order of ``names``. The columns of absent tensors hold
-        values of no meaning.
+        Returns a (2 + coefficients, tensors) matrix: the factor of the gradient, 1 where the step is skipped
+        and else 0, and what the rule's update takes. The columns of absent tensors hold values of no meaning.
         """
         plan = self._plan
+        factor, skip = plan.sign, self._skip
+        if not self._controls.idle:
+            factor, skip, present = self._control(present)
         old = self._scalars()
         step = plan.scalars[0] + 1
         values: dict[str, Any] = {"step": step, **plan.statics, **plan.hypers()}
         values |= dict(zip(self._scalar_names, old[1:].unbind(), strict=True))
         results = plan.rule.coefficients(**{name: values[name] for name in self._takes})
         count = len(self._scalar_names)
-        assert len(results) - count == len(self.names) - 1, f"{plan.rule.name}.coefficients and .update disagree"
+        assert len(results) - count == len(plan.rule.coefficient_names), (
+            f"{plan.rule.name}.coefficients and .update disagree"
+        )
         rows = [torch.as_tensor(r, dtype=step.dtype, device=step.device).expand_as(step) for r in results]
-        coefficients = torch.stack([plan.sign, *rows[count:]])
+        coefficients = torch.stack([factor, skip, *rows[count:]])
         self._store(torch.stack([step, *rows[:count]]), old, present)
         return coefficients
+
+    def _control(self, present: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Factor and skip mark per tensor, and which tensors are present and not skipped."""
+        plan = self._plan
+        dtype = plan.sign.dtype
+        controls = [t.to(plan.device, dtype) for t in self._controls.tensors(plan.device)]
+        square_sum = torch.zeros_like(controls[0]) if self._square_sums is None else self._square_sums.sum()
+        factor, norm, skip = scaled(square_sum, *controls)
+        skip = torch.as_tensor(skip, dtype=dtype, device=plan.device)
+        outcome = self._controls.outcome(plan.device)
+        outcome[:2] = torch.stack([norm, skip]).detach()
+        if plan.leads:
+            outcome[2] += skip.detach()
+        live = (skip == 0).expand_as(plan.sign)
+        return plan.sign * factor, skip.expand_as(plan.sign), live if present is None else present & live
 
     def _scalars(self) -> Tensor:
         """The scalars as the last step left them: with its graph if it was recorded and nobody wrote to them since."""

@@ -7,27 +7,19 @@ less than a second, and it is kept on disk for the next process.
 from __future__ import annotations
 
 import ctypes
-import functools
-import hashlib
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from compiled_optim.events import Signature
-from compiled_optim.lowering.cache import cache_directory
+from compiled_optim.lowering.cpp_library import library
 from compiled_optim.lowering.rows import KernelTable, TableRows
 from compiled_optim.lowering.symbols import Dialect, Program
 
 SERIAL = 32768  # elements below which waking other threads costs more than they save
 CHUNK = 8192  # elements that one thread updates at a time
 
-_FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp")
 _STORAGE = {"float32": "float", "float64": "double", "bfloat16": "bfloat16", "float16": "float16"}
 
 
@@ -89,6 +81,7 @@ def source(signature: Signature) -> str:
     program = Program.of(rule, statics, _DIALECT)
     rows = TableRows(rule, statics)
     param, grad, *buffers = (_STORAGE[d] for d in (signature.param_dtype, signature.grad_dtype, *signature.buffer_dtypes))
+    controls = [f"const T control{i} = *at<const T>(hypers, {i}, 1, 0);" for i in range(rows.controls)]
     inputs = ["const T step = *scalar(0) + 1;"]
     inputs += [f"const T hyper{i} = *reinterpret_cast<const T*>(hyper[{i}]);" for i in range(rows.hypers)]
     inputs += [f"const T scalar{i} = *scalar({i + 1});" for i in range(len(rule.scalars))]
@@ -96,17 +89,26 @@ def source(signature: Signature) -> str:
     results += [f"out[{i + 1}] = {value};" for i, value in enumerate(program.numbers)]
     pointers = [
         f"{param}* __restrict params = at<{param}>(tensors, 0, count, t) + start;",
-        f"const {grad}* __restrict grads = at<const {grad}>(tensors, 1, count, t) + start;",
-        *(f"{b}* __restrict buffers{i} = at<{b}>(tensors, {2 + i}, count, t) + start;" for i, b in enumerate(buffers)),
-        "const T sign = T(k[0]);",
+        f"const {grad}* __restrict grad_values = at<const {grad}>(grads, 0, count, t) + start;",
+        *(
+            f"{b}* __restrict buffers{i} = at<{b}>(tensors, {rows.buffers + i}, count, t) + start;"
+            for i, b in enumerate(buffers)
+        ),
+        "const T factor = T(k[0]);",
         *(f"const T k{i} = T(k[{i + 1}]);" for i in range(len(program.numbers))),
     ]
-    loads = ["const T param = T(params[i]);", "const T grad = sign * T(grads[i]);"]
+    loads = ["const T param = T(params[i]);", "const T grad = factor * T(grad_values[i]);"]
     loads += [f"const T buffer{i} = T(buffers{i}[i]);" for i in range(len(buffers))]
     stores = [f"params[i] = {param}({program.new_param});"]
     stores += [f"buffers{i}[i] = {b}({v});" for i, (b, v) in enumerate(zip(buffers, program.new_buffers, strict=True))]
     return _TEMPLATE.format(
         prelude=_PRELUDE,
+        grad=grad,
+        controls=_block([*controls, *program.gradient], 2),
+        factor=program.factor,
+        norm=program.norm,
+        skip=program.skip,
+        hypers_at=rows.controls,
         compute="double" if signature.param_dtype == "float64" else "float",
         hypers=rows.hypers,
         count=len(program.numbers) + 1,
@@ -131,16 +133,39 @@ template <class P> static inline P* at(const int64_t* tensors, int64_t row, int6
   return reinterpret_cast<P*>(tensors[row * count + t]);
 }}
 
-static void coefficients_of(const int64_t* tensors, const int64_t* hypers, double* out, int64_t count, int64_t t) {{
+static double sum_of_squares(const {grad}* __restrict grads, int64_t size) {{
+  double sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t i = 0; i < size; i++) {{
+    const double x = double(grads[i]);
+    sum += x * x;
+  }}
+  return sum;
+}}
+
+static double gradient_factor(const int64_t* hypers, const double* square_sums, int64_t square_sum_count,
+                              double* outcome, int32_t leads) {{
   using T = double;
-  const int64_t* hyper = hypers + tensors[{group_row} * count + t] * {hypers};
+  T square_sum = 0;
+  for (int64_t i = 0; i < square_sum_count; i++) square_sum += square_sums[i];
+{controls}
+  outcome[0] = {norm};
+  outcome[1] = {skip};
+  if (leads) outcome[2] += {skip};
+  return {factor};
+}}
+
+static void coefficients_of(const int64_t* tensors, const int64_t* hypers, double* out, double factor, int64_t count,
+                            int64_t t) {{
+  using T = double;
+  const int64_t* hyper = hypers + {hypers_at} + tensors[{group_row} * count + t] * {hypers};
   (void)hyper;
   auto scalar = [&](int64_t i) {{ return at<T>(tensors, {scalar_row} + i, count, t); }};
-  out[0] = tensors[{maximize_row} * count + t] ? -1.0 : 1.0;
+  out[0] = tensors[{maximize_row} * count + t] ? -factor : factor;
 {coefficients}
 }}
 
-static void update_chunk(const int64_t* tensors, const double* k, int64_t count, int64_t t,
+static void update_chunk(const int64_t* tensors, const int64_t* grads, const double* k, int64_t count, int64_t t,
                          int64_t chunk) {{
   using T = {compute};
   const int64_t start = chunk * {chunk};
@@ -152,24 +177,31 @@ static void update_chunk(const int64_t* tensors, const double* k, int64_t count,
   }}
 }}
 
-extern "C" void step(const int64_t* tensors, const int64_t* hypers, const int64_t* chunks, double* k, int64_t count,
-                     int64_t chunk_count, int32_t threads) {{
+extern "C" void measure(const int64_t* tensors, const int64_t* grads, const int64_t* chunks, int64_t count,
+                        int64_t chunk_count, double* square_sums, int32_t threads) {{
+#pragma omp parallel for schedule(dynamic, 4) num_threads(threads) if (threads > 1 && chunk_count > 1)
+  for (int64_t c = 0; c < chunk_count; c++) {{
+    const int64_t t = chunks[2 * c], start = chunks[2 * c + 1] * {chunk};
+    const int64_t left = tensors[{numel_row} * count + t] - start;
+    square_sums[c] = grads[t] ? sum_of_squares(at<const {grad}>(grads, 0, count, t) + start, left < {chunk} ? left : {chunk})
+                              : 0;
+  }}
+}}
+
+extern "C" void step(const int64_t* tensors, const int64_t* grads, const int64_t* chunks, int64_t count,
+                     int64_t chunk_count, const int64_t* hypers, const double* square_sums, int64_t square_sum_count,
+                     double* outcome, int32_t leads, double* k, int32_t threads) {{
+  const double factor = gradient_factor(hypers, square_sums, square_sum_count, outcome, leads);
+  if (outcome[1]) return;
   for (int64_t t = 0; t < count; t++)
-    if (tensors[count + t]) coefficients_of(tensors, hypers, k + t * {count}, count, t);
+    if (grads[t]) coefficients_of(tensors, hypers, k + t * {count}, factor, count, t);
 #pragma omp parallel for schedule(dynamic, 4) num_threads(threads) if (threads > 1 && chunk_count > 1)
   for (int64_t c = 0; c < chunk_count; c++) {{
     const int64_t t = chunks[2 * c];
-    if (tensors[count + t]) update_chunk(tensors, k + t * {count}, count, t, chunks[2 * c + 1]);
+    if (grads[t]) update_chunk(tensors, grads, k + t * {count}, count, t, chunks[2 * c + 1]);
   }}
 }}
 """
-
-
-@functools.cache
-def compiler() -> str | None:
-    """The C++ compiler: ``$CXX``, else the first of g++, clang++ and c++ on the path; None if there is none."""
-    candidates = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++", "c++"]
-    return next((found for c in candidates if (found := shutil.which(c))), None)
 
 
 class CppKernel:
@@ -177,60 +209,50 @@ class CppKernel:
 
     chunk = CHUNK
 
-    def __init__(self, function: Callable[..., None]) -> None:
-        self._function = function
+    def __init__(self, code: ctypes.CDLL) -> None:
+        pointer, integer, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+        tensors: list[Any] = [pointer, pointer, pointer, integer, integer]
+        self._measure, self._step = code.measure, code.step
+        self._measure.argtypes = [*tensors, pointer, flag]
+        self._step.argtypes = [*tensors, pointer, pointer, integer, pointer, flag, pointer, flag]
+        self._measure.restype = self._step.restype = None
+
+    def square_sum_count(self, chunks: int) -> int:
+        """One partial sum per chunk, so that their order does not depend on the threads."""
+        return chunks
+
+    def measure(self, table: KernelTable) -> None:
+        """Write the partial sums of the squares of the gradients."""
+        self._measure(*self._tensors(table), table.square_sums.data_ptr(), self._threads(table))
 
     def __call__(self, table: KernelTable) -> None:
         """Update the tensors of ``table``."""
-        self._function(
-            table.tensors.data_ptr(),
+        self._step(
+            *self._tensors(table),
             table.hypers.data_ptr(),
-            table.chunks.data_ptr(),
+            table.all_square_sums.data_ptr(),
+            len(table.all_square_sums),
+            table.outcome.data_ptr(),
+            table.leads,
             table.coefficients.data_ptr(),
-            table.tensors.shape[1],
-            len(table.chunks),
-            torch.get_num_threads() if table.elements > SERIAL else 1,
+            self._threads(table),
         )
+
+    @staticmethod
+    def _tensors(table: KernelTable) -> tuple[int, ...]:
+        return (
+            table.tensors.data_ptr(),
+            table.grads.data_ptr(),
+            table.chunks.data_ptr(),
+            len(table.grads),
+            len(table.chunks),
+        )
+
+    @staticmethod
+    def _threads(table: KernelTable) -> int:
+        return torch.get_num_threads() if table.elements > SERIAL else 1
 
 
 def build(signature: Signature) -> CppKernel:
     """The kernel for one signature."""
-    return CppKernel(load(source(signature)))
-
-
-def load(text: str) -> Callable[..., None]:
-    """Compile C++ ``text``, or take it from the cache on disk, and return its function ``step``.
-
-    Raises:
-        RuntimeError: the compiler refused, with its message.
-    """
-    command = [str(compiler()), *_FLAGS]
-    key = hashlib.sha256("\0".join([text, *command, _compiler_version(), _processor()]).encode()).hexdigest()[:32]
-    library = cache_directory() / f"{key}.so"
-    if not library.exists():
-        library.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
-            path = Path(scratch, "kernel.cpp")
-            path.write_text(text)
-            done = subprocess.run([*command, str(path), "-o", f"{scratch}/kernel.so"], capture_output=True, text=True)
-            if done.returncode:
-                raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
-            os.replace(f"{scratch}/kernel.so", library)  # atomic: another process may be doing the same
-    function = ctypes.CDLL(str(library)).step
-    function.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 2 + [ctypes.c_int32]
-    function.restype = None
-    return function
-
-
-@functools.cache
-def _compiler_version() -> str:
-    return subprocess.run([str(compiler()), "--version"], capture_output=True, text=True).stdout
-
-
-@functools.cache
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return "".join(sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))}))
+    return CppKernel(ctypes.CDLL(str(library(source(signature)))))

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from compiled_optim.fields import Rule, compute_dtype
@@ -17,7 +18,8 @@ def elementwise_step(rule: Rule, statics: Mapping[str, Any]) -> Step:
     """The function ``(param, grad, buffers, coefficients) -> (new param, new buffers)`` for one set of static choices.
 
     Arithmetic is in float32 for float32 and lower, in float64 for float64; results are rounded to each tensor's dtype.
-    ``coefficients`` broadcast against the parameter; the first is the sign of the gradient, -1 to maximize.
+    ``coefficients``, of the dtype of the arithmetic, broadcast against the parameter: the factor of the gradient, a mark
+    that is not 0 where everything stays as it is, and the rule's own.
     """
     present = rule.present_buffers(statics)
     takes = inspect.signature(rule.update).parameters
@@ -29,17 +31,22 @@ def elementwise_step(rule: Rule, statics: Mapping[str, Any]) -> Step:
         param: Tensor, grad: Tensor, buffers: Sequence[Tensor], coefficients: Sequence[Tensor]
     ) -> tuple[Tensor, list[Tensor]]:
         dtype = compute_dtype(param.dtype)
-        sign, *numbers = coefficients
+        factor, skip, *numbers = coefficients
         values = {name: buffer.to(dtype) for name, buffer in zip(present, buffers, strict=True)}
         new_param, *new_buffers = rule.update(
             param=param.to(dtype),
-            grad=sign * grad.to(dtype),
+            grad=factor * grad.to(dtype),
             **values,
             **absent,
             **dict(zip(names, numbers, strict=True)),
             **choices,
         )
         kept = [new for field, new in zip(rule.buffers, new_buffers, strict=True) if field.name in present]
-        return new_param.to(param.dtype), [new.to(old.dtype) for new, old in zip(kept, buffers, strict=True)]
+        live = skip == 0
+
+        def chosen(new: Tensor, old: Tensor) -> Tensor:
+            return torch.where(live, new.to(old.dtype), old)
+
+        return chosen(new_param, param), [chosen(new, old) for new, old in zip(kept, buffers, strict=True)]
 
     return step

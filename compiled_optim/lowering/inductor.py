@@ -16,11 +16,13 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from compiled_optim.controls import Controls
 from compiled_optim.events import EventLog, Signature, kernel_signature
 from compiled_optim.fields import compute_dtype, real_numel
 from compiled_optim.lowering.coefficients import CoefficientStage
 from compiled_optim.lowering.elementwise import elementwise_step
 from compiled_optim.lowering.layout import Layout, flat
+from compiled_optim.lowering.square_sums import square_sum
 from compiled_optim.plan import Plan
 from compiled_optim.torch_internals import compile_graph, prepare_cpu_compiler
 
@@ -39,15 +41,18 @@ class InductorLowering:
 
     Args:
         plan: the tensors.
+        controls: what holds for the whole step.
         log: where compilations and fallbacks are recorded.
     """
 
     name = "inductor"
 
-    def __init__(self, plan: Plan, log: EventLog) -> None:
+    square_sum_count = 1
+
+    def __init__(self, plan: Plan, controls: Controls, log: EventLog) -> None:
         self.plan = plan
         self._log = log
-        self._stage = CoefficientStage(plan)
+        self._stage = CoefficientStage(plan, controls)
         if plan.device.type == "cpu":
             prepare_cpu_compiler()
         positions: dict[Signature, list[int]] = {}
@@ -65,14 +70,31 @@ class InductorLowering:
                 names = [self.plan.members[i].name for i in part.positions]
                 part.kernel = self._log.obtain(_kernels, part.signature, names, self._make)
 
-    def step(self, grads: Sequence[Tensor | None]) -> None:
-        """Update every parameter of the plan whose entry in ``grads`` is not None."""
+    def connect(self, own: Tensor, whole: Tensor) -> None:
+        """Let :meth:`measure` write to ``own``; the sum of ``whole`` is the sum over all gradients."""
+        self._square_sum = own
+        self._stage.connect(whole)
+
+    def prepare(self, grads: Sequence[Tensor | None]) -> None:
+        """Take the gradients, one entry per parameter."""
+        self._grads = grads
+
+    def measure(self) -> None:
+        """Write the sum of the squares of the prepared gradients."""
+        self._square_sum.fill_(square_sum(self._grads))
+
+    def launch(self) -> None:
+        """Update every parameter of the plan that has a prepared gradient."""
         mask = None
-        if any(grad is None for grad in grads):
-            mask = torch.tensor([grad is not None for grad in grads], device=self.plan.device)
+        if any(grad is None for grad in self._grads):
+            mask = torch.tensor([grad is not None for grad in self._grads], device=self.plan.device)
         coefficients = self._stage.advance(mask)
         for part in self._parts:
-            part.step(grads, coefficients)
+            part.step(self._grads, coefficients)
+
+    def finish(self) -> None:
+        """Let go of the gradients."""
+        self._grads = ()
 
     def _make(self, signature: Signature) -> Kernel:
         function = _kernel_function(signature)
@@ -147,7 +169,7 @@ class Packed:
         """Tensors to compile with, and which of them have a first dimension of any size."""
         tensors = [torch.zeros(64, ROW, dtype=dtype, device=signature.device) for dtype in signature.dtypes]
         dtype = compute_dtype(tensors[0].dtype)
-        count = len(signature.rule.coefficient_names) + 1
+        count = len(signature.rule.coefficient_names) + 2
         tensors += [torch.ones(64, 1, dtype=dtype, device=signature.device) for _ in range(count)]
         return tensors, [True] * len(tensors)
 
@@ -184,7 +206,7 @@ class InPlace:
             for m, layout in zip(members, self._layouts, strict=True)
         ]
         self._dtype = compute_dtype(getattr(torch, signature.param_dtype))
-        count = len(signature.rule.coefficient_names) + 1
+        count = len(signature.rule.coefficient_names) + 2
         self._coefficients = torch.empty(count, len(positions), dtype=self._dtype, device=plan.device)
         self._columns = [list(column.unbind()) for column in self._coefficients.unbind(1)]
 
@@ -206,7 +228,7 @@ class InPlace:
         """Tensors to compile with, and which of them have a first dimension of any size."""
         tensors = [torch.zeros(64 * ROW, dtype=dtype, device=signature.device) for dtype in signature.dtypes]
         dtype = compute_dtype(tensors[0].dtype)
-        count = len(signature.rule.coefficient_names) + 1
+        count = len(signature.rule.coefficient_names) + 2
         scalars = [torch.ones((), dtype=dtype, device=signature.device) for _ in range(count)]
         return tensors + scalars, [True] * len(tensors) + [False] * count
 

@@ -8,10 +8,13 @@ address 0 there and is left alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 
+from compiled_optim.addresses import Addresses
+from compiled_optim.controls import Controls
 from compiled_optim.events import EventLog, Signature, kernel_signature
 from compiled_optim.fields import real_numel
 from compiled_optim.lowering import cpp, triton
@@ -23,8 +26,7 @@ from compiled_optim.state import scalar_names
 BACKENDS: dict[str, Callable[[Signature], Kernel]] = {"cpu": cpp.build, "cuda": triton.build}
 """By device type, what makes the kernel of a signature."""
 
-_IS_CONTIGUOUS: Callable[..., bool] = Tensor.is_contiguous
-_ADDRESS = Tensor.data_ptr
+_NOWHERE = 16  # the address of an empty gradient, which has none: 0 says that there is no gradient
 
 _kernels: dict[Signature, Kernel] = {}
 
@@ -34,19 +36,21 @@ class MultiTensorLowering:
 
     Args:
         plan: the tensors.
+        controls: what holds for the whole step.
         log: where compilations are recorded.
     """
 
     name = "multi_tensor"
 
-    def __init__(self, plan: Plan, log: EventLog) -> None:
+    def __init__(self, plan: Plan, controls: Controls, log: EventLog) -> None:
         self.plan = plan
+        self._controls = controls
         self._log = log
-        self._tables: list[tuple[Kernel, Table]] = []
+        self.tables: list[tuple[Kernel, Table]] = []
 
     def compile(self) -> None:
         """Make the kernels that do not exist yet, and the tables they read."""
-        if self._tables:
+        if self.tables:
             return
         positions: dict[Signature, list[int]] = {}
         for i, (member, grad_dtype) in enumerate(zip(self.plan.members, self.plan.grad_dtypes, strict=True)):
@@ -57,21 +61,53 @@ class MultiTensorLowering:
             )
             for signature, where in positions.items()
         ]
-        self._tables = [(k, Table(self.plan, where, k.chunk)) for k, where in zip(kernels, positions.values(), strict=True)]
+        self.tables = [
+            (kernel, Table(self.plan, self._controls, where, kernel, leads=self.plan.leads and index == 0))
+            for index, (kernel, where) in enumerate(zip(kernels, positions.values(), strict=True))
+        ]
 
-    def step(self, grads: Sequence[Tensor | None]) -> None:
-        """Update every parameter of the plan whose entry in ``grads`` is not None."""
-        for kernel, table in self._tables:
-            held = table.refresh(grads if len(self._tables) == 1 else [grads[i] for i in table.positions])
+    @property
+    def square_sum_count(self) -> int:
+        """How many partial sums :meth:`measure` writes."""
+        return sum(kernel.square_sum_count(len(table.chunks)) for kernel, table in self.tables)
+
+    def connect(self, own: Tensor, whole: Tensor) -> None:
+        """Let :meth:`measure` write to ``own``, and the kernels read ``whole``."""
+        counts = [kernel.square_sum_count(len(table.chunks)) for kernel, table in self.tables]
+        for (_, table), piece in zip(self.tables, torch.split(own, counts), strict=True):
+            table.square_sums, table.all_square_sums = piece, whole
+
+    def prepare(self, grads: Sequence[Tensor | None]) -> None:
+        """Bring the tables up to date with ``grads``, one entry per parameter, and the hyperparameters."""
+        for _, table in self.tables:
+            table.prepare(grads if len(self.tables) == 1 else [grads[i] for i in table.positions])
+
+    def measure(self) -> None:
+        """Write the partial sums of the squares of the prepared gradients."""
+        for kernel, table in self.tables:
+            kernel.measure(table)
+
+    def launch(self) -> None:
+        """Update every parameter of the plan that has a prepared gradient."""
+        for kernel, table in self.tables:
             kernel(table)
-            table.finish(held)
+
+    def finish(self) -> None:
+        """Let go of the gradients."""
+        for _, table in self.tables:
+            table.finish()
 
 
 class Table:
-    """Addresses, sizes and chunks of the tensors that share one kernel; see :class:`KernelTable` for what it holds."""
+    """Addresses, sizes and chunks of the tensors that share one kernel; see :class:`KernelTable` for what it holds.
 
-    def __init__(self, plan: Plan, positions: Sequence[int], chunk: int) -> None:
+    Its memory stays where it is for as long as the table lives, so that a captured kernel can go on reading it.
+    """
+
+    def __init__(self, plan: Plan, controls: Controls, positions: Sequence[int], kernel: Kernel, *, leads: bool) -> None:
         self.positions = tuple(positions)
+        self._plan = plan
+        self._controls = controls
         self._groups = plan.groups
         self._hyper_names = [h.name for h in plan.rule.hypers]
         self._device = plan.device
@@ -83,81 +119,111 @@ class Table:
         numels = [real_numel(m.param) for m in members]
         vectors = [
             [layout.target.data_ptr() for layout in self._layouts],
-            [0] * len(members),
             *([m.state[name].data_ptr() for m in members] for name in plan.buffers),
         ]
         scalars = [[m.state[name].data_ptr() for m in members] for name in scalar_names(plan.rule)]
         groups = [plan.group_index[i] for i in positions]
         facts = [numels, groups, [plan.groups[g]["maximize"] for g in groups]]
         self.tensors = self._upload([*vectors, *scalars, *facts])
-        self.chunks = self._upload([(t, c) for t, n in enumerate(numels) for c in range(-(-n // chunk))]).view(-1, 2)
-        self.coefficients = torch.empty(
-            len(members) * (len(plan.rule.coefficient_names) + 1), dtype=torch.float64, device=plan.device
-        )
-        self._grad_row = self.tensors[1].numpy() if plan.device.type == "cpu" else None
+        chunks = [(t, c) for t, n in enumerate(numels) for c in range(-(-n // kernel.chunk))]
+        self.chunks = self._upload(chunks).view(-1, 2)
+        self.coefficients = self._scratch(len(members) * (len(plan.rule.coefficient_names) + 1))
+        self.outcome = controls.outcome(plan.device)
+        self.square_sums = self.all_square_sums = self._scratch(0)
+        self.leads = leads
         self.elements = sum(numels)
-        self.hypers = self._upload([])
-        self._state_aligned = _aligned(address for row in vectors for address in row)
-        self.aligned = self._state_aligned
-        self._contiguous = all(layout.is_contiguous for layout in self._layouts)
-        self._staged = [i for i, layout in enumerate(self._layouts) if layout.stage is not None]
-        self._hyper_tensors: list[Tensor] = []  # held, so that no other tensor takes their addresses
+        self._addresses = Addresses(len(members))
+        self._own_grads = self._addresses.values if plan.device.type == "cpu" else self._upload([0] * len(members))
+        self.grads = self._own_grads
+        self._hyper_tensors = self._read_hypers()  # held, so that no other tensor takes their addresses
+        self.hypers = self._upload([0] * len(self._hyper_tensors))
         self._hyper_addresses: list[int] = []
         self._hyper_copies: list[tuple[Tensor, Tensor]] = []
-        self._grad_addresses: list[int] = []
+        self._state_aligned = _aligned(address for row in vectors for address in row)
+        self.aligned = self._state_aligned
+        self._staged = [i for i, layout in enumerate(self._layouts) if layout.stage is not None]
+        self._unlike = bool(self._staged) or 0 in numels  # some gradients are not read where they are
+        self._held: Sequence[Tensor | None] = ()
+        self._spare = torch.empty_like(self._addresses.values).pin_memory() if plan.device.type == "cuda" else None
+        self._captured: list[Tensor] = []
+        self._captured_last = False
 
-    def refresh(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """Bring the table up to date with ``grads`` and the hyperparameters, for one run of its kernel.
-
-        Returns the gradients that the kernel reads, in their parameters' memory order; :meth:`finish` takes them back.
-        """
-        whole = type(None) not in set(map(type, grads))
-        if not (whole and self._contiguous and all(map(_IS_CONTIGUOUS, grads))):
+    def prepare(self, grads: Sequence[Tensor | None]) -> None:
+        """Bring the table up to date with ``grads`` and the hyperparameters, for one run of its kernel."""
+        if self._plan.gradients_in_place and not self._unlike:
+            changed = self._addresses.read(cast("list[Tensor]", grads))
+        else:
             grads = [None if g is None else layout.arranged(g) for layout, g in zip(self._layouts, grads, strict=True)]
-        # An empty gradient has no address, and 0 would say that there is no gradient.
-        addresses = [0 if g is None else _ADDRESS(g) or 16 for g in grads]
-        if addresses != self._grad_addresses:
-            self._write_gradients(addresses)
+            changed = self._addresses.set([0 if g is None else g.data_ptr() or _NOWHERE for g in grads])
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            self._capture_gradients()
+        elif self._device.type != "cpu" and (changed or self._captured_last):
+            self._write_gradients()
         self._refresh_hypers()
         for i in self._staged:
             self._layouts[i].load()
-        return grads
+        self._held = grads
 
-    def finish(self, grads: Sequence[Tensor | None]) -> None:
-        """Copy stand-ins back into their parameters after the kernel ran."""
+    def finish(self) -> None:
+        """Copy stand-ins back into their parameters after the kernel ran, and let go of the gradients."""
         for i in self._staged:
-            if grads[i] is not None:
+            if self._held[i] is not None:
                 self._layouts[i].store()
+        self._held = ()
 
-    def _write_gradients(self, addresses: list[int]) -> None:
-        self._grad_addresses = addresses
-        if self._grad_row is not None:
-            self._grad_row[:] = addresses
-        else:
-            self.tensors[1].copy_(self._upload(addresses))
-            self.aligned = self._state_aligned and _aligned(addresses)
+    def _write_gradients(self) -> None:
+        self.grads, self._captured_last = self._own_grads, False
+        self.grads.copy_(self._addresses.values.pin_memory(), non_blocking=True)
+        self.aligned = self._state_aligned and _aligned(self._addresses.values.tolist())
+        if self._spare is None:
+            self._spare = torch.empty_like(self._addresses.values).pin_memory()
+
+    def _capture_gradients(self) -> None:
+        """Make writing the addresses a part of the graph that is being captured, in memory that no other step uses.
+
+        So a replay finds its own gradients whatever steps were taken outside of the graph.
+        """
+        if self._spare is None:
+            raise RuntimeError("a second step is being captured without a step in between; take one before capturing again")
+        self._spare.copy_(self._addresses.values)
+        self.grads = torch.empty_like(self._own_grads).copy_(self._spare, non_blocking=True)
+        self._captured += [self._spare, self.grads]  # read by every replay
+        self._spare, self._captured_last = None, True
+        self.aligned = self._state_aligned and _aligned(self._addresses.values.tolist())
 
     def _refresh_hypers(self) -> None:
         """Write the addresses of hyperparameters that were assigned, and copy those that are not float64."""
-        tensors = [t for group in self._groups for name in self._hyper_names for t in group.tensors(name)]
-        addresses = list(map(Tensor.data_ptr, tensors))
+        tensors = self._read_hypers()
+        addresses = [t.data_ptr() for t in tensors]
         if addresses != self._hyper_addresses:
             read = [t if self._readable(t) else torch.empty((), dtype=torch.float64, device=self._device) for t in tensors]
             self._hyper_copies = [(own, t.detach()) for own, t in zip(read, tensors, strict=True) if own is not t]
-            self.hypers = self._upload([t.data_ptr() for t in read])
+            self._write(self.hypers, [t.data_ptr() for t in read])
             self._hyper_tensors, self._hyper_addresses = tensors, addresses
         for own, tensor in self._hyper_copies:
             own.copy_(tensor)
 
+    def _read_hypers(self) -> list[Tensor]:
+        groups = [t for group in self._groups for name in self._hyper_names for t in group.tensors(name)]
+        return self._controls.tensors(self._device) + groups
+
     def _readable(self, tensor: Tensor) -> bool:
         return tensor.dtype == torch.float64 and tensor.device == self._device
+
+    def _scratch(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.float64, device=self._device)
+
+    def _write(self, row: Tensor, values: Sequence[int]) -> None:
+        """Write ``values`` into ``row``, which stays where it is, without waiting for the device."""
+        if self._device.type == "cpu":
+            row.numpy()[:] = values
+        else:
+            row.copy_(torch.tensor(values, dtype=torch.int64).pin_memory(), non_blocking=True)
 
     def _upload(self, values: Sequence[object]) -> Tensor:
         """``values`` as int64 on the device, without waiting for it."""
         host = torch.tensor(values, dtype=torch.int64)
-        if self._device.type == "cpu":
-            return host
-        return host.pin_memory().to(self._device, non_blocking=True)
+        return host if self._device.type == "cpu" else host.pin_memory().to(self._device, non_blocking=True)
 
 
 def _aligned(addresses: Iterable[int]) -> bool:

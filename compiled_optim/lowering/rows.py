@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from compiled_optim.controls import NAMES
 from compiled_optim.fields import Rule
 
 
@@ -15,17 +16,28 @@ class KernelTable(Protocol):
 
     Attributes:
         tensors: (rows, tensors) int64; see :class:`TableRows`.
-        hypers: (groups * hyperparameters) int64, addresses of float64 numbers, a row per group.
+        grads: (tensors,) int64, addresses of the gradients, 0 where there is none.
+        hypers: (controls + groups * hyperparameters) int64, addresses of float64 numbers: first the step's controls, as in
+            :data:`compiled_optim.controls.NAMES`, then a row per group.
         chunks: (chunks, 2) int64, the tensor and which of its chunks.
-        coefficients: (tensors * coefficients) float64, scratch memory.
+        coefficients: (tensors * (1 + coefficients)) float64, scratch memory.
+        square_sums: float64, this table's part of ``all_square_sums``.
+        all_square_sums: float64, what the sum of the squares of all gradients consists of; empty if nobody needs it.
+        outcome: (3,) float64, the norm, whether the step was skipped, and how many were; see ``leads``.
+        leads: whether this table's kernel counts a skipped step.
         elements: real numbers in all parameters.
         aligned: whether every address is a multiple of 16 bytes.
     """
 
     tensors: Tensor
+    grads: Tensor
     hypers: Tensor
     chunks: Tensor
     coefficients: Tensor
+    square_sums: Tensor
+    all_square_sums: Tensor
+    outcome: Tensor
+    leads: bool
     elements: int
     aligned: bool
 
@@ -37,6 +49,12 @@ class Kernel(Protocol):
     def chunk(self) -> int:
         """Elements in a chunk."""
 
+    def square_sum_count(self, chunks: int) -> int:
+        """How many partial sums :meth:`measure` writes for a table of so many chunks."""
+
+    def measure(self, table: KernelTable) -> None:
+        """Write the partial sums of the squares of the gradients."""
+
     def __call__(self, table: KernelTable) -> None:
         """Update the tensors of ``table`` that have a gradient."""
 
@@ -44,12 +62,13 @@ class Kernel(Protocol):
 class TableRows:
     """Which row of the int64 table over the tensors holds what.
 
-    Row 0 holds the parameters' addresses, row 1 the gradients' (0 where there is none), then come the addresses of the
-    buffers and of the scalars, the number of real elements, the index of the group, and whether to maximize.
+    Row 0 holds the parameters' addresses; then come the addresses of the buffers and of the scalars, the number of real
+    elements, the index of the group, and whether to maximize. The hyperparameters begin behind the ``controls``.
     """
 
     def __init__(self, rule: Rule, statics: Mapping[str, Any]) -> None:
-        self.buffers = 2
+        self.controls = len(NAMES)
+        self.buffers = 1
         self.scalars = self.buffers + len(rule.present_buffers(statics))
         self.numel = self.scalars + 1 + len(rule.scalars)
         self.group = self.numel + 1

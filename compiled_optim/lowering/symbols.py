@@ -11,8 +11,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from compiled_optim.controls import NAMES
 from compiled_optim.fields import Rule, parameter_names
 from compiled_optim.lowering import vocabulary
+from compiled_optim.lowering.gradient import scaled
 
 
 class Symbol:
@@ -131,9 +133,14 @@ class Program:
 
     ``coefficients`` reads ``step``, ``hyper0``, ``hyper1``, ... and ``scalar0``, ... ; its results are the expressions
     ``new_scalars`` (the step first) and ``numbers``. ``update`` reads ``param``, ``grad``, ``buffer0``, ... and ``k0``, ...
-    for the numbers; its results are ``new_param`` and ``new_buffers``, of the buffers that are present.
+    for the numbers; its results are ``new_param`` and ``new_buffers``, of the buffers that are present. Before both,
+    ``gradient`` reads ``square_sum`` and ``control0``, ``control1``, ... and ends in ``factor``, ``norm`` and ``skip``.
     """
 
+    gradient: list[str]
+    factor: str
+    norm: str
+    skip: str
     coefficients: list[str]
     new_scalars: list[str]
     numbers: list[str]
@@ -145,6 +152,10 @@ class Program:
     def of(cls, rule: Rule, statics: Mapping[str, Any], dialect: Dialect) -> Program:
         """The program of ``rule`` under these static choices."""
         choices = {s.name: statics[s.name] for s in rule.statics}
+
+        before = Code(dialect, "s")
+        controls = {name: Symbol(before, f"control{i}") for i, name in enumerate(NAMES)}
+        factor, norm, skip = before.trace(scaled, {**controls, "square_sum": Symbol(before, "square_sum")})
 
         scalars = Code(dialect, "c")
         step = Symbol(scalars, "step")
@@ -168,6 +179,10 @@ class Program:
         new_param, *new_buffers = body.trace(rule.update, {**choices, **values})
         kept = [new for b, new in zip(rule.buffers, new_buffers, strict=True) if b.name in present]
         return cls(
+            before.lines,
+            before.operand(factor),
+            before.operand(norm),
+            before.operand(skip),
             scalars.lines,
             [scalars.operand(v) for v in (step, *results[:count])],
             [scalars.operand(v) for v in results[count:]],

@@ -1,8 +1,8 @@
-"""A rule as Triton: two kernels that update every tensor of a plan in two launches.
+"""A rule as Triton: kernels that update every tensor of a plan in two launches, three where the norm is needed.
 
-The first evaluates the rule's coefficients, in float64, with one lane per tensor; the second updates one chunk of a tensor
-per program. Both read addresses from the table in device memory, so they are compiled once per signature whatever the
-tensors are.
+``square_sums`` reduces the gradients, each program a fixed share of the chunks. ``evaluate`` computes the rule's
+coefficients, in float64, with one lane per tensor. ``update`` updates one chunk of a tensor per program. All read addresses
+from tables in device memory, so they are compiled once per signature whatever the tensors are.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from compiled_optim.lowering.symbols import Dialect, Program
 BLOCK = 1024  # elements of a chunk, updated by one program
 TENSORS = 32  # tensors whose coefficients one program evaluates
 WARPS = 4
+SUMS = 4096  # programs that reduce the gradients: enough to keep the memory of a large GPU busy
 
 _DIALECT = Dialect("{} = {}", "{}", "&", "|")
 _STORAGE = {"float32": "tl.float32", "float64": "tl.float64", "bfloat16": "tl.bfloat16", "float16": "tl.float16"}
@@ -35,28 +36,31 @@ def source(signature: Signature) -> str:
     storage = [_STORAGE[d] for d in (signature.param_dtype, signature.grad_dtype, *signature.buffer_dtypes)]
     compute = "tl.float64" if signature.param_dtype == "float64" else "tl.float32"
     scalars = range(1 + len(rule.scalars))
+    controls = [f"control{i} = control_of(hypers, {i})" for i in range(rows.controls)]
     evaluate = [f"scalars{i} = address(tensors, {rows.scalars + i}, count, t, here, tl.float64)" for i in scalars]
     evaluate += ["step = tl.load(scalars0, mask=here, other=0.0) + 1"]
     evaluate += [f"scalar{i} = tl.load(scalars{i + 1}, mask=here, other=0.0)" for i in range(len(rule.scalars))]
-    evaluate += [f"hyper{i} = hyper_of(hypers, {rows.hypers} * group + {i}, here)" for i in range(rows.hypers)]
+    evaluate += [
+        f"hyper{i} = hyper_of(hypers, {rows.controls + i} + {rows.hypers} * group, here)" for i in range(rows.hypers)
+    ]
     evaluate += program.coefficients
     evaluate += [f"tl.store(scalars{i}, {value}, mask=here)" for i, value in enumerate(program.new_scalars)]
     evaluate += [f"tl.store(out + {i + 1} * count + t, {value}, mask=here)" for i, value in enumerate(program.numbers)]
-    names = ("params", "grads", *(f"buffers{i}" for i in range(len(storage) - 2)))
+    names = ("params", "grad_values", *(f"buffers{i}" for i in range(len(storage) - 2)))
+    places = ("tensors, 0", "grads, 0", *(f"tensors, {rows.buffers + i}" for i in range(len(storage) - 2)))
     pointers = [
-        f"{n} = chunk_of(tensors, {row}, count, t, {d}, ALIGNED)"
-        for row, (n, d) in enumerate(zip(names, storage, strict=True))
+        f"{n} = chunk_of({place}, count, t, {d}, ALIGNED)" for n, place, d in zip(names, places, storage, strict=True)
     ]
-    pointers += [f"sign = tl.load(coefficients + t).to({compute})"]
+    pointers += [f"factor = tl.load(coefficients + t).to({compute})"]
     pointers += [f"k{i} = tl.load(coefficients + {i + 1} * count + t).to({compute})" for i in range(len(program.numbers))]
     results = [program.new_param, *program.new_buffers]
-    targets = [n for n in names if n != "grads"]
-    kinds = [d for n, d in zip(names, storage, strict=True) if n != "grads"]
+    targets = [n for n in names if n != "grad_values"]
+    kinds = [d for n, d in zip(names, storage, strict=True) if n != "grad_values"]
 
     def body(mask: str) -> list[str]:
         values = ("param", "grad", *(f"buffer{i}" for i in range(len(storage) - 2)))
         lines = [f"{v} = tl.load({n} + at{mask}).to({compute})" for v, n in zip(values, names, strict=True)]
-        lines += ["grad = sign * grad", *program.update]
+        lines += ["grad = factor * grad", *program.update]
         return lines + [
             f"tl.store({n} + at, rounded({value}, {d}){mask})" for n, value, d in zip(targets, results, kinds, strict=True)
         ]
@@ -65,6 +69,12 @@ def source(signature: Signature) -> str:
         group_row=rows.group,
         maximize_row=rows.maximize,
         numel_row=rows.numel,
+        grad=storage[1],
+        compute=compute,
+        gradient=_block(controls + program.gradient, 1),
+        factor=program.factor,
+        norm=program.norm,
+        skip=program.skip,
         evaluate=_block(evaluate, 1),
         pointers=_block(pointers, 2),
         whole=_block(body(""), 3),
@@ -119,7 +129,10 @@ def where_(condition, x, y):
 
 @triton.jit
 def bias_correction_(beta, step):
-    return 1 - tl.exp(step * tl.log(beta))
+    x = step * tl.log(beta)
+    power = tl.exp(x)
+    small = (1 - power) * x / tl.log(power)  # the rounding errors of both differences cancel
+    return tl.where(power == 1, -x, tl.where(power < 0.5, 1 - power, small))
 
 
 @triton.jit
@@ -133,6 +146,11 @@ def address(tensors, row, count, t, here, dtype: tl.constexpr):
 
 
 @triton.jit
+def control_of(hypers, index):
+    return tl.load(tl.load(hypers + index).to(tl.pointer_type(tl.float64)))
+
+
+@triton.jit
 def hyper_of(hypers, index, here):
     return tl.load(tl.load(hypers + index, mask=here, other=0).to(tl.pointer_type(tl.float64)), mask=here, other=0.5)
 
@@ -143,22 +161,51 @@ def chunk_of(tensors, row, count, t, dtype: tl.constexpr, ALIGNED: tl.constexpr)
     return tl.multiple_of(pointer, 16) if ALIGNED else pointer
 
 
-@triton.jit(do_not_specialize=["count"])
-def evaluate(tensors, hypers, out, count, TENSORS: tl.constexpr):
+@triton.jit(do_not_specialize=["count", "chunk_count"])
+def square_sums(tensors, grads, chunks, sums, count, chunk_count, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
+    lanes = tl.zeros([BLOCK], {compute})
+    for chunk in range(tl.program_id(0), chunk_count, tl.num_programs(0)):
+        t = tl.load(chunks + 2 * chunk)
+        if tl.load(grads + t) != 0:
+            start = tl.load(chunks + 2 * chunk + 1) * BLOCK
+            size = tl.load(tensors + {numel_row} * count + t)
+            at = start + tl.arange(0, BLOCK)
+            grad_values = chunk_of(grads, 0, count, t, {grad}, ALIGNED)
+            if start + BLOCK <= size:
+                grad = tl.load(grad_values + at).to({compute})
+                lanes += grad * grad
+            else:
+                grad = tl.load(grad_values + at, mask=at < size, other=0.0).to({compute})
+                lanes += grad * grad
+    tl.store(sums + tl.program_id(0), tl.sum(lanes.to(tl.float64), axis=0))
+
+
+@triton.jit(do_not_specialize=["count", "sum_count", "leads"])
+def evaluate(tensors, grads, hypers, sums, outcome, out, count, sum_count, leads, TENSORS: tl.constexpr, SUMS: tl.constexpr):
+    lanes = tl.zeros([SUMS], tl.float64)
+    for start in range(0, sum_count, SUMS):
+        at = start + tl.arange(0, SUMS)
+        lanes += tl.load(sums + at, mask=at < sum_count, other=0.0)
+    square_sum = tl.sum(lanes, axis=0)
+{gradient}
+    if tl.program_id(0) == 0:
+        tl.store(outcome, {norm})
+        tl.store(outcome + 1, {skip})
+        tl.store(outcome + 2, tl.load(outcome + 2) + leads * {skip})
     t = tl.program_id(0) * TENSORS + tl.arange(0, TENSORS)
-    inside = t < count
-    here = inside & (tl.load(tensors + count + t, mask=inside, other=0) != 0)
+    inside = t < tl.where({skip} == 0, count, 0)
+    here = inside & (tl.load(grads + t, mask=inside, other=0) != 0)
     group = tl.load(tensors + {group_row} * count + t, mask=here, other=0)
     maximize = tl.load(tensors + {maximize_row} * count + t, mask=here, other=0)
-    tl.store(out + t, tl.where(maximize != 0, -1.0, 1.0).to(tl.float64), mask=here)
+    tl.store(out + t, tl.where(maximize != 0, -{factor}, {factor}), mask=here)
 {evaluate}
 
 
 @triton.jit(do_not_specialize=["count"])
-def update(tensors, chunks, coefficients, count, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
+def update(tensors, grads, chunks, outcome, coefficients, count, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
     chunk = tl.program_id(0)
     t = tl.load(chunks + 2 * chunk)
-    if tl.load(tensors + count + t) != 0:
+    if (tl.load(grads + t) != 0) & (tl.load(outcome + 1) == 0):
         start = tl.load(chunks + 2 * chunk + 1) * BLOCK
         size = tl.load(tensors + {numel_row} * count + t)
         at = start + tl.arange(0, BLOCK)
@@ -172,21 +219,59 @@ def update(tensors, chunks, coefficients, count, BLOCK: tl.constexpr, ALIGNED: t
 
 
 class TritonKernel:
-    """Both kernels of one signature."""
+    """The kernels of one signature."""
 
     chunk = BLOCK
 
     def __init__(self, module: ModuleType) -> None:
         self._module = module
 
+    def square_sum_count(self, chunks: int) -> int:
+        """One partial sum per program that reduces."""
+        return min(chunks, SUMS)
+
+    def measure(self, table: KernelTable) -> None:
+        """Write the partial sums of the squares of the gradients, in one launch."""
+        if len(table.square_sums):
+            self._module.square_sums[(len(table.square_sums),)](
+                table.tensors,
+                table.grads,
+                table.chunks,
+                table.square_sums,
+                len(table.grads),
+                len(table.chunks),
+                BLOCK,
+                table.aligned,
+                num_warps=WARPS,
+            )
+
     def __call__(self, table: KernelTable) -> None:
         """Update the tensors of ``table`` in two launches."""
-        count = table.tensors.shape[1]
-        grid = (-(-count // TENSORS),)
-        self._module.evaluate[grid](table.tensors, table.hypers, table.coefficients, count, TENSORS)
+        count = len(table.grads)
+        self._module.evaluate[(-(-count // TENSORS),)](
+            table.tensors,
+            table.grads,
+            table.hypers,
+            table.all_square_sums,
+            table.outcome,
+            table.coefficients,
+            count,
+            len(table.all_square_sums),
+            int(table.leads),
+            TENSORS,
+            BLOCK,
+        )
         if len(table.chunks):
             self._module.update[(len(table.chunks),)](
-                table.tensors, table.chunks, table.coefficients, count, BLOCK, table.aligned, num_warps=WARPS
+                table.tensors,
+                table.grads,
+                table.chunks,
+                table.outcome,
+                table.coefficients,
+                count,
+                BLOCK,
+                table.aligned,
+                num_warps=WARPS,
             )
 
 
