@@ -300,7 +300,9 @@ def _elements_per_program(optimizer: str, dtype: torch.dtype, options: tuple[tup
             steps = _steps(_ours(Workload(optimizer, 1, 1, dtype, numel, options), "cpu", "multi_tensor"), "cpu")
             programs.append({launch.name: launch.programs for launch in steps.steady.launches})
     small, large = programs
-    return {n: (_PROBES[1] - _PROBES[0]) / (large[n] - small[n]) for n in small if large[n] != small[n]}
+    growing = [n for n in small if large[n] != small[n]]
+    assert all(large[n] * _PROBES[0] == small[n] * _PROBES[1] for n in growing), "a program has more than one chunk"
+    return {n: _PROBES[0] / small[n] for n in growing}
 
 
 def _kernel(name: str, launches: int, kernel: Any, arch: int, elements: float | None) -> KernelReport:
