@@ -118,6 +118,13 @@ def fake_cuda(arch: int) -> Iterator[None]:
         def is_bf16_supported(including_emulation: bool = False) -> bool:
             return True
 
+    current = [0]
+
+    def exchange(index: int) -> int:
+        """Make ``index`` the current device, which is returned."""
+        before, current[0] = current[0], index
+        return before
+
     def forget() -> None:
         """Drop what torch remembers about the device."""
         for function in vars(torch.utils._triton).values():
@@ -133,7 +140,9 @@ def fake_cuda(arch: int) -> Iterator[None]:
         device_interface.register_interface_for_device("cuda", FakeCuda)
         device_interface.register_interface_for_device("cuda:0", FakeCuda)
         enter(mock.patch.object(torch.cuda, "get_device_properties", return_value=properties))
-        enter(mock.patch.object(torch.cuda, "current_device", return_value=0))
+        enter(mock.patch.object(torch.cuda, "current_device", side_effect=lambda: current[0]))
+        enter(mock.patch.object(torch.cuda, "_exchange_device", exchange))
+        enter(mock.patch.object(torch.cuda, "_maybe_exchange_device", exchange))
         enter(mock.patch.object(triton_helpers, "set_driver_to_gpu"))
         enter(mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False))
         enter(mock.patch.object(addresses, "_reader", return_value=None))  # C++ that would read tensors without memory
