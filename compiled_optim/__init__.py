@@ -11,14 +11,17 @@ from compiled_optim.optimizers.adam import Adam
 from compiled_optim.optimizers.adamax import Adamax
 from compiled_optim.optimizers.adamw import AdamW
 from compiled_optim.optimizers.asgd import ASGD
+from compiled_optim.optimizers.lbfgs import LBFGS
 from compiled_optim.optimizers.nadam import NAdam
 from compiled_optim.optimizers.radam import RAdam
 from compiled_optim.optimizers.rmsprop import RMSprop
 from compiled_optim.optimizers.rprop import Rprop
 from compiled_optim.optimizers.sgd import SGD
+from compiled_optim.optimizers.sparse_adam import SparseAdam
 
 __all__ = [
     "ASGD",
+    "LBFGS",
     "SGD",
     "Adadelta",
     "Adagrad",
@@ -33,6 +36,7 @@ __all__ = [
     "RMSprop",
     "RecompileError",
     "Rprop",
+    "SparseAdam",
     "compile_report",
     "load_named_state_dict",
     "named_state_dict",

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from compiled_optim.fields import Rule
+from compiled_optim.fields import Declaration
 from compiled_optim.formats import FORMAT_VERSION, canonical_names, check, from_optimi, group_names, is_optimi
 from compiled_optim.hyperparameters import ParamGroup
 from compiled_optim.plan import parameter_name
@@ -33,7 +33,7 @@ class LoadReport(NamedTuple):
 
 
 def save(
-    rule: Rule,
+    rule: Declaration,
     groups: Sequence[ParamGroup],
     state: OptimizerState,
     aliases: Mapping[str, str],
@@ -60,7 +60,7 @@ def save(
     return result | ({"aliases": dict(aliases)} if aliases else {})
 
 
-def _snapshot(key: str, value: Any, rule: Rule, param: Tensor) -> Any:
+def _snapshot(key: str, value: Any, rule: Declaration, param: Tensor) -> Any:
     # torch.distributed.checkpoint loads into the tensors of a state dict and then drops the state of frozen parameters
     # (pytorch#192202): what it loads for those must arrive all the same.
     if key not in scalar_names(rule) or not isinstance(value, Tensor) or not param.requires_grad:
@@ -92,7 +92,7 @@ class _Live:
 
 
 def load(
-    rule: Rule,
+    rule: Declaration,
     groups: Sequence[ParamGroup],
     state: OptimizerState,
     buffers: Sequence[tuple[str, ...]],
@@ -212,7 +212,7 @@ def _match(live: list[_Live], saved: list[_Saved]) -> tuple[list[tuple[_Live, _S
     return pairs, [ours.name for ours in live if ours.name not in found], list(by_name)
 
 
-def _entries(rule: Rule, buffers: tuple[str, ...], param: Tensor, saved: _Saved) -> tuple[str, dict[str, Any]]:
+def _entries(rule: Declaration, buffers: tuple[str, ...], param: Tensor, saved: _Saved) -> tuple[str, dict[str, Any]]:
     """The values to copy into one parameter's state, or what keeps them from fitting."""
     # A flattened checkpoint of torch.distributed.checkpoint has an empty dict for an entry that was not saved.
     given = {k: v for k, v in (saved.state or {}).items() if v is not None and not (isinstance(v, Mapping) and not v)}
@@ -253,7 +253,7 @@ def _buffer_problem(value: Any, param: Tensor) -> str:
 
 
 def _group_values(
-    rule: Rule,
+    rule: Declaration,
     groups: Sequence[ParamGroup],
     pairs: list[tuple[_Live, _Saved]],
     saved_groups: Sequence[Mapping[str, Any]],
@@ -299,7 +299,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _copy_into(
-    rule: Rule,
+    rule: Declaration,
     buffers: tuple[str, ...],
     state: ParamState,
     values: Mapping[str, Any],

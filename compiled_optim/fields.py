@@ -20,6 +20,9 @@ from typing_extensions import dataclass_transform
 Number: TypeAlias = float | Tensor
 """A hyperparameter as a user may give it: a Python number or a 1-element tensor."""
 
+Gradients: TypeAlias = Literal["dense", "sparse"]
+"""The gradients that an optimizer takes; sparse ones are COO tensors."""
+
 # torch.optim's wording in its own error messages, where it is not "<name> value".
 _LABELS = {"lr": "learning rate", "eps": "epsilon value", "betas": "beta parameter at index {index}"}
 
@@ -181,22 +184,41 @@ def scalar(*, init: float | str = 0.0) -> Any:
 
 
 @dataclass(frozen=True)
-class Rule:
-    """Everything the engine knows about one optimizer.
-
-    ``coefficients(step, <hyperparameters>, <scalars>, <statics>)`` takes float64 vectors with one entry per tensor and
-    returns the new scalars followed by the numbers that ``update`` needs, in the order in which ``update`` names them.
-    ``update(param, grad, <buffers>, <coefficients>, <statics>)`` is elementwise and returns the new parameter followed by
-    every buffer in declared order. Both name only what they use; an absent buffer is ``None``.
-    """
+class Declaration:
+    """What a class body declares: enough for the constructor, the groups and checkpoints."""
 
     name: str
-    coefficients: Callable[..., tuple[Any, ...]]
-    update: Callable[..., tuple[Any, ...]]
     hypers: tuple[Hyper, ...]
     statics: tuple[Static, ...]
     buffers: tuple[Buffer, ...]
     scalars: tuple[Scalar, ...]
+
+    @property
+    def structural_hypers(self) -> tuple[str, ...]:
+        """The hyperparameters that decide, by being 0 or not, whether a buffer exists."""
+        conditions = {b.when for b in self.buffers}
+        return tuple(h.name for h in self.hypers if h.name in conditions)
+
+    def present_buffers(self, statics: Mapping[str, Any]) -> tuple[str, ...]:
+        """The names of the buffers that exist under these static choices."""
+        return tuple(b.name for b in self.buffers if b.when is None or statics[b.when])
+
+
+@dataclass(frozen=True)
+class Rule(Declaration):
+    """A declaration with an update: everything the engine knows about one optimizer.
+
+    ``coefficients(step, <hyperparameters>, <scalars>, <statics>)`` takes float64 vectors with one entry per tensor and
+    returns the new scalars followed by the numbers that ``update`` needs, in the order in which ``update`` names them.
+    ``update(param, grad, <buffers>, <coefficients>, <statics>)`` is elementwise and returns the new parameter followed by
+    every buffer in declared order. Both name only what they use; an absent buffer is ``None``. ``advice`` names the
+    optimizer for gradients of the other kind than ``gradients``.
+    """
+
+    coefficients: Callable[..., tuple[Any, ...]]
+    update: Callable[..., tuple[Any, ...]]
+    gradients: Gradients = "dense"
+    advice: str = ""
 
     def __post_init__(self) -> None:
         known = {"step"}.union(f.name for f in (*self.hypers, *self.scalars, *self.statics))
@@ -209,16 +231,6 @@ class Rule:
         """What ``update`` takes besides the parameter, the gradient, the buffers and the static choices."""
         given = {"param", "grad", *(b.name for b in self.buffers), *(s.name for s in self.statics)}
         return tuple(name for name in inspect.signature(self.update).parameters if name not in given)
-
-    @property
-    def structural_hypers(self) -> tuple[str, ...]:
-        """The hyperparameters that decide, by being 0 or not, whether a buffer exists."""
-        conditions = {b.when for b in self.buffers}
-        return tuple(h.name for h in self.hypers if h.name in conditions)
-
-    def present_buffers(self, statics: Mapping[str, Any]) -> tuple[str, ...]:
-        """The names of the buffers that exist under these static choices."""
-        return tuple(b.name for b in self.buffers if b.when is None or statics[b.when])
 
 
 def parameter_names(function: Callable[..., Any]) -> set[str]:
@@ -250,12 +262,21 @@ class Declared:
     """
 
     fields: ClassVar[dict[str, Field]] = {}
+    declaration: ClassVar[Declaration]
     rule: ClassVar[Rule]
+    """The declaration, where it has an update."""
+
     positional_flags: ClassVar[tuple[str, ...]] = ()
     """The flags that torch.optim's optimizer of this name also takes by position, after everything else.
 
     Type checkers read the declaration in the base class, and ask for keywords.
     """
+
+    gradients: ClassVar[Gradients] = "dense"
+    """The gradients that the optimizer takes. Of a sparse one it updates the rows that the gradient names."""
+
+    advice: ClassVar[str] = ""
+    """The optimizer to advise where a gradient is of the other kind."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -264,15 +285,17 @@ class Declared:
             delattr(cls, name)
         cls.fields = {**cls.fields, **{name: dataclasses.replace(value, name=name) for name, value in own.items()}}
         cls.__signature__ = _constructor_signature(cls.fields, cls.positional_flags)  # type: ignore[attr-defined]
+        declared = Declaration(
+            cls.__name__, cls.fields_of(Hyper), cls.fields_of(Static), cls.fields_of(Buffer), cls.fields_of(Scalar)
+        )
+        cls.declaration = declared
         if hasattr(cls, "update"):
-            cls.rule = Rule(
-                cls.__name__,
-                cls.coefficients,  # type: ignore[attr-defined]
-                cls.update,
-                cls.fields_of(Hyper),
-                cls.fields_of(Static),
-                cls.fields_of(Buffer),
-                cls.fields_of(Scalar),
+            cls.declaration = cls.rule = Rule(
+                **{field.name: getattr(declared, field.name) for field in dataclasses.fields(declared)},
+                coefficients=cls.coefficients,  # type: ignore[attr-defined]
+                update=cls.update,
+                gradients=cls.gradients,
+                advice=cls.advice,
             )
 
     @classmethod

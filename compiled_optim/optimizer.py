@@ -22,6 +22,7 @@ from compiled_optim.lowering import cpp_library
 from compiled_optim.lowering.eager import EagerLowering
 from compiled_optim.lowering.inductor import InductorLowering
 from compiled_optim.lowering.multi_tensor import MultiTensorLowering
+from compiled_optim.lowering.sparse_rows import GatheredRowsLowering, RowTableLowering, sparse_lowering
 from compiled_optim.lowering.square_sums import SquareSums
 from compiled_optim.plan import Plan, parameter_name, partition, structure
 from compiled_optim.schedule import Schedule, Schedules
@@ -31,7 +32,7 @@ from compiled_optim.torch_internals import outside_dynamo
 
 LOWERINGS = ("auto", "multi_tensor", "inductor", "eager")
 
-Lowering: TypeAlias = MultiTensorLowering | InductorLowering | EagerLowering
+Lowering: TypeAlias = MultiTensorLowering | InductorLowering | EagerLowering | RowTableLowering | GatheredRowsLowering
 
 
 class CompiledOptimizer(Declared, Optimizer):
@@ -42,7 +43,7 @@ class CompiledOptimizer(Declared, Optimizer):
             as ``params``. A tensor that a group lists under several names, as ``named_parameters(remove_duplicate=False)``
             lists tied ones, is one parameter: it takes the first name, and checkpoints find it under every one.
         maximize: step along the gradient instead of against it.
-        differentiable: record the step with autograd; implies ``lowering="eager"``.
+        differentiable: record the step with autograd; implies ``lowering="eager"``. Gradients are dense.
         foreach, capturable, fused: accepted for torch.optim's sake and without effect; every lowering is both.
         max_grad_norm: clip the gradients of all parameters together to this norm inside the step, as
             ``torch.nn.utils.clip_grad_norm_`` does before it; a number or a 0-dim tensor. See :attr:`grad_norm`.
@@ -100,6 +101,8 @@ class CompiledOptimizer(Declared, Optimizer):
         for declared in (*self.fields_of(Static), *self.fields_of(Flag)):
             if isinstance(declared.default, bool) and not isinstance(options[declared.name], bool):
                 raise TypeError(f"{declared.name} must be a bool, got {options[declared.name]!r}")
+        if options["differentiable"] and self.gradients == "sparse":
+            raise ValueError(f"differentiable=True needs dense gradients; {type(self).__name__} takes sparse ones")
         self._lowering = lowering
         self.max_grad_norm = options["max_grad_norm"]
         self.skip_nonfinite = options["skip_nonfinite"]
@@ -129,8 +132,8 @@ class CompiledOptimizer(Declared, Optimizer):
             "params",
             "maximize",
             "differentiable",
-            *cls.rule.structural_hypers,
-            *(s.name for s in cls.rule.statics),
+            *cls.declaration.structural_hypers,
+            *(s.name for s in cls.declaration.statics),
         }
 
     def _mark_changed(self) -> None:
@@ -200,6 +203,11 @@ class CompiledOptimizer(Declared, Optimizer):
                 )
             if not (param.is_floating_point() or param.is_complex()):
                 raise ValueError(f"can't optimize '{name}': its dtype is {param.dtype}, not floating point or complex")
+            if param.layout is not torch.strided:
+                raise ValueError(f"{type(self).__name__} requires dense parameter tensors; '{name}' is {param.layout}")
+            if self.gradients == "sparse" and (param.is_complex() or is_sharded(param)):
+                kind = "complex parameters" if param.is_complex() else "DTensors"
+                raise ValueError(f"{type(self).__name__} does not support {kind}; '{name}' is one")
             if group.get("differentiable") and is_sharded(param):
                 raise ValueError(f"differentiable=True does not work with DTensors; '{name}' is one")
             if not group.get("differentiable") and not (param.is_leaf or param.retains_grad):
@@ -256,7 +264,8 @@ class CompiledOptimizer(Declared, Optimizer):
             The closure's loss, if there is a closure.
 
         Raises:
-            TypeError: a gradient is sparse. Nothing is changed then.
+            TypeError: a gradient is sparse where the optimizer takes dense ones, or the other way round. Nothing is
+                changed then.
             RecompileError: something would be compiled again inside ``no_recompiles``. Nothing is changed then.
         """
         loss = None
@@ -277,6 +286,9 @@ class CompiledOptimizer(Declared, Optimizer):
 
     def _step_traced(self) -> None:
         """Record the step in the graph that is being traced; reads nothing that Dynamo treats specially."""
+        if self.gradients == "sparse":
+            torch.ops.compiled_optim.step_own_gradients(self._traceable, self._number)
+            return
         positions = [i for i, p in enumerate(self._traceable) if p.grad is not None]
         params = [self._traceable[i] for i in positions]
         grads = [p.grad for p in params]
@@ -294,8 +306,11 @@ class CompiledOptimizer(Declared, Optimizer):
         """
         if not torch.compiler.is_compiling() and (self._changed or self._regrouped()):
             self._rebuild()
+        unreadable = torch.compiler.is_compiling() and self.gradients == "sparse"
         for param in self._traceable:
-            if param.grad is not None:
+            if unreadable and set_to_none:
+                param.grad = None
+            elif param.grad is not None:
                 if set_to_none:
                     param.grad = None
                 else:
@@ -376,7 +391,7 @@ class CompiledOptimizer(Declared, Optimizer):
 
     def _group_shape(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
         """What of a group may change unreported: identity, length, a write into a hyperparameter that was 0."""
-        grown = [isinstance(group, ParamGroup) and group.nonzero(name) for name in self.rule.structural_hypers]
+        grown = [isinstance(group, ParamGroup) and group.nonzero(name) for name in self.declaration.structural_hypers]
         return (id(group), len(group["params"]), *grown)
 
     def _rebuild(self) -> None:
@@ -388,6 +403,13 @@ class CompiledOptimizer(Declared, Optimizer):
         for group in groups:
             if group["params"]:
                 group.to(group["params"][0].device)
+        self._make_units(groups)
+        self._group_shapes = [self._group_shape(g) for g in groups]
+        self._traceable = [p for g in groups for p in g["params"]]
+        self._changed = False
+
+    def _make_units(self, groups: Sequence[ParamGroup]) -> None:
+        """Set ``units``, what runs the step, and complete the state; for an optimizer without a rule to override."""
         plans = partition(self.rule, groups, self._own_state)
         planned = {id(p) for plan in plans for p in plan.params}
         self._stateless = [p for g in groups for p in g["params"] if id(p) not in planned]
@@ -400,29 +422,35 @@ class CompiledOptimizer(Declared, Optimizer):
         self.units = [self._lower(plan, differentiable) for plan in plans]
         self._square_sums = None
         self._schedules.follow(groups, plans)
-        self._group_shapes = [self._group_shape(g) for g in groups]
-        self._traceable = [p for g in groups for p in g["params"]]
-        self._changed = False
 
     def _lower(self, plan: Plan, differentiable: bool) -> Lowering:
+        name = self._lowering_for(plan, differentiable)
+        if plan.rule.gradients == "sparse":
+            return sparse_lowering(plan, self._controls, self.events, name)
+        if name == "eager":
+            return EagerLowering(plan, self._controls, differentiable=differentiable)
+        lowering = MultiTensorLowering if name == "multi_tensor" else InductorLowering
+        return lowering(plan, self._controls, self.events)
+
+    def _lowering_for(self, plan: Plan, differentiable: bool) -> str:
         on_cpu = plan.device.type == "cpu"
         if differentiable or self._lowering == "eager":
-            return EagerLowering(plan, self._controls, differentiable=differentiable)
+            return "eager"
         if on_cpu and cpp_library.compiler() is None:
             self.events.fall_back(
                 f"{type(self).__name__} runs eager: no C++ compiler was found",
                 "install g++ or clang++, or name one in the environment variable CXX",
             )
-            return EagerLowering(plan, self._controls)
+            return "eager"
         served = plan.device.type == "cuda" or (on_cpu and sys.platform == "linux")
         if served and self._lowering != "inductor":
-            return MultiTensorLowering(plan, self._controls, self.events)
+            return "multi_tensor"
         if self._lowering == "multi_tensor":
             raise ValueError(
                 "lowering='multi_tensor' serves CUDA tensors, and CPU tensors on Linux; "
                 f"'{plan.members[0].name}' is on {plan.device}"
             )
-        return InductorLowering(plan, self._controls, self.events)
+        return "inductor"
 
     def schedule(self, group: int | None = None, **functions: Schedule | None) -> None:
         """Make hyperparameters functions of the step count, evaluated on the device as part of every step.
@@ -468,7 +496,7 @@ class CompiledOptimizer(Declared, Optimizer):
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
         neutral = {name: self.fields[name].default for name in self.group_flags}  # type: ignore[attr-defined]
-        result = checkpoint.save(self.rule, self._groups, self._own_state, self._aliases, neutral)
+        result = self._save(neutral)
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             replaced = post_hook(self, result)
             result = result if replaced is None else replaced
@@ -509,23 +537,40 @@ class CompiledOptimizer(Declared, Optimizer):
             state_dict = state_dict if replaced is None else replaced
         if self._changed or self._regrouped():
             self._rebuild()
-        groups = self._groups
-        keep = {*self.group_flags, *(s.name for s in self.rule.statics)}
-        buffers = [self.rule.present_buffers(structure(self.rule, group)) for group in groups]
-        report = checkpoint.load(
-            self.rule,
-            groups,
-            self._own_state,
-            buffers,
-            state_dict,
-            aliases=self._aliases,
-            keep=keep,
-            strict=strict,
-            hyperparameters=hyperparameters,
-        )
+        report = self._load(state_dict, strict, hyperparameters)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
         return report
+
+    def _save(self, neutral: Mapping[str, Any]) -> dict[str, Any]:
+        """The state dict, with the values of ``neutral`` for run-time flags."""
+        return checkpoint.save(self.declaration, self._groups, self._own_state, self._aliases, neutral)
+
+    def _load(
+        self, state_dict: Mapping[str, Any], strict: bool, hyperparameters: Literal["checkpoint", "keep"]
+    ) -> LoadReport:
+        """Copy ``state_dict`` into groups and state, or raise before anything is changed."""
+        return self._load_into(self._own_state, state_dict, strict, hyperparameters)
+
+    def _load_into(
+        self,
+        state: OptimizerState,
+        state_dict: Mapping[str, Any],
+        strict: bool,
+        hyperparameters: Literal["checkpoint", "keep"],
+    ) -> LoadReport:
+        declared = self.declaration
+        return checkpoint.load(
+            declared,
+            self._groups,
+            state,
+            [declared.present_buffers(structure(declared, group)) for group in self._groups],
+            state_dict,
+            aliases=self._aliases,
+            keep={*self.group_flags, *(s.name for s in declared.statics)},
+            strict=strict,
+            hyperparameters=hyperparameters,
+        )
 
     @property
     def _groups(self) -> list[ParamGroup]:

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from compiled_optim.addresses import Addresses
-from compiled_optim.fields import Rule
+from compiled_optim.fields import Declaration, Rule
 from compiled_optim.hyperparameters import ParamGroup, scalar_dtype
 from compiled_optim.sharding import is_sharded, local, local_gradient, placement
 from compiled_optim.state import LocalState, OptimizerState, ParamState, complete, initial_values, scalar_names
@@ -93,7 +93,7 @@ class Plan:
         """The gradients, or None if a parameter moved or a gradient changed its dtype since the plan was made.
 
         Raises:
-            TypeError: a gradient is sparse.
+            TypeError: a gradient is sparse and the rule takes dense ones, or the other way round.
         """
         grads: list[Tensor | None] = [p.grad for p in self.params]
         self.gradients_in_place = self._known is not None and self._known(grads)
@@ -108,17 +108,26 @@ class Plan:
     def _check_gradients(self, grads: Sequence[Tensor | None]) -> bool:
         """Whether all gradients can be read as the plan expects; if all lie like their parameters, that is remembered."""
         present = [g for g in grads if g is not None]
-        if any(map(_IS_SPARSE, present)):
-            name = next(m.name for m, g in zip(self.members, grads, strict=True) if g is not None and g.is_sparse)
-            raise TypeError(f"{self.rule.name} does not support sparse gradients; '{name}' has one")
+        sparse = self.rule.gradients == "sparse"
+        if not set(map(_IS_SPARSE, present)) <= {sparse}:
+            self._refuse(grads)
         if any(g is not None and g.dtype != d for g, d in zip(grads, self.grad_dtypes, strict=True)):
             return False
-        if len(present) == len(grads) and not self.sharded:
+        if len(present) == len(grads) and not (self.sharded or sparse):
             own = zip(present, self.params, strict=True)
             if all(g.stride() == p.stride() and not g.is_conj() and not g.is_neg() for g, p in own):
                 self._known = alike(present)
                 self.gradients_in_place = True
         return True
+
+    def _refuse(self, grads: Sequence[Tensor | None]) -> NoReturn:
+        rule = self.rule
+        refused = "dense" if rule.gradients == "sparse" else "sparse"
+        names = (
+            m.name for m, g in zip(self.members, grads, strict=True) if g is not None and g.is_sparse != (refused == "dense")
+        )
+        advice = f", please consider {rule.advice} instead" if rule.advice else ""
+        raise TypeError(f"{rule.name} does not support {refused} gradients{advice}; '{next(names)}' has one")
 
     def hypers(self) -> dict[str, Tensor | tuple[Tensor, ...]]:
         """The hyperparameters by name, as vectors over the tensors (0-dim where one group holds them all)."""
@@ -149,7 +158,7 @@ def gradient(param: Tensor) -> Tensor | None:
     return param.grad if param.is_leaf or param.retains_grad else None
 
 
-def structure(rule: Rule, group: ParamGroup) -> dict[str, Any]:
+def structure(rule: Declaration, group: ParamGroup) -> dict[str, Any]:
     """The choices of one group that shape code: static fields, and whether a structural hyperparameter is other than 0."""
     choices = {s.name: group[s.name] for s in rule.statics}
     return choices | {name: group.nonzero(name) for name in rule.structural_hypers}

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_optim.fields import Buffer, Rule, Scalar
+from compiled_optim.fields import Buffer, Declaration, Scalar
 from compiled_optim.hyperparameters import scalar_dtype
 from compiled_optim.sharding import as_part_of, is_sharded, local
 from compiled_optim.watched import WatchedDict
@@ -45,12 +45,12 @@ class OptimizerState(WatchedDict[Tensor, ParamState]):
         super().__setitem__(param, ParamState(self._changed, values))
 
 
-def scalar_names(rule: Rule) -> tuple[str, ...]:
+def scalar_names(rule: Declaration) -> tuple[str, ...]:
     """The per-tensor scalars of ``rule``, the step count first."""
     return ("step", *(s.name for s in rule.scalars))
 
 
-def initial_values(rule: Rule, group: Mapping[str, Any]) -> dict[str, float | Tensor]:
+def initial_values(rule: Declaration, group: Mapping[str, Any]) -> dict[str, float | Tensor]:
     """What every scalar and buffer of ``rule`` starts from in ``group``.
 
     A buffer of a differentiable step depends on the hyperparameter that fills it.
@@ -78,7 +78,7 @@ def fill(entry: Tensor, value: float | Tensor) -> Tensor:
 
 
 def complete(
-    rule: Rule, buffers: tuple[str, ...], param: Tensor, state: ParamState, initial: Mapping[str, float | Tensor]
+    rule: Declaration, buffers: tuple[str, ...], param: Tensor, state: ParamState, initial: Mapping[str, float | Tensor]
 ) -> bool:
     """Give ``state`` every entry that ``rule`` needs and move entries that are on another device than ``param``.
 

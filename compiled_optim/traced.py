@@ -1,6 +1,6 @@
-"""The step as one operator, for training steps that the user compiles whole.
+"""The step as an operator, for training steps that the user compiles whole.
 
-The operator's schema declares what a graph can see of a step: the parameters change, the gradients are read. State and
+An operator's schema declares what a graph can see of a step: the parameters change, the gradients are read. State and
 hyperparameters belong to the optimizer, which the operator finds by its number.
 """
 
@@ -38,8 +38,6 @@ def register(optimizer: Steppable) -> int:
 # ``custom_op`` would wrap this in Python once more per dispatch key and count the versions of parameters one by one:
 # three times the cost for a thousand tensors.
 _library = torch.library.Library("compiled_optim", "FRAGMENT")  # type: ignore[no-untyped-call]
-_SCHEMA = "step(Tensor(a!)[] params, Tensor[] grads, int[] positions, int optimizer) -> ()"
-_library.define(_SCHEMA)  # type: ignore[no-untyped-call]
 
 
 def _step(params: list[Tensor], grads: list[Tensor], positions: list[int], optimizer: int) -> None:
@@ -61,11 +59,32 @@ def _step(params: list[Tensor], grads: list[Tensor], positions: list[int], optim
     finally:
         for param, old, _ in changed:
             param.grad = old
-    for position, param in zip(positions, params, strict=True):
-        if param is not owned[position] and param.data_ptr() != owned[position].data_ptr():
-            param.copy_(owned[position])
-    torch.autograd.graph.increment_version(params)
+    _hand_over([owned[position] for position in positions], params)
 
 
-_library.impl("step", _step, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-torch.library.register_fake("compiled_optim::step", lambda params, grads, positions, optimizer: None, lib=_library)
+def _step_own_gradients(params: list[Tensor], optimizer: int) -> None:
+    """Update ``params``, all of the optimizer's parameters, from the gradients that they have when the graph runs.
+
+    For gradients that a graph cannot hold: Dynamo refuses to read sparse ones.
+    """
+    owner = _optimizers[optimizer]
+    owner.step_now()
+    _hand_over(owner.traceable_params(), params)
+
+
+def _hand_over(owned: list[Tensor], given: list[Tensor]) -> None:
+    """Write new values into copies that a compiler made, and count a version of every parameter."""
+    for own, stand_in in zip(owned, given, strict=True):
+        if stand_in is not own and stand_in.data_ptr() != own.data_ptr():
+            stand_in.copy_(own)
+    torch.autograd.graph.increment_version(given)
+
+
+for _schema, _run in (
+    ("step(Tensor(a!)[] params, Tensor[] grads, int[] positions, int optimizer) -> ()", _step),
+    ("step_own_gradients(Tensor(a!)[] params, int optimizer) -> ()", _step_own_gradients),
+):
+    _library.define(_schema)  # type: ignore[no-untyped-call]
+    _name = _schema.partition("(")[0]
+    _library.impl(_name, _run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"compiled_optim::{_name}", lambda *args: None, lib=_library)

@@ -16,7 +16,7 @@ from torch.nn.utils import clip_grad_norm_
 import compiled_optim as co
 
 LOWERINGS = ["multi_tensor", "inductor", "eager"]
-FAR = [case for case in cases() if case.arguments]
+FAR = [case for case in cases() if case.arguments and case.optimizer.gradients == "dense"]
 
 
 def _state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -263,3 +263,38 @@ def test_a_group_that_does_not_fit_is_not_added() -> None:
         optimizer.step()
         twin.step()
     assert _equal(_snapshot(params, optimizer), _snapshot(twins, twin))
+
+
+@pytest.mark.parametrize("lowering", LOWERINGS)
+def test_sparse_gradients_are_clipped_scaled_and_skipped(lowering: str) -> None:
+    """The same rows as a dense gradient: on the rows that all gradients name, SparseAdam is Adam."""
+    params = [torch.nn.Parameter(torch.randn(6, 5)) for _ in range(2)]
+    twins = copies(params, torch.float64)
+    optimizer = co.SparseAdam(params, lr=0.1, max_grad_norm=0.4, skip_nonfinite=True, lowering=lowering)
+    reference = torch.optim.Adam(twins, lr=0.1)
+    for step in range(4):
+        for param, twin in zip(params, twins, strict=True):
+            index = torch.cat([torch.randperm(6), torch.randint(6, (3,))])
+            param.grad = torch.sparse_coo_tensor(index[None], 8.0 * torch.randn(9, 5), (6, 5), check_invariants=True)
+            twin.grad = param.grad.to_dense().double() / 8
+        optimizer.grad_scale = torch.tensor(8.0)
+        before = _snapshot(params, optimizer)
+        if step == 2:
+            params[1].grad = torch.sparse_coo_tensor([[1]], torch.full((1, 5), math.nan), (6, 5), check_invariants=True)
+        optimizer.step()
+        if step == 2:
+            assert _equal(before, _snapshot(params, optimizer))
+        else:
+            norm = clip_grad_norm_(twins, 0.4)
+            reference.step()
+            assert optimizer.grad_norm.item() == pytest.approx(norm.item(), rel=1e-6)
+    assert optimizer.skipped_steps.item() == 1
+    assert relative_error(params, twins) < 1e-5
+
+
+def test_lbfgs_refuses_controls() -> None:
+    for options in ({"max_grad_norm": 1.0}, {"skip_nonfinite": True}):
+        with pytest.raises(ValueError, match="LBFGS does not support"):
+            co.LBFGS(parameters(torch.float32), **options)
+    with pytest.raises(ValueError, match="use one of torch's schedulers"):
+        co.LBFGS(parameters(torch.float32)).schedule(lr=lambda step: 1 / step)

@@ -151,7 +151,9 @@ def test_a_sparse_gradient_changes_nothing(lowering: str) -> None:
     dense.grad = torch.randn(3)
     table(torch.tensor([1, 1, 4])).sum().backward()
     before = dense.detach().clone()
-    with pytest.raises(TypeError, match="AdamW does not support sparse gradients; 'table' has one"):
+    with pytest.raises(
+        TypeError, match="AdamW does not support sparse gradients, please consider SparseAdam instead; 'table' has one"
+    ):
         optimizer.step()
     assert torch.equal(dense, before)
     assert optimizer.state[dense]["step"] == 0

@@ -36,6 +36,20 @@ _kernels: dict[Signature, Kernel] = {}
 _serial = itertools.count()
 
 
+def obtain_kernel(log: EventLog, signature: Signature, names: Sequence[str]) -> Kernel:
+    """The process's kernel of ``signature``, for the parameters ``names`` of the optimizer that keeps ``log``."""
+
+    def make(signature: Signature) -> Kernel:
+        function = _kernel_function(signature)
+        kernel = compile_graph(function, *_LAYOUTS[signature.layout].example(signature), _OPTIONS)
+        if kernel is None:
+            log.fall_back(f"{signature.rule.name} runs eager: torch.compile is switched off", "switch it on")
+            return lambda size, tensors: function(*tensors)
+        return kernel
+
+    return log.obtain(_kernels, signature, names, make)
+
+
 class InductorLowering:
     """Runs the step of one plan.
 
@@ -68,7 +82,7 @@ class InductorLowering:
         for part in self._parts:
             if part.kernel is None:
                 names = [self.plan.members[i].name for i in part.positions]
-                part.kernel = self._log.obtain(_kernels, part.signature, names, self._make)
+                part.kernel = obtain_kernel(self._log, part.signature, names)
 
     def connect(self, own: Tensor, whole: Tensor) -> None:
         """Let :meth:`measure` write to ``own``; the sum of ``whole`` is the sum over all gradients."""
@@ -95,14 +109,6 @@ class InductorLowering:
     def finish(self) -> None:
         """Let go of the gradients."""
         self._grads = ()
-
-    def _make(self, signature: Signature) -> Kernel:
-        function = _kernel_function(signature)
-        kernel = compile_graph(function, *_LAYOUTS[signature.layout].example(signature), _OPTIONS)
-        if kernel is None:
-            self._log.fall_back(f"{signature.rule.name} runs eager: torch.compile is switched off", "switch it on")
-            return lambda size, tensors: function(*tensors)
-        return kernel
 
 
 class Packed:

@@ -32,6 +32,11 @@ _NOWHERE = 16  # the address of an empty gradient, which has none: 0 says that t
 _kernels: dict[Signature, Kernel] = {}
 
 
+def obtain_kernel(log: EventLog, signature: Signature, names: Sequence[str]) -> Kernel:
+    """The process's kernel of ``signature``, for the parameters ``names`` of the optimizer that keeps ``log``."""
+    return log.obtain(_kernels, signature, names, BACKENDS[signature.device])
+
+
 class MultiTensorLowering:
     """Runs the step of one plan.
 
@@ -59,9 +64,7 @@ class MultiTensorLowering:
         for i, (member, grad_dtype) in enumerate(zip(self.plan.members, self.plan.grad_dtypes, strict=True)):
             positions.setdefault(kernel_signature(self.plan, member, grad_dtype, "multi-tensor"), []).append(i)
         kernels = [
-            self._log.obtain(
-                _kernels, signature, [self.plan.members[i].name for i in where], BACKENDS[self.plan.device.type]
-            )
+            obtain_kernel(self._log, signature, [self.plan.members[i].name for i in where])
             for signature, where in positions.items()
         ]
         self.tables = [
@@ -164,7 +167,7 @@ class Table:
             self._capture_gradients()
         elif self._device.type != "cpu" and (changed or self._captured_last):
             self._write_gradients()
-        self._refresh_hypers()
+        self.refresh_hypers()
         for i in self._staged:
             self._layouts[i].load()
         self._held = grads
@@ -196,7 +199,7 @@ class Table:
         self._spare, self._captured_last = None, True
         self.aligned = self._state_aligned and _aligned(self._addresses.values.tolist())
 
-    def _refresh_hypers(self) -> None:
+    def refresh_hypers(self) -> None:
         """Write the addresses of hyperparameters that were assigned, and copy those that are not float64."""
         tensors = self._read_hypers()
         addresses = [t.data_ptr() for t in tensors]
