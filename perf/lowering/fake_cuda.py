@@ -60,11 +60,13 @@ def fake_cuda(arch: int) -> Iterator[None]:
     ``torch.cuda.is_available`` keeps saying no, since FakeTensorMode would initialise a device that is.
     """
     from torch._dynamo import device_interface
+    from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
     from torch._inductor import config
     from torch._inductor.runtime import triton_helpers
     from torch._inductor.runtime.hints import DeviceProperties
 
     device_interface.get_interface_for_device("cpu")  # fills the registry, over what was registered before
+    TorchInGraphFunctionVariable._get_handlers()  # a table of torch's functions, which are replaced below
 
     properties = types.SimpleNamespace(
         name=f"sm_{arch}",
@@ -120,6 +122,9 @@ def fake_cuda(arch: int) -> Iterator[None]:
 
     current = [0]
 
+    def current_device() -> int:
+        return current[0]
+
     def exchange(index: int) -> int:
         """Make ``index`` the current device, which is returned."""
         before, current[0] = current[0], index
@@ -140,7 +145,7 @@ def fake_cuda(arch: int) -> Iterator[None]:
         device_interface.register_interface_for_device("cuda", FakeCuda)
         device_interface.register_interface_for_device("cuda:0", FakeCuda)
         enter(mock.patch.object(torch.cuda, "get_device_properties", return_value=properties))
-        enter(mock.patch.object(torch.cuda, "current_device", side_effect=lambda: current[0]))
+        enter(mock.patch.object(torch.cuda, "current_device", current_device))
         enter(mock.patch.object(torch.cuda, "_exchange_device", exchange))
         enter(mock.patch.object(torch.cuda, "_maybe_exchange_device", exchange))
         enter(mock.patch.object(triton_helpers, "set_driver_to_gpu"))
