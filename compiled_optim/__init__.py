@@ -6,12 +6,14 @@ from compiled_optim.guards import CompileReport, compile_report, no_recompiles
 from compiled_optim.named import load_named_state_dict, named_state_dict
 from compiled_optim.optimizer import CompiledOptimizer
 from compiled_optim.optimizers.adadelta import Adadelta
+from compiled_optim.optimizers.adafactor import Adafactor
 from compiled_optim.optimizers.adagrad import Adagrad
 from compiled_optim.optimizers.adam import Adam
 from compiled_optim.optimizers.adamax import Adamax
 from compiled_optim.optimizers.adamw import AdamW
 from compiled_optim.optimizers.asgd import ASGD
 from compiled_optim.optimizers.lbfgs import LBFGS
+from compiled_optim.optimizers.muon import Muon
 from compiled_optim.optimizers.nadam import NAdam
 from compiled_optim.optimizers.radam import RAdam
 from compiled_optim.optimizers.rmsprop import RMSprop
@@ -24,6 +26,7 @@ __all__ = [
     "LBFGS",
     "SGD",
     "Adadelta",
+    "Adafactor",
     "Adagrad",
     "Adam",
     "AdamW",
@@ -31,6 +34,7 @@ __all__ = [
     "CompileReport",
     "CompiledOptimizer",
     "LoadReport",
+    "Muon",
     "NAdam",
     "RAdam",
     "RMSprop",

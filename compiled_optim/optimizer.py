@@ -24,7 +24,8 @@ from compiled_optim.lowering.inductor import InductorLowering
 from compiled_optim.lowering.multi_tensor import MultiTensorLowering
 from compiled_optim.lowering.sparse_rows import GatheredRowsLowering, RowTableLowering, sparse_lowering
 from compiled_optim.lowering.square_sums import SquareSums
-from compiled_optim.plan import Plan, parameter_name, partition, structure
+from compiled_optim.lowering.stacked import StackedLowering
+from compiled_optim.plan import Plan, parameter_name, partition
 from compiled_optim.schedule import Schedule, Schedules
 from compiled_optim.sharding import is_sharded
 from compiled_optim.state import OptimizerState, ParamState
@@ -32,7 +33,9 @@ from compiled_optim.torch_internals import outside_dynamo
 
 LOWERINGS = ("auto", "multi_tensor", "inductor", "eager")
 
-Lowering: TypeAlias = MultiTensorLowering | InductorLowering | EagerLowering | RowTableLowering | GatheredRowsLowering
+Lowering: TypeAlias = (
+    MultiTensorLowering | InductorLowering | EagerLowering | RowTableLowering | GatheredRowsLowering | StackedLowering
+)
 
 
 class CompiledOptimizer(Declared, Optimizer):
@@ -103,6 +106,9 @@ class CompiledOptimizer(Declared, Optimizer):
                 raise TypeError(f"{declared.name} must be a bool, got {options[declared.name]!r}")
         if options["differentiable"] and self.gradients == "sparse":
             raise ValueError(f"differentiable=True needs dense gradients; {type(self).__name__} takes sparse ones")
+        if self.granularity != "element" and (lowering == "multi_tensor" or options["differentiable"]):
+            given = "differentiable=True" if options["differentiable"] else "lowering='multi_tensor'"
+            raise ValueError(f"{given} is for optimizers that work element by element; {type(self).__name__} does not")
         self._lowering = lowering
         self.max_grad_norm = options["max_grad_norm"]
         self.skip_nonfinite = options["skip_nonfinite"]
@@ -205,9 +211,15 @@ class CompiledOptimizer(Declared, Optimizer):
                 raise ValueError(f"can't optimize '{name}': its dtype is {param.dtype}, not floating point or complex")
             if param.layout is not torch.strided:
                 raise ValueError(f"{type(self).__name__} requires dense parameter tensors; '{name}' is {param.layout}")
-            if self.gradients == "sparse" and (param.is_complex() or is_sharded(param)):
+            whole = self.gradients == "sparse" or self.granularity != "element"
+            if whole and (param.is_complex() or is_sharded(param)):
                 kind = "complex parameters" if param.is_complex() else "DTensors"
                 raise ValueError(f"{type(self).__name__} does not support {kind}; '{name}' is one")
+            if self.granularity == "matrix" and param.dim() != 2:
+                raise ValueError(
+                    f"{type(self).__name__} only supports 2D parameters whereas we found a parameter with size: "
+                    f"{param.shape} ('{name}'); give the others to AdamW, for example"
+                )
             if group.get("differentiable") and is_sharded(param):
                 raise ValueError(f"differentiable=True does not work with DTensors; '{name}' is one")
             if not group.get("differentiable") and not (param.is_leaf or param.retains_grad):
@@ -427,6 +439,9 @@ class CompiledOptimizer(Declared, Optimizer):
         name = self._lowering_for(plan, differentiable)
         if plan.rule.gradients == "sparse":
             return sparse_lowering(plan, self._controls, self.events, name)
+        if plan.rule.granularity != "element":
+            compiled = name != "eager" and plan.rule.granularity == "tensor"
+            return StackedLowering(plan, self._controls, self.events, compiled=compiled)
         if name == "eager":
             return EagerLowering(plan, self._controls, differentiable=differentiable)
         lowering = MultiTensorLowering if name == "multi_tensor" else InductorLowering
@@ -564,7 +579,6 @@ class CompiledOptimizer(Declared, Optimizer):
             declared,
             self._groups,
             state,
-            [declared.present_buffers(structure(declared, group)) for group in self._groups],
             state_dict,
             aliases=self._aliases,
             keep={*self.group_flags, *(s.name for s in declared.statics)},

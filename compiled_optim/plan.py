@@ -158,9 +158,9 @@ def gradient(param: Tensor) -> Tensor | None:
     return param.grad if param.is_leaf or param.retains_grad else None
 
 
-def structure(rule: Declaration, group: ParamGroup) -> dict[str, Any]:
-    """The choices of one group that shape code: static fields, and whether a structural hyperparameter is other than 0."""
-    choices = {s.name: group[s.name] for s in rule.statics}
+def structure(rule: Declaration, group: ParamGroup, param: Tensor) -> dict[str, Any]:
+    """What shapes the code for ``param``: static fields, facts, and whether a structural hyperparameter is other than 0."""
+    choices = {s.name: group[s.name] for s in rule.statics} | {f.name: f.of(param.shape) for f in rule.facts}
     return choices | {name: group.nonzero(name) for name in rule.structural_hypers}
 
 
@@ -168,10 +168,10 @@ def partition(rule: Rule, groups: Sequence[ParamGroup], state: OptimizerState) -
     """The plans for all parameters that have state or are to get it now; missing state is made."""
     members: dict[tuple[Any, ...], list[Member]] = {}
     for i, group in enumerate(groups):
-        choices = structure(rule, group)
         for j, param in enumerate(group["params"]):
             if not (param.requires_grad or gradient(param) is not None or state.get(param)):
                 continue
+            choices = structure(rule, group, param)
             complete(rule, rule.present_buffers(choices), param, state[param], initial_values(rule, group))
             own = LocalState(state[param]) if is_sharded(param) else state[param]
             member = Member(param, parameter_name(group, i, j), i, own)

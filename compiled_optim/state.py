@@ -64,9 +64,12 @@ def initial_values(rule: Declaration, group: Mapping[str, Any]) -> dict[str, flo
     return values
 
 
-def new_buffer(param: Tensor, value: float | Tensor) -> Tensor:
-    """A state buffer for ``param``: its shape, dtype, device, memory format and, for a DTensor, placements."""
-    buffer = torch.zeros_like(param, memory_format=torch.preserve_format, requires_grad=False)
+def new_buffer(field: Buffer, param: Tensor, value: float | Tensor) -> Tensor:
+    """A state buffer for ``param``: its dtype and device, and where it has its shape, memory format and placements too."""
+    if field.shape is None:
+        buffer = torch.zeros_like(param, memory_format=torch.preserve_format, requires_grad=False)
+    else:
+        buffer = torch.zeros(field.shape_for(param), dtype=param.dtype, device=param.device)
     return buffer if isinstance(value, float) and value == 0.0 else fill(buffer, value)
 
 
@@ -94,10 +97,12 @@ def complete(
         if absent or not isinstance(value, Tensor) or value.device != device or value.dtype != scalar_dtype(device):
             fresh = torch.empty((), dtype=scalar_dtype(device), device=device)
             state.set_quietly(name, fresh.fill_(value) if not isinstance(value, Tensor) else fresh.copy_(value.reshape(())))
-    for name in buffers:
+    for field in rule.buffers:
+        if (name := field.name) not in buffers:
+            continue
         value = state.get(name)
         if value is None or value.is_meta:
-            state.set_quietly(name, new_buffer(param, initial[name]))
+            state.set_quietly(name, new_buffer(field, param, initial[name]))
         elif value.device != device:
             state.set_quietly(name, value.to(device))
     return before != {name: id(value) for name, value in state.items()}

@@ -22,7 +22,7 @@ LAYERS = [
     | {"lowering.vocabulary", "lowering.layout", "lowering.cache"},
     {"lowering.cpp_library"},
     {"addresses"},
-    {"hyperparameters", "files", "lowering.elementwise", "lowering.gradient"},
+    {"hyperparameters", "files", "lowering.rule_step", "lowering.gradient"},
     {"state", "controls"},
     {"plan", "lowering.symbols"},
     {"events", "checkpoint", "schedule", "lowering.coefficients", "lowering.rows", "lowering.square_sums"},

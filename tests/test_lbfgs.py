@@ -380,6 +380,8 @@ def test_interchange_with_torch(search: str | None, steps: int, history_size: in
     count = int(_state(again)["pairs"])
     assert count == len(history)
     torch.testing.assert_close(_state(again)["old_stps"][:count], torch.stack(history))
+    kept = _state(again)["old_stps"][:count] @ _state(again)["old_dirs"][:count].t()
+    torch.testing.assert_close(_state(again)["products"][:count, :count].triu(), kept.triu())
 
 
 def test_names_in_another_order() -> None:

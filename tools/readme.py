@@ -27,9 +27,9 @@ def optimizers_table() -> str:
         summary = inspect.cleandoc(cls.__doc__ or "").split("\n\n")[0].replace("\n", " ")
         choices = [s for s in cls.fields_of(Static) if s.init]
         fields = ", ".join(f"`{f.name}={f.default}`" for f in (*cls.fields_of(Hyper), *choices))
-        buffers = ", ".join(f"`{b.name}`" + (f" (with `{b.when}`)" if b.when else "") for b in cls.rule.buffers)
-        scalars = ", ".join(f"`{s.name}`" for s in cls.rule.scalars)
-        state = ", ".join(filter(None, [buffers, scalars]))
+        buffers = ", ".join(f"`{b.name}`" + (f" (with `{b.when}`)" if b.when else "") for b in cls.declaration.buffers)
+        scalars = ", ".join(f"`{s.name}`" for s in cls.declaration.scalars)
+        state = ", ".join(filter(None, [buffers, scalars])) if hasattr(cls, "rule") else "one for all parameters together"
         rows.append(f"| `{cls.__name__}`: {summary.partition(': ')[2] or summary} | {fields} | {state} |")
     return "\n".join(rows)
 

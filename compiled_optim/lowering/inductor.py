@@ -20,8 +20,8 @@ from compiled_optim.controls import Controls
 from compiled_optim.events import EventLog, Signature, kernel_signature
 from compiled_optim.fields import compute_dtype, real_numel
 from compiled_optim.lowering.coefficients import CoefficientStage
-from compiled_optim.lowering.elementwise import elementwise_step
 from compiled_optim.lowering.layout import Layout, flat
+from compiled_optim.lowering.rule_step import rule_step
 from compiled_optim.lowering.square_sums import square_sum
 from compiled_optim.plan import Plan
 from compiled_optim.torch_internals import compile_graph, prepare_cpu_compiler
@@ -31,7 +31,7 @@ Kernel: TypeAlias = Callable[[int, list[Tensor]], None]
 ROW = 128  # elements in a row of packed tensors: one tensor's coefficients hold for a whole row
 PACKED_LIMIT = 16384  # elements below which copying a tensor costs less than a call of its own
 
-_OPTIONS = {"cpp.dynamic_threads": True}  # follow torch.set_num_threads
+OPTIONS = {"cpp.dynamic_threads": True}  # follow torch.set_num_threads
 _kernels: dict[Signature, Kernel] = {}
 _serial = itertools.count()
 
@@ -41,10 +41,16 @@ def obtain_kernel(log: EventLog, signature: Signature, names: Sequence[str]) -> 
 
     def make(signature: Signature) -> Kernel:
         function = _kernel_function(signature)
-        kernel = compile_graph(function, *_LAYOUTS[signature.layout].example(signature), _OPTIONS)
-        if kernel is None:
+        tensors, dynamic = _LAYOUTS[signature.layout].example(signature)
+        example = len(tensors[0])
+        graph = compile_graph(function, tensors, [[0] if d else [] for d in dynamic], OPTIONS)
+        if graph is None:
             log.fall_back(f"{signature.rule.name} runs eager: torch.compile is switched off", "switch it on")
             return lambda size, tensors: function(*tensors)
+
+        def kernel(size: int, tensors: list[Tensor]) -> None:
+            graph({example: size}, tensors)
+
         return kernel
 
     return log.obtain(_kernels, signature, names, make)
@@ -247,7 +253,7 @@ def _kernel_function(signature: Signature) -> Callable[..., None]:
 
     Dynamo's recompile limit counts per code object, and it remembers the shapes it saw per name.
     """
-    update = elementwise_step(signature.rule, dict(signature.statics))
+    update = rule_step(signature.rule, dict(signature.statics))
     count = len(signature.buffer_dtypes)
 
     def kernel(param: Tensor, grad: Tensor, *rest: Tensor) -> None:

@@ -20,8 +20,8 @@ from compiled_optim.events import EventLog, kernel_signature
 from compiled_optim.fields import compute_dtype
 from compiled_optim.lowering import inductor, multi_tensor
 from compiled_optim.lowering.coefficients import CoefficientStage
-from compiled_optim.lowering.elementwise import elementwise_step
 from compiled_optim.lowering.rows import Kernel, TableRows
+from compiled_optim.lowering.rule_step import rule_step
 from compiled_optim.lowering.square_sums import square_sum
 from compiled_optim.plan import Plan
 
@@ -258,7 +258,7 @@ class GatheredRowsLowering:
         self._kernels: list[inductor.Kernel] = []
         self._grads = SparseGradients(plan)
         self._stage = CoefficientStage(plan, controls)
-        self._update = elementwise_step(plan.rule, plan.statics)
+        self._update = rule_step(plan.rule, plan.statics)
         self._mask = functools.lru_cache(maxsize=256)(self._mask_of)
 
     def compile(self) -> None:
