@@ -121,11 +121,11 @@ class Report:
 
 
 def optimizers() -> dict[str, type[compiled_optim.CompiledOptimizer]]:
-    """The package's optimizers by lower-case name: those that are a rule, over dense gradients."""
+    """The package's optimizers by lower-case name: those that are an elementwise rule, over dense gradients."""
     exported = (getattr(compiled_optim, name) for name in compiled_optim.__all__)
     classes = [c for c in exported if isinstance(c, type) and issubclass(c, compiled_optim.CompiledOptimizer)]
     ruled = [c for c in classes if hasattr(c, "rule") and c.gradients == "dense"]
-    return {c.__name__.lower(): c for c in ruled}
+    return {c.__name__.lower(): c for c in ruled if c.granularity == "element"}
 
 
 def lower(lowering: str, workload: Workload, arch: int, *, stand_in: bool = False) -> Report:
