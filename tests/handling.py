@@ -108,8 +108,8 @@ def end_of_huge(chunks: int) -> tuple[list[float], list[float]]:
         param[-beyond - before : -beyond], param.grad[-beyond - before : -beyond] = 1, 0
     make = Table.__init__
 
-    def shortened(table: Any, *args: Any) -> None:
-        make(table, *args)
+    def shortened(table: Any, *args: Any, **kwargs: Any) -> None:
+        make(table, *args, **kwargs)
         table.chunks = table.chunks[-chunks:].clone()
         table.elements = beyond
 

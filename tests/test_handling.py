@@ -117,7 +117,8 @@ def _launches_on(devices: list[str]) -> list[Launch]:
 
 def test_each_device_has_launches_of_its_own() -> None:
     one = [launch.name for launch in _launches_on(["cuda:0"] * 4)]
-    assert [launch.name for launch in _launches_on(["cuda:0", "cuda:1", "cuda:0", "cuda:1"])] == one * 2
+    both = _launches_on(["cuda:1", "cuda:0", "cuda:1", "cuda:0"])
+    assert [(launch.device, launch.name) for launch in both] == [(device, name) for device in (1, 0) for name in one]
 
 
 def test_empty_tensors_alone_launch_no_update() -> None:

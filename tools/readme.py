@@ -68,7 +68,7 @@ def lowering_table() -> str:
         ]
     latest = {(row["lowering"], int(row["tensors"])): row for row in found}
     rows = [
-        "| AdamW on sm_90 | tensors | Triton launches | torch operators | bytes per parameter | registers | first step |",
+        "| AdamW on sm_90 | tensors | Triton launches | torch operators | bytes/parameter | registers | first step (CPU) |",
         "|---|---|---|---|---|---|---|",
     ]
     for way, tensors in _SHOWN:

@@ -7,6 +7,7 @@ address 0 there and is left alone.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import cast
 
@@ -52,6 +53,8 @@ class MultiTensorLowering:
         self._controls = controls
         self._log = log
         self.tables: list[tuple[Kernel, Table]] = []
+        # Triton launches on the current device, which need not be that of the tensors.
+        self._on_device = torch.cuda.device(plan.device) if plan.device.type == "cuda" else contextlib.nullcontext()
 
     def compile(self) -> None:
         """Make the kernels that do not exist yet, and the tables they read."""
@@ -87,13 +90,15 @@ class MultiTensorLowering:
 
     def measure(self) -> None:
         """Write the partial sums of the squares of the prepared gradients."""
-        for kernel, table in self.tables:
-            kernel.measure(table)
+        with self._on_device:
+            for kernel, table in self.tables:
+                kernel.measure(table)
 
     def launch(self) -> None:
         """Update every parameter of the plan that has a prepared gradient."""
-        for kernel, table in self.tables:
-            kernel(table)
+        with self._on_device:
+            for kernel, table in self.tables:
+                kernel(table)
 
     def finish(self) -> None:
         """Let go of the gradients."""

@@ -13,6 +13,12 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from compiled_optim import addresses
+
+_DATA_PTR = Tensor.data_ptr
 
 _MULTIPROCESSORS = {80: 108, 90: 132, 100: 148}
 _DEVICE_TYPES = 22  # entries of c10's registry of device guards
@@ -54,12 +60,13 @@ def fake_cuda(arch: int) -> Iterator[None]:
     ``torch.cuda.is_available`` keeps saying no, since FakeTensorMode would initialise a device that is.
     """
     from torch._dynamo import device_interface
+    from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
     from torch._inductor import config
     from torch._inductor.runtime import triton_helpers
     from torch._inductor.runtime.hints import DeviceProperties
-    from torch._subclasses.fake_tensor import FakeTensorMode
 
     device_interface.get_interface_for_device("cpu")  # fills the registry, over what was registered before
+    TorchInGraphFunctionVariable._get_handlers()  # a table of torch's functions, which are replaced below
 
     properties = types.SimpleNamespace(
         name=f"sm_{arch}",
@@ -113,6 +120,16 @@ def fake_cuda(arch: int) -> Iterator[None]:
         def is_bf16_supported(including_emulation: bool = False) -> bool:
             return True
 
+    current = [0]
+
+    def current_device() -> int:
+        return current[0]
+
+    def exchange(index: int) -> int:
+        """Make ``index`` the current device, which is returned."""
+        before, current[0] = current[0], index
+        return before
+
     def forget() -> None:
         """Drop what torch remembers about the device."""
         for function in vars(torch.utils._triton).values():
@@ -128,8 +145,12 @@ def fake_cuda(arch: int) -> Iterator[None]:
         device_interface.register_interface_for_device("cuda", FakeCuda)
         device_interface.register_interface_for_device("cuda:0", FakeCuda)
         enter(mock.patch.object(torch.cuda, "get_device_properties", return_value=properties))
-        enter(mock.patch.object(torch.cuda, "current_device", return_value=0))
+        enter(mock.patch.object(torch.cuda, "current_device", current_device))
+        enter(mock.patch.object(torch.cuda, "_exchange_device", exchange))
+        enter(mock.patch.object(torch.cuda, "_maybe_exchange_device", exchange))
         enter(mock.patch.object(triton_helpers, "set_driver_to_gpu"))
+        enter(mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False))
+        enter(mock.patch.object(addresses, "_reader", return_value=None))  # C++ that would read tensors without memory
         for module in [m for name, m in sys.modules.items() if name.startswith("compiled_optim.")]:
             for name in [n for n, value in vars(module).items() if value is Tensor.data_ptr]:
                 enter(mock.patch.object(module, name, _address))
@@ -144,8 +165,29 @@ def fake_cuda(arch: int) -> Iterator[None]:
         )
         forget()
         stack.callback(forget)
-        enter(FakeTensorMode())
+        enter(FakeTensorMode(allow_non_fake_inputs=True))
+        enter(_RealHost())
         yield
+
+
+class _RealHost(TorchDispatchMode):
+    """Keeps tensors on the CPU real under FakeTensorMode: the host computes the tables that it uploads."""
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Yes: Dynamo may trace under it."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        device = kwargs.get("device")
+        elsewhere = device is not None and torch.device(device).type != "cpu"
+        tensors = [t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        tracing = torch._guards.TracingContext.try_get() is not None
+        if elsewhere or tracing or any(isinstance(t, FakeTensor) for t in tensors):
+            return func(*args, **kwargs)
+        with unset_fake_temporarily():
+            return func(*args, **kwargs)
 
 
 @contextlib.contextmanager
@@ -162,5 +204,7 @@ def _device_guard() -> Iterator[None]:
 
 
 def _address(tensor: Tensor) -> int:
+    if not isinstance(tensor, FakeTensor):
+        return _DATA_PTR(tensor)
     storage = tensor.untyped_storage()
     return 0 if tensor.numel() == 0 else int(storage._cdata) + tensor.storage_offset() * tensor.element_size()

@@ -101,13 +101,9 @@ def external_functions(ptx: str) -> list[str]:
 def full_path(ptx: str) -> list[Access]:
     """The accesses a thread makes on the path with element accesses, none of them masked if there is such a path.
 
-    Raises:
-        ValueError: element accesses lie in a loop, so that their number cannot be read from the text.
+    A loop counts as one turn of it: its blocks are on the path once.
     """
     blocks = _blocks(ptx)
-    looped = _in_loops(blocks)
-    if any(a.elementwise for i in looped for a in blocks[i].accesses):
-        raise ValueError("element accesses lie in a loop")
 
     def best(i: int) -> dict[bool, tuple[int, int, list[int]]]:
         """The way from block ``i`` on, with and without element accesses: fewest masked ones, then most bytes."""
@@ -202,17 +198,3 @@ def _dependent_on_thread(instructions: Sequence[tuple[str, str, str, str]]) -> s
                 dependent.update(written)
         if len(dependent) == before:
             return dependent
-
-
-def _in_loops(blocks: Sequence[_Block]) -> set[int]:
-    """Blocks from which control can return to themselves."""
-    reach: dict[int, set[int]] = {i: set(b.successors) for i, b in enumerate(blocks)}
-    changed = True
-    while changed:
-        changed = False
-        for seen in reach.values():
-            more = set().union(*(reach[j] for j in seen)) - seen if seen else set()
-            if more:
-                seen |= more
-                changed = True
-    return {i for i, seen in reach.items() if i in seen}

@@ -19,10 +19,11 @@ _WITHOUT_LAUNCH = {"empty", "empty_strided", "empty_like", "new_empty", "lift_fr
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch of a Triton kernel: which, on how many programs, and the compiled kernel."""
+    """One launch of a Triton kernel: which, on how many programs of which device, and the compiled kernel."""
 
     name: str
     programs: int
+    device: int
     kernel: Any
 
 
@@ -101,10 +102,11 @@ def recording(device: str) -> Iterator[Recorder]:
 
     def record_launch(function: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         kernel = launch(function, *args, grid=grid, warmup=True, **kwargs)
+        current = torch.cuda.current_device() if device == "cuda" else 0
         programs = 1
         for size in grid(kwargs) if callable(grid) else grid:
             programs *= size
-        recorder.record.launches.append(Launch(function.__name__, programs, kernel))
+        recorder.record.launches.append(Launch(function.__name__, programs, current, kernel))
         return kernel
 
     def record_graph(module: Any, inputs: Any, *args: Any, **kwargs: Any) -> Callable[..., Any]:

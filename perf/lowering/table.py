@@ -35,7 +35,7 @@ def _steps(reports: Sequence[Report], title: str) -> Table:
         "C++",
         "waits",
         "bytes/param",
-        "first step s",
+        "first step CPU s",
     ):
         table.add_column(heading, justify="right")
     for r in reports:
