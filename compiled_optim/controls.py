@@ -60,6 +60,11 @@ class Controls:
         self._values, self._given = values, given
 
     @property
+    def scaler(self) -> tuple[Any, Any]:
+        """``grad_scale`` and ``found_inf`` as they were taken."""
+        return self._given[1], self._given[2]
+
+    @property
     def measures_norm(self) -> bool:
         """Whether a step needs the norm of all gradients."""
         return "max_grad_norm" in self._values or "skip_nonfinite" in self._values

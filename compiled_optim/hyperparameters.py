@@ -55,6 +55,9 @@ class ParamGroup(WatchedDict[str, Any]):
         self._structural = frozenset(structural)
         self._device = device
         self._made: Any = WeakIdKeyDictionary()  # tensor -> (key, index) it was made or adopted for
+        self.on_assignment: Callable[[str], None] | None = (
+            None  # called with the name of a hyperparameter that got new tensors
+        )
         self._zeros: dict[str, int] = {}  # structural hyperparameter assigned a Python 0 -> its tensor's version then
         for key, value in values.items():
             if key in self._hypers:
@@ -137,8 +140,11 @@ class ParamGroup(WatchedDict[str, Any]):
         if key in self._hypers:
             elements = self.validated(key, value)
             was_nonzero = key in self._structural and self.nonzero(key)
+            before = self.get(key)
             self._store(key, [self._settle(key, i, e) for i, e in enumerate(elements)], elements)
             self._report(key, was_nonzero)
+            if self.on_assignment is not None and self[key] is not before:
+                self.on_assignment(f"{self.label}[{key!r}]")
             return
         if isinstance(value, Tensor) and value in self._made:
             value = value.detach().clone()  # "initial_lr" must not alias the live lr

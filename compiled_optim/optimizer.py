@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeAlias, cast, overload
 
 import torch
@@ -26,7 +28,7 @@ from compiled_optim.lowering.square_sums import SquareSums
 from compiled_optim.plan import Plan, parameter_name, partition, structure
 from compiled_optim.sharding import is_sharded
 from compiled_optim.state import OptimizerState, ParamState
-from compiled_optim.torch_internals import outside_dynamo
+from compiled_optim.torch_internals import is_capturing, outside_dynamo
 
 LOWERINGS = ("auto", "multi_tensor", "inductor", "eager")
 
@@ -115,6 +117,8 @@ class CompiledOptimizer(Declared, Optimizer):
         self._square_sums: SquareSums | None = None
         self._traceable: list[Tensor] = []
         self._number = traced.register(self)
+        self._replay: Callable[[], None] | None = None
+        self._has_runner = False
         self._changed = True
 
     @classmethod
@@ -296,7 +300,7 @@ class CompiledOptimizer(Declared, Optimizer):
     def step_now(self) -> None:
         """Update the parameters from their ``grad``, without closure and hooks."""
         self.prepare()
-        self.launch()
+        (self._replay or self.launch)()
         self.finish()
 
     def prepare(self) -> None:
@@ -304,7 +308,10 @@ class CompiledOptimizer(Declared, Optimizer):
 
         Raises:
             TypeError, ValueError, RecompileError: as :meth:`step`.
+            RuntimeError: a CUDA graph is being captured that cannot hold what this step needs. Nothing is changed then.
         """
+        if any(is_capturing(unit.plan.device) for unit in self.units):
+            self._check_capture()
         self._opt_called = True  # torch's schedulers ask
         self._take_controls()
         if self._changed or self._regrouped() or any(p.grad is not None for p in self._stateless):
@@ -319,6 +326,94 @@ class CompiledOptimizer(Declared, Optimizer):
             self._square_sums = SquareSums(self.units)
         for unit, unit_grads in zip(self.units, grads, strict=True):
             unit.prepare(unit_grads)
+
+    @property
+    def taken_scaler(self) -> tuple[Any, Any]:
+        """``grad_scale`` and ``found_inf`` of the last step."""
+        return self._controls.scaler
+
+    def launch_key(self) -> tuple[object, ...]:
+        """What a graph that holds :meth:`launch` depends on: it is valid for as long as this stays equal.
+
+        Raises:
+            ValueError: a launch does not run from tables, whose memory stays where it is, so no graph can hold it.
+        """
+        for unit in self.units:
+            if not isinstance(unit, MultiTensorLowering):
+                raise ValueError(
+                    f"a CUDA graph holds steps of lowering='multi_tensor' only; {type(self).__name__} updates "
+                    f"'{unit.plan.members[0].name}' with lowering='{unit.name}'"
+                )
+        keys = [unit.launch_key() for unit in cast("list[MultiTensorLowering]", self.units)]
+        return (self._square_sums, *keys)
+
+    def refresh(self, grad_scale: Any, found_inf: Any) -> bool:
+        """Hand over what was assigned since the last step to a graph that holds whole steps, without preparing one.
+
+        Args:
+            grad_scale: the gradient scaler's tensor that the graph reads; None without one.
+            found_inf: likewise.
+
+        Returns:
+            False if the step would have to be derived anew from groups and state, so that the graph is stale.
+        """
+        if self._changed or self._regrouped():
+            return False
+        self._controls.take(self.max_grad_norm, grad_scale, found_inf, self.skip_nonfinite)
+        if self._controls.measures_norm != (self._square_sums is not None):
+            return False
+        for unit in self.units:
+            unit.refresh()
+        return True
+
+    @contextlib.contextmanager
+    def launched_by(self, replay: Callable[[], None]) -> Iterator[None]:
+        """Let steps inside a ``with`` block call ``replay`` in place of :meth:`launch`."""
+        self._replay = replay
+        try:
+            yield
+        finally:
+            self._replay = None
+
+    @contextlib.contextmanager
+    def captured_by_runner(self) -> Iterator[None]:
+        """Let steps inside a ``with`` block be captured by one who follows assignments himself."""
+        self._has_runner = True
+        try:
+            yield
+        finally:
+            self._has_runner = False
+
+    def _check_capture(self) -> None:
+        """Refuse to capture a step that needs more than a graph can hold; warn of assignments after one that is captured."""
+        reasons = {
+            "groups or state changed since the last step": self._changed or self._regrouped(),
+            "a parameter got its first gradient": any(p.grad is not None for p in self._stateless),
+            "its kernels are not compiled yet": not all(unit.is_compiled for unit in self.units),
+            "clipping was switched on or off": (self.max_grad_norm is not None or self.skip_nonfinite)
+            != (self._square_sums is not None),
+        }
+        reason = next((r for r, holds in reasons.items() if holds), None)
+        if reason is None and self._gradients() is None:
+            reason = "a parameter moved or its gradient has another dtype"
+        if reason is not None:
+            raise RuntimeError(
+                f"{type(self).__name__}.step() cannot be captured in a CUDA graph now: {reason}; "
+                "take one step before capturing, or let co.CUDAGraphRunner do so"
+            )
+        if not self._has_runner:
+            for group in self._groups:
+                group.on_assignment = self._warn_of_graph
+
+    def _warn_of_graph(self, label: str) -> None:
+        for group in self._groups:
+            group.on_assignment = None
+        warnings.warn(
+            f"{label} was assigned after step() was captured in a CUDA graph, which goes on reading the old tensor; "
+            "write into it with fill_, or capture with co.CUDAGraphRunner",
+            RuntimeWarning,
+            stacklevel=4,
+        )
 
     def launch(self) -> None:
         """The device's part of a prepared step; a graph may capture it."""

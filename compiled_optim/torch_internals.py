@@ -15,6 +15,16 @@ outside_dynamo = _disable_dynamo
 """Decorator: never traced. Unlike ``torch.compiler.disable`` it does not import the compiler."""
 
 
+CAPTURING: dict[str, Callable[[], bool]] = {"cuda": torch.cuda.is_current_stream_capturing}
+"""By device type, whether work handed to the current stream is recorded instead of done."""
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether a graph of ``device`` is being captured."""
+    ask = CAPTURING.get(device.type)
+    return ask is not None and ask()
+
+
 class _InstructionSetProbe(threading.Thread):
     """Inductor's search for the CPU's vector instructions, run beside the imports that compiling needs anyway.
 

@@ -35,7 +35,8 @@ def register(optimizer: Steppable) -> int:
     return number
 
 
-@torch.library.custom_op("compiled_optim::step", mutates_args=("params",))
+# The host's half of a step must run every time, so no compiler may put the operator into a CUDA graph.
+@torch.library.custom_op("compiled_optim::step", mutates_args=("params",), tags=(torch.Tag.cudagraph_unsafe,))
 def traced_step(params: list[Tensor], grads: list[Tensor], positions: list[int], optimizer: int) -> None:
     """Update ``params``, which are those at ``positions`` of the optimizer's parameters, from ``grads``.
 

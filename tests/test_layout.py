@@ -18,7 +18,7 @@ PACKAGE = Path(co.__file__).parent
 
 # A module imports only from rows above its own.
 LAYERS = [
-    {"watched", "fields", "formats", "sharding", "traced", "torch_internals"}
+    {"watched", "fields", "formats", "sharding", "traced", "torch_internals", "graphs", "static_inputs"}
     | {"lowering.vocabulary", "lowering.layout", "lowering.cache"},
     {"hyperparameters", "files", "lowering.elementwise", "lowering.gradient"},
     {"state", "controls"},
@@ -27,7 +27,8 @@ LAYERS = [
     {"lowering.cpp", "lowering.triton", "lowering.eager"},
     {"lowering.multi_tensor", "lowering.inductor"},
     {"optimizer"},
-    {"optimizers.*", "guards", "named"},
+    {"optimizers.*", "guards", "named", "staleness"},
+    {"capture"},
     {"__init__"},
 ]
 

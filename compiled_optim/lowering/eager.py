@@ -34,8 +34,13 @@ class EagerLowering:
         self._update = elementwise_step(plan.rule, plan.statics)
         self._differentiable = differentiable
 
+    is_compiled = True
+
     def compile(self) -> None:
         """There is nothing to compile."""
+
+    def refresh(self) -> None:
+        """There is nothing to hand over: every launch reads the hyperparameters themselves."""
 
     def connect(self, own: Tensor, whole: Tensor) -> None:
         """Let :meth:`measure` write to ``own``; the sum of ``whole`` is the sum over all gradients."""

@@ -70,6 +70,14 @@ class InductorLowering:
                 names = [self.plan.members[i].name for i in part.positions]
                 part.kernel = self._log.obtain(_kernels, part.signature, names, self._make)
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether :meth:`compile` has nothing to do."""
+        return all(part.kernel is not None for part in self._parts)
+
+    def refresh(self) -> None:
+        """There is nothing to hand over: every launch reads the hyperparameters themselves."""
+
     def connect(self, own: Tensor, whole: Tensor) -> None:
         """Let :meth:`measure` write to ``own``; the sum of ``whole`` is the sum over all gradients."""
         self._square_sum = own
