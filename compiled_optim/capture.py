@@ -108,7 +108,7 @@ class CUDAGraphRunner:
         if not isinstance(self._alive(), _StepRun):
             raise TypeError("this runner holds a whole training step; call it with the step's inputs")
         assert isinstance(self._run, _StepRun)
-        scaler = {name: vars(self)[name] for name in ("grad_scale", "found_inf") if name in vars(self)}
+        scaler: dict[str, Any] = {name: vars(self)[name] for name in ("grad_scale", "found_inf") if name in vars(self)}
         return self._run.step(closure, scaler)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -126,7 +126,7 @@ class CUDAGraphRunner:
         return self._run(args, kwargs)
 
     def release(self) -> None:
-        """Free the graph and its memory; the runner cannot be used any more. Also called at exit and with the last reference.
+        """Free the graph and its memory; also done at exit and with the last reference. The runner is of no use then.
 
         Gradients and outputs that somebody holds stay valid.
         """
@@ -178,7 +178,7 @@ class _Run:
         self.released = False
 
     def _common_device(self) -> torch.device:
-        placed = {
+        placed: dict[torch.device, str] = {
             param.device: parameter_name(group, i, j)
             for o in self._optimizers
             for i, group in enumerate(o.param_groups)
@@ -261,7 +261,7 @@ class _StepRun(_Run):
             setattr(self.optimizer, name, value)
         try:
             with self.optimizer.launched_by(self._launch):
-                return self.optimizer.step(closure)  # type: ignore[arg-type]
+                return self.optimizer.step(closure)
         finally:
             for name in scaler:
                 delattr(self.optimizer, name)
@@ -348,7 +348,7 @@ class _FunctionRun(_Run):
 
     def _is_settled(self) -> bool:
         """Whether the optimizers' steps can be captured without being derived anew."""
-        return all(o.refresh(*o.taken_scaler) for o in self._optimizers)
+        return all(o.refresh(*o.taken_scaler) is not None for o in self._optimizers)
 
     def _capture(self, graph: Graph) -> None:
         recorded = _Recorded(self._optimizers, self._modules)
@@ -381,8 +381,7 @@ class _Recorded:
         self._steps: list[int] = []
         self._hypers = [_hypers_of(o) for o in optimizers]
         self._versions = [{name: t._version for name, t in named.items()} for named in self._hypers]
-        self._units: list[list[Any]] = []
-        self._copied: list[list[list[int]]] = []
+        self._keys: list[tuple[object, ...] | None] = []
         self._scalers: list[tuple[Any, Any]] = []
 
     @contextlib.contextmanager
@@ -395,9 +394,8 @@ class _Recorded:
             yield
         self._gradients.leave()
         self._steps = [o.events.steps - before for o, before in zip(self._optimizers, self._before, strict=True)]
-        self._units = [list(o.units) for o in self._optimizers]
-        self._copied = self._copies()
         self._scalers = [o.taken_scaler for o in self._optimizers]
+        self._keys = self._refreshed()
         self._forget_steps()
 
     def check(self) -> None:
@@ -417,6 +415,8 @@ class _Recorded:
                         f"the function writes {name}, which every replay would repeat; call schedulers and set "
                         "hyperparameters outside of it"
                     )
+        if None in self._keys:
+            raise RuntimeError("the function changes groups or state of its optimizers; do that outside of it")
         change = self._surroundings.change()
         if change:
             raise RuntimeError(f"the function itself changes what every replay would find as it was: {change}")
@@ -438,19 +438,18 @@ class _Recorded:
 
     def refresh(self) -> bool:
         """Hand over what was assigned since the last call; False if a graph of another step is needed."""
-        fresh = [o.refresh(*scaler) for o, scaler in zip(self._optimizers, self._scalers, strict=True)]
-        return all(fresh) and self._units == [o.units for o in self._optimizers] and self._copied == self._copies()
+        return self._refreshed() == self._keys
 
     def replayed(self) -> None:
         """Do what the function's Python would have done besides."""
         self._gradients.restore()
         for optimizer, steps in zip(self._optimizers, self._steps, strict=True):
-            optimizer._opt_called = True  # type: ignore[attr-defined]
+            optimizer._opt_called = True
             optimizer.events.steps += steps
             optimizer.events.replays += 1
 
-    def _copies(self) -> list[list[list[int]]]:
-        return [[unit.copied() for unit in o.units] for o in self._optimizers]
+    def _refreshed(self) -> list[tuple[object, ...] | None]:
+        return [o.refresh(*scaler) for o, scaler in zip(self._optimizers, self._scalers, strict=True)]
 
 
 @contextlib.contextmanager
@@ -468,7 +467,7 @@ def _watching_zero_grad(optimizer: CompiledOptimizer, drop: Callable[[Iterable[T
     try:
         yield
     finally:
-        del optimizer.zero_grad  # type: ignore[method-assign]
+        del optimizer.zero_grad
 
 
 def _hypers_of(optimizer: CompiledOptimizer) -> dict[str, Tensor]:
@@ -508,7 +507,7 @@ def _modules_of(function: Callable[..., Any], seen: set[int] | None = None) -> I
             names = (inner.__globals__.get(n) for n in code.co_names)
             values += [*cells, *(inner.__defaults__ or ()), *(inner.__kwdefaults__ or {}).values(), *names]
         elif hasattr(function, "__dict__"):
-            values += [*vars(function).values(), getattr(type(function), "__call__", None)]
+            values += [*vars(function).values(), type(function).__call__]
     for value in values:
         nested = value if isinstance(value, (list, tuple)) else value.values() if isinstance(value, dict) else (value,)
         for item in nested:

@@ -338,16 +338,9 @@ class CompiledOptimizer(Declared, Optimizer):
         Raises:
             ValueError: a launch does not run from tables, whose memory stays where it is, so no graph can hold it.
         """
-        for unit in self.units:
-            if not isinstance(unit, MultiTensorLowering):
-                raise ValueError(
-                    f"a CUDA graph holds steps of lowering='multi_tensor' only; {type(self).__name__} updates "
-                    f"'{unit.plan.members[0].name}' with lowering='{unit.name}'"
-                )
-        keys = [unit.launch_key() for unit in cast("list[MultiTensorLowering]", self.units)]
-        return (self._square_sums, *keys)
+        return (self._square_sums, *(unit.launch_key() for unit in self._units_with_tables()))
 
-    def refresh(self, grad_scale: Any, found_inf: Any) -> bool:
+    def refresh(self, grad_scale: Any, found_inf: Any) -> tuple[object, ...] | None:
         """Hand over what was assigned since the last step to a graph that holds whole steps, without preparing one.
 
         Args:
@@ -355,16 +348,30 @@ class CompiledOptimizer(Declared, Optimizer):
             found_inf: likewise.
 
         Returns:
-            False if the step would have to be derived anew from groups and state, so that the graph is stale.
+            What the graph depends on: it is valid for as long as this stays equal. None if the step would have to be
+            derived anew from groups and state.
+
+        Raises:
+            ValueError: as :meth:`launch_key`.
         """
         if self._changed or self._regrouped():
-            return False
+            return None
         self._controls.take(self.max_grad_norm, grad_scale, found_inf, self.skip_nonfinite)
         if self._controls.measures_norm != (self._square_sums is not None):
-            return False
-        for unit in self.units:
+            return None
+        units = self._units_with_tables()
+        for unit in units:
             unit.refresh()
-        return True
+        return (self._square_sums, *units, *(unit.copied() for unit in units))
+
+    def _units_with_tables(self) -> list[MultiTensorLowering]:
+        for unit in self.units:
+            if not isinstance(unit, MultiTensorLowering):
+                raise ValueError(
+                    f"a CUDA graph holds steps of lowering='multi_tensor' only; {type(self).__name__} updates "
+                    f"'{unit.plan.members[0].name}' with lowering='{unit.name}'"
+                )
+        return cast("list[MultiTensorLowering]", self.units)
 
     @contextlib.contextmanager
     def launched_by(self, replay: Callable[[], None]) -> Iterator[None]:

@@ -54,7 +54,7 @@ class StaticInputs:
         if structure != self._structure:
             raise ValueError(f"the arguments must be structured as in the first call: {self._structure}, got {structure}")
         cause = ""
-        for i, (name, own, (_, leaf)) in enumerate(zip(self._names, self._leaves, leaves, strict=True)):
+        for name, own, (_, leaf) in zip(self._names, self._leaves, leaves, strict=True):
             self._check_kind(name, leaf)
             if isinstance(own, Tensor) != isinstance(leaf, Tensor):
                 raise ValueError(f"{name} must be {_words(own)} as in the first call, got {_words(leaf)}")

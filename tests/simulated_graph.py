@@ -1,6 +1,6 @@
 """A CUDA graph on the CPU: device work is recorded with the memory it had, and done again by a replay.
 
-Torch operations are recorded by a dispatch mode, the package's kernels by a wrapper that keeps a copy of the table's entries.
+Torch operations are recorded by a dispatch mode, the package's kernels by a wrapper that keeps the table's entries.
 As on a GPU, a capture changes nothing, Python runs once, and what a replay reads and writes is where it was in the capture:
 a parameter that got other memory, a gradient that is a new tensor or an assigned hyperparameter are not seen by it.
 """

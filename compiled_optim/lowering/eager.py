@@ -39,9 +39,6 @@ class EagerLowering:
     def compile(self) -> None:
         """There is nothing to compile."""
 
-    def refresh(self) -> None:
-        """There is nothing to hand over: every launch reads the hyperparameters themselves."""
-
     def connect(self, own: Tensor, whole: Tensor) -> None:
         """Let :meth:`measure` write to ``own``; the sum of ``whole`` is the sum over all gradients."""
         self._square_sum = own

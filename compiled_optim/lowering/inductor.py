@@ -75,9 +75,6 @@ class InductorLowering:
         """Whether :meth:`compile` has nothing to do."""
         return all(part.kernel is not None for part in self._parts)
 
-    def refresh(self) -> None:
-        """There is nothing to hand over: every launch reads the hyperparameters themselves."""
-
     def connect(self, own: Tensor, whole: Tensor) -> None:
         """Let :meth:`measure` write to ``own``; the sum of ``whole`` is the sum over all gradients."""
         self._square_sum = own

@@ -232,7 +232,7 @@ class Table:
             if row != self._hyper_row:
                 if is_capturing(self._device):
                     raise RuntimeError(
-                        "a hyperparameter was assigned between the last step and the capture of a CUDA graph, or inside of it; "
+                        "a hyperparameter was assigned between the last step and the capture of a CUDA graph, or in it; "
                         "take one step before capturing, or write into the hyperparameter with fill_"
                     )
                 self._write(self.hypers, row)
