@@ -23,6 +23,7 @@ from compiled_optim.fields import Hyper
 from compiled_optim.graphs import GRAPHS, Graph
 from compiled_optim.optimizer import CompiledOptimizer
 from compiled_optim.plan import parameter_name
+from compiled_optim.sharding import local
 from compiled_optim.staleness import Gradients, Surroundings, described, differences
 from compiled_optim.static_inputs import StaticInputs
 
@@ -82,7 +83,7 @@ class CUDAGraphRunner:
         else:
             if not callable(target):
                 raise TypeError(f"target must be an optimizer of compiled_optim or a function, got {type(target).__name__}")
-            given = [optimizers] if isinstance(optimizers, CompiledOptimizer) else list(optimizers or ())
+            given = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers or ())
             if not given or not all(isinstance(o, CompiledOptimizer) for o in given):
                 raise TypeError("optimizers must be the optimizers of compiled_optim that the function steps, at least one")
             if modules is None:
@@ -305,6 +306,7 @@ class _FunctionRun(_Run):
         self._inputs: StaticInputs | None = None
         self._outputs: Any = None
         self._recorded: _Recorded | None = None
+        self._warmed_at: list[int] = []
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One training step."""
@@ -323,7 +325,9 @@ class _FunctionRun(_Run):
         if not self._captured:
             if self._graph is None or self._pending or not self._is_settled():
                 self._pending = max(self._pending - 1, 0)
-                return self._hand_out(self._call() if self._graph is None else self._graph.warm_up(self._call))
+                outputs = self._call() if self._graph is None else self._graph.warm_up(self._call)
+                self._warmed_at = self._addresses()
+                return self._hand_out(outputs)
             self._capture(self._graph)
         assert self._graph is not None
         assert self._recorded is not None
@@ -348,7 +352,11 @@ class _FunctionRun(_Run):
 
     def _is_settled(self) -> bool:
         """Whether the optimizers' steps can be captured without being derived anew."""
-        return all(o.refresh(*o.taken_scaler) is not None for o in self._optimizers)
+        known = all(o.refresh(*o.taken_scaler) is not None for o in self._optimizers)
+        return known and self._warmed_at == self._addresses()
+
+    def _addresses(self) -> list[int]:
+        return [local(p).data_ptr() for o in self._optimizers for p in o.traceable_params()]
 
     def _capture(self, graph: Graph) -> None:
         recorded = _Recorded(self._optimizers, self._modules)
@@ -358,6 +366,7 @@ class _FunctionRun(_Run):
             recorded.check()
         except BaseException:
             self._outputs = None
+            self._pending = 1  # no table can be captured twice without a step in between
             graph.release()
             recorded.undo()
             raise
@@ -454,12 +463,13 @@ class _Recorded:
 
 @contextlib.contextmanager
 def _watching_zero_grad(optimizer: CompiledOptimizer, drop: Callable[[Iterable[Tensor]], None]) -> Iterator[None]:
-    """Report gradients that ``optimizer.zero_grad`` is about to set to None."""
+    """Report gradients that ``optimizer.zero_grad`` is about to set to None before the optimizer's first step."""
     original = optimizer.zero_grad
+    steps = optimizer.events.steps
 
     @functools.wraps(original)
     def zero_grad(set_to_none: bool = True) -> None:
-        if set_to_none:
+        if set_to_none and optimizer.events.steps == steps:
             drop(optimizer.traceable_params())
         original(set_to_none)
 

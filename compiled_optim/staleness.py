@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter, is_
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +24,9 @@ _ADDRESS = Tensor.data_ptr
 
 def described(optimizer: CompiledOptimizer) -> dict[str, str]:
     """Everything about ``optimizer`` whose change makes a graph of its step stale, by name."""
+    bound = optimizer.max_grad_norm
     facts = {
-        "max_grad_norm": "off" if optimizer.max_grad_norm is None else "on",
+        "max_grad_norm": "off" if bound is None else _place(bound) if _is_copied(bound) else "on",
         "skip_nonfinite": str(optimizer.skip_nonfinite),
     }
     rule = optimizer.rule
@@ -40,11 +41,16 @@ def described(optimizer: CompiledOptimizer) -> dict[str, str]:
         for j, param in enumerate(group["params"]):
             name = parameter_name(group, i, j)
             facts[f"parameter '{name}'"] = _place(param)
-            for entry, value in (optimizer.state.get(param) or {}).items():
-                facts[f"state {entry!r} of '{name}'"] = _place(value) if isinstance(value, Tensor) else "a number"
+            state = optimizer.state.get(param) or {}
+            for entry in (b.name for b in rule.buffers if b.name in state):
+                facts[f"state {entry!r} of '{name}'"] = _place(state[entry])
             if param.grad is not None:
                 facts[f"gradient dtype of '{name}'"] = str(param.grad.dtype)
     return facts
+
+
+def _is_copied(bound: float | Tensor) -> TypeGuard[Tensor]:
+    return isinstance(bound, Tensor) and bound.dtype != torch.float64
 
 
 def _place(tensor: Tensor) -> str:
@@ -163,8 +169,8 @@ def _modes(device: torch.device) -> dict[str, object]:
 class Gradients:
     """Which gradients a captured training step found, and which it left.
 
-    ``carried`` gradients are those that it replaced without dropping them first, so that it may have read them: what a
-    parameter has later must be copied to where the graph reads. A gradient that was dropped unread may be anything.
+    A gradient that ``zero_grad`` dropped before anything was added to it may be anything. One that was replaced in another
+    way may have been read: what a parameter has later is copied to where the graph reads. Any other must be the same tensor.
 
     Args:
         params: the parameters.
@@ -175,19 +181,18 @@ class Gradients:
         self._params = list(params)
         self._names = list(names)
         self.entry: list[Tensor | None] = list(map(_GRAD, params))
+        self._versions = [None if g is None else g._version for g in self.entry]
         self._dropped: set[int] = set()
         self._left: list[Tensor | None] = []
         self._carried: list[int] = []
         self._settled = self._repeats = False
 
     def drop(self, params: Iterable[Tensor]) -> None:
-        """Note that the gradients of ``params`` are about to become None."""
+        """Note that the gradients of ``params``, which no step used yet, are about to become None."""
         wanted = set(map(id, params))
-        self._dropped |= {
-            i
-            for i, (p, found) in enumerate(zip(self._params, self.entry, strict=True))
-            if id(p) in wanted and p.grad is found
-        }
+        for i, (param, found, version) in enumerate(zip(self._params, self.entry, self._versions, strict=True)):
+            if id(param) in wanted and param.grad is found and (found is None or found._version == version):
+                self._dropped.add(i)
 
     def leave(self) -> None:
         """Note what the captured step left."""
@@ -197,7 +202,6 @@ class Gradients:
             for i, (found, left) in enumerate(zip(self.entry, self._left, strict=True))
             if found is not None and left is not None and found is not left
         ]
-        self._dropped &= set(replaced)
         self._carried = [i for i in replaced if i not in self._dropped]
         self._settled = self._dropped == set(range(len(self._params)))
         self._repeats = all(map(is_, self.entry, self._left))

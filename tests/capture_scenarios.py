@@ -196,7 +196,7 @@ def eager_step_between(side: Side, i: int) -> None:
     if i % 5 == 4:
         before = [p.grad for p in side.params]
         for k, p in enumerate(side.params):
-            p.grad = None if (k + i) % 3 == 0 else torch.full_like(p, 0.01 * i)
+            p.grad = None if (k + i) % 3 == 0 or not p.requires_grad else torch.full_like(p, 0.01 * i)
         side.optimizer.step()
         for p, grad in zip(side.params, before, strict=True):
             p.grad = grad
@@ -223,7 +223,7 @@ SCENARIOS: list[Scenario] = [
 ]
 
 RECAPTURES = {
-    "clip_norm": 3,
+    "clip_norm": 4,  # two of them only where the graph holds the copying of a float32 bound
     "skipping": 2,
     "parameter_rebound": 2,
     "module_moved": 2,
