@@ -186,6 +186,7 @@ class Gradients:
         self._left: list[Tensor | None] = []
         self._carried: list[int] = []
         self._settled = self._repeats = False
+        self._nones = 0
 
     def drop(self, params: Iterable[Tensor]) -> None:
         """Note that the gradients of ``params``, which no step used yet, are about to become None."""
@@ -205,6 +206,7 @@ class Gradients:
         self._carried = [i for i in replaced if i not in self._dropped]
         self._settled = self._dropped == set(range(len(self._params)))
         self._repeats = all(map(is_, self.entry, self._left))
+        self._nones = self.entry.count(None)
 
     def forget_dropped(self) -> None:
         """Let go of the gradients that nobody reads again, once the capture is accepted."""
@@ -221,7 +223,7 @@ class Gradients:
         if self._settled:
             return ""
         now = list(map(_GRAD, self._params))
-        if self._repeats and all(map(is_, now, self.entry)):
+        if self._repeats and (now.count(None) == self._nones == len(now) or all(map(is_, now, self.entry))):
             return ""
         carried = set(self._carried)
         for i, (found, grad) in enumerate(zip(self.entry, now, strict=True)):

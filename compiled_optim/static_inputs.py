@@ -8,7 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import KeyEntry, MappingKey, SequenceKey, keystr, tree_flatten_with_path, tree_unflatten
+from torch.utils._pytree import (
+    KeyEntry,
+    MappingKey,
+    SequenceKey,
+    keystr,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_unflatten,
+)
 
 _CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
@@ -50,11 +58,11 @@ class StaticInputs:
             ValueError: the arguments' structure, or a tensor's shape, dtype or device is another than in the first call.
                 Nothing is copied then.
         """
-        leaves, structure = tree_flatten_with_path((args, dict(kwargs)))
+        leaves, structure = tree_flatten((args, dict(kwargs)))
         if structure != self._structure:
             raise ValueError(f"the arguments must be structured as in the first call: {self._structure}, got {structure}")
         cause = ""
-        for name, own, (_, leaf) in zip(self._names, self._leaves, leaves, strict=True):
+        for name, own, leaf in zip(self._names, self._leaves, leaves, strict=True):
             self._check_kind(name, leaf)
             if isinstance(own, Tensor) != isinstance(leaf, Tensor):
                 raise ValueError(f"{name} must be {_words(own)} as in the first call, got {_words(leaf)}")
@@ -63,7 +71,7 @@ class StaticInputs:
                     raise ValueError(f"{name} must be {_words(own)} as in the first call, got {_words(leaf)}")
             elif type(own) is not type(leaf) or not (own is leaf or own == leaf):
                 cause = cause or f"{name} {own!r} -> {leaf!r}"
-        for i, (own, (_, leaf)) in enumerate(zip(self._leaves, leaves, strict=True)):
+        for i, (own, leaf) in enumerate(zip(self._leaves, leaves, strict=True)):
             if not isinstance(own, Tensor):
                 self._leaves[i] = leaf
             elif own is not leaf:

@@ -971,7 +971,8 @@ def test_the_simulation_does_nothing_while_it_captures_and_bakes_addresses(simul
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="this is that process")
 def test_the_list_holds_for_the_interpreted_triton_kernel() -> None:
     pytest.importorskip("triton")
-    selected = "equals_uncaptured or gradients_come_and_go or scaler or by_hand or writes_in_place"
+    whole = "clip_norm or every_hyper or eager_step or checkpoint or parameter_rebound"
+    selected = f"TestStep and (equals_uncaptured or come_and_go) or TestTrainingStep and ({whole}) or TestByHand and replays"
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, "-k", selected]
     done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:]
