@@ -28,7 +28,7 @@ from compiled_optim.lowering.square_sums import SquareSums
 from compiled_optim.plan import Plan, parameter_name, partition, structure
 from compiled_optim.sharding import is_sharded
 from compiled_optim.state import OptimizerState, ParamState
-from compiled_optim.torch_internals import is_capturing, outside_dynamo
+from compiled_optim.torch_internals import is_capturing, outside_dynamo, refuse_tracing
 
 LOWERINGS = ("auto", "multi_tensor", "inductor", "eager")
 
@@ -116,6 +116,7 @@ class CompiledOptimizer(Declared, Optimizer):
         self._controls = Controls(torch.device("cpu"))
         self._square_sums: SquareSums | None = None
         self._traceable: list[Tensor] = []
+        self._live: list[dict[str, Any]] = []
         self._number = traced.register(self)
         self._replay: Callable[[], None] | None = None
         self._has_runner = False
@@ -490,6 +491,7 @@ class CompiledOptimizer(Declared, Optimizer):
         self._square_sums = None
         self._group_shapes = [self._group_shape(g) for g in groups]
         self._traceable = [p for g in groups for p in g["params"]]
+        self._live = [g.live for g in groups]
         self._changed = False
 
     def _lower(self, plan: Plan, differentiable: bool) -> Lowering:
@@ -511,6 +513,31 @@ class CompiledOptimizer(Declared, Optimizer):
                 f"'{plan.members[0].name}' is on {plan.device}"
             )
         return InductorLowering(plan, self._controls, self.events)
+
+    def hyperparameter(self, name: str, group: int = 0) -> Tensor | tuple[Tensor, ...]:
+        """The live tensor, or tuple of tensors, in ``param_groups[group][name]``; unlike that, it can be traced.
+
+        Write to it outside of compiled code: torch 2.13 loses in-place writes to 0-dim float64 tensors on the CPU there.
+
+        Raises:
+            KeyError, IndexError: there is no such hyperparameter or group.
+        """
+        value: Tensor | tuple[Tensor, ...] = self._live[group][name]
+        return value
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The parameter groups; see :class:`~compiled_optim.hyperparameters.ParamGroup`.
+
+        Compiled code cannot read them: Dynamo writes into every group it reads, and knows plain dicts only.
+        """
+        refuse_tracing("param_groups", "read a hyperparameter with opt.hyperparameter(name, group), and set it outside")
+        groups: list[dict[str, Any]] = self.__dict__["param_groups"]
+        return groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.__dict__["param_groups"] = groups
 
     def hyperparameters(self) -> list[dict[str, Any]]:
         """The hyperparameters of each group as Python floats, for logs and JSON. Waits for the device."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
+from torch._guards import TracingContext
 
 outside_dynamo = _disable_dynamo
 """Decorator: never traced. Unlike ``torch.compiler.disable`` it does not import the compiler."""
@@ -23,6 +24,18 @@ def is_capturing(device: torch.device) -> bool:
     """Whether a graph of ``device`` is being captured."""
     ask = CAPTURING.get(device.type)
     return ask is not None and ask()
+
+
+def refuse_tracing(what: str, advice: str) -> None:
+    """Do nothing, but break the graph, or say why it cannot be whole, if Dynamo is what is calling.
+
+    Raises:
+        torch._dynamo.exc.Unsupported: Dynamo is tracing. With ``fullgraph=False`` the frame runs uncompiled.
+    """
+    if TracingContext.try_get() is not None:
+        from torch._dynamo.exc import Unsupported
+
+        raise Unsupported(f"{what} cannot be traced by torch.compile; {advice}")
 
 
 class _InstructionSetProbe(threading.Thread):
