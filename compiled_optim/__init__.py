@@ -1,5 +1,6 @@
 """compiled_optim: PyTorch optimizers for training steps that are compiled, captured and scheduled."""
 
+from compiled_optim.capture import CUDAGraphRunner
 from compiled_optim.checkpoint import LoadReport
 from compiled_optim.events import RecompileError
 from compiled_optim.guards import CompileReport, compile_report, no_recompiles
@@ -31,6 +32,7 @@ __all__ = [
     "Adam",
     "AdamW",
     "Adamax",
+    "CUDAGraphRunner",
     "CompileReport",
     "CompiledOptimizer",
     "LoadReport",

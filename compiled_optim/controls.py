@@ -53,13 +53,23 @@ class Controls:
         if not isinstance(skip_nonfinite, bool):
             raise TypeError(f"skip_nonfinite must be a bool, got {skip_nonfinite!r}")
         named = {"max_grad_norm": max_grad_norm, "grad_scale": grad_scale, "found_inf": found_inf}
-        values = {name: self._tensor(name, value) for name, value in named.items() if value is not None}
+        old = dict(zip(NAMES, self._given, strict=True))
+        values = {  # what was given before keeps its tensor, which a kernel's table may refer to
+            name: self._values[name] if value is old[name] and name in self._values else self._tensor(name, value)
+            for name, value in named.items()
+            if value is not None
+        }
         readable = not isinstance(max_grad_norm, Tensor) or max_grad_norm.device.type == "cpu"
         if readable and max_grad_norm is not None and max_grad_norm is not self._given[0] and not max_grad_norm >= 0:
             raise ValueError(f"max_grad_norm must be >= 0, got {float(max_grad_norm)}")
         if skip_nonfinite:
-            values["skip_nonfinite"] = self._tensor("skip_nonfinite", 1.0)
+            values["skip_nonfinite"] = self._values.get("skip_nonfinite", self._tensor("skip_nonfinite", 1.0))
         self._values, self._given = values, given
+
+    @property
+    def scaler(self) -> tuple[Any, Any]:
+        """``grad_scale`` and ``found_inf`` as they were taken."""
+        return self._given[1], self._given[2]
 
     @property
     def measures_norm(self) -> bool:

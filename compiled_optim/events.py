@@ -82,18 +82,29 @@ class Compilation:
     cause: str = ""
 
 
-_forbidden = 0  # how many forbidding_recompilation() blocks are open
+_budgets: list[int] = []  # what the open forbidding_recompilation() blocks still allow
 
 
 @contextlib.contextmanager
-def forbidding_recompilation() -> Iterator[None]:
-    """Make every recompilation of an optimizer's step raise :class:`RecompileError`."""
-    global _forbidden
-    _forbidden += 1
+def forbidding_recompilation(budget: int = 0) -> Iterator[None]:
+    """Make every recompilation and re-capture of an optimizer's step after the first ``budget`` raise RecompileError."""
+    place = len(_budgets)
+    _budgets.append(budget)
     try:
         yield
     finally:
-        _forbidden -= 1
+        del _budgets[place:]
+
+
+def spend(message: str) -> None:
+    """Take one recompilation or re-capture from the budgets of all open blocks.
+
+    Raises:
+        RecompileError: with ``message``; one of them has nothing left.
+    """
+    if any(left <= 0 for left in _budgets):
+        raise RecompileError(message)
+    _budgets[:] = [left - 1 for left in _budgets]
 
 
 @dataclass
@@ -103,6 +114,9 @@ class EventLog:
     steps: int = 0
     compilations: list[Compilation] = field(default_factory=list)
     fallbacks: dict[str, str] = field(default_factory=dict)
+    captures: list[str] = field(default_factory=list)  # the cause of each, empty for a first one
+    replays: int = 0
+    table_refreshes: int = 0
     signatures: dict[str, Signature] = field(default_factory=dict)
 
     def obtain(
@@ -117,8 +131,8 @@ class EventLog:
         """
         if signature not in cache:
             cause = next((c for c in (self._cause(name, signature) for name in names) if c), "")
-            if cause and _forbidden:
-                raise RecompileError(f"{signature.rule.name} would recompile its step: {cause}")
+            if cause:
+                spend(f"{signature.rule.name} would recompile its step: {cause}")
             for wanted in dict.fromkeys((signature, signature.grown())):
                 if wanted not in cache:
                     started = time.perf_counter()

@@ -13,15 +13,23 @@ from compiled_optim.optimizer import CompiledOptimizer
 
 
 @contextlib.contextmanager
-def no_recompiles() -> Iterator[None]:
-    """Forbid recompilation, of optimizer steps and of every other function under ``torch.compile``, inside a ``with`` block.
+def no_recompiles(budget: int = 0) -> Iterator[None]:
+    """Forbid recompilation and re-capture inside a ``with`` block.
 
-    What is compiled for the first time is compiled.
+    It covers optimizer steps, the graphs of ``co.CUDAGraphRunner`` and, without a budget, every other function under
+    ``torch.compile``. What is compiled or captured for the first time is allowed.
+
+    Args:
+        budget: how many recompilations and re-captures are allowed all the same, those of all optimizers together.
 
     Raises:
         RecompileError: naming what changed, with old and new value. The optimizer has not taken the step.
+        ValueError: ``budget`` is negative.
     """
-    with forbidding_recompilation(), torch.compiler.set_stance("fail_on_recompile"):
+    if budget < 0:
+        raise ValueError(f"budget must be >= 0, got {budget}")
+    stance = "fail_on_recompile" if budget == 0 else "default"
+    with forbidding_recompilation(budget), torch.compiler.set_stance(stance):
         try:
             yield
         except RuntimeError as error:
@@ -41,6 +49,9 @@ class CompileReport:
         kernels: the signatures of the kernels its step calls.
         compilations: the kernels that were compiled for it, in order; those found already compiled are not among them.
         fallbacks: why anything runs uncompiled.
+        captures: why each graph of a ``co.CUDAGraphRunner`` was captured; empty for a first one.
+        replays: how often such graphs were replayed.
+        table_refreshes: how often addresses in a kernel's table were written, which compiles nothing.
     """
 
     optimizer: str
@@ -49,6 +60,14 @@ class CompileReport:
     kernels: tuple[str, ...]
     compilations: tuple[Compilation, ...]
     fallbacks: tuple[str, ...]
+    captures: tuple[str, ...] = ()
+    replays: int = 0
+    table_refreshes: int = 0
+
+    @property
+    def recaptures(self) -> int:
+        """How many graphs were captured in place of one that was stale."""
+        return sum(map(bool, self.captures))
 
     @property
     def compiles(self) -> int:
@@ -68,10 +87,13 @@ class CompileReport:
     def __str__(self) -> str:
         lines = [
             f"{self.optimizer}: {self.lowering} lowering, {self.steps} steps, {self.compiles} compiles "
-            f"({self.seconds:.1f} s), {self.recompiles} recompiles"
+            f"({self.seconds:.1f} s), {self.recompiles} recompiles, {self.table_refreshes} table refreshes"
         ]
+        if self.captures:
+            lines.append(f"  {len(self.captures)} captures, {self.recaptures} re-captures, {self.replays} replays")
         lines += [f"  kernel {kernel}" for kernel in self.kernels]
         lines += [f"  recompiled: {c.cause}" for c in self.compilations if c.cause]
+        lines += [f"  captured again: {cause}" for cause in self.captures if cause]
         lines += [f"  fallback: {reason}" for reason in self.fallbacks]
         return "\n".join(lines)
 
@@ -92,4 +114,7 @@ def compile_report(optimizer: CompiledOptimizer) -> CompileReport:
         tuple(dict.fromkeys(str(s) for s in events.signatures.values())),
         tuple(events.compilations),
         tuple(events.fallbacks),
+        tuple(events.captures),
+        events.replays,
+        events.table_refreshes,
     )

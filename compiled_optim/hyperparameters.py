@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from compiled_optim.fields import Hyper
+from compiled_optim.torch_internals import outside_dynamo
 from compiled_optim.watched import WatchedDict
 
 
@@ -55,7 +56,11 @@ class ParamGroup(WatchedDict[str, Any]):
         self._hypers = {h.name: h for h in hypers}
         self._structural = frozenset(structural)
         self._device = device
+        self.live: dict[str, Any] = {}  # the hyperparameters once more, in a dict that compiled code can read
         self._made: Any = WeakIdKeyDictionary()  # tensor -> (key, index) it was made or adopted for
+        self.on_assignment: Callable[[str], None] | None = (
+            None  # called with the name of a hyperparameter that got new tensors
+        )
         self._zeros: dict[str, int] = {}  # structural hyperparameter assigned a Python 0 -> its tensor's version then
         for key, value in values.items():
             if key in self._hypers:
@@ -147,12 +152,16 @@ class ParamGroup(WatchedDict[str, Any]):
             self.validated(key, values[key])
         super().update(values)
 
+    @outside_dynamo
     def __setitem__(self, key: str, value: Any) -> None:
         if key in self._hypers:
             elements = self.validated(key, value)
             was_nonzero = key in self._structural and self.nonzero(key)
+            before = self.get(key)
             self._store(key, [self._settle(key, i, e) for i, e in enumerate(elements)], elements)
             self._report(key, was_nonzero)
+            if self.on_assignment is not None and self[key] is not before:
+                self.on_assignment(f"{self.label}[{key!r}]")
             return
         if isinstance(value, Tensor) and value in self._made:
             value = value.detach().clone()  # "initial_lr" must not alias the live lr
@@ -165,7 +174,8 @@ class ParamGroup(WatchedDict[str, Any]):
             self._changed()
 
     def _store(self, key: str, owned: Sequence[Tensor], given: tuple[float | Tensor, ...]) -> None:
-        self.set_quietly(key, tuple(owned) if self._hypers[key].is_tuple else owned[0])
+        self.live[key] = tuple(owned) if self._hypers[key].is_tuple else owned[0]
+        self.set_quietly(key, self.live[key])
         self._zeros.pop(key, None)
         if key in self._structural and not isinstance(given[0], Tensor) and given[0] == 0:
             self._zeros[key] = owned[0]._version

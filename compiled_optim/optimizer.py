@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeAlias, cast, overload
 
 import torch
@@ -29,7 +31,7 @@ from compiled_optim.plan import Plan, parameter_name, partition
 from compiled_optim.schedule import Schedule, Schedules
 from compiled_optim.sharding import is_sharded
 from compiled_optim.state import OptimizerState, ParamState
-from compiled_optim.torch_internals import outside_dynamo
+from compiled_optim.torch_internals import is_capturing, outside_dynamo, refuse_tracing
 
 LOWERINGS = ("auto", "multi_tensor", "inductor", "eager")
 
@@ -125,7 +127,10 @@ class CompiledOptimizer(Declared, Optimizer):
         self._square_sums: SquareSums | None = None
         self._schedules = Schedules()
         self._traceable: list[Tensor] = []
+        self._live: list[dict[str, Any]] = []
         self._number = traced.register(self)
+        self._replay: Callable[[], None] | None = None
+        self._has_runner = False
         self._changed = True
 
     @classmethod
@@ -334,7 +339,7 @@ class CompiledOptimizer(Declared, Optimizer):
     def step_now(self) -> None:
         """Update the parameters from their ``grad``, without closure and hooks."""
         self.prepare()
-        self.launch()
+        (self._replay or self.launch)()
         self.finish()
 
     def prepare(self) -> None:
@@ -342,7 +347,10 @@ class CompiledOptimizer(Declared, Optimizer):
 
         Raises:
             TypeError, ValueError, RecompileError: as :meth:`step`.
+            RuntimeError: a CUDA graph is being captured that cannot hold what this step needs. Nothing is changed then.
         """
+        if any(is_capturing(unit.plan.device) for unit in self.units):
+            self._check_capture()
         self._opt_called = True  # torch's schedulers ask
         self._take_controls()
         if self._changed or self._regrouped() or any(p.grad is not None for p in self._stateless):
@@ -358,6 +366,101 @@ class CompiledOptimizer(Declared, Optimizer):
         self._schedules.hold()
         for unit, unit_grads in zip(self.units, grads, strict=True):
             unit.prepare(unit_grads)
+
+    @property
+    def taken_scaler(self) -> tuple[Any, Any]:
+        """``grad_scale`` and ``found_inf`` of the last step."""
+        return self._controls.scaler
+
+    def launch_key(self) -> tuple[object, ...]:
+        """What a graph that holds :meth:`launch` depends on: it is valid for as long as this stays equal.
+
+        Raises:
+            ValueError: a launch does not run from tables, whose memory stays where it is, so no graph can hold it.
+        """
+        return (self._square_sums, *(unit.launch_key() for unit in self._units_with_tables()))
+
+    def refresh(self, grad_scale: Any, found_inf: Any) -> tuple[object, ...] | None:
+        """Hand over what was assigned since the last step to a graph that holds whole steps, without preparing one.
+
+        Args:
+            grad_scale: the gradient scaler's tensor that the graph reads; None without one.
+            found_inf: likewise.
+
+        Returns:
+            What the graph depends on: it is valid for as long as this stays equal. None if the step would have to be
+            derived anew from groups and state.
+
+        Raises:
+            ValueError: as :meth:`launch_key`.
+        """
+        if self._changed or self._regrouped():
+            return None
+        self._controls.take(self.max_grad_norm, grad_scale, found_inf, self.skip_nonfinite)
+        if self._controls.measures_norm != (self._square_sums is not None):
+            return None
+        units = self._units_with_tables()
+        for unit in units:
+            unit.refresh()
+        return (self._square_sums, *units, *(unit.copied() for unit in units))
+
+    def _units_with_tables(self) -> list[MultiTensorLowering]:
+        for unit in self.units:
+            if not isinstance(unit, MultiTensorLowering):
+                raise ValueError(
+                    f"a CUDA graph holds steps of lowering='multi_tensor' only; {type(self).__name__} updates "
+                    f"'{unit.plan.members[0].name}' with lowering='{unit.name}'"
+                )
+        return cast("list[MultiTensorLowering]", self.units)
+
+    @contextlib.contextmanager
+    def launched_by(self, replay: Callable[[], None]) -> Iterator[None]:
+        """Let steps inside a ``with`` block call ``replay`` in place of :meth:`launch`."""
+        self._replay = replay
+        try:
+            yield
+        finally:
+            self._replay = None
+
+    @contextlib.contextmanager
+    def captured_by_runner(self) -> Iterator[None]:
+        """Let steps inside a ``with`` block be captured by one who follows assignments himself."""
+        self._has_runner = True
+        try:
+            yield
+        finally:
+            self._has_runner = False
+
+    def _check_capture(self) -> None:
+        """Refuse to capture a step that needs more than a graph can hold; warn of assignments after one that is captured."""
+        reasons = {
+            "groups or state changed since the last step": self._changed or self._regrouped(),
+            "a parameter got its first gradient": any(p.grad is not None for p in self._stateless),
+            "its kernels are not compiled yet": not all(unit.is_compiled for unit in self.units),
+            "clipping was switched on or off": (self.max_grad_norm is not None or self.skip_nonfinite)
+            != (self._square_sums is not None),
+        }
+        reason = next((r for r, holds in reasons.items() if holds), None)
+        if reason is None and self._gradients() is None:
+            reason = "a parameter moved or its gradient has another dtype"
+        if reason is not None:
+            raise RuntimeError(
+                f"{type(self).__name__}.step() cannot be captured in a CUDA graph now: {reason}; "
+                "take one step before capturing, or let co.CUDAGraphRunner do so"
+            )
+        if not self._has_runner:
+            for group in self._groups:
+                group.on_assignment = self._warn_of_graph
+
+    def _warn_of_graph(self, label: str) -> None:
+        for group in self._groups:
+            group.on_assignment = None
+        warnings.warn(
+            f"{label} was assigned after step() was captured in a CUDA graph, which goes on reading the old tensor; "
+            "write into it with fill_, or capture with co.CUDAGraphRunner",
+            RuntimeWarning,
+            stacklevel=4,
+        )
 
     def launch(self) -> None:
         """The device's part of a prepared step; a graph may capture it."""
@@ -434,6 +537,7 @@ class CompiledOptimizer(Declared, Optimizer):
         self.units = [self._lower(plan, differentiable) for plan in plans]
         self._square_sums = None
         self._schedules.follow(groups, plans)
+        self._live = [g.live for g in groups]
 
     def _lower(self, plan: Plan, differentiable: bool) -> Lowering:
         name = self._lowering_for(plan, differentiable)
@@ -496,6 +600,31 @@ class CompiledOptimizer(Declared, Optimizer):
                 schedules.set(index, self._groups[index], hypers[name], function)
         self._schedules = schedules
         self._changed = True
+
+    def hyperparameter(self, name: str, group: int = 0) -> Tensor | tuple[Tensor, ...]:
+        """The live tensor, or tuple of tensors, in ``param_groups[group][name]``; unlike that, it can be traced.
+
+        Write to it outside of compiled code: torch 2.13 loses in-place writes to 0-dim float64 tensors on the CPU there.
+
+        Raises:
+            KeyError, IndexError: there is no such hyperparameter or group.
+        """
+        value: Tensor | tuple[Tensor, ...] = self._live[group][name]
+        return value
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The parameter groups; see :class:`~compiled_optim.hyperparameters.ParamGroup`.
+
+        Compiled code cannot read them: Dynamo writes into every group it reads, and knows plain dicts only.
+        """
+        refuse_tracing("param_groups", "read a hyperparameter with opt.hyperparameter(name, group), and set it outside")
+        groups: list[dict[str, Any]] = self.__dict__["param_groups"]
+        return groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.__dict__["param_groups"] = groups
 
     def hyperparameters(self) -> list[dict[str, Any]]:
         """The hyperparameters of each group as Python floats, for logs and JSON. Waits for the device."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
+from torch._guards import TracingContext
 
 outside_dynamo = _disable_dynamo
 """Decorator: never traced. Unlike ``torch.compiler.disable`` it does not import the compiler."""
@@ -34,6 +35,28 @@ def data_ptr_function() -> int | None:
     from torch._C._dynamo import guards
 
     return getattr(guards, "_torchinductor_pyobject_tensor_data_ptr", None)
+
+
+CAPTURING: dict[str, Callable[[], bool]] = {"cuda": torch.cuda.is_current_stream_capturing}
+"""By device type, whether work handed to the current stream is recorded instead of done."""
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether a graph of ``device`` is being captured."""
+    ask = CAPTURING.get(device.type)
+    return ask is not None and ask()
+
+
+def refuse_tracing(what: str, advice: str) -> None:
+    """Do nothing, but break the graph, or say why it cannot be whole, if Dynamo is what is calling.
+
+    Raises:
+        torch._dynamo.exc.Unsupported: Dynamo is tracing. With ``fullgraph=False`` the frame runs uncompiled.
+    """
+    if TracingContext.try_get() is not None:
+        from torch._dynamo.exc import Unsupported
+
+        raise Unsupported(f"{what} cannot be traced by torch.compile; {advice}")
 
 
 class _InstructionSetProbe(threading.Thread):

@@ -84,7 +84,8 @@ for _schema, _run in (
     ("step(Tensor(a!)[] params, Tensor[] grads, int[] positions, int optimizer) -> ()", _step),
     ("step_own_gradients(Tensor(a!)[] params, int optimizer) -> ()", _step_own_gradients),
 ):
-    _library.define(_schema)  # type: ignore[no-untyped-call]
+    # The host's half of a step must run every time, so no compiler may put the operator into a CUDA graph.
+    _library.define(_schema, tags=(torch.Tag.cudagraph_unsafe,))  # type: ignore[no-untyped-call]
     _name = _schema.partition("(")[0]
     _library.impl(_name, _run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"compiled_optim::{_name}", lambda *args: None, lib=_library)

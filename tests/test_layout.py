@@ -18,7 +18,18 @@ PACKAGE = Path(co.__file__).parent
 
 # A module imports only from rows above its own.
 LAYERS = [
-    {"watched", "fields", "formats", "sharding", "traced", "torch_internals", "curvature", "line_search"}
+    {
+        "watched",
+        "fields",
+        "formats",
+        "sharding",
+        "traced",
+        "torch_internals",
+        "graphs",
+        "static_inputs",
+        "curvature",
+        "line_search",
+    }
     | {"lowering.vocabulary", "lowering.layout", "lowering.cache"},
     {"lowering.cpp_library"},
     {"addresses"},
@@ -30,7 +41,8 @@ LAYERS = [
     {"lowering.multi_tensor", "lowering.inductor"},
     {"lowering.sparse_rows", "lowering.stacked"},
     {"optimizer"},
-    {"optimizers.*", "guards", "named"},
+    {"optimizers.*", "guards", "named", "staleness"},
+    {"capture"},
     {"__init__"},
 ]
 

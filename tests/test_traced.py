@@ -173,3 +173,67 @@ def test_operator_counts_a_version_of_every_parameter_once() -> None:
         torch.ops.compiled_optim.step([params[1]], [torch.ones(3)], [1], optimizer._number)
     assert [p._version for p in params] == [versions[0], versions[1] + 1]
     assert all(p.grad is None for p in params)
+
+
+def _reads(optimizer: co.CompiledOptimizer) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
+    def read(x: torch.Tensor) -> torch.Tensor:
+        return x * optimizer.param_groups[0]["lr"]
+
+    def loop(x: torch.Tensor) -> torch.Tensor:
+        for group in optimizer.param_groups:
+            x = x + group["lr"]
+        return x
+
+    def assign(x: torch.Tensor) -> torch.Tensor:
+        optimizer.param_groups[0]["lr"] = x
+        return x * optimizer.param_groups[0]["lr"]
+
+    def fill(x: torch.Tensor) -> torch.Tensor:
+        optimizer.param_groups[0]["lr"].fill_(x)
+        return x * optimizer.param_groups[0]["lr"]
+
+    return {"read": read, "loop": loop, "assign": assign, "fill": fill}
+
+
+@pytest.mark.parametrize("way", ["read", "loop", "assign", "fill"])
+def test_compiled_code_that_reads_param_groups_runs(way: str) -> None:
+    ours, twin = (co.AdamW(_model().named_parameters(), lr=0.25) for _ in range(2))
+    compiled = torch.compile(_reads(ours)[way], backend="aot_eager")
+    for i in range(4):
+        x = torch.tensor(0.5 + i, dtype=torch.float64)
+        assert compiled(x) == _reads(twin)[way](x)
+        assert ours.param_groups[0]["lr"] == twin.param_groups[0]["lr"]
+        for optimizer in (ours, twin):
+            optimizer.param_groups[0]["lr"] = 0.125 * (i + 1)
+    torch._dynamo.reset()
+    whole = torch.compile(_reads(ours)[way], backend="aot_eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"hyperparameter with opt.hyperparameter\(name, group\)"):
+        whole(torch.tensor(1.0))
+
+
+def test_hyperparameters_in_one_graph() -> None:
+    first, second = _model().parameters(), _model().parameters()
+    optimizer = co.AdamW([{"params": first}, {"params": second, "lr": 0.5}], lr=0.25)
+
+    def read(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x * optimizer.hyperparameter("lr", 1), x * optimizer.hyperparameter("betas")[1]
+
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(read, backend=counter, fullgraph=True)
+    for i in range(6):
+        lr, beta = 0.1 * i, 0.5 + 0.05 * i
+        optimizer.param_groups[1]["lr"] = lr
+        optimizer.param_groups[0].update(betas=(0.3, beta))
+        assert compiled(torch.tensor(2.0, dtype=torch.float64)) == (2 * lr, 2 * beta)
+    assert counter.frame_count == 1
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))], "lr": 0.75})
+    assert optimizer.hyperparameter("lr", 2) is optimizer.param_groups[2]["lr"]
+
+
+def test_no_compiler_puts_the_operator_into_a_cuda_graph() -> None:
+    """Its host half must run in every step; Inductor ends its graphs before the operator and begins new ones after it."""
+    from torch._inductor.utils import is_cudagraph_unsafe_fx_node
+
+    graph = torch.fx.Graph()
+    assert is_cudagraph_unsafe_fx_node(graph.call_function(torch.ops.compiled_optim.step.default))
+    assert not is_cudagraph_unsafe_fx_node(graph.call_function(torch.ops.aten.mul.Tensor))

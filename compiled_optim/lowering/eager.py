@@ -34,6 +34,8 @@ class EagerLowering:
         self._update = rule_step(plan.rule, plan.statics)
         self._differentiable = differentiable
 
+    is_compiled = True
+
     def compile(self) -> None:
         """There is nothing to compile."""
 

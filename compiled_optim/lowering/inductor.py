@@ -90,6 +90,11 @@ class InductorLowering:
                 names = [self.plan.members[i].name for i in part.positions]
                 part.kernel = obtain_kernel(self._log, part.signature, names)
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether :meth:`compile` has nothing to do."""
+        return all(part.kernel is not None for part in self._parts)
+
     def connect(self, own: Tensor, whole: Tensor) -> None:
         """Let :meth:`measure` write to ``own``; the sum of ``whole`` is the sum over all gradients."""
         self._square_sum = own

@@ -23,6 +23,7 @@ from compiled_optim.lowering.layout import Layout
 from compiled_optim.lowering.rows import Kernel
 from compiled_optim.plan import Plan
 from compiled_optim.state import scalar_names
+from compiled_optim.torch_internals import is_capturing
 
 BACKENDS: dict[str, Callable[[Signature], Kernel]] = {"cpu": cpp.build, "cuda": triton.build}
 """By device type, what makes the kernel of a signature."""
@@ -68,9 +69,27 @@ class MultiTensorLowering:
             for signature, where in positions.items()
         ]
         self.tables = [
-            (kernel, Table(self.plan, self._controls, where, kernel, leads=self.plan.leads and index == 0))
+            (kernel, Table(self.plan, self._controls, where, kernel, self._log, leads=self.plan.leads and index == 0))
             for index, (kernel, where) in enumerate(zip(kernels, positions.values(), strict=True))
         ]
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether :meth:`compile` has nothing to do."""
+        return bool(self.tables)
+
+    def launch_key(self) -> tuple[object, ...]:
+        """What a graph that holds :meth:`launch` depends on besides the memory of the tables; it stands for this object."""
+        return (self, *(table.aligned for _, table in self.tables))
+
+    def refresh(self) -> None:
+        """Hand hyperparameters that were assigned over to kernels that run without :meth:`prepare`."""
+        for _, table in self.tables:
+            table.refresh()
+
+    def copied(self) -> list[int]:
+        """The addresses of the hyperparameters and controls that :meth:`prepare` copies, since kernels cannot read them."""
+        return [address for _, table in self.tables for address in table.copied()]
 
     @property
     def square_sum_count(self) -> int:
@@ -112,9 +131,12 @@ class Table:
     Its memory stays where it is for as long as the table lives, so that a captured kernel can go on reading it.
     """
 
-    def __init__(self, plan: Plan, controls: Controls, positions: Sequence[int], kernel: Kernel, *, leads: bool) -> None:
+    def __init__(
+        self, plan: Plan, controls: Controls, positions: Sequence[int], kernel: Kernel, log: EventLog, *, leads: bool
+    ) -> None:
         self.positions = tuple(positions)
         self._plan = plan
+        self._log = log
         self._controls = controls
         self._groups = plan.groups
         self._hyper_names = [h.name for h in plan.rule.hypers]
@@ -146,13 +168,15 @@ class Table:
         self._hyper_tensors = self._read_hypers()  # held, so that no other tensor takes their addresses
         self.hypers = self._upload([0] * len(self._hyper_tensors))
         self._hyper_addresses: list[int] = []
+        self._hyper_row: list[int] = []
+        self._hyper_slots = self._scratch(len(self._hyper_tensors)).unbind()
         self._hyper_copies: list[tuple[Tensor, Tensor]] = []
         self._state_aligned = _aligned(address for row in vectors for address in row)
         self.aligned = self._state_aligned
         self._staged = [i for i, layout in enumerate(self._layouts) if layout.stage is not None]
         self._unlike = bool(self._staged) or 0 in numels  # some gradients are not read where they are
         self._held: Sequence[Tensor | None] = ()
-        self._spare = torch.empty_like(self._addresses.values).pin_memory() if plan.device.type == "cuda" else None
+        self._spare: Tensor | None = self._host_row()
         self._captured: list[Tensor] = []
         self._captured_last = False
 
@@ -163,11 +187,11 @@ class Table:
         else:
             grads = [None if g is None else layout.arranged(g) for layout, g in zip(self._layouts, grads, strict=True)]
             changed = self._addresses.set([0 if g is None else g.data_ptr() or _NOWHERE for g in grads])
-        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        self.refresh()
+        if is_capturing(self._device):
             self._capture_gradients()
-        elif self._device.type != "cpu" and (changed or self._captured_last):
+        elif changed or self._captured_last:
             self._write_gradients()
-        self.refresh_hypers()
         for i in self._staged:
             self._layouts[i].load()
         self._held = grads
@@ -180,11 +204,13 @@ class Table:
         self._held = ()
 
     def _write_gradients(self) -> None:
+        self._log.table_refreshes += 1
         self.grads, self._captured_last = self._own_grads, False
-        self.grads.copy_(self._addresses.values.pin_memory(), non_blocking=True)
-        self.aligned = self._state_aligned and _aligned(self._addresses.values.tolist())
+        if self._device.type != "cpu":
+            self.grads.copy_(self._addresses.values.pin_memory(), non_blocking=True)
+            self.aligned = self._state_aligned and _aligned(self._addresses.values.tolist())
         if self._spare is None:
-            self._spare = torch.empty_like(self._addresses.values).pin_memory()
+            self._spare = self._host_row()
 
     def _capture_gradients(self) -> None:
         """Make writing the addresses a part of the graph that is being captured, in memory that no other step uses.
@@ -195,21 +221,40 @@ class Table:
             raise RuntimeError("a second step is being captured without a step in between; take one before capturing again")
         self._spare.copy_(self._addresses.values)
         self.grads = torch.empty_like(self._own_grads).copy_(self._spare, non_blocking=True)
-        self._captured += [self._spare, self.grads]  # read by every replay
+        self._captured += [
+            self._spare,
+            self.grads,
+            *(t for copy in self._hyper_copies for t in copy),
+        ]  # read by every replay
         self._spare, self._captured_last = None, True
         self.aligned = self._state_aligned and _aligned(self._addresses.values.tolist())
 
-    def refresh_hypers(self) -> None:
-        """Write the addresses of hyperparameters that were assigned, and copy those that are not float64."""
+    def refresh(self) -> None:
+        """Write the addresses of hyperparameters that were assigned, and copy those that are not float64.
+
+        Raises:
+            RuntimeError: an address would be written by the graph that is being captured, and again by every replay.
+        """
         tensors = self._read_hypers()
         addresses = [t.data_ptr() for t in tensors]
         if addresses != self._hyper_addresses:
-            read = [t if self._readable(t) else torch.empty((), dtype=torch.float64, device=self._device) for t in tensors]
+            read = [t if self._readable(t) else own for t, own in zip(tensors, self._hyper_slots, strict=True)]
+            row = [t.data_ptr() for t in read]
+            if row != self._hyper_row:
+                if is_capturing(self._device):
+                    raise RuntimeError(
+                        "a hyperparameter was assigned between the last step and the capture of a CUDA graph, or in it; "
+                        "take one step before capturing, or write into the hyperparameter with fill_"
+                    )
+                self._write(self.hypers, row)
             self._hyper_copies = [(own, t.detach()) for own, t in zip(read, tensors, strict=True) if own is not t]
-            self._write(self.hypers, [t.data_ptr() for t in read])
-            self._hyper_tensors, self._hyper_addresses = tensors, addresses
+            self._hyper_tensors, self._hyper_addresses, self._hyper_row = tensors, addresses, row
         for own, tensor in self._hyper_copies:
             own.copy_(tensor)
+
+    def copied(self) -> list[int]:
+        """The addresses of the tensors that :meth:`refresh` copies."""
+        return [tensor.data_ptr() for _, tensor in self._hyper_copies]
 
     def _read_hypers(self) -> list[Tensor]:
         groups = [t for group in self._groups for name in self._hyper_names for t in group.tensors(name)]
@@ -221,8 +266,13 @@ class Table:
     def _scratch(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.float64, device=self._device)
 
+    def _host_row(self) -> Tensor:
+        row = torch.empty_like(self._own_grads, device="cpu")
+        return row.pin_memory() if self._device.type == "cuda" else row
+
     def _write(self, row: Tensor, values: Sequence[int]) -> None:
         """Write ``values`` into ``row``, which stays where it is, without waiting for the device."""
+        self._log.table_refreshes += 1
         if self._device.type == "cpu":
             row.numpy()[:] = values
         else:

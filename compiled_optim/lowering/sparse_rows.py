@@ -110,6 +110,11 @@ class RowTableLowering:
         self._coefficients = len(plan.rule.coefficient_names) + 1
         self._layout = functools.cache(self._layout_of)
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether :meth:`compile` has nothing to do."""
+        return bool(self._kernels)
+
     def compile(self) -> None:
         """Make the kernels that do not exist yet, and the table of the parameters."""
         if self._kernels:
@@ -122,7 +127,7 @@ class RowTableLowering:
             for m in members
         ]
         self._whole = multi_tensor.Table(
-            self.plan, self._controls, range(len(members)), self._kernels[0], leads=self.plan.leads
+            self.plan, self._controls, range(len(members)), self._kernels[0], self._log, leads=self.plan.leads
         )
 
     def connect(self, own: Tensor, whole: Tensor) -> None:
@@ -133,7 +138,7 @@ class RowTableLowering:
     def prepare(self, grads: Sequence[Tensor | None]) -> None:
         """Take the gradients, one entry per parameter, and bring the table of hyperparameters up to date."""
         self._grads.take(grads)
-        self._whole.refresh_hypers()
+        self._whole.refresh()
 
     def measure(self) -> None:
         """Write the sum of the squares of the prepared gradients."""
@@ -260,6 +265,11 @@ class GatheredRowsLowering:
         self._stage = CoefficientStage(plan, controls)
         self._update = rule_step(plan.rule, plan.statics)
         self._mask = functools.lru_cache(maxsize=256)(self._mask_of)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether :meth:`compile` has nothing to do."""
+        return bool(self._kernels) or not self._compiled
 
     def compile(self) -> None:
         """Make the kernels that do not exist yet."""

@@ -60,6 +60,11 @@ class StackedLowering:
                 positions.setdefault((signature, member.param.shape), []).append(i)
         self.stacks = [Stack(plan, where, signature) for (signature, _), where in positions.items()]
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether :meth:`compile` has nothing to do."""
+        return all(stack.kernel is not None for stack in self.stacks)
+
     def compile(self) -> None:
         """Make the kernels that do not exist yet."""
         for stack in self.stacks:

@@ -1,0 +1,539 @@
+"""Optimizer steps and whole training steps as CUDA graphs that follow the training.
+
+A graph repeats what was recorded with the addresses it had then. Kernels of this package read the addresses of gradients
+and hyperparameters from tables, which are brought up to date before a replay; whatever a table cannot follow makes the
+runner capture again, or refuse. It never replays what is stale.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import ModuleType
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from compiled_optim.events import spend
+from compiled_optim.fields import Hyper
+from compiled_optim.graphs import GRAPHS, Graph
+from compiled_optim.optimizer import CompiledOptimizer
+from compiled_optim.plan import parameter_name
+from compiled_optim.sharding import local
+from compiled_optim.staleness import Gradients, Surroundings, described, differences
+from compiled_optim.static_inputs import StaticInputs
+
+
+class CUDAGraphRunner:
+    """Runs an optimizer's step, or a whole training step, as a CUDA graph.
+
+    ``CUDAGraphRunner(opt)`` runs the step alone: :meth:`step` is ``opt.step`` with its launches replayed. Gradients may be
+    new tensors, absent or at other addresses in every step. ``CUDAGraphRunner(train_step, optimizers=opt)`` runs a function
+    with forward, backward, step and ``zero_grad``: ``runner(*inputs)`` copies the inputs in and replays.
+
+    N calls are N updates: the first ``warmup`` calls run as usual, then one is captured and replayed. Hyperparameters may be
+    assigned or written in place between calls, schedulers called, checkpoints loaded and steps taken outside of the runner.
+    What a graph cannot follow, such as a parameter that moved, a group that was added or clipping switched on, takes one
+    call that runs as usual, and is captured again in the next.
+
+    In a captured function everything but tensors is as it was in the capture: its Python runs no more. So schedulers belong
+    outside; inputs are tensors of the first call's shapes, and a number among them that changes is captured again. Switches
+    of modules (``train()``, ``eval()``), ``requires_grad`` and autocast are noticed in the modules the function refers to:
+    by closure, default, global or attribute of the object it is bound to.
+
+    Where there are no CUDA graphs, everything runs uncaptured, which is said once, with equal checks and results.
+
+    Args:
+        target: an optimizer, or a function that steps ``optimizers`` exactly as often in every call.
+        optimizers: every optimizer that the function steps.
+        warmup: how many calls run as usual before the first capture; at least 1.
+        recaptures: how many stale graphs may be replaced before it is an error.
+        modules: the modules that the function reads, where it does not refer to them itself.
+        clone_outputs: return copies of the function's tensors. Otherwise they are the graph's own memory, which the next
+            call overwrites. Either way they are detached.
+
+    Raises:
+        TypeError: an argument is not what its description says.
+        ValueError: ``warmup`` or ``recaptures`` is out of range, or the optimizers' parameters are on several devices, or
+            not updated with ``lowering="multi_tensor"``.
+    """
+
+    def __init__(
+        self,
+        target: CompiledOptimizer | Callable[..., Any],
+        optimizers: CompiledOptimizer | Sequence[CompiledOptimizer] | None = None,
+        warmup: int = 3,
+        *,
+        recaptures: int = 8,
+        modules: nn.Module | Iterable[nn.Module] | None = None,
+        clone_outputs: bool = True,
+    ) -> None:
+        _check_count("warmup", warmup, 1)
+        _check_count("recaptures", recaptures, 0)
+        self._release: Callable[[], object] | None = None
+        self._run: _StepRun | _FunctionRun
+        if isinstance(target, CompiledOptimizer):
+            if optimizers is not None or modules is not None:
+                raise TypeError("a runner of one optimizer's step takes neither optimizers nor modules")
+            self._run = _StepRun(target, warmup, recaptures)
+        else:
+            if not callable(target):
+                raise TypeError(f"target must be an optimizer of compiled_optim or a function, got {type(target).__name__}")
+            given = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers or ())
+            if not given or not all(isinstance(o, CompiledOptimizer) for o in given):
+                raise TypeError("optimizers must be the optimizers of compiled_optim that the function steps, at least one")
+            if modules is None:
+                found = list(_modules_of(target))
+            else:
+                found = [modules] if isinstance(modules, nn.Module) else list(modules)
+            self._run = _FunctionRun(target, given, found, warmup, recaptures, clone_outputs)
+        self._release = weakref.finalize(self, self._run.release)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Perform one optimization step, as the optimizer's own ``step`` does, hooks included.
+
+        ``torch.amp.GradScaler.step`` takes the runner in the optimizer's place.
+
+        Args:
+            closure: re-evaluates the model, with gradients enabled, and returns the loss; it is not captured.
+
+        Raises:
+            TypeError: the runner holds a whole training step.
+            RuntimeError: it was released, or its graph is stale more often than ``recaptures`` allows, naming what changed.
+            RecompileError: the graph is stale inside ``no_recompiles``. The step was not taken.
+        """
+        if not isinstance(self._alive(), _StepRun):
+            raise TypeError("this runner holds a whole training step; call it with the step's inputs")
+        assert isinstance(self._run, _StepRun)
+        scaler: dict[str, Any] = {name: vars(self)[name] for name in ("grad_scale", "found_inf") if name in vars(self)}
+        return self._run.step(closure, scaler)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the training step on these inputs and return what the function returns.
+
+        Raises:
+            TypeError: the runner holds an optimizer's step alone, or an input is neither a tensor nor a constant.
+            ValueError: an input's structure, shape, dtype or device is another than in the first call, naming it.
+            RuntimeError: as :meth:`step`; or the function does in Python what a replay could not repeat.
+            RecompileError: as :meth:`step`.
+        """
+        if not isinstance(self._alive(), _FunctionRun):
+            raise TypeError("this runner holds an optimizer's step; call its step()")
+        assert isinstance(self._run, _FunctionRun)
+        return self._run(args, kwargs)
+
+    def release(self) -> None:
+        """Free the graph and its memory; also done at exit and with the last reference. The runner is of no use then.
+
+        Gradients and outputs that somebody holds stay valid.
+        """
+        if self._release is not None:
+            self._release()
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Those of the optimizer whose step the runner holds."""
+        if not isinstance(self._run, _StepRun):
+            raise AttributeError("param_groups")
+        return self._run.optimizer.param_groups
+
+    _step_supports_amp_scaling = True
+
+    def _alive(self) -> _StepRun | _FunctionRun:
+        if self._run.released:
+            raise RuntimeError("this CUDAGraphRunner was released; make a new one")
+        return self._run
+
+    def __enter__(self) -> CUDAGraphRunner:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError("a CUDAGraphRunner holds device memory and cannot be copied or pickled; make a new one")
+
+
+class _Run:
+    """What both kinds of runner share: one graph, and when it may be captured.
+
+    Args:
+        optimizers: whose steps the graph holds.
+        warmup: calls to run uncaptured first.
+        recaptures: how many stale graphs may be replaced.
+    """
+
+    def __init__(self, optimizers: Sequence[CompiledOptimizer], warmup: int, recaptures: int) -> None:
+        self._optimizers = list(optimizers)
+        self.device = self._common_device()
+        self._graph = self._new_graph()
+        self._captured = False
+        self._facts: list[dict[str, str]] = []
+        self._cause = ""
+        self._pending = warmup
+        self._recaptures = self._left = recaptures
+        self.released = False
+
+    def _common_device(self) -> torch.device:
+        placed: dict[torch.device, str] = {
+            param.device: parameter_name(group, i, j)
+            for o in self._optimizers
+            for i, group in enumerate(o.param_groups)
+            for j, param in enumerate(group["params"])
+        }
+        if len(placed) != 1:
+            where = ", ".join(f"'{name}' on {device}" for device, name in placed.items())
+            raise ValueError(f"a graph holds work of one device; the parameters are on {len(placed)}: {where}")
+        return next(iter(placed))
+
+    def _new_graph(self) -> Graph | None:
+        make = GRAPHS.get(self.device.type)
+        if make is None:
+            for optimizer in self._optimizers:
+                optimizer.events.fall_back(
+                    f"CUDAGraphRunner runs {type(optimizer).__name__} uncaptured: {self.device.type} has no CUDA graphs",
+                    "use it for parameters on CUDA",
+                )
+            return None
+        for optimizer in self._optimizers:
+            optimizer.launch_key()
+        return make(self.device)
+
+    def _drop(self, cause: str) -> None:
+        """Let go of the stale graph, if that is allowed; the next call captures again.
+
+        Raises:
+            RuntimeError, RecompileError: it is not; nothing has changed.
+        """
+        if self._left == 0:
+            raise RuntimeError(
+                f"CUDAGraphRunner would capture its graph again, after {self._recaptures} times: {cause}; "
+                "keep that as it is between calls, or allow more recaptures"
+            )
+        spend(f"CUDAGraphRunner would capture its graph again: {cause}")
+        self._left -= 1
+        self._cause = cause
+        self._pending = 1
+        self._captured = False
+        assert self._graph is not None
+        self._graph.release()
+        device = self._common_device()
+        if device != self.device:
+            self.device = device
+            self._graph = self._new_graph()
+
+    def _note_capture(self) -> None:
+        self._captured = True
+        self._facts = [described(o) for o in self._optimizers]
+        for optimizer in self._optimizers:
+            optimizer.events.captures.append(self._cause)
+
+    def _explain(self) -> str:
+        """What changed in the optimizers since the capture."""
+        for optimizer, facts in zip(self._optimizers, self._facts, strict=True):
+            found = differences(facts, described(optimizer))
+            if found:
+                return found
+        return "gradients changed between 16-byte-aligned and other addresses, or tables were made anew"
+
+    def release(self) -> None:
+        """Free the graph."""
+        self.released = True
+        self._captured = False
+        if self._graph is not None:
+            self._graph.release()
+
+
+class _StepRun(_Run):
+    """The launches of one optimizer's step."""
+
+    def __init__(self, optimizer: CompiledOptimizer, warmup: int, recaptures: int) -> None:
+        self.optimizer = optimizer
+        self._key: tuple[object, ...] = ()  # of the graph, or of the last launch where there is none
+        super().__init__([optimizer], warmup, recaptures)
+
+    def step(self, closure: Callable[[], Any] | None, scaler: dict[str, Any]) -> Any:
+        """One step with its launches replayed; ``scaler`` is what a gradient scaler handed over."""
+        for name, value in scaler.items():
+            setattr(self.optimizer, name, value)
+        try:
+            with self.optimizer.launched_by(self._launch):
+                return self.optimizer.step(closure)
+        finally:
+            for name in scaler:
+                delattr(self.optimizer, name)
+
+    def _launch(self) -> None:
+        """In place of ``optimizer.launch``, after ``prepare``."""
+        if self._graph is None:
+            self.optimizer.launch()
+            return
+        key = self.optimizer.launch_key()
+        if self._captured and key != self._key:
+            self._drop(self._explain())
+        if self._graph is None or self._pending or key != self._key:
+            self.optimizer.launch()  # also loads what a capture could not
+            self._pending = max(self._pending - 1, 0)
+            self._key = key
+            return
+        if not self._captured:
+            self._graph.capture(self.optimizer.launch)
+            self._note_capture()
+        self._graph.replay()
+        self.optimizer.events.replays += 1
+
+
+class _FunctionRun(_Run):
+    """A whole training step."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        optimizers: Sequence[CompiledOptimizer],
+        modules: Sequence[nn.Module],
+        warmup: int,
+        recaptures: int,
+        clone_outputs: bool,
+    ) -> None:
+        super().__init__(optimizers, warmup, recaptures)
+        self._function = function
+        self._modules = modules
+        self._clone_outputs = clone_outputs
+        self._inputs: StaticInputs | None = None
+        self._outputs: Any = None
+        self._recorded: _Recorded | None = None
+        self._warmed_at: list[int] = []
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One training step."""
+        if self._inputs is None:
+            device = None if self._graph is None else self.device
+            self._inputs = StaticInputs(self._function, device, args, kwargs)
+            cause = ""
+        else:
+            cause = self._inputs.take(args, kwargs)
+        if self._captured:
+            assert self._recorded is not None
+            cause = cause or self._recorded.change() or ("" if self._recorded.refresh() else self._explain())
+            if cause:
+                self._drop(cause)
+                self._recorded = self._outputs = None
+        if not self._captured:
+            if self._graph is None or self._pending or not self._is_settled():
+                self._pending = max(self._pending - 1, 0)
+                outputs = self._call() if self._graph is None else self._graph.warm_up(self._call)
+                self._warmed_at = self._addresses()
+                return self._hand_out(outputs)
+            self._capture(self._graph)
+        assert self._graph is not None
+        assert self._recorded is not None
+        self._graph.replay()
+        self._recorded.replayed()
+        return self._hand_out(self._outputs)
+
+    def release(self) -> None:
+        """Free the graph, the copies of the inputs and the outputs."""
+        super().release()
+        self._inputs = self._recorded = self._outputs = None
+
+    def _call(self) -> Any:
+        assert self._inputs is not None
+        result = self._function(*self._inputs.args, **self._inputs.kwargs)
+        return tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, result)
+
+    def _hand_out(self, outputs: Any) -> Any:
+        if not self._clone_outputs:
+            return outputs
+        return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, outputs)
+
+    def _is_settled(self) -> bool:
+        """Whether the optimizers' steps can be captured without being derived anew."""
+        known = all(o.refresh(*o.taken_scaler) is not None for o in self._optimizers)
+        return known and self._warmed_at == self._addresses()
+
+    def _addresses(self) -> list[int]:
+        return [local(p).data_ptr() for o in self._optimizers for p in o.traceable_params()]
+
+    def _capture(self, graph: Graph) -> None:
+        recorded = _Recorded(self._optimizers, self._modules)
+        try:
+            with recorded.capturing():
+                self._outputs = graph.capture(self._call)
+            recorded.check()
+        except BaseException:
+            self._outputs = None
+            self._pending = 1  # no table can be captured twice without a step in between
+            graph.release()
+            recorded.undo()
+            raise
+        self._recorded = recorded
+        self._note_capture()
+
+
+class _Recorded:
+    """What the capture of a training step found and left outside of the graph.
+
+    Args:
+        optimizers: those that the training step uses.
+        modules: those that it reads.
+    """
+
+    def __init__(self, optimizers: Sequence[CompiledOptimizer], modules: Sequence[nn.Module]) -> None:
+        self._optimizers = optimizers
+        self._surroundings = Surroundings(optimizers, modules)
+        self._gradients = Gradients(self._surroundings.params, self._surroundings.names)
+        self._before = [o.events.steps for o in optimizers]
+        self._steps: list[int] = []
+        self._hypers = [_hypers_of(o) for o in optimizers]
+        self._versions = [{name: t._version for name, t in named.items()} for named in self._hypers]
+        self._keys: list[tuple[object, ...] | None] = []
+        self._scalers: list[tuple[Any, Any]] = []
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Watch a capture."""
+        with contextlib.ExitStack() as stack:
+            for optimizer in self._optimizers:
+                stack.enter_context(optimizer.captured_by_runner())
+                stack.enter_context(_watching_zero_grad(optimizer, self._gradients.drop))
+            yield
+        self._gradients.leave()
+        self._steps = [o.events.steps - before for o, before in zip(self._optimizers, self._before, strict=True)]
+        self._scalers = [o.taken_scaler for o in self._optimizers]
+        self._keys = self._refreshed()
+        self._forget_steps()
+
+    def check(self) -> None:
+        """Refuse a function whose Python changed what a replay could not change again.
+
+        Raises:
+            RuntimeError: naming it.
+        """
+        for optimizer, named, versions, steps in zip(
+            self._optimizers, self._hypers, self._versions, self._steps, strict=True
+        ):
+            if not steps:
+                raise RuntimeError(f"the function did not step {type(optimizer).__name__}, which is one of the optimizers")
+            for name, tensor in _hypers_of(optimizer).items():
+                if tensor is not named.get(name) or tensor._version != versions[name]:
+                    raise RuntimeError(
+                        f"the function writes {name}, which every replay would repeat; call schedulers and set "
+                        "hyperparameters outside of it"
+                    )
+        if None in self._keys:
+            raise RuntimeError("the function changes groups or state of its optimizers; do that outside of it")
+        change = self._surroundings.change()
+        if change:
+            raise RuntimeError(f"the function itself changes what every replay would find as it was: {change}")
+        self._gradients.forget_dropped()
+
+    def undo(self) -> None:
+        """Restore gradients and step counts after a capture that failed."""
+        self._gradients.put_back()
+        self._forget_steps()
+
+    def _forget_steps(self) -> None:
+        """A captured step was not taken yet."""
+        for optimizer, steps in zip(self._optimizers, self._before, strict=True):
+            optimizer.events.steps = steps
+
+    def change(self) -> str:
+        """What the graph cannot follow, with old and new value; empty if there is nothing."""
+        return self._surroundings.change() or self._gradients.change()
+
+    def refresh(self) -> bool:
+        """Hand over what was assigned since the last call; False if a graph of another step is needed."""
+        return self._refreshed() == self._keys
+
+    def replayed(self) -> None:
+        """Do what the function's Python would have done besides."""
+        self._gradients.restore()
+        for optimizer, steps in zip(self._optimizers, self._steps, strict=True):
+            optimizer._opt_called = True
+            optimizer.events.steps += steps
+            optimizer.events.replays += 1
+
+    def _refreshed(self) -> list[tuple[object, ...] | None]:
+        return [o.refresh(*scaler) for o, scaler in zip(self._optimizers, self._scalers, strict=True)]
+
+
+@contextlib.contextmanager
+def _watching_zero_grad(optimizer: CompiledOptimizer, drop: Callable[[Iterable[Tensor]], None]) -> Iterator[None]:
+    """Report gradients that ``optimizer.zero_grad`` is about to set to None before the optimizer's first step."""
+    original = optimizer.zero_grad
+    steps = optimizer.events.steps
+
+    @functools.wraps(original)
+    def zero_grad(set_to_none: bool = True) -> None:
+        if set_to_none and optimizer.events.steps == steps:
+            drop(optimizer.traceable_params())
+        original(set_to_none)
+
+    optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del optimizer.zero_grad
+
+
+def _hypers_of(optimizer: CompiledOptimizer) -> dict[str, Tensor]:
+    """The live hyperparameter tensors by name."""
+    names = [h.name for h in optimizer.fields_of(Hyper)]
+    return {
+        f"param_groups[{i}][{name!r}]" + (f"[{k}]" if len(tensors) > 1 else ""): tensor
+        for i, group in enumerate(optimizer.param_groups)
+        for name in names
+        for tensors in (group.tensors(name),)  # type: ignore[attr-defined]
+        for k, tensor in enumerate(tensors)
+    }
+
+
+def _modules_of(function: Callable[..., Any], seen: set[int] | None = None) -> Iterator[nn.Module]:
+    """The modules that ``function`` refers to: by closure, default, global, or attribute of what it is bound to."""
+    seen = set() if seen is None else seen
+    if id(function) in seen:
+        return
+    seen.add(id(function))
+    if isinstance(function, nn.Module):
+        yield function
+        return
+    if (getattr(function, "__module__", None) or "").partition(".")[0] == "torch":
+        return
+    if isinstance(function, functools.partial):
+        values: list[Any] = [function.func, *function.args, *function.keywords.values()]
+    else:
+        inner = getattr(function, "__func__", function)
+        owner = getattr(function, "__self__", None)
+        bound = hasattr(owner, "__dict__") and not isinstance(owner, (type, ModuleType))
+        values = [*vars(owner).values()] if bound else []
+        values += [owner, getattr(function, "__wrapped__", None), getattr(function, "_torchdynamo_orig_callable", None)]
+        code = getattr(inner, "__code__", None)
+        if code is not None:
+            cells = (c.cell_contents for c in inner.__closure__ or () if not _is_empty(c))
+            names = (inner.__globals__.get(n) for n in code.co_names)
+            values += [*cells, *(inner.__defaults__ or ()), *(inner.__kwdefaults__ or {}).values(), *names]
+        elif hasattr(function, "__dict__"):
+            values += [*vars(function).values(), type(function).__call__]
+    for value in values:
+        nested = value if isinstance(value, (list, tuple)) else value.values() if isinstance(value, dict) else (value,)
+        for item in nested:
+            if isinstance(item, nn.Module) or (callable(item) and not isinstance(item, type)):
+                yield from _modules_of(item, seen)
+
+
+def _is_empty(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is None
+    except ValueError:
+        return True
+
+
+def _check_count(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    if value < least:
+        raise ValueError(f"{name} must be >= {least}, got {value}")

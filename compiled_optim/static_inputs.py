@@ -1,0 +1,110 @@
+"""The inputs of a captured function: copied to where a graph reads them, after they were checked."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import (
+    KeyEntry,
+    MappingKey,
+    SequenceKey,
+    keystr,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_unflatten,
+)
+
+_CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+
+class StaticInputs:
+    """Copies of the tensors among the arguments of ``function``, made in its first call and written by every later one.
+
+    Args:
+        function: names the arguments in messages.
+        device: where every tensor must be; None if they may be anywhere.
+        args: the first call's positional arguments, nested lists, tuples and dicts of tensors and constants.
+        kwargs: likewise.
+
+    Raises:
+        TypeError: an argument is neither a tensor nor a number, string, dtype, device or None.
+        ValueError: a tensor requires grad, or is elsewhere than on ``device``.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], device: torch.device | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        self._function = function
+        leaves, self._structure = tree_flatten_with_path((args, dict(kwargs)))
+        self._names = [self._name(path) for path, _ in leaves]
+        for name, (_, leaf) in zip(self._names, leaves, strict=True):
+            self._check_kind(name, leaf)
+            if isinstance(leaf, Tensor) and device is not None and leaf.device != device:
+                raise ValueError(f"{name} must be on {device}, where the parameters are, but is on {leaf.device}")
+        self._leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for _, leaf in leaves]
+        self.args, self.kwargs = tree_unflatten(self._leaves, self._structure)
+
+    def take(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+        """Copy the tensors of a call in and take over its constants.
+
+        Returns:
+            Which constant is another than in the call before, with old and new value; empty if none is.
+
+        Raises:
+            ValueError: the arguments' structure, or a tensor's shape, dtype or device is another than in the first call.
+                Nothing is copied then.
+        """
+        leaves, structure = tree_flatten((args, dict(kwargs)))
+        if structure != self._structure:
+            raise ValueError(f"the arguments must be structured as in the first call: {self._structure}, got {structure}")
+        cause = ""
+        for name, own, leaf in zip(self._names, self._leaves, leaves, strict=True):
+            self._check_kind(name, leaf)
+            if isinstance(own, Tensor) != isinstance(leaf, Tensor):
+                raise ValueError(f"{name} must be {_words(own)} as in the first call, got {_words(leaf)}")
+            if isinstance(own, Tensor):
+                if _words(own) != _words(leaf):
+                    raise ValueError(f"{name} must be {_words(own)} as in the first call, got {_words(leaf)}")
+            elif type(own) is not type(leaf) or not (own is leaf or own == leaf):
+                cause = cause or f"{name} {own!r} -> {leaf!r}"
+        for i, (own, leaf) in enumerate(zip(self._leaves, leaves, strict=True)):
+            if not isinstance(own, Tensor):
+                self._leaves[i] = leaf
+            elif own is not leaf:
+                own.copy_(leaf, non_blocking=True)
+        if cause:
+            self.args, self.kwargs = tree_unflatten(self._leaves, self._structure)
+        return cause
+
+    @staticmethod
+    def _check_kind(name: str, leaf: Any) -> None:
+        if isinstance(leaf, Tensor):
+            if leaf.requires_grad:
+                raise ValueError(f"{name} requires grad, and a copy of it would get the gradient; pass its detach()")
+        elif not isinstance(leaf, _CONSTANTS):
+            raise TypeError(f"{name} must be a tensor, a number, a string or None, got {type(leaf).__name__}")
+
+    def _name(self, path: tuple[KeyEntry, ...]) -> str:
+        """``x``, ``batch['ids']`` or ``args[2]``."""
+        _, first, *rest = path
+        tail = keystr(tuple(rest))
+        if isinstance(first, MappingKey):
+            return f"{first.key}{tail}"
+        assert isinstance(first, SequenceKey)
+        try:
+            positional = list(inspect.signature(self._function).parameters.values())
+        except (TypeError, ValueError):
+            positional = []
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        names = [p.name for p in positional if p.kind in kinds]
+        return (names[first.idx] if first.idx < len(names) else f"args[{first.idx}]") + tail
+
+
+def _words(leaf: Any) -> str:
+    if not isinstance(leaf, Tensor):
+        return f"a {type(leaf).__name__}"
+    return f"a {str(leaf.dtype).removeprefix('torch.')} tensor of shape {tuple(leaf.shape)} on {leaf.device}"

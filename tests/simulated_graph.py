@@ -1,0 +1,140 @@
+"""A CUDA graph on the CPU: device work is recorded with the memory it had, and done again by a replay.
+
+Torch operations are recorded by a dispatch mode, the package's kernels by a wrapper that keeps the table's entries.
+As on a GPU, a capture changes nothing, Python runs once, and what a replay reads and writes is where it was in the capture:
+a parameter that got other memory, a gradient that is a new tensor or an assigned hyperparameter are not seen by it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+from compiled_optim import graphs, torch_internals
+from compiled_optim.events import Signature
+from compiled_optim.lowering import cpp, multi_tensor, triton
+from compiled_optim.lowering.rows import Kernel
+
+_FIELDS = ("tensors", "grads", "hypers", "chunks", "coefficients", "square_sums", "all_square_sums", "outcome")
+
+
+def _where_it_is(x: Any) -> Any:
+    """An alias that keeps its memory whatever happens to the tensor object."""
+    return x.detach() if isinstance(x, Tensor) else x
+
+
+class SimulatedGraph(TorchDispatchMode):
+    """See the module's docstring."""
+
+    recording: SimulatedGraph | None = None
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        assert device.type == "cpu"
+        self._work: list[Callable[[], None]] = []
+        self._before: dict[int, tuple[Tensor, Tensor]] = {}
+        self._made: dict[int, Tensor] = {}
+        self.captured = False
+
+    def warm_up(self, work: Callable[[], Any]) -> Any:
+        return work()
+
+    def capture(self, work: Callable[[], Any]) -> Any:
+        self.release()
+        SimulatedGraph.recording = self
+        try:
+            with self:
+                result = work()
+        finally:
+            SimulatedGraph.recording = None
+            for memory, bytes_before in self._before.values():
+                memory.untyped_storage().copy_(bytes_before.untyped_storage())
+            self._before.clear()
+        self.captured = True
+        return result
+
+    def replay(self) -> None:
+        assert self.captured, "there is nothing to replay"
+        with torch.no_grad():
+            for work in self._work:
+                work()
+
+    def release(self) -> None:
+        self._work, self._made, self.captured = [], {}, False
+
+    def record(self, work: Callable[[], None]) -> None:
+        self._work.append(work)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._local_scalar_dense.default:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        inputs = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
+        memory = {x.untyped_storage().data_ptr() for x in inputs}
+        if func._schema.is_mutable:
+            for x in inputs:
+                at = x.untyped_storage().data_ptr()
+                if at not in self._made and at not in self._before:
+                    self._before[at] = (x.detach(), torch.empty(0).set_(x.untyped_storage().clone()))
+        kept_args, kept_kwargs = tree_map(_where_it_is, (args, kwargs))
+        result = func(*args, **kwargs)
+        outputs = [x.detach() for x in tree_flatten(result)[0] if isinstance(x, Tensor)]
+        fresh = [x.untyped_storage().data_ptr() not in memory for x in outputs]
+        self._made |= {x.untyped_storage().data_ptr(): x for x, is_fresh in zip(outputs, fresh, strict=True) if is_fresh}
+        if not func._schema.is_mutable and not any(fresh):
+            return result  # a view
+        if func._schema.name.startswith(("aten::empty", "aten::new_empty")):
+            return result
+
+        def again() -> None:
+            new = [x for x in tree_flatten(func(*kept_args, **kept_kwargs))[0] if isinstance(x, Tensor)]
+            for own, value, is_fresh in zip(outputs, new, fresh, strict=True):
+                if is_fresh:
+                    own.copy_(value)
+
+        self.record(again)
+        return result
+
+
+class RecordedKernel:
+    """A kernel whose launches a simulated graph records."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self._kernel = kernel
+        self.chunk = kernel.chunk
+        self.square_sum_count = kernel.square_sum_count
+
+    def measure(self, table: Any) -> None:
+        self._run(self._kernel.measure, table)
+
+    def __call__(self, table: Any) -> None:
+        self._run(self._kernel, table)
+
+    def _run(self, launch: Callable[[Any], None], table: Any) -> None:
+        graph = SimulatedGraph.recording
+        if graph is None:
+            launch(table)
+            return
+        numbers = {"leads": table.leads, "elements": table.elements, "aligned": table.aligned}
+        baked = SimpleNamespace(**{name: getattr(table, name).detach() for name in _FIELDS}, **numbers)
+        graph.record(lambda: launch(baked))
+
+
+def _build(signature: Signature) -> Kernel:
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    return RecordedKernel((triton if interpreted else cpp).build(signature))
+
+
+def install(patch: Any) -> None:
+    """Let CPU tensors have graphs, for as long as the monkeypatch ``patch`` lasts."""
+    patch.setitem(graphs.GRAPHS, "cpu", SimulatedGraph)
+    patch.setitem(torch_internals.CAPTURING, "cpu", lambda: SimulatedGraph.recording is not None)
+    patch.setitem(multi_tensor.BACKENDS, "cpu", _build)
+    patch.setattr(multi_tensor, "_kernels", {})
