@@ -408,8 +408,9 @@ class CompiledOptimizer(Declared, Optimizer):
         for unit in self.units:
             if not isinstance(unit, MultiTensorLowering):
                 raise ValueError(
-                    f"a CUDA graph holds steps of lowering='multi_tensor' only; {type(self).__name__} updates "
-                    f"'{unit.plan.members[0].name}' with lowering='{unit.name}'"
+                    "a CUDA graph holds steps of lowering='multi_tensor' with dense gradients only; "
+                    f"{type(self).__name__} updates '{unit.plan.members[0].name}' with lowering='{unit.name}' and "
+                    f"{unit.plan.rule.gradients} gradients"
                 )
         return cast("list[MultiTensorLowering]", self.units)
 

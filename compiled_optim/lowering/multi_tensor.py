@@ -219,7 +219,7 @@ class Table:
         """
         if self._spare is None:
             raise RuntimeError("a second step is being captured without a step in between; take one before capturing again")
-        self._spare.copy_(self._addresses.values)
+        self._spare.numpy()[:] = self._addresses.values.numpy()
         self.grads = torch.empty_like(self._own_grads).copy_(self._spare, non_blocking=True)
         self._captured += [
             self._spare,
