@@ -453,7 +453,6 @@ class _Recorded:
         """Do what the function's Python would have done besides."""
         self._gradients.restore()
         for optimizer, steps in zip(self._optimizers, self._steps, strict=True):
-            optimizer._opt_called = True
             optimizer.events.steps += steps
             optimizer.events.replays += 1
 

@@ -410,7 +410,21 @@ class TestTrainingStep:
                     p.grad = p.grad * 0.5
             return never(side, x)
 
-        for function in (at_end, in_place, by_the_model, never, halved):
+        def delayed(side: Side, x: Tensor) -> Tensor:
+            """Steps with the gradients that the call before left."""
+            side.optimizer.step()
+            side.optimizer.zero_grad()
+            loss = side.model(x).square().mean()
+            loss.backward()
+            return loss
+
+        def measured(side: Side, x: Tensor) -> Tensor:
+            """Adds to the gradients of the call before, and reads them before it drops them."""
+            side.model(x).sum().backward()
+            norm = side.model.outer.weight.grad.norm()
+            return train(side, x) + norm
+
+        for function in (at_end, in_place, by_the_model, never, halved, delayed, measured):
             report = self.run(unchanged, function=function)
             assert report.recaptures == 0, function.__name__
 
