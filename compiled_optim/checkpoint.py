@@ -16,10 +16,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from compiled_optim.fields import Rule
+from compiled_optim.fields import Declaration
 from compiled_optim.formats import FORMAT_VERSION, canonical_names, check, from_optimi, group_names, is_optimi
 from compiled_optim.hyperparameters import ParamGroup
-from compiled_optim.plan import parameter_name
+from compiled_optim.plan import parameter_name, structure
 from compiled_optim.sharding import spread_like
 from compiled_optim.state import OptimizerState, ParamState, complete, fill, initial_values, scalar_names
 
@@ -33,7 +33,7 @@ class LoadReport(NamedTuple):
 
 
 def save(
-    rule: Rule,
+    rule: Declaration,
     groups: Sequence[ParamGroup],
     state: OptimizerState,
     aliases: Mapping[str, str],
@@ -60,7 +60,7 @@ def save(
     return result | ({"aliases": dict(aliases)} if aliases else {})
 
 
-def _snapshot(key: str, value: Any, rule: Rule, param: Tensor) -> Any:
+def _snapshot(key: str, value: Any, rule: Declaration, param: Tensor) -> Any:
     # torch.distributed.checkpoint loads into the tensors of a state dict and then drops the state of frozen parameters
     # (pytorch#192202): what it loads for those must arrive all the same.
     if key not in scalar_names(rule) or not isinstance(value, Tensor) or not param.requires_grad:
@@ -92,10 +92,9 @@ class _Live:
 
 
 def load(
-    rule: Rule,
+    rule: Declaration,
     groups: Sequence[ParamGroup],
     state: OptimizerState,
-    buffers: Sequence[tuple[str, ...]],
     state_dict: Mapping[str, Any],
     *,
     aliases: Mapping[str, str],
@@ -111,7 +110,6 @@ def load(
         rule: the optimizer's rule.
         groups: its live groups.
         state: its live state.
-        buffers: for each group, the names of the buffers its parameters have.
         state_dict: what to load, in any of the forms of :mod:`compiled_optim.formats`; not modified.
         aliases: the optimizer's further names of tied parameters.
         keep: group entries that are the optimizer's own whatever the checkpoint says.
@@ -121,6 +119,10 @@ def load(
     Raises:
         ValueError, TypeError: the checkpoint is malformed or, with ``strict``, does not match. Nothing is changed then.
     """
+
+    def buffers(ours: _Live) -> tuple[str, ...]:
+        return rule.present_buffers(structure(rule, groups[ours.group], ours.param))
+
     check(state_dict)
     if is_optimi(state_dict):
         state_dict = from_optimi(state_dict)
@@ -133,7 +135,7 @@ def load(
     entries: list[tuple[_Live, dict[str, Any]]] = []
     mismatched: list[str] = []
     for ours, theirs in pairs:
-        problem, values = _entries(rule, buffers[ours.group], ours.param, theirs)
+        problem, values = _entries(rule, buffers(ours), ours.param, theirs)
         mismatched += [f"{ours.name}: {problem}"] if problem else []
         entries += [] if problem else [(ours, values)]
     report = LoadReport(missing, unexpected, mismatched)
@@ -149,7 +151,7 @@ def load(
     for ours, values in entries:
         if values or (ours.param in state and ours.param.requires_grad):
             initial = initial_values(rule, groups[ours.group])
-            _copy_into(rule, buffers[ours.group], state[ours.param], values, initial, ours.param)
+            _copy_into(rule, buffers(ours), state[ours.param], values, initial, ours.param)
     return report
 
 
@@ -212,7 +214,7 @@ def _match(live: list[_Live], saved: list[_Saved]) -> tuple[list[tuple[_Live, _S
     return pairs, [ours.name for ours in live if ours.name not in found], list(by_name)
 
 
-def _entries(rule: Rule, buffers: tuple[str, ...], param: Tensor, saved: _Saved) -> tuple[str, dict[str, Any]]:
+def _entries(rule: Declaration, buffers: tuple[str, ...], param: Tensor, saved: _Saved) -> tuple[str, dict[str, Any]]:
     """The values to copy into one parameter's state, or what keeps them from fitting."""
     # A flattened checkpoint of torch.distributed.checkpoint has an empty dict for an entry that was not saved.
     given = {k: v for k, v in (saved.state or {}).items() if v is not None and not (isinstance(v, Mapping) and not v)}
@@ -227,8 +229,9 @@ def _entries(rule: Rule, buffers: tuple[str, ...], param: Tensor, saved: _Saved)
     foreign = [name for name in given if name not in scalars and name not in buffers]
     if foreign:
         return f"the optimizer has no {', '.join(map(str, foreign))} for it", {}
+    shapes = {b.name: b.shape_for(param) for b in rule.buffers if b.name in buffers}
     for name, value in given.items():
-        problem = _number_problem(value) if name in scalars else _buffer_problem(value, param)
+        problem = _number_problem(value) if name in scalars else _buffer_problem(value, param, shapes[name])
         if problem:
             return f"{name} {problem}", {}
     step = float(given["step"])
@@ -240,11 +243,11 @@ def _number_problem(value: Any) -> str:
     return "" if single or isinstance(value, float) or (isinstance(value, int) and value < 2**63) else "is not a number"
 
 
-def _buffer_problem(value: Any, param: Tensor) -> str:
+def _buffer_problem(value: Any, param: Tensor, shape: tuple[int, ...]) -> str:
     if not isinstance(value, Tensor):
         return "is not a tensor"
-    if value.shape != param.shape:
-        return f"has shape {tuple(value.shape)} instead of {tuple(param.shape)}"
+    if tuple(value.shape) != shape:
+        return f"has shape {tuple(value.shape)} instead of {shape}"
     if value.is_complex() != param.is_complex() or not (value.is_complex() or value.is_floating_point()):
         return f"is {value.dtype} for a parameter of {param.dtype}"
     if value.is_meta or value.layout is not torch.strided:
@@ -253,7 +256,7 @@ def _buffer_problem(value: Any, param: Tensor) -> str:
 
 
 def _group_values(
-    rule: Rule,
+    rule: Declaration,
     groups: Sequence[ParamGroup],
     pairs: list[tuple[_Live, _Saved]],
     saved_groups: Sequence[Mapping[str, Any]],
@@ -299,7 +302,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _copy_into(
-    rule: Rule,
+    rule: Declaration,
     buffers: tuple[str, ...],
     state: ParamState,
     values: Mapping[str, Any],

@@ -44,7 +44,8 @@ class Controls:
 
         Raises:
             TypeError: a value is not what its description says.
-            ValueError: ``max_grad_norm`` is negative or NaN, or a tensor has more than one element.
+            ValueError: ``max_grad_norm`` is negative or NaN, or a tensor has more than one element. A tensor on an
+                accelerator is not read, since that would wait for the device.
         """
         given = (max_grad_norm, grad_scale, found_inf, skip_nonfinite)
         if all(new is old for new, old in zip(given, self._given, strict=True)):
@@ -58,7 +59,8 @@ class Controls:
             for name, value in named.items()
             if value is not None
         }
-        if max_grad_norm is not None and max_grad_norm is not self._given[0] and not values["max_grad_norm"] >= 0:
+        readable = not isinstance(max_grad_norm, Tensor) or max_grad_norm.device.type == "cpu"
+        if readable and max_grad_norm is not None and max_grad_norm is not self._given[0] and not max_grad_norm >= 0:
             raise ValueError(f"max_grad_norm must be >= 0, got {float(max_grad_norm)}")
         if skip_nonfinite:
             values["skip_nonfinite"] = self._values.get("skip_nonfinite", self._tensor("skip_nonfinite", 1.0))

@@ -20,6 +20,12 @@ from typing_extensions import dataclass_transform
 Number: TypeAlias = float | Tensor
 """A hyperparameter as a user may give it: a Python number or a 1-element tensor."""
 
+Gradients: TypeAlias = Literal["dense", "sparse"]
+"""The gradients that an optimizer takes; sparse ones are COO tensors."""
+
+Granularity: TypeAlias = Literal["element", "tensor", "matrix"]
+"""What a rule's update sees at a time."""
+
 # torch.optim's wording in its own error messages, where it is not "<name> value".
 _LABELS = {"lr": "learning rate", "eps": "epsilon value", "betas": "beta parameter at index {index}"}
 
@@ -35,10 +41,11 @@ class Field:
 class Hyper(Field):
     """A numeric hyperparameter: a 0-dim device tensor in every parameter group, or a tuple of them.
 
-    ``ge``, ``gt``, ``le`` and ``lt`` bound every element.
+    ``ge``, ``gt``, ``le`` and ``lt`` bound every element. An element whose default is None may be None, which is NaN in the
+    tensor.
     """
 
-    default: float | tuple[float, ...]
+    default: float | tuple[float | None, ...]
     ge: float | None = None
     gt: float | None = None
     le: float | None = None
@@ -64,8 +71,14 @@ class Hyper(Field):
         """The name of one element, ``lr`` or ``betas[1]``."""
         return f"{self.name}[{index}]" if self.is_tuple else self.name
 
+    def optional(self, index: int) -> bool:
+        """Whether an element may be None."""
+        return isinstance(self.default, tuple) and self.default[index] is None
+
     def check(self, value: float, index: int, where: str) -> None:
         """Raise ``ValueError`` if ``value`` is NaN or out of bounds; ``where`` says whose value it is."""
+        if math.isnan(value) and self.optional(index):
+            return
         inside = (
             not math.isnan(value)
             and (self.ge is None or value >= self.ge)
@@ -93,6 +106,8 @@ class Hyper(Field):
         return tuple(self._number(element, index, where) for index, element in enumerate(value))
 
     def _number(self, value: Any, index: int, where: str) -> float | Tensor:
+        if value is None and self.optional(index):
+            return math.nan
         if isinstance(value, Tensor):
             if value.numel() != 1:
                 raise ValueError(
@@ -122,6 +137,13 @@ class Static(Field):
 
 
 @dataclass(frozen=True)
+class Fact(Field):
+    """A choice that shapes the code and that the shape of each parameter makes, such as whether it is a matrix."""
+
+    of: Callable[[torch.Size], bool]
+
+
+@dataclass(frozen=True)
 class Flag(Field):
     """An option that the engine handles and no rule sees (``maximize``, ``foreach``)."""
 
@@ -130,15 +152,20 @@ class Flag(Field):
 
 @dataclass(frozen=True)
 class Buffer(Field):
-    """A state tensor of the parameter's shape, dtype and device.
+    """A state tensor of the parameter's dtype and device, and of its shape unless ``shape`` maps that to another one.
 
-    ``when`` names a static field, or a hyperparameter whose value 0 makes the buffer unnecessary; the buffer exists only
-    where that field is true. ``init`` is the number that fills it at first, or the name of the hyperparameter that does;
-    both parts of a complex number take it.
+    ``when`` names a static field, a fact, or a hyperparameter whose value 0 makes the buffer unnecessary; the buffer exists
+    only where that field is true. ``init`` is the number that fills it at first, or the name of the hyperparameter that
+    does; both parts of a complex number take it.
     """
 
     when: str | None = None
     init: float | str = 0.0
+    shape: Callable[[torch.Size], tuple[int, ...]] | None = None
+
+    def shape_for(self, param: Tensor) -> tuple[int, ...]:
+        """The shape of ``param``'s buffer."""
+        return tuple(param.shape) if self.shape is None else self.shape(param.shape)
 
 
 @dataclass(frozen=True)
@@ -165,14 +192,24 @@ def static(*, default: Any, kw_only: bool = False, init: bool = True) -> Any:
     return Static(default, kw_only, init)
 
 
+def fact(*, of: Callable[[torch.Size], bool]) -> Any:
+    """Declare a choice made by each parameter's shape; see :class:`Fact`."""
+    return Fact(of)
+
+
 def flag(*, default: Any, kw_only: Literal[True]) -> Any:
     """Declare an engine option; see :class:`Flag`. ``kw_only`` is spelled out for type checkers."""
     return Flag(default)
 
 
-def buffer(*, when: str | None = None, init: float | str = 0.0) -> Any:
+def buffer(
+    *,
+    when: str | None = None,
+    init: float | str = 0.0,
+    shape: Callable[[torch.Size], tuple[int, ...]] | None = None,
+) -> Any:
     """Declare a state tensor; see :class:`Buffer`."""
-    return Buffer(when, init)
+    return Buffer(when, init, shape)
 
 
 def scalar(*, init: float | str = 0.0) -> Any:
@@ -181,34 +218,15 @@ def scalar(*, init: float | str = 0.0) -> Any:
 
 
 @dataclass(frozen=True)
-class Rule:
-    """Everything the engine knows about one optimizer.
-
-    ``coefficients(step, <hyperparameters>, <scalars>, <statics>)`` takes float64 vectors with one entry per tensor and
-    returns the new scalars followed by the numbers that ``update`` needs, in the order in which ``update`` names them.
-    ``update(param, grad, <buffers>, <coefficients>, <statics>)`` is elementwise and returns the new parameter followed by
-    every buffer in declared order. Both name only what they use; an absent buffer is ``None``.
-    """
+class Declaration:
+    """What a class body declares: enough for the constructor, the groups and checkpoints."""
 
     name: str
-    coefficients: Callable[..., tuple[Any, ...]]
-    update: Callable[..., tuple[Any, ...]]
     hypers: tuple[Hyper, ...]
     statics: tuple[Static, ...]
+    facts: tuple[Fact, ...]
     buffers: tuple[Buffer, ...]
     scalars: tuple[Scalar, ...]
-
-    def __post_init__(self) -> None:
-        known = {"step"}.union(f.name for f in (*self.hypers, *self.scalars, *self.statics))
-        unknown = parameter_names(self.coefficients) - known
-        if unknown:
-            raise TypeError(f"{self.name}.coefficients takes {sorted(unknown)}, which the class does not declare")
-
-    @property
-    def coefficient_names(self) -> tuple[str, ...]:
-        """What ``update`` takes besides the parameter, the gradient, the buffers and the static choices."""
-        given = {"param", "grad", *(b.name for b in self.buffers), *(s.name for s in self.statics)}
-        return tuple(name for name in inspect.signature(self.update).parameters if name not in given)
 
     @property
     def structural_hypers(self) -> tuple[str, ...]:
@@ -217,8 +235,45 @@ class Rule:
         return tuple(h.name for h in self.hypers if h.name in conditions)
 
     def present_buffers(self, statics: Mapping[str, Any]) -> tuple[str, ...]:
-        """The names of the buffers that exist under these static choices."""
+        """The names of the buffers that exist under these static choices and facts."""
         return tuple(b.name for b in self.buffers if b.when is None or statics[b.when])
+
+
+@dataclass(frozen=True)
+class Rule(Declaration):
+    """A declaration with an update: everything the engine knows about one optimizer.
+
+    ``coefficients(step, <hyperparameters>, <scalars>, <statics>)`` takes float64 vectors with one entry per tensor and
+    returns the new scalars followed by the numbers that ``update`` needs, in the order in which ``update`` names them.
+    ``update(param, grad, <buffers>, <coefficients>, <statics>)`` returns the new parameter followed by every buffer in
+    declared order. Both name only what they use; an absent buffer is ``None``. ``advice`` names the optimizer for gradients
+    of the other kind than ``gradients``.
+
+    With the granularity ``"element"``, ``update`` is elementwise. Otherwise it sees stacks of equal tensors: the first
+    dimension counts tensors, the coefficients broadcast against it, and ``update`` may reduce over all others. With
+    ``"tensor"`` a stack is (tensors, columns) or (tensors, batch, rows, columns); ``coefficients`` may take ``resolution``,
+    the machine epsilon of each parameter's dtype. With ``"matrix"``, which stands for work that is matrix products in the
+    main, it is (tensors, rows, columns).
+    """
+
+    coefficients: Callable[..., tuple[Any, ...]]
+    update: Callable[..., tuple[Any, ...]]
+    gradients: Gradients = "dense"
+    advice: str = ""
+    granularity: Granularity = "element"
+
+    def __post_init__(self) -> None:
+        known = {"step"}.union(f.name for f in (*self.hypers, *self.scalars, *self.statics))
+        known |= {"resolution"} if self.granularity != "element" else set()
+        unknown = parameter_names(self.coefficients) - known
+        if unknown:
+            raise TypeError(f"{self.name}.coefficients takes {sorted(unknown)}, which the class does not declare")
+
+    @property
+    def coefficient_names(self) -> tuple[str, ...]:
+        """What ``update`` takes besides the parameter, the gradient, the buffers and the static choices."""
+        given = {"param", "grad", *(f.name for f in (*self.buffers, *self.statics, *self.facts))}
+        return tuple(name for name in inspect.signature(self.update).parameters if name not in given)
 
 
 def parameter_names(function: Callable[..., Any]) -> set[str]:
@@ -250,12 +305,24 @@ class Declared:
     """
 
     fields: ClassVar[dict[str, Field]] = {}
+    declaration: ClassVar[Declaration]
     rule: ClassVar[Rule]
+    """The declaration, where it has an update."""
+
     positional_flags: ClassVar[tuple[str, ...]] = ()
     """The flags that torch.optim's optimizer of this name also takes by position, after everything else.
 
     Type checkers read the declaration in the base class, and ask for keywords.
     """
+
+    gradients: ClassVar[Gradients] = "dense"
+    """The gradients that the optimizer takes. Of a sparse one it updates the rows that the gradient names."""
+
+    advice: ClassVar[str] = ""
+    """The optimizer to advise where a gradient is of the other kind."""
+
+    granularity: ClassVar[Granularity] = "element"
+    """What an update sees at a time; see :class:`Rule`."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -264,15 +331,16 @@ class Declared:
             delattr(cls, name)
         cls.fields = {**cls.fields, **{name: dataclasses.replace(value, name=name) for name, value in own.items()}}
         cls.__signature__ = _constructor_signature(cls.fields, cls.positional_flags)  # type: ignore[attr-defined]
+        declared = Declaration(cls.__name__, *(cls.fields_of(kind) for kind in (Hyper, Static, Fact, Buffer, Scalar)))
+        cls.declaration = declared
         if hasattr(cls, "update"):
-            cls.rule = Rule(
-                cls.__name__,
-                cls.coefficients,  # type: ignore[attr-defined]
-                cls.update,
-                cls.fields_of(Hyper),
-                cls.fields_of(Static),
-                cls.fields_of(Buffer),
-                cls.fields_of(Scalar),
+            cls.declaration = cls.rule = Rule(
+                **{field.name: getattr(declared, field.name) for field in dataclasses.fields(declared)},
+                coefficients=cls.coefficients,  # type: ignore[attr-defined]
+                update=cls.update,
+                gradients=cls.gradients,
+                advice=cls.advice,
+                granularity=cls.granularity,
             )
 
     @classmethod

@@ -7,6 +7,7 @@ because the step reads the tensor. Neither changes a Python value that compiled 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -100,8 +101,12 @@ class ParamGroup(WatchedDict[str, Any]):
 
     def floats(self) -> dict[str, Any]:
         """Every hyperparameter as Python floats."""
-        values = {key: tuple(t.item() for t in self.tensors(key)) for key in self._hypers}
+        values = {key: tuple(self._number(key, i, t) for i, t in enumerate(self.tensors(key))) for key in self._hypers}
         return {key: v if self._hypers[key].is_tuple else v[0] for key, v in values.items()}
+
+    def _number(self, key: str, index: int, tensor: Tensor) -> float | None:
+        number = tensor.item()
+        return None if math.isnan(number) and self._hypers[key].optional(index) else number
 
     def validated(self, key: str, value: Any) -> tuple[float | Tensor, ...]:
         """The elements of ``value`` for hyperparameter ``key``.
@@ -130,6 +135,15 @@ class ParamGroup(WatchedDict[str, Any]):
             live.copy_(element.reshape(())) if isinstance(element, Tensor) else live.fill_(element)
         self._store(key, owned, elements)
         self._report(key, was_nonzero)
+
+    def own(self, key: str) -> None:
+        """Replace the tensors of one hyperparameter by equal ones that nobody else holds."""
+        owned = self.tensors(key)
+        self._store(key, [self._fresh(key, i, t) for i, t in enumerate(owned)], owned)
+
+    def restore(self, key: str, owned: Sequence[Tensor]) -> None:
+        """Put tensors that were the group's own back in place of what was assigned since."""
+        self._store(key, owned, tuple(owned))
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         """As ``dict.update``; nothing is written if one of the values is refused."""

@@ -20,19 +20,24 @@ from compiled_optim.controls import Controls
 from compiled_optim.events import EventLog
 from compiled_optim.fields import Declared, Flag, Hyper, Static, flag
 from compiled_optim.hyperparameters import ParamGroup
-from compiled_optim.lowering import cpp
+from compiled_optim.lowering import cpp_library
 from compiled_optim.lowering.eager import EagerLowering
 from compiled_optim.lowering.inductor import InductorLowering
 from compiled_optim.lowering.multi_tensor import MultiTensorLowering
+from compiled_optim.lowering.sparse_rows import GatheredRowsLowering, RowTableLowering, sparse_lowering
 from compiled_optim.lowering.square_sums import SquareSums
-from compiled_optim.plan import Plan, parameter_name, partition, structure
+from compiled_optim.lowering.stacked import StackedLowering
+from compiled_optim.plan import Plan, parameter_name, partition
+from compiled_optim.schedule import Schedule, Schedules
 from compiled_optim.sharding import is_sharded
 from compiled_optim.state import OptimizerState, ParamState
 from compiled_optim.torch_internals import is_capturing, outside_dynamo, refuse_tracing
 
 LOWERINGS = ("auto", "multi_tensor", "inductor", "eager")
 
-Lowering: TypeAlias = MultiTensorLowering | InductorLowering | EagerLowering
+Lowering: TypeAlias = (
+    MultiTensorLowering | InductorLowering | EagerLowering | RowTableLowering | GatheredRowsLowering | StackedLowering
+)
 
 
 class CompiledOptimizer(Declared, Optimizer):
@@ -43,7 +48,7 @@ class CompiledOptimizer(Declared, Optimizer):
             as ``params``. A tensor that a group lists under several names, as ``named_parameters(remove_duplicate=False)``
             lists tied ones, is one parameter: it takes the first name, and checkpoints find it under every one.
         maximize: step along the gradient instead of against it.
-        differentiable: record the step with autograd; implies ``lowering="eager"``.
+        differentiable: record the step with autograd; implies ``lowering="eager"``. Gradients are dense.
         foreach, capturable, fused: accepted for torch.optim's sake and without effect; every lowering is both.
         max_grad_norm: clip the gradients of all parameters together to this norm inside the step, as
             ``torch.nn.utils.clip_grad_norm_`` does before it; a number or a 0-dim tensor. See :attr:`grad_norm`.
@@ -101,6 +106,11 @@ class CompiledOptimizer(Declared, Optimizer):
         for declared in (*self.fields_of(Static), *self.fields_of(Flag)):
             if isinstance(declared.default, bool) and not isinstance(options[declared.name], bool):
                 raise TypeError(f"{declared.name} must be a bool, got {options[declared.name]!r}")
+        if options["differentiable"] and self.gradients == "sparse":
+            raise ValueError(f"differentiable=True needs dense gradients; {type(self).__name__} takes sparse ones")
+        if self.granularity != "element" and (lowering == "multi_tensor" or options["differentiable"]):
+            given = "differentiable=True" if options["differentiable"] else "lowering='multi_tensor'"
+            raise ValueError(f"{given} is for optimizers that work element by element; {type(self).__name__} does not")
         self._lowering = lowering
         self.max_grad_norm = options["max_grad_norm"]
         self.skip_nonfinite = options["skip_nonfinite"]
@@ -115,6 +125,7 @@ class CompiledOptimizer(Declared, Optimizer):
         self.events = EventLog()
         self._controls = Controls(torch.device("cpu"))
         self._square_sums: SquareSums | None = None
+        self._schedules = Schedules()
         self._traceable: list[Tensor] = []
         self._live: list[dict[str, Any]] = []
         self._number = traced.register(self)
@@ -132,8 +143,8 @@ class CompiledOptimizer(Declared, Optimizer):
             "params",
             "maximize",
             "differentiable",
-            *cls.rule.structural_hypers,
-            *(s.name for s in cls.rule.statics),
+            *cls.declaration.structural_hypers,
+            *(s.name for s in cls.declaration.statics),
         }
 
     def _mark_changed(self) -> None:
@@ -168,7 +179,16 @@ class CompiledOptimizer(Declared, Optimizer):
         self._aliases |= aliases
         self._changed = True
         if isinstance(getattr(self, "state", None), OptimizerState):
-            self._rebuild()
+            known = list(self.state)
+            try:
+                self._rebuild()
+            except (TypeError, ValueError):
+                self.param_groups.pop()
+                kept_state = {p: self.state[p] for p in known}
+                self.state.clear()
+                self.state.update(kept_state)
+                self._aliases = {name: kept for name, kept in self._aliases.items() if name not in aliases}
+                raise
 
     def _new_group(self, values: Mapping[str, Any], index: int) -> ParamGroup:
         device = values["params"][0].device if values["params"] else torch.get_default_device()
@@ -194,6 +214,17 @@ class CompiledOptimizer(Declared, Optimizer):
                 )
             if not (param.is_floating_point() or param.is_complex()):
                 raise ValueError(f"can't optimize '{name}': its dtype is {param.dtype}, not floating point or complex")
+            if param.layout is not torch.strided:
+                raise ValueError(f"{type(self).__name__} requires dense parameter tensors; '{name}' is {param.layout}")
+            whole = self.gradients == "sparse" or self.granularity != "element"
+            if whole and (param.is_complex() or is_sharded(param)):
+                kind = "complex parameters" if param.is_complex() else "DTensors"
+                raise ValueError(f"{type(self).__name__} does not support {kind}; '{name}' is one")
+            if self.granularity == "matrix" and param.dim() != 2:
+                raise ValueError(
+                    f"{type(self).__name__} only supports 2D parameters whereas we found a parameter with size: "
+                    f"{param.shape} ('{name}'); give the others to an elementwise optimizer"
+                )
             if group.get("differentiable") and is_sharded(param):
                 raise ValueError(f"differentiable=True does not work with DTensors; '{name}' is one")
             if not group.get("differentiable") and not (param.is_leaf or param.retains_grad):
@@ -250,7 +281,8 @@ class CompiledOptimizer(Declared, Optimizer):
             The closure's loss, if there is a closure.
 
         Raises:
-            TypeError: a gradient is sparse. Nothing is changed then.
+            TypeError: a gradient is sparse where the optimizer takes dense ones, or the other way round. Nothing is
+                changed then.
             RecompileError: something would be compiled again inside ``no_recompiles``. Nothing is changed then.
         """
         loss = None
@@ -271,6 +303,9 @@ class CompiledOptimizer(Declared, Optimizer):
 
     def _step_traced(self) -> None:
         """Record the step in the graph that is being traced; reads nothing that Dynamo treats specially."""
+        if self.gradients == "sparse":
+            torch.ops.compiled_optim.step_own_gradients(self._traceable, self._number)
+            return
         positions = [i for i, p in enumerate(self._traceable) if p.grad is not None]
         params = [self._traceable[i] for i in positions]
         grads = [p.grad for p in params]
@@ -288,8 +323,11 @@ class CompiledOptimizer(Declared, Optimizer):
         """
         if not torch.compiler.is_compiling() and (self._changed or self._regrouped()):
             self._rebuild()
+        unreadable = torch.compiler.is_compiling() and self.gradients == "sparse"
         for param in self._traceable:
-            if param.grad is not None:
+            if unreadable and set_to_none:
+                param.grad = None
+            elif param.grad is not None:
                 if set_to_none:
                     param.grad = None
                 else:
@@ -325,6 +363,7 @@ class CompiledOptimizer(Declared, Optimizer):
             unit.compile()
         if self._controls.measures_norm and self._square_sums is None:
             self._square_sums = SquareSums(self.units)
+        self._schedules.hold()
         for unit, unit_grads in zip(self.units, grads, strict=True):
             unit.prepare(unit_grads)
 
@@ -361,6 +400,7 @@ class CompiledOptimizer(Declared, Optimizer):
         if self._controls.measures_norm != (self._square_sums is not None):
             return None
         units = self._units_with_tables()
+        self._schedules.hold()
         for unit in units:
             unit.refresh()
         return (self._square_sums, *units, *(unit.copied() for unit in units))
@@ -369,8 +409,8 @@ class CompiledOptimizer(Declared, Optimizer):
         for unit in self.units:
             if not isinstance(unit, MultiTensorLowering):
                 raise ValueError(
-                    f"a CUDA graph holds steps of lowering='multi_tensor' only; {type(self).__name__} updates "
-                    f"'{unit.plan.members[0].name}' with lowering='{unit.name}'"
+                    "a CUDA graph holds elementwise steps from dense gradients with lowering='multi_tensor'; "
+                    f"{type(self).__name__} updates '{unit.plan.members[0].name}' in another way ({unit.name})"
                 )
         return cast("list[MultiTensorLowering]", self.units)
 
@@ -425,6 +465,7 @@ class CompiledOptimizer(Declared, Optimizer):
 
     def launch(self) -> None:
         """The device's part of a prepared step; a graph may capture it."""
+        self._schedules.evaluate()
         if self._square_sums is not None:
             self._square_sums.measure()
         for unit in self.units:
@@ -466,7 +507,7 @@ class CompiledOptimizer(Declared, Optimizer):
 
     def _group_shape(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
         """What of a group may change unreported: identity, length, a write into a hyperparameter that was 0."""
-        grown = [isinstance(group, ParamGroup) and group.nonzero(name) for name in self.rule.structural_hypers]
+        grown = [isinstance(group, ParamGroup) and group.nonzero(name) for name in self.declaration.structural_hypers]
         return (id(group), len(group["params"]), *grown)
 
     def _rebuild(self) -> None:
@@ -478,6 +519,13 @@ class CompiledOptimizer(Declared, Optimizer):
         for group in groups:
             if group["params"]:
                 group.to(group["params"][0].device)
+        self._make_units(groups)
+        self._group_shapes = [self._group_shape(g) for g in groups]
+        self._traceable = [p for g in groups for p in g["params"]]
+        self._changed = False
+
+    def _make_units(self, groups: Sequence[ParamGroup]) -> None:
+        """Set ``units``, what runs the step, and complete the state; for an optimizer without a rule to override."""
         plans = partition(self.rule, groups, self._own_state)
         planned = {id(p) for plan in plans for p in plan.params}
         self._stateless = [p for g in groups for p in g["params"] if id(p) not in planned]
@@ -489,30 +537,74 @@ class CompiledOptimizer(Declared, Optimizer):
             raise ValueError("differentiable=True does not work with max_grad_norm and skip_nonfinite: clip before the step")
         self.units = [self._lower(plan, differentiable) for plan in plans]
         self._square_sums = None
-        self._group_shapes = [self._group_shape(g) for g in groups]
-        self._traceable = [p for g in groups for p in g["params"]]
+        self._schedules.follow(groups, plans)
         self._live = [g.live for g in groups]
-        self._changed = False
 
     def _lower(self, plan: Plan, differentiable: bool) -> Lowering:
+        name = self._lowering_for(plan, differentiable)
+        if plan.rule.gradients == "sparse":
+            return sparse_lowering(plan, self._controls, self.events, name)
+        if plan.rule.granularity != "element":
+            compiled = name != "eager" and plan.rule.granularity == "tensor"
+            return StackedLowering(plan, self._controls, self.events, compiled=compiled)
+        if name == "eager":
+            return EagerLowering(plan, self._controls, differentiable=differentiable)
+        lowering = MultiTensorLowering if name == "multi_tensor" else InductorLowering
+        return lowering(plan, self._controls, self.events)
+
+    def _lowering_for(self, plan: Plan, differentiable: bool) -> str:
         on_cpu = plan.device.type == "cpu"
         if differentiable or self._lowering == "eager":
-            return EagerLowering(plan, self._controls, differentiable=differentiable)
-        if on_cpu and cpp.compiler() is None:
+            return "eager"
+        if on_cpu and cpp_library.compiler() is None:
             self.events.fall_back(
                 f"{type(self).__name__} runs eager: no C++ compiler was found",
                 "install g++ or clang++, or name one in the environment variable CXX",
             )
-            return EagerLowering(plan, self._controls)
+            return "eager"
         served = plan.device.type == "cuda" or (on_cpu and sys.platform == "linux")
         if served and self._lowering != "inductor":
-            return MultiTensorLowering(plan, self._controls, self.events)
+            return "multi_tensor"
         if self._lowering == "multi_tensor":
             raise ValueError(
                 "lowering='multi_tensor' serves CUDA tensors, and CPU tensors on Linux; "
                 f"'{plan.members[0].name}' is on {plan.device}"
             )
-        return InductorLowering(plan, self._controls, self.events)
+        return "inductor"
+
+    def schedule(self, group: int | None = None, **functions: Schedule | None) -> None:
+        """Make hyperparameters functions of the step count, evaluated on the device as part of every step.
+
+        A captured graph then moves them by itself, without the host: ``opt.schedule(lr=lambda step: 0.1 * 0.99**step)``. The
+        value is written into the group's tensor before the step uses it, and overrides what was assigned.
+
+        Args:
+            group: the index of a group; None for all groups.
+            **functions: by hyperparameter, a function from the step that is about to be taken to the value. The step is a
+                0-dim float64 tensor, one more than the largest step count of any parameter: 1 at first, and what a loaded
+                checkpoint or a skipped step make of it. The value is a 0-dim tensor or a number, a tuple of them for
+                ``betas``; only the first one is checked against the hyperparameter's range. The function must consist of
+                torch operations. None ends the schedule, at the value that it has reached.
+
+        Raises:
+            TypeError, ValueError: a function does not fit; no schedule is changed then.
+            IndexError: there is no such group.
+        """
+        indices = range(len(self.param_groups)) if group is None else [range(len(self.param_groups))[group]]
+        hypers = {h.name: h for h in self.fields_of(Hyper)}
+        unknown = functions.keys() - hypers.keys()
+        if unknown:
+            raise ValueError(f"{type(self).__name__} has no hyperparameter '{min(unknown)}'; it has {', '.join(hypers)}")
+        schedules = self._schedules.copy()
+        for index in indices:
+            for name, function in functions.items():
+                schedules.set(index, self._groups[index], hypers[name], function)
+        self._schedules = schedules
+        self._changed = True
+
+    def scheduled(self) -> dict[tuple[int, str], Schedule]:
+        """The schedules, by group and hyperparameter."""
+        return {key: function for key, (_, function) in self._schedules.functions.items()}
 
     def hyperparameter(self, name: str, group: int = 0) -> Tensor | tuple[Tensor, ...]:
         """The live tensor, or tuple of tensors, in ``param_groups[group][name]``; unlike that, it can be traced.
@@ -553,7 +645,7 @@ class CompiledOptimizer(Declared, Optimizer):
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
         neutral = {name: self.fields[name].default for name in self.group_flags}  # type: ignore[attr-defined]
-        result = checkpoint.save(self.rule, self._groups, self._own_state, self._aliases, neutral)
+        result = self._save(neutral)
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             replaced = post_hook(self, result)
             result = result if replaced is None else replaced
@@ -594,23 +686,39 @@ class CompiledOptimizer(Declared, Optimizer):
             state_dict = state_dict if replaced is None else replaced
         if self._changed or self._regrouped():
             self._rebuild()
-        groups = self._groups
-        keep = {*self.group_flags, *(s.name for s in self.rule.statics)}
-        buffers = [self.rule.present_buffers(structure(self.rule, group)) for group in groups]
-        report = checkpoint.load(
-            self.rule,
-            groups,
-            self._own_state,
-            buffers,
-            state_dict,
-            aliases=self._aliases,
-            keep=keep,
-            strict=strict,
-            hyperparameters=hyperparameters,
-        )
+        report = self._load(state_dict, strict, hyperparameters)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
         return report
+
+    def _save(self, neutral: Mapping[str, Any]) -> dict[str, Any]:
+        """The state dict, with the values of ``neutral`` for run-time flags."""
+        return checkpoint.save(self.declaration, self._groups, self._own_state, self._aliases, neutral)
+
+    def _load(
+        self, state_dict: Mapping[str, Any], strict: bool, hyperparameters: Literal["checkpoint", "keep"]
+    ) -> LoadReport:
+        """Copy ``state_dict`` into groups and state, or raise before anything is changed."""
+        return self._load_into(self._own_state, state_dict, strict, hyperparameters)
+
+    def _load_into(
+        self,
+        state: OptimizerState,
+        state_dict: Mapping[str, Any],
+        strict: bool,
+        hyperparameters: Literal["checkpoint", "keep"],
+    ) -> LoadReport:
+        declared = self.declaration
+        return checkpoint.load(
+            declared,
+            self._groups,
+            state,
+            state_dict,
+            aliases=self._aliases,
+            keep={*self.group_flags, *(s.name for s in declared.statics)},
+            strict=strict,
+            hyperparameters=hyperparameters,
+        )
 
     @property
     def _groups(self) -> list[ParamGroup]:
@@ -621,7 +729,7 @@ class CompiledOptimizer(Declared, Optimizer):
         return cast(OptimizerState, self.state)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"lowering": self._lowering, "aliases": self._aliases}
+        own = {"lowering": self._lowering, "aliases": self._aliases, "schedules": self._schedules.functions}
         return {**super().__getstate__(), **own, "max_grad_norm": self.max_grad_norm, "skip_nonfinite": self.skip_nonfinite}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -629,9 +737,11 @@ class CompiledOptimizer(Declared, Optimizer):
         self._aliases = dict(state.pop("aliases", getattr(self, "_aliases", {})))
         self.max_grad_norm = state.pop("max_grad_norm", getattr(self, "max_grad_norm", None))
         self.skip_nonfinite = state.pop("skip_nonfinite", getattr(self, "skip_nonfinite", False))
+        schedules = state.pop("schedules", {})
         super().__setstate__(state)
         self._lowering = lowering
         self._reset()
+        self._schedules.functions = dict(schedules)
         own = OptimizerState(self._mark_changed)
         for param, values in state.get("state", self.state).items():
             own.set_quietly(param, ParamState(self._mark_changed, values))

@@ -6,20 +6,21 @@ scalars are data, so groups with different learning rates share one plan.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any, cast
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from compiled_optim.fields import Rule
+from compiled_optim.addresses import Addresses
+from compiled_optim.fields import Declaration, Rule
 from compiled_optim.hyperparameters import ParamGroup, scalar_dtype
 from compiled_optim.sharding import is_sharded, local, local_gradient, placement
 from compiled_optim.state import LocalState, OptimizerState, ParamState, complete, initial_values, scalar_names
+from compiled_optim.torch_internals import alike
 
-_DTYPE = attrgetter("dtype")
 _IS_SPARSE = attrgetter("is_sparse")
 
 
@@ -51,7 +52,8 @@ class Plan:
 
     The optimizer's first plan leads: it writes down what became of the whole step.
     ``scalars`` is a (1 + scalars, tensors) float64 matrix: step counts first, then the rule's scalars; each parameter's
-    state holds 0-dim views of its column.
+    state holds 0-dim views of its column. ``gradients_in_place`` says that all of the last gradients were there,
+    and in their parameters' memory order.
     """
 
     def __init__(
@@ -73,7 +75,10 @@ class Plan:
         self.sharded = is_sharded(self.params[0])
         self.leads = leads
         self.grad_dtypes = [p.dtype if (g := gradient(p)) is None else g.dtype for p in self.params]
-        self._addresses = self._locate()
+        self._addresses = Addresses(len(self.params))
+        self._moved()
+        self._known: Callable[[Sequence[Tensor | None]], bool] | None = None
+        self.gradients_in_place = False
         used = sorted({m.group for m in self.members})
         self.groups = [groups[i] for i in used]
         dtype = scalar_dtype(device)
@@ -88,21 +93,41 @@ class Plan:
         """The gradients, or None if a parameter moved or a gradient changed its dtype since the plan was made.
 
         Raises:
-            TypeError: a gradient is sparse.
+            TypeError: a gradient is sparse and the rule takes dense ones, or the other way round.
         """
-        grads = [p.grad for p in self.params]
-        present, dtypes = cast("list[Tensor]", grads), self.grad_dtypes
-        if type(None) in set(map(type, grads)):
-            present = [g for g in grads if g is not None]
-            dtypes = [d for d, g in zip(dtypes, grads, strict=True) if g is not None]
-        if any(map(_IS_SPARSE, present)):
-            name = next(m.name for m, g in zip(self.members, grads, strict=True) if g is not None and g.is_sparse)
-            raise TypeError(f"{self.rule.name} does not support sparse gradients; '{name}' has one")
-        if list(map(_DTYPE, present)) != dtypes or self._locate() != self._addresses:
+        grads: list[Tensor | None] = [p.grad for p in self.params]
+        self.gradients_in_place = self._known is not None and self._known(grads)
+        if not self.gradients_in_place and not self._check_gradients(grads):
+            return None
+        if self._moved():
             return None
         if self.sharded:
             return [None if g is None else local_gradient(g, p) for g, p in zip(grads, self.params, strict=True)]
         return grads
+
+    def _check_gradients(self, grads: Sequence[Tensor | None]) -> bool:
+        """Whether all gradients can be read as the plan expects; if all lie like their parameters, that is remembered."""
+        present = [g for g in grads if g is not None]
+        sparse = self.rule.gradients == "sparse"
+        if not set(map(_IS_SPARSE, present)) <= {sparse}:
+            self._refuse(grads)
+        if any(g is not None and g.dtype != d for g, d in zip(grads, self.grad_dtypes, strict=True)):
+            return False
+        if len(present) == len(grads) and not (self.sharded or sparse):
+            own = zip(present, self.params, strict=True)
+            if all(g.stride() == p.stride() and not g.is_conj() and not g.is_neg() for g, p in own):
+                self._known = alike(present)
+                self.gradients_in_place = True
+        return True
+
+    def _refuse(self, grads: Sequence[Tensor | None]) -> NoReturn:
+        rule = self.rule
+        refused = "dense" if rule.gradients == "sparse" else "sparse"
+        names = (
+            m.name for m, g in zip(self.members, grads, strict=True) if g is not None and g.is_sparse != (refused == "dense")
+        )
+        advice = f", please consider {rule.advice} instead" if rule.advice else ""
+        raise TypeError(f"{rule.name} does not support {refused} gradients{advice}; '{next(names)}' has one")
 
     def hypers(self) -> dict[str, Tensor | tuple[Tensor, ...]]:
         """The hyperparameters by name, as vectors over the tensors (0-dim where one group holds them all)."""
@@ -114,8 +139,9 @@ class Plan:
             h.name: tuple(next(columns) for _ in range(h.length)) if h.is_tuple else next(columns) for h in self.rule.hypers
         }
 
-    def _locate(self) -> list[int]:
-        return list(map(Tensor.data_ptr, map(local, self.params) if self.sharded else self.params))
+    def _moved(self) -> bool:
+        """Whether a parameter lies elsewhere than when this was last asked."""
+        return self._addresses.read([local(p) for p in self.params] if self.sharded else self.params)
 
     def _gather_scalars(self) -> Tensor:
         names = scalar_names(self.rule)
@@ -132,9 +158,9 @@ def gradient(param: Tensor) -> Tensor | None:
     return param.grad if param.is_leaf or param.retains_grad else None
 
 
-def structure(rule: Rule, group: ParamGroup) -> dict[str, Any]:
-    """The choices of one group that shape code: static fields, and whether a structural hyperparameter is other than 0."""
-    choices = {s.name: group[s.name] for s in rule.statics}
+def structure(rule: Declaration, group: ParamGroup, param: Tensor) -> dict[str, Any]:
+    """What shapes the code for ``param``: static fields, facts, and whether a structural hyperparameter is other than 0."""
+    choices = {s.name: group[s.name] for s in rule.statics} | {f.name: f.of(param.shape) for f in rule.facts}
     return choices | {name: group.nonzero(name) for name in rule.structural_hypers}
 
 
@@ -142,10 +168,10 @@ def partition(rule: Rule, groups: Sequence[ParamGroup], state: OptimizerState) -
     """The plans for all parameters that have state or are to get it now; missing state is made."""
     members: dict[tuple[Any, ...], list[Member]] = {}
     for i, group in enumerate(groups):
-        choices = structure(rule, group)
         for j, param in enumerate(group["params"]):
             if not (param.requires_grad or gradient(param) is not None or state.get(param)):
                 continue
+            choices = structure(rule, group, param)
             complete(rule, rule.present_buffers(choices), param, state[param], initial_values(rule, group))
             own = LocalState(state[param]) if is_sharded(param) else state[param]
             member = Member(param, parameter_name(group, i, j), i, own)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_optim.fields import Buffer, Rule, Scalar
+from compiled_optim.fields import Buffer, Declaration, Scalar
 from compiled_optim.hyperparameters import scalar_dtype
 from compiled_optim.sharding import as_part_of, is_sharded, local
 from compiled_optim.watched import WatchedDict
@@ -45,12 +45,12 @@ class OptimizerState(WatchedDict[Tensor, ParamState]):
         super().__setitem__(param, ParamState(self._changed, values))
 
 
-def scalar_names(rule: Rule) -> tuple[str, ...]:
+def scalar_names(rule: Declaration) -> tuple[str, ...]:
     """The per-tensor scalars of ``rule``, the step count first."""
     return ("step", *(s.name for s in rule.scalars))
 
 
-def initial_values(rule: Rule, group: Mapping[str, Any]) -> dict[str, float | Tensor]:
+def initial_values(rule: Declaration, group: Mapping[str, Any]) -> dict[str, float | Tensor]:
     """What every scalar and buffer of ``rule`` starts from in ``group``.
 
     A buffer of a differentiable step depends on the hyperparameter that fills it.
@@ -64,10 +64,13 @@ def initial_values(rule: Rule, group: Mapping[str, Any]) -> dict[str, float | Te
     return values
 
 
-def new_buffer(param: Tensor, value: float | Tensor) -> Tensor:
-    """A state buffer for ``param``: its shape, dtype, device, memory format and, for a DTensor, placements."""
-    buffer = torch.zeros_like(param, memory_format=torch.preserve_format, requires_grad=False)
-    return buffer if value == 0.0 and isinstance(value, float) else fill(buffer, value)
+def new_buffer(field: Buffer, param: Tensor, value: float | Tensor) -> Tensor:
+    """A state buffer for ``param``: its dtype and device, and where it has its shape, memory format and placements too."""
+    if field.shape is None:
+        buffer = torch.zeros_like(param, memory_format=torch.preserve_format, requires_grad=False)
+    else:
+        buffer = torch.zeros(field.shape_for(param), dtype=param.dtype, device=param.device)
+    return buffer if isinstance(value, float) and value == 0.0 else fill(buffer, value)
 
 
 def fill(entry: Tensor, value: float | Tensor) -> Tensor:
@@ -78,7 +81,7 @@ def fill(entry: Tensor, value: float | Tensor) -> Tensor:
 
 
 def complete(
-    rule: Rule, buffers: tuple[str, ...], param: Tensor, state: ParamState, initial: Mapping[str, float | Tensor]
+    rule: Declaration, buffers: tuple[str, ...], param: Tensor, state: ParamState, initial: Mapping[str, float | Tensor]
 ) -> bool:
     """Give ``state`` every entry that ``rule`` needs and move entries that are on another device than ``param``.
 
@@ -94,10 +97,12 @@ def complete(
         if absent or not isinstance(value, Tensor) or value.device != device or value.dtype != scalar_dtype(device):
             fresh = torch.empty((), dtype=scalar_dtype(device), device=device)
             state.set_quietly(name, fresh.fill_(value) if not isinstance(value, Tensor) else fresh.copy_(value.reshape(())))
-    for name in buffers:
+    for field in rule.buffers:
+        if (name := field.name) not in buffers:
+            continue
         value = state.get(name)
         if value is None or value.is_meta:
-            state.set_quietly(name, new_buffer(param, initial[name]))
+            state.set_quietly(name, new_buffer(field, param, initial[name]))
         elif value.device != device:
             state.set_quietly(name, value.to(device))
     return before != {name: id(value) for name, value in state.items()}

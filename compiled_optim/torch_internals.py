@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,27 @@ from torch._guards import TracingContext
 
 outside_dynamo = _disable_dynamo
 """Decorator: never traced. Unlike ``torch.compiler.disable`` it does not import the compiler."""
+
+
+def alike(examples: Sequence[Tensor]) -> Callable[[Sequence[Tensor | None]], bool]:
+    """A check whether as many other tensors have the type, dtype, device, sizes, strides and flags of ``examples``.
+
+    It is the one that Dynamo guards its inputs with: one call, several times as fast as asking each tensor.
+    """
+    from torch._C._dynamo.guards import TensorGuards
+
+    guards = TensorGuards(*examples, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    return lambda tensors: bool(guards.check(*tensors))
+
+
+def data_ptr_function() -> int | None:
+    """The address of torch's C function from a Python tensor with storage to its data, which Inductor's C++ wrappers call.
+
+    None where this torch does not have it.
+    """
+    from torch._C._dynamo import guards
+
+    return getattr(guards, "_torchinductor_pyobject_tensor_data_ptr", None)
 
 
 CAPTURING: dict[str, Callable[[], bool]] = {"cuda": torch.cuda.is_current_stream_capturing}
@@ -64,48 +85,55 @@ def prepare_cpu_compiler() -> None:
 
 
 def compile_graph(
-    function: Callable[..., None], args: list[Tensor], dynamic: list[bool], options: dict[str, Any]
-) -> Callable[[int, list[Tensor]], None] | None:
-    """Compile ``function(*args)``, which writes its results into its arguments, with Inductor.
+    function: Callable[..., Any], args: list[Tensor], dynamic: Sequence[Sequence[int]], options: dict[str, Any]
+) -> Callable[[Mapping[int, int], list[Tensor]], list[Tensor]] | None:
+    """Compile ``function(*args)``, which writes into its arguments or returns a tuple of new tensors, with Inductor.
 
     Args:
         function: traced once; it must have a code object of its own.
         args: example tensors, no two the same object.
-        dynamic: for each argument, whether its first dimension may have any size; all such sizes are equal.
+        dynamic: for each argument, the dimensions that may have any size; those of equal size stay equal.
         options: Inductor options.
 
     Returns:
-        ``run(size, args)``, which calls Inductor's code without Dynamo's guards: the caller answers for dtypes, devices,
-        sizes and strides being those of the example. None if compilation is switched off for the process.
+        ``run(sizes, args)``, which calls Inductor's code without Dynamo's guards: the caller answers for dtypes, devices,
+        other sizes and strides being those of the example. ``sizes`` maps the example's sizes of dynamic dimensions to
+        those of ``args``. None if compilation is switched off for the process.
     """
     from torch._dynamo import lookup_backend, mark_dynamic
 
     inductor = lookup_backend("inductor")
-    compiled: list[tuple[Callable[..., Any], list[int | None]]] = []
+    compiled: list[tuple[Callable[..., Any], list[tuple[bool, int]]]] = []
+    outputs: list[Tensor] = []
 
     def backend(graph: torch.fx.GraphModule, example: list[Any]) -> Callable[..., Any]:
         code = inductor(graph, example)
 
         def first_call(*inputs: Any) -> Any:
             # Dynamo orders inputs by first use; the tensors themselves tell which is which, a size is an int.
-            order = [next((i for i, a in enumerate(args) if a is x), None) for x in inputs]
-            assert sum(i is not None for i in order) == sum(isinstance(x, Tensor) for x in inputs)
+            order = [
+                (True, next(i for i, a in enumerate(args) if a is x)) if isinstance(x, Tensor) else (False, int(x))
+                for x in inputs
+            ]
             compiled.append((code, order))
-            return code(*inputs)
+            outputs.extend(code(*inputs))
+            return outputs
 
         return first_call
 
-    for arg, is_dynamic in zip(args, dynamic, strict=True):
-        if is_dynamic:
-            mark_dynamic(arg, 0)
+    for arg, dimensions in zip(args, dynamic, strict=True):
+        for dimension in dimensions:
+            mark_dynamic(arg, dimension)
     with torch.no_grad(), torch.compiler.set_stance("default"), _trusting_cpu_probe(options):
-        torch.compile(function, backend=backend, fullgraph=True)(*args)
+        results = torch.compile(function, backend=backend, fullgraph=True)(*args)
     if not compiled:
         return None
     code, order = compiled[0]
+    returned = [next(i for i, o in enumerate(outputs) if o is r) for r in results or ()]
 
-    def run(size: int, tensors: list[Tensor]) -> None:
-        code(*[size if i is None else tensors[i] for i in order])
+    def run(sizes: Mapping[int, int], tensors: list[Tensor]) -> list[Tensor]:
+        made = code(*[tensors[i] if is_tensor else sizes[i] for is_tensor, i in order])
+        return [made[i] for i in returned]
 
     return run
 

@@ -1,6 +1,6 @@
-"""The step as one operator, for training steps that the user compiles whole.
+"""The step as an operator, for training steps that the user compiles whole.
 
-The operator's schema declares what a graph can see of a step: the parameters change, the gradients are read. State and
+An operator's schema declares what a graph can see of a step: the parameters change, the gradients are read. State and
 hyperparameters belong to the optimizer, which the operator finds by its number.
 """
 
@@ -35,9 +35,12 @@ def register(optimizer: Steppable) -> int:
     return number
 
 
-# The host's half of a step must run every time, so no compiler may put the operator into a CUDA graph.
-@torch.library.custom_op("compiled_optim::step", mutates_args=("params",), tags=(torch.Tag.cudagraph_unsafe,))
-def traced_step(params: list[Tensor], grads: list[Tensor], positions: list[int], optimizer: int) -> None:
+# ``custom_op`` would wrap this in Python once more per dispatch key and count the versions of parameters one by one:
+# three times the cost for a thousand tensors.
+_library = torch.library.Library("compiled_optim", "FRAGMENT")  # type: ignore[no-untyped-call]
+
+
+def _step(params: list[Tensor], grads: list[Tensor], positions: list[int], optimizer: int) -> None:
     """Update ``params``, which are those at ``positions`` of the optimizer's parameters, from ``grads``.
 
     A compiler may hand over copies of the parameters and copy them back later; they then get the new values too.
@@ -45,15 +48,44 @@ def traced_step(params: list[Tensor], grads: list[Tensor], positions: list[int],
     owner = _optimizers[optimizer]
     owned = owner.traceable_params()
     before = [p.grad for p in owned]
-    for param in owned:
-        param.grad = None
+    given: list[Tensor | None] = [None] * len(owned)
     for position, grad in zip(positions, grads, strict=True):
-        owned[position].grad = grad
+        given[position] = grad
+    changed = [(p, old, new) for p, old, new in zip(owned, before, given, strict=True) if old is not new]
+    for param, _, new in changed:
+        param.grad = new
     try:
         owner.step_now()
     finally:
-        for param, kept in zip(owned, before, strict=True):
-            param.grad = kept
-    for position, given in zip(positions, params, strict=True):
-        if given.data_ptr() != owned[position].data_ptr():
-            given.copy_(owned[position])
+        for param, old, _ in changed:
+            param.grad = old
+    _hand_over([owned[position] for position in positions], params)
+
+
+def _step_own_gradients(params: list[Tensor], optimizer: int) -> None:
+    """Update ``params``, all of the optimizer's parameters, from the gradients that they have when the graph runs.
+
+    For gradients that a graph cannot hold: Dynamo refuses to read sparse ones.
+    """
+    owner = _optimizers[optimizer]
+    owner.step_now()
+    _hand_over(owner.traceable_params(), params)
+
+
+def _hand_over(owned: list[Tensor], given: list[Tensor]) -> None:
+    """Write new values into copies that a compiler made, and count a version of every parameter."""
+    for own, stand_in in zip(owned, given, strict=True):
+        if stand_in is not own and stand_in.data_ptr() != own.data_ptr():
+            stand_in.copy_(own)
+    torch.autograd.graph.increment_version(given)
+
+
+for _schema, _run in (
+    ("step(Tensor(a!)[] params, Tensor[] grads, int[] positions, int optimizer) -> ()", _step),
+    ("step_own_gradients(Tensor(a!)[] params, int optimizer) -> ()", _step_own_gradients),
+):
+    # The host's half of a step must run every time, so no compiler may put the operator into a CUDA graph.
+    _library.define(_schema, tags=(torch.Tag.cudagraph_unsafe,))  # type: ignore[no-untyped-call]
+    _name = _schema.partition("(")[0]
+    _library.impl(_name, _run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"compiled_optim::{_name}", lambda *args: None, lib=_library)

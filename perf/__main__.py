@@ -1,4 +1,4 @@
-"""The command line: ``python -m perf step|first-step|overhead|gates|plot``."""
+"""The command line: ``python -m perf step|first-step|overhead|bandwidth|gates|plot``."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import torch
 
 from perf import first_step, gates, results
 from perf.competitors import COMPILED, all_names, optimizers, working
-from perf.measure import measure_overhead, measure_step
-from perf.plot import plot_ratios
+from perf.measure import measure_bandwidth, measure_overhead, measure_step
 from perf.results import Row
 from perf.workloads import WORKLOADS
 
@@ -53,6 +52,15 @@ def _overhead(args: argparse.Namespace) -> int:
     return 0
 
 
+def _bandwidth(args: argparse.Namespace) -> int:
+    _warn_if_busy()
+    for workload in args.workload:
+        rows = measure_bandwidth(workload, args.optimizer, args.device, rounds=args.rounds)
+        results.show(rows, f"bandwidth on {results.device_name(args.device)}")
+        _save(rows, args)
+    return 0
+
+
 def _gates(args: argparse.Namespace) -> int:
     _warn_if_busy()
     verdicts = gates.judge(gates.checks(args.device, lambda rows: _save(rows, args, quiet=True)))
@@ -64,6 +72,8 @@ def _plot(args: argparse.Namespace) -> int:
     if not (args.results / "step.csv").exists():
         print(f"{args.results} holds no step.csv; `python -m perf step` makes one", file=sys.stderr)
         return 1
+    from perf.plot import plot_ratios  # matplotlib is needed here only
+
     for path in plot_ratios(args.results):
         print(path)
     return 0
@@ -122,6 +132,10 @@ def _parser() -> argparse.ArgumentParser:
     overhead = command("overhead", _overhead, "time the Python part of a step on the CPU", optimizer)
     workloads(overhead, ["small-148", "small-1000"])
     overhead.add_argument("--rounds", type=int, default=101)
+
+    bandwidth = command("bandwidth", _bandwidth, "how near a step comes to the speed of a copy", optimizer)
+    workloads(bandwidth, ["half-billion"])
+    bandwidth.add_argument("--rounds", type=int, default=21)
 
     command("gates", _gates, "check the promised numbers; exit status 1 if one is missed")
     command("plot", _plot, "draw the latest ratios of the step benchmark")

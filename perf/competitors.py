@@ -24,7 +24,7 @@ _TORCH: dict[str, dict[str, Any]] = {
     "torch for-loop": {"foreach": False},
 }
 
-_HYPERPARAMETERS: dict[str, dict[str, Any]] = {"sgd": {"lr": 1e-3, "momentum": 0.9}}
+HYPERPARAMETERS: dict[str, dict[str, Any]] = {"sgd": {"lr": 1e-3, "momentum": 0.9}}
 """Given to both sides, where the defaults would benchmark an optimizer that nobody uses."""
 
 
@@ -49,7 +49,7 @@ def optimizers() -> dict[str, tuple[type[Optimizer], type[Optimizer]]]:
 def competitor(optimizer: str, name: str) -> Competitor:
     """The competitor ``name`` for ``optimizer``; whether it works on a device is another question."""
     ours, theirs = optimizers()[optimizer]
-    hyperparameters = _HYPERPARAMETERS.get(optimizer, {})
+    hyperparameters = HYPERPARAMETERS.get(optimizer, {})
     if name == COMPILED:
         return Competitor(name, lambda params: _with_compiled_step(theirs(params, **hyperparameters)))
     cls, options = (ours, _OURS[name]) if name in _OURS else (theirs, _TORCH[name])

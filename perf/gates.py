@@ -5,27 +5,32 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import pandas as pd
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from perf.competitors import FUSED, OURS, working
 from perf.first_step import measure_first_step
-from perf.measure import measure_step
-from perf.results import Row
+from perf.measure import measure_bandwidth, measure_overhead, measure_step
+from perf.results import Row, show_table
 
 TRIES = 3
-ROUNDS = {"gpt2-124m": 21, "small-148": 201}
+ROUNDS = {"gpt2-124m": 21, "small-148": 201, "small-1000": 101, "half-billion": 21}
 FIRST_STEPS = 3
+HOST_CHECKS = 101
 
 
 @dataclass(frozen=True)
 class Promise:
-    """An upper limit for one measured number."""
+    """A limit for one measured number: the most it may be or, with ``at_least``, the least."""
 
     name: str
     limit: float
     unit: str
+    at_least: bool = False
+
+    def kept_by(self, value: float) -> bool:
+        """Whether ``value`` is on the right side."""
+        return value >= self.limit if self.at_least else value <= self.limit
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,7 @@ class Verdict:
     @property
     def kept(self) -> bool:
         """Whether any try stayed within the limit: what the code can do once, only the machine makes slower."""
-        return any(value <= self.promise.limit for value in self.tries)
+        return any(self.promise.kept_by(value) for value in self.tries)
 
 
 def judge(checks: Sequence[Check], tries: int = TRIES) -> list[Verdict]:
@@ -66,23 +71,34 @@ def judge(checks: Sequence[Check], tries: int = TRIES) -> list[Verdict]:
 
 def checks(device: torch.device, record: Callable[[Sequence[Row]], None]) -> list[Check]:
     """The promises of this project for ``device``; ``record`` is given the rows behind every number."""
+    if device.type == "cuda":
+        return [
+            _step_check("gpt2-124m", 1.00, device, record),
+            _step_check("small-1000", 0.70, device, record),
+            _bandwidth_check(device, record),
+            _first_step_check(device, record),
+        ]
     return [
         _step_check("small-148", 1.10, device, record),
         _step_check("gpt2-124m", 1.05, device, record),
         _first_step_check(device, record),
+        _host_check(record),
     ]
 
 
 def show(verdicts: Sequence[Verdict]) -> None:
     """Print ``verdicts`` as a table."""
-    table = Table("promise", title="gates", title_justify="left")
-    for heading in ("limit", "tries", "unit", "verdict"):
-        table.add_column(heading, justify="right")
-    for v in verdicts:
-        tries = ", ".join(f"{value:.3f}" for value in v.tries)
-        table.add_row(v.promise.name, f"{v.promise.limit:.2f}", tries, v.promise.unit, "kept" if v.kept else "MISSED")
-    console = Console()
-    (console if console.is_terminal else Console(width=160)).print(table)
+    lines = [
+        {
+            "promise": v.promise.name,
+            "limit": f"{'>=' if v.promise.at_least else '<='} {v.promise.limit:.2f}",
+            "tries": ", ".join(f"{value:.3f}" for value in v.tries),
+            "unit": v.promise.unit,
+            "verdict": "kept" if v.kept else "MISSED",
+        }
+        for v in verdicts
+    ]
+    show_table(pd.DataFrame(lines), "gates")
 
 
 def _step_check(workload: str, limit: float, device: torch.device, record: Callable[[Sequence[Row]], None]) -> Check:
@@ -120,3 +136,32 @@ def _first_step_check(device: torch.device, record: Callable[[Sequence[Row]], No
         }
 
     return Check((*absolute.values(), wall, compiling), measure)
+
+
+def _host_check(record: Callable[[Sequence[Row]], None]) -> Check:
+    limits = {148: 40.0, 1000: 200.0}
+    promises = {
+        n: Promise(f"AdamW steady-state check, {n} tensors, fresh gradients", limit, "us") for n, limit in limits.items()
+    }
+
+    def measure() -> dict[str, float]:
+        values = {}
+        for count, promise in promises.items():
+            rows = measure_overhead(f"small-{count}", "adamw", rounds=HOST_CHECKS)
+            record(rows)
+            values[promise.name] = count * next(r.p50 for r in rows if r.metric == "steady-state check")
+        return values
+
+    return Check(tuple(promises.values()), measure)
+
+
+def _bandwidth_check(device: torch.device, record: Callable[[Sequence[Row]], None]) -> Check:
+    promise = Promise("AdamW step, 500 M parameters: bandwidth / a copy's", 0.88, "ratio of medians", at_least=True)
+
+    def measure() -> dict[str, float]:
+        rows = measure_bandwidth("half-billion", "adamw", device, rounds=ROUNDS["half-billion"])
+        record(rows)
+        step, copy = (next(r.p50 for r in rows if r.metric == metric) for metric in ("step", "copy"))
+        return {promise.name: step / copy}
+
+    return Check((promise,), measure)

@@ -111,8 +111,8 @@ def step_rows(workload: str, optimizer: str, gradients: Gradients, samples: Samp
 def measure_overhead(workload: str, optimizer: str, *, rounds: int) -> list[Row]:
     """What the default CPU lowering does in Python per step, in microseconds per parameter, with fresh gradients.
 
-    ``step without kernel`` is a whole step in which the kernel's call does nothing; ``gradient checks`` is the part of it
-    that collects the gradients and looks for what moved or changed.
+    ``step without kernel`` is a whole step in which the kernel's call does nothing; ``steady-state check`` is the part of it
+    that looks for what moved or changed and brings the tables up to date, all that comes before a captured step's replay.
     """
     device = torch.device("cpu")
     sizes = shapes(workload)
@@ -124,10 +124,15 @@ def measure_overhead(workload: str, optimizer: str, *, rounds: int) -> list[Row]
         param.grad = grad
     made.step()
     _remove_kernels(made)
-    samples: Samples = {"gradient checks": [], "step without kernel": []}
+
+    def check() -> None:
+        made.prepare()
+        made.finish()
+
+    samples: Samples = {"steady-state check": [], "step without kernel": []}
     with _no_garbage_collection():
         for index in range(rounds):
-            for metric, call in (("gradient checks", made._gradients), ("step without kernel", made.step)):
+            for metric, call in (("steady-state check", check), ("step without kernel", made.step)):
                 for param, grad in zip(params, pools[index % 2], strict=True):
                     param.grad = grad.view_as(grad)
                 samples[metric].append(1e6 * _timed(call, device) / len(params))
@@ -135,6 +140,43 @@ def measure_overhead(workload: str, optimizer: str, *, rounds: int) -> list[Row]
         Row("overhead", workload, optimizer, OURS, metric, "us/parameter", *percentiles(values), None, rounds)
         for metric, values in samples.items()
     ]
+
+
+def measure_bandwidth(workload: str, optimizer: str, device: torch.device, *, rounds: int, warmup: int = 3) -> list[Row]:
+    """Gigabytes per second that a step moves, counted as each number read and written once, and that a plain copy moves."""
+    params = make_params(shapes(workload), device)
+    for param, grad in zip(params, make_gradients(shapes(workload), device, 1), strict=True):
+        param.grad = grad
+    made = competitor(optimizer, OURS).make(params)
+    buffers = [v for s in made.state.values() for v in s.values() if v.dim()]
+    moved = {"step": sum(3 * _bytes(p) for p in params) + sum(2 * _bytes(b) for b in buffers)}
+    source = torch.ones(min(2**28, moved["step"] // 8), device=device)
+    target = torch.empty_like(source)
+    moved["copy"] = 2 * _bytes(source)
+    samples: Samples = {"step": [], "copy": []}
+    for index in range(-warmup, rounds):
+        for metric, call in (("step", made.step), ("copy", lambda: target.copy_(source))):
+            seconds = _timed(call, device)
+            if index >= 0:
+                samples[metric].append(moved[metric] / seconds / 1e9)
+    return [
+        Row(
+            "bandwidth",
+            workload,
+            optimizer,
+            OURS if metric == "step" else "copy",
+            metric,
+            "GB/s",
+            *percentiles(values),
+            None,
+            rounds,
+        )
+        for metric, values in samples.items()
+    ]
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 class _NoKernel:

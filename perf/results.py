@@ -11,9 +11,6 @@ from pathlib import Path
 
 import pandas as pd
 import torch
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -59,13 +56,16 @@ def percentiles(samples: Sequence[float]) -> tuple[float, float, float]:
 def frame(rows: Sequence[Row], device: torch.device) -> pd.DataFrame:
     """``rows`` with the columns that say where and when they were measured."""
     table = pd.DataFrame([asdict(row) for row in rows])
-    table["torch"] = torch.__version__
-    table["python"] = platform.python_version()
     table["device"] = device_name(device)
     table["threads"] = torch.get_num_threads()
-    table["commit"] = _commit()
-    table["date"] = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    table = stamp(table)
     return table[COLUMNS]
+
+
+def stamp(table: pd.DataFrame) -> pd.DataFrame:
+    """``table`` with the versions it was made with, and when."""
+    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    return table.assign(torch=torch.__version__, python=platform.python_version(), commit=_commit(), date=now)
 
 
 def append(rows: Sequence[Row], device: torch.device, directory: Path = RESULTS) -> list[Path]:
@@ -87,16 +87,22 @@ def append(rows: Sequence[Row], device: torch.device, directory: Path = RESULTS)
 
 def show(rows: Sequence[Row], title: str) -> None:
     """Print ``rows`` as a table."""
-    table = Table("workload", "optimizer", "competitor", "metric", title=title, title_justify="left")
-    for heading in ("p20", "p50", "p80", "unit", "ours / it", "n"):
-        table.add_column(heading, justify="right")
-    for r in rows:
-        numbers = [f"{x:.4g}" for x in (r.p20, r.p50, r.p80)]
-        ratio = "" if r.ratio is None else f"{r.ratio:.3f}"
-        table.add_row(r.workload, r.optimizer, escape(r.competitor), r.metric, *numbers, r.unit, ratio, str(r.n))
-    console = Console()
-    # A pipe has no width of its own; 80 columns would wrap every row.
-    (console if console.is_terminal else Console(width=160)).print(table)
+    lines = [
+        {
+            **{name: getattr(r, name) for name in ("workload", "optimizer", "competitor", "metric")},
+            **{name: f"{getattr(r, name):.4g}" for name in ("p20", "p50", "p80")},
+            "unit": r.unit,
+            "ours / it": "" if r.ratio is None else f"{r.ratio:.3f}",
+            "n": r.n,
+        }
+        for r in rows
+    ]
+    show_table(pd.DataFrame(lines), title)
+
+
+def show_table(table: pd.DataFrame, title: str) -> None:
+    """Print every row and column of ``table``."""
+    print(f"{title}\n{table.to_string(index=False, max_colwidth=None)}\n", flush=True)
 
 
 def device_name(device: torch.device) -> str:

@@ -35,6 +35,7 @@ WORKLOADS: dict[str, Callable[[], Shapes]] = {
     "small-148": lambda: [(4096,)] * 148,
     "small-1000": lambda: [(4096,)] * 1000,
     "tiny-10": lambda: [(16,)] * 10,
+    "half-billion": lambda: [(1000, 1000)] * 500,
     "scalars-20000": lambda: [(1,)] * 20000,
 }
 

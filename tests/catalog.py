@@ -20,6 +20,17 @@ def registry() -> list[type[CompiledOptimizer]]:
     return [c for c in classes if c is not CompiledOptimizer]
 
 
+def ruled(gradients: str | None = None) -> list[type[CompiledOptimizer]]:
+    """Every optimizer that is an elementwise rule, from ``gradients`` of that kind."""
+    rules = [c for c in registry() if hasattr(c, "rule") and c.granularity == "element"]
+    return [c for c in rules if gradients in (None, c.gradients)]
+
+
+def stacked() -> list[type[CompiledOptimizer]]:
+    """Every optimizer that is a rule on whole tensors."""
+    return [c for c in registry() if hasattr(c, "rule") and c.granularity != "element"]
+
+
 @dataclass(frozen=True)
 class Case:
     """One configuration of one optimizer."""
@@ -35,6 +46,26 @@ class Case:
     def reference(self) -> type[torch.optim.Optimizer]:
         """torch.optim's optimizer of the same name."""
         return getattr(torch.optim, self.optimizer.__name__)
+
+    @property
+    def takes_complex(self) -> bool:
+        """Rows are real: an optimizer of sparse gradients refuses complex parameters."""
+        return self.optimizer.gradients == "dense"
+
+    def parameters(self, dtype: torch.dtype) -> list[torch.nn.Parameter]:
+        """Parameters that can have the gradients which the optimizer takes."""
+        return [p for p in parameters(dtype) if self.optimizer.gradients == "dense" or (p.dim() and p.is_contiguous())]
+
+    def give_gradients(
+        self, params: list[torch.nn.Parameter], twins: list[torch.nn.Parameter], seed: int, absent: int = 0
+    ) -> None:
+        """As :func:`give_gradients`, dense or sparse as the optimizer takes them."""
+        give_gradients(params, twins, seed, absent)
+        if self.optimizer.gradients == "sparse":
+            for i, (param, twin) in enumerate(zip(params, twins, strict=True)):
+                if param.grad is not None:
+                    param.grad = sparse_rows(param.grad, seed + i)
+                    twin.grad = param.grad.to(twin.dtype, copy=True)
 
     def __str__(self) -> str:
         return "-".join([self.optimizer.__name__, *(f"{k}={v}" for k, v in self.arguments)])
@@ -102,6 +133,13 @@ _FAR: dict[str, list[dict[str, Any]]] = {
         {"lr": 0.3, "etas": (0.3, 1.7), "step_sizes": (0.1, 0.6)},
         {"lr": 0.3, "etas": (0.9, 1.1), "step_sizes": (0.5, 2.0), "maximize": True},
     ],
+    "SparseAdam": [
+        {},
+        {"lr": 0.07, "betas": (0.6, 0.8), "eps": 0.03},
+        {"lr": 0.07, "betas": (0.0, 0.5), "eps": 0.3, "maximize": True},
+        # Not 0: torch's exp_avg_sq += 1 * (grad**2 - exp_avg_sq) cancels where a gradient becomes small.
+        {"lr": 0.3, "betas": (0.6, 0.1), "eps": 0.1},
+    ],
     "AdamW": [
         {},
         {"lr": 0.07, "betas": (0.6, 0.8), "eps": 0.03, "weight_decay": 0.4},
@@ -120,9 +158,31 @@ _FAR: dict[str, list[dict[str, Any]]] = {
 }
 
 
-def cases() -> list[Case]:
-    """All configurations of all optimizers."""
-    return [Case(c, tuple(kwargs.items())) for c in registry() for kwargs in _FAR[c.__name__]]
+def cases(gradients: str | None = None) -> list[Case]:
+    """All configurations of all elementwise rules, or of those that take ``gradients``."""
+    return [Case(c, tuple(kwargs.items())) for c in ruled(gradients) for kwargs in _FAR[c.__name__]]
+
+
+_STACKED: dict[str, list[dict[str, Any]]] = {
+    "Adafactor": [
+        {},
+        {"lr": 0.3, "beta2_decay": -0.5, "eps": (0.02, 0.3), "d": 1.2, "weight_decay": 0.4},
+        {"lr": 2.0, "beta2_decay": -0.1, "eps": (None, 0.01), "d": 3.0, "maximize": True},
+        {"lr": 0.07, "beta2_decay": 0.0, "eps": (0.9, 0.0), "weight_decay": 2.0},
+    ],
+    "Muon": [
+        {},
+        {"lr": 0.07, "weight_decay": 0.9, "momentum": 0.5, "nesterov": False},
+        {"lr": 0.3, "momentum": 0.7, "ns_coefficients": (3.0, -4.0, 1.8), "eps": 0.5, "ns_steps": 3},
+        {"lr": 0.02, "momentum": 0.0, "adjust_lr_fn": "match_rms_adamw"},
+        {"lr": 0.02, "adjust_lr_fn": "original", "ns_steps": 1, "weight_decay": 0.0},
+    ],
+}
+
+
+def stacked_cases() -> list[Case]:
+    """All configurations of all rules on whole tensors."""
+    return [Case(c, tuple(kwargs.items())) for c in stacked() for kwargs in _STACKED[c.__name__]]
 
 
 @contextlib.contextmanager
@@ -165,6 +225,15 @@ def give_gradients(params: list[torch.nn.Parameter], twins: list[torch.nn.Parame
             param.grad = twin.grad = None
         else:
             param.grad, twin.grad = grad, grad.to(twin.dtype, copy=True)
+
+
+def sparse_rows(grad: torch.Tensor, seed: int) -> torch.Tensor:
+    """A sparse gradient of half the rows of ``grad``: each twice, once, or in a coalesced tensor, by ``seed``."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randperm(len(grad), generator=generator)[: (len(grad) + 1) // 2]
+    index = torch.cat([rows, rows.flip(0)]) if seed % 3 == 0 else rows
+    made = torch.sparse_coo_tensor(index[None], grad[index], grad.shape, check_invariants=True)
+    return made.coalesce() if seed % 3 == 1 else made
 
 
 def relative_error(params: list[torch.Tensor], reference: list[torch.Tensor]) -> float:

@@ -18,9 +18,9 @@ def seed() -> None:
 @pytest.fixture
 def fresh_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Start with no kernel in memory, so that compilations are counted from zero."""
-    from compiled_optim.lowering import inductor, multi_tensor
+    from compiled_optim.lowering import inductor, multi_tensor, stacked
 
-    for module in (inductor, multi_tensor):
+    for module in (inductor, multi_tensor, stacked):
         monkeypatch.setattr(module, "_kernels", {})
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from catalog import Case, cases, copies, give_gradients, parameters, relative_error, wide_scalars
+from catalog import Case, cases, copies, relative_error, wide_scalars
 from data import make
 from torch import nn
 
@@ -112,11 +112,11 @@ def test_loads_into_live_tensors(lowering: str) -> None:
 
 @pytest.mark.parametrize("case", cases(), ids=str)
 def test_interchange_with_torch(case: Case) -> None:
-    ours = parameters(torch.float64)
+    ours = case.parameters(torch.float64)
     theirs = copies(ours, torch.float64)
     optimizer, reference = case.optimizer(ours, **case.kwargs), case.reference(theirs, **case.kwargs)
     for step in range(3):
-        give_gradients(ours, theirs, step)
+        case.give_gradients(ours, theirs, step)
         optimizer.step()
         with wide_scalars():
             reference.step()
@@ -128,7 +128,7 @@ def test_interchange_with_torch(case: Case) -> None:
         group["maximize"] = case.kwargs.get("maximize", False)
     first, second = to_ours.param_groups[0]["params"], to_torch.param_groups[0]["params"]
     for step in range(3, 8):
-        give_gradients(ours, theirs, step)
+        case.give_gradients(ours, theirs, step)
         for group in (first, second):
             for param, source in zip(group, ours, strict=True):
                 param.grad = source.grad.clone()

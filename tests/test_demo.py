@@ -27,12 +27,17 @@ def _demo(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_demo(tmp_path: Path) -> None:
-    result = _demo("--epochs", "2", "--out", str(tmp_path), "--min-accuracy", "0")
+    options = ["--mode", "eager", "--compare", "eager", "whole-step"]
+    result = _demo("--epochs", "2", "--out", str(tmp_path), "--min-accuracy", "0", *options)
     assert result.returncode == 0, result.stderr
     report = json.loads((tmp_path / "report.json").read_text())
     names = report["resumption"]["names"]
 
     assert report["recompiles"] == 0
+    assert [m["mode"] for m in report["modes"]] == ["eager", "whole-step"]
+    assert [m["graphs"] for m in report["modes"]] == [0, 1]
+    assert all(m["recompiles"] == 0 for m in report["modes"])
+    assert all(m["seconds"] > 0 for m in report["modes"])
     assert "position_embedding" in names
     assert len(names) == len(torch.load(tmp_path / "checkpoint.pt", weights_only=True)["model"])
     assert report["resumption"]["moved"] > len(names) // 2
@@ -50,7 +55,7 @@ def test_demo(tmp_path: Path) -> None:
 
 
 def test_missed_accuracy_is_an_error(tmp_path: Path) -> None:
-    result = _demo("--epochs", "1", "--out", str(tmp_path), "--min-accuracy", "100")
+    result = _demo("--epochs", "1", "--out", str(tmp_path), "--min-accuracy", "100", "--mode", "eager", "--compare")
     assert result.returncode == 1
     assert "is below the minimum of 100 %" in result.stderr
 
@@ -60,7 +65,7 @@ def test_state_that_was_not_resumed_is_noticed(tmp_path: Path, monkeypatch: pyte
     checkpoint = importlib.import_module("tools.demo.checkpoint")
     training = importlib.import_module("tools.demo.training").Training(steps=4)
     images = importlib.import_module("tools.demo.data").load()[0]
-    training.train_step(images)
+    training.train_step(*images)
     checkpoint.save(training, tmp_path / "checkpoint.pt")
     checkpoint.resume(tmp_path / "checkpoint.pt", steps=4)
     monkeypatch.setattr(co.AdamW, "load_state_dict", lambda self, state_dict: None)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from catalog import Case, cases, registry
+from catalog import Case, cases, ruled
 
 import compiled_optim as co
 from compiled_optim.fields import Hyper
@@ -50,7 +50,7 @@ def _steps(
     return param, *(v for v in made.state[param].values() if v.shape == param.shape)
 
 
-FAR = [case for case in cases() if case.arguments]
+FAR = [case for case in cases("dense") if case.arguments]
 
 
 @pytest.mark.parametrize("case", FAR, ids=str)
@@ -66,13 +66,13 @@ def test_to_parameter_gradient_and_hyperparameters(case: Case) -> None:
         assert torch.autograd.gradcheck(step, inputs)
 
 
-@pytest.mark.parametrize("optimizer", registry(), ids=lambda c: c.__name__)
+@pytest.mark.parametrize("optimizer", ruled("dense"), ids=lambda c: c.__name__)
 def test_every_hyperparameter_was_differentiated(optimizer: type[co.CompiledOptimizer]) -> None:
     expected = {(h.name, i) for h in optimizer.fields_of(Hyper) for i in range(h.length)}
     assert set().union(*(_elements(case) for case in FAR if case.optimizer is optimizer)) == expected
 
 
-@pytest.mark.parametrize("case", cases(), ids=str)
+@pytest.mark.parametrize("case", cases("dense"), ids=str)
 def test_zero_gradients_make_no_nan(case: Case) -> None:
     """Where a root or a quotient has no derivative, torch.optim's are NaN in most optimizers."""
     inputs = _leaf(0.3, -1.2, 0.0, 0.0), _leaf(0.7, 0.0, 1.9, 0.0)
@@ -120,3 +120,11 @@ def test_a_learning_rate_is_learned() -> None:
 def test_differentiable_is_eager_and_reported() -> None:
     param = torch.randn(3, requires_grad=True).clone()
     assert co.compile_report(co.AdamW([param], differentiable=True)).lowering == "eager"
+
+
+@pytest.mark.parametrize("optimizer", ruled("sparse"), ids=lambda c: c.__name__)
+def test_sparse_gradients_are_refused(optimizer: type[co.CompiledOptimizer]) -> None:
+    with pytest.raises(
+        ValueError, match=f"differentiable=True needs dense gradients; {optimizer.__name__} takes sparse ones"
+    ):
+        optimizer([torch.zeros(3, 2)], differentiable=True)

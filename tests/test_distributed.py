@@ -117,6 +117,39 @@ def sharded_steps_equal_unsharded_ones(directory: Path) -> None:
                 assert torch.allclose(_full(buffer), theirs.state[reference][key], atol=1e-7), (lowering, name, key)
 
 
+def the_norm_is_that_of_all_shards(directory: Path) -> None:
+    for lowering in ("auto", "inductor", "eager"):
+        sharded, whole = _build(), _build(sharded=False)
+        ours = _adamw(sharded, lowering=lowering, max_grad_norm=0.05)
+        theirs = torch.optim.AdamW(whole.named_parameters(), lr=0.01)
+        for step in range(3):
+            for model in (sharded, whole):
+                model(torch.randint(7, (9,), generator=torch.Generator().manual_seed(step))).backward()
+            if step == 1:  # a process alone may have nothing to add
+                sharded.mid.weight.grad = whole.mid.weight.grad = None
+            norm = nn.utils.clip_grad_norm_(whole.parameters(), 0.05)
+            ours.step()
+            theirs.step()
+            assert torch.allclose(ours.grad_norm, norm.double(), rtol=1e-6), (lowering, step)
+            ours.zero_grad()
+            theirs.zero_grad()
+        for (name, param), reference in zip(sharded.named_parameters(), whole.parameters(), strict=True):
+            assert torch.allclose(_full(param), reference, atol=1e-6), (lowering, name)
+
+
+def a_nonfinite_gradient_of_one_process_skips_the_step_of_all(directory: Path) -> None:
+    model = _build()
+    optimizer = _adamw(model, skip_nonfinite=True)
+    _train(model, optimizer, 1)
+    before = _snapshot(optimizer)
+    model(torch.arange(7)).backward()
+    if dist.get_rank() == 0:
+        model.embed.weight.grad.to_local().fill_(float("nan"))
+    optimizer.step()
+    _assert_same(_snapshot(optimizer), before)
+    assert optimizer.skipped_steps.item() == 1
+
+
 def a_step_takes_gradients_of_other_placements(directory: Path) -> None:
     model = _build()
     optimizer, twin_model = _adamw(model), _build()
@@ -278,6 +311,8 @@ CHECKS: dict[str, Callable[[Path], None]] = {
     function.__name__: function
     for function in (
         sharded_steps_equal_unsharded_ones,
+        the_norm_is_that_of_all_shards,
+        a_nonfinite_gradient_of_one_process_skips_the_step_of_all,
         a_step_takes_gradients_of_other_placements,
         asking_a_fresh_optimizer_for_its_state_changes_nothing,
         every_option_that_works_for_torch_works,

@@ -9,7 +9,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from catalog import registry
+from catalog import registry, ruled, stacked
 
 import compiled_optim as co
 from compiled_optim.lowering import vocabulary
@@ -18,14 +18,28 @@ PACKAGE = Path(co.__file__).parent
 
 # A module imports only from rows above its own.
 LAYERS = [
-    {"watched", "fields", "formats", "sharding", "traced", "torch_internals", "graphs", "static_inputs"}
+    {
+        "watched",
+        "fields",
+        "formats",
+        "sharding",
+        "traced",
+        "torch_internals",
+        "graphs",
+        "static_inputs",
+        "curvature",
+        "line_search",
+    }
     | {"lowering.vocabulary", "lowering.layout", "lowering.cache"},
-    {"hyperparameters", "files", "lowering.elementwise", "lowering.gradient"},
+    {"lowering.cpp_library"},
+    {"addresses"},
+    {"hyperparameters", "files", "lowering.rule_step", "lowering.gradient"},
     {"state", "controls"},
     {"plan", "lowering.symbols"},
-    {"events", "checkpoint", "lowering.coefficients", "lowering.rows", "lowering.square_sums"},
+    {"events", "checkpoint", "schedule", "lowering.coefficients", "lowering.rows", "lowering.square_sums"},
     {"lowering.cpp", "lowering.triton", "lowering.eager"},
     {"lowering.multi_tensor", "lowering.inductor"},
+    {"lowering.sparse_rows", "lowering.stacked"},
     {"optimizer"},
     {"optimizers.*", "guards", "named", "staleness"},
     {"capture"},
@@ -89,7 +103,7 @@ def _code_lines(text: str) -> int:
     return sum(1 for n, line in lines if n not in docstrings and line.strip() and not line.strip().startswith("#"))
 
 
-@pytest.mark.parametrize("optimizer", registry(), ids=lambda c: c.__name__)
+@pytest.mark.parametrize("optimizer", [*ruled(), *stacked()], ids=lambda c: c.__name__)
 class TestRule:
     def test_is_short(self, optimizer: type[co.CompiledOptimizer]) -> None:
         assert _code_lines(Path(inspect.getfile(optimizer)).read_text()) < 60
@@ -105,6 +119,9 @@ class TestRule:
             if isinstance(value, ast.Name) and value.id in places:
                 assert value.id == place
 
+
+@pytest.mark.parametrize("optimizer", registry(), ids=lambda c: c.__name__)
+class TestOptimizer:
     def test_cites_its_source(self, optimizer: type[co.CompiledOptimizer]) -> None:
         assert re.search(r"arXiv:\d{4}\.\d{4,5}|ICML|ICLR|JMLR|NeurIPS|Coursera|doi:", optimizer.__doc__)
 

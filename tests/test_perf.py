@@ -5,7 +5,6 @@ import pytest
 import torch
 
 pytest.importorskip("matplotlib")
-pytest.importorskip("rich")
 
 from perf import gates, results
 from perf.__main__ import main
@@ -26,6 +25,7 @@ CPU = torch.device("cpu")
         ("small-148", 148, 606_208),
         ("small-1000", 1000, 4_096_000),
         ("tiny-10", 10, 160),
+        ("half-billion", 500, 500_000_000),
         ("scalars-20000", 20_000, 20_000),
     ],
 )
@@ -94,6 +94,14 @@ def test_ratios_are_ours_over_theirs():
     assert by_name[FUSED, "paired ratio"].p50 == 0.5
 
 
+def test_bandwidth_counts_each_number_once(tmp_path):
+    command = ["bandwidth", "--workload", "small-10", "--rounds", "3", "--results", str(tmp_path)]
+    assert main(command) == 0
+    table = pd.read_csv(tmp_path / "bandwidth.csv")
+    assert list(table["metric"]) == ["step", "copy"]
+    assert (table["p50"] > 0).all()
+
+
 def check_of(*tries):
     left = iter(tries)
     return gates.Check((gates.Promise("speed", 1.1, "ratio"),), lambda: {"speed": next(left)})
@@ -119,6 +127,11 @@ def test_gates_miss_after_three_tries(monkeypatch, capsys):
     assert "1.300, 1.200, 1.110" in printed
     monkeypatch.setattr(gates, "checks", lambda device, record: [check_of(1.0)])
     assert main(["gates", "--no-save"]) == 0
+
+
+def test_a_promise_may_be_a_least_number():
+    promise = gates.Promise("bandwidth", 0.88, "ratio", at_least=True)
+    assert [promise.kept_by(value) for value in (0.87, 0.88, 0.9, float("nan"))] == [False, True, True, False]
 
 
 def test_a_promise_that_is_not_a_number_is_missed():

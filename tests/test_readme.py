@@ -38,6 +38,8 @@ COMMANDS = {
     "tools/run": ["tools/run", "--out"],
     "tools/run --help": ["tools/run", "--help"],
     "tools/test": ["tools/test", "--collect-only", "-q"],
+    "tools/lowering": [sys.executable, "-m", "perf.lowering", "--lowering", "multi_tensor"],
+    "tools/lowering --help": [sys.executable, "tools/lowering", "--help"],
     "python -m perf gates": [sys.executable, "-m", "perf", "gates", "--help"],
     "tools/convert": [sys.executable, "tools/convert", "--help"],
     "python tools/readme.py": [sys.executable, "tools/readme.py"],

@@ -1,4 +1,4 @@
-"""The parts of README.md that are generated: the optimizers, from the registry, and step times, from the results.
+"""The parts of README.md that are generated: the optimizers, from the registry; step times and lowerings, from the results.
 
 ``python tools/readme.py`` rewrites them; a test fails while they are stale.
 """
@@ -15,6 +15,7 @@ from compiled_optim.fields import Hyper, Static
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 RESULTS = README.parent / "perf" / "results" / "step.csv"
+LOWERED = README.parent / "perf" / "results" / "lowering.csv"
 _BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -26,9 +27,9 @@ def optimizers_table() -> str:
         summary = inspect.cleandoc(cls.__doc__ or "").split("\n\n")[0].replace("\n", " ")
         choices = [s for s in cls.fields_of(Static) if s.init]
         fields = ", ".join(f"`{f.name}={f.default}`" for f in (*cls.fields_of(Hyper), *choices))
-        buffers = ", ".join(f"`{b.name}`" + (f" (with `{b.when}`)" if b.when else "") for b in cls.rule.buffers)
-        scalars = ", ".join(f"`{s.name}`" for s in cls.rule.scalars)
-        state = ", ".join(filter(None, [buffers, scalars]))
+        buffers = ", ".join(f"`{b.name}`" + (f" (with `{b.when}`)" if b.when else "") for b in cls.declaration.buffers)
+        scalars = ", ".join(f"`{s.name}`" for s in cls.declaration.scalars)
+        state = ", ".join(filter(None, [buffers, scalars])) if hasattr(cls, "rule") else "one for all parameters together"
         rows.append(f"| `{cls.__name__}`: {summary.partition(': ')[2] or summary} | {fields} | {state} |")
     return "\n".join(rows)
 
@@ -53,9 +54,35 @@ def speed_table() -> str:
     return "\n".join([*rows, "", source])
 
 
+_WAYS = {"multi_tensor": "multi_tensor", "inductor": "inductor", "torch": "torch.optim, foreach, compiled"}
+_SHOWN = [("multi_tensor", n) for n in (10, 148, 1000, 20000)] + [(w, n) for w in ("inductor", "torch") for n in (10, 148)]
+
+
+def lowering_table() -> str:
+    """One Markdown row per way to run AdamW and number of tensors: what a step on a GPU consists of."""
+    with LOWERED.open() as file:
+        found = [
+            row
+            for row in csv.DictReader(file)
+            if (row["optimizer"], row["dtype"], row["options"], row["arch"]) == ("adamw", "float32", "", "sm_90")
+        ]
+    latest = {(row["lowering"], int(row["tensors"])): row for row in found}
+    rows = [
+        "| AdamW on sm_90 | tensors | Triton launches | torch operators | bytes/parameter | registers | first step (CPU) |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for way, tensors in _SHOWN:
+        row = latest[way, tensors]
+        numbers = [row["launches"], row["operators"], f"{float(row['bytes_per_param']):.2f}", row["registers"].split(".")[0]]
+        rows.append(f"| {_WAYS[way]} | {tensors} | {' | '.join(numbers)} | {float(row['seconds']):.2g} s |")
+    last = found[-1]
+    source = f"torch {last['torch']}, triton {last['triton']}; from `perf/results/lowering.csv`."
+    return "\n".join([*rows, "", source])
+
+
 def generated(text: str) -> str:
     """``text`` with its generated parts brought up to date."""
-    tables = {"optimizers": optimizers_table, "speed": speed_table}
+    tables = {"optimizers": optimizers_table, "speed": speed_table, "lowering": lowering_table}
     return _BLOCK.sub(lambda match: f"{match[1]}{tables[match[2]]()}\n{match[3]}", text)
 
 

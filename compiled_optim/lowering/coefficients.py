@@ -22,6 +22,7 @@ class CoefficientStage:
         self._square_sums: Tensor | None = None
         self._takes = frozenset(inspect.signature(plan.rule.coefficients).parameters)
         self._scalar_names = [s.name for s in plan.rule.scalars]
+        self._resolution = plan.sign.new_tensor([torch.finfo(m.param.dtype).eps for m in plan.members])
         self._skip = torch.zeros_like(plan.sign)
         self._recorded: tuple[int, Tensor] | None = None
 
@@ -41,7 +42,7 @@ class CoefficientStage:
             factor, skip, present = self._control(present)
         old = self._scalars()
         step = plan.scalars[0] + 1
-        values: dict[str, Any] = {"step": step, **plan.statics, **plan.hypers()}
+        values: dict[str, Any] = {"step": step, "resolution": self._resolution, **plan.statics, **plan.hypers()}
         values |= dict(zip(self._scalar_names, old[1:].unbind(), strict=True))
         results = plan.rule.coefficients(**{name: values[name] for name in self._takes})
         count = len(self._scalar_names)

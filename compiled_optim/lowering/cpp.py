@@ -7,28 +7,19 @@ less than a second, and it is kept on disk for the next process.
 from __future__ import annotations
 
 import ctypes
-import functools
-import hashlib
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from compiled_optim.events import Signature
-from compiled_optim.lowering.cache import cache_directory
+from compiled_optim.lowering.cpp_library import library
 from compiled_optim.lowering.rows import KernelTable, TableRows
 from compiled_optim.lowering.symbols import Dialect, Program
 
 SERIAL = 32768  # elements below which waking other threads costs more than they save
 CHUNK = 8192  # elements that one thread updates at a time
 
-_FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp")
 _STORAGE = {"float32": "float", "float64": "double", "bfloat16": "bfloat16", "float16": "float16"}
 
 
@@ -213,22 +204,15 @@ extern "C" void step(const int64_t* tensors, const int64_t* grads, const int64_t
 """
 
 
-@functools.cache
-def compiler() -> str | None:
-    """The C++ compiler: ``$CXX``, else the first of g++, clang++ and c++ on the path; None if there is none."""
-    candidates = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++", "c++"]
-    return next((found for c in candidates if (found := shutil.which(c))), None)
-
-
 class CppKernel:
     """A compiled kernel on the CPU; its threads are those of ``torch.set_num_threads``."""
 
     chunk = CHUNK
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, code: ctypes.CDLL) -> None:
         pointer, integer, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
         tensors: list[Any] = [pointer, pointer, pointer, integer, integer]
-        self._measure, self._step = library.measure, library.step
+        self._measure, self._step = code.measure, code.step
         self._measure.argtypes = [*tensors, pointer, flag]
         self._step.argtypes = [*tensors, pointer, pointer, integer, pointer, flag, pointer, flag]
         self._measure.restype = self._step.restype = None
@@ -271,39 +255,4 @@ class CppKernel:
 
 def build(signature: Signature) -> CppKernel:
     """The kernel for one signature."""
-    return CppKernel(load(source(signature)))
-
-
-def load(text: str) -> ctypes.CDLL:
-    """Compile C++ ``text`` to a shared library, or take it from the cache on disk, and load it.
-
-    Raises:
-        RuntimeError: the compiler refused, with its message.
-    """
-    command = [str(compiler()), *_FLAGS]
-    key = hashlib.sha256("\0".join([text, *command, _compiler_version(), _processor()]).encode()).hexdigest()[:32]
-    library = cache_directory() / f"{key}.so"
-    if not library.exists():
-        library.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
-            path = Path(scratch, "kernel.cpp")
-            path.write_text(text)
-            done = subprocess.run([*command, str(path), "-o", f"{scratch}/kernel.so"], capture_output=True, text=True)
-            if done.returncode:
-                raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
-            os.replace(f"{scratch}/kernel.so", library)  # atomic: another process may be doing the same
-    return ctypes.CDLL(str(library))
-
-
-@functools.cache
-def _compiler_version() -> str:
-    return subprocess.run([str(compiler()), "--version"], capture_output=True, text=True).stdout
-
-
-@functools.cache
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return "".join(sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))}))
+    return CppKernel(ctypes.CDLL(str(library(source(signature)))))

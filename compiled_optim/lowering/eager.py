@@ -10,7 +10,7 @@ from torch import Tensor
 from compiled_optim.controls import Controls
 from compiled_optim.fields import compute_dtype
 from compiled_optim.lowering.coefficients import CoefficientStage
-from compiled_optim.lowering.elementwise import elementwise_step
+from compiled_optim.lowering.rule_step import rule_step
 from compiled_optim.lowering.square_sums import square_sum
 from compiled_optim.plan import Plan
 from compiled_optim.state import LocalState, ParamState
@@ -31,7 +31,7 @@ class EagerLowering:
     def __init__(self, plan: Plan, controls: Controls, *, differentiable: bool = False) -> None:
         self.plan = plan
         self._stage = CoefficientStage(plan, controls)
-        self._update = elementwise_step(plan.rule, plan.statics)
+        self._update = rule_step(plan.rule, plan.statics)
         self._differentiable = differentiable
 
     is_compiled = True

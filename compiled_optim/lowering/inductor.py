@@ -20,8 +20,8 @@ from compiled_optim.controls import Controls
 from compiled_optim.events import EventLog, Signature, kernel_signature
 from compiled_optim.fields import compute_dtype, real_numel
 from compiled_optim.lowering.coefficients import CoefficientStage
-from compiled_optim.lowering.elementwise import elementwise_step
 from compiled_optim.lowering.layout import Layout, flat
+from compiled_optim.lowering.rule_step import rule_step
 from compiled_optim.lowering.square_sums import square_sum
 from compiled_optim.plan import Plan
 from compiled_optim.torch_internals import compile_graph, prepare_cpu_compiler
@@ -31,9 +31,29 @@ Kernel: TypeAlias = Callable[[int, list[Tensor]], None]
 ROW = 128  # elements in a row of packed tensors: one tensor's coefficients hold for a whole row
 PACKED_LIMIT = 16384  # elements below which copying a tensor costs less than a call of its own
 
-_OPTIONS = {"cpp.dynamic_threads": True}  # follow torch.set_num_threads
+OPTIONS = {"cpp.dynamic_threads": True}  # follow torch.set_num_threads
 _kernels: dict[Signature, Kernel] = {}
 _serial = itertools.count()
+
+
+def obtain_kernel(log: EventLog, signature: Signature, names: Sequence[str]) -> Kernel:
+    """The process's kernel of ``signature``, for the parameters ``names`` of the optimizer that keeps ``log``."""
+
+    def make(signature: Signature) -> Kernel:
+        function = _kernel_function(signature)
+        tensors, dynamic = _LAYOUTS[signature.layout].example(signature)
+        example = len(tensors[0])
+        graph = compile_graph(function, tensors, [[0] if d else [] for d in dynamic], OPTIONS)
+        if graph is None:
+            log.fall_back(f"{signature.rule.name} runs eager: torch.compile is switched off", "switch it on")
+            return lambda size, tensors: function(*tensors)
+
+        def kernel(size: int, tensors: list[Tensor]) -> None:
+            graph({example: size}, tensors)
+
+        return kernel
+
+    return log.obtain(_kernels, signature, names, make)
 
 
 class InductorLowering:
@@ -68,7 +88,7 @@ class InductorLowering:
         for part in self._parts:
             if part.kernel is None:
                 names = [self.plan.members[i].name for i in part.positions]
-                part.kernel = self._log.obtain(_kernels, part.signature, names, self._make)
+                part.kernel = obtain_kernel(self._log, part.signature, names)
 
     @property
     def is_compiled(self) -> bool:
@@ -101,14 +121,6 @@ class InductorLowering:
         """Let go of the gradients."""
         self._grads = ()
 
-    def _make(self, signature: Signature) -> Kernel:
-        function = _kernel_function(signature)
-        kernel = compile_graph(function, *_LAYOUTS[signature.layout].example(signature), _OPTIONS)
-        if kernel is None:
-            self._log.fall_back(f"{signature.rule.name} runs eager: torch.compile is switched off", "switch it on")
-            return lambda size, tensors: function(*tensors)
-        return kernel
-
 
 class Packed:
     """Tensors copied through (rows, ROW) buffers, in which each owns whole rows and keeps its state.
@@ -125,7 +137,8 @@ class Packed:
         self._rows = [-(-real_numel(p) // ROW) for p in self._params]
         count = sum(self._rows) + 1
         owners = torch.tensor([*positions, positions[-1]])
-        self._owner = owners.repeat_interleave(torch.tensor([*self._rows, 1])).to(plan.device)
+        repeats = torch.tensor([*self._rows, 1])
+        self._owner = owners.repeat_interleave(repeats, output_size=count).to(plan.device)
         self._param, self._grad = (
             torch.zeros(count, ROW, dtype=getattr(torch, d), device=plan.device)
             for d in (signature.param_dtype, signature.grad_dtype)
@@ -245,7 +258,7 @@ def _kernel_function(signature: Signature) -> Callable[..., None]:
 
     Dynamo's recompile limit counts per code object, and it remembers the shapes it saw per name.
     """
-    update = elementwise_step(signature.rule, dict(signature.statics))
+    update = rule_step(signature.rule, dict(signature.statics))
     count = len(signature.buffer_dtypes)
 
     def kernel(param: Tensor, grad: Tensor, *rest: Tensor) -> None:

@@ -7,11 +7,14 @@ address 0 there and is left alone.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 
+from compiled_optim.addresses import Addresses
 from compiled_optim.controls import Controls
 from compiled_optim.events import EventLog, Signature, kernel_signature
 from compiled_optim.fields import real_numel
@@ -25,10 +28,14 @@ from compiled_optim.torch_internals import is_capturing
 BACKENDS: dict[str, Callable[[Signature], Kernel]] = {"cpu": cpp.build, "cuda": triton.build}
 """By device type, what makes the kernel of a signature."""
 
-_IS_CONTIGUOUS: Callable[..., bool] = Tensor.is_contiguous
-_ADDRESS = Tensor.data_ptr
+_NOWHERE = 16  # the address of an empty gradient, which has none: 0 says that there is no gradient
 
 _kernels: dict[Signature, Kernel] = {}
+
+
+def obtain_kernel(log: EventLog, signature: Signature, names: Sequence[str]) -> Kernel:
+    """The process's kernel of ``signature``, for the parameters ``names`` of the optimizer that keeps ``log``."""
+    return log.obtain(_kernels, signature, names, BACKENDS[signature.device])
 
 
 class MultiTensorLowering:
@@ -47,6 +54,8 @@ class MultiTensorLowering:
         self._controls = controls
         self._log = log
         self.tables: list[tuple[Kernel, Table]] = []
+        # Triton launches on the current device, which need not be that of the tensors.
+        self._on_device = torch.cuda.device(plan.device) if plan.device.type == "cuda" else contextlib.nullcontext()
 
     def compile(self) -> None:
         """Make the kernels that do not exist yet, and the tables they read."""
@@ -56,9 +65,7 @@ class MultiTensorLowering:
         for i, (member, grad_dtype) in enumerate(zip(self.plan.members, self.plan.grad_dtypes, strict=True)):
             positions.setdefault(kernel_signature(self.plan, member, grad_dtype, "multi-tensor"), []).append(i)
         kernels = [
-            self._log.obtain(
-                _kernels, signature, [self.plan.members[i].name for i in where], BACKENDS[self.plan.device.type]
-            )
+            obtain_kernel(self._log, signature, [self.plan.members[i].name for i in where])
             for signature, where in positions.items()
         ]
         self.tables = [
@@ -102,13 +109,15 @@ class MultiTensorLowering:
 
     def measure(self) -> None:
         """Write the partial sums of the squares of the prepared gradients."""
-        for kernel, table in self.tables:
-            kernel.measure(table)
+        with self._on_device:
+            for kernel, table in self.tables:
+                kernel.measure(table)
 
     def launch(self) -> None:
         """Update every parameter of the plan that has a prepared gradient."""
-        for kernel, table in self.tables:
-            kernel(table)
+        with self._on_device:
+            for kernel, table in self.tables:
+                kernel(table)
 
     def finish(self) -> None:
         """Let go of the gradients."""
@@ -126,6 +135,7 @@ class Table:
         self, plan: Plan, controls: Controls, positions: Sequence[int], kernel: Kernel, log: EventLog, *, leads: bool
     ) -> None:
         self.positions = tuple(positions)
+        self._plan = plan
         self._log = log
         self._controls = controls
         self._groups = plan.groups
@@ -152,7 +162,8 @@ class Table:
         self.square_sums = self.all_square_sums = self._scratch(0)
         self.leads = leads
         self.elements = sum(numels)
-        self._own_grads = self._upload([0] * len(members))
+        self._addresses = Addresses(len(members))
+        self._own_grads = self._addresses.values if plan.device.type == "cpu" else self._upload([0] * len(members))
         self.grads = self._own_grads
         self._hyper_tensors = self._read_hypers()  # held, so that no other tensor takes their addresses
         self.hypers = self._upload([0] * len(self._hyper_tensors))
@@ -160,27 +171,27 @@ class Table:
         self._hyper_row: list[int] = []
         self._hyper_slots = self._scratch(len(self._hyper_tensors)).unbind()
         self._hyper_copies: list[tuple[Tensor, Tensor]] = []
-        self._grad_addresses: list[int] = []
         self._state_aligned = _aligned(address for row in vectors for address in row)
         self.aligned = self._state_aligned
-        self._contiguous = all(layout.is_contiguous for layout in self._layouts)
         self._staged = [i for i, layout in enumerate(self._layouts) if layout.stage is not None]
+        self._unlike = bool(self._staged) or 0 in numels  # some gradients are not read where they are
         self._held: Sequence[Tensor | None] = ()
         self._spare: Tensor | None = self._host_row()
         self._captured: list[Tensor] = []
+        self._captured_last = False
 
     def prepare(self, grads: Sequence[Tensor | None]) -> None:
         """Bring the table up to date with ``grads`` and the hyperparameters, for one run of its kernel."""
-        whole = type(None) not in set(map(type, grads))
-        if not (whole and self._contiguous and all(map(_IS_CONTIGUOUS, grads))):
+        if self._plan.gradients_in_place and not self._unlike:
+            changed = self._addresses.read(cast("list[Tensor]", grads))
+        else:
             grads = [None if g is None else layout.arranged(g) for layout, g in zip(self._layouts, grads, strict=True)]
-        # An empty gradient has no address, and 0 would say that there is no gradient.
-        addresses = [0 if g is None else _ADDRESS(g) or 16 for g in grads]
+            changed = self._addresses.set([0 if g is None else g.data_ptr() or _NOWHERE for g in grads])
         self.refresh()
         if is_capturing(self._device):
-            self._capture_gradients(addresses)
-        elif addresses != self._grad_addresses:
-            self._write_gradients(addresses)
+            self._capture_gradients()
+        elif changed or self._captured_last:
+            self._write_gradients()
         for i in self._staged:
             self._layouts[i].load()
         self._held = grads
@@ -192,31 +203,31 @@ class Table:
                 self._layouts[i].store()
         self._held = ()
 
-    def _write_gradients(self, addresses: list[int]) -> None:
-        self._grad_addresses = addresses
-        self.grads = self._own_grads
-        self._write(self.grads, addresses)
+    def _write_gradients(self) -> None:
+        self._log.table_refreshes += 1
+        self.grads, self._captured_last = self._own_grads, False
         if self._device.type != "cpu":
-            self.aligned = self._state_aligned and _aligned(addresses)
+            self.grads.copy_(self._addresses.values.pin_memory(), non_blocking=True)
+            self.aligned = self._state_aligned and _aligned(self._addresses.values.tolist())
         if self._spare is None:
             self._spare = self._host_row()
 
-    def _capture_gradients(self, addresses: list[int]) -> None:
-        """Make writing ``addresses`` a part of the graph that is being captured, in memory that no other step uses.
+    def _capture_gradients(self) -> None:
+        """Make writing the addresses a part of the graph that is being captured, in memory that no other step uses.
 
         So a replay finds its own gradients whatever steps were taken outside of the graph.
         """
         if self._spare is None:
             raise RuntimeError("a second step is being captured without a step in between; take one before capturing again")
-        self._spare.copy_(torch.tensor(addresses, dtype=torch.int64))
+        self._spare.numpy()[:] = self._addresses.values.numpy()  # the host's work, now and not in a replay
         self.grads = torch.empty_like(self._own_grads).copy_(self._spare, non_blocking=True)
         self._captured += [
             self._spare,
             self.grads,
             *(t for copy in self._hyper_copies for t in copy),
         ]  # read by every replay
-        self._spare, self._grad_addresses = None, []
-        self.aligned = self._state_aligned and _aligned(addresses)
+        self._spare, self._captured_last = None, True
+        self.aligned = self._state_aligned and _aligned(self._addresses.values.tolist())
 
     def refresh(self) -> None:
         """Write the addresses of hyperparameters that were assigned, and copy those that are not float64.
@@ -225,10 +236,10 @@ class Table:
             RuntimeError: an address would be written by the graph that is being captured, and again by every replay.
         """
         tensors = self._read_hypers()
-        addresses = list(map(_ADDRESS, tensors))
+        addresses = [t.data_ptr() for t in tensors]
         if addresses != self._hyper_addresses:
             read = [t if self._readable(t) else own for t, own in zip(tensors, self._hyper_slots, strict=True)]
-            row = list(map(_ADDRESS, read))
+            row = [t.data_ptr() for t in read]
             if row != self._hyper_row:
                 if is_capturing(self._device):
                     raise RuntimeError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from compiled_optim.fields import Number, buffer, hyper, static
 from compiled_optim.lowering.vocabulary import bias_correction, maximum, sqrt
 from compiled_optim.optimizer import CompiledOptimizer
@@ -21,6 +23,7 @@ class Adam(CompiledOptimizer):
     amsgrad: bool = static(default=False)
     decoupled_weight_decay: bool = static(default=False, kw_only=True)
     exp_avg, exp_avg_sq, max_exp_avg_sq = buffer(), buffer(), buffer(when="amsgrad")
+    advice: ClassVar[str] = "SparseAdam"
 
     @staticmethod
     def coefficients(step, lr, betas, eps, weight_decay):

@@ -13,10 +13,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import compiled_optim as co
 
 from . import checkpoint, data
+from .modes import Stepper, compare
 from .options import Options, parse
 from .report import Report
 from .timing import median_step_times
 from .training import History, Training, accuracy
+
+COMPARED_STEPS = 40
 
 
 def run(options: Options, console: Console) -> Report:
@@ -42,17 +45,20 @@ def run(options: Options, console: Console) -> Report:
             progress.update(task, advance=1, loss=loss)
 
         first = Training(steps)
-        first.run(islice(batches, steps // 2), history, advance)
+        first.run(islice(batches, steps // 2), history, advance, Stepper(first, options.mode))
         checkpoint.save(first, path)
         second, resumption = checkpoint.resume(path, steps)
-        second.run(batches, history, advance)
+        second.run(batches, history, advance, Stepper(second, options.mode))
+    some = list(islice(data.batches(train, options.epochs + 2, torch.Generator().manual_seed(0)), COMPARED_STEPS))
     return Report(
         seed=options.seed,
         epochs=options.epochs,
+        mode=options.mode,
         test_accuracy=accuracy(second.model, test),
         minimum_accuracy=options.minimum_accuracy,
         compilations=(co.compile_report(first.optimizer), co.compile_report(second.optimizer)),
         resumption=resumption,
+        modes=tuple(compare(some, options.compare)) if options.compare else (),
         step_seconds=median_step_times(second.model, data.Images(*(t[: data.BATCH_SIZE] for t in train))),
         seconds=time.perf_counter() - started,
         history=history,

@@ -7,15 +7,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+MODES = ("eager", "model", "whole-step", "captured")
+
 
 @dataclass(frozen=True)
 class Options:
-    """What a run is asked to do; ``minimum_accuracy`` is a percentage."""
+    """What a run is asked to do; ``minimum_accuracy`` is a percentage, ``compare`` are the modes to compare at the end."""
 
     epochs: int
     seed: int
     out: Path
     minimum_accuracy: float
+    mode: str
+    compare: tuple[str, ...]
 
 
 def parse(arguments: Sequence[str]) -> Options:
@@ -24,7 +28,8 @@ def parse(arguments: Sequence[str]) -> Options:
         prog="tools/run",
         description="Train a small vision transformer on scikit-learn's handwritten digits with compiled_optim.AdamW, "
         "on the CPU. Half-way, a checkpoint is saved and resumed by name: by a new model and a new optimizer that "
-        "lists its parameters in another order. Afterwards the optimizer's step is timed against torch.optim.AdamW.",
+        "lists its parameters in another order. Afterwards the ways to run a step are compared, and the optimizer's step is "
+        "timed against torch.optim.AdamW.",
         epilog="The first run makes a virtual environment in .venv-demo and installs PyTorch there. The exit status is "
         "1 if the test accuracy is below the minimum or anything fails.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -46,7 +51,18 @@ def parse(arguments: Sequence[str]) -> Options:
         metavar="PERCENT",
         help="test accuracy that the run must reach",
     )
-    return Options(**vars(parser.parse_args(arguments)))
+    parser.add_argument(
+        "--mode",
+        choices=MODES,
+        default="whole-step",
+        help="how to run a training step: all of it eagerly, with the model compiled, as one compiled graph, or captured in "
+        "a CUDA graph; without CUDA, captured runs eagerly and says so",
+    )
+    parser.add_argument(
+        "--compare", nargs="*", choices=MODES, default=list(MODES), metavar="MODE", help="modes to time in turn at the end"
+    )
+    values = vars(parser.parse_args(arguments))
+    return Options(**{**values, "compare": tuple(values["compare"])})
 
 
 def _positive(text: str) -> int:

@@ -13,6 +13,7 @@ from rich.table import Table
 from compiled_optim import CompileReport
 
 from .checkpoint import Resumption
+from .modes import ModeResult
 from .timing import OURS
 from .training import History
 
@@ -22,17 +23,21 @@ class Report:
     """The results of a run; accuracies are percentages.
 
     Attributes:
+        mode: how the training steps were run.
         compilations: one report for each of the run's optimizers: before and after the resumption.
+        modes: the ways to run a training step, compared.
         step_seconds: the median time of a step by optimizer.
         seconds: the time that all of it took, imports aside.
     """
 
     seed: int
     epochs: int
+    mode: str
     test_accuracy: float
     minimum_accuracy: float
     compilations: tuple[CompileReport, ...]
     resumption: Resumption
+    modes: tuple[ModeResult, ...]
     step_seconds: dict[str, float]
     seconds: float
     history: History
@@ -63,7 +68,7 @@ class Report:
         table = Table(title="compiled_optim on handwritten digits", show_header=False, title_justify="left")
         table.add_row("test accuracy", f"{self.test_accuracy:.2f} % (minimum {self.minimum_accuracy:g} %)")
         table.add_row("loss", f"{self.history.loss[0]:.3f} -> {self.history.loss[-1]:.3f}")
-        table.add_row("steps", f"{len(self.history.loss)} in {self.epochs} epochs, {last.lowering} lowering")
+        table.add_row("steps", f"{len(self.history.loss)} in {self.epochs} epochs, {self.mode}, {last.lowering} lowering")
         seconds = sum(c.seconds for c in self.compilations)
         table.add_row("compiles", f"{self.compiles} ({seconds:.1f} s), {self.recompiles} recompiles")
         resumed = self.resumption
@@ -71,6 +76,12 @@ class Report:
             "resumed by name",
             f"{len(resumed.names)} parameters after step {resumed.step}, {resumed.moved} of them at another position",
         )
+        table.add_section()
+        if self.modes:
+            table.add_row("training step", "median")
+        for m in self.modes:
+            counts = f"{m.graphs} graphs, {m.kernels} kernels, {m.recompiles} recompiles, {m.captures} captures"
+            table.add_row(m.mode, f"{1e3 * m.seconds:.1f} ms, first {m.first:.1f} s; {counts}")
         table.add_section()
         table.add_row("optimizer step", "median")
         for name, taken in self.step_seconds.items():

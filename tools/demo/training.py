@@ -49,27 +49,52 @@ class Training:
             milestones=[warm_up],
         )
 
-    def train_step(self, batch: Images) -> Tensor:
-        """Forward, backward and the optimizer's step, as one unit; returns the loss."""
-        loss = functional.cross_entropy(self.model(batch.pixels), batch.digits)
-        self.optimizer.zero_grad()
+    def train_step(self, pixels: Tensor, digits: Tensor, model: nn.Module | None = None) -> Tensor:
+        """Forward, backward, the optimizer's step and zero_grad, as one unit; returns the loss.
+
+        Args:
+            pixels: (images, 1, 8, 8).
+            digits: (images,).
+            model: stands for :attr:`model`, compiled for example.
+        """
+        loss = functional.cross_entropy((self.model if model is None else model)(pixels), digits)
         loss.backward()
         self.optimizer.step()
+        self.optimizer.zero_grad()
         return loss.detach()
 
-    def run(self, batches: Iterable[Images], history: History, advance: Callable[[float], None]) -> None:
+    def run(
+        self,
+        batches: Iterable[Images],
+        history: History,
+        advance: Callable[[float], None],
+        step: Callable[[Images], float] | None = None,
+    ) -> None:
         """Take a step with each batch, write it into ``history`` and tell ``advance`` the loss.
+
+        Args:
+            batches: one per step.
+            history: is appended to.
+            advance: is called after every step.
+            step: takes one step and returns its loss; :meth:`train_step` if None.
 
         Raises:
             compiled_optim.RecompileError: a step after the first would compile anything again.
         """
         self.model.train()
+        step = step or (lambda batch: self.train_step(*batch).item())
+
+        def take(batch: Images) -> None:
+            history.learning_rate.append(self.optimizer.hyperparameters()[0]["lr"])
+            history.loss.append(step(batch))
+            self.scheduler.step()
+            advance(history.loss[-1])
+
+        batches = iter(batches)
+        take(next(batches))
         with co.no_recompiles():
             for batch in batches:
-                history.learning_rate.append(self.optimizer.hyperparameters()[0]["lr"])
-                history.loss.append(self.train_step(batch).item())
-                self.scheduler.step()
-                advance(history.loss[-1])
+                take(batch)
 
 
 def accuracy(model: nn.Module, images: Images) -> float:

@@ -1,4 +1,4 @@
-"""The one computation that every lowering of an elementwise rule performs on a parameter's elements."""
+"""The one computation that every lowering to torch operations performs, on a parameter's elements or on a stack."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from compiled_optim.fields import Rule, compute_dtype
 Step = Callable[[Tensor, Tensor, Sequence[Tensor], Sequence[Tensor]], tuple[Tensor, list[Tensor]]]
 
 
-def elementwise_step(rule: Rule, statics: Mapping[str, Any]) -> Step:
+def rule_step(rule: Rule, statics: Mapping[str, Any]) -> Step:
     """The function ``(param, grad, buffers, coefficients) -> (new param, new buffers)`` for one set of static choices.
 
     Arithmetic is in float32 for float32 and lower, in float64 for float64; results are rounded to each tensor's dtype.
@@ -23,7 +23,7 @@ def elementwise_step(rule: Rule, statics: Mapping[str, Any]) -> Step:
     """
     present = rule.present_buffers(statics)
     takes = inspect.signature(rule.update).parameters
-    choices = {s.name: statics[s.name] for s in rule.statics if s.name in takes}
+    choices = {f.name: statics[f.name] for f in (*rule.statics, *rule.facts) if f.name in takes}
     absent = {b.name: None for b in rule.buffers if b.name not in present}
     names = rule.coefficient_names
 

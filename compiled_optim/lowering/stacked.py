@@ -1,0 +1,214 @@
+"""The lowering of rules that are not elementwise: equal tensors are stacked, and each stack is updated at once.
+
+State lives in the stacks; parameters and gradients are copied in, unless a stack holds a single tensor, and parameters out.
+A rule that reduces is compiled by Inductor for stacks of any size, so that neither the number of tensors nor their shapes
+compile anything. Where matrix products do the work, compiling would add nothing to them: the rule runs as it is.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from compiled_optim.controls import Controls
+from compiled_optim.events import EventLog, Signature, kernel_signature
+from compiled_optim.fields import compute_dtype
+from compiled_optim.lowering.coefficients import CoefficientStage
+from compiled_optim.lowering.inductor import OPTIONS
+from compiled_optim.lowering.rule_step import rule_step
+from compiled_optim.lowering.square_sums import square_sum
+from compiled_optim.plan import Plan
+from compiled_optim.torch_internals import compile_graph, prepare_cpu_compiler
+
+Kernel = Callable[[list[Tensor]], Sequence[Tensor]]
+
+_EXAMPLES = {2: (5, 7), 4: (5, 3, 11, 7)}
+"""By the number of dimensions of a stack, sizes to compile with: different ones, since equal ones would stay equal."""
+
+_kernels: dict[Signature, Kernel] = {}
+_serial = itertools.count()
+
+
+class StackedLowering:
+    """Runs the step of one plan.
+
+    Args:
+        plan: the tensors, none of them complex or a DTensor.
+        controls: what holds for the whole step.
+        log: where compilations and fallbacks are recorded.
+        compiled: whether Inductor's kernels update the stacks, or plain torch operations.
+    """
+
+    name = "stacked"
+    square_sum_count = 1
+
+    def __init__(self, plan: Plan, controls: Controls, log: EventLog, *, compiled: bool) -> None:
+        self.plan = plan
+        self._log = log
+        self._compiled = compiled
+        self._stage = CoefficientStage(plan, controls)
+        if compiled and plan.device.type == "cpu":
+            prepare_cpu_compiler()
+        positions: dict[tuple[Signature, torch.Size], list[int]] = {}
+        for i, (member, grad_dtype) in enumerate(zip(plan.members, plan.grad_dtypes, strict=True)):
+            if member.param.numel() > 0:
+                signature = kernel_signature(plan, member, grad_dtype, f"stacks of {_dimensions(member.param)} dimensions")
+                positions.setdefault((signature, member.param.shape), []).append(i)
+        self.stacks = [Stack(plan, where, signature) for (signature, _), where in positions.items()]
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether :meth:`compile` has nothing to do."""
+        return all(stack.kernel is not None for stack in self.stacks)
+
+    def compile(self) -> None:
+        """Make the kernels that do not exist yet."""
+        for stack in self.stacks:
+            if stack.kernel is None:
+                names = [self.plan.members[i].name for i in stack.positions]
+                if self._compiled:
+                    stack.kernel = self._log.obtain(_kernels, stack.signature, names, self._make)
+                else:
+                    stack.kernel = _uncompiled(stack.signature)
+
+    def connect(self, own: Tensor, whole: Tensor) -> None:
+        """Let :meth:`measure` write to ``own``; the sum of ``whole`` is the sum over all gradients."""
+        self._square_sum = own
+        self._stage.connect(whole)
+
+    def prepare(self, grads: Sequence[Tensor | None]) -> None:
+        """Take the gradients, one entry per parameter."""
+        self._grads = grads
+
+    def measure(self) -> None:
+        """Write the sum of the squares of the prepared gradients."""
+        self._square_sum.fill_(square_sum(self._grads))
+
+    def launch(self) -> None:
+        """Update every parameter of the plan that has a prepared gradient."""
+        present = [grad is not None for grad in self._grads]
+        mask = None if all(present) else torch.tensor(present, device=self.plan.device)
+        coefficients = self._stage.advance(mask)
+        if mask is not None:
+            coefficients[1].masked_fill_(~mask, 1.0)
+        for stack in self.stacks:
+            stack.step(self._grads, coefficients)
+
+    def finish(self) -> None:
+        """Let go of the gradients."""
+        self._grads = ()
+
+    def _make(self, signature: Signature) -> Kernel:
+        tensors = _example(signature)
+        sizes = _EXAMPLES[tensors[0].dim()]
+        dynamic = [[d for d, size in enumerate(t.shape) if size > 1] for t in tensors]
+        graph = compile_graph(_stack_function(signature), tensors, dynamic, OPTIONS)
+        if graph is None:
+            self._log.fall_back(f"{signature.rule.name} runs eager: torch.compile is switched off", "switch it on")
+            return _uncompiled(signature)
+
+        def run(tensors: list[Tensor]) -> Sequence[Tensor]:
+            return graph(dict(zip(sizes, tensors[0].shape, strict=True)), tensors)
+
+        return run
+
+
+class Stack:
+    """Tensors of one shape and one dtype each for parameters, gradients and every buffer.
+
+    An update sees (tensors, columns), or (tensors, batch, rows, columns) where a parameter has two dimensions or more;
+    (tensors, rows, columns) where the rule's granularity says that all are matrices.
+    """
+
+    def __init__(self, plan: Plan, positions: Sequence[int], signature: Signature) -> None:
+        self.positions = tuple(positions)
+        self.signature = signature
+        self.kernel: Kernel | None = None
+        members = [plan.members[i] for i in positions]
+        self._params = [m.param.detach() for m in members]
+        self._shape = members[0].param.shape
+        self._matrices = plan.rule.granularity == "matrix"
+        self._index = torch.tensor(positions, device=plan.device)
+        self._dtype = compute_dtype(self._params[0].dtype)
+        self._buffers = []
+        for name in plan.buffers:
+            stacked = _stack([m.state[name] for m in members])
+            for member, view in zip(members, stacked.unbind(), strict=True):
+                member.state.set_quietly(name, view)
+            self._buffers.append(self._seen(stacked))
+
+    def step(self, grads: Sequence[Tensor | None], coefficients: Tensor) -> None:
+        """Update the tensors whose entry in ``grads``, over the whole plan, is not None."""
+        assert self.kernel is not None
+        own = [grads[i] for i in self.positions]
+        present = next((grad for grad in own if grad is not None), None)
+        if present is None:
+            return
+        given = [torch.zeros_like(present) if grad is None else grad for grad in own]
+        params = _stack(self._params)
+        stacked = _stack(given)
+        param = self._seen(params)
+        columns = coefficients.index_select(1, self._index).to(self._dtype)
+        columns = columns.view(*columns.shape, *[1] * (param.dim() - 1))
+        new_param, *new_buffers = self.kernel([param, self._seen(stacked), *self._buffers, *columns.unbind()])
+        torch._foreach_copy_([*self._params, *self._buffers], [*new_param.view_as(params).unbind(), *new_buffers])
+
+    def _seen(self, stacked: Tensor) -> Tensor:
+        """``stacked`` as an update sees it."""
+        if self._matrices:
+            return stacked
+        if len(self._shape) < 2:
+            return stacked.view(len(stacked), -1)
+        batch = math.prod(stacked.shape[1:-2])
+        return stacked.view(len(stacked), batch, *stacked.shape[-2:])
+
+
+def _stack(tensors: Sequence[Tensor]) -> Tensor:
+    """``tensors`` in one contiguous tensor; a single contiguous one is not copied."""
+    return tensors[0].contiguous().unsqueeze(0) if len(tensors) == 1 else torch.stack(list(tensors)).contiguous()
+
+
+def _dimensions(param: Tensor) -> int:
+    return 2 if param.dim() < 2 else 4
+
+
+def _example(signature: Signature) -> list[Tensor]:
+    """Tensors to compile a kernel of ``signature`` with, none the same object."""
+    rule = signature.rule
+    count, *shape = next(sizes for d, sizes in _EXAMPLES.items() if signature.layout == f"stacks of {d} dimensions")
+    param, grad = (torch.ones(count, *shape, dtype=dtype, device=signature.device) for dtype in signature.dtypes[:2])
+    present = rule.present_buffers(dict(signature.statics))
+    fields = [b for b in rule.buffers if b.name in present]
+    buffers = [
+        torch.ones(count, *field.shape_for(param[0]), dtype=dtype, device=signature.device)
+        for field, dtype in zip(fields, signature.dtypes[2:], strict=True)
+    ]
+    dtype = compute_dtype(param.dtype)
+    column = (count, *[1] * len(shape))
+    columns = [torch.ones(column, dtype=dtype, device=signature.device) for _ in range(len(rule.coefficient_names) + 2)]
+    return [param, grad, *buffers, *columns]
+
+
+def _stack_function(signature: Signature) -> Callable[..., tuple[Tensor, ...]]:
+    """The function to compile, with a code object of its own: Dynamo's recompile limit counts per code object.
+
+    Its results are new tensors: Inductor 2.13 fails on CPUs where a reduction's input is also written.
+    """
+    update = rule_step(signature.rule, dict(signature.statics))
+    count = len(signature.buffer_dtypes)
+
+    def stack(param: Tensor, grad: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+        new_param, new_buffers = update(param, grad, rest[:count], rest[count:])
+        return (new_param, *new_buffers)
+
+    stack.__code__ = stack.__code__.replace(co_name=f"{signature.rule.name}_stack_{next(_serial)}")
+    return stack
+
+
+def _uncompiled(signature: Signature) -> Kernel:
+    function = _stack_function(signature)
+    return lambda tensors: function(*tensors)

@@ -1,0 +1,56 @@
+"""Adafactor."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import Tensor
+
+from compiled_optim.fields import Granularity, Number, buffer, fact, hyper
+from compiled_optim.lowering.vocabulary import maximum, minimum, power, sqrt, where
+from compiled_optim.optimizer import CompiledOptimizer
+
+
+class Adafactor(CompiledOptimizer):
+    """Adafactor (arXiv:1804.04235, Algorithms 4 and 5): the second moment of a matrix as the product of two vectors.
+
+    ``eps`` bounds the second moment and the parameter's scale; its first element may be None, for the machine epsilon of the
+    parameter's dtype. As torch.optim.Adafactor it applies that bound to the estimate and not to the squared gradient, takes
+    means where the paper has sums, and decays weights by ``lr``. Differs from it: a group of several dtypes takes the
+    epsilon of each, and 16-bit parameters are updated in float32.
+    """
+
+    lr: Number = hyper(default=1e-2, ge=0)
+    beta2_decay: Number = hyper(default=-0.8, le=0)
+    eps: tuple[Number | None, Number] = hyper(default=(None, 1e-3), ge=0)
+    d: Number = hyper(default=1.0, ge=1)
+    weight_decay: Number = hyper(default=0.0, ge=0)
+    matrix, vector = fact(of=lambda shape: len(shape) > 1), fact(of=lambda shape: len(shape) < 2)
+    row_var = buffer(when="matrix", shape=lambda shape: (*shape[:-1], 1))
+    col_var = buffer(when="matrix", shape=lambda shape: (*shape[:-2], 1, shape[-1]))
+    variance = buffer(when="vector")
+    granularity: ClassVar[Granularity] = "tensor"
+    group_flags: ClassVar[tuple[str, ...]] = ("foreach", "maximize")
+
+    @staticmethod
+    def coefficients(step, lr, beta2_decay, eps, d, weight_decay, resolution):
+        bound = where(eps[0] == eps[0], eps[0], resolution)
+        return power(step, beta2_decay), minimum(lr, 1 / sqrt(step)), 1 - lr * weight_decay, bound, eps[1], d
+
+    @staticmethod
+    def update(param, grad, row_var, col_var, variance, weight, rho, keep, bound, least_scale, d, matrix):
+        size = maximum(least_scale, _root_mean_square(param)) * rho
+        square = grad * grad
+        if matrix:
+            row_var = row_var + weight * (square.mean(-1, keepdim=True) - row_var)
+            col_var = col_var + weight * (square.mean(-2, keepdim=True) - col_var)
+            estimate = row_var * col_var / maximum(row_var.mean(-2, keepdim=True), bound)
+        else:
+            estimate = variance = variance + weight * (square - variance)
+        direction = grad / sqrt(maximum(estimate, bound * bound))
+        clipped = size / (_root_mean_square(direction) / d).clamp(min=1.0)
+        return keep * param - clipped * direction, row_var, col_var, variance
+
+
+def _root_mean_square(stack: Tensor) -> Tensor:
+    return sqrt((stack * stack).mean(tuple(range(1, stack.dim())), keepdim=True))

@@ -1,0 +1,77 @@
+"""Muon."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from compiled_optim.fields import Granularity, Number, buffer, hyper, static
+from compiled_optim.lowering.vocabulary import maximum
+from compiled_optim.optimizer import CompiledOptimizer
+
+_LEARNING_RATES = (None, "original", "match_rms_adamw")
+
+
+class Muon(CompiledOptimizer):
+    """Muon: momentum, orthogonalized by a Newton-Schulz iteration (Jordan et al., kellerjordan.github.io/posts/muon).
+
+    For the matrices of hidden layers; embeddings, biases and the last layer are for AdamW. ``adjust_lr_fn`` scales the
+    learning rate with a matrix's shape: ``"original"`` (None) by the root of rows over columns where that is above 1,
+    ``"match_rms_adamw"`` (arXiv:2502.16982, section 2.2) to updates of AdamW's size. The iteration is in bfloat16, as in
+    torch.optim.Muon. Differs from it: all matrices of one shape are one batched product, and sums between products are in
+    the parameter's own arithmetic.
+    """
+
+    lr: Number = hyper(default=1e-3, ge=0)
+    weight_decay: Number = hyper(default=0.1, ge=0)
+    momentum: Number = hyper(default=0.95, ge=0)
+    nesterov: bool = static(default=True)
+    ns_coefficients: tuple[Number, Number, Number] = hyper(default=(3.4445, -4.775, 2.0315))
+    eps: Number = hyper(default=1e-7, ge=0)
+    ns_steps: int = static(default=5)
+    adjust_lr_fn: str | None = static(default=None)
+    momentum_buffer = buffer()
+    granularity: ClassVar[Granularity] = "matrix"
+    group_flags: ClassVar[tuple[str, ...]] = ("maximize",)
+
+    @staticmethod
+    def coefficients(step, lr, weight_decay, momentum, ns_coefficients, eps):
+        a, b, c = ns_coefficients
+        return lr, 1 - lr * weight_decay, momentum, a, b, c, eps
+
+    @staticmethod
+    def update(param, grad, momentum_buffer, lr, keep, momentum, a, b, c, eps, nesterov, ns_steps, adjust_lr_fn):
+        momentum_buffer = grad + momentum * (momentum_buffer - grad)
+        direction = grad + momentum * (momentum_buffer - grad) if nesterov else momentum_buffer
+        rows, columns = param.shape[-2:]
+        ratio = (
+            0.2 * math.sqrt(max(rows, columns)) if adjust_lr_fn == "match_rms_adamw" else math.sqrt(max(1, rows / columns))
+        )
+        return keep * param - lr * ratio * _orthogonalized(direction, a, b, c, eps, ns_steps), momentum_buffer
+
+    @staticmethod
+    def check(hypers: Mapping[str, Any], statics: Mapping[str, Any]) -> None:
+        """Raise ``ValueError`` where a choice is not one of those there are."""
+        if statics["adjust_lr_fn"] not in _LEARNING_RATES:
+            raise ValueError(
+                f"Adjust learning rate function {statics['adjust_lr_fn']} is not supported; "
+                "adjust_lr_fn must be None, 'original' or 'match_rms_adamw'"
+            )
+        steps = statics["ns_steps"]
+        if not isinstance(steps, int) or not 0 <= steps < 100:
+            raise ValueError(f"ns_steps must be an integer >= 0 and < 100, got {steps!r}")
+
+
+def _orthogonalized(stack: Tensor, a: Tensor, b: Tensor, c: Tensor, eps: Tensor, steps: int) -> Tensor:
+    """The matrices of ``stack``, (n, rows, columns), with singular values near 1."""
+    tall = stack.shape[-2] > stack.shape[-1]
+    x = (stack.mT if tall else stack).to(torch.bfloat16)
+    x = x / maximum(torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True), eps.to(x.dtype))
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = (a * x + (b * gram + c * (gram @ gram)).to(x.dtype) @ x).to(x.dtype)
+    return (x.mT if tall else x).to(stack.dtype)

@@ -1,0 +1,83 @@
+"""Hyperparameters as functions of the step count, evaluated on the device as part of the step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from compiled_optim.fields import Hyper
+from compiled_optim.hyperparameters import ParamGroup, scalar_dtype
+from compiled_optim.plan import Plan
+
+Schedule: TypeAlias = Callable[[Tensor], Any]
+"""Step count -> value: a 0-dim tensor, or a tuple of them for a hyperparameter like ``betas``."""
+
+
+class Schedules:
+    """The schedules of one optimizer, by group and hyperparameter."""
+
+    def __init__(self) -> None:
+        self.functions: dict[tuple[int, str], tuple[Hyper, Schedule]] = {}
+        self._groups: Sequence[ParamGroup] = ()
+        self._counts: list[Tensor] = []
+        self._targets: dict[tuple[int, str], tuple[Tensor, ...]] = {}
+
+    def copy(self) -> Schedules:
+        """The same schedules, before they follow any group."""
+        other = Schedules()
+        other.functions = dict(self.functions)
+        return other
+
+    def set(self, index: int, group: ParamGroup, hyper: Hyper, function: Schedule | None) -> None:
+        """Schedule one hyperparameter of one group; None ends its schedule, at the value that it has reached.
+
+        Raises:
+            TypeError: ``function`` cannot be called.
+            ValueError: it looks at the value of its argument, or its first value is out of range.
+        """
+        if function is None:
+            self.functions.pop((index, hyper.name), None)
+            return
+        where = f"the schedule of {hyper.name} in param_groups[{index}]"
+        if not callable(function):
+            raise TypeError(f"{where} must be a function of the step count, got {function!r}")
+        try:
+            function(torch.ones((), dtype=torch.float64, device="meta"))
+        except (RuntimeError, NotImplementedError) as error:
+            advice = (
+                "it must not look at the value of the step count: torch.where instead of if, torch.cos instead of math.cos"
+            )
+            raise ValueError(f"{where} cannot run on the device: {advice} ({error})") from error
+        count = group.tensors(hyper.name)[0].new_ones((), dtype=scalar_dtype(group.tensors(hyper.name)[0].device))
+        for i, value in enumerate(hyper.elements(function(count), where)):
+            hyper.check(float(value), i, where)
+        group.own(hyper.name)
+        self.functions[index, hyper.name] = hyper, function
+
+    def follow(self, groups: Sequence[ParamGroup], plans: Sequence[Plan]) -> None:
+        """Take the groups and the plans of the next steps."""
+        self._groups = groups
+        self._counts = [plan.scalars[0] for plan in plans]
+        self._targets = {(i, name): groups[i].tensors(name) for i, name in self.functions if plans and i < len(groups)}
+
+    def hold(self) -> None:
+        """Put the tensors that :meth:`evaluate` writes back where somebody assigned another value: the schedule decides."""
+        for (index, name), tensors in self._targets.items():
+            if any(now is not own for now, own in zip(self._groups[index].tensors(name), tensors, strict=True)):
+                self._groups[index].restore(name, tensors)
+
+    def evaluate(self) -> None:
+        """Write the values for the step that is about to be taken; the host waits for nothing."""
+        if not self._targets:
+            return
+        device = self._counts[0].device
+        count = torch.stack([steps.amax().to(device) for steps in self._counts]).amax() + 1
+        for key, tensors in self._targets.items():
+            hyper, function = self.functions[key]
+            values = hyper.elements(function(count), f"the schedule of {hyper.name}")
+            for tensor, value in zip(tensors, values, strict=True):
+                live = tensor.detach()
+                live.copy_(value) if isinstance(value, Tensor) else live.fill_(value)

@@ -1,0 +1,210 @@
+"""A CUDA device that is not there: tensors without memory, for which Inductor and Triton compile, launching nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from compiled_optim import addresses
+
+_DATA_PTR = Tensor.data_ptr
+
+_MULTIPROCESSORS = {80: 108, 90: 132, 100: 148}
+_DEVICE_TYPES = 22  # entries of c10's registry of device guards
+_CUDA, _META = 1, 14  # positions in it
+
+
+class _Driver:
+    """What Triton asks of a driver before a launch."""
+
+    def __init__(self, arch: int) -> None:
+        self._arch = arch
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self._arch, 32)
+
+    def get_current_device(self) -> int:
+        return self._arch  # Triton keeps compiled kernels per device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@contextlib.contextmanager
+def triton_target(arch: int) -> Iterator[None]:
+    """Let Triton compile for compute capability ``arch`` (90 for sm_90); a launch fails."""
+    from triton.runtime import driver
+
+    with mock.patch.object(driver, "_active", _Driver(arch)):
+        yield
+
+
+@contextlib.contextmanager
+def fake_cuda(arch: int) -> Iterator[None]:
+    """Make ``device="cuda"`` a GPU of compute capability ``arch`` whose tensors are fake.
+
+    ``data_ptr`` of such a tensor is a number of its own, a multiple of 16 for a tensor at the beginning of its storage.
+    ``torch.cuda.is_available`` keeps saying no, since FakeTensorMode would initialise a device that is.
+    """
+    from torch._dynamo import device_interface
+    from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+    from torch._inductor import config
+    from torch._inductor.runtime import triton_helpers
+    from torch._inductor.runtime.hints import DeviceProperties
+
+    device_interface.get_interface_for_device("cpu")  # fills the registry, over what was registered before
+    TorchInGraphFunctionVariable._get_handlers()  # a table of torch's functions, which are replaced below
+
+    properties = types.SimpleNamespace(
+        name=f"sm_{arch}",
+        major=arch // 10,
+        minor=arch % 10,
+        multi_processor_count=_MULTIPROCESSORS[arch],
+        total_memory=80 << 30,
+        warp_size=32,
+        regs_per_multiprocessor=65536,
+        max_threads_per_multi_processor=2048,
+        max_threads_per_block=1024,
+        shared_memory_per_block_optin=227 << 10,
+        gcnArchName="",
+    )
+
+    class FakeCuda(device_interface.CudaInterface):
+        class Worker(device_interface.CudaInterface.Worker):
+            @staticmethod
+            def get_device_properties(device: Any = None) -> Any:
+                return properties
+
+            @staticmethod
+            def current_device() -> int:
+                return 0
+
+        @staticmethod
+        def is_available() -> bool:
+            return True
+
+        @staticmethod
+        def get_device_properties(device: Any = None) -> Any:
+            return properties
+
+        @staticmethod
+        def get_compute_capability(device: Any = None) -> int:
+            return arch
+
+        @staticmethod
+        def current_device() -> int:
+            return 0
+
+        @staticmethod
+        def is_triton_capable(device: Any = None) -> bool:
+            return True
+
+        @staticmethod
+        def raise_if_triton_unavailable(device: Any = None) -> None:
+            pass
+
+        @staticmethod
+        def is_bf16_supported(including_emulation: bool = False) -> bool:
+            return True
+
+    current = [0]
+
+    def current_device() -> int:
+        return current[0]
+
+    def exchange(index: int) -> int:
+        """Make ``index`` the current device, which is returned."""
+        before, current[0] = current[0], index
+        return before
+
+    def forget() -> None:
+        """Drop what torch remembers about the device."""
+        for function in vars(torch.utils._triton).values():
+            if hasattr(function, "cache_clear"):
+                function.cache_clear()
+        DeviceProperties.create.cache_clear()
+
+    with contextlib.ExitStack() as stack:
+        enter = stack.enter_context
+        enter(triton_target(arch))
+        enter(_device_guard())
+        enter(mock.patch.dict(device_interface.device_interfaces))
+        device_interface.register_interface_for_device("cuda", FakeCuda)
+        device_interface.register_interface_for_device("cuda:0", FakeCuda)
+        enter(mock.patch.object(torch.cuda, "get_device_properties", return_value=properties))
+        enter(mock.patch.object(torch.cuda, "current_device", current_device))
+        enter(mock.patch.object(torch.cuda, "_exchange_device", exchange))
+        enter(mock.patch.object(torch.cuda, "_maybe_exchange_device", exchange))
+        enter(mock.patch.object(triton_helpers, "set_driver_to_gpu"))
+        enter(mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False))
+        enter(mock.patch.object(addresses, "_reader", return_value=None))  # C++ that would read tensors without memory
+        for module in [m for name, m in sys.modules.items() if name.startswith("compiled_optim.")]:
+            for name in [n for n, value in vars(module).items() if value is Tensor.data_ptr]:
+                enter(mock.patch.object(module, name, _address))
+        enter(mock.patch.object(Tensor, "data_ptr", _address, create=True))
+        enter(mock.patch.object(Tensor, "pin_memory", lambda tensor, device=None: tensor, create=True))
+        enter(
+            config.patch(
+                joint_graph_constant_folding=False,  # it computes constants on the device
+                fx_graph_cache=False,  # of a device that is not there
+                compile_threads=1,
+            )
+        )
+        forget()
+        stack.callback(forget)
+        enter(FakeTensorMode(allow_non_fake_inputs=True))
+        enter(_RealHost())
+        yield
+
+
+class _RealHost(TorchDispatchMode):
+    """Keeps tensors on the CPU real under FakeTensorMode: the host computes the tables that it uploads."""
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Yes: Dynamo may trace under it."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        device = kwargs.get("device")
+        elsewhere = device is not None and torch.device(device).type != "cpu"
+        tensors = [t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        tracing = torch._guards.TracingContext.try_get() is not None
+        if elsewhere or tracing or any(isinstance(t, FakeTensor) for t in tensors):
+            return func(*args, **kwargs)
+        with unset_fake_temporarily():
+            return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _device_guard() -> Iterator[None]:
+    """Let a CPU build of torch enter a CUDA device: with the guard of the meta device, which does nothing."""
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+    guards = (ctypes.c_void_p * _DEVICE_TYPES).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
+    before = guards[_CUDA]
+    guards[_CUDA] = guards[_META]
+    try:
+        yield
+    finally:
+        guards[_CUDA] = before
+
+
+def _address(tensor: Tensor) -> int:
+    if not isinstance(tensor, FakeTensor):
+        return _DATA_PTR(tensor)
+    storage = tensor.untyped_storage()
+    return 0 if tensor.numel() == 0 else int(storage._cdata) + tensor.storage_offset() * tensor.element_size()

@@ -1,0 +1,94 @@
+"""What a module that Inductor wrote does, read from its text: calls, waits, and the bytes its Triton kernels move."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+_KERNEL = re.compile(r"^(\w+) = async_compile\.triton\('\w+', '''\n(.*?)^'''", re.MULTILINE | re.DOTALL)
+_RUN = re.compile(r"^\s+(\w+)\.run\(", re.MULTILINE)
+_EXTERN = re.compile(r"^\s+(?:\w+ = )?((?:extern_kernels\.|torch\.ops\.|aten\.)[\w.]+)\(", re.MULTILINE)
+_CPP = re.compile(r"^\s+(cpp_\w+)\(", re.MULTILINE)
+_WAIT = re.compile(r"\.item\(\)|\.tolist\(\)|\.cpu\(\)|\.synchronize\(\)")
+_ACCESS = re.compile(r"tl\.(load|store)\((\w+) \+ \(")
+_BITS = re.compile(r"(\d+)$")
+
+
+@dataclass(frozen=True)
+class Module:
+    """One graph's module.
+
+    Attributes:
+        launches: Triton kernels in the order of their launches.
+        externs: library calls and operators.
+        cpp: calls of C++ kernels.
+        waits: places where the host reads a value of the device.
+        kernels: text of each Triton kernel.
+        bytes: moved by all launches together.
+    """
+
+    launches: list[str]
+    externs: list[str]
+    cpp: list[str]
+    waits: list[str]
+    kernels: Mapping[str, str]
+    bytes: float
+
+
+def read(source: str, elements: int) -> Module:
+    """Read a module; ``elements`` is the size of a kernel whose text leaves it open."""
+    kernels = {name: text for name, text in _KERNEL.findall(source)}
+    calls = source[source.index("def call(") :]
+    launches = [name for name in _RUN.findall(calls) if name in kernels]
+    moved = {name: _kernel_bytes(text, elements) for name, text in kernels.items()}
+    return Module(
+        launches, _EXTERN.findall(calls), _CPP.findall(calls), _WAIT.findall(calls), kernels, sum(moved[n] for n in launches)
+    )
+
+
+def _kernel_bytes(text: str, elements: int) -> float:
+    """Bytes one launch moves: every load and store, over the elements of its section, counted once each."""
+    sizes = {name: _size(kind) for name, kind in re.findall(r"'(\w+)': '\*(\w+)'", text)}
+    body = text[text.index("\ndef ") :]
+    count: float = elements
+    indices: dict[str, float] = {}
+    moved = 0.0
+    found = 0
+    for line in body.splitlines():
+        if size := re.match(r"\s+xnumel = (\d+)$", line):
+            count = int(size[1])
+        if index := re.match(r"\s+(x\d+) = (.*)$", line):
+            indices[index[1]] = _distinct(index[2], count)
+        if access := _ACCESS.search(line):
+            found += 1
+            used = [indices[name] for name in re.findall(r"\bx\d+\b", _argument(line, access.end())) if name in indices]
+            moved += sizes[access[2]] * min(math.prod(used), count)
+    assert found == len(re.findall(r"\btl\.(?:load|store|atomic_\w+)\(", body)), "an access was not understood"
+    return moved
+
+
+def _argument(line: str, start: int) -> str:
+    """The text from ``start`` to the parenthesis that closes it."""
+    depth = 1
+    for end in range(start, len(line)):
+        depth += {"(": 1, ")": -1}.get(line[end], 0)
+        if depth == 0:
+            return line[start:end]
+    raise AssertionError(line)
+
+
+def _distinct(expression: str, count: float) -> float:
+    """How many values an index takes over ``count`` elements."""
+    if quotient := re.match(r"x\w* // (\d+)$", expression):
+        return count / int(quotient[1])
+    if remainder := re.match(r"x\w* % (\d+)$", expression):
+        return int(remainder[1])
+    assert re.match(r"\(?x\w+", expression), expression
+    return count
+
+
+def _size(kind: str) -> int:
+    bits = _BITS.search(kind)
+    return 1 if kind in ("i1", "u1") or bits is None else int(bits[1]) // 8

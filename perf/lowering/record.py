@@ -1,0 +1,183 @@
+"""A record of what a step asks of a device: Triton launches, compiled graphs, operators, waits."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_WAITS = {"_local_scalar_dense", "nonzero", "equal", "masked_select", "unique2"}
+_WRITE_ONLY = {"copy_", "_foreach_copy_", "fill_", "zero_"}
+_WITHOUT_LAUNCH = {"empty", "empty_strided", "empty_like", "new_empty", "lift_fresh", "_pin_memory"}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch of a Triton kernel: which, on how many programs of which device, and the compiled kernel."""
+
+    name: str
+    programs: int
+    device: int
+    kernel: Any
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One operator that a device would run.
+
+    Attributes:
+        name: without overload.
+        bytes: of the tensors it reads and of those it writes.
+        waits: whether the host waits for its result.
+        crosses: whether it copies between host and device.
+    """
+
+    name: str
+    bytes: int
+    waits: bool
+    crosses: bool
+
+
+@dataclass(frozen=True)
+class Graph:
+    """One run of a graph that Inductor compiled: the text of its module, and the elements of its largest input."""
+
+    source: str
+    elements: int
+
+
+@dataclass
+class Record:
+    """What happened, in order."""
+
+    launches: list[Launch] = field(default_factory=list)
+    operators: list[Operator] = field(default_factory=list)
+    graphs: list[Graph] = field(default_factory=list)
+
+
+class Recorder:
+    """Where what happens is written down, while nothing pauses it."""
+
+    def __init__(self) -> None:
+        self._record = Record()
+        self._pauses = 0
+
+    @property
+    def record(self) -> Record:
+        """The record to write to."""
+        return Record() if self._pauses else self._record
+
+    def take(self) -> Record:
+        """What happened since the last call."""
+        taken, self._record = self._record, Record()
+        return taken
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Write nothing down inside."""
+        self._pauses += 1
+        try:
+            yield
+        finally:
+            self._pauses -= 1
+
+
+@contextlib.contextmanager
+def recording(device: str) -> Iterator[Recorder]:
+    """Record what Triton and Inductor would launch, under ``fake_cuda`` or ``triton_target``, instead of running it.
+
+    Everything else runs, and is recorded where it involves a tensor on ``device``.
+    """
+    from torch._inductor import compile_fx
+    from triton.runtime.jit import JITFunction
+
+    recorder = Recorder()
+    compile_graph, launch = compile_fx.compile_fx, JITFunction.run
+
+    def record_launch(function: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        kernel = launch(function, *args, grid=grid, warmup=True, **kwargs)
+        current = torch.cuda.current_device() if device == "cuda" else 0
+        programs = 1
+        for size in grid(kwargs) if callable(grid) else grid:
+            programs *= size
+        recorder.record.launches.append(Launch(function.__name__, programs, current, kernel))
+        return kernel
+
+    def record_graph(module: Any, inputs: Any, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+        with recorder.paused():
+            sources = _inductor_sources(compile_graph, module, inputs, *args, **kwargs)
+
+        def run(*values: Any) -> Any:
+            elements = max((v.numel() for v in values if isinstance(v, Tensor)), default=0)
+            recorder.record.graphs.extend(Graph(source, elements) for source in sources)
+            with recorder.paused():
+                return module(*values)
+
+        return run
+
+    with (
+        mock.patch.object(JITFunction, "run", record_launch),
+        mock.patch.object(compile_fx, "compile_fx", record_graph),
+        _Operators(recorder, device),
+    ):
+        yield recorder
+
+
+class _SourceTaken(BaseException):
+    """Leaves Inductor once the code is written, before it is loaded."""
+
+
+def _inductor_sources(compile_graph: Callable[..., Any], *args: Any, **kwargs: Any) -> list[str]:
+    """The modules that Inductor writes for one graph."""
+    from torch._inductor.graph import GraphLowering
+
+    sources: list[str] = []
+
+    def take(source: str) -> None:
+        sources.append(source)
+        raise _SourceTaken
+
+    with mock.patch.object(GraphLowering, "save_output_code", staticmethod(take)), contextlib.suppress(_SourceTaken):
+        compile_graph(*args, **kwargs)
+    assert sources, "Inductor wrote no code"
+    return sources
+
+
+class _Operators(TorchDispatchMode):
+    """Records the operators on tensors of one device type; views and allocations do not reach it."""
+
+    def __init__(self, recorder: Recorder, device: str) -> None:
+        super().__init__()
+        self._recorder = recorder
+        self._device = device
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Yes: Dynamo may trace under it."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func._schema.name.removeprefix("aten::")
+        if func.is_view or func.namespace != "aten" or name in _WITHOUT_LAUNCH:
+            return result
+        values = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | (kwargs or {})
+        written = {a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+        reads = _tensors([v for key, v in values.items() if key not in written or name not in _WRITE_ONLY])
+        writes = _tensors([v for key, v in values.items() if key in written])
+        made = [t for t in _tensors(result) if not any(t is w for w in writes)]
+        devices = {t.device.type for t in (*reads, *writes, *made)}
+        if self._device in devices:
+            moved = sum(t.numel() * t.element_size() for t in (*reads, *writes, *made))
+            self._recorder.record.operators.append(Operator(name, moved, name in _WAITS, len(devices) > 1))
+        return result
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [t for t in torch.utils._pytree.tree_leaves(values) if isinstance(t, Tensor)]

@@ -1,0 +1,68 @@
+"""Reports as tables for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from perf.lowering.report import Report
+
+
+def show(reports: Sequence[Report], skipped: Mapping[str, str]) -> None:
+    """Print one row per report, one per kernel, and why something is missing."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=160)  # a pipe has no width of its own; 80 columns would wrap every row
+    if reports:
+        first = reports[0]
+        work = first.workload
+        title = f"{work.optimizer}, {work.tensors} tensors, {work.groups} groups, {str(work.dtype)[6:]}, {first.arch}"
+        console.print(_steps(reports, title))
+        console.print(_kernels(reports))
+    for name, reason in skipped.items():
+        console.print(f"{name}: {reason}", highlight=False)
+
+
+def _steps(reports: Sequence[Report], title: str) -> Table:
+    table = Table("lowering", title=title, title_justify="left")
+    for heading in (
+        "graphs",
+        "launches",
+        "operators",
+        "with moved gradients",
+        "C++",
+        "waits",
+        "bytes/param",
+        "first step CPU s",
+    ):
+        table.add_column(heading, justify="right")
+    for r in reports:
+        numbers = (r.graphs, r.launches, r.operators, r.moved_operators, r.cpp, r.waits)
+        table.add_row(r.lowering, *map(str, numbers), _decimals(r.bytes_per_param), f"{r.seconds:.1f}")
+    return table
+
+
+def _kernels(reports: Sequence[Report]) -> Table:
+    table = Table("lowering", "kernel", title="Triton kernels", title_justify="left")
+    for heading in ("launches", "bytes/param", "registers", "spills", "shared", "loads", "stores"):
+        table.add_column(heading, justify="right")
+    for r in reports:
+        for k in r.kernels:
+            res = k.resources
+            mask = " masked" if k.masked else ""
+            table.add_row(
+                r.lowering,
+                k.name,
+                str(k.launches),
+                _decimals(k.bytes_per_param),
+                *map(str, (res.registers, res.spills, res.shared)),
+                " ".join(k.loads) + mask,
+                " ".join(k.stores) + mask,
+            )
+    return table
+
+
+def _decimals(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"

@@ -1,0 +1,366 @@
+"""What a step lowers to on a GPU, without one: pinned for every optimizer, and the counting itself under test."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import expecttest
+import pytest
+import torch
+from catalog import ruled
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor.utils import run_and_get_code
+
+import compiled_optim as co
+from compiled_optim.lowering import triton as lowering
+from perf.lowering import __main__ as command
+from perf.lowering import inductor_source, ptx
+from perf.lowering import results as lowering_results
+from perf.lowering.fake_cuda import fake_cuda
+from perf.lowering.record import recording
+from perf.lowering.report import Report, Workload, cpu_in_place_of_cuda, launches, lower, optimizers, processor_seconds
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.filterwarnings("ignore:.*Profiler.*")
+
+ROOT = Path(__file__).resolve().parent.parent
+ARCHITECTURES = (80, 90, 100)
+REGISTERS = 80  # at 128 threads a program, six programs fit a multiprocessor of 65536 registers
+
+
+def _table(rows: list[tuple[Any, ...]]) -> str:
+    return "\n".join(" | ".join(map(str, row)) for row in rows) + "\n"
+
+
+def _accesses(report: Report) -> str:
+    kernels = [k for k in report.kernels if k.loads]
+    masked = " masked" if any(k.masked for k in kernels) else ""
+    return " ".join(sorted({w for k in kernels for w in (*k.loads, *k.stores)})) + masked
+
+
+def test_every_elementwise_rule_is_reported() -> None:
+    assert set(optimizers().values()) == {c for c in ruled("dense") if c.granularity == "element"}
+
+
+def test_multi_tensor_table() -> None:
+    """Launches, operators in a steady step and in one with moved gradients, bytes per parameter, width of the accesses."""
+    rows: list[tuple[Any, ...]] = []
+    for name in sorted(optimizers()):
+        reports = [lower("multi_tensor", Workload(name, 10), 90)]
+        reports += [lower("multi_tensor", Workload(name, 10), arch, stand_in=True) for arch in ARCHITECTURES]
+        reports += [
+            lower("multi_tensor", Workload(name, 10, dtype=torch.bfloat16), arch, stand_in=True) for arch in ARCHITECTURES
+        ]
+        for report in reports:
+            assert report.graphs == report.cpp == report.waits == report.operators == 0
+            for kernel in report.kernels:
+                assert kernel.resources.spills == 0, kernel
+                assert kernel.resources.registers <= REGISTERS, kernel
+                assert kernel.extern == ()
+                assert not kernel.masked
+        (single,) = {(r.launches, _accesses(r)) for r in reports}
+        moved = f"{reports[0].moved_operators} ({reports[0].uploads} upload)"
+        wide, narrow = (
+            {r.bytes_per_param for r in reports if r.workload.dtype == d} for d in (torch.float32, torch.bfloat16)
+        )
+        rows.append((name, single[0], moved, *wide, *narrow, single[1]))
+    heading = ("optimizer", "launches", "with moved gradients", "bytes float32", "bytes bfloat16", "accesses")
+    expecttest.assert_expected_inline(
+        _table([heading, *rows]),
+        """\
+optimizer | launches | with moved gradients | bytes float32 | bytes bfloat16 | accesses
+adadelta | 2 | 1 (1 upload) | 28.0 | 14.0 | v4.b32
+adagrad | 2 | 1 (1 upload) | 20.0 | 10.0 | v4.b32
+adam | 2 | 1 (1 upload) | 28.0 | 14.0 | v4.b32
+adamax | 2 | 1 (1 upload) | 28.0 | 14.0 | v4.b32
+adamw | 2 | 1 (1 upload) | 28.0 | 14.0 | v4.b32
+asgd | 2 | 1 (1 upload) | 20.0 | 10.0 | v4.b32
+nadam | 2 | 1 (1 upload) | 28.0 | 14.0 | v4.b32
+radam | 2 | 1 (1 upload) | 28.0 | 14.0 | v4.b32
+rmsprop | 2 | 1 (1 upload) | 20.0 | 10.0 | v4.b32
+rprop | 2 | 1 (1 upload) | 28.0 | 14.0 | v4.b32
+sgd | 2 | 1 (1 upload) | 20.0 | 10.0 | v4.b32
+""",
+    )
+
+
+@pytest.mark.parametrize("tensors", [10, 148, 1000, 20_000])
+@pytest.mark.parametrize("name", sorted(optimizers()))
+def test_launches_are_two_for_any_number_of_tensors_and_groups(name: str, tensors: int) -> None:
+    for groups in (1, 8):
+        assert launches(Workload(name, tensors, groups, numel=4)) == ["evaluate", "update"]
+
+
+@pytest.mark.parametrize(("dtype", "moved"), [(torch.float32, 32.0), (torch.bfloat16, 16.0)])
+def test_clipping_is_one_launch_and_one_read_of_the_gradients_more(dtype: torch.dtype, moved: float) -> None:
+    workload = Workload("adamw", 10, 8, dtype=dtype, options=(("max_grad_norm", 1.0),))
+    reports = [lower("multi_tensor", workload, arch, stand_in=True) for arch in ARCHITECTURES]
+    reports.append(lower("multi_tensor", workload, 90))  # setting the norm must not wait for the device either
+    for report in reports:
+        assert report.launches == 3
+        assert report.bytes_per_param == moved
+        assert report.waits == report.operators == 0
+        assert all(k.resources.spills == 0 for k in report.kernels)
+
+
+def _first_step_seconds(tensors: int, cache: Path, monkeypatch: pytest.MonkeyPatch) -> float:
+    """Build the kernels, compile them and fill the tables, with no cache on disk or in memory: time of all processors."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(cache))
+    for module in [m for m in sys.modules if m.startswith("compiled_optim_kernel_")]:
+        monkeypatch.delitem(sys.modules, module)
+    params = [nn.Parameter(torch.zeros(4)) for _ in range(tensors)]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    with cpu_in_place_of_cuda(90), recording("cpu"):
+        optimizer = co.AdamW(params)
+        started = processor_seconds()
+        optimizer.step()
+        return processor_seconds() - started
+
+
+def test_compile_time_does_not_grow_with_the_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _first_step_seconds(10, tmp_path / "warm", monkeypatch)
+    few, many = [], []
+    for i in range(5):
+        few.append(_first_step_seconds(10, tmp_path / f"{i}-10", monkeypatch))
+        many.append(_first_step_seconds(1000, tmp_path / f"{i}-1000", monkeypatch))
+    assert min(many) <= 1.2 * min(few), (few, many)
+
+
+def test_a_launch_more_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = lowering.TritonKernel.__call__
+
+    def twice(kernel: Any, table: Any) -> None:
+        step(kernel, table)
+        step(kernel, table)
+
+    monkeypatch.setattr(lowering.TritonKernel, "__call__", twice)
+    assert len(launches(Workload("sgd", 2))) == 4
+
+
+def test_an_operator_and_a_wait_are_seen() -> None:
+    with fake_cuda(90), recording("cuda") as recorder:
+        x = torch.zeros(3, device="cuda")
+        x.add_(1)
+        torch.ones(3).to("cuda:0")
+        with pytest.raises(Exception, match="_local_scalar_dense"):
+            x[0].item()
+        x.view(3, 1)
+    record = recorder.take()
+    assert [(o.name, o.bytes, o.crosses) for o in record.operators] == [
+        ("zeros", 12, False),
+        ("add_", 24, False),
+        ("_to_copy", 24, True),
+    ]
+
+
+PTX = """
+.visible .entry kernel(
+	.param .u64 kernel_param_0
+)
+.reqntid 128
+{
+	ld.param.b64 	%rd1, [kernel_param_0];
+	mov.u32 	%r1, %tid.x;
+	mul.wide.u32 	%rd2, %r1, 16;
+	add.s64 	%rd3, %rd1, %rd2;
+	ld.global.b64 { %rd4 }, [ %rd1 + 0 ];
+	setp.eq.b64 	%p1, %rd4, 0;
+	@%p1 bra 	$L__BB0_2;
+	ld.global.v4.b32 { %r2, %r3, %r4, %r5 }, [ %rd3 + 0 ];
+	st.global.v2.b64 [ %rd3 + 0 ], { %rd4, %rd4 };
+	bra.uni 	$L__BB0_3;
+$L__BB0_2:
+	@%p2 ld.global.b32 { %r2 }, [ %rd3 + 0 ];
+	@%p2 st.global.L1::evict_last.b32 [ %rd3 + 0 ], { %r2 };
+	@%p2 st.global.b32 [ %rd3 + 4 ], { %r2 };
+$L__BB0_3:
+	ret;
+}
+"""
+
+
+def test_ptx_is_read_along_its_full_path() -> None:
+    path = ptx.full_path(PTX)
+    assert [(str(a), a.bytes, a.masked, a.elementwise) for a in path] == [
+        ("ld.b64", 8, False, False),
+        ("ld.v4.b32", 16, False, True),
+        ("st.v2.b64", 16, False, True),
+    ]
+    masked = [a for a in ptx.accesses(PTX) if a.masked]
+    assert [str(a) for a in masked] == ["ld.b32", "st.b32", "st.b32"]
+    assert ptx.threads(PTX) == 128
+
+
+def test_a_loop_in_ptx_counts_as_one_turn() -> None:
+    looped = PTX.replace("bra.uni 	$L__BB0_3;", "@%p3 bra 	$L__BB0_1;\n	bra.uni 	$L__BB0_3;").replace(
+        "	ld.global.v4", "$L__BB0_1:\n	ld.global.v4"
+    )
+    assert ptx.full_path(looped) == ptx.full_path(PTX)
+
+
+def test_inductor_table() -> None:
+    """torch.compile's own route: graphs, launches, operators, bytes per parameter, width of the accesses."""
+    rows: list[tuple[Any, ...]] = []
+    for name, kind in [(n, "inductor") for n in sorted(optimizers())] + [("adamw", "torch"), ("sgd", "torch")]:
+        report = lower(kind, Workload(name, 10), 90)
+        assert report.cpp == report.waits == report.uploads == 0
+        assert all(k.resources.spills == 0 for k in report.kernels)
+        moved = f"{report.bytes_per_param:.2f}"
+        rows.append((name, kind, report.graphs, report.launches, report.operators, moved, _accesses(report)))
+    heading = ("optimizer", "lowering", "graphs", "launches", "operators", "bytes", "accesses")
+    expecttest.assert_expected_inline(
+        _table([heading, *rows]),
+        """\
+optimizer | lowering | graphs | launches | operators | bytes | accesses
+adadelta | inductor | 1 | 1 | 11 | 52.66 | b32 v2.b32 masked
+adagrad | inductor | 1 | 1 | 14 | 44.51 | b32 v2.b32 masked
+adam | inductor | 1 | 1 | 36 | 52.97 | b32 v2.b32 masked
+adamax | inductor | 1 | 1 | 22 | 52.76 | b32 v2.b32 masked
+adamw | inductor | 1 | 1 | 36 | 52.97 | b32 v2.b32 masked
+asgd | inductor | 1 | 1 | 27 | 44.71 | b32 v2.b32 masked
+nadam | inductor | 1 | 1 | 45 | 53.11 | b32 v2.b32 masked
+radam | inductor | 1 | 1 | 66 | 53.07 | b32 v2.b32 masked
+rmsprop | inductor | 1 | 1 | 11 | 44.67 | b32 v2.b32 masked
+rprop | inductor | 1 | 1 | 12 | 52.73 | b32 v2.b32 masked
+sgd | inductor | 1 | 1 | 16 | 44.57 | b32 v2.b32 masked
+adamw | torch | 1 | 2 | 0 | 28.00 | v4.b32
+sgd | torch | 1 | 1 | 0 | 20.00 | v4.b32
+""",
+    )
+
+
+def test_traffic_of_inductor_counts_every_access() -> None:
+    """A step that writes its update to memory before applying it moves four bytes more, both ways."""
+    with fake_cuda(90), recording("cuda") as recorder:
+        param, grad, update = (torch.zeros(1 << 14, device="cuda") for _ in range(3))
+
+        @torch.compile
+        def step() -> None:
+            update.copy_(grad * 0.1)
+            param.sub_(update)
+
+        step()
+        (graph,) = recorder.take().graphs
+    assert inductor_source.read(graph.source, 0).bytes / (1 << 14) == 16
+
+
+def _calls(source: str) -> list[str]:
+    """The operator's calls in a module of Inductor: their text."""
+    return re.findall(r"torch\.ops\.compiled_optim\.step\.default\(.*\)", source)
+
+
+@pytest.mark.parametrize("kind", ["auto", "inductor"])
+def test_a_step_in_a_users_region_is_one_call_in_place(kind: str) -> None:
+    with fake_cuda(90):
+        torch._dynamo.reset()
+        params = [nn.Parameter(torch.empty(64, device="cuda")) for _ in range(148)]
+        for param in params:
+            param.grad = torch.empty_like(param)
+        optimizer = co.AdamW(params, lowering=kind)
+        with recording("cuda") as recorder:
+            torch.compile(optimizer.step, fullgraph=True)()
+            (graph,) = recorder.take().graphs
+    module = inductor_source.read(graph.source, 0)
+    assert module.externs == ["torch.ops.compiled_optim.step.default"]
+    assert module.launches == module.cpp == module.waits == []
+    (call,) = _calls(graph.source)
+    assert len(set(re.findall(r"\barg\d+_1\b", call))) == 2 * 148  # the graph's own inputs, no copy of any
+
+
+def test_a_thousand_tensors_in_eight_groups_are_one_graph() -> None:
+    torch._dynamo.reset()
+    params = [nn.Parameter(torch.zeros(4)) for _ in range(1000)]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer = co.AdamW([{"params": params[i::8], "lr": 0.1 * (i + 1)} for i in range(8)], weight_decay=0.0)
+    counter = CompileCounterWithBackend("eager")
+    torch.compile(optimizer.step, backend=counter, fullgraph=True)()
+    assert counter.frame_count == 1
+    (graph,) = counter.graphs
+    calls = [node.target for node in graph.graph.nodes if node.op == "call_function"]
+    assert [c for c in calls if c is not torch._C._set_grad_enabled] == [torch.ops.compiled_optim.step]
+    assert [round(p[0].item(), 4) for p in params[:8]] == [round(-0.1 * (i + 1), 4) for i in range(8)]
+
+
+@pytest.mark.parametrize("kind", ["auto", "inductor"])
+def test_a_whole_training_step_updates_in_place(kind: str) -> None:
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 4))
+    x = torch.randn(8, 16)
+    optimizer = co.AdamW(model.parameters(), lowering=kind)
+
+    def train_step() -> torch.Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        _, sources = run_and_get_code(torch.compile(train_step, fullgraph=True))
+    (source,) = [s for s in sources if _calls(s)]
+    (call,) = _calls(source)
+    given = call[call.index("[") : call.index("]")]
+    assert len(re.findall(r"\barg\d+_1\b", given)) == 6
+    assert "buf" not in given
+    after = source[source.index(call) + len(call) : source.index("return (", source.index(call))]
+    assert set(re.findall(r"\S.*", after)) == {f"del {name}" for name in re.findall(r"\barg\d+_1\b", given)}
+
+
+@pytest.fixture
+def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "lowering.csv"
+    monkeypatch.setattr(lowering_results.append, "__defaults__", (path,))
+    return path
+
+
+def test_command_prints_the_table_and_the_source(
+    results: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["lowering", "adamw", "--workload", "10", "--groups", "8", "--arch", "sm_80", "--lowering", "multi_tensor"]
+    monkeypatch.setattr(sys, "argv", [*arguments, "--source", "--save"])
+    assert command.main() == 0
+    printed = capsys.readouterr().out
+    assert "28.00" in printed
+    assert "v4.b32" in printed
+    assert "def update(" in printed
+    assert "28.0" in results.read_text()
+    monkeypatch.setattr(sys, "argv", ["lowering", "adamw", "--workload", "1000"])
+    monkeypatch.setattr(command, "lower", lambda name, *args, **kwargs: lower("multi_tensor", Workload("sgd", 1), 90))
+    assert command.main() == 0
+    assert "ask with --lowering torch" in capsys.readouterr().out
+
+
+def test_command_names_what_there_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["lowering", "adamv"])
+    assert command.main() == 2
+    assert "adamw" in capsys.readouterr().err
+
+
+def test_torch_is_not_compared_where_it_lacks_the_option() -> None:
+    with pytest.raises(ValueError, match="max_grad_norm"):
+        lower("torch", Workload("adamw", 1, options=(("max_grad_norm", 1.0),)), 90)
+
+
+def test_command_answers_mistakes_before_installing() -> None:
+    environments = set(ROOT.glob(".venv-*"))
+    arguments = [sys.executable, ROOT / "tools" / "lowering", "adamw", "--arch", "sm_1"]
+    done = subprocess.run(arguments, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "sm_90" in done.stderr
+    assert set(ROOT.glob(".venv-*")) == environments
+
+
+def test_nothing_of_the_fake_device_is_left_behind() -> None:
+    with fake_cuda(90):
+        assert torch.empty(2, device="cuda").data_ptr() % 16 == 0
+    assert torch.Tensor.data_ptr is torch._C.TensorBase.data_ptr
+    assert not torch.utils._triton.has_triton()
+    with pytest.raises((AssertionError, RuntimeError)):
+        torch.empty(2, device="cuda")
