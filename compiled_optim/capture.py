@@ -453,7 +453,6 @@ class _Recorded:
         """Do what the function's Python would have done besides."""
         self._gradients.restore()
         for optimizer, steps in zip(self._optimizers, self._steps, strict=True):
-            optimizer._opt_called = True
             optimizer.events.steps += steps
             optimizer.events.replays += 1
 
@@ -481,12 +480,14 @@ def _watching_zero_grad(optimizer: CompiledOptimizer, drop: Callable[[Iterable[T
 
 
 def _hypers_of(optimizer: CompiledOptimizer) -> dict[str, Tensor]:
-    """The live hyperparameter tensors by name."""
+    """The live hyperparameter tensors by name, but those that the step itself sets on a schedule."""
+    scheduled = optimizer.scheduled()
     names = [h.name for h in optimizer.fields_of(Hyper)]
     return {
         f"param_groups[{i}][{name!r}]" + (f"[{k}]" if len(tensors) > 1 else ""): tensor
         for i, group in enumerate(optimizer.param_groups)
         for name in names
+        if (i, name) not in scheduled
         for tensors in (group.tensors(name),)  # type: ignore[attr-defined]
         for k, tensor in enumerate(tensors)
     }

@@ -62,6 +62,8 @@ class CudaGraph:
     def release(self) -> None:
         """Free the graph; tensors that live in its memory stay valid for as long as somebody holds them."""
         if self._graph is not None:
+            if not torch.cuda.is_current_stream_capturing():
+                torch.cuda.synchronize(self._device)  # a replay may still be using the memory
             self._graph.reset()
             self._graph = None
 

@@ -400,6 +400,7 @@ class CompiledOptimizer(Declared, Optimizer):
         if self._controls.measures_norm != (self._square_sums is not None):
             return None
         units = self._units_with_tables()
+        self._schedules.hold()
         for unit in units:
             unit.refresh()
         return (self._square_sums, *units, *(unit.copied() for unit in units))
@@ -408,9 +409,8 @@ class CompiledOptimizer(Declared, Optimizer):
         for unit in self.units:
             if not isinstance(unit, MultiTensorLowering):
                 raise ValueError(
-                    "a CUDA graph holds steps of lowering='multi_tensor' with dense gradients only; "
-                    f"{type(self).__name__} updates '{unit.plan.members[0].name}' with lowering='{unit.name}' and "
-                    f"{unit.plan.rule.gradients} gradients"
+                    "a CUDA graph holds elementwise steps from dense gradients with lowering='multi_tensor'; "
+                    f"{type(self).__name__} updates '{unit.plan.members[0].name}' in another way ({unit.name})"
                 )
         return cast("list[MultiTensorLowering]", self.units)
 
@@ -601,6 +601,10 @@ class CompiledOptimizer(Declared, Optimizer):
                 schedules.set(index, self._groups[index], hypers[name], function)
         self._schedules = schedules
         self._changed = True
+
+    def scheduled(self) -> dict[tuple[int, str], Schedule]:
+        """The schedules, by group and hyperparameter."""
+        return {key: function for key, (_, function) in self._schedules.functions.items()}
 
     def hyperparameter(self, name: str, group: int = 0) -> Tensor | tuple[Tensor, ...]:
         """The live tensor, or tuple of tensors, in ``param_groups[group][name]``; unlike that, it can be traced.

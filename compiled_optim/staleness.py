@@ -29,6 +29,8 @@ def described(optimizer: CompiledOptimizer) -> dict[str, str]:
         "max_grad_norm": "off" if bound is None else _place(bound) if _is_copied(bound) else "on",
         "skip_nonfinite": str(optimizer.skip_nonfinite),
     }
+    for (i, name), function in optimizer.scheduled().items():
+        facts[f"schedule of param_groups[{i}][{name!r}]"] = f"{getattr(function, '__name__', 'object')} at {id(function):#x}"
     rule = optimizer.rule
     for i, group in enumerate(optimizer.param_groups):
         label = f"param_groups[{i}]"

@@ -112,6 +112,18 @@ def every_hyperparameter(side: Side, i: int) -> None:
                     tensor.fill_(value)
 
 
+def scheduled_on_device(side: Side, i: int) -> None:
+    """A schedule that another one replaces and that ends; what is assigned meanwhile is overridden."""
+    if i == 0:
+        side.optimizer.schedule(lr=lambda step: 0.1 / (step + 1))
+    elif i == 5:
+        side.optimizer.param_groups[0]["lr"] = 0.5
+    elif i == 10:
+        side.optimizer.schedule(group=1, lr=lambda step: 0.001 * step)
+    elif i == 15:
+        side.optimizer.schedule(lr=None)
+
+
 def clip_norm(side: Side, i: int) -> None:
     """Clipping is switched on, its bound moves in both ways, and it is switched off."""
     optimizer = side.optimizer
@@ -209,6 +221,7 @@ SCENARIOS: list[Scenario] = [
     scheduled,
     lr_saved_and_put_back,
     every_hyperparameter,
+    scheduled_on_device,
     clip_norm,
     skipping,
     parameter_rebound,
@@ -223,6 +236,7 @@ SCENARIOS: list[Scenario] = [
 ]
 
 RECAPTURES = {
+    "scheduled_on_device": 2,
     "clip_norm": 4,  # two of them only where the graph holds the copying of a float32 bound
     "skipping": 2,
     "parameter_rebound": 2,

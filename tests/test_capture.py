@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from capture_scenarios import RECAPTURES, SCENARIOS, Scenario, Side, every_hyperparameter, give, make, unchanged
-from catalog import cases, ruled
+from catalog import cases, ruled, stacked
 from simulated_graph import SimulatedGraph, install
 from torch import Tensor, nn
 
@@ -410,7 +410,21 @@ class TestTrainingStep:
                     p.grad = p.grad * 0.5
             return never(side, x)
 
-        for function in (at_end, in_place, by_the_model, never, halved):
+        def delayed(side: Side, x: Tensor) -> Tensor:
+            """Steps with the gradients that the call before left."""
+            side.optimizer.step()
+            side.optimizer.zero_grad()
+            loss = side.model(x).square().mean()
+            loss.backward()
+            return loss
+
+        def measured(side: Side, x: Tensor) -> Tensor:
+            """Adds to the gradients of the call before, and reads them before it drops them."""
+            side.model(x).sum().backward()
+            norm = side.model.outer.weight.grad.norm()
+            return train(side, x) + norm
+
+        for function in (at_end, in_place, by_the_model, never, halved, delayed, measured):
             report = self.run(unchanged, function=function)
             assert report.recaptures == 0, function.__name__
 
@@ -896,8 +910,15 @@ class TestArguments:
     @pytest.mark.parametrize("lowering", ["inductor", "eager"])
     def test_a_lowering_without_tables_is_refused(self, lowering: str) -> None:
         side = make(lowering=lowering)
-        with pytest.raises(ValueError, match=f"'inner.weight' with lowering='{lowering}'"):
+        with pytest.raises(ValueError, match=rf"AdamW updates 'inner.weight' in another way \({lowering}\)"):
             co.CUDAGraphRunner(side.optimizer)
+
+    @pytest.mark.usefixtures("simulated")
+    @pytest.mark.parametrize("optimizer", [*stacked(), *ruled("sparse")], ids=lambda c: c.__name__)
+    def test_a_rule_without_tables_is_refused(self, optimizer: type[co.CompiledOptimizer]) -> None:
+        made = optimizer([("weight", nn.Parameter(torch.ones(3, 2)))])
+        with pytest.raises(ValueError, match=rf"{optimizer.__name__} updates 'weight' in another way"):
+            co.CUDAGraphRunner(made)
 
     @pytest.mark.usefixtures("simulated")
     def test_the_kinds_are_not_mixed_up(self) -> None:

@@ -220,14 +220,14 @@ def test_hyperparameters_in_one_graph() -> None:
 
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(read, backend=counter, fullgraph=True)
-    counts = []
+    compiles = 0
     for i in range(6):
         lr, beta = 0.1 * i, 0.5 + 0.05 * i
         optimizer.param_groups[1]["lr"] = lr
         optimizer.param_groups[0].update(betas=(0.3, beta))
         assert compiled(torch.tensor(2.0, dtype=torch.float64)) == (2 * lr, 2 * beta)
-        counts.append(counter.frame_count)
-    assert counts == counts[:1] * 6  # Dynamo may start over in its first compilation
+        compiles = compiles or counter.frame_count
+    assert counter.frame_count == compiles > 0
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))], "lr": 0.75})
     assert optimizer.hyperparameter("lr", 2) is optimizer.param_groups[2]["lr"]
 

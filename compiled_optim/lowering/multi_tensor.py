@@ -219,7 +219,7 @@ class Table:
         """
         if self._spare is None:
             raise RuntimeError("a second step is being captured without a step in between; take one before capturing again")
-        self._spare.numpy()[:] = self._addresses.values.numpy()
+        self._spare.numpy()[:] = self._addresses.values.numpy()  # the host's work, now and not in a replay
         self.grads = torch.empty_like(self._own_grads).copy_(self._spare, non_blocking=True)
         self._captured += [
             self._spare,
