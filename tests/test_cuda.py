@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from capture_scenarios import RECAPTURES, SCENARIOS, Scenario, Side, every_hyperparameter, give, make, unchanged
-from catalog import cases
+from catalog import cases, copies, high_precision, relative_error, stacked_cases, wide_scalars
 from torch import Tensor, nn
 
 import compiled_optim as co
@@ -255,6 +255,45 @@ def test_reduce_overhead_runs_the_step_between_its_graphs() -> None:
             torch.compiler.cudagraph_mark_step_begin()
             torch.testing.assert_close(compiled(batch(i)).clone(), train(twin, batch(i)), rtol=1e-4, atol=1e-5)
     assert all(s["step"] == 12 for s in ours.optimizer.state.values() if s["step"] > 0)
+
+
+def _on_device(case: Any, dtype: torch.dtype, **options: Any) -> float:
+    """How far the optimizer on the device is from torch.optim's in float64 on the CPU, after steps with absent gradients."""
+    matrices = case.optimizer.granularity == "matrix"
+    source = [p for p in case.parameters(dtype) if p.numel() and (not matrices or p.dim() == 2)]
+    params = [nn.Parameter(p.detach().cuda()) for p in source]
+    twins = copies(source, high_precision(dtype))
+    with wide_scalars():
+        optimizer, reference = case.optimizer(params, **options, **case.kwargs), case.reference(twins, **case.kwargs)
+        for step in range(4):
+            case.give_gradients(source, twins, step, absent=3)
+            for param, given in zip(params, source, strict=True):
+                param.grad = None if given.grad is None else given.grad.cuda()
+            optimizer.step()
+            reference.step()
+    return relative_error([p.detach().cpu() for p in params], twins)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64], ids=str)
+@pytest.mark.parametrize("case", [c for c in cases() if c.arguments], ids=str)
+def test_catalogue(case: Any, dtype: torch.dtype) -> None:
+    if dtype.is_complex and not case.takes_complex:
+        return
+    assert _on_device(case, dtype) < {torch.float64: 1e-12, torch.bfloat16: 5e-2}.get(dtype, 1e-6)
+
+
+@pytest.mark.parametrize("lowering", ["inductor", "eager"])
+@pytest.mark.parametrize("case", [c for c in cases() if c.arguments], ids=str)
+def test_other_lowerings(case: Any, lowering: str) -> None:
+    assert _on_device(case, torch.float32, lowering=lowering) < 1e-6
+
+
+@pytest.mark.parametrize("lowering", ["auto", "eager"])
+@pytest.mark.parametrize("case", [c for c in stacked_cases() if c.arguments], ids=str)
+def test_stacked_catalogue(case: Any, lowering: str) -> None:
+    # products of matrices are in bfloat16
+    limit = 1e-5 if case.optimizer.granularity == "tensor" else 0.05
+    assert _on_device(case, torch.float64, lowering=lowering) < limit
 
 
 class Block(nn.Module):

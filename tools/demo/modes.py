@@ -115,5 +115,5 @@ def _result(entrant: _Entrant) -> ModeResult:
         graphs=stepper.graphs,
         kernels=report.compiles,
         recompiles=stepper.graphs - entrant.graphs_at_first + report.recompiles,
-        captures=report.captures,
+        captures=len(report.captures),
     )
