@@ -103,7 +103,11 @@ class Surroundings:
         self._keys = [key for _, _, key in places]
         self._held = [entries[key] for _, entries, key in places]
         self._held_names = [f"{name}.{key}" if name else key for name, _, key in places]
-        others = {id(t): (t, n) for t, n in zip(self._held, self._held_names, strict=True) if id(t) not in names}
+        others = {
+            id(t): (t, n)
+            for t, n in zip(self._held, self._held_names, strict=True)
+            if id(t) not in names and _has_address(t)
+        }
         self._tensors = [*self.params, *(t for t, _ in others.values())]
         self._tensor_names = [*self.names, *(n for _, n in others.values())]
         self._sharded = any(map(is_sharded, self._tensors))
@@ -160,6 +164,11 @@ class Surroundings:
 
     def _read_addresses(self) -> bool:
         return self._addresses.read(list(map(local, self._tensors)) if self._sharded else self._tensors)
+
+
+def _has_address(tensor: Tensor) -> bool:
+    """Whether a tensor of a module, which may be of any class and layout, is one piece of memory."""
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
 
 
 def _modes(device: torch.device) -> dict[str, object]:

@@ -567,6 +567,13 @@ class TestTrainingStep:
         assert "parameter 'gate' at" in causes[1]
         assert causes[2] == "'gate' of the module was replaced by another tensor"
 
+    def test_modules_may_hold_tensors_without_an_address(self) -> None:
+        def scenario(side: Side, i: int) -> None:
+            if i == 0:
+                side.model.register_buffer("mask", torch.eye(3).to_sparse())
+
+        assert self.run(scenario, 8).recaptures == 0
+
     def test_a_refused_change_is_refused_again(self) -> None:
         ours = make()
         runner = co.CUDAGraphRunner(
