@@ -12,6 +12,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from compiled_optim.addresses import Addresses
 from compiled_optim.optimizer import CompiledOptimizer
 from compiled_optim.plan import parameter_name
 from compiled_optim.sharding import is_sharded, local
@@ -19,7 +20,6 @@ from compiled_optim.sharding import is_sharded, local
 _GRAD = attrgetter("grad")
 _REQUIRES_GRAD = attrgetter("requires_grad")
 _TRAINING = attrgetter("training")
-_ADDRESS = Tensor.data_ptr
 
 
 def described(optimizer: CompiledOptimizer) -> dict[str, str]:
@@ -103,11 +103,17 @@ class Surroundings:
         self._keys = [key for _, _, key in places]
         self._held = [entries[key] for _, entries, key in places]
         self._held_names = [f"{name}.{key}" if name else key for name, _, key in places]
-        others = {id(t): (t, n) for t, n in zip(self._held, self._held_names, strict=True) if id(t) not in names}
+        others = {
+            id(t): (t, n)
+            for t, n in zip(self._held, self._held_names, strict=True)
+            if id(t) not in names and _has_address(t)
+        }
         self._tensors = [*self.params, *(t for t, _ in others.values())]
         self._tensor_names = [*self.names, *(n for _, n in others.values())]
         self._sharded = any(map(is_sharded, self._tensors))
-        self._addresses = self._locate()
+        self._addresses = Addresses(len(self._tensors))
+        self._read_addresses()
+        self._located = self._addresses.values.tolist()
         self._requires_grad = list(map(_REQUIRES_GRAD, self.params))
         self._modules = [m for _, m in known.values()]
         self._module_names = [name or type(m).__name__ for name, m in known.values()]
@@ -126,9 +132,10 @@ class Surroundings:
         """
         if not all(map(is_, map(dict.get, self._entries, self._keys), self._held)):
             return self._replaced()
-        addresses = self._locate()
-        if addresses != self._addresses:
-            return self._first("parameter '{}' at {:#x} -> {:#x}", self._tensor_names, self._addresses, addresses)
+        if self._read_addresses():
+            addresses = self._addresses.values.tolist()
+            self._addresses.set(self._located)  # what the graph knows stays so
+            return self._first("parameter '{}' at {:#x} -> {:#x}", self._tensor_names, self._located, addresses)
         flags = list(map(_REQUIRES_GRAD, self.params))
         if flags != self._requires_grad:
             return self._first("requires_grad of '{}' {} -> {}", self.names, self._requires_grad, flags)
@@ -155,8 +162,13 @@ class Surroundings:
     def _first(text: str, names: Sequence[str], old: Sequence[Any], new: Sequence[Any]) -> str:
         return next(text.format(n, a, b) for n, a, b in zip(names, old, new, strict=True) if a != b)
 
-    def _locate(self) -> list[int]:
-        return list(map(_ADDRESS, map(local, self._tensors) if self._sharded else self._tensors))
+    def _read_addresses(self) -> bool:
+        return self._addresses.read(list(map(local, self._tensors)) if self._sharded else self._tensors)
+
+
+def _has_address(tensor: Tensor) -> bool:
+    """Whether a tensor of a module, which may be of any class and layout, is one piece of memory."""
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
 
 
 def _modes(device: torch.device) -> dict[str, object]:

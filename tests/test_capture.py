@@ -567,6 +567,32 @@ class TestTrainingStep:
         assert "parameter 'gate' at" in causes[1]
         assert causes[2] == "'gate' of the module was replaced by another tensor"
 
+    def test_modules_may_hold_tensors_without_an_address(self) -> None:
+        def scenario(side: Side, i: int) -> None:
+            if i == 0:
+                side.model.register_buffer("mask", torch.eye(3).to_sparse())
+
+        assert self.run(scenario, 8).recaptures == 0
+
+    def test_a_refused_change_is_refused_again(self) -> None:
+        ours = make()
+        runner = co.CUDAGraphRunner(
+            functools.partial(train, ours), optimizers=ours.optimizer, warmup=1, recaptures=0, modules=ours.model
+        )
+        for i in range(3):
+            runner(batch(i))
+        weight = ours.model.outer.weight
+        memory = weight.data
+        weight.data = memory.clone()
+        before = [t.clone() for t in ours.tensors()]
+        for _ in range(3):
+            with pytest.raises(RuntimeError, match=r"parameter 'outer.weight' at 0x\w+ -> 0x\w+; .*allow more recaptures"):
+                runner(batch(3))
+        assert all(torch.equal(a, b) for a, b in zip(before, ours.tensors(), strict=True))
+        weight.data = memory
+        runner(batch(3))
+        assert not torch.equal(weight, before[2])
+
     def test_a_parameter_that_left_the_optimizer_is_refused(self) -> None:
         """Training would go on with tensors that nobody updates."""
         ours = make()

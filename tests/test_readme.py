@@ -25,7 +25,7 @@ def test_generated_parts_are_fresh() -> None:
 @pytest.mark.filterwarnings("ignore:.*Profiler.*", "ignore:.*uncaptured.*:RuntimeWarning")
 def test_code_runs(capsys: pytest.CaptureFixture[str]) -> None:
     blocks = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     namespace: dict[str, object] = {}
     with torch._dynamo.config.patch(trace_autograd_ops=False):  # put back what the README sets
         for block in blocks:
