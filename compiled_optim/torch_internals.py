@@ -37,7 +37,7 @@ def data_ptr_function() -> int | None:
     return getattr(guards, "_torchinductor_pyobject_tensor_data_ptr", None)
 
 
-CAPTURING: dict[str, Callable[[], bool]] = {"cuda": torch.cuda.is_current_stream_capturing}
+CAPTURING: dict[str, Callable[[], bool]] = {"cuda": lambda: torch.cuda.is_current_stream_capturing()}
 """By device type, whether work handed to the current stream is recorded instead of done."""
 
 

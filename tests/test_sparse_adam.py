@@ -245,7 +245,8 @@ def test_wide_accesses_where_every_row_begins_at_sixteen_bytes(width: int, align
     param.grad = _gradient(param, [1, 3])
     optimizer.step()
     (unit,) = optimizer.units
-    assert unit._table(0, param.grad).aligned == aligned
+    unit.prepare([param.grad])
+    assert unit._table(0, leads=False).aligned == aligned
 
 
 def test_shapes_follow_from_the_number_of_entries() -> None:
