@@ -644,6 +644,8 @@ class CompiledOptimizer(Declared, Optimizer):
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
+        if self._changed or self._regrouped():
+            self._rebuild()
         neutral = {name: self.fields[name].default for name in self.group_flags}  # type: ignore[attr-defined]
         result = self._save(neutral)
         for post_hook in self._optimizer_state_dict_post_hooks.values():

@@ -85,7 +85,12 @@ def prepare_cpu_compiler() -> None:
 
 
 def compile_graph(
-    function: Callable[..., Any], args: list[Tensor], dynamic: Sequence[Sequence[int]], options: dict[str, Any]
+    function: Callable[..., Any],
+    args: list[Tensor],
+    dynamic: Sequence[Sequence[int]],
+    options: dict[str, Any],
+    *,
+    from_one: bool = False,
 ) -> Callable[[Mapping[int, int], list[Tensor]], list[Tensor]] | None:
     """Compile ``function(*args)``, which writes into its arguments or returns a tuple of new tensors, with Inductor.
 
@@ -94,6 +99,7 @@ def compile_graph(
         args: example tensors, no two the same object.
         dynamic: for each argument, the dimensions that may have any size; those of equal size stay equal.
         options: Inductor options.
+        from_one: whether "any size" includes 1; otherwise it begins with 2.
 
     Returns:
         ``run(sizes, args)``, which calls Inductor's code without Dynamo's guards: the caller answers for dtypes, devices,
@@ -101,6 +107,7 @@ def compile_graph(
         those of ``args``. None if compilation is switched off for the process.
     """
     from torch._dynamo import lookup_backend, mark_dynamic
+    from torch.fx.experimental import _config as symbolic_shapes
 
     inductor = lookup_backend("inductor")
     compiled: list[tuple[Callable[..., Any], list[tuple[bool, int]]]] = []
@@ -124,7 +131,8 @@ def compile_graph(
     for arg, dimensions in zip(args, dynamic, strict=True):
         for dimension in dimensions:
             mark_dynamic(arg, dimension)
-    with torch.no_grad(), torch.compiler.set_stance("default"), _trusting_cpu_probe(options):
+    oblivious = symbolic_shapes.patch(backed_size_oblivious=from_one)  # type: ignore[attr-defined]
+    with torch.no_grad(), torch.compiler.set_stance("default"), _trusting_cpu_probe(options), oblivious:
         results = torch.compile(function, backend=backend, fullgraph=True)(*args)
     if not compiled:
         return None

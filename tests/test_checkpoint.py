@@ -588,3 +588,11 @@ def test_loading_takes_less_memory_than_the_largest_tensor(dtype: str) -> None:
     from perf.load import in_new_process
 
     assert in_new_process("compiled_optim", dtype, 256)["growth over largest tensor"] < 1
+
+
+def test_a_copied_optimizer_gives_its_state_before_its_first_step() -> None:
+    optimizer = co.AdamW([torch.nn.Parameter(torch.ones(3))], lr=0.25)
+    for clone in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        saved = clone.state_dict()
+        assert saved["param_groups"] == optimizer.state_dict()["param_groups"]
+        assert saved["state"].keys() == {0}

@@ -5,7 +5,10 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -327,6 +330,23 @@ def test_every_input_of_torchs_own_tests(
     for param, twin, begin in zip(params, twins, start, strict=True):
         limit = 1e-13 if ours.granularity == "tensor" else 0.05
         assert (param - twin).norm() <= limit * (twin - begin).norm() + 1e-12
+
+
+_LAUNCHES = """\
+Adafactor () | 1 Triton kernels
+Adafactor (4,) | 1 Triton kernels
+Adafactor (4, 6) | 4 Triton kernels
+Adafactor (4, 3, 2, 2) | 4 Triton kernels
+"""
+
+
+def test_launches_on_a_gpu() -> None:
+    """What Inductor makes of a stack for a GPU, whatever its size; in a process of its own, which pretends to have one."""
+    pytest.importorskip("triton")
+    program = Path(__file__).with_name("stacked_on_gpu.py")
+    done = subprocess.run([sys.executable, program], cwd=program.parent.parent, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout == _LAUNCHES
 
 
 def test_only_matrices_are_taken_and_named() -> None:

@@ -29,6 +29,9 @@ Kernel = Callable[[list[Tensor]], Sequence[Tensor]]
 _EXAMPLES = {2: (5, 7), 4: (5, 3, 11, 7)}
 """By the number of dimensions of a stack, sizes to compile with: different ones, since equal ones would stay equal."""
 
+# With it, reductions over different dimensions of any size fail on a GPU: "CantSplit" (torch 2.13).
+_OPTIONS = {"loop_ordering_after_fusion": False}
+
 _kernels: dict[Signature, Kernel] = {}
 _serial = itertools.count()
 
@@ -106,7 +109,7 @@ class StackedLowering:
         tensors = _example(signature)
         sizes = _EXAMPLES[tensors[0].dim()]
         dynamic = [[d for d, size in enumerate(t.shape) if size > 1] for t in tensors]
-        graph = compile_graph(_stack_function(signature), tensors, dynamic, OPTIONS)
+        graph = compile_graph(_stack_function(signature), tensors, dynamic, OPTIONS | _OPTIONS, from_one=True)
         if graph is None:
             self._log.fall_back(f"{signature.rule.name} runs eager: torch.compile is switched off", "switch it on")
             return _uncompiled(signature)
