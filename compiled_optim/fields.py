@@ -252,8 +252,8 @@ class Rule(Declaration):
     With the granularity ``"element"``, ``update`` is elementwise. Otherwise it sees stacks of equal tensors: the first
     dimension counts tensors, the coefficients broadcast against it, and ``update`` may reduce over all others. With
     ``"tensor"`` a stack is (tensors, columns) or (tensors, batch, rows, columns); ``coefficients`` may take ``resolution``,
-    the machine epsilon of each parameter's dtype. With ``"matrix"``, which stands for work that is matrix products in the
-    main, it is (tensors, rows, columns).
+    the machine epsilon of each parameter's dtype. With ``"matrix"`` it is (tensors, rows, columns), and ``update`` may
+    depend on the numbers of rows and columns.
     """
 
     coefficients: Callable[..., tuple[Any, ...]]

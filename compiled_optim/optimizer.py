@@ -545,8 +545,7 @@ class CompiledOptimizer(Declared, Optimizer):
         if plan.rule.gradients == "sparse":
             return sparse_lowering(plan, self._controls, self.events, name)
         if plan.rule.granularity != "element":
-            compiled = name != "eager" and plan.rule.granularity == "tensor"
-            return StackedLowering(plan, self._controls, self.events, compiled=compiled)
+            return StackedLowering(plan, self._controls, self.events, compiled=name != "eager")
         if name == "eager":
             return EagerLowering(plan, self._controls, differentiable=differentiable)
         lowering = MultiTensorLowering if name == "multi_tensor" else InductorLowering

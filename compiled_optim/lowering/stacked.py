@@ -2,7 +2,7 @@
 
 State lives in the stacks; parameters and gradients are copied in, unless a stack holds a single tensor, and parameters out.
 A rule that reduces is compiled by Inductor for stacks of any size, so that neither the number of tensors nor their shapes
-compile anything. Where matrix products do the work, compiling would add nothing to them: the rule runs as it is.
+compile anything; a rule on matrices once for each of their shapes, and any number of them.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from compiled_optim.torch_internals import compile_graph, prepare_cpu_compiler
 
 Kernel = Callable[[list[Tensor]], Sequence[Tensor]]
 
-_EXAMPLES = {2: (5, 7), 4: (5, 3, 11, 7)}
-"""By the number of dimensions of a stack, sizes to compile with: different ones, since equal ones would stay equal."""
+_COUNT = 5
+_EXAMPLES = {"vectors": (_COUNT, 7), "matrices": (_COUNT, 3, 11, 7)}
+"""Sizes to compile with, where any may follow: different ones, since equal ones would stay equal."""
 
 # With it, reductions over different dimensions of any size fail on a GPU: "CantSplit" (torch 2.13).
 _OPTIONS = {"loop_ordering_after_fusion": False}
@@ -59,7 +60,7 @@ class StackedLowering:
         positions: dict[tuple[Signature, torch.Size], list[int]] = {}
         for i, (member, grad_dtype) in enumerate(zip(plan.members, plan.grad_dtypes, strict=True)):
             if member.param.numel() > 0:
-                signature = kernel_signature(plan, member, grad_dtype, f"stacks of {_dimensions(member.param)} dimensions")
+                signature = kernel_signature(plan, member, grad_dtype, f"stacks of {self._sizes(member.param)}")
                 positions.setdefault((signature, member.param.shape), []).append(i)
         self.stacks = [Stack(plan, where, signature) for (signature, _), where in positions.items()]
 
@@ -105,17 +106,25 @@ class StackedLowering:
         """Let go of the gradients."""
         self._grads = ()
 
+    def _sizes(self, param: Tensor) -> str:
+        if self.plan.rule.granularity == "matrix":
+            return " x ".join(map(str, param.shape))
+        return "vectors" if param.dim() < 2 else "matrices"
+
     def _make(self, signature: Signature) -> Kernel:
         tensors = _example(signature)
-        sizes = _EXAMPLES[tensors[0].dim()]
-        dynamic = [[d for d, size in enumerate(t.shape) if size > 1] for t in tensors]
+        sizes = tensors[0].shape
+        matrices = signature.rule.granularity == "matrix"
+        dynamic = [[d for d, size in enumerate(t.shape) if size > 1 and not (matrices and d)] for t in tensors]
         graph = compile_graph(_stack_function(signature), tensors, dynamic, OPTIONS | _OPTIONS, from_one=True)
         if graph is None:
             self._log.fall_back(f"{signature.rule.name} runs eager: torch.compile is switched off", "switch it on")
             return _uncompiled(signature)
 
         def run(tensors: list[Tensor]) -> Sequence[Tensor]:
-            return graph(dict(zip(sizes, tensors[0].shape, strict=True)), tensors)
+            return graph(
+                {sizes[0]: len(tensors[0])} if matrices else dict(zip(sizes, tensors[0].shape, strict=True)), tensors
+            )
 
         return run
 
@@ -175,14 +184,11 @@ def _stack(tensors: Sequence[Tensor]) -> Tensor:
     return tensors[0].contiguous().unsqueeze(0) if len(tensors) == 1 else torch.stack(list(tensors)).contiguous()
 
 
-def _dimensions(param: Tensor) -> int:
-    return 2 if param.dim() < 2 else 4
-
-
 def _example(signature: Signature) -> list[Tensor]:
     """Tensors to compile a kernel of ``signature`` with, none the same object."""
     rule = signature.rule
-    count, *shape = next(sizes for d, sizes in _EXAMPLES.items() if signature.layout == f"stacks of {d} dimensions")
+    kind = signature.layout.removeprefix("stacks of ")
+    count, *shape = _EXAMPLES[kind] if kind in _EXAMPLES else (_COUNT, *map(int, kind.split(" x ")))
     param, grad = (torch.ones(count, *shape, dtype=dtype, device=signature.device) for dtype in signature.dtypes[:2])
     present = rule.present_buffers(dict(signature.statics))
     fields = [b for b in rule.buffers if b.name in present]

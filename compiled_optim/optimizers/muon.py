@@ -22,8 +22,8 @@ class Muon(CompiledOptimizer):
     For the matrices of hidden layers; embeddings, biases and the last layer are for AdamW. ``adjust_lr_fn`` scales the
     learning rate with a matrix's shape: ``"original"`` (None) by the root of rows over columns where that is above 1,
     ``"match_rms_adamw"`` (arXiv:2502.16982, section 2.2) to updates of AdamW's size. The iteration is in bfloat16, as in
-    torch.optim.Muon. Differs from it: all matrices of one shape are one batched product, and sums between products are in
-    the parameter's own arithmetic.
+    torch.optim.Muon. Differs from it: all matrices of one shape are one batched product, and an iteration adds its three
+    terms before the last product.
     """
 
     lr: Number = hyper(default=1e-3, ge=0)
@@ -71,7 +71,8 @@ def _orthogonalized(stack: Tensor, a: Tensor, b: Tensor, c: Tensor, eps: Tensor,
     tall = stack.shape[-2] > stack.shape[-1]
     x = (stack.mT if tall else stack).to(torch.bfloat16)
     x = x / maximum(torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True), eps.to(x.dtype))
+    identity = torch.eye(x.shape[-2], dtype=x.dtype, device=x.device)
     for _ in range(steps):
         gram = x @ x.mT
-        x = (a * x + (b * gram + c * (gram @ gram)).to(x.dtype) @ x).to(x.dtype)
+        x = (a * identity + b * gram + c * (gram @ gram)).to(x.dtype) @ x
     return (x.mT if tall else x).to(stack.dtype)
