@@ -12,7 +12,6 @@ import pytest
 import torch
 from test_sparse_adam import Forbidden
 from torch import nn
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.testing._internal.common_optimizers import optim_db
 
 import compiled_optim as co
@@ -595,37 +594,3 @@ def test_inside_torch_compile() -> None:
     torch.testing.assert_close(_flat(ours), _flat(theirs), rtol=TOLERANCE, atol=TOLERANCE)
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r"LBFGS\.step.* should not be traced"):
         torch.compile(lambda: optimizer.step(closure), backend="eager", fullgraph=True)()
-
-
-@pytest.mark.filterwarnings("ignore:.*Profiler.*")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_fixed_iterations_in_one_graph(dtype: torch.dtype) -> None:
-    """Forward, backward and all iterations of a step, while the learning rate moves."""
-    torch._dynamo.reset()
-    x, y = torch.randn(20, 6, dtype=dtype), torch.randn(20, 1, dtype=dtype)
-    sides = []
-    for _ in range(2):
-        torch.manual_seed(1)
-        model = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1)).to(dtype)
-        optimizer = co.LBFGS(model.named_parameters(), lr=0.5, max_iter=4, history_size=5, fixed_iterations=True)
-
-        def closure(model: torch.nn.Module = model, optimizer: co.LBFGS = optimizer) -> torch.Tensor:
-            loss = (model(x) - y).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            return loss.detach()
-
-        sides.append((model, optimizer, closure))
-    (model, optimizer, closure), (twin, reference, twin_closure) = sides
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(lambda: optimizer.step(closure), backend=counter, fullgraph=True)
-    counts = []
-    with torch._dynamo.config.patch(trace_autograd_ops=True):
-        for step in range(6):
-            for o in (optimizer, reference):
-                o.param_groups[0]["lr"] = 0.5 - 0.05 * step
-            assert torch.equal(compiled(), reference.step(twin_closure))
-            assert all(map(torch.equal, model.parameters(), twin.parameters()))
-            counts.append(counter.frame_count)
-    assert counts[1:] == counts[1:2] * 5  # the first step finds no gradients, later ones those of the step before
-    assert optimizer.state_dict()["state"][0]["n_iter"] == 24

@@ -114,12 +114,6 @@ class LBFGS(CompiledOptimizer):
             self._carry_over(state, fresh)
         for name, value in state.items():
             state.set_quietly(name, value.to(self._vector[0].device))
-        # A dict that can be traced, of vectors: torch 2.13 loses writes to 0-dim float64 tensors in compiled CPU code.
-        self._tensors = {name: value.view(1) if value.dim() == 0 else value for name, value in state.items()}
-        self._fixed, self._iterations, self._history = (
-            group[name] for name in ("fixed_iterations", "max_iter", "history_size")
-        )
-        self._live = [group.live]
 
     def _carry_over(self, state: ParamState, fresh: dict[str, Tensor]) -> None:
         """Continue in tensors of another history size or dtype, with as many of the newest pairs as they hold."""
@@ -142,8 +136,9 @@ class LBFGS(CompiledOptimizer):
     def _memory(self) -> ParamState:
         return self._own_state[self._vector[0]]
 
+    @outside_dynamo
     def step(self, closure: Callable[[], Any]) -> Any:  # type: ignore[override]
-        """Perform one optimization step. With ``fixed_iterations`` it can be traced.
+        """Perform one optimization step.
 
         Args:
             closure: clears the gradients, re-evaluates the model, calls backward and returns the loss, a scalar.
@@ -151,35 +146,24 @@ class LBFGS(CompiledOptimizer):
         Returns:
             The loss before the step.
         """
-        if not (torch.compiler.is_compiling() and self._fixed):
-            return self.step_uncompiled(closure)
-        with torch.enable_grad():
-            first = closure()
-        with torch.no_grad():
-            self._iterate_fixed(closure, first)
-        return first
-
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-
-    @outside_dynamo
-    def step_uncompiled(self, closure: Callable[[], Any]) -> Any:
-        """As :meth:`step`, for what a graph cannot hold: following what changed, and stopping when the loss says so."""
         self._opt_called = True
         if self._changed or self._regrouped():
             self._rebuild()
         with torch.enable_grad():
             first = closure()
         with torch.no_grad():
-            run = self._iterate_fixed if self._fixed else self._iterate
+            run = self._iterate_fixed if self._groups[0]["fixed_iterations"] else self._iterate
             run(closure, first)
         self.events.steps += 1
         return first
 
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+
     def _iterate_fixed(self, closure: Callable[[], Any], loss: Any) -> None:
-        memory = self._tensors
+        group, memory = self._groups[0], self._memory
         gradient = self._gradient()
-        for left in reversed(range(self._iterations)):
-            self._turn(gradient, loss, self._history)
+        for left in reversed(range(group["max_iter"])):
+            self._turn(gradient, loss, group["history_size"])
             self._move(memory["t"] * memory["d"])
             memory["func_evals"].add_(1)
             if left:
@@ -228,7 +212,7 @@ class LBFGS(CompiledOptimizer):
 
     def _turn(self, gradient: Tensor, loss: Any, rows: int) -> None:
         """Take in the gradient at the present point; set the next direction ``d`` and step length ``t``."""
-        memory, lr = self._tensors, self._live[0]["lr"].to(self._dtype)
+        memory, lr = self._memory, self._groups[0].tensors("lr")[0].to(self._dtype)
         is_first = memory["n_iter"] == 0
         record(memory, memory["t"] * memory["d"], gradient - memory["prev_flat_grad"], ~is_first)
         memory["d"].copy_(direction(memory, gradient, rows))
