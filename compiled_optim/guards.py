@@ -44,7 +44,7 @@ class CompileReport:
 
     Attributes:
         optimizer: the class name.
-        lowering: how its steps run: ``inductor``, ``eager``, or both.
+        lowering: how its steps run: ``multi_tensor``, ``inductor``, ``stacked``, ``eager``, or several of them.
         steps: how many steps it has taken.
         kernels: the signatures of the kernels its step calls.
         compilations: the kernels that were compiled for it, in order; those found already compiled are not among them.
