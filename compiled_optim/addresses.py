@@ -1,4 +1,4 @@
-"""Where many tensors lie, read in one call."""
+"""Where many tensors and their gradients lie, read in one call."""
 
 from __future__ import annotations
 
@@ -6,67 +6,176 @@ import ctypes
 import functools
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from compiled_optim.lowering import cpp_library
-from compiled_optim.torch_internals import data_ptr_function
+from compiled_optim.lowering.layout import is_plain
+from compiled_optim.sharding import is_sharded, local
+from compiled_optim.torch_internals import pointer_offset
 
-_ADDRESS: Callable[..., int] = Tensor.data_ptr
+EMPTY = 16  # the address of an empty gradient, which has none: 0 says that there is no gradient
+_UNLIKE, _MOVED, _RENEWED, _NOT_PLAIN = 1, 2, 4, 8
 
-_READER = """\
-#include <cstdint>
+_SOURCE = f"""\
+// For the headers of torch {torch.__version__}
+#include <ATen/core/Tensor.h>
 
-extern "C" int32_t read_addresses(void* tensors, int64_t count, void* (*item)(void*, int64_t), void* (*address)(void*),
-                                  int64_t* values) {
-  int32_t changed = 0;
-  for (int64_t i = 0; i < count; i++) {
-    const int64_t value = reinterpret_cast<int64_t>(address(item(tensors, i)));
-    changed |= value != values[i];
-    values[i] = value;
-  }
-  return changed;
-}
+using Impl = c10::TensorImpl;
+
+static bool is_plain(const Impl& t) {{
+  constexpr c10::DispatchKeySet other{{c10::DispatchKey::Conjugate, c10::DispatchKey::Negative,
+                                      c10::DispatchKey::ZeroTensor, c10::DispatchKey::Python}};
+  return t.has_storage() && !t.key_set().has_any(other);
+}}
+
+static int64_t form_of(const Impl& t) {{
+  auto form = static_cast<uint64_t>(t.dtype().toScalarType());
+  for (const auto& extents : {{t.sizes(), t.strides()}})
+    for (const int64_t extent : extents) form = (form ^ static_cast<uint64_t>(extent)) * 0x9E3779B97F4A7C15u;
+  return static_cast<int64_t>(form);
+}}
+
+extern "C" int32_t read_tensors(int64_t count, Impl* const* const* tensors, Impl* const* const* examples,
+                                int64_t* addresses, int64_t* forms, int64_t* gradients, int32_t learns) try {{
+  int32_t seen = 0;
+  for (int64_t i = 0; i < count; i++) {{
+    Impl& t = **tensors[i];
+    if (!is_plain(t)) return {_MOVED | _NOT_PLAIN};
+    const auto address = reinterpret_cast<int64_t>(t.mutable_data());
+    const int64_t form = form_of(t);
+    if (learns) {{
+      addresses[i] = address;
+      forms[i] = form;
+    }} else if (address != addresses[i] || form != forms[i]) {{
+      seen |= {_MOVED};
+    }}
+    int64_t found = 0;
+    if (const at::Tensor& gradient = t.grad(); gradient.defined()) {{
+      const Impl& g = *gradient.unsafeGetTensorImpl();
+      if (is_plain(g) && g.dtype() == (*examples[i])->dtype() && g.device() == t.device() && g.sizes() == t.sizes() &&
+          g.strides() == t.strides()) {{
+        found = reinterpret_cast<int64_t>(g.data());
+        if (!found) found = {EMPTY};
+      }} else {{
+        seen |= {_UNLIKE};
+      }}
+    }}
+    if (found != gradients[i]) seen |= {_RENEWED};
+    gradients[i] = found;
+  }}
+  return seen;
+}} catch (...) {{
+  return {_MOVED | _NOT_PLAIN};
+}}
 """
 
 
 class Addresses:
-    """The addresses of a fixed number of tensors with storage; 0 for an empty one.
+    """Where tensors lie, and in which form; and where their gradients do.
+
+    Args:
+        tensors: dense ones; of DTensors the local shards are looked at, and no gradients.
+        grad_dtypes: what a gradient has to be, to be read where it lies; the tensor's own by default.
 
     Attributes:
-        values: (tensors,) int64 on the CPU.
+        values: (tensors,) int64 on the CPU: the addresses when this object was made.
+        moved: whether a tensor was last seen elsewhere than then, or in another form.
+        gradients: (tensors,) int64 on the CPU: the gradients' addresses when they were last read; 0 for a missing one, and
+            for one that is to be asked itself.
+        unlike: whether one is to be asked itself, since its dtype, strides or layout are not as expected.
+        version: another number whenever ``gradients`` changed.
+        refusal: why plain tensors are looked at one by one in Python; empty if they are not.
     """
 
-    def __init__(self, count: int) -> None:
-        self.values = torch.zeros(count, dtype=torch.int64)
-        self._memory = self.values.data_ptr()
+    def __init__(self, tensors: Sequence[Tensor], grad_dtypes: Sequence[torch.dtype] | None = None) -> None:
+        self._tensors = list(tensors)
+        self._grad_dtypes = [t.dtype for t in tensors] if grad_dtypes is None else list(grad_dtypes)
+        self._sharded = any(map(is_sharded, tensors))
+        self.values, self._forms, self.gradients = (torch.zeros(len(tensors), dtype=torch.int64) for _ in range(3))
+        self.version = 0
+        self.refusal = ""
+        self._look = self._in_one_call() or self._one_by_one
+        self._look(True)
+        self.read()
 
-    def read(self, tensors: Sequence[Tensor]) -> bool:
-        """Read the addresses of ``tensors``, all of them dense; whether any is another than last time."""
-        assert len(tensors) == len(self.values)
-        if (reader := _reader()) is None:
-            return self.set(list(map(_ADDRESS, tensors)))
-        function, *helpers = reader
-        return bool(function(tensors, len(tensors), *helpers, self._memory))
+    def read(self) -> None:
+        """Look at all tensors and gradients."""
+        seen = self._look(False)
+        self.moved = bool(seen & _MOVED)
+        self.unlike = bool(seen & _UNLIKE)
+        self.version += bool(seen & _RENEWED)
 
-    def set(self, values: Sequence[int]) -> bool:
-        """Take ``values``; whether any is another than last time."""
-        row = self.values.numpy()
-        changed: bool = row.tolist() != list(values)
-        row[:] = values
-        return changed
+    def _in_one_call(self) -> Callable[[bool], int] | None:
+        if self._sharded:
+            return None
+        function, offset = reader(), pointer_offset()
+        if isinstance(function, str) or offset is None:
+            self.refusal = function if isinstance(function, str) else "this version of torch is not understood"
+            return None
+        examples = {dtype: torch.empty(0, dtype=dtype) for dtype in self._grad_dtypes}
+        pointers = [torch.tensor([id(t) + offset for t in self._tensors], dtype=torch.int64)]
+        pointers += [torch.tensor([id(examples[d]) + offset for d in self._grad_dtypes], dtype=torch.int64)]
+        held = (*pointers, self.values, self._forms, self.gradients)
+        arguments = (len(self._tensors), *(t.data_ptr() for t in held))
+
+        def look(learns: bool, _held: object = (held, examples)) -> int:
+            return function(*arguments, learns)
+
+        understood = all(ctypes.c_uint64.from_address(id(t) + offset).value == t._cdata for t in self._tensors)
+        return look if understood and not look(True) & _NOT_PLAIN else None
+
+    def _one_by_one(self, learns: bool) -> int:
+        tensors = list(map(local, self._tensors)) if self._sharded else self._tensors
+        values = [t.data_ptr() for t in tensors]
+        forms = [hash((t.dtype, t.shape, t.stride())) for t in tensors]
+        if learns:
+            self.values.copy_(torch.tensor(values, dtype=torch.int64))
+            self._forms.copy_(torch.tensor(forms, dtype=torch.int64))
+        seen = _MOVED * (values != self.values.tolist() or forms != self._forms.tolist())
+        if self._sharded:
+            return seen | _UNLIKE
+        gradients = [0] * len(tensors)
+        for i, (tensor, dtype) in enumerate(zip(tensors, self._grad_dtypes, strict=True)):
+            if (found := gradient(tensor)) is not None:
+                if _lies_like(found, tensor, dtype):
+                    gradients[i] = found.data_ptr() or EMPTY
+                else:
+                    seen |= _UNLIKE
+        if gradients != self.gradients.tolist():
+            self.gradients.numpy()[:] = gradients
+            seen |= _RENEWED
+        return seen
+
+
+def gradient(tensor: Tensor) -> Tensor | None:
+    """The gradient of ``tensor``; a non-leaf without one is not asked, since torch warns about that."""
+    return tensor.grad if tensor.is_leaf or tensor.retains_grad else None
+
+
+def _lies_like(grad: Tensor, tensor: Tensor, dtype: torch.dtype) -> bool:
+    return (
+        grad.layout is torch.strided
+        and grad.dtype == dtype
+        and grad.shape == tensor.shape
+        and grad.stride() == tensor.stride()
+        and is_plain(grad)
+    )
 
 
 @functools.cache
-def _reader() -> tuple[Callable[..., int], int, int] | None:
-    """A function in C++ with the two that it calls; None without a compiler or where torch does not offer what it needs."""
-    address = data_ptr_function()
-    if address is None or sys.platform != "linux" or cpp_library.compiler() is None:
-        return None
-    function = ctypes.PyDLL(str(cpp_library.library(_READER))).read_addresses  # PyDLL: the interpreter stays locked
-    function.argtypes = [ctypes.py_object, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
+def reader() -> Callable[..., int] | str:
+    """The function in C++ that looks at tensors, compiled once per machine and version of torch; or why there is none."""
+    if sys.platform != "linux" or cpp_library.compiler() is None:
+        return "no C++ compiler was found"
+    torch_directory = Path(torch.__file__).parent
+    flags = (f"-I{torch_directory / 'include'}", f"-L{torch_directory / 'lib'}", "-lc10", "-ltorch_cpu")
+    try:
+        function = ctypes.PyDLL(str(cpp_library.library(_SOURCE, ("-std=c++20", *flags)))).read_tensors
+    except (RuntimeError, OSError) as error:
+        return f"the C++ compiler or linker refused torch's headers: {error}"
+    function.argtypes = [ctypes.c_int64, *[ctypes.c_void_p] * 5, ctypes.c_int32]
     function.restype = ctypes.c_int32
-    item = ctypes.cast(ctypes.pythonapi.PyList_GetItem, ctypes.c_void_p).value
-    assert item is not None
-    return function, item, address
+    return function

@@ -355,17 +355,17 @@ class CompiledOptimizer(Declared, Optimizer):
         self._take_controls()
         if self._changed or self._regrouped() or any(p.grad is not None for p in self._stateless):
             self._rebuild()
-        if (grads := self._gradients()) is None:
+        if not self._read():
             self._rebuild()
-            grads = self._gradients()
-            assert grads is not None
+            described = self._read()
+            assert described
         for unit in self.units:
             unit.compile()
         if self._controls.measures_norm and self._square_sums is None:
             self._square_sums = SquareSums(self.units)
         self._schedules.hold()
-        for unit, unit_grads in zip(self.units, grads, strict=True):
-            unit.prepare(unit_grads)
+        for unit in self.units:
+            unit.prepare()
 
     @property
     def taken_scaler(self) -> tuple[Any, Any]:
@@ -442,7 +442,7 @@ class CompiledOptimizer(Declared, Optimizer):
             != (self._square_sums is not None),
         }
         reason = next((r for r, holds in reasons.items() if holds), None)
-        if reason is None and self._gradients() is None:
+        if reason is None and not self._read():
             reason = "a parameter moved or its gradient has another dtype"
         if reason is not None:
             raise RuntimeError(
@@ -496,10 +496,9 @@ class CompiledOptimizer(Declared, Optimizer):
         """How many steps were left out because of infinite or NaN gradients: a 0-dim tensor, on the device."""
         return self._controls.outcome(self.units[0].plan.device if self.units else self._controls.device)[2]
 
-    def _gradients(self) -> list[list[Tensor | None]] | None:
-        """The gradients of every unit's parameters, or None if a plan no longer describes its tensors."""
-        grads = [unit.plan.gradients() for unit in self.units]
-        return None if None in grads else cast("list[list[Tensor | None]]", grads)
+    def _read(self) -> bool:
+        """Look at all parameters and gradients; whether the plans still describe them."""
+        return all([unit.plan.read() for unit in self.units])
 
     def _regrouped(self) -> bool:
         """Whether somebody replaced or resized groups behind the optimizer's back, as torch allows."""

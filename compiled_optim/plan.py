@@ -6,22 +6,18 @@ scalars are data, so groups with different learning rates share one plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from compiled_optim.addresses import Addresses
+from compiled_optim.addresses import Addresses, gradient
 from compiled_optim.fields import Declaration, Rule
 from compiled_optim.hyperparameters import ParamGroup, scalar_dtype
 from compiled_optim.sharding import is_sharded, local, local_gradient, placement
 from compiled_optim.state import LocalState, OptimizerState, ParamState, complete, initial_values, scalar_names
-from compiled_optim.torch_internals import alike
-
-_IS_SPARSE = attrgetter("is_sparse")
 
 
 @dataclass(eq=False)
@@ -52,8 +48,7 @@ class Plan:
 
     The optimizer's first plan leads: it writes down what became of the whole step.
     ``scalars`` is a (1 + scalars, tensors) float64 matrix: step counts first, then the rule's scalars; each parameter's
-    state holds 0-dim views of its column. ``gradients_in_place`` says that all of the last gradients were there,
-    and in their parameters' memory order.
+    state holds 0-dim views of its column.
     """
 
     def __init__(
@@ -75,10 +70,7 @@ class Plan:
         self.sharded = is_sharded(self.params[0])
         self.leads = leads
         self.grad_dtypes = [p.dtype if (g := gradient(p)) is None else g.dtype for p in self.params]
-        self._addresses = Addresses(len(self.params))
-        self._moved()
-        self._known: Callable[[Sequence[Tensor | None]], bool] | None = None
-        self.gradients_in_place = False
+        self.addresses = Addresses(self.params, self.grad_dtypes)
         used = sorted({m.group for m in self.members})
         self.groups = [groups[i] for i in used]
         dtype = scalar_dtype(device)
@@ -89,36 +81,29 @@ class Plan:
         )
         self.scalars = self._gather_scalars()
 
-    def gradients(self) -> list[Tensor | None] | None:
-        """The gradients, or None if a parameter moved or a gradient changed its dtype since the plan was made.
+    def read(self) -> bool:
+        """Look at parameters and gradients, and say whether the plan still describes them.
 
         Raises:
             TypeError: a gradient is sparse and the rule takes dense ones, or the other way round.
         """
-        grads: list[Tensor | None] = [p.grad for p in self.params]
-        self.gradients_in_place = self._known is not None and self._known(grads)
-        if not self.gradients_in_place and not self._check_gradients(grads):
-            return None
-        if self._moved():
-            return None
-        if self.sharded:
-            return [None if g is None else local_gradient(g, p) for g, p in zip(grads, self.params, strict=True)]
-        return grads
-
-    def _check_gradients(self, grads: Sequence[Tensor | None]) -> bool:
-        """Whether all gradients can be read as the plan expects; if all lie like their parameters, that is remembered."""
-        present = [g for g in grads if g is not None]
-        sparse = self.rule.gradients == "sparse"
-        if not set(map(_IS_SPARSE, present)) <= {sparse}:
-            self._refuse(grads)
-        if any(g is not None and g.dtype != d for g, d in zip(grads, self.grad_dtypes, strict=True)):
+        self.addresses.read()
+        if self.addresses.moved:
             return False
-        if len(present) == len(grads) and not (self.sharded or sparse):
-            own = zip(present, self.params, strict=True)
-            if all(g.stride() == p.stride() and not g.is_conj() and not g.is_neg() for g, p in own):
-                self._known = alike(present)
-                self.gradients_in_place = True
-        return True
+        return not (self.addresses.unlike or self.rule.gradients == "sparse") or self._check_gradients()
+
+    def gradients(self) -> list[Tensor | None]:
+        """The gradients, of DTensors the local shards."""
+        if self.sharded:
+            return [None if (g := p.grad) is None else local_gradient(g, p) for p in self.params]
+        return [p.grad for p in self.params]
+
+    def _check_gradients(self) -> bool:
+        """Whether all gradients have the dtypes that the plan expects."""
+        grads = [p.grad for p in self.params]
+        if not {g.is_sparse for g in grads if g is not None} <= {self.rule.gradients == "sparse"}:
+            self._refuse(grads)
+        return all(g is None or g.dtype == d for g, d in zip(grads, self.grad_dtypes, strict=True))
 
     def _refuse(self, grads: Sequence[Tensor | None]) -> NoReturn:
         rule = self.rule
@@ -139,10 +124,6 @@ class Plan:
             h.name: tuple(next(columns) for _ in range(h.length)) if h.is_tuple else next(columns) for h in self.rule.hypers
         }
 
-    def _moved(self) -> bool:
-        """Whether a parameter lies elsewhere than when this was last asked."""
-        return self._addresses.read([local(p) for p in self.params] if self.sharded else self.params)
-
     def _gather_scalars(self) -> Tensor:
         names = scalar_names(self.rule)
         columns = [m.state[name] for name in names for m in self.members]
@@ -151,11 +132,6 @@ class Plan:
             for column, member in enumerate(self.members):
                 member.state.set_quietly(name, scalars[row, column])
         return scalars
-
-
-def gradient(param: Tensor) -> Tensor | None:
-    """The gradient of ``param``; a non-leaf without one is not asked, since torch warns about that."""
-    return param.grad if param.is_leaf or param.retains_grad else None
 
 
 def structure(rule: Declaration, group: ParamGroup, param: Tensor) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from compiled_optim.addresses import Addresses
 from compiled_optim.optimizer import CompiledOptimizer
 from compiled_optim.plan import parameter_name
-from compiled_optim.sharding import is_sharded, local
+from compiled_optim.sharding import local
 
 _GRAD = attrgetter("grad")
 _REQUIRES_GRAD = attrgetter("requires_grad")
@@ -110,10 +110,8 @@ class Surroundings:
         }
         self._tensors = [*self.params, *(t for t, _ in others.values())]
         self._tensor_names = [*self.names, *(n for _, n in others.values())]
-        self._sharded = any(map(is_sharded, self._tensors))
-        self._addresses = Addresses(len(self._tensors))
-        self._read_addresses()
-        self._located = self._addresses.values.tolist()
+        self._addresses = Addresses(self._tensors)
+        self._places = self._tensor_places()
         self._requires_grad = list(map(_REQUIRES_GRAD, self.params))
         self._modules = [m for _, m in known.values()]
         self._module_names = [name or type(m).__name__ for name, m in known.values()]
@@ -132,10 +130,9 @@ class Surroundings:
         """
         if not all(map(is_, map(dict.get, self._entries, self._keys), self._held)):
             return self._replaced()
-        if self._read_addresses():
-            addresses = self._addresses.values.tolist()
-            self._addresses.set(self._located)  # what the graph knows stays so
-            return self._first("parameter '{}' at {:#x} -> {:#x}", self._tensor_names, self._located, addresses)
+        self._addresses.read()
+        if self._addresses.moved:
+            return self._first("parameter '{}' {} -> {}", self._tensor_names, self._places, self._tensor_places())
         flags = list(map(_REQUIRES_GRAD, self.params))
         if flags != self._requires_grad:
             return self._first("requires_grad of '{}' {} -> {}", self.names, self._requires_grad, flags)
@@ -162,8 +159,8 @@ class Surroundings:
     def _first(text: str, names: Sequence[str], old: Sequence[Any], new: Sequence[Any]) -> str:
         return next(text.format(n, a, b) for n, a, b in zip(names, old, new, strict=True) if a != b)
 
-    def _read_addresses(self) -> bool:
-        return self._addresses.read(list(map(local, self._tensors)) if self._sharded else self._tensors)
+    def _tensor_places(self) -> list[str]:
+        return list(map(_place, self._tensors))
 
 
 def _has_address(tensor: Tensor) -> bool:

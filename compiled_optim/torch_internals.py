@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -16,25 +18,16 @@ outside_dynamo = _disable_dynamo
 """Decorator: never traced. Unlike ``torch.compiler.disable`` it does not import the compiler."""
 
 
-def alike(examples: Sequence[Tensor]) -> Callable[[Sequence[Tensor | None]], bool]:
-    """A check whether as many other tensors have the type, dtype, device, sizes, strides and flags of ``examples``.
+@functools.cache
+def pointer_offset() -> int | None:
+    """How many bytes into a Python tensor its pointer to torch's own tensor lies; None if that cannot be told.
 
-    It is the one that Dynamo guards its inputs with: one call, several times as fast as asking each tensor.
+    It is found by its value, whatever the layout of the object in this version of torch.
     """
-    from torch._C._dynamo.guards import TensorGuards
-
-    guards = TensorGuards(*examples, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-    return lambda tensors: bool(guards.check(*tensors))
-
-
-def data_ptr_function() -> int | None:
-    """The address of torch's C function from a Python tensor with storage to its data, which Inductor's C++ wrappers call.
-
-    None where this torch does not have it.
-    """
-    from torch._C._dynamo import guards
-
-    return getattr(guards, "_torchinductor_pyobject_tensor_data_ptr", None)
+    example = torch.empty(0)
+    words = (ctypes.c_uint64 * (torch.Tensor.__basicsize__ // 8)).from_address(id(example))
+    found = [8 * i for i, word in enumerate(words) if word == example._cdata]
+    return found[0] if len(found) == 1 else None
 
 
 CAPTURING: dict[str, Callable[[], bool]] = {"cuda": lambda: torch.cuda.is_current_stream_capturing()}

@@ -9,6 +9,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from compiled_optim.lowering.cache import cache_directory
@@ -23,21 +24,23 @@ def compiler() -> str | None:
     return next((found for c in candidates if (found := shutil.which(c))), None)
 
 
-def library(text: str) -> Path:
-    """The shared library that C++ ``text`` compiles to, kept on disk.
+def library(text: str, flags: Sequence[str] = ()) -> Path:
+    """The shared library that C++ ``text`` compiles to with further ``flags``, kept on disk.
 
     Raises:
         RuntimeError: the compiler refused, with its message.
     """
     command = [str(compiler()), *_FLAGS]
-    key = hashlib.sha256("\0".join([text, *command, _compiler_version(), _processor()]).encode()).hexdigest()[:32]
+    origin = [text, *command, *flags, _compiler_version(), _processor()]
+    key = hashlib.sha256("\0".join(origin).encode()).hexdigest()[:32]
     path = cache_directory() / f"{key}.so"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
             written = Path(scratch, "kernel.cpp")
             written.write_text(text)
-            done = subprocess.run([*command, str(written), "-o", f"{scratch}/kernel.so"], capture_output=True, text=True)
+            wanted = [str(written), *flags, "-o", f"{scratch}/kernel.so"]
+            done = subprocess.run([*command, *wanted], capture_output=True, text=True)
             if done.returncode:
                 raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
             os.replace(f"{scratch}/kernel.so", path)  # atomic: another process may be doing the same

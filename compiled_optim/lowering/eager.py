@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from compiled_optim.controls import Controls
 from compiled_optim.fields import compute_dtype
-from compiled_optim.lowering.coefficients import CoefficientStage
 from compiled_optim.lowering.rule_step import rule_step
-from compiled_optim.lowering.square_sums import square_sum
+from compiled_optim.lowering.staged import StagedLowering
 from compiled_optim.plan import Plan
 from compiled_optim.state import LocalState, ParamState
 
 
-class EagerLowering:
+class EagerLowering(StagedLowering):
     """Runs the step of one plan without compiling anything.
 
     With ``differentiable`` the step is recorded by autograd: the new parameter, which replaces the old one in place, and the
@@ -26,11 +23,8 @@ class EagerLowering:
 
     name = "eager"
 
-    square_sum_count = 1
-
     def __init__(self, plan: Plan, controls: Controls, *, differentiable: bool = False) -> None:
-        self.plan = plan
-        self._stage = CoefficientStage(plan, controls)
+        super().__init__(plan, controls)
         self._update = rule_step(plan.rule, plan.statics)
         self._differentiable = differentiable
 
@@ -39,31 +33,13 @@ class EagerLowering:
     def compile(self) -> None:
         """There is nothing to compile."""
 
-    def connect(self, own: Tensor, whole: Tensor) -> None:
-        """Let :meth:`measure` write to ``own``; the sum of ``whole`` is the sum over all gradients."""
-        self._square_sum = own
-        self._stage.connect(whole)
-
-    def prepare(self, grads: Sequence[Tensor | None]) -> None:
-        """Take the gradients, one entry per parameter."""
-        self._grads = grads
-
-    def measure(self) -> None:
-        """Write the sum of the squares of the prepared gradients."""
-        self._square_sum.fill_(square_sum(self._grads))
-
     def launch(self) -> None:
         """Update every parameter of the plan that has a prepared gradient."""
-        present = torch.tensor([grad is not None for grad in self._grads], device=self.plan.device)
         with torch.set_grad_enabled(self._differentiable):
-            columns = self._stage.advance(present).unbind(1)
-            for member, grad, column in zip(self.plan.members, self._grads, columns, strict=True):
+            coefficients, _ = self._advance()
+            for member, grad, column in zip(self.plan.members, self._grads, coefficients.unbind(1), strict=True):
                 if grad is not None:
                     self._step_one(member.param, grad, member.state, column.to(compute_dtype(member.param.dtype)))
-
-    def finish(self) -> None:
-        """Let go of the gradients."""
-        self._grads = ()
 
     def _step_one(self, param: Tensor, grad: Tensor, state: ParamState | LocalState, column: Tensor) -> None:
         names = self.plan.buffers

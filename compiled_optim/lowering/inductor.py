@@ -19,10 +19,9 @@ from torch import Tensor
 from compiled_optim.controls import Controls
 from compiled_optim.events import EventLog, Signature, kernel_signature
 from compiled_optim.fields import compute_dtype, real_numel
-from compiled_optim.lowering.coefficients import CoefficientStage
 from compiled_optim.lowering.layout import Layout, flat
 from compiled_optim.lowering.rule_step import rule_step
-from compiled_optim.lowering.square_sums import square_sum
+from compiled_optim.lowering.staged import StagedLowering
 from compiled_optim.plan import Plan
 from compiled_optim.torch_internals import compile_graph, prepare_cpu_compiler
 
@@ -56,7 +55,7 @@ def obtain_kernel(log: EventLog, signature: Signature, names: Sequence[str]) -> 
     return log.obtain(_kernels, signature, names, make)
 
 
-class InductorLowering:
+class InductorLowering(StagedLowering):
     """Runs the step of one plan.
 
     Args:
@@ -67,12 +66,9 @@ class InductorLowering:
 
     name = "inductor"
 
-    square_sum_count = 1
-
     def __init__(self, plan: Plan, controls: Controls, log: EventLog) -> None:
-        self.plan = plan
+        super().__init__(plan, controls)
         self._log = log
-        self._stage = CoefficientStage(plan, controls)
         if plan.device.type == "cpu":
             prepare_cpu_compiler()
         positions: dict[Signature, list[int]] = {}
@@ -95,31 +91,11 @@ class InductorLowering:
         """Whether :meth:`compile` has nothing to do."""
         return all(part.kernel is not None for part in self._parts)
 
-    def connect(self, own: Tensor, whole: Tensor) -> None:
-        """Let :meth:`measure` write to ``own``; the sum of ``whole`` is the sum over all gradients."""
-        self._square_sum = own
-        self._stage.connect(whole)
-
-    def prepare(self, grads: Sequence[Tensor | None]) -> None:
-        """Take the gradients, one entry per parameter."""
-        self._grads = grads
-
-    def measure(self) -> None:
-        """Write the sum of the squares of the prepared gradients."""
-        self._square_sum.fill_(square_sum(self._grads))
-
     def launch(self) -> None:
         """Update every parameter of the plan that has a prepared gradient."""
-        mask = None
-        if any(grad is None for grad in self._grads):
-            mask = torch.tensor([grad is not None for grad in self._grads], device=self.plan.device)
-        coefficients = self._stage.advance(mask)
+        coefficients, _ = self._advance()
         for part in self._parts:
             part.step(self._grads, coefficients)
-
-    def finish(self) -> None:
-        """Let go of the gradients."""
-        self._grads = ()
 
 
 class Packed:

@@ -21,7 +21,7 @@ class Layout:
 
     def arranged(self, tensor: Tensor) -> Tensor:
         """``tensor`` in this order: itself where it has it, else a copy."""
-        if tensor.stride() == self.target.stride() and not tensor.is_conj() and not tensor.is_neg():
+        if tensor.stride() == self.target.stride() and is_plain(tensor):
             return tensor
         return torch.empty_strided(self.target.shape, self.target.stride(), dtype=tensor.dtype, device=tensor.device).copy_(
             tensor
@@ -38,9 +38,14 @@ class Layout:
             self._param.copy_(self.stage)
 
 
+def is_plain(tensor: Tensor) -> bool:
+    """Whether the elements of ``tensor`` are what lies in its memory."""
+    return not (tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor())
+
+
 def is_dense(tensor: Tensor) -> bool:
     """Whether the elements of ``tensor`` fill its memory without gaps or overlaps, in any order of dimensions."""
-    if tensor.is_conj() or tensor.is_neg():
+    if not is_plain(tensor):
         return False
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):

@@ -8,13 +8,12 @@ address 0 there and is left alone.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
-from typing import cast
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from compiled_optim.addresses import Addresses
+from compiled_optim.addresses import EMPTY
 from compiled_optim.controls import Controls
 from compiled_optim.events import EventLog, Signature, kernel_signature
 from compiled_optim.fields import real_numel
@@ -27,8 +26,6 @@ from compiled_optim.torch_internals import is_capturing
 
 BACKENDS: dict[str, Callable[[Signature], Kernel]] = {"cpu": cpp.build, "cuda": triton.build}
 """By device type, what makes the kernel of a signature."""
-
-_NOWHERE = 16  # the address of an empty gradient, which has none: 0 says that there is no gradient
 
 _kernels: dict[Signature, Kernel] = {}
 
@@ -61,6 +58,8 @@ class MultiTensorLowering:
         """Make the kernels that do not exist yet, and the tables they read."""
         if self.tables:
             return
+        if refusal := self.plan.addresses.refusal:
+            self._log.fall_back(f"{self.plan.rule.name} looks at its tensors one by one: {refusal}", "a step takes longer")
         positions: dict[Signature, list[int]] = {}
         for i, (member, grad_dtype) in enumerate(zip(self.plan.members, self.plan.grad_dtypes, strict=True)):
             positions.setdefault(kernel_signature(self.plan, member, grad_dtype, "multi-tensor"), []).append(i)
@@ -102,10 +101,12 @@ class MultiTensorLowering:
         for (_, table), piece in zip(self.tables, torch.split(own, counts), strict=True):
             table.square_sums, table.all_square_sums = piece, whole
 
-    def prepare(self, grads: Sequence[Tensor | None]) -> None:
-        """Bring the tables up to date with ``grads``, one entry per parameter, and the hyperparameters."""
+    def prepare(self) -> None:
+        """Bring the tables up to date with the gradients and the hyperparameters."""
+        apart = self.plan.addresses.unlike or any(table.is_staged for _, table in self.tables)
+        grads = self.plan.gradients() if apart else None
         for _, table in self.tables:
-            table.prepare(grads if len(self.tables) == 1 else [grads[i] for i in table.positions])
+            table.prepare(grads)
 
     def measure(self) -> None:
         """Write the partial sums of the squares of the prepared gradients."""
@@ -162,31 +163,49 @@ class Table:
         self.square_sums = self.all_square_sums = self._scratch(0)
         self.leads = leads
         self.elements = sum(numels)
-        self._addresses = Addresses(len(members))
-        self._own_grads = self._addresses.values if plan.device.type == "cpu" else self._upload([0] * len(members))
+        self._row = torch.zeros(len(members), dtype=torch.int64)
+        self._version = -1  # of the plan's addresses in this row
+        self._own_grads = self._row if plan.device.type == "cpu" else self._upload(self._row.tolist())
         self.grads = self._own_grads
+        self._index = slice(None) if len(positions) == len(plan.members) else list(positions)
         self._hyper_tensors = self._read_hypers()  # held, so that no other tensor takes their addresses
         self.hypers = self._upload([0] * len(self._hyper_tensors))
         self._hyper_addresses: list[int] = []
         self._hyper_row: list[int] = []
         self._hyper_slots = self._scratch(len(self._hyper_tensors)).unbind()
         self._hyper_copies: list[tuple[Tensor, Tensor]] = []
-        self._state_aligned = _aligned(address for row in vectors for address in row)
+        self._state_aligned = all(_aligned(torch.tensor(row, dtype=torch.int64)) for row in vectors)
         self.aligned = self._state_aligned
         self._staged = [i for i, layout in enumerate(self._layouts) if layout.stage is not None]
-        self._unlike = bool(self._staged) or 0 in numels  # some gradients are not read where they are
         self._held: Sequence[Tensor | None] = ()
         self._spare: Tensor | None = self._host_row()
         self._captured: list[Tensor] = []
         self._captured_last = False
 
-    def prepare(self, grads: Sequence[Tensor | None]) -> None:
-        """Bring the table up to date with ``grads`` and the hyperparameters, for one run of its kernel."""
-        if self._plan.gradients_in_place and not self._unlike:
-            changed = self._addresses.read(cast("list[Tensor]", grads))
+    @property
+    def is_staged(self) -> bool:
+        """Whether stand-ins are updated in place of some parameters."""
+        return bool(self._staged)
+
+    def prepare(self, grads: Sequence[Tensor | None] | None) -> None:
+        """Bring the table up to date with the gradients and the hyperparameters, for one run of its kernel.
+
+        Args:
+            grads: all gradients of the plan, where some have to be brought into their parameters' order; None where the
+                plan's addresses say it all.
+        """
+        if grads is None:
+            addresses = self._plan.addresses
+            if changed := self._version != addresses.version:
+                self._row.numpy()[:] = addresses.gradients.numpy()[self._index]
+                self._version = addresses.version
         else:
-            grads = [None if g is None else layout.arranged(g) for layout, g in zip(self._layouts, grads, strict=True)]
-            changed = self._addresses.set([0 if g is None else g.data_ptr() or _NOWHERE for g in grads])
+            own = zip(self._layouts, [grads[i] for i in self.positions], strict=True)
+            self._held = [None if g is None else layout.arranged(g) for layout, g in own]
+            row = [0 if g is None else g.data_ptr() or EMPTY for g in self._held]
+            if changed := row != self._row.tolist():
+                self._row.numpy()[:] = row
+            self._version = -1
         self.refresh()
         if is_capturing(self._device):
             self._capture_gradients()
@@ -194,7 +213,6 @@ class Table:
             self._write_gradients()
         for i in self._staged:
             self._layouts[i].load()
-        self._held = grads
 
     def finish(self) -> None:
         """Copy stand-ins back into their parameters after the kernel ran, and let go of the gradients."""
@@ -207,8 +225,8 @@ class Table:
         self._log.table_refreshes += 1
         self.grads, self._captured_last = self._own_grads, False
         if self._device.type != "cpu":
-            self.grads.copy_(self._addresses.values.pin_memory(), non_blocking=True)
-            self.aligned = self._state_aligned and _aligned(self._addresses.values.tolist())
+            self.grads.copy_(self._row.pin_memory(), non_blocking=True)
+            self.aligned = self._state_aligned and _aligned(self._row)
         if self._spare is None:
             self._spare = self._host_row()
 
@@ -219,7 +237,7 @@ class Table:
         """
         if self._spare is None:
             raise RuntimeError("a second step is being captured without a step in between; take one before capturing again")
-        self._spare.numpy()[:] = self._addresses.values.numpy()  # the host's work, now and not in a replay
+        self._spare.numpy()[:] = self._row.numpy()  # the host's work, now and not in a replay
         self.grads = torch.empty_like(self._own_grads).copy_(self._spare, non_blocking=True)
         self._captured += [
             self._spare,
@@ -227,7 +245,7 @@ class Table:
             *(t for copy in self._hyper_copies for t in copy),
         ]  # read by every replay
         self._spare, self._captured_last = None, True
-        self.aligned = self._state_aligned and _aligned(self._addresses.values.tolist())
+        self.aligned = self._state_aligned and _aligned(self._row)
 
     def refresh(self) -> None:
         """Write the addresses of hyperparameters that were assigned, and copy those that are not float64.
@@ -284,5 +302,5 @@ class Table:
         return host if self._device.type == "cpu" else host.pin_memory().to(self._device, non_blocking=True)
 
 
-def _aligned(addresses: Iterable[int]) -> bool:
-    return not any(address & 15 for address in addresses)
+def _aligned(addresses: Tensor) -> bool:
+    return not (addresses.numpy() & 15).any()

@@ -17,10 +17,9 @@ from torch import Tensor
 from compiled_optim.controls import Controls
 from compiled_optim.events import EventLog, Signature, kernel_signature
 from compiled_optim.fields import compute_dtype
-from compiled_optim.lowering.coefficients import CoefficientStage
 from compiled_optim.lowering.inductor import OPTIONS
 from compiled_optim.lowering.rule_step import rule_step
-from compiled_optim.lowering.square_sums import square_sum
+from compiled_optim.lowering.staged import StagedLowering
 from compiled_optim.plan import Plan
 from compiled_optim.torch_internals import compile_graph, prepare_cpu_compiler
 
@@ -37,7 +36,7 @@ _kernels: dict[Signature, Kernel] = {}
 _serial = itertools.count()
 
 
-class StackedLowering:
+class StackedLowering(StagedLowering):
     """Runs the step of one plan.
 
     Args:
@@ -48,13 +47,11 @@ class StackedLowering:
     """
 
     name = "stacked"
-    square_sum_count = 1
 
     def __init__(self, plan: Plan, controls: Controls, log: EventLog, *, compiled: bool) -> None:
-        self.plan = plan
+        super().__init__(plan, controls)
         self._log = log
         self._compiled = compiled
-        self._stage = CoefficientStage(plan, controls)
         if compiled and plan.device.type == "cpu":
             prepare_cpu_compiler()
         positions: dict[tuple[Signature, torch.Size], list[int]] = {}
@@ -79,32 +76,13 @@ class StackedLowering:
                 else:
                     stack.kernel = _uncompiled(stack.signature)
 
-    def connect(self, own: Tensor, whole: Tensor) -> None:
-        """Let :meth:`measure` write to ``own``; the sum of ``whole`` is the sum over all gradients."""
-        self._square_sum = own
-        self._stage.connect(whole)
-
-    def prepare(self, grads: Sequence[Tensor | None]) -> None:
-        """Take the gradients, one entry per parameter."""
-        self._grads = grads
-
-    def measure(self) -> None:
-        """Write the sum of the squares of the prepared gradients."""
-        self._square_sum.fill_(square_sum(self._grads))
-
     def launch(self) -> None:
         """Update every parameter of the plan that has a prepared gradient."""
-        present = [grad is not None for grad in self._grads]
-        mask = None if all(present) else torch.tensor(present, device=self.plan.device)
-        coefficients = self._stage.advance(mask)
+        coefficients, mask = self._advance()
         if mask is not None:
             coefficients[1].masked_fill_(~mask, 1.0)
         for stack in self.stacks:
             stack.step(self._grads, coefficients)
-
-    def finish(self) -> None:
-        """Let go of the gradients."""
-        self._grads = ()
 
     def _sizes(self, param: Tensor) -> str:
         if self.plan.rule.granularity == "matrix":

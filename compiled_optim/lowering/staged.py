@@ -1,0 +1,56 @@
+"""The part of a step that is the same for every lowering whose kernels take gradients and coefficients as tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from compiled_optim.controls import Controls
+from compiled_optim.lowering.coefficients import CoefficientStage
+from compiled_optim.lowering.square_sums import square_sum
+from compiled_optim.plan import Plan
+
+
+class StagedLowering:
+    """Runs the step of one plan: the coefficients first, in torch operations, then what a subclass makes of them.
+
+    Args:
+        plan: the tensors.
+        controls: what holds for the whole step.
+    """
+
+    square_sum_count = 1
+
+    def __init__(self, plan: Plan, controls: Controls) -> None:
+        self.plan = plan
+        self._stage = CoefficientStage(plan, controls)
+        self._grads: Sequence[Tensor | None] = ()
+
+    def connect(self, own: Tensor, whole: Tensor) -> None:
+        """Let :meth:`measure` write to ``own``; the sum of ``whole`` is the sum over all gradients."""
+        self._square_sum = own
+        self._stage.connect(whole)
+
+    def prepare(self) -> None:
+        """Take the gradients."""
+        self._grads = self.plan.gradients()
+
+    def measure(self) -> None:
+        """Write the sum of the squares of the prepared gradients."""
+        self._square_sum.fill_(square_sum(self._grads))
+
+    def finish(self) -> None:
+        """Let go of the gradients."""
+        self._grads = ()
+
+    def _advance(self) -> tuple[Tensor, Tensor | None]:
+        """Count a step of every parameter with a gradient.
+
+        Returns:
+            The coefficients, see :meth:`CoefficientStage.advance`, and which parameters have a gradient; None if all have.
+        """
+        present = [grad is not None for grad in self._grads]
+        mask = None if all(present) else torch.tensor(present, device=self.plan.device)
+        return self._stage.advance(mask), mask
