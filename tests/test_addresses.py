@@ -136,6 +136,7 @@ class TestWhatIsSeen:
 
 
 @pytest.mark.usefixtures("way")
+@pytest.mark.filterwarnings("ignore:.*one by one")
 @pytest.mark.parametrize("lowering", ["multi_tensor", "inductor", "eager"])
 def test_steps_follow_every_form(lowering: str) -> None:
     """A step after each change equals torch's in float64, which reads everything anew."""
