@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Literal, TypeAlias, cast, overload
+from typing import Any, ClassVar, Literal, cast, overload
 
 import torch
 from torch import Tensor
@@ -15,29 +14,20 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from compiled_optim import checkpoint, traced
+from compiled_optim.arguments import as_groups, hand_over, named, without_aliases
 from compiled_optim.checkpoint import LoadReport
 from compiled_optim.controls import Controls
 from compiled_optim.events import EventLog
 from compiled_optim.fields import Declared, Flag, Hyper, Static, flag
 from compiled_optim.hyperparameters import ParamGroup
-from compiled_optim.lowering import cpp_library
-from compiled_optim.lowering.eager import EagerLowering
-from compiled_optim.lowering.inductor import InductorLowering
+from compiled_optim.lowering.choice import LOWERINGS, Lowering, lower
 from compiled_optim.lowering.multi_tensor import MultiTensorLowering
-from compiled_optim.lowering.sparse_rows import GatheredRowsLowering, RowTableLowering, sparse_lowering
 from compiled_optim.lowering.square_sums import SquareSums
-from compiled_optim.lowering.stacked import StackedLowering
-from compiled_optim.plan import Plan, parameter_name, partition
+from compiled_optim.plan import parameter_name, partition
 from compiled_optim.schedule import Schedule, Schedules
 from compiled_optim.sharding import is_sharded
 from compiled_optim.state import OptimizerState, ParamState
 from compiled_optim.torch_internals import is_capturing, outside_dynamo, refuse_tracing
-
-LOWERINGS = ("auto", "multi_tensor", "inductor", "eager")
-
-Lowering: TypeAlias = (
-    MultiTensorLowering | InductorLowering | EagerLowering | RowTableLowering | GatheredRowsLowering | StackedLowering
-)
 
 
 class CompiledOptimizer(Declared, Optimizer):
@@ -85,12 +75,12 @@ class CompiledOptimizer(Declared, Optimizer):
         options = {**made, **bound.arguments}
         params = options.pop("params")
         self._configure(options)
-        groups = _as_groups(params)
+        groups = as_groups(params)
         defaults = {name: options[name] for name in self._group_keys()}
         for hyper in self.fields_of(Hyper):
             elements = hyper.elements(options[hyper.name], "the defaults")
             if any(isinstance(e, Tensor) for e in elements):
-                _hand_over(hyper.name, options[hyper.name], groups)
+                hand_over(hyper.name, options[hyper.name], groups)
             numbers = tuple(e.item() if isinstance(e, Tensor) else e for e in elements)
             for index, number in enumerate(numbers):
                 hyper.check(number, index, "the defaults")
@@ -168,7 +158,7 @@ class CompiledOptimizer(Declared, Optimizer):
         unknown = [k for k in values if k in self.fields and k not in self._group_keys()]
         if unknown:
             raise TypeError(f"{unknown[0]} is an option of the whole optimizer, not of param_groups[{index}]")
-        names, params, aliases = _without_aliases(*_named(param_group["params"]))
+        names, params, aliases = without_aliases(*named(param_group["params"]))
         values["params"] = params
         if names:
             values["param_names"] = names
@@ -534,41 +524,10 @@ class CompiledOptimizer(Declared, Optimizer):
         self._take_controls()
         if differentiable and self._controls.measures_norm:
             raise ValueError("differentiable=True does not work with max_grad_norm and skip_nonfinite: clip before the step")
-        self.units = [self._lower(plan, differentiable) for plan in plans]
+        self.units = [lower(plan, self._lowering, self._controls, self.events, differentiable) for plan in plans]
         self._square_sums = None
         self._schedules.follow(groups, plans)
         self._live = [g.live for g in groups]
-
-    def _lower(self, plan: Plan, differentiable: bool) -> Lowering:
-        name = self._lowering_for(plan, differentiable)
-        if plan.rule.gradients == "sparse":
-            return sparse_lowering(plan, self._controls, self.events, name)
-        if plan.rule.granularity != "element":
-            return StackedLowering(plan, self._controls, self.events, compiled=name != "eager")
-        if name == "eager":
-            return EagerLowering(plan, self._controls, differentiable=differentiable)
-        lowering = MultiTensorLowering if name == "multi_tensor" else InductorLowering
-        return lowering(plan, self._controls, self.events)
-
-    def _lowering_for(self, plan: Plan, differentiable: bool) -> str:
-        on_cpu = plan.device.type == "cpu"
-        if differentiable or self._lowering == "eager":
-            return "eager"
-        if on_cpu and cpp_library.compiler() is None:
-            self.events.fall_back(
-                f"{type(self).__name__} runs eager: no C++ compiler was found",
-                "install g++ or clang++, or name one in the environment variable CXX",
-            )
-            return "eager"
-        served = plan.device.type == "cuda" or (on_cpu and sys.platform == "linux")
-        if served and self._lowering != "inductor":
-            return "multi_tensor"
-        if self._lowering == "multi_tensor":
-            raise ValueError(
-                "lowering='multi_tensor' serves CUDA tensors, and CPU tensors on Linux; "
-                f"'{plan.members[0].name}' is on {plan.device}"
-            )
-        return "inductor"
 
     def schedule(self, group: int | None = None, **functions: Schedule | None) -> None:
         """Make hyperparameters functions of the step count, evaluated on the device as part of every step.
@@ -746,62 +705,3 @@ class CompiledOptimizer(Declared, Optimizer):
         for param, values in state.get("state", self.state).items():
             own.set_quietly(param, ParamState(self._mark_changed, values))
         self.state = own  # type: ignore[assignment]
-
-
-def _as_groups(params: Any) -> list[dict[str, Any]]:
-    """The constructor's ``params`` as a list of new group dicts."""
-    if isinstance(params, Tensor):
-        raise TypeError(
-            "params argument given to the optimizer should be an iterable of Tensors or dicts, but got "
-            + torch.typename(params)
-        )
-    if isinstance(params, Mapping):
-        return [{"params": params}]
-    entries = list(params) if not isinstance(params, set) else [{"params": params}]
-    if not entries:
-        raise ValueError("optimizer got an empty parameter list")
-    return [dict(e) for e in entries] if isinstance(entries[0], Mapping) else [{"params": entries}]
-
-
-def _named(params: Any) -> tuple[list[str], list[Any]]:
-    """Names, where there are any, and tensors of one group's ``params``."""
-    if isinstance(params, Tensor):
-        return [], [params]
-    if isinstance(params, set):
-        raise TypeError(
-            "optimizer parameters need to be organized in ordered collections, but the ordering of tensors in sets will "
-            "change between runs. Please use a list instead."
-        )
-    entries = list(params.items() if isinstance(params, Mapping) else params)
-    pairs = [e for e in entries if isinstance(e, tuple)]
-    if pairs and len(pairs) != len(entries):
-        raise ValueError("all optimizer params should be with/without names. Some param names are missing")
-    return [name for name, _ in pairs], [tensor for _, tensor in pairs] if pairs else entries
-
-
-def _without_aliases(names: Sequence[str], params: Sequence[Any]) -> tuple[list[str], list[Any], dict[str, str]]:
-    """Names and tensors with one entry per tensor, and the further names -> the kept ones."""
-    if not names:
-        return [], list(params), {}
-    own: dict[int, str] = {}
-    kept: list[tuple[str, Any]] = []
-    aliases: dict[str, str] = {}
-    for name, param in zip(names, params, strict=True):
-        first = own.setdefault(id(param), name)
-        if first == name:
-            kept.append((name, param))
-        else:
-            aliases[name] = first
-    return [name for name, _ in kept], [param for _, param in kept], aliases
-
-
-def _hand_over(key: str, value: Any, groups: list[dict[str, Any]]) -> None:
-    """Give a tensor from the constructor to the one group without a value of its own, which will adopt it.
-
-    Several such groups get a copy each, unless the tensor requires grad.
-    """
-    heirs = [group for group in groups if key not in group]
-    elements = value if isinstance(value, tuple) else (value,)
-    if len(heirs) == 1 or any(isinstance(e, Tensor) and e.requires_grad for e in elements):
-        for group in heirs:
-            group[key] = value

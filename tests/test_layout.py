@@ -19,6 +19,7 @@ PACKAGE = Path(co.__file__).parent
 # A module imports only from rows above its own.
 LAYERS = [
     {
+        "arguments",
         "watched",
         "fields",
         "formats",
@@ -40,6 +41,7 @@ LAYERS = [
     {"lowering.cpp", "lowering.triton", "lowering.staged"},
     {"lowering.multi_tensor", "lowering.inductor", "lowering.eager"},
     {"lowering.sparse_rows", "lowering.stacked"},
+    {"lowering.choice"},
     {"optimizer"},
     {"optimizers.*", "guards", "named", "staleness"},
     {"capture"},

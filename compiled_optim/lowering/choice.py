@@ -1,0 +1,69 @@
+"""Which lowering runs the step of a plan."""
+
+from __future__ import annotations
+
+import sys
+from typing import TypeAlias
+
+from compiled_optim.controls import Controls
+from compiled_optim.events import EventLog
+from compiled_optim.lowering import cpp_library
+from compiled_optim.lowering.eager import EagerLowering
+from compiled_optim.lowering.inductor import InductorLowering
+from compiled_optim.lowering.multi_tensor import MultiTensorLowering
+from compiled_optim.lowering.sparse_rows import GatheredRowsLowering, RowTableLowering, sparse_lowering
+from compiled_optim.lowering.stacked import StackedLowering
+from compiled_optim.plan import Plan
+
+LOWERINGS = ("auto", "multi_tensor", "inductor", "eager")
+"""What users can ask for."""
+
+Lowering: TypeAlias = (
+    MultiTensorLowering | InductorLowering | EagerLowering | RowTableLowering | GatheredRowsLowering | StackedLowering
+)
+
+
+def lower(plan: Plan, wanted: str, controls: Controls, log: EventLog, differentiable: bool) -> Lowering:
+    """The lowering of ``plan``.
+
+    Args:
+        plan: the tensors.
+        wanted: one of ``LOWERINGS``.
+        controls: what holds for the whole step.
+        log: where compilations and fallbacks are recorded.
+        differentiable: whether autograd records the step.
+
+    Raises:
+        ValueError: ``wanted`` does not serve the plan's device.
+    """
+    name = _elementwise(plan, "eager" if differentiable else wanted, log)
+    if plan.rule.gradients == "sparse":
+        return sparse_lowering(plan, controls, log, name)
+    if plan.rule.granularity != "element":
+        return StackedLowering(plan, controls, log, compiled=name != "eager")
+    if name == "eager":
+        return EagerLowering(plan, controls, differentiable=differentiable)
+    lowering = MultiTensorLowering if name == "multi_tensor" else InductorLowering
+    return lowering(plan, controls, log)
+
+
+def _elementwise(plan: Plan, wanted: str, log: EventLog) -> str:
+    """The name of the lowering that an elementwise rule with dense gradients would have."""
+    on_cpu = plan.device.type == "cpu"
+    if wanted == "eager":
+        return "eager"
+    if on_cpu and cpp_library.compiler() is None:
+        log.fall_back(
+            f"{plan.rule.name} runs eager: no C++ compiler was found",
+            "install g++ or clang++, or name one in the environment variable CXX",
+        )
+        return "eager"
+    served = plan.device.type == "cuda" or (on_cpu and sys.platform == "linux")
+    if served and wanted != "inductor":
+        return "multi_tensor"
+    if wanted == "multi_tensor":
+        raise ValueError(
+            "lowering='multi_tensor' serves CUDA tensors, and CPU tensors on Linux; "
+            f"'{plan.members[0].name}' is on {plan.device}"
+        )
+    return "inductor"
