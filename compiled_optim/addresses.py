@@ -7,6 +7,7 @@ import functools
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,11 +20,17 @@ from compiled_optim.torch_internals import pointer_offset
 EMPTY = 16  # the address of an empty gradient, which has none: 0 says that there is no gradient
 _UNLIKE, _MOVED, _RENEWED, _NOT_PLAIN = 1, 2, 4, 8
 
+Look: TypeAlias = Callable[[list[Tensor | None] | None, bool], int]
+"""Looks at tensors and their gradients, or those given; says what it saw, and learns where the tensors are if asked to."""
+
 _SOURCE = f"""\
 // For the headers of torch {torch.__version__}
 #include <ATen/core/Tensor.h>
 
 using Impl = c10::TensorImpl;
+
+extern "C" char* PyList_GetItem(char* list, int64_t index);
+extern "C" char _Py_NoneStruct;
 
 static bool is_plain(const Impl& t) {{
   constexpr c10::DispatchKeySet other{{c10::DispatchKey::Conjugate, c10::DispatchKey::Negative,
@@ -39,7 +46,9 @@ static int64_t form_of(const Impl& t) {{
 }}
 
 extern "C" int32_t read_tensors(int64_t count, Impl* const* const* tensors, Impl* const* const* examples,
-                                int64_t* addresses, int64_t* forms, int64_t* gradients, int32_t learns) try {{
+                                int64_t* addresses, int64_t* forms, int64_t* gradients, char* given, int64_t offset,
+                                int32_t learns) try {{
+  const bool own = given == &_Py_NoneStruct;
   int32_t seen = 0;
   for (int64_t i = 0; i < count; i++) {{
     Impl& t = **tensors[i];
@@ -53,8 +62,14 @@ extern "C" int32_t read_tensors(int64_t count, Impl* const* const* tensors, Impl
       seen |= {_MOVED};
     }}
     int64_t found = 0;
-    if (const at::Tensor& gradient = t.grad(); gradient.defined()) {{
-      const Impl& g = *gradient.unsafeGetTensorImpl();
+    const Impl* gradient = nullptr;
+    if (own) {{
+      if (t.grad().defined()) gradient = t.grad().unsafeGetTensorImpl();
+    }} else if (char* item = PyList_GetItem(given, i); item != &_Py_NoneStruct) {{
+      gradient = *reinterpret_cast<Impl**>(item + offset);
+    }}
+    if (gradient) {{
+      const Impl& g = *gradient;
       if (is_plain(g) && g.dtype() == (*examples[i])->dtype() && g.device() == t.device() && g.sizes() == t.sizes() &&
           g.strides() == t.strides()) {{
         found = reinterpret_cast<int64_t>(g.data());
@@ -98,17 +113,17 @@ class Addresses:
         self.version = 0
         self.refusal = ""
         self._look = self._in_one_call() or self._one_by_one
-        self._look(True)
+        self._look(None, True)
         self.read()
 
-    def read(self) -> None:
-        """Look at all tensors and gradients."""
-        seen = self._look(False)
+    def read(self, grads: list[Tensor | None] | None = None) -> None:
+        """Look at all tensors, and at their gradients or ``grads`` in their place."""
+        seen = self._look(grads, False)
         self.moved = bool(seen & _MOVED)
         self.unlike = bool(seen & _UNLIKE)
         self.version += bool(seen & _RENEWED)
 
-    def _in_one_call(self) -> Callable[[bool], int] | None:
+    def _in_one_call(self) -> Look | None:
         if self._sharded:
             return None
         function, offset = reader(), pointer_offset()
@@ -121,13 +136,13 @@ class Addresses:
         held = (*pointers, self.values, self._forms, self.gradients)
         arguments = (len(self._tensors), *(t.data_ptr() for t in held))
 
-        def look(learns: bool, _held: object = (held, examples)) -> int:
-            return function(*arguments, learns)
+        def look(grads: list[Tensor | None] | None, learns: bool, _held: object = (held, examples)) -> int:
+            return function(*arguments, grads, offset, learns)
 
         understood = all(ctypes.c_uint64.from_address(id(t) + offset).value == t._cdata for t in self._tensors)
-        return look if understood and not look(True) & _NOT_PLAIN else None
+        return look if understood and not look(None, True) & _NOT_PLAIN else None
 
-    def _one_by_one(self, learns: bool) -> int:
+    def _one_by_one(self, grads: list[Tensor | None] | None, learns: bool) -> int:
         tensors = list(map(local, self._tensors)) if self._sharded else self._tensors
         values = [t.data_ptr() for t in tensors]
         forms = [hash((t.dtype, t.shape, t.stride())) for t in tensors]
@@ -139,7 +154,7 @@ class Addresses:
             return seen | _UNLIKE
         gradients = [0] * len(tensors)
         for i, (tensor, dtype) in enumerate(zip(tensors, self._grad_dtypes, strict=True)):
-            if (found := gradient(tensor)) is not None:
+            if (found := gradient(tensor) if grads is None else grads[i]) is not None:
                 if _lies_like(found, tensor, dtype):
                     gradients[i] = found.data_ptr() or EMPTY
                 else:
@@ -176,6 +191,6 @@ def reader() -> Callable[..., int] | str:
         function = ctypes.PyDLL(str(cpp_library.library(_SOURCE, ("-std=c++20", *flags)))).read_tensors
     except (RuntimeError, OSError) as error:
         return f"the C++ compiler or linker refused torch's headers: {error}"
-    function.argtypes = [ctypes.c_int64, *[ctypes.c_void_p] * 5, ctypes.c_int32]
+    function.argtypes = [ctypes.c_int64, *[ctypes.c_void_p] * 5, ctypes.py_object, ctypes.c_int64, ctypes.c_int32]
     function.restype = ctypes.c_int32
     return function

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, cast, overload
 
 import torch
@@ -110,7 +110,8 @@ class CompiledOptimizer(Declared, Optimizer):
     def _reset(self) -> None:
         """Forget everything that :meth:`_rebuild` derives."""
         self.units: list[Lowering] = []
-        self._stateless: list[Tensor] = []
+        self._stateless: list[int] = []
+        self._positions: list[list[int]] = []
         self._group_shapes: list[tuple[Any, ...]] = []
         self.events = EventLog()
         self._controls = Controls(torch.device("cpu"))
@@ -326,36 +327,43 @@ class CompiledOptimizer(Declared, Optimizer):
                     param.grad.zero_()
 
     @outside_dynamo
-    def step_now(self) -> None:
-        """Update the parameters from their ``grad``, without closure and hooks."""
-        self.prepare()
+    def step_now(self, grads: list[Tensor | None] | None = None) -> None:
+        """Update the parameters, without closure and hooks; see :meth:`prepare` for ``grads``."""
+        self.prepare(grads)
         (self._replay or self.launch)()
         self.finish()
 
-    def prepare(self) -> None:
+    def prepare(self, grads: list[Tensor | None] | None = None) -> None:
         """The host's part of a step: follow what changed since the last one; nothing is updated yet.
+
+        Args:
+            grads: gradients to take in place of the parameters' own, one entry for each of :meth:`traceable_params`.
 
         Raises:
             TypeError, ValueError, RecompileError: as :meth:`step`.
             RuntimeError: a CUDA graph is being captured that cannot hold what this step needs. Nothing is changed then.
         """
         if any(is_capturing(unit.plan.device) for unit in self.units):
-            self._check_capture()
+            self._check_capture(grads)
         self._opt_called = True  # torch's schedulers ask
         self._take_controls()
-        if self._changed or self._regrouped() or any(p.grad is not None for p in self._stateless):
-            self._rebuild()
-        if not self._read():
-            self._rebuild()
-            described = self._read()
-            assert described
+        if self._changed or self._regrouped() or self._wakes(grads) or not self._read(grads):
+            with _lent(self._traceable, grads):
+                self._rebuild()
+                described = self._read(None)
+                assert described
+                self._prepare_units(None)
+        else:
+            self._prepare_units(grads)
+
+    def _prepare_units(self, grads: list[Tensor | None] | None) -> None:
         for unit in self.units:
             unit.compile()
         if self._controls.measures_norm and self._square_sums is None:
             self._square_sums = SquareSums(self.units)
         self._schedules.hold()
-        for unit in self.units:
-            unit.prepare()
+        for unit, own in zip(self.units, self._by_unit(grads), strict=True):
+            unit.prepare(own)
 
     @property
     def taken_scaler(self) -> tuple[Any, Any]:
@@ -422,17 +430,17 @@ class CompiledOptimizer(Declared, Optimizer):
         finally:
             self._has_runner = False
 
-    def _check_capture(self) -> None:
+    def _check_capture(self, grads: list[Tensor | None] | None) -> None:
         """Refuse to capture a step that needs more than a graph can hold; warn of assignments after one that is captured."""
         reasons = {
             "groups or state changed since the last step": self._changed or self._regrouped(),
-            "a parameter got its first gradient": any(p.grad is not None for p in self._stateless),
+            "a parameter got its first gradient": self._wakes(grads),
             "its kernels are not compiled yet": not all(unit.is_compiled for unit in self.units),
             "clipping was switched on or off": (self.max_grad_norm is not None or self.skip_nonfinite)
             != (self._square_sums is not None),
         }
         reason = next((r for r, holds in reasons.items() if holds), None)
-        if reason is None and not self._read():
+        if reason is None and not self._read(grads):
             reason = "a parameter moved or its gradient has another dtype"
         if reason is not None:
             raise RuntimeError(
@@ -486,9 +494,18 @@ class CompiledOptimizer(Declared, Optimizer):
         """How many steps were left out because of infinite or NaN gradients: a 0-dim tensor, on the device."""
         return self._controls.outcome(self.units[0].plan.device if self.units else self._controls.device)[2]
 
-    def _read(self) -> bool:
+    def _read(self, grads: list[Tensor | None] | None) -> bool:
         """Look at all parameters and gradients; whether the plans still describe them."""
-        return all([unit.plan.read() for unit in self.units])
+        return all([unit.plan.read(own) for unit, own in zip(self.units, self._by_unit(grads), strict=True)])
+
+    def _by_unit(self, grads: list[Tensor | None] | None) -> Iterable[list[Tensor | None] | None]:
+        if grads is None:
+            return [None] * len(self.units)
+        return [list(map(grads.__getitem__, positions)) for positions in self._positions]
+
+    def _wakes(self, grads: list[Tensor | None] | None) -> bool:
+        """Whether a parameter without state has a gradient."""
+        return any((self._traceable[i].grad if grads is None else grads[i]) is not None for i in self._stateless)
 
     def _regrouped(self) -> bool:
         """Whether somebody replaced or resized groups behind the optimizer's back, as torch allows."""
@@ -508,16 +525,18 @@ class CompiledOptimizer(Declared, Optimizer):
         for group in groups:
             if group["params"]:
                 group.to(group["params"][0].device)
-        self._make_units(groups)
-        self._group_shapes = [self._group_shape(g) for g in groups]
         self._traceable = [p for g in groups for p in g["params"]]
+        self._make_units(groups)
+        place = {id(p): i for i, p in enumerate(self._traceable)}
+        self._positions = [[place[id(p)] for p in unit.plan.params] for unit in self.units]
+        planned = {i for positions in self._positions for i in positions}
+        self._stateless = [i for i in range(len(self._traceable)) if i not in planned]
+        self._group_shapes = [self._group_shape(g) for g in groups]
         self._changed = False
 
     def _make_units(self, groups: Sequence[ParamGroup]) -> None:
         """Set ``units``, what runs the step, and complete the state; for an optimizer without a rule to override."""
         plans = partition(self.rule, groups, self._own_state)
-        planned = {id(p) for plan in plans for p in plan.params}
-        self._stateless = [p for g in groups for p in g["params"] if id(p) not in planned]
         differentiable = any(g.get("differentiable", False) for g in groups)
         if plans and self._controls.device != plans[0].device:
             self._controls = Controls(plans[0].device)
@@ -705,3 +724,16 @@ class CompiledOptimizer(Declared, Optimizer):
         for param, values in state.get("state", self.state).items():
             own.set_quietly(param, ParamState(self._mark_changed, values))
         self.state = own  # type: ignore[assignment]
+
+
+@contextlib.contextmanager
+def _lent(params: Sequence[Tensor], grads: Sequence[Tensor | None] | None) -> Iterator[None]:
+    """Let ``params`` have ``grads`` inside a ``with`` block; their own if that is None."""
+    own = [] if grads is None else [(p, p.grad) for p in params]
+    for param, grad in zip(params, grads or (), strict=False):
+        param.grad = grad
+    try:
+        yield
+    finally:
+        for param, grad in own:
+            param.grad = grad

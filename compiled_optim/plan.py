@@ -81,26 +81,28 @@ class Plan:
         )
         self.scalars = self._gather_scalars()
 
-    def read(self) -> bool:
-        """Look at parameters and gradients, and say whether the plan still describes them.
+    def read(self, grads: list[Tensor | None] | None) -> bool:
+        """Look at parameters and gradients, their own or ``grads``, and say whether the plan still describes them.
 
         Raises:
             TypeError: a gradient is sparse and the rule takes dense ones, or the other way round.
         """
-        self.addresses.read()
+        self.addresses.read(grads)
         if self.addresses.moved:
             return False
-        return not (self.addresses.unlike or self.rule.gradients == "sparse") or self._check_gradients()
+        if not (self.addresses.unlike or self.rule.gradients == "sparse"):
+            return True
+        return self._check_gradients([p.grad for p in self.params] if grads is None else grads)
 
-    def gradients(self) -> list[Tensor | None]:
-        """The gradients, of DTensors the local shards."""
-        if self.sharded:
-            return [None if (g := p.grad) is None else local_gradient(g, p) for p in self.params]
-        return [p.grad for p in self.params]
+    def gradients(self, grads: list[Tensor | None] | None) -> list[Tensor | None]:
+        """``grads`` or the parameters' own, of DTensors the local shards."""
+        found = [p.grad for p in self.params] if grads is None else grads
+        if not self.sharded:
+            return found
+        return [None if g is None else local_gradient(g, p) for g, p in zip(found, self.params, strict=True)]
 
-    def _check_gradients(self) -> bool:
+    def _check_gradients(self, grads: Sequence[Tensor | None]) -> bool:
         """Whether all gradients have the dtypes that the plan expects."""
-        grads = [p.grad for p in self.params]
         if not {g.is_sparse for g in grads if g is not None} <= {self.rule.gradients == "sparse"}:
             self._refuse(grads)
         return all(g is None or g.dtype == d for g, d in zip(grads, self.grad_dtypes, strict=True))

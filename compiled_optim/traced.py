@@ -7,6 +7,7 @@ hyperparameters belong to the optimizer, which the operator finds by its number.
 from __future__ import annotations
 
 import itertools
+from operator import is_
 from typing import Protocol
 from weakref import WeakValueDictionary
 
@@ -20,8 +21,8 @@ class Steppable(Protocol):
     def traceable_params(self) -> list[Tensor]:
         """The parameters, in the order the operator's positions refer to."""
 
-    def step_now(self) -> None:
-        """Update the parameters from their ``grad``."""
+    def step_now(self, grads: list[Tensor | None] | None = None) -> None:
+        """Update the parameters from ``grads``, one entry for each, or from their own."""
 
 
 _optimizers: WeakValueDictionary[int, Steppable] = WeakValueDictionary()
@@ -41,25 +42,20 @@ _library = torch.library.Library("compiled_optim", "FRAGMENT")  # type: ignore[n
 
 
 def _step(params: list[Tensor], grads: list[Tensor], positions: list[int], optimizer: int) -> None:
-    """Update ``params``, which are those at ``positions`` of the optimizer's parameters, from ``grads``.
+    """Update ``params``, which are those at ``positions``, ascending, of the optimizer's parameters, from ``grads``.
 
     A compiler may hand over copies of the parameters and copy them back later; they then get the new values too.
     """
     owner = _optimizers[optimizer]
     owned = owner.traceable_params()
-    before = [p.grad for p in owned]
-    given: list[Tensor | None] = [None] * len(owned)
-    for position, grad in zip(positions, grads, strict=True):
-        given[position] = grad
-    changed = [(p, old, new) for p, old, new in zip(owned, before, given, strict=True) if old is not new]
-    for param, _, new in changed:
-        param.grad = new
-    try:
-        owner.step_now()
-    finally:
-        for param, old, _ in changed:
-            param.grad = old
-    _hand_over([owned[position] for position in positions], params)
+    given: list[Tensor | None] = [*grads]
+    if len(positions) < len(owned):
+        given = [None] * len(owned)
+        for position, grad in zip(positions, grads, strict=True):
+            given[position] = grad
+        owned = [owned[position] for position in positions]
+    owner.step_now(given)
+    _hand_over(owned, params)
 
 
 def _step_own_gradients(params: list[Tensor], optimizer: int) -> None:
@@ -74,9 +70,10 @@ def _step_own_gradients(params: list[Tensor], optimizer: int) -> None:
 
 def _hand_over(owned: list[Tensor], given: list[Tensor]) -> None:
     """Write new values into copies that a compiler made, and count a version of every parameter."""
-    for own, stand_in in zip(owned, given, strict=True):
-        if stand_in is not own and stand_in.data_ptr() != own.data_ptr():
-            stand_in.copy_(own)
+    if not all(map(is_, owned, given)):
+        for own, stand_in in zip(owned, given, strict=True):
+            if stand_in.data_ptr() != own.data_ptr():
+                stand_in.copy_(own)
     torch.autograd.graph.increment_version(given)
 
 

@@ -59,6 +59,19 @@ class TestWhatIsSeen:
             assert seen.version == before
         assert len(versions) == 6
 
+    def test_gradients_given_in_place_of_their_own(self) -> None:
+        params = _with_gradients()
+        seen = Addresses(params)
+        given: list[Tensor | None] = [torch.empty_like(p) for p in params]
+        given[1] = None
+        seen.read(given)
+        assert seen.gradients.tolist() == [0 if g is None else g.data_ptr() or EMPTY for g in given]
+        assert not seen.unlike
+        seen.read([torch.randn(5, 3).t(), *given[1:]])
+        assert seen.unlike
+        seen.read()
+        assert seen.gradients.tolist() == _expected(params)
+
     @pytest.mark.parametrize(
         "unlike",
         [

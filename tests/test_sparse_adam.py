@@ -245,7 +245,7 @@ def test_wide_accesses_where_every_row_begins_at_sixteen_bytes(width: int, align
     param.grad = _gradient(param, [1, 3])
     optimizer.step()
     (unit,) = optimizer.units
-    unit.prepare()
+    unit.prepare(None)
     assert unit._table(0, leads=False).aligned == aligned
 
 

@@ -101,12 +101,12 @@ class MultiTensorLowering:
         for (_, table), piece in zip(self.tables, torch.split(own, counts), strict=True):
             table.square_sums, table.all_square_sums = piece, whole
 
-    def prepare(self) -> None:
-        """Bring the tables up to date with the gradients and the hyperparameters."""
+    def prepare(self, grads: list[Tensor | None] | None) -> None:
+        """Bring the tables up to date with ``grads``, or the parameters' own gradients, and the hyperparameters."""
         apart = self.plan.addresses.unlike or any(table.is_staged for _, table in self.tables)
-        grads = self.plan.gradients() if apart else None
+        arranged = self.plan.gradients(grads) if apart else None
         for _, table in self.tables:
-            table.prepare(grads)
+            table.prepare(arranged)
 
     def measure(self) -> None:
         """Write the partial sums of the squares of the prepared gradients."""

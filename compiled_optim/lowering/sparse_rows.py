@@ -135,9 +135,9 @@ class RowTableLowering:
         self._square_sum = own
         self._whole.all_square_sums = whole
 
-    def prepare(self) -> None:
-        """Take the gradients, and bring the table of hyperparameters up to date."""
-        self._grads.take(self.plan.gradients())
+    def prepare(self, grads: list[Tensor | None] | None) -> None:
+        """Take ``grads``, or the parameters' own, and bring the table of hyperparameters up to date."""
+        self._grads.take(self.plan.gradients(grads))
         self._whole.refresh()
 
     def measure(self) -> None:
@@ -286,9 +286,9 @@ class GatheredRowsLowering:
         self._square_sum = own
         self._stage.connect(whole)
 
-    def prepare(self) -> None:
-        """Take the gradients."""
-        self._grads.take(self.plan.gradients())
+    def prepare(self, grads: list[Tensor | None] | None) -> None:
+        """Take ``grads``, one entry per parameter, or the parameters' own."""
+        self._grads.take(self.plan.gradients(grads))
 
     def measure(self) -> None:
         """Write the sum of the squares of the prepared gradients."""

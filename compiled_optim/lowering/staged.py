@@ -33,9 +33,9 @@ class StagedLowering:
         self._square_sum = own
         self._stage.connect(whole)
 
-    def prepare(self) -> None:
-        """Take the gradients."""
-        self._grads = self.plan.gradients()
+    def prepare(self, grads: list[Tensor | None] | None) -> None:
+        """Take ``grads``, one entry per parameter, or the parameters' own."""
+        self._grads = self.plan.gradients(grads)
 
     def measure(self) -> None:
         """Write the sum of the squares of the prepared gradients."""
