@@ -27,7 +27,7 @@ from compiled_optim.plan import parameter_name, partition
 from compiled_optim.schedule import Schedule, Schedules
 from compiled_optim.sharding import is_sharded
 from compiled_optim.state import OptimizerState, ParamState
-from compiled_optim.torch_internals import is_capturing, outside_dynamo, refuse_tracing
+from compiled_optim.torch_internals import is_capturing, mend_tracing, outside_dynamo, refuse_tracing
 
 
 class CompiledOptimizer(Declared, Optimizer):
@@ -294,6 +294,7 @@ class CompiledOptimizer(Declared, Optimizer):
 
     def _step_traced(self) -> None:
         """Record the step in the graph that is being traced; reads nothing that Dynamo treats specially."""
+        mend_tracing()
         if self.gradients == "sparse":
             torch.ops.compiled_optim.step_own_gradients(self._traceable, self._number)
             return
@@ -314,17 +315,13 @@ class CompiledOptimizer(Declared, Optimizer):
         """
         if not torch.compiler.is_compiling() and (self._changed or self._regrouped()):
             self._rebuild()
-        unreadable = torch.compiler.is_compiling() and self.gradients == "sparse"
         for param in self._traceable:
-            if unreadable and set_to_none:
-                param.grad = None
+            if set_to_none:
+                param.grad = None  # unread, so that compiled code does not depend on whether there was one
             elif param.grad is not None:
-                if set_to_none:
-                    param.grad = None
-                else:
-                    if param.grad.requires_grad:
-                        param.grad = param.grad.detach()
-                    param.grad.zero_()
+                if param.grad.requires_grad:
+                    param.grad = param.grad.detach()
+                param.grad.zero_()
 
     @outside_dynamo
     def step_now(self, grads: list[Tensor | None] | None = None) -> None:

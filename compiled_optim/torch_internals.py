@@ -52,6 +52,22 @@ def refuse_tracing(what: str, advice: str) -> None:
         raise Unsupported(f"{what} cannot be traced by torch.compile; {advice}")
 
 
+def mend_tracing() -> None:
+    """Undo what tracing a training step does to everything that Dynamo traces after it.
+
+    Where ``param.grad`` was set to None and is read in the same trace, torch 2.13 notes that place as the source of the one
+    object that stands for None in all traces; later ones then read a variable that they do not have
+    (pytorch/pytorch#193869).
+    """
+    from torch._dynamo.variables import ConstantVariable
+
+    ConstantVariable.create(None).source = None
+
+
+# What torch.compiler.assume_constant_result does, without importing the compiler: Dynamo calls it while it traces.
+mend_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 class _InstructionSetProbe(threading.Thread):
     """Inductor's search for the CPU's vector instructions, run beside the imports that compiling needs anyway.
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from test_sparse_adam import Forbidden
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.testing._internal.common_optimizers import optim_db
 
 import compiled_optim as co
@@ -592,5 +593,68 @@ def test_inside_torch_compile() -> None:
     torch.compile(lambda: optimizer.step(closure), backend="eager")()
     reference.step(_closure(theirs, reference))
     torch.testing.assert_close(_flat(ours), _flat(theirs), rtol=TOLERANCE, atol=TOLERANCE)
-    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"LBFGS\.step.* should not be traced"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"LBFGS\._step_outside_graphs.* should not be traced"):
         torch.compile(lambda: optimizer.step(closure), backend="eager", fullgraph=True)()
+
+
+@pytest.mark.filterwarnings("ignore:.*Profiler.*")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_fixed_iterations_in_one_graph(dtype: torch.dtype) -> None:
+    """Forward, backward and all iterations of a step, while the learning rate moves."""
+    torch._dynamo.reset()
+    x, y = torch.randn(20, 6, dtype=dtype), torch.randn(20, 1, dtype=dtype)
+    sides = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        model = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1)).to(dtype)
+        optimizer = co.LBFGS(model.named_parameters(), lr=0.5, max_iter=4, history_size=5, fixed_iterations=True)
+
+        def closure(model: torch.nn.Module = model, optimizer: co.LBFGS = optimizer) -> torch.Tensor:
+            loss = (model(x) - y).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            return loss.detach()
+
+        sides.append((model, optimizer, closure))
+    (model, optimizer, closure), (twin, reference, twin_closure) = sides
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda: optimizer.step(closure), backend=counter, fullgraph=True)
+    counts = []
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        for step in range(6):
+            for o in (optimizer, reference):
+                o.param_groups[0]["lr"] = 0.5 - 0.05 * step
+            assert torch.equal(compiled(), reference.step(twin_closure))
+            assert all(map(torch.equal, model.parameters(), twin.parameters()))
+            counts.append(counter.frame_count)
+    assert len(set(counts)) == 1  # not by the gradients that the first step leaves, either
+    assert optimizer.state_dict()["state"][0]["n_iter"] == 24
+
+
+@pytest.mark.filterwarnings("ignore:.*Profiler.*")
+def test_the_bound_step_in_one_graph_while_the_rate_is_written_in_place() -> None:
+    torch._dynamo.reset()
+    x, y = torch.randn(20, 6), torch.randn(20, 1)
+    model = torch.nn.Linear(6, 1)
+    twin = copy.deepcopy(model)
+    sides = [(m, co.LBFGS(m.parameters(), lr=0.3, max_iter=3, fixed_iterations=True)) for m in (model, twin)]
+
+    def closure_of(model: torch.nn.Module, optimizer: co.LBFGS) -> Any:
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = (model(x) - y).square().mean()
+            loss.backward()
+            return loss.detach()
+
+        return closure
+
+    closures = [closure_of(*side) for side in sides]
+    counter = CompileCounterWithBackend("eager")
+    step = torch.compile(sides[0][1].step, backend=counter, fullgraph=True)
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        for i in range(5):
+            for _, optimizer in sides:
+                optimizer.param_groups[0]["lr"].fill_(0.3 / (i + 1))
+            assert torch.equal(step(closures[0]), sides[1][1].step(closures[1]))
+            assert all(map(torch.equal, model.parameters(), twin.parameters()))
+    assert counter.frame_count == 1

@@ -141,6 +141,35 @@ def test_closure_and_compiled_model() -> None:
         torch.testing.assert_close(ours, expected.step(lambda: closure(reference, expected)))
 
 
+def test_gradients_cleared_first_in_one_graph_that_leaves_no_trace() -> None:
+    """torch 2.13 lets a graph that clears gradients and reads them break every graph that is traced after it."""
+    counter = CompileCounterWithBackend("aot_eager")
+    sides = []
+    for wrap in (lambda f: torch.compile(f, backend=counter, fullgraph=True), lambda f: f):
+        model_of_this_side = _model()
+        optimizer_of_this_side = co.AdamW(model_of_this_side.named_parameters(), lr=0.03)
+
+        def train_step(model: nn.Module = model_of_this_side, optimizer: co.AdamW = optimizer_of_this_side) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = _loss(model)
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        run = wrap(train_step)
+        for _ in range(5):
+            run()
+        sides.append(model_of_this_side)
+    assert all(map(torch.equal, *(side.parameters() for side in sides)))
+    assert counter.frame_count == 1
+
+    other = _model()
+    stepped = co.ASGD(other.parameters())
+    _loss(other).backward()
+    torch.compile(stepped.step, backend="aot_eager", fullgraph=True)()
+    assert stepped.state_dict()["state"][0]["step"] == 1
+
+
 def test_operator_is_well_formed() -> None:
     model = _model()
     optimizer = co.AdamW(model.named_parameters(), lr=0.1)

@@ -18,7 +18,7 @@ from compiled_optim.line_search import Trial, strong_wolfe
 from compiled_optim.optimizer import CompiledOptimizer
 from compiled_optim.sharding import is_sharded
 from compiled_optim.state import OptimizerState, ParamState
-from compiled_optim.torch_internals import outside_dynamo
+from compiled_optim.torch_internals import mend_tracing, outside_dynamo
 
 _VECTORS = ("d", "prev_flat_grad")
 _NUMBERS = ("t", "prev_loss")
@@ -114,6 +114,12 @@ class LBFGS(CompiledOptimizer):
             self._carry_over(state, fresh)
         for name, value in state.items():
             state.set_quietly(name, value.to(self._vector[0].device))
+        # A dict that can be traced, of vectors: torch 2.13 loses writes to 0-dim float64 tensors in compiled CPU code.
+        self._tensors = {name: value.view(1) if value.dim() == 0 else value for name, value in state.items()}
+        self._fixed, self._iterations, self._history = (
+            group[name] for name in ("fixed_iterations", "max_iter", "history_size")
+        )
+        self._live = [group.live]
 
     def _carry_over(self, state: ParamState, fresh: dict[str, Tensor]) -> None:
         """Continue in tensors of another history size or dtype, with as many of the newest pairs as they hold."""
@@ -136,9 +142,8 @@ class LBFGS(CompiledOptimizer):
     def _memory(self) -> ParamState:
         return self._own_state[self._vector[0]]
 
-    @outside_dynamo
     def step(self, closure: Callable[[], Any]) -> Any:  # type: ignore[override]
-        """Perform one optimization step.
+        """Perform one optimization step. With ``fixed_iterations`` it can be traced.
 
         Args:
             closure: clears the gradients, re-evaluates the model, calls backward and returns the loss, a scalar.
@@ -146,24 +151,35 @@ class LBFGS(CompiledOptimizer):
         Returns:
             The loss before the step.
         """
+        if not (torch.compiler.is_compiling() and self._fixed):
+            return self._step_outside_graphs(closure)
+        with torch.enable_grad():
+            first = closure()
+        with torch.no_grad():
+            self._iterate_fixed(closure, first)
+        mend_tracing()
+        return first
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+
+    @outside_dynamo
+    def _step_outside_graphs(self, closure: Callable[[], Any]) -> Any:
         self._opt_called = True
         if self._changed or self._regrouped():
             self._rebuild()
         with torch.enable_grad():
             first = closure()
         with torch.no_grad():
-            run = self._iterate_fixed if self._groups[0]["fixed_iterations"] else self._iterate
+            run = self._iterate_fixed if self._fixed else self._iterate
             run(closure, first)
         self.events.steps += 1
         return first
 
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-
     def _iterate_fixed(self, closure: Callable[[], Any], loss: Any) -> None:
-        group, memory = self._groups[0], self._memory
+        memory = self._tensors
         gradient = self._gradient()
-        for left in reversed(range(group["max_iter"])):
-            self._turn(gradient, loss, group["history_size"])
+        for left in reversed(range(self._iterations)):
+            self._turn(gradient, loss, self._history)
             self._move(memory["t"] * memory["d"])
             memory["func_evals"].add_(1)
             if left:
@@ -212,7 +228,7 @@ class LBFGS(CompiledOptimizer):
 
     def _turn(self, gradient: Tensor, loss: Any, rows: int) -> None:
         """Take in the gradient at the present point; set the next direction ``d`` and step length ``t``."""
-        memory, lr = self._memory, self._groups[0].tensors("lr")[0].to(self._dtype)
+        memory, lr = self._tensors, self._live[0]["lr"].to(self._dtype)
         is_first = memory["n_iter"] == 0
         record(memory, memory["t"] * memory["d"], gradient - memory["prev_flat_grad"], ~is_first)
         memory["d"].copy_(direction(memory, gradient, rows))
