@@ -15,6 +15,7 @@ from torch.testing._internal.common_optimizers import optim_db
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import compiled_optim as co
+from compiled_optim.lowering.cpp import CppKernel
 from compiled_optim.lowering.sparse_rows import entries_of
 
 LOWERINGS = ["multi_tensor", "inductor", "eager"]
@@ -246,7 +247,8 @@ def test_wide_accesses_where_every_row_begins_at_sixteen_bytes(width: int, align
     optimizer.step()
     (unit,) = optimizer.units
     unit.prepare(None)
-    assert unit._table(0, leads=False).aligned == aligned
+    ((batch, *_),) = unit._parts
+    assert batch.aligned == aligned
 
 
 def test_shapes_follow_from_the_number_of_entries() -> None:
@@ -353,3 +355,78 @@ def test_one_graph_holds_step_and_zero_grad() -> None:
         assert ours.weight.grad is None
     assert counter.frame_count == 1
     assert relative_error([ours.weight], [theirs.weight]) < 1e-14
+
+
+class Work(TorchDispatchMode):
+    """Counts the operations that compute something; those that look at a tensor in another way do not."""
+
+    LOOKS = ("sparse_dim", "_nnz", "_indices", "_values", "is_coalesced", "detach", "unbind", "slice", "view", "alias")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket.__name__ not in self.LOOKS
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_work_does_not_grow_with_the_number_of_tables(clip: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = [0]
+    launch = CppKernel.__call__
+
+    def counted(kernel: CppKernel, table: Any) -> None:
+        launches[0] += 1
+        launch(kernel, table)
+
+    monkeypatch.setattr(CppKernel, "__call__", counted)
+
+    def step(shapes: list[tuple[int, ...]]) -> tuple[int, int]:
+        params = [_table(rows, width) for rows, width in shapes]
+        twins = [_twin(p) for p in params]
+        optimizer = co.SparseAdam(params, max_grad_norm=clip, **FAR)
+        reference = torch.optim.SparseAdam(twins, **FAR)
+        for i in range(3):
+            for k, (param, twin) in enumerate(zip(params, twins, strict=True)):
+                param.grad = _gradient(param, [k % 3, 3, 3, 2, 5][: 2 + k % 4], 7 * i + k)
+                twin.grad = param.grad.clone()
+            if clip is not None:
+                norm = torch.stack([t.grad.coalesce().values().norm() for t in twins]).norm()
+                for twin in twins:
+                    twin.grad = twin.grad * (clip / (norm + 1e-6)).clamp(max=1)
+            launches[0] = 0
+            with Work() as work:
+                optimizer.step()
+            reference.step()
+        assert relative_error(params, twins) < 1e-13
+        return work.count, launches[0]
+
+    one = step([(12, 3)])
+    assert one[1] == 1
+    assert step([(12, 3), (9, 3), (30, 3)]) == one
+    assert step([(12 + k, 3) for k in range(16)]) == one
+    two = step([(12, 3), (9, 4)])
+    assert two[1] == 2
+    assert step([(12 + k, 3 + k % 2) for k in range(16)]) == two
+
+
+@pytest.mark.parametrize("lowering", LOWERINGS)
+def test_many_tables_of_any_kind_at_once(lowering: str) -> None:
+    """Widths, dtypes, numbers of sparse dimensions and of entries, absent and coalesced gradients, in changing mixes."""
+    shapes = [((12, 3), 1), ((9, 3), 1), ((8, 5), 1), ((6, 4), 2), ((7, 2), 2), ((5, 4, 3), 2), ((11, 3), 1), ((4, 3, 5), 1)]
+    params = [nn.Parameter(torch.randn(shape, dtype=torch.float64)) for shape, _ in shapes]
+    twins = [_twin(p) for p in params]
+    optimizer, reference = co.SparseAdam(params, lowering=lowering, **FAR), torch.optim.SparseAdam(twins, **FAR)
+    for step in range(6):
+        for k, (param, twin, (_, sparse_dims)) in enumerate(zip(params, twins, shapes, strict=True)):
+            rows = [(3 * k + j * j) % 4 for j in range((step * k) % 7)]
+            grad = _gradient(param, rows, 10 * step + k, sparse_dims)
+            absent = (step + k) % 5 == 0
+            param.grad = None if absent else grad.coalesce() if (step + k) % 3 == 0 else grad
+            twin.grad = None if absent else grad.clone()
+        optimizer.step()
+        reference.step()
+    assert relative_error(params, twins) < 1e-13
+    for param, twin in zip(params, twins, strict=True):
+        assert optimizer.state[param]["step"] == reference.state[twin]["step"]

@@ -35,6 +35,11 @@ def obtain_kernel(log: EventLog, signature: Signature, names: Sequence[str]) -> 
     return log.obtain(_kernels, signature, names, BACKENDS[signature.device])
 
 
+def current_device(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Makes ``device`` the current one, on which Triton launches whatever the device of the tensors."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
 class MultiTensorLowering:
     """Runs the step of one plan.
 
@@ -51,8 +56,7 @@ class MultiTensorLowering:
         self._controls = controls
         self._log = log
         self.tables: list[tuple[Kernel, Table]] = []
-        # Triton launches on the current device, which need not be that of the tensors.
-        self._on_device = torch.cuda.device(plan.device) if plan.device.type == "cuda" else contextlib.nullcontext()
+        self._on_device = current_device(plan.device)
 
     def compile(self) -> None:
         """Make the kernels that do not exist yet, and the tables they read."""

@@ -8,9 +8,11 @@ waits for the device, and a CUDA graph can hold it. A gradient that is already c
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,13 +21,42 @@ from compiled_optim.controls import Controls
 from compiled_optim.events import EventLog, kernel_signature
 from compiled_optim.fields import compute_dtype
 from compiled_optim.lowering import inductor, multi_tensor
-from compiled_optim.lowering.coefficients import CoefficientStage
 from compiled_optim.lowering.rows import Kernel, TableRows
 from compiled_optim.lowering.rule_step import rule_step
 from compiled_optim.lowering.square_sums import square_sum
+from compiled_optim.lowering.staged import StagedLowering
 from compiled_optim.plan import Plan
 
 _PRESENT = 16  # any address but 0, which says that there is no gradient
+_KEPT_BATCHES = 16  # for as many numbers of entries, memory is kept
+
+
+def add_up(rows: Tensor, own: Tensor, values: Tensor, election: Tensor, sums: Tensor) -> Tensor:
+    """Add the values of the entries of each row, at the place of the entry that the row elects.
+
+    Args:
+        rows: (N,) int64, the rows that the entries name.
+        own: the entries' numbers, 0 to N - 1.
+        values: (N, ...).
+        election: (rows,) int64, scratch memory.
+        sums: written, as ``values``: at an elected entry its row's sum, elsewhere 0.
+
+    Returns:
+        For each entry, the one that its row elected: (N,) int64.
+    """
+    election.index_put_((rows,), own)
+    elected = election[rows]
+    sums.zero_()
+    if values.device.type == "cpu":
+        sums.index_add_(0, elected, values)
+    else:  # sorts instead of adding atomically: the same sum every time
+        sums.index_put_((elected,), values, accumulate=True)
+    return elected
+
+
+def row_strides(shape: Sequence[int]) -> list[int]:
+    """By how many rows each sparse dimension moves on."""
+    return [math.prod(shape[d + 1 :]) for d in range(len(shape))]
 
 
 @dataclass
@@ -34,13 +65,11 @@ class Entries:
 
     Attributes:
         index: for each sparse dimension, where the entries lie: (N,) int64.
-        own: the entries' numbers: (N,) int64.
         elected: for each entry, the one that its row elected: (N,) int64.
         sums: (N, dense part); at an elected entry the row's gradient, elsewhere 0.
     """
 
     index: tuple[Tensor, ...]
-    own: Tensor
     elected: Tensor
     sums: Tensor
 
@@ -51,49 +80,21 @@ def entries_of(grad: Tensor, dtype: torch.dtype) -> Entries:
     index = indices.unbind() or (indices.new_zeros(len(values)),)  # without sparse dimensions there is one row
     own = torch.arange(len(values), device=values.device)
     if grad.is_coalesced():
-        return Entries(index, own, own, values.contiguous())
-    winner = indices.new_empty(grad.shape[: grad.sparse_dim()] or (1,))
-    winner.index_put_(index, own)
-    elected = winner[index]
-    sums = torch.zeros_like(values, memory_format=torch.contiguous_format)
-    if values.device.type == "cpu":
-        sums.index_add_(0, elected, values)
-    else:  # sorts instead of adding atomically: the same sum every time
-        sums.index_put_((elected,), values, accumulate=True)
-    return Entries(index, own, elected, sums)
-
-
-class SparseGradients:
-    """The gradients of one step of a plan, their entries made when they are first needed."""
-
-    def __init__(self, plan: Plan) -> None:
-        self._dtypes = [compute_dtype(m.param.dtype) for m in plan.members]
-        self.take(())
-
-    def take(self, grads: Sequence[Tensor | None]) -> None:
-        """Take the gradients of the next step, one per parameter, or let go of the last with an empty sequence."""
-        self._grads = grads
-        self._entries: dict[int, Entries] = {}
-        self.positions = [i for i, grad in enumerate(grads) if grad is not None]
-
-    def entries(self, position: int) -> tuple[Entries, int]:
-        """The entries of one gradient, and its number of sparse dimensions."""
-        grad = self._grads[position]
-        assert grad is not None
-        if position not in self._entries:
-            self._entries[position] = entries_of(grad, self._dtypes[position])
-        return self._entries[position], grad.sparse_dim()
-
-    def square_sum(self) -> Tensor | float:
-        """The sum of the squares of all gradients, each as it is after its rows have been added up."""
-        return square_sum([self.entries(i)[0].sums for i in self.positions])
+        return Entries(index, own, values.contiguous())
+    shape = grad.shape[: grad.sparse_dim()] or (1,)
+    rows = torch.zeros_like(own)
+    for stride, positions in zip(row_strides(shape), index, strict=True):
+        rows.add_(positions, alpha=stride)
+    sums = torch.empty_like(values, memory_format=torch.contiguous_format)
+    return Entries(index, add_up(rows, own, values, own.new_empty(math.prod(shape)), sums), sums)
 
 
 class RowTableLowering:
     """Runs the multi-tensor kernels on rows: the address of a row follows from its number, on the device.
 
     An elected entry is to the kernel a tensor with scalars of its own, any other entry one without a gradient. The
-    parameter is one more tensor, without elements, that advances the real scalars. Parameters are contiguous.
+    parameter is one more tensor, without elements, that advances the real scalars. Parameters are contiguous. Those whose
+    rows share a kernel and a shape are updated together, however many they are.
     """
 
     name = "multi_tensor"
@@ -105,10 +106,11 @@ class RowTableLowering:
         self._controls = controls
         self._log = log
         self._kernels: list[Kernel] = []
-        self._grads = SparseGradients(plan)
-        self._rows = TableRows(plan.rule, plan.statics)
-        self._coefficients = len(plan.rule.coefficient_names) + 1
-        self._layout = functools.cache(self._layout_of)
+        self._batch = functools.lru_cache(maxsize=_KEPT_BATCHES)(self._batch_of)
+        self._elections = [torch.empty(0, dtype=torch.int64, device=plan.device)]  # a captured graph may use any of them
+        self._parts: list[tuple[RowBatch, Kernel, list[Tensor]]] = []
+        self._gathered = False
+        self._on_device = multi_tensor.current_device(plan.device)
 
     @property
     def is_compiled(self) -> bool:
@@ -137,85 +139,139 @@ class RowTableLowering:
 
     def prepare(self, grads: list[Tensor | None] | None) -> None:
         """Take ``grads``, or the parameters' own, and bring the table of hyperparameters up to date."""
-        self._grads.take(self.plan.gradients(grads))
         self._whole.refresh()
+        alike: dict[tuple[Any, ...], list[tuple[int, Tensor]]] = {}
+        for i, grad in enumerate(self.plan.gradients(grads)):
+            if grad is not None:
+                shape = grad.shape[grad.sparse_dim() :]
+                alike.setdefault((self._kernels[i], grad.sparse_dim(), grad.dtype, shape), []).append((i, grad))
+        self._parts = []
+        for (kernel, sparse_dims, *_), found in alike.items():
+            positions, counts = tuple(i for i, _ in found), tuple(grad._nnz() for _, grad in found)
+            self._parts.append((self._batch(positions, counts, sparse_dims), kernel, [grad for _, grad in found]))
+        needed = max((batch.rows for batch, *_ in self._parts), default=0)
+        if len(self._elections[-1]) < needed:
+            self._elections.append(self._elections[-1].new_empty(needed))
+        self._gathered = False
 
     def measure(self) -> None:
         """Write the sum of the squares of the prepared gradients."""
-        self._square_sum.fill_(self._grads.square_sum())
+        self._gather()
+        self._square_sum.fill_(square_sum([batch.sums for batch, *_ in self._parts]))
 
     def launch(self) -> None:
         """Update the rows that the gradients name, and count a step of every parameter that has a gradient."""
+        self._gather()
         leads = self._whole.leads
-        for position in self._grads.positions:
-            self._kernels[position](self._table(position, leads=leads))
-            leads = False
+        with self._on_device:
+            for batch, kernel, _ in self._parts:
+                batch.take(self._whole, self.plan.scalars, leads=leads)
+                kernel(batch)
+                leads = False
 
     def finish(self) -> None:
         """Let go of the gradients."""
-        self._grads.take(())
+        self._parts = []
 
-    def _table(self, position: int, *, leads: bool) -> _RowTable:
-        entries, sparse_dims = self._grads.entries(position)
-        device, rows, layout = self.plan.device, self._rows, self._layout(position, sparse_dims)
-        count = len(entries.own)
-        tensors = torch.empty(len(layout.column), count + 1, dtype=torch.int64, device=device)
-        tensors[:, count:] = layout.column
-        here, first = tensors[:, :count], layout.column
-        for step, index in zip(layout.steps[:-1], entries.index, strict=False):
-            first = torch.addcmul(first, step, index)
-        torch.addcmul(first, layout.steps[-1], entries.index[-1], out=here)
-        grads = torch.full((count + 1,), _PRESENT, dtype=torch.int64, device=device)
-        torch.mul(_addresses(entries.sums, count), entries.elected == entries.own, out=grads[:count])
-        copies = self.plan.scalars[:, position, None].expand(-1, count).clone(memory_format=torch.contiguous_format)
-        here[rows.scalars : rows.numel] = _addresses(copies, copies.numel()).view_as(copies)
-        return _RowTable(
-            tensors,
-            grads,
-            self._whole.hypers,
-            torch.cartesian_prod(entries.own, layout.pieces),
-            torch.empty((count + 1) * self._coefficients, dtype=torch.float64, device=device),
-            self._whole.square_sums,
-            self._whole.all_square_sums,
-            self._whole.outcome,
-            leads,
-            entries.sums.numel(),
-            layout.aligned,
-            (entries.sums, copies),
-        )
+    def _gather(self) -> None:
+        if not self._gathered:
+            for batch, _, grads in self._parts:
+                batch.gather(grads, self._elections[-1])
+        self._gathered = True
 
-    def _layout_of(self, position: int, sparse_dims: int) -> _RowLayout:
-        member, device = self.plan.members[position], self.plan.device
-        width = math.prod(member.param.shape[sparse_dims:])
-        sizes = torch.zeros(len(self._whole.tensors), 1, dtype=torch.int64)
-        sizes[0] = member.param.element_size()
-        for row, name in enumerate(self.plan.buffers, self._rows.buffers):
-            sizes[row] = member.state[name].element_size()
-        column = self._whole.tensors[:, position, None].clone()
-        column[self._rows.numel] = width
-        return _RowLayout(
-            column,
-            [(sizes * stride).to(device) for stride in member.param.stride()[:sparse_dims] or (0,)],
-            torch.arange(-(-width // self._kernels[position].chunk), device=device),
-            self._whole.aligned and width * int(sizes[sizes > 0].min()) % 16 == 0,
-        )
+    def _batch_of(self, positions: tuple[int, ...], counts: tuple[int, ...], sparse_dims: int) -> RowBatch:
+        return RowBatch(self.plan, self._whole, positions, counts, sparse_dims, self._kernels[positions[0]].chunk)
 
 
-@dataclass
-class _RowLayout:
-    """What is the same for all rows of a parameter, for gradients of one number of sparse dimensions.
+class RowBatch:
+    """What a kernel reads to update the rows of several parameters; see :class:`~compiled_optim.lowering.rows.KernelTable`.
 
-    Attributes:
-        column: the parameter's column of the table, with the number of elements of a row.
-        steps: for each sparse dimension, what one row further adds to the column.
-        pieces: the numbers of a row's chunks.
-        aligned: whether every row begins at a multiple of 16 bytes.
+    All memory stays where it is, and all that follows from the numbers of entries is computed once.
+
+    Args:
+        plan: the parameters.
+        whole: the table of them all.
+        positions: which of them have gradients, with dense parts of one shape.
+        counts: how many entries each gradient has.
+        sparse_dims: how many sparse dimensions all of them have.
+        chunk: how many elements the kernel updates at a time.
     """
 
-    column: Tensor
-    steps: list[Tensor]
-    pieces: Tensor
-    aligned: bool
+    def __init__(
+        self,
+        plan: Plan,
+        whole: multi_tensor.Table,
+        positions: Sequence[int],
+        counts: Sequence[int],
+        sparse_dims: int,
+        chunk: int,
+    ) -> None:
+        device, rows = plan.device, TableRows(plan.rule, plan.statics)
+        members = [plan.members[i] for i in positions]
+        shapes = [m.param.shape[:sparse_dims] for m in members]
+        dense = members[0].param.shape[sparse_dims:]
+        width, count = math.prod(dense), sum(counts)
+        sizes = [math.prod(shape) for shape in shapes]
+        self.rows = sum(sizes)
+        firsts = torch.tensor([0, *itertools.accumulate(sizes)][:-1])
+        of_entry = torch.repeat_interleave(torch.tensor(counts))  # which of the parameters
+        self._first_rows = _upload(firsts[of_entry], device)
+        strides = torch.tensor([row_strides(shape) for shape in shapes]).view(len(shapes), sparse_dims)
+        self._strides = [_upload(column[of_entry], device) for column in strides.unbind(1)[:-1]]  # the last is 1
+        self._positions = _upload(torch.tensor(positions)[of_entry], device)
+
+        self._own = torch.arange(count, device=device)
+        self.sums = torch.empty(count, *dense, dtype=compute_dtype(members[0].param.dtype), device=device)
+        self._sum_addresses = _addresses(self.sums, count)
+        self.grads = torch.full((count + len(members),), _PRESENT, dtype=torch.int64, device=device)
+        self._copies = torch.empty(len(plan.scalars), count, dtype=plan.scalars.dtype, device=device)
+
+        row_bytes = torch.zeros(len(whole.tensors), 1, dtype=torch.int64)
+        row_bytes[0] = width * members[0].param.element_size()
+        for row, name in enumerate(plan.buffers, rows.buffers):
+            row_bytes[row] = width * members[0].state[name].element_size()
+        self._row_bytes = _upload(row_bytes, device)
+        columns = whole.tensors.index_select(1, _upload(torch.tensor(positions), device))
+        columns[rows.numel] = width
+        base = columns - self._row_bytes * _upload(firsts, device)
+        self._base = base.index_select(1, _upload(of_entry, device))
+        self._base[rows.scalars : rows.numel] = _addresses(self._copies, self._copies.numel()).view_as(self._copies)
+        self.tensors = torch.cat([self._base, columns], 1)
+
+        pieces = torch.arange(-(-width // chunk), device=device)
+        self.chunks = torch.cartesian_prod(self._own, pieces)
+        entries = (count + len(members)) * (len(plan.rule.coefficient_names) + 1)
+        self.coefficients = torch.empty(entries, dtype=torch.float64, device=device)
+        self.hypers, self.outcome = whole.hypers, whole.outcome
+        self.square_sums = self.all_square_sums = whole.square_sums
+        self.leads = False
+        self.elements = count * width
+        self.aligned = whole.aligned and int(row_bytes[row_bytes > 0].min() if width else 0) % 16 == 0
+
+    def gather(self, grads: Sequence[Tensor], election: Tensor) -> None:
+        """Add up the entries of ``grads``, one for each parameter; ``election`` is scratch memory for every row."""
+        indices = torch.cat([grad._indices() for grad in grads], 1)
+        values = torch.cat([grad._values() for grad in grads]).to(self.sums.dtype)
+        rows = self._first_rows
+        for stride, index in zip([*self._strides, None], indices, strict=False):
+            rows = rows + index if stride is None else torch.addcmul(rows, stride, index)
+        elected = self._own
+        if all(grad.is_coalesced() for grad in grads):
+            self.sums.copy_(values)
+        else:
+            elected = add_up(rows, self._own, values, election, self.sums)
+        count = len(self._own)
+        torch.mul(self._sum_addresses, elected == self._own, out=self.grads[:count])
+        torch.addcmul(self._base, self._row_bytes, rows, out=self.tensors[:, :count])
+
+    def take(self, whole: multi_tensor.Table, scalars: Tensor, *, leads: bool) -> None:
+        """Take what the kernel reads besides the gradients, as it is now."""
+        torch.index_select(scalars, 1, self._positions, out=self._copies)
+        self.all_square_sums, self.leads = whole.all_square_sums, leads
+
+
+def _upload(host: Tensor, device: torch.device) -> Tensor:
+    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
 def _addresses(tensor: Tensor, count: int) -> Tensor:
@@ -225,25 +281,7 @@ def _addresses(tensor: Tensor, count: int) -> Tensor:
     return torch.arange(start, start + count * size, size, device=tensor.device)
 
 
-@dataclass
-class _RowTable:
-    """What the kernels read; ``held`` is memory that ``tensors`` has the addresses of."""
-
-    tensors: Tensor
-    grads: Tensor
-    hypers: Tensor
-    chunks: Tensor
-    coefficients: Tensor
-    square_sums: Tensor
-    all_square_sums: Tensor
-    outcome: Tensor
-    leads: bool
-    elements: int
-    aligned: bool
-    held: tuple[Tensor, ...]
-
-
-class GatheredRowsLowering:
+class GatheredRowsLowering(StagedLowering):
     """Copies the rows out, updates the copies, and copies them back; entries of one row write the same values.
 
     Args:
@@ -253,18 +291,14 @@ class GatheredRowsLowering:
         compiled: whether Inductor's kernels update the copies, or plain torch operations.
     """
 
-    square_sum_count = 1
-
     def __init__(self, plan: Plan, controls: Controls, log: EventLog, *, compiled: bool) -> None:
-        self.plan = plan
+        super().__init__(plan, controls)
         self.name = "inductor" if compiled else "eager"
         self._log = log
         self._compiled = compiled
         self._kernels: list[inductor.Kernel] = []
-        self._grads = SparseGradients(plan)
-        self._stage = CoefficientStage(plan, controls)
+        self._entries: dict[int, Entries] = {}
         self._update = rule_step(plan.rule, plan.statics)
-        self._mask = functools.lru_cache(maxsize=256)(self._mask_of)
 
     @property
     def is_compiled(self) -> bool:
@@ -281,35 +315,32 @@ class GatheredRowsLowering:
                 for m in self.plan.members
             ]
 
-    def connect(self, own: Tensor, whole: Tensor) -> None:
-        """Let :meth:`measure` write to ``own``; the sum of ``whole`` is the sum over all gradients."""
-        self._square_sum = own
-        self._stage.connect(whole)
-
-    def prepare(self, grads: list[Tensor | None] | None) -> None:
-        """Take ``grads``, one entry per parameter, or the parameters' own."""
-        self._grads.take(self.plan.gradients(grads))
-
     def measure(self) -> None:
-        """Write the sum of the squares of the prepared gradients."""
-        self._square_sum.fill_(self._grads.square_sum())
+        """Write the sum of the squares of the prepared gradients, each as it is after its rows have been added up."""
+        self._add_up()
+        self._square_sum.fill_(square_sum([entries.sums for entries in self._entries.values()]))
 
     def launch(self) -> None:
         """Update the rows that the gradients name, and count a step of every parameter that has a gradient."""
-        here = self._grads.positions
-        columns = self._stage.advance(self._mask(tuple(i in here for i in range(len(self.plan.members))))).unbind(1)
-        for position in here:
-            member = self.plan.members[position]
-            entries, sparse_dims = self._grads.entries(position)
-            tensors = [member.param.detach(), *(member.state[name] for name in self.plan.buffers)]
-            if not sparse_dims:
-                tensors = [t.unsqueeze(0) for t in tensors]
+        self._add_up()
+        coefficients, _ = self._advance()
+        for position, entries in self._entries.items():
             if entries.sums.numel():
-                self._update_rows(position, tensors, entries, columns[position].to(entries.sums.dtype).unbind())
+                member, column = self.plan.members[position], coefficients[:, position].to(entries.sums.dtype)
+                tensors = [member.param.detach(), *(member.state[name] for name in self.plan.buffers)]
+                if entries.sums.dim() == member.param.dim() + 1:  # without sparse dimensions there is one row
+                    tensors = [t.unsqueeze(0) for t in tensors]
+                self._update_rows(position, tensors, entries, column.unbind())
 
     def finish(self) -> None:
         """Let go of the gradients."""
-        self._grads.take(())
+        super().finish()
+        self._entries = {}
+
+    def _add_up(self) -> None:
+        for i, (member, grad) in enumerate(zip(self.plan.members, self._grads, strict=True)):
+            if grad is not None and i not in self._entries:
+                self._entries[i] = entries_of(grad, compute_dtype(member.param.dtype))
 
     def _update_rows(
         self, position: int, tensors: Sequence[Tensor], entries: Entries, coefficients: Sequence[Tensor]
@@ -323,9 +354,6 @@ class GatheredRowsLowering:
             rows = [param, *buffers]
         for tensor, new in zip(tensors, rows, strict=True):
             tensor.index_put_(entries.index, new)
-
-    def _mask_of(self, present: tuple[bool, ...]) -> Tensor | None:
-        return None if all(present) else torch.tensor(present, device=self.plan.device)
 
 
 def sparse_lowering(plan: Plan, controls: Controls, log: EventLog, name: str) -> RowTableLowering | GatheredRowsLowering:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -27,6 +28,7 @@ class StagedLowering:
         self.plan = plan
         self._stage = CoefficientStage(plan, controls)
         self._grads: Sequence[Tensor | None] = ()
+        self._mask = functools.lru_cache(maxsize=256)(self._mask_of)  # a new one waits for the device
 
     def connect(self, own: Tensor, whole: Tensor) -> None:
         """Let :meth:`measure` write to ``own``; the sum of ``whole`` is the sum over all gradients."""
@@ -51,6 +53,8 @@ class StagedLowering:
         Returns:
             The coefficients, see :meth:`CoefficientStage.advance`, and which parameters have a gradient; None if all have.
         """
-        present = [grad is not None for grad in self._grads]
-        mask = None if all(present) else torch.tensor(present, device=self.plan.device)
+        mask = self._mask(tuple(grad is not None for grad in self._grads))
         return self._stage.advance(mask), mask
+
+    def _mask_of(self, present: tuple[bool, ...]) -> Tensor | None:
+        return None if all(present) else torch.tensor(present, device=self.plan.device)
