@@ -23,7 +23,16 @@ from perf.lowering import inductor_source, ptx
 from perf.lowering import results as lowering_results
 from perf.lowering.fake_cuda import fake_cuda
 from perf.lowering.record import recording
-from perf.lowering.report import Report, Workload, cpu_in_place_of_cuda, launches, lower, optimizers, processor_seconds
+from perf.lowering.report import (
+    Report,
+    Workload,
+    cpu_in_place_of_cuda,
+    elementwise,
+    launches,
+    lower,
+    optimizers,
+    processor_seconds,
+)
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.filterwarnings("ignore:.*Profiler.*")
@@ -44,13 +53,13 @@ def _accesses(report: Report) -> str:
 
 
 def test_every_elementwise_rule_is_reported() -> None:
-    assert set(optimizers().values()) == {c for c in ruled("dense") if c.granularity == "element"}
+    assert {optimizers()[name] for name in elementwise()} == {c for c in ruled("dense") if c.granularity == "element"}
 
 
 def test_multi_tensor_table() -> None:
     """Launches, operators in a steady step and in one with moved gradients, bytes per parameter, width of the accesses."""
     rows: list[tuple[Any, ...]] = []
-    for name in sorted(optimizers()):
+    for name in sorted(elementwise()):
         reports = [lower("multi_tensor", Workload(name, 10), 90)]
         reports += [lower("multi_tensor", Workload(name, 10), arch, stand_in=True) for arch in ARCHITECTURES]
         reports += [
@@ -89,8 +98,34 @@ sgd | 2 | 1 (1 upload) | 20.0 | 10.0 | v4.b32
     )
 
 
+def test_table_of_the_other_optimizers() -> None:
+    """Launches and operators of a steady step, among them library calls, whatever the number of tensors."""
+    rows: list[tuple[Any, ...]] = []
+    for name in sorted(set(optimizers()) - set(elementwise())):
+        reports = [lower("auto", Workload(name, tensors), 90) for tensors in (2, 40)]
+        reports.append(lower("auto", Workload(name, 2), 80))
+        for report in reports:
+            assert report.cpp == report.waits == report.uploads == 0
+            assert report.moved_operators == report.operators
+            for kernel in report.kernels:
+                assert kernel.resources.spills == 0, kernel
+                assert kernel.extern == ()
+        (single,) = {(r.launches, r.operators) for r in reports}
+        rows.append((name, *single))
+    expecttest.assert_expected_inline(
+        _table([("optimizer", "launches", "operators"), *rows]),
+        """\
+optimizer | launches | operators
+adafactor | 4 | 19
+lbfgs | 0 | 140
+muon | 7 | 27
+sparseadam | 2 | 11
+""",
+    )
+
+
 @pytest.mark.parametrize("tensors", [10, 148, 1000, 20_000])
-@pytest.mark.parametrize("name", sorted(optimizers()))
+@pytest.mark.parametrize("name", sorted(elementwise()))
 def test_launches_are_two_for_any_number_of_tensors_and_groups(name: str, tensors: int) -> None:
     for groups in (1, 8):
         assert launches(Workload(name, tensors, groups, numel=4)) == ["evaluate", "update"]
@@ -207,7 +242,7 @@ def test_a_loop_in_ptx_counts_as_one_turn() -> None:
 def test_inductor_table() -> None:
     """torch.compile's own route: graphs, launches, operators, bytes per parameter, width of the accesses."""
     rows: list[tuple[Any, ...]] = []
-    for name, kind in [(n, "inductor") for n in sorted(optimizers())] + [("adamw", "torch"), ("sgd", "torch")]:
+    for name, kind in [(n, "inductor") for n in sorted(elementwise())] + [("adamw", "torch"), ("sgd", "torch")]:
         report = lower(kind, Workload(name, 10), 90)
         assert report.cpp == report.waits == report.uploads == 0
         assert all(k.resources.spills == 0 for k in report.kernels)

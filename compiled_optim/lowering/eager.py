@@ -7,6 +7,7 @@ from torch import Tensor
 
 from compiled_optim.controls import Controls
 from compiled_optim.fields import compute_dtype
+from compiled_optim.lowering.layout import as_real
 from compiled_optim.lowering.rule_step import rule_step
 from compiled_optim.lowering.staged import StagedLowering
 from compiled_optim.plan import Plan
@@ -55,8 +56,3 @@ class EagerLowering(StagedLowering):
                 state.set_quietly(name, new)
             else:
                 state[name].copy_(new)
-
-
-def as_real(tensor: Tensor) -> Tensor:
-    """A complex tensor as pairs of real numbers, any other as it is."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -58,5 +58,9 @@ def is_dense(tensor: Tensor) -> bool:
 
 def flat(tensor: Tensor) -> Tensor:
     """A 1-D view of all real numbers of a dense tensor, in memory order."""
-    line = tensor.detach().as_strided((tensor.numel(),), (1,))
-    return torch.view_as_real(line).view(-1) if line.is_complex() else line
+    return as_real(tensor.detach().as_strided((tensor.numel(),), (1,))).view(-1)
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """A complex tensor as pairs of real numbers, any other as it is."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

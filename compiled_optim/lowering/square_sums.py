@@ -10,6 +10,7 @@ from torch import Tensor
 
 from compiled_optim.fields import compute_dtype
 from compiled_optim.hyperparameters import scalar_dtype
+from compiled_optim.lowering.layout import as_real
 from compiled_optim.plan import Plan
 from compiled_optim.sharding import sum_over_shards
 
@@ -66,7 +67,7 @@ class SquareSums:
 
 def square_sum(grads: Sequence[Tensor | None]) -> Tensor | float:
     """The sum of the squares of ``grads`` in torch operations; 0 if there are none."""
-    reals = [torch.view_as_real(g) if g.is_complex() else g for g in grads if g is not None]
+    reals = [as_real(g) for g in grads if g is not None]
     if not reals:
         return 0.0
     norms = [torch.linalg.vector_norm(g, dtype=compute_dtype(g.dtype)) for g in reals]

@@ -15,6 +15,7 @@ from compiled_optim.fields import Number, compute_dtype, hyper, real_numel, stat
 from compiled_optim.formats import canonical_names, check, group_names
 from compiled_optim.hyperparameters import ParamGroup, scalar_dtype
 from compiled_optim.line_search import Trial, strong_wolfe
+from compiled_optim.lowering.layout import as_real
 from compiled_optim.optimizer import CompiledOptimizer
 from compiled_optim.sharding import is_sharded
 from compiled_optim.state import OptimizerState, ParamState
@@ -259,18 +260,20 @@ class LBFGS(CompiledOptimizer):
 
     def _gradient(self) -> Tensor:
         """All gradients as one vector."""
-        pieces = []
+        grads = []
         for param in self._vector:
             grad = torch.zeros_like(param) if param.grad is None else param.grad
-            grad = grad.to_dense() if grad.layout is not torch.strided else grad
-            pieces.append((torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad).reshape(-1))
-        return torch.cat([piece.to(self._dtype) for piece in pieces])
+            grads.append(grad.to_dense() if grad.layout is not torch.strided else grad)
+        return self._flat([as_real(grad.resolve_conj()) for grad in grads])
 
     def _move(self, change: Tensor) -> None:
         """Add a vector to the parameters."""
-        for param, piece in zip(self._vector, change.split(self._sizes), strict=True):
-            numbers = torch.view_as_real(param) if param.is_complex() else param
-            numbers.copy_(numbers.to(self._dtype) + piece.view(numbers.shape))
+        numbers = [as_real(param) for param in self._vector]
+        pieces = (self._flat(numbers) + change).split(self._sizes)
+        torch._foreach_copy_(numbers, [piece.view(n.shape) for n, piece in zip(numbers, pieces, strict=True)])
+
+    def _flat(self, tensors: Sequence[Tensor]) -> Tensor:
+        return torch.cat([tensor.reshape(-1).to(self._dtype) for tensor in tensors])
 
     def _save(self, neutral: Mapping[str, Any]) -> dict[str, Any]:
         """The state of torch.optim.LBFGS, and what makes loading it here exact. Waits for the device."""

@@ -7,7 +7,7 @@ import sys
 import torch
 
 from perf.lowering import options, results, table
-from perf.lowering.report import REGION_LIMIT, STOCK_LIMIT, Report, Workload, lower, optimizers
+from perf.lowering.report import REGION_LIMIT, STOCK_LIMIT, Report, Workload, elementwise, lower, optimizers
 
 _SLOW = {"torch": STOCK_LIMIT, "region": REGION_LIMIT}
 
@@ -28,7 +28,8 @@ def main() -> int:
     )
     reports: list[Report] = []
     skipped: dict[str, str] = {}
-    for name in options.LOWERINGS if args.lowering == "all" else [args.lowering]:
+    lowerings = options.LOWERINGS if args.optimizer in elementwise() else ("auto",)
+    for name in lowerings if args.lowering == "all" else [args.lowering]:
         limit = _SLOW.get(name, sys.maxsize)
         if args.lowering == "all" and workload.tensors > limit:
             skipped[name] = f"not run: compiling more than {limit} tensors takes minutes; ask with --lowering {name}"
@@ -42,7 +43,7 @@ def main() -> int:
         for report in reports:
             for source in report.sources:
                 print(f"\n# {report.lowering}\n{source}")
-    if args.save:
+    if args.save and reports:
         results.append(reports)
     return 0 if reports else 1
 

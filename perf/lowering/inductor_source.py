@@ -26,7 +26,7 @@ class Module:
         cpp: calls of C++ kernels.
         waits: places where the host reads a value of the device.
         kernels: text of each Triton kernel.
-        bytes: moved by all launches together.
+        bytes: moved by all launches together; None where that was not asked.
     """
 
     launches: list[str]
@@ -34,18 +34,19 @@ class Module:
     cpp: list[str]
     waits: list[str]
     kernels: Mapping[str, str]
-    bytes: float
+    bytes: float | None
 
 
-def read(source: str, elements: int) -> Module:
-    """Read a module; ``elements`` is the size of a kernel whose text leaves it open."""
+def read(source: str, elements: int | None) -> Module:
+    """Read a module; ``elements`` is the size of a kernel whose text leaves it open, None not to count bytes."""
     kernels = {name: text for name, text in _KERNEL.findall(source)}
     calls = source[source.index("def call(") :]
     launches = [name for name in _RUN.findall(calls) if name in kernels]
-    moved = {name: _kernel_bytes(text, elements) for name, text in kernels.items()}
-    return Module(
-        launches, _EXTERN.findall(calls), _CPP.findall(calls), _WAIT.findall(calls), kernels, sum(moved[n] for n in launches)
-    )
+    moved = None
+    if elements is not None:
+        each = {name: _kernel_bytes(text, elements) for name, text in kernels.items()}
+        moved = sum(each[name] for name in launches)
+    return Module(launches, _EXTERN.findall(calls), _CPP.findall(calls), _WAIT.findall(calls), kernels, moved)
 
 
 def _kernel_bytes(text: str, elements: int) -> float:

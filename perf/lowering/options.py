@@ -22,9 +22,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--arch", choices=ARCHITECTURES, default="sm_90")
     parser.add_argument(
         "--lowering",
-        choices=(*LOWERINGS, "all"),
+        choices=(*LOWERINGS, "auto", "all"),
         default="all",
-        help="region: the step inside a function compiled whole with torch.compile; torch: torch.optim, foreach, compiled",
+        help="region: the step inside a function compiled whole with torch.compile; torch: torch.optim, foreach, compiled; "
+        "auto: the only one of optimizers that are not elementwise",
     )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--clip", action="store_true", help="with max_grad_norm")

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 _WAITS = {"_local_scalar_dense", "nonzero", "equal", "masked_select", "unique2"}
 _WRITE_ONLY = {"copy_", "_foreach_copy_", "fill_", "zero_"}
 _WITHOUT_LAUNCH = {"empty", "empty_strided", "empty_like", "new_empty", "lift_fresh", "_pin_memory"}
+_WITHOUT_LAUNCH |= {"sparse_dim", "_nnz", "is_coalesced"}
 
 
 @dataclass(frozen=True)

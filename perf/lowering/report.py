@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import math
 import resource
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import compiled_optim
-from compiled_optim.lowering import inductor, multi_tensor, triton
+from compiled_optim.lowering import inductor, multi_tensor, stacked, triton
 from perf.competitors import HYPERPARAMETERS
 from perf.lowering import inductor_source, ptx
 from perf.lowering.fake_cuda import fake_cuda, triton_target
@@ -28,6 +29,8 @@ STOCK_LIMIT = 10  # tensors above which Inductor takes long, up to minutes, for 
 REGION_LIMIT = 148  # tensors above which the passes over a graph with the step in it take minutes
 
 _PROBES = (1 << 14, 1 << 15)
+_ENTRIES = 5  # of a sparse gradient
+_WITHOUT_HOST = {"lbfgs": {"fixed_iterations": True, "max_iter": 1}}  # for what else it does, a host has to decide
 
 
 @dataclass(frozen=True)
@@ -121,11 +124,16 @@ class Report:
 
 
 def optimizers() -> dict[str, type[compiled_optim.CompiledOptimizer]]:
-    """The package's optimizers by lower-case name: those that are an elementwise rule, over dense gradients."""
+    """The package's optimizers by lower-case name."""
     exported = (getattr(compiled_optim, name) for name in compiled_optim.__all__)
     classes = [c for c in exported if isinstance(c, type) and issubclass(c, compiled_optim.CompiledOptimizer)]
-    ruled = [c for c in classes if hasattr(c, "rule") and c.gradients == "dense"]
-    return {c.__name__.lower(): c for c in ruled if c.granularity == "element"}
+    return {c.__name__.lower(): c for c in classes if c is not compiled_optim.CompiledOptimizer}
+
+
+def elementwise() -> list[str]:
+    """The names of those that are an elementwise rule over dense gradients; the others have the lowering ``auto`` only."""
+    ruled = {name: c for name, c in optimizers().items() if hasattr(c, "rule") and c.gradients == "dense"}
+    return [name for name, c in ruled.items() if c.granularity == "element"]
 
 
 def lower(lowering: str, workload: Workload, arch: int, *, stand_in: bool = False) -> Report:
@@ -133,7 +141,7 @@ def lower(lowering: str, workload: Workload, arch: int, *, stand_in: bool = Fals
 
     Args:
         lowering: ``multi_tensor`` or ``inductor``; ``torch``, torch.optim with foreach and compiled; ``region``, the step
-            in a function that the user compiles whole.
+            in a function that the user compiles whole; ``auto``, the only one of optimizers that are not elementwise.
         workload: what is stepped.
         arch: compute capability, 90 for sm_90.
         stand_in: let CPU tensors stand in for those of the GPU, much faster where tensors are many. The launches are the
@@ -144,6 +152,8 @@ def lower(lowering: str, workload: Workload, arch: int, *, stand_in: bool = Fals
     """
     if lowering == "multi_tensor":
         return _multi_tensor(workload, arch, stand_in)
+    if lowering == "auto":
+        return _auto(workload, arch)
     return _through_inductor(lowering, workload, arch)
 
 
@@ -197,7 +207,7 @@ def _through_inductor(lowering: str, workload: Workload, arch: int) -> Report:
         )
     torch._dynamo.reset()
     opaque = any(m.externs for m in modules)
-    moved = sum(m.bytes for m in modules) + sum(o.bytes for o in steps.steady.operators)
+    moved = sum(m.bytes or 0 for m in modules) + sum(o.bytes for o in steps.steady.operators)
     sources = tuple(dict.fromkeys(g.source for g in steps.steady.graphs))
     return Report(
         lowering=lowering,
@@ -217,6 +227,36 @@ def _through_inductor(lowering: str, workload: Workload, arch: int) -> Report:
     )
 
 
+def _auto(workload: Workload, arch: int) -> Report:
+    with fake_cuda(arch), mock.patch.object(stacked, "_kernels", {}), mock.patch.object(multi_tensor, "_kernels", {}):
+        torch._dynamo.reset()
+        steps = _steps(_ours(workload, "cuda", "auto"), "cuda")
+        modules = [inductor_source.read(g.source, None) for g in steps.steady.graphs]
+        kernels = [
+            _compiled_kernel(name, text, m.launches.count(name), arch) for m in modules for name, text in m.kernels.items()
+        ]
+    for name in dict.fromkeys(launch.name for launch in steps.steady.launches):
+        own = [launch for launch in steps.steady.launches if launch.name == name]
+        kernels.append(_kernel(name, len(own), own[0].kernel, arch, None))
+    torch._dynamo.reset()
+    return Report(
+        lowering="auto",
+        workload=workload,
+        arch=f"sm_{arch}",
+        graphs=len(modules),
+        launches=len(steps.steady.launches) + sum(len(m.launches) for m in modules),
+        operators=len(steps.steady.operators) + sum(len(m.externs) for m in modules),
+        cpp=sum(len(m.cpp) for m in modules),
+        waits=sum(o.waits for o in steps.moved.operators) + sum(len(m.waits) for m in modules),
+        uploads=sum(o.crosses for o in steps.moved.operators),
+        moved_operators=len(steps.moved.operators) + sum(len(m.externs) for m in modules),
+        bytes_per_param=None,
+        kernels=tuple(kernels),
+        sources=tuple(g.source for g in steps.steady.graphs),
+        seconds=steps.first,
+    )
+
+
 @dataclass(frozen=True)
 class _Steps:
     """The processor seconds of the first step, a step like the one before, and one after all gradients moved."""
@@ -229,6 +269,8 @@ class _Steps:
 def _steps(optimizer: Optimizer, device: str, *, compiled: bool = False, whole: bool = False) -> _Steps:
     """Three steps, compiled by the caller where ``compiled``; ``whole`` allows no graph break."""
     step = torch.compile(optimizer.step, fullgraph=whole) if compiled else optimizer.step
+    if isinstance(optimizer, compiled_optim.LBFGS):
+        step = functools.partial(step, lambda: torch.empty((), device=device))
     with recording(device) as record:
         started = processor_seconds()
         step()
@@ -239,7 +281,7 @@ def _steps(optimizer: Optimizer, device: str, *, compiled: bool = False, whole: 
         with record.paused():
             for group in optimizer.param_groups:
                 for param in group["params"]:
-                    param.grad = torch.empty_like(param)
+                    param.grad = _gradient(param, type(optimizer))
         step()
         return _Steps(first, steady, record.take())
 
@@ -251,15 +293,27 @@ def processor_seconds() -> float:
 
 
 def _parameters(workload: Workload, device: str) -> list[Tensor]:
-    params = [torch.empty(workload.numel, dtype=workload.dtype, device=device) for _ in range(workload.tensors)]
+    """Vectors for elementwise optimizers, square matrices for others."""
+    side = math.isqrt(workload.numel)
+    shape = [workload.numel] if workload.optimizer in elementwise() else [side, side]
+    params = [torch.empty(shape, dtype=workload.dtype, device=device) for _ in range(workload.tensors)]
     for param in params:
-        param.grad = torch.empty_like(param)
+        param.grad = _gradient(param, optimizers()[workload.optimizer])
     return params
+
+
+def _gradient(param: Tensor, optimizer: type[Optimizer]) -> Tensor:
+    if getattr(optimizer, "gradients", "dense") == "dense":
+        return torch.empty_like(param)
+    indices = torch.empty(1, _ENTRIES, dtype=torch.int64, device=param.device)
+    values = torch.empty(_ENTRIES, *param.shape[1:], dtype=param.dtype, device=param.device)
+    return torch.sparse_coo_tensor(indices, values, param.shape, check_invariants=False)
 
 
 def _ours(workload: Workload, device: str, lowering: str) -> Optimizer:
     made = [p.requires_grad_() for p in _parameters(workload, device)]
-    options = {**HYPERPARAMETERS.get(workload.optimizer, {}), **dict(workload.options), "lowering": lowering}
+    options = {**HYPERPARAMETERS.get(workload.optimizer, {}), **_WITHOUT_HOST.get(workload.optimizer, {})}
+    options |= {**dict(workload.options), "lowering": lowering}
     optimizer: Optimizer = optimizers()[workload.optimizer](workload.split(made), **options)
     return optimizer
 
