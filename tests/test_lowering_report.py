@@ -117,7 +117,7 @@ def test_table_of_the_other_optimizers() -> None:
         """\
 optimizer | launches | operators
 adafactor | 4 | 19
-lbfgs | 0 | 140
+lbfgs | 0 | 70
 muon | 7 | 27
 sparseadam | 2 | 11
 """,
