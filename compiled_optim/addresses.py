@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -96,9 +97,9 @@ class Addresses:
         grad_dtypes: what a gradient has to be, to be read where it lies; the tensor's own by default.
 
     Attributes:
-        values: (tensors,) int64 on the CPU: the addresses when this object was made.
+        values: (tensors,) int64: the addresses when this object was made.
         moved: whether a tensor was last seen elsewhere than then, or in another form.
-        gradients: (tensors,) int64 on the CPU: the gradients' addresses when they were last read; 0 for a missing one, and
+        gradients: (tensors,) int64: the gradients' addresses when they were last read; 0 for a missing one, and
             for one that is to be asked itself.
         unlike: whether one is to be asked itself, since its dtype, strides or layout are not as expected.
         version: another number whenever ``gradients`` changed.
@@ -109,7 +110,7 @@ class Addresses:
         self._tensors = list(tensors)
         self._grad_dtypes = [t.dtype for t in tensors] if grad_dtypes is None else list(grad_dtypes)
         self._sharded = any(map(is_sharded, tensors))
-        self.values, self._forms, self.gradients = (torch.zeros(len(tensors), dtype=torch.int64) for _ in range(3))
+        self.values, self._forms, self.gradients = (np.zeros(len(tensors), dtype=np.int64) for _ in range(3))
         self.version = 0
         self.refusal = ""
         self._look = self._in_one_call() or self._one_by_one
@@ -131,10 +132,10 @@ class Addresses:
             self.refusal = function if isinstance(function, str) else "this version of torch is not understood"
             return None
         examples = {dtype: torch.empty(0, dtype=dtype) for dtype in self._grad_dtypes}
-        pointers = [torch.tensor([id(t) + offset for t in self._tensors], dtype=torch.int64)]
-        pointers += [torch.tensor([id(examples[d]) + offset for d in self._grad_dtypes], dtype=torch.int64)]
+        pointers = [np.array([id(t) + offset for t in self._tensors], dtype=np.int64)]
+        pointers += [np.array([id(examples[d]) + offset for d in self._grad_dtypes], dtype=np.int64)]
         held = (*pointers, self.values, self._forms, self.gradients)
-        arguments = (len(self._tensors), *(t.data_ptr() for t in held))
+        arguments = (len(self._tensors), *(row.ctypes.data for row in held))
 
         def look(grads: list[Tensor | None] | None, learns: bool, _held: object = (held, examples)) -> int:
             return function(*arguments, grads, offset, learns)
@@ -147,8 +148,7 @@ class Addresses:
         values = [t.data_ptr() for t in tensors]
         forms = [hash((t.dtype, t.shape, t.stride())) for t in tensors]
         if learns:
-            self.values.copy_(torch.tensor(values, dtype=torch.int64))
-            self._forms.copy_(torch.tensor(forms, dtype=torch.int64))
+            self.values[:], self._forms[:] = values, forms
         seen = _MOVED * (values != self.values.tolist() or forms != self._forms.tolist())
         if self._sharded:
             return seen | _UNLIKE
@@ -160,7 +160,7 @@ class Addresses:
                 else:
                     seen |= _UNLIKE
         if gradients != self.gradients.tolist():
-            self.gradients.numpy()[:] = gradients
+            self.gradients[:] = gradients
             seen |= _RENEWED
         return seen
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import compiled_optim as co
 from compiled_optim import addresses
@@ -194,3 +197,23 @@ def test_a_machine_whose_compiler_refuses_is_told(monkeypatch: pytest.MonkeyPatc
     with pytest.warns(RuntimeWarning, match="looks at its tensors one by one: the C\\+\\+ compiler refused"):
         optimizer.step()
     assert any("one by one" in reason for reason in co.compile_report(optimizer).fallbacks)
+
+
+class Untouched(TorchDispatchMode):
+    """Fails at every torch operation."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"{func} was called")
+
+
+def test_the_check_before_a_steady_step_allocates_and_computes_nothing() -> None:
+    params = [nn.Parameter(torch.randn(7)) for _ in range(20)]
+    groups = [{"params": params[::2]}, {"params": params[1::2], "lr": 0.1}]
+    optimizer = co.AdamW(groups, max_grad_norm=1.0)
+    for step in range(4):
+        for param in params:
+            param.grad = torch.randn(7)
+        with Untouched() if step else contextlib.nullcontext():
+            optimizer.prepare()
+        optimizer.launch()
+        optimizer.finish()

@@ -61,7 +61,9 @@ _SHOWN = [("multi_tensor", n) for n in (10, 148, 1000, 20000)] + [(w, n) for w i
 def lowering_table() -> str:
     """What a step on a GPU consists of: a Markdown row per way to run AdamW and number of tensors, then the other kinds."""
     with LOWERED.open() as file:
-        table = [row for row in csv.DictReader(file) if (row["dtype"], row["options"], row["arch"]) == ("float32", "", "sm_90")]
+        table = [
+            row for row in csv.DictReader(file) if (row["dtype"], row["options"], row["arch"]) == ("float32", "", "sm_90")
+        ]
     found = [row for row in table if row["optimizer"] == "adamw"]
     others = {(row["optimizer"], int(row["tensors"])): row for row in table if row["lowering"] == "auto"}
     latest = {(row["lowering"], int(row["tensors"])): row for row in found}

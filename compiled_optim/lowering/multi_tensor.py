@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -167,9 +169,10 @@ class Table:
         self.square_sums = self.all_square_sums = self._scratch(0)
         self.leads = leads
         self.elements = sum(numels)
-        self._row = torch.zeros(len(members), dtype=torch.int64)
+        self._host_grads = torch.zeros(len(members), dtype=torch.int64)
+        self._row = self._host_grads.numpy()
         self._version = -1  # of the plan's addresses in this row
-        self._own_grads = self._row if plan.device.type == "cpu" else self._upload(self._row.tolist())
+        self._own_grads = self._host_grads if plan.device.type == "cpu" else self._upload(self._row)
         self.grads = self._own_grads
         self._index = slice(None) if len(positions) == len(plan.members) else list(positions)
         self._hyper_tensors = self._read_hypers()  # held, so that no other tensor takes their addresses
@@ -178,7 +181,7 @@ class Table:
         self._hyper_row: list[int] = []
         self._hyper_slots = self._scratch(len(self._hyper_tensors)).unbind()
         self._hyper_copies: list[tuple[Tensor, Tensor]] = []
-        self._state_aligned = all(_aligned(torch.tensor(row, dtype=torch.int64)) for row in vectors)
+        self._state_aligned = _aligned(np.array(vectors, dtype=np.int64))
         self.aligned = self._state_aligned
         self._staged = [i for i, layout in enumerate(self._layouts) if layout.stage is not None]
         self._held: Sequence[Tensor | None] = ()
@@ -201,14 +204,14 @@ class Table:
         if grads is None:
             addresses = self._plan.addresses
             if changed := self._version != addresses.version:
-                self._row.numpy()[:] = addresses.gradients.numpy()[self._index]
+                self._row[:] = addresses.gradients[self._index]
                 self._version = addresses.version
         else:
             own = zip(self._layouts, [grads[i] for i in self.positions], strict=True)
             self._held = [None if g is None else layout.arranged(g) for layout, g in own]
             row = [0 if g is None else g.data_ptr() or EMPTY for g in self._held]
             if changed := row != self._row.tolist():
-                self._row.numpy()[:] = row
+                self._row[:] = row
             self._version = -1
         self.refresh()
         if is_capturing(self._device):
@@ -229,7 +232,7 @@ class Table:
         self._log.table_refreshes += 1
         self.grads, self._captured_last = self._own_grads, False
         if self._device.type != "cpu":
-            self.grads.copy_(self._row.pin_memory(), non_blocking=True)
+            self.grads.copy_(self._host_grads.pin_memory(), non_blocking=True)
             self.aligned = self._state_aligned and _aligned(self._row)
         if self._spare is None:
             self._spare = self._host_row()
@@ -241,7 +244,7 @@ class Table:
         """
         if self._spare is None:
             raise RuntimeError("a second step is being captured without a step in between; take one before capturing again")
-        self._spare.numpy()[:] = self._row.numpy()  # the host's work, now and not in a replay
+        self._spare.numpy()[:] = self._row  # the host's work, now and not in a replay
         self.grads = torch.empty_like(self._own_grads).copy_(self._spare, non_blocking=True)
         self._captured += [
             self._spare,
@@ -300,11 +303,11 @@ class Table:
         else:
             row.copy_(torch.tensor(values, dtype=torch.int64).pin_memory(), non_blocking=True)
 
-    def _upload(self, values: Sequence[object]) -> Tensor:
+    def _upload(self, values: Sequence[object] | npt.NDArray[np.int64]) -> Tensor:
         """``values`` as int64 on the device, without waiting for it."""
         host = torch.tensor(values, dtype=torch.int64)
         return host if self._device.type == "cpu" else host.pin_memory().to(self._device, non_blocking=True)
 
 
-def _aligned(addresses: Tensor) -> bool:
-    return not (addresses.numpy() & 15).any()
+def _aligned(addresses: npt.NDArray[np.int64]) -> bool:
+    return not (addresses & 15).any()
