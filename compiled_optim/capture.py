@@ -40,7 +40,8 @@ class CUDAGraphRunner:
     What a graph cannot follow, such as a parameter that moved, a group that was added or clipping switched on, takes one
     call that runs as usual, and is captured again in the next.
 
-    In a captured function everything but tensors is as it was in the capture: its Python runs no more. So schedulers belong
+    In a captured function everything but tensors is as it was in the capture: its Python runs no more. A gradient that it
+    reads before its own ``zero_grad(set_to_none=True)`` is the tensor that was there in the capture. Schedulers belong
     outside; inputs are tensors of the first call's shapes, and a number among them that changes is captured again. Switches
     of modules (``train()``, ``eval()``), ``requires_grad`` and autocast are noticed in the modules the function refers to:
     by closure, default, global or attribute of the object it is bound to.

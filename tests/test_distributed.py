@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.parallel import DistributedDataParallel
 
 import compiled_optim as co
 
@@ -115,6 +116,34 @@ def sharded_steps_equal_unsharded_ones(directory: Path) -> None:
                 buffer = ours.state[param][key]
                 assert buffer.placements == param.placements
                 assert torch.allclose(_full(buffer), theirs.state[reference][key], atol=1e-7), (lowering, name, key)
+
+
+def replicas_step_as_torchs(directory: Path) -> None:
+    """DistributedDataParallel: gradients of their own or in its buckets, where most are unaligned, and accumulation."""
+    for lowering, in_buckets, set_to_none in itertools.product(("auto", "inductor"), (False, True), (False, True)):
+        ours, theirs = (DistributedDataParallel(_build(sharded=False), gradient_as_bucket_view=in_buckets) for _ in range(2))
+        optimizer = _adamw(ours.module, lowering=lowering, max_grad_norm=0.05)
+        reference = torch.optim.AdamW(theirs.module.parameters(), lr=0.01)
+        for step in range(5):
+            batches = [
+                torch.randint(7, (9,), generator=torch.Generator().manual_seed(100 * step + 10 * part + dist.get_rank()))
+                for part in range(2)
+            ]
+            for model in (ours, theirs):
+                with model.no_sync():
+                    model(batches[0]).backward()
+                model(batches[1]).backward()
+            norm = nn.utils.clip_grad_norm_(theirs.parameters(), 0.05)
+            optimizer.step()
+            reference.step()
+            assert torch.allclose(optimizer.grad_norm, norm.double(), rtol=1e-6)
+            optimizer.zero_grad(set_to_none)
+            reference.zero_grad(set_to_none)
+        for (name, param), other in zip(ours.module.named_parameters(), theirs.module.parameters(), strict=True):
+            assert torch.allclose(param, other, atol=1e-6), (lowering, in_buckets, set_to_none, name)
+            copies = [torch.empty_like(param) for _ in range(2)]
+            dist.all_gather(copies, param.detach())
+            assert torch.equal(*copies), (lowering, in_buckets, set_to_none, name)
 
 
 def the_norm_is_that_of_all_shards(directory: Path) -> None:
@@ -311,6 +340,7 @@ CHECKS: dict[str, Callable[[Path], None]] = {
     function.__name__: function
     for function in (
         sharded_steps_equal_unsharded_ones,
+        replicas_step_as_torchs,
         the_norm_is_that_of_all_shards,
         a_nonfinite_gradient_of_one_process_skips_the_step_of_all,
         a_step_takes_gradients_of_other_placements,
