@@ -12,7 +12,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -168,6 +168,9 @@ class _Run:
         recaptures: how many stale graphs may be replaced.
     """
 
+    alone: ClassVar[bool]
+    """Whether the graph holds a step and nothing else."""
+
     def __init__(self, optimizers: Sequence[CompiledOptimizer], warmup: int, recaptures: int) -> None:
         self._optimizers = list(optimizers)
         self.device = self._common_device()
@@ -201,7 +204,7 @@ class _Run:
                 )
             return None
         for optimizer in self._optimizers:
-            optimizer.launch_key()
+            optimizer.check_capturable(alone=self.alone)
         return make(self.device)
 
     def _drop(self, cause: str) -> None:
@@ -252,6 +255,8 @@ class _Run:
 class _StepRun(_Run):
     """The launches of one optimizer's step."""
 
+    alone = True
+
     def __init__(self, optimizer: CompiledOptimizer, warmup: int, recaptures: int) -> None:
         self.optimizer = optimizer
         self._key: tuple[object, ...] = ()  # of the graph, or of the last launch where there is none
@@ -281,6 +286,7 @@ class _StepRun(_Run):
             self._pending = max(self._pending - 1, 0)
             self._key = key
             return
+        self.optimizer.hold()
         if not self._captured:
             self._graph.capture(self.optimizer.launch)
             self._note_capture()
@@ -290,6 +296,8 @@ class _StepRun(_Run):
 
 class _FunctionRun(_Run):
     """A whole training step."""
+
+    alone = False
 
     def __init__(
         self,

@@ -117,7 +117,7 @@ class EventLog:
     captures: list[str] = field(default_factory=list)  # the cause of each, empty for a first one
     replays: int = 0
     table_refreshes: int = 0
-    signatures: dict[str, Signature] = field(default_factory=dict)
+    signatures: dict[tuple[str, Rule], Signature] = field(default_factory=dict)  # by parameter and what its kernel does
 
     def obtain(
         self, cache: dict[Signature, K], signature: Signature, names: Sequence[str], make: Callable[[Signature], K]
@@ -138,14 +138,14 @@ class EventLog:
                     started = time.perf_counter()
                     cache[wanted] = make(wanted)
                     self.compilations.append(Compilation(str(wanted), time.perf_counter() - started, cause))
-        self.signatures.update(dict.fromkeys(names, signature))
+        self.signatures.update(dict.fromkeys(((name, signature.rule) for name in names), signature))
         return cache[signature]
 
     def _cause(self, name: str, new: Signature) -> str:
         """Why parameter ``name`` needs a kernel of signature ``new``, in words; empty before the first step."""
         if self.steps == 0:
             return ""
-        old = self.signatures.get(name)
+        old = self.signatures.get((name, new.rule))
         if old is None:
             return f"parameter '{name}' is new to the optimizer"
         return f"parameter '{name}': {', '.join(new.changes_from(old))}"

@@ -20,8 +20,7 @@ from compiled_optim.controls import Controls
 from compiled_optim.events import EventLog
 from compiled_optim.fields import Declared, Flag, Hyper, Static, flag
 from compiled_optim.hyperparameters import ParamGroup
-from compiled_optim.lowering.choice import LOWERINGS, Lowering, lower
-from compiled_optim.lowering.multi_tensor import MultiTensorLowering
+from compiled_optim.lowering.choice import LOWERINGS, Capturable, Lowering, lower
 from compiled_optim.lowering.square_sums import SquareSums
 from compiled_optim.plan import parameter_name, partition
 from compiled_optim.schedule import Schedule, Schedules
@@ -98,9 +97,10 @@ class CompiledOptimizer(Declared, Optimizer):
                 raise TypeError(f"{declared.name} must be a bool, got {options[declared.name]!r}")
         if options["differentiable"] and self.gradients == "sparse":
             raise ValueError(f"differentiable=True needs dense gradients; {type(self).__name__} takes sparse ones")
-        if self.granularity != "element" and (lowering == "multi_tensor" or options["differentiable"]):
-            given = "differentiable=True" if options["differentiable"] else "lowering='multi_tensor'"
-            raise ValueError(f"{given} is for optimizers that work element by element; {type(self).__name__} does not")
+        if self.granularity != "element" and options["differentiable"]:
+            raise ValueError(
+                f"differentiable=True is for optimizers that work element by element; {type(self).__name__} does not"
+            )
         self._lowering = lowering
         self.max_grad_norm = options["max_grad_norm"]
         self.skip_nonfinite = options["skip_nonfinite"]
@@ -367,13 +367,27 @@ class CompiledOptimizer(Declared, Optimizer):
         """``grad_scale`` and ``found_inf`` of the last step."""
         return self._controls.scaler
 
-    def launch_key(self) -> tuple[object, ...]:
-        """What a graph that holds :meth:`launch` depends on: it is valid for as long as this stays equal.
+    def check_capturable(self, *, alone: bool) -> None:
+        """Raise ``ValueError`` where no graph can hold a step; ``alone`` says that it is to hold nothing else."""
+        self._capturable()
 
-        Raises:
-            ValueError: a launch does not run from tables, whose memory stays where it is, so no graph can hold it.
-        """
-        return (self._square_sums, *(unit.launch_key() for unit in self._units_with_tables()))
+    def _capturable(self) -> list[Capturable]:
+        for unit in self.units:
+            if not isinstance(unit, Capturable):
+                raise ValueError(
+                    f"a CUDA graph holds steps with lowering='multi_tensor'; {type(self).__name__} updates "
+                    f"'{unit.plan.members[0].name}' in another way ({unit.name})"
+                )
+        return cast("list[Capturable]", self.units)
+
+    def launch_key(self) -> tuple[object, ...]:
+        """What a graph that holds :meth:`launch` depends on: it is valid for as long as this stays equal."""
+        return (self._square_sums, *(unit.launch_key() for unit in self._capturable()))
+
+    def hold(self) -> None:
+        """Bring the prepared gradients to where a :meth:`launch` reads them that is captured now or was before."""
+        for unit in self._capturable():
+            unit.hold()
 
     def refresh(self, grad_scale: Any, found_inf: Any) -> tuple[object, ...] | None:
         """Hand over what was assigned since the last step to a graph that holds whole steps, without preparing one.
@@ -385,29 +399,17 @@ class CompiledOptimizer(Declared, Optimizer):
         Returns:
             What the graph depends on: it is valid for as long as this stays equal. None if the step would have to be
             derived anew from groups and state.
-
-        Raises:
-            ValueError: as :meth:`launch_key`.
         """
         if self._changed or self._regrouped():
             return None
         self._controls.take(self.max_grad_norm, grad_scale, found_inf, self.skip_nonfinite)
         if self._controls.measures_norm != (self._square_sums is not None):
             return None
-        units = self._units_with_tables()
+        units = self._capturable()
         self._schedules.hold()
         for unit in units:
             unit.refresh()
         return (self._square_sums, *units, *(unit.copied() for unit in units))
-
-    def _units_with_tables(self) -> list[MultiTensorLowering]:
-        for unit in self.units:
-            if not isinstance(unit, MultiTensorLowering):
-                raise ValueError(
-                    "a CUDA graph holds elementwise steps from dense gradients with lowering='multi_tensor'; "
-                    f"{type(self).__name__} updates '{unit.plan.members[0].name}' in another way ({unit.name})"
-                )
-        return cast("list[MultiTensorLowering]", self.units)
 
     @contextlib.contextmanager
     def launched_by(self, replay: Callable[[], None]) -> Iterator[None]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import compiled_optim as co
-from compiled_optim.fields import Hyper
+from compiled_optim.fields import Hyper, Static
 from compiled_optim.optimizer import CompiledOptimizer
 
 Scenario = Callable[["Side", int], None]
@@ -41,14 +41,14 @@ class Side:
 
 
 class Net(nn.Module):
-    """Layers of several sizes, one of them used by a switch only, and a gate that is frozen."""
+    """Layers of several sizes, one of them used by a switch only, and a gate that is frozen; all matrices without ``bias``."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, bias: bool) -> None:
         super().__init__()
-        self.inner = nn.Linear(5, 7)
-        self.side = nn.Linear(5, 7)
-        self.outer = nn.Linear(7, 3)
-        self.gate = nn.Parameter(torch.ones(7), requires_grad=False)
+        self.inner = nn.Linear(5, 7, bias)
+        self.side = nn.Linear(5, 7, bias)
+        self.outer = nn.Linear(7, 3, bias)
+        self.gate = nn.Parameter(torch.ones(7) if bias else torch.ones(1, 7), requires_grad=False)
 
     def forward(self, x: Tensor, *, side: bool = False) -> Tensor:
         h = torch.tanh(self.inner(x)) * self.gate
@@ -60,7 +60,7 @@ class Net(nn.Module):
 def make(optimizer: type[CompiledOptimizer] = co.AdamW, groups: int = 2, device: str = "cpu", **kwargs: Any) -> Side:
     """One side; every call makes the same one."""
     torch.manual_seed(4)
-    model = Net().to(device)
+    model = Net(bias=optimizer.granularity != "matrix").to(device)
     named = list(model.named_parameters())
     if groups == 1:
         return Side(model, optimizer(named, **kwargs))
@@ -82,7 +82,8 @@ def lr_filled(side: Side, i: int) -> None:
 
 def scheduled(side: Side, i: int) -> None:
     if i == 0:
-        cycle = torch.optim.lr_scheduler.OneCycleLR(side.optimizer, 0.1, total_steps=400, cycle_momentum=True)
+        cycled = bool({"betas", "momentum"} & side.optimizer.defaults.keys())
+        cycle = torch.optim.lr_scheduler.OneCycleLR(side.optimizer, 0.1, total_steps=400, cycle_momentum=cycled)
         side.kept["schedulers"] = [cycle]
     elif i < 400:
         for scheduler in side.kept["schedulers"]:
@@ -104,7 +105,9 @@ def every_hyperparameter(side: Side, i: int) -> None:
         for hyper in side.optimizer.fields_of(Hyper):
             default = side.optimizer.defaults[hyper.name]
             values = default if hyper.is_tuple else (default,)
-            moved = tuple(v * (1 - 0.01 * ((i + g) % 7)) for v in values)
+            moved = tuple((0.5 if v is None else v) * (1 - 0.01 * ((i + g) % 7)) for v in values)
+            if hyper.ge == 1:
+                moved = tuple(1 / v for v in moved)
             if i % 2:
                 group[hyper.name] = moved if hyper.is_tuple else moved[0]
             else:
@@ -166,7 +169,7 @@ def module_moved(side: Side, i: int) -> None:
 
 def group_added(side: Side, i: int) -> None:
     if i == 6:
-        extra = nn.Parameter(torch.full((3,), 0.5, device=side.model.gate.device))
+        extra = nn.Parameter(torch.full((3, 2), 0.5, device=side.model.gate.device))
         side.optimizer.add_param_group({"params": [("extra", extra)], "lr": 0.3})
 
 
@@ -182,12 +185,14 @@ def checkpoint_loaded(side: Side, i: int) -> None:
 def state_rebound(side: Side, i: int) -> None:
     if i == 7:
         state = side.optimizer.state[side.model.outer.weight]
-        state["exp_avg"] = torch.full_like(state["exp_avg"], 0.1)
+        name = next(b.name for b in side.optimizer.rule.buffers if b.name in state)
+        state[name] = torch.full_like(state[name], 0.1)
 
 
 def static_choice(side: Side, i: int) -> None:
-    if i == 7:
-        side.optimizer.param_groups[0]["amsgrad"] = True
+    choice = next((f for f in side.optimizer.fields_of(Static) if isinstance(f.default, bool)), None)
+    if i == 7 and choice is not None:
+        side.optimizer.param_groups[0][choice.name] = not choice.default
 
 
 def maximized(side: Side, i: int) -> None:

@@ -229,7 +229,7 @@ class TestStep:
             if i == 4:
                 for unit in ours.optimizer.units:
                     for _, table in unit.tables:
-                        table.aligned = not table.aligned
+                        table._state_aligned = not table._state_aligned
             runner.step()
         causes = co.compile_report(ours.optimizer).captures
         assert len(causes) == 2

@@ -21,7 +21,7 @@ import compiled_optim as co
 from compiled_optim.fields import Hyper
 from compiled_optim.lowering.stacked import StackedLowering
 
-LOWERINGS = ["auto", "eager"]
+LOWERINGS = ["multi_tensor", "inductor", "eager"]
 MATRICES = [(3, 5), (3, 5), (5, 3), (20, 50), (50, 20), (8, 8), (1, 6)]
 ANY = [*SHAPES, (3, 5), (7,), (1, 4), (4, 1)]
 IN_FLOAT64 = [c for c in stacked_cases() if c.optimizer.granularity == "tensor"]
@@ -177,10 +177,9 @@ class TestEveryOne:
         assert report.recompiles == 0
         if lowering == "eager":
             assert report.compiles == 0
-        elif optimizer_class.granularity == "tensor":
-            assert report.compiles == 2  # one for vectors, one for everything else
-        else:
-            assert report.compiles == len(set(MATRICES))
+        else:  # for vectors and everything else, or for each shape; and for coefficients
+            shapes = 2 if optimizer_class.granularity == "tensor" else len(set(MATRICES))
+            assert report.compiles == shapes + (lowering == "multi_tensor")
         assert all(torch.isfinite(p).all() for p in params)
 
     def test_absent_gradients_change_nothing(self, optimizer_class: type[co.CompiledOptimizer], lowering: str) -> None:
@@ -369,8 +368,6 @@ def test_what_whole_tensors_exclude(optimizer_class: type[co.CompiledOptimizer])
     name = optimizer_class.__name__
     with pytest.raises(ValueError, match=f"differentiable=True is for optimizers that work element by element; {name}"):
         optimizer_class([param], differentiable=True)
-    with pytest.raises(ValueError, match="lowering='multi_tensor' is for optimizers that work element by element"):
-        optimizer_class([param], lowering="multi_tensor")
     with pytest.raises(ValueError, match=f"{name} does not support complex parameters; 'w' is one"):
         optimizer_class([("w", torch.nn.Parameter(torch.randn(3, 4, dtype=torch.complex64)))])
 

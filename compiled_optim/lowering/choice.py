@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 from compiled_optim.controls import Controls
 from compiled_optim.events import EventLog
@@ -12,7 +12,7 @@ from compiled_optim.lowering.eager import EagerLowering
 from compiled_optim.lowering.inductor import InductorLowering
 from compiled_optim.lowering.multi_tensor import MultiTensorLowering
 from compiled_optim.lowering.sparse_rows import GatheredRowsLowering, RowTableLowering, sparse_lowering
-from compiled_optim.lowering.stacked import StackedLowering
+from compiled_optim.lowering.stacked import StackedLowering, StackTableLowering
 from compiled_optim.plan import Plan
 
 LOWERINGS = ("auto", "multi_tensor", "inductor", "eager")
@@ -21,6 +21,23 @@ LOWERINGS = ("auto", "multi_tensor", "inductor", "eager")
 Lowering: TypeAlias = (
     MultiTensorLowering | InductorLowering | EagerLowering | RowTableLowering | GatheredRowsLowering | StackedLowering
 )
+
+
+@runtime_checkable
+class Capturable(Protocol):
+    """A lowering whose launch a CUDA graph can hold: its kernels read tables that are refreshed outside of the graph."""
+
+    def launch_key(self) -> tuple[object, ...]:
+        """What a graph that holds a launch depends on besides the memory of the tables."""
+
+    def refresh(self) -> None:
+        """Hand hyperparameters that were assigned over to kernels that run without being prepared."""
+
+    def copied(self) -> list[int]:
+        """The addresses of the hyperparameters and controls that preparing copies, since kernels cannot read them."""
+
+    def hold(self) -> None:
+        """Bring the prepared gradients to where a launch, if it is captured now or was before, reads them."""
 
 
 def lower(plan: Plan, wanted: str, controls: Controls, log: EventLog, differentiable: bool) -> Lowering:
@@ -40,6 +57,8 @@ def lower(plan: Plan, wanted: str, controls: Controls, log: EventLog, differenti
     if plan.rule.gradients == "sparse":
         return sparse_lowering(plan, controls, log, name)
     if plan.rule.granularity != "element":
+        if name == "multi_tensor":
+            return StackTableLowering(plan, controls, log)
         return StackedLowering(plan, controls, log, compiled=name != "eager")
     if name == "eager":
         return EagerLowering(plan, controls, differentiable=differentiable)

@@ -86,7 +86,7 @@ def source(signature: Signature) -> str:
     inputs += [f"const T hyper{i} = *reinterpret_cast<const T*>(hyper[{i}]);" for i in range(rows.hypers)]
     inputs += [f"const T scalar{i} = *scalar({i + 1});" for i in range(len(rule.scalars))]
     results = [f"*scalar({i}) = {value};" for i, value in enumerate(program.new_scalars)]
-    results += [f"out[{i + 1}] = {value};" for i, value in enumerate(program.numbers)]
+    results += [f"out[{i + 1} * count] = {value};" for i, value in enumerate(program.numbers)]
     pointers = [
         f"{param}* __restrict params = at<{param}>(tensors, 0, count, t) + start;",
         f"const {grad}* __restrict grad_values = at<const {grad}>(grads, 0, count, t) + start;",
@@ -95,7 +95,7 @@ def source(signature: Signature) -> str:
             for i, b in enumerate(buffers)
         ),
         "const T factor = T(k[0]);",
-        *(f"const T k{i} = T(k[{i + 1}]);" for i in range(len(program.numbers))),
+        *(f"const T k{i} = T(k[{i + 1} * count]);" for i in range(len(program.numbers))),
     ]
     loads = ["const T param = T(params[i]);", "const T grad = factor * T(grad_values[i]);"]
     loads += [f"const T buffer{i} = T(buffers{i}[i]);" for i in range(len(buffers))]
@@ -111,7 +111,6 @@ def source(signature: Signature) -> str:
         hypers_at=rows.controls,
         compute="double" if signature.param_dtype == "float64" else "float",
         hypers=rows.hypers,
-        count=len(program.numbers) + 1,
         scalar_row=rows.scalars,
         numel_row=rows.numel,
         group_row=rows.group,
@@ -194,11 +193,11 @@ extern "C" void step(const int64_t* tensors, const int64_t* grads, const int64_t
   const double factor = gradient_factor(hypers, square_sums, square_sum_count, outcome, leads);
   if (outcome[1]) return;
   for (int64_t t = 0; t < count; t++)
-    if (grads[t]) coefficients_of(tensors, hypers, k + t * {count}, factor, count, t);
+    if (grads[t]) coefficients_of(tensors, hypers, k + t, factor, count, t);
 #pragma omp parallel for schedule(dynamic, 4) num_threads(threads) if (threads > 1 && chunk_count > 1)
   for (int64_t c = 0; c < chunk_count; c++) {{
     const int64_t t = chunks[2 * c];
-    if (grads[t]) update_chunk(tensors, grads, k + t * {count}, count, t, chunks[2 * c + 1]);
+    if (grads[t]) update_chunk(tensors, grads, k + t, count, t, chunks[2 * c + 1]);
   }}
 }}
 """

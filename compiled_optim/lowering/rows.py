@@ -20,7 +20,8 @@ class KernelTable(Protocol):
         hypers: (controls + groups * hyperparameters) int64, addresses of float64 numbers: first the step's controls, as in
             :data:`compiled_optim.controls.NAMES`, then a row per group.
         chunks: (chunks, 2) int64, the tensor and which of its chunks.
-        coefficients: (tensors * (1 + coefficients)) float64, scratch memory.
+        coefficients: (1 + coefficients, tensors) float64, written by the kernel: the factor of the gradient, then the rule's
+            own; what it says of a tensor without a gradient, and in a skipped step, has no meaning.
         square_sums: float64, this table's part of ``all_square_sums``.
         all_square_sums: float64, what the sum of the squares of all gradients consists of; empty if nobody needs it.
         outcome: (3,) float64, the norm, whether the step was skipped, and how many were; see ``leads``.
@@ -30,7 +31,6 @@ class KernelTable(Protocol):
     """
 
     tensors: Tensor
-    grads: Tensor
     hypers: Tensor
     chunks: Tensor
     coefficients: Tensor
@@ -39,7 +39,14 @@ class KernelTable(Protocol):
     outcome: Tensor
     leads: bool
     elements: int
-    aligned: bool
+
+    @property
+    def grads(self) -> Tensor:
+        """See above."""
+
+    @property
+    def aligned(self) -> bool:
+        """See above."""
 
 
 class Kernel(Protocol):

@@ -25,7 +25,9 @@ from compiled_optim.lowering.rows import Kernel, TableRows
 from compiled_optim.lowering.rule_step import rule_step
 from compiled_optim.lowering.square_sums import square_sum
 from compiled_optim.lowering.staged import StagedLowering
+from compiled_optim.lowering.tables import HyperRow, upload
 from compiled_optim.plan import Plan
+from compiled_optim.torch_internals import is_capturing
 
 _PRESENT = 16  # any address but 0, which says that there is no gradient
 _KEPT_BATCHES = 16  # for as many numbers of entries, memory is kept
@@ -105,11 +107,13 @@ class RowTableLowering:
         self.plan = plan
         self._controls = controls
         self._log = log
+        self._hypers = HyperRow(plan, controls, log)
         self._kernels: list[Kernel] = []
         self._batch = functools.lru_cache(maxsize=_KEPT_BATCHES)(self._batch_of)
         self._elections = [torch.empty(0, dtype=torch.int64, device=plan.device)]  # a captured graph may use any of them
         self._parts: list[tuple[RowBatch, Kernel, list[Tensor]]] = []
-        self._gathered = False
+        self._gathered = self._holds = False
+        self._captured: list[object] = []  # read by every replay
         self._on_device = multi_tensor.current_device(plan.device)
 
     @property
@@ -129,7 +133,13 @@ class RowTableLowering:
             for m in members
         ]
         self._whole = multi_tensor.Table(
-            self.plan, self._controls, range(len(members)), self._kernels[0], self._log, leads=self.plan.leads
+            self.plan,
+            self._controls,
+            range(len(members)),
+            self._kernels[0],
+            self._hypers,
+            self._log,
+            leads=self.plan.leads,
         )
 
     def connect(self, own: Tensor, whole: Tensor) -> None:
@@ -139,7 +149,7 @@ class RowTableLowering:
 
     def prepare(self, grads: list[Tensor | None] | None) -> None:
         """Take ``grads``, or the parameters' own, and bring the table of hyperparameters up to date."""
-        self._whole.refresh()
+        self._hypers.refresh()
         alike: dict[tuple[Any, ...], list[tuple[int, Tensor]]] = {}
         for i, grad in enumerate(self.plan.gradients(grads)):
             if grad is not None:
@@ -152,7 +162,28 @@ class RowTableLowering:
         needed = max((batch.rows for batch, *_ in self._parts), default=0)
         if len(self._elections[-1]) < needed:
             self._elections.append(self._elections[-1].new_empty(needed))
+        if is_capturing(self.plan.device):
+            self._captured += [batch for batch, *_ in self._parts]
         self._gathered = False
+
+    def launch_key(self) -> tuple[object, ...]:
+        """What a graph that holds :meth:`launch` depends on besides the memory of the tables; it stands for this object."""
+        coalesced = (all(grad.is_coalesced() for grad in grads) for *_, grads in self._parts)
+        return (self, *(batch for batch, *_ in self._parts), *coalesced)
+
+    def refresh(self) -> None:
+        """Hand hyperparameters that were assigned over to kernels that run without :meth:`prepare`."""
+        self._hypers.refresh()
+
+    def copied(self) -> list[int]:
+        """The addresses of the hyperparameters and controls that :meth:`prepare` copies, since kernels cannot read them."""
+        return self._hypers.copied()
+
+    def hold(self) -> None:
+        """Copy the prepared gradients to where :meth:`launch`, if it is captured now or was before, reads them."""
+        for batch, _, grads in self._parts:
+            batch.hold(grads)
+        self._holds = True
 
     def measure(self) -> None:
         """Write the sum of the squares of the prepared gradients."""
@@ -171,12 +202,14 @@ class RowTableLowering:
 
     def finish(self) -> None:
         """Let go of the gradients."""
-        self._parts = []
+        self._parts, self._holds = [], False
 
     def _gather(self) -> None:
         if not self._gathered:
             for batch, _, grads in self._parts:
-                batch.gather(grads, self._elections[-1])
+                coalesced = all(grad.is_coalesced() for grad in grads)
+                indices, values = (self._holds and batch.held) or joined(grads)
+                batch.gather(indices, values, None if coalesced else self._elections[-1])
         self._gathered = True
 
     def _batch_of(self, positions: tuple[int, ...], counts: tuple[int, ...], sparse_dims: int) -> RowBatch:
@@ -215,12 +248,13 @@ class RowBatch:
         self.rows = sum(sizes)
         firsts = torch.tensor([0, *itertools.accumulate(sizes)][:-1])
         of_entry = torch.repeat_interleave(torch.tensor(counts))  # which of the parameters
-        self._first_rows = _upload(firsts[of_entry], device)
+        self._first_rows = upload(firsts[of_entry], device)
         strides = torch.tensor([row_strides(shape) for shape in shapes]).view(len(shapes), sparse_dims)
-        self._strides = [_upload(column[of_entry], device) for column in strides.unbind(1)[:-1]]  # the last is 1
-        self._positions = _upload(torch.tensor(positions)[of_entry], device)
+        self._strides = [upload(column[of_entry], device) for column in strides.unbind(1)[:-1]]  # the last is 1
+        self._positions = upload(torch.tensor(positions)[of_entry], device)
 
         self._own = torch.arange(count, device=device)
+        self.held: tuple[Tensor, Tensor] | None = None
         self.sums = torch.empty(count, *dense, dtype=compute_dtype(members[0].param.dtype), device=device)
         self._sum_addresses = _addresses(self.sums, count)
         self.grads = torch.full((count + len(members),), _PRESENT, dtype=torch.int64, device=device)
@@ -230,33 +264,45 @@ class RowBatch:
         row_bytes[0] = width * members[0].param.element_size()
         for row, name in enumerate(plan.buffers, rows.buffers):
             row_bytes[row] = width * members[0].state[name].element_size()
-        self._row_bytes = _upload(row_bytes, device)
-        columns = whole.tensors.index_select(1, _upload(torch.tensor(positions), device))
+        self._row_bytes = upload(row_bytes, device)
+        columns = whole.tensors.index_select(1, upload(torch.tensor(positions), device))
         columns[rows.numel] = width
-        base = columns - self._row_bytes * _upload(firsts, device)
-        self._base = base.index_select(1, _upload(of_entry, device))
+        base = columns - self._row_bytes * upload(firsts, device)
+        self._base = base.index_select(1, upload(of_entry, device))
         self._base[rows.scalars : rows.numel] = _addresses(self._copies, self._copies.numel()).view_as(self._copies)
         self.tensors = torch.cat([self._base, columns], 1)
 
         pieces = torch.arange(-(-width // chunk), device=device)
         self.chunks = torch.cartesian_prod(self._own, pieces)
-        entries = (count + len(members)) * (len(plan.rule.coefficient_names) + 1)
-        self.coefficients = torch.empty(entries, dtype=torch.float64, device=device)
+        numbers = 1 + len(plan.rule.coefficient_names)
+        self.coefficients = torch.empty(numbers, count + len(members), dtype=torch.float64, device=device)
         self.hypers, self.outcome = whole.hypers, whole.outcome
         self.square_sums = self.all_square_sums = whole.square_sums
         self.leads = False
         self.elements = count * width
         self.aligned = whole.aligned and int(row_bytes[row_bytes > 0].min() if width else 0) % 16 == 0
 
-    def gather(self, grads: Sequence[Tensor], election: Tensor) -> None:
-        """Add up the entries of ``grads``, one for each parameter; ``election`` is scratch memory for every row."""
-        indices = torch.cat([grad._indices() for grad in grads], 1)
-        values = torch.cat([grad._values() for grad in grads]).to(self.sums.dtype)
+    def hold(self, grads: Sequence[Tensor]) -> None:
+        """Copy indices and values of the entries of ``grads``, one for each parameter, to ``held``, whose memory stays."""
+        entries = joined(grads)
+        if self.held is None:
+            self.held = entries
+        else:
+            torch._foreach_copy_(self.held, entries)
+
+    def gather(self, indices: Tensor, values: Tensor, election: Tensor | None) -> None:
+        """Add up the entries.
+
+        Args:
+            indices: (sparse dimensions, entries) int64.
+            values: (entries, dense part).
+            election: (rows,) int64, scratch memory; None if no two entries name the same row.
+        """
         rows = self._first_rows
         for stride, index in zip([*self._strides, None], indices, strict=False):
             rows = rows + index if stride is None else torch.addcmul(rows, stride, index)
-        elected = self._own
-        if all(grad.is_coalesced() for grad in grads):
+        elected, values = self._own, values.to(self.sums.dtype)
+        if election is None:
             self.sums.copy_(values)
         else:
             elected = add_up(rows, self._own, values, election, self.sums)
@@ -270,8 +316,9 @@ class RowBatch:
         self.all_square_sums, self.leads = whole.all_square_sums, leads
 
 
-def _upload(host: Tensor, device: torch.device) -> Tensor:
-    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+def joined(grads: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """The indices (sparse dimensions, entries) and the values (entries, dense part) of all ``grads``."""
+    return torch.cat([grad._indices() for grad in grads], 1), torch.cat([grad._values() for grad in grads])
 
 
 def _addresses(tensor: Tensor, count: int) -> Tensor:

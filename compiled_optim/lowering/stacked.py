@@ -17,13 +17,18 @@ from torch import Tensor
 from compiled_optim.controls import Controls
 from compiled_optim.events import EventLog, Signature, kernel_signature
 from compiled_optim.fields import compute_dtype
+from compiled_optim.lowering.coefficient_table import CoefficientTable, coefficient_signature
 from compiled_optim.lowering.inductor import OPTIONS
+from compiled_optim.lowering.multi_tensor import current_device, obtain_kernel
+from compiled_optim.lowering.rows import Kernel
 from compiled_optim.lowering.rule_step import rule_step
+from compiled_optim.lowering.square_sums import square_sum
 from compiled_optim.lowering.staged import StagedLowering
+from compiled_optim.lowering.tables import HyperRow
 from compiled_optim.plan import Plan
 from compiled_optim.torch_internals import compile_graph, prepare_cpu_compiler
 
-Kernel = Callable[[list[Tensor]], Sequence[Tensor]]
+StackKernel = Callable[[list[Tensor]], Sequence[Tensor]]
 
 _COUNT = 5
 _EXAMPLES = {"vectors": (_COUNT, 7), "matrices": (_COUNT, 3, 11, 7)}
@@ -32,7 +37,7 @@ _EXAMPLES = {"vectors": (_COUNT, 7), "matrices": (_COUNT, 3, 11, 7)}
 # With it, reductions over different dimensions of any size fail on a GPU: "CantSplit" (torch 2.13).
 _OPTIONS = {"loop_ordering_after_fusion": False}
 
-_kernels: dict[Signature, Kernel] = {}
+_kernels: dict[Signature, StackKernel] = {}
 _serial = itertools.count()
 
 
@@ -78,18 +83,29 @@ class StackedLowering(StagedLowering):
 
     def launch(self) -> None:
         """Update every parameter of the plan that has a prepared gradient."""
+        columns = self._columns()
+        for stack in self.stacks:
+            grads = self._stacked_gradients(stack)
+            if grads is not None:
+                stack.step(grads, columns)
+
+    def _columns(self) -> Tensor:
+        """Count a step, and return the coefficients of all tensors, with a mark for those that stay as they are."""
         coefficients, mask = self._advance()
         if mask is not None:
             coefficients[1].masked_fill_(~mask, 1.0)
-        for stack in self.stacks:
-            stack.step(self._grads, coefficients)
+        return coefficients
+
+    def _stacked_gradients(self, stack: Stack) -> Tensor | None:
+        """The prepared gradients of ``stack``, anything in place of absent ones; None if it has none."""
+        return stack.gathered(self._grads)
 
     def _sizes(self, param: Tensor) -> str:
         if self.plan.rule.granularity == "matrix":
             return " x ".join(map(str, param.shape))
         return "vectors" if param.dim() < 2 else "matrices"
 
-    def _make(self, signature: Signature) -> Kernel:
+    def _make(self, signature: Signature) -> StackKernel:
         tensors = _example(signature)
         sizes = tensors[0].shape
         matrices = signature.rule.granularity == "matrix"
@@ -107,6 +123,98 @@ class StackedLowering(StagedLowering):
         return run
 
 
+class StackTableLowering(StackedLowering):
+    """Stacks whose coefficients a multi-tensor kernel evaluates, so that a CUDA graph can hold the step.
+
+    Args:
+        plan: the tensors, none of them complex or a DTensor.
+        controls: what holds for the whole step.
+        log: where compilations and fallbacks are recorded.
+    """
+
+    def __init__(self, plan: Plan, controls: Controls, log: EventLog) -> None:
+        super().__init__(plan, controls, log, compiled=True)
+        self._controls = controls
+        self._hypers = HyperRow(plan, controls, log)
+        self._parts: list[tuple[Kernel, CoefficientTable]] = []
+        self._holds = False
+        self._on_device = current_device(plan.device)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether :meth:`compile` has nothing to do."""
+        return bool(self._parts) and super().is_compiled
+
+    def compile(self) -> None:
+        """Make the kernels that do not exist yet, and the tables they read."""
+        super().compile()
+        if self._parts:
+            return
+        positions: dict[Signature, list[int]] = {}
+        for i in range(len(self.plan.members)):
+            positions.setdefault(coefficient_signature(self.plan, i), []).append(i)
+        for signature, where in positions.items():
+            kernel = obtain_kernel(self._log, signature, [self.plan.members[i].name for i in where])
+            leads = self.plan.leads and not self._parts
+            table = CoefficientTable(self.plan, self._controls, where, self._hypers, self._log, leads=leads)
+            self._parts.append((kernel, table))
+
+    def connect(self, own: Tensor, whole: Tensor) -> None:
+        """Let :meth:`measure` write to ``own``; the sum of ``whole`` is the sum over all gradients."""
+        self._square_sum = own
+        for _, table in self._parts:
+            table.all_square_sums = whole
+
+    def prepare(self, grads: list[Tensor | None] | None) -> None:
+        """Take ``grads``, or the parameters' own, and bring the tables up to date."""
+        super().prepare(grads)
+        self._hypers.refresh()
+        for _, table in self._parts:
+            table.prepare(self._grads)
+
+    def launch_key(self) -> tuple[object, ...]:
+        """What a graph that holds :meth:`launch` depends on besides the memory of the tables; it stands for this object."""
+        return (self,)
+
+    def refresh(self) -> None:
+        """Hand hyperparameters that were assigned over to kernels that run without :meth:`prepare`."""
+        self._hypers.refresh()
+
+    def copied(self) -> list[int]:
+        """The addresses of the hyperparameters and controls that :meth:`prepare` copies, since kernels cannot read them."""
+        return self._hypers.copied()
+
+    def hold(self) -> None:
+        """Copy the prepared gradients to where :meth:`launch`, if it is captured now or was before, reads them."""
+        for stack in self.stacks:
+            stack.hold(self._grads)
+        self._holds = True
+
+    def measure(self) -> None:
+        """Write the sum of the squares of the prepared gradients."""
+        self._square_sum.fill_(square_sum([s.held for s in self.stacks] if self._holds else self._grads))
+
+    def finish(self) -> None:
+        """Let go of the gradients."""
+        super().finish()
+        self._holds = False
+
+    def _columns(self) -> Tensor:
+        with self._on_device:
+            for kernel, table in self._parts:
+                kernel(table)
+        columns = [table.columns() for _, table in self._parts]
+        if len(columns) == 1:
+            return columns[0]
+        whole = columns[0].new_empty(len(columns[0]), len(self.plan.members))
+        for (_, table), own in zip(self._parts, columns, strict=True):
+            whole.index_copy_(1, table.index, own)
+        return whole
+
+    def _stacked_gradients(self, stack: Stack) -> Tensor | None:
+        return stack.held if self._holds else super()._stacked_gradients(stack)
+
+
 class Stack:
     """Tensors of one shape and one dtype each for parameters, gradients and every buffer.
 
@@ -117,7 +225,8 @@ class Stack:
     def __init__(self, plan: Plan, positions: Sequence[int], signature: Signature) -> None:
         self.positions = tuple(positions)
         self.signature = signature
-        self.kernel: Kernel | None = None
+        self.kernel: StackKernel | None = None
+        self.held: Tensor | None = None
         members = [plan.members[i] for i in positions]
         self._params = [m.param.detach() for m in members]
         self._shape = members[0].param.shape
@@ -131,20 +240,34 @@ class Stack:
                 member.state.set_quietly(name, view)
             self._buffers.append(self._seen(stacked))
 
-    def step(self, grads: Sequence[Tensor | None], coefficients: Tensor) -> None:
-        """Update the tensors whose entry in ``grads``, over the whole plan, is not None."""
-        assert self.kernel is not None
+    def gathered(self, grads: Sequence[Tensor | None]) -> Tensor | None:
+        """The stack's own among ``grads``, over the whole plan, with 0 for those that are None; None if all are."""
         own = [grads[i] for i in self.positions]
         present = next((grad for grad in own if grad is not None), None)
         if present is None:
-            return
-        given = [torch.zeros_like(present) if grad is None else grad for grad in own]
+            return None
+        return _stack([torch.zeros_like(present) if grad is None else grad for grad in own])
+
+    def hold(self, grads: Sequence[Tensor | None]) -> None:
+        """Copy the stack's own among ``grads`` to ``held``, whose memory stays, with 0 for those that are None."""
+        if self.held is None:
+            dtype = getattr(torch, self.signature.grad_dtype)
+            self.held = torch.empty(len(self.positions), *self._shape, dtype=dtype, device=self._params[0].device)
+        own = [grads[i] for i in self.positions]
+        if any(grad is None for grad in own):
+            self.held.zero_()
+        places = [place for place, grad in zip(self.held.unbind(), own, strict=True) if grad is not None]
+        if places:
+            torch._foreach_copy_(places, [grad for grad in own if grad is not None])
+
+    def step(self, grads: Tensor, coefficients: Tensor) -> None:
+        """Update the tensors from their stacked gradients, where the coefficients have no mark."""
+        assert self.kernel is not None
         params = _stack(self._params)
-        stacked = _stack(given)
         param = self._seen(params)
         columns = coefficients.index_select(1, self._index).to(self._dtype)
         columns = columns.view(*columns.shape, *[1] * (param.dim() - 1))
-        new_param, *new_buffers = self.kernel([param, self._seen(stacked), *self._buffers, *columns.unbind()])
+        new_param, *new_buffers = self.kernel([param, self._seen(grads), *self._buffers, *columns.unbind()])
         torch._foreach_copy_([*self._params, *self._buffers], [*new_param.view_as(params).unbind(), *new_buffers])
 
     def _seen(self, stacked: Tensor) -> Tensor:
@@ -196,6 +319,6 @@ def _stack_function(signature: Signature) -> Callable[..., tuple[Tensor, ...]]:
     return stack
 
 
-def _uncompiled(signature: Signature) -> Kernel:
+def _uncompiled(signature: Signature) -> StackKernel:
     function = _stack_function(signature)
     return lambda tensors: function(*tensors)

@@ -1,0 +1,172 @@
+"""Rows of addresses in the memory of a device, brought up to date without waiting for it.
+
+The memory of a row stays where it is for as long as the row lives, so that a captured kernel can go on reading it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from compiled_optim.controls import Controls
+from compiled_optim.events import EventLog
+from compiled_optim.plan import Plan
+from compiled_optim.state import scalar_names
+from compiled_optim.torch_internals import is_capturing
+
+
+class HyperRow:
+    """The addresses of a step's controls and of the hyperparameters of a plan's groups.
+
+    Args:
+        plan: whose groups.
+        controls: what holds for the whole step.
+        log: where refreshes are counted.
+
+    Attributes:
+        row: (controls + groups * hyperparameters,) int64; see :class:`~compiled_optim.lowering.rows.KernelTable`.
+    """
+
+    def __init__(self, plan: Plan, controls: Controls, log: EventLog) -> None:
+        self._log = log
+        self._controls = controls
+        self._groups = plan.groups
+        self._names = [h.name for h in plan.rule.hypers]
+        self._device = plan.device
+        self._tensors = self._read()  # held, so that no other tensor takes their addresses
+        self.row = upload([0] * len(self._tensors), self._device)
+        self._addresses: list[int] = []
+        self._written: list[int] = []
+        self._slots = torch.empty(len(self._tensors), dtype=torch.float64, device=self._device).unbind()
+        self._copies: list[tuple[Tensor, Tensor]] = []
+        self._captured: list[tuple[Tensor, Tensor]] = []  # read by every replay
+
+    def refresh(self) -> None:
+        """Write the addresses of hyperparameters that were assigned, and copy those that are not float64.
+
+        Raises:
+            RuntimeError: an address would be written by the graph that is being captured, and again by every replay.
+        """
+        tensors = self._read()
+        addresses = [t.data_ptr() for t in tensors]
+        if addresses != self._addresses:
+            read = [t if self._readable(t) else own for t, own in zip(tensors, self._slots, strict=True)]
+            row = [t.data_ptr() for t in read]
+            if row != self._written:
+                if is_capturing(self._device):
+                    raise RuntimeError(
+                        "a hyperparameter was assigned between the last step and the capture of a CUDA graph, or in it; "
+                        "take one step before capturing, or write into the hyperparameter with fill_"
+                    )
+                self._write(row)
+            self._copies = [(own, t.detach()) for own, t in zip(read, tensors, strict=True) if own is not t]
+            self._tensors, self._addresses, self._written = tensors, addresses, row
+        for own, tensor in self._copies:
+            own.copy_(tensor)
+        if self._copies and is_capturing(self._device):
+            self._captured += self._copies
+
+    def copied(self) -> list[int]:
+        """The addresses of the tensors that :meth:`refresh` copies."""
+        return [tensor.data_ptr() for _, tensor in self._copies]
+
+    def _read(self) -> list[Tensor]:
+        groups = [t for group in self._groups for name in self._names for t in group.tensors(name)]
+        return self._controls.tensors(self._device) + groups
+
+    def _readable(self, tensor: Tensor) -> bool:
+        return tensor.dtype == torch.float64 and tensor.device == self._device
+
+    def _write(self, values: Sequence[int]) -> None:
+        self._log.table_refreshes += 1
+        if self._device.type == "cpu":
+            self.row.numpy()[:] = values
+        else:
+            self.row.copy_(torch.tensor(values, dtype=torch.int64).pin_memory(), non_blocking=True)
+
+
+class GradientRow:
+    """The addresses of gradients, 0 where there is none.
+
+    Args:
+        count: of parameters.
+        device: theirs.
+        log: where refreshes are counted.
+
+    Attributes:
+        host: (count,) int64: what the next :meth:`publish` makes known.
+        row: what kernels read, on the device; another tensor in a graph that is being captured.
+        aligned: whether every address in ``row`` is a multiple of 16 bytes, which only accelerators ask.
+    """
+
+    def __init__(self, count: int, device: torch.device, log: EventLog) -> None:
+        self._log = log
+        self._device = device
+        host = torch.zeros(count, dtype=torch.int64)
+        self.host = host.numpy()
+        self._own = host if device.type == "cpu" else upload(host, device)
+        self.row = self._own
+        self.aligned = True
+        self._spare: Tensor | None = self._host_row()
+        self._captured: list[Tensor] = []
+        self._captured_last = False
+
+    def publish(self, *, changed: bool) -> None:
+        """Make ``host`` known to the kernels; ``changed`` says whether it differs from what they were told last."""
+        if is_capturing(self._device):
+            self._capture()
+        elif changed or self._captured_last:
+            self._log.table_refreshes += 1
+            self.row, self._captured_last = self._own, False
+            if self._device.type != "cpu":
+                self.row.copy_(torch.from_numpy(self.host).pin_memory(), non_blocking=True)
+                self.aligned = are_aligned(self.host)
+            if self._spare is None:
+                self._spare = self._host_row()
+
+    def _capture(self) -> None:
+        """Make writing the addresses a part of the graph that is being captured, in memory that no other step uses.
+
+        So a replay finds its own gradients whatever steps were taken outside of the graph.
+        """
+        if self._spare is None:
+            raise RuntimeError("a second step is being captured without a step in between; take one before capturing again")
+        self._spare.numpy()[:] = self.host  # the host's work, now and not in a replay
+        self.row = torch.empty_like(self._own).copy_(self._spare, non_blocking=True)
+        self._captured += [self._spare, self.row]  # read by every replay
+        self._spare, self._captured_last = None, True
+        self.aligned = are_aligned(self.host)
+
+    def _host_row(self) -> Tensor:
+        row = torch.empty_like(self._own, device="cpu")
+        return row.pin_memory() if self._device.type == "cuda" else row
+
+
+def tensor_rows(plan: Plan, positions: Sequence[int], data: Sequence[Sequence[int]], numels: Sequence[int]) -> Tensor:
+    """The int64 table over the tensors at ``positions``; see :class:`~compiled_optim.lowering.rows.TableRows`.
+
+    Args:
+        plan: the tensors' plan.
+        positions: theirs in it.
+        data: the addresses of parameters and buffers.
+        numels: how many numbers a kernel updates in each.
+    """
+    members = [plan.members[i] for i in positions]
+    scalars = [[m.state[name].data_ptr() for m in members] for name in scalar_names(plan.rule)]
+    groups = [plan.group_index[i] for i in positions]
+    return upload([*data, *scalars, numels, groups, [plan.groups[g]["maximize"] for g in groups]], plan.device)
+
+
+def are_aligned(addresses: npt.NDArray[np.int64]) -> bool:
+    """Whether all are multiples of 16 bytes."""
+    return not (addresses & 15).any()
+
+
+def upload(values: Sequence[object] | Tensor, device: torch.device) -> Tensor:
+    """``values`` as int64 on ``device``, without waiting for it."""
+    host = values if isinstance(values, Tensor) else torch.tensor(values, dtype=torch.int64)
+    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
