@@ -63,12 +63,14 @@ def _place(tensor: Tensor) -> str:
 def differences(old: Mapping[str, str], new: Mapping[str, str]) -> str:
     """What changed from ``old`` to ``new``: the first three things, with old and new value; empty if nothing did.
 
-    A gradient that came or went is no difference, since a table follows it.
+    State that moved is named where nothing else changed, from which that may have followed. A gradient that came or went
+    is no difference, since a table follows it.
     """
-    changes = [f"{label} {old[label]} -> {value}" for label, value in new.items() if label in old and old[label] != value]
     quiet = ("gradient dtype", "state")
+    changes = [f"{label} {old[label]} -> {value}" for label, value in new.items() if label in old and old[label] != value]
     changes += [f"{label} is new" for label in new if label not in old and not label.startswith(quiet)]
     changes += [f"{label} is gone" for label in old if label not in new and not label.startswith(quiet)]
+    changes = [change for change in changes if not change.startswith("state")] or changes
     more = f" and {len(changes) - 3} more" if len(changes) > 3 else ""
     return ", ".join(changes[:3]) + more
 

@@ -41,7 +41,7 @@ class Side:
 
 
 class Net(nn.Module):
-    """Layers of several sizes, one of them used by a switch only, and a gate that is frozen; all matrices without ``bias``."""
+    """Layers of several sizes, one of them used by a switch only, and a frozen gate; all matrices without ``bias``."""
 
     def __init__(self, *, bias: bool) -> None:
         super().__init__()

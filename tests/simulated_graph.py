@@ -1,6 +1,6 @@
 """A CUDA graph on the CPU: device work is recorded with the memory it had, and done again by a replay.
 
-Torch operations are recorded by a dispatch mode, the package's kernels by a wrapper that keeps the table's entries.
+Torch operations are recorded by a dispatch mode, the package's kernels by wrappers that keep what they are called with.
 As on a GPU, a capture changes nothing, Python runs once, and what a replay reads and writes is where it was in the capture:
 a parameter that got other memory, a gradient that is a new tensor or an assigned hyperparameter are not seen by it.
 """
@@ -8,18 +8,18 @@ a parameter that got other memory, a gradient that is a new tensor or an assigne
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map
 
 from compiled_optim import graphs, torch_internals
 from compiled_optim.events import Signature
-from compiled_optim.lowering import cpp, multi_tensor, triton
+from compiled_optim.lowering import cpp, multi_tensor, stacked, triton
 from compiled_optim.lowering.rows import Kernel
 
 _FIELDS = ("tensors", "grads", "hypers", "chunks", "coefficients", "square_sums", "all_square_sums", "outcome")
@@ -72,6 +72,10 @@ class SimulatedGraph(TorchDispatchMode):
     def record(self, work: Callable[[], None]) -> None:
         self._work.append(work)
 
+    def hold(self, made: Sequence[Tensor]) -> None:
+        """Take tensors that were made in the capture: the graph's own memory."""
+        self._made |= {x.untyped_storage().data_ptr(): x for x in made}
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.aten._local_scalar_dense.default:
@@ -87,7 +91,7 @@ class SimulatedGraph(TorchDispatchMode):
         result = func(*args, **kwargs)
         outputs = [x.detach() for x in tree_flatten(result)[0] if isinstance(x, Tensor)]
         fresh = [x.untyped_storage().data_ptr() not in memory for x in outputs]
-        self._made |= {x.untyped_storage().data_ptr(): x for x, is_fresh in zip(outputs, fresh, strict=True) if is_fresh}
+        self.hold([x for x, is_fresh in zip(outputs, fresh, strict=True) if is_fresh])
         if not func._schema.is_mutable and not any(fresh):
             return result  # a view
         if func._schema.name.startswith(("aten::empty", "aten::new_empty")):
@@ -127,6 +131,31 @@ class RecordedKernel:
         graph.record(lambda: launch(baked))
 
 
+class RecordedStackKernel:
+    """A kernel of Inductor's, whose results a simulated graph makes anew in every replay."""
+
+    def __init__(self, kernel: stacked.StackKernel) -> None:
+        self._kernel = kernel
+
+    def __call__(self, tensors: list[Tensor]) -> Sequence[Tensor]:
+        graph = SimulatedGraph.recording
+        if graph is None:
+            return self._kernel(tensors)
+        kept = [t.detach() for t in tensors]
+        with _disable_current_modes():
+            results = self._kernel(kept)
+        graph.hold(results)
+
+        def again() -> None:
+            torch._foreach_copy_(list(results), list(self._kernel(kept)))
+
+        graph.record(again)
+        return results
+
+
+_stack_kernels: dict[Signature, stacked.StackKernel] = {}  # kept from test to test, since they take seconds to compile
+
+
 def _build(signature: Signature) -> Kernel:
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     return RecordedKernel((triton if interpreted else cpp).build(signature))
@@ -138,3 +167,6 @@ def install(patch: Any) -> None:
     patch.setitem(torch_internals.CAPTURING, "cpu", lambda: SimulatedGraph.recording is not None)
     patch.setitem(multi_tensor.BACKENDS, "cpu", _build)
     patch.setattr(multi_tensor, "_kernels", {})
+    make = stacked.StackedLowering._make
+    patch.setattr(stacked.StackedLowering, "_make", lambda self, signature: RecordedStackKernel(make(self, signature)))
+    patch.setattr(stacked, "_kernels", _stack_kernels)

@@ -192,7 +192,13 @@ class StackTableLowering(StackedLowering):
 
     def measure(self) -> None:
         """Write the sum of the squares of the prepared gradients."""
-        self._square_sum.fill_(square_sum([s.held for s in self.stacks] if self._holds else self._grads))
+        grads = list(self._grads)
+        if self._holds:
+            for stack in self.stacks:
+                assert stack.held is not None
+                for position, grad in zip(stack.positions, stack.held.unbind(), strict=True):
+                    grads[position] = grad
+        self._square_sum.fill_(square_sum([None if g is None else g.contiguous() for g in grads]))
 
     def finish(self) -> None:
         """Let go of the gradients."""
