@@ -48,6 +48,8 @@ def described(optimizer: CompiledOptimizer) -> dict[str, str]:
                 facts[f"state {entry!r} of '{name}'"] = _place(state[entry])
             if param.grad is not None:
                 facts[f"gradient dtype of '{name}'"] = str(param.grad.dtype)
+                if param.grad.is_sparse:
+                    facts[f"gradient of '{name}'"] = _words(param.grad)
     return facts
 
 
@@ -66,7 +68,7 @@ def differences(old: Mapping[str, str], new: Mapping[str, str]) -> str:
     State that moved is named where nothing else changed, from which that may have followed. A gradient that came or went
     is no difference, since a table follows it.
     """
-    quiet = ("gradient dtype", "state")
+    quiet = ("gradient", "state")
     changes = [f"{label} {old[label]} -> {value}" for label, value in new.items() if label in old and old[label] != value]
     changes += [f"{label} is new" for label in new if label not in old and not label.startswith(quiet)]
     changes += [f"{label} is gone" for label in old if label not in new and not label.startswith(quiet)]
@@ -242,7 +244,7 @@ class Gradients:
         for i, (found, grad) in enumerate(zip(self.entry, now, strict=True)):
             if i in self._dropped or (i not in carried and grad is found):
                 continue
-            if i in carried and grad is not None and found is not None and grad.shape == found.shape:
+            if i in carried and grad is not None and found is not None and _fits(grad, found):
                 continue
             return f"gradient of '{self._names[i]}' {_words(found)} -> {_words(grad)}"
         with torch.no_grad():
@@ -250,7 +252,11 @@ class Gradients:
                 found, grad = self.entry[i], now[i]
                 assert found is not None
                 assert grad is not None
-                found.copy_(grad)
+                if found.is_sparse:
+                    found._indices().copy_(grad._indices())
+                    found._values().copy_(grad._values())
+                else:
+                    found.copy_(grad)
         return ""
 
     def restore(self) -> None:
@@ -264,5 +270,16 @@ class Gradients:
                     param.grad = left
 
 
+def _fits(grad: Tensor, found: Tensor) -> bool:
+    """Whether ``grad`` can be copied to where ``found`` is."""
+    if grad.shape != found.shape or grad.layout != found.layout:
+        return False
+    return not grad.is_sparse or (grad._nnz() == found._nnz() and grad.is_coalesced() == found.is_coalesced())
+
+
 def _words(grad: Tensor | None) -> str:
-    return "None" if grad is None else f"at {local(grad).data_ptr():#x}"
+    if grad is None:
+        return "None"
+    if grad.is_sparse:
+        return f"with {grad._nnz()} {'' if grad.is_coalesced() else 'un'}coalesced entries"
+    return f"at {local(grad).data_ptr():#x}"

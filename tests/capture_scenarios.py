@@ -265,3 +265,9 @@ def give(side: Side, i: int, absent: int = 0, keep: bool = False) -> None:
             p.grad.copy_(value)
         else:
             p.grad = value
+
+
+def assert_equal(ours: Side, twin: Side, step: int) -> None:
+    for a, b in zip(ours.tensors(), twin.tensors(), strict=True):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b), step

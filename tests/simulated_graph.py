@@ -30,6 +30,12 @@ def _where_it_is(x: Any) -> Any:
     return x.detach() if isinstance(x, Tensor) else x
 
 
+def _pieces(tree: Any) -> list[Tensor]:
+    """The tensors in ``tree``; of sparse ones the indices and the values, which have memory of their own."""
+    found = [x for x in tree_flatten(tree)[0] if isinstance(x, Tensor)]
+    return [piece for x in found for piece in ((x._indices(), x._values()) if x.is_sparse else (x,))]
+
+
 class SimulatedGraph(TorchDispatchMode):
     """See the module's docstring."""
 
@@ -80,7 +86,7 @@ class SimulatedGraph(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is torch.ops.aten._local_scalar_dense.default:
             raise RuntimeError("operation not permitted when stream is capturing")
-        inputs = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
+        inputs = _pieces((args, kwargs))
         memory = {x.untyped_storage().data_ptr() for x in inputs}
         if func._schema.is_mutable:
             for x in inputs:
@@ -89,7 +95,7 @@ class SimulatedGraph(TorchDispatchMode):
                     self._before[at] = (x.detach(), torch.empty(0).set_(x.untyped_storage().clone()))
         kept_args, kept_kwargs = tree_map(_where_it_is, (args, kwargs))
         result = func(*args, **kwargs)
-        outputs = [x.detach() for x in tree_flatten(result)[0] if isinstance(x, Tensor)]
+        outputs = [x.detach() for x in _pieces(result)]
         fresh = [x.untyped_storage().data_ptr() not in memory for x in outputs]
         self.hold([x for x, is_fresh in zip(outputs, fresh, strict=True) if is_fresh])
         if not func._schema.is_mutable and not any(fresh):
@@ -98,7 +104,7 @@ class SimulatedGraph(TorchDispatchMode):
             return result
 
         def again() -> None:
-            new = [x for x in tree_flatten(func(*kept_args, **kept_kwargs))[0] if isinstance(x, Tensor)]
+            new = _pieces(func(*kept_args, **kept_kwargs))
             for own, value, is_fresh in zip(outputs, new, fresh, strict=True):
                 if is_fresh:
                     own.copy_(value)

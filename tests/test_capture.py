@@ -16,7 +16,17 @@ from typing import Any
 
 import pytest
 import torch
-from capture_scenarios import RECAPTURES, SCENARIOS, Scenario, Side, every_hyperparameter, give, make, unchanged
+from capture_scenarios import (
+    RECAPTURES,
+    SCENARIOS,
+    Scenario,
+    Side,
+    assert_equal,
+    every_hyperparameter,
+    give,
+    make,
+    unchanged,
+)
 from catalog import cases, ruled, stacked
 from simulated_graph import SimulatedGraph, install
 from torch import Tensor, nn
@@ -43,12 +53,6 @@ def _expected(scenario: Scenario, kind: dict[str, Any]) -> int:
 @pytest.fixture
 def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch)
-
-
-def assert_equal(ours: Side, twin: Side, step: int) -> None:
-    for a, b in zip(ours.tensors(), twin.tensors(), strict=True):
-        assert a.dtype == b.dtype
-        assert torch.equal(a, b), step
 
 
 def train(side: Side, x: Tensor, side_used: bool = False) -> Tensor:

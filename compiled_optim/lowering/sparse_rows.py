@@ -213,6 +213,11 @@ class RowTableLowering:
         self._gathered = True
 
     def _batch_of(self, positions: tuple[int, ...], counts: tuple[int, ...], sparse_dims: int) -> RowBatch:
+        if is_capturing(self.plan.device):
+            raise RuntimeError(
+                f"{self.plan.rule.name}.step() cannot be captured in a CUDA graph now: no step was taken before with "
+                f"gradients of so many entries ({', '.join(map(str, counts))}); take one step before capturing"
+            )
         return RowBatch(self.plan, self._whole, positions, counts, sparse_dims, self._kernels[positions[0]].chunk)
 
 
