@@ -433,7 +433,7 @@ class CompiledOptimizer(Declared, Optimizer):
         """Refuse to capture a step that needs more than a graph can hold; warn of assignments after one that is captured."""
         reasons = {
             "groups or state changed since the last step": self._changed or self._regrouped(),
-            "a parameter got its first gradient": self._wakes(grads),
+            "a parameter got its first gradient": bool(self.units) and self._wakes(grads),
             "its kernels are not compiled yet": not all(unit.is_compiled for unit in self.units),
             "clipping was switched on or off": (self.max_grad_norm is not None or self.skip_nonfinite)
             != (self._square_sums is not None),

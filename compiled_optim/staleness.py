@@ -31,20 +31,20 @@ def described(optimizer: CompiledOptimizer) -> dict[str, str]:
     }
     for (i, name), function in optimizer.scheduled().items():
         facts[f"schedule of param_groups[{i}][{name!r}]"] = f"{getattr(function, '__name__', 'object')} at {id(function):#x}"
-    rule = optimizer.rule
+    declared = optimizer.declaration
     for i, group in enumerate(optimizer.param_groups):
         label = f"param_groups[{i}]"
         facts[label] = f"{len(group['params'])} parameters"
-        for name in ("maximize", "differentiable", *(s.name for s in rule.statics)):
+        for name in ("maximize", "differentiable", *(s.name for s in declared.statics)):
             facts[f"{label}[{name!r}]"] = str(group.get(name))
-        for name in rule.structural_hypers:
+        for name in declared.structural_hypers:
             zero = hasattr(group, "nonzero") and not group.nonzero(name)
             facts[f"{label}[{name!r}]"] = "0" if zero else "another number than 0"
         for j, param in enumerate(group["params"]):
             name = parameter_name(group, i, j)
             facts[f"parameter '{name}'"] = _place(param)
             state = optimizer.state.get(param) or {}
-            for entry in (b.name for b in rule.buffers if b.name in state):
+            for entry in (b.name for b in declared.buffers if b.name in state):
                 facts[f"state {entry!r} of '{name}'"] = _place(state[entry])
             if param.grad is not None:
                 facts[f"gradient dtype of '{name}'"] = str(param.grad.dtype)

@@ -116,9 +116,9 @@ def test_table_of_the_other_optimizers() -> None:
         _table([("optimizer", "launches", "operators"), *rows]),
         """\
 optimizer | launches | operators
-adafactor | 4 | 19
+adafactor | 5 | 9
 lbfgs | 0 | 70
-muon | 7 | 27
+muon | 8 | 24
 sparseadam | 2 | 11
 """,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
@@ -19,12 +20,14 @@ from compiled_optim.lowering.layout import as_real
 from compiled_optim.optimizer import CompiledOptimizer
 from compiled_optim.sharding import is_sharded
 from compiled_optim.state import OptimizerState, ParamState
-from compiled_optim.torch_internals import mend_tracing, outside_dynamo
+from compiled_optim.torch_internals import is_capturing, mend_tracing, outside_dynamo
 
 _VECTORS = ("d", "prev_flat_grad")
 _NUMBERS = ("t", "prev_loss")
 _HISTORY = ("old_stps", "old_dirs")
 _COUNTS = ("func_evals", "n_iter")
+
+_makings = itertools.count()
 
 
 class LBFGS(CompiledOptimizer):
@@ -32,8 +35,8 @@ class LBFGS(CompiledOptimizer):
 
     A step makes up to ``max_iter`` iterations; see torch.optim.LBFGS for when it stops earlier. With ``fixed_iterations``
     it makes exactly ``max_iter``, of the given ``lr`` and with ``max_iter`` calls of the closure, whatever the tolerances
-    and ``max_eval``; such a step never waits for the device, so that it can be captured. Several parameters count as one
-    vector, a missing gradient as 0, a complex number as two real ones.
+    and ``max_eval``; such a step never waits for the device, so that a training step with it can be traced and captured.
+    Several parameters count as one vector, a missing gradient as 0, a complex number as two real ones.
 
     Differs from torch.optim.LBFGS: the direction takes four products with the whole history in place of four per pair; the
     history is in float32 also for lower-precision parameters; a line search takes NaN for an infinite loss; parameters may
@@ -121,6 +124,8 @@ class LBFGS(CompiledOptimizer):
             group[name] for name in ("fixed_iterations", "max_iter", "history_size")
         )
         self._live = [group.live]
+        self._captured_lr = group.live["lr"].detach().clone()  # what a runner's graph reads
+        self._made = next(_makings)
 
     def _carry_over(self, state: ParamState, fresh: dict[str, Tensor]) -> None:
         """Continue in tensors of another history size or dtype, with as many of the newest pairs as they hold."""
@@ -157,7 +162,7 @@ class LBFGS(CompiledOptimizer):
         with torch.enable_grad():
             first = closure()
         with torch.no_grad():
-            self._iterate_fixed(closure, first)
+            self._iterate_fixed(closure, first, self._live[0]["lr"])
         mend_tracing()
         return first
 
@@ -165,6 +170,8 @@ class LBFGS(CompiledOptimizer):
 
     @outside_dynamo
     def _step_outside_graphs(self, closure: Callable[[], Any]) -> Any:
+        if is_capturing(self._groups[0]["params"][0].device):
+            self._check_capture(None)
         self._opt_called = True
         if self._changed or self._regrouped():
             self._rebuild()
@@ -172,21 +179,37 @@ class LBFGS(CompiledOptimizer):
             first = closure()
         with torch.no_grad():
             run = self._iterate_fixed if self._fixed else self._iterate
-            run(closure, first)
+            run(closure, first, self._captured_lr if self._has_runner else self._live[0]["lr"])
         self.events.steps += 1
         return first
 
-    def _iterate_fixed(self, closure: Callable[[], Any], loss: Any) -> None:
+    def check_capturable(self, *, alone: bool) -> None:
+        """Raise ``ValueError`` where no graph can hold a step; ``alone`` says that it is to hold nothing else."""
+        if alone:
+            raise ValueError(
+                "a step of LBFGS calls its closure: let the CUDA graph hold a function that calls step(closure)"
+            )
+        if not self._fixed:
+            raise ValueError("LBFGS decides on the host when to stop; a CUDA graph needs fixed_iterations=True")
+
+    def refresh(self, grad_scale: Any, found_inf: Any) -> tuple[object, ...] | None:
+        """Hand an assigned learning rate over; see :meth:`CompiledOptimizer.refresh`."""
+        if self._changed or self._regrouped():
+            return None
+        self._captured_lr.copy_(self._live[0]["lr"])
+        return (self._made,)
+
+    def _iterate_fixed(self, closure: Callable[[], Any], loss: Any, lr: Tensor) -> None:
         memory = self._tensors
         gradient = self._gradient()
         for left in reversed(range(self._iterations)):
-            self._turn(gradient, loss, self._history)
+            self._turn(gradient, loss, lr, self._history)
             self._move(memory["t"] * memory["d"])
             memory["func_evals"].add_(1)
             if left:
                 loss, gradient = self._evaluate(closure)
 
-    def _iterate(self, closure: Callable[[], Any], first: Any) -> None:
+    def _iterate(self, closure: Callable[[], Any], first: Any, lr: Tensor) -> None:
         group, memory = self._groups[0], self._memory
         limit, tolerance = group["max_eval"], group["tolerance_change"]
         loss, gradient = float(first), self._gradient()
@@ -196,7 +219,7 @@ class LBFGS(CompiledOptimizer):
             return
         for iteration in range(1, group["max_iter"] + 1):
             before = loss
-            self._turn(gradient, loss, min(pairs + 1, group["history_size"]))
+            self._turn(gradient, loss, lr, min(pairs + 1, group["history_size"]))
             numbers = [gradient.dot(memory["d"]), memory["t"], memory["d"].abs().amax(), memory["pairs"]]
             slope, length, reach, count = torch.stack([n.to(scalar_dtype(n.device)) for n in numbers]).tolist()
             pairs = int(count)
@@ -227,16 +250,16 @@ class LBFGS(CompiledOptimizer):
             ):
                 break
 
-    def _turn(self, gradient: Tensor, loss: Any, rows: int) -> None:
+    def _turn(self, gradient: Tensor, loss: Any, lr: Tensor, rows: int) -> None:
         """Take in the gradient at the present point; set the next direction ``d`` and step length ``t``."""
-        memory, lr = self._tensors, self._live[0]["lr"].to(self._dtype)
+        memory = self._tensors
         is_first = memory["n_iter"] == 0
         record(memory, memory["t"] * memory["d"], gradient - memory["prev_flat_grad"], ~is_first)
         memory["d"].copy_(direction(memory, gradient, rows))
         memory["prev_flat_grad"].copy_(gradient)
         memory["prev_loss"].copy_(loss) if isinstance(loss, Tensor) else memory["prev_loss"].fill_(loss)
         shortened = (1 / torch.linalg.vector_norm(gradient, 1)).clamp(max=1)
-        memory["t"].copy_(lr * torch.where(is_first, shortened, 1))
+        memory["t"].copy_(lr.to(self._dtype) * torch.where(is_first, shortened, 1))
         memory["n_iter"].add_(1)
 
     def _line(self, closure: Callable[[], Any]) -> Callable[[float], Trial]:
