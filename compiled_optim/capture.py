@@ -37,14 +37,17 @@ class CUDAGraphRunner:
 
     N calls are N updates: the first ``warmup`` calls run as usual, then one is captured and replayed. Hyperparameters may be
     assigned or written in place between calls, schedulers called, checkpoints loaded and steps taken outside of the runner.
-    What a graph cannot follow, such as a parameter that moved, a group that was added or clipping switched on, takes one
-    call that runs as usual, and is captured again in the next.
+    What a graph cannot follow, such as a parameter that moved, a group that was added, clipping switched on or another
+    number of entries in a sparse gradient, takes one call that runs as usual, and is captured again in the next.
 
     In a captured function everything but tensors is as it was in the capture: its Python runs no more. A gradient that it
     reads before its own ``zero_grad(set_to_none=True)`` is the tensor that was there in the capture. Schedulers belong
     outside; inputs are tensors of the first call's shapes, and a number among them that changes is captured again. Switches
     of modules (``train()``, ``eval()``), ``requires_grad`` and autocast are noticed in the modules the function refers to:
     by closure, default, global or attribute of the object it is bound to.
+
+    The step alone of an optimizer that works on whole tensors or sparse gradients copies the gradients to memory of the
+    graph first. L-BFGS calls its closure in a step, so that only a function can be captured, with ``fixed_iterations``.
 
     Where there are no CUDA graphs, everything runs uncaptured, which is said once, with equal checks and results.
 
@@ -60,7 +63,7 @@ class CUDAGraphRunner:
     Raises:
         TypeError: an argument is not what its description says.
         ValueError: ``warmup`` or ``recaptures`` is out of range, or the optimizers' parameters are on several devices, or
-            not updated with ``lowering="multi_tensor"``.
+            not updated with ``lowering="multi_tensor"``, or L-BFGS would decide on the host when to stop.
     """
 
     def __init__(

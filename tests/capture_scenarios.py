@@ -68,6 +68,27 @@ def make(optimizer: type[CompiledOptimizer] = co.AdamW, groups: int = 2, device:
     return Side(model, optimizer(split, **kwargs))
 
 
+class Tables(nn.Module):
+    """Two tables with rows of one size, one with rows of another size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(11, 4, sparse=True)
+        self.places = nn.Embedding(7, 4, sparse=True)
+        self.kinds = nn.Embedding(5, 3, sparse=True)
+
+    def forward(self, index: Tensor) -> Tensor:
+        words, places, kinds = (table(index % len(table.weight)) for table in self.children())
+        return words.sum() + places.square().sum() + kinds.pow(3).mean()
+
+
+def make_tables(device: str = "cpu", **kwargs: Any) -> Side:
+    """One side with sparse gradients; every call makes the same one."""
+    torch.manual_seed(0)
+    model = Tables().to(device)
+    return Side(model, co.SparseAdam(list(model.named_parameters()), lr=0.1, **kwargs))
+
+
 def unchanged(side: Side, i: int) -> None:
     """Nothing happens."""
 
@@ -268,6 +289,21 @@ def give(side: Side, i: int, absent: int = 0, keep: bool = False) -> None:
 
 
 def assert_equal(ours: Side, twin: Side, step: int) -> None:
+    """Everything that training changes, bit for bit; NaN equals NaN."""
     for a, b in zip(ours.tensors(), twin.tensors(), strict=True):
         assert a.dtype == b.dtype
-        assert torch.equal(a, b), step
+        assert torch.equal(a, b) or torch.allclose(a, b, rtol=0, atol=0, equal_nan=True), step
+
+
+KINDS: list[dict[str, Any]] = [{"optimizer": co.AdamW}, {"optimizer": co.Adafactor}, {"optimizer": co.Muon, "ns_steps": 1}]
+"""An optimizer of every granularity; Muon with one step of its iteration, which compiles sooner."""
+
+
+def kind_name(kwargs: dict[str, Any]) -> str:
+    return str(kwargs["optimizer"].__name__)
+
+
+def recaptures_of(scenario: Scenario, kind: dict[str, Any]) -> int:
+    """How often a graph of either kind must be captured again in this scenario."""
+    has_choice = any(isinstance(f.default, bool) for f in kind["optimizer"].fields_of(Static))
+    return 0 if scenario.__name__ == "static_choice" and not has_choice else RECAPTURES.get(scenario.__name__, 0)

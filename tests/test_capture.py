@@ -18,14 +18,16 @@ from typing import Any
 import pytest
 import torch
 from capture_scenarios import (
-    RECAPTURES,
+    KINDS,
     SCENARIOS,
     Scenario,
     Side,
     assert_equal,
     every_hyperparameter,
     give,
+    kind_name,
     make,
+    recaptures_of,
     unchanged,
 )
 from catalog import cases, ruled, stacked
@@ -34,21 +36,8 @@ from torch import Tensor, nn
 
 import compiled_optim as co
 from compiled_optim import torch_internals
-from compiled_optim.fields import Static
 
 STEPS = 24
-
-KINDS: list[dict[str, Any]] = [{"optimizer": co.AdamW}, {"optimizer": co.Adafactor}, {"optimizer": co.Muon, "ns_steps": 1}]
-"""An optimizer of every granularity; Muon with one step of its iteration, which compiles sooner."""
-
-
-def _kind(kwargs: dict[str, Any]) -> str:
-    return str(kwargs["optimizer"].__name__)
-
-
-def _expected(scenario: Scenario, kind: dict[str, Any]) -> int:
-    has_choice = any(isinstance(f.default, bool) for f in kind["optimizer"].fields_of(Static))
-    return 0 if scenario.__name__ == "static_choice" and not has_choice else RECAPTURES.get(scenario.__name__, 0)
 
 
 @pytest.fixture
@@ -90,12 +79,12 @@ class TestStep:
         assert ours.optimizer.events.steps == twin.optimizer.events.steps
         return co.compile_report(ours.optimizer)
 
-    @pytest.mark.parametrize("kind", KINDS, ids=_kind)
+    @pytest.mark.parametrize("kind", KINDS, ids=kind_name)
     @pytest.mark.parametrize("scenario", SCENARIOS, ids=_names)
     def test_equals_uncaptured(self, scenario: Scenario, kind: dict[str, Any]) -> None:
         report = self.run(scenario, gradients=functools.partial(give, absent=3), **kind)
         thawed = scenario.__name__ == "frozen_and_thawed"
-        assert report.recaptures == _expected(scenario, kind) + thawed - (scenario.__name__ == "clip_norm") * 2
+        assert report.recaptures == recaptures_of(scenario, kind) + thawed - (scenario.__name__ == "clip_norm") * 2
         assert len(report.captures) == 1 + report.recaptures
         assert report.replays >= STEPS - 3 - 2 * report.recaptures
         assert all(report.captures[1:])
@@ -111,13 +100,13 @@ class TestStep:
         nonzero = dict.fromkeys(optimizer.rule.structural_hypers, 0.8)
         assert self.run(every_hyperparameter, 50, optimizer=optimizer, **nonzero).replays == 47
 
-    @pytest.mark.parametrize("kind", KINDS[1:], ids=_kind)
+    @pytest.mark.parametrize("kind", KINDS[1:], ids=kind_name)
     def test_two_hundred_steps_of_stacks(self, kind: dict[str, Any]) -> None:
         report = self.run(unchanged, 200, functools.partial(give, absent=5), **kind)
         assert report.replays == 197
         assert report.recaptures == 0
 
-    @pytest.mark.parametrize("kind", KINDS, ids=_kind)
+    @pytest.mark.parametrize("kind", KINDS, ids=kind_name)
     @pytest.mark.parametrize("keep", [False, True], ids=["new gradients", "same gradients"])
     @pytest.mark.parametrize("absent", [0, 2, 3])
     def test_gradients_come_and_go(self, absent: int, keep: bool, kind: dict[str, Any]) -> None:
@@ -380,11 +369,11 @@ class TestTrainingStep:
         assert ours.optimizer.events.steps == twin.optimizer.events.steps
         return co.compile_report(ours.optimizer)
 
-    @pytest.mark.parametrize("kind", KINDS, ids=_kind)
+    @pytest.mark.parametrize("kind", KINDS, ids=kind_name)
     @pytest.mark.parametrize("scenario", SCENARIOS, ids=_names)
     def test_equals_uncaptured(self, scenario: Scenario, kind: dict[str, Any]) -> None:
         report = self.run(scenario, **kind)
-        assert report.recaptures == _expected(scenario, kind) + 2 * (scenario.__name__ == "frozen_and_thawed")
+        assert report.recaptures == recaptures_of(scenario, kind) + 2 * (scenario.__name__ == "frozen_and_thawed")
         assert report.replays >= STEPS - 3 - 2 * report.recaptures
         assert len(report.captures) == 1 + report.recaptures
 
@@ -851,7 +840,7 @@ def _capture_by_hand(work: Callable[[], Any]) -> SimulatedGraph:
 class TestByHand:
     """A step in a graph that the user captures."""
 
-    @pytest.mark.parametrize("kind", KINDS, ids=_kind)
+    @pytest.mark.parametrize("kind", KINDS, ids=kind_name)
     def test_replays_follow_writes_in_place_and_eager_steps_between(self, kind: dict[str, Any]) -> None:
         ours, twin = make(**kind), make(**kind)
         for side in (ours, twin):
@@ -899,7 +888,7 @@ class TestByHand:
             runner(batch(i))
             ours.optimizer.param_groups[0]["lr"] = 0.1  # a warning would be an error
 
-    @pytest.mark.parametrize("kind", KINDS, ids=_kind)
+    @pytest.mark.parametrize("kind", KINDS, ids=kind_name)
     @pytest.mark.parametrize("change", ["first step", "group", "parameter", "clip", "assigned", "thawed"])
     def test_what_cannot_be_captured_is_refused_before_anything_changes(self, change: str, kind: dict[str, Any]) -> None:
         ours = make(**kind)
@@ -960,11 +949,11 @@ class TestArguments:
             pass
 
     @pytest.mark.usefixtures("simulated")
-    @pytest.mark.parametrize("kind", KINDS, ids=_kind)
+    @pytest.mark.parametrize("kind", KINDS, ids=kind_name)
     @pytest.mark.parametrize("lowering", ["inductor", "eager"])
     def test_a_lowering_without_tables_is_refused(self, lowering: str, kind: dict[str, Any]) -> None:
         side = make(lowering=lowering, **kind)
-        with pytest.raises(ValueError, match=rf"{_kind(kind)} updates 'inner.weight' in another way"):
+        with pytest.raises(ValueError, match=rf"{kind_name(kind)} updates 'inner.weight' in another way"):
             co.CUDAGraphRunner(side.optimizer)
 
     @pytest.mark.usefixtures("simulated")

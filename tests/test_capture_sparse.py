@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from capture_scenarios import Side, assert_equal
+from capture_scenarios import Side, assert_equal, make_tables
 from simulated_graph import install
 from torch import Tensor, nn
 
@@ -14,27 +14,6 @@ import compiled_optim as co
 
 STEPS = 20
 CONTROLS: list[dict[str, Any]] = [{}, {"max_grad_norm": 0.5}, {"skip_nonfinite": True}, {"maximize": True}]
-
-
-class Tables(nn.Module):
-    """Two tables with rows of one size, one with rows of another size."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(11, 4, sparse=True)
-        self.places = nn.Embedding(7, 4, sparse=True)
-        self.kinds = nn.Embedding(5, 3, sparse=True)
-
-    def forward(self, index: Tensor) -> Tensor:
-        words, places, kinds = (table(index % len(table.weight)) for table in self.children())
-        return words.sum() + places.square().sum() + kinds.pow(3).mean()
-
-
-def make(**kwargs: Any) -> Side:
-    """One side; every call makes the same one."""
-    torch.manual_seed(0)
-    model = Tables()
-    return Side(model, co.SparseAdam(list(model.named_parameters()), lr=0.1, **kwargs))
 
 
 def batch(i: int, size: int = 6) -> Tensor:
@@ -67,7 +46,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("coalesced", [False, True])
 @pytest.mark.parametrize("controls", CONTROLS, ids=str)
 def test_a_step_equals_an_uncaptured_one(controls: dict[str, Any], coalesced: bool) -> None:
-    ours, twin = make(**controls), make(**controls)
+    ours, twin = make_tables(**controls), make_tables(**controls)
     runner = co.CUDAGraphRunner(ours.optimizer)
     index = torch.arange(5)
     for i in range(STEPS):
@@ -90,7 +69,7 @@ def test_a_step_equals_an_uncaptured_one(controls: dict[str, Any], coalesced: bo
 
 @pytest.mark.parametrize("controls", CONTROLS, ids=str)
 def test_a_training_step_equals_an_uncaptured_one(controls: dict[str, Any]) -> None:
-    ours, twin = make(**controls), make(**controls)
+    ours, twin = make_tables(**controls), make_tables(**controls)
     runner = co.CUDAGraphRunner(lambda index: train(ours, index), optimizers=ours.optimizer)
     for i in range(STEPS):
         move(ours, i)
@@ -115,7 +94,7 @@ def _delayed(side: Side, index: Tensor) -> Tensor:
 
 
 def test_gradients_of_the_call_before() -> None:
-    ours, twin = make(), make()
+    ours, twin = make_tables(), make_tables()
     for side in (ours, twin):
         side.model(batch(99)).backward()
     runner = co.CUDAGraphRunner(lambda index: _delayed(ours, index), optimizers=ours.optimizer)
@@ -127,7 +106,7 @@ def test_gradients_of_the_call_before() -> None:
 def test_a_graph_holds_dense_and_sparse_steps() -> None:
     sides = []
     for _ in range(2):
-        side = make(max_grad_norm=1.0)
+        side = make_tables(max_grad_norm=1.0)
         side.kept["dense"] = head = nn.Linear(4, 1)
         with torch.no_grad():
             for p in head.parameters():
@@ -157,7 +136,7 @@ def test_a_graph_holds_dense_and_sparse_steps() -> None:
 
 
 def test_another_number_of_entries_is_captured_again_within_the_budget() -> None:
-    ours, twin = make(), make()
+    ours, twin = make_tables(), make_tables()
     runner = co.CUDAGraphRunner(ours.optimizer, warmup=1, recaptures=2)
 
     def take(i: int, size: int) -> None:
@@ -179,7 +158,7 @@ def test_another_number_of_entries_is_captured_again_within_the_budget() -> None
 
 
 def test_a_missing_gradient_is_captured_again() -> None:
-    ours, twin = make(), make()
+    ours, twin = make_tables(), make_tables()
     runner = co.CUDAGraphRunner(ours.optimizer, warmup=1)
     for i in range(10):
         for side, step in ((ours, runner.step), (twin, twin.optimizer.step)):
@@ -194,7 +173,7 @@ def test_a_missing_gradient_is_captured_again() -> None:
 
 def test_memory_that_a_graph_reads_outlives_the_cache() -> None:
     """Steps outside of the graph with more numbers of entries than are kept."""
-    ours, twin = make(), make()
+    ours, twin = make_tables(), make_tables()
     runner = co.CUDAGraphRunner(lambda index: train(ours, index), optimizers=ours.optimizer, warmup=1)
     for i in range(6):
         if i > 2:
@@ -208,7 +187,7 @@ def test_memory_that_a_graph_reads_outlives_the_cache() -> None:
 
 
 def test_numbers_of_entries_that_were_not_met_cannot_be_captured() -> None:
-    ours, twin = make(), make()
+    ours, twin = make_tables(), make_tables()
     runner = co.CUDAGraphRunner(lambda index: train(ours, index), optimizers=ours.optimizer, warmup=1)
     runner(batch(0))
     for size in range(1, 20):  # so many that those of the warm-up are forgotten

@@ -66,18 +66,10 @@ class SquareSums:
 
 
 def square_sum(grads: Sequence[Tensor | None]) -> Tensor | float:
-    """The sum of the squares of ``grads`` in torch operations, None counting as 0; 0 if there are none.
-
-    Their number and which are None do not change the order in which the squares are added.
-    """
-    dtypes = dict.fromkeys(compute_dtype(g.dtype) for g in grads if g is not None)
-    return sum((_square_sum(grads, dtype) for dtype in dtypes), 0.0)
-
-
-def _square_sum(grads: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor:
-    """That of those which are computed with in ``dtype``."""
-    reals = {i: as_real(g) for i, g in enumerate(grads) if g is not None and compute_dtype(g.dtype) == dtype}
-    norms = dict(zip(reals, torch._foreach_norm(list(reals.values()), 2, dtype=dtype), strict=True))
-    nothing = torch.zeros_like(next(iter(norms.values())))
-    together = torch.stack([norms.get(i, nothing) for i in range(len(grads))])
-    return together.to(scalar_dtype(together.device)).square().sum()
+    """The sum of the squares of ``grads`` in torch operations; 0 if there are none."""
+    alike: dict[torch.dtype, list[Tensor]] = {}
+    for grad in grads:
+        if grad is not None:
+            alike.setdefault(compute_dtype(grad.dtype), []).append(as_real(grad))
+    norms = [torch.stack(torch._foreach_norm(reals, 2, dtype=dtype)) for dtype, reals in alike.items()]
+    return sum((n.to(scalar_dtype(n.device)).square().sum() for n in norms), 0.0)

@@ -22,7 +22,6 @@ from compiled_optim.lowering.inductor import OPTIONS
 from compiled_optim.lowering.multi_tensor import current_device, obtain_kernel
 from compiled_optim.lowering.rows import Kernel
 from compiled_optim.lowering.rule_step import rule_step
-from compiled_optim.lowering.square_sums import square_sum
 from compiled_optim.lowering.staged import StagedLowering
 from compiled_optim.lowering.tables import HyperRow
 from compiled_optim.plan import Plan
@@ -192,13 +191,8 @@ class StackTableLowering(StackedLowering):
 
     def measure(self) -> None:
         """Write the sum of the squares of the prepared gradients."""
-        grads = list(self._grads)
-        if self._holds:
-            for stack in self.stacks:
-                assert stack.held is not None
-                for position, grad in zip(stack.positions, stack.held.unbind(), strict=True):
-                    grads[position] = grad
-        self._square_sum.fill_(square_sum([None if g is None else g.contiguous() for g in grads]))
+        stacks = [grads for stack in self.stacks if (grads := self._stacked_gradients(stack)) is not None]
+        self._square_sum.fill_(sum((_square_sum(grads) for grads in stacks), 0.0))
 
     def finish(self) -> None:
         """Let go of the gradients."""
@@ -289,6 +283,12 @@ class Stack:
 def _stack(tensors: Sequence[Tensor]) -> Tensor:
     """``tensors`` in one contiguous tensor; a single contiguous one is not copied."""
     return tensors[0].contiguous().unsqueeze(0) if len(tensors) == 1 else torch.stack(list(tensors)).contiguous()
+
+
+def _square_sum(stack: Tensor) -> Tensor:
+    """The sum of the squares of ``stack``, equal bit for bit wherever it lies."""
+    norms: Tensor = torch.linalg.vector_norm(stack.view(len(stack), -1), dim=1, dtype=compute_dtype(stack.dtype))
+    return norms.double().square().sum()
 
 
 def _example(signature: Signature) -> list[Tensor]:
