@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import expecttest
 import pytest
@@ -399,3 +400,39 @@ def test_nothing_of_the_fake_device_is_left_behind() -> None:
     assert not torch.utils._triton.has_triton()
     with pytest.raises((AssertionError, RuntimeError)):
         torch.empty(2, device="cuda")
+
+
+def test_cuda_graphs_of_inductor_leave_the_step_outside_and_copy_no_parameter() -> None:
+    """What ``mode="reduce-overhead"`` asks of Inductor: graphs around the step, parameters where they are."""
+    from torch._inductor import compile_fx, config
+
+    inner, static = compile_fx._compile_fx_inner, []
+
+    def spy(graph: Any, examples: Any, **kwargs: Any) -> Any:
+        static.append({tuple(examples[i].shape) for i in kwargs["static_input_idxs"]})
+        return inner(graph, examples, **kwargs)
+
+    with fake_cuda(90):
+        params = [nn.Parameter(torch.empty(8, 8 + i, device="cuda")) for i in range(3)]
+        optimizer = co.AdamW(params)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            for p in params:
+                p.grad = torch.sin(x + p.detach())
+            optimizer.step()
+            optimizer.zero_grad()
+            return torch.stack([p.detach().square().sum() for p in params]).sum()
+
+        with (
+            recording("cuda") as recorder,
+            config.patch({"triton.cudagraphs": True}),
+            mock.patch.object(compile_fx, "_compile_fx_inner", spy),
+        ):
+            torch.compile(step, fullgraph=True)(torch.empty(1, 1, device="cuda"))
+            (graph,) = recorder.take().graphs
+    assert static == [{tuple(p.shape) for p in params}]
+    partitions, call = graph.source.split("class Runner:")
+    assert re.findall(r"^def (partition_\d+)", partitions, re.MULTILINE) == ["partition_0", "partition_1"]
+    assert not _calls(partitions)
+    assert len(_calls(call)) == 1
+    assert not re.search(r"copy_(?!if_misaligned)", call)
