@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -425,3 +428,37 @@ def test_host_time_of_a_replay() -> None:
         runner.step()
         times.append(time.perf_counter() - started)
     assert sorted(times)[100] <= 60e-6
+
+
+_WITH_NCCL = """
+import sys
+import torch
+import torch.distributed as dist
+import compiled_optim as co
+
+dist.init_process_group("nccl", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
+model = torch.nn.Linear(64, 64).cuda()
+optimizer = co.AdamW(model.named_parameters(), max_grad_norm=1.0)
+
+def train(x):
+    optimizer.zero_grad()
+    loss = model(x).square().mean()
+    loss.backward()
+    for param in model.parameters():
+        dist.all_reduce(param.grad)
+    optimizer.step()
+    return loss
+
+runner = co.CUDAGraphRunner(train, optimizers=optimizer)
+for _ in range(6):
+    loss = runner(torch.randn(8, 64, device="cuda"))
+assert co.compile_report(optimizer).replays == 3
+print(float(loss))
+"""
+
+
+def test_a_process_with_nccl_in_its_graph_ends(tmp_path: Path) -> None:
+    """Without releasing the runner, and without destroying the process group."""
+    command = [sys.executable, "-c", _WITH_NCCL, str(tmp_path / "store")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=Path(__file__).parent.parent)
+    assert done.returncode == 0, done.stderr[-3000:]
