@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from catalog import shifted
 from torch import Tensor, nn
 
 import compiled_optim as co
@@ -124,11 +125,7 @@ def every_hyperparameter(side: Side, i: int) -> None:
     """By assignment on even steps, in place on odd ones."""
     for g, group in enumerate(side.optimizer.param_groups):
         for hyper in side.optimizer.fields_of(Hyper):
-            default = side.optimizer.defaults[hyper.name]
-            values = default if hyper.is_tuple else (default,)
-            moved = tuple((0.5 if v is None else v) * (1 - 0.01 * ((i + g) % 7)) for v in values)
-            if hyper.ge == 1:
-                moved = tuple(1 / v for v in moved)
+            moved = shifted(side.optimizer, hyper, 0.01 * ((i + g) % 7))
             if i % 2:
                 group[hyper.name] = moved if hyper.is_tuple else moved[0]
             else:

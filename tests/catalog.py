@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 import compiled_optim as co
+from compiled_optim.fields import Hyper
 from compiled_optim.optimizer import CompiledOptimizer
 
 
@@ -161,6 +162,14 @@ _FAR: dict[str, list[dict[str, Any]]] = {
 def cases(gradients: str | None = None) -> list[Case]:
     """All configurations of all elementwise rules, or of those that take ``gradients``."""
     return [Case(c, tuple(kwargs.items())) for c in ruled(gradients) for kwargs in _FAR[c.__name__]]
+
+
+def shifted(optimizer: CompiledOptimizer, hyper: Hyper, share: float) -> tuple[float, ...]:
+    """The values that a hyperparameter had at first, each moved within its range by that share."""
+    default = optimizer.defaults[hyper.name]
+    values = default if hyper.is_tuple else (default,)
+    moved = tuple((0.5 if v is None or v != v else v) * (1 - share) for v in values)
+    return tuple(1 / v for v in moved) if hyper.ge == 1 else moved
 
 
 _STACKED: dict[str, list[dict[str, Any]]] = {

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from catalog import ruled
+from catalog import ruled, shifted, stacked
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -27,9 +27,9 @@ def traced_backward() -> Iterator[None]:
         yield
 
 
-def _model() -> nn.Module:
+def _model(*, bias: bool = True) -> nn.Module:
     torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    return nn.Sequential(nn.Linear(4, 8, bias), nn.Tanh(), nn.Linear(8, 1, bias))
 
 
 def _loss(model: nn.Module) -> torch.Tensor:
@@ -40,9 +40,7 @@ def _move_hyperparameters(optimizer: co.CompiledOptimizer, step: int) -> None:
     """Change every hyperparameter a little, within its range, by assignment on even steps and in place on odd ones."""
     group = optimizer.param_groups[0]
     for hyper in optimizer.fields_of(Hyper):
-        default = optimizer.defaults[hyper.name]
-        values = default if hyper.is_tuple else (default,)
-        moved = tuple(v * (1 - 0.01 * (step % 7)) for v in values)
+        moved = shifted(optimizer, hyper, 0.01 * (step % 7))
         if step % 2:
             group[hyper.name] = moved if hyper.is_tuple else moved[0]
         else:
@@ -51,7 +49,7 @@ def _move_hyperparameters(optimizer: co.CompiledOptimizer, step: int) -> None:
 
 
 def _train(optimizer_class: type[co.CompiledOptimizer], wrap: Callable[..., Any], part: str) -> tuple[nn.Module, Any]:
-    model = _model()
+    model = _model(bias=optimizer_class.granularity != "matrix")
     optimizer = optimizer_class(model.named_parameters(), lr=0.03)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
     step = wrap(optimizer.step) if part == "step" else optimizer.step
@@ -64,16 +62,16 @@ def _train(optimizer_class: type[co.CompiledOptimizer], wrap: Callable[..., Any]
         return loss.detach()
 
     run = wrap(train_step) if part == "whole" else train_step
-    for i in range(20):
+    for i in range(50):
         run()
         scheduler.step()
         _move_hyperparameters(optimizer, i)
-    assert all(s["step"] == 20 for s in optimizer.state.values())
+    assert all(s["step"] == 50 for s in optimizer.state.values())
     return model, optimizer
 
 
 @pytest.mark.parametrize("part", ["step", "whole"])
-@pytest.mark.parametrize("optimizer", ruled("dense"), ids=lambda c: c.__name__)
+@pytest.mark.parametrize("optimizer", [*ruled("dense"), *stacked()], ids=lambda c: c.__name__)
 def test_one_graph_while_every_hyperparameter_moves(optimizer: type[co.CompiledOptimizer], part: str) -> None:
     counter = CompileCounterWithBackend("aot_eager")
     compiled, _ = _train(optimizer, lambda f: torch.compile(f, backend=counter, fullgraph=True), part)
