@@ -6,13 +6,15 @@ import contextlib
 import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
+from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from compiled_optim import CompiledOptimizer
+from compiled_optim import CompiledOptimizer, CUDAGraphRunner
+from compiled_optim.graphs import GRAPHS
 from compiled_optim.lowering.multi_tensor import MultiTensorLowering
 from compiled_optim.lowering.rows import KernelTable
 from perf.competitors import OURS, Competitor, competitor
@@ -113,6 +115,7 @@ def measure_overhead(workload: str, optimizer: str, *, rounds: int) -> list[Row]
 
     ``step without kernel`` is a whole step in which the kernel's call does nothing; ``steady-state check`` is the part of it
     that looks for what moved or changed and brings the tables up to date, all that comes before a captured step's replay.
+    ``runner without replay`` is a runner's whole step with a graph whose replay does nothing.
     """
     device = torch.device("cpu")
     sizes = shapes(workload)
@@ -124,15 +127,21 @@ def measure_overhead(workload: str, optimizer: str, *, rounds: int) -> list[Row]
         param.grad = grad
     made.step()
     _remove_kernels(made)
+    with mock.patch.dict(GRAPHS, {"cpu": _NoGraph}):
+        runner = CUDAGraphRunner(made, warmup=1)
+    for _ in range(3):
+        runner.step()
+    assert made.events.replays == 2
 
     def check() -> None:
         made.prepare()
         made.finish()
 
-    samples: Samples = {"steady-state check": [], "step without kernel": []}
+    calls = {"steady-state check": check, "step without kernel": made.step, "runner without replay": runner.step}
+    samples: Samples = {metric: [] for metric in calls}
     with _no_garbage_collection():
         for index in range(rounds):
-            for metric, call in (("steady-state check", check), ("step without kernel", made.step)):
+            for metric, call in calls.items():
                 for param, grad in zip(params, pools[index % 2], strict=True):
                     param.grad = grad.view_as(grad)
                 samples[metric].append(1e6 * _timed(call, device) / len(params))
@@ -191,6 +200,27 @@ class _NoKernel:
         """Do nothing."""
 
     def __call__(self, table: KernelTable) -> None:
+        """Do nothing."""
+
+
+class _NoGraph:
+    """Stands for a graph whose replay takes no time."""
+
+    def __init__(self, device: torch.device) -> None:
+        pass
+
+    def warm_up(self, work: Callable[[], Any]) -> Any:
+        """Do ``work``."""
+        return work()
+
+    def capture(self, work: Callable[[], Any]) -> Any:
+        """Do ``work``."""
+        return work()
+
+    def replay(self) -> None:
+        """Do nothing."""
+
+    def release(self) -> None:
         """Do nothing."""
 
 

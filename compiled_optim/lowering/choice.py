@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import TypeAlias
 
 from compiled_optim.controls import Controls
 from compiled_optim.events import EventLog
@@ -21,23 +21,6 @@ LOWERINGS = ("auto", "multi_tensor", "inductor", "eager")
 Lowering: TypeAlias = (
     MultiTensorLowering | InductorLowering | EagerLowering | RowTableLowering | GatheredRowsLowering | StackedLowering
 )
-
-
-@runtime_checkable
-class Capturable(Protocol):
-    """A lowering whose launch a CUDA graph can hold: its kernels read tables that are refreshed outside of the graph."""
-
-    def launch_key(self) -> tuple[object, ...]:
-        """What a graph that holds a launch depends on besides the memory of the tables."""
-
-    def refresh(self) -> None:
-        """Hand hyperparameters that were assigned over to kernels that run without being prepared."""
-
-    def copied(self) -> list[int]:
-        """The addresses of the hyperparameters and controls that preparing copies, since kernels cannot read them."""
-
-    def hold(self) -> None:
-        """Bring the prepared gradients to where a launch, if it is captured now or was before, reads them."""
 
 
 def lower(plan: Plan, wanted: str, controls: Controls, log: EventLog, differentiable: bool) -> Lowering:

@@ -22,7 +22,7 @@ from compiled_optim.fields import real_numel
 from compiled_optim.lowering import cpp, triton
 from compiled_optim.lowering.layout import Layout
 from compiled_optim.lowering.rows import Kernel
-from compiled_optim.lowering.tables import GradientRow, HyperRow, are_aligned, tensor_rows, upload
+from compiled_optim.lowering.tables import Capturable, GradientRow, HyperRow, are_aligned, tensor_rows, upload
 from compiled_optim.plan import Plan
 
 BACKENDS: dict[str, Callable[[Signature], Kernel]] = {"cpu": cpp.build, "cuda": triton.build}
@@ -41,7 +41,7 @@ def current_device(device: torch.device) -> contextlib.AbstractContextManager[No
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
-class MultiTensorLowering:
+class MultiTensorLowering(Capturable):
     """Runs the step of one plan.
 
     Args:
@@ -88,18 +88,7 @@ class MultiTensorLowering:
 
     def launch_key(self) -> tuple[object, ...]:
         """What a graph that holds :meth:`launch` depends on besides the memory of the tables; it stands for this object."""
-        return (self, *(table.aligned for _, table in self.tables))
-
-    def refresh(self) -> None:
-        """Hand hyperparameters that were assigned over to kernels that run without :meth:`prepare`."""
-        self._hypers.refresh()
-
-    def copied(self) -> list[int]:
-        """The addresses of the hyperparameters and controls that :meth:`prepare` copies, since kernels cannot read them."""
-        return self._hypers.copied()
-
-    def hold(self) -> None:
-        """Nothing: the tables say where the gradients are."""
+        return (*super().launch_key(), *(table.aligned for _, table in self.tables))
 
     @property
     def square_sum_count(self) -> int:

@@ -25,7 +25,7 @@ from compiled_optim.lowering.rows import Kernel, TableRows
 from compiled_optim.lowering.rule_step import rule_step
 from compiled_optim.lowering.square_sums import square_sum
 from compiled_optim.lowering.staged import StagedLowering
-from compiled_optim.lowering.tables import HyperRow, upload
+from compiled_optim.lowering.tables import Capturable, HyperRow, upload
 from compiled_optim.plan import Plan
 from compiled_optim.torch_internals import is_capturing
 
@@ -91,7 +91,7 @@ def entries_of(grad: Tensor, dtype: torch.dtype) -> Entries:
     return Entries(index, add_up(rows, own, values, own.new_empty(math.prod(shape)), sums), sums)
 
 
-class RowTableLowering:
+class RowTableLowering(Capturable):
     """Runs the multi-tensor kernels on rows: the address of a row follows from its number, on the device.
 
     An elected entry is to the kernel a tensor with scalars of its own, any other entry one without a gradient. The
@@ -169,15 +169,7 @@ class RowTableLowering:
     def launch_key(self) -> tuple[object, ...]:
         """What a graph that holds :meth:`launch` depends on besides the memory of the tables; it stands for this object."""
         coalesced = (all(grad.is_coalesced() for grad in grads) for *_, grads in self._parts)
-        return (self, *(batch for batch, *_ in self._parts), *coalesced)
-
-    def refresh(self) -> None:
-        """Hand hyperparameters that were assigned over to kernels that run without :meth:`prepare`."""
-        self._hypers.refresh()
-
-    def copied(self) -> list[int]:
-        """The addresses of the hyperparameters and controls that :meth:`prepare` copies, since kernels cannot read them."""
-        return self._hypers.copied()
+        return (*super().launch_key(), *(batch for batch, *_ in self._parts), *coalesced)
 
     def hold(self) -> None:
         """Copy the prepared gradients to where :meth:`launch`, if it is captured now or was before, reads them."""

@@ -23,7 +23,7 @@ from compiled_optim.lowering.multi_tensor import current_device, obtain_kernel
 from compiled_optim.lowering.rows import Kernel
 from compiled_optim.lowering.rule_step import rule_step
 from compiled_optim.lowering.staged import StagedLowering
-from compiled_optim.lowering.tables import HyperRow
+from compiled_optim.lowering.tables import Capturable, HyperRow
 from compiled_optim.plan import Plan
 from compiled_optim.torch_internals import compile_graph, prepare_cpu_compiler
 
@@ -122,7 +122,7 @@ class StackedLowering(StagedLowering):
         return run
 
 
-class StackTableLowering(StackedLowering):
+class StackTableLowering(Capturable, StackedLowering):
     """Stacks whose coefficients a multi-tensor kernel evaluates, so that a CUDA graph can hold the step.
 
     Args:
@@ -170,18 +170,6 @@ class StackTableLowering(StackedLowering):
         self._hypers.refresh()
         for _, table in self._parts:
             table.prepare(self._grads)
-
-    def launch_key(self) -> tuple[object, ...]:
-        """What a graph that holds :meth:`launch` depends on besides the memory of the tables; it stands for this object."""
-        return (self,)
-
-    def refresh(self) -> None:
-        """Hand hyperparameters that were assigned over to kernels that run without :meth:`prepare`."""
-        self._hypers.refresh()
-
-    def copied(self) -> list[int]:
-        """The addresses of the hyperparameters and controls that :meth:`prepare` copies, since kernels cannot read them."""
-        return self._hypers.copied()
 
     def hold(self) -> None:
         """Copy the prepared gradients to where :meth:`launch`, if it is captured now or was before, reads them."""
