@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from capture_scenarios import Side, assert_equal, make_tables
-from simulated_graph import install
+from simulated_graph import SimulatedGraph, install
 from torch import Tensor, nn
 
 import compiled_optim as co
+from compiled_optim.lowering.sparse_rows import RowBatch
 
 STEPS = 20
 CONTROLS: list[dict[str, Any]] = [{}, {"max_grad_norm": 0.5}, {"skip_nonfinite": True}, {"maximize": True}]
@@ -171,8 +174,34 @@ def test_a_missing_gradient_is_captured_again() -> None:
     assert co.compile_report(ours.optimizer).recaptures == 1
 
 
-def test_memory_that_a_graph_reads_outlives_the_cache() -> None:
+def test_entries_that_were_coalesced_and_are_not() -> None:
+    """As many of them as before, of which some now name the same row."""
+    ours, twin = make_tables(), make_tables()
+    runner = co.CUDAGraphRunner(ours.optimizer, warmup=1)
+    for i in range(8):
+        for side, step in ((ours, runner.step), (twin, twin.optimizer.step)):
+            side.optimizer.zero_grad()
+            side.model(torch.tensor([0, 1, 2, 3]) if i < 4 else torch.tensor([i, i, 1, i])).backward()
+            if i < 4:
+                for p in side.params:
+                    p.grad = p.grad.coalesce()
+            step()
+        assert_equal(ours, twin, i)
+    (cause,) = co.compile_report(ours.optimizer).captures[1:]
+    assert "with 4 coalesced entries -> with 4 uncoalesced entries" in cause
+
+
+def test_memory_that_a_graph_reads_outlives_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps outside of the graph with more numbers of entries than are kept."""
+    used = []
+    gather = RowBatch.gather
+
+    def spy(table: RowBatch, *entries: Any) -> None:
+        if SimulatedGraph.recording is not None:
+            used.append(weakref.ref(table))
+        gather(table, *entries)
+
+    monkeypatch.setattr(RowBatch, "gather", spy)
     ours, twin = make_tables(), make_tables()
     runner = co.CUDAGraphRunner(lambda index: train(ours, index), optimizers=ours.optimizer, warmup=1)
     for i in range(6):
@@ -184,6 +213,9 @@ def test_memory_that_a_graph_reads_outlives_the_cache() -> None:
         train(twin, batch(i))
         assert_equal(ours, twin, i)
     assert co.compile_report(ours.optimizer).replays == 5
+    gc.collect()
+    assert len(used) == 2
+    assert all(table() is not None for table in used)
 
 
 def test_numbers_of_entries_that_were_not_met_cannot_be_captured() -> None:

@@ -383,3 +383,26 @@ def test_none_stands_for_the_epsilon_of_each_dtype() -> None:
     for bad, error in (((0.1, None), TypeError), ((-1.0, 0.1), ValueError), ((0.1, math.nan), ValueError)):
         with pytest.raises(error, match="eps"):
             optimizer.param_groups[0]["eps"] = bad
+
+
+def test_parameters_of_several_dtypes_have_their_own_epsilon_and_skip_once() -> None:
+    dtypes = [torch.float32, torch.bfloat16, torch.float64, torch.float32]
+    results = []
+    for lowering in LOWERINGS:
+        generator = torch.Generator().manual_seed(0)
+        params = [torch.nn.Parameter(torch.randn(4, 3, generator=generator).to(d)) for d in dtypes]
+        optimizer = co.Adafactor(params, lr=0.3, skip_nonfinite=True, lowering=lowering)
+        for step in range(5):
+            for p in params:
+                p.grad = torch.randn(4, 3, generator=generator).mul(1e-6).to(p)  # so small that the bound matters
+            if step == 2:
+                params[1].grad[0, 0] = math.inf
+            if step == 3:
+                params[2].grad = None
+            optimizer.step()
+        assert optimizer.skipped_steps == 1
+        assert [optimizer.state[p]["step"] for p in params] == [4, 4, 3, 4]
+        results.append(params)
+    for other in results[:-1]:
+        for p, expected in zip(other, results[-1], strict=True):
+            assert torch.allclose(p, expected, rtol=1e-2 if p.dtype == torch.bfloat16 else 1e-5), p.dtype
