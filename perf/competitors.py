@@ -37,12 +37,15 @@ class Competitor:
 
 
 def optimizers() -> dict[str, tuple[type[Optimizer], type[Optimizer]]]:
-    """By lower-case name: each optimizer of this package that torch.optim has too, and torch.optim's."""
+    """By lower-case name: each optimizer of this package that torch.optim has too, and torch.optim's.
+
+    Those left out, of sparse gradients and of closures, step from something else than a dense gradient per parameter.
+    """
     exported = {name: getattr(compiled_optim, name) for name in compiled_optim.__all__}
     return {
         name.lower(): (ours, getattr(torch.optim, name))
         for name, ours in exported.items()
-        if isinstance(ours, type) and issubclass(ours, compiled_optim.CompiledOptimizer) and hasattr(torch.optim, name)
+        if hasattr(torch.optim, name) and hasattr(ours, "rule") and ours.gradients == "dense"
     }
 
 
