@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ _TORCH: dict[str, dict[str, Any]] = {
     "torch foreach": {"foreach": True},
     "torch foreach capturable": {"foreach": True, "capturable": True},
     "torch for-loop": {"foreach": False},
+    "torch": {},
 }
 
 HYPERPARAMETERS: dict[str, dict[str, Any]] = {"sgd": {"lr": 1e-3, "momentum": 0.9}}
@@ -66,6 +68,8 @@ def working(optimizer: str, device: torch.device, names: Sequence[str] = ()) -> 
         ValueError: one of ``names`` is unknown or does not work.
     """
     known = {name: competitor(optimizer, name) for name in (*_OURS, *_TORCH)}
+    if not names and "foreach" in inspect.signature(optimizers()[optimizer][1]).parameters:
+        del known["torch"]  # is one of the others
     if unknown := set(names) - set(known):
         raise ValueError(f"unknown competitors {sorted(unknown)}; there are {list(known)}")
     wanted = {OURS, *(names or known)}

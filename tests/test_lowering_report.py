@@ -12,12 +12,14 @@ from unittest import mock
 import expecttest
 import pytest
 import torch
-from catalog import ruled
+from catalog import cases, ruled
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.utils import run_and_get_code
 
 import compiled_optim as co
+from compiled_optim.events import kernel_signature
+from compiled_optim.lowering import cpp, cpp_library
 from compiled_optim.lowering import triton as lowering
 from perf.lowering import __main__ as command
 from perf.lowering import inductor_source, ptx
@@ -436,3 +438,30 @@ def test_cuda_graphs_of_inductor_leave_the_step_outside_and_copy_no_parameter() 
     assert not _calls(partitions)
     assert len(_calls(call)) == 1
     assert not re.search(r"copy_(?!if_misaligned)", call)
+
+
+@pytest.mark.skipif("g++" not in (cpp_library.compiler() or ""), reason="asks g++ what it did")
+@pytest.mark.parametrize("optimizer", ruled("dense"), ids=lambda c: c.__name__)
+def test_every_elementwise_loop_is_vectorized_on_a_cpu(optimizer: type[co.CompiledOptimizer], tmp_path: Path) -> None:
+    texts = set()
+    for case in cases("dense"):
+        if case.optimizer is optimizer:
+            plan = optimizer([nn.Parameter(torch.ones(4))], **case.kwargs).units[0].plan
+            texts.add(cpp.source(kernel_signature(plan, plan.members[0], torch.float32, "multi-tensor")))
+    for text in texts:
+        path = tmp_path / "kernel.cpp"
+        path.write_text(text)
+        command = [
+            cpp_library.compiler(),
+            *cpp_library._FLAGS,
+            "-c",
+            "-fopt-info-vec-optimized",
+            str(path),
+            "-o",
+            "/dev/null",
+        ]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        lines = text.splitlines()
+        update = lines.index(next(line for line in lines if "static void update_chunk" in line))
+        loop = 1 + next(i for i in range(update, len(lines)) if "for (int64_t i" in lines[i])
+        assert re.search(rf"kernel\.cpp:{loop}:\d+: optimized: loop vectorized", report), lines[loop - 1 : loop + 30]

@@ -34,8 +34,8 @@ template <class T> static inline T sqrt_(T x) { return std::sqrt(x); }
 template <class T> static inline T absolute_(T x) { return std::fabs(x); }
 template <class T> static inline T sign_(T x) { return T(x > 0) - T(x < 0); }
 template <class T> static inline T power_(T x, T y) { return std::pow(x, y); }
-template <class T> static inline T maximum_(T x, T y) { return x > y || x != x ? x : y; }
-template <class T> static inline T minimum_(T x, T y) { return x < y || x != x ? x : y; }
+template <class T> static inline T maximum_(T x, T y) { const T r = x > y ? x : y; return x != x ? x : r; }
+template <class T> static inline T minimum_(T x, T y) { const T r = x < y ? x : y; return x != x ? x : r; }
 template <class T> static inline T where_(bool condition, T x, T y) { return condition ? x : y; }
 template <class T> static inline T bias_correction_(T beta, T step) { return -std::expm1(step * std::log(beta)); }
 
