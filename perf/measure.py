@@ -53,6 +53,9 @@ def step_times(
     every step gets new tensor objects at other addresses than the step before, as after ``zero_grad()``; making them is
     not timed.
     """
+    from torch._inductor import config
+
+    config.compile_threads = 1  # workers would import torch beside the first seconds of the benchmark
     pools = [make_gradients(sizes, device, seed) for seed in ((1, 2) if gradients == "fresh" else (1,))]
     entrants: list[Entrant] = []
     for c in competitors:
