@@ -406,3 +406,21 @@ def test_parameters_of_several_dtypes_have_their_own_epsilon_and_skip_once() -> 
     for other in results[:-1]:
         for p, expected in zip(other, results[-1], strict=True):
             assert torch.allclose(p, expected, rtol=1e-2 if p.dtype == torch.bfloat16 else 1e-5), p.dtype
+
+
+def test_stacks_on_a_cpu_stay_small() -> None:
+    """Of tensors that are reduced; a product of many matrices at once is faster than many."""
+    results = []
+    for lowering in ("auto", "eager"):
+        generator = torch.Generator().manual_seed(0)
+        params = [torch.nn.Parameter(torch.randn(64, 128, generator=generator)) for _ in range(40)]
+        params += [torch.nn.Parameter(torch.randn(400, 400, generator=generator)) for _ in range(2)]
+        optimizer = co.Adafactor(params, lr=0.1, lowering=lowering)
+        for step in range(2):
+            give_gradients(params, params, step, absent=3)
+            optimizer.step()
+        assert [len(s.positions) for s in optimizer.units[0].stacks] == [16, 16, 8, 1, 1]
+        results.append(params)
+    for ours, expected in zip(*results, strict=True):
+        assert torch.allclose(ours, expected, rtol=1e-5, atol=1e-6)
+    assert len(co.Muon(params).units[0].stacks) == 2

@@ -36,6 +36,9 @@ _EXAMPLES = {"vectors": (_COUNT, 7), "matrices": (_COUNT, 3, 11, 7)}
 # With it, reductions over different dimensions of any size fail on a GPU: "CantSplit" (torch 2.13).
 _OPTIONS = {"loop_ordering_after_fusion": False}
 
+_CPU_ELEMENTS = 1 << 17
+"""The most in a stack of several tensors on a CPU: copies and results stay in the cache, in memory that malloc keeps."""
+
 _kernels: dict[Signature, StackKernel] = {}
 _serial = itertools.count()
 
@@ -63,7 +66,11 @@ class StackedLowering(StagedLowering):
             if member.param.numel() > 0:
                 signature = kernel_signature(plan, member, grad_dtype, f"stacks of {self._sizes(member.param)}")
                 positions.setdefault((signature, member.param.shape), []).append(i)
-        self.stacks = [Stack(plan, where, signature) for (signature, _), where in positions.items()]
+        self.stacks = [
+            Stack(plan, where[start : start + self._most(shape)], signature)
+            for (signature, shape), where in positions.items()
+            for start in range(0, len(where), self._most(shape))
+        ]
 
     @property
     def is_compiled(self) -> bool:
@@ -98,6 +105,11 @@ class StackedLowering(StagedLowering):
     def _stacked_gradients(self, stack: Stack) -> Tensor | None:
         """The prepared gradients of ``stack``, anything in place of absent ones; None if it has none."""
         return stack.gathered(self._grads)
+
+    def _most(self, shape: torch.Size) -> int:
+        """The number of tensors of ``shape`` that a stack may have."""
+        on_cpu = self.plan.device.type == "cpu" and self.plan.rule.granularity == "tensor"
+        return max(_CPU_ELEMENTS // shape.numel(), 1) if on_cpu else len(self.plan.members)
 
     def _sizes(self, param: Tensor) -> str:
         if self.plan.rule.granularity == "matrix":
