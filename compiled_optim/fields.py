@@ -7,6 +7,7 @@ groups, the state and every lowering are derived from it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -269,7 +270,7 @@ class Rule(Declaration):
         if unknown:
             raise TypeError(f"{self.name}.coefficients takes {sorted(unknown)}, which the class does not declare")
 
-    @property
+    @functools.cached_property
     def coefficient_names(self) -> tuple[str, ...]:
         """What ``update`` takes besides the parameter, the gradient, the buffers and the static choices."""
         given = {"param", "grad", *(f.name for f in (*self.buffers, *self.statics, *self.facts))}

@@ -110,6 +110,7 @@ class RowTableLowering(Capturable):
         self._hypers = HyperRow(plan, controls, log)
         self._kernels: list[Kernel] = []
         self._batch = functools.lru_cache(maxsize=_KEPT_BATCHES)(self._batch_of)
+        self._kind = functools.lru_cache(maxsize=_KEPT_BATCHES)(self._kind_of)
         self._elections = [torch.empty(0, dtype=torch.int64, device=plan.device)]  # a captured graph may use any of them
         self._parts: list[tuple[RowBatch, Kernel, list[Tensor]]] = []
         self._gathered = self._holds = False
@@ -210,7 +211,49 @@ class RowTableLowering(Capturable):
                 f"{self.plan.rule.name}.step() cannot be captured in a CUDA graph now: no step was taken before with "
                 f"gradients of so many entries ({', '.join(map(str, counts))}); take one step before capturing"
             )
-        return RowBatch(self.plan, self._whole, positions, counts, sparse_dims, self._kernels[positions[0]].chunk)
+        kind = self._kind(positions, sparse_dims)
+        return RowBatch(self.plan, self._whole, kind, counts, self._kernels[positions[0]].chunk)
+
+    def _kind_of(self, positions: tuple[int, ...], sparse_dims: int) -> RowKind:
+        return RowKind(self.plan, self._whole, positions, sparse_dims)
+
+
+class RowKind:
+    """What is known of parameters whose rows share a kernel before their gradients are.
+
+    Args:
+        plan: all parameters.
+        whole: the table of them all.
+        positions: which of them these are, with dense parts of one shape.
+        sparse_dims: how many sparse dimensions their gradients have.
+
+    Attributes:
+        columns: (rows of the table, parameters) int64: what the kernel reads of the parameters themselves.
+        facts: (1 + sparse dimensions + rows of the table, parameters) int64: for each its position in the plan, the first of
+            its rows in a common count, the strides of all its sparse dimensions but the last in rows, and what the table
+            says of the row with number 0.
+        row_bytes: (rows of the table, 1) int64: what the table's entries grow by from row to row.
+    """
+
+    def __init__(self, plan: Plan, whole: multi_tensor.Table, positions: Sequence[int], sparse_dims: int) -> None:
+        device, rows = plan.device, TableRows(plan.rule, plan.statics)
+        members = [plan.members[i] for i in positions]
+        shapes = [m.param.shape[:sparse_dims] for m in members]
+        self.dense = members[0].param.shape[sparse_dims:]
+        self.dtype = compute_dtype(members[0].param.dtype)
+        width = math.prod(self.dense)
+        firsts = [0, *itertools.accumulate(map(math.prod, shapes))]
+        self.rows = firsts.pop()
+        row_bytes = torch.zeros(len(whole.tensors), 1, dtype=torch.int64)
+        row_bytes[0] = width * members[0].param.element_size()
+        for row, name in enumerate(plan.buffers, rows.buffers):
+            row_bytes[row] = width * members[0].state[name].element_size()
+        self.row_bytes = upload(row_bytes, device)
+        self.aligned = whole.aligned and int(row_bytes[row_bytes > 0].min() if width else 0) % 16 == 0
+        self.columns = whole.tensors.index_select(1, upload(positions, device))
+        self.columns[rows.numel] = width
+        places = [positions, firsts, *zip(*[row_strides(shape)[:-1] for shape in shapes], strict=True)]
+        self.facts = torch.cat([upload(places, device), self.columns - self.row_bytes * upload(firsts, device)])
 
 
 class RowBatch:
@@ -219,65 +262,39 @@ class RowBatch:
     All memory stays where it is, and all that follows from the numbers of entries is computed once.
 
     Args:
-        plan: the parameters.
+        plan: all parameters.
         whole: the table of them all.
-        positions: which of them have gradients, with dense parts of one shape.
+        kind: those that have gradients.
         counts: how many entries each gradient has.
-        sparse_dims: how many sparse dimensions all of them have.
         chunk: how many elements the kernel updates at a time.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        whole: multi_tensor.Table,
-        positions: Sequence[int],
-        counts: Sequence[int],
-        sparse_dims: int,
-        chunk: int,
-    ) -> None:
+    def __init__(self, plan: Plan, whole: multi_tensor.Table, kind: RowKind, counts: Sequence[int], chunk: int) -> None:
         device, rows = plan.device, TableRows(plan.rule, plan.statics)
-        members = [plan.members[i] for i in positions]
-        shapes = [m.param.shape[:sparse_dims] for m in members]
-        dense = members[0].param.shape[sparse_dims:]
-        width, count = math.prod(dense), sum(counts)
-        sizes = [math.prod(shape) for shape in shapes]
-        self.rows = sum(sizes)
-        firsts = torch.tensor([0, *itertools.accumulate(sizes)][:-1])
-        of_entry = torch.repeat_interleave(torch.tensor(counts))  # which of the parameters
-        self._first_rows = upload(firsts[of_entry], device)
-        strides = torch.tensor([row_strides(shape) for shape in shapes]).view(len(shapes), sparse_dims)
-        self._strides = [upload(column[of_entry], device) for column in strides.unbind(1)[:-1]]  # the last is 1
-        self._positions = upload(torch.tensor(positions)[of_entry], device)
+        count, width = sum(counts), math.prod(kind.dense)
+        of_entry = upload(torch.repeat_interleave(torch.tensor(counts)), device)  # which of the parameters
+        places, self._base = kind.facts.index_select(1, of_entry).tensor_split([len(kind.facts) - len(kind.columns)])
+        self._positions, self._first_rows, *self._strides = places.unbind()
+        self._row_bytes = kind.row_bytes
+        self.rows = kind.rows
 
         self._own = torch.arange(count, device=device)
         self.held: tuple[Tensor, Tensor] | None = None
-        self.sums = torch.empty(count, *dense, dtype=compute_dtype(members[0].param.dtype), device=device)
+        self.sums = torch.empty(count, *kind.dense, dtype=kind.dtype, device=device)
         self._sum_addresses = _addresses(self.sums, count)
-        self.grads = torch.full((count + len(members),), _PRESENT, dtype=torch.int64, device=device)
+        self.grads = torch.full((count + len(counts),), _PRESENT, dtype=torch.int64, device=device)
         self._copies = torch.empty(len(plan.scalars), count, dtype=plan.scalars.dtype, device=device)
-
-        row_bytes = torch.zeros(len(whole.tensors), 1, dtype=torch.int64)
-        row_bytes[0] = width * members[0].param.element_size()
-        for row, name in enumerate(plan.buffers, rows.buffers):
-            row_bytes[row] = width * members[0].state[name].element_size()
-        self._row_bytes = upload(row_bytes, device)
-        columns = whole.tensors.index_select(1, upload(torch.tensor(positions), device))
-        columns[rows.numel] = width
-        base = columns - self._row_bytes * upload(firsts, device)
-        self._base = base.index_select(1, upload(of_entry, device))
         self._base[rows.scalars : rows.numel] = _addresses(self._copies, self._copies.numel()).view_as(self._copies)
-        self.tensors = torch.cat([self._base, columns], 1)
+        self.tensors = torch.cat([self._base, kind.columns], 1)
 
-        pieces = torch.arange(-(-width // chunk), device=device)
-        self.chunks = torch.cartesian_prod(self._own, pieces)
+        self.chunks = torch.cartesian_prod(self._own, torch.arange(-(-width // chunk), device=device))
         numbers = 1 + len(plan.rule.coefficient_names)
-        self.coefficients = torch.empty(numbers, count + len(members), dtype=torch.float64, device=device)
+        self.coefficients = torch.empty(numbers, count + len(counts), dtype=torch.float64, device=device)
         self.hypers, self.outcome = whole.hypers, whole.outcome
         self.square_sums = self.all_square_sums = whole.square_sums
         self.leads = False
         self.elements = count * width
-        self.aligned = whole.aligned and int(row_bytes[row_bytes > 0].min() if width else 0) % 16 == 0
+        self.aligned = kind.aligned
 
     def hold(self, grads: Sequence[Tensor]) -> None:
         """Copy indices and values of the entries of ``grads``, one for each parameter, to ``held``, whose memory stays."""
