@@ -126,13 +126,25 @@ class Hyper(Field):
 
 
 @dataclass(frozen=True)
-class Static(Field):
-    """A Python-valued choice that shapes the compiled code (``amsgrad``, ``nesterov``).
+class Choice(Field):
+    """A Python value, such as a bool, that is no number to compute with."""
+
+    default: Any
+
+    def check(self, value: Any, where: str = "") -> None:
+        """Raise ``TypeError`` if ``value`` is no bool where the default is one; ``where`` names the group, if it is of one."""
+        if isinstance(self.default, bool) and not isinstance(value, bool):
+            label = f"{self.name} of {where}" if where else self.name
+            raise TypeError(f"{label} must be a bool, got {value!r}")
+
+
+@dataclass(frozen=True)
+class Static(Choice):
+    """A choice that shapes the compiled code (``amsgrad``, ``nesterov``).
 
     With ``init=False`` it is no argument of the constructor: the class has made the choice.
     """
 
-    default: Any
     kw_only: bool = False
     init: bool = True
 
@@ -145,10 +157,8 @@ class Fact(Field):
 
 
 @dataclass(frozen=True)
-class Flag(Field):
+class Flag(Choice):
     """An option that the engine handles and no rule sees (``maximize``, ``foreach``)."""
-
-    default: Any
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ class ParamGroup(WatchedDict[str, Any]):
         structural: keys whose change alters what is updated or with which code; a write to them is reported.
         device: where the hyperparameter tensors live.
         label: the group's name in error messages.
+        check: called with all entries, before a write to a structural key that is no hyperparameter, to raise an error.
         changed: called after a write to a structural key.
         taken: addresses of tensors that belong to other groups and must not be adopted here.
 
@@ -48,11 +49,13 @@ class ParamGroup(WatchedDict[str, Any]):
         structural: Collection[str],
         device: torch.device,
         label: str,
+        check: Callable[[Mapping[str, Any]], None],
         changed: Callable[[], None],
         taken: Collection[int] = (),
     ) -> None:
         super().__init__(changed)
         self.label = label
+        self._check = check
         self._hypers = {h.name: h for h in hypers}
         self._structural = frozenset(structural)
         self._device = device
@@ -148,9 +151,12 @@ class ParamGroup(WatchedDict[str, Any]):
     def update(self, *args: Any, **kwargs: Any) -> None:
         """As ``dict.update``; nothing is written if one of the values is refused."""
         values = dict(*args, **kwargs)
-        for key in self._hypers.keys() & values.keys():
-            self.validated(key, values[key])
-        super().update(values)
+        numbers = {key: value for key, value in values.items() if key in self._hypers}
+        for key, value in numbers.items():
+            self.validated(key, value)
+        if self._structural & (values.keys() - numbers.keys()):
+            self._check({**self, **values})
+        super().update({**numbers, **values})  # the choices last, which are checked against the numbers
 
     @outside_dynamo
     def __setitem__(self, key: str, value: Any) -> None:
@@ -165,6 +171,8 @@ class ParamGroup(WatchedDict[str, Any]):
             return
         if isinstance(value, Tensor) and value in self._made:
             value = value.detach().clone()  # "initial_lr" must not alias the live lr
+        if key in self._structural:
+            self._check({**self, key: value})
         self.set_quietly(key, value)
         if key in self._structural:
             self._changed()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from compiled_optim.arguments import as_groups, hand_over, named, without_aliase
 from compiled_optim.checkpoint import LoadReport
 from compiled_optim.controls import Controls
 from compiled_optim.events import EventLog
-from compiled_optim.fields import Declared, Flag, Hyper, Static, flag
+from compiled_optim.fields import Choice, Declared, Hyper, Static, flag
 from compiled_optim.hyperparameters import ParamGroup
 from compiled_optim.lowering.choice import LOWERINGS, Lowering, lower
 from compiled_optim.lowering.square_sums import SquareSums
@@ -93,9 +94,8 @@ class CompiledOptimizer(Declared, Optimizer):
         lowering = options["lowering"]
         if lowering not in LOWERINGS:
             raise ValueError(f"lowering must be one of {', '.join(LOWERINGS)}, got {lowering!r}")
-        for declared in (*self.fields_of(Static), *self.fields_of(Flag)):
-            if isinstance(declared.default, bool) and not isinstance(options[declared.name], bool):
-                raise TypeError(f"{declared.name} must be a bool, got {options[declared.name]!r}")
+        for choice in self.fields_of(Choice):
+            choice.check(options[choice.name])
         if options["differentiable"] and self.gradients == "sparse":
             raise ValueError(f"differentiable=True needs dense gradients; {type(self).__name__} takes sparse ones")
         if self.granularity != "element" and options["differentiable"]:
@@ -166,7 +166,7 @@ class CompiledOptimizer(Declared, Optimizer):
             values["param_names"] = names
         self._check_params(values, index)
         self._check_names([*names, *aliases])
-        self._check_hypers(values, index)
+        self._check_values(values, index)
         self.param_groups.append(self._new_group(values, index))
         self._aliases |= aliases
         self._changed = True
@@ -191,6 +191,7 @@ class CompiledOptimizer(Declared, Optimizer):
             self._structural_keys(),
             device,
             f"param_groups[{index}]",
+            functools.partial(self._check_values, index=index),
             self._mark_changed,
             {t.data_ptr() for g in others for h in self.fields_of(Hyper) for t in g.tensors(h.name)},
         )
@@ -247,15 +248,22 @@ class CompiledOptimizer(Declared, Optimizer):
                 raise ValueError(f"two parameters are named '{name}'; give the names of each model a prefix of its own")
             taken.add(name)
 
-    def _check_hypers(self, group: Mapping[str, Any], index: int) -> None:
+    def _check_values(self, group: Mapping[str, Any], index: int) -> None:
+        where = f"param_groups[{index}]"
+        for choice in self.fields_of(Choice):
+            choice.check(group.get(choice.name, choice.default), where)
         hypers = {h.name: group[h.name] for h in self.fields_of(Hyper)}
         for hyper in self.fields_of(Hyper):
-            hyper.elements(hypers[hyper.name], f"param_groups[{index}]")
+            hyper.elements(hypers[hyper.name], where)
         self.check(hypers, group)
 
     @staticmethod
     def check(hypers: Mapping[str, Any], statics: Mapping[str, Any]) -> None:
-        """Raise ``ValueError`` where fields do not fit each other; for subclasses to override."""
+        """Raise ``ValueError`` where fields do not fit each other; for subclasses to override.
+
+        A group is checked when it is added and when one of its choices is assigned; not with every hyperparameter, whose
+        values are on the device.
+        """
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -520,7 +528,9 @@ class CompiledOptimizer(Declared, Optimizer):
         """Derive everything the step uses from the groups and the state."""
         for index, group in enumerate(self.param_groups):
             if not isinstance(group, ParamGroup):
-                self.param_groups[index] = self._new_group({**self.defaults, **group}, index)
+                values = {**self.defaults, **group}
+                self._check_values(values, index)
+                self.param_groups[index] = self._new_group(values, index)
         groups = self._groups
         for group in groups:
             if group["params"]:

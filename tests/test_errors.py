@@ -131,6 +131,8 @@ def test_parameters() -> None:
         {"eps": "small"},
         {"params": [torch.zeros(2, dtype=torch.int32)]},
         {"lowering": "eager"},
+        {"maximize": "no"},
+        {"amsgrad": 1},
     ],
     ids=lambda b: next(iter(b)),
 )
@@ -148,6 +150,63 @@ def test_a_refused_group_changes_nothing(bad: dict[str, Any]) -> None:
     assert after["param_groups"] == before["param_groups"]
     optimizer.step()
     assert optimizer.state[first]["step"] == 2
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "numbers", "choice", "message"),
+    [
+        (co.AdamW, {}, {"maximize": "no"}, r"maximize of param_groups\[0\] must be a bool, got 'no'"),
+        (co.AdamW, {"lr": 0.5}, {"amsgrad": 1}, r"amsgrad of param_groups\[0\] must be a bool, got 1"),
+        (co.SGD, {}, {"nesterov": True}, "Nesterov momentum requires a momentum and zero dampening"),
+        (co.SGD, {"momentum": 0.9, "dampening": 0.5}, {"nesterov": True}, "Nesterov momentum requires a momentum"),
+        (co.Muon, {}, {"ns_steps": 100}, "ns_steps must be an integer >= 0 and < 100, got 100"),
+        (co.Muon, {}, {"adjust_lr_fn": "none"}, "Adjust learning rate function none is not supported"),
+    ],
+)
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_refused_choice_changes_nothing(
+    optimizer: type[co.CompiledOptimizer],
+    numbers: dict[str, Any],
+    choice: dict[str, Any],
+    message: str,
+    at_once: bool,
+) -> None:
+    (group,) = optimizer([torch.nn.Parameter(torch.randn(3, 2))]).param_groups
+    if not at_once:
+        group.update(numbers)
+    before = dict(group)
+    with pytest.raises((TypeError, ValueError), match=message):
+        if at_once:
+            group.update(choice | numbers)
+        else:
+            group.update(choice)
+    assert all(value is before[name] for name, value in group.items())
+    with pytest.raises((TypeError, ValueError), match=message):
+        for name, value in (numbers | choice).items():
+            group[name] = value
+    assert all(group[name] is before[name] for name in choice)
+
+
+def test_a_group_replaced_by_a_dict_is_checked(weight: torch.nn.Parameter) -> None:
+    optimizer = co.AdamW([weight])
+    optimizer.param_groups[0] = {"params": [weight], "maximize": 1}
+    weight.grad = torch.ones_like(weight)
+    before = weight.detach().clone()
+    with pytest.raises(TypeError, match=r"maximize of param_groups\[0\] must be a bool, got 1"):
+        optimizer.step()
+    assert torch.equal(weight, before)
+
+
+def test_choices_and_numbers_that_fit_each_other_are_assigned_together(weight: torch.nn.Parameter) -> None:
+    optimizer = co.SGD([weight])
+    optimizer.param_groups[0].update(nesterov=True, momentum=0.9)
+    twin = torch.optim.SGD([weight.detach().clone()], nesterov=True, momentum=0.9)
+    (other,) = twin.param_groups[0]["params"]
+    for _ in range(3):
+        weight.grad = other.grad = torch.ones_like(weight)
+        optimizer.step()
+        twin.step()
+    torch.testing.assert_close(weight.detach(), other)
 
 
 @pytest.mark.parametrize("lowering", ["multi_tensor", "inductor", "eager"])

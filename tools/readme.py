@@ -39,17 +39,32 @@ def _is_optimizer(value: object) -> bool:
 
 
 def speed_table() -> str:
-    """The latest median step times with fresh gradients: a Markdown row per workload of AdamW, and per other optimizer."""
+    """Median step times with fresh gradients, device by device: a row per workload of AdamW, and per other optimizer.
+
+    A row compares times of one run: of those with the most competitors, the last.
+    """
     with RESULTS.open() as file:
         measured = [row for row in csv.DictReader(file) if row["metric"] == "step, fresh gradients"]
-    latest: dict[tuple[str, str], dict[str, float]] = {}
+    devices: dict[tuple[str, str], dict[tuple[str, str], dict[str, dict[str, float]]]] = {}
     for row in measured:
-        latest.setdefault((row["optimizer"], row["workload"]), {})[row["competitor"]] = float(row["p50"])
+        runs = devices.setdefault((row["device"], row["threads"]), {}).setdefault((row["optimizer"], row["workload"]), {})
+        runs.setdefault(row["date"], {})[row["competitor"]] = float(row["p50"])
+    parts = []
+    for (device, threads), quantities in devices.items():
+        last = {key: max(runs.items(), key=lambda run: (len(run[1]), run[0]))[1] for key, runs in quantities.items()}
+        version = next(row["torch"] for row in reversed(measured) if (row["device"], row["threads"]) == (device, threads))
+        source = f"{device}, {threads} threads, torch {version}; medians from `perf/results/step.csv`."
+        parts += [*_speed_rows(last), "", source, ""]
+    return "\n".join(parts[:-1])
+
+
+def _speed_rows(times: dict[tuple[str, str], dict[str, float]]) -> list[str]:
+    """Two Markdown tables of the milliseconds by optimizer and workload, and by competitor."""
     rows = ["| AdamW step | compiled_optim | torch fused | ratio |", "|---|---|---|---|"]
     others = ["| step | workload | compiled_optim | the fastest of torch.optim | | ratio |", "|---|---|---|---|---|---|"]
-    for (optimizer, workload), times in sorted(latest.items()):
-        ours = times["compiled_optim"]
-        theirs = {name: time for name, time in times.items() if name.startswith("torch")}
+    for (optimizer, workload), entrants in sorted(times.items()):
+        ours = entrants["compiled_optim"]
+        theirs = {name: time for name, time in entrants.items() if name.startswith("torch")}
         if optimizer == "adamw":
             fused = theirs["torch fused"]
             rows.append(f"| {workload} | {ours:.3g} ms | {fused:.3g} ms | {ours / fused:.2f} |")
@@ -58,9 +73,7 @@ def speed_table() -> str:
             best = theirs[name]
             kind = name.removeprefix("torch ")
             others.append(f"| {optimizer} | {workload} | {ours:.3g} ms | {best:.3g} ms | {kind} | {ours / best:.2f} |")
-    last = measured[-1]
-    source = f"{last['device']}, {last['threads']} threads, torch {last['torch']}; medians from `perf/results/step.csv`."
-    return "\n".join([*rows, "", *others, "", source])
+    return [*rows, "", *others]
 
 
 _WAYS = {"multi_tensor": "multi_tensor", "inductor": "inductor", "torch": "torch.optim, foreach, compiled"}
@@ -71,7 +84,9 @@ def lowering_table() -> str:
     """What a step on a GPU consists of: a Markdown row per way to run AdamW and number of tensors, then the other kinds."""
     with LOWERED.open() as file:
         table = [
-            row for row in csv.DictReader(file) if (row["dtype"], row["options"], row["arch"]) == ("float32", "", "sm_90")
+            row
+            for row in csv.DictReader(file)
+            if (row["dtype"], row["options"], row["arch"], row["groups"]) == ("float32", "", "sm_90", "1")
         ]
     found = [row for row in table if row["optimizer"] == "adamw"]
     others = {(row["optimizer"], int(row["tensors"])): row for row in table if row["lowering"] == "auto"}
