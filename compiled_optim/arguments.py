@@ -24,7 +24,7 @@ def as_groups(params: Any) -> list[dict[str, Any]]:
     return [dict(e) for e in entries] if isinstance(entries[0], Mapping) else [{"params": entries}]
 
 
-def named(params: Any) -> tuple[list[str], list[Any]]:
+def names_and_tensors(params: Any) -> tuple[list[str], list[Any]]:
     """Names, where there are any, and tensors of one group's ``params``."""
     if isinstance(params, Tensor):
         return [], [params]

@@ -24,7 +24,7 @@ from compiled_optim.graphs import GRAPHS, Graph
 from compiled_optim.optimizer import CompiledOptimizer
 from compiled_optim.plan import parameter_name
 from compiled_optim.sharding import local
-from compiled_optim.staleness import Gradients, Surroundings, described, differences
+from compiled_optim.staleness import CapturedGradients, Surroundings, described, differences
 from compiled_optim.static_inputs import StaticInputs
 
 
@@ -397,7 +397,7 @@ class _Recorded:
     def __init__(self, optimizers: Sequence[CompiledOptimizer], modules: Sequence[nn.Module]) -> None:
         self._optimizers = optimizers
         self._surroundings = Surroundings(optimizers, modules)
-        self._gradients = Gradients(self._surroundings.params, self._surroundings.names)
+        self._gradients = CapturedGradients(self._surroundings.params, self._surroundings.names)
         self._before = [o.events.steps for o in optimizers]
         self._steps: list[int] = []
         self._hypers = [_hypers_of(o) for o in optimizers]

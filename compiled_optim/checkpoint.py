@@ -33,7 +33,7 @@ class LoadReport(NamedTuple):
 
 
 def save(
-    rule: Declaration,
+    declaration: Declaration,
     groups: Sequence[ParamGroup],
     state: OptimizerState,
     aliases: Mapping[str, str],
@@ -43,7 +43,7 @@ def save(
 
     ``neutral`` gives the value to store for each run-time flag, which is never the optimizer's own.
     """
-    hypers = {h.name for h in rule.hypers}
+    hypers = {h.name for h in declaration.hypers}
     packed_groups = []
     packed_state = {}
     first = 0
@@ -54,16 +54,16 @@ def save(
         for index, param in enumerate(params, first):
             entries = state.get(param)
             if entries:
-                packed_state[index] = {k: _snapshot(k, v, rule, param) for k, v in entries.items()}
+                packed_state[index] = {k: _snapshot(k, v, declaration, param) for k, v in entries.items()}
         first += len(params)
     result = {"state": packed_state, "param_groups": packed_groups, "format_version": FORMAT_VERSION}
     return result | ({"aliases": dict(aliases)} if aliases else {})
 
 
-def _snapshot(key: str, value: Any, rule: Declaration, param: Tensor) -> Any:
+def _snapshot(key: str, value: Any, declaration: Declaration, param: Tensor) -> Any:
     # torch.distributed.checkpoint loads into the tensors of a state dict and then drops the state of frozen parameters
     # (pytorch#192202): what it loads for those must arrive all the same.
-    if key not in scalar_names(rule) or not isinstance(value, Tensor) or not param.requires_grad:
+    if key not in scalar_names(declaration) or not isinstance(value, Tensor) or not param.requires_grad:
         return value
     return value.detach().to("cpu", copy=True)
 
@@ -92,7 +92,7 @@ class _Live:
 
 
 def load(
-    rule: Declaration,
+    declaration: Declaration,
     groups: Sequence[ParamGroup],
     state: OptimizerState,
     state_dict: Mapping[str, Any],
@@ -107,7 +107,7 @@ def load(
     A frozen parameter without state in the checkpoint keeps the state it has; any other starts anew.
 
     Args:
-        rule: the optimizer's rule.
+        declaration: what the optimizer declares.
         groups: its live groups.
         state: its live state.
         state_dict: what to load, in any of the forms of :mod:`compiled_optim.formats`; not modified.
@@ -121,7 +121,7 @@ def load(
     """
 
     def buffers(ours: _Live) -> tuple[str, ...]:
-        return rule.present_buffers(structure(rule, groups[ours.group], ours.param))
+        return declaration.present_buffers(structure(declaration, groups[ours.group], ours.param))
 
     check(state_dict)
     if is_optimi(state_dict):
@@ -135,23 +135,25 @@ def load(
     entries: list[tuple[_Live, dict[str, Any]]] = []
     mismatched: list[str] = []
     for ours, theirs in pairs:
-        problem, values = _entries(rule, buffers(ours), ours.param, theirs)
+        problem, values = _entries(declaration, buffers(ours), ours.param, theirs)
         mismatched += [f"{ours.name}: {problem}"] if problem else []
         entries += [] if problem else [(ours, values)]
     report = LoadReport(missing, unexpected, mismatched)
     numbers: list[tuple[ParamGroup, str, Any]] = []
     if hyperparameters == "checkpoint":
-        numbers, conflicts = _group_values(rule, groups, pairs, saved_groups, {*keep, "params", "param_names"})
+        numbers, conflicts = _group_values(declaration, groups, pairs, saved_groups, {*keep, "params", "param_names"})
         mismatched += conflicts
     if strict and any(report):
         parts = [f"{kind}: {', '.join(names)}" for kind, names in zip(report._fields, report, strict=True) if names]
-        raise ValueError(f"the checkpoint does not match the optimizer ({rule.name}); {'; '.join(parts)}")
+        raise ValueError(f"the checkpoint does not match the optimizer ({declaration.name}); {'; '.join(parts)}")
     for group, key, value in numbers:
-        group.fill(key, value) if any(h.name == key for h in rule.hypers) else group.set_quietly(key, copy.deepcopy(value))
+        group.fill(key, value) if any(h.name == key for h in declaration.hypers) else group.set_quietly(
+            key, copy.deepcopy(value)
+        )
     for ours, values in entries:
         if values or (ours.param in state and ours.param.requires_grad):
-            initial = initial_values(rule, groups[ours.group])
-            _copy_into(rule, buffers(ours), state[ours.param], values, initial, ours.param)
+            initial = initial_values(declaration, groups[ours.group])
+            _copy_into(declaration, buffers(ours), state[ours.param], values, initial, ours.param)
     return report
 
 
@@ -214,13 +216,13 @@ def _match(live: list[_Live], saved: list[_Saved]) -> tuple[list[tuple[_Live, _S
     return pairs, [ours.name for ours in live if ours.name not in found], list(by_name)
 
 
-def _entries(rule: Declaration, buffers: tuple[str, ...], param: Tensor, saved: _Saved) -> tuple[str, dict[str, Any]]:
+def _entries(declaration: Declaration, buffers: tuple[str, ...], param: Tensor, saved: _Saved) -> tuple[str, dict[str, Any]]:
     """The values to copy into one parameter's state, or what keeps them from fitting."""
     # A flattened checkpoint of torch.distributed.checkpoint has an empty dict for an entry that was not saved.
     given = {k: v for k, v in (saved.state or {}).items() if v is not None and not (isinstance(v, Mapping) and not v)}
     if not given:
         return "", {}
-    scalars = scalar_names(rule)
+    scalars = scalar_names(declaration)
     if "step" not in given and all(name in given for name in buffers):
         given["step"] = 1.0 if buffers else 0.0  # torch.optim.SGD counts no steps; a buffer says that one was taken
     absent = [name for name in (*scalars, *buffers) if name not in given]
@@ -229,7 +231,7 @@ def _entries(rule: Declaration, buffers: tuple[str, ...], param: Tensor, saved: 
     foreign = [name for name in given if name not in scalars and name not in buffers]
     if foreign:
         return f"the optimizer has no {', '.join(map(str, foreign))} for it", {}
-    shapes = {b.name: b.shape_for(param) for b in rule.buffers if b.name in buffers}
+    shapes = {b.name: b.shape_for(param) for b in declaration.buffers if b.name in buffers}
     for name, value in given.items():
         problem = _number_problem(value) if name in scalars else _buffer_problem(value, param, shapes[name])
         if problem:
@@ -256,7 +258,7 @@ def _buffer_problem(value: Any, param: Tensor, shape: tuple[int, ...]) -> str:
 
 
 def _group_values(
-    rule: Declaration,
+    declaration: Declaration,
     groups: Sequence[ParamGroup],
     pairs: list[tuple[_Live, _Saved]],
     saved_groups: Sequence[Mapping[str, Any]],
@@ -266,8 +268,8 @@ def _group_values(
     sources: dict[int, dict[int, None]] = {}
     for ours, theirs in pairs:
         sources.setdefault(ours.group, {})[theirs.group] = None
-    hypers = [h.name for h in rule.hypers]
-    made = [s.name for s in rule.statics if not s.init]
+    hypers = [h.name for h in declaration.hypers]
+    made = [s.name for s in declaration.statics if not s.init]
     values: list[tuple[ParamGroup, str, Any]] = []
     problems: list[str] = []
     for index, saved_indices in sources.items():
@@ -302,7 +304,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _copy_into(
-    rule: Declaration,
+    declaration: Declaration,
     buffers: tuple[str, ...],
     state: ParamState,
     values: Mapping[str, Any],
@@ -313,7 +315,7 @@ def _copy_into(
 
     A parameter that the checkpoint knows but has no state for never took a step: its state starts anew.
     """
-    if values and complete(rule, buffers, param, state, initial):
+    if values and complete(declaration, buffers, param, state, initial):
         state.report()
     for name, entry in state.items():
         value = values.get(name, initial.get(name, 0.0))

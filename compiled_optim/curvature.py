@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CURVATURE = 1e-10  # torch.optim's limit: a pair with a smaller product would make the matrix indefinite
+LEAST_CURVATURE = 1e-10  # torch.optim's limit: a pair with a smaller product would make the matrix indefinite
 
 
 def new_pairs(size: int, numel: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
@@ -41,7 +41,7 @@ def record(pairs: Mapping[str, Tensor], step: Tensor, change: Tensor, allowed: T
     Nothing changes unless ``allowed``, a 0-dim bool, is true and the pair's curvature is positive.
     """
     curvature = change.dot(step)
-    accepted = (curvature > CURVATURE) & allowed
+    accepted = (curvature > LEAST_CURVATURE) & allowed
     row = (pairs["pairs"] % len(pairs["products"])).view(1)
     for name, new in (("old_stps", step), ("old_dirs", change)):
         ring = pairs[name]

@@ -132,7 +132,7 @@ class Choice(Field):
     default: Any
 
     def check(self, value: Any, where: str = "") -> None:
-        """Raise ``TypeError`` if ``value`` is no bool where the default is one; ``where`` names the group, if it is of one."""
+        """Raise ``TypeError`` if ``value`` is no bool where the default is one; ``where`` names its group, if any."""
         if isinstance(self.default, bool) and not isinstance(value, bool):
             label = f"{self.name} of {where}" if where else self.name
             raise TypeError(f"{label} must be a bool, got {value!r}")
@@ -276,7 +276,7 @@ class Rule(Declaration):
     def __post_init__(self) -> None:
         known = {"step"}.union(f.name for f in (*self.hypers, *self.scalars, *self.statics))
         known |= {"resolution"} if self.granularity != "element" else set()
-        unknown = parameter_names(self.coefficients) - known
+        unknown = argument_names(self.coefficients) - known
         if unknown:
             raise TypeError(f"{self.name}.coefficients takes {sorted(unknown)}, which the class does not declare")
 
@@ -287,8 +287,8 @@ class Rule(Declaration):
         return tuple(name for name in inspect.signature(self.update).parameters if name not in given)
 
 
-def parameter_names(function: Callable[..., Any]) -> set[str]:
-    """The names of the parameters of ``function``."""
+def argument_names(function: Callable[..., Any]) -> set[str]:
+    """What ``function`` takes."""
     return set(inspect.signature(function).parameters)
 
 

@@ -60,9 +60,9 @@ class CompileReport:
     kernels: tuple[str, ...]
     compilations: tuple[Compilation, ...]
     fallbacks: tuple[str, ...]
-    captures: tuple[str, ...] = ()
-    replays: int = 0
-    table_refreshes: int = 0
+    captures: tuple[str, ...]
+    replays: int
+    table_refreshes: int
 
     @property
     def recaptures(self) -> int:
@@ -109,7 +109,7 @@ def compile_report(optimizer: CompiledOptimizer) -> CompileReport:
     events = optimizer.events
     return CompileReport(
         type(optimizer).__name__,
-        " and ".join(sorted({unit.name for unit in optimizer.units})),
+        " and ".join(sorted({unit.name for unit in optimizer.units})) or "eager",
         events.steps,
         tuple(dict.fromkeys(str(s) for s in events.signatures.values())),
         tuple(events.compilations),

@@ -1,8 +1,9 @@
 """The parameter group: a dict whose hyperparameters are 0-dim device tensors, and what assigning to it means.
 
-A group's tensors belong to the group alone. An assignment puts a fresh tensor in the group, so nothing that somebody read,
-saved or passed in earlier changes; a write into the tensor itself (``fill_``, which torch's schedulers use) is honoured,
-because the step reads the tensor. Neither changes a Python value that compiled code could depend on.
+A group's tensors belong to the group alone, but for one that the constructor was given and adopts. An assignment puts a
+fresh tensor in the group, so nothing that somebody read, saved or passed in earlier changes; a write into the tensor itself
+(``fill_``, which torch's schedulers use) is honoured, because the step reads the tensor. Neither changes a Python value that
+compiled code could depend on.
 """
 
 from __future__ import annotations

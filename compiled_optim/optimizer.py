@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from compiled_optim import checkpoint, traced
-from compiled_optim.arguments import as_groups, hand_over, named, without_aliases
+from compiled_optim.arguments import as_groups, hand_over, names_and_tensors, without_aliases
 from compiled_optim.checkpoint import LoadReport
 from compiled_optim.controls import Controls
 from compiled_optim.events import EventLog
@@ -40,7 +40,7 @@ class CompiledOptimizer(Declared, Optimizer):
             lists tied ones, is one parameter: it takes the first name, and checkpoints find it under every one.
         maximize: step along the gradient instead of against it.
         differentiable: record the step with autograd; implies ``lowering="eager"``. Gradients are dense.
-        foreach, capturable, fused: accepted for torch.optim's sake and without effect; every lowering is both.
+        foreach, capturable, fused: accepted for torch.optim's sake and without effect.
         max_grad_norm: clip the gradients of all parameters together to this norm inside the step, as
             ``torch.nn.utils.clip_grad_norm_`` does before it; a number or a 0-dim tensor. See :attr:`grad_norm`.
         skip_nonfinite: change nothing in a step whose gradients have an infinite or NaN norm. See :attr:`skipped_steps`.
@@ -160,7 +160,7 @@ class CompiledOptimizer(Declared, Optimizer):
         unknown = [k for k in values if k in self.fields and k not in self._group_keys()]
         if unknown:
             raise TypeError(f"{unknown[0]} is an option of the whole optimizer, not of param_groups[{index}]")
-        names, params, aliases = without_aliases(*named(param_group["params"]))
+        names, params, aliases = without_aliases(*names_and_tensors(param_group["params"]))
         values["params"] = params
         if names:
             values["param_names"] = names
@@ -281,9 +281,11 @@ class CompiledOptimizer(Declared, Optimizer):
             The closure's loss, if there is a closure.
 
         Raises:
-            TypeError: a gradient is sparse where the optimizer takes dense ones, or the other way round. Nothing is
-                changed then.
-            RecompileError: something would be compiled again inside ``no_recompiles``. Nothing is changed then.
+            TypeError: a gradient is sparse where the optimizer takes dense ones, or the other way round, or what was
+                assigned since the last step is of a wrong type. Nothing is changed then, nor by any other error.
+            ValueError: what was assigned since the last step is out of range or does not fit, such as ``max_grad_norm``.
+            RecompileError: something would be compiled again inside ``no_recompiles``.
+            RuntimeError: a CUDA graph is being captured that cannot hold what this step needs.
         """
         loss = None
         if closure is not None:
@@ -346,8 +348,7 @@ class CompiledOptimizer(Declared, Optimizer):
             grads: gradients to take in place of the parameters' own, one entry for each of :meth:`traceable_params`.
 
         Raises:
-            TypeError, ValueError, RecompileError: as :meth:`step`.
-            RuntimeError: a CUDA graph is being captured that cannot hold what this step needs. Nothing is changed then.
+            TypeError, ValueError, RecompileError, RuntimeError: as :meth:`step`.
         """
         if any(is_capturing(unit.plan.device) for unit in self.units):
             self._check_capture(grads)
@@ -687,23 +688,13 @@ class CompiledOptimizer(Declared, Optimizer):
         self, state_dict: Mapping[str, Any], strict: bool, hyperparameters: Literal["checkpoint", "keep"]
     ) -> LoadReport:
         """Copy ``state_dict`` into groups and state, or raise before anything is changed."""
-        return self._load_into(self._own_state, state_dict, strict, hyperparameters)
-
-    def _load_into(
-        self,
-        state: OptimizerState,
-        state_dict: Mapping[str, Any],
-        strict: bool,
-        hyperparameters: Literal["checkpoint", "keep"],
-    ) -> LoadReport:
-        declared = self.declaration
         return checkpoint.load(
-            declared,
+            self.declaration,
             self._groups,
-            state,
+            self._own_state,
             state_dict,
             aliases=self._aliases,
-            keep={*self.group_flags, *(s.name for s in declared.statics)},
+            keep={*self.group_flags, *(s.name for s in self.declaration.statics)},
             strict=strict,
             hyperparameters=hyperparameters,
         )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from compiled_optim.addresses import Addresses, gradient
 from compiled_optim.fields import Declaration, Rule
-from compiled_optim.hyperparameters import ParamGroup, scalar_dtype
+from compiled_optim.hyperparameters import ParamGroup
 from compiled_optim.sharding import is_sharded, local, local_gradient, placement
 from compiled_optim.state import LocalState, OptimizerState, ParamState, complete, initial_values, scalar_names
 
@@ -73,12 +73,7 @@ class Plan:
         self.addresses = Addresses(self.params, self.grad_dtypes)
         used = sorted({m.group for m in self.members})
         self.groups = [groups[i] for i in used]
-        dtype = scalar_dtype(device)
         self.group_index = [used.index(m.group) for m in self.members]
-        self._group_of = torch.tensor(self.group_index, device=device)
-        self.sign = torch.tensor(
-            [-1.0 if groups[m.group]["maximize"] else 1.0 for m in self.members], dtype=dtype, device=device
-        )
         self.scalars = self._gather_scalars()
 
     def read(self, grads: list[Tensor | None] | None) -> bool:
@@ -115,16 +110,6 @@ class Plan:
         )
         advice = f", please consider {rule.advice} instead" if rule.advice else ""
         raise TypeError(f"{rule.name} does not support {refused} gradients{advice}; '{next(names)}' has one")
-
-    def hypers(self) -> dict[str, Tensor | tuple[Tensor, ...]]:
-        """The hyperparameters by name, as vectors over the tensors (0-dim where one group holds them all)."""
-        rows = [t for group in self.groups for h in self.rule.hypers for t in group.tensors(h.name)]
-        same = [t.to(self.device, self.scalars.dtype) for t in rows]
-        table = torch.stack(same).view(len(self.groups), -1).t()
-        columns = iter((table[:, 0] if len(self.groups) == 1 else table[:, self._group_of]).unbind())
-        return {
-            h.name: tuple(next(columns) for _ in range(h.length)) if h.is_tuple else next(columns) for h in self.rule.hypers
-        }
 
     def _gather_scalars(self) -> Tensor:
         names = scalar_names(self.rule)

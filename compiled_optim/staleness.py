@@ -181,7 +181,7 @@ def _modes(device: torch.device) -> dict[str, object]:
     }
 
 
-class Gradients:
+class CapturedGradients:
     """Which gradients a captured training step found, and which it left.
 
     A gradient that ``zero_grad`` dropped before anything was added to it may be anything. One that was replaced in another

@@ -45,18 +45,18 @@ class OptimizerState(WatchedDict[Tensor, ParamState]):
         super().__setitem__(param, ParamState(self._changed, values))
 
 
-def scalar_names(rule: Declaration) -> tuple[str, ...]:
-    """The per-tensor scalars of ``rule``, the step count first."""
-    return ("step", *(s.name for s in rule.scalars))
+def scalar_names(declaration: Declaration) -> tuple[str, ...]:
+    """The per-tensor scalars of ``declaration``, the step count first."""
+    return ("step", *(s.name for s in declaration.scalars))
 
 
-def initial_values(rule: Declaration, group: Mapping[str, Any]) -> dict[str, float | Tensor]:
-    """What every scalar and buffer of ``rule`` starts from in ``group``.
+def initial_values(declaration: Declaration, group: Mapping[str, Any]) -> dict[str, float | Tensor]:
+    """What every scalar and buffer of ``declaration`` starts from in ``group``.
 
     A buffer of a differentiable step depends on the hyperparameter that fills it.
     """
     values: dict[str, float | Tensor] = {"step": 0.0}
-    declared: tuple[Scalar | Buffer, ...] = (*rule.scalars, *rule.buffers)
+    declared: tuple[Scalar | Buffer, ...] = (*declaration.scalars, *declaration.buffers)
     for field in declared:
         value = group[field.init] if isinstance(field.init, str) else field.init
         recorded = isinstance(field, Buffer) and group.get("differentiable", False)
@@ -81,23 +81,27 @@ def fill(entry: Tensor, value: float | Tensor) -> Tensor:
 
 
 def complete(
-    rule: Declaration, buffers: tuple[str, ...], param: Tensor, state: ParamState, initial: Mapping[str, float | Tensor]
+    declaration: Declaration,
+    buffers: tuple[str, ...],
+    param: Tensor,
+    state: ParamState,
+    initial: Mapping[str, float | Tensor],
 ) -> bool:
-    """Give ``state`` every entry that ``rule`` needs and move entries that are on another device than ``param``.
+    """Give ``state`` every entry that ``declaration`` needs and move entries that are on another device than ``param``.
 
     Existing values stay. Numbers and tensors of any dtype are accepted for the scalars, which become float64 tensors.
     Returns whether anything was made or moved.
     """
     device = param.device
     before = {name: id(value) for name, value in state.items()}
-    for name in scalar_names(rule):
+    for name in scalar_names(declaration):
         value: Any = state.get(name)
         absent = value is None or (isinstance(value, Tensor) and value.is_meta)
         value = initial[name] if absent else value
         if absent or not isinstance(value, Tensor) or value.device != device or value.dtype != scalar_dtype(device):
             fresh = torch.empty((), dtype=scalar_dtype(device), device=device)
             state.set_quietly(name, fresh.fill_(value) if not isinstance(value, Tensor) else fresh.copy_(value.reshape(())))
-    for field in rule.buffers:
+    for field in declaration.buffers:
         if (name := field.name) not in buffers:
             continue
         value = state.get(name)

@@ -256,6 +256,7 @@ def test_schedules_compile_nothing_and_keep_tensors(fixed: bool) -> None:
     assert optimizer.param_groups[0]["lr"].item() == pytest.approx(0.1 / 8)
     assert {name: value.data_ptr() for name, value in _state(optimizer).items()} == addresses
     assert co.compile_report(optimizer).steps == 3
+    assert str(co.compile_report(optimizer)).startswith("LBFGS: eager lowering, 3 steps")
 
 
 def test_kinds_of_parameters_and_gradients() -> None:
@@ -471,6 +472,8 @@ def test_a_refused_checkpoint_changes_nothing(spoil: Callable[[dict[str, Any]], 
         ({"fixed_iterations": True, "line_search_fn": "strong_wolfe"}, "fixed_iterations=True needs line_search_fn=None"),
         ({"maximize": True}, "LBFGS does not support maximize=True"),
         ({"differentiable": True}, "LBFGS does not support differentiable=True"),
+        ({"max_grad_norm": 1.0}, "LBFGS does not support max_grad_norm=1.0"),
+        ({"skip_nonfinite": True}, "LBFGS does not support skip_nonfinite=True"),
         ({"lowering": "inductor"}, "LBFGS has no lowering 'inductor'"),
     ],
     ids=str,
@@ -478,6 +481,20 @@ def test_a_refused_checkpoint_changes_nothing(spoil: Callable[[dict[str, Any]], 
 def test_refused_arguments(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         co.LBFGS([torch.zeros(3)], **arguments)
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+@pytest.mark.parametrize(("name", "value"), [("max_grad_norm", 0.0), ("skip_nonfinite", True)])
+def test_an_assigned_control_is_refused(name: str, value: Any, fixed: bool) -> None:
+    model = _Regression()
+    optimizer = co.LBFGS(model.parameters(), fixed_iterations=fixed)
+    before = _flat(model)
+    setattr(optimizer, name, value)
+    with pytest.raises(ValueError, match=f"LBFGS does not support {name}={value}"):
+        optimizer.step(_closure(model, optimizer))
+    assert torch.equal(_flat(model), before)
+    with pytest.raises(ValueError, match="LBFGS does not support maximize=True"):
+        optimizer.param_groups[0]["maximize"] = True
 
 
 def test_one_group_on_one_device() -> None:

@@ -18,9 +18,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.utils import run_and_get_code
 
 import compiled_optim as co
-from compiled_optim.events import kernel_signature
 from compiled_optim.lowering import cpp, cpp_library
 from compiled_optim.lowering import triton as lowering
+from compiled_optim.signature import kernel_signature
 from perf.lowering import __main__ as command
 from perf.lowering import inductor_source, ptx
 from perf.lowering import results as lowering_results

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from catalog import cases
 
-from compiled_optim.events import Signature
 from compiled_optim.lowering import triton as lowering
+from compiled_optim.signature import Signature
 
 triton = pytest.importorskip("triton")
 
@@ -33,7 +33,7 @@ def _compile(rule: Any, statics: dict[str, Any], dtype: str, arch: int) -> dict[
     result = {}
     for function, constants in (
         (module.square_sums, {"BLOCK": lowering.BLOCK, "ALIGNED": True}),
-        (module.evaluate, {"TENSORS": lowering.TENSORS, "SUMS": lowering.BLOCK}),
+        (module.evaluate, {"TENSORS": lowering.TENSORS, "LANES": lowering.BLOCK}),
         (module.update, {"BLOCK": lowering.BLOCK, "ALIGNED": True}),
     ):
         known = {**numbers, **sizes}

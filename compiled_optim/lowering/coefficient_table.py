@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from compiled_optim.controls import Controls
-from compiled_optim.events import EventLog, Signature
-from compiled_optim.fields import Rule, Static, parameter_names
+from compiled_optim.events import EventLog
+from compiled_optim.fields import Rule, Static, argument_names
 from compiled_optim.lowering.tables import GradientRow, HyperRow, tensor_rows, upload
 from compiled_optim.plan import Plan
+from compiled_optim.signature import Signature
 
 
 @functools.cache
@@ -32,7 +33,7 @@ def coefficients_alone(rule: Rule) -> Rule:
     update.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
     )
-    used = parameter_names(rule.coefficients)
+    used = argument_names(rule.coefficients)
     statics = tuple(s for s in (*rule.statics, Static(None, name="resolution")) if s.name in used)
     return dataclasses.replace(rule, statics=statics, facts=(), buffers=(), update=update, granularity="element")
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from compiled_optim.controls import Controls
+from compiled_optim.fields import argument_names
 from compiled_optim.lowering.gradient import scaled
 from compiled_optim.plan import Plan
 
@@ -20,10 +20,13 @@ class CoefficientStage:
         self._plan = plan
         self._controls = controls
         self._square_sums: Tensor | None = None
-        self._takes = frozenset(inspect.signature(plan.rule.coefficients).parameters)
+        self._takes = argument_names(plan.rule.coefficients)
         self._scalar_names = [s.name for s in plan.rule.scalars]
-        self._resolution = plan.sign.new_tensor([torch.finfo(m.param.dtype).eps for m in plan.members])
-        self._skip = torch.zeros_like(plan.sign)
+        signs = [-1.0 if plan.groups[index]["maximize"] else 1.0 for index in plan.group_index]
+        self._sign = plan.scalars.new_tensor(signs)
+        self._resolution = plan.scalars.new_tensor([torch.finfo(m.param.dtype).eps for m in plan.members])
+        self._skip = torch.zeros_like(self._sign)
+        self._group_index = torch.tensor(plan.group_index, device=plan.device)
         self._recorded: tuple[int, Tensor] | None = None
 
     def connect(self, square_sums: Tensor) -> None:
@@ -37,12 +40,12 @@ class CoefficientStage:
         and else 0, and what the rule's update takes. The columns of absent tensors hold values of no meaning.
         """
         plan = self._plan
-        factor, skip = plan.sign, self._skip
+        factor, skip = self._sign, self._skip
         if not self._controls.idle:
             factor, skip, present = self._control(present)
         old = self._scalars()
         step = plan.scalars[0] + 1
-        values: dict[str, Any] = {"step": step, "resolution": self._resolution, **plan.statics, **plan.hypers()}
+        values: dict[str, Any] = {"step": step, "resolution": self._resolution, **plan.statics, **self._hypers()}
         values |= dict(zip(self._scalar_names, old[1:].unbind(), strict=True))
         results = plan.rule.coefficients(**{name: values[name] for name in self._takes})
         count = len(self._scalar_names)
@@ -57,7 +60,7 @@ class CoefficientStage:
     def _control(self, present: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Factor and skip mark per tensor, and which tensors are present and not skipped."""
         plan = self._plan
-        dtype = plan.sign.dtype
+        dtype = self._sign.dtype
         controls = [t.to(plan.device, dtype) for t in self._controls.tensors(plan.device)]
         square_sum = torch.zeros_like(controls[0]) if self._square_sums is None else self._square_sums.sum()
         factor, norm, skip = scaled(square_sum, *controls)
@@ -66,8 +69,19 @@ class CoefficientStage:
         outcome[:2] = torch.stack([norm, skip]).detach()
         if plan.leads:
             outcome[2] += skip.detach()
-        live = (skip == 0).expand_as(plan.sign)
-        return plan.sign * factor, skip.expand_as(plan.sign), live if present is None else present & live
+        live = (skip == 0).expand_as(self._sign)
+        return self._sign * factor, skip.expand_as(self._sign), live if present is None else present & live
+
+    def _hypers(self) -> dict[str, Tensor | tuple[Tensor, ...]]:
+        """The hyperparameters by name, as vectors over the tensors (0-dim where one group holds them all)."""
+        plan = self._plan
+        rows = [t for group in plan.groups for h in plan.rule.hypers for t in group.tensors(h.name)]
+        same = [t.to(plan.device, plan.scalars.dtype) for t in rows]
+        table = torch.stack(same).view(len(plan.groups), -1).t()
+        columns = iter((table[:, 0] if len(plan.groups) == 1 else table[:, self._group_index]).unbind())
+        return {
+            h.name: tuple(next(columns) for _ in range(h.length)) if h.is_tuple else next(columns) for h in plan.rule.hypers
+        }
 
     def _scalars(self) -> Tensor:
         """The scalars as the last step left them: with its graph if it was recorded and nobody wrote to them since."""

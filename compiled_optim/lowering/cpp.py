@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from compiled_optim.events import Signature
 from compiled_optim.lowering.cpp_library import library
 from compiled_optim.lowering.rows import KernelTable, TableRows
 from compiled_optim.lowering.symbols import Dialect, Program
+from compiled_optim.signature import Signature
 
 SERIAL = 32768  # elements below which waking other threads costs more than they save
 CHUNK = 8192  # elements that one thread updates at a time

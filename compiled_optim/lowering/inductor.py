@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from compiled_optim.controls import Controls
-from compiled_optim.events import EventLog, Signature, kernel_signature
+from compiled_optim.events import EventLog
 from compiled_optim.fields import compute_dtype, real_numel
 from compiled_optim.lowering.layout import Layout, flat
 from compiled_optim.lowering.rule_step import rule_step
 from compiled_optim.lowering.staged import StagedLowering
 from compiled_optim.plan import Plan
+from compiled_optim.signature import Signature, kernel_signature
 from compiled_optim.torch_internals import compile_graph, prepare_cpu_compiler
 
 Kernel: TypeAlias = Callable[[int, list[Tensor]], None]

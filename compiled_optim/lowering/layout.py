@@ -17,7 +17,6 @@ class Layout:
         self._param = param.detach()
         self.stage = None if is_dense(self._param) else torch.empty_like(self._param)
         self.target = self._param if self.stage is None else self.stage
-        self.is_contiguous = self.target.is_contiguous()
 
     def arranged(self, tensor: Tensor) -> Tensor:
         """``tensor`` in this order: itself where it has it, else a copy."""

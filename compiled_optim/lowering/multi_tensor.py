@@ -17,13 +17,14 @@ from torch import Tensor
 
 from compiled_optim.addresses import EMPTY
 from compiled_optim.controls import Controls
-from compiled_optim.events import EventLog, Signature, kernel_signature
+from compiled_optim.events import EventLog
 from compiled_optim.fields import real_numel
 from compiled_optim.lowering import cpp, triton
 from compiled_optim.lowering.layout import Layout
 from compiled_optim.lowering.rows import Kernel
 from compiled_optim.lowering.tables import Capturable, GradientRow, HyperRow, are_aligned, tensor_rows, upload
 from compiled_optim.plan import Plan
+from compiled_optim.signature import Signature, kernel_signature
 
 BACKENDS: dict[str, Callable[[Signature], Kernel]] = {"cpu": cpp.build, "cuda": triton.build}
 """By device type, what makes the kernel of a signature."""

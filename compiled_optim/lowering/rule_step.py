@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from compiled_optim.fields import Rule, compute_dtype
+from compiled_optim.fields import Rule, argument_names, compute_dtype
 
 Step = Callable[[Tensor, Tensor, Sequence[Tensor], Sequence[Tensor]], tuple[Tensor, list[Tensor]]]
 
@@ -22,7 +21,7 @@ def rule_step(rule: Rule, statics: Mapping[str, Any]) -> Step:
     that is not 0 where everything stays as it is, and the rule's own.
     """
     present = rule.present_buffers(statics)
-    takes = inspect.signature(rule.update).parameters
+    takes = argument_names(rule.update)
     choices = {f.name: statics[f.name] for f in (*rule.statics, *rule.facts) if f.name in takes}
     absent = {b.name: None for b in rule.buffers if b.name not in present}
     names = rule.coefficient_names

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from compiled_optim.controls import Controls
-from compiled_optim.events import EventLog, kernel_signature
+from compiled_optim.events import EventLog
 from compiled_optim.fields import compute_dtype
 from compiled_optim.lowering import inductor, multi_tensor
 from compiled_optim.lowering.rows import Kernel, TableRows
@@ -27,6 +27,7 @@ from compiled_optim.lowering.square_sums import square_sum
 from compiled_optim.lowering.staged import StagedLowering
 from compiled_optim.lowering.tables import Capturable, HyperRow, upload
 from compiled_optim.plan import Plan
+from compiled_optim.signature import kernel_signature
 from compiled_optim.torch_internals import is_capturing
 
 _PRESENT = 16  # any address but 0, which says that there is no gradient

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from compiled_optim.controls import NAMES
-from compiled_optim.fields import Rule, parameter_names
+from compiled_optim.fields import Rule, argument_names
 from compiled_optim.lowering import vocabulary
 from compiled_optim.lowering.gradient import scaled
 
@@ -123,7 +123,7 @@ class Code:
         rebound = types.FunctionType(
             function.__code__, {**function.__globals__, **{word: call(word) for word in vocabulary.__all__}}
         )
-        results: tuple[Any, ...] = rebound(**{name: values[name] for name in parameter_names(function)})
+        results: tuple[Any, ...] = rebound(**{name: values[name] for name in argument_names(function)})
         return results
 
 

@@ -14,15 +14,15 @@ import sys
 import tempfile
 from types import ModuleType
 
-from compiled_optim.events import Signature
 from compiled_optim.lowering.cache import cache_directory
 from compiled_optim.lowering.rows import KernelTable, TableRows
 from compiled_optim.lowering.symbols import Dialect, Program
+from compiled_optim.signature import Signature
 
 BLOCK = 1024  # elements of a chunk, updated by one program
 TENSORS = 32  # tensors whose coefficients one program evaluates
 WARPS = 4
-SUMS = 4096  # programs that reduce the gradients: enough to keep the memory of a large GPU busy
+REDUCING_PROGRAMS = 4096  # programs that reduce the gradients: enough to keep the memory of a large GPU busy
 
 _DIALECT = Dialect("{} = {}", "{}", "&", "|")
 _STORAGE = {"float32": "tl.float32", "float64": "tl.float64", "bfloat16": "tl.bfloat16", "float16": "tl.float16"}
@@ -181,10 +181,12 @@ def square_sums(tensors, grads, chunks, sums, count, chunk_count, BLOCK: tl.cons
 
 
 @triton.jit(do_not_specialize=["count", "sum_count", "leads"])
-def evaluate(tensors, grads, hypers, sums, outcome, out, count, sum_count, leads, TENSORS: tl.constexpr, SUMS: tl.constexpr):
-    lanes = tl.zeros([SUMS], tl.float64)
-    for start in range(0, sum_count, SUMS):
-        at = start + tl.arange(0, SUMS)
+def evaluate(
+    tensors, grads, hypers, sums, outcome, out, count, sum_count, leads, TENSORS: tl.constexpr, LANES: tl.constexpr
+):
+    lanes = tl.zeros([LANES], tl.float64)
+    for start in range(0, sum_count, LANES):
+        at = start + tl.arange(0, LANES)
         lanes += tl.load(sums + at, mask=at < sum_count, other=0.0)
     square_sum = tl.sum(lanes, axis=0)
 {gradient}
@@ -228,7 +230,7 @@ class TritonKernel:
 
     def square_sum_count(self, chunks: int) -> int:
         """One partial sum per program that reduces."""
-        return min(chunks, SUMS)
+        return min(chunks, REDUCING_PROGRAMS)
 
     def measure(self, table: KernelTable) -> None:
         """Write the partial sums of the squares of the gradients, in one launch."""

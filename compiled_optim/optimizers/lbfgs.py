@@ -19,7 +19,7 @@ from compiled_optim.line_search import Trial, strong_wolfe
 from compiled_optim.lowering.layout import as_real
 from compiled_optim.optimizer import CompiledOptimizer
 from compiled_optim.sharding import is_sharded
-from compiled_optim.state import OptimizerState, ParamState
+from compiled_optim.state import ParamState
 from compiled_optim.torch_internals import is_capturing, mend_tracing, outside_dynamo
 
 _VECTORS = ("d", "prev_flat_grad")
@@ -58,9 +58,7 @@ class LBFGS(CompiledOptimizer):
 
     def _configure(self, options: Mapping[str, Any]) -> None:
         super()._configure(options)
-        for name in ("maximize", "differentiable", "max_grad_norm", "skip_nonfinite"):
-            if options[name]:
-                raise ValueError(f"{type(self).__name__} does not support {name}={options[name]}")
+        _refuse(options)
         if options["lowering"] not in ("auto", "eager"):
             raise ValueError(
                 f"{type(self).__name__} has no lowering {options['lowering']!r}; it runs plain torch operations"
@@ -75,6 +73,7 @@ class LBFGS(CompiledOptimizer):
     @staticmethod
     def check(hypers: Mapping[str, Any], statics: Mapping[str, Any]) -> None:
         """Raise ``ValueError`` where a choice is out of range or does not fit another."""
+        _refuse(statics)
         for name in ("max_iter", "max_eval", "history_size"):
             value = statics[name]
             if not (isinstance(value, int) and value >= 1) and not (name == "max_eval" and value is None):
@@ -156,7 +155,11 @@ class LBFGS(CompiledOptimizer):
 
         Returns:
             The loss before the step.
+
+        Raises:
+            ValueError: ``max_grad_norm`` or ``skip_nonfinite`` was assigned.
         """
+        _refuse({"max_grad_norm": self.max_grad_norm, "skip_nonfinite": self.skip_nonfinite})
         if not (torch.compiler.is_compiling() and self._fixed):
             return self._step_outside_graphs(closure)
         with torch.enable_grad():
@@ -300,8 +303,6 @@ class LBFGS(CompiledOptimizer):
 
     def _save(self, neutral: Mapping[str, Any]) -> dict[str, Any]:
         """The state of torch.optim.LBFGS, and what makes loading it here exact. Waits for the device."""
-        if self._changed or self._regrouped():
-            self._rebuild()
         result, memory = super()._save(neutral), self._memory
         counts = {name: int(memory[name]) for name in _COUNTS}
         result["state"] = {0: counts} if counts["func_evals"] else {}
@@ -330,8 +331,7 @@ class LBFGS(CompiledOptimizer):
         fresh = self._new_state()
         if order is not None and entries:
             self._unpack(fresh, entries, order)
-        unlisted = OptimizerState(self._mark_changed)
-        report = self._load_into(unlisted, {**state_dict, "state": {}}, strict, hyperparameters)
+        report = super()._load({**state_dict, "state": {}}, strict, hyperparameters)
         for name, value in fresh.items():
             self._memory[name].copy_(value)
         return report
@@ -384,6 +384,13 @@ class LBFGS(CompiledOptimizer):
             torch.as_tensor(entries["H_diag"]).to(like),
             exact["pairs"] if own else None,
         )
+
+
+def _refuse(options: Mapping[str, Any]) -> None:
+    for name in ("maximize", "differentiable", "max_grad_norm", "skip_nonfinite"):
+        value = options.get(name)
+        if value is not None and value is not False:
+            raise ValueError(f"LBFGS does not support {name}={value}")
 
 
 def _norm(vector: Tensor) -> float:

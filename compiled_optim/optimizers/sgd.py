@@ -14,8 +14,8 @@ class SGD(CompiledOptimizer):
     """Stochastic gradient descent with momentum (Sutskever et al., ICML 2013), in torch.optim.SGD's form.
 
     The first step takes the whole gradient into ``momentum_buffer`` whatever ``dampening`` is, as torch.optim does.
-    Differs from torch.optim.SGD: the state also holds ``step``, and while ``momentum`` is set to 0 during a run the buffer
-    follows the gradient instead of standing still.
+    Differs from torch.optim.SGD: gradients are dense, the state also holds ``step``, and while ``momentum`` is set to 0
+    during a run the buffer follows the gradient instead of standing still.
     """
 
     lr: Number = hyper(default=1e-3, ge=0)

@@ -62,17 +62,13 @@ class Resources:
     shared: int
 
 
+@functools.lru_cache(maxsize=1024)
 def resources(ptx: str, arch: int) -> Resources:
     """The assembler's report on ``ptx`` for compute capability ``arch`` (90 for sm_90).
 
     Raises:
         RuntimeError: the assembler refuses the text.
     """
-    return _assemble(ptx, arch)
-
-
-@functools.lru_cache(maxsize=1024)
-def _assemble(ptx: str, arch: int) -> Resources:
     from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 
     command = [get_ptxas(arch).path, "-v", f"--gpu-name={sm_arch_from_capability(arch)}", "-o", os.devnull, "-"]

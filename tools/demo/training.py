@@ -68,7 +68,7 @@ class Training:
         batches: Iterable[Images],
         history: History,
         advance: Callable[[float], None],
-        step: Callable[[Images], float] | None = None,
+        step: Callable[[Images], float],
     ) -> None:
         """Take a step with each batch, write it into ``history`` and tell ``advance`` the loss.
 
@@ -76,13 +76,12 @@ class Training:
             batches: one per step.
             history: is appended to.
             advance: is called after every step.
-            step: takes one step and returns its loss; :meth:`train_step` if None.
+            step: takes one step and returns its loss.
 
         Raises:
             compiled_optim.RecompileError: a step after the first would compile anything again.
         """
         self.model.train()
-        step = step or (lambda batch: self.train_step(*batch).item())
 
         def take(batch: Images) -> None:
             history.learning_rate.append(self.optimizer.hyperparameters()[0]["lr"])
