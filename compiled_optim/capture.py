@@ -11,7 +11,6 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import ModuleType
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -23,6 +22,7 @@ from compiled_optim.fields import Hyper
 from compiled_optim.graphs import GRAPHS, Graph
 from compiled_optim.optimizer import CompiledOptimizer
 from compiled_optim.plan import parameter_name
+from compiled_optim.referenced_modules import modules_of
 from compiled_optim.sharding import local
 from compiled_optim.staleness import CapturedGradients, Surroundings, described, differences
 from compiled_optim.static_inputs import StaticInputs
@@ -91,7 +91,7 @@ class CUDAGraphRunner:
             if not given or not all(isinstance(o, CompiledOptimizer) for o in given):
                 raise TypeError("optimizers must be the optimizers of compiled_optim that the function steps, at least one")
             if modules is None:
-                found = list(_modules_of(target))
+                found = list(modules_of(target))
             else:
                 found = [modules] if isinstance(modules, nn.Module) else list(modules)
             self._run = _FunctionRun(target, given, found, warmup, recaptures, clone_outputs)
@@ -503,46 +503,6 @@ def _hypers_of(optimizer: CompiledOptimizer) -> dict[str, Tensor]:
         for tensors in (group.tensors(name),)  # type: ignore[attr-defined]
         for k, tensor in enumerate(tensors)
     }
-
-
-def _modules_of(function: Callable[..., Any], seen: set[int] | None = None) -> Iterator[nn.Module]:
-    """The modules that ``function`` refers to: by closure, default, global, or attribute of what it is bound to."""
-    seen = set() if seen is None else seen
-    if id(function) in seen:
-        return
-    seen.add(id(function))
-    if isinstance(function, nn.Module):
-        yield function
-        return
-    if (getattr(function, "__module__", None) or "").partition(".")[0] == "torch":
-        return
-    if isinstance(function, functools.partial):
-        values: list[Any] = [function.func, *function.args, *function.keywords.values()]
-    else:
-        inner = getattr(function, "__func__", function)
-        owner = getattr(function, "__self__", None)
-        bound = hasattr(owner, "__dict__") and not isinstance(owner, (type, ModuleType))
-        values = [*vars(owner).values()] if bound else []
-        values += [owner, getattr(function, "__wrapped__", None), getattr(function, "_torchdynamo_orig_callable", None)]
-        code = getattr(inner, "__code__", None)
-        if code is not None:
-            cells = (c.cell_contents for c in inner.__closure__ or () if not _is_empty(c))
-            names = (inner.__globals__.get(n) for n in code.co_names)
-            values += [*cells, *(inner.__defaults__ or ()), *(inner.__kwdefaults__ or {}).values(), *names]
-        elif hasattr(function, "__dict__"):
-            values += [*vars(function).values(), type(function).__call__]
-    for value in values:
-        nested = value if isinstance(value, (list, tuple)) else value.values() if isinstance(value, dict) else (value,)
-        for item in nested:
-            if isinstance(item, nn.Module) or (callable(item) and not isinstance(item, type)):
-                yield from _modules_of(item, seen)
-
-
-def _is_empty(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is None
-    except ValueError:
-        return True
 
 
 def _check_count(name: str, value: Any, least: int) -> None:

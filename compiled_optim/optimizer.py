@@ -21,9 +21,9 @@ from compiled_optim.controls import Controls
 from compiled_optim.events import EventLog
 from compiled_optim.fields import Choice, Declared, Hyper, Static, flag
 from compiled_optim.hyperparameters import ParamGroup
-from compiled_optim.lowering.choice import LOWERINGS, Lowering, lower
+from compiled_optim.lowering.choice import LOWERINGS, lower
+from compiled_optim.lowering.interface import Capturable, Lowering
 from compiled_optim.lowering.square_sums import SquareSums
-from compiled_optim.lowering.tables import Capturable
 from compiled_optim.plan import parameter_name, partition
 from compiled_optim.schedule import Schedule, Schedules
 from compiled_optim.sharding import is_sharded

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 
 from compiled_optim import CompiledOptimizer, CUDAGraphRunner
 from compiled_optim.graphs import GRAPHS
+from compiled_optim.lowering.kernel_table import KernelTable
 from compiled_optim.lowering.multi_tensor import MultiTensorLowering
-from compiled_optim.lowering.rows import KernelTable
 from perf.competitors import OURS, Competitor, competitor
 from perf.results import Row, percentiles
 from perf.workloads import Shapes, shapes

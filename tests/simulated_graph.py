@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from compiled_optim import graphs, torch_internals
 from compiled_optim.lowering import cpp, multi_tensor, stacked, triton
-from compiled_optim.lowering.rows import Kernel
+from compiled_optim.lowering.kernel_table import Kernel
 from compiled_optim.signature import Signature
 
 _FIELDS = ("tensors", "grads", "hypers", "chunks", "coefficients", "square_sums", "all_square_sums", "outcome")

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import compiled_optim as co
 from compiled_optim.lowering.cpp import CppKernel
-from compiled_optim.lowering.sparse_rows import entries_of
+from compiled_optim.lowering.entries import entries_of
 
 LOWERINGS = ["multi_tensor", "inductor", "eager"]
 FAR = {"lr": 0.3, "betas": (0.6, 0.8), "eps": 0.05}

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import sys
-from typing import TypeAlias
 
 from compiled_optim.controls import Controls
 from compiled_optim.events import EventLog
 from compiled_optim.lowering import cpp_library
 from compiled_optim.lowering.eager import EagerLowering
+from compiled_optim.lowering.gathered_rows import GatheredRowsLowering
 from compiled_optim.lowering.inductor import InductorLowering
+from compiled_optim.lowering.interface import Lowering
 from compiled_optim.lowering.multi_tensor import MultiTensorLowering
-from compiled_optim.lowering.sparse_rows import GatheredRowsLowering, RowTableLowering, sparse_lowering
+from compiled_optim.lowering.sparse_rows import RowTableLowering
 from compiled_optim.lowering.stacked import StackedLowering, StackTableLowering
 from compiled_optim.plan import Plan
 
 LOWERINGS = ("auto", "multi_tensor", "inductor", "eager")
 """What users can ask for."""
-
-Lowering: TypeAlias = (
-    MultiTensorLowering | InductorLowering | EagerLowering | RowTableLowering | GatheredRowsLowering | StackedLowering
-)
 
 
 def lower(plan: Plan, wanted: str, controls: Controls, log: EventLog, differentiable: bool) -> Lowering:
@@ -38,7 +35,9 @@ def lower(plan: Plan, wanted: str, controls: Controls, log: EventLog, differenti
     """
     name = _elementwise(plan, "eager" if differentiable else wanted, log)
     if plan.rule.gradients == "sparse":
-        return sparse_lowering(plan, controls, log, name)
+        if name == "multi_tensor" and all(m.param.is_contiguous() for m in plan.members):
+            return RowTableLowering(plan, controls, log)
+        return GatheredRowsLowering(plan, controls, log, compiled=name != "eager")
     if plan.rule.granularity != "element":
         if name == "multi_tensor":
             return StackTableLowering(plan, controls, log)

@@ -14,7 +14,7 @@ from torch import Tensor
 from compiled_optim.controls import Controls
 from compiled_optim.events import EventLog
 from compiled_optim.fields import Rule, Static, argument_names
-from compiled_optim.lowering.tables import GradientRow, HyperRow, tensor_rows, upload
+from compiled_optim.lowering.address_rows import GradientRow, HyperRow, tensor_rows, upload
 from compiled_optim.plan import Plan
 from compiled_optim.signature import Signature
 
@@ -47,7 +47,7 @@ def coefficient_signature(plan: Plan, position: int) -> Signature:
 
 
 class CoefficientTable:
-    """What a kernel reads to evaluate coefficients; see :class:`~compiled_optim.lowering.rows.KernelTable`.
+    """What a kernel reads to evaluate coefficients; see :class:`~compiled_optim.lowering.kernel_table.KernelTable`.
 
     Its gradients have no addresses, only a mark that they are there.
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from compiled_optim.lowering.cpp_library import library
-from compiled_optim.lowering.rows import KernelTable, TableRows
+from compiled_optim.lowering.kernel_table import KernelTable, TableRows
 from compiled_optim.lowering.symbols import Dialect, Program
 from compiled_optim.signature import Signature
 

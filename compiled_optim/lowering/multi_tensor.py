@@ -20,9 +20,10 @@ from compiled_optim.controls import Controls
 from compiled_optim.events import EventLog
 from compiled_optim.fields import real_numel
 from compiled_optim.lowering import cpp, triton
+from compiled_optim.lowering.address_rows import GradientRow, HyperRow, are_aligned, tensor_rows, upload
+from compiled_optim.lowering.interface import Capturable
+from compiled_optim.lowering.kernel_table import Kernel
 from compiled_optim.lowering.layout import Layout
-from compiled_optim.lowering.rows import Kernel
-from compiled_optim.lowering.tables import Capturable, GradientRow, HyperRow, are_aligned, tensor_rows, upload
 from compiled_optim.plan import Plan
 from compiled_optim.signature import Signature, kernel_signature
 

@@ -1,8 +1,7 @@
-"""The lowering for sparse gradients: the rows that a gradient names are updated, every other row stays as it is.
+"""The multi-tensor lowering for sparse gradients: the rows that gradients name are updated in place, in one launch.
 
-A COO gradient of N entries may name a row several times. Each row elects one of its entries, through a table with one
-number per row, and the values of all its entries are summed there. All shapes follow from N, which the host knows: no step
-waits for the device, and a CUDA graph can hold it. A gradient that is already coalesced elects all its entries.
+All shapes follow from the numbers of entries, which the host knows: no step waits for the device, and a CUDA graph can hold
+it.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,76 +18,18 @@ from torch import Tensor
 from compiled_optim.controls import Controls
 from compiled_optim.events import EventLog
 from compiled_optim.fields import compute_dtype
-from compiled_optim.lowering import inductor, multi_tensor
-from compiled_optim.lowering.rows import Kernel, TableRows
-from compiled_optim.lowering.rule_step import rule_step
+from compiled_optim.lowering import multi_tensor
+from compiled_optim.lowering.address_rows import HyperRow, upload
+from compiled_optim.lowering.entries import add_up, row_strides
+from compiled_optim.lowering.interface import Capturable
+from compiled_optim.lowering.kernel_table import Kernel, TableRows
 from compiled_optim.lowering.square_sums import square_sum
-from compiled_optim.lowering.staged import StagedLowering
-from compiled_optim.lowering.tables import Capturable, HyperRow, upload
 from compiled_optim.plan import Plan
 from compiled_optim.signature import kernel_signature
 from compiled_optim.torch_internals import is_capturing
 
 _PRESENT = 16  # any address but 0, which says that there is no gradient
 _KEPT_BATCHES = 16  # for as many numbers of entries, memory is kept
-
-
-def add_up(rows: Tensor, own: Tensor, values: Tensor, election: Tensor, sums: Tensor) -> Tensor:
-    """Add the values of the entries of each row, at the place of the entry that the row elects.
-
-    Args:
-        rows: (N,) int64, the rows that the entries name.
-        own: the entries' numbers, 0 to N - 1.
-        values: (N, ...).
-        election: (rows,) int64, scratch memory.
-        sums: written, as ``values``: at an elected entry its row's sum, elsewhere 0.
-
-    Returns:
-        For each entry, the one that its row elected: (N,) int64.
-    """
-    election.index_put_((rows,), own)
-    elected = election[rows]
-    sums.zero_()
-    if values.device.type == "cpu":
-        sums.index_add_(0, elected, values)
-    else:  # sorts instead of adding atomically: the same sum every time
-        sums.index_put_((elected,), values, accumulate=True)
-    return elected
-
-
-def row_strides(shape: Sequence[int]) -> list[int]:
-    """By how many rows each sparse dimension moves on."""
-    return [math.prod(shape[d + 1 :]) for d in range(len(shape))]
-
-
-@dataclass
-class Entries:
-    """The N entries of a sparse gradient, added up per row.
-
-    Attributes:
-        index: for each sparse dimension, where the entries lie: (N,) int64.
-        elected: for each entry, the one that its row elected: (N,) int64.
-        sums: (N, dense part); at an elected entry the row's gradient, elsewhere 0.
-    """
-
-    index: tuple[Tensor, ...]
-    elected: Tensor
-    sums: Tensor
-
-
-def entries_of(grad: Tensor, dtype: torch.dtype) -> Entries:
-    """The entries of ``grad``, summed in ``dtype``."""
-    indices, values = grad._indices(), grad._values().to(dtype)
-    index = indices.unbind() or (indices.new_zeros(len(values)),)  # without sparse dimensions there is one row
-    own = torch.arange(len(values), device=values.device)
-    if grad.is_coalesced():
-        return Entries(index, own, values.contiguous())
-    shape = grad.shape[: grad.sparse_dim()] or (1,)
-    rows = torch.zeros_like(own)
-    for stride, positions in zip(row_strides(shape), index, strict=True):
-        rows.add_(positions, alpha=stride)
-    sums = torch.empty_like(values, memory_format=torch.contiguous_format)
-    return Entries(index, add_up(rows, own, values, own.new_empty(math.prod(shape)), sums), sums)
 
 
 class RowTableLowering(Capturable):
@@ -258,7 +198,7 @@ class RowKind:
 
 
 class RowBatch:
-    """What a kernel reads to update the rows of several parameters; see :class:`~compiled_optim.lowering.rows.KernelTable`.
+    """A :class:`~compiled_optim.lowering.kernel_table.KernelTable` of the rows of several parameters.
 
     All memory stays where it is, and all that follows from the numbers of entries is computed once.
 
@@ -341,85 +281,3 @@ def _addresses(tensor: Tensor, count: int) -> Tensor:
     size = max(tensor.nbytes // max(count, 1), 1)
     start = tensor.data_ptr()
     return torch.arange(start, start + count * size, size, device=tensor.device)
-
-
-class GatheredRowsLowering(StagedLowering):
-    """Copies the rows out, updates the copies, and copies them back; entries of one row write the same values.
-
-    Args:
-        plan: the tensors.
-        controls: what holds for the whole step.
-        log: where compilations are recorded.
-        compiled: whether Inductor's kernels update the copies, or plain torch operations.
-    """
-
-    def __init__(self, plan: Plan, controls: Controls, log: EventLog, *, compiled: bool) -> None:
-        super().__init__(plan, controls)
-        self.name = "inductor" if compiled else "eager"
-        self._log = log
-        self._compiled = compiled
-        self._kernels: list[inductor.Kernel] = []
-        self._entries: dict[int, Entries] = {}
-        self._update = rule_step(plan.rule, plan.statics)
-
-    @property
-    def is_compiled(self) -> bool:
-        """Whether :meth:`compile` has nothing to do."""
-        return bool(self._kernels) or not self._compiled
-
-    def compile(self) -> None:
-        """Make the kernels that do not exist yet."""
-        if self._compiled and not self._kernels:
-            self._kernels = [
-                inductor.obtain_kernel(
-                    self._log, kernel_signature(self.plan, m, compute_dtype(m.param.dtype), "in place"), [m.name]
-                )
-                for m in self.plan.members
-            ]
-
-    def measure(self) -> None:
-        """Write the sum of the squares of the prepared gradients, each as it is after its rows have been added up."""
-        self._add_up()
-        self._square_sum.fill_(square_sum([entries.sums for entries in self._entries.values()]))
-
-    def launch(self) -> None:
-        """Update the rows that the gradients name, and count a step of every parameter that has a gradient."""
-        self._add_up()
-        coefficients, _ = self._advance()
-        for position, entries in self._entries.items():
-            if entries.sums.numel():
-                member, column = self.plan.members[position], coefficients[:, position].to(entries.sums.dtype)
-                tensors = [member.param.detach(), *(member.state[name] for name in self.plan.buffers)]
-                if entries.sums.dim() == member.param.dim() + 1:  # without sparse dimensions there is one row
-                    tensors = [t.unsqueeze(0) for t in tensors]
-                self._update_rows(position, tensors, entries, column.unbind())
-
-    def finish(self) -> None:
-        """Let go of the gradients."""
-        super().finish()
-        self._entries = {}
-
-    def _add_up(self) -> None:
-        for i, (member, grad) in enumerate(zip(self.plan.members, self._grads, strict=True)):
-            if grad is not None and i not in self._entries:
-                self._entries[i] = entries_of(grad, compute_dtype(member.param.dtype))
-
-    def _update_rows(
-        self, position: int, tensors: Sequence[Tensor], entries: Entries, coefficients: Sequence[Tensor]
-    ) -> None:
-        grad = entries.sums[entries.elected]
-        rows = [t[entries.index] for t in tensors]
-        if self._compiled:
-            self._kernels[position](grad.numel(), [t.view(-1) for t in (rows[0], grad, *rows[1:])] + list(coefficients))
-        else:
-            param, buffers = self._update(rows[0], grad, rows[1:], coefficients)
-            rows = [param, *buffers]
-        for tensor, new in zip(tensors, rows, strict=True):
-            tensor.index_put_(entries.index, new)
-
-
-def sparse_lowering(plan: Plan, controls: Controls, log: EventLog, name: str) -> RowTableLowering | GatheredRowsLowering:
-    """The lowering of a plan whose gradients are sparse, where ``name`` is that of dense ones."""
-    if name == "multi_tensor" and all(m.param.is_contiguous() for m in plan.members):
-        return RowTableLowering(plan, controls, log)
-    return GatheredRowsLowering(plan, controls, log, compiled=name != "eager")

@@ -3,32 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from compiled_optim.fields import compute_dtype
 from compiled_optim.hyperparameters import scalar_dtype
+from compiled_optim.lowering.interface import Lowering
 from compiled_optim.lowering.layout import as_real
-from compiled_optim.plan import Plan
 from compiled_optim.sharding import sum_over_shards
-
-
-class Measured(Protocol):
-    """A lowering, as far as the norm is concerned."""
-
-    plan: Plan
-
-    @property
-    def square_sum_count(self) -> int:
-        """How many partial sums it writes."""
-
-    def connect(self, own: Tensor, whole: Tensor) -> None:
-        """Take the vector it writes its partial sums to, and the one whose sum is the sum over all gradients."""
-
-    def measure(self) -> None:
-        """Write the partial sums of the prepared gradients."""
 
 
 class SquareSums:
@@ -37,7 +20,7 @@ class SquareSums:
     Each device has one float64 vector: the partial sums of its plans, and one number for every other device.
     """
 
-    def __init__(self, units: Sequence[Measured]) -> None:
+    def __init__(self, units: Sequence[Lowering]) -> None:
         self._units = list(units)
         devices = list(dict.fromkeys(unit.plan.device for unit in units))
         counts = {d: [u.square_sum_count for u in units if u.plan.device == d] for d in devices}

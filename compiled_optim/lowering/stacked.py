@@ -17,13 +17,14 @@ from torch import Tensor
 from compiled_optim.controls import Controls
 from compiled_optim.events import EventLog
 from compiled_optim.fields import compute_dtype
+from compiled_optim.lowering.address_rows import HyperRow
 from compiled_optim.lowering.coefficient_table import CoefficientTable, coefficient_signature
 from compiled_optim.lowering.inductor import OPTIONS
+from compiled_optim.lowering.interface import Capturable
+from compiled_optim.lowering.kernel_table import Kernel
 from compiled_optim.lowering.multi_tensor import current_device, obtain_kernel
-from compiled_optim.lowering.rows import Kernel
 from compiled_optim.lowering.rule_step import rule_step
 from compiled_optim.lowering.staged import StagedLowering
-from compiled_optim.lowering.tables import Capturable, HyperRow
 from compiled_optim.plan import Plan
 from compiled_optim.signature import Signature, kernel_signature
 from compiled_optim.torch_internals import compile_graph, prepare_cpu_compiler

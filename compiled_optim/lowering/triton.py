@@ -15,7 +15,7 @@ import tempfile
 from types import ModuleType
 
 from compiled_optim.lowering.cache import cache_directory
-from compiled_optim.lowering.rows import KernelTable, TableRows
+from compiled_optim.lowering.kernel_table import KernelTable, TableRows
 from compiled_optim.lowering.symbols import Dialect, Program
 from compiled_optim.signature import Signature
 

@@ -97,7 +97,7 @@ class Report:
         launches: of Triton kernels, per step.
         operators: torch operators and library calls on the device, per step.
         cpp: C++ kernels, per step.
-        waits: times the host waits for the device, per step.
+        waits: times the host waits for the device in a step whose gradients all have new addresses.
         uploads: copies from host to device, in a step whose gradients all have new addresses.
         moved_operators: those of them in a step whose gradients all have new addresses.
         bytes_per_param: moved by kernels and operators together, tables of a few bytes per tensor not counted; None where an
@@ -183,7 +183,7 @@ def _multi_tensor(workload: Workload, arch: int, stand_in: bool) -> Report:
         launches=len(steps.steady.launches),
         operators=len(steps.steady.operators),
         cpp=0,
-        waits=sum(o.waits for o in (*steps.steady.operators, *steps.moved.operators)),
+        waits=sum(o.waits for o in steps.moved.operators),
         uploads=sum(o.crosses for o in steps.moved.operators),
         moved_operators=len(steps.moved.operators),
         bytes_per_param=sum(k.bytes_per_param * k.launches for k in kernels if k.bytes_per_param is not None),

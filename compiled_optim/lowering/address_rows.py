@@ -28,7 +28,7 @@ class HyperRow:
         log: where refreshes are counted.
 
     Attributes:
-        row: (controls + groups * hyperparameters,) int64; see :class:`~compiled_optim.lowering.rows.KernelTable`.
+        row: (controls + groups * hyperparameters,) int64; see :class:`~compiled_optim.lowering.kernel_table.KernelTable`.
     """
 
     def __init__(self, plan: Plan, controls: Controls, log: EventLog) -> None:
@@ -146,32 +146,8 @@ class GradientRow:
         return row.pin_memory() if self._device.type == "cuda" else row
 
 
-class Capturable:
-    """A lowering whose launch a CUDA graph can hold: its kernels read tables that are refreshed outside of the graph."""
-
-    _hypers: HyperRow
-
-    def launch_key(self) -> tuple[object, ...]:
-        """What a graph that holds a launch depends on besides the memory of the tables; it stands for this object."""
-        return (self,)
-
-    def refresh(self) -> None:
-        """Hand hyperparameters that were assigned over to kernels that run without being prepared."""
-        self._hypers.refresh()
-
-    def copied(self) -> list[int]:
-        """The addresses of the hyperparameters and controls that preparing copies, since kernels cannot read them."""
-        return self._hypers.copied()
-
-    def hold(self) -> None:
-        """Bring the prepared gradients to where a launch, if it is captured now or was before, reads them.
-
-        By default nothing: a table says where they are.
-        """
-
-
 def tensor_rows(plan: Plan, positions: Sequence[int], data: Sequence[Sequence[int]], numels: Sequence[int]) -> Tensor:
-    """The int64 table over the tensors at ``positions``; see :class:`~compiled_optim.lowering.rows.TableRows`.
+    """The int64 table over the tensors at ``positions``; see :class:`~compiled_optim.lowering.kernel_table.TableRows`.
 
     Args:
         plan: the tensors' plan.

@@ -1,0 +1,93 @@
+"""The lowering for sparse gradients that copies rows: for devices without multi-tensor kernels, and for debugging."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from compiled_optim.controls import Controls
+from compiled_optim.events import EventLog
+from compiled_optim.fields import compute_dtype
+from compiled_optim.lowering import inductor
+from compiled_optim.lowering.entries import Entries, entries_of
+from compiled_optim.lowering.rule_step import rule_step
+from compiled_optim.lowering.square_sums import square_sum
+from compiled_optim.lowering.staged import StagedLowering
+from compiled_optim.plan import Plan
+from compiled_optim.signature import kernel_signature
+
+
+class GatheredRowsLowering(StagedLowering):
+    """Copies the rows out, updates the copies, and copies them back; entries of one row write the same values.
+
+    Args:
+        plan: the tensors.
+        controls: what holds for the whole step.
+        log: where compilations are recorded.
+        compiled: whether Inductor's kernels update the copies, or plain torch operations.
+    """
+
+    def __init__(self, plan: Plan, controls: Controls, log: EventLog, *, compiled: bool) -> None:
+        super().__init__(plan, controls)
+        self.name = "inductor" if compiled else "eager"
+        self._log = log
+        self._compiled = compiled
+        self._kernels: list[inductor.Kernel] = []
+        self._entries: dict[int, Entries] = {}
+        self._update = rule_step(plan.rule, plan.statics)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether :meth:`compile` has nothing to do."""
+        return bool(self._kernels) or not self._compiled
+
+    def compile(self) -> None:
+        """Make the kernels that do not exist yet."""
+        if self._compiled and not self._kernels:
+            self._kernels = [
+                inductor.obtain_kernel(
+                    self._log, kernel_signature(self.plan, m, compute_dtype(m.param.dtype), "in place"), [m.name]
+                )
+                for m in self.plan.members
+            ]
+
+    def measure(self) -> None:
+        """Write the sum of the squares of the prepared gradients, each as it is after its rows have been added up."""
+        self._add_up()
+        self._square_sum.fill_(square_sum([entries.sums for entries in self._entries.values()]))
+
+    def launch(self) -> None:
+        """Update the rows that the gradients name, and count a step of every parameter that has a gradient."""
+        self._add_up()
+        coefficients, _ = self._advance()
+        for position, entries in self._entries.items():
+            if entries.sums.numel():
+                member, column = self.plan.members[position], coefficients[:, position].to(entries.sums.dtype)
+                tensors = [member.param.detach(), *(member.state[name] for name in self.plan.buffers)]
+                if entries.sums.dim() == member.param.dim() + 1:  # without sparse dimensions there is one row
+                    tensors = [t.unsqueeze(0) for t in tensors]
+                self._update_rows(position, tensors, entries, column.unbind())
+
+    def finish(self) -> None:
+        """Let go of the gradients."""
+        super().finish()
+        self._entries = {}
+
+    def _add_up(self) -> None:
+        for i, (member, grad) in enumerate(zip(self.plan.members, self._grads, strict=True)):
+            if grad is not None and i not in self._entries:
+                self._entries[i] = entries_of(grad, compute_dtype(member.param.dtype))
+
+    def _update_rows(
+        self, position: int, tensors: Sequence[Tensor], entries: Entries, coefficients: Sequence[Tensor]
+    ) -> None:
+        grad = entries.sums[entries.elected]
+        rows = [t[entries.index] for t in tensors]
+        if self._compiled:
+            self._kernels[position](grad.numel(), [t.view(-1) for t in (rows[0], grad, *rows[1:])] + list(coefficients))
+        else:
+            param, buffers = self._update(rows[0], grad, rows[1:], coefficients)
+            rows = [param, *buffers]
+        for tensor, new in zip(tensors, rows, strict=True):
+            tensor.index_put_(entries.index, new)
