@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -23,9 +23,8 @@ from compiled_optim.graphs import GRAPHS, Graph
 from compiled_optim.optimizer import CompiledOptimizer
 from compiled_optim.plan import parameter_name
 from compiled_optim.referenced_modules import modules_of
-from compiled_optim.sharding import local
 from compiled_optim.staleness import CapturedGradients, Surroundings, described, differences
-from compiled_optim.static_inputs import StaticInputs
+from compiled_optim.static_inputs import CONSTANTS, StaticInputs
 
 
 class CUDAGraphRunner:
@@ -40,11 +39,12 @@ class CUDAGraphRunner:
     What a graph cannot follow, such as a parameter that moved, a group that was added, clipping switched on or another
     number of entries in a sparse gradient, takes one call that runs as usual, and is captured again in the next.
 
-    In a captured function everything but tensors is as it was in the capture: its Python runs no more. A gradient that it
-    reads before its own ``zero_grad(set_to_none=True)`` is the tensor that was there in the capture. Schedulers belong
-    outside; inputs are tensors of the first call's shapes, and a number among them that changes is captured again. Switches
-    of modules (``train()``, ``eval()``), ``requires_grad`` and autocast are noticed in the modules the function refers to:
-    by closure, default, global or attribute of the object it is bound to.
+    In a captured function everything but tensors is as it was in the capture: its Python runs no more. Gradients that it
+    drops first, with ``zero_grad(set_to_none=True)`` of one of the optimizers, are None in the capture from the start; those
+    that it leaves are memory of the graph, which the next call writes. Schedulers belong outside; inputs are tensors of the
+    first call's shapes, and a number among them that changes is captured again. Other modules and buffers, ``train()``,
+    ``eval()``, ``requires_grad`` and autocast are noticed in the modules the function refers to: by closure, default, global
+    or attribute of the object it is bound to.
 
     The step alone of an optimizer that works on whole tensors or sparse gradients copies the gradients to memory of the
     graph first. L-BFGS calls its closure in a step, so that only a function can be captured, with ``fixed_iterations``.
@@ -62,8 +62,9 @@ class CUDAGraphRunner:
 
     Raises:
         TypeError: an argument is not what its description says.
-        ValueError: ``warmup`` or ``recaptures`` is out of range, or the optimizers' parameters are on several devices, or
-            not updated with ``lowering="multi_tensor"``, or L-BFGS would decide on the host when to stop.
+        ValueError: ``warmup`` or ``recaptures`` is out of range, or an optimizer is given twice, or the optimizers'
+            parameters are on several devices, or not updated with ``lowering="multi_tensor"``, or L-BFGS would decide on the
+            host when to stop.
     """
 
     def __init__(
@@ -78,7 +79,6 @@ class CUDAGraphRunner:
     ) -> None:
         _check_count("warmup", warmup, 1)
         _check_count("recaptures", recaptures, 0)
-        self._release: Callable[[], object] | None = None
         self._run: _StepRun | _FunctionRun
         if isinstance(target, CompiledOptimizer):
             if optimizers is not None or modules is not None:
@@ -90,12 +90,14 @@ class CUDAGraphRunner:
             given = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers or ())
             if not given or not all(isinstance(o, CompiledOptimizer) for o in given):
                 raise TypeError("optimizers must be the optimizers of compiled_optim that the function steps, at least one")
+            if len(set(map(id, given))) < len(given):
+                raise ValueError("optimizers holds the same optimizer twice")
             if modules is None:
                 found = list(modules_of(target))
             else:
                 found = [modules] if isinstance(modules, nn.Module) else list(modules)
             self._run = _FunctionRun(target, given, found, warmup, recaptures, clone_outputs)
-        self._release = weakref.finalize(self, self._run.release)
+        self._finalizer = weakref.finalize(self, self._run.slot.release)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Perform one optimization step, as the optimizer's own ``step`` does, hooks included.
@@ -120,7 +122,8 @@ class CUDAGraphRunner:
         """Run the training step on these inputs and return what the function returns.
 
         Raises:
-            TypeError: the runner holds an optimizer's step alone, or an input is neither a tensor nor a constant.
+            TypeError: the runner holds an optimizer's step alone, or an input or what the function returns is neither a
+                tensor nor a constant.
             ValueError: an input's structure, shape, dtype or device is another than in the first call, naming it.
             RuntimeError: as :meth:`step`; or the function does in Python what a replay could not repeat.
             RecompileError: as :meth:`step`.
@@ -135,8 +138,8 @@ class CUDAGraphRunner:
 
         Gradients and outputs that somebody holds stay valid.
         """
-        if self._release is not None:
-            self._release()
+        if "_run" in vars(self):
+            self._run.release()
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -162,6 +165,17 @@ class CUDAGraphRunner:
         raise TypeError("a CUDAGraphRunner holds device memory and cannot be copied or pickled; make a new one")
 
 
+class _Slot:
+    """Where a runner's graph is: apart from everything that may lead back to the runner and keep it alive."""
+
+    graph: Graph | None = None
+
+    def release(self) -> None:
+        """Free the graph."""
+        if self.graph is not None:
+            self.graph.release()
+
+
 class _Run:
     """What both kinds of runner share: one graph, and when it may be captured.
 
@@ -176,14 +190,19 @@ class _Run:
 
     def __init__(self, optimizers: Sequence[CompiledOptimizer], warmup: int, recaptures: int) -> None:
         self._optimizers = list(optimizers)
+        self.slot = _Slot()
         self.device = self._common_device()
-        self._graph = self._new_graph()
+        self.slot.graph = self._new_graph()
         self._captured = False
         self._facts: list[dict[str, str]] = []
         self._cause = ""
         self._pending = warmup
         self._recaptures = self._left = recaptures
         self.released = False
+
+    @property
+    def _graph(self) -> Graph | None:
+        return self.slot.graph
 
     def _common_device(self) -> torch.device:
         placed: dict[torch.device, str] = {
@@ -196,6 +215,23 @@ class _Run:
             where = ", ".join(f"'{name}' on {device}" for device, name in placed.items())
             raise ValueError(f"a graph holds work of one device; the parameters are on {len(placed)}: {where}")
         return next(iter(placed))
+
+    def _follow_device(self) -> bool:
+        """Go to where the parameters are; whether they were there already.
+
+        Raises:
+            ValueError: they are on several devices, or no graph can hold the steps there; nothing has changed.
+        """
+        device = self._common_device()
+        if device == self.device:
+            return True
+        before, self.device = self.device, device
+        try:
+            self.slot.graph = self._new_graph()
+        except ValueError:
+            self.device = before
+            raise
+        return False
 
     def _new_graph(self) -> Graph | None:
         make = GRAPHS.get(self.device.type)
@@ -214,24 +250,23 @@ class _Run:
         """Let go of the stale graph, if that is allowed; the next call captures again.
 
         Raises:
-            RuntimeError, RecompileError: it is not; nothing has changed.
+            RuntimeError, RecompileError, ValueError: it is not; nothing has changed.
         """
+        stale = self._graph
+        assert stale is not None
         if self._left == 0:
             raise RuntimeError(
                 f"CUDAGraphRunner would capture its graph again, after {self._recaptures} times: {cause}; "
                 "keep that as it is between calls, or allow more recaptures"
             )
+        self._common_device()
         spend(f"CUDAGraphRunner would capture its graph again: {cause}")
+        self._follow_device()
         self._left -= 1
         self._cause = cause
         self._pending = 1
         self._captured = False
-        assert self._graph is not None
-        self._graph.release()
-        device = self._common_device()
-        if device != self.device:
-            self.device = device
-            self._graph = self._new_graph()
+        stale.release()
 
     def _note_capture(self) -> None:
         self._captured = True
@@ -251,8 +286,7 @@ class _Run:
         """Free the graph."""
         self.released = True
         self._captured = False
-        if self._graph is not None:
-            self._graph.release()
+        self.slot.release()
 
 
 class _StepRun(_Run):
@@ -284,6 +318,8 @@ class _StepRun(_Run):
         key = self.optimizer.launch_key()
         if self._captured and key != self._key:
             self._drop(self._explain())
+        if not self._captured and not self._follow_device():
+            self._pending = max(self._pending, 1)
         if self._graph is None or self._pending or key != self._key:
             self.optimizer.launch()  # also loads what a capture could not
             self._pending = max(self._pending - 1, 0)
@@ -291,6 +327,7 @@ class _StepRun(_Run):
             return
         self.optimizer.hold()
         if not self._captured:
+            self.optimizer.reserve(1)
             self._graph.capture(self.optimizer.launch)
             self._note_capture()
         self._graph.replay()
@@ -318,28 +355,39 @@ class _FunctionRun(_Run):
         self._inputs: StaticInputs | None = None
         self._outputs: Any = None
         self._recorded: _Recorded | None = None
-        self._warmed_at: list[int] = []
+        self._warmed: Surroundings | None = None
+        self._dropped: set[int] = set()
+        self._steps: list[int] = []
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One training step."""
+        if self._moved():
+            if self._captured:
+                self._drop(f"the parameters moved from {self.device}")
+            else:
+                self._follow_device()
+            self._inputs = self._recorded = self._outputs = self._warmed = None
+        cause = ""
         if self._inputs is None:
             device = None if self._graph is None else self.device
             self._inputs = StaticInputs(self._function, device, args, kwargs)
-            cause = ""
         else:
-            cause = self._inputs.take(args, kwargs)
-        if self._captured:
-            assert self._recorded is not None
-            cause = cause or self._recorded.change() or ("" if self._recorded.refresh() else self._explain())
-            if cause:
-                self._drop(cause)
-                self._recorded = self._outputs = None
+            given = self._inputs.checked(args, kwargs)
+            cause = self._inputs.change(given)
+            if self._captured:
+                assert self._recorded is not None
+                cause = cause or self._recorded.change() or ("" if self._recorded.refresh() else self._explain())
+                if cause:
+                    self._drop(cause)
+                    self._recorded = self._outputs = None
+            elif cause:
+                self._pending = max(self._pending, 1)
+            self._inputs.load(given)
         if not self._captured:
-            if self._graph is None or self._pending or not self._is_settled():
-                self._pending = max(self._pending - 1, 0)
-                outputs = self._call() if self._graph is None else self._graph.warm_up(self._call)
-                self._warmed_at = self._addresses()
-                return self._hand_out(outputs)
+            if self._graph is None:
+                return self._hand_out(self._call())
+            if self._pending or not self._follow_device() or not self._is_settled():
+                return self._hand_out(self._warm_up(self._graph))
             self._capture(self._graph)
         assert self._graph is not None
         assert self._recorded is not None
@@ -350,40 +398,70 @@ class _FunctionRun(_Run):
     def release(self) -> None:
         """Free the graph, the copies of the inputs and the outputs."""
         super().release()
-        self._inputs = self._recorded = self._outputs = None
+        self._inputs = self._recorded = self._outputs = self._warmed = None
+
+    def _moved(self) -> bool:
+        """Whether the parameters are on another device than they were."""
+        return next((p.device for o in self._optimizers for p in o.traceable_params()), self.device) != self.device
 
     def _call(self) -> Any:
         assert self._inputs is not None
         result = self._function(*self._inputs.args, **self._inputs.kwargs)
-        return tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, result)
+        return tree_map(_detached, result)
 
     def _hand_out(self, outputs: Any) -> Any:
         if not self._clone_outputs:
             return outputs
         return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, outputs)
 
-    def _is_settled(self) -> bool:
-        """Whether the optimizers' steps can be captured without being derived anew."""
-        known = all(o.refresh(*o.taken_scaler) is not None for o in self._optimizers)
-        return known and self._warmed_at == self._addresses()
+    def _warm_up(self, graph: Graph) -> Any:
+        """Run the function as it is, and note what its capture is to find."""
+        self._pending = max(self._pending - 1, 0)
+        before = Surroundings(self._optimizers, self._modules)
+        gradients = CapturedGradients([*before.params, *before.others], before.names, len(before.params))
+        steps = [o.events.steps for o in self._optimizers]
+        with _watching_zero_grad(self._optimizers, gradients.drop):
+            outputs = graph.warm_up(self._call)
+        self._dropped = gradients.dropped
+        self._steps = [o.events.steps - count for o, count in zip(self._optimizers, steps, strict=True)]
+        self._warmed = Surroundings(self._optimizers, self._modules)
+        return outputs
 
-    def _addresses(self) -> list[int]:
-        return [local(p).data_ptr() for o in self._optimizers for p in o.traceable_params()]
+    def _is_settled(self) -> bool:
+        """Whether a capture would find what the call before left, and no step would be derived anew."""
+        known = all(o.refresh(*o.taken_scaler) is not None for o in self._optimizers)
+        return known and self._warmed is not None and not self._warmed.change()
 
     def _capture(self, graph: Graph) -> None:
-        recorded = _Recorded(self._optimizers, self._modules)
+        for optimizer, steps in zip(self._optimizers, self._steps, strict=True):
+            optimizer.reserve(max(steps, 1))
+        recorded = _Recorded(self._optimizers, self._modules, self._dropped)
+        torch.clear_autocast_cache()  # weights that were cast outside would not be cast again by a replay
         try:
             with recorded.capturing():
                 self._outputs = graph.capture(self._call)
             recorded.check()
         except BaseException:
             self._outputs = None
-            self._pending = 1  # no table can be captured twice without a step in between
+            self._pending = 1  # a step in between derives what the function may have changed
             graph.release()
             recorded.undo()
             raise
+        finally:
+            torch.clear_autocast_cache()  # nor do those that the graph casts exist before it is replayed
         self._recorded = recorded
         self._note_capture()
+
+
+def _detached(output: Any) -> Any:
+    if isinstance(output, Tensor):
+        return output.detach()
+    if not isinstance(output, CONSTANTS):
+        raise TypeError(
+            f"a function in a CUDAGraphRunner must return tensors, numbers, strings or None, or tuples, lists or dicts of "
+            f"them, got {type(output).__name__}"
+        )
+    return output
 
 
 class _Recorded:
@@ -392,12 +470,17 @@ class _Recorded:
     Args:
         optimizers: those that the training step uses.
         modules: those that it reads.
+        dropped: ids of the parameters whose gradients the step drops, as far as is known.
     """
 
-    def __init__(self, optimizers: Sequence[CompiledOptimizer], modules: Sequence[nn.Module]) -> None:
+    def __init__(
+        self, optimizers: Sequence[CompiledOptimizer], modules: Sequence[nn.Module], dropped: Collection[int]
+    ) -> None:
         self._optimizers = optimizers
         self._surroundings = Surroundings(optimizers, modules)
-        self._gradients = CapturedGradients(self._surroundings.params, self._surroundings.names)
+        params = [*self._surroundings.params, *self._surroundings.others]
+        updated = len(self._surroundings.params)
+        self._gradients = CapturedGradients(params, self._surroundings.names, updated, dropped)
         self._before = [o.events.steps for o in optimizers]
         self._steps: list[int] = []
         self._hypers = [_hypers_of(o) for o in optimizers]
@@ -409,9 +492,9 @@ class _Recorded:
     def capturing(self) -> Iterator[None]:
         """Watch a capture."""
         with contextlib.ExitStack() as stack:
+            stack.enter_context(_watching_zero_grad(self._optimizers, self._gradients.drop))
             for optimizer in self._optimizers:
                 stack.enter_context(optimizer.captured_by_runner())
-                stack.enter_context(_watching_zero_grad(optimizer, self._gradients.drop))
             yield
         self._gradients.leave()
         self._steps = [o.events.steps - before for o, before in zip(self._optimizers, self._before, strict=True)]
@@ -441,11 +524,12 @@ class _Recorded:
         change = self._surroundings.change()
         if change:
             raise RuntimeError(f"the function itself changes what every replay would find as it was: {change}")
-        self._gradients.forget_dropped()
+        self._gradients.accept()
 
     def undo(self) -> None:
-        """Restore gradients and step counts after a capture that failed."""
+        """Restore gradients, what modules hold, and step counts after a capture that failed."""
         self._gradients.put_back()
+        self._surroundings.put_back()
         self._forget_steps()
 
     def _forget_steps(self) -> None:
@@ -473,22 +557,33 @@ class _Recorded:
 
 
 @contextlib.contextmanager
-def _watching_zero_grad(optimizer: CompiledOptimizer, drop: Callable[[Iterable[Tensor]], None]) -> Iterator[None]:
-    """Report gradients that ``optimizer.zero_grad`` is about to set to None before the optimizer's first step."""
-    original = optimizer.zero_grad
-    steps = optimizer.events.steps
+def _watching_zero_grad(optimizers: Sequence[CompiledOptimizer], drop: Callable[[Iterable[Tensor]], None]) -> Iterator[None]:
+    """Report gradients that ``zero_grad`` of an optimizer is about to set to None before a step used them."""
+    before = [o.events.steps for o in optimizers]
 
-    @functools.wraps(original)
-    def zero_grad(set_to_none: bool = True) -> None:
-        if set_to_none and optimizer.events.steps == steps:
-            drop(optimizer.traceable_params())
-        original(set_to_none)
+    def watched(optimizer: CompiledOptimizer) -> Callable[..., None]:
+        original = optimizer.zero_grad
 
-    optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+        @functools.wraps(original)
+        def zero_grad(set_to_none: bool = True) -> None:
+            if set_to_none:
+                stepped = [o for o, steps in zip(optimizers, before, strict=True) if o.events.steps > steps]
+                used = {id(p) for o in stepped for p in o.traceable_params()}
+                drop(p for p in optimizer.traceable_params() if id(p) not in used)
+            original(set_to_none)
+
+        return zero_grad
+
+    own = [vars(o).get("zero_grad") for o in optimizers]
+    for optimizer in optimizers:
+        vars(optimizer)["zero_grad"] = watched(optimizer)
     try:
         yield
     finally:
-        del optimizer.zero_grad
+        for optimizer, assigned in zip(optimizers, own, strict=True):
+            del vars(optimizer)["zero_grad"]
+            if assigned is not None:
+                vars(optimizer)["zero_grad"] = assigned
 
 
 def _hypers_of(optimizer: CompiledOptimizer) -> dict[str, Tensor]:

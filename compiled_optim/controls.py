@@ -66,6 +66,12 @@ class Controls:
             values["skip_nonfinite"] = self._values.get("skip_nonfinite", self._tensor("skip_nonfinite", 1.0))
         self._values, self._given = values, given
 
+    def are_tensors(self, *given: Any) -> bool:
+        """Whether :meth:`take` makes no tensor of ``given``, which a CUDA graph that is being captured would not fill."""
+        *numbers, skip_nonfinite = zip(given, self._given, strict=True)
+        known = all(new is None or new is old or isinstance(new, Tensor) for new, old in numbers)
+        return known and (not skip_nonfinite[0] or "skip_nonfinite" in self._values)
+
     @property
     def scaler(self) -> tuple[Any, Any]:
         """``grad_scale`` and ``found_inf`` as they were taken."""

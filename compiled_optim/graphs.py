@@ -38,16 +38,18 @@ class CudaGraph:
         """Do ``work`` on the stream of the capture, between what the current stream did and will do."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            result = work()
-        current.wait_stream(self._stream)
-        return result
+        try:
+            with torch.cuda.stream(self._stream):
+                return work()
+        finally:
+            current.wait_stream(self._stream)
 
     def capture(self, work: Callable[[], T]) -> T:
         """Record ``work``; other threads, such as NCCL's watchdog, may go on calling CUDA meanwhile."""
         graph = torch.cuda.CUDAGraph()
         with (
             torch.cuda.device(self._device),
+            torch.cuda.stream(torch.cuda.current_stream(self._device)),  # a capture that fails leaves its own behind
             torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"),
         ):
             result = work()

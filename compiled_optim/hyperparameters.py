@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from compiled_optim.fields import Hyper
-from compiled_optim.torch_internals import outside_dynamo
+from compiled_optim.torch_internals import is_capturing, outside_dynamo
 from compiled_optim.watched import WatchedDict
 
 
@@ -202,6 +202,11 @@ class ParamGroup(WatchedDict[str, Any]):
         return adopted
 
     def _fresh(self, key: str, index: int, element: float | Tensor) -> Tensor:
+        if is_capturing(self._device):
+            raise RuntimeError(
+                f"{self.label}[{key!r}] is assigned while a CUDA graph is being captured, and no replay would do that "
+                "again; set hyperparameters outside"
+            )
         dtype = scalar_dtype(self._device)
         if not isinstance(element, Tensor):
             tensor = torch.tensor(element, dtype=dtype, device=self._device)

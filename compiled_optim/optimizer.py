@@ -7,6 +7,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any, ClassVar, Literal, cast, overload
 
 import torch
@@ -394,6 +395,11 @@ class CompiledOptimizer(Declared, Optimizer):
         """What a graph that holds :meth:`launch` depends on: it is valid for as long as this stays equal."""
         return (self._square_sums, *(unit.launch_key() for unit in self._capturable()))
 
+    def reserve(self, steps: int) -> None:
+        """Have memory for a graph that holds so many steps."""
+        for unit in self._capturable():
+            unit.reserve(steps)
+
     def hold(self) -> None:
         """Bring the prepared gradients to where a :meth:`launch` reads them that is captured now or was before."""
         for unit in self._capturable():
@@ -434,19 +440,29 @@ class CompiledOptimizer(Declared, Optimizer):
     def captured_by_runner(self) -> Iterator[None]:
         """Let steps inside a ``with`` block be captured by one who follows assignments himself."""
         self._has_runner = True
+        token = _runner_captures.set(True)
         try:
             yield
         finally:
+            _runner_captures.reset(token)
             self._has_runner = False
 
     def _check_capture(self, grads: list[Tensor | None] | None) -> None:
         """Refuse to capture a step that needs more than a graph can hold; warn of assignments after one that is captured."""
+        if _runner_captures.get() and not self._has_runner:
+            raise RuntimeError(
+                f"{type(self).__name__} is stepped in a function that a CUDAGraphRunner captures, but is not one of the "
+                "runner's optimizers; name it there"
+            )
+        elsewhere = any(t.device != u.plan.device for u in self.units for t in self._controls.tensors(u.plan.device))
         reasons = {
             "groups or state changed since the last step": self._changed or self._regrouped(),
             "a parameter got its first gradient": bool(self.units) and self._wakes(grads),
             "its kernels are not compiled yet": not all(unit.is_compiled for unit in self.units),
             "clipping was switched on or off": (self.max_grad_norm is not None or self.skip_nonfinite)
             != (self._square_sums is not None),
+            "max_grad_norm or skip_nonfinite was assigned": not self._controls.are_tensors(*self._given_controls()),
+            "max_grad_norm is a tensor on another device": elsewhere and not self._has_runner,
         }
         reason = next((r for r, holds in reasons.items() if holds), None)
         if reason is None and not self._read(grads):
@@ -485,10 +501,13 @@ class CompiledOptimizer(Declared, Optimizer):
             unit.finish()
 
     def _take_controls(self) -> None:
-        scaler = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)  # set and deleted by torch's GradScaler
-        self._controls.take(self.max_grad_norm, *scaler, self.skip_nonfinite)
+        self._controls.take(*self._given_controls())
         if self._square_sums is not None and not self._controls.measures_norm:
             self._changed = True
+
+    def _given_controls(self) -> tuple[Any, ...]:
+        scaler = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)  # set and deleted by torch's GradScaler
+        return self.max_grad_norm, *scaler, self.skip_nonfinite
 
     @property
     def grad_norm(self) -> Tensor | None:
@@ -725,6 +744,9 @@ class CompiledOptimizer(Declared, Optimizer):
         for param, values in state.get("state", self.state).items():
             own.set_quietly(param, ParamState(self._mark_changed, values))
         self.state = own  # type: ignore[assignment]
+
+
+_runner_captures: ContextVar[bool] = ContextVar("runner_captures", default=False)
 
 
 @contextlib.contextmanager

@@ -5,7 +5,8 @@ Device-independent: everything is compared on the host, by identity and address.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import chain
 from operator import attrgetter, is_
 from typing import Any, TypeGuard
 
@@ -26,7 +27,7 @@ def described(optimizer: CompiledOptimizer) -> dict[str, str]:
     """Everything about ``optimizer`` whose change makes a graph of its step stale, by name."""
     bound = optimizer.max_grad_norm
     facts = {
-        "max_grad_norm": "off" if bound is None else _place(bound) if _is_copied(bound) else "on",
+        "max_grad_norm": "off" if bound is None else _place(bound) if _is_copied(bound, optimizer) else "on",
         "skip_nonfinite": str(optimizer.skip_nonfinite),
     }
     for (i, name), function in optimizer.scheduled().items():
@@ -53,8 +54,9 @@ def described(optimizer: CompiledOptimizer) -> dict[str, str]:
     return facts
 
 
-def _is_copied(bound: float | Tensor) -> TypeGuard[Tensor]:
-    return isinstance(bound, Tensor) and bound.dtype != torch.float64
+def _is_copied(bound: float | Tensor, optimizer: CompiledOptimizer) -> TypeGuard[Tensor]:
+    devices = {unit.plan.device for unit in optimizer.units}
+    return isinstance(bound, Tensor) and (bound.dtype != torch.float64 or bound.device not in devices)
 
 
 def _place(tensor: Tensor) -> str:
@@ -83,6 +85,10 @@ class Surroundings:
     Args:
         optimizers: those that the training step uses.
         modules: those that it reads.
+
+    Attributes:
+        params: the optimizers' parameters.
+        others: those of the modules that no optimizer of the step updates.
     """
 
     def __init__(self, optimizers: Sequence[CompiledOptimizer], modules: Iterable[nn.Module]) -> None:
@@ -93,32 +99,30 @@ class Surroundings:
             for i, group in enumerate(o.param_groups)
             for j, p in enumerate(group["params"])
         }
-        self.names = [names.get(id(p), "?") for p in self.params]
         self._optimized = set(names)
         known = {id(m): (name, m) for root in modules for name, m in root.named_modules()}
-        places = [
-            (name, entries, key)
-            for name, m in known.values()
-            for entries in (m._parameters, m._buffers)
-            for key, tensor in entries.items()
-            if tensor is not None
-        ]
-        self._entries: list[dict[str, Any]] = [entries for _, entries, _ in places]
-        self._keys = [key for _, _, key in places]
-        self._held = [entries[key] for _, entries, key in places]
-        self._held_names = [f"{name}.{key}" if name else key for name, _, key in places]
-        others = {
-            id(t): (t, n)
-            for t, n in zip(self._held, self._held_names, strict=True)
-            if id(t) not in names and _has_address(t)
-        }
-        self._tensors = [*self.params, *(t for t, _ in others.values())]
-        self._tensor_names = [*self.names, *(n for _, n in others.values())]
-        self._addresses = Addresses(self._tensors)
-        self._places = self._tensor_places()
-        self._requires_grad = list(map(_REQUIRES_GRAD, self.params))
         self._modules = [m for _, m in known.values()]
         self._module_names = [name or type(m).__name__ for name, m in known.values()]
+        # Read past the module's own methods, which look at three dicts for every name.
+        places = [(name, d) for name, m in known.values() for d in (m._parameters, m._buffers, m._modules)]
+        self._prefixes = [f"{name}." if name else "" for name, _ in places]
+        self._dicts: list[dict[str, Any]] = [entries for _, entries in places]
+        self._snapshots = [dict(entries) for entries in self._dicts]
+        self._held = self._contents()
+        others: dict[int, tuple[str, Tensor]] = {}
+        for prefix, entries in zip(self._prefixes, self._snapshots, strict=True):
+            for key, tensor in entries.items():
+                if isinstance(tensor, Tensor) and id(tensor) not in names:
+                    others.setdefault(id(tensor), (prefix + key, tensor))
+        self.others = [t for _, t in others.values() if isinstance(t, nn.Parameter)]
+        self.names = [names.get(id(p), "?") for p in self.params]
+        self.names += [name for name, t in others.values() if isinstance(t, nn.Parameter)]
+        placed = [(name, t) for name, t in others.values() if _has_address(t)]
+        self._tensors = [*self.params, *(t for _, t in placed)]
+        self._tensor_names = [*self.names[: len(self.params)], *(name for name, _ in placed)]
+        self._addresses = Addresses(self._tensors)
+        self._places = self._tensor_places()
+        self._requires_grad = self._require_grad()
         self._training = list(map(_TRAINING, self._modules))
         self._modes = _modes(self._device)
 
@@ -132,12 +136,13 @@ class Surroundings:
         Raises:
             RuntimeError: a module no longer holds a parameter that an optimizer updates. Only a new optimizer can follow.
         """
-        if not all(map(is_, map(dict.get, self._entries, self._keys), self._held)):
+        contents = self._contents()
+        if len(contents) != len(self._held) or not all(map(is_, contents, self._held)):
             return self._replaced()
         self._addresses.read()
         if self._addresses.moved:
             return self._first("parameter '{}' {} -> {}", self._tensor_names, self._places, self._tensor_places())
-        flags = list(map(_REQUIRES_GRAD, self.params))
+        flags = self._require_grad()
         if flags != self._requires_grad:
             return self._first("requires_grad of '{}' {} -> {}", self.names, self._requires_grad, flags)
         training = list(map(_TRAINING, self._modules))
@@ -148,20 +153,38 @@ class Surroundings:
             return self._first("{} {} -> {}", list(modes), list(self._modes.values()), list(modes.values()))
         return ""
 
+    def put_back(self) -> None:
+        """Let the modules hold what they held."""
+        for entries, before in zip(self._dicts, self._snapshots, strict=True):
+            if list(entries) != list(before) or not all(map(is_, entries.values(), before.values())):
+                entries.clear()
+                entries.update(before)
+
+    def _contents(self) -> list[Any]:
+        return list(chain.from_iterable(map(dict.values, self._dicts)))
+
     def _replaced(self) -> str:
-        for entries, key, held, name in zip(self._entries, self._keys, self._held, self._held_names, strict=True):
-            if entries.get(key) is not held:
-                if id(held) in self._optimized:
+        for prefix, entries, before in zip(self._prefixes, self._dicts, self._snapshots, strict=True):
+            for key in {**before, **entries}:
+                old, new = before.get(key), entries.get(key)
+                if new is old and (key in before) == (key in entries):
+                    continue
+                if id(old) in self._optimized:
                     raise RuntimeError(
-                        f"parameter '{name}' of the module is no longer the tensor that the optimizer updates (after "
+                        f"parameter '{prefix}{key}' of the module is no longer the tensor that the optimizer updates (after "
                         "load_state_dict(assign=True)?); make a new optimizer and runner, or load with assign=False"
                     )
-                return f"'{name}' of the module was replaced by another tensor"
-        raise AssertionError
+                kinds = [type(x).__name__ if key in there else "absent" for x, there in ((old, before), (new, entries))]
+                another = "another " if kinds[0] == kinds[1] else ""
+                return f"'{prefix}{key}' of the module {kinds[0]} -> {another}{kinds[1]}"
+        return "entries of a module changed their order"
 
     @staticmethod
     def _first(text: str, names: Sequence[str], old: Sequence[Any], new: Sequence[Any]) -> str:
         return next(text.format(n, a, b) for n, a, b in zip(names, old, new, strict=True) if a != b)
+
+    def _require_grad(self) -> list[bool]:
+        return [*map(_REQUIRES_GRAD, self.params), *map(_REQUIRES_GRAD, self.others)]
 
     def _tensor_places(self) -> list[str]:
         return list(map(_place, self._tensors))
@@ -184,74 +207,90 @@ def _modes(device: torch.device) -> dict[str, object]:
 class CapturedGradients:
     """Which gradients a captured training step found, and which it left.
 
-    A gradient that ``zero_grad`` dropped before anything was added to it may be anything. One that was replaced in another
-    way may have been read: what a parameter has later is copied to where the graph reads. Any other must be the same tensor.
+    A gradient that ``zero_grad`` dropped before anything was added to it may be anything; it is None in the capture. Where
+    the step reads or adds to what it found, what a parameter has later is copied to there. A parameter that no optimizer of
+    the step updates matters only if the step changes its gradient.
 
     Args:
         params: the parameters.
         names: theirs.
+        updated: how many of them, the first ones, the step's optimizers update.
+        cleared: ids of those whose gradients the function drops, as far as is known.
     """
 
-    def __init__(self, params: Sequence[Tensor], names: Sequence[str]) -> None:
+    def __init__(self, params: Sequence[Tensor], names: Sequence[str], updated: int, cleared: Collection[int] = ()) -> None:
         self._params = list(params)
         self._names = list(names)
-        self.entry: list[Tensor | None] = list(map(_GRAD, params))
-        self._versions = [None if g is None else g._version for g in self.entry]
+        self._updated = updated
+        self._originals: list[Tensor | None] = list(map(_GRAD, params))
+        self._cleared = {i for i, p in enumerate(self._params) if id(p) in cleared}
+        for i in self._cleared:
+            self._params[i].grad = None
+        self._found: list[Tensor | None] = list(map(_GRAD, params))
+        self._versions = [None if g is None else g._version for g in self._found]
         self._dropped: set[int] = set()
-        self._left: list[Tensor | None] = []
-        self._carried: list[int] = []
-        self._settled = self._repeats = False
-        self._nones = 0
+        self._watched: list[int] = []
+        self._concerned: list[Tensor] = []
+        self._given: list[Tensor | None] = []
 
     def drop(self, params: Iterable[Tensor]) -> None:
         """Note that the gradients of ``params``, which no step used yet, are about to become None."""
         wanted = set(map(id, params))
-        for i, (param, found, version) in enumerate(zip(self._params, self.entry, self._versions, strict=True)):
+        for i, (param, found, version) in enumerate(zip(self._params, self._found, self._versions, strict=True)):
             if id(param) in wanted and param.grad is found and (found is None or found._version == version):
                 self._dropped.add(i)
 
+    @property
+    def dropped(self) -> set[int]:
+        """The ids of the parameters whose gradients were dropped."""
+        return {id(self._params[i]) for i in self._dropped}
+
     def leave(self) -> None:
         """Note what the captured step left."""
-        self._left = list(map(_GRAD, self._params))
-        replaced = [
+        left_now = list(map(_GRAD, self._params))
+        changed = {
             i
-            for i, (found, left) in enumerate(zip(self.entry, self._left, strict=True))
-            if found is not None and left is not None and found is not left
-        ]
-        self._carried = [i for i in replaced if i not in self._dropped]
-        self._settled = self._dropped == set(range(len(self._params)))
-        self._repeats = all(map(is_, self.entry, self._left))
-        self._nones = self.entry.count(None)
+            for i, (found, left, version) in enumerate(zip(self._found, left_now, self._versions, strict=True))
+            if left is not found or (found is not None and found._version != version)
+        }
+        concerned = changed.union(range(self._updated))
+        self._watched = sorted(concerned - self._dropped)
+        self._concerned = [self._params[i] for i in sorted(concerned)]
+        self._given = [left_now[i] for i in sorted(concerned)]
 
-    def forget_dropped(self) -> None:
-        """Let go of the gradients that nobody reads again, once the capture is accepted."""
+    def accept(self) -> None:
+        """Let go of the gradients that nobody reads again.
+
+        Raises:
+            RuntimeError: a gradient that was None in the capture, since other calls drop it, was not dropped in this one.
+        """
+        kept = self._cleared - self._dropped
+        if kept:
+            raise RuntimeError(
+                f"the function drops the gradient of '{self._names[min(kept)]}' in some calls and in others does not; "
+                "a graph can only do the same in every call"
+            )
+        self._originals = []
         for i in self._dropped:
-            self.entry[i] = None
+            self._found[i] = None
 
     def put_back(self) -> None:
         """Restore what was found, after a capture that failed."""
-        for param, found in zip(self._params, self.entry, strict=True):
-            param.grad = found
+        for param, original in zip(self._params, self._originals, strict=True):
+            param.grad = original
 
     def change(self) -> str:
         """Which parameter's gradient is not what the graph finds; empty if all are, or were copied to where it reads."""
-        if self._settled:
-            return ""
-        now = list(map(_GRAD, self._params))
-        if self._repeats and (now.count(None) == self._nones == len(now) or all(map(is_, now, self.entry))):
-            return ""
-        carried = set(self._carried)
-        for i, (found, grad) in enumerate(zip(self.entry, now, strict=True)):
-            if i in self._dropped or (i not in carried and grad is found):
+        copied: list[tuple[Tensor, Tensor]] = []
+        for i in self._watched:  # none where the function drops its gradients first
+            found, grad = self._found[i], self._params[i].grad
+            if grad is found:
                 continue
-            if i in carried and grad is not None and found is not None and _fits(grad, found):
-                continue
-            return f"gradient of '{self._names[i]}' {_words(found)} -> {_words(grad)}"
+            if grad is None or found is None or not _fits(grad, found):
+                return f"gradient of '{self._names[i]}' {_words(found)} -> {_words(grad)}"
+            copied.append((found, grad))
         with torch.no_grad():
-            for i in self._carried:
-                found, grad = self.entry[i], now[i]
-                assert found is not None
-                assert grad is not None
+            for found, grad in copied:
                 if found.is_sparse:
                     found._indices().copy_(grad._indices())
                     found._values().copy_(grad._values())
@@ -261,13 +300,9 @@ class CapturedGradients:
 
     def restore(self) -> None:
         """Give every parameter the gradient that the step leaves, as its Python would have."""
-        if self._repeats:
-            return
-        now = list(map(_GRAD, self._params))
-        if not all(map(is_, now, self._left)):
-            for param, grad, left in zip(self._params, now, self._left, strict=True):
-                if grad is not left:
-                    param.grad = left
+        if not all(map(is_, map(_GRAD, self._concerned), self._given)):
+            for param, left in zip(self._concerned, self._given, strict=True):
+                param.grad = left
 
 
 def _fits(grad: Tensor, found: Tensor) -> bool:

@@ -18,7 +18,8 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
-_CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+"""What may stand beside tensors among inputs and outputs."""
 
 
 class StaticInputs:
@@ -39,7 +40,7 @@ class StaticInputs:
         self, function: Callable[..., Any], device: torch.device | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
         self._function = function
-        leaves, self._structure = tree_flatten_with_path((args, dict(kwargs)))
+        leaves, self._structure = tree_flatten_with_path((args, _ordered(kwargs)))
         self._names = [self._name(path) for path, _ in leaves]
         for name, (_, leaf) in zip(self._names, leaves, strict=True):
             self._check_kind(name, leaf)
@@ -48,44 +49,47 @@ class StaticInputs:
         self._leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for _, leaf in leaves]
         self.args, self.kwargs = tree_unflatten(self._leaves, self._structure)
 
-    def take(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-        """Copy the tensors of a call in and take over its constants.
-
-        Returns:
-            Which constant is another than in the call before, with old and new value; empty if none is.
+    def checked(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+        """The tensors and constants of a call, for the other methods.
 
         Raises:
+            TypeError: as the constructor.
             ValueError: the arguments' structure, or a tensor's shape, dtype or device is another than in the first call.
-                Nothing is copied then.
         """
-        leaves, structure = tree_flatten((args, dict(kwargs)))
+        leaves, structure = tree_flatten((args, _ordered(kwargs)))
         if structure != self._structure:
             raise ValueError(f"the arguments must be structured as in the first call: {self._structure}, got {structure}")
-        cause = ""
         for name, own, leaf in zip(self._names, self._leaves, leaves, strict=True):
             self._check_kind(name, leaf)
-            if isinstance(own, Tensor) != isinstance(leaf, Tensor):
+            kinds_differ = isinstance(own, Tensor) != isinstance(leaf, Tensor)
+            if kinds_differ or (isinstance(own, Tensor) and _words(own) != _words(leaf)):
                 raise ValueError(f"{name} must be {_words(own)} as in the first call, got {_words(leaf)}")
-            if isinstance(own, Tensor):
-                if _words(own) != _words(leaf):
-                    raise ValueError(f"{name} must be {_words(own)} as in the first call, got {_words(leaf)}")
-            elif type(own) is not type(leaf) or not (own is leaf or own == leaf):
-                cause = cause or f"{name} {own!r} -> {leaf!r}"
+        return leaves
+
+    def change(self, leaves: list[Any]) -> str:
+        """Which constant of ``leaves`` is another than what was loaded last, with old and new value; empty if none is."""
+        for name, own, leaf in zip(self._names, self._leaves, leaves, strict=True):
+            if not isinstance(own, Tensor) and (type(own) is not type(leaf) or not (own is leaf or own == leaf)):
+                return f"{name} {own!r} -> {leaf!r}"
+        return ""
+
+    def load(self, leaves: list[Any]) -> None:
+        """Copy the tensors of ``leaves`` in and take over the constants."""
+        changed = bool(self.change(leaves))
         for i, (own, leaf) in enumerate(zip(self._leaves, leaves, strict=True)):
             if not isinstance(own, Tensor):
                 self._leaves[i] = leaf
             elif own is not leaf:
                 own.copy_(leaf, non_blocking=True)
-        if cause:
+        if changed:
             self.args, self.kwargs = tree_unflatten(self._leaves, self._structure)
-        return cause
 
     @staticmethod
     def _check_kind(name: str, leaf: Any) -> None:
         if isinstance(leaf, Tensor):
             if leaf.requires_grad:
                 raise ValueError(f"{name} requires grad, and a copy of it would get the gradient; pass its detach()")
-        elif not isinstance(leaf, _CONSTANTS):
+        elif not isinstance(leaf, CONSTANTS):
             raise TypeError(f"{name} must be a tensor, a number, a string or None, got {type(leaf).__name__}")
 
     def _name(self, path: tuple[KeyEntry, ...]) -> str:
@@ -102,6 +106,11 @@ class StaticInputs:
         kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         names = [p.name for p in positional if p.kind in kinds]
         return (names[first.idx] if first.idx < len(names) else f"args[{first.idx}]") + tail
+
+
+def _ordered(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """``kwargs`` in an order that no caller decides."""
+    return dict(sorted(kwargs.items()))
 
 
 def _words(leaf: Any) -> str:

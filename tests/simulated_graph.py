@@ -2,7 +2,8 @@
 
 Torch operations are recorded by a dispatch mode, the package's kernels by wrappers that keep what they are called with.
 As on a GPU, a capture changes nothing, Python runs once, and what a replay reads and writes is where it was in the capture:
-a parameter that got other memory, a gradient that is a new tensor or an assigned hyperparameter are not seen by it.
+a parameter that got other memory, a gradient that is a new tensor or an assigned hyperparameter are not seen by it. Memory
+that was made in a capture holds nothing of use before the first replay, and a replay of memory that nobody else keeps fails.
 """
 
 from __future__ import annotations
@@ -25,11 +26,6 @@ from compiled_optim.signature import Signature
 _FIELDS = ("tensors", "grads", "hypers", "chunks", "coefficients", "square_sums", "all_square_sums", "outcome")
 
 
-def _where_it_is(x: Any) -> Any:
-    """An alias that keeps its memory whatever happens to the tensor object."""
-    return x.detach() if isinstance(x, Tensor) else x
-
-
 def _pieces(tree: Any) -> list[Tensor]:
     """The tensors in ``tree``; of sparse ones the indices and the values, which have memory of their own."""
     found = [x for x in tree_flatten(tree)[0] if isinstance(x, Tensor)]
@@ -47,6 +43,7 @@ class SimulatedGraph(TorchDispatchMode):
         self._work: list[Callable[[], None]] = []
         self._before: dict[int, tuple[Tensor, Tensor]] = {}
         self._made: dict[int, Tensor] = {}
+        self._found: dict[int, list[Tensor]] = {}
         self.captured = False
 
     def warm_up(self, work: Callable[[], Any]) -> Any:
@@ -63,17 +60,23 @@ class SimulatedGraph(TorchDispatchMode):
             for memory, bytes_before in self._before.values():
                 memory.untyped_storage().copy_(bytes_before.untyped_storage())
             self._before.clear()
+            for made in self._made.values():
+                made.untyped_storage().fill_(0xFF)  # NaN, or an address that is none
         self.captured = True
         return result
 
     def replay(self) -> None:
         assert self.captured, "there is nothing to replay"
+        for aliases in self._found.values():
+            storage = aliases[0].untyped_storage()  # which counts as one more
+            users = torch._C._storage_Use_Count(storage._cdata) - len(aliases) - 1
+            assert users > 0, f"a replay uses memory that was freed, of {tuple(aliases[0].shape)}"
         with torch.no_grad():
             for work in self._work:
                 work()
 
     def release(self) -> None:
-        self._work, self._made, self.captured = [], {}, False
+        self._work, self._made, self._found, self.captured = [], {}, {}, False
 
     def record(self, work: Callable[[], None]) -> None:
         self._work.append(work)
@@ -81,6 +84,17 @@ class SimulatedGraph(TorchDispatchMode):
     def hold(self, made: Sequence[Tensor]) -> None:
         """Take tensors that were made in the capture: the graph's own memory."""
         self._made |= {x.untyped_storage().data_ptr(): x for x in made}
+
+    def where_it_is(self, x: Any) -> Any:
+        """An alias that keeps its memory whatever happens to the tensor object."""
+        if not isinstance(x, Tensor):
+            return x
+        alias = x.detach()
+        for piece in _pieces(alias):
+            at = piece.untyped_storage().data_ptr()
+            if at and piece.dim() and at not in self._made:
+                self._found.setdefault(at, []).append(piece)
+        return alias
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -93,7 +107,6 @@ class SimulatedGraph(TorchDispatchMode):
                 at = x.untyped_storage().data_ptr()
                 if at not in self._made and at not in self._before:
                     self._before[at] = (x.detach(), torch.empty(0).set_(x.untyped_storage().clone()))
-        kept_args, kept_kwargs = tree_map(_where_it_is, (args, kwargs))
         result = func(*args, **kwargs)
         outputs = [x.detach() for x in _pieces(result)]
         fresh = [x.untyped_storage().data_ptr() not in memory for x in outputs]
@@ -102,6 +115,7 @@ class SimulatedGraph(TorchDispatchMode):
             return result  # a view
         if func._schema.name.startswith(("aten::empty", "aten::new_empty")):
             return result
+        kept_args, kept_kwargs = tree_map(self.where_it_is, (args, kwargs))
 
         def again() -> None:
             new = _pieces(func(*kept_args, **kept_kwargs))
@@ -133,7 +147,7 @@ class RecordedKernel:
             launch(table)
             return
         numbers = {"leads": table.leads, "elements": table.elements, "aligned": table.aligned}
-        baked = SimpleNamespace(**{name: getattr(table, name).detach() for name in _FIELDS}, **numbers)
+        baked = SimpleNamespace(**{name: graph.where_it_is(getattr(table, name)) for name in _FIELDS}, **numbers)
         graph.record(lambda: launch(baked))
 
 
@@ -147,7 +161,7 @@ class RecordedStackKernel:
         graph = SimulatedGraph.recording
         if graph is None:
             return self._kernel(tensors)
-        kept = [t.detach() for t in tensors]
+        kept = [graph.where_it_is(t) for t in tensors]
         with _disable_current_modes():
             results = self._kernel(kept)
         graph.hold(results)

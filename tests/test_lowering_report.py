@@ -18,6 +18,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.utils import run_and_get_code
 
 import compiled_optim as co
+from compiled_optim import torch_internals
 from compiled_optim.lowering import cpp, cpp_library
 from compiled_optim.lowering import triton as lowering
 from compiled_optim.signature import kernel_signature
@@ -195,6 +196,25 @@ def test_an_operator_and_a_wait_are_seen() -> None:
         ("add_", 24, False),
         ("_to_copy", 24, True),
     ]
+
+
+def test_a_bound_on_the_host_is_taken_over_without_a_copy() -> None:
+    with fake_cuda(90), recording("cuda") as recorder:
+        param = torch.empty(8, device="cuda", requires_grad=True)
+        param.grad = torch.empty_like(param)
+        bound = torch.tensor(0.5)
+        optimizer = co.SGD([param], max_grad_norm=bound, lowering="multi_tensor")
+        optimizer.step()
+        recorder.take()
+        optimizer.step()
+        steady = recorder.take()
+        assert [(o.name, o.waits, o.crosses) for o in steady.operators] == [("fill_", False, False)]
+        with mock.patch.dict(torch_internals.CAPTURING, {"cuda": lambda: True}):
+            (unit,) = optimizer.units
+            unit.refresh()  # as in a runner's capture, which refreshes outside too
+            assert recorder.take().operators == []
+            with pytest.raises(RuntimeError, match="max_grad_norm is a tensor on another device; take one step"):
+                optimizer.step()  # captured by hand
 
 
 PTX = """

@@ -65,9 +65,13 @@ class HyperRow:
                 self._write(row)
             self._copies = [(own, t.detach()) for own, t in zip(read, tensors, strict=True) if own is not t]
             self._tensors, self._addresses, self._written = tensors, addresses, row
+        capturing = is_capturing(self._device)
         for own, tensor in self._copies:
-            own.copy_(tensor)
-        if self._copies and is_capturing(self._device):
+            if tensor.device.type == self._device.type:
+                own.copy_(tensor)
+            elif not capturing:  # a graph could not read the host; what replays it refreshes before
+                own.fill_(tensor.item())
+        if self._copies and capturing:
             self._captured += self._copies
 
     def copied(self) -> list[int]:
@@ -111,7 +115,8 @@ class GradientRow:
         self._own = host if device.type == "cpu" else upload(host, device)
         self.row = self._own
         self.aligned = True
-        self._spare: Tensor | None = self._host_row()
+        self._spares: list[Tensor] = []
+        self.reserve(1)
         self._captured: list[Tensor] = []
         self._captured_last = False
 
@@ -125,20 +130,25 @@ class GradientRow:
             if self._device.type != "cpu":
                 self.row.copy_(torch.from_numpy(self.host).pin_memory(), non_blocking=True)
                 self.aligned = are_aligned(self.host)
-            if self._spare is None:
-                self._spare = self._host_row()
+            self.reserve(1)
+
+    def reserve(self, steps: int) -> None:
+        """Have memory for a graph with so many steps, which cannot be made while it is captured."""
+        while len(self._spares) < steps:
+            self._spares.append(self._host_row())
 
     def _capture(self) -> None:
         """Make writing the addresses a part of the graph that is being captured, in memory that no other step uses.
 
         So a replay finds its own gradients whatever steps were taken outside of the graph.
         """
-        if self._spare is None:
+        if not self._spares:
             raise RuntimeError("a second step is being captured without a step in between; take one before capturing again")
-        self._spare.numpy()[:] = self.host  # the host's work, now and not in a replay
-        self.row = torch.empty_like(self._own).copy_(self._spare, non_blocking=True)
-        self._captured += [self._spare, self.row]  # read by every replay
-        self._spare, self._captured_last = None, True
+        spare = self._spares.pop()
+        spare.numpy()[:] = self.host  # the host's work, now and not in a replay
+        self.row = torch.empty_like(self._own).copy_(spare, non_blocking=True)
+        self._captured += [spare, self.row]  # read by every replay
+        self._captured_last = True
         self.aligned = are_aligned(self.host)
 
     def _host_row(self) -> Tensor:

@@ -84,6 +84,10 @@ class CoefficientTable:
         """Not 0 where there is a gradient."""
         return self._gradients.row
 
+    def reserve(self, steps: int) -> None:
+        """Have memory for a graph with so many steps."""
+        self._gradients.reserve(steps)
+
     def prepare(self, grads: Sequence[Tensor | None]) -> None:
         """Note which of the plan's tensors have a gradient."""
         present = [grads[i] is not None for i in self.positions]

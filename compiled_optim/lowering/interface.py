@@ -66,6 +66,9 @@ class Capturable:
         """What a graph that holds a launch depends on besides the memory of the tables; it stands for this object."""
         return (self,)
 
+    def reserve(self, steps: int) -> None:
+        """Have memory for a graph with so many steps. By default they need none of their own."""
+
     def refresh(self) -> None:
         """Hand hyperparameters that were assigned over to kernels that run without being prepared."""
         self._hypers.refresh()

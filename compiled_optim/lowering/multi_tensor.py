@@ -123,6 +123,11 @@ class MultiTensorLowering(Capturable):
             for kernel, table in self.tables:
                 kernel(table)
 
+    def reserve(self, steps: int) -> None:
+        """Have memory for a graph with so many steps."""
+        for _, table in self.tables:
+            table.reserve(steps)
+
     def finish(self) -> None:
         """Let go of the gradients."""
         for _, table in self.tables:
@@ -186,6 +191,10 @@ class Table:
     def is_staged(self) -> bool:
         """Whether stand-ins are updated in place of some parameters."""
         return bool(self._staged)
+
+    def reserve(self, steps: int) -> None:
+        """Have memory for a graph with so many steps."""
+        self._gradients.reserve(steps)
 
     def prepare(self, grads: Sequence[Tensor | None] | None) -> None:
         """Bring the table up to date with the gradients, for one run of its kernel.

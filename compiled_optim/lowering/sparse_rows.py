@@ -106,7 +106,7 @@ class RowTableLowering(Capturable):
             self._elections.append(self._elections[-1].new_empty(needed))
         if is_capturing(self.plan.device):
             self._captured += [batch for batch, *_ in self._parts]
-        self._gathered = False
+        self._gathered = self._holds = False
 
     def launch_key(self) -> tuple[object, ...]:
         """What a graph that holds :meth:`launch` depends on besides the memory of the tables; it stands for this object."""
@@ -136,7 +136,7 @@ class RowTableLowering(Capturable):
 
     def finish(self) -> None:
         """Let go of the gradients."""
-        self._parts, self._holds = [], False
+        self._parts = []
 
     def _gather(self) -> None:
         if not self._gathered:

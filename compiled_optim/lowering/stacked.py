@@ -181,9 +181,15 @@ class StackTableLowering(Capturable, StackedLowering):
     def prepare(self, grads: list[Tensor | None] | None) -> None:
         """Take ``grads``, or the parameters' own, and bring the tables up to date."""
         super().prepare(grads)
+        self._holds = False
         self._hypers.refresh()
         for _, table in self._parts:
             table.prepare(self._grads)
+
+    def reserve(self, steps: int) -> None:
+        """Have memory for a graph with so many steps."""
+        for _, table in self._parts:
+            table.reserve(steps)
 
     def hold(self) -> None:
         """Copy the prepared gradients to where :meth:`launch`, if it is captured now or was before, reads them."""
@@ -195,11 +201,6 @@ class StackTableLowering(Capturable, StackedLowering):
         """Write the sum of the squares of the prepared gradients."""
         stacks = [grads for stack in self.stacks if (grads := self._stacked_gradients(stack)) is not None]
         self._square_sum.fill_(sum((_square_sum(grads) for grads in stacks), 0.0))
-
-    def finish(self) -> None:
-        """Let go of the gradients."""
-        super().finish()
-        self._holds = False
 
     def _columns(self) -> Tensor:
         with self._on_device:
