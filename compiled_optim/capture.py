@@ -479,9 +479,11 @@ class _Recorded:
         self._optimizers = optimizers
         self._surroundings = Surroundings(optimizers, modules)
         params = [*self._surroundings.params, *self._surroundings.others]
-        updated = len(self._surroundings.params)
-        self._gradients = CapturedGradients(params, self._surroundings.names, updated, dropped)
+        self._params = params
+        self._gradients = CapturedGradients(params, self._surroundings.names, len(self._surroundings.params), dropped)
         self._before = [o.events.steps for o in optimizers]
+        self._param_versions = [p._version for p in params]
+        self._updated: list[Tensor] = []
         self._steps: list[int] = []
         self._hypers = [_hypers_of(o) for o in optimizers]
         self._versions = [{name: t._version for name, t in named.items()} for named in self._hypers]
@@ -497,6 +499,8 @@ class _Recorded:
                 stack.enter_context(optimizer.captured_by_runner())
             yield
         self._gradients.leave()
+        versions = zip(self._params, self._param_versions, strict=True)
+        self._updated = [p for p, version in versions if p._version != version]
         self._steps = [o.events.steps - before for o, before in zip(self._optimizers, self._before, strict=True)]
         self._scalers = [o.taken_scaler for o in self._optimizers]
         self._keys = self._refreshed()
@@ -548,6 +552,7 @@ class _Recorded:
     def replayed(self) -> None:
         """Do what the function's Python would have done besides."""
         self._gradients.restore()
+        torch.autograd.graph.increment_version(self._updated)
         for optimizer, steps in zip(self._optimizers, self._steps, strict=True):
             optimizer.events.steps += steps
             optimizer.events.replays += 1

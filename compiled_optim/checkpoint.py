@@ -18,7 +18,7 @@ from torch import Tensor
 
 from compiled_optim.fields import Declaration
 from compiled_optim.formats import FORMAT_VERSION, canonical_names, check, from_optimi, group_names, is_optimi
-from compiled_optim.hyperparameters import ParamGroup
+from compiled_optim.hyperparameters import ROUNDING, ParamGroup
 from compiled_optim.plan import parameter_name, structure
 from compiled_optim.sharding import spread_like
 from compiled_optim.state import OptimizerState, ParamState, complete, fill, initial_values, scalar_names
@@ -123,6 +123,14 @@ def load(
     def buffers(ours: _Live) -> tuple[str, ...]:
         return declaration.present_buffers(structure(declaration, groups[ours.group], ours.param))
 
+    def required(ours: _Live, theirs: _Saved) -> tuple[str, ...]:
+        """The buffers with the hyperparameters that are going to hold."""
+        choices = structure(declaration, groups[ours.group], ours.param)
+        if hyperparameters == "checkpoint":
+            values = saved_groups[theirs.group]
+            choices |= {name: not _is_zero(values[name]) for name in declaration.structural_hypers if name in values}
+        return declaration.present_buffers(choices)
+
     check(state_dict)
     if is_optimi(state_dict):
         state_dict = from_optimi(state_dict)
@@ -135,7 +143,7 @@ def load(
     entries: list[tuple[_Live, dict[str, Any]]] = []
     mismatched: list[str] = []
     for ours, theirs in pairs:
-        problem, values = _entries(declaration, buffers(ours), ours.param, theirs)
+        problem, values = _entries(declaration, required(ours, theirs), ours.param, theirs)
         mismatched += [f"{ours.name}: {problem}"] if problem else []
         entries += [] if problem else [(ours, values)]
     report = LoadReport(missing, unexpected, mismatched)
@@ -153,7 +161,8 @@ def load(
     for ours, values in entries:
         if values or (ours.param in state and ours.param.requires_grad):
             initial = initial_values(declaration, groups[ours.group])
-            _copy_into(declaration, buffers(ours), state[ours.param], values, initial, ours.param)
+            present = tuple(b.name for b in declaration.buffers if b.name in values or b.name in buffers(ours))
+            _copy_into(declaration, present, state[ours.param], values, initial, ours.param)
     return report
 
 
@@ -216,16 +225,29 @@ def _match(live: list[_Live], saved: list[_Saved]) -> tuple[list[tuple[_Live, _S
     return pairs, [ours.name for ours in live if ours.name not in found], list(by_name)
 
 
-def _entries(declaration: Declaration, buffers: tuple[str, ...], param: Tensor, saved: _Saved) -> tuple[str, dict[str, Any]]:
-    """The values to copy into one parameter's state, or what keeps them from fitting."""
+def _is_zero(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_meta and value.item() == 0
+    return isinstance(value, (int, float)) and value == 0
+
+
+def _entries(
+    declaration: Declaration, required: tuple[str, ...], param: Tensor, saved: _Saved
+) -> tuple[str, dict[str, Any]]:
+    """The values to copy into one parameter's state, or what keeps them from fitting.
+
+    A buffer that a hyperparameter makes necessary may be there without need, left from when that was not 0.
+    """
     # A flattened checkpoint of torch.distributed.checkpoint has an empty dict for an entry that was not saved.
     given = {k: v for k, v in (saved.state or {}).items() if v is not None and not (isinstance(v, Mapping) and not v)}
     if not given:
         return "", {}
     scalars = scalar_names(declaration)
-    if "step" not in given and all(name in given for name in buffers):
+    left = [b.name for b in declaration.buffers if b.when in declaration.structural_hypers and b.name in given]
+    buffers = {*required, *left}
+    if "step" not in given and all(name in given for name in required):
         given["step"] = 1.0 if buffers else 0.0  # torch.optim.SGD counts no steps; a buffer says that one was taken
-    absent = [name for name in (*scalars, *buffers) if name not in given]
+    absent = [name for name in (*scalars, *required) if name not in given]
     if absent:
         return f"the checkpoint has no {', '.join(absent)} for it", {}
     foreign = [name for name in given if name not in scalars and name not in buffers]
@@ -291,7 +313,7 @@ def _group_values(
 
 def _floats(group: ParamGroup, key: str, value: Any) -> tuple[float, ...]:
     try:
-        return tuple(float(e) for e in group.validated(key, value))
+        return tuple(float(e) for e in group.validated(key, value, ROUNDING))
     except (RuntimeError, OverflowError) as error:  # a meta tensor, an integer beyond every float
         raise ValueError(f"{key} of {group.label} cannot be {value!r}") from error
 

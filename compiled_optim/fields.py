@@ -76,15 +76,15 @@ class Hyper(Field):
         """Whether an element may be None."""
         return isinstance(self.default, tuple) and self.default[index] is None
 
-    def check(self, value: float, index: int, where: str) -> None:
-        """Raise ``ValueError`` if ``value`` is NaN or out of bounds; ``where`` says whose value it is."""
+    def check(self, value: float, index: int, where: str, slack: float = 0.0) -> None:
+        """Raise ``ValueError`` if ``value``, of ``where``, is NaN or out of bounds; inclusive ones get ``slack``."""
         if math.isnan(value) and self.optional(index):
             return
         inside = (
             not math.isnan(value)
-            and (self.ge is None or value >= self.ge)
+            and (self.ge is None or value >= self.ge - slack)
             and (self.gt is None or value > self.gt)
-            and (self.le is None or value <= self.le)
+            and (self.le is None or value <= self.le + slack)
             and (self.lt is None or value < self.lt)
         )
         if not inside:
@@ -105,6 +105,16 @@ class Hyper(Field):
         if len(value) != self.length:
             raise ValueError(f"{self.name} of {where} must have {self.length} elements, got {value!r}")
         return tuple(self._number(element, index, where) for index, element in enumerate(value))
+
+    def checked(self, value: Any, where: str, slack: float = 0.0) -> tuple[float | Tensor, ...]:
+        """:meth:`elements` after :meth:`check`; a tensor on an accelerator is not read, since that would wait for it."""
+        elements = self.elements(value, where)
+        for index, element in enumerate(elements):
+            if not isinstance(element, Tensor):
+                self.check(element, index, where, slack)
+            elif element.device.type == "cpu":
+                self.check(element.item(), index, where, slack)
+        return elements
 
     def _number(self, value: Any, index: int, where: str) -> float | Tensor:
         if value is None and self.optional(index):

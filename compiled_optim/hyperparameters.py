@@ -20,6 +20,9 @@ from compiled_optim.fields import Hyper
 from compiled_optim.torch_internals import is_capturing, outside_dynamo
 from compiled_optim.watched import WatchedDict
 
+ROUNDING = 1e-9
+"""How far what a scheduler computed may be out of range."""
+
 
 def scalar_dtype(device: torch.device) -> torch.dtype:
     """The dtype of hyperparameters, step counts and coefficients: float64 where the device has it."""
@@ -68,7 +71,7 @@ class ParamGroup(WatchedDict[str, Any]):
         self._zeros: dict[str, int] = {}  # structural hyperparameter assigned a Python 0 -> its tensor's version then
         for key, value in values.items():
             if key in self._hypers:
-                elements = self.validated(key, value)
+                elements = self._hypers[key].elements(value, label)
                 owned = [
                     self._fresh(key, i, e) if isinstance(e, Tensor) and e.data_ptr() in taken else self._adopt(key, i, e)
                     for i, e in enumerate(elements)
@@ -112,26 +115,22 @@ class ParamGroup(WatchedDict[str, Any]):
         number = tensor.item()
         return None if math.isnan(number) and self._hypers[key].optional(index) else number
 
-    def validated(self, key: str, value: Any) -> tuple[float | Tensor, ...]:
+    def validated(self, key: str, value: Any, slack: float = 0.0) -> tuple[float | Tensor, ...]:
         """The elements of ``value`` for hyperparameter ``key``.
 
         Raises:
             TypeError: an element is not a number.
-            ValueError: an element is out of its range or not a single number. A tensor on an accelerator is not read,
-                since that would wait for the device.
+            ValueError: an element is out of its range, of which inclusive bounds get ``slack``, or not a single number. A
+                tensor on an accelerator is not read, since that would wait for the device.
         """
-        hyper = self._hypers[key]
-        elements = hyper.elements(value, self.label)
-        for index, element in enumerate(elements):
-            if not isinstance(element, Tensor):
-                hyper.check(element, index, self.label)
-            elif element.device.type == "cpu":
-                hyper.check(element.item(), index, self.label)
-        return elements
+        return self._hypers[key].checked(value, self.label, slack)
 
     def fill(self, key: str, value: Any) -> None:
-        """Copy ``value`` into the live tensors, whose identity and address stay."""
-        elements = self.validated(key, value)
+        """Copy ``value`` into the live tensors, whose identity and address stay.
+
+        It may be as far out of range as a scheduler's rounding takes it.
+        """
+        elements = self.validated(key, value, ROUNDING)
         owned = self.tensors(key)
         was_nonzero = key in self._structural and self.nonzero(key)
         for tensor, element in zip(owned, elements, strict=True):

@@ -100,7 +100,7 @@ def _best(ends: list[Trial]) -> int:
 def _cubic_minimum(a: Trial, b: Trial, lowest: float, highest: float) -> float:
     """Where the cubic with the values and slopes of both trials has its minimum, held within bounds (equation 3.59).
 
-    The middle of the bounds if it has none.
+    The middle of the bounds if it has none, but a bound where it lies at infinity: the cubic is a straight line.
     """
     a, b = sorted((a, b), key=lambda trial: trial.length)
     span = b.length - a.length
@@ -112,6 +112,7 @@ def _cubic_minimum(a: Trial, b: Trial, lowest: float, highest: float) -> float:
     if not square >= 0:
         return middle
     root = math.sqrt(square)
-    divisor = b.slope - a.slope + 2 * root
-    minimum = b.length - span * ((b.slope + root - mean) / divisor) if divisor else math.nan
-    return min(max(minimum, lowest), highest) if math.isfinite(minimum) else middle
+    divisor, numerator = b.slope - a.slope + 2 * root, b.slope + root - mean
+    part = numerator / divisor if divisor else numerator * math.inf  # NaN where both are 0
+    minimum = b.length - span * part
+    return middle if math.isnan(minimum) else min(max(minimum, lowest), highest)

@@ -8,6 +8,8 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from itertools import chain
+from operator import is_
 from typing import Any, ClassVar, Literal, cast, overload
 
 import torch
@@ -70,8 +72,14 @@ class CompiledOptimizer(Declared, Optimizer):
     group_flags: ClassVar[tuple[str, ...]] = ("maximize", "foreach", "capturable", "differentiable", "fused")
     """The flags torch.optim's optimizer of this name keeps in its groups, so that checkpoints are interchangeable."""
 
+    _is_made = False
+    """Whether the constructor has taken all of its groups."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        bound = inspect.signature(type(self)).bind(*args, **kwargs)
+        try:
+            bound = inspect.signature(type(self)).bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{type(self).__name__}() {error}") from None
         bound.apply_defaults()
         made = {s.name: s.default for s in self.fields_of(Static) if not s.init}
         options = {**made, **bound.arguments}
@@ -88,7 +96,7 @@ class CompiledOptimizer(Declared, Optimizer):
                 hyper.check(number, index, "the defaults")
             defaults[hyper.name] = numbers if hyper.is_tuple else numbers[0]
         super().__init__(cast(ParamsT, groups), defaults)
-        self.state = OptimizerState(self._mark_changed)  # type: ignore[assignment]
+        self._is_made = True
         self._rebuild()
 
     def _configure(self, options: Mapping[str, Any]) -> None:
@@ -171,7 +179,7 @@ class CompiledOptimizer(Declared, Optimizer):
         self.param_groups.append(self._new_group(values, index))
         self._aliases |= aliases
         self._changed = True
-        if isinstance(getattr(self, "state", None), OptimizerState):
+        if self._is_made:
             known = list(self.state)
             try:
                 self._rebuild()
@@ -255,7 +263,7 @@ class CompiledOptimizer(Declared, Optimizer):
             choice.check(group.get(choice.name, choice.default), where)
         hypers = {h.name: group[h.name] for h in self.fields_of(Hyper)}
         for hyper in self.fields_of(Hyper):
-            hyper.elements(hypers[hyper.name], where)
+            hyper.checked(hypers[hyper.name], where)
         self.check(hypers, group)
 
     @staticmethod
@@ -331,8 +339,12 @@ class CompiledOptimizer(Declared, Optimizer):
             if set_to_none:
                 param.grad = None  # unread, so that compiled code does not depend on whether there was one
             elif param.grad is not None:
-                if param.grad.requires_grad:
+                if param.grad.requires_grad and torch.compiler.is_compiling():
                     param.grad = param.grad.detach()
+                elif param.grad.grad_fn is not None:
+                    param.grad.detach_()
+                else:
+                    param.grad.requires_grad_(False)
                 param.grad.zero_()
 
     @outside_dynamo
@@ -536,8 +548,11 @@ class CompiledOptimizer(Declared, Optimizer):
         return any((self._traceable[i].grad if grads is None else grads[i]) is not None for i in self._stateless)
 
     def _regrouped(self) -> bool:
-        """Whether somebody replaced or resized groups behind the optimizer's back, as torch allows."""
-        return [self._group_shape(g) for g in self.param_groups] != self._group_shapes
+        """Whether somebody replaced groups or parameters behind the optimizer's back, as torch allows."""
+        groups = self.param_groups
+        if [self._group_shape(g) for g in groups] != self._group_shapes:
+            return True
+        return not all(map(is_, chain.from_iterable(g["params"] for g in groups), self._traceable))
 
     def _group_shape(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
         """What of a group may change unreported: identity, length, a write into a hyperparameter that was 0."""
@@ -549,7 +564,8 @@ class CompiledOptimizer(Declared, Optimizer):
         for index, group in enumerate(self.param_groups):
             if not isinstance(group, ParamGroup):
                 values = {**self.defaults, **group}
-                self._check_values(values, index)
+                if self._group_shapes:  # else it is the copy of one that was checked
+                    self._check_values(values, index)
                 self.param_groups[index] = self._new_group(values, index)
         groups = self._groups
         for group in groups:
@@ -566,7 +582,7 @@ class CompiledOptimizer(Declared, Optimizer):
 
     def _make_units(self, groups: Sequence[ParamGroup]) -> None:
         """Set ``units``, what runs the step, and complete the state; for an optimizer without a rule to override."""
-        plans = partition(self.rule, groups, self._own_state)
+        plans = partition(self.rule, groups, self.state)
         differentiable = any(g.get("differentiable", False) for g in groups)
         if plans and self._controls.device != plans[0].device:
             self._controls = Controls(plans[0].device)
@@ -637,6 +653,20 @@ class CompiledOptimizer(Declared, Optimizer):
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
         self.__dict__["param_groups"] = groups
 
+    @property  # type: ignore[override]
+    def state(self) -> OptimizerState:
+        """Parameter -> its state, see :class:`~compiled_optim.state.ParamState`. Any mapping of mappings can be assigned."""
+        state: OptimizerState = self.__dict__["state"]
+        return state
+
+    @state.setter
+    def state(self, values: Mapping[Tensor, Mapping[str, Any]]) -> None:
+        own = OptimizerState(self._mark_changed)
+        for param, entries in values.items():
+            own.set_quietly(param, ParamState(self._mark_changed, entries))
+        self.__dict__["state"] = own
+        self._mark_changed()
+
     def hyperparameters(self) -> list[dict[str, Any]]:
         """The hyperparameters of each group as Python floats, for logs and JSON. Waits for the device."""
         return [group.floats() for group in self._groups]
@@ -701,7 +731,7 @@ class CompiledOptimizer(Declared, Optimizer):
 
     def _save(self, neutral: Mapping[str, Any]) -> dict[str, Any]:
         """The state dict, with the values of ``neutral`` for run-time flags."""
-        return checkpoint.save(self.declaration, self._groups, self._own_state, self._aliases, neutral)
+        return checkpoint.save(self.declaration, self._groups, self.state, self._aliases, neutral)
 
     def _load(
         self, state_dict: Mapping[str, Any], strict: bool, hyperparameters: Literal["checkpoint", "keep"]
@@ -710,7 +740,7 @@ class CompiledOptimizer(Declared, Optimizer):
         return checkpoint.load(
             self.declaration,
             self._groups,
-            self._own_state,
+            self.state,
             state_dict,
             aliases=self._aliases,
             keep={*self.group_flags, *(s.name for s in self.declaration.statics)},
@@ -721,10 +751,6 @@ class CompiledOptimizer(Declared, Optimizer):
     @property
     def _groups(self) -> list[ParamGroup]:
         return cast("list[ParamGroup]", self.param_groups)
-
-    @property
-    def _own_state(self) -> OptimizerState:
-        return cast(OptimizerState, self.state)
 
     def __getstate__(self) -> dict[str, Any]:
         own = {"lowering": self._lowering, "aliases": self._aliases, "schedules": self._schedules.functions}
@@ -740,10 +766,9 @@ class CompiledOptimizer(Declared, Optimizer):
         self._lowering = lowering
         self._reset()
         self._schedules.functions = dict(schedules)
-        own = OptimizerState(self._mark_changed)
-        for param, values in state.get("state", self.state).items():
-            own.set_quietly(param, ParamState(self._mark_changed, values))
-        self.state = own  # type: ignore[assignment]
+        self.defaults = {name: self.defaults[name] for name in self._group_keys()}  # torch adds a key
+        self.state = self.__dict__["state"]
+        self._is_made = True
 
 
 _runner_captures: ContextVar[bool] = ContextVar("runner_captures", default=False)

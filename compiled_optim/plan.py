@@ -17,7 +17,7 @@ from compiled_optim.addresses import Addresses, gradient
 from compiled_optim.fields import Declaration, Rule
 from compiled_optim.hyperparameters import ParamGroup
 from compiled_optim.sharding import is_sharded, local, local_gradient, placement
-from compiled_optim.state import LocalState, OptimizerState, ParamState, complete, initial_values, scalar_names
+from compiled_optim.state import LocalState, OptimizerState, ParamState, check_shapes, complete, initial_values, scalar_names
 
 
 @dataclass(eq=False)
@@ -81,6 +81,7 @@ class Plan:
 
         Raises:
             TypeError: a gradient is sparse and the rule takes dense ones, or the other way round.
+            ValueError: a gradient has another shape than its parameter.
         """
         self.addresses.read(grads)
         if self.addresses.moved:
@@ -100,6 +101,10 @@ class Plan:
         """Whether all gradients have the dtypes that the plan expects."""
         if not {g.is_sparse for g in grads if g is not None} <= {self.rule.gradients == "sparse"}:
             self._refuse(grads)
+        for member, param, grad in zip(self.members, self.params, grads, strict=True):
+            if grad is not None and grad.shape != param.shape:
+                shapes = tuple(grad.shape), tuple(param.shape)
+                raise ValueError(f"the gradient of '{member.name}' has shape {shapes[0]}, the parameter {shapes[1]}")
         return all(g is None or g.dtype == d for g, d in zip(grads, self.grad_dtypes, strict=True))
 
     def _refuse(self, grads: Sequence[Tensor | None]) -> NoReturn:
@@ -128,16 +133,22 @@ def structure(rule: Declaration, group: ParamGroup, param: Tensor) -> dict[str, 
 
 
 def partition(rule: Rule, groups: Sequence[ParamGroup], state: OptimizerState) -> list[Plan]:
-    """The plans for all parameters that have state or are to get it now; missing state is made."""
+    """The plans for all parameters that have state or are to get it now; missing state is made.
+
+    Raises:
+        ValueError: a tensor of the state does not fit its parameter.
+    """
     members: dict[tuple[Any, ...], list[Member]] = {}
     for i, group in enumerate(groups):
         for j, param in enumerate(group["params"]):
             if not (param.requires_grad or gradient(param) is not None or state.get(param)):
                 continue
             choices = structure(rule, group, param)
+            name = parameter_name(group, i, j)
+            check_shapes(rule, param, state[param], name)
             complete(rule, rule.present_buffers(choices), param, state[param], initial_values(rule, group))
             own = LocalState(state[param]) if is_sharded(param) else state[param]
-            member = Member(param, parameter_name(group, i, j), i, own)
+            member = Member(param, name, i, own)
             members.setdefault((param.device, placement(param), *choices.items()), []).append(member)
     return [
         Plan(rule, dict(choices), device, together, groups, leads=index == 0)

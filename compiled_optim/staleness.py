@@ -44,7 +44,7 @@ def described(optimizer: CompiledOptimizer) -> dict[str, str]:
         for j, param in enumerate(group["params"]):
             name = parameter_name(group, i, j)
             facts[f"parameter '{name}'"] = _place(param)
-            state = optimizer.state.get(param) or {}
+            state: Mapping[str, Any] = optimizer.state.get(param) or {}
             for entry in (b.name for b in declared.buffers if b.name in state):
                 facts[f"state {entry!r} of '{name}'"] = _place(state[entry])
             if param.grad is not None:

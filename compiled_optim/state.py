@@ -80,6 +80,19 @@ def fill(entry: Tensor, value: float | Tensor) -> Tensor:
     return entry
 
 
+def check_shapes(declaration: Declaration, param: Tensor, state: ParamState, name: str) -> None:
+    """Raise ``ValueError`` where a buffer in ``state`` is not one for ``param``, called ``name``."""
+    for field in declaration.buffers:
+        value = state.get(field.name)
+        if value is None:
+            continue
+        if not isinstance(value, Tensor) or tuple(value.shape) != field.shape_for(param):
+            got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r}"
+            raise ValueError(f"state '{field.name}' of '{name}' must have shape {field.shape_for(param)}, got {got}")
+        if value.is_complex() != param.is_complex() or not (value.is_complex() or value.is_floating_point()):
+            raise ValueError(f"state '{field.name}' of '{name}' is {value.dtype} for a parameter of {param.dtype}")
+
+
 def complete(
     declaration: Declaration,
     buffers: tuple[str, ...],

@@ -69,12 +69,13 @@ def _step_own_gradients(params: list[Tensor], optimizer: int) -> None:
 
 
 def _hand_over(owned: list[Tensor], given: list[Tensor]) -> None:
-    """Write new values into copies that a compiler made, and count a version of every parameter."""
+    """Write new values into copies that a compiler made."""
     if not all(map(is_, owned, given)):
         for own, stand_in in zip(owned, given, strict=True):
             if stand_in.data_ptr() != own.data_ptr():
                 stand_in.copy_(own)
-    torch.autograd.graph.increment_version(given)
+            elif stand_in is not own:
+                torch.autograd.graph.increment_version(stand_in)
 
 
 for _schema, _run in (

@@ -596,3 +596,75 @@ def test_a_copied_optimizer_gives_its_state_before_its_first_step() -> None:
         saved = clone.state_dict()
         assert saved["param_groups"] == optimizer.state_dict()["param_groups"]
         assert saved["state"].keys() == {0}
+
+
+@pytest.mark.parametrize("optimizer", [co.SGD, co.RMSprop], ids=lambda c: c.__name__)
+class TestMomentumOfZero:
+    """A buffer is there or not, as momentum is or once was another number than 0."""
+
+    @staticmethod
+    def _trained(cls: Any, *momenta: float) -> tuple[nn.Parameter, Any]:
+        weight = nn.Parameter(torch.tensor([1.0, -2.0], dtype=torch.float64))
+        made = cls([weight], lr=0.1, momentum=momenta[0])
+        for i, momentum in enumerate(momenta):
+            made.param_groups[0]["momentum"] = momentum
+            weight.grad = torch.tensor([0.3, i + 1.0], dtype=torch.float64)
+            made.step()
+        return weight, made
+
+    @pytest.mark.parametrize("momenta", [(0.9, 0.0), (0.0, 0.0), (0.9, 0.9), (0.0, 0.9)], ids=str)
+    @pytest.mark.parametrize("own", [0.0, 0.5])
+    @pytest.mark.parametrize("source", ["ours", "torch"])
+    def test_loads_and_goes_on_as_torch(
+        self, optimizer: type[co.CompiledOptimizer], momenta: tuple[float, ...], own: float, source: str
+    ) -> None:
+        reference = getattr(torch.optim, optimizer.__name__)
+        if momenta == (0.0, 0.9) and optimizer is co.RMSprop:
+            pytest.skip("torch.optim.RMSprop fails where momentum is raised from 0")
+        weight, trained = self._trained(optimizer if source == "ours" else reference, *momenta)
+        saved = copy.deepcopy(trained.state_dict())
+        sides = []
+        for cls in (optimizer, reference):
+            param = nn.Parameter(weight.detach().clone())
+            made = cls([param], lr=0.7, momentum=own)
+            if cls is optimizer:
+                assert not any(made.load_state_dict(saved))
+            else:
+                made.load_state_dict(saved)
+            for i in range(3):
+                param.grad = torch.tensor([0.2, 0.1 * i], dtype=torch.float64)
+                made.step()
+            sides.append(param)
+        assert relative_error(sides[:1], sides[1:]) < 1e-14
+
+    def test_into_itself(self, optimizer: type[co.CompiledOptimizer]) -> None:
+        weight, made = self._trained(optimizer, 0.9, 0.0)
+        before = copy.deepcopy(made.state_dict())
+        made.load_state_dict(copy.deepcopy(before))
+        after = made.state_dict()
+        assert after["param_groups"] == before["param_groups"]
+        assert torch.equal(after["state"][0]["momentum_buffer"], before["state"][0]["momentum_buffer"])
+        weight.grad = torch.ones(2, dtype=torch.float64)
+        made.step()
+
+    def test_a_buffer_that_is_needed_and_missing(self, optimizer: type[co.CompiledOptimizer]) -> None:
+        _, made = self._trained(optimizer, 0.9)
+        saved = copy.deepcopy(made.state_dict())
+        del saved["state"][0]["momentum_buffer"]
+        before = copy.deepcopy(made.state_dict())
+        with pytest.raises(ValueError, match="the checkpoint has no momentum_buffer for it"):
+            made.load_state_dict(saved)
+        assert torch.equal(made.state_dict()["state"][0]["momentum_buffer"], before["state"][0]["momentum_buffer"])
+
+
+@pytest.mark.parametrize("lr", [0.0, -1e-18, -1e-17])
+@pytest.mark.parametrize("optimizer", [co.AdamW, co.SparseAdam, co.LBFGS], ids=lambda c: c.__name__)
+def test_a_learning_rate_that_a_scheduler_rounded_to_its_bound(optimizer: type[co.CompiledOptimizer], lr: float) -> None:
+    made = optimizer([nn.Parameter(torch.ones(2, 2))], lr=0.5)
+    torch.optim.lr_scheduler.LambdaLR(made, lambda step: 2 * lr)
+    saved = copy.deepcopy(made.state_dict())
+    assert saved["param_groups"][0]["lr"] == lr
+    made.load_state_dict(saved)
+    twin = copy.deepcopy(made)
+    twin.load_state_dict(saved)
+    assert twin.param_groups[0]["lr"].item() == lr

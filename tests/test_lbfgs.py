@@ -675,3 +675,25 @@ def test_the_bound_step_in_one_graph_while_the_rate_is_written_in_place() -> Non
             assert torch.equal(step(closures[0]), sides[1][1].step(closures[1]))
             assert all(map(torch.equal, model.parameters(), twin.parameters()))
     assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("start", [(1.0, 2.3), (0.4, -3.1), (-2.0, 0.7)], ids=str)
+@pytest.mark.parametrize("loss", [lambda p: p.abs().sum(), lambda p: torch.maximum(p[0] - 2 * p[1], p[1]).abs()])
+def test_straight_lines_are_searched_as_by_torch(loss: Callable[[torch.Tensor], torch.Tensor], start: Any) -> None:
+    """Where a cubic has no minimum but at infinity, the trial is at a bound."""
+    results = []
+    for cls in (co.LBFGS, torch.optim.LBFGS):
+        param = nn.Parameter(torch.tensor(start, dtype=torch.float64))
+        optimizer = cls([param], line_search_fn="strong_wolfe", max_iter=4, lr=0.3)
+        trials: list[torch.Tensor] = []
+
+        def closure(param: nn.Parameter = param, optimizer: Any = optimizer, trials: Any = trials) -> torch.Tensor:
+            optimizer.zero_grad()
+            trials.append(param.detach().clone())
+            value = loss(param)
+            value.backward()
+            return value
+
+        optimizer.step(closure)
+        results.append(torch.stack([*trials, param.detach().clone()]))
+    torch.testing.assert_close(*results, rtol=1e-10, atol=1e-10)

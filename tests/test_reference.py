@@ -291,3 +291,25 @@ def test_thousands_of_tiny_tensors(lowering: str) -> None:
         optimizer.step()
         reference.step()
     assert relative_error([torch.stack([p.detach() for p in params])], [whole]) < 1e-6
+
+
+@pytest.mark.parametrize("lowering", LOWERINGS)
+@pytest.mark.parametrize("optimizer", ruled("dense"), ids=lambda c: c.__name__)
+def test_infinite_parameters_that_do_not_decay(optimizer: type[co.CompiledOptimizer], lowering: str) -> None:
+    """As in torch, which leaves the penalty out where ``weight_decay`` is 0: a mask of -inf stays one."""
+    values = torch.tensor([1.0, -torch.inf, torch.inf, 2.0], dtype=torch.float64)
+    ours, theirs = [torch.nn.Parameter(values.clone())], [torch.nn.Parameter(values.clone())]
+    decay = {"weight_decay": 0.0} if "weight_decay" in optimizer.fields else {}
+    made = optimizer(ours, lr=0.1, lowering=lowering, **decay)
+    with wide_scalars():
+        reference = getattr(torch.optim, optimizer.__name__)(theirs, lr=0.1, **decay)
+    for _ in range(3):
+        ours[0].grad = torch.tensor([1.0, 0.0, 0.0, -0.5], dtype=torch.float64)
+        theirs[0].grad = ours[0].grad.clone()
+        made.step()
+        with wide_scalars():
+            reference.step()
+    torch.testing.assert_close(ours[0].detach(), theirs[0].detach(), rtol=1e-14, atol=0, equal_nan=True)
+    for name, value in reference.state[theirs[0]].items():
+        if isinstance(value, torch.Tensor) and value.dim():
+            torch.testing.assert_close(made.state[ours[0]][name], value, rtol=1e-14, atol=0, equal_nan=True)

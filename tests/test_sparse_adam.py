@@ -430,3 +430,18 @@ def test_many_tables_of_any_kind_at_once(lowering: str) -> None:
     assert relative_error(params, twins) < 1e-13
     for param, twin in zip(params, twins, strict=True):
         assert optimizer.state[param]["step"] == reference.state[twin]["step"]
+
+
+@pytest.mark.parametrize("lowering", LOWERINGS)
+@pytest.mark.parametrize("order", [(0, 2, 1), (2, 0, 1), (1, 2, 0)], ids=str)
+def test_rows_that_do_not_lie_together(order: tuple[int, ...], lowering: str) -> None:
+    ours = nn.Parameter(torch.randn(4, 3, 5, dtype=torch.float64).permute(order))
+    theirs = nn.Parameter(ours.detach().contiguous())
+    optimizer, reference = co.SparseAdam([ours], lowering=lowering, **FAR), torch.optim.SparseAdam([theirs], **FAR)
+    for step in range(3):
+        ours.grad = _gradient(ours, [0, 2, 2], step)
+        theirs.grad = ours.grad.clone()
+        optimizer.step()
+        reference.step()
+        assert optimizer.state[ours]["step"] == step + 1
+    assert relative_error([ours], [theirs]) < 1e-13

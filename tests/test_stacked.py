@@ -424,3 +424,21 @@ def test_stacks_on_a_cpu_stay_small() -> None:
     for ours, expected in zip(*results, strict=True):
         assert torch.allclose(ours, expected, rtol=1e-5, atol=1e-6)
     assert len(co.Muon(params).units[0].stacks) == 2
+
+
+@pytest.mark.parametrize("lowering", LOWERINGS)
+@pytest.mark.parametrize("shape", [(4,), (3, 4), (2, 3, 4)])
+@pytest.mark.parametrize(
+    ("where", "bad"), [("gradient", torch.nan), ("parameter", torch.nan), ("parameter", torch.inf)], ids=str
+)
+def test_adafactor_keeps_what_is_not_finite_where_torch_does(where: str, bad: float, shape: Any, lowering: str) -> None:
+    value = torch.linspace(0.5, 1.5, math.prod(shape), dtype=torch.float64).view(shape)
+    ours, theirs = (torch.nn.Parameter(value.clone()) for _ in range(2))
+    optimizer, reference = co.Adafactor([ours], lr=0.1, lowering=lowering), torch.optim.Adafactor([theirs], lr=0.1)
+    for step in range(3):
+        for param, each in ((ours, optimizer), (theirs, reference)):
+            param.grad = value * (step - 0.7)
+            if step == 1:
+                (param.grad if where == "gradient" else param.data).view(-1)[0] = bad
+            each.step()
+        torch.testing.assert_close(ours.detach(), theirs.detach(), rtol=1e-12, atol=0, equal_nan=True)

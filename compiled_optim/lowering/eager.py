@@ -46,7 +46,7 @@ class EagerLowering(StagedLowering):
         names = self.plan.buffers
         old = param.clone() if self._differentiable else param
         new_param, new_buffers = self._update(
-            as_real(old), as_real(grad), [as_real(state[n]) for n in names], column.unbind()
+            as_real(old), as_real(grad.resolve_conj()), [as_real(state[n]) for n in names], column.unbind()
         )
         if param.is_complex():
             new_param, *new_buffers = (torch.view_as_complex(t) for t in (new_param, *new_buffers))

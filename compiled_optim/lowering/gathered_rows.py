@@ -83,7 +83,7 @@ class GatheredRowsLowering(StagedLowering):
         self, position: int, tensors: Sequence[Tensor], entries: Entries, coefficients: Sequence[Tensor]
     ) -> None:
         grad = entries.sums[entries.elected]
-        rows = [t[entries.index] for t in tensors]
+        rows = [t[entries.index].contiguous() for t in tensors]
         if self._compiled:
             self._kernels[position](grad.numel(), [t.view(-1) for t in (rows[0], grad, *rows[1:])] + list(coefficients))
         else:

@@ -149,6 +149,7 @@ class Table:
         leads: bool,
     ) -> None:
         self.positions = tuple(positions)
+        self._owners = [plan.params[i] for i in positions]
         self._addresses = plan.addresses
         members = [plan.members[i] for i in positions]
         self._layouts = [Layout(m.param) for m in members]
@@ -220,7 +221,13 @@ class Table:
             self._layouts[i].load()
 
     def finish(self) -> None:
-        """Copy stand-ins back into their parameters after the kernel ran, and let go of the gradients."""
+        """Copy stand-ins back into their parameters after the kernel ran, and let go of the gradients.
+
+        Autograd learns that the parameters have changed.
+        """
+        host = self._gradients.host
+        updated = self._owners if host.all() else [p for p, address in zip(self._owners, host, strict=True) if address]
+        torch.autograd.graph.increment_version(updated)
         for i in self._staged:
             if self._held[i] is not None:
                 self._layouts[i].store()

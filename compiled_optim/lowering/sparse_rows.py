@@ -54,6 +54,7 @@ class RowTableLowering(Capturable):
         self._kind = functools.lru_cache(maxsize=_KEPT_BATCHES)(self._kind_of)
         self._elections = [torch.empty(0, dtype=torch.int64, device=plan.device)]  # a captured graph may use any of them
         self._parts: list[tuple[RowBatch, Kernel, list[Tensor]]] = []
+        self._updated: list[Tensor] = []
         self._gathered = self._holds = False
         self._captured: list[object] = []  # read by every replay
         self._on_device = multi_tensor.current_device(plan.device)
@@ -97,8 +98,9 @@ class RowTableLowering(Capturable):
             if grad is not None:
                 shape = grad.shape[grad.sparse_dim() :]
                 alike.setdefault((self._kernels[i], grad.sparse_dim(), grad.dtype, shape), []).append((i, grad))
-        self._parts = []
+        self._parts, self._updated = [], []
         for (kernel, sparse_dims, *_), found in alike.items():
+            self._updated += [self.plan.params[i] for i, _ in found]
             positions, counts = tuple(i for i, _ in found), tuple(grad._nnz() for _, grad in found)
             self._parts.append((self._batch(positions, counts, sparse_dims), kernel, [grad for _, grad in found]))
         needed = max((batch.rows for batch, *_ in self._parts), default=0)
@@ -135,8 +137,9 @@ class RowTableLowering(Capturable):
                 leads = False
 
     def finish(self) -> None:
-        """Let go of the gradients."""
-        self._parts = []
+        """Let go of the gradients, and let autograd know that the parameters have changed."""
+        torch.autograd.graph.increment_version(self._updated)
+        self._parts, self._updated = [], []
 
     def _gather(self) -> None:
         if not self._gathered:

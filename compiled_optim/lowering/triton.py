@@ -128,6 +128,12 @@ def where_(condition, x, y):
 
 
 @triton.jit
+def product_(x, y):
+    weighted = x * y
+    return tl.where(weighted == weighted, weighted, 0.0)
+
+
+@triton.jit
 def bias_correction_(beta, step):
     x = step * tl.log(beta)
     power = tl.exp(x)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["absolute", "bias_correction", "maximum", "minimum", "power", "sign", "sqrt", "where"]
+__all__ = ["absolute", "bias_correction", "maximum", "minimum", "power", "product", "sign", "sqrt", "where"]
 
 
 def sqrt(x: Tensor) -> Tensor:
@@ -50,6 +50,12 @@ def minimum(x: Tensor, y: Tensor) -> Tensor:
 def where(condition: Tensor, x: Any, y: Any) -> Tensor:
     """``x`` where ``condition`` holds, else ``y``."""
     return torch.where(condition, x, y)
+
+
+def product(x: Tensor, y: Tensor) -> Tensor:
+    """``x * y``, and 0 where that is NaN: a weight of 0 leaves out what is infinite."""
+    weighted = x * y
+    return torch.where(weighted == weighted, weighted, 0.0)
 
 
 def bias_correction(beta: Tensor, step: Tensor) -> Tensor:

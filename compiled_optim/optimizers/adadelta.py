@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from compiled_optim.fields import Number, buffer, hyper
-from compiled_optim.lowering.vocabulary import sqrt
+from compiled_optim.lowering.vocabulary import product, sqrt
 from compiled_optim.optimizer import CompiledOptimizer
 
 
@@ -26,7 +26,7 @@ class Adadelta(CompiledOptimizer):
 
     @staticmethod
     def update(param, grad, square_avg, acc_delta, weight_decay, lr, rho, weight, eps):
-        grad = grad + weight_decay * param
+        grad = grad + product(weight_decay, param)
         square_avg = rho * square_avg + weight * grad * grad
         delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * grad
         acc_delta = rho * acc_delta + weight * delta * delta

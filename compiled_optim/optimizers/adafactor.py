@@ -39,7 +39,8 @@ class Adafactor(CompiledOptimizer):
 
     @staticmethod
     def update(param, grad, row_var, col_var, variance, weight, rho, keep, bound, least_scale, d, matrix):
-        size = maximum(least_scale, _root_mean_square(param)) * rho
+        scale = _root_mean_square(param)
+        size = where(scale > least_scale, scale, least_scale) * rho
         square = grad * grad
         if matrix:
             row_var = row_var + weight * (square.mean(-1, keepdim=True) - row_var)
@@ -48,7 +49,8 @@ class Adafactor(CompiledOptimizer):
         else:
             estimate = variance = variance + weight * (square - variance)
         direction = grad / sqrt(maximum(estimate, bound * bound))
-        clipped = size / (_root_mean_square(direction) / d).clamp(min=1.0)
+        excess = _root_mean_square(direction) / d
+        clipped = size / where(excess > 1, excess, 1.0)  # as torch.optim: 1 for NaN, which stays where it is
         return keep * param - clipped * direction, row_var, col_var, variance
 
 

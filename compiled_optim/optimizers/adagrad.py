@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from compiled_optim.fields import Number, buffer, hyper
-from compiled_optim.lowering.vocabulary import sqrt
+from compiled_optim.lowering.vocabulary import product, sqrt
 from compiled_optim.optimizer import CompiledOptimizer
 
 
@@ -30,6 +30,6 @@ class Adagrad(CompiledOptimizer):
 
     @staticmethod
     def update(param, grad, sum, weight_decay, step_size, eps):
-        grad = grad + weight_decay * param
+        grad = grad + product(weight_decay, param)
         sum = sum + grad * grad
         return param - step_size * (grad / (sqrt(sum) + eps)), sum

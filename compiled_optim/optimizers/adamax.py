@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from compiled_optim.fields import Number, buffer, hyper
-from compiled_optim.lowering.vocabulary import absolute, bias_correction, maximum
+from compiled_optim.lowering.vocabulary import absolute, bias_correction, maximum, product
 from compiled_optim.optimizer import CompiledOptimizer
 
 
@@ -27,7 +27,7 @@ class Adamax(CompiledOptimizer):
 
     @staticmethod
     def update(param, grad, exp_avg, exp_inf, weight_decay, step_size, beta1, weight1, beta2, eps):
-        grad = grad + weight_decay * param
+        grad = grad + product(weight_decay, param)
         exp_avg = beta1 * exp_avg + weight1 * grad
         exp_inf = maximum(beta2 * exp_inf, absolute(grad) + eps)
         return param - step_size * (exp_avg / exp_inf), exp_avg, exp_inf

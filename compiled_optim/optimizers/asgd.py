@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from compiled_optim.fields import Number, buffer, hyper, scalar
-from compiled_optim.lowering.vocabulary import power, where
+from compiled_optim.lowering.vocabulary import power, product, where
 from compiled_optim.optimizer import CompiledOptimizer
 
 
@@ -34,6 +34,6 @@ class ASGD(CompiledOptimizer):
 
     @staticmethod
     def update(param, grad, ax, weight_decay, decay, step_size, kept, mu):
-        grad = grad + weight_decay * param
+        grad = grad + product(weight_decay, param)
         param = decay * param - step_size * grad
-        return param, kept * ax + mu * param
+        return param, product(kept, ax) + mu * param

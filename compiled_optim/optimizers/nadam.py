@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from compiled_optim.fields import Number, buffer, hyper, scalar, static
-from compiled_optim.lowering.vocabulary import bias_correction, power, sqrt
+from compiled_optim.lowering.vocabulary import bias_correction, power, product, sqrt
 from compiled_optim.optimizer import CompiledOptimizer
 
 
@@ -57,7 +57,7 @@ class NAdam(CompiledOptimizer):
         if decoupled_weight_decay:
             param = decay * param
         else:
-            grad = grad + weight_decay * param
+            grad = grad + product(weight_decay, param)
         exp_avg = beta1 * exp_avg + weight1 * grad
         exp_avg_sq = beta2 * exp_avg_sq + weight2 * grad * grad
         denominator = sqrt(exp_avg_sq) / correction2 + eps

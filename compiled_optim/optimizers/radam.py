@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from compiled_optim.fields import Number, buffer, hyper, static
-from compiled_optim.lowering.vocabulary import bias_correction, sqrt, where
+from compiled_optim.lowering.vocabulary import bias_correction, product, sqrt, where
 from compiled_optim.optimizer import CompiledOptimizer
 
 
@@ -46,7 +46,7 @@ class RAdam(CompiledOptimizer):
         if decoupled_weight_decay:
             param = decay * param
         else:
-            grad = grad + weight_decay * param
+            grad = grad + product(weight_decay, param)
         exp_avg = beta1 * exp_avg + weight1 * grad
         exp_avg_sq = beta2 * exp_avg_sq + weight2 * grad * grad
         denominator = sqrt(where(adaptive > 0, exp_avg_sq, 1.0)) + eps

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from compiled_optim.fields import Number, buffer, hyper, static
-from compiled_optim.lowering.vocabulary import sqrt, where
+from compiled_optim.lowering.vocabulary import product, sqrt, where
 from compiled_optim.optimizer import CompiledOptimizer
 
 
@@ -35,7 +35,7 @@ class RMSprop(CompiledOptimizer):
     def update(
         param, grad, square_avg, momentum_buffer, grad_avg, weight_decay, lr, alpha, weight, eps, momentum, centered
     ):  # fmt: skip
-        grad = grad + weight_decay * param
+        grad = grad + product(weight_decay, param)
         square_avg = alpha * square_avg + weight * grad * grad
         variance = square_avg
         if centered:

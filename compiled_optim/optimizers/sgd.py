@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from compiled_optim.fields import Number, buffer, hyper, static
-from compiled_optim.lowering.vocabulary import where
+from compiled_optim.lowering.vocabulary import product, where
 from compiled_optim.optimizer import CompiledOptimizer
 
 
@@ -14,8 +14,9 @@ class SGD(CompiledOptimizer):
     """Stochastic gradient descent with momentum (Sutskever et al., ICML 2013), in torch.optim.SGD's form.
 
     The first step takes the whole gradient into ``momentum_buffer`` whatever ``dampening`` is, as torch.optim does.
-    Differs from torch.optim.SGD: gradients are dense, the state also holds ``step``, and while ``momentum`` is set to 0
-    during a run the buffer follows the gradient instead of standing still.
+    Differs from torch.optim.SGD: gradients are dense, and the state also holds ``step``. While ``momentum`` is written to 0
+    in place the buffer follows the gradient instead of standing still, and where it is raised from 0 during a run,
+    ``dampening`` holds from its first step on.
     """
 
     lr: Number = hyper(default=1e-3, ge=0)
@@ -39,7 +40,7 @@ class SGD(CompiledOptimizer):
 
     @staticmethod
     def update(param, grad, momentum_buffer, lr, momentum, grad_weight, weight_decay, nesterov):
-        grad = grad + weight_decay * param
+        grad = grad + product(weight_decay, param)
         if momentum_buffer is not None:
             momentum_buffer = momentum * momentum_buffer + grad_weight * grad
             grad = grad + momentum * momentum_buffer if nesterov else momentum_buffer

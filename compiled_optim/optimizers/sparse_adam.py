@@ -14,10 +14,10 @@ class SparseAdam(CompiledOptimizer):
 
     The moments of other rows do not decay. ``eps`` is outside the bias correction (the paper's section 2, end). Differs from
     torch.optim.SparseAdam: repeated rows are added up, and moments averaged, in float32 also for lower-precision parameters,
-    and no step waits for the device.
+    ``lr`` may be 0, and no step waits for the device.
     """
 
-    lr: Number = hyper(default=1e-3, gt=0)
+    lr: Number = hyper(default=1e-3, ge=0)
     betas: tuple[Number, Number] = hyper(default=(0.9, 0.999), ge=0, lt=1)
     eps: Number = hyper(default=1e-8, gt=0)
     exp_avg, exp_avg_sq = buffer(), buffer()
