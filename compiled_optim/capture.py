@@ -23,7 +23,7 @@ from compiled_optim.graphs import GRAPHS, Graph
 from compiled_optim.optimizer import CompiledOptimizer
 from compiled_optim.plan import parameter_name
 from compiled_optim.referenced_modules import modules_of
-from compiled_optim.staleness import CapturedGradients, Surroundings, described, differences
+from compiled_optim.staleness import CapturedGradients, DroppedGradients, Surroundings, described, differences
 from compiled_optim.static_inputs import CONSTANTS, StaticInputs
 
 
@@ -417,12 +417,11 @@ class _FunctionRun(_Run):
     def _warm_up(self, graph: Graph) -> Any:
         """Run the function as it is, and note what its capture is to find."""
         self._pending = max(self._pending - 1, 0)
-        before = Surroundings(self._optimizers, self._modules)
-        gradients = CapturedGradients([*before.params, *before.others], before.names, len(before.params))
+        dropped = DroppedGradients([p for o in self._optimizers for p in o.traceable_params()])
         steps = [o.events.steps for o in self._optimizers]
-        with _watching_zero_grad(self._optimizers, gradients.drop):
+        with _watching_zero_grad(self._optimizers, dropped.report):
             outputs = graph.warm_up(self._call)
-        self._dropped = gradients.dropped
+        self._dropped = dropped.ids
         self._steps = [o.events.steps - count for o, count in zip(self._optimizers, steps, strict=True)]
         self._warmed = Surroundings(self._optimizers, self._modules)
         return outputs
@@ -494,7 +493,7 @@ class _Recorded:
     def capturing(self) -> Iterator[None]:
         """Watch a capture."""
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_watching_zero_grad(self._optimizers, self._gradients.drop))
+            stack.enter_context(_watching_zero_grad(self._optimizers, self._gradients.dropped.report))
             for optimizer in self._optimizers:
                 stack.enter_context(optimizer.captured_by_runner())
             yield

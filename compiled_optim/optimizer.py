@@ -379,6 +379,7 @@ class CompiledOptimizer(Declared, Optimizer):
     def _prepare_units(self, grads: list[Tensor | None] | None) -> None:
         for unit in self.units:
             unit.compile()
+            unit.plan.settle()
         if self._controls.measures_norm and self._square_sums is None:
             self._square_sums = SquareSums(self.units)
         self._schedules.hold()
@@ -428,7 +429,7 @@ class CompiledOptimizer(Declared, Optimizer):
             What the graph depends on: it is valid for as long as this stays equal. None if the step would have to be
             derived anew from groups and state.
         """
-        if self._changed or self._regrouped():
+        if self._changed or self._regrouped() or any(unit.plan.state_moved for unit in self.units):
             return None
         self._controls.take(self.max_grad_norm, grad_scale, found_inf, self.skip_nonfinite)
         if self._controls.measures_norm != (self._square_sums is not None):

@@ -75,6 +75,23 @@ class Plan:
         self.groups = [groups[i] for i in used]
         self.group_index = [used.index(m.group) for m in self.members]
         self.scalars = self._gather_scalars()
+        self._sample: list[tuple[Tensor, int]] | None = None
+
+    def settle(self) -> None:
+        """Note where state lies, once the lowering has put it there."""
+        if self._sample is None:
+            state = self.members[0].state
+            entries = () if self.sharded else (*scalar_names(self.rule), *self.buffers)
+            self._sample = [(state[name], state[name].data_ptr()) for name in entries]
+
+    @property
+    def state_moved(self) -> bool:
+        """Whether somebody gave state tensors other memory, with ``.data =``, as to offload them.
+
+        One parameter's are looked at: who moves any moves all, and to look at all would take longer than the rest of the
+        host's work.
+        """
+        return any(tensor.data_ptr() != address for tensor, address in self._sample or ())
 
     def read(self, grads: list[Tensor | None] | None) -> bool:
         """Look at parameters and gradients, their own or ``grads``, and say whether the plan still describes them.
@@ -84,7 +101,7 @@ class Plan:
             ValueError: a gradient has another shape than its parameter.
         """
         self.addresses.read(grads)
-        if self.addresses.moved:
+        if self.addresses.moved or self.state_moved:
             return False
         if not (self.addresses.unlike or self.rule.gradients == "sparse"):
             return True

@@ -5,6 +5,7 @@ Device-independent: everything is compared on the host, by identity and address.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter, is_
@@ -204,6 +205,42 @@ def _modes(device: torch.device) -> dict[str, object]:
     }
 
 
+class DroppedGradients:
+    """Which gradients ``zero_grad`` set to None before anything was added to them; none is kept alive for that.
+
+    Args:
+        params: the parameters, with the gradients that they have now.
+
+    Attributes:
+        places: which of the parameters, as far as was reported.
+    """
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        self._params = list(params)
+        found = map(_GRAD, self._params)
+        self._found = [None if g is None else (weakref.ref(g), g._version) for g in found]
+        self.places: set[int] = set()
+
+    @property
+    def ids(self) -> set[int]:
+        """The ids of those parameters."""
+        return {id(self._params[i]) for i in self.places}
+
+    def report(self, params: Iterable[Tensor]) -> None:
+        """Note that the gradients of ``params``, which no step used yet, are about to become None."""
+        wanted = set(map(id, params))
+        for i, (param, found) in enumerate(zip(self._params, self._found, strict=True)):
+            if id(param) in wanted:
+                grad = param.grad
+                if grad is None or found is None:
+                    untouched = grad is None and found is None
+                else:
+                    reference, version = found
+                    untouched = reference() is grad and version == grad._version
+                if untouched:
+                    self.places.add(i)
+
+
 class CapturedGradients:
     """Which gradients a captured training step found, and which it left.
 
@@ -216,6 +253,9 @@ class CapturedGradients:
         names: theirs.
         updated: how many of them, the first ones, the step's optimizers update.
         cleared: ids of those whose gradients the function drops, as far as is known.
+
+    Attributes:
+        dropped: those that it does drop.
     """
 
     def __init__(self, params: Sequence[Tensor], names: Sequence[str], updated: int, cleared: Collection[int] = ()) -> None:
@@ -228,22 +268,10 @@ class CapturedGradients:
             self._params[i].grad = None
         self._found: list[Tensor | None] = list(map(_GRAD, params))
         self._versions = [None if g is None else g._version for g in self._found]
-        self._dropped: set[int] = set()
+        self.dropped = DroppedGradients(self._params)
         self._watched: list[int] = []
         self._concerned: list[Tensor] = []
         self._given: list[Tensor | None] = []
-
-    def drop(self, params: Iterable[Tensor]) -> None:
-        """Note that the gradients of ``params``, which no step used yet, are about to become None."""
-        wanted = set(map(id, params))
-        for i, (param, found, version) in enumerate(zip(self._params, self._found, self._versions, strict=True)):
-            if id(param) in wanted and param.grad is found and (found is None or found._version == version):
-                self._dropped.add(i)
-
-    @property
-    def dropped(self) -> set[int]:
-        """The ids of the parameters whose gradients were dropped."""
-        return {id(self._params[i]) for i in self._dropped}
 
     def leave(self) -> None:
         """Note what the captured step left."""
@@ -254,7 +282,7 @@ class CapturedGradients:
             if left is not found or (found is not None and found._version != version)
         }
         concerned = changed.union(range(self._updated))
-        self._watched = sorted(concerned - self._dropped)
+        self._watched = sorted(concerned - self.dropped.places)
         self._concerned = [self._params[i] for i in sorted(concerned)]
         self._given = [left_now[i] for i in sorted(concerned)]
 
@@ -264,14 +292,14 @@ class CapturedGradients:
         Raises:
             RuntimeError: a gradient that was None in the capture, since other calls drop it, was not dropped in this one.
         """
-        kept = self._cleared - self._dropped
+        kept = self._cleared - self.dropped.places
         if kept:
             raise RuntimeError(
                 f"the function drops the gradient of '{self._names[min(kept)]}' in some calls and in others does not; "
                 "a graph can only do the same in every call"
             )
         self._originals = []
-        for i in self._dropped:
+        for i in self.dropped.places:
             self._found[i] = None
 
     def put_back(self) -> None:

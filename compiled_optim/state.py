@@ -15,7 +15,10 @@ from compiled_optim.watched import WatchedDict
 
 
 class ParamState(WatchedDict[str, Any]):
-    """The state of one parameter: ``step``, the rule's scalars and its buffers, by name."""
+    """The state of one parameter: ``step``, the rule's scalars and its buffers, by name.
+
+    Entries can be assigned and written in place. Memory that is swapped with ``.data =`` is noticed if it is that of all.
+    """
 
 
 class LocalState:

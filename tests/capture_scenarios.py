@@ -121,6 +121,13 @@ def lr_saved_and_put_back(side: Side, i: int) -> None:
         group["lr"] = side.kept["lr"]
 
 
+def state_offloaded(side: Side, i: int) -> None:
+    if i in (7, 12):
+        for entries in side.optimizer.state.values():
+            for value in entries.values():
+                value.data = value.data.clone()
+
+
 def every_hyperparameter(side: Side, i: int) -> None:
     """By assignment on even steps, in place on odd ones."""
     for g, group in enumerate(side.optimizer.param_groups):
@@ -252,6 +259,7 @@ SCENARIOS: list[Scenario] = [
     group_added,
     checkpoint_loaded,
     state_rebound,
+    state_offloaded,
     static_choice,
     maximized,
     frozen_and_thawed,
@@ -266,6 +274,7 @@ RECAPTURES = {
     "module_moved": 2,
     "group_added": 1,
     "state_rebound": 1,
+    "state_offloaded": 2,
     "static_choice": 1,
     "maximized": 1,
 }

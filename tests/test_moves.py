@@ -53,7 +53,13 @@ def _reset_state(param: nn.Parameter, optimizer: torch.optim.Optimizer) -> None:
     }
 
 
+def _offload_state(param: nn.Parameter, optimizer: torch.optim.Optimizer) -> None:
+    for value in optimizer.state[param].values():
+        value.data = value.data.clone()
+
+
 MOVES = [
+    _offload_state,
     _rebind_parameter,
     _rebind_gradient,
     _transpose_gradient,
