@@ -216,6 +216,10 @@ class _Run:
             raise ValueError(f"a graph holds work of one device; the parameters are on {len(placed)}: {where}")
         return next(iter(placed))
 
+    def _moved(self) -> bool:
+        """Whether the parameters are on another device than they were."""
+        return next((p.device for o in self._optimizers for p in o.traceable_params()), self.device) != self.device
+
     def _follow_device(self) -> bool:
         """Go to where the parameters are; whether they were there already.
 
@@ -312,6 +316,8 @@ class _StepRun(_Run):
 
     def _launch(self) -> None:
         """In place of ``optimizer.launch``, after ``prepare``."""
+        if self._moved() and not self._captured:
+            self._follow_device()
         if self._graph is None:
             self.optimizer.launch()
             return
@@ -399,10 +405,6 @@ class _FunctionRun(_Run):
         """Free the graph, the copies of the inputs and the outputs."""
         super().release()
         self._inputs = self._recorded = self._outputs = self._warmed = None
-
-    def _moved(self) -> bool:
-        """Whether the parameters are on another device than they were."""
-        return next((p.device for o in self._optimizers for p in o.traceable_params()), self.device) != self.device
 
     def _call(self) -> Any:
         assert self._inputs is not None

@@ -217,7 +217,7 @@ class DroppedGradients:
 
     def __init__(self, params: Sequence[Tensor]) -> None:
         self._params = list(params)
-        found = map(_GRAD, self._params)
+        found: list[Tensor | None] = list(map(_GRAD, self._params))
         self._found = [None if g is None else (weakref.ref(g), g._version) for g in found]
         self.places: set[int] = set()
 
@@ -231,7 +231,7 @@ class DroppedGradients:
         wanted = set(map(id, params))
         for i, (param, found) in enumerate(zip(self._params, self._found, strict=True)):
             if id(param) in wanted:
-                grad = param.grad
+                grad: Tensor | None = param.grad
                 if grad is None or found is None:
                     untouched = grad is None and found is None
                 else:

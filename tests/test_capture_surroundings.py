@@ -547,6 +547,22 @@ class TestLifetime:
         assert released == [graph]
 
 
+class TestAutograd:
+    @pytest.mark.parametrize("kind", KINDS, ids=kind_name)
+    @pytest.mark.parametrize("whole", [False, True], ids=["step", "training step"])
+    def test_it_learns_of_every_replay(self, whole: bool, kind: dict[str, Any]) -> None:
+        ours = make(**kind)
+        runner = runner_of(ours) if whole else co.CUDAGraphRunner(ours.optimizer, warmup=1)
+        for i in range(5):
+            versions = [p._version for p in ours.params]
+            if not whole:
+                give(ours, i)
+            runner(batch(i)) if whole else runner.step()
+            counted = [p._version > version for p, version in zip(ours.params, versions, strict=True)]
+            assert counted == [p.grad is not None for p in ours.params]
+        assert co.compile_report(ours.optimizer).replays == 4
+
+
 class TestOutputs:
     @pytest.mark.parametrize("captured", [True, False])
     def test_what_cannot_be_copied_is_refused(self, captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:

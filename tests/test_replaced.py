@@ -200,12 +200,13 @@ def test_autograd_learns_of_every_step(optimizer: type[CompiledOptimizer], lower
         _stale_graph(lambda params: optimizer(params, lowering=lowering))
 
 
-def test_a_parameter_without_gradient_counts_no_version() -> None:
-    params = [nn.Parameter(torch.ones(3)) for _ in range(3)]
-    optimizer = co.SGD(params, lr=0.5)
-    params[1].grad = torch.ones(3)
+@pytest.mark.parametrize("optimizer", [co.SGD, co.Adafactor, co.Muon], ids=lambda c: c.__name__)
+def test_a_parameter_without_gradient_counts_no_version(optimizer: type[CompiledOptimizer]) -> None:
+    params = [nn.Parameter(torch.ones(3, 2)) for _ in range(3)]
+    made = optimizer(params, lr=0.5)
+    params[1].grad = torch.ones(3, 2)
     versions = [p._version for p in params]
-    optimizer.step()
+    made.step()
     assert [p._version - before for p, before in zip(params, versions, strict=True)] == [0, 1, 0]
 
 

@@ -97,6 +97,12 @@ class StackedLowering(StagedLowering):
             if grads is not None:
                 stack.step(grads, columns)
 
+    def finish(self) -> None:
+        """Let go of the gradients, and let autograd know that the parameters have changed."""
+        updated = [p for p, grad in zip(self.plan.params, self._grads, strict=True) if grad is not None]
+        torch.autograd.graph.increment_version(updated)
+        super().finish()
+
     def _columns(self) -> Tensor:
         """Count a step, and return the coefficients of all tensors, with a mark for those that stay as they are."""
         coefficients, mask = self._advance()
@@ -231,7 +237,7 @@ class Stack:
         self.kernel: StackKernel | None = None
         self.held: Tensor | None = None
         members = [plan.members[i] for i in positions]
-        self._params = [m.param.detach() for m in members]
+        self._params = [m.param.data for m in members]  # whose versions are counted by who knows what was updated
         self._shape = members[0].param.shape
         self._matrices = plan.rule.granularity == "matrix"
         self._index = torch.tensor(positions, device=plan.device)
