@@ -27,9 +27,9 @@ from compiled_optim.hyperparameters import ParamGroup
 from compiled_optim.lowering.choice import LOWERINGS, lower
 from compiled_optim.lowering.interface import Capturable, Lowering
 from compiled_optim.lowering.square_sums import SquareSums
-from compiled_optim.plan import parameter_name, partition
+from compiled_optim.parameters import check_names, check_params
+from compiled_optim.plan import partition
 from compiled_optim.schedule import Schedule, Schedules
-from compiled_optim.sharding import is_sharded
 from compiled_optim.state import OptimizerState, ParamState
 from compiled_optim.torch_internals import is_capturing, mend_tracing, outside_dynamo, refuse_tracing
 
@@ -174,7 +174,7 @@ class CompiledOptimizer(Declared, Optimizer):
         if names:
             values["param_names"] = names
         self._check_params(values, index)
-        self._check_names([*names, *aliases])
+        check_names([*names, *aliases], self.param_groups, self._aliases)
         self._check_values(values, index)
         self.param_groups.append(self._new_group(values, index))
         self._aliases |= aliases
@@ -206,56 +206,7 @@ class CompiledOptimizer(Declared, Optimizer):
         )
 
     def _check_params(self, group: Mapping[str, Any], index: int) -> None:
-        seen = {id(p): parameter_name(g, i, j) for i, g in enumerate(self.param_groups) for j, p in enumerate(g["params"])}
-        own: dict[int, str] = {}
-        for j, param in enumerate(group["params"]):
-            name = parameter_name(group, index, j)
-            if not isinstance(param, Tensor):
-                raise TypeError(
-                    f"optimizer can only optimize Tensors, but one of the params is {torch.typename(param)} ('{name}')"
-                )
-            if not (param.is_floating_point() or param.is_complex()):
-                raise ValueError(f"can't optimize '{name}': its dtype is {param.dtype}, not floating point or complex")
-            if param.layout is not torch.strided:
-                raise ValueError(f"{type(self).__name__} requires dense parameter tensors; '{name}' is {param.layout}")
-            whole = self.gradients == "sparse" or self.granularity != "element"
-            if whole and (param.is_complex() or is_sharded(param)):
-                kind = "complex parameters" if param.is_complex() else "DTensors"
-                raise ValueError(f"{type(self).__name__} does not support {kind}; '{name}' is one")
-            if self.granularity == "matrix" and param.dim() != 2:
-                raise ValueError(
-                    f"{type(self).__name__} only supports 2D parameters whereas we found a parameter with size: "
-                    f"{param.shape} ('{name}'); give the others to an elementwise optimizer"
-                )
-            if group.get("differentiable") and is_sharded(param):
-                raise ValueError(f"differentiable=True does not work with DTensors; '{name}' is one")
-            if not group.get("differentiable") and not (param.is_leaf or param.retains_grad):
-                raise ValueError(f"can't optimize a non-leaf Tensor: '{name}'")
-            if id(param) in seen:
-                raise ValueError(
-                    f"some parameters appear in more than one parameter group: '{name}' is also '{seen[id(param)]}'"
-                )
-            if id(param) in own:
-                raise ValueError(
-                    f"the optimizer got a parameter group with duplicate parameters: '{name}' is also '{own[id(param)]}'"
-                )
-            own[id(param)] = name
-        for other in self.param_groups:
-            if ("param_names" in group) != ("param_names" in other):
-                with_or_without = "with" if "param_names" in group else "without"
-                raise ValueError(
-                    "all optimizer param groups should be with/without names. "
-                    f"cannot add param group {with_or_without} names to the optimizer"
-                )
-
-    def _check_names(self, names: Sequence[Any]) -> None:
-        taken = {name for group in self.param_groups for name in group.get("param_names", ())} | set(self._aliases)
-        for name in names:
-            if not isinstance(name, str):
-                raise TypeError(f"the name of a parameter must be a string, got {name!r}")
-            if name in taken:
-                raise ValueError(f"two parameters are named '{name}'; give the names of each model a prefix of its own")
-            taken.add(name)
+        check_params(type(self), group, index, self.param_groups)
 
     def _check_values(self, group: Mapping[str, Any], index: int) -> None:
         where = f"param_groups[{index}]"

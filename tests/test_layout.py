@@ -38,7 +38,7 @@ LAYERS = [
     {"hyperparameters", "files", "lowering.rule_step", "lowering.gradient"},
     {"state", "controls"},
     {"plan", "lowering.symbols"},
-    {"signature", "checkpoint", "schedule", "lowering.coefficients", "lowering.kernel_table"},
+    {"signature", "parameters", "checkpoint", "schedule", "lowering.coefficients", "lowering.kernel_table"},
     {"events", "lowering.cpp", "lowering.triton"},
     {"lowering.address_rows"},
     {"lowering.interface"},
