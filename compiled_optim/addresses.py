@@ -86,6 +86,11 @@ extern "C" int32_t read_tensors(int64_t count, Impl* const* const* tensors, Impl
 }} catch (...) {{
   return {_MOVED | _NOT_PLAIN};
 }}
+
+extern "C" void count_versions(int64_t count, Impl* const* const* tensors, const int64_t* written) {{
+  for (int64_t i = 0; i < count; i++)
+    if (written[i]) (**tensors[i]).bump_version();
+}}
 """
 
 
@@ -103,6 +108,7 @@ class Addresses:
             for one that is to be asked itself.
         unlike: whether one is to be asked itself, since its dtype, strides or layout are not as expected.
         version: another number whenever ``gradients`` changed.
+        written: (tensors,) int64, for :meth:`count_versions`.
         refusal: why plain tensors are looked at one by one in Python; empty if they are not.
     """
 
@@ -110,9 +116,10 @@ class Addresses:
         self._tensors = list(tensors)
         self._grad_dtypes = [t.dtype for t in tensors] if grad_dtypes is None else list(grad_dtypes)
         self._sharded = any(map(is_sharded, tensors))
-        self.values, self._forms, self.gradients = (np.zeros(len(tensors), dtype=np.int64) for _ in range(3))
+        self.values, self._forms, self.gradients, self.written = (np.zeros(len(tensors), dtype=np.int64) for _ in range(4))
         self.version = 0
         self.refusal = ""
+        self._count: Callable[[], object] | None = None
         self._look = self._in_one_call() or self._one_by_one
         self._look(None, True)
         self.read()
@@ -124,13 +131,22 @@ class Addresses:
         self.unlike = bool(seen & _UNLIKE)
         self.version += bool(seen & _RENEWED)
 
+    def count_versions(self) -> None:
+        """Let autograd know that the tensors where ``written`` is not 0 were written."""
+        if self._count is None:
+            tensors = [t for t, is_written in zip(self._tensors, self.written.tolist(), strict=True) if is_written]
+            torch.autograd.graph.increment_version(tensors)
+        else:
+            self._count()
+
     def _in_one_call(self) -> Look | None:
         if self._sharded:
             return None
-        function, offset = reader(), pointer_offset()
-        if isinstance(function, str) or offset is None:
-            self.refusal = function if isinstance(function, str) else "this version of torch is not understood"
+        functions, offset = reader(), pointer_offset()
+        if isinstance(functions, str) or offset is None:
+            self.refusal = functions if isinstance(functions, str) else "this version of torch is not understood"
             return None
+        function, count_versions = functions
         examples = {dtype: torch.empty(0, dtype=dtype) for dtype in self._grad_dtypes}
         pointers = [np.array([id(t) + offset for t in self._tensors], dtype=np.int64)]
         pointers += [np.array([id(examples[d]) + offset for d in self._grad_dtypes], dtype=np.int64)]
@@ -141,7 +157,12 @@ class Addresses:
             return function(*arguments, grads, offset, learns)
 
         understood = all(ctypes.c_uint64.from_address(id(t) + offset).value == t._cdata for t in self._tensors)
-        return look if understood and not look(None, True) & _NOT_PLAIN else None
+        if not understood or look(None, True) & _NOT_PLAIN:
+            return None
+        if not any(t.is_inference() for t in self._tensors):  # which have no version
+            written = self.written.ctypes.data
+            self._count = functools.partial(count_versions, len(self._tensors), pointers[0].ctypes.data, written)
+        return look
 
     def _one_by_one(self, grads: list[Tensor | None] | None, learns: bool) -> int:
         tensors = list(map(local, self._tensors)) if self._sharded else self._tensors
@@ -181,16 +202,21 @@ def _lies_like(grad: Tensor, tensor: Tensor, dtype: torch.dtype) -> bool:
 
 
 @functools.cache
-def reader() -> Callable[..., int] | str:
-    """The function in C++ that looks at tensors, compiled once per machine and version of torch; or why there is none."""
+def reader() -> tuple[Callable[..., int], Callable[..., None]] | str:
+    """The functions in C++ that look at tensors and count their versions, compiled once per machine and version of torch.
+
+    Or why there are none.
+    """
     if sys.platform != "linux" or cpp_library.compiler() is None:
         return "no C++ compiler was found"
     torch_directory = Path(torch.__file__).parent
     flags = (f"-I{torch_directory / 'include'}", f"-L{torch_directory / 'lib'}", "-lc10", "-ltorch_cpu")
     try:
-        function = ctypes.PyDLL(str(cpp_library.library(_SOURCE, ("-std=c++20", *flags)))).read_tensors
+        library = ctypes.PyDLL(str(cpp_library.library(_SOURCE, ("-std=c++20", *flags))))
     except (RuntimeError, OSError) as error:
         return f"the C++ compiler or linker refused torch's headers: {error}"
-    function.argtypes = [ctypes.c_int64, *[ctypes.c_void_p] * 5, ctypes.py_object, ctypes.c_int64, ctypes.c_int32]
-    function.restype = ctypes.c_int32
-    return function
+    read, count = library.read_tensors, library.count_versions
+    read.argtypes = [ctypes.c_int64, *[ctypes.c_void_p] * 5, ctypes.py_object, ctypes.c_int64, ctypes.c_int32]
+    read.restype = ctypes.c_int32
+    count.argtypes, count.restype = [ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p], None
+    return read, count

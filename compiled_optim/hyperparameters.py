@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from compiled_optim.fields import Hyper
 from compiled_optim.torch_internals import is_capturing, outside_dynamo
-from compiled_optim.watched import WatchedDict
+from compiled_optim.watched import WatchedDict, WatchedList
 
 ROUNDING = 1e-9
 """How far what a scheduler computed may be out of range."""
@@ -79,6 +79,10 @@ class ParamGroup(WatchedDict[str, Any]):
                 self._store(key, owned, elements)
             else:
                 self.set_quietly(key, value)
+
+    def set_quietly(self, key: str, value: Any) -> None:
+        """Write without reporting; ``params`` becomes a list that reports."""
+        super().set_quietly(key, WatchedList(self._changed, value) if key == "params" else value)
 
     def tensors(self, key: str) -> tuple[Tensor, ...]:
         """The live 0-dim tensors of one hyperparameter, single values and tuples alike."""

@@ -8,8 +8,6 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from itertools import chain
-from operator import is_
 from typing import Any, ClassVar, Literal, cast, overload
 
 import torch
@@ -500,11 +498,8 @@ class CompiledOptimizer(Declared, Optimizer):
         return any((self._traceable[i].grad if grads is None else grads[i]) is not None for i in self._stateless)
 
     def _regrouped(self) -> bool:
-        """Whether somebody replaced groups or parameters behind the optimizer's back, as torch allows."""
-        groups = self.param_groups
-        if [self._group_shape(g) for g in groups] != self._group_shapes:
-            return True
-        return not all(map(is_, chain.from_iterable(g["params"] for g in groups), self._traceable))
+        """Whether somebody replaced groups behind the optimizer's back, as torch allows."""
+        return [self._group_shape(g) for g in self.param_groups] != self._group_shapes
 
     def _group_shape(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
         """What of a group may change unreported: identity, length, a write into a hyperparameter that was 0."""

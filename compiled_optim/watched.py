@@ -1,8 +1,9 @@
-"""A dict that reports every write, so that what was derived from it is rebuilt and never stale."""
+"""A dict and a list that report every write, so that what was derived from them is rebuilt and never stale."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Generic, TypeVar
 
 K = TypeVar("K")
@@ -69,3 +70,35 @@ class WatchedDict(dict[K, V], Generic[K, V]):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return dict, (dict(self),)
+
+
+def _reporting(name: str) -> Callable[..., Any]:
+    """The method of list that is called ``name``, followed by a report."""
+    method = getattr(list, name)
+
+    @functools.wraps(method)
+    def write(self: WatchedList[Any], *args: Any, **kwargs: Any) -> Any:
+        result = method(self, *args, **kwargs)
+        self._changed()
+        return result
+
+    return write
+
+
+class WatchedList(list[V], Generic[V]):
+    """A list that calls ``changed()`` after each write; copies, deep copies and pickles are plain lists."""
+
+    def __init__(self, changed: Callable[[], None], values: Iterable[V]) -> None:
+        super().__init__(values)
+        self._changed = changed
+
+    append, extend, insert, remove, pop, clear, sort, reverse = map(
+        _reporting, ("append", "extend", "insert", "remove", "pop", "clear", "sort", "reverse")
+    )
+    __setitem__, __delitem__, __iadd__, __imul__ = map(_reporting, ("__setitem__", "__delitem__", "__iadd__", "__imul__"))
+
+    def __copy__(self) -> list[V]:
+        return list(self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return list, (list(self),)

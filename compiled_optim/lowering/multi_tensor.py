@@ -129,9 +129,10 @@ class MultiTensorLowering(Capturable):
             table.reserve(steps)
 
     def finish(self) -> None:
-        """Let go of the gradients."""
+        """Let go of the gradients, and let autograd know that the parameters have changed."""
         for _, table in self.tables:
             table.finish()
+        self.plan.addresses.count_versions()
 
 
 class Table:
@@ -149,7 +150,6 @@ class Table:
         leads: bool,
     ) -> None:
         self.positions = tuple(positions)
-        self._owners = [plan.params[i] for i in positions]
         self._addresses = plan.addresses
         members = [plan.members[i] for i in positions]
         self._layouts = [Layout(m.param) for m in members]
@@ -223,11 +223,9 @@ class Table:
     def finish(self) -> None:
         """Copy stand-ins back into their parameters after the kernel ran, and let go of the gradients.
 
-        Autograd learns that the parameters have changed.
+        The plan's addresses learn which parameters were written.
         """
-        host = self._gradients.host
-        updated = self._owners if host.all() else [p for p, address in zip(self._owners, host, strict=True) if address]
-        torch.autograd.graph.increment_version(updated)
+        self._addresses.written[self._index] = self._gradients.host
         for i in self._staged:
             if self._held[i] is not None:
                 self._layouts[i].store()
