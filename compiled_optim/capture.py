@@ -316,7 +316,7 @@ class _StepRun(_Run):
 
     def _launch(self) -> None:
         """In place of ``optimizer.launch``, after ``prepare``."""
-        if self._moved() and not self._captured:
+        if not self._captured and self._moved():
             self._follow_device()
         if self._graph is None:
             self.optimizer.launch()
