@@ -18,13 +18,29 @@ from torch import Tensor, nn
 import compiled_optim as co
 
 
+@pytest.fixture(
+    params=[
+        "cpu",
+        pytest.param(
+            "cuda", marks=[pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+        ),
+    ]
+)
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where graphs are simulated, and where they are real and sums have one order."""
+    if request.param == "cuda":
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    return str(request.param)
+
+
 @pytest.fixture(autouse=True)
-def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch)
+def simulated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "device" not in request.fixturenames or request.getfixturevalue("device") == "cpu":
+        install(monkeypatch)
 
 
-def batch(i: int, count: int = 4) -> Tensor:
-    return torch.randn(count, 5, generator=torch.Generator().manual_seed(100 + i))
+def batch(i: int, count: int = 4, device: str = "cpu") -> Tensor:
+    return torch.randn(count, 5, generator=torch.Generator().manual_seed(100 + i)).to(device)
 
 
 def train(side: Side, x: Tensor) -> Tensor:
@@ -56,10 +72,10 @@ class Halves(nn.Module):
         return out if self.scale is None else out * self.scale
 
 
-def of_first(**kwargs: Any) -> Side:
+def of_first(device: str = "cpu") -> Side:
     """A side whose optimizer updates the first half only."""
-    model = Halves()
-    return Side(model, co.SGD(list(model.first.named_parameters()), lr=0.1, **kwargs))
+    model = Halves().to(device)
+    return Side(model, co.SGD(list(model.first.named_parameters()), lr=0.1))
 
 
 def assert_same_models(ours: nn.Module, twin: nn.Module, step: int) -> None:
@@ -256,12 +272,12 @@ class TestOtherParameters:
 
     @pytest.mark.parametrize("set_to_none", [True, False])
     @pytest.mark.parametrize("every", [1, 3])
-    def test_another_optimizer_outside(self, set_to_none: bool, every: int) -> None:
-        ours, twin = of_first(), of_first()
+    def test_another_optimizer_outside(self, device: str, set_to_none: bool, every: int) -> None:
+        ours, twin = of_first(device), of_first(device)
         others = [torch.optim.SGD(s.model.second.parameters(), lr=0.1) for s in (ours, twin)]
         runner = runner_of(ours)
         for i in range(12):
-            assert torch.equal(runner(batch(i)), train(twin, batch(i)))
+            assert torch.equal(runner(batch(i, device=device)), train(twin, batch(i, device=device)))
             for other in others:
                 if i % every == every - 1:
                     other.step()
@@ -273,7 +289,7 @@ class TestOtherParameters:
         expected = 0 if every == 1 or not set_to_none else 6
         assert co.compile_report(ours.optimizer).recaptures <= expected
 
-    def test_a_discriminator(self) -> None:
+    def test_a_discriminator(self, device: str) -> None:
         """The generator's step adds to gradients that the discriminator's optimizer drops outside."""
 
         class Pair(nn.Module):
@@ -283,7 +299,7 @@ class TestOtherParameters:
                 self.made, self.judge = nn.Linear(5, 5), nn.Linear(5, 1)
 
         def make_pair() -> tuple[Side, torch.optim.Optimizer]:
-            pair = Pair()
+            pair = Pair().to(device)
             side = Side(pair, co.Adam(list(pair.made.named_parameters()), lr=0.01))
             return side, torch.optim.Adam(pair.judge.parameters(), lr=0.01)
 
@@ -302,49 +318,49 @@ class TestOtherParameters:
         (ours, other), (twin, other_twin) = make_pair(), make_pair()
         runner = runner_of(ours, generate)
         for i in range(10):
-            judge(ours, other, batch(i))
-            judge(twin, other_twin, batch(i))
-            assert torch.equal(runner(batch(i)), generate(twin, batch(i)))
+            judge(ours, other, batch(i, device=device))
+            judge(twin, other_twin, batch(i, device=device))
+            assert torch.equal(runner(batch(i, device=device)), generate(twin, batch(i, device=device)))
             assert_same_models(ours.model, twin.model, i)
             for a, b in zip(ours.model.parameters(), twin.model.parameters(), strict=True):
                 assert torch.equal(a.grad, b.grad)
         assert co.compile_report(ours.optimizer).recaptures == 0
 
-    def test_what_the_step_does_not_touch_may_be_anything(self) -> None:
+    def test_what_the_step_does_not_touch_may_be_anything(self, device: str) -> None:
         class Two(Halves):
             def __init__(self) -> None:
                 super().__init__()
                 self.elsewhere = nn.Linear(2, 2)
 
-        model = Two()
+        model = Two().to(device)
         ours = Side(model, co.SGD(list(model.first.named_parameters()), lr=0.1))
         runner = runner_of(ours, recaptures=0)
         for i in range(8):
             model.second.zero_grad()
-            grad = None if i % 2 else torch.full((2, 2), float(i))
+            grad = None if i % 2 else torch.full((2, 2), float(i), device=device)
             model.elsewhere.weight.grad = grad
-            runner(batch(i))
+            runner(batch(i, device=device))
             assert model.elsewhere.weight.grad is grad
             assert grad is None or (grad == i).all()
 
-    def test_switched_on_and_off(self) -> None:
-        ours, twin = of_first(), of_first()
+    def test_switched_on_and_off(self, device: str) -> None:
+        ours, twin = of_first(device), of_first(device)
         runner = runner_of(ours)
         for i in range(9):
             for side in (ours, twin):
                 side.model.second.weight.requires_grad_(i < 4)
                 side.model.second.zero_grad()
-            assert torch.equal(runner(batch(i)), train(twin, batch(i)))
+            assert torch.equal(runner(batch(i, device=device)), train(twin, batch(i, device=device)))
             grads = [side.model.second.weight.grad for side in (ours, twin)]
             assert (grads[0] is None) == (grads[1] is None) == (i >= 4)
         assert co.compile_report(ours.optimizer).captures[1] == "requires_grad of 'second.weight' True -> False"
 
-    def test_parameters_that_two_optimizers_share(self) -> None:
+    def test_parameters_that_two_optimizers_share(self, device: str) -> None:
         """The second one steps with gradients that the first one clears afterwards."""
 
         def make_two() -> tuple[nn.Module, co.CompiledOptimizer, co.CompiledOptimizer]:
-            model = Halves()
-            model(batch(9)).sum().backward()
+            model = Halves().to(device)
+            model(batch(9, device=device)).sum().backward()
             named = list(model.named_parameters())
             return model, co.SGD(named, lr=0.1), co.Adam(named, lr=0.01)
 
@@ -359,7 +375,7 @@ class TestOtherParameters:
         ours, twin = make_two(), make_two()
         runner = co.CUDAGraphRunner(lambda x: step(*ours, x), optimizers=ours[1:], warmup=1, modules=ours[0])
         for i in range(8):
-            assert torch.equal(runner(batch(i)), step(*twin, batch(i)))
+            assert torch.equal(runner(batch(i, device=device)), step(*twin, batch(i, device=device)))
             assert_same_models(ours[0], twin[0], i)
             if i % 2:
                 for p in (*ours[0].parameters(), *twin[0].parameters()):
@@ -369,21 +385,21 @@ class TestOtherParameters:
 
 class TestModules:
     @pytest.mark.parametrize("what", ["submodule", "frozen layer", "buffer set", "buffer added", "bias removed"])
-    def test_changes_of_the_tree_are_noticed(self, what: str) -> None:
+    def test_changes_of_the_tree_are_noticed(self, device: str, what: str) -> None:
         def change(model: nn.Module) -> None:
             if what == "submodule":
                 model.between = nn.ReLU()
             elif what == "frozen layer":
                 torch.manual_seed(3)
-                model.second = nn.Linear(5, 3)
+                model.second = nn.Linear(5, 3).to(device)
             elif what == "buffer set":
-                model.scale = torch.full((3,), 2.0)
+                model.scale = torch.full((3,), 2.0, device=device)
             elif what == "buffer added":
-                model.register_buffer("unused", torch.ones(1))
+                model.register_buffer("unused", torch.ones(1, device=device))
             else:
                 model.second.bias = None
 
-        ours, twin = of_first(), of_first()
+        ours, twin = of_first(device), of_first(device)
         runner = runner_of(ours)
         for i in range(7):
             if i == 3:
@@ -391,7 +407,7 @@ class TestModules:
                 change(twin.model)
             for side in (ours, twin):
                 side.model.second.zero_grad()
-            assert torch.equal(runner(batch(i)), train(twin, batch(i))), i
+            assert torch.equal(runner(batch(i, device=device)), train(twin, batch(i, device=device))), i
         (_, cause) = co.compile_report(ours.optimizer).captures
         expected = {
             "submodule": "'between' of the module Tanh -> ReLU",
@@ -403,23 +419,26 @@ class TestModules:
         assert cause == expected[what]
 
     @pytest.mark.parametrize("grad_mode", [True, False])
-    def test_weights_that_autocast_cast_before_the_capture(self, grad_mode: bool) -> None:
+    def test_weights_that_autocast_cast_before_the_capture(self, device: str, grad_mode: bool) -> None:
         def validated(side: Side, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-            with torch.autocast("cpu", torch.bfloat16):
+            with torch.autocast(device, torch.bfloat16):
                 with torch.set_grad_enabled(grad_mode):
-                    side.model(batch(50)).square().mean()
+                    side.model(batch(50, device=device)).square().mean()
                 return run(x)
 
-        ours, twin = make(lr=0.05), make(lr=0.05)
+        ours, twin = (make(lr=0.05, device=device) for _ in range(2))
         runner = runner_of(ours, warmup=2)
         for i in range(6):
-            assert torch.equal(validated(ours, runner, batch(i)), validated(twin, functools.partial(train, twin), batch(i)))
+            assert torch.equal(
+                validated(ours, runner, batch(i, device=device)),
+                validated(twin, functools.partial(train, twin), batch(i, device=device)),
+            )
             assert_equal(ours, twin, i)
 
 
 class TestSeveral:
     @pytest.mark.parametrize("kind", [*KINDS, "tables"], ids=lambda k: k if isinstance(k, str) else kind_name(k))
-    def test_steps_in_one_function(self, kind: Any) -> None:
+    def test_steps_in_one_function(self, device: str, kind: Any) -> None:
         def twice(side: Side, x: Tensor) -> None:
             for half in x.chunk(2):
                 if kind == "tables":
@@ -429,23 +448,27 @@ class TestSeveral:
                 else:
                     train(side, half)
 
-        ours, twin = ((make_tables() if kind == "tables" else make(**kind)) for _ in range(2))
+        ours, twin = ((make_tables(device) if kind == "tables" else make(device=device, **kind)) for _ in range(2))
         runner = runner_of(ours, twice)
         for i in range(8):
-            x = torch.randint(0, 77, (12,), generator=torch.Generator().manual_seed(i)) if kind == "tables" else batch(i)
+            x = (
+                torch.randint(0, 77, (12,), generator=torch.Generator().manual_seed(i)).to(device)
+                if kind == "tables"
+                else batch(i, device=device)
+            )
             runner(x)
             twice(twin, x)
             assert_equal(ours, twin, i)
         assert ours.optimizer.events.steps == twin.optimizer.events.steps == 16
         assert co.compile_report(ours.optimizer).replays == 7
 
-    def test_runners_of_one_optimizer(self) -> None:
+    def test_runners_of_one_optimizer(self, device: str) -> None:
         """One for each size of batch."""
-        ours, twin = make(), make()
+        ours, twin = (make(device=device) for _ in range(2))
         runners = {count: runner_of(ours) for count in (4, 2)}
         for i in range(6):
             for count, runner in runners.items():
-                assert torch.equal(runner(batch(i, count)), train(twin, batch(i, count)))
+                assert torch.equal(runner(batch(i, count, device)), train(twin, batch(i, count, device)))
                 assert_equal(ours, twin, i)
         assert co.compile_report(ours.optimizer).recaptures == 0
         assert len(co.compile_report(ours.optimizer).captures) == 2
@@ -455,8 +478,8 @@ class TestSeveral:
         with pytest.raises(ValueError, match="optimizers holds the same optimizer twice"):
             co.CUDAGraphRunner(functools.partial(train, side), optimizers=[side.optimizer] * 2)
 
-    def test_an_optimizer_that_was_not_given(self) -> None:
-        side = of_first()
+    def test_an_optimizer_that_was_not_given(self, device: str) -> None:
+        side = of_first(device)
         other = co.Adam(list(side.model.second.named_parameters()))
 
         def step(x: Tensor) -> Tensor:
@@ -466,14 +489,15 @@ class TestSeveral:
             return loss
 
         runner = co.CUDAGraphRunner(step, optimizers=side.optimizer, warmup=1)
-        runner(batch(0))
+        runner(batch(0, device=device))
         with pytest.raises(
             RuntimeError, match=r"Adam is stepped in a function .* but is not one of the runner's optimizers"
         ):
-            runner(batch(1))
+            runner(batch(1, device=device))
 
-    def test_a_zero_grad_of_the_users_own(self) -> None:
-        ours, twin, calls = make(), make(), []
+    def test_a_zero_grad_of_the_users_own(self, device: str) -> None:
+        ours, twin = (make(device=device) for _ in range(2))
+        calls: list[bool] = []
         original = ours.optimizer.zero_grad
 
         def zero_grad(set_to_none: bool = True) -> None:
@@ -483,7 +507,7 @@ class TestSeveral:
         ours.optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
         runner = runner_of(ours)
         for i in range(4):
-            assert torch.equal(runner(batch(i)), train(twin, batch(i)))
+            assert torch.equal(runner(batch(i, device=device)), train(twin, batch(i, device=device)))
         assert ours.optimizer.zero_grad is zero_grad
         assert calls == [True, True]
 

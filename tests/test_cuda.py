@@ -44,7 +44,6 @@ STEPS = 24
 def deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
     """One order of every sum, so that equal steps are equal bit for bit."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
 
 
 def batch(i: int) -> Tensor:
