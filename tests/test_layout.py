@@ -49,6 +49,7 @@ LAYERS = [
     {"lowering.choice"},
     {"optimizer"},
     {"optimizers.*", "guards", "named", "staleness"},
+    {"recorded_step"},
     {"capture"},
     {"__init__"},
 ]
