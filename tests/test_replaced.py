@@ -33,6 +33,11 @@ def _step(*sides: tuple[list[nn.Parameter], Any]) -> None:
         optimizer.step()
 
 
+def _sparse(rows: list[int], shape: tuple[int, int]) -> Tensor:
+    with torch.sparse.check_sparse_tensor_invariants(True):
+        return torch.sparse_coo_tensor([rows], torch.ones(len(rows), shape[1]), shape)
+
+
 class TestShapes:
     @pytest.mark.parametrize("lowering", LOWERINGS)
     @pytest.mark.parametrize("optimizer", [co.SGD, co.Adam, co.Adafactor, co.Muon], ids=lambda c: c.__name__)
@@ -106,7 +111,7 @@ class TestShapes:
     def test_a_sparse_gradient_of_another_shape(self, coalesced: bool, lowering: str) -> None:
         table = nn.Parameter(torch.ones(1000, 4))
         optimizer = co.SparseAdam([("table", table)], lowering=lowering)
-        grad = torch.sparse_coo_tensor([[990, 3]], torch.ones(2, 4), (1000, 4), check_invariants=True)
+        grad = _sparse([990, 3], (1000, 4))
         table.grad = grad.coalesce() if coalesced else grad
         optimizer.step()
         table.data = torch.ones(10, 4)
@@ -214,7 +219,7 @@ def test_a_parameter_without_gradient_counts_no_version(optimizer: type[Compiled
 def test_sparse_steps_count_versions(lowering: str) -> None:
     tables = [nn.Parameter(torch.ones(5, 2)) for _ in range(2)]
     optimizer = co.SparseAdam(tables, lowering=lowering)
-    tables[1].grad = torch.sparse_coo_tensor([[1, 1]], torch.ones(2, 2), (5, 2), check_invariants=True)
+    tables[1].grad = _sparse([1, 1], (5, 2))
     versions = [t._version for t in tables]
     optimizer.step()
     assert tables[0]._version == versions[0]
