@@ -7,7 +7,6 @@ import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from compiled_optim.fields import Hyper
@@ -34,7 +33,7 @@ class RecordedStep:
         self._gradients = CapturedGradients(params, self._surroundings.names, len(self._surroundings.params), dropped)
         self._before = [o.events.steps for o in optimizers]
         self._param_versions = [p._version for p in params]
-        self._updated: list[Tensor] = []
+        self._settled: object = None
         self._steps: list[int] = []
         self._hypers = [_hypers_of(o) for o in optimizers]
         self._versions = [{name: t._version for name, t in named.items()} for named in self._hypers]
@@ -51,7 +50,7 @@ class RecordedStep:
             yield
         self._gradients.leave()
         versions = zip(self._params, self._param_versions, strict=True)
-        self._updated = [p for p, version in versions if p._version != version]
+        self._surroundings.mark({id(p) for p, version in versions if p._version != version})
         self._steps = [o.events.steps - before for o, before in zip(self._optimizers, self._before, strict=True)]
         self._scalers = [o.taken_scaler for o in self._optimizers]
         self._keys = self._refreshed()
@@ -94,7 +93,11 @@ class RecordedStep:
 
     def change(self) -> str:
         """What the graph cannot follow, with old and new value; empty if there is nothing."""
-        return self._surroundings.change() or self._gradients.change()
+        change = self._surroundings.change()
+        if change or (self._gradients.repeats and self._surroundings.gradients == self._settled):
+            return change
+        self._settled = None
+        return self._gradients.change()
 
     def refresh(self) -> bool:
         """Hand over what was assigned since the last call; False if a graph of another step is needed."""
@@ -102,8 +105,11 @@ class RecordedStep:
 
     def replayed(self) -> None:
         """Do what the function's Python would have done besides."""
-        self._gradients.restore()
-        torch.autograd.graph.increment_version(self._updated)
+        if self._settled is None:
+            self._gradients.restore()
+            self._surroundings.look()
+            self._settled = self._surroundings.gradients
+        self._surroundings.count_versions()
         for optimizer, steps in zip(self._optimizers, self._steps, strict=True):
             optimizer.events.steps += steps
             optimizer.events.replays += 1

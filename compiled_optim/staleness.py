@@ -109,6 +109,8 @@ class Surroundings:
         self._prefixes = [f"{name}." if name else "" for name, _ in places]
         self._dicts: list[dict[str, Any]] = [entries for _, entries in places]
         self._snapshots = [dict(entries) for entries in self._dicts]
+        self._full = list(filter(None, self._dicts))
+        self._empty = [entries for entries in self._dicts if not entries]
         self._held = self._contents()
         others: dict[int, tuple[str, Tensor]] = {}
         for prefix, entries in zip(self._prefixes, self._snapshots, strict=True):
@@ -122,6 +124,7 @@ class Surroundings:
         self._tensors = [*self.params, *(t for _, t in placed)]
         self._tensor_names = [*self.names[: len(self.params)], *(name for name, _ in placed)]
         self._addresses = Addresses(self._tensors)
+        self._sees_gradients = len(placed) == len(others)
         self._places = self._tensor_places()
         self._requires_grad = self._require_grad()
         self._training = list(map(_TRAINING, self._modules))
@@ -138,7 +141,7 @@ class Surroundings:
             RuntimeError: a module no longer holds a parameter that an optimizer updates. Only a new optimizer can follow.
         """
         contents = self._contents()
-        if len(contents) != len(self._held) or not all(map(is_, contents, self._held)):
+        if any(self._empty) or len(contents) != len(self._held) or not all(map(is_, contents, self._held)):
             return self._replaced()
         self._addresses.read()
         if self._addresses.moved:
@@ -154,6 +157,23 @@ class Surroundings:
             return self._first("{} {} -> {}", list(modes), list(self._modes.values()), list(modes.values()))
         return ""
 
+    def look(self) -> None:
+        """Look at the gradients, as :meth:`change` does."""
+        self._addresses.read()
+
+    @property
+    def gradients(self) -> object:
+        """What was seen of the gradients: equal to what it was before if none was replaced since."""
+        return self._addresses.version if self._sees_gradients and not self._addresses.unlike else object()
+
+    def mark(self, updated: Collection[int]) -> None:
+        """Note the ids of the parameters that the step writes, for :meth:`count_versions`."""
+        self._addresses.written[:] = [id(t) in updated for t in self._tensors]
+
+    def count_versions(self) -> None:
+        """Let autograd know that these parameters were written."""
+        self._addresses.count_versions()
+
     def put_back(self) -> None:
         """Let the modules hold what they held."""
         for entries, before in zip(self._dicts, self._snapshots, strict=True):
@@ -162,7 +182,7 @@ class Surroundings:
                 entries.update(before)
 
     def _contents(self) -> list[Any]:
-        return list(chain.from_iterable(map(dict.values, self._dicts)))
+        return list(chain.from_iterable(map(dict.values, self._full)))
 
     def _replaced(self) -> str:
         for prefix, entries, before in zip(self._prefixes, self._dicts, self._snapshots, strict=True):
@@ -256,6 +276,7 @@ class CapturedGradients:
 
     Attributes:
         dropped: those that it does drop.
+        repeats: whether the step leaves what it finds, so that nothing is to be done where nobody replaced a gradient.
     """
 
     def __init__(self, params: Sequence[Tensor], names: Sequence[str], updated: int, cleared: Collection[int] = ()) -> None:
@@ -270,6 +291,7 @@ class CapturedGradients:
         self._versions = [None if g is None else g._version for g in self._found]
         self.dropped = DroppedGradients(self._params)
         self._watched: list[int] = []
+        self.repeats = False
         self._concerned: list[Tensor] = []
         self._given: list[Tensor | None] = []
 
@@ -285,6 +307,7 @@ class CapturedGradients:
         self._watched = sorted(concerned - self.dropped.places)
         self._concerned = [self._params[i] for i in sorted(concerned)]
         self._given = [left_now[i] for i in sorted(concerned)]
+        self.repeats = all(left_now[i] is self._found[i] for i in self._watched)
 
     def accept(self) -> None:
         """Let go of the gradients that nobody reads again.

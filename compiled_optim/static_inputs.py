@@ -61,8 +61,7 @@ class StaticInputs:
             raise ValueError(f"the arguments must be structured as in the first call: {self._structure}, got {structure}")
         for name, own, leaf in zip(self._names, self._leaves, leaves, strict=True):
             self._check_kind(name, leaf)
-            kinds_differ = isinstance(own, Tensor) != isinstance(leaf, Tensor)
-            if kinds_differ or (isinstance(own, Tensor) and _words(own) != _words(leaf)):
+            if _form(own) != _form(leaf):
                 raise ValueError(f"{name} must be {_words(own)} as in the first call, got {_words(leaf)}")
         return leaves
 
@@ -111,6 +110,10 @@ class StaticInputs:
 def _ordered(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """``kwargs`` in an order that no caller decides."""
     return dict(sorted(kwargs.items()))
+
+
+def _form(leaf: Any) -> object:
+    return (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else None
 
 
 def _words(leaf: Any) -> str:
