@@ -1,4 +1,4 @@
-"""Where many tensors and their gradients lie, read in one call."""
+"""Where many tensors and their gradients lie, looked at in one call."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import functools
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -15,23 +15,49 @@ from torch import Tensor
 
 from compiled_optim.lowering import cpp_library
 from compiled_optim.lowering.layout import is_plain
-from compiled_optim.sharding import is_sharded, local
 from compiled_optim.torch_internals import pointer_offset
 
-EMPTY = 16  # the address of an empty gradient, which has none: 0 says that there is no gradient
-_UNLIKE, _MOVED, _RENEWED, _NOT_PLAIN = 1, 2, 4, 8
+EMPTY = 16
+"""The address of a gradient without elements, which has none: 0 says that there is no gradient."""
 
-Look: TypeAlias = Callable[[list[Tensor | None] | None, bool], int]
-"""Looks at tensors and their gradients, or those given; says what it saw, and learns where the tensors are if asked to."""
+_UNLIKE, _MOVED = 1, 2
+_FLAGS = 2  # bits, below the version, in what a look returns
 
 _SOURCE = f"""\
 // For the headers of torch {torch.__version__}
 #include <ATen/core/Tensor.h>
 
+#include <cstring>
+#include <memory>
+#include <vector>
+
 using Impl = c10::TensorImpl;
 
-extern "C" char* PyList_GetItem(char* list, int64_t index);
-extern "C" char _Py_NoneStruct;
+extern "C" {{  // of Python, whose headers may be missing
+char* PyList_GetItem(char* list, int64_t index);
+char* PyCapsule_New(void* pointer, const char* name, void (*destructor)(char*));
+void* PyCapsule_GetPointer(char* capsule, const char* name);
+void Py_IncRef(char* object);
+extern char _Py_NoneStruct;
+}}
+
+struct Form {{  // a tensor as it was when the watch was made
+  Impl* const* object;
+  const void* address;
+  const int64_t* extents;  // sizes, then strides
+  int64_t dim;
+  c10::ScalarType dtype, grad_dtype;
+}};
+
+struct Watch {{
+  std::vector<Form> forms;
+  std::vector<int64_t> extents;
+  std::vector<c10::Storage> held;  // a kernel may be reading them, whatever other threads do
+  int64_t* gradients;
+  char* present;
+  const char* written;
+  int64_t version;
+}};
 
 static bool is_plain(const Impl& t) {{
   constexpr c10::DispatchKeySet other{{c10::DispatchKey::Conjugate, c10::DispatchKey::Negative,
@@ -39,151 +65,293 @@ static bool is_plain(const Impl& t) {{
   return t.has_storage() && !t.key_set().has_any(other);
 }}
 
-static int64_t form_of(const Impl& t) {{
-  auto form = static_cast<uint64_t>(t.dtype().toScalarType());
-  for (const auto& extents : {{t.sizes(), t.strides()}})
-    for (const int64_t extent : extents) form = (form ^ static_cast<uint64_t>(extent)) * 0x9E3779B97F4A7C15u;
-  return static_cast<int64_t>(form);
+static bool lies_as(const Impl& t, const Form& form, c10::ScalarType dtype) {{
+  const auto bytes = sizeof(int64_t) * form.dim;
+  return t.dim() == form.dim && t.dtype().toScalarType() == dtype && !memcmp(t.sizes().data(), form.extents, bytes) &&
+         !memcmp(t.strides().data(), form.extents + form.dim, bytes);
 }}
 
-extern "C" int32_t read_tensors(int64_t count, Impl* const* const* tensors, Impl* const* const* examples,
-                                int64_t* addresses, int64_t* forms, int64_t* gradients, char* given, int64_t offset,
-                                int32_t learns) try {{
-  const bool own = given == &_Py_NoneStruct;
-  int32_t seen = 0;
+static bool has_memory(const Impl& t) {{  // a storage can be shorter than a tensor in it
+  if (t.numel() == 0) return true;
+  int64_t last = t.storage_offset();
+  for (int64_t d = 0; d < t.dim(); d++) last += (t.sizes()[d] - 1) * t.strides()[d];
+  return (last + 1) * t.itemsize() <= t.unsafe_storage().nbytes();
+}}
+
+static void prefetch(const std::vector<Form>& forms, size_t i) {{
+  if (i + 16 < forms.size()) __builtin_prefetch(forms[i + 16].object);
+  if (i + 8 < forms.size()) {{
+    const auto* t = reinterpret_cast<const char*>(*forms[i + 8].object);
+    for (size_t line = 0; line < sizeof(Impl); line += 64) __builtin_prefetch(t + line);
+  }}
+  if (i + 4 < forms.size()) __builtin_prefetch((**forms[i + 4].object).unsafe_storage().unsafeGetStorageImpl());
+}}
+
+static Watch* in(char* capsule) {{ return static_cast<Watch*>(PyCapsule_GetPointer(capsule, nullptr)); }}
+
+static void destroy(char* capsule) {{ delete in(capsule); }}
+
+static char* none() {{
+  Py_IncRef(&_Py_NoneStruct);
+  return &_Py_NoneStruct;
+}}
+
+extern "C" char* make_watch(int64_t count, Impl* const* const* tensors, int64_t with_gradient,
+                            Impl* const* const* examples, int64_t* gradients, char* present) try {{
+  auto watch = std::make_unique<Watch>();
+  size_t size = 0;
+  for (int64_t i = 0; i < count; i++) size += 2 * (**tensors[i]).dim();
+  watch->extents.reserve(size);
   for (int64_t i = 0; i < count; i++) {{
     Impl& t = **tensors[i];
-    if (!is_plain(t)) return {_MOVED | _NOT_PLAIN};
-    const auto address = reinterpret_cast<int64_t>(t.mutable_data());
-    const int64_t form = form_of(t);
-    if (learns) {{
-      addresses[i] = address;
-      forms[i] = form;
-    }} else if (address != addresses[i] || form != forms[i]) {{
-      seen |= {_MOVED};
-    }}
-    int64_t found = 0;
+    if (!is_plain(t)) return none();
+    const int64_t* extents = watch->extents.data() + watch->extents.size();
+    for (const auto& part : {{t.sizes(), t.strides()}})
+      watch->extents.insert(watch->extents.end(), part.begin(), part.end());
+    const auto dtype = t.dtype().toScalarType();
+    const auto grad_dtype = i < with_gradient ? (*examples[i])->dtype().toScalarType() : dtype;
+    watch->forms.push_back({{tensors[i], t.mutable_data(), extents, t.dim(), dtype, grad_dtype}});
+  }}
+  watch->held.resize(with_gradient);
+  watch->gradients = gradients;
+  watch->present = present;
+  watch->written = present;
+  watch->version = 0;
+  return PyCapsule_New(watch.release(), nullptr, destroy);
+}} catch (...) {{
+  return none();
+}}
+
+extern "C" int64_t look(char* capsule, char* given, int64_t offset, int64_t first) {{
+  Watch* watch = in(capsule);
+  const bool own = given == &_Py_NoneStruct;
+  const auto& forms = watch->forms;
+  int64_t seen = 0;
+  bool renewed = false;
+  for (size_t i = first; i < forms.size(); i++) try {{
+    prefetch(forms, i);
+    const Form& form = forms[i];
+    Impl& t = **form.object;
+    if (!is_plain(t) || t.mutable_data() != form.address || !lies_as(t, form, form.dtype)) seen |= {_MOVED};
+    if (i >= watch->held.size()) continue;
     const Impl* gradient = nullptr;
     if (own) {{
       if (t.grad().defined()) gradient = t.grad().unsafeGetTensorImpl();
     }} else if (char* item = PyList_GetItem(given, i); item != &_Py_NoneStruct) {{
       gradient = *reinterpret_cast<Impl**>(item + offset);
     }}
+    int64_t found = 0;
     if (gradient) {{
       const Impl& g = *gradient;
-      if (is_plain(g) && g.dtype() == (*examples[i])->dtype() && g.device() == t.device() && g.sizes() == t.sizes() &&
-          g.strides() == t.strides()) {{
-        found = reinterpret_cast<int64_t>(g.data());
-        if (!found) found = {EMPTY};
+      if (is_plain(g) && g.device() == t.device() && lies_as(g, form, form.grad_dtype) && has_memory(g)) {{
+        found = g.numel() ? reinterpret_cast<int64_t>(g.data()) : {EMPTY};
+        watch->held[i] = g.storage();
       }} else {{
         seen |= {_UNLIKE};
       }}
     }}
-    if (found != gradients[i]) seen |= {_RENEWED};
-    gradients[i] = found;
+    watch->present[i] = gradient != nullptr;
+    renewed |= found != watch->gradients[i];
+    watch->gradients[i] = found;
+  }} catch (...) {{
+    seen |= {_MOVED};
   }}
-  return seen;
-}} catch (...) {{
-  return {_MOVED | _NOT_PLAIN};
+  watch->version += renewed;
+  return watch->version << {_FLAGS} | seen;
 }}
 
-extern "C" void count_versions(int64_t count, Impl* const* const* tensors, const int64_t* written) {{
-  for (int64_t i = 0; i < count; i++)
-    if (written[i]) (**tensors[i]).bump_version();
+extern "C" void finish(char* capsule) {{
+  Watch* watch = in(capsule);
+  for (size_t i = 0; i < watch->held.size(); i++) {{
+    Impl& t = **watch->forms[i].object;
+    if (watch->written[i] && !t.is_inference()) t.bump_version();
+    watch->held[i] = c10::Storage();
+  }}
 }}
+
+extern "C" void mark_written(char* capsule, const char* written) {{ in(capsule)->written = written; }}
 """
+
+Longs: TypeAlias = np.ndarray[tuple[int], np.dtype[np.int64]]
+Bytes: TypeAlias = np.ndarray[tuple[int], np.dtype[np.uint8]]
+
+
+class Watch(Protocol):
+    """Looks at tensors and, for the first of them, at their gradients.
+
+    It keeps the memory of the gradients that it found until :meth:`finish`, so that no other thread frees what a kernel is
+    reading. What a look finds out is recorded before it returns, so that an interrupt right after it loses nothing.
+    """
+
+    def look(self, grads: list[Tensor | None] | None, first: int) -> int:
+        """Look at the tensors from ``first`` on, and at ``grads`` or their own gradients.
+
+        Returns:
+            Flags and, above them, the gradients' version.
+        """
+
+    def finish(self) -> None:
+        """Let go of the gradients, and let autograd know which tensors were written."""
+
+    def mark(self, written: Bytes) -> None:
+        """Take ``written`` for what :meth:`finish` tells autograd, in place of the tensors that had a gradient."""
 
 
 class Addresses:
-    """Where tensors lie, and in which form; and where their gradients do.
+    """Where tensors lie, and in which form, when this object is made; and where the gradients of some of them do.
 
     Args:
-        tensors: dense ones; of DTensors the local shards are looked at, and no gradients.
+        tensors: dense ones with memory of their own, whose gradients are looked at too.
         grad_dtypes: what a gradient has to be, to be read where it lies; the tensor's own by default.
+        others: more such tensors, whose gradients do not matter.
 
     Attributes:
-        values: (tensors,) int64: the addresses when this object was made.
-        moved: whether a tensor was last seen elsewhere than then, or in another form.
         gradients: (tensors,) int64: the gradients' addresses when they were last read; 0 for a missing one, and
-            for one that is to be asked itself.
-        unlike: whether one is to be asked itself, since its dtype, strides or layout are not as expected.
+            for one that cannot be read where it lies.
+        present: (tensors,) uint8: whether there was a gradient.
+        moved: whether any tensor was last seen elsewhere than at first, or in another form.
+        unlike: whether a gradient cannot be read where it lies: its dtype, strides or layout are not as expected.
         version: another number whenever ``gradients`` changed.
-        written: (tensors,) int64, for :meth:`count_versions`.
-        refusal: why plain tensors are looked at one by one in Python; empty if they are not.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], grad_dtypes: Sequence[torch.dtype] | None = None) -> None:
-        self._tensors = list(tensors)
-        self._grad_dtypes = [t.dtype for t in tensors] if grad_dtypes is None else list(grad_dtypes)
-        self._sharded = any(map(is_sharded, tensors))
-        self.values, self._forms, self.gradients, self.written = (np.zeros(len(tensors), dtype=np.int64) for _ in range(4))
-        self.version = 0
-        self.refusal = ""
-        self._count: Callable[[], object] | None = None
-        self._look = self._in_one_call() or self._one_by_one
-        self._look(None, True)
+    def __init__(
+        self, tensors: Sequence[Tensor], grad_dtypes: Sequence[torch.dtype] | None = None, others: Sequence[Tensor] = ()
+    ) -> None:
+        dtypes = [t.dtype for t in tensors] if grad_dtypes is None else grad_dtypes
+        self.gradients: Longs = np.zeros(len(tensors), dtype=np.int64)
+        self.present: Bytes = np.zeros(len(tensors), dtype=np.uint8)
+        watched = (tensors, others, dtypes, self.gradients, self.present)
+        self._watch: Watch = _CppWatch.of(*watched) or _PythonWatch(*watched)
         self.read()
 
     def read(self, grads: list[Tensor | None] | None = None) -> None:
         """Look at all tensors, and at their gradients or ``grads`` in their place."""
-        seen = self._look(grads, False)
-        self.moved = bool(seen & _MOVED)
-        self.unlike = bool(seen & _UNLIKE)
-        self.version += bool(seen & _RENEWED)
+        self._seen = self._watch.look(grads, 0)
 
-    def count_versions(self) -> None:
-        """Let autograd know that the tensors where ``written`` is not 0 were written."""
-        if self._count is None:
-            tensors = [t for t, is_written in zip(self._tensors, self.written.tolist(), strict=True) if is_written]
-            torch.autograd.graph.increment_version(tensors)
-        else:
-            self._count()
+    def others_moved(self) -> bool:
+        """Look at the others only: whether one is elsewhere than at first, or in another form."""
+        return bool(self._watch.look(None, len(self.gradients)) & _MOVED)
 
-    def _in_one_call(self) -> Look | None:
-        if self._sharded:
+    @property
+    def moved(self) -> bool:
+        """See above."""
+        return bool(self._seen & _MOVED)
+
+    @property
+    def unlike(self) -> bool:
+        """See above."""
+        return bool(self._seen & _UNLIKE)
+
+    @property
+    def version(self) -> int:
+        """See above."""
+        return self._seen >> _FLAGS
+
+    def finish(self) -> None:
+        """Let go of the gradients, and let autograd know that their tensors, or the marked ones, were written."""
+        self._watch.finish()
+
+    def mark(self, written: Sequence[bool]) -> None:
+        """Say which of the tensors :meth:`finish` reports as written."""
+        self._watch.mark(np.array(written, dtype=np.uint8))
+
+
+class _CppWatch:
+    """A watch in C++, which reads torch's own objects."""
+
+    def __init__(self, functions: Functions, capsule: object, held: object) -> None:
+        self._functions = functions
+        self._capsule = capsule
+        self._held = held
+        self._written: Bytes | None = None
+
+    @classmethod
+    def of(
+        cls,
+        tensors: Sequence[Tensor],
+        others: Sequence[Tensor],
+        dtypes: Sequence[torch.dtype],
+        gradients: Longs,
+        present: Bytes,
+    ) -> _CppWatch | None:
+        """A watch for these tensors; None where there can be none."""
+        functions = reader()
+        if isinstance(functions, str):
             return None
-        functions, offset = reader(), pointer_offset()
-        if isinstance(functions, str) or offset is None:
-            self.refusal = functions if isinstance(functions, str) else "this version of torch is not understood"
+        everything, offset = [*tensors, *others], functions.offset
+        if not all(ctypes.c_uint64.from_address(id(t) + offset).value == t._cdata for t in everything):
             return None
-        function, count_versions = functions
-        examples = {dtype: torch.empty(0, dtype=dtype) for dtype in self._grad_dtypes}
-        pointers = [np.array([id(t) + offset for t in self._tensors], dtype=np.int64)]
-        pointers += [np.array([id(examples[d]) + offset for d in self._grad_dtypes], dtype=np.int64)]
-        held = (*pointers, self.values, self._forms, self.gradients)
-        arguments = (len(self._tensors), *(row.ctypes.data for row in held))
+        examples = {dtype: torch.empty(0, dtype=dtype, device="cpu") for dtype in dtypes}
+        objects = np.array([id(t) + offset for t in everything], dtype=np.int64)
+        kinds = np.array([id(examples[dtype]) + offset for dtype in dtypes], dtype=np.int64)
+        arrays = (gradients, present)
+        capsule = functions.make(
+            len(everything), objects.ctypes.data, len(tensors), kinds.ctypes.data, *(a.ctypes.data for a in arrays)
+        )
+        return None if capsule is None else cls(functions, capsule, (everything, objects, arrays))
 
-        def look(grads: list[Tensor | None] | None, learns: bool, _held: object = (held, examples)) -> int:
-            return function(*arguments, grads, offset, learns)
+    def look(self, grads: list[Tensor | None] | None, first: int) -> int:
+        """See :class:`Watch`."""
+        return self._functions.look(self._capsule, grads, self._functions.offset, first)
 
-        understood = all(ctypes.c_uint64.from_address(id(t) + offset).value == t._cdata for t in self._tensors)
-        if not understood or look(None, True) & _NOT_PLAIN:
-            return None
-        if not any(t.is_inference() for t in self._tensors):  # which have no version
-            written = self.written.ctypes.data
-            self._count = functools.partial(count_versions, len(self._tensors), pointers[0].ctypes.data, written)
-        return look
+    def finish(self) -> None:
+        """See :class:`Watch`."""
+        self._functions.finish(self._capsule)
 
-    def _one_by_one(self, grads: list[Tensor | None] | None, learns: bool) -> int:
-        tensors = list(map(local, self._tensors)) if self._sharded else self._tensors
-        values = [t.data_ptr() for t in tensors]
-        forms = [hash((t.dtype, t.shape, t.stride())) for t in tensors]
-        if learns:
-            self.values[:], self._forms[:] = values, forms
-        seen = _MOVED * (values != self.values.tolist() or forms != self._forms.tolist())
-        if self._sharded:
-            return seen | _UNLIKE
-        gradients = [0] * len(tensors)
-        for i, (tensor, dtype) in enumerate(zip(tensors, self._grad_dtypes, strict=True)):
-            if (found := gradient(tensor) if grads is None else grads[i]) is not None:
-                if _lies_like(found, tensor, dtype):
-                    gradients[i] = found.data_ptr() or EMPTY
-                else:
-                    seen |= _UNLIKE
-        if gradients != self.gradients.tolist():
-            self.gradients[:] = gradients
-            seen |= _RENEWED
-        return seen
+    def mark(self, written: Bytes) -> None:
+        """See :class:`Watch`."""
+        self._written = written
+        self._functions.mark(self._capsule, written.ctypes.data)
+
+
+class _PythonWatch:
+    """A watch in Python, for machines where nothing can be compiled."""
+
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        others: Sequence[Tensor],
+        dtypes: Sequence[torch.dtype],
+        gradients: Longs,
+        present: Bytes,
+    ) -> None:
+        self._tensors, self._others, self._dtypes = list(tensors), list(others), list(dtypes)
+        self._gradients = gradients
+        self._present = self._written = present
+        self._forms, self._other_forms = _forms(self._tensors), _forms(self._others)
+        self._held: list[Tensor | None] = []
+        self._version = 0
+
+    def look(self, grads: list[Tensor | None] | None, first: int) -> int:
+        """See :class:`Watch`."""
+        seen = 0 if _forms(self._others) == self._other_forms else _MOVED
+        if first == len(self._tensors):
+            return seen
+        if _forms(self._tensors) != self._forms:
+            seen = _MOVED
+        self._held = list(map(gradient, self._tensors)) if grads is None else grads
+        row = [0] * len(self._tensors)
+        for i, (tensor, dtype, grad) in enumerate(zip(self._tensors, self._dtypes, self._held, strict=True)):
+            if grad is not None and _lies_like(grad, tensor, dtype):
+                row[i] = grad.data_ptr() or EMPTY
+            elif grad is not None:
+                seen |= _UNLIKE
+        self._present[:] = [grad is not None for grad in self._held]
+        if row != self._gradients.tolist():
+            self._version += 1
+            self._gradients[:] = row
+        return self._version << _FLAGS | seen
+
+    def finish(self) -> None:
+        """See :class:`Watch`."""
+        torch.autograd.graph.increment_version(
+            [t for t, is_written in zip(self._tensors, self._written.tolist(), strict=True) if is_written]
+        )
+        self._held = []
+
+    def mark(self, written: Bytes) -> None:
+        """See :class:`Watch`."""
+        self._written = written
 
 
 def gradient(tensor: Tensor) -> Tensor | None:
@@ -191,32 +359,55 @@ def gradient(tensor: Tensor) -> Tensor | None:
     return tensor.grad if tensor.is_leaf or tensor.retains_grad else None
 
 
+def _forms(tensors: Sequence[Tensor]) -> list[object]:
+    return [(t.data_ptr(), t.dtype, t.shape, t.stride(), is_plain(t)) for t in tensors]
+
+
 def _lies_like(grad: Tensor, tensor: Tensor, dtype: torch.dtype) -> bool:
     return (
         grad.layout is torch.strided
         and grad.dtype == dtype
+        and grad.device == tensor.device
         and grad.shape == tensor.shape
         and grad.stride() == tensor.stride()
         and is_plain(grad)
     )
 
 
-@functools.cache
-def reader() -> tuple[Callable[..., int], Callable[..., None]] | str:
-    """The functions in C++ that look at tensors and count their versions, compiled once per machine and version of torch.
+class Functions(NamedTuple):
+    """What the C++ library offers, and how far into a tensor's Python object its pointer to torch's own object lies."""
 
-    Or why there are none.
-    """
+    offset: int
+    make: Callable[..., object]
+    look: Callable[..., int]
+    finish: Callable[..., None]
+    mark: Callable[..., None]
+
+
+@functools.cache
+def reader() -> Functions | str:
+    """The functions in C++, compiled once per machine and version of torch; or why there are none."""
     if sys.platform != "linux" or cpp_library.compiler() is None:
         return "no C++ compiler was found"
+    offset = pointer_offset()
+    if offset is None:
+        return "this version of torch is not understood"
     torch_directory = Path(torch.__file__).parent
     flags = (f"-I{torch_directory / 'include'}", f"-L{torch_directory / 'lib'}", "-lc10", "-ltorch_cpu")
     try:
         library = ctypes.PyDLL(str(cpp_library.library(_SOURCE, ("-std=c++20", *flags))))
     except (RuntimeError, OSError) as error:
         return f"the C++ compiler or linker refused torch's headers: {error}"
-    read, count = library.read_tensors, library.count_versions
-    read.argtypes = [ctypes.c_int64, *[ctypes.c_void_p] * 5, ctypes.py_object, ctypes.c_int64, ctypes.c_int32]
-    read.restype = ctypes.c_int32
-    count.argtypes, count.restype = [ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p], None
-    return read, count
+    thing, pointer, integer = ctypes.py_object, ctypes.c_void_p, ctypes.c_int64
+    return Functions(
+        offset,
+        _function(library.make_watch, thing, integer, pointer, integer, pointer, pointer, pointer),
+        _function(library.look, integer, thing, thing, integer, integer),
+        _function(library.finish, None, thing),
+        _function(library.mark_written, None, thing, pointer),
+    )
+
+
+def _function(function: Any, result: Any, *arguments: Any) -> Any:
+    function.restype, function.argtypes = result, arguments
+    return function

@@ -428,7 +428,8 @@ class _FunctionRun(_Run):
 
     def _is_settled(self) -> bool:
         """Whether a capture would find what the call before left, and no step would be derived anew."""
-        known = all(o.refresh(*o.taken_scaler) is not None for o in self._optimizers)
+        stepped = [o for o, steps in zip(self._optimizers, self._steps, strict=True) if steps]  # else the capture refuses
+        known = all(o.refresh(*o.taken_scaler) is not None for o in stepped)
         return known and self._warmed is not None and not self._warmed.change()
 
     def _capture(self, graph: Graph) -> None:

@@ -28,8 +28,8 @@ class Controls:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._given: tuple[Any, ...] = (None, None, None, False)
-        self._values: dict[str, Tensor] = {}
+        # What was given, and the tensors made of it: taken together, or an interrupt could part them.
+        self._taken: tuple[tuple[Any, ...], dict[str, Tensor]] = ((None, None, None, False), {})
         self._neutral: dict[torch.device, dict[str, Tensor]] = {}
         self._outcomes: dict[torch.device, Tensor] = {}
 
@@ -64,7 +64,15 @@ class Controls:
             raise ValueError(f"max_grad_norm must be >= 0, got {float(max_grad_norm)}")
         if skip_nonfinite:
             values["skip_nonfinite"] = self._values.get("skip_nonfinite", self._tensor("skip_nonfinite", 1.0))
-        self._values, self._given = values, given
+        self._taken = (given, values)
+
+    @property
+    def _given(self) -> tuple[Any, ...]:
+        return self._taken[0]
+
+    @property
+    def _values(self) -> dict[str, Tensor]:
+        return self._taken[1]
 
     def are_tensors(self, *given: Any) -> bool:
         """Whether :meth:`take` makes no tensor of ``given``, which a CUDA graph that is being captured would not fill."""

@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from compiled_optim.fields import Hyper
 from compiled_optim.torch_internals import is_capturing, outside_dynamo
-from compiled_optim.watched import WatchedDict, WatchedList
+from compiled_optim.watched import Changes, WatchedDict, WatchedList
 
 ROUNDING = 1e-9
 """How far what a scheduler computed may be out of range."""
@@ -39,7 +39,7 @@ class ParamGroup(WatchedDict[str, Any]):
         device: where the hyperparameter tensors live.
         label: the group's name in error messages.
         check: called with all entries, before a write to a structural key that is no hyperparameter, to raise an error.
-        changed: called after a write to a structural key.
+        changes: where a write to a structural key is reported.
         taken: addresses of tensors that belong to other groups and must not be adopted here.
 
     A hyperparameter that is already a 0-dim floating tensor on ``device`` is adopted: later in-place writes by its owner
@@ -54,10 +54,10 @@ class ParamGroup(WatchedDict[str, Any]):
         device: torch.device,
         label: str,
         check: Callable[[Mapping[str, Any]], None],
-        changed: Callable[[], None],
+        changes: Changes,
         taken: Collection[int] = (),
     ) -> None:
-        super().__init__(changed)
+        super().__init__(changes)
         self.label = label
         self._check = check
         self._hypers = {h.name: h for h in hypers}
@@ -82,7 +82,7 @@ class ParamGroup(WatchedDict[str, Any]):
 
     def set_quietly(self, key: str, value: Any) -> None:
         """Write without reporting; ``params`` becomes a list that reports."""
-        super().set_quietly(key, WatchedList(self._changed, value) if key == "params" else value)
+        super().set_quietly(key, WatchedList(self._changes, value) if key == "params" else value)
 
     def tensors(self, key: str) -> tuple[Tensor, ...]:
         """The live 0-dim tensors of one hyperparameter, single values and tuples alike."""
@@ -136,12 +136,10 @@ class ParamGroup(WatchedDict[str, Any]):
         """
         elements = self.validated(key, value, ROUNDING)
         owned = self.tensors(key)
-        was_nonzero = key in self._structural and self.nonzero(key)
         for tensor, element in zip(owned, elements, strict=True):
             live = tensor.detach()
             live.copy_(element.reshape(())) if isinstance(element, Tensor) else live.fill_(element)
         self._store(key, owned, elements)
-        self._report(key, was_nonzero)
 
     def own(self, key: str) -> None:
         """Replace the tensors of one hyperparameter by equal ones that nobody else holds."""
@@ -166,10 +164,8 @@ class ParamGroup(WatchedDict[str, Any]):
     def __setitem__(self, key: str, value: Any) -> None:
         if key in self._hypers:
             elements = self.validated(key, value)
-            was_nonzero = key in self._structural and self.nonzero(key)
             before = self.get(key)
             self._store(key, [self._settle(key, i, e) for i, e in enumerate(elements)], elements)
-            self._report(key, was_nonzero)
             if self.on_assignment is not None and self[key] is not before:
                 self.on_assignment(f"{self.label}[{key!r}]")
             return
@@ -177,18 +173,13 @@ class ParamGroup(WatchedDict[str, Any]):
             value = value.detach().clone()  # "initial_lr" must not alias the live lr
         if key in self._structural:
             self._check({**self, key: value})
+            self.report()
         self.set_quietly(key, value)
-        if key in self._structural:
-            self._changed()
-
-    def _report(self, key: str, was_nonzero: bool) -> None:
-        if key in self._structural and self.nonzero(key) != was_nonzero:
-            self._changed()
 
     def _store(self, key: str, owned: Sequence[Tensor], given: tuple[float | Tensor, ...]) -> None:
+        self._zeros.pop(key, None)  # whatever happens from here on, it is not taken for 0
         self.live[key] = tuple(owned) if self._hypers[key].is_tuple else owned[0]
         self.set_quietly(key, self.live[key])
-        self._zeros.pop(key, None)
         if key in self._structural and not isinstance(given[0], Tensor) and given[0] == 0:
             self._zeros[key] = owned[0]._version
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, ClassVar, Literal, cast, overload
 
@@ -16,6 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from compiled_optim import checkpoint, traced
+from compiled_optim.addresses import gradient
 from compiled_optim.arguments import as_groups, hand_over, names_and_tensors, without_aliases
 from compiled_optim.checkpoint import LoadReport
 from compiled_optim.controls import Controls
@@ -30,6 +32,7 @@ from compiled_optim.plan import partition
 from compiled_optim.schedule import Schedule, Schedules
 from compiled_optim.state import OptimizerState, ParamState
 from compiled_optim.torch_internals import is_capturing, mend_tracing, outside_dynamo, refuse_tracing
+from compiled_optim.watched import Changes
 
 
 class CompiledOptimizer(Declared, Optimizer):
@@ -130,7 +133,9 @@ class CompiledOptimizer(Declared, Optimizer):
         self._number = traced.register(self)
         self._replay: Callable[[], None] | None = None
         self._has_runner = False
-        self._changed = True
+        self._changes: Changes = vars(self).setdefault("_changes", Changes())  # shared with groups and state
+        self._changes.pending = True
+        self._lock: contextlib.AbstractContextManager[bool] = vars(self).setdefault("_lock", threading.RLock())
 
     @classmethod
     def _group_keys(cls) -> list[str]:
@@ -145,9 +150,6 @@ class CompiledOptimizer(Declared, Optimizer):
             *cls.declaration.structural_hypers,
             *(s.name for s in cls.declaration.statics),
         }
-
-    def _mark_changed(self) -> None:
-        self._changed = True
 
     @outside_dynamo
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -176,7 +178,7 @@ class CompiledOptimizer(Declared, Optimizer):
         self._check_values(values, index)
         self.param_groups.append(self._new_group(values, index))
         self._aliases |= aliases
-        self._changed = True
+        self._changes.pending = True
         if self._is_made:
             known = list(self.state)
             try:
@@ -199,21 +201,22 @@ class CompiledOptimizer(Declared, Optimizer):
             device,
             f"param_groups[{index}]",
             functools.partial(self._check_values, index=index),
-            self._mark_changed,
+            self._changes,
             {t.data_ptr() for g in others for h in self.fields_of(Hyper) for t in g.tensors(h.name)},
         )
 
     def _check_params(self, group: Mapping[str, Any], index: int) -> None:
         check_params(type(self), group, index, self.param_groups)
 
-    def _check_values(self, group: Mapping[str, Any], index: int) -> None:
+    @classmethod
+    def _check_values(cls, group: Mapping[str, Any], index: int) -> None:
         where = f"param_groups[{index}]"
-        for choice in self.fields_of(Choice):
+        for choice in cls.fields_of(Choice):
             choice.check(group.get(choice.name, choice.default), where)
-        hypers = {h.name: group[h.name] for h in self.fields_of(Hyper)}
-        for hyper in self.fields_of(Hyper):
+        hypers = {h.name: group[h.name] for h in cls.fields_of(Hyper)}
+        for hyper in cls.fields_of(Hyper):
             hyper.checked(hypers[hyper.name], where)
-        self.check(hypers, group)
+        cls.check(hypers, group)
 
     @staticmethod
     def check(hypers: Mapping[str, Any], statics: Mapping[str, Any]) -> None:
@@ -282,7 +285,7 @@ class CompiledOptimizer(Declared, Optimizer):
         Args:
             set_to_none: set them to None instead of to zero.
         """
-        if not torch.compiler.is_compiling() and (self._changed or self._regrouped()):
+        if not torch.compiler.is_compiling() and (self._changes.pending or self._regrouped()):
             self._rebuild()
         for param in self._traceable:
             if set_to_none:
@@ -298,10 +301,11 @@ class CompiledOptimizer(Declared, Optimizer):
 
     @outside_dynamo
     def step_now(self, grads: list[Tensor | None] | None = None) -> None:
-        """Update the parameters, without closure and hooks; see :meth:`prepare` for ``grads``."""
-        self.prepare(grads)
-        (self._replay or self.launch)()
-        self.finish()
+        """Update the parameters, without closure and hooks; see :meth:`prepare` for ``grads``. One thread at a time does."""
+        with self._lock:
+            self.prepare(grads)
+            (self._replay or self.launch)()
+            self.finish()
 
     def prepare(self, grads: list[Tensor | None] | None = None) -> None:
         """The host's part of a step: follow what changed since the last one; nothing is updated yet.
@@ -316,23 +320,24 @@ class CompiledOptimizer(Declared, Optimizer):
             self._check_capture(grads)
         self._opt_called = True  # torch's schedulers ask
         self._take_controls()
-        if self._changed or self._regrouped() or self._wakes(grads) or not self._read(grads):
-            with _lent(self._traceable, grads):
-                self._rebuild()
-                described = self._read(None)
-                assert described
-                self._prepare_units(None)
-        else:
-            self._prepare_units(grads)
+        if self._changes.pending or self._regrouped() or self._wakes(grads) or not self._read(grads):
+            grads = self._rebuild(grads)
+            described = self._read(grads)
+            assert described
+        self._prepare_units(grads)
 
     def _prepare_units(self, grads: list[Tensor | None] | None) -> None:
-        for unit in self.units:
-            unit.compile()
-            unit.plan.settle()
+        by_unit = self._by_unit(grads)
+        for unit, own in zip(self.units, by_unit, strict=True):
+            if not unit.is_compiled:
+                self._changes.pending = True  # to the end, whatever interrupts it
+                unit.compile()
+                unit.plan.settle(own)
+        self._changes.pending = False
         if self._controls.measures_norm and self._square_sums is None:
             self._square_sums = SquareSums(self.units)
         self._schedules.hold()
-        for unit, own in zip(self.units, self._by_unit(grads), strict=True):
+        for unit, own in zip(self.units, by_unit, strict=True):
             unit.prepare(own)
 
     @property
@@ -378,7 +383,9 @@ class CompiledOptimizer(Declared, Optimizer):
             What the graph depends on: it is valid for as long as this stays equal. None if the step would have to be
             derived anew from groups and state.
         """
-        if self._changed or self._regrouped() or any(unit.plan.state_moved for unit in self.units):
+        if self._changes.pending or self._regrouped() or not all(unit.is_compiled for unit in self.units):
+            return None
+        if any(unit.plan.state_moved for unit in self.units):
             return None
         self._controls.take(self.max_grad_norm, grad_scale, found_inf, self.skip_nonfinite)
         if self._controls.measures_norm != (self._square_sums is not None):
@@ -392,8 +399,8 @@ class CompiledOptimizer(Declared, Optimizer):
     @contextlib.contextmanager
     def launched_by(self, replay: Callable[[], None]) -> Iterator[None]:
         """Let steps inside a ``with`` block call ``replay`` in place of :meth:`launch`."""
-        self._replay = replay
         try:
+            self._replay = replay
             yield
         finally:
             self._replay = None
@@ -401,12 +408,13 @@ class CompiledOptimizer(Declared, Optimizer):
     @contextlib.contextmanager
     def captured_by_runner(self) -> Iterator[None]:
         """Let steps inside a ``with`` block be captured by one who follows assignments himself."""
-        self._has_runner = True
-        token = _runner_captures.set(True)
+        before = _runner_captures.get()
         try:
+            self._has_runner = True
+            _runner_captures.set(True)
             yield
         finally:
-            _runner_captures.reset(token)
+            _runner_captures.set(before)
             self._has_runner = False
 
     def _check_capture(self, grads: list[Tensor | None] | None) -> None:
@@ -418,7 +426,7 @@ class CompiledOptimizer(Declared, Optimizer):
             )
         elsewhere = any(t.device != u.plan.device for u in self.units for t in self._controls.tensors(u.plan.device))
         reasons = {
-            "groups or state changed since the last step": self._changed or self._regrouped(),
+            "groups or state changed since the last step": self._changes.pending or self._regrouped(),
             "a parameter got its first gradient": bool(self.units) and self._wakes(grads),
             "its kernels are not compiled yet": not all(unit.is_compiled for unit in self.units),
             "clipping was switched on or off": (self.max_grad_norm is not None or self.skip_nonfinite)
@@ -465,7 +473,7 @@ class CompiledOptimizer(Declared, Optimizer):
     def _take_controls(self) -> None:
         self._controls.take(*self._given_controls())
         if self._square_sums is not None and not self._controls.measures_norm:
-            self._changed = True
+            self._changes.pending = True
 
     def _given_controls(self) -> tuple[Any, ...]:
         scaler = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)  # set and deleted by torch's GradScaler
@@ -488,7 +496,7 @@ class CompiledOptimizer(Declared, Optimizer):
         """Look at all parameters and gradients; whether the plans still describe them."""
         return all([unit.plan.read(own) for unit, own in zip(self.units, self._by_unit(grads), strict=True)])
 
-    def _by_unit(self, grads: list[Tensor | None] | None) -> Iterable[list[Tensor | None] | None]:
+    def _by_unit(self, grads: list[Tensor | None] | None) -> Sequence[list[Tensor | None] | None]:
         if grads is None:
             return [None] * len(self.units)
         return [list(map(grads.__getitem__, positions)) for positions in self._positions]
@@ -506,8 +514,18 @@ class CompiledOptimizer(Declared, Optimizer):
         grown = [isinstance(group, ParamGroup) and group.nonzero(name) for name in self.declaration.structural_hypers]
         return (id(group), len(group["params"]), *grown)
 
-    def _rebuild(self) -> None:
-        """Derive everything the step uses from the groups and the state."""
+    def _rebuild(self, grads: Sequence[Tensor | None] | None = None) -> list[Tensor | None] | None:
+        """Derive everything the step uses from the groups and the state, and take ``grads`` for the parameters' own.
+
+        Returns:
+            ``grads`` in the order in which the parameters are now; None if they are the parameters' own.
+        """
+        self._changes.pending = True  # to the end, whatever interrupts it
+        given = {} if grads is None else dict(zip(map(id, self._traceable), grads, strict=True))
+
+        def grad_of(param: Tensor) -> Tensor | None:
+            return given[id(param)] if id(param) in given else gradient(param)
+
         for index, group in enumerate(self.param_groups):
             if not isinstance(group, ParamGroup):
                 values = {**self.defaults, **group}
@@ -519,17 +537,18 @@ class CompiledOptimizer(Declared, Optimizer):
             if group["params"]:
                 group.to(group["params"][0].device)
         self._traceable = [p for g in groups for p in g["params"]]
-        self._make_units(groups)
+        self._make_units(groups, grad_of)
         place = {id(p): i for i, p in enumerate(self._traceable)}
         self._positions = [[place[id(p)] for p in unit.plan.params] for unit in self.units]
         planned = {i for positions in self._positions for i in positions}
         self._stateless = [i for i in range(len(self._traceable)) if i not in planned]
         self._group_shapes = [self._group_shape(g) for g in groups]
-        self._changed = False
+        self._changes.pending = False
+        return None if grads is None else list(map(grad_of, self._traceable))
 
-    def _make_units(self, groups: Sequence[ParamGroup]) -> None:
+    def _make_units(self, groups: Sequence[ParamGroup], grad_of: Callable[[Tensor], Tensor | None]) -> None:
         """Set ``units``, what runs the step, and complete the state; for an optimizer without a rule to override."""
-        plans = partition(self.rule, groups, self.state)
+        plans = partition(self.rule, groups, self.state, grad_of)
         differentiable = any(g.get("differentiable", False) for g in groups)
         if plans and self._controls.device != plans[0].device:
             self._controls = Controls(plans[0].device)
@@ -537,6 +556,15 @@ class CompiledOptimizer(Declared, Optimizer):
         if differentiable and self._controls.measures_norm:
             raise ValueError("differentiable=True does not work with max_grad_norm and skip_nonfinite: clip before the step")
         self.units = [lower(plan, self._lowering, self._controls, self.events, differentiable) for plan in plans]
+        for plan in plans:
+            plan.settle(None)
+        later = [f"'{member.name}'" for plan in plans if plan.shares_memory for member in plan.members]
+        if later:
+            more = f" and {len(later) - 3} more" if len(later) > 3 else ""
+            self.events.fall_back(
+                f"{', '.join(later[:3])}{more} share memory with other parameters, and are updated after them",
+                "a step has more launches for it",
+            )
         self._square_sums = None
         self._schedules.follow(groups, plans)
         self._live = [g.live for g in groups]
@@ -569,7 +597,7 @@ class CompiledOptimizer(Declared, Optimizer):
             for name, function in functions.items():
                 schedules.set(index, self._groups[index], hypers[name], function)
         self._schedules = schedules
-        self._changed = True
+        self._changes.pending = True
 
     def scheduled(self) -> dict[tuple[int, str], Schedule]:
         """The schedules, by group and hyperparameter."""
@@ -608,11 +636,11 @@ class CompiledOptimizer(Declared, Optimizer):
 
     @state.setter
     def state(self, values: Mapping[Tensor, Mapping[str, Any]]) -> None:
-        own = OptimizerState(self._mark_changed)
+        self._changes.pending = True
+        own = OptimizerState(self._changes)
         for param, entries in values.items():
-            own.set_quietly(param, ParamState(self._mark_changed, entries))
+            own.set_quietly(param, ParamState(self._changes, entries))
         self.__dict__["state"] = own
-        self._mark_changed()
 
     def hyperparameters(self) -> list[dict[str, Any]]:
         """The hyperparameters of each group as Python floats, for logs and JSON. Waits for the device."""
@@ -627,7 +655,7 @@ class CompiledOptimizer(Declared, Optimizer):
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
-        if self._changed or self._regrouped():
+        if self._changes.pending or self._regrouped():
             self._rebuild()
         neutral = {name: self.fields[name].default for name in self.group_flags}  # type: ignore[attr-defined]
         result = self._save(neutral)
@@ -669,7 +697,7 @@ class CompiledOptimizer(Declared, Optimizer):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = pre_hook(self, state_dict)
             state_dict = state_dict if replaced is None else replaced
-        if self._changed or self._regrouped():
+        if self._changes.pending or self._regrouped():
             self._rebuild()
         report = self._load(state_dict, strict, hyperparameters)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
@@ -719,16 +747,3 @@ class CompiledOptimizer(Declared, Optimizer):
 
 
 _runner_captures: ContextVar[bool] = ContextVar("runner_captures", default=False)
-
-
-@contextlib.contextmanager
-def _lent(params: Sequence[Tensor], grads: Sequence[Tensor | None] | None) -> Iterator[None]:
-    """Let ``params`` have ``grads`` inside a ``with`` block; their own if that is None."""
-    own = [] if grads is None else [(p, p.grad) for p in params]
-    for param, grad in zip(params, grads or (), strict=False):
-        param.grad = grad
-    try:
-        yield
-    finally:
-        for param, grad in own:
-            param.grad = grad

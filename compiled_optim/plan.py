@@ -6,16 +6,18 @@ scalars are data, so groups with different learning rates share one plan.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
+from compiled_optim import torch_internals
 from compiled_optim.addresses import Addresses, gradient
 from compiled_optim.fields import Declaration, Rule
 from compiled_optim.hyperparameters import ParamGroup
+from compiled_optim.lowering.layout import has_memory, is_lost, span
 from compiled_optim.sharding import is_sharded, local, local_gradient, placement
 from compiled_optim.state import LocalState, OptimizerState, ParamState, check_shapes, complete, initial_values, scalar_names
 
@@ -49,6 +51,16 @@ class Plan:
     The optimizer's first plan leads: it writes down what became of the whole step.
     ``scalars`` is a (1 + scalars, tensors) float64 matrix: step counts first, then the rule's scalars; each parameter's
     state holds 0-dim views of its column.
+
+    Args:
+        rule: what updates the parameters.
+        statics: the choices they share.
+        device: theirs.
+        members: the parameters.
+        groups: all groups of the optimizer.
+        grad_of: the gradient of a parameter.
+        shares_memory: whether the plan is updated after others because its parameters share memory with theirs.
+        leads: whether it is the first one.
     """
 
     def __init__(
@@ -58,7 +70,9 @@ class Plan:
         device: torch.device,
         members: Sequence[Member],
         groups: Sequence[ParamGroup],
+        grad_of: Callable[[Tensor], Tensor | None],
         *,
+        shares_memory: bool,
         leads: bool,
     ) -> None:
         self.rule = rule
@@ -68,44 +82,53 @@ class Plan:
         self.members = list(members)
         self.params = [m.owner for m in self.members]
         self.sharded = is_sharded(self.params[0])
+        self.wrapped = torch_internals.wraps_others(self.members[0].param) and not has_memory(self.members[0].param)
+        self.shares_memory = shares_memory
         self.leads = leads
-        self.grad_dtypes = [p.dtype if (g := gradient(p)) is None else g.dtype for p in self.params]
-        self.addresses = Addresses(self.params, self.grad_dtypes)
+        self.grad_dtypes = [p.dtype if (g := grad_of(p)) is None else g.dtype for p in self.params]
         used = sorted({m.group for m in self.members})
         self.groups = [groups[i] for i in used]
         self.group_index = [used.index(m.group) for m in self.members]
         self.scalars = self._gather_scalars()
-        self._sample: list[tuple[Tensor, int]] | None = None
+        self.addresses = self._found()
 
-    def settle(self) -> None:
-        """Note where state lies, once the lowering has put it there."""
-        if self._sample is None:
-            state = self.members[0].state
-            entries = () if self.sharded else (*scalar_names(self.rule), *self.buffers)
-            self._sample = [(state[name], state[name].data_ptr()) for name in entries]
+    def settle(self, grads: list[Tensor | None] | None) -> None:
+        """Note anew where everything lies, after the lowering has put state elsewhere; ``grads`` are as in :meth:`read`."""
+        self.addresses = self._found()
+        self.addresses.read(self._local(grads))
+
+    def _found(self) -> Addresses:
+        """Where parameters, gradients and state lie; of DTensors the local shards."""
+        params = [] if self.wrapped else [m.param for m in self.members]
+        names = (*scalar_names(self.rule), *self.buffers)
+        state = [m.state[name] for m in self.members for name in names]
+        return Addresses(params, self.grad_dtypes[: len(params)], list(filter(has_memory, state)))
 
     @property
     def state_moved(self) -> bool:
-        """Whether somebody gave state tensors other memory, with ``.data =``, as to offload them.
-
-        One parameter's are looked at: who moves any moves all, and to look at all would take longer than the rest of the
-        host's work.
-        """
-        return any(tensor.data_ptr() != address for tensor, address in self._sample or ())
+        """Whether somebody gave a state tensor other memory, with ``.data =``, as to offload it."""
+        return self.addresses.others_moved()
 
     def read(self, grads: list[Tensor | None] | None) -> bool:
-        """Look at parameters and gradients, their own or ``grads``, and say whether the plan still describes them.
+        """Look at parameters, state and gradients, their own or ``grads``; whether the plan still describes them.
 
         Raises:
             TypeError: a gradient is sparse and the rule takes dense ones, or the other way round.
-            ValueError: a gradient has another shape than its parameter.
+            ValueError: a gradient has another shape than its parameter, or no memory.
         """
-        self.addresses.read(grads)
-        if self.addresses.moved or self.state_moved:
+        self.addresses.read(self._local(grads))
+        if self.addresses.moved or self._resharded():
             return False
-        if not (self.addresses.unlike or self.rule.gradients == "sparse"):
+        if not (self.addresses.unlike or self.wrapped or self.rule.gradients == "sparse"):
             return True
         return self._check_gradients([p.grad for p in self.params] if grads is None else grads)
+
+    def finish(self) -> None:
+        """Let go of the gradients, and let autograd know that the parameters with gradients were written."""
+        self.addresses.finish()
+        if self.sharded:
+            present = zip(self.params, self.addresses.present.tolist(), strict=True)
+            torch.autograd.graph.increment_version([param for param, there in present if there])
 
     def gradients(self, grads: list[Tensor | None] | None) -> list[Tensor | None]:
         """``grads`` or the parameters' own, of DTensors the local shards."""
@@ -114,14 +137,26 @@ class Plan:
             return found
         return [None if g is None else local_gradient(g, p) for g, p in zip(found, self.params, strict=True)]
 
+    def _local(self, grads: list[Tensor | None] | None) -> list[Tensor | None] | None:
+        """The gradients to look at in place of the parameters' own, if there are such."""
+        return self.gradients(grads) if self.sharded and not self.wrapped else grads
+
+    def _resharded(self) -> bool:
+        """Whether a DTensor has another local shard than it had."""
+        return self.sharded and any(local(m.owner) is not m.param for m in self.members)
+
     def _check_gradients(self, grads: Sequence[Tensor | None]) -> bool:
-        """Whether all gradients have the dtypes that the plan expects."""
+        """Whether all gradients have the dtypes that the plan expects; an error if one cannot be used at all."""
         if not {g.is_sparse for g in grads if g is not None} <= {self.rule.gradients == "sparse"}:
             self._refuse(grads)
         for member, param, grad in zip(self.members, self.params, grads, strict=True):
             if grad is not None and grad.shape != param.shape:
                 shapes = tuple(grad.shape), tuple(param.shape)
                 raise ValueError(f"the gradient of '{member.name}' has shape {shapes[0]}, the parameter {shapes[1]}")
+            if grad is not None and is_lost(local(grad)):
+                raise ValueError(f"the gradient of '{member.name}' has no memory: its storage was freed")
+            if grad is not None and torch_internals.is_fake(grad) and not torch_internals.is_fake(param):
+                raise ValueError(f"the gradient of '{member.name}' has no memory: it is a FakeTensor")
         return all(g is None or g.dtype == d for g, d in zip(grads, self.grad_dtypes, strict=True))
 
     def _refuse(self, grads: Sequence[Tensor | None]) -> NoReturn:
@@ -149,25 +184,75 @@ def structure(rule: Declaration, group: ParamGroup, param: Tensor) -> dict[str, 
     return choices | {name: group.nonzero(name) for name in rule.structural_hypers}
 
 
-def partition(rule: Rule, groups: Sequence[ParamGroup], state: OptimizerState) -> list[Plan]:
+def partition(
+    rule: Rule,
+    groups: Sequence[ParamGroup],
+    state: OptimizerState,
+    grad_of: Callable[[Tensor], Tensor | None] = gradient,
+) -> list[Plan]:
     """The plans for all parameters that have state or are to get it now; missing state is made.
 
+    A parameter without gradient whose memory, or whose state's, was freed is left out until it gets one.
+
     Raises:
-        ValueError: a tensor of the state does not fit its parameter.
+        ValueError: a parameter or its state cannot be updated, or a tensor of the state does not fit its parameter.
     """
-    members: dict[tuple[Any, ...], list[Member]] = {}
+    found: list[tuple[Member, dict[str, Any]]] = []
+    written: list[list[Tensor]] = []
     for i, group in enumerate(groups):
         for j, param in enumerate(group["params"]):
-            if not (param.requires_grad or gradient(param) is not None or state.get(param)):
+            grad = grad_of(param)
+            if not (param.requires_grad or grad is not None or state.get(param)):
                 continue
             choices = structure(rule, group, param)
             name = parameter_name(group, i, j)
             check_shapes(rule, param, state[param], name)
+            if not _has_memory(rule, param, state[param], name, needed=grad is not None):
+                continue
             complete(rule, rule.present_buffers(choices), param, state[param], initial_values(rule, group))
             own = LocalState(state[param]) if is_sharded(param) else state[param]
             member = Member(param, name, i, own)
-            members.setdefault((param.device, placement(param), *choices.items()), []).append(member)
+            found.append((member, choices))
+            written.append([member.param, *(own[buffer] for buffer in rule.present_buffers(choices))])
+    members: dict[tuple[Any, ...], list[Member]] = {}
+    for (member, choices), turn in zip(found, _turns(written), strict=True):
+        param = member.owner
+        kind = (param.device, placement(param), has_memory(member.param), turn)
+        members.setdefault((*kind, *choices.items()), []).append(member)
     return [
-        Plan(rule, dict(choices), device, together, groups, leads=index == 0)
-        for index, ((device, _, *choices), together) in enumerate(members.items())
+        Plan(rule, dict(choices), device, together, groups, grad_of, shares_memory=turn > 0, leads=index == 0)
+        for index, ((device, _, _, turn, *choices), together) in enumerate(members.items())
     ]
+
+
+def _has_memory(rule: Declaration, param: Tensor, state: ParamState, name: str, *, needed: bool) -> bool:
+    """Whether parameter and state can be updated; an error if they are ``needed`` and cannot be."""
+    own = local(param)
+    if own._is_zerotensor() or any(n > 1 and s == 0 for n, s in zip(own.shape, own.stride(), strict=True)):
+        raise ValueError(f"can't optimize '{name}': several of its elements share memory (it is expanded); pass its clone()")
+    tensors = {"": own} | {f"state '{b.name}' of ": local(state[b.name]) for b in rule.buffers if b.name in state}
+    lost = next((what for what, tensor in tensors.items() if is_lost(tensor)), None)
+    if lost is not None and needed:
+        raise ValueError(f"{lost}'{name}' cannot be updated: it has no memory, since its storage was freed")
+    return lost is None
+
+
+def _turns(written: Sequence[Sequence[Tensor]]) -> list[int]:
+    """For each parameter its turn, so that those of one turn share no memory that is ``written``, a list per parameter."""
+    spans = sorted(
+        (str(tensor.device), *span(tensor), i)
+        for i, tensors in enumerate(written)
+        for tensor in tensors
+        if tensor.numel() and has_memory(tensor)
+    )
+    earlier: dict[int, set[int]] = {}
+    open_spans: list[tuple[str, int, int]] = []
+    for device, start, end, i in spans:
+        open_spans = [other for other in open_spans if other[0] == device and other[1] > start]
+        for *_, other in open_spans:
+            earlier.setdefault(max(i, other), set()).add(min(i, other))
+        open_spans.append((device, end, i))
+    turns: list[int] = []
+    for i in range(len(written)):
+        turns.append(max((turns[other] + 1 for other in earlier.get(i, ()) if other != i), default=0))
+    return turns

@@ -8,6 +8,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from compiled_optim.torch_internals import local_tensor
+
 
 def is_sharded(tensor: Tensor) -> bool:
     """Whether ``tensor`` is a DTensor. ``torch.distributed.tensor``, slow to import, is not imported for it."""
@@ -19,8 +21,7 @@ def local(tensor: Tensor) -> Tensor:
     """The part of a DTensor that this process holds, sharing its memory; any other tensor itself."""
     if not is_sharded(tensor):
         return tensor
-    with torch.no_grad():
-        shard: Any = tensor.to_local()  # type: ignore[attr-defined]
+    shard: Any = local_tensor(tensor)
     return cast(Tensor, shard.wait() if hasattr(shard, "wait") else shard)  # a collective may still be under way
 
 

@@ -168,11 +168,11 @@ class Surroundings:
 
     def mark(self, updated: Collection[int]) -> None:
         """Note the ids of the parameters that the step writes, for :meth:`count_versions`."""
-        self._addresses.written[:] = [id(t) in updated for t in self._tensors]
+        self._addresses.mark([id(t) in updated for t in self._tensors])
 
     def count_versions(self) -> None:
         """Let autograd know that these parameters were written."""
-        self._addresses.count_versions()
+        self._addresses.finish()
 
     def put_back(self) -> None:
         """Let the modules hold what they held."""

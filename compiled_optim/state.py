@@ -17,7 +17,7 @@ from compiled_optim.watched import WatchedDict
 class ParamState(WatchedDict[str, Any]):
     """The state of one parameter: ``step``, the rule's scalars and its buffers, by name.
 
-    Entries can be assigned and written in place. Memory that is swapped with ``.data =`` is noticed if it is that of all.
+    Entries can be assigned and written in place, and given other memory with ``.data =``.
     """
 
 
@@ -40,12 +40,12 @@ class OptimizerState(WatchedDict[Tensor, ParamState]):
     """``optimizer.state``: parameter -> :class:`ParamState`. A missing entry reads as an empty one, as in torch."""
 
     def __missing__(self, param: Tensor) -> ParamState:
-        state = ParamState(self._changed)
+        state = ParamState(self._changes)
         self.set_quietly(param, state)
         return state
 
     def __setitem__(self, param: Tensor, values: Any) -> None:
-        super().__setitem__(param, ParamState(self._changed, values))
+        super().__setitem__(param, ParamState(self._changes, values))
 
 
 def scalar_names(declaration: Declaration) -> tuple[str, ...]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +29,23 @@ def pointer_offset() -> int | None:
     return found[0] if len(found) == 1 else None
 
 
+def is_fake(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is one of FakeTensorMode's, which warns where its address is asked for."""
+    module = sys.modules.get("torch._subclasses.fake_tensor")
+    return module is not None and isinstance(tensor, module.FakeTensor)
+
+
+def wraps_others(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is of a subclass whose operations are its own, so that its elements may lie in other tensors."""
+    return torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python)
+
+
+def local_tensor(tensor: Any) -> Tensor:
+    """The tensor that a DTensor wraps: ``to_local`` makes a new one in every call."""
+    wrapped: Tensor = tensor._local_tensor
+    return wrapped
+
+
 CAPTURING: dict[str, Callable[[], bool]] = {"cuda": lambda: torch.cuda.is_current_stream_capturing()}
 """By device type, whether work handed to the current stream is recorded instead of done."""
 
@@ -38,6 +54,11 @@ def is_capturing(device: torch.device) -> bool:
     """Whether a graph of ``device`` is being captured."""
     ask = CAPTURING.get(device.type)
     return ask is not None and ask()
+
+
+def assert_on_device(condition: Tensor, message: str) -> None:
+    """Fail as a wrong index does where ``condition``, a single bool, is false: on an accelerator without waiting for it."""
+    torch._assert_async(condition, message)
 
 
 def refuse_tracing(what: str, advice: str) -> None:
@@ -68,31 +89,6 @@ def mend_tracing() -> None:
 mend_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-class _InstructionSetProbe(threading.Thread):
-    """Inductor's search for the CPU's vector instructions, run beside the imports that compiling needs anyway.
-
-    Inductor compiles and loads a test program per instruction set, several seconds in a fresh cache. Its answer is only
-    needed if a compilation with the CPU's own word for it fails, so it is trusted first; see ``compile_graph``.
-    """
-
-    def run(self) -> None:
-        from torch._inductor import config, cpu_vec_isa
-
-        with config.patch({"cpp.vec_isa_ok": True}), contextlib.suppress(Exception):
-            cpu_vec_isa.valid_vec_isa_list()
-
-
-_probe: _InstructionSetProbe | None = None
-
-
-def prepare_cpu_compiler() -> None:
-    """Begin in the background what the first CPU compilation of a process needs."""
-    global _probe
-    if _probe is None:
-        _probe = _InstructionSetProbe(daemon=True, name="compiled_optim-cpu-probe")
-        _probe.start()
-
-
 def compile_graph(
     function: Callable[..., Any],
     args: list[Tensor],
@@ -116,6 +112,7 @@ def compile_graph(
         those of ``args``. None if compilation is switched off for the process.
     """
     from torch._dynamo import lookup_backend, mark_dynamic
+    from torch._inductor import config
     from torch.fx.experimental import _config as symbolic_shapes
 
     inductor = lookup_backend("inductor")
@@ -141,7 +138,9 @@ def compile_graph(
         for dimension in dimensions:
             mark_dynamic(arg, dimension)
     oblivious = symbolic_shapes.patch(backed_size_oblivious=from_one)  # type: ignore[attr-defined]
-    with torch.no_grad(), torch.compiler.set_stance("default"), _trusting_cpu_probe(options), oblivious:
+    # The CPU's own word for its vector instructions is trusted: to try them out takes several seconds in a fresh cache.
+    trusting = config.patch({"cpp.vec_isa_ok": True, **options})
+    with torch.no_grad(), torch.compiler.set_stance("default"), trusting, oblivious:
         results = torch.compile(function, backend=backend, fullgraph=True)(*args)
     if not compiled:
         return None
@@ -153,13 +152,3 @@ def compile_graph(
         return [made[i] for i in returned]
 
     return run
-
-
-@contextlib.contextmanager
-def _trusting_cpu_probe(options: dict[str, Any]) -> Iterator[None]:
-    if _probe is not None:
-        _probe.join()
-    from torch._inductor import config
-
-    with config.patch({"cpp.vec_isa_ok": True, **options}):
-        yield

@@ -1,4 +1,7 @@
-"""A dict and a list that report every write, so that what was derived from them is rebuilt and never stale."""
+"""A dict and a list that report every write, so that what was derived from them is rebuilt and never stale.
+
+A write is reported before it is made: an interrupt in between loses nothing.
+"""
 
 from __future__ import annotations
 
@@ -10,31 +13,41 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 
+class Changes:
+    """Whether there were changes. Who reports one and who asks share it, and need not know each other."""
+
+    pending = True
+
+
 class WatchedDict(dict[K, V], Generic[K, V]):
-    """A dict that calls ``changed()`` after each write that goes through its public methods.
+    """A dict that reports each write that goes through its public methods.
 
     Copies, deep copies and pickles are plain dicts: a copy has nobody to report to.
+
+    Args:
+        changes: where to report.
+        values: what is in the dict at first.
     """
 
-    def __init__(self, changed: Callable[[], None], values: Mapping[K, V] | None = None) -> None:
+    def __init__(self, changes: Changes, values: Mapping[K, V] | None = None) -> None:
         super().__init__(values or {})
-        self._changed = changed
+        self._changes = changes
 
     def report(self) -> None:
-        """Report a change that was written quietly."""
-        self._changed()
+        """Report a change that was, or is going to be, written quietly."""
+        self._changes.pending = True
 
     def set_quietly(self, key: K, value: V) -> None:
         """Write without reporting: for the engine's own writes."""
         super().__setitem__(key, value)
 
     def __setitem__(self, key: K, value: V) -> None:
+        self.report()
         super().__setitem__(key, value)
-        self._changed()
 
     def __delitem__(self, key: K) -> None:
+        self.report()
         super().__delitem__(key)
-        self._changed()
 
     def setdefault(self, key: K, default: Any = None) -> V:
         if key not in self:
@@ -50,18 +63,16 @@ class WatchedDict(dict[K, V], Generic[K, V]):
         return self
 
     def pop(self, *args: Any) -> Any:
-        value = super().pop(*args)
-        self._changed()
-        return value
+        self.report()
+        return super().pop(*args)
 
     def popitem(self) -> tuple[K, V]:
-        item = super().popitem()
-        self._changed()
-        return item
+        self.report()
+        return super().popitem()
 
     def clear(self) -> None:
+        self.report()
         super().clear()
-        self._changed()
 
     def copy(self) -> dict[K, V]:
         return dict(self)
@@ -73,24 +84,23 @@ class WatchedDict(dict[K, V], Generic[K, V]):
 
 
 def _reporting(name: str) -> Callable[..., Any]:
-    """The method of list that is called ``name``, followed by a report."""
+    """The method of list that is called ``name``, after a report."""
     method = getattr(list, name)
 
     @functools.wraps(method)
     def write(self: WatchedList[Any], *args: Any, **kwargs: Any) -> Any:
-        result = method(self, *args, **kwargs)
-        self._changed()
-        return result
+        self._changes.pending = True
+        return method(self, *args, **kwargs)
 
     return write
 
 
 class WatchedList(list[V], Generic[V]):
-    """A list that calls ``changed()`` after each write; copies, deep copies and pickles are plain lists."""
+    """A list that reports each write; copies, deep copies and pickles are plain lists."""
 
-    def __init__(self, changed: Callable[[], None], values: Iterable[V]) -> None:
+    def __init__(self, changes: Changes, values: Iterable[V]) -> None:
         super().__init__(values)
-        self._changed = changed
+        self._changes = changes
 
     append, extend, insert, remove, pop, clear, sort, reverse = map(
         _reporting, ("append", "extend", "insert", "remove", "pop", "clear", "sort", "reverse")

@@ -235,6 +235,20 @@ class TestStep:
                 step()
             assert_equal(ours, twin, i)
 
+    @pytest.mark.parametrize("warmup", [1, 2])
+    @pytest.mark.parametrize("calls", [1, 2, 4])
+    def test_a_group_that_is_added_before_the_capture(self, calls: int, warmup: int) -> None:
+        ours, twin = make(), make()
+        runner = co.CUDAGraphRunner(functools.partial(train, ours), optimizers=ours.optimizer, warmup=warmup)
+        for i in range(8):
+            if i == calls:
+                for side in (ours, twin):
+                    side.optimizer.add_param_group({"params": [("new", nn.Parameter(torch.ones(3)))], "lr": 0.5})
+            runner(batch(i))
+            train(twin, batch(i))
+            assert_equal(ours, twin, i)
+        assert co.compile_report(ours.optimizer).replays >= 8 - warmup - 3
+
     def test_alignment_is_part_of_the_key(self) -> None:
         ours = make()
         runner = co.CUDAGraphRunner(ours.optimizer, warmup=1)

@@ -14,6 +14,7 @@ from catalog import Case, cases, copies, give_gradients, high_precision, paramet
 from torch.nn.utils import clip_grad_norm_
 
 import compiled_optim as co
+from compiled_optim.optimizer import CompiledOptimizer
 
 LOWERINGS = ["multi_tensor", "inductor", "eager"]
 FAR = [case for case in cases() if case.arguments and case.optimizer.gradients == "dense"]
@@ -298,3 +299,18 @@ def test_lbfgs_refuses_controls() -> None:
             co.LBFGS(parameters(torch.float32), **options)
     with pytest.raises(ValueError, match="use one of torch's schedulers"):
         co.LBFGS(parameters(torch.float32)).schedule(lr=lambda step: 1 / step)
+
+
+@pytest.mark.parametrize("lowering", LOWERINGS)
+@pytest.mark.parametrize("optimizer", [co.SGD, co.Adafactor, co.SparseAdam], ids=lambda c: c.__name__)
+def test_the_norm_of_no_gradients_is_zero(optimizer: type[CompiledOptimizer], lowering: str) -> None:
+    param = torch.nn.Parameter(torch.ones(4, 2))
+    made = optimizer([param], max_grad_norm=1.0, lowering=lowering)
+    param.grad = torch.full((4, 2), 2.0)
+    if optimizer is co.SparseAdam:
+        param.grad = param.grad.to_sparse(1)
+    made.step()
+    assert made.grad_norm == pytest.approx(32**0.5)
+    param.grad = None
+    made.step()
+    assert made.grad_norm == 0

@@ -23,7 +23,6 @@ LAYERS = [
         "watched",
         "fields",
         "formats",
-        "sharding",
         "traced",
         "torch_internals",
         "graphs",
@@ -32,8 +31,8 @@ LAYERS = [
         "curvature",
         "line_search",
     }
-    | {"lowering.vocabulary", "lowering.layout", "lowering.cache", "lowering.entries"},
-    {"lowering.cpp_library"},
+    | {"lowering.vocabulary", "lowering.cache", "lowering.entries", "lowering.recent"},
+    {"lowering.cpp_library", "lowering.layout", "sharding"},
     {"addresses"},
     {"hyperparameters", "files", "lowering.rule_step", "lowering.gradient"},
     {"state", "controls"},

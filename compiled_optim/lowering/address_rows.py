@@ -62,9 +62,12 @@ class HyperRow:
                         "a hyperparameter was assigned between the last step and the capture of a CUDA graph, or in it; "
                         "take one step before capturing, or write into the hyperparameter with fill_"
                     )
+                self._addresses = self._written = []  # known to the kernels at the end, whatever interrupts it
                 self._write(row)
             self._copies = [(own, t.detach()) for own, t in zip(read, tensors, strict=True) if own is not t]
-            self._tensors, self._addresses, self._written = tensors, addresses, row
+            self._tensors = tensors
+            self._written = row
+            self._addresses = addresses
         capturing = is_capturing(self._device)
         for own, tensor in self._copies:
             if tensor.device.type == self._device.type:
@@ -102,35 +105,38 @@ class GradientRow:
         log: where refreshes are counted.
 
     Attributes:
-        host: (count,) int64: what the next :meth:`publish` makes known.
-        row: what kernels read, on the device; another tensor in a graph that is being captured.
+        row: (count,) int64: what kernels read, on the device; another tensor in a graph that is being captured.
         aligned: whether every address in ``row`` is a multiple of 16 bytes, which only accelerators ask.
     """
 
     def __init__(self, count: int, device: torch.device, log: EventLog) -> None:
         self._log = log
         self._device = device
-        host = torch.zeros(count, dtype=torch.int64)
-        self.host = host.numpy()
+        host = torch.zeros(count, dtype=torch.int64, device="cpu")
+        self._host = host.numpy()
         self._own = host if device.type == "cpu" else upload(host, device)
+        self._is_known = True  # whether the memory of the device has what the host's has
         self.row = self._own
         self.aligned = True
         self._spares: list[Tensor] = []
         self.reserve(1)
         self._captured: list[Tensor] = []
-        self._captured_last = False
 
-    def publish(self, *, changed: bool) -> None:
-        """Make ``host`` known to the kernels; ``changed`` says whether it differs from what they were told last."""
+    def publish(self, addresses: npt.ArrayLike | None) -> None:
+        """Make ``addresses`` known to the kernels; None where they are those of the last time."""
+        if addresses is not None:
+            self._is_known = False  # until the end, whatever interrupts it
+            self._host[:] = addresses
         if is_capturing(self._device):
             self._capture()
-        elif changed or self._captured_last:
+        elif not self._is_known:
             self._log.table_refreshes += 1
-            self.row, self._captured_last = self._own, False
+            self.row = self._own
             if self._device.type != "cpu":
-                self.row.copy_(torch.from_numpy(self.host).pin_memory(), non_blocking=True)
-                self.aligned = are_aligned(self.host)
+                self.row.copy_(torch.from_numpy(self._host).pin_memory(), non_blocking=True)
+                self.aligned = are_aligned(self._host)
             self.reserve(1)
+            self._is_known = True
 
     def reserve(self, steps: int) -> None:
         """Have memory for a graph with so many steps, which cannot be made while it is captured."""
@@ -144,12 +150,12 @@ class GradientRow:
         """
         if not self._spares:
             raise RuntimeError("a second step is being captured without a step in between; take one before capturing again")
+        self._is_known = False  # to steps outside of the graph
         spare = self._spares.pop()
-        spare.numpy()[:] = self.host  # the host's work, now and not in a replay
+        spare.numpy()[:] = self._host  # the host's work, now and not in a replay
         self.row = torch.empty_like(self._own).copy_(spare, non_blocking=True)
         self._captured += [spare, self.row]  # read by every replay
-        self._captured_last = True
-        self.aligned = are_aligned(self.host)
+        self.aligned = are_aligned(self._host)
 
     def _host_row(self) -> Tensor:
         row = torch.empty_like(self._own, device="cpu")
@@ -178,5 +184,5 @@ def are_aligned(addresses: npt.NDArray[np.int64]) -> bool:
 
 def upload(values: Sequence[object] | Tensor, device: torch.device) -> Tensor:
     """``values`` as int64 on ``device``, without waiting for it."""
-    host = values if isinstance(values, Tensor) else torch.tensor(values, dtype=torch.int64)
+    host = values if isinstance(values, Tensor) else torch.tensor(values, dtype=torch.int64, device="cpu")
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)

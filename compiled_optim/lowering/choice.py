@@ -53,6 +53,13 @@ def _elementwise(plan: Plan, wanted: str, log: EventLog) -> str:
     on_cpu = plan.device.type == "cpu"
     if wanted == "eager":
         return "eager"
+    if plan.wrapped:
+        name, kind = plan.members[0].name, type(plan.members[0].param).__name__
+        log.fall_back(
+            f"'{name}' is updated with plain torch operations: a {kind} has no memory of its own",
+            "with lowering='eager' this is not said",
+        )
+        return "eager"
     if on_cpu and cpp_library.compiler() is None:
         log.fall_back(
             f"{plan.rule.name} runs eager: no C++ compiler was found",

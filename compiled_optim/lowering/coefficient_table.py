@@ -77,7 +77,7 @@ class CoefficientTable:
         self.elements = 0
         self.aligned = True
         self._gradients = GradientRow(len(positions), plan.device, log)
-        self._present: list[bool] = []
+        self._present = [False] * len(positions)  # as the kernel knows it
 
     @property
     def grads(self) -> Tensor:
@@ -91,9 +91,8 @@ class CoefficientTable:
     def prepare(self, grads: Sequence[Tensor | None]) -> None:
         """Note which of the plan's tensors have a gradient."""
         present = [grads[i] is not None for i in self.positions]
-        if changed := present != self._present:
-            self._gradients.host[:] = self._present = present
-        self._gradients.publish(changed=changed)
+        self._gradients.publish(None if present == self._present else present)
+        self._present = present
 
     def columns(self) -> Tensor:
         """What the kernel wrote, as :meth:`~compiled_optim.lowering.coefficients.CoefficientStage.advance` returns it.

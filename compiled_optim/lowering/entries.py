@@ -1,8 +1,8 @@
 """The entries of sparse gradients, added up per row.
 
 A COO gradient of N entries may name a row several times. Each row elects one of its entries, through a table with one
-number per row, and the values of all its entries are summed there. All shapes follow from N, which the host knows. A
-gradient that is already coalesced elects all its entries.
+number per row, and the values of all its entries are summed there. All shapes follow from N, which the host knows. Where
+no two entries name the same row, all are elected.
 """
 
 from __future__ import annotations
@@ -11,11 +11,35 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 
-def add_up(rows: Tensor, own: Tensor, values: Tensor, election: Tensor, sums: Tensor) -> Tensor:
+def has_distinct_rows(grad: Tensor, name: str) -> bool:
+    """Whether no two entries of a sparse gradient, whose indices the host can read, name the same row.
+
+    A gradient may claim to be coalesced and not be.
+
+    Args:
+        grad: the gradient.
+        name: of its parameter.
+
+    Raises:
+        IndexError: an entry lies outside of the gradient's shape.
+    """
+    sizes = grad.shape[: grad.sparse_dim()]
+    indices = grad._indices().numpy()
+    for dimension, (index, size) in enumerate(zip(indices, sizes, strict=True)):
+        outside = index[(index < 0) | (index >= size)]
+        if len(outside):
+            where = f"at {outside[0]} of dimension {dimension}"
+            raise IndexError(f"the gradient of '{name}' has an entry {where}; it must be >= 0 and < {size}")
+    rows = np.asarray(row_strides(sizes), dtype=np.int64) @ indices
+    return grad.is_coalesced() and bool((rows[1:] > rows[:-1]).all())
+
+
+def add_up(rows: Tensor, own: Tensor, values: Tensor, election: Tensor, sums: Tensor, *, sorts: bool = True) -> Tensor:
     """Add the values of the entries of each row, at the place of the entry that the row elects.
 
     Args:
@@ -24,6 +48,7 @@ def add_up(rows: Tensor, own: Tensor, values: Tensor, election: Tensor, sums: Te
         values: (N, ...).
         election: (rows,) int64, scratch memory.
         sums: written, as ``values``: at an elected entry its row's sum, elsewhere 0.
+        sorts: whether an accelerator sorts the entries, so that the sum of several is the same every time.
 
     Returns:
         For each entry, the one that its row elected: (N,) int64.
@@ -31,9 +56,9 @@ def add_up(rows: Tensor, own: Tensor, values: Tensor, election: Tensor, sums: Te
     election.index_put_((rows,), own)
     elected = election[rows]
     sums.zero_()
-    if values.device.type == "cpu":
+    if values.device.type == "cpu" or not sorts:
         sums.index_add_(0, elected, values)
-    else:  # sorts instead of adding atomically: the same sum every time
+    else:
         sums.index_put_((elected,), values, accumulate=True)
     return elected
 
@@ -58,12 +83,12 @@ class Entries:
     sums: Tensor
 
 
-def entries_of(grad: Tensor, dtype: torch.dtype) -> Entries:
-    """The entries of ``grad``, summed in ``dtype``."""
+def entries_of(grad: Tensor, dtype: torch.dtype, *, distinct: bool) -> Entries:
+    """The entries of ``grad``, summed in ``dtype``; ``distinct`` says that no two name the same row."""
     indices, values = grad._indices(), grad._values().to(dtype)
     index = indices.unbind() or (indices.new_zeros(len(values)),)  # without sparse dimensions there is one row
     own = torch.arange(len(values), device=values.device)
-    if grad.is_coalesced():
+    if distinct:
         return Entries(index, own, values.contiguous())
     shape = grad.shape[: grad.sparse_dim()] or (1,)
     rows = torch.zeros_like(own)

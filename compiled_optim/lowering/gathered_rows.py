@@ -10,7 +10,7 @@ from compiled_optim.controls import Controls
 from compiled_optim.events import EventLog
 from compiled_optim.fields import compute_dtype
 from compiled_optim.lowering import inductor
-from compiled_optim.lowering.entries import Entries, entries_of
+from compiled_optim.lowering.entries import Entries, entries_of, has_distinct_rows
 from compiled_optim.lowering.rule_step import rule_step
 from compiled_optim.lowering.square_sums import square_sum
 from compiled_optim.lowering.staged import StagedLowering
@@ -52,6 +52,12 @@ class GatheredRowsLowering(StagedLowering):
                 for m in self.plan.members
             ]
 
+    def prepare(self, grads: list[Tensor | None] | None) -> None:
+        """Take ``grads``, one entry per parameter, or the parameters' own."""
+        super().prepare(grads)
+        self._entries = {}
+        self._distinct = [self._are_distinct(i, grad) for i, grad in enumerate(self._grads)]
+
     def measure(self) -> None:
         """Write the sum of the squares of the prepared gradients, each as it is after its rows have been added up."""
         self._add_up()
@@ -74,10 +80,13 @@ class GatheredRowsLowering(StagedLowering):
         super().finish()
         self._entries = {}
 
+    def _are_distinct(self, position: int, grad: Tensor | None) -> bool:
+        return grad is not None and grad.device.type == "cpu" and has_distinct_rows(grad, self.plan.members[position].name)
+
     def _add_up(self) -> None:
         for i, (member, grad) in enumerate(zip(self.plan.members, self._grads, strict=True)):
             if grad is not None and i not in self._entries:
-                self._entries[i] = entries_of(grad, compute_dtype(member.param.dtype))
+                self._entries[i] = entries_of(grad, compute_dtype(member.param.dtype), distinct=self._distinct[i])
 
     def _update_rows(
         self, position: int, tensors: Sequence[Tensor], entries: Entries, coefficients: Sequence[Tensor]

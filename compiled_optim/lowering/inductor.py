@@ -8,7 +8,6 @@ tensors are updated where they are.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
@@ -20,11 +19,12 @@ from compiled_optim.controls import Controls
 from compiled_optim.events import EventLog
 from compiled_optim.fields import compute_dtype, real_numel
 from compiled_optim.lowering.layout import Layout, flat
+from compiled_optim.lowering.recent import Recent
 from compiled_optim.lowering.rule_step import rule_step
 from compiled_optim.lowering.staged import StagedLowering
 from compiled_optim.plan import Plan
 from compiled_optim.signature import Signature, kernel_signature
-from compiled_optim.torch_internals import compile_graph, prepare_cpu_compiler
+from compiled_optim.torch_internals import compile_graph
 
 Kernel: TypeAlias = Callable[[int, list[Tensor]], None]
 
@@ -70,8 +70,6 @@ class InductorLowering(StagedLowering):
     def __init__(self, plan: Plan, controls: Controls, log: EventLog) -> None:
         super().__init__(plan, controls)
         self._log = log
-        if plan.device.type == "cpu":
-            prepare_cpu_compiler()
         positions: dict[Signature, list[int]] = {}
         for i, (member, grad_dtype) in enumerate(zip(plan.members, plan.grad_dtypes, strict=True)):
             if member.param.numel() > 0:
@@ -113,8 +111,8 @@ class Packed:
         self._params = [m.param.detach() for m in members]
         self._rows = [-(-real_numel(p) // ROW) for p in self._params]
         count = sum(self._rows) + 1
-        owners = torch.tensor([*positions, positions[-1]])
-        repeats = torch.tensor([*self._rows, 1])
+        owners = torch.tensor([*positions, positions[-1]], device="cpu")
+        repeats = torch.tensor([*self._rows, 1], device="cpu")
         self._owner = owners.repeat_interleave(repeats, output_size=count).to(plan.device)
         self._param, self._grad = (
             torch.zeros(count, ROW, dtype=getattr(torch, d), device=plan.device)
@@ -130,7 +128,7 @@ class Packed:
             for member, view in zip(members, views, strict=True):
                 member.state.set_quietly(name, view.copy_(member.state[name]))
         self._dtype = compute_dtype(self._param.dtype)
-        self._subset = functools.lru_cache(maxsize=256)(self._rows_of)
+        self._subsets: Recent[tuple[int, ...], Tensor] = Recent(256)
 
     def step(self, grads: Sequence[Tensor | None], coefficients: Tensor) -> None:
         """Update the tensors whose entry in ``grads``, over the whole plan, is not None."""
@@ -148,7 +146,7 @@ class Packed:
         tensors = [self._param, self._grad, *self._buffers]
         owner = self._owner
         if not whole:
-            rows = self._subset(here)
+            rows = self._subsets.get(here, self._rows_of)
             tensors = [t.index_select(0, rows) for t in tensors]
             owner = owner[rows]
         columns = coefficients.to(self._dtype).index_select(1, owner).unsqueeze(2).unbind()
@@ -168,7 +166,7 @@ class Packed:
         return tensors, [True] * len(tensors)
 
     def _rows_of(self, here: tuple[int, ...]) -> Tensor:
-        starts = [0, *torch.tensor(self._rows).cumsum(0).tolist()]
+        starts = [0, *itertools.accumulate(self._rows)]
         rows = [r for k in here for r in range(starts[k], starts[k + 1])]
         return torch.tensor([*rows, starts[-1]], device=self._owner.device)
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+
+from compiled_optim import torch_internals
 
 
 class Layout:
@@ -22,9 +26,7 @@ class Layout:
         """``tensor`` in this order: itself where it has it, else a copy."""
         if tensor.stride() == self.target.stride() and is_plain(tensor):
             return tensor
-        return torch.empty_strided(self.target.shape, self.target.stride(), dtype=tensor.dtype, device=tensor.device).copy_(
-            tensor
-        )
+        return plain_copy(tensor, self.target.stride())
 
     def load(self) -> None:
         """Copy the parameter into its stand-in, if it has one."""
@@ -37,9 +39,51 @@ class Layout:
             self._param.copy_(self.stage)
 
 
+def plain_copy(tensor: Tensor, stride: Sequence[int] | None = None) -> Tensor:
+    """The elements of ``tensor``, of any class, in new memory: contiguous, or with another stride."""
+    copied = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    if stride is not None:
+        copied = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
+    copied.copy_(tensor)
+    return copied
+
+
 def is_plain(tensor: Tensor) -> bool:
     """Whether the elements of ``tensor`` are what lies in its memory."""
-    return not (tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor())
+    return not (tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor()) and has_memory(tensor)
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Whether all elements of a strided tensor lie in memory of its own.
+
+    Those of a tensor subclass that only wraps others do not, nor those of a freed or shortened storage.
+    """
+    if tensor.numel() == 0:
+        return True
+    if torch_internals.is_fake(tensor):
+        return False
+    try:
+        if tensor.data_ptr() == 0:
+            return False
+    except RuntimeError:  # what torch says of tensors without a data pointer varies with the version
+        return False
+    last = tensor.storage_offset() + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size() <= tensor.untyped_storage().nbytes()
+
+
+def is_lost(tensor: Tensor) -> bool:
+    """Whether the elements of ``tensor`` ought to lie in memory of its own and do not, since its storage was freed."""
+    ought = tensor.layout is torch.strided and not (
+        tensor.is_meta or tensor._is_zerotensor() or torch_internals.wraps_others(tensor)
+    )
+    return ought and not has_memory(tensor)
+
+
+def span(tensor: Tensor) -> tuple[int, int]:
+    """The addresses at which the memory of a tensor with elements begins and ends."""
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.data_ptr()
+    return start, start + (last + 1) * tensor.element_size()
 
 
 def is_dense(tensor: Tensor) -> bool:

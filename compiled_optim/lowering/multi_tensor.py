@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from compiled_optim import addresses
 from compiled_optim.addresses import EMPTY
 from compiled_optim.controls import Controls
 from compiled_optim.events import EventLog
@@ -23,7 +24,7 @@ from compiled_optim.lowering import cpp, triton
 from compiled_optim.lowering.address_rows import GradientRow, HyperRow, are_aligned, tensor_rows, upload
 from compiled_optim.lowering.interface import Capturable
 from compiled_optim.lowering.kernel_table import Kernel
-from compiled_optim.lowering.layout import Layout
+from compiled_optim.lowering.layout import Layout, has_memory
 from compiled_optim.plan import Plan
 from compiled_optim.signature import Signature, kernel_signature
 
@@ -66,7 +67,7 @@ class MultiTensorLowering(Capturable):
         """Make the kernels that do not exist yet, and the tables they read."""
         if self.tables:
             return
-        if refusal := self.plan.addresses.refusal:
+        if isinstance(refusal := addresses.reader(), str):
             self._log.fall_back(f"{self.plan.rule.name} looks at its tensors one by one: {refusal}", "a step takes longer")
         positions: dict[Signature, list[int]] = {}
         for i, (member, grad_dtype) in enumerate(zip(self.plan.members, self.plan.grad_dtypes, strict=True)):
@@ -132,7 +133,12 @@ class MultiTensorLowering(Capturable):
         """Let go of the gradients, and let autograd know that the parameters have changed."""
         for _, table in self.tables:
             table.finish()
-        self.plan.addresses.count_versions()
+        self.plan.finish()
+
+
+def _address(grad: Tensor) -> int:
+    assert has_memory(grad), "a gradient without memory must have been copied or refused"
+    return grad.data_ptr() if grad.numel() else EMPTY
 
 
 class Table:
@@ -150,7 +156,7 @@ class Table:
         leads: bool,
     ) -> None:
         self.positions = tuple(positions)
-        self._addresses = plan.addresses
+        self._plan = plan
         members = [plan.members[i] for i in positions]
         self._layouts = [Layout(m.param) for m in members]
         for member, layout in zip(members, self._layouts, strict=True):
@@ -172,7 +178,7 @@ class Table:
         self.elements = sum(numels)
         self.hypers = hypers.row
         self._gradients = GradientRow(len(members), plan.device, log)
-        self._version = -1  # of the plan's addresses in that row
+        self._version = -1  # of the plan's addresses that the kernel knows
         self._index = slice(None) if len(positions) == len(plan.members) else list(positions)
         self._state_aligned = are_aligned(np.array(data, dtype=np.int64))
         self._staged = [i for i, layout in enumerate(self._layouts) if layout.stage is not None]
@@ -204,28 +210,20 @@ class Table:
             grads: all gradients of the plan, where some have to be brought into their parameters' order; None where the
                 plan's addresses say it all.
         """
-        host = self._gradients.host
+        found = self._plan.addresses
         if grads is None:
-            if changed := self._version != self._addresses.version:
-                host[:] = self._addresses.gradients[self._index]
-                self._version = self._addresses.version
+            self._gradients.publish(found.gradients[self._index] if self._version != found.version else None)
+            self._version = found.version
         else:
+            self._version = -1
             own = zip(self._layouts, [grads[i] for i in self.positions], strict=True)
             self._held = [None if g is None else layout.arranged(g) for layout, g in own]
-            row = [0 if g is None else g.data_ptr() or EMPTY for g in self._held]
-            if changed := row != host.tolist():
-                host[:] = row
-            self._version = -1
-        self._gradients.publish(changed=changed)
+            self._gradients.publish([0 if g is None else _address(g) for g in self._held])
         for i in self._staged:
             self._layouts[i].load()
 
     def finish(self) -> None:
-        """Copy stand-ins back into their parameters after the kernel ran, and let go of the gradients.
-
-        The plan's addresses learn which parameters were written.
-        """
-        self._addresses.written[self._index] = self._gradients.host
+        """Copy stand-ins back into their parameters after the kernel ran, and let go of the gradients."""
         for i in self._staged:
             if self._held[i] is not None:
                 self._layouts[i].store()

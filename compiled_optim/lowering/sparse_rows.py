@@ -6,11 +6,11 @@ it.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,13 +20,17 @@ from compiled_optim.events import EventLog
 from compiled_optim.fields import compute_dtype
 from compiled_optim.lowering import multi_tensor
 from compiled_optim.lowering.address_rows import HyperRow, upload
-from compiled_optim.lowering.entries import add_up, row_strides
+from compiled_optim.lowering.entries import add_up, has_distinct_rows, row_strides
 from compiled_optim.lowering.interface import Capturable
 from compiled_optim.lowering.kernel_table import Kernel, TableRows
+from compiled_optim.lowering.recent import Recent
 from compiled_optim.lowering.square_sums import square_sum
 from compiled_optim.plan import Plan
 from compiled_optim.signature import kernel_signature
-from compiled_optim.torch_internals import is_capturing
+from compiled_optim.torch_internals import assert_on_device, is_capturing
+
+Rows: TypeAlias = Literal["distinct", "repeated", "said to be distinct", "unknown"]
+"""What is known of the rows that entries name. The host has looked at them in the first two cases."""
 
 _PRESENT = 16  # any address but 0, which says that there is no gradient
 _KEPT_BATCHES = 16  # for as many numbers of entries, memory is kept
@@ -50,11 +54,10 @@ class RowTableLowering(Capturable):
         self._log = log
         self._hypers = HyperRow(plan, controls, log)
         self._kernels: list[Kernel] = []
-        self._batch = functools.lru_cache(maxsize=_KEPT_BATCHES)(self._batch_of)
-        self._kind = functools.lru_cache(maxsize=_KEPT_BATCHES)(self._kind_of)
+        self._batches: Recent[tuple[tuple[int, ...], tuple[int, ...], int], RowBatch] = Recent(_KEPT_BATCHES)
+        self._kinds: Recent[tuple[tuple[int, ...], int], RowKind] = Recent(_KEPT_BATCHES)
         self._elections = [torch.empty(0, dtype=torch.int64, device=plan.device)]  # a captured graph may use any of them
-        self._parts: list[tuple[RowBatch, Kernel, list[Tensor]]] = []
-        self._updated: list[Tensor] = []
+        self._parts: list[Part] = []
         self._gathered = self._holds = False
         self._captured: list[object] = []  # read by every replay
         self._on_device = multi_tensor.current_device(plan.device)
@@ -93,73 +96,91 @@ class RowTableLowering(Capturable):
     def prepare(self, grads: list[Tensor | None] | None) -> None:
         """Take ``grads``, or the parameters' own, and bring the table of hyperparameters up to date."""
         self._hypers.refresh()
-        alike: dict[tuple[Any, ...], list[tuple[int, Tensor]]] = {}
+        alike: dict[tuple[Any, ...], dict[int, Tensor]] = {}
         for i, grad in enumerate(self.plan.gradients(grads)):
             if grad is not None:
                 shape = grad.shape[grad.sparse_dim() :]
-                alike.setdefault((self._kernels[i], grad.sparse_dim(), grad.dtype, shape), []).append((i, grad))
-        self._parts, self._updated = [], []
+                alike.setdefault((self._kernels[i], grad.sparse_dim(), grad.dtype, shape), {})[i] = grad
+        reads_indices = self.plan.device.type == "cpu" and not is_capturing(self.plan.device)
+        self._parts = []
         for (kernel, sparse_dims, *_), found in alike.items():
-            self._updated += [self.plan.params[i] for i, _ in found]
-            positions, counts = tuple(i for i, _ in found), tuple(grad._nnz() for _, grad in found)
-            self._parts.append((self._batch(positions, counts, sparse_dims), kernel, [grad for _, grad in found]))
-        needed = max((batch.rows for batch, *_ in self._parts), default=0)
+            positions, counts = tuple(found), tuple(grad._nnz() for grad in found.values())
+            batch = self._batches.get((positions, counts, sparse_dims), self._batch_of)
+            rows: Rows = "unknown"
+            if reads_indices:
+                distinct = [has_distinct_rows(grad, self.plan.members[i].name) for i, grad in found.items()]
+                rows = "distinct" if all(distinct) else "repeated"
+            elif all(grad.is_coalesced() for grad in found.values()):
+                rows = "said to be distinct"
+            self._parts.append(Part(batch, kernel, list(found.values()), rows))
+        needed = max((part.batch.rows for part in self._parts), default=0)
         if len(self._elections[-1]) < needed:
             self._elections.append(self._elections[-1].new_empty(needed))
         if is_capturing(self.plan.device):
-            self._captured += [batch for batch, *_ in self._parts]
+            self._captured += [part.batch for part in self._parts]
         self._gathered = self._holds = False
 
     def launch_key(self) -> tuple[object, ...]:
         """What a graph that holds :meth:`launch` depends on besides the memory of the tables; it stands for this object."""
-        coalesced = (all(grad.is_coalesced() for grad in grads) for *_, grads in self._parts)
-        return (*super().launch_key(), *(batch for batch, *_ in self._parts), *coalesced)
+        return (*super().launch_key(), *((part.batch, part.rows) for part in self._parts))
 
     def hold(self) -> None:
         """Copy the prepared gradients to where :meth:`launch`, if it is captured now or was before, reads them."""
-        for batch, _, grads in self._parts:
-            batch.hold(grads)
+        for part in self._parts:
+            part.batch.hold(part.grads)
         self._holds = True
 
     def measure(self) -> None:
         """Write the sum of the squares of the prepared gradients."""
         self._gather()
-        self._square_sum.fill_(square_sum([batch.sums for batch, *_ in self._parts]))
+        self._square_sum.fill_(square_sum([part.batch.sums for part in self._parts]))
 
     def launch(self) -> None:
         """Update the rows that the gradients name, and count a step of every parameter that has a gradient."""
         self._gather()
         leads = self._whole.leads
         with self._on_device:
-            for batch, kernel, _ in self._parts:
-                batch.take(self._whole, self.plan.scalars, leads=leads)
-                kernel(batch)
+            if not self._parts:
+                self._kernels[0](self._whole)  # writes down what became of the step
+            for part in self._parts:
+                part.batch.take(self._whole, self.plan.scalars, leads=leads)
+                part.kernel(part.batch)
                 leads = False
 
     def finish(self) -> None:
         """Let go of the gradients, and let autograd know that the parameters have changed."""
-        torch.autograd.graph.increment_version(self._updated)
-        self._parts, self._updated = [], []
+        self.plan.finish()
+        self._parts = []
 
     def _gather(self) -> None:
         if not self._gathered:
-            for batch, _, grads in self._parts:
-                coalesced = all(grad.is_coalesced() for grad in grads)
-                indices, values = (self._holds and batch.held) or joined(grads)
-                batch.gather(indices, values, None if coalesced else self._elections[-1])
+            for part in self._parts:
+                indices, values = (self._holds and part.batch.held) or joined(part.grads)
+                part.batch.gather(indices, values, self._elections[-1], part.rows)
         self._gathered = True
 
-    def _batch_of(self, positions: tuple[int, ...], counts: tuple[int, ...], sparse_dims: int) -> RowBatch:
+    def _batch_of(self, key: tuple[tuple[int, ...], tuple[int, ...], int]) -> RowBatch:
+        positions, counts, sparse_dims = key
         if is_capturing(self.plan.device):
             raise RuntimeError(
                 f"{self.plan.rule.name}.step() cannot be captured in a CUDA graph now: no step was taken before with "
                 f"gradients of so many entries ({', '.join(map(str, counts))}); take one step before capturing"
             )
-        kind = self._kind(positions, sparse_dims)
+        kind = self._kinds.get((positions, sparse_dims), self._kind_of)
         return RowBatch(self.plan, self._whole, kind, counts, self._kernels[positions[0]].chunk)
 
-    def _kind_of(self, positions: tuple[int, ...], sparse_dims: int) -> RowKind:
-        return RowKind(self.plan, self._whole, positions, sparse_dims)
+    def _kind_of(self, key: tuple[tuple[int, ...], int]) -> RowKind:
+        return RowKind(self.plan, self._whole, *key)
+
+
+@dataclass(frozen=True)
+class Part:
+    """The gradients whose rows one kernel updates together."""
+
+    batch: RowBatch
+    kernel: Kernel
+    grads: list[Tensor]
+    rows: Rows
 
 
 class RowKind:
@@ -173,14 +194,15 @@ class RowKind:
 
     Attributes:
         columns: (rows of the table, parameters) int64: what the kernel reads of the parameters themselves.
-        facts: (1 + sparse dimensions + rows of the table, parameters) int64: for each its position in the plan, the first of
-            its rows in a common count, the strides of all its sparse dimensions but the last in rows, and what the table
-            says of the row with number 0.
+        facts: (1 + 2 * sparse dimensions + rows of the table, parameters) int64: for each its position in the plan, the
+            first of its rows in a common count, the strides of all its sparse dimensions but the last in rows, the sizes of
+            the sparse dimensions, and what the table says of the row with number 0.
         row_bytes: (rows of the table, 1) int64: what the table's entries grow by from row to row.
     """
 
     def __init__(self, plan: Plan, whole: multi_tensor.Table, positions: Sequence[int], sparse_dims: int) -> None:
         device, rows = plan.device, TableRows(plan.rule, plan.statics)
+        self.positions = tuple(positions)
         members = [plan.members[i] for i in positions]
         shapes = [m.param.shape[:sparse_dims] for m in members]
         self.dense = members[0].param.shape[sparse_dims:]
@@ -196,7 +218,8 @@ class RowKind:
         self.aligned = whole.aligned and int(row_bytes[row_bytes > 0].min() if width else 0) % 16 == 0
         self.columns = whole.tensors.index_select(1, upload(positions, device))
         self.columns[rows.numel] = width
-        places = [positions, firsts, *zip(*[row_strides(shape)[:-1] for shape in shapes], strict=True)]
+        strides = zip(*[row_strides(shape)[:-1] for shape in shapes], strict=True)
+        places = [positions, firsts, *strides, *zip(*shapes, strict=True)]
         self.facts = torch.cat([upload(places, device), self.columns - self.row_bytes * upload(firsts, device)])
 
 
@@ -216,10 +239,13 @@ class RowBatch:
     def __init__(self, plan: Plan, whole: multi_tensor.Table, kind: RowKind, counts: Sequence[int], chunk: int) -> None:
         device, rows = plan.device, TableRows(plan.rule, plan.statics)
         count, width = sum(counts), math.prod(kind.dense)
-        of_entry = upload(torch.repeat_interleave(torch.tensor(counts)), device)  # which of the parameters
+        of_entry = upload(torch.repeat_interleave(torch.tensor(counts, device="cpu")), device)  # which of the parameters
         places, self._base = kind.facts.index_select(1, of_entry).tensor_split([len(kind.facts) - len(kind.columns)])
-        self._positions, self._first_rows, *self._strides = places.unbind()
+        sparse_dims = len(places) // 2
+        self._positions, self._first_rows, *self._strides = places[: 1 + sparse_dims].unbind()
+        self._limits = places[1 + sparse_dims :]
         self._row_bytes = kind.row_bytes
+        self._names = ", ".join(f"'{plan.members[i].name}'" for i in kind.positions)
         self.rows = kind.rows
 
         self._own = torch.arange(count, device=device)
@@ -248,22 +274,26 @@ class RowBatch:
         else:
             torch._foreach_copy_(self.held, entries)
 
-    def gather(self, indices: Tensor, values: Tensor, election: Tensor | None) -> None:
+    def gather(self, indices: Tensor, values: Tensor, election: Tensor, found: Rows) -> None:
         """Add up the entries.
 
         Args:
             indices: (sparse dimensions, entries) int64.
             values: (entries, dense part).
-            election: (rows,) int64, scratch memory; None if no two entries name the same row.
+            election: (rows,) int64, scratch memory.
+            found: what is known of their rows.
         """
+        if found not in ("distinct", "repeated"):
+            inside = (indices >= 0) & (indices < self._limits)
+            assert_on_device(inside.all(), f"an entry of the gradients of {self._names} lies outside of its parameter")
         rows = self._first_rows
         for stride, index in zip([*self._strides, None], indices, strict=False):
             rows = rows + index if stride is None else torch.addcmul(rows, stride, index)
         elected, values = self._own, values.to(self.sums.dtype)
-        if election is None:
+        if found == "distinct":
             self.sums.copy_(values)
         else:
-            elected = add_up(rows, self._own, values, election, self.sums)
+            elected = add_up(rows, self._own, values, election, self.sums, sorts=found != "said to be distinct")
         count = len(self._own)
         torch.mul(self._sum_addresses, elected == self._own, out=self.grads[:count])
         torch.addcmul(self._base, self._row_bytes, rows, out=self.tensors[:, :count])

@@ -22,12 +22,13 @@ from compiled_optim.lowering.coefficient_table import CoefficientTable, coeffici
 from compiled_optim.lowering.inductor import OPTIONS
 from compiled_optim.lowering.interface import Capturable
 from compiled_optim.lowering.kernel_table import Kernel
+from compiled_optim.lowering.layout import is_plain, plain_copy
 from compiled_optim.lowering.multi_tensor import current_device, obtain_kernel
 from compiled_optim.lowering.rule_step import rule_step
 from compiled_optim.lowering.staged import StagedLowering
 from compiled_optim.plan import Plan
 from compiled_optim.signature import Signature, kernel_signature
-from compiled_optim.torch_internals import compile_graph, prepare_cpu_compiler
+from compiled_optim.torch_internals import compile_graph
 
 StackKernel = Callable[[list[Tensor]], Sequence[Tensor]]
 
@@ -61,8 +62,6 @@ class StackedLowering(StagedLowering):
         super().__init__(plan, controls)
         self._log = log
         self._compiled = compiled
-        if compiled and plan.device.type == "cpu":
-            prepare_cpu_compiler()
         positions: dict[tuple[Signature, torch.Size], list[int]] = {}
         for i, (member, grad_dtype) in enumerate(zip(plan.members, plan.grad_dtypes, strict=True)):
             if member.param.numel() > 0:
@@ -96,12 +95,6 @@ class StackedLowering(StagedLowering):
             grads = self._stacked_gradients(stack)
             if grads is not None:
                 stack.step(grads, columns)
-
-    def finish(self) -> None:
-        """Let go of the gradients, and let autograd know that the parameters have changed."""
-        updated = [p for p, grad in zip(self.plan.params, self._grads, strict=True) if grad is not None]
-        torch.autograd.graph.increment_version(updated)
-        super().finish()
 
     def _columns(self) -> Tensor:
         """Count a step, and return the coefficients of all tensors, with a mark for those that stay as they are."""
@@ -290,8 +283,9 @@ class Stack:
 
 
 def _stack(tensors: Sequence[Tensor]) -> Tensor:
-    """``tensors`` in one contiguous tensor; a single contiguous one is not copied."""
-    return tensors[0].contiguous().unsqueeze(0) if len(tensors) == 1 else torch.stack(list(tensors)).contiguous()
+    """``tensors`` in one contiguous tensor; a single one that lies in memory like that is not copied."""
+    stacked = tensors[0].unsqueeze(0) if len(tensors) == 1 else torch.stack(list(tensors))
+    return stacked if stacked.is_contiguous() and is_plain(stacked) else plain_copy(stacked)
 
 
 def _square_sum(stack: Tensor) -> Tensor:

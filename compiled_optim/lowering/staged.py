@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from compiled_optim.controls import Controls
 from compiled_optim.lowering.coefficients import CoefficientStage
+from compiled_optim.lowering.recent import Recent
 from compiled_optim.lowering.square_sums import square_sum
 from compiled_optim.plan import Plan
 
@@ -28,7 +28,7 @@ class StagedLowering:
         self.plan = plan
         self._stage = CoefficientStage(plan, controls)
         self._grads: Sequence[Tensor | None] = ()
-        self._mask = functools.lru_cache(maxsize=256)(self._mask_of)  # a new one waits for the device
+        self._masks: Recent[tuple[bool, ...], Tensor | None] = Recent(256)  # a new one waits for the device
 
     def connect(self, own: Tensor, whole: Tensor) -> None:
         """Let :meth:`measure` write to ``own``; the sum of ``whole`` is the sum over all gradients."""
@@ -44,7 +44,8 @@ class StagedLowering:
         self._square_sum.fill_(square_sum(self._grads))
 
     def finish(self) -> None:
-        """Let go of the gradients."""
+        """Let go of the gradients, and let autograd know that the parameters have changed."""
+        self.plan.finish()
         self._grads = ()
 
     def _advance(self) -> tuple[Tensor, Tensor | None]:
@@ -53,7 +54,8 @@ class StagedLowering:
         Returns:
             The coefficients, see :meth:`CoefficientStage.advance`, and which parameters have a gradient; None if all have.
         """
-        mask = self._mask(tuple(grad is not None for grad in self._grads))
+        present = tuple(grad is not None for grad in self._grads)
+        mask = self._masks.get(present, self._mask_of)
         return self._stage.advance(mask), mask
 
     def _mask_of(self, present: tuple[bool, ...]) -> Tensor | None:

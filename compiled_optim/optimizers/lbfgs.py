@@ -103,7 +103,7 @@ class LBFGS(CompiledOptimizer):
         if not sum(map(real_numel, group["params"])):
             raise ValueError("LBFGS needs parameters with at least one element")
 
-    def _make_units(self, groups: Sequence[ParamGroup]) -> None:
+    def _make_units(self, groups: Sequence[ParamGroup], grad_of: Callable[[Tensor], Tensor | None]) -> None:
         (group,) = groups
         self._vector: list[Tensor] = group["params"]
         self._sizes = [real_numel(p) for p in self._vector]
@@ -176,13 +176,14 @@ class LBFGS(CompiledOptimizer):
         if is_capturing(self._groups[0]["params"][0].device):
             self._check_capture(None)
         self._opt_called = True
-        if self._changed or self._regrouped():
+        if self._changes.pending or self._regrouped():
             self._rebuild()
         with torch.enable_grad():
             first = closure()
         with torch.no_grad():
             run = self._iterate_fixed if self._fixed else self._iterate
-            run(closure, first, self._captured_lr if self._has_runner else self._live[0]["lr"])
+            is_captured = self._has_runner and is_capturing(self._vector[0].device)
+            run(closure, first, self._captured_lr if is_captured else self._live[0]["lr"])
         self.events.steps += 1
         return first
 
@@ -197,7 +198,7 @@ class LBFGS(CompiledOptimizer):
 
     def refresh(self, grad_scale: Any, found_inf: Any) -> tuple[object, ...] | None:
         """Hand an assigned learning rate over; see :meth:`CompiledOptimizer.refresh`."""
-        if self._changed or self._regrouped():
+        if self._changes.pending or self._regrouped():
             return None
         self._captured_lr.copy_(self._live[0]["lr"])
         return (self._made,)

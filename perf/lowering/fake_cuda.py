@@ -15,6 +15,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from compiled_optim import torch_internals
+
 _DATA_PTR = Tensor.data_ptr
 
 _MULTIPROCESSORS = {80: 108, 90: 132, 100: 148}
@@ -148,6 +150,7 @@ def fake_cuda(arch: int) -> Iterator[None]:
         enter(mock.patch.object(triton_helpers, "set_driver_to_gpu"))
         enter(mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False))
         enter(mock.patch.object(Tensor, "data_ptr", _address, create=True))
+        enter(mock.patch.object(torch_internals, "is_fake", return_value=False))
         enter(mock.patch.object(Tensor, "pin_memory", lambda tensor, device=None: tensor, create=True))
         enter(
             config.patch(

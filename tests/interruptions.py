@@ -1,0 +1,117 @@
+"""Exceptions at every point of a step where Python may run a signal handler."""
+
+from __future__ import annotations
+
+import dis
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+import compiled_optim
+
+PACKAGE = str(Path(compiled_optim.__file__).parent)
+_CALLS = tuple(number for name, number in dis.opmap.items() if "CALL" in name)
+
+
+class Interrupted(BaseException):
+    """What a signal handler raises."""
+
+
+class Interruption:
+    """Raises at one point of what the package does: a function's beginning, a line, or where a call has returned.
+
+    Args:
+        point: which one, counted from 0 on.
+    """
+
+    def __init__(self, point: int) -> None:
+        self._left = point
+        self._last: dict[FrameType, int] = {}
+
+    def run(self, function: Callable[[], object]) -> bool:
+        """Run ``function`` up to the point; whether it got there."""
+        sys.settrace(self._trace)
+        try:
+            function()
+        except Interrupted:
+            return True
+        finally:
+            sys.settrace(None)
+            self._last.clear()
+        return False
+
+    def _trace(self, frame: FrameType, event: str, arg: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(PACKAGE):
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            is_point = self._last.get(frame, -1) in _CALLS
+            self._last[frame] = frame.f_code.co_code[frame.f_lasti]
+        else:
+            is_point = event in ("call", "line")
+        if is_point:
+            if self._left == 0:
+                raise Interrupted
+            self._left -= 1
+        return self._trace
+
+
+def interrupted_steps(count: int, size: int, signals: int) -> int:
+    """Interrupt steps of SGD over ``count`` tensors by a timer's signals, and check the step after each.
+
+    The gradients keep their memory from the interrupted step to the one after it, and get other values.
+
+    Returns:
+        How many signals arrived in a step.
+    """
+    generator = random.Random(0)
+    params = [nn.Parameter(torch.zeros(size)) for _ in range(count)]
+    optimizer = compiled_optim.SGD(params, lr=0.5, momentum=0.25)
+    kept = []
+
+    def give() -> None:
+        kept.append([torch.full((size,), generator.uniform(1, 2)) for _ in params])
+        for param, grad in zip(params, kept[-1], strict=True):
+            param.grad = grad
+        del kept[:-2]  # stale addresses lead to old values
+
+    def interrupt(*_: object) -> None:
+        raise Interrupted
+
+    for _ in range(3):
+        give()
+        started = time.perf_counter()
+        optimizer.step()
+        duration = time.perf_counter() - started
+    before = signal.signal(signal.SIGALRM, interrupt)
+    arrived = 0
+    try:
+        for _ in range(signals):
+            give()
+            try:
+                signal.setitimer(signal.ITIMER_REAL, max(1e-6, generator.uniform(0, 1.2 * duration)))
+                optimizer.step()
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except Interrupted:
+                arrived += 1
+            torch.set_grad_enabled(True)  # a signal in torch's own context managers leaves it off
+            torch._foreach_mul_(kept[-1], -3.0)
+            expected = []
+            for param in params:
+                momentum = 0.25 * optimizer.state[param]["momentum_buffer"] + param.grad
+                expected.append(param.detach() - 0.5 * momentum)
+            optimizer.step()
+            wrong = torch.stack([(p - e).abs().amax() for p, e in zip(params, expected, strict=True)]).amax()
+            assert wrong < 1e-4, wrong
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    return arrived

@@ -1,0 +1,163 @@
+"""A step that ends in the middle, wherever that is: later steps use what is there then, and nothing from before."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from interruptions import Interruption, interrupted_steps
+from torch import Tensor, nn
+
+import compiled_optim as co
+from compiled_optim.optimizer import CompiledOptimizer
+
+LOWERINGS = ["multi_tensor", "inductor", "eager"]
+POINTS = 60  # of a step, at least, whatever their number
+
+KINDS: dict[str, tuple[type[CompiledOptimizer], dict[str, Any]]] = {
+    "elementwise": (co.AdamW, {"lr": 0.07, "betas": (0.6, 0.81), "weight_decay": 0.3}),
+    "stacks": (co.Adafactor, {"lr": 0.07, "weight_decay": 0.3}),
+    "rows": (co.SparseAdam, {"lr": 0.07, "betas": (0.6, 0.81)}),
+}
+
+
+class Side:
+    """An optimizer, its parameters, and every gradient that they ever had."""
+
+    def __init__(self, kind: str, lowering: str, values: list[Tensor], **kwargs: Any) -> None:
+        self.kind, self.lowering = kind, lowering
+        self.params = [nn.Parameter(v.clone()) for v in values]
+        cls, options = KINDS[kind]
+        self.optimizer = cls(self.params, **{**options, **kwargs}, lowering=lowering)
+        self.kept: list[Tensor] = []
+
+    def give(self, seed: int) -> None:
+        """New gradients at new places; the old ones stay, with the values they had."""
+        for i, param in enumerate(self.params):
+            generator = torch.Generator().manual_seed(1000 * seed + i)
+            grad = torch.randn(param.shape, generator=generator, dtype=param.dtype)
+            if self.kind == "rows":
+                grad = torch.sparse_coo_tensor([[0, 2, 2]], grad[:3], param.shape, check_invariants=True)
+            param.grad = grad
+            self.kept.append(grad)
+
+    def change_gradients(self) -> None:
+        """Other values in the same memory."""
+        for param in self.params:
+            if param.grad is not None:
+                (param.grad._values() if param.grad.is_sparse else param.grad).mul_(-1.25)
+
+    def twin(self) -> Side:
+        """One that never took a step, with equal values everywhere."""
+        other = Side(self.kind, self.lowering, [p.detach() for p in self.params])
+        other.optimizer.max_grad_norm = self.optimizer.max_grad_norm
+        for own, group in zip(self.optimizer.hyperparameters(), other.optimizer.param_groups, strict=True):
+            group.update(own)
+        for mine, theirs in zip(self.params, other.params, strict=True):
+            state = self.optimizer.state[mine]
+            other.optimizer.state[theirs] = {k: v.clone(memory_format=torch.preserve_format) for k, v in state.items()}
+            theirs.grad = None if mine.grad is None else mine.grad.clone()
+        return other
+
+    def values(self) -> list[Tensor]:
+        states = [v for p in self.params for _, v in sorted(self.optimizer.state[p].items())]
+        return [p.detach() for p in self.params] + states
+
+
+def _drop(side: Side, seed: int) -> None:
+    side.params[seed % 3].grad = None
+
+
+def _assign(side: Side, seed: int) -> None:
+    side.optimizer.param_groups[0]["lr"] = 0.01 + 0.001 * (seed % 7)
+
+
+def _clip(side: Side, seed: int) -> None:
+    side.optimizer.max_grad_norm = (None, 0.5, 0.25)[seed % 3]
+
+
+def _move(side: Side, seed: int) -> None:
+    side.params[1].data = side.params[1].data.clone()
+
+
+def _move_state(side: Side, seed: int) -> None:
+    for value in side.optimizer.state[side.params[1]].values():
+        value.data = value.data.clone()
+
+
+def _replace_state(side: Side, seed: int) -> None:
+    state = side.optimizer.state[side.params[1]]
+    for name in list(state):
+        state[name] = state[name].clone()
+
+
+def _nothing(side: Side, seed: int) -> None:
+    pass
+
+
+CHANGES = [_nothing, _drop, _assign, _clip, _move, _move_state, _replace_state]
+
+
+def _values() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(9)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((3, 4), (5, 4), (3, 4))]
+
+
+def _agree(side: Side, where: object) -> None:
+    """Three steps from here on are those of an optimizer that knows nothing of the past."""
+    twin = side.twin()
+    for _ in range(3):
+        for each in (side, twin):
+            each.change_gradients()
+            each.optimizer.step()
+        for own, other in zip(side.values(), twin.values(), strict=True):
+            torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-12, msg=lambda m: f"{where}: {m}")
+
+
+def _points(side: Side, prepare: Callable[[int], None], every: int) -> Iterator[int]:
+    """Interrupt a step at each of its points, or at every so many of them; the points."""
+    for index, point in enumerate(itertools.count(0, every)):
+        side.give(index)
+        prepare(index)
+        if not Interruption(point).run(side.optimizer.step):
+            return
+        yield point
+
+
+def _count(side: Side, prepare: Callable[[int], None]) -> int:
+    """How many points a step has, with some to spare."""
+    point = 1
+    for index in itertools.count():
+        side.give(index)
+        prepare(index)
+        if not Interruption(point).run(side.optimizer.step):
+            return point
+        point *= 2
+
+
+@pytest.mark.parametrize("lowering", LOWERINGS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("change", CHANGES, ids=lambda c: c.__name__.strip("_"))
+def test_a_step_that_is_interrupted_anywhere(change: Callable[[Side, int], None], kind: str, lowering: str) -> None:
+    side = Side(kind, lowering, _values())
+    for seed in range(2):
+        side.give(seed)
+        side.optimizer.step()
+
+    def prepare(index: int) -> None:
+        change(side, index)
+
+    every = max(1, _count(side, prepare) // POINTS)
+    points = 0
+    for point in _points(side, prepare, every):
+        _agree(side, point)
+        points += 1
+    assert points > POINTS // 3
+
+
+@pytest.mark.parametrize(("count", "size", "signals"), [(148, 2048, 200), (3000, 64, 30)])
+def test_a_step_that_real_signals_interrupt(count: int, size: int, signals: int) -> None:
+    assert interrupted_steps(count, size, signals) > signals // 4

@@ -1,0 +1,19 @@
+"""The soak, in a short form."""
+
+from __future__ import annotations
+
+import pytest
+from soak import EVENTS, OPTIMIZERS, soak
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_steps_stay_right(name: str) -> None:
+    happened = soak(name, steps=250, seed=1)
+    assert happened["step"] == 250
+    assert len(happened) > len(set(EVENTS)) - 3
+
+
+@pytest.mark.parametrize("lowering", ["inductor", "eager"])
+@pytest.mark.parametrize("name", ["AdamW", "SparseAdam"])
+def test_steps_of_other_lowerings_stay_right(name: str, lowering: str) -> None:
+    soak(name, steps=100, seed=2, lowering=lowering)
