@@ -35,6 +35,9 @@ using Impl = c10::TensorImpl;
 
 extern "C" {{  // of Python, whose headers may be missing
 char* PyList_GetItem(char* list, int64_t index);
+void* PyInterpreterState_Get();
+void* PyInterpreterState_ThreadHead(void* interpreter);
+void* PyThreadState_Next(void* thread);
 char* PyCapsule_New(void* pointer, const char* name, void (*destructor)(char*));
 void* PyCapsule_GetPointer(char* capsule, const char* name);
 void Py_IncRef(char* object);
@@ -46,13 +49,16 @@ struct Form {{  // a tensor as it was when the watch was made
   const void* address;
   const int64_t* extents;  // sizes, then strides
   int64_t dim;
+  int64_t numel;
+  int64_t span;  // from its first element to behind its last
   c10::ScalarType dtype, grad_dtype;
 }};
 
 struct Watch {{
   std::vector<Form> forms;
   std::vector<int64_t> extents;
-  std::vector<c10::Storage> held;  // a kernel may be reading them, whatever other threads do
+  std::vector<c10::Storage> held;  // gradients that a kernel may be reading while other threads run
+  int64_t with_gradient;
   int64_t* gradients;
   char* present;
   const char* written;
@@ -66,25 +72,29 @@ static bool is_plain(const Impl& t) {{
 }}
 
 static bool lies_as(const Impl& t, const Form& form, c10::ScalarType dtype) {{
-  const auto bytes = sizeof(int64_t) * form.dim;
-  return t.dim() == form.dim && t.dtype().toScalarType() == dtype && !memcmp(t.sizes().data(), form.extents, bytes) &&
-         !memcmp(t.strides().data(), form.extents + form.dim, bytes);
+  if (t.dim() != form.dim || t.dtype().toScalarType() != dtype) return false;
+  const int64_t *sizes = t.sizes().data(), *strides = t.strides().data();
+  bool equal = true;
+  for (int64_t d = 0; d < form.dim; d++)
+    equal &= sizes[d] == form.extents[d] & strides[d] == form.extents[form.dim + d];
+  return equal;
 }}
 
-static bool has_memory(const Impl& t) {{  // a storage can be shorter than a tensor in it
-  if (t.numel() == 0) return true;
-  int64_t last = t.storage_offset();
-  for (int64_t d = 0; d < t.dim(); d++) last += (t.sizes()[d] - 1) * t.strides()[d];
-  return (last + 1) * t.itemsize() <= t.unsafe_storage().nbytes();
+static bool has_memory(const Impl& t, const Form& form) {{  // a storage can be shorter than a tensor in it
+  return !form.numel || (t.storage_offset() + form.span) * t.itemsize() <= t.unsafe_storage().nbytes();
 }}
 
-static void prefetch(const std::vector<Form>& forms, size_t i) {{
-  if (i + 16 < forms.size()) __builtin_prefetch(forms[i + 16].object);
-  if (i + 8 < forms.size()) {{
+static bool has_other_threads() {{
+  return PyThreadState_Next(PyInterpreterState_ThreadHead(PyInterpreterState_Get()));
+}}
+
+static void prefetch(const std::vector<Form>& forms, int64_t i, int64_t end) {{
+  if (i + 16 < end) __builtin_prefetch(forms[i + 16].object);
+  if (i + 8 < end) {{
     const auto* t = reinterpret_cast<const char*>(*forms[i + 8].object);
     for (size_t line = 0; line < sizeof(Impl); line += 64) __builtin_prefetch(t + line);
   }}
-  if (i + 4 < forms.size()) __builtin_prefetch((**forms[i + 4].object).unsafe_storage().unsafeGetStorageImpl());
+  if (i + 4 < end) __builtin_prefetch((**forms[i + 4].object).unsafe_storage().unsafeGetStorageImpl());
 }}
 
 static Watch* in(char* capsule) {{ return static_cast<Watch*>(PyCapsule_GetPointer(capsule, nullptr)); }}
@@ -110,9 +120,11 @@ extern "C" char* make_watch(int64_t count, Impl* const* const* tensors, int64_t 
       watch->extents.insert(watch->extents.end(), part.begin(), part.end());
     const auto dtype = t.dtype().toScalarType();
     const auto grad_dtype = i < with_gradient ? (*examples[i])->dtype().toScalarType() : dtype;
-    watch->forms.push_back({{tensors[i], t.mutable_data(), extents, t.dim(), dtype, grad_dtype}});
+    int64_t span = 1;
+    for (int64_t d = 0; d < t.dim(); d++) span += (t.sizes()[d] - 1) * t.strides()[d];
+    watch->forms.push_back({{tensors[i], t.mutable_data(), extents, t.dim(), t.numel(), span, dtype, grad_dtype}});
   }}
-  watch->held.resize(with_gradient);
+  watch->with_gradient = with_gradient;
   watch->gradients = gradients;
   watch->present = present;
   watch->written = present;
@@ -122,18 +134,19 @@ extern "C" char* make_watch(int64_t count, Impl* const* const* tensors, int64_t 
   return none();
 }}
 
-extern "C" int64_t look(char* capsule, char* given, int64_t offset, int64_t first) {{
+extern "C" int64_t look(char* capsule, char* given, int64_t offset, int64_t first, int64_t end) {{
   Watch* watch = in(capsule);
   const bool own = given == &_Py_NoneStruct;
   const auto& forms = watch->forms;
+  if (has_other_threads()) watch->held.resize(watch->with_gradient);
   int64_t seen = 0;
   bool renewed = false;
-  for (size_t i = first; i < forms.size(); i++) try {{
-    prefetch(forms, i);
+  for (int64_t i = first; i < end; i++) try {{
+    prefetch(forms, i, end);
     const Form& form = forms[i];
     Impl& t = **form.object;
     if (!is_plain(t) || t.mutable_data() != form.address || !lies_as(t, form, form.dtype)) seen |= {_MOVED};
-    if (i >= watch->held.size()) continue;
+    if (i >= watch->with_gradient) continue;
     const Impl* gradient = nullptr;
     if (own) {{
       if (t.grad().defined()) gradient = t.grad().unsafeGetTensorImpl();
@@ -143,9 +156,9 @@ extern "C" int64_t look(char* capsule, char* given, int64_t offset, int64_t firs
     int64_t found = 0;
     if (gradient) {{
       const Impl& g = *gradient;
-      if (is_plain(g) && g.device() == t.device() && lies_as(g, form, form.grad_dtype) && has_memory(g)) {{
-        found = g.numel() ? reinterpret_cast<int64_t>(g.data()) : {EMPTY};
-        watch->held[i] = g.storage();
+      if (is_plain(g) && g.device() == t.device() && lies_as(g, form, form.grad_dtype) && has_memory(g, form)) {{
+        found = form.numel ? reinterpret_cast<int64_t>(g.data()) : {EMPTY};
+        if (!watch->held.empty()) watch->held[i] = g.storage();
       }} else {{
         seen |= {_UNLIKE};
       }}
@@ -162,11 +175,11 @@ extern "C" int64_t look(char* capsule, char* given, int64_t offset, int64_t firs
 
 extern "C" void finish(char* capsule) {{
   Watch* watch = in(capsule);
-  for (size_t i = 0; i < watch->held.size(); i++) {{
+  for (int64_t i = 0; i < watch->with_gradient; i++) {{
     Impl& t = **watch->forms[i].object;
     if (watch->written[i] && !t.is_inference()) t.bump_version();
-    watch->held[i] = c10::Storage();
   }}
+  watch->held.clear();
 }}
 
 extern "C" void mark_written(char* capsule, const char* written) {{ in(capsule)->written = written; }}
@@ -183,8 +196,8 @@ class Watch(Protocol):
     reading. What a look finds out is recorded before it returns, so that an interrupt right after it loses nothing.
     """
 
-    def look(self, grads: list[Tensor | None] | None, first: int) -> int:
-        """Look at the tensors from ``first`` on, and at ``grads`` or their own gradients.
+    def look(self, grads: list[Tensor | None] | None, first: int, end: int) -> int:
+        """Look at the tensors from ``first`` to ``end``, and at ``grads`` or their own gradients.
 
         Returns:
             Flags and, above them, the gradients' version.
@@ -222,30 +235,21 @@ class Addresses:
         self.present: Bytes = np.zeros(len(tensors), dtype=np.uint8)
         watched = (tensors, others, dtypes, self.gradients, self.present)
         self._watch: Watch = _CppWatch.of(*watched) or _PythonWatch(*watched)
+        self._first_count, self._count = len(tensors), len(tensors) + len(others)
+        self.moved = self.unlike = False
+        self.version = 0
         self.read()
 
-    def read(self, grads: list[Tensor | None] | None = None) -> None:
-        """Look at all tensors, and at their gradients or ``grads`` in their place."""
-        self._seen = self._watch.look(grads, 0)
+    def read(self, grads: list[Tensor | None] | None = None, *, others: bool = True) -> None:
+        """Look at the tensors, at their gradients or ``grads`` in their place, and at the others."""
+        seen = self._watch.look(grads, 0, self._count if others else self._first_count)
+        self.moved = bool(seen & _MOVED)
+        self.unlike = bool(seen & _UNLIKE)
+        self.version = seen >> _FLAGS
 
     def others_moved(self) -> bool:
         """Look at the others only: whether one is elsewhere than at first, or in another form."""
-        return bool(self._watch.look(None, len(self.gradients)) & _MOVED)
-
-    @property
-    def moved(self) -> bool:
-        """See above."""
-        return bool(self._seen & _MOVED)
-
-    @property
-    def unlike(self) -> bool:
-        """See above."""
-        return bool(self._seen & _UNLIKE)
-
-    @property
-    def version(self) -> int:
-        """See above."""
-        return self._seen >> _FLAGS
+        return bool(self._watch.look(None, self._first_count, self._count) & _MOVED)
 
     def finish(self) -> None:
         """Let go of the gradients, and let autograd know that their tensors, or the marked ones, were written."""
@@ -290,9 +294,9 @@ class _CppWatch:
         )
         return None if capsule is None else cls(functions, capsule, (everything, objects, arrays))
 
-    def look(self, grads: list[Tensor | None] | None, first: int) -> int:
+    def look(self, grads: list[Tensor | None] | None, first: int, end: int) -> int:
         """See :class:`Watch`."""
-        return self._functions.look(self._capsule, grads, self._functions.offset, first)
+        return self._functions.look(self._capsule, grads, self._functions.offset, first, end)
 
     def finish(self) -> None:
         """See :class:`Watch`."""
@@ -318,17 +322,16 @@ class _PythonWatch:
         self._tensors, self._others, self._dtypes = list(tensors), list(others), list(dtypes)
         self._gradients = gradients
         self._present = self._written = present
-        self._forms, self._other_forms = _forms(self._tensors), _forms(self._others)
+        self._forms = _forms([*self._tensors, *self._others])
         self._held: list[Tensor | None] = []
         self._version = 0
 
-    def look(self, grads: list[Tensor | None] | None, first: int) -> int:
+    def look(self, grads: list[Tensor | None] | None, first: int, end: int) -> int:
         """See :class:`Watch`."""
-        seen = 0 if _forms(self._others) == self._other_forms else _MOVED
-        if first == len(self._tensors):
+        everything = [*self._tensors, *self._others]
+        seen = 0 if _forms(everything[first:end]) == self._forms[first:end] else _MOVED
+        if first:
             return seen
-        if _forms(self._tensors) != self._forms:
-            seen = _MOVED
         self._held = list(map(gradient, self._tensors)) if grads is None else grads
         row = [0] * len(self._tensors)
         for i, (tensor, dtype, grad) in enumerate(zip(self._tensors, self._dtypes, self._held, strict=True)):
@@ -402,7 +405,7 @@ def reader() -> Functions | str:
     return Functions(
         offset,
         _function(library.make_watch, thing, integer, pointer, integer, pointer, pointer, pointer),
-        _function(library.look, integer, thing, thing, integer, integer),
+        _function(library.look, integer, thing, thing, integer, integer, integer),
         _function(library.finish, None, thing),
         _function(library.mark_written, None, thing, pointer),
     )

@@ -249,7 +249,7 @@ class Declaration:
     buffers: tuple[Buffer, ...]
     scalars: tuple[Scalar, ...]
 
-    @property
+    @functools.cached_property
     def structural_hypers(self) -> tuple[str, ...]:
         """The hyperparameters that decide, by being 0 or not, whether a buffer exists."""
         conditions = {b.when for b in self.buffers}

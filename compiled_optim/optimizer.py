@@ -180,14 +180,14 @@ class CompiledOptimizer(Declared, Optimizer):
         self._aliases |= aliases
         self._changes.pending = True
         if self._is_made:
-            known = list(self.state)
+            known = list(self._state)
             try:
                 self._rebuild()
             except (TypeError, ValueError):
                 self.param_groups.pop()
-                kept_state = {p: self.state[p] for p in known}
-                self.state.clear()
-                self.state.update(kept_state)
+                kept_state = {p: self._state[p] for p in known}
+                self._state.clear()
+                self._state.update(kept_state)
                 self._aliases = {name: kept for name, kept in self._aliases.items() if name not in aliases}
                 raise
 
@@ -385,7 +385,7 @@ class CompiledOptimizer(Declared, Optimizer):
         """
         if self._changes.pending or self._regrouped() or not all(unit.is_compiled for unit in self.units):
             return None
-        if any(unit.plan.state_moved for unit in self.units):
+        if self._hands_out_state and any(unit.plan.state_moved for unit in self.units):
             return None
         self._controls.take(self.max_grad_norm, grad_scale, found_inf, self.skip_nonfinite)
         if self._controls.measures_norm != (self._square_sums is not None):
@@ -494,7 +494,8 @@ class CompiledOptimizer(Declared, Optimizer):
 
     def _read(self, grads: list[Tensor | None] | None) -> bool:
         """Look at all parameters and gradients; whether the plans still describe them."""
-        return all([unit.plan.read(own) for unit, own in zip(self.units, self._by_unit(grads), strict=True)])
+        state = self._hands_out_state
+        return all([unit.plan.read(own, state=state) for unit, own in zip(self.units, self._by_unit(grads), strict=True)])
 
     def _by_unit(self, grads: list[Tensor | None] | None) -> Sequence[list[Tensor | None] | None]:
         if grads is None:
@@ -548,7 +549,7 @@ class CompiledOptimizer(Declared, Optimizer):
 
     def _make_units(self, groups: Sequence[ParamGroup], grad_of: Callable[[Tensor], Tensor | None]) -> None:
         """Set ``units``, what runs the step, and complete the state; for an optimizer without a rule to override."""
-        plans = partition(self.rule, groups, self.state, grad_of)
+        plans = partition(self.rule, groups, self._state, grad_of)
         differentiable = any(g.get("differentiable", False) for g in groups)
         if plans and self._controls.device != plans[0].device:
             self._controls = Controls(plans[0].device)
@@ -628,15 +629,25 @@ class CompiledOptimizer(Declared, Optimizer):
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
         self.__dict__["param_groups"] = groups
 
+    _hands_out_state = False
+    """Whether somebody may hold state tensors, and so give them other memory."""
+
+    @property
+    def _state(self) -> OptimizerState:
+        state: OptimizerState = self.__dict__["state"]
+        return state
+
     @property  # type: ignore[override]
     def state(self) -> OptimizerState:
         """Parameter -> its state, see :class:`~compiled_optim.state.ParamState`. Any mapping of mappings can be assigned."""
-        state: OptimizerState = self.__dict__["state"]
-        return state
+        if not self._hands_out_state:
+            self._hands_out_state = True
+        return self._state
 
     @state.setter
     def state(self, values: Mapping[Tensor, Mapping[str, Any]]) -> None:
         self._changes.pending = True
+        self._hands_out_state = bool(values)
         own = OptimizerState(self._changes)
         for param, entries in values.items():
             own.set_quietly(param, ParamState(self._changes, entries))
@@ -715,7 +726,7 @@ class CompiledOptimizer(Declared, Optimizer):
         return checkpoint.load(
             self.declaration,
             self._groups,
-            self.state,
+            self._state,
             state_dict,
             aliases=self._aliases,
             keep={*self.group_flags, *(s.name for s in self.declaration.statics)},

@@ -145,7 +145,7 @@ class LBFGS(CompiledOptimizer):
 
     @property
     def _memory(self) -> ParamState:
-        return self.state[self._vector[0]]
+        return self._state[self._vector[0]]
 
     def step(self, closure: Callable[[], Any]) -> Any:  # type: ignore[override]
         """Perform one optimization step. With ``fixed_iterations`` it can be traced.
