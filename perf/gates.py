@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import pandas as pd
 import torch
@@ -12,11 +13,14 @@ from perf.competitors import FUSED, OURS, working
 from perf.first_step import measure_first_step
 from perf.measure import measure_bandwidth, measure_overhead, measure_step
 from perf.results import Row, show_table
+from perf.workloads import TINY
 
 TRIES = 3
-ROUNDS = {"gpt2-124m": 21, "small-148": 201, "small-1000": 101, "half-billion": 21}
+ROUNDS = {"gpt2-124m": 21, "small-148": 201, "small-1000": 101, "half-billion": 21, TINY: 2}
 FIRST_STEPS = 3
 HOST_CHECKS = 101
+
+Record: TypeAlias = Callable[[Sequence[Row]], None]
 
 
 @dataclass(frozen=True)
@@ -35,8 +39,9 @@ class Promise:
 
 @dataclass(frozen=True)
 class Check:
-    """Promises about numbers that are measured together; ``measure`` returns them by the promises' names."""
+    """Promises about numbers that a benchmark measures together; ``measure`` returns them by the promises' names."""
 
+    benchmark: str
     promises: tuple[Promise, ...]
     measure: Callable[[], Mapping[str, float]]
 
@@ -69,13 +74,13 @@ def judge(checks: Sequence[Check], tries: int = TRIES) -> list[Verdict]:
     return verdicts
 
 
-def checks(device: torch.device, record: Callable[[Sequence[Row]], None]) -> list[Check]:
+def checks(device: torch.device, record: Record) -> list[Check]:
     """The promises of this project for ``device``; ``record`` is given the rows behind every number."""
     if device.type == "cuda":
         return [
             _step_check("gpt2-124m", 1.00, device, record),
             _step_check("small-1000", 0.70, device, record),
-            _bandwidth_check(device, record),
+            _bandwidth_check("half-billion", 0.88, device, record),
             _first_step_check(device, record),
         ]
     return [
@@ -83,6 +88,15 @@ def checks(device: torch.device, record: Callable[[Sequence[Row]], None]) -> lis
         _step_check("gpt2-124m", 1.05, device, record),
         _first_step_check(device, record),
         _host_check(record),
+    ]
+
+
+def rehearsal(device: torch.device, record: Record) -> list[Check]:
+    """The benchmarks behind the promises with tiny tensors, to see that they work; nobody promised these limits."""
+    return [
+        _step_check(TINY, 1.0, device, record),
+        _bandwidth_check(TINY, 1.0, device, record),
+        _first_step_check(device, record, counts=(10,), repeats=1),
     ]
 
 
@@ -101,7 +115,7 @@ def show(verdicts: Sequence[Verdict]) -> None:
     show_table(pd.DataFrame(lines), "gates")
 
 
-def _step_check(workload: str, limit: float, device: torch.device, record: Callable[[Sequence[Row]], None]) -> Check:
+def _step_check(workload: str, limit: float, device: torch.device, record: Record) -> Check:
     promise = Promise(f"AdamW step, {workload}, fresh gradients: time / {FUSED}", limit, "ratio of medians")
 
     def measure() -> dict[str, float]:
@@ -110,24 +124,26 @@ def _step_check(workload: str, limit: float, device: torch.device, record: Calla
         record(rows)
         return {promise.name: next(r.ratio for r in rows if r.competitor == FUSED and r.ratio is not None)}
 
-    return Check((promise,), measure)
+    return Check("step", (promise,), measure)
 
 
-def _first_step_check(device: torch.device, record: Callable[[Sequence[Row]], None]) -> Check:
-    counts = (10, 148, 1000)
+def _first_step_check(
+    device: torch.device, record: Record, counts: Sequence[int] = (10, 148, 1000), repeats: int = FIRST_STEPS
+) -> Check:
+    few, many = counts[0], counts[-1]
     absolute = {n: Promise(f"AdamW construction and first step, {n} tensors, fresh cache", 10.0, "s") for n in counts}
     # Most of such a second is torch's own lazy import and the start of the C++ compiler, whatever the number of tensors;
     # it varies by tenths of a second and hides how the rest grows. So the seconds in the compiler are compared too.
-    wall = Promise("AdamW construction and first step, 1000 tensors / 10 tensors", 1.3, "ratio of medians")
-    compiling = Promise("AdamW seconds compiling, 1000 tensors / 10 tensors", 1.3, "ratio of medians")
+    wall = Promise(f"AdamW construction and first step, {many} tensors / {few} tensors", 1.3, "ratio of medians")
+    compiling = Promise(f"AdamW seconds compiling, {many} tensors / {few} tensors", 1.3, "ratio of medians")
 
     def measure() -> dict[str, float]:
-        rows = measure_first_step([f"small-{n}" for n in counts], "adamw", [OURS], device, repeats=FIRST_STEPS)
+        rows = measure_first_step([f"small-{n}" for n in counts], "adamw", [OURS], device, repeats=repeats)
         record(rows)
         medians = {(r.workload, r.metric): r.p50 for r in rows}
 
         def ratio(metric: str) -> float:
-            return medians["small-1000", metric] / medians["small-10", metric]
+            return medians[f"small-{many}", metric] / medians[f"small-{few}", metric]
 
         return {
             **{promise.name: medians[f"small-{n}", "both, fresh cache"] for n, promise in absolute.items()},
@@ -135,10 +151,10 @@ def _first_step_check(device: torch.device, record: Callable[[Sequence[Row]], No
             compiling.name: ratio("compiling, fresh cache"),
         }
 
-    return Check((*absolute.values(), wall, compiling), measure)
+    return Check("first-step", (*absolute.values(), wall, compiling), measure)
 
 
-def _host_check(record: Callable[[Sequence[Row]], None]) -> Check:
+def _host_check(record: Record) -> Check:
     limits = {(148, "steady-state check"): 40.0, (148, "runner without replay"): 60.0, (1000, "steady-state check"): 200.0}
     promises = {
         (count, metric): Promise(f"AdamW {metric}, {count} tensors, fresh gradients", limit, "us")
@@ -154,16 +170,16 @@ def _host_check(record: Callable[[Sequence[Row]], None]) -> Check:
             values |= {p.name: medians[metric] for (n, metric), p in promises.items() if n == count}
         return values
 
-    return Check(tuple(promises.values()), measure)
+    return Check("overhead", tuple(promises.values()), measure)
 
 
-def _bandwidth_check(device: torch.device, record: Callable[[Sequence[Row]], None]) -> Check:
-    promise = Promise("AdamW step, 500 M parameters: bandwidth / a copy's", 0.88, "ratio of medians", at_least=True)
+def _bandwidth_check(workload: str, limit: float, device: torch.device, record: Record) -> Check:
+    promise = Promise(f"AdamW step, {workload}: bandwidth / a copy's", limit, "ratio of medians", at_least=True)
 
     def measure() -> dict[str, float]:
-        rows = measure_bandwidth("half-billion", "adamw", device, rounds=ROUNDS["half-billion"])
+        rows = measure_bandwidth(workload, "adamw", device, rounds=ROUNDS[workload])
         record(rows)
-        step, copy = (next(r.p50 for r in rows if r.metric == metric) for metric in ("step", "copy"))
+        step, copy = (next(r.p50 for r in rows if r.metric == f"{metric}, float32") for metric in ("step", "copy"))
         return {promise.name: step / copy}
 
-    return Check((promise,), measure)
+    return Check("bandwidth", (promise,), measure)

@@ -26,16 +26,14 @@ Samples: TypeAlias = dict[str, list[float]]
 Entrant: TypeAlias = tuple[str, list[Tensor], Optimizer]
 
 
-def make_params(sizes: Shapes, device: torch.device) -> list[Tensor]:
+def make_params(sizes: Shapes, device: torch.device, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     """Parameters of the given shapes, the same values each time."""
-    generator = torch.Generator(device).manual_seed(0)
-    return [torch.empty(s, device=device).normal_(0, 0.02, generator=generator).requires_grad_() for s in sizes]
+    return [p.requires_grad_() for p in _normal(sizes, device, dtype, 0.02, seed=0)]
 
 
-def make_gradients(sizes: Shapes, device: torch.device, seed: int) -> list[Tensor]:
+def make_gradients(sizes: Shapes, device: torch.device, seed: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     """Gradients of the given shapes."""
-    generator = torch.Generator(device).manual_seed(seed)
-    return [torch.empty(s, device=device).normal_(0, 0.01, generator=generator) for s in sizes]
+    return _normal(sizes, device, dtype, 0.01, seed)
 
 
 def step_times(
@@ -154,37 +152,66 @@ def measure_overhead(workload: str, optimizer: str, *, rounds: int) -> list[Row]
     ]
 
 
-def measure_bandwidth(workload: str, optimizer: str, device: torch.device, *, rounds: int, warmup: int = 3) -> list[Row]:
-    """Gigabytes per second that a step moves, counted as each number read and written once, and that a plain copy moves."""
-    params = make_params(shapes(workload), device)
-    for param, grad in zip(params, make_gradients(shapes(workload), device, 1), strict=True):
+def measure_bandwidth(
+    workload: str,
+    optimizer: str,
+    device: torch.device,
+    *,
+    dtype: torch.dtype = torch.float32,
+    rounds: int,
+    warmup: int = 3,
+) -> list[Row]:
+    """Gigabytes per second that a step moves, without clipping and with it, and that a plain copy moves beside it.
+
+    Each number is counted as read and written once; a step that clips reads the gradients twice. ``clipping`` is the
+    difference between the two steps in milliseconds. Parameters, gradients and state are of ``dtype``.
+    """
+    params = make_params(shapes(workload), device, dtype)
+    for param, grad in zip(params, make_gradients(shapes(workload), device, 1, dtype), strict=True):
         param.grad = grad
     made = competitor(optimizer, OURS).make(params)
+    assert isinstance(made, CompiledOptimizer)
     buffers = [v for s in made.state.values() for v in s.values() if v.dim()]
-    moved = {"step": sum(3 * _bytes(p) for p in params) + sum(2 * _bytes(b) for b in buffers)}
+    gradients = sum(_bytes(p) for p in params)
+    moved = {"step": 3 * gradients + sum(2 * _bytes(b) for b in buffers)}
+    moved["clipped step"] = moved["step"] + gradients
     source = torch.ones(min(2**28, moved["step"] // 8), device=device)
     target = torch.empty_like(source)
     moved["copy"] = 2 * _bytes(source)
-    samples: Samples = {"step": [], "copy": []}
-    for index in range(-warmup, rounds):
-        for metric, call in (("step", made.step), ("copy", lambda: target.copy_(source))):
-            seconds = _timed(call, device)
-            if index >= 0:
-                samples[metric].append(moved[metric] / seconds / 1e9)
+    seconds: Samples = {metric: [] for metric in moved}
+    for step, bound in (("step", None), ("clipped step", 1.0)):
+        made.max_grad_norm = bound
+        for index in range(-warmup, rounds):
+            for metric, call in ((step, made.step), ("copy", lambda: target.copy_(source))):
+                elapsed = _timed(call, device)
+                if index >= 0:
+                    seconds[metric].append(elapsed)
+    difference = [1e3 * (b - a) for a, b in zip(seconds["step"], seconds["clipped step"], strict=True)]
+    measured = [(m, "GB/s", [moved[m] / s / 1e9 for s in seconds[m]]) for m in moved] + [("clipping", "ms", difference)]
     return [
         Row(
             "bandwidth",
             workload,
             optimizer,
-            OURS if metric == "step" else "copy",
-            metric,
-            "GB/s",
+            "copy" if metric == "copy" else OURS,
+            f"{metric}, {dtype_name(dtype)}",
+            unit,
             *percentiles(values),
             None,
-            rounds,
+            len(values),
         )
-        for metric, values in samples.items()
+        for metric, unit, values in measured
     ]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As in ``torch.<name>``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _normal(sizes: Shapes, device: torch.device, dtype: torch.dtype, deviation: float, seed: int) -> list[Tensor]:
+    generator = torch.Generator(device).manual_seed(seed)
+    return [torch.empty(s, device=device, dtype=dtype).normal_(0, deviation, generator=generator) for s in sizes]
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -34,6 +34,9 @@ def _gpt_matrices() -> Shapes:
     return [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)] * 12
 
 
+TINY = "tiny-matrices"
+"""The workload of rehearsals, which every optimizer takes."""
+
 WORKLOADS: dict[str, Callable[[], Shapes]] = {
     "gpt2-124m": _gpt2_124m,
     "vit-tiny": _vit_tiny,
@@ -42,6 +45,7 @@ WORKLOADS: dict[str, Callable[[], Shapes]] = {
     "small-148": lambda: [(4096,)] * 148,
     "small-1000": lambda: [(4096,)] * 1000,
     "tiny-10": lambda: [(16,)] * 10,
+    TINY: lambda: [(4, 4)] * 10,
     "half-billion": lambda: [(1000, 1000)] * 500,
     "scalars-20000": lambda: [(1,)] * 20000,
 }

@@ -10,6 +10,27 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--cuda-on-cpu", action="store_true", help="run the tests marked cuda, and only them, without a GPU")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    import left_out
+
+    config.pluginmanager.register(left_out)
+    if config.getoption("--cuda-on-cpu"):
+        import cuda_on_cpu
+
+        cuda_on_cpu.install()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--cuda-on-cpu"):
+        kept = [item for item in items if item.get_closest_marker("cuda") and not item.get_closest_marker("timing")]
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = kept
+
+
 @pytest.fixture(autouse=True)
 def seed() -> None:
     torch.manual_seed(0)

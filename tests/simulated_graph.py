@@ -8,8 +8,9 @@ that was made in a capture holds nothing of use before the first replay, and a r
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,20 +51,32 @@ class SimulatedGraph(TorchDispatchMode):
         return work()
 
     def capture(self, work: Callable[[], Any]) -> Any:
+        with self.capturing():
+            return work()
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Record what happens inside."""
         self.release()
+        random = torch.get_rng_state()
         SimulatedGraph.recording = self
         try:
             with self:
-                result = work()
+                yield
         finally:
             SimulatedGraph.recording = None
+            torch.set_rng_state(random)
             for memory, bytes_before in self._before.values():
                 memory.untyped_storage().copy_(bytes_before.untyped_storage())
             self._before.clear()
             for made in self._made.values():
                 made.untyped_storage().fill_(0xFF)  # NaN, or an address that is none
         self.captured = True
-        return result
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether a replay would do nothing."""
+        return not self._work
 
     def replay(self) -> None:
         assert self.captured, "there is nothing to replay"

@@ -12,20 +12,15 @@ from typing import Any
 import pytest
 import torch
 from capture_scenarios import KINDS, Side, assert_equal, give, kind_name, make, make_tables
+from cuda_device import DEVICE, needs_cuda
 from simulated_graph import SimulatedGraph, install
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import compiled_optim as co
 
 
-@pytest.fixture(
-    params=[
-        "cpu",
-        pytest.param(
-            "cuda", marks=[pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-        ),
-    ]
-)
+@pytest.fixture(params=["cpu", pytest.param(DEVICE, marks=needs_cuda(), id="cuda")])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Where graphs are simulated, and where they are real and sums have one order."""
     if request.param == "cuda":
@@ -601,3 +596,45 @@ class TestOutputs:
             runner = runner_of(side, lambda side, x: {"out": [Result(train(side, x))]})
         with pytest.raises(TypeError, match=r"must return tensors, numbers, strings or None, .* got Result"):
             runner(batch(0))
+
+
+class TestGradients:
+    @pytest.mark.parametrize("absent", [False, True])
+    def test_their_alignment_may_change_in_every_step(self, device: str, absent: bool) -> None:
+        """As that of a view of a bucket does, which is not always the gradient."""
+        ours, twin = (make(max_grad_norm=0.5, device=device) for _ in range(2))
+        runner = co.CUDAGraphRunner(ours.optimizer, warmup=1, recaptures=0)
+        for i in range(20):
+            for side in (ours, twin):
+                give(side, i)
+                weight = side.model.outer.weight
+                if i % 2:
+                    weight.grad = torch.cat([weight.new_zeros(1), weight.grad.flatten()])[1:].view_as(weight)
+                elif absent:
+                    weight.grad = None
+            runner.step()
+            twin.optimizer.step()
+            assert_equal(ours, twin, i)
+        assert co.compile_report(ours.optimizer).replays == 19
+
+
+class TestRandomNumbers:
+    def test_every_replay_draws_others(self, device: str) -> None:
+        """The ones that the uncaptured step would have drawn."""
+
+        def dropped(side: Side, x: Tensor) -> Tensor:
+            side.optimizer.zero_grad()
+            loss = F.dropout(side.model(x), 0.5).square().mean()
+            loss.backward()
+            side.optimizer.step()
+            return loss.detach()
+
+        ours, twin = (make(lr=0.0, groups=1, device=device) for _ in range(2))
+        x = batch(0, 64, device)
+        found = []
+        for call in (runner_of(ours, dropped), functools.partial(dropped, twin)):
+            torch.manual_seed(3)
+            found.append(torch.stack([call(x) for _ in range(12)]).tolist())
+        assert found[0] == found[1]
+        assert len(set(found[0])) == 12
+        assert co.compile_report(ours.optimizer).replays == 11

@@ -6,12 +6,12 @@ import torch
 
 pytest.importorskip("matplotlib")
 
-from perf import gates, results
+from perf import gates, measure, results
 from perf.__main__ import main
 from perf.competitors import FUSED, OURS, optimizers, working
-from perf.measure import step_rows
+from perf.measure import measure_bandwidth, step_rows
 from perf.plot import plot_ratios
-from perf.workloads import WORKLOADS, elements, shapes
+from perf.workloads import TINY, WORKLOADS, elements, shapes
 
 CPU = torch.device("cpu")
 
@@ -26,6 +26,7 @@ CPU = torch.device("cpu")
         ("small-148", 148, 606_208),
         ("small-1000", 1000, 4_096_000),
         ("tiny-10", 10, 160),
+        ("tiny-matrices", 10, 160),
         ("half-billion", 500, 500_000_000),
         ("scalars-20000", 20_000, 20_000),
     ],
@@ -95,17 +96,37 @@ def test_ratios_are_ours_over_theirs():
     assert by_name[FUSED, "paired ratio"].p50 == 0.5
 
 
-def test_bandwidth_counts_each_number_once(tmp_path):
-    command = ["bandwidth", "--workload", "small-10", "--rounds", "3", "--results", str(tmp_path)]
-    assert main(command) == 0
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 4), (torch.bfloat16, 2)], ids=str)
+def test_bandwidth_counts_each_number_once_and_clipped_gradients_twice(monkeypatch, dtype, size):
+    """With a clock in which all that is timed takes a second."""
+    monkeypatch.setattr(measure, "_timed", lambda call, device: [call(), 1.0][1])
+    rows = measure_bandwidth("small-10", "adamw", CPU, dtype=dtype, rounds=3)
+    numbers = elements("small-10")
+    name = str(dtype).removeprefix("torch.")
+    assert {(r.metric, r.unit, r.n): r.p50 for r in rows} == pytest.approx(
+        {
+            (f"step, {name}", "GB/s", 3): 7 * numbers * size / 1e9,
+            (f"clipped step, {name}", "GB/s", 3): 8 * numbers * size / 1e9,
+            (f"copy, {name}", "GB/s", 6): 2 * 4 * (7 * numbers * size // 8) / 1e9,
+            (f"clipping, {name}", "ms", 3): 0.0,
+        }
+    )
+    assert [r.competitor for r in rows] == [OURS, OURS, "copy", OURS]
+
+
+def test_bandwidth_appends_rows_for_every_dtype(tmp_path):
+    dtypes = ["--dtype", "float32", "bfloat16"]
+    assert main(["bandwidth", "--workload", "small-10", "--rounds", "3", *dtypes, "--results", str(tmp_path)]) == 0
     table = pd.read_csv(tmp_path / "bandwidth.csv")
-    assert list(table["metric"]) == ["step", "copy"]
-    assert (table["p50"] > 0).all()
+    assert list(table["metric"]) == [
+        f"{metric}, {dtype}" for dtype in dtypes[1:] for metric in ("step", "clipped step", "copy", "clipping")
+    ]
+    assert (table.loc[table["unit"] == "GB/s", "p50"] > 0).all()
 
 
-def check_of(*tries):
+def check_of(*tries, benchmark="step"):
     left = iter(tries)
-    return gates.Check((gates.Promise("speed", 1.1, "ratio"),), lambda: {"speed": next(left)})
+    return gates.Check(benchmark, (gates.Promise("speed", 1.1, "ratio"),), lambda: {"speed": next(left)})
 
 
 def test_gates_stop_at_the_first_kept_try():
@@ -128,6 +149,21 @@ def test_gates_miss_after_three_tries(monkeypatch, capsys):
     assert "1.300, 1.200, 1.110" in printed
     monkeypatch.setattr(gates, "checks", lambda device, record: [check_of(1.0)])
     assert main(["gates", "--no-save"]) == 0
+
+
+def test_gates_of_one_benchmark_with_one_try(monkeypatch, capsys):
+    both = [check_of(1.0), check_of(1.3, 1.0, benchmark="bandwidth")]
+    monkeypatch.setattr(gates, "checks", lambda device, record: both)
+    assert main(["gates", "--no-save", "--only", "step"]) == 0
+    assert main(["gates", "--no-save", "--only", "bandwidth", "--tries", "1"]) == 1
+    assert "1.300 " in capsys.readouterr().out
+
+
+def test_a_rehearsal_of_the_gates_measures_and_promises_nothing(tmp_path):
+    command = ["gates", "--only", "step", "bandwidth", "--rehearse", "--results", str(tmp_path)]
+    assert main(command) == 0
+    for name in ("step", "bandwidth"):
+        assert set(pd.read_csv(tmp_path / f"{name}.csv")["workload"]) == {TINY}
 
 
 def test_a_promise_may_be_a_least_number():

@@ -1,0 +1,90 @@
+"""Runs commands one after another, each until a time that was set before, whatever becomes of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+GRACE = 20.0
+"""Seconds between the interrupt of a command that is late, for it to write what it has, and its end."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A command of Python's and the seconds it may take, ``GRACE`` among them."""
+
+    seconds: float
+    command: Sequence[str]
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return " ".join(self.command)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a part; ``failure`` is empty if there was none."""
+
+    part: Part
+    seconds: float
+    failure: str
+    printed: str
+
+    def __str__(self) -> str:
+        return f"{self.failure or 'succeeded':<15} {self.seconds:5.0f} s of {self.part.seconds:.0f}  {self.part}"
+
+
+def run(parts: Sequence[Part], log: Path, started: float, grace: float = GRACE) -> Iterator[Outcome]:
+    """Run ``parts``, one for each outcome that is asked for, and append what they print to ``log``.
+
+    A part may use what the parts before it left of their time; it never takes time from those behind it.
+
+    Args:
+        parts: to run in this order.
+        log: the file.
+        started: when the time of the first part began, by ``time.monotonic``.
+        grace: see ``GRACE``.
+    """
+    # A shell has commands in its background ignore interrupts, and they would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    end = started
+    for part in parts:
+        end += part.seconds
+        yield _run(part, log, end, grace)
+
+
+def _run(part: Part, log: Path, end: float, grace: float) -> Outcome:
+    begun = time.monotonic()
+    with log.open("a") as output:
+        print(f"$ python {part}", file=output, flush=True)
+        printed_before = output.tell()
+        process = subprocess.Popen(
+            [sys.executable, *part.command],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": str(ROOT)} | part.environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        code = process.wait(max(0.0, end - grace - begun))
+        failure = f"exit status {code}" if code else ""
+    except subprocess.TimeoutExpired:
+        failure = "out of time"
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, end - time.monotonic()))
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # with what it has started
+        process.wait()
+    printed = log.read_bytes()[printed_before:].decode(errors="replace")
+    return Outcome(part, time.monotonic() - begun, failure, printed)

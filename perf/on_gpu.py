@@ -1,0 +1,125 @@
+"""What to run on a GPU, in two calls that end within ten minutes each: ``perf/gpu timings`` and ``perf/gpu tests``.
+
+``perf/gpu timings [DIRECTORY]`` appends to the tables in DIRECTORY (default: perf/results), ``perf/gpu tests [DIRECTORY]``
+writes pytest's reports there. Both write all that is printed to a file of their own, and say what was out of time. They run
+in the environment of the Python that starts them, which needs torch, triton, numpy, pandas and pytest; with pytest-xdist the
+tests run on several processes, with pytest-timeout one that hangs ends after two minutes.
+
+``--rehearse`` runs the same commands with tiny tensors and a few tests, on the CPU where there is no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from perf.budget import ROOT, Part, run
+
+LIMIT = 570.0
+"""Seconds that a call may take."""
+
+TIMINGS = {
+    "step --workload gpt2-124m --rounds 51": 90.0,
+    "bandwidth --dtype float32 bfloat16": 80.0,
+    "step --workload small-148 small-1000 --rounds 51": 80.0,
+    "step --optimizer muon --workload gpt-matrices --rounds 51": 70.0,
+    "step --optimizer adafactor --workload gpt-matrices --rounds 51": 50.0,
+    "step --optimizer sgd --workload gpt2-124m --rounds 51": 30.0,
+    "gates --only step bandwidth": 60.0,
+    "gates --only first-step --tries 1": 100.0,
+}
+"""Commands of ``python -m perf`` with their seconds, those worth most first."""
+
+FILES = ["tests/test_cuda.py", "tests/test_capture_surroundings.py"]
+"""All that hold tests marked ``cuda``."""
+
+REHEARSED = " or ".join(
+    [
+        "(unchanged or clip_norm or group_added) and AdamW",
+        "by_hand and not outlives",
+        *("first_step_in", "two_streams", "waits", "graphed_callables", "scaler_inside", "capture_does", "allocate"),
+        *("sparse_gradients", "leaves_nothing", "alignment", "draws"),
+    ]
+)
+"""The tests of a rehearsal, as ``-k`` takes them."""
+
+TAIL = 60
+"""Lines that are printed of what a command printed."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one of the calls; 1 if a command of it failed or was out of time, 2 if there is no GPU."""
+    started = time.monotonic()
+    args = _parser().parse_args(arguments)
+    import torch  # takes seconds, which count
+
+    from perf.results import device_name
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu" and not args.rehearse:
+        print("perf/gpu needs a CUDA device; this machine has none. With --rehearse it needs none", file=sys.stderr)
+        return 2
+    directory = (args.directory or ROOT / ("out/rehearsal" if args.rehearse else "perf/results")).resolve()
+    directory.mkdir(parents=True, exist_ok=True)
+    name = device_name(device)
+    parts = PLANS[args.call](directory, device.type, name, args.rehearse)
+    log = directory / f"gpu-{args.call}.log"
+    log.write_text(f"{name}, torch {torch.__version__}, Python {platform.python_version()}\n")
+    outcomes = []
+    for outcome in run(parts, log, started):
+        outcomes.append(outcome)
+        print("\n".join(outcome.printed.splitlines()[-TAIL:]), flush=True)
+    summary = "\n".join(f"{name}: {outcome}" for outcome in outcomes)
+    print(summary)
+    with log.open("a") as file:
+        print(summary, file=file)
+    return 1 if any(outcome.failure for outcome in outcomes) else 0
+
+
+def timings(directory: Path, device: str, name: str, rehearsal: bool) -> list[Part]:
+    """The measurements of ``perf/gpu timings``."""
+    options = ["--device", device, "--results", str(directory), *(["--rehearse"] if rehearsal else [])]
+    return [Part(seconds, ["-m", "perf", *command.split(), *options]) for command, seconds in TIMINGS.items()]
+
+
+def tests(directory: Path, device: str, name: str, rehearsal: bool) -> list[Part]:
+    """The runs of pytest of ``perf/gpu tests``; ``name`` is in their reports."""
+    pytest = [
+        *("-m", "pytest", *FILES, "--tb=short", "-p", "no:cacheprovider", "-o", f"junit_suite_name={name}"),
+        # What torch and Triton may say on a GPU and nowhere else. This package's own are RuntimeWarnings, and errors.
+        *(word for kind in ("User", "Future", "Deprecation") for word in ("-W", f"default::{kind}Warning")),
+        *(["-p", "pytest_timeout", "--timeout", "120"] if _is_installed("pytest_timeout") else []),
+        *(["-k", REHEARSED] if rehearsal else []),
+        *(["--cuda-on-cpu"] if device == "cpu" else []),
+    ]
+    workers = str(min(8, max(1, (os.cpu_count() or 1) // 2)))
+    several = ["-p", "xdist.plugin", "-n", workers, "--dist", "worksteal"] if _is_installed("xdist") else []
+    # No other plugin, since it may warn; and no processes for compiling beside those of the tests.
+    environment = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "2"}
+    together = [*pytest, *several, "-m", "cuda and not timing", f"--junitxml={directory}/cuda-tests.xml"]
+    alone = [*pytest, "-m", "cuda and timing", f"--junitxml={directory}/cuda-timing-tests.xml"]
+    parts = [Part(440.0, together, environment), Part(100.0, alone, environment)]
+    return parts[:1] if device == "cpu" else parts
+
+
+def _is_installed(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+PLANS: dict[str, Callable[[Path, str, str, bool], list[Part]]] = {"timings": timings, "tests": tests}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="perf/gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("call", choices=list(PLANS))
+    parser.add_argument("directory", nargs="?", type=Path, help="where the files go (default: perf/results)")
+    parser.add_argument("--rehearse", action="store_true", help="tiny, on a CPU if there is no GPU (default: out/rehearsal)")
+    return parser
