@@ -16,7 +16,7 @@ from torch import Tensor
 from compiled_optim.lowering import cpp_library
 from compiled_optim.lowering.layout import is_plain
 from compiled_optim.sharding import is_sharded, local
-from compiled_optim.torch_internals import pointer_offset
+from compiled_optim.torch_internals import build_identity, pointer_offset
 
 EMPTY = 16  # the address of an empty gradient, which has none: 0 says that there is no gradient
 _UNLIKE, _MOVED, _RENEWED, _NOT_PLAIN = 1, 2, 4, 8
@@ -203,18 +203,18 @@ def _lies_like(grad: Tensor, tensor: Tensor, dtype: torch.dtype) -> bool:
 
 @functools.cache
 def reader() -> tuple[Callable[..., int], Callable[..., None]] | str:
-    """The functions in C++ that look at tensors and count their versions, compiled once per machine and version of torch.
+    """The functions in C++ that look at tensors and count their versions, compiled once per machine and build of torch.
 
     Or why there are none.
     """
-    if sys.platform != "linux" or cpp_library.compiler() is None:
+    if sys.platform != "linux" or not cpp_library.compiler():
         return "no C++ compiler was found"
     torch_directory = Path(torch.__file__).parent
     flags = (f"-I{torch_directory / 'include'}", f"-L{torch_directory / 'lib'}", "-lc10", "-ltorch_cpu")
     try:
-        library = ctypes.PyDLL(str(cpp_library.library(_SOURCE, ("-std=c++20", *flags))))
-    except (RuntimeError, OSError) as error:
-        return f"the C++ compiler or linker refused torch's headers: {error}"
+        library = cpp_library.library(f"// {build_identity()}\n{_SOURCE}", ("-std=c++20", *flags), ctypes.PyDLL)
+    except cpp_library.CompilerError as error:
+        return str(error)
     read, count = library.read_tensors, library.count_versions
     read.argtypes = [ctypes.c_int64, *[ctypes.c_void_p] * 5, ctypes.py_object, ctypes.c_int64, ctypes.c_int32]
     read.restype = ctypes.c_int32

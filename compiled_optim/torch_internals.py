@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +30,22 @@ def pointer_offset() -> int | None:
     words = (ctypes.c_uint64 * (torch.Tensor.__basicsize__ // 8)).from_address(id(example))
     found = [8 * i for i, word in enumerate(words) if word == example._cdata]
     return found[0] if len(found) == 1 else None
+
+
+def build_identity() -> str:
+    """What tells this build of torch from another one, also of the same version."""
+    built = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    parts = [torch.__version__, torch.version.git_version, torch.version.debug]
+    with contextlib.suppress(OSError):
+        parts += [built.stat().st_size, built.stat().st_mtime_ns]
+    return " ".join(map(str, parts))
+
+
+def default_cache_directory() -> str:
+    """Where Inductor keeps its code unless it is told otherwise; it writes that into ``TORCHINDUCTOR_CACHE_DIR``."""
+    from torch._inductor.runtime.runtime_utils import default_cache_dir  # type: ignore[attr-defined]
+
+    return os.path.abspath(default_cache_dir())
 
 
 CAPTURING: dict[str, Callable[[], bool]] = {"cuda": lambda: torch.cuda.is_current_stream_capturing()}

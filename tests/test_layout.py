@@ -32,7 +32,8 @@ LAYERS = [
         "curvature",
         "line_search",
     }
-    | {"lowering.vocabulary", "lowering.layout", "lowering.cache", "lowering.entries"},
+    | {"lowering.vocabulary", "lowering.layout", "lowering.entries"},
+    {"lowering.cache"},
     {"lowering.cpp_library"},
     {"addresses"},
     {"hyperparameters", "files", "lowering.rule_step", "lowering.gradient"},

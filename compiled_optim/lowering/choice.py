@@ -53,7 +53,7 @@ def _elementwise(plan: Plan, wanted: str, log: EventLog) -> str:
     on_cpu = plan.device.type == "cpu"
     if wanted == "eager":
         return "eager"
-    if on_cpu and cpp_library.compiler() is None:
+    if on_cpu and not cpp_library.compiler():
         log.fall_back(
             f"{plan.rule.name} runs eager: no C++ compiler was found",
             "install g++ or clang++, or name one in the environment variable CXX",
