@@ -22,7 +22,8 @@ from compiled_optim.controls import Controls
 from compiled_optim.events import EventLog
 from compiled_optim.fields import Choice, Declared, Hyper, Static, flag
 from compiled_optim.hyperparameters import ParamGroup
-from compiled_optim.lowering.choice import LOWERINGS, lower
+from compiled_optim.lowering.choice import LOWERINGS, lower, refuse
+from compiled_optim.lowering.cpp_library import CompilerError
 from compiled_optim.lowering.interface import Capturable, Lowering
 from compiled_optim.lowering.square_sums import SquareSums
 from compiled_optim.parameters import check_names, check_params
@@ -327,7 +328,13 @@ class CompiledOptimizer(Declared, Optimizer):
 
     def _prepare_units(self, grads: list[Tensor | None] | None) -> None:
         for unit in self.units:
-            unit.compile()
+            try:
+                unit.compile()
+            except CompilerError as error:
+                refuse(unit.plan, str(error))
+                self._changed = True  # so that the plans get another lowering
+                self.prepare(grads)
+                return
             unit.plan.settle()
         if self._controls.measures_norm and self._square_sums is None:
             self._square_sums = SquareSums(self.units)

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import functools
 import os
+import textwrap
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -118,7 +119,7 @@ def compile_graph(
     options: dict[str, Any],
     *,
     from_one: bool = False,
-) -> Callable[[Mapping[int, int], list[Tensor]], list[Tensor]] | None:
+) -> Callable[[Mapping[int, int], list[Tensor]], list[Tensor]] | str:
     """Compile ``function(*args)``, which writes into its arguments or returns a tuple of new tensors, with Inductor.
 
     Args:
@@ -131,9 +132,10 @@ def compile_graph(
     Returns:
         ``run(sizes, args)``, which calls Inductor's code without Dynamo's guards: the caller answers for dtypes, devices,
         other sizes and strides being those of the example. ``sizes`` maps the example's sizes of dynamic dimensions to
-        those of ``args``. None if compilation is switched off for the process.
+        those of ``args``. Or why there is none: compilation is switched off for the process, or fails on this machine.
     """
     from torch._dynamo import lookup_backend, mark_dynamic
+    from torch._dynamo.exc import BackendCompilerFailed
     from torch.fx.experimental import _config as symbolic_shapes
 
     inductor = lookup_backend("inductor")
@@ -160,9 +162,12 @@ def compile_graph(
             mark_dynamic(arg, dimension)
     oblivious = symbolic_shapes.patch(backed_size_oblivious=from_one)  # type: ignore[attr-defined]
     with torch.no_grad(), torch.compiler.set_stance("default"), _trusting_cpu_probe(options), oblivious:
-        results = torch.compile(function, backend=backend, fullgraph=True)(*args)
+        try:
+            results = torch.compile(function, backend=backend, fullgraph=True)(*args)
+        except BackendCompilerFailed as error:
+            return f"Inductor failed: {_message(error.inner_exception)}"
     if not compiled:
-        return None
+        return "torch.compile is switched off"
     code, order = compiled[0]
     returned = [next(i for i, o in enumerate(outputs) if o is r) for r in results or ()]
 
@@ -171,6 +176,11 @@ def compile_graph(
         return [made[i] for i in returned]
 
     return run
+
+
+def _message(error: Exception) -> str:
+    """The beginning of what ``error`` says; of a compiler that failed, of what that said."""
+    return textwrap.shorten(getattr(error, "output", "") or str(error), 500, placeholder=" ...")
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Where compiled code is kept, whom it is taken from, and what happens where it cannot be kept or loaded."""
+"""Where compiled code is kept, whom it is taken from, and what happens where it cannot be compiled, kept or loaded."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from typing import Any
 
 import pytest
 import torch
-from catalog import copies, give_gradients
+from catalog import copies, give_gradients, sparse_rows
 
 import compiled_optim as co
 from compiled_optim import addresses
-from compiled_optim.lowering import cache, cpp_library, triton
+from compiled_optim.lowering import cache, choice, cpp_library, triton
 from compiled_optim.lowering.cache import cache_directory, load_kept
 from compiled_optim.torch_internals import default_cache_directory
 
@@ -40,6 +40,7 @@ def place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "placed"))
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(cache, "_refused", set())
+    monkeypatch.setattr(choice, "_refused", {})
     for remembered in (cpp_library.compiler, cache._private_directory):
         remembered.cache_clear()
     yield tmp_path / "placed" / "compiled_optim"
@@ -440,20 +441,117 @@ def _params() -> list[torch.nn.Parameter]:
     return [torch.nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64)) for shape in ((3, 4), (5, 2))]
 
 
-def _stepped(kind: type[co.CompiledOptimizer]) -> co.CompiledOptimizer:
+def _stepped(kind: type[co.CompiledOptimizer], **options: Any) -> co.CompiledOptimizer:
     """An optimizer after two steps that were right."""
     ours = _params()
     theirs = copies(ours, torch.float64)
     groups = [{"params": [p], "lr": 0.07 * (i + 1)} for i, p in enumerate(ours)]
-    optimizer = kind(groups)
+    optimizer = kind(groups, **options)
     reference = getattr(torch.optim, kind.__name__)([{**g, "params": [q]} for g, q in zip(groups, theirs, strict=True)])
     for seed in range(2):
         give_gradients(ours, theirs, seed)
+        if optimizer.gradients == "sparse":
+            for i, (own, their) in enumerate(zip(ours, theirs, strict=True)):
+                own.grad = sparse_rows(own.grad, i)
+                their.grad = own.grad.clone()
         for stepped in (optimizer, reference):
             stepped.step()
     for own, their in zip(ours, theirs, strict=True):
         torch.testing.assert_close(own, their, rtol=1e-12, atol=1e-12)
     return optimizer
+
+
+FAILURES = {
+    "says no": ("echo 'no licence for you' >&2; exit 1", "no licence for you"),
+    "is killed": ("kill -9 $$", "exit status -9"),
+    "writes nothing": ("exit 0", "made no library"),
+    "writes nonsense": ('for last; do :; done; echo nonsense > "$last"', "could not be loaded"),
+    "has no OpenMP": ("echo 'fatal error: libgomp.spec: No such file' >&2; exit 1", "libgomp.spec: No such file"),
+}
+
+
+@pytest.mark.usefixtures("fresh_kernels", "no_reader")
+class TestNothingCompiles:
+    @pytest.mark.parametrize("failure", FAILURES)
+    def test_steps_run_eager_and_say_why(self, failure: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        script, reason = FAILURES[failure]
+        monkeypatch.setenv("CXX", _compiler(tmp_path / "cxx", script))
+        with pytest.warns(RuntimeWarning, match=rf"^compiled_optim: AdamW runs eager: .*{reason}.*; .* CXX$") as caught:
+            optimizer = _stepped(co.AdamW)
+        assert len(caught) == 1
+        report = co.compile_report(optimizer)
+        assert report.lowering == "eager"
+        assert report.compiles == 0
+        (fallback,) = report.fallbacks
+        assert reason in fallback
+        assert fallback in str(report)
+
+    @pytest.mark.parametrize("lowering", ["auto", "multi_tensor"])
+    @pytest.mark.parametrize("kind", [co.SGD, co.SparseAdam, co.Adafactor], ids=lambda c: c.__name__)
+    def test_every_kind_of_rule(
+        self, kind: type[co.CompiledOptimizer], lowering: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        monkeypatch.setenv("CXX", _compiler(tmp_path / "cxx", "exit 1"))
+        with pytest.warns(RuntimeWarning, match=f"{kind.__name__} runs eager") as caught:
+            optimizer = _stepped(kind, lowering=lowering)
+        assert len(caught) == 1
+        assert len(co.compile_report(optimizer).fallbacks) == 1
+
+    def test_the_compiler_is_not_asked_again(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        monkeypatch.setenv("CXX", _compiler(tmp_path / "cxx", f"echo >> {tmp_path}/asked; exit 1"))
+        with pytest.warns(RuntimeWarning, match="AdamW runs eager"):
+            _stepped(co.AdamW)
+        asked = (tmp_path / "asked").stat().st_size
+        with pytest.warns(RuntimeWarning, match="AdamW runs eager"):
+            assert co.compile_report(_stepped(co.AdamW)).lowering == "eager"
+        assert (tmp_path / "asked").stat().st_size == asked
+
+    def test_a_compiler_that_refuses_torchs_headers_alone(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        script = 'case "$*" in *torch_cpu*) echo too old >&2; exit 1;; esac; compile "$@"'
+        monkeypatch.setenv("CXX", _compiler(tmp_path / "cxx", script))
+        with pytest.warns(RuntimeWarning, match="AdamW looks at its tensors one by one: .*too old") as caught:
+            optimizer = _stepped(co.AdamW)
+        assert len(caught) == 1
+        assert co.compile_report(optimizer).lowering == "multi_tensor"
+
+    def test_no_room_for_temporary_files(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+        with pytest.warns(RuntimeWarning, match="AdamW runs eager: .*No such file or directory") as caught:
+            _stepped(co.AdamW)
+        assert len(caught) == 1
+
+
+@pytest.mark.usefixtures("fresh_kernels")
+def test_a_failure_after_a_success_applies_nothing_by_half(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The second of two plans does not compile: the step of both is taken once, eagerly."""
+    once = f'[ -e {tmp_path}/one ] && exit 1; touch {tmp_path}/one; compile "$@"'
+    monkeypatch.setenv("CXX", _compiler(tmp_path / "cxx", once))
+    ours = _params()
+    theirs = copies(ours, torch.float64)
+    groups = [{"params": [p], "amsgrad": bool(i)} for i, p in enumerate(ours)]
+    optimizer = co.AdamW(groups, lr=0.3)
+    reference = torch.optim.AdamW([{**g, "params": [q]} for g, q in zip(groups, theirs, strict=True)], lr=0.3)
+    give_gradients(ours, theirs, 0)
+    with pytest.warns(RuntimeWarning, match="AdamW runs eager"):
+        optimizer.step()
+    reference.step()
+    for own, their in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(own, their, rtol=1e-12, atol=1e-12)
+        assert optimizer.state[own]["step"] == 1
+
+
+@pytest.mark.usefixtures("fresh_kernels")
+@pytest.mark.parametrize("kind", [co.SGD, co.Adafactor], ids=lambda c: c.__name__)
+def test_inductor_without_a_compiler_that_works(kind: type[co.CompiledOptimizer], tmp_path: Path) -> None:
+    from torch._inductor import config
+
+    broken = _compiler(tmp_path / "cxx", "echo 'no licence for you' >&2; exit 1")
+    with config.patch({"cpp.cxx": (None, broken)}):
+        for _ in range(2):  # the second finds out without trying
+            with pytest.warns(RuntimeWarning, match=f"{kind.__name__} runs eager: .*no licence for you") as caught:
+                optimizer = _stepped(kind, lowering="inductor")
+            assert [w.category for w in caught].count(RuntimeWarning) == 1  # importing a compiler warns of other things
+            assert len(co.compile_report(optimizer).fallbacks) == 1
 
 
 @pytest.mark.usefixtures("no_reader")
