@@ -15,7 +15,7 @@ from torch import Tensor
 
 from compiled_optim.lowering import cpp_library
 from compiled_optim.lowering.layout import is_plain
-from compiled_optim.torch_internals import pointer_offset
+from compiled_optim.torch_internals import build_identity, pointer_offset
 
 EMPTY = 16
 """The address of a gradient without elements, which has none: 0 says that there is no gradient."""
@@ -389,8 +389,8 @@ class Functions(NamedTuple):
 
 @functools.cache
 def reader() -> Functions | str:
-    """The functions in C++, compiled once per machine and version of torch; or why there are none."""
-    if sys.platform != "linux" or cpp_library.compiler() is None:
+    """The functions in C++, compiled once per machine and build of torch; or why there are none."""
+    if sys.platform != "linux" or not cpp_library.compiler():
         return "no C++ compiler was found"
     offset = pointer_offset()
     if offset is None:
@@ -398,9 +398,9 @@ def reader() -> Functions | str:
     torch_directory = Path(torch.__file__).parent
     flags = (f"-I{torch_directory / 'include'}", f"-L{torch_directory / 'lib'}", "-lc10", "-ltorch_cpu")
     try:
-        library = ctypes.PyDLL(str(cpp_library.library(_SOURCE, ("-std=c++20", *flags))))
-    except (RuntimeError, OSError) as error:
-        return f"the C++ compiler or linker refused torch's headers: {error}"
+        library = cpp_library.library(f"// {build_identity()}\n{_SOURCE}", ("-std=c++20", *flags), ctypes.PyDLL)
+    except cpp_library.CompilerError as error:
+        return str(error)
     thing, pointer, integer = ctypes.py_object, ctypes.c_void_p, ctypes.c_int64
     return Functions(
         offset,

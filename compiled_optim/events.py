@@ -87,6 +87,21 @@ class EventLog:
         self.signatures.update(dict.fromkeys(((name, signature.rule) for name in names), signature))
         return cache[signature]
 
+    def obtain_or_fall_back(
+        self,
+        cache: dict[Signature, K | str],
+        signature: Signature,
+        names: Sequence[str],
+        make: Callable[[Signature], K | str],
+        uncompiled: Callable[[Signature], K],
+    ) -> K:
+        """As :meth:`obtain`; where ``make`` says why nothing can be compiled, what ``uncompiled`` returns, recorded."""
+        made = self.obtain(cache, signature, names, make)
+        if not isinstance(made, str):
+            return made
+        self.fall_back(f"{signature.rule.name} runs eager: {made}", "a step takes longer")
+        return uncompiled(signature)
+
     def _cause(self, name: str, new: Signature) -> str:
         """Why parameter ``name`` needs a kernel of signature ``new``, in words; empty before the first step."""
         if self.steps == 0:

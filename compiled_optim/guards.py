@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from compiled_optim.events import Compilation, RecompileError, forbidding_recompilation
+from compiled_optim.lowering.cache import cache_directory
 from compiled_optim.optimizer import CompiledOptimizer
 
 
@@ -52,6 +53,7 @@ class CompileReport:
         captures: why each graph of a ``co.CUDAGraphRunner`` was captured; empty for a first one.
         replays: how often such graphs were replayed.
         table_refreshes: how often addresses in a kernel's table were written, which compiles nothing.
+        cache: the directory that keeps compiled C++ for other processes, or for this one where no other can be trusted.
     """
 
     optimizer: str
@@ -63,6 +65,7 @@ class CompileReport:
     captures: tuple[str, ...]
     replays: int
     table_refreshes: int
+    cache: str
 
     @property
     def recaptures(self) -> int:
@@ -95,6 +98,8 @@ class CompileReport:
         lines += [f"  recompiled: {c.cause}" for c in self.compilations if c.cause]
         lines += [f"  captured again: {cause}" for cause in self.captures if cause]
         lines += [f"  fallback: {reason}" for reason in self.fallbacks]
+        if self.kernels:
+            lines.append(f"  compiled C++ is kept in {self.cache}")
         return "\n".join(lines)
 
 
@@ -117,4 +122,5 @@ def compile_report(optimizer: CompiledOptimizer) -> CompileReport:
         tuple(events.captures),
         events.replays,
         events.table_refreshes,
+        str(cache_directory()),
     )

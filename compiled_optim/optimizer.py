@@ -24,7 +24,8 @@ from compiled_optim.controls import Controls
 from compiled_optim.events import EventLog
 from compiled_optim.fields import Choice, Declared, Hyper, Static, flag
 from compiled_optim.hyperparameters import ParamGroup
-from compiled_optim.lowering.choice import LOWERINGS, lower
+from compiled_optim.lowering.choice import LOWERINGS, lower, refuse
+from compiled_optim.lowering.cpp_library import CompilerError
 from compiled_optim.lowering.interface import Capturable, Lowering
 from compiled_optim.lowering.square_sums import SquareSums
 from compiled_optim.parameters import check_names, check_params
@@ -331,7 +332,12 @@ class CompiledOptimizer(Declared, Optimizer):
         for unit, own in zip(self.units, by_unit, strict=True):
             if not unit.is_compiled:
                 self._changes.pending = True  # to the end, whatever interrupts it
-                unit.compile()
+                try:
+                    unit.compile()
+                except CompilerError as error:
+                    refuse(unit.plan, str(error))  # and let the plans have another lowering
+                    self.prepare(grads)
+                    return
                 unit.plan.settle(own)
         self._changes.pending = False
         if self._controls.measures_norm and self._square_sums is None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
+import os
 import sys
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +31,22 @@ def pointer_offset() -> int | None:
     words = (ctypes.c_uint64 * (torch.Tensor.__basicsize__ // 8)).from_address(id(example))
     found = [8 * i for i, word in enumerate(words) if word == example._cdata]
     return found[0] if len(found) == 1 else None
+
+
+def build_identity() -> str:
+    """What tells this build of torch from another one, also of the same version."""
+    built = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    parts = [torch.__version__, torch.version.git_version, torch.version.debug]
+    with contextlib.suppress(OSError):
+        parts += [built.stat().st_size, built.stat().st_mtime_ns]
+    return " ".join(map(str, parts))
+
+
+def default_cache_directory() -> str:
+    """Where Inductor keeps its code unless it is told otherwise; it writes that into ``TORCHINDUCTOR_CACHE_DIR``."""
+    from torch._inductor.runtime.runtime_utils import default_cache_dir  # type: ignore[attr-defined]
+
+    return os.path.abspath(default_cache_dir())
 
 
 def is_fake(tensor: Tensor) -> bool:
@@ -96,7 +116,7 @@ def compile_graph(
     options: dict[str, Any],
     *,
     from_one: bool = False,
-) -> Callable[[Mapping[int, int], list[Tensor]], list[Tensor]] | None:
+) -> Callable[[Mapping[int, int], list[Tensor]], list[Tensor]] | str:
     """Compile ``function(*args)``, which writes into its arguments or returns a tuple of new tensors, with Inductor.
 
     Args:
@@ -109,9 +129,10 @@ def compile_graph(
     Returns:
         ``run(sizes, args)``, which calls Inductor's code without Dynamo's guards: the caller answers for dtypes, devices,
         other sizes and strides being those of the example. ``sizes`` maps the example's sizes of dynamic dimensions to
-        those of ``args``. None if compilation is switched off for the process.
+        those of ``args``. Or why there is none: compilation is switched off for the process, or fails on this machine.
     """
     from torch._dynamo import lookup_backend, mark_dynamic
+    from torch._dynamo.exc import BackendCompilerFailed
     from torch._inductor import config
     from torch.fx.experimental import _config as symbolic_shapes
 
@@ -141,9 +162,12 @@ def compile_graph(
     # The CPU's own word for its vector instructions is trusted: to try them out takes several seconds in a fresh cache.
     trusting = config.patch({"cpp.vec_isa_ok": True, **options})
     with torch.no_grad(), torch.compiler.set_stance("default"), trusting, oblivious:
-        results = torch.compile(function, backend=backend, fullgraph=True)(*args)
+        try:
+            results = torch.compile(function, backend=backend, fullgraph=True)(*args)
+        except BackendCompilerFailed as error:
+            return f"Inductor failed: {_message(error.inner_exception)}"
     if not compiled:
-        return None
+        return "torch.compile is switched off"
     code, order = compiled[0]
     returned = [next(i for i, o in enumerate(outputs) if o is r) for r in results or ()]
 
@@ -152,3 +176,8 @@ def compile_graph(
         return [made[i] for i in returned]
 
     return run
+
+
+def _message(error: Exception) -> str:
+    """The beginning of what ``error`` says; of a compiler that failed, of what that said."""
+    return textwrap.shorten(getattr(error, "output", "") or str(error), 500, placeholder=" ...")

@@ -200,6 +200,6 @@ def install(patch: Any) -> None:
     patch.setitem(torch_internals.CAPTURING, "cpu", lambda: SimulatedGraph.recording is not None)
     patch.setitem(multi_tensor.BACKENDS, "cpu", _build)
     patch.setattr(multi_tensor, "_kernels", {})
-    make = stacked.StackedLowering._make
-    patch.setattr(stacked.StackedLowering, "_make", lambda self, signature: RecordedStackKernel(make(self, signature)))
+    make = stacked._make
+    patch.setattr(stacked, "_make", lambda signature: RecordedStackKernel(make(signature)))
     patch.setattr(stacked, "_kernels", _stack_kernels)

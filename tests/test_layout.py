@@ -31,8 +31,9 @@ LAYERS = [
         "curvature",
         "line_search",
     }
-    | {"lowering.vocabulary", "lowering.cache", "lowering.entries", "lowering.recent"},
-    {"lowering.cpp_library", "lowering.layout", "sharding"},
+    | {"lowering.vocabulary", "lowering.entries", "lowering.recent"},
+    {"lowering.cache", "lowering.layout", "sharding"},
+    {"lowering.cpp_library"},
     {"addresses"},
     {"hyperparameters", "files", "lowering.rule_step", "lowering.gradient"},
     {"state", "controls"},

@@ -6,6 +6,7 @@ import sys
 
 from compiled_optim.controls import Controls
 from compiled_optim.events import EventLog
+from compiled_optim.fields import Rule
 from compiled_optim.lowering import cpp_library
 from compiled_optim.lowering.eager import EagerLowering
 from compiled_optim.lowering.gathered_rows import GatheredRowsLowering
@@ -18,6 +19,14 @@ from compiled_optim.plan import Plan
 
 LOWERINGS = ("auto", "multi_tensor", "inductor", "eager")
 """What users can ask for."""
+
+_refused: dict[tuple[str, Rule], str] = {}
+"""By device type and rule, why its kernels do not compile in this process."""
+
+
+def refuse(plan: Plan, reason: str) -> None:
+    """Lower plans like ``plan`` to eager from now on, since its kernels do not compile."""
+    _refused[plan.device.type, plan.rule] = reason
 
 
 def lower(plan: Plan, wanted: str, controls: Controls, log: EventLog, differentiable: bool) -> Lowering:
@@ -60,9 +69,10 @@ def _elementwise(plan: Plan, wanted: str, log: EventLog) -> str:
             "with lowering='eager' this is not said",
         )
         return "eager"
-    if on_cpu and cpp_library.compiler() is None:
+    missing = "no C++ compiler was found" if on_cpu and not cpp_library.compiler() else ""
+    if refusal := missing or _refused.get((plan.device.type, plan.rule), ""):
         log.fall_back(
-            f"{plan.rule.name} runs eager: no C++ compiler was found",
+            f"{plan.rule.name} runs eager: {refusal}",
             "install g++ or clang++, or name one in the environment variable CXX",
         )
         return "eager"

@@ -254,5 +254,9 @@ class CppKernel:
 
 
 def build(signature: Signature) -> CppKernel:
-    """The kernel for one signature."""
-    return CppKernel(ctypes.CDLL(str(library(source(signature)))))
+    """The kernel for one signature.
+
+    Raises:
+        CompilerError: it cannot be compiled or loaded on this machine.
+    """
+    return CppKernel(library(source(signature)))

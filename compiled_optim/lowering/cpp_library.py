@@ -2,54 +2,94 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import functools
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
+import textwrap
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from compiled_optim.lowering.cache import cache_directory
+from compiled_optim.lowering.cache import load_kept
 
 _FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp")
 
 
+class CompilerError(RuntimeError):
+    """A library could not be compiled or loaded on this machine."""
+
+
 @functools.cache
-def compiler() -> str | None:
-    """The C++ compiler: ``$CXX``, else the first of g++, clang++ and c++ on the path; None if there is none."""
-    candidates = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++", "c++"]
-    return next((found for c in candidates if (found := shutil.which(c))), None)
+def compiler() -> tuple[str, ...]:
+    """The command of the C++ compiler: ``$CXX``, else the first of g++, clang++ and c++ on the path; empty without one."""
+    wanted = os.environ.get("CXX", "")
+    for name in (wanted, "g++", "clang++", "c++"):
+        if command := _command(name):
+            if wanted not in ("", name):
+                warnings.warn(
+                    f"compiled_optim: CXX is {wanted!r}, which was not found; {name} compiles instead",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+            return command
+    return ()
 
 
-def library(text: str, flags: Sequence[str] = ()) -> Path:
-    """The shared library that C++ ``text`` compiles to with further ``flags``, kept on disk.
+def library(text: str, flags: Sequence[str] = (), kind: type[ctypes.CDLL] = ctypes.CDLL) -> ctypes.CDLL:
+    """The shared library that C++ ``text`` compiles to with further ``flags``, loaded as ``kind`` and kept on disk.
 
     Raises:
-        RuntimeError: the compiler refused, with its message.
+        CompilerError: it could not be compiled or loaded, with the compiler's or the system's message.
     """
-    command = [str(compiler()), *_FLAGS]
-    origin = [text, *command, *flags, _compiler_version(), _processor()]
-    key = hashlib.sha256("\0".join(origin).encode()).hexdigest()[:32]
-    path = cache_directory() / f"{key}.so"
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-            written = Path(scratch, "kernel.cpp")
-            written.write_text(text)
-            wanted = [str(written), *flags, "-o", f"{scratch}/kernel.so"]
-            done = subprocess.run([*command, *wanted], capture_output=True, text=True)
-            if done.returncode:
-                raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
-            os.replace(f"{scratch}/kernel.so", path)  # atomic: another process may be doing the same
-    return path
+    command = compiler()
+    origin = [text, *command, *_FLAGS, *flags, _version(command), _processor()]
+    key = hashlib.sha256("\0".join(origin).encode(errors="surrogateescape")).hexdigest()[:32]
+    try:
+        return load_kept(f"{key}.so", lambda: _compiled(command, text, flags), lambda path: kind(str(path)))
+    except OSError as error:
+        raise CompilerError(f"a compiled library could not be loaded: {error}") from error
+
+
+def _command(text: str) -> tuple[str, ...]:
+    """The command in ``text``, a program and perhaps arguments; empty if there is no such program."""
+    if found := shutil.which(text):
+        return (found,)
+    with contextlib.suppress(ValueError):
+        program, *arguments = shlex.split(text)
+        if found := shutil.which(program):
+            return (found, *arguments)
+    return ()
+
+
+def _compiled(command: Sequence[str], text: str, flags: Sequence[str]) -> bytes:
+    try:
+        with tempfile.TemporaryDirectory(prefix="compiled_optim-") as scratch:
+            source, result = Path(scratch, "kernel.cpp"), Path(scratch, "kernel.so")
+            source.write_text(text, encoding="utf-8")
+            done = subprocess.run(
+                [*command, *_FLAGS, str(source), *flags, "-o", str(result)], capture_output=True, text=True, errors="replace"
+            )
+            if done.returncode == 0 and result.is_file():
+                return result.read_bytes()
+    except OSError as error:
+        raise CompilerError(f"{shlex.join(command)} could not run: {error}") from error
+    message = textwrap.shorten(done.stderr, 500, placeholder=" ...")
+    raise CompilerError(f"{shlex.join(command)} made no library (exit status {done.returncode}): {message}")
 
 
 @functools.cache
-def _compiler_version() -> str:
-    return subprocess.run([str(compiler()), "--version"], capture_output=True, text=True).stdout
+def _version(command: Sequence[str]) -> str:
+    try:
+        return subprocess.run([*command, "--version"], capture_output=True, text=True, errors="replace").stdout
+    except OSError:
+        return ""  # compiling says why
 
 
 @functools.cache

@@ -32,28 +32,13 @@ ROW = 128  # elements in a row of packed tensors: one tensor's coefficients hold
 PACKED_LIMIT = 16384  # elements below which copying a tensor costs less than a call of its own
 
 OPTIONS = {"cpp.dynamic_threads": True}  # follow torch.set_num_threads
-_kernels: dict[Signature, Kernel] = {}
+_kernels: dict[Signature, Kernel | str] = {}  # or why there is none
 _serial = itertools.count()
 
 
 def obtain_kernel(log: EventLog, signature: Signature, names: Sequence[str]) -> Kernel:
     """The process's kernel of ``signature``, for the parameters ``names`` of the optimizer that keeps ``log``."""
-
-    def make(signature: Signature) -> Kernel:
-        function = _kernel_function(signature)
-        tensors, dynamic = _LAYOUTS[signature.layout].example(signature)
-        example = len(tensors[0])
-        graph = compile_graph(function, tensors, [[0] if d else [] for d in dynamic], OPTIONS)
-        if graph is None:
-            log.fall_back(f"{signature.rule.name} runs eager: torch.compile is switched off", "switch it on")
-            return lambda size, tensors: function(*tensors)
-
-        def kernel(size: int, tensors: list[Tensor]) -> None:
-            graph({example: size}, tensors)
-
-        return kernel
-
-    return log.obtain(_kernels, signature, names, make)
+    return log.obtain_or_fall_back(_kernels, signature, names, _make, _uncompiled)
 
 
 class InductorLowering(StagedLowering):
@@ -226,6 +211,24 @@ class InPlace:
 
 
 _LAYOUTS: dict[str, type[Packed | InPlace]] = {"packed": Packed, "in place": InPlace}
+
+
+def _make(signature: Signature) -> Kernel | str:
+    tensors, dynamic = _LAYOUTS[signature.layout].example(signature)
+    example = len(tensors[0])
+    graph = compile_graph(_kernel_function(signature), tensors, [[0] if d else [] for d in dynamic], OPTIONS)
+    if isinstance(graph, str):
+        return graph
+
+    def kernel(size: int, tensors: list[Tensor]) -> None:
+        graph({example: size}, tensors)
+
+    return kernel
+
+
+def _uncompiled(signature: Signature) -> Kernel:
+    function = _kernel_function(signature)
+    return lambda size, tensors: function(*tensors)
 
 
 def _kernel_function(signature: Signature) -> Callable[..., None]:

@@ -35,6 +35,7 @@ class Lowering(Protocol):
 
         Raises:
             RecompileError: that is forbidden here. Nothing is changed then.
+            CompilerError: a kernel does not compile on this machine. Another lowering has to run the plan.
         """
 
     @property

@@ -67,8 +67,6 @@ class MultiTensorLowering(Capturable):
         """Make the kernels that do not exist yet, and the tables they read."""
         if self.tables:
             return
-        if isinstance(refusal := addresses.reader(), str):
-            self._log.fall_back(f"{self.plan.rule.name} looks at its tensors one by one: {refusal}", "a step takes longer")
         positions: dict[Signature, list[int]] = {}
         for i, (member, grad_dtype) in enumerate(zip(self.plan.members, self.plan.grad_dtypes, strict=True)):
             positions.setdefault(kernel_signature(self.plan, member, grad_dtype, "multi-tensor"), []).append(i)
@@ -76,6 +74,8 @@ class MultiTensorLowering(Capturable):
             obtain_kernel(self._log, signature, [self.plan.members[i].name for i in where])
             for signature, where in positions.items()
         ]
+        if isinstance(refusal := addresses.reader(), str):
+            self._log.fall_back(f"{self.plan.rule.name} looks at its tensors one by one: {refusal}", "a step takes longer")
         self.tables = [
             (kernel, self._table(where, kernel, leads=self.plan.leads and index == 0))
             for index, (kernel, where) in enumerate(zip(kernels, positions.values(), strict=True))

@@ -42,7 +42,7 @@ _OPTIONS = {"loop_ordering_after_fusion": False}
 _CPU_ELEMENTS = 1 << 17
 """The most in a stack of several tensors on a CPU: copies and results stay in the cache, in memory that malloc keeps."""
 
-_kernels: dict[Signature, StackKernel] = {}
+_kernels: dict[Signature, StackKernel | str] = {}  # or why there is none
 _serial = itertools.count()
 
 
@@ -84,7 +84,8 @@ class StackedLowering(StagedLowering):
             if stack.kernel is None:
                 names = [self.plan.members[i].name for i in stack.positions]
                 if self._compiled:
-                    stack.kernel = self._log.obtain(_kernels, stack.signature, names, self._make)
+                    obtain = self._log.obtain_or_fall_back
+                    stack.kernel = obtain(_kernels, stack.signature, names, _make, _uncompiled)
                 else:
                     stack.kernel = _uncompiled(stack.signature)
 
@@ -117,23 +118,6 @@ class StackedLowering(StagedLowering):
             return " x ".join(map(str, param.shape))
         return "vectors" if param.dim() < 2 else "matrices"
 
-    def _make(self, signature: Signature) -> StackKernel:
-        tensors = _example(signature)
-        sizes = tensors[0].shape
-        matrices = signature.rule.granularity == "matrix"
-        dynamic = [[d for d, size in enumerate(t.shape) if size > 1 and not (matrices and d)] for t in tensors]
-        graph = compile_graph(_stack_function(signature), tensors, dynamic, OPTIONS | _OPTIONS, from_one=True)
-        if graph is None:
-            self._log.fall_back(f"{signature.rule.name} runs eager: torch.compile is switched off", "switch it on")
-            return _uncompiled(signature)
-
-        def run(tensors: list[Tensor]) -> Sequence[Tensor]:
-            return graph(
-                {sizes[0]: len(tensors[0])} if matrices else dict(zip(sizes, tensors[0].shape, strict=True)), tensors
-            )
-
-        return run
-
 
 class StackTableLowering(Capturable, StackedLowering):
     """Stacks whose coefficients a multi-tensor kernel evaluates, so that a CUDA graph can hold the step.
@@ -159,9 +143,11 @@ class StackTableLowering(Capturable, StackedLowering):
 
     def compile(self) -> None:
         """Make the kernels that do not exist yet, and the tables they read."""
+        if not self._parts:
+            self._make_tables()  # first, since a compiler that does not work says so at once, unlike Inductor
         super().compile()
-        if self._parts:
-            return
+
+    def _make_tables(self) -> None:
         positions: dict[Signature, list[int]] = {}
         for i in range(len(self.plan.members)):
             positions.setdefault(coefficient_signature(self.plan, i), []).append(i)
@@ -310,6 +296,21 @@ def _example(signature: Signature) -> list[Tensor]:
     column = (count, *[1] * len(shape))
     columns = [torch.ones(column, dtype=dtype, device=signature.device) for _ in range(len(rule.coefficient_names) + 2)]
     return [param, grad, *buffers, *columns]
+
+
+def _make(signature: Signature) -> StackKernel | str:
+    tensors = _example(signature)
+    sizes = tensors[0].shape
+    matrices = signature.rule.granularity == "matrix"
+    dynamic = [[d for d, size in enumerate(t.shape) if size > 1 and not (matrices and d)] for t in tensors]
+    graph = compile_graph(_stack_function(signature), tensors, dynamic, OPTIONS | _OPTIONS, from_one=True)
+    if isinstance(graph, str):
+        return graph
+
+    def run(tensors: list[Tensor]) -> Sequence[Tensor]:
+        return graph({sizes[0]: len(tensors[0])} if matrices else dict(zip(sizes, tensors[0].shape, strict=True)), tensors)
+
+    return run
 
 
 def _stack_function(signature: Signature) -> Callable[..., tuple[Tensor, ...]]:

@@ -8,13 +8,10 @@ from tables in device memory, so they are compiled once per signature whatever t
 from __future__ import annotations
 
 import hashlib
-import importlib.util
-import os
+import linecache
 import sys
-import tempfile
 from types import ModuleType
 
-from compiled_optim.lowering.cache import cache_directory
 from compiled_optim.lowering.kernel_table import KernelTable, TableRows
 from compiled_optim.lowering.symbols import Dialect, Program
 from compiled_optim.signature import Signature
@@ -289,19 +286,12 @@ def build(signature: Signature) -> TritonKernel:
 
 
 def load(text: str) -> ModuleType:
-    """The module of ``text``, kept in a file because Triton reads the source of its functions."""
-    path = cache_directory() / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.py"
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as scratch:
-            scratch.write(text)
-        os.replace(scratch.name, path)
-    name = f"compiled_optim_kernel_{path.stem}"
+    """The module of ``text``. No file holds it: Triton reads the source of its functions where tracebacks do."""
+    name = f"compiled_optim_kernel_{hashlib.sha256(text.encode()).hexdigest()[:32]}"
     if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
+        place = f"<{name}>"
+        linecache.cache[place] = (len(text), None, text.splitlines(keepends=True), place)
+        module = ModuleType(name)
         sys.modules[name] = module
-        spec.loader.exec_module(module)
+        exec(compile(text, place, "exec"), vars(module))
     return sys.modules[name]
