@@ -22,7 +22,6 @@ LAYERS = [
         "arguments",
         "watched",
         "fields",
-        "formats",
         "sharding",
         "traced",
         "torch_internals",
@@ -33,8 +32,8 @@ LAYERS = [
         "line_search",
     }
     | {"lowering.vocabulary", "lowering.layout", "lowering.cache", "lowering.entries"},
-    {"lowering.cpp_library"},
-    {"addresses"},
+    {"lowering.cpp_library", "saved_values"},
+    {"addresses", "formats"},
     {"hyperparameters", "files", "lowering.rule_step", "lowering.gradient"},
     {"state", "controls"},
     {"plan", "lowering.symbols"},
