@@ -11,8 +11,8 @@ import bisect
 import copy
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -93,28 +93,33 @@ class _Live:
         return self.names[0]
 
 
-@dataclass
-class _Changes:
-    """What a load is going to write: checked, and made where it did not exist.
+Entries: TypeAlias = dict[int, dict[str, Any]]
+"""Entries of groups, by the index of the group."""
 
-    ``numbers`` are hyperparameters, ``values`` other entries of groups, both by the group's index. ``entries`` are new state
-    tensors by parameter. ``copies`` pairs state tensors, live or new, with what to copy into them or fill them with.
-    """
+Copies: TypeAlias = list[tuple[Tensor, float | Tensor]]
+"""Live tensors, and what to copy into them or fill them with."""
 
-    numbers: dict[int, dict[str, Any]] = field(default_factory=dict)
-    values: dict[int, dict[str, Any]] = field(default_factory=dict)
-    entries: list[tuple[Tensor, dict[str, Tensor]]] = field(default_factory=list)
-    copies: list[tuple[Tensor, float | Tensor]] = field(default_factory=list)
+
+class _Changes(NamedTuple):
+    """What a load is going to write: checked, and made where it did not exist."""
+
+    hyperparameters: Entries
+    values: Entries
+    """Other entries of groups."""
+    state: list[tuple[Tensor, dict[str, Tensor]]]
+    """New state tensors, by parameter."""
+    copies: Copies
+    """What goes into state tensors, live or new."""
 
     def write(self, groups: Sequence[ParamGroup], state: OptimizerState) -> None:
         """Make the changes. Nothing here fails; a DTensor is spread over the processes as it is copied, one at a time."""
-        for index, numbers in self.numbers.items():
+        for index, numbers in self.hyperparameters.items():
             for key, number in numbers.items():
                 groups[index].fill(key, number)
         for index, values in self.values.items():
             for key, value in values.items():
                 groups[index].set_quietly(key, value)
-        for param, entries in self.entries:
+        for param, entries in self.state:
             state[param].report()
             for name, entry in entries.items():
                 state[param].set_quietly(name, entry)
@@ -153,17 +158,16 @@ def load(
     """
     saved_groups, saved = _read(state_dict)
     pairs, missing, unexpected = _match(groups, _live(groups, aliases), saved_groups, saved)
-    changes, conflicts = _Changes(), list[str]()
-    if hyperparameters == "checkpoint":
-        conflicts = _check_groups(changes, declaration, groups, pairs, saved_groups, {*keep, "params", "param_names"})
-    problems = _check_state(changes, declaration, groups, state, pairs)
+    taking = pairs if hyperparameters == "checkpoint" else []
+    skipped = {*keep, "params", "param_names"}
+    numbers, values, conflicts = _check_groups(declaration, groups, taking, saved_groups, skipped)
+    entries, copies, problems = _check_state(declaration, groups, state, pairs, numbers)
     report = LoadReport(missing, unexpected, problems + conflicts)
     if strict and any(report):
         parts = [f"{kind}: {', '.join(names)}" for kind, names in zip(report._fields, report, strict=True) if names]
         raise ValueError(f"the checkpoint does not match the optimizer ({declaration.name}); {'; '.join(parts)}")
-    filled = [t for index, numbers in changes.numbers.items() for key in numbers for t in groups[index].tensors(key)]
-    changes.copies = _set_apart(changes.copies, filled)
-    changes.write(groups, state)
+    filled = [t for index, own in numbers.items() for key in own for t in groups[index].tensors(key)]
+    _Changes(numbers, values, entries, _set_apart(copies, filled)).write(groups, state)
     return report
 
 
@@ -240,31 +244,35 @@ def _match_names(live: list[_Live], saved: list[_Saved]) -> tuple[list[tuple[_Li
 
 
 def _check_groups(
-    changes: _Changes,
     declaration: Declaration,
     groups: Sequence[ParamGroup],
     pairs: Sequence[tuple[_Live, _Saved]],
     saved_groups: Sequence[Mapping[str, Any]],
     skipped: Collection[str],
-) -> list[str]:
-    """Add what each group takes from the saved groups its parameters were in; return where those disagree."""
-    hypers = {h.name for h in declaration.hypers}
+) -> tuple[Entries, Entries, list[str]]:
+    """What each group takes from the saved groups its parameters were in, and where those disagree.
+
+    Returns hyperparameters as Python numbers, copies of other entries, and conflicts.
+    """
     sources: dict[int, dict[int, None]] = {}
     for ours, theirs in pairs:
         sources.setdefault(ours.group, {})[theirs.group] = None
+    hypers = {h.name for h in declaration.hypers}
+    numbers: Entries = {index: {} for index in sources}
+    values: Entries = {index: {} for index in sources}
     conflicts: list[str] = []
     for index, saved_indices in sources.items():
         group, theirs_of_it = groups[index], [saved_groups[i] for i in saved_indices]
         conflicts += [f"{group.label}: {problem}" for problem in _unlike(declaration, group, theirs_of_it)]
         for key in dict.fromkeys(k for g in theirs_of_it for k in g if k not in skipped):
-            take = _numbers if key in hypers else _copied
+            take, taken = (_numbers, numbers) if key in hypers else (_copied, values)
             found = [take(group, key, g[key]) for g in theirs_of_it if key in g]
             if all(_equal(value, found[0]) for value in found[1:]):
-                (changes.numbers if key in hypers else changes.values).setdefault(index, {})[key] = found[0]
+                taken[index][key] = found[0]
             else:
                 shown = ", ".join(map(described, found))
                 conflicts.append(f"{group.label}: its parameters were in groups with different {key}: [{shown}]")
-    return conflicts
+    return numbers, values, conflicts
 
 
 def _unlike(declaration: Declaration, group: ParamGroup, saved_groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -285,7 +293,8 @@ def _numbers(group: ParamGroup, key: str, value: Any) -> Any:
     elements = value if isinstance(value, (tuple, list)) else (value,)
     plain = tuple(None if e is None else as_number(e, what, finite=False) for e in elements)
     numbers = plain if isinstance(value, (tuple, list)) else plain[0]
-    group.validated(key, numbers, ROUNDING)
+    for tensor, number in zip(group.tensors(key), group.validated(key, numbers, ROUNDING), strict=True):
+        check_writable(tensor, what, (), number)
     return numbers
 
 
@@ -305,34 +314,41 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _check_state(
-    changes: _Changes,
     declaration: Declaration,
     groups: Sequence[ParamGroup],
     state: OptimizerState,
     pairs: Sequence[tuple[_Live, _Saved]],
-) -> list[str]:
-    """Add what becomes of the state of every parameter; return what does not fit."""
-    after = [{**g, **g.floats(), **changes.numbers.get(i, {})} for i, g in enumerate(groups)]
+    numbers: Entries,
+) -> tuple[list[tuple[Tensor, dict[str, Tensor]]], Copies, list[str]]:
+    """What becomes of the state of every parameter once the groups hold ``numbers``, and what does not fit.
+
+    Returns new entries, what to copy into which entry, and problems.
+    """
+    after = [{**g, **g.floats(), **numbers.get(i, {})} for i, g in enumerate(groups)]
+    entries: list[tuple[Tensor, dict[str, Tensor]]] = []
+    copies: Copies = []
     problems: list[str] = []
     for ours, theirs in pairs:
         choices = structure(declaration, groups[ours.group], ours.param)
-        numbers = changes.numbers.get(ours.group, {})
-        choices |= {name: numbers[name] != 0 for name in declaration.structural_hypers if name in numbers}
+        loaded = numbers.get(ours.group, {})
+        choices |= {name: loaded[name] != 0 for name in declaration.structural_hypers if name in loaded}
         needed = declaration.present_buffers(choices)
         try:
-            values = _entries(declaration, needed, ours.param, theirs)
+            values = _state_values(declaration, needed, ours.param, theirs)
             if values or (ours.param in state and ours.param.requires_grad):
-                initial = initial_values(declaration, after[ours.group])
                 live: Mapping[str, Any] = state.get(ours.param, {})
-                new, copies = _places(declaration, needed, ours.param, live, values, initial)
-                changes.entries += [(ours.param, new)] if new else []
-                changes.copies += copies
+                initial = initial_values(declaration, after[ours.group])
+                new, own_copies = _places(declaration, needed, ours.param, live, values, initial)
+                entries += [(ours.param, new)] if new else []
+                copies += own_copies
         except Unloadable as problem:
             problems.append(f"{ours.name}: {problem}")
-    return problems
+    return entries, copies, problems
 
 
-def _entries(declaration: Declaration, needed: tuple[str, ...], param: Tensor, saved: _Saved) -> dict[str, float | Tensor]:
+def _state_values(
+    declaration: Declaration, needed: tuple[str, ...], param: Tensor, saved: _Saved
+) -> dict[str, float | Tensor]:
     """What to copy into one parameter's state: everything it needs, or nothing if the checkpoint has no state for it.
 
     A buffer that a hyperparameter makes necessary may be there without need, left from when that was not 0.
@@ -371,7 +387,7 @@ def _places(
     live: Mapping[str, Any],
     values: Mapping[str, float | Tensor],
     initial: Mapping[str, float | Tensor],
-) -> tuple[dict[str, Tensor], list[tuple[Tensor, float | Tensor]]]:
+) -> tuple[dict[str, Tensor], Copies]:
     """The entries that ``live``, one parameter's state, must get for ``values``, and what to copy into which entry.
 
     A parameter that the checkpoint knows but has no state for never took a step: its state starts anew. An entry that a
@@ -382,7 +398,7 @@ def _places(
     if values:
         with naming("the optimizer's own state"):
             new = missing_entries(declaration, tuple(n for n in buffers if n in needed or n in values), param, live, initial)
-    copies: list[tuple[Tensor, float | Tensor]] = []
+    copies: Copies = []
     for name in (*scalar_names(declaration), *buffers):
         entry = new.get(name, live.get(name))
         if entry is None:
@@ -409,14 +425,13 @@ def check_writable(entry: Tensor, what: str, shape: tuple[int, ...] | None, sour
             fill(torch.empty((), dtype=entry.dtype), source)
 
 
-def _set_apart(
-    copies: Sequence[tuple[Tensor, float | Tensor]], filled: Sequence[Tensor]
-) -> list[tuple[Tensor, float | Tensor]]:
+def _set_apart(copies: Copies, filled: Sequence[Tensor]) -> Copies:
     """``copies`` in such a form that their order does not matter, as of a state dict whose tensors are the live ones.
 
-    A source in memory that is written, by ``copies`` or because it is one of ``filled``, is cloned; not so a tensor that is
-    its own source, for which there is nothing to do.
+    A tensor that is its own source is left alone. A source is cloned if it lies in memory that is written: by another copy,
+    or because it is one of ``filled``.
     """
+    copies = [(target, source) for target, source in copies if not _is_same(target, source)]
     written = sorted(span(t) for t in (*filled, *(target for target, _ in copies)))
     starts = [start for start, _ in written]
     ends = list(itertools.accumulate((end for _, end in written), max))
@@ -426,15 +441,11 @@ def _set_apart(
         before = bisect.bisect_left(starts, end)
         return before > 0 and ends[before - 1] > start
 
-    apart: list[tuple[Tensor, float | Tensor]] = []
-    for target, source in copies:
-        if not isinstance(source, Tensor):
-            apart.append((target, source))
-        elif not _is_same(target, source):
-            apart.append((target, source.clone() if is_written(source) else source))
-    return apart
+    return [(t, s.clone() if isinstance(s, Tensor) and is_written(s) else s) for t, s in copies]
 
 
-def _is_same(a: Tensor, b: Tensor) -> bool:
+def _is_same(a: Tensor, b: float | Tensor) -> bool:
     """Whether two tensors of one shape are the same numbers in the same memory, on every process that holds a part."""
+    if not isinstance(b, Tensor):
+        return False
     return (span(a), local(a).stride(), a.dtype, placement(a)) == (span(b), local(b).stride(), b.dtype, placement(b))

@@ -108,11 +108,12 @@ def as_buffer(value: Any, what: str, shape: tuple[int, ...], dtype: torch.dtype)
 
 def check_memory(tensor: Tensor, what: str) -> None:
     """Raise :class:`Unloadable` unless ``tensor``, called ``what``, is dense and its elements are in memory."""
-    if tensor.is_nested or tensor.is_meta or tensor.layout is not torch.strided:
-        kind = "nested" if tensor.is_nested else "meta" if tensor.is_meta else str(tensor.layout)
-        raise Unloadable(f"{what} is a {kind} tensor")
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        raise Unloadable(f"{what} is a {'nested' if tensor.is_nested else tensor.layout} tensor")
     own = local(tensor)
     storage = own.untyped_storage()
+    if storage.device.type == "meta":  # also that of torch's fake tensors
+        raise Unloadable(f"{what} is a meta tensor")
     try:
         address = storage.data_ptr()
     except RuntimeError:  # the tensor wraps another, or is zero by definition: only torch can read it
