@@ -393,7 +393,7 @@ def _places(
     A parameter that the checkpoint knows but has no state for never took a step: its state starts anew. An entry that a
     differentiable step recorded is replaced, as such a step does.
     """
-    buffers = {b.name: b.shape_for(param) for b in declaration.buffers}
+    buffers = {b.name: b.shape_for(param) for b in declaration.buffers if b.name in {*needed, *values, *live}}
     new: dict[str, Tensor] = {}
     if values:
         with naming("the optimizer's own state"):
@@ -422,7 +422,8 @@ def check_writable(entry: Tensor, what: str, shape: tuple[int, ...] | None, sour
         if entry.is_inference() and not torch.is_inference_mode_enabled():
             raise Unloadable(f"{what} was made in inference mode")
         if not isinstance(source, Tensor):
-            fill(torch.empty((), dtype=entry.dtype), source)
+            # Two elements: a single one takes a number that is too large for its dtype, as infinity.
+            fill(torch.empty(2, dtype=entry.dtype), source)
 
 
 def _set_apart(copies: Copies, filled: Sequence[Tensor]) -> Copies:
@@ -448,4 +449,6 @@ def _is_same(a: Tensor, b: float | Tensor) -> bool:
     """Whether two tensors of one shape are the same numbers in the same memory, on every process that holds a part."""
     if not isinstance(b, Tensor):
         return False
-    return (span(a), local(a).stride(), a.dtype, placement(a)) == (span(b), local(b).stride(), b.dtype, placement(b))
+    here, there = local(a), local(b)
+    in_place = (here.data_ptr(), here.stride()) == (there.data_ptr(), there.stride())
+    return in_place and (a.dtype, placement(a)) == (b.dtype, placement(b))

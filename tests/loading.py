@@ -11,11 +11,13 @@ from torch import Tensor, nn
 
 import compiled_optim as co
 
-SHAPE = (2, 3)
+SHAPE, VECTOR = (2, 3), (3,)
 
 
 def model(names: str, frozen: str = "") -> dict[str, nn.Parameter]:
-    return {name: nn.Parameter(torch.randn(SHAPE), requires_grad=name not in frozen) for name in names}
+    """A parameter by each letter; ``v`` is a vector."""
+    shapes = {name: VECTOR if name == "v" else SHAPE for name in names}
+    return {name: nn.Parameter(torch.randn(shape), requires_grad=name not in frozen) for name, shape in shapes.items()}
 
 
 def train(optimizer: co.CompiledOptimizer, steps: int = 1) -> None:
@@ -49,9 +51,11 @@ def trained(
 
 
 def by_name(optimizer: co.CompiledOptimizer) -> dict[str, dict[str, Tensor]]:
-    """The live state of every parameter."""
+    """The live state of every parameter, by name or else by position."""
     groups = optimizer.param_groups
-    return {n: dict(optimizer.state.get(p, {})) for g in groups for n, p in zip(g["param_names"], g["params"], strict=True)}
+    params = [p for group in groups for p in group["params"]]
+    names = [name for group in groups for name in group.get("param_names", ())] or map(str, range(len(params)))
+    return {name: dict(optimizer.state.get(p, {})) for name, p in zip(names, params, strict=True)}
 
 
 def live_tensors(optimizer: co.CompiledOptimizer) -> Iterator[tuple[str, Tensor]]:

@@ -64,6 +64,10 @@ def weight() -> torch.nn.Parameter:
         ),
         ({"betas": (0.9,)}, "betas of the defaults must have 2 elements"),
         ({"eps": -1}, "Invalid epsilon value: -1"),
+        (
+            {"weight_decay": float("inf")},
+            r"Invalid weight_decay value: inf \(weight_decay of the defaults must be >= 0 and < inf\)",
+        ),
         ({"lowering": "fast"}, "lowering must be one of auto, multi_tensor, inductor, eager, got 'fast'"),
     ],
 )

@@ -170,10 +170,11 @@ def _load(case: Case, lowering: str, number: int) -> bool:
     """Load one mutated state dict, and say whether it was taken."""
     draw = random.Random(f"{case} {number}")
     torch.default_generator.manual_seed(number)
-    single = case.optimizer is co.LBFGS
-    frozen = "b" if draw.random() < 0.2 else ""
-    optimizer = trained(case.optimizer, steps=draw.randrange(3), frozen=frozen, lowering=lowering, **case.kwargs)
-    other = trained(case.optimizer, steps=draw.randrange(3), grouped=not single and draw.random() < 0.5, **case.kwargs)
+    kind, single = case.optimizer, case.optimizer is co.LBFGS
+    names = "ab" if kind.granularity == "matrix" else "av"
+    frozen = names[1] if draw.random() < 0.2 else ""
+    optimizer = trained(kind, names, draw.randrange(3), frozen, lowering=lowering, **case.kwargs)
+    other = trained(kind, names, draw.randrange(3), grouped=not single and draw.random() < 0.5, **case.kwargs)
     named, source = draw.random() < 0.3, draw.choice([optimizer, other, other])
     saved = _lists(co.named_state_dict(source) if named else source.state_dict())
     for _ in range(draw.choice([1, 1, 2, 3])):

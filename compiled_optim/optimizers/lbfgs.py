@@ -366,13 +366,14 @@ class LBFGS(CompiledOptimizer):
         steps, changes = (self._history_of(entries[name], name, like, order) for name in _HISTORY)
         if len(steps) != len(changes):
             raise Unloadable("old_stps and old_dirs of the checkpoint must be equally long")
+        scale = _number(entries["H_diag"], "H_diag", like)
         exact = plain(entries.get("exact", {}), "exact")
-        products, pairs = steps @ changes.t(), None
-        if "n_iter" in exact and _count(exact["n_iter"], "n_iter of exact") == counts["n_iter"]:
-            _require(exact, ("products", "pairs"))
-            products = as_buffer(exact["products"], "products", (len(steps), len(steps)), like.dtype).to(like)
-            pairs = _count(exact["pairs"], "pairs")
-        restore(fresh, steps, changes, products, _number(entries["H_diag"], "H_diag", like), pairs)
+        if "n_iter" not in exact or _count(exact["n_iter"], "n_iter of exact") != counts["n_iter"]:
+            restore(fresh, steps, changes, steps @ changes.t(), scale)  # torch.optim carries our own entry along unchanged
+            return
+        _require(exact, ("products", "pairs"))
+        products = as_buffer(exact["products"], "products", (len(steps), len(steps)), like.dtype).to(like)
+        restore(fresh, steps, changes, products, scale, _count(exact["pairs"], "pairs"))
 
     def _vector_of(self, value: Any, name: str, like: Tensor, order: Sequence[int]) -> Tensor:
         """A vector of the checkpoint, with its pieces in the order of our parameters."""
