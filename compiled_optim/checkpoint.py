@@ -1,27 +1,30 @@
 """Checkpoints: state that belongs to names.
 
 A state dict has torch.optim's layout: ``state`` by parameter index, ``param_groups`` with Python numbers and, where the
-parameters have names, ``param_names``. Loading matches parameters by name whatever their order and grouping, checks
-everything first, and then copies into the live tensors, so that whatever holds one of them keeps working.
+parameters have names, ``param_names``. Loading reads it, matches parameters by name whatever their order and grouping, and
+checks everything. Only then does it write, into the live tensors, so that whatever holds one of them keeps working.
 """
 
 from __future__ import annotations
 
+import bisect
 import copy
-import math
+import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from compiled_optim.fields import Declaration
-from compiled_optim.formats import FORMAT_VERSION, canonical_names, check, from_optimi, group_names, is_optimi
+from compiled_optim.formats import FORMAT_VERSION, canonical_names, from_optimi, group_names, is_optimi, read
 from compiled_optim.hyperparameters import ROUNDING, ParamGroup
+from compiled_optim.lowering.layout import span
 from compiled_optim.plan import parameter_name, structure
-from compiled_optim.sharding import spread_like
-from compiled_optim.state import OptimizerState, ParamState, complete, fill, initial_values, scalar_names
+from compiled_optim.saved_values import Unloadable, as_buffer, as_number, check_memory, described, naming
+from compiled_optim.sharding import local, placement, spread_like
+from compiled_optim.state import OptimizerState, fill, initial_values, missing_entries, scalar_names
 
 
 class LoadReport(NamedTuple):
@@ -91,6 +94,41 @@ class _Live:
         return self.names[0]
 
 
+Entries: TypeAlias = dict[int, dict[str, Any]]
+"""Entries of groups, by the index of the group."""
+
+Copies: TypeAlias = list[tuple[Tensor, float | Tensor]]
+"""Live tensors, and what to copy into them or fill them with."""
+
+
+class _Changes(NamedTuple):
+    """What a load is going to write: checked, and made where it did not exist."""
+
+    hyperparameters: Entries
+    values: Entries
+    """Other entries of groups."""
+    state: list[tuple[Tensor, dict[str, Tensor]]]
+    """New state tensors, by parameter."""
+    copies: Copies
+    """What goes into state tensors, live or new."""
+
+    def write(self, groups: Sequence[ParamGroup], state: OptimizerState) -> None:
+        """Make the changes. Nothing here fails; a DTensor is spread over the processes as it is copied, one at a time."""
+        for index, numbers in self.hyperparameters.items():
+            for key, number in numbers.items():
+                groups[index].fill(key, number)
+        for index, values in self.values.items():
+            for key, value in values.items():
+                groups[index].set_quietly(key, value)
+        for param, entries in self.state:
+            state[param].report()
+            for name, entry in entries.items():
+                state[param].set_quietly(name, entry)
+        for target, source in self.copies:
+            target.copy_(spread_like(source, target)) if isinstance(source, Tensor) else fill(target, source)
+
+
+@torch.no_grad()
 def load(
     declaration: Declaration,
     groups: Sequence[ParamGroup],
@@ -119,51 +157,26 @@ def load(
     Raises:
         ValueError, TypeError: the checkpoint is malformed or, with ``strict``, does not match. Nothing is changed then.
     """
-
-    def buffers(ours: _Live) -> tuple[str, ...]:
-        return declaration.present_buffers(structure(declaration, groups[ours.group], ours.param))
-
-    def required(ours: _Live, theirs: _Saved) -> tuple[str, ...]:
-        """The buffers with the hyperparameters that are going to hold."""
-        choices = structure(declaration, groups[ours.group], ours.param)
-        if hyperparameters == "checkpoint":
-            values = saved_groups[theirs.group]
-            choices |= {name: not _is_zero(values[name]) for name in declaration.structural_hypers if name in values}
-        return declaration.present_buffers(choices)
-
-    check(state_dict)
-    if is_optimi(state_dict):
-        state_dict = from_optimi(state_dict)
-    saved_groups, saved = state_dict["param_groups"], _saved(state_dict)
-    live = _live(groups, aliases)
-    if all(group_names(g) is not None for g in saved_groups) and all("param_names" in g for g in groups):
-        pairs, missing, unexpected = _match(live, saved)
-    else:
-        pairs, missing, unexpected = _match_positions(groups, live, saved_groups, saved), [], []
-    entries: list[tuple[_Live, dict[str, Any]]] = []
-    mismatched: list[str] = []
-    for ours, theirs in pairs:
-        problem, values = _entries(declaration, required(ours, theirs), ours.param, theirs)
-        mismatched += [f"{ours.name}: {problem}"] if problem else []
-        entries += [] if problem else [(ours, values)]
-    report = LoadReport(missing, unexpected, mismatched)
-    numbers: list[tuple[ParamGroup, str, Any]] = []
-    if hyperparameters == "checkpoint":
-        numbers, conflicts = _group_values(declaration, groups, pairs, saved_groups, {*keep, "params", "param_names"})
-        mismatched += conflicts
+    saved_groups, saved = _read(state_dict)
+    pairs, missing, unexpected = _match(groups, _live(groups, aliases), saved_groups, saved)
+    taking = pairs if hyperparameters == "checkpoint" else []
+    skipped = {*keep, "params", "param_names"}
+    numbers, values, conflicts = _check_groups(declaration, groups, taking, saved_groups, skipped)
+    entries, copies, problems = _check_state(declaration, groups, state, pairs, numbers)
+    report = LoadReport(missing, unexpected, problems + conflicts)
     if strict and any(report):
         parts = [f"{kind}: {', '.join(names)}" for kind, names in zip(report._fields, report, strict=True) if names]
         raise ValueError(f"the checkpoint does not match the optimizer ({declaration.name}); {'; '.join(parts)}")
-    for group, key, value in numbers:
-        group.fill(key, value) if any(h.name == key for h in declaration.hypers) else group.set_quietly(
-            key, copy.deepcopy(value)
-        )
-    for ours, values in entries:
-        if values or (ours.param in state and ours.param.requires_grad):
-            initial = initial_values(declaration, groups[ours.group])
-            present = tuple(b.name for b in declaration.buffers if b.name in values or b.name in buffers(ours))
-            _copy_into(declaration, present, state[ours.param], values, initial, ours.param)
+    filled = [t for index, own in numbers.items() for key in own for t in groups[index].tensors(key)]
+    _Changes(numbers, values, entries, _set_apart(copies, filled)).write(groups, state)
     return report
+
+
+def _read(state_dict: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[_Saved]]:
+    """The groups and the parameters of a state dict of any form."""
+    plain = read(state_dict)
+    plain = from_optimi(plain) if is_optimi(plain) else plain
+    return plain["param_groups"], _saved(plain)
 
 
 def _saved(state_dict: Mapping[str, Any]) -> list[_Saved]:
@@ -188,6 +201,15 @@ def _with_aliases(names: Sequence[str], aliases: Mapping[str, str]) -> Iterator[
     return ((canonical[name], *(canonical[a] for a, n in aliases.items() if n == name)) for name in names)
 
 
+def _match(
+    groups: Sequence[ParamGroup], live: list[_Live], saved_groups: Sequence[Mapping[str, Any]], saved: list[_Saved]
+) -> tuple[list[tuple[_Live, _Saved]], list[str], list[str]]:
+    """Pairs of live and saved parameters, by name where both sides have names, and the names that only one side has."""
+    if all(group_names(g) is not None for g in saved_groups) and all("param_names" in g for g in groups):
+        return _match_names(live, saved)
+    return _match_positions(groups, live, saved_groups, saved), [], []
+
+
 def _match_positions(
     groups: Sequence[ParamGroup], live: list[_Live], saved_groups: Sequence[Mapping[str, Any]], saved: list[_Saved]
 ) -> list[tuple[_Live, _Saved]]:
@@ -206,15 +228,12 @@ def _match_positions(
     return list(zip(live, saved, strict=True))
 
 
-def _match(live: list[_Live], saved: list[_Saved]) -> tuple[list[tuple[_Live, _Saved]], list[str], list[str]]:
+def _match_names(live: list[_Live], saved: list[_Saved]) -> tuple[list[tuple[_Live, _Saved]], list[str], list[str]]:
     """Pairs of live and saved parameters of equal name, and the names that only one side has.
 
     An alias serves only where neither side uses its own name for another parameter.
     """
     by_name = {s.names[0]: s for s in saved}
-    if len(by_name) != len(saved):
-        duplicate = next(s.names[0] for s in saved if by_name[s.names[0]] is not s)
-        raise ValueError(f"the checkpoint names parameter '{duplicate}' twice")
     found = {ours.name: by_name.pop(ours.name) for ours in live if ours.name in by_name}
     by_alias = {name: s for s in by_name.values() for name in s.names}
     for ours in live:
@@ -225,123 +244,212 @@ def _match(live: list[_Live], saved: list[_Saved]) -> tuple[list[tuple[_Live, _S
     return pairs, [ours.name for ours in live if ours.name not in found], list(by_name)
 
 
-def _is_zero(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return value.numel() == 1 and not value.is_meta and value.item() == 0
-    return isinstance(value, (int, float)) and value == 0
-
-
-def _entries(
-    declaration: Declaration, required: tuple[str, ...], param: Tensor, saved: _Saved
-) -> tuple[str, dict[str, Any]]:
-    """The values to copy into one parameter's state, or what keeps them from fitting.
-
-    A buffer that a hyperparameter makes necessary may be there without need, left from when that was not 0.
-    """
-    # A flattened checkpoint of torch.distributed.checkpoint has an empty dict for an entry that was not saved.
-    given = {k: v for k, v in (saved.state or {}).items() if v is not None and not (isinstance(v, Mapping) and not v)}
-    if not given:
-        return "", {}
-    scalars = scalar_names(declaration)
-    left = [b.name for b in declaration.buffers if b.when in declaration.structural_hypers and b.name in given]
-    buffers = {*required, *left}
-    if "step" not in given and all(name in given for name in required):
-        given["step"] = 1.0 if buffers else 0.0  # torch.optim.SGD counts no steps; a buffer says that one was taken
-    absent = [name for name in (*scalars, *required) if name not in given]
-    if absent:
-        return f"the checkpoint has no {', '.join(absent)} for it", {}
-    foreign = [name for name in given if name not in scalars and name not in buffers]
-    if foreign:
-        return f"the optimizer has no {', '.join(map(str, foreign))} for it", {}
-    shapes = {b.name: b.shape_for(param) for b in declaration.buffers if b.name in buffers}
-    for name, value in given.items():
-        problem = _number_problem(value) if name in scalars else _buffer_problem(value, param, shapes[name])
-        if problem:
-            return f"{name} {problem}", {}
-    step = float(given["step"])
-    return ("", given) if math.isfinite(step) and step >= 0 else (f"step is {step}", {})
-
-
-def _number_problem(value: Any) -> str:
-    single = isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex() and not value.is_meta
-    return "" if single or isinstance(value, float) or (isinstance(value, int) and value < 2**63) else "is not a number"
-
-
-def _buffer_problem(value: Any, param: Tensor, shape: tuple[int, ...]) -> str:
-    if not isinstance(value, Tensor):
-        return "is not a tensor"
-    if tuple(value.shape) != shape:
-        return f"has shape {tuple(value.shape)} instead of {shape}"
-    if value.is_complex() != param.is_complex() or not (value.is_complex() or value.is_floating_point()):
-        return f"is {value.dtype} for a parameter of {param.dtype}"
-    if value.is_meta or value.layout is not torch.strided:
-        return f"is a {'meta' if value.is_meta else value.layout} tensor"
-    return ""
-
-
-def _group_values(
+def _check_groups(
     declaration: Declaration,
     groups: Sequence[ParamGroup],
-    pairs: list[tuple[_Live, _Saved]],
+    pairs: Sequence[tuple[_Live, _Saved]],
     saved_groups: Sequence[Mapping[str, Any]],
     skipped: Collection[str],
-) -> tuple[list[tuple[ParamGroup, str, Any]], list[str]]:
-    """What each group takes from the saved groups its parameters were in, and where those disagree."""
+) -> tuple[Entries, Entries, list[str]]:
+    """What each group takes from the saved groups its parameters were in, and where those disagree.
+
+    Returns hyperparameters as Python numbers, copies of other entries, and conflicts.
+    """
     sources: dict[int, dict[int, None]] = {}
     for ours, theirs in pairs:
         sources.setdefault(ours.group, {})[theirs.group] = None
-    hypers = [h.name for h in declaration.hypers]
-    made = [s.name for s in declaration.statics if not s.init]
-    values: list[tuple[ParamGroup, str, Any]] = []
-    problems: list[str] = []
+    hypers = {h.name for h in declaration.hypers}
+    numbers: Entries = {index: {} for index in sources}
+    values: Entries = {index: {} for index in sources}
+    conflicts: list[str] = []
     for index, saved_indices in sources.items():
         group, theirs_of_it = groups[index], [saved_groups[i] for i in saved_indices]
-        absent = [key for key in hypers if any(key not in g for g in theirs_of_it)]
-        problems += [f"{group.label}: the checkpoint has no {', '.join(absent)} for it"] if absent else []
-        for key in made:
-            other = next((g[key] for g in theirs_of_it if key in g and not _equal(g[key], group[key])), None)
-            problems += [f"{group.label}: {key} is {other} in the checkpoint"] if other is not None else []
+        conflicts += [f"{group.label}: {problem}" for problem in _unlike(declaration, group, theirs_of_it)]
         for key in dict.fromkeys(k for g in theirs_of_it for k in g if k not in skipped):
-            found = [g[key] for g in theirs_of_it if key in g]
-            comparable = [_floats(group, key, v) if key in hypers else v for v in found]
-            if any(not _equal(v, comparable[0]) for v in comparable[1:]):
-                problems.append(f"{group.label}: its parameters were in groups with different {key}: {found}")
+            take, taken = (_numbers, numbers) if key in hypers else (_copied, values)
+            found = [take(group, key, g[key]) for g in theirs_of_it if key in g]
+            if all(_equal(value, found[0]) for value in found[1:]):
+                taken[index][key] = found[0]
             else:
-                values.append((group, key, found[0]))
-    return values, problems
+                shown = ", ".join(map(described, found))
+                conflicts.append(f"{group.label}: its parameters were in groups with different {key}: [{shown}]")
+    return numbers, values, conflicts
 
 
-def _floats(group: ParamGroup, key: str, value: Any) -> tuple[float, ...]:
-    try:
-        return tuple(float(e) for e in group.validated(key, value, ROUNDING))
-    except (RuntimeError, OverflowError) as error:  # a meta tensor, an integer beyond every float
-        raise ValueError(f"{key} of {group.label} cannot be {value!r}") from error
+def _unlike(declaration: Declaration, group: ParamGroup, saved_groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """What says that the groups were those of another optimizer."""
+    absent = [h.name for h in declaration.hypers if any(h.name not in g for g in saved_groups)]
+    if absent:
+        yield f"the checkpoint has no {', '.join(absent)} for it"
+    for key in (s.name for s in declaration.statics if not s.init):
+        found = (_copied(group, key, g[key]) for g in saved_groups if key in g)
+        other = next((value for value in found if not _equal(value, group[key])), None)
+        if other is not None:
+            yield f"{key} is {described(other)} in the checkpoint"
+
+
+def _numbers(group: ParamGroup, key: str, value: Any) -> Any:
+    """The hyperparameter ``value`` as Python numbers, as far out of range at most as a scheduler's rounding takes it."""
+    what = f"{key} of {group.label}"
+    elements = value if isinstance(value, (tuple, list)) else (value,)
+    plain = tuple(None if e is None else as_number(e, what, finite=False) for e in elements)
+    numbers = plain if isinstance(value, (tuple, list)) else plain[0]
+    for tensor, number in zip(group.tensors(key), group.validated(key, numbers, ROUNDING), strict=True):
+        check_writable(tensor, what, (), number)
+    return numbers
+
+
+def _copied(group: ParamGroup, key: str, value: Any) -> Any:
+    what = f"{key} of {group.label}"
+    with naming(what, "cannot be copied"):
+        if isinstance(value, Tensor):
+            check_memory(value, what)
+        return copy.deepcopy(value)
 
 
 def _equal(a: Any, b: Any) -> bool:
     try:
         return torch.equal(a, b.to(a.device)) if isinstance(a, Tensor) and isinstance(b, Tensor) else bool(a == b)
-    except RuntimeError:  # a tensor without data, or a number compared with a tensor of many
+    except Exception:  # what cannot be compared: tensors without data, arrays of many, whatever an object raises
         return False
 
 
-def _copy_into(
+def _check_state(
     declaration: Declaration,
-    buffers: tuple[str, ...],
-    state: ParamState,
-    values: Mapping[str, Any],
-    initial: Mapping[str, float | Tensor],
-    param: Tensor,
-) -> None:
-    """Copy ``values`` into the tensors of ``state``, which are made where they do not exist yet.
+    groups: Sequence[ParamGroup],
+    state: OptimizerState,
+    pairs: Sequence[tuple[_Live, _Saved]],
+    numbers: Entries,
+) -> tuple[list[tuple[Tensor, dict[str, Tensor]]], Copies, list[str]]:
+    """What becomes of the state of every parameter once the groups hold ``numbers``, and what does not fit.
 
-    A parameter that the checkpoint knows but has no state for never took a step: its state starts anew.
+    Returns new entries, what to copy into which entry, and problems.
     """
-    if values and complete(declaration, buffers, param, state, initial):
-        state.report()
-    for name, entry in state.items():
-        value = values.get(name, initial.get(name, 0.0))
-        if name in buffers and name in values:
-            entry.copy_(spread_like(value, entry))
-        else:
-            fill(entry, torch.as_tensor(value).reshape(()))
+    after = [{**g, **g.floats(), **numbers.get(i, {})} for i, g in enumerate(groups)]
+    entries: list[tuple[Tensor, dict[str, Tensor]]] = []
+    copies: Copies = []
+    problems: list[str] = []
+    for ours, theirs in pairs:
+        choices = structure(declaration, groups[ours.group], ours.param)
+        loaded = numbers.get(ours.group, {})
+        choices |= {name: loaded[name] != 0 for name in declaration.structural_hypers if name in loaded}
+        needed = declaration.present_buffers(choices)
+        try:
+            values = _state_values(declaration, needed, ours.param, theirs)
+            if values or (ours.param in state and ours.param.requires_grad):
+                live: Mapping[str, Any] = state.get(ours.param, {})
+                initial = initial_values(declaration, after[ours.group])
+                new, own_copies = _places(declaration, needed, ours.param, live, values, initial)
+                entries += [(ours.param, new)] if new else []
+                copies += own_copies
+        except Unloadable as problem:
+            problems.append(f"{ours.name}: {problem}")
+    return entries, copies, problems
+
+
+def _state_values(
+    declaration: Declaration, needed: tuple[str, ...], param: Tensor, saved: _Saved
+) -> dict[str, float | Tensor]:
+    """What to copy into one parameter's state: everything it needs, or nothing if the checkpoint has no state for it.
+
+    A buffer that a hyperparameter makes necessary may be there without need, left from when that was not 0.
+
+    Raises:
+        Unloadable: an entry is absent, has no place, or is not what it must be.
+    """
+    # A flattened checkpoint of torch.distributed.checkpoint has an empty dict for an entry that was not saved.
+    given = {k: v for k, v in (saved.state or {}).items() if v is not None and not (type(v) is dict and not v)}
+    if not given:
+        return {}
+    scalars = scalar_names(declaration)
+    shapes = {
+        b.name: b.shape_for(param)
+        for b in declaration.buffers
+        if b.name in needed or (b.when in declaration.structural_hypers and b.name in given)
+    }
+    if "step" not in given and all(name in given for name in needed):
+        given["step"] = 1.0 if shapes else 0.0  # torch.optim.SGD counts no steps; a buffer says that one was taken
+    absent = [name for name in (*scalars, *needed) if name not in given]
+    if absent:
+        raise Unloadable(f"the checkpoint has no {', '.join(absent)} for it")
+    foreign = [name if isinstance(name, str) else described(name) for name in given if name not in {*scalars, *shapes}]
+    if foreign:
+        raise Unloadable(f"the optimizer has no {', '.join(foreign)} for it")
+    values: dict[str, float | Tensor] = {name: as_number(given[name], name) for name in scalars}
+    if values["step"] < 0:
+        raise Unloadable(f"step is {values['step']}")
+    return values | {name: as_buffer(given[name], name, shape, param.dtype) for name, shape in shapes.items()}
+
+
+def _places(
+    declaration: Declaration,
+    needed: tuple[str, ...],
+    param: Tensor,
+    live: Mapping[str, Any],
+    values: Mapping[str, float | Tensor],
+    initial: Mapping[str, float | Tensor],
+) -> tuple[dict[str, Tensor], Copies]:
+    """The entries that ``live``, one parameter's state, must get for ``values``, and what to copy into which entry.
+
+    A parameter that the checkpoint knows but has no state for never took a step: its state starts anew. An entry that a
+    differentiable step recorded is replaced, as such a step does.
+    """
+    buffers = {b.name: b.shape_for(param) for b in declaration.buffers if b.name in {*needed, *values, *live}}
+    new: dict[str, Tensor] = {}
+    if values:
+        with naming("the optimizer's own state"):
+            new = missing_entries(declaration, tuple(n for n in buffers if n in needed or n in values), param, live, initial)
+    copies: Copies = []
+    for name in (*scalar_names(declaration), *buffers):
+        entry = new.get(name, live.get(name))
+        if entry is None:
+            continue
+        source = values.get(name, initial[name])
+        check_writable(entry, f"the optimizer's own {name}", buffers.get(name), source)
+        if entry.requires_grad:
+            entry = new[name] = torch.empty_like(entry)
+        copies.append((entry, source))
+    return new, copies
+
+
+def check_writable(entry: Tensor, what: str, shape: tuple[int, ...] | None, source: float | Tensor) -> None:
+    """Raise :class:`Unloadable` if writing ``source`` into ``entry`` would fail."""
+    with naming(what, "cannot be written"):
+        check_memory(entry, what)
+        if shape is not None and tuple(entry.shape) != shape:
+            raise Unloadable(f"{what} has shape {tuple(entry.shape)} instead of {shape}")
+        if any(size > 1 and stride == 0 for size, stride in zip(entry.shape, entry.stride(), strict=True)):
+            raise Unloadable(f"{what} has elements that share memory")
+        if entry.is_inference() and not torch.is_inference_mode_enabled():
+            raise Unloadable(f"{what} was made in inference mode")
+        if not isinstance(source, Tensor):
+            # Two elements: a single one takes a number that is too large for its dtype, as infinity.
+            fill(torch.empty(2, dtype=entry.dtype), source)
+
+
+def _set_apart(copies: Copies, filled: Sequence[Tensor]) -> Copies:
+    """``copies`` in such a form that their order does not matter, as of a state dict whose tensors are the live ones.
+
+    A tensor that is its own source is left alone. A source is cloned if it lies in memory that is written: by another copy,
+    or because it is one of ``filled``.
+    """
+    copies = [(target, source) for target, source in copies if not _is_same(target, source)]
+    written = sorted(span(local(t)) for t in (*filled, *(target for target, _ in copies)))
+    starts = [start for start, _ in written]
+    ends = list(itertools.accumulate((end for _, end in written), max))
+
+    def is_written(source: Tensor) -> bool:
+        start, end = span(local(source))
+        before = bisect.bisect_left(starts, end)
+        return before > 0 and ends[before - 1] > start
+
+    return [(t, s.clone() if isinstance(s, Tensor) and is_written(s) else s) for t, s in copies]
+
+
+def _is_same(a: Tensor, b: float | Tensor) -> bool:
+    """Whether two tensors of one shape are the same numbers in the same memory, on every process that holds a part."""
+    if not isinstance(b, Tensor):
+        return False
+    here, there = local(a), local(b)
+    in_place = (here.data_ptr(), here.stride()) == (there.data_ptr(), there.stride())
+    return in_place and (a.dtype, placement(a)) == (b.dtype, placement(b))

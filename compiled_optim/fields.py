@@ -42,15 +42,15 @@ class Field:
 class Hyper(Field):
     """A numeric hyperparameter: a 0-dim device tensor in every parameter group, or a tuple of them.
 
-    ``ge``, ``gt``, ``le`` and ``lt`` bound every element. An element whose default is None may be None, which is NaN in the
-    tensor.
+    ``ge``, ``gt``, ``le`` and ``lt`` bound every element; where nothing else is said, it is finite. An element whose default
+    is None may be None, which is NaN in the tensor.
     """
 
     default: float | tuple[float | None, ...]
     ge: float | None = None
-    gt: float | None = None
+    gt: float | None = -math.inf
     le: float | None = None
-    lt: float | None = None
+    lt: float | None = math.inf
 
     @property
     def is_tuple(self) -> bool:
@@ -65,8 +65,9 @@ class Hyper(Field):
     @property
     def allowed(self) -> str:
         """The allowed range in words, such as ``>= 0 and < 1``."""
-        bounds = ((">=", self.ge), (">", self.gt), ("<=", self.le), ("<", self.lt))
-        return " and ".join(f"{sign} {bound:g}" for sign, bound in bounds if bound is not None) or "a number"
+        least = (">=", self.ge) if self.ge is not None else (">", self.gt)
+        most = ("<=", self.le) if self.le is not None else ("<", self.lt)
+        return " and ".join(f"{sign} {bound:g}" for sign, bound in (least, most) if bound is not None)
 
     def element(self, index: int) -> str:
         """The name of one element, ``lr`` or ``betas[1]``."""
@@ -200,11 +201,11 @@ def hyper(
     *,
     default: Any,
     ge: float | None = None,
-    gt: float | None = None,
+    gt: float | None = -math.inf,
     le: float | None = None,
-    lt: float | None = None,
+    lt: float | None = math.inf,
 ) -> Any:
-    """Declare a numeric hyperparameter; see :class:`Hyper`."""
+    """Declare a numeric hyperparameter; see :class:`Hyper`. With ``lt=None`` it may be infinite."""
     return Hyper(default, ge, gt, le, lt)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from compiled_optim.checkpoint import LoadReport
-from compiled_optim.formats import check, group_names, named
+from compiled_optim.formats import group_names, named, read
 from compiled_optim.optimizer import CompiledOptimizer
 
 
@@ -35,7 +35,7 @@ def load_named_state_dict(
     Raises:
         ValueError, TypeError: a parameter on either side has no name, or as :meth:`CompiledOptimizer.load_state_dict`.
     """
-    check(state_dict)
+    state_dict = read(state_dict)
     if not all("param_names" in group for group in optimizer.param_groups):
         raise ValueError("the optimizer's parameters have no names: make it from named_parameters() or a dict")
     unnamed = next((i for i, group in enumerate(state_dict["param_groups"]) if group_names(group) is None), None)

@@ -23,6 +23,7 @@ from compiled_optim.checkpoint import LoadReport
 from compiled_optim.controls import Controls
 from compiled_optim.events import EventLog
 from compiled_optim.fields import Choice, Declared, Hyper, Static, flag
+from compiled_optim.formats import plain
 from compiled_optim.hyperparameters import ParamGroup
 from compiled_optim.lowering.choice import LOWERINGS, lower, refuse
 from compiled_optim.lowering.cpp_library import CompilerError
@@ -710,13 +711,13 @@ class CompiledOptimizer(Declared, Optimizer):
             raise ValueError(f"hyperparameters must be 'checkpoint' or 'keep', got {hyperparameters!r}")
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"state_dict must be a dict, got {type(state_dict).__name__}")
-        state_dict = dict(state_dict)
+        saved: dict[str, Any] = plain(state_dict, "the state dict")
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
-            replaced = pre_hook(self, state_dict)
-            state_dict = state_dict if replaced is None else replaced
+            replaced = pre_hook(self, saved)
+            saved = saved if replaced is None else replaced
         if self._changes.pending or self._regrouped():
             self._rebuild()
-        report = self._load(state_dict, strict, hyperparameters)
+        report = self._load(saved, strict, hyperparameters)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
         return report

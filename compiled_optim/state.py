@@ -96,33 +96,44 @@ def check_shapes(declaration: Declaration, param: Tensor, state: ParamState, nam
             raise ValueError(f"state '{field.name}' of '{name}' is {value.dtype} for a parameter of {param.dtype}")
 
 
-def complete(
+def missing_entries(
     declaration: Declaration,
     buffers: tuple[str, ...],
     param: Tensor,
-    state: ParamState,
+    state: Mapping[str, Any],
     initial: Mapping[str, float | Tensor],
-) -> bool:
-    """Give ``state`` every entry that ``declaration`` needs and move entries that are on another device than ``param``.
+) -> dict[str, Tensor]:
+    """The entries that ``declaration`` needs and ``state`` lacks, or has on another device than ``param``; made or moved.
 
-    Existing values stay. Numbers and tensors of any dtype are accepted for the scalars, which become float64 tensors.
-    Returns whether anything was made or moved.
+    Numbers and tensors of any dtype are accepted for the scalars, which become float64 tensors.
     """
     device = param.device
-    before = {name: id(value) for name, value in state.items()}
+    made: dict[str, Tensor] = {}
     for name in scalar_names(declaration):
         value: Any = state.get(name)
         absent = value is None or (isinstance(value, Tensor) and value.is_meta)
         value = initial[name] if absent else value
         if absent or not isinstance(value, Tensor) or value.device != device or value.dtype != scalar_dtype(device):
             fresh = torch.empty((), dtype=scalar_dtype(device), device=device)
-            state.set_quietly(name, fresh.fill_(value) if not isinstance(value, Tensor) else fresh.copy_(value.reshape(())))
+            made[name] = fresh.fill_(value) if not isinstance(value, Tensor) else fresh.copy_(value.reshape(()))
     for field in declaration.buffers:
         if (name := field.name) not in buffers:
             continue
         value = state.get(name)
         if value is None or value.is_meta:
-            state.set_quietly(name, new_buffer(field, param, initial[name]))
+            made[name] = new_buffer(field, param, initial[name])
         elif value.device != device:
-            state.set_quietly(name, value.to(device))
-    return before != {name: id(value) for name, value in state.items()}
+            made[name] = value.to(device)
+    return made
+
+
+def complete(
+    declaration: Declaration,
+    buffers: tuple[str, ...],
+    param: Tensor,
+    state: ParamState,
+    initial: Mapping[str, float | Tensor],
+) -> None:
+    """Give ``state`` its :func:`missing_entries`; existing values stay."""
+    for name, entry in missing_entries(declaration, buffers, param, state, initial).items():
+        state.set_quietly(name, entry)

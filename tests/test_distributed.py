@@ -313,6 +313,34 @@ def whole_tensors_load_into_shards(directory: Path) -> None:
         _assert_same(_snapshot(optimizer)["state"], torch.load(directory / "whole-expected.pt"))
 
 
+def shards_of_the_optimizer_itself_load_in_another_place(directory: Path) -> None:
+    model = _build()
+    optimizer = _adamw(model)
+    _train(model, optimizer, 2)
+    before = _snapshot(optimizer)["state"]
+    saved = co.named_state_dict(optimizer)
+    for entries in saved["state"].values():
+        entries["exp_avg"], entries["exp_avg_sq"] = entries["exp_avg_sq"], entries["exp_avg"]
+    co.load_named_state_dict(optimizer, saved)
+    for name, entries in _snapshot(optimizer)["state"].items():
+        assert torch.equal(entries["exp_avg"], before[name]["exp_avg_sq"]), name
+        assert torch.equal(entries["exp_avg_sq"], before[name]["exp_avg"]), name
+
+
+def a_shard_without_memory_is_refused(directory: Path) -> None:
+    model = _build()
+    optimizer = _adamw(model)
+    _train(model, optimizer, 2)
+    before = _snapshot(optimizer)
+    saved = co.named_state_dict(optimizer)
+    saved["param_groups"][0]["lr"] = 0.7
+    lost = saved["state"]["mid.weight"]["exp_avg"] = saved["state"]["mid.weight"]["exp_avg"].clone()
+    lost.to_local().untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match=r"mid\.weight: exp_avg has no memory"):
+        co.load_named_state_dict(optimizer, saved)
+    _assert_same(_snapshot(optimizer), before)
+
+
 def saved_on_one_process_and_loaded_on_two(directory: Path) -> None:
     model = _build()
     optimizer = _adamw(model)
@@ -349,6 +377,8 @@ CHECKS: dict[str, Callable[[Path], None]] = {
         checkpoints_of_torch_optim_load_both_ways,
         frozen_state_survives,
         whole_tensors_load_into_shards,
+        shards_of_the_optimizer_itself_load_in_another_place,
+        a_shard_without_memory_is_refused,
         saved_on_one_process_and_loaded_on_two,
         saved_on_two_processes_for_one,
     )

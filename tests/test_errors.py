@@ -17,9 +17,9 @@ _LIFTED = ("foreach", "fused", "betas must be either both floats or both Tensors
 
 # torch.optim.Adafactor words its bounds in a way of its own.
 _REWORDED = {
-    "epsilon1 should be >= 0": r"Invalid epsilon value: .* \(eps\[0\] of the defaults must be >= 0\)",
+    "epsilon1 should be >= 0": r"Invalid epsilon value: .* \(eps\[0\] of the defaults must be >= 0 and < inf\)",
     "Clipping threshold d should be >= 1": r"\(d of the defaults must be >= 1\)",
-    "beta2_decay should be <= 0": r"\(beta2_decay of the defaults must be <= 0\)",
+    "beta2_decay should be <= 0": r"\(beta2_decay of the defaults must be > -inf and <= 0\)",
 }
 
 
@@ -54,7 +54,7 @@ def weight() -> torch.nn.Parameter:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"lr": -0.1}, r"Invalid learning rate: -0.1 \(lr of the defaults must be >= 0\)"),
+        ({"lr": -0.1}, r"Invalid learning rate: -0.1 \(lr of the defaults must be >= 0 and < inf\)"),
         ({"lr": float("nan")}, "Invalid learning rate: nan"),
         ({"lr": torch.tensor(-1.0)}, "Invalid learning rate: -1.0"),
         ({"lr": torch.tensor([1.0, 2.0])}, r"Tensor lr must be 1-element, got shape \(2,\)"),
@@ -64,6 +64,10 @@ def weight() -> torch.nn.Parameter:
         ),
         ({"betas": (0.9,)}, "betas of the defaults must have 2 elements"),
         ({"eps": -1}, "Invalid epsilon value: -1"),
+        (
+            {"weight_decay": float("inf")},
+            r"Invalid weight_decay value: inf \(weight_decay of the defaults must be >= 0 and < inf\)",
+        ),
         ({"lowering": "fast"}, "lowering must be one of auto, multi_tensor, inductor, eager, got 'fast'"),
     ],
 )

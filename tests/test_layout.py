@@ -22,7 +22,6 @@ LAYERS = [
         "arguments",
         "watched",
         "fields",
-        "formats",
         "traced",
         "torch_internals",
         "graphs",
@@ -33,8 +32,8 @@ LAYERS = [
     }
     | {"lowering.vocabulary", "lowering.entries", "lowering.recent"},
     {"lowering.cache", "lowering.layout", "sharding"},
-    {"lowering.cpp_library"},
-    {"addresses"},
+    {"lowering.cpp_library", "saved_values"},
+    {"addresses", "formats"},
     {"hyperparameters", "files", "lowering.rule_step", "lowering.gradient"},
     {"state", "controls"},
     {"plan", "lowering.symbols"},

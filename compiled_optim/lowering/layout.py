@@ -67,8 +67,7 @@ def has_memory(tensor: Tensor) -> bool:
             return False
     except RuntimeError:  # what torch says of tensors without a data pointer varies with the version
         return False
-    last = tensor.storage_offset() + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    return (last + 1) * tensor.element_size() <= tensor.untyped_storage().nbytes()
+    return (tensor.storage_offset() + _reach(tensor)) * tensor.element_size() <= tensor.untyped_storage().nbytes()
 
 
 def is_lost(tensor: Tensor) -> bool:
@@ -80,10 +79,16 @@ def is_lost(tensor: Tensor) -> bool:
 
 
 def span(tensor: Tensor) -> tuple[int, int]:
-    """The addresses at which the memory of a tensor with elements begins and ends."""
-    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    """The addresses at which the memory of a tensor begins and ends."""
     start = tensor.data_ptr()
-    return start, start + (last + 1) * tensor.element_size()
+    return start, start + _reach(tensor) * tensor.element_size()
+
+
+def _reach(tensor: Tensor) -> int:
+    """How many elements lie from the first to behind the last one."""
+    if tensor.numel() == 0:
+        return 0
+    return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def is_dense(tensor: Tensor) -> bool:

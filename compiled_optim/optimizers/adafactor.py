@@ -23,7 +23,7 @@ class Adafactor(CompiledOptimizer):
     lr: Number = hyper(default=1e-2, ge=0)
     beta2_decay: Number = hyper(default=-0.8, le=0)
     eps: tuple[Number | None, Number] = hyper(default=(None, 1e-3), ge=0)
-    d: Number = hyper(default=1.0, ge=1)
+    d: Number = hyper(default=1.0, ge=1, lt=None)
     weight_decay: Number = hyper(default=0.0, ge=0)
     matrix, vector = fact(of=lambda shape: len(shape) > 1), fact(of=lambda shape: len(shape) < 2)
     row_var = buffer(when="matrix", shape=lambda shape: (*shape[:-1], 1))

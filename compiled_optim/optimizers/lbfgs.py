@@ -10,14 +10,15 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from compiled_optim.checkpoint import LoadReport
+from compiled_optim.checkpoint import LoadReport, check_writable
 from compiled_optim.curvature import direction, new_pairs, record, restore, rows_by_age
 from compiled_optim.fields import Number, compute_dtype, hyper, real_numel, static
-from compiled_optim.formats import canonical_names, check, group_names
+from compiled_optim.formats import canonical_names, group_names, plain, read
 from compiled_optim.hyperparameters import ParamGroup, scalar_dtype
 from compiled_optim.line_search import Trial, strong_wolfe
 from compiled_optim.lowering.layout import as_real
 from compiled_optim.optimizer import CompiledOptimizer
+from compiled_optim.saved_values import Unloadable, as_buffer, as_number, naming
 from compiled_optim.sharding import is_sharded
 from compiled_optim.state import ParamState
 from compiled_optim.torch_internals import is_capturing, mend_tracing, outside_dynamo
@@ -320,18 +321,22 @@ class LBFGS(CompiledOptimizer):
             }
         return result
 
+    @torch.no_grad()
     def _load(
         self, state_dict: Mapping[str, Any], strict: bool, hyperparameters: Literal["checkpoint", "keep"]
     ) -> LoadReport:
-        check(state_dict)
+        state_dict = read(state_dict)
         if len(state_dict["param_groups"]) != 1:
             raise ValueError(f"LBFGS has one parameter group, the checkpoint {len(state_dict['param_groups'])}")
         saved = state_dict["param_groups"][0]
-        entries = state_dict["state"].get(saved["params"][0], {}) if saved["params"] else {}
+        entries = state_dict["state"].get(saved["params"][0]) if saved["params"] else None
         order = self._order_of(saved)
         fresh = self._new_state()
         if order is not None and entries:
-            self._unpack(fresh, entries, order)
+            with naming("the state of the checkpoint"):
+                self._unpack(fresh, entries, order)
+        for name, value in fresh.items():
+            check_writable(self._memory[name], f"the optimizer's own {name}", tuple(value.shape), value)
         report = super()._load({**state_dict, "state": {}}, strict, hyperparameters)
         for name, value in fresh.items():
             self._memory[name].copy_(value)
@@ -347,44 +352,63 @@ class LBFGS(CompiledOptimizer):
 
     def _unpack(self, fresh: dict[str, Tensor], entries: Mapping[str, Any], order: Sequence[int]) -> None:
         """Fill ``fresh`` from the state of torch.optim.LBFGS or of this class."""
-        like, sizes = fresh["d"], [0] * len(order)
+        _require(entries, _COUNTS)
+        counts = {name: _count(entries[name], name) for name in _COUNTS}
+        for name, count in counts.items():
+            fresh[name].fill_(count)
+        if not counts["n_iter"]:
+            return
+        _require(entries, (*_VECTORS, *_NUMBERS, *_HISTORY, "H_diag"))
+        like = fresh["d"]
+        for name in _VECTORS:
+            fresh[name].copy_(self._vector_of(entries[name], name, like, order))
+        for name in _NUMBERS:
+            fresh[name].copy_(_number(entries[name], name, like))
+        steps, changes = (self._history_of(entries[name], name, like, order) for name in _HISTORY)
+        if len(steps) != len(changes):
+            raise Unloadable("old_stps and old_dirs of the checkpoint must be equally long")
+        scale = _number(entries["H_diag"], "H_diag", like)
+        exact = plain(entries.get("exact", {}), "exact")
+        if "n_iter" not in exact or _count(exact["n_iter"], "n_iter of exact") != counts["n_iter"]:
+            restore(fresh, steps, changes, steps @ changes.t(), scale)  # torch.optim carries our own entry along unchanged
+            return
+        _require(exact, ("products", "pairs"))
+        products = as_buffer(exact["products"], "products", (len(steps), len(steps)), like.dtype).to(like)
+        restore(fresh, steps, changes, products, scale, _count(exact["pairs"], "pairs"))
+
+    def _vector_of(self, value: Any, name: str, like: Tensor, order: Sequence[int]) -> Tensor:
+        """A vector of the checkpoint, with its pieces in the order of our parameters."""
+        sizes = [0] * len(order)
         for position, size in zip(order, self._sizes, strict=True):
             sizes[position] = size
+        pieces = as_buffer(value, f"{name} of the checkpoint", tuple(like.shape), like.dtype).to(like).split(sizes)
+        return torch.cat([pieces[i] for i in order])
 
-        def vector(name: str, value: Any) -> Tensor:
-            if not isinstance(value, Tensor) or value.shape != like.shape:
-                got = tuple(value.shape) if isinstance(value, Tensor) else value
-                raise ValueError(f"{name} of the checkpoint must be a tensor of shape {tuple(like.shape)}, got {got!r}")
-            pieces = value.to(like).split(sizes)
-            return torch.cat([pieces[i] for i in order])
+    def _history_of(self, value: Any, name: str, like: Tensor, order: Sequence[int]) -> Tensor:
+        """Vectors of the checkpoint, the oldest first, as the rows of a matrix."""
+        vectors = plain(value, name)
+        if not isinstance(vectors, list):
+            raise Unloadable(f"{name} of the checkpoint is not a list")
+        rows = [self._vector_of(v, name, like, order) for v in vectors]
+        return torch.stack(rows) if rows else like.new_empty(0, len(like))
 
-        needed = (*_COUNTS, *_VECTORS, *_NUMBERS, *_HISTORY, "H_diag") if entries.get("n_iter") else _COUNTS
-        absent = [name for name in needed if entries.get(name) is None]
-        if absent:
-            raise ValueError(f"the checkpoint has no {', '.join(absent)}")
-        for name in _COUNTS:
-            fresh[name].fill_(int(entries[name]))
-        if not entries["n_iter"]:
-            return
-        for name in _VECTORS:
-            fresh[name].copy_(vector(name, entries[name]))
-        for name in _NUMBERS:
-            fresh[name].fill_(float(entries[name]))
-        if len(entries["old_stps"]) != len(entries["old_dirs"]):
-            raise ValueError("old_stps and old_dirs of the checkpoint must be equally long")
-        steps, changes = (
-            torch.stack([vector(name, v) for v in entries[name]]) if entries[name] else fresh[name][:0] for name in _HISTORY
-        )
-        exact = entries.get("exact", {})
-        own = exact.get("n_iter") == entries["n_iter"] and len(exact["products"]) == len(steps)
-        restore(
-            fresh,
-            steps,
-            changes,
-            exact["products"].to(like) if own else steps @ changes.t(),
-            torch.as_tensor(entries["H_diag"]).to(like),
-            exact["pairs"] if own else None,
-        )
+
+def _require(entries: Mapping[str, Any], names: Sequence[str]) -> None:
+    absent = [name for name in names if entries.get(name) is None]
+    if absent:
+        raise Unloadable(f"the checkpoint has no {', '.join(absent)}")
+
+
+def _count(value: Any, name: str) -> int:
+    number = as_number(value, f"{name} of the checkpoint")
+    if not (number.is_integer() and 0 <= number < 2**63):
+        raise Unloadable(f"{name} of the checkpoint is {number}, not a count")
+    return int(number)
+
+
+def _number(value: Any, name: str, like: Tensor) -> Tensor:
+    """A number of the checkpoint; infinite or NaN if the run had such a loss."""
+    return like.new_tensor(as_number(value, f"{name} of the checkpoint", finite=False))
 
 
 def _refuse(options: Mapping[str, Any]) -> None:

@@ -19,7 +19,7 @@ class Rprop(CompiledOptimizer):
 
     lr: Number = hyper(default=1e-2, ge=0)
     etas: tuple[Number, Number] = hyper(default=(0.5, 1.2), gt=0)
-    step_sizes: tuple[Number, Number] = hyper(default=(1e-6, 50.0))
+    step_sizes: tuple[Number, Number] = hyper(default=(1e-6, 50.0), lt=None)
     prev, step_size = buffer(), buffer(init="lr")
     group_flags: ClassVar[tuple[str, ...]] = ("foreach", "maximize", "differentiable", "capturable")
 

@@ -1,0 +1,117 @@
+"""Values of a checkpoint, which may be anything: each becomes a number, a tensor that can be copied, or an error.
+
+No memory is read before it is known to be there. Whatever a value raises becomes an :class:`Unloadable` that names it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compiled_optim.lowering.layout import is_lost, is_plain
+from compiled_optim.sharding import is_sharded, local
+
+_COPYABLE = {
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex32, torch.complex64, torch.complex128),
+    *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e8m0fnu),
+}
+_OWN_TYPES = (Tensor, torch.nn.Parameter)
+
+
+class Unloadable(ValueError):
+    """Names what of a checkpoint cannot be loaded, and says why."""
+
+
+@contextlib.contextmanager
+def naming(what: str, failed: str = "cannot be read") -> Iterator[None]:
+    """Turn whatever a value of a checkpoint raises inside a ``with`` block into an :class:`Unloadable` about ``what``."""
+    try:
+        yield
+    except Unloadable:
+        raise
+    except Exception as error:
+        raise Unloadable(f"{what} {failed} ({type(error).__name__}: {error})") from error
+
+
+def described(value: Any) -> str:
+    """``value`` as messages show it: itself where it is plain, else its type. A tensor's repr would read its memory."""
+    if isinstance(value, tuple):
+        return f"({', '.join(map(described, value))})"
+    return repr(value) if value is None or isinstance(value, (int, float, str, bytes)) else f"a {type(value).__name__}"
+
+
+def as_number(value: Any, what: str, *, finite: bool = True) -> float:
+    """``value``, called ``what``, as a float.
+
+    Raises:
+        Unloadable: it is neither a number nor a tensor with a single one, or it is infinite or NaN and must be ``finite``.
+    """
+    with naming(what):
+        if isinstance(value, Tensor):
+            value = _item(value, what)
+        if not hasattr(value, "__float__"):
+            raise Unloadable(f"{what} is not a number")
+        try:
+            number = float(value)
+        except OverflowError:
+            raise Unloadable(f"{what} is too large") from None
+        if finite and not math.isfinite(number):
+            raise Unloadable(f"{what} is {number}")
+    return number
+
+
+def _item(tensor: Tensor, what: str) -> Any:
+    check_memory(tensor, what)
+    if tensor.numel() != 1:
+        raise Unloadable(f"{what} is not a number")
+    whole: Any = tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+    return whole.detach().item()
+
+
+def as_tensor(value: Any, what: str) -> Tensor:
+    """``value``, called ``what``, as a floating-point tensor that ``copy_`` can read.
+
+    It shares the memory of a DTensor and of torch's own tensors; any other kind is copied.
+
+    Raises:
+        Unloadable: it is something else, or torch cannot copy it.
+    """
+    if not isinstance(value, Tensor):
+        raise Unloadable(f"{what} is not a tensor")
+    with naming(what):
+        check_memory(value, what)
+        if value.dtype not in _COPYABLE:
+            raise Unloadable(f"{what} is {value.dtype}")
+        if is_sharded(value) or (type(value) in _OWN_TYPES and is_plain(value)):
+            return value.detach()
+        return torch.empty(value.shape, dtype=value.dtype, device=value.device).copy_(value)
+
+
+def as_buffer(value: Any, what: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """:func:`as_tensor` of ``shape``, and complex where ``dtype`` is.
+
+    Raises:
+        Unloadable: it is something else, or torch cannot copy it.
+    """
+    tensor = as_tensor(value, what)
+    if tuple(tensor.shape) != shape:
+        raise Unloadable(f"{what} has shape {tuple(tensor.shape)} instead of {shape}")
+    if tensor.is_complex() != dtype.is_complex:
+        raise Unloadable(f"{what} is {tensor.dtype} instead of {dtype}")
+    return tensor
+
+
+def check_memory(tensor: Tensor, what: str) -> None:
+    """Raise :class:`Unloadable` unless ``tensor``, called ``what``, is dense and its elements are in memory."""
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        raise Unloadable(f"{what} is a {'nested' if tensor.is_nested else tensor.layout} tensor")
+    own = local(tensor)
+    if own.untyped_storage().device.type == "meta":  # also that of torch's fake tensors
+        raise Unloadable(f"{what} is a meta tensor")
+    if is_lost(own):
+        raise Unloadable(f"{what} has no memory: its storage is empty or too small")
