@@ -35,7 +35,7 @@ LAYERS = [
     | {"lowering.vocabulary", "lowering.layout", "lowering.cache", "lowering.entries"},
     {"lowering.cpp_library"},
     {"addresses"},
-    {"hyperparameters", "files", "lowering.rule_step", "lowering.gradient"},
+    {"hyperparameters", "lowering.rule_step", "lowering.gradient"},
     {"state", "controls"},
     {"plan", "lowering.symbols"},
     {"signature", "parameters", "checkpoint", "schedule", "lowering.coefficients", "lowering.kernel_table"},
