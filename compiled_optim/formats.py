@@ -2,8 +2,7 @@
 
 *Indexed* is torch.optim's: ``state`` by integer, groups with integers as ``params`` and, where parameters have names,
 ``param_names``. *Named* has names in place of the integers. Both may hold ``aliases`` (further name -> name), for tied
-parameters, and ``format_version``. optimi's is indexed with another meaning, which :func:`from_optimi` and
-:func:`to_optimi` translate.
+parameters, and ``format_version``. optimi's is indexed with another meaning, which :func:`from_optimi` translates.
 """
 
 from __future__ import annotations
@@ -12,18 +11,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
-
 from compiled_optim.saved_values import Unloadable, as_number, as_tensor, described, naming
 
 FORMAT_VERSION = 1
 
 _WRAPPER_PREFIXES = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.")
 _OPTIMI_MARKS = {"setup", "gradient_release", "kahan_sum"}
-_OPTIMI_DEFAULTS: dict[str, Any] = {
-    **dict.fromkeys(("decouple_wd", "decouple_lr", "kahan_sum", "foreach", "triton", "gradient_release"), False),
-    "max_lr": None,
-}
 _OPTIMI_OPTIONS = {*_OPTIMI_MARKS, "triton", "foreach", "torch_init", "decouple_lr", "decouple_wd", "max_lr", "step"}
 
 
@@ -150,26 +143,6 @@ def named(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     return result | ({"aliases": {canonical[a]: canonical[n] for a, n in aliases.items()}} if aliases else {})
 
 
-def indexed(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """The indexed form of ``state_dict``, with ``param_names`` where there are names; shares its tensors.
-
-    Raises:
-        ValueError: it is no state dict.
-    """
-    check(state_dict)
-    index: dict[Any, int] = {}
-    for group in state_dict["param_groups"]:
-        for param in group["params"]:
-            index.setdefault(param, len(index))
-    groups = []
-    for group in state_dict["param_groups"]:
-        names = group_names(group)
-        numbers = {"params": [index[p] for p in group["params"]]}
-        groups.append(_without(group, {"params", "param_names"}) | numbers | ({"param_names": list(names)} if names else {}))
-    state = {index[key]: dict(entries) for key, entries in state_dict["state"].items() if key in index}
-    return {**state_dict, "state": state, "param_groups": groups}
-
-
 def is_optimi(state_dict: Mapping[str, Any]) -> bool:
     """Whether ``state_dict`` was saved by an optimizer of optimi."""
     return any(set(group) >= _OPTIMI_MARKS for group in state_dict["param_groups"])
@@ -237,44 +210,3 @@ def _entries_from_optimi(
 
 def _without(group: Mapping[str, Any], keys: set[str]) -> dict[str, Any]:
     return {k: v for k, v in group.items() if k not in keys}
-
-
-def to_optimi(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of :func:`from_optimi`: an indexed state dict that optimi's optimizer of the same name loads.
-
-    Raises:
-        ValueError: an option or a state entry has no counterpart there.
-    """
-    state_dict = indexed(state_dict)
-    state: dict[int, dict[str, Any]] = {}
-    groups = []
-    for i, group in enumerate(state_dict["param_groups"]):
-        where = f"param_groups[{i}]"
-        entries = {p: state_dict["state"][p] for p in group["params"] if p in state_dict["state"]}
-        steps = {float(own["step"]) for own in entries.values()}
-        if len(steps) > 1:
-            raise ValueError(f"the parameters of {where} took different numbers of steps, {steps}; optimi counts per group")
-        step = steps.pop() if steps else 0.0
-        foreign = {k for own in entries.values() for k in own} - {"step", "exp_avg", "exp_avg_sq", "momentum_buffer"}
-        foreign |= {k for k in ("nesterov", "maximize", "amsgrad") if group.get(k)}
-        if foreign:
-            raise ValueError(f"{where} has {', '.join(map(repr, sorted(foreign)))}, which has no counterpart in optimi")
-        options = {"setup": step > 0, "step": torch.tensor(int(step), dtype=torch.int32)} | _OPTIMI_DEFAULTS
-        shared = {k: group[k] for k in ("params", "lr", "weight_decay", "eps", "param_names") if k in group}
-        if "betas" in group:
-            beta1, beta2 = map(float, group["betas"])
-            own_options = {"beta1": beta1, "beta2": beta2, "decouple_wd": group.get("decoupled_weight_decay", False)}
-            scales = {"exp_avg": 1 - beta1**step, "exp_avg_sq": 1 - beta2**step}
-        elif group.get("dampening", 0.0) in (0.0, group.get("momentum", 0.0)):
-            own_options = {"momentum": group["momentum"], "dampening": group["dampening"] != 0, "torch_init": False}
-            scales = {}
-        else:
-            raise ValueError(f"{where} has dampening {group['dampening']}; optimi knows 0 and the momentum")
-        groups.append({**options, **shared, **own_options})
-        if step > 0:
-            for param, own in entries.items():
-                state[param] = {"exp_avg": None, "kahan_comp": None}
-                for key, value in own.items():
-                    if key != "step":
-                        state[param]["exp_avg" if key == "momentum_buffer" else key] = value / scales.get(key, 1)
-    return {"state": state, "param_groups": groups}

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
+TESTS = Path(__file__).resolve().parent
+sys.path[:0] = [str(TESTS), str(TESTS.parent / "tools")]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import pickle
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import checkpoint_files as files
 import pytest
 import torch
 from catalog import relative_error
+from checkpoint_forms import to_optimi
 from torch import nn
 
 import compiled_optim as co
-from compiled_optim import files, formats
 
-ROOT = Path(__file__).parent.parent
 SHAPES = {"fc.weight": (4, 3), "fc.bias": (4,), "scale": ()}
 
 
@@ -124,8 +121,19 @@ class TestOptimi:
         _train(first, model, range(4))
         twin = _twin(model)
         second = make_theirs(twin.values()) if back else make_ours(twin.items())
-        second.load_state_dict(formats.to_optimi(_copied(first)) if back else _copied(first))
+        second.load_state_dict(to_optimi(_copied(first)) if back else _copied(first))
         _same_future((first, model), (second, twin), 1e-12)
+
+    @pytest.mark.parametrize("dampening", [0.0, 0.8])
+    def test_torchs_momentum_has_no_step_count(self, optimi: Any, dampening: float) -> None:
+        model = _model()
+        theirs = torch.optim.SGD(model.values(), lr=0.05, momentum=0.8, dampening=dampening, weight_decay=0.3)
+        _train(theirs, model, range(4))
+        twin = _twin(model)
+        options = {"momentum": 0.8, "dampening": dampening != 0, "foreach": False, "triton": False}
+        converted = optimi.SGD(twin.values(), lr=0.1, **options)
+        converted.load_state_dict(to_optimi(_copied(theirs)))
+        _same_future((theirs, model), (converted, twin), 1e-12)
 
     def test_what_has_no_counterpart_is_refused_by_name(self, optimi: Any) -> None:
         model = _model(torch.bfloat16)
@@ -148,13 +156,13 @@ class TestOptimi:
         ours = co.AdamW(model.items(), amsgrad=True)
         _train(ours, model, range(2))
         with pytest.raises(ValueError, match="'amsgrad', 'max_exp_avg_sq', which has no counterpart in optimi"):
-            formats.to_optimi(ours.state_dict())
+            to_optimi(ours.state_dict())
         uneven = co.AdamW(model.items())
         _train(uneven, model, range(2))
         model["scale"].grad = None
         uneven.step()
         with pytest.raises(ValueError, match="took different numbers of steps"):
-            formats.to_optimi(uneven.state_dict())
+            to_optimi(uneven.state_dict())
 
 
 def _trained() -> tuple[co.AdamW, dict[str, nn.Parameter]]:
@@ -207,32 +215,6 @@ class TestFiles:
         saved = torch.load(tmp_path / "state.pt", weights_only=True)
         assert set(saved) == {"state", "param_groups"}
         assert saved["state"][0]["step"].dtype == torch.float32
-
-    def test_the_command(self, tmp_path: Path) -> None:
-        model = _model()
-        theirs = torch.optim.AdamW(model.items(), lr=0.05)
-        _train(theirs, model, range(3))
-        torch.save({"model": {}, "optimizer": theirs.state_dict()}, tmp_path / "in.pt")
-
-        def convert(*arguments: str) -> subprocess.CompletedProcess[str]:
-            environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-            command = [sys.executable, ROOT / "tools" / "convert", *arguments]
-            return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
-
-        done = convert("in.pt", "out.pt", "--to", "named", "--key", "optimizer")
-        assert (done.returncode, done.stderr) == (0, "")
-        named = torch.load(tmp_path / "out.pt", weights_only=True)
-        assert set(named["state"]) == set(SHAPES)
-        twin = _twin(model)
-        ours = co.AdamW(reversed(list(twin.items())))
-        co.load_named_state_dict(ours, named)
-        _same_future((theirs, model), (ours, twin), 1e-14)
-        failed = convert("in.pt", "out.pt", "--to", "named")
-        assert failed.returncode == 1
-        assert (
-            failed.stderr
-            == "tools/convert: in.pt: not an optimizer state dict: it must be a dict with 'state' and 'param_groups'\n"
-        )
 
 
 class _Hostile:

@@ -34,7 +34,7 @@ LAYERS = [
     {"lowering.cache", "lowering.layout", "sharding"},
     {"lowering.cpp_library", "saved_values"},
     {"addresses", "formats"},
-    {"hyperparameters", "files", "lowering.rule_step", "lowering.gradient"},
+    {"hyperparameters", "lowering.rule_step", "lowering.gradient"},
     {"state", "controls"},
     {"plan", "lowering.symbols"},
     {"signature", "parameters", "checkpoint", "schedule", "lowering.coefficients", "lowering.kernel_table"},

@@ -13,7 +13,6 @@ import torch._dynamo
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = (ROOT / "README.md").read_text()
-sys.path.insert(0, str(ROOT / "tools"))
 
 
 def test_generated_parts_are_fresh() -> None:
