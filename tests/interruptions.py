@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import inspect
 import random
 import signal
 import sys
@@ -46,6 +47,9 @@ class Interruption:
         finally:
             sys.settrace(None)
             self._last.clear()
+            torch.set_grad_enabled(
+                True
+            )  # a block's end counts as a line, although no signal arrives between it and its exit
         return False
 
     def _trace(self, frame: FrameType, event: str, arg: Any) -> Any:
@@ -55,8 +59,10 @@ class Interruption:
         if event == "opcode":
             is_point = self._last.get(frame, -1) in _CALLS
             self._last[frame] = frame.f_code.co_code[frame.f_lasti]
+        elif event == "call":  # what is raised in a generator that is being closed is lost
+            is_point = not (frame.f_code.co_flags & inspect.CO_GENERATOR)
         else:
-            is_point = event in ("call", "line")
+            is_point = event == "line"
         if is_point:
             if self._left == 0:
                 raise Interrupted

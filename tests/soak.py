@@ -126,7 +126,6 @@ class Soak:
         """A step that ends somewhere in the middle."""
         if Interruption(self.random.randrange(2000)).run(self.optimizer.step):
             self.happened.append("interruption")
-        torch.set_grad_enabled(True)
         for param in self.params:  # what half a step left may be anything
             for value in self.optimizer.state[param].values():
                 value.nan_to_num_(0.1, 0.1, 0.1)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import simulated_graph
 import torch
 from interruptions import Interruption, interrupted_steps
 from torch import Tensor, nn
@@ -16,6 +18,7 @@ from compiled_optim.optimizer import CompiledOptimizer
 
 LOWERINGS = ["multi_tensor", "inductor", "eager"]
 POINTS = 60  # of a step, at least, whatever their number
+EVERY = 7  # points between two interruptions of a replay
 
 KINDS: dict[str, tuple[type[CompiledOptimizer], dict[str, Any]]] = {
     "elementwise": (co.AdamW, {"lr": 0.07, "betas": (0.6, 0.81), "weight_decay": 0.3}),
@@ -161,3 +164,68 @@ def test_a_step_that_is_interrupted_anywhere(change: Callable[[Side, int], None]
 @pytest.mark.parametrize(("count", "size", "signals"), [(148, 2048, 200), (3000, 64, 30)])
 def test_a_step_that_real_signals_interrupt(count: int, size: int, signals: int) -> None:
     assert interrupted_steps(count, size, signals) > signals // 4
+
+
+class Runner(Side):
+    """A side whose steps a runner replays, alone or in a whole training step."""
+
+    def __init__(self, whole: bool, values: list[Tensor]) -> None:
+        super().__init__("elementwise", "multi_tensor", values)
+        self.whole = whole
+
+        def train(x: Tensor) -> Tensor:
+            self.optimizer.zero_grad()
+            loss: Tensor = sum((p * x).square().sum() for p in self.params)
+            loss.backward()
+            self.optimizer.step()
+            return loss.detach()
+
+        self.train = train
+        if whole:
+            self.runner = co.CUDAGraphRunner(train, optimizers=self.optimizer, warmup=1, recaptures=100_000)
+        else:
+            self.runner = co.CUDAGraphRunner(self.optimizer, warmup=1, recaptures=100_000)
+
+    def run(self, seed: int) -> None:
+        if self.whole:
+            self.runner(torch.full((), 1.0 + 0.01 * seed, dtype=torch.float64))
+        else:
+            self.runner.step()
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["step", "training step"])
+@pytest.mark.parametrize("change", [_nothing, _assign, _move], ids=lambda c: c.__name__.strip("_"))
+def test_a_replay_that_is_interrupted_anywhere(
+    change: Callable[[Side, int], None], whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    simulated_graph.install(monkeypatch)
+    side = Runner(whole, _values())
+    for seed in range(4):
+        side.give(seed)
+        side.run(seed)
+    point = points = 0
+    for index in itertools.count():
+        side.give(index)
+        change(side, index)
+        if not Interruption(point).run(functools.partial(side.run, index)):
+            break
+        twin = side.twin()
+        for seed in range(3):
+            if whole:
+                side.run(seed)
+                _train(twin, 1.0 + 0.01 * seed)
+            else:
+                for each in (side, twin):
+                    each.change_gradients()
+                side.runner.step()
+                twin.optimizer.step()
+            for own, other in zip(side.values(), twin.values(), strict=True):
+                assert torch.allclose(own, other, rtol=1e-12, atol=1e-12), point
+        point, points = point + EVERY, points + 1
+    assert points > POINTS // 3
+
+
+def _train(side: Side, x: float) -> None:
+    side.optimizer.zero_grad()
+    sum((p * x).square().sum() for p in side.params).backward()
+    side.optimizer.step()

@@ -20,7 +20,7 @@ from compiled_optim.optimizer import CompiledOptimizer
 LOWERINGS = ["multi_tensor", "inductor", "eager"]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def no_collector() -> Iterator[None]:
     """Let nothing be freed but what nobody refers to; torch's first optimizer in a process is kept by an import."""
     torch.optim.SGD([nn.Parameter(torch.ones(1))])

@@ -123,7 +123,7 @@ optimizer | launches | operators
 adafactor | 5 | 9
 lbfgs | 0 | 70
 muon | 8 | 24
-sparseadam | 2 | 11
+sparseadam | 2 | 16
 """,
     )
 

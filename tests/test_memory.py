@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
-from catalog import relative_error
+from catalog import registry, relative_error
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import return_and_correct_aliasing
@@ -455,3 +455,54 @@ class TestThreads:
             thread.join()
         for param in params:
             assert torch.equal(param, torch.full((size,), -float(steps)))
+
+
+class Guarded:
+    """Tensors between guard zones, at odd offsets."""
+
+    def __init__(self) -> None:
+        self._whole: list[tuple[Tensor, int, int]] = []
+
+    def place(self, values: Tensor) -> Tensor:
+        offset = 64 + len(self._whole) % 5
+        whole = torch.full((values.numel() + 160,), 12.5, dtype=values.dtype)
+        whole[offset : offset + values.numel()] = values.reshape(-1)
+        self._whole.append((whole, offset, values.numel()))
+        return whole[offset : offset + values.numel()].view(values.shape)
+
+    def check(self) -> None:
+        for whole, offset, count in self._whole:
+            assert (whole[:offset] == 12.5).all()
+            assert (whole[offset + count :] == 12.5).all()
+
+
+GUARDED = [
+    (optimizer, dtype, lowering)
+    for optimizer in registry()
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+    for lowering in ("multi_tensor", "inductor")
+    if optimizer is not co.LBFGS  # runs torch's own operations
+    and (lowering == "multi_tensor" or dtype is torch.float32)
+    and not (optimizer is co.Muon and dtype is torch.float16)  # Inductor's C++ does not mix it with bfloat16
+]
+
+
+@pytest.mark.parametrize(("optimizer", "dtype", "lowering"), GUARDED, ids=name_of)
+def test_guard_zones_stay_untouched(optimizer: type[CompiledOptimizer], dtype: torch.dtype, lowering: str) -> None:
+    guarded = Guarded()
+    last = [(1, 1), (130, 65)] if optimizer in (co.Muon, co.SparseAdam) else [(1,), (8193,)]
+    params = [nn.Parameter(guarded.place(torch.randn(shape).to(dtype))) for shape in [(7, 3), (9, 131), *last]]
+    made = optimizer(params, lowering=lowering, max_grad_norm=1.0)
+    for step in range(4):
+        for param in params:
+            grad = guarded.place(torch.randn(param.shape).to(dtype))
+            if optimizer is co.SparseAdam:
+                rows = torch.arange(0, len(param), 2)
+                grad = torch.sparse_coo_tensor(rows[None], grad[::2], param.shape, check_invariants=True)
+            param.grad = grad
+        made.step()
+        if step == 1:
+            for state in made.state.values():
+                for name, value in list(state.items()):
+                    state[name] = guarded.place(value)
+    guarded.check()

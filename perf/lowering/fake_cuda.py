@@ -18,6 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from compiled_optim import torch_internals
 
 _DATA_PTR = Tensor.data_ptr
+_ROOM = 1 << 36  # bytes between the addresses of two storages
+_PLACES: dict[int, int] = {}  # of storages, by their own number
 
 _MULTIPROCESSORS = {80: 108, 90: 132, 100: 148}
 _DEVICE_TYPES = 22  # entries of c10's registry of device guards
@@ -202,5 +204,5 @@ def _device_guard() -> Iterator[None]:
 def _address(tensor: Tensor) -> int:
     if not isinstance(tensor, FakeTensor):
         return _DATA_PTR(tensor)
-    storage = tensor.untyped_storage()
-    return 0 if tensor.numel() == 0 else int(storage._cdata) + tensor.storage_offset() * tensor.element_size()
+    place = _PLACES.setdefault(int(tensor.untyped_storage()._cdata), len(_PLACES) + 1)
+    return 0 if tensor.numel() == 0 else place * _ROOM + tensor.storage_offset() * tensor.element_size()
