@@ -41,6 +41,8 @@ COMMANDS = {
     "tools/lowering --help": [sys.executable, "tools/lowering", "--help"],
     "python -m perf gates": [sys.executable, "-m", "perf", "gates", "--help"],
     "tools/convert": [sys.executable, "tools/convert", "--help"],
+    "tools/soak": [sys.executable, "tools/soak", "--help"],
+    "tools/sanitize": [sys.executable, "tools/sanitize", "--help"],
     "python tools/readme.py": [sys.executable, "tools/readme.py"],
 }
 
