@@ -42,7 +42,8 @@ COMMANDS = {
     "python -m perf gates": [sys.executable, "-m", "perf", "gates", "--help"],
     "tools/convert": [sys.executable, "tools/convert", "--help"],
     "tools/soak": [sys.executable, "tools/soak", "--help"],
-    "tools/sanitize": [sys.executable, "tools/sanitize", "--help"],
+    "tools/bits": [sys.executable, "tools/bits", "--help"],
+    "tools/sanitize": [sys.executable, "tools/sanitize", "--version"],
     "python tools/readme.py": [sys.executable, "tools/readme.py"],
 }
 
