@@ -52,7 +52,9 @@ def _copied(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 class TestTorch:
     @pytest.mark.parametrize("flags", [{}, {"foreach": True}, {"fused": True}, {"foreach": False}], ids=str)
-    @pytest.mark.parametrize("step", [torch.tensor, float, int, lambda n: torch.tensor([n])], ids=str)
+    @pytest.mark.parametrize(
+        "step", [torch.tensor, float, int, lambda n: torch.tensor([n])], ids=["tensor", "float", "int", "vector"]
+    )
     def test_every_implementation_and_kind_of_step(self, flags: dict[str, bool], step: Any) -> None:
         model = _model()
         theirs = torch.optim.AdamW(model.items(), lr=0.05, eps=1e-3, weight_decay=0.3, **flags)

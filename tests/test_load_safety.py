@@ -204,7 +204,11 @@ class TestGroups:
         saved["param_groups"][0]["hook"] = make()
         refuses(optimizer, saved, r"hook of param_groups\[0\] (cannot be copied|has no memory)")
 
-    @pytest.mark.parametrize("make", [Incomparable, lambda: freed(2), lambda: torch.ones(2), object], ids=str)
+    @pytest.mark.parametrize(
+        "make",
+        [Incomparable, lambda: freed(2), lambda: torch.ones(2), object],
+        ids=["incomparable", "freed", "tensor", "object"],
+    )
     def test_what_cannot_be_compared(self, make: Callable[[], Any]) -> None:
         """Parameters that were in two groups are in one now."""
         source = co.NAdam([{"params": {n: p}} for n, p in model("ab").items()])
