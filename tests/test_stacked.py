@@ -338,10 +338,10 @@ def test_every_input_of_torchs_own_tests(
 
 
 _LAUNCHES = """\
-Adafactor () | 1 Triton kernels
-Adafactor (4,) | 1 Triton kernels
-Adafactor (4, 6) | 4 Triton kernels
-Adafactor (4, 3, 2, 2) | 4 Triton kernels
+Adafactor () | 6 Triton kernels
+Adafactor (4,) | 6 Triton kernels
+Adafactor (4, 6) | 12 Triton kernels
+Adafactor (4, 3, 2, 2) | 12 Triton kernels
 """
 
 
