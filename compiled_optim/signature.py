@@ -11,10 +11,16 @@ import torch
 from compiled_optim.fields import Rule, real_dtype
 from compiled_optim.plan import Member, Plan
 
+MULTI_TENSOR = "multi-tensor"
+"""The layout of tensors that a kernel finds by their addresses."""
+
 
 @dataclass(frozen=True)
 class Signature:
-    """What one compiled kernel is specialised on; two tensors with equal signatures share the kernel."""
+    """What one compiled kernel is specialised on; two tensors with equal signatures share the kernel.
+
+    ``device`` is one device, ``cuda:1``, or a type of devices, ``cuda``, where all of them share the kernel.
+    """
 
     rule: Rule = field(repr=False)
     statics: tuple[tuple[str, Any], ...]
@@ -60,4 +66,6 @@ def kernel_signature(plan: Plan, member: Member, grad_dtype: torch.dtype, layout
     """The signature of the kernel that updates ``member`` with a gradient of ``grad_dtype``."""
     dtypes = [member.param.dtype, grad_dtype, *(member.state[name].dtype for name in plan.buffers)]
     param, grad, *buffers = (str(real_dtype(d)).removeprefix("torch.") for d in dtypes)
-    return Signature(plan.rule, tuple(plan.statics.items()), plan.device.type, layout, param, grad, tuple(buffers))
+    # Triton runs a multi-tensor kernel on the current device; Inductor writes the device's number into its code.
+    device = plan.device.type if layout == MULTI_TENSOR else str(plan.device)
+    return Signature(plan.rule, tuple(plan.statics.items()), device, layout, param, grad, tuple(buffers))

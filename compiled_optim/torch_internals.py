@@ -10,7 +10,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -109,6 +109,14 @@ def mend_tracing() -> None:
 mend_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+def without_memory() -> contextlib.AbstractContextManager[Any]:
+    """Lets new tensors have no memory: enough to compile with, whatever their size."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    is_active = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+    return contextlib.nullcontext() if is_active else FakeTensorMode()
+
+
 def compile_graph(
     function: Callable[..., Any],
     args: list[Tensor],
@@ -116,15 +124,17 @@ def compile_graph(
     options: dict[str, Any],
     *,
     from_one: bool = False,
+    decompositions: Mapping[Any, Callable[..., Any]] | None = None,
 ) -> Callable[[Mapping[int, int], list[Tensor]], list[Tensor]] | str:
     """Compile ``function(*args)``, which writes into its arguments or returns a tuple of new tensors, with Inductor.
 
     Args:
         function: traced once; it must have a code object of its own.
-        args: example tensors, no two the same object.
+        args: example tensors, no two the same object; see :func:`without_memory`.
         dynamic: for each argument, the dimensions that may have any size; those of equal size stay equal.
         options: Inductor options.
         from_one: whether "any size" includes 1; otherwise it begins with 2.
+        decompositions: by operator, how to write it in others; None for Inductor's own.
 
     Returns:
         ``run(sizes, args)``, which calls Inductor's code without Dynamo's guards: the caller answers for dtypes, devices,
@@ -137,11 +147,13 @@ def compile_graph(
     from torch.fx.experimental import _config as symbolic_shapes
 
     inductor = lookup_backend("inductor")
+    own = {} if decompositions is None else {"decompositions": decompositions}
     compiled: list[tuple[Callable[..., Any], list[tuple[bool, int]]]] = []
     outputs: list[Tensor] = []
 
     def backend(graph: torch.fx.GraphModule, example: list[Any]) -> Callable[..., Any]:
-        code = inductor(graph, example)
+        code = inductor(graph, example, **own)
+        made = cast("Sequence[Any]", graph.graph.output_node().args[0])
 
         def first_call(*inputs: Any) -> Any:
             # Dynamo orders inputs by first use; the tensors themselves tell which is which, a size is an int.
@@ -150,7 +162,7 @@ def compile_graph(
                 for x in inputs
             ]
             compiled.append((code, order))
-            outputs.extend(code(*inputs))
+            outputs.extend(torch.empty(0) for _ in made)
             return outputs
 
         return first_call

@@ -414,6 +414,20 @@ def test_an_optimizer_on_each_of_two_devices(kind: dict[str, Any], first: int, f
             torch.testing.assert_close(a.cpu(), b.cpu())
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
+def test_a_muon_on_each_of_two_devices_is_the_one_of_the_cpu() -> None:
+    sides = [make(device=device, optimizer=co.Muon) for device in ("cuda:0", "cuda:1", "cpu")]
+    start = [t.clone() for t in sides[-1].tensors()]
+    for i in range(4):
+        for side in sides:
+            give(side, i)
+            side.optimizer.step()
+    expected = sides[-1].tensors()
+    for side in sides[:-1]:
+        for ours, theirs, begin in zip(side.tensors(), expected, start, strict=True):
+            assert (ours.cpu() - theirs).norm() <= 0.05 * (theirs - begin).norm() + 1e-6  # products in bfloat16
+
+
 def test_first_step_in_a_graph_captured_by_hand_is_refused() -> None:
     ours = make(device=DEVICE)
     give(ours, 0)

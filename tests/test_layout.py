@@ -31,7 +31,7 @@ LAYERS = [
         "line_search",
     }
     | {"lowering.vocabulary", "lowering.entries", "lowering.recent"},
-    {"lowering.cache", "lowering.layout", "sharding"},
+    {"lowering.cache", "lowering.layout", "lowering.partial_sums", "sharding"},
     {"lowering.cpp_library", "saved_values"},
     {"addresses", "formats"},
     {"hyperparameters", "lowering.rule_step", "lowering.gradient"},

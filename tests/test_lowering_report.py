@@ -120,9 +120,9 @@ def test_table_of_the_other_optimizers() -> None:
         _table([("optimizer", "launches", "operators"), *rows]),
         """\
 optimizer | launches | operators
-adafactor | 5 | 9
+adafactor | 13 | 10
 lbfgs | 0 | 70
-muon | 8 | 24
+muon | 10 | 25
 sparseadam | 2 | 16
 """,
     )

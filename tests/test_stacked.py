@@ -16,9 +16,11 @@ import torch
 from catalog import SHAPES, Case, copies, give_gradients, relative_error, stacked, stacked_cases, wide_scalars
 from torch.nn.utils import clip_grad_norm_
 from torch.testing._internal.common_optimizers import optim_db
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import compiled_optim as co
 from compiled_optim.fields import Hyper
+from compiled_optim.lowering import stacked as stacks
 from compiled_optim.lowering.stacked import StackedLowering
 
 LOWERINGS = ["multi_tensor", "inductor", "eager"]
@@ -336,10 +338,10 @@ def test_every_input_of_torchs_own_tests(
 
 
 _LAUNCHES = """\
-Adafactor () | 1 Triton kernels
-Adafactor (4,) | 1 Triton kernels
-Adafactor (4, 6) | 4 Triton kernels
-Adafactor (4, 3, 2, 2) | 4 Triton kernels
+Adafactor () | 6 Triton kernels
+Adafactor (4,) | 6 Triton kernels
+Adafactor (4, 6) | 12 Triton kernels
+Adafactor (4, 3, 2, 2) | 12 Triton kernels
 """
 
 
@@ -424,6 +426,86 @@ def test_stacks_on_a_cpu_stay_small() -> None:
     for ours, expected in zip(*results, strict=True):
         assert torch.allclose(ours, expected, rtol=1e-5, atol=1e-6)
     assert len(co.Muon(params).units[0].stacks) == 2
+
+
+def test_sums_in_stages_of_any_size(monkeypatch: pytest.MonkeyPatch, fresh_kernels: None) -> None:
+    """What an accelerator computes, on the CPU."""
+    monkeypatch.setattr(stacks, "_SEQUENTIAL", set())
+    shapes = [
+        (1, 1),
+        (6, 1),
+        (255, 3),
+        (256, 3),
+        (257, 9),
+        (33, 700),
+        (5, 7, 3, 3),
+        (1, 1, 300),
+        (1,),
+        (255,),
+        (256,),
+        (257,),
+    ]
+    params = [torch.nn.Parameter(torch.randn(s, dtype=torch.float64)) for s in shapes for _ in range(2)]
+    twins = copies(params, torch.float64)
+    kwargs = {"lr": 0.1, "eps": (1e-3, 1e-2), "weight_decay": 0.1}
+    optimizer, reference = co.Adafactor(params, **kwargs), torch.optim.Adafactor(twins, **kwargs)
+    with wide_scalars():
+        for step in range(3):
+            give_gradients(params, twins, step)
+            optimizer.step()
+            reference.step()
+    assert relative_error(params, twins) < 1e-13
+
+
+@pytest.mark.parametrize("optimizer_class", stacked(), ids=lambda c: c.__name__)
+def test_batches_and_one_stack_are_alike(
+    optimizer_class: type[co.CompiledOptimizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with a norm of which some gradients stay stacked and others do not."""
+    norms, results = [], []
+    for limit in (1 << 27, 2 * 12 * 20 * 8):
+        monkeypatch.setattr(stacks, "_BYTES", limit)
+        monkeypatch.setattr(stacks, "_KEPT_BYTES", limit * 3 // 2)
+        generator = torch.Generator().manual_seed(0)
+        shapes = [(12, 20), (20, 12)] * 5
+        params = [torch.nn.Parameter(torch.randn(s, dtype=torch.float64, generator=generator)) for s in shapes]
+        optimizer = optimizer_class(params, lr=0.1, max_grad_norm=0.5)
+        for step in range(3):
+            give_gradients(params, params, step, absent=3 if step else 0)
+            optimizer.step()
+        norms.append(optimizer.grad_norm.item())
+        results.append(params)
+    assert norms[0] == pytest.approx(norms[1], rel=1e-14)
+    limit = 1e-13 if optimizer_class.granularity == "tensor" else 1e-2  # products in bfloat16
+    for ours, expected in zip(*results, strict=True):
+        assert torch.allclose(ours, expected, rtol=limit, atol=limit)
+
+
+class _Copies(TorchDispatchMode):
+    """Notes the dtypes of the lists that are copied at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: list[set[torch.dtype]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._foreach_copy_.default:
+            self.dtypes += [{t.dtype for t in tensors} for tensors in args[:2]]
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_is_copied_at_once_has_one_dtype() -> None:
+    """Lists of several dtypes are copied one by one."""
+    params = [torch.nn.Parameter(torch.randn(6, 4).bfloat16()) for _ in range(4)]
+    optimizer = co.Muon(params, lowering="eager")
+    for param in params:
+        optimizer.state[param]["momentum_buffer"] = torch.zeros(6, 4)
+    give_gradients(params, params, 0)
+    optimizer.step()
+    with _Copies() as copied:
+        optimizer.step()
+    assert {torch.float32} in copied.dtypes
+    assert all(len(dtypes) == 1 for dtypes in copied.dtypes)
 
 
 @pytest.mark.parametrize("lowering", LOWERINGS)

@@ -23,8 +23,10 @@ class CoefficientStage:
         self._takes = argument_names(plan.rule.coefficients)
         self._scalar_names = [s.name for s in plan.rule.scalars]
         signs = [-1.0 if plan.groups[index]["maximize"] else 1.0 for index in plan.group_index]
-        self._sign = plan.scalars.new_tensor(signs)
-        self._resolution = plan.scalars.new_tensor([torch.finfo(m.param.dtype).eps for m in plan.members])
+        resolutions = [torch.finfo(m.param.dtype).eps for m in plan.members]
+        self._sign, self._resolution = (
+            torch.tensor(numbers, dtype=plan.scalars.dtype, device=plan.device) for numbers in (signs, resolutions)
+        )
         self._skip = torch.zeros_like(self._sign)
         self._group_index = torch.tensor(plan.group_index, device=plan.device)
         self._recorded: tuple[int, Tensor] | None = None

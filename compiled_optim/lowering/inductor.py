@@ -24,12 +24,15 @@ from compiled_optim.lowering.rule_step import rule_step
 from compiled_optim.lowering.staged import StagedLowering
 from compiled_optim.plan import Plan
 from compiled_optim.signature import Signature, kernel_signature
-from compiled_optim.torch_internals import compile_graph
+from compiled_optim.torch_internals import compile_graph, without_memory
 
 Kernel: TypeAlias = Callable[[int, list[Tensor]], None]
 
 ROW = 128  # elements in a row of packed tensors: one tensor's coefficients hold for a whole row
 PACKED_LIMIT = 16384  # elements below which copying a tensor costs less than a call of its own
+
+_INDICES = (1 << 31) - (1 << 16)
+"""How many elements code for an accelerator tells apart that was made for few: the last block's indices have 32 bits too."""
 
 OPTIONS = {"cpp.dynamic_threads": True}  # follow torch.set_num_threads
 _kernels: dict[Signature, Kernel | str] = {}  # or why there is none
@@ -39,6 +42,19 @@ _serial = itertools.count()
 def obtain_kernel(log: EventLog, signature: Signature, names: Sequence[str]) -> Kernel:
     """The process's kernel of ``signature``, for the parameters ``names`` of the optimizer that keeps ``log``."""
     return log.obtain_or_fall_back(_kernels, signature, names, _make, _uncompiled)
+
+
+def fits_indices(device: torch.device, elements: int) -> bool:
+    """Whether Inductor's code for ``device`` can count so many elements."""
+    return device.type == "cpu" or elements <= _INDICES
+
+
+def say_too_large(log: EventLog, name: str) -> None:
+    """Record that the parameter ``name`` runs uncompiled because of its size."""
+    log.fall_back(
+        f"'{name}' is updated with plain torch operations: it has {_INDICES} elements or more",
+        "a step takes longer, and more memory; split the parameter",
+    )
 
 
 class InductorLowering(StagedLowering):
@@ -55,20 +71,25 @@ class InductorLowering(StagedLowering):
     def __init__(self, plan: Plan, controls: Controls, log: EventLog) -> None:
         super().__init__(plan, controls)
         self._log = log
-        positions: dict[Signature, list[int]] = {}
+        positions: dict[tuple[Signature, bool], list[int]] = {}
         for i, (member, grad_dtype) in enumerate(zip(plan.members, plan.grad_dtypes, strict=True)):
             if member.param.numel() > 0:
                 small = member.param.numel() < PACKED_LIMIT
                 signature = kernel_signature(plan, member, grad_dtype, "packed" if small else "in place")
-                positions.setdefault(signature, []).append(i)
-        self._parts = [_LAYOUTS[s.layout](plan, where, s) for s, where in positions.items()]
+                fits = fits_indices(plan.device, real_numel(member.param))
+                positions.setdefault((signature, fits), []).append(i)
+        self._parts = {_LAYOUTS[s.layout](plan, where, s): fits for (s, fits), where in positions.items()}
 
     def compile(self) -> None:
         """Make the kernels that do not exist yet."""
-        for part in self._parts:
+        for part, fits in self._parts.items():
             if part.kernel is None:
                 names = [self.plan.members[i].name for i in part.positions]
-                part.kernel = obtain_kernel(self._log, part.signature, names)
+                if fits:
+                    part.kernel = obtain_kernel(self._log, part.signature, names)
+                else:
+                    say_too_large(self._log, names[0])
+                    part.kernel = _uncompiled(part.signature)
 
     @property
     def is_compiled(self) -> bool:
@@ -214,9 +235,10 @@ _LAYOUTS: dict[str, type[Packed | InPlace]] = {"packed": Packed, "in place": InP
 
 
 def _make(signature: Signature) -> Kernel | str:
-    tensors, dynamic = _LAYOUTS[signature.layout].example(signature)
+    with without_memory():
+        tensors, dynamic = _LAYOUTS[signature.layout].example(signature)
+        graph = compile_graph(_kernel_function(signature), tensors, [[0] if d else [] for d in dynamic], OPTIONS)
     example = len(tensors[0])
-    graph = compile_graph(_kernel_function(signature), tensors, [[0] if d else [] for d in dynamic], OPTIONS)
     if isinstance(graph, str):
         return graph
 

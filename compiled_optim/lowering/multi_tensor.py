@@ -26,7 +26,7 @@ from compiled_optim.lowering.interface import Capturable
 from compiled_optim.lowering.kernel_table import Kernel
 from compiled_optim.lowering.layout import Layout, has_memory
 from compiled_optim.plan import Plan
-from compiled_optim.signature import Signature, kernel_signature
+from compiled_optim.signature import MULTI_TENSOR, Signature, kernel_signature
 
 BACKENDS: dict[str, Callable[[Signature], Kernel]] = {"cpu": cpp.build, "cuda": triton.build}
 """By device type, what makes the kernel of a signature."""
@@ -69,7 +69,7 @@ class MultiTensorLowering(Capturable):
             return
         positions: dict[Signature, list[int]] = {}
         for i, (member, grad_dtype) in enumerate(zip(self.plan.members, self.plan.grad_dtypes, strict=True)):
-            positions.setdefault(kernel_signature(self.plan, member, grad_dtype, "multi-tensor"), []).append(i)
+            positions.setdefault(kernel_signature(self.plan, member, grad_dtype, MULTI_TENSOR), []).append(i)
         kernels = [
             obtain_kernel(self._log, signature, [self.plan.members[i].name for i in where])
             for signature, where in positions.items()

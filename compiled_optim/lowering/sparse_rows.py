@@ -26,7 +26,7 @@ from compiled_optim.lowering.kernel_table import Kernel, TableRows
 from compiled_optim.lowering.recent import Recent
 from compiled_optim.lowering.square_sums import square_sum
 from compiled_optim.plan import Plan
-from compiled_optim.signature import kernel_signature
+from compiled_optim.signature import MULTI_TENSOR, kernel_signature
 from compiled_optim.torch_internals import assert_on_device, is_capturing
 
 Rows: TypeAlias = Literal["distinct", "repeated", "said to be distinct", "unknown"]
@@ -74,7 +74,7 @@ class RowTableLowering(Capturable):
         members = self.plan.members
         self._kernels = [
             multi_tensor.obtain_kernel(
-                self._log, kernel_signature(self.plan, m, compute_dtype(m.param.dtype), "multi-tensor"), [m.name]
+                self._log, kernel_signature(self.plan, m, compute_dtype(m.param.dtype), MULTI_TENSOR), [m.name]
             )
             for m in members
         ]

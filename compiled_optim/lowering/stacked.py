@@ -1,6 +1,7 @@
 """The lowering of rules that are not elementwise: equal tensors are stacked, and each stack is updated at once.
 
 State lives in the stacks; parameters and gradients are copied in, unless a stack holds a single tensor, and parameters out.
+A stack is so large that a device is busy with it, and so small that its copies are little beside a large model.
 A rule that reduces is compiled by Inductor for stacks of any size, so that neither the number of tensors nor their shapes
 compile anything; a rule on matrices once for each of their shapes, and any number of them.
 """
@@ -19,16 +20,17 @@ from compiled_optim.events import EventLog
 from compiled_optim.fields import compute_dtype
 from compiled_optim.lowering.address_rows import HyperRow
 from compiled_optim.lowering.coefficient_table import CoefficientTable, coefficient_signature
-from compiled_optim.lowering.inductor import OPTIONS
+from compiled_optim.lowering.inductor import OPTIONS, fits_indices, say_too_large
 from compiled_optim.lowering.interface import Capturable
 from compiled_optim.lowering.kernel_table import Kernel
 from compiled_optim.lowering.layout import is_plain, plain_copy
 from compiled_optim.lowering.multi_tensor import current_device, obtain_kernel
+from compiled_optim.lowering.partial_sums import decompositions
 from compiled_optim.lowering.rule_step import rule_step
 from compiled_optim.lowering.staged import StagedLowering
 from compiled_optim.plan import Plan
 from compiled_optim.signature import Signature, kernel_signature
-from compiled_optim.torch_internals import compile_graph
+from compiled_optim.torch_internals import compile_graph, without_memory
 
 StackKernel = Callable[[list[Tensor]], Sequence[Tensor]]
 
@@ -36,8 +38,20 @@ _COUNT = 5
 _EXAMPLES = {"vectors": (_COUNT, 7), "matrices": (_COUNT, 3, 11, 7)}
 """Sizes to compile with, where any may follow: different ones, since equal ones would stay equal."""
 
+_LARGE_EXAMPLES = {"vectors": (_COUNT, 8191), "matrices": (_COUNT, 3, 1031, 769)}
+"""Those for accelerators, where Inductor chooses blocks by them."""
+
+_SEQUENTIAL = {"cpu"}
+"""Where a thread may well walk a whole tensor."""
+
 # With it, reductions over different dimensions of any size fail on a GPU: "CantSplit" (torch 2.13).
-_OPTIONS = {"loop_ordering_after_fusion": False}
+_OPTIONS = {"loop_ordering_after_fusion": False, "assert_indirect_indexing": False}
+
+_BYTES = 1 << 27
+"""The most in a stack of several tensors, as bytes of the widest of them: a step needs 6 to 8 times as many beside them."""
+
+_KEPT_BYTES = 1 << 27
+"""The most gradients that stay stacked between :meth:`StackTableLowering.measure` and the update."""
 
 _CPU_ELEMENTS = 1 << 17
 """The most in a stack of several tensors on a CPU: copies and results stay in the cache, in memory that malloc keeps."""
@@ -68,9 +82,10 @@ class StackedLowering(StagedLowering):
                 signature = kernel_signature(plan, member, grad_dtype, f"stacks of {self._sizes(member.param)}")
                 positions.setdefault((signature, member.param.shape), []).append(i)
         self.stacks = [
-            Stack(plan, where[start : start + self._most(shape)], signature)
+            Stack(plan, where[start : start + most], signature)
             for (signature, shape), where in positions.items()
-            for start in range(0, len(where), self._most(shape))
+            for most in [self._most(signature, shape)]
+            for start in range(0, len(where), most)
         ]
 
     @property
@@ -82,12 +97,15 @@ class StackedLowering(StagedLowering):
         """Make the kernels that do not exist yet."""
         for stack in self.stacks:
             if stack.kernel is None:
-                names = [self.plan.members[i].name for i in stack.positions]
-                if self._compiled:
-                    obtain = self._log.obtain_or_fall_back
-                    stack.kernel = obtain(_kernels, stack.signature, names, _make, _uncompiled)
-                else:
-                    stack.kernel = _uncompiled(stack.signature)
+                stack.kernel = self._obtain(stack, [self.plan.members[i].name for i in stack.positions])
+
+    def _obtain(self, stack: Stack, names: Sequence[str]) -> StackKernel:
+        if not self._compiled:
+            return _uncompiled(stack.signature)
+        if not fits_indices(self.plan.device, stack.numel):
+            say_too_large(self._log, names[0])
+            return _uncompiled(stack.signature)
+        return self._log.obtain_or_fall_back(_kernels, stack.signature, names, _make, _uncompiled)
 
     def launch(self) -> None:
         """Update every parameter of the plan that has a prepared gradient."""
@@ -108,10 +126,11 @@ class StackedLowering(StagedLowering):
         """The prepared gradients of ``stack``, anything in place of absent ones; None if it has none."""
         return stack.gathered(self._grads)
 
-    def _most(self, shape: torch.Size) -> int:
+    def _most(self, signature: Signature, shape: torch.Size) -> int:
         """The number of tensors of ``shape`` that a stack may have."""
-        on_cpu = self.plan.device.type == "cpu" and self.plan.rule.granularity == "tensor"
-        return max(_CPU_ELEMENTS // shape.numel(), 1) if on_cpu else len(self.plan.members)
+        in_cache = self.plan.device.type == "cpu" and self.plan.rule.granularity == "tensor"
+        elements = _CPU_ELEMENTS if in_cache else _BYTES // max(dtype.itemsize for dtype in signature.dtypes)
+        return max(elements // shape.numel(), 1)
 
     def _sizes(self, param: Tensor) -> str:
         if self.plan.rule.granularity == "matrix":
@@ -133,6 +152,8 @@ class StackTableLowering(Capturable, StackedLowering):
         self._controls = controls
         self._hypers = HyperRow(plan, controls, log)
         self._parts: list[tuple[Kernel, CoefficientTable]] = []
+        self._kept: dict[Stack, Tensor] = {}
+        self._measured_whole = self._first_within(_KEPT_BYTES)
         self._holds = False
         self._on_device = current_device(plan.device)
 
@@ -166,6 +187,7 @@ class StackTableLowering(Capturable, StackedLowering):
     def prepare(self, grads: list[Tensor | None] | None) -> None:
         """Take ``grads``, or the parameters' own, and bring the tables up to date."""
         super().prepare(grads)
+        self._kept = {}
         self._holds = False
         self._hypers.refresh()
         for _, table in self._parts:
@@ -183,9 +205,28 @@ class StackTableLowering(Capturable, StackedLowering):
         self._holds = True
 
     def measure(self) -> None:
-        """Write the sum of the squares of the prepared gradients."""
-        stacks = [grads for stack in self.stacks if (grads := self._stacked_gradients(stack)) is not None]
-        self._square_sum.fill_(sum((_square_sum(grads) for grads in stacks), 0.0))
+        """Write the sum of the squares of the prepared gradients. What is stacked for that is kept for :meth:`launch`."""
+        rows = [row for stack in self.stacks for row in self._measured(stack)]
+        self._square_sum.fill_(sum(map(_square_sum, rows), 0.0))
+
+    def _measured(self, stack: Stack) -> Sequence[Tensor]:
+        """The prepared gradients of ``stack``, together or one by one, whether they are held or not."""
+        if stack in self._measured_whole:
+            grads = self._stacked_gradients(stack)
+            if grads is None:
+                return []
+            self._kept[stack] = grads
+            return [grads]
+        if self._holds:
+            assert stack.held is not None
+            return torch.split(stack.held, 1)
+        return [_stack([grad]) for i in stack.positions if (grad := self._grads[i]) is not None]
+
+    def _first_within(self, limit: int) -> set[Stack]:
+        """The first stacks of several tensors, as many as have gradients of ``limit`` bytes together."""
+        several = [stack for stack in self.stacks if len(stack.positions) > 1]
+        ends = itertools.accumulate(stack.numel * stack.signature.dtypes[1].itemsize for stack in several)
+        return {stack for stack, end in zip(several, ends, strict=True) if end <= limit}
 
     def _columns(self) -> Tensor:
         with self._on_device:
@@ -200,7 +241,9 @@ class StackTableLowering(Capturable, StackedLowering):
         return whole
 
     def _stacked_gradients(self, stack: Stack) -> Tensor | None:
-        return stack.held if self._holds else super()._stacked_gradients(stack)
+        if self._holds:
+            return stack.held
+        return self._kept.pop(stack, None) if stack in self._kept else super()._stacked_gradients(stack)
 
 
 class Stack:
@@ -218,6 +261,7 @@ class Stack:
         members = [plan.members[i] for i in positions]
         self._params = [m.param.data for m in members]  # whose versions are counted by who knows what was updated
         self._shape = members[0].param.shape
+        self.numel = len(members) * self._shape.numel()
         self._matrices = plan.rule.granularity == "matrix"
         self._index = torch.tensor(positions, device=plan.device)
         self._dtype = compute_dtype(self._params[0].dtype)
@@ -256,7 +300,9 @@ class Stack:
         columns = coefficients.index_select(1, self._index).to(self._dtype)
         columns = columns.view(*columns.shape, *[1] * (param.dim() - 1))
         new_param, *new_buffers = self.kernel([param, self._seen(grads), *self._buffers, *columns.unbind()])
-        torch._foreach_copy_([*self._params, *self._buffers], [*new_param.view_as(params).unbind(), *new_buffers])
+        torch._foreach_copy_(self._params, new_param.view_as(params).unbind())
+        if self._buffers:  # apart, since tensors of several dtypes are copied one by one
+            torch._foreach_copy_(self._buffers, new_buffers)
 
     def _seen(self, stacked: Tensor) -> Tensor:
         """``stacked`` as an update sees it."""
@@ -284,7 +330,8 @@ def _example(signature: Signature) -> list[Tensor]:
     """Tensors to compile a kernel of ``signature`` with, none the same object."""
     rule = signature.rule
     kind = signature.layout.removeprefix("stacks of ")
-    count, *shape = _EXAMPLES[kind] if kind in _EXAMPLES else (_COUNT, *map(int, kind.split(" x ")))
+    examples = _EXAMPLES if signature.device in _SEQUENTIAL else _LARGE_EXAMPLES
+    count, *shape = examples[kind] if kind in examples else (_COUNT, *map(int, kind.split(" x ")))
     param, grad = (torch.ones(count, *shape, dtype=dtype, device=signature.device) for dtype in signature.dtypes[:2])
     present = rule.present_buffers(dict(signature.statics))
     fields = [b for b in rule.buffers if b.name in present]
@@ -299,17 +346,25 @@ def _example(signature: Signature) -> list[Tensor]:
 
 
 def _make(signature: Signature) -> StackKernel | str:
-    tensors = _example(signature)
-    sizes = tensors[0].shape
     matrices = signature.rule.granularity == "matrix"
-    dynamic = [[d for d, size in enumerate(t.shape) if size > 1 and not (matrices and d)] for t in tensors]
-    graph = compile_graph(_stack_function(signature), tensors, dynamic, OPTIONS | _OPTIONS, from_one=True)
+    function, options = _stack_function(signature), OPTIONS | _OPTIONS
+    sequential = signature.device in _SEQUENTIAL
+    with without_memory():
+        tensors = _example(signature)
+        dynamic = [[d for d, size in enumerate(t.shape) if size > 1 and not (matrices and d)] for t in tensors]
+        staged = None if sequential else decompositions()
+        graph = compile_graph(function, tensors, dynamic, options, from_one=True, decompositions=staged)
     if isinstance(graph, str):
         return graph
+    sizes = tensors[0].shape
 
     def run(tensors: list[Tensor]) -> Sequence[Tensor]:
         return graph({sizes[0]: len(tensors[0])} if matrices else dict(zip(sizes, tensors[0].shape, strict=True)), tensors)
 
+    if not sequential:
+        kinds = [(t.shape[1:], t.dtype) for t in tensors]
+        ones = {kind: torch.ones(1, *kind[0], dtype=kind[1], device=signature.device) for kind in set(kinds)}
+        run([ones[kind] for kind in kinds])  # loads and tunes what a capture could not
     return run
 
 

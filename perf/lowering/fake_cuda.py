@@ -143,8 +143,8 @@ def fake_cuda(arch: int) -> Iterator[None]:
         enter(triton_target(arch))
         enter(_device_guard())
         enter(mock.patch.dict(device_interface.device_interfaces))
-        device_interface.register_interface_for_device("cuda", FakeCuda)
-        device_interface.register_interface_for_device("cuda:0", FakeCuda)
+        for device in ("cuda", "cuda:0", "cuda:1"):
+            device_interface.register_interface_for_device(device, FakeCuda)
         enter(mock.patch.object(torch.cuda, "get_device_properties", return_value=properties))
         enter(mock.patch.object(torch.cuda, "current_device", current_device))
         enter(mock.patch.object(torch.cuda, "_exchange_device", exchange))
@@ -152,7 +152,7 @@ def fake_cuda(arch: int) -> Iterator[None]:
         enter(mock.patch.object(triton_helpers, "set_driver_to_gpu"))
         enter(mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False))
         enter(mock.patch.object(Tensor, "data_ptr", _address, create=True))
-        enter(mock.patch.object(torch_internals, "is_fake", return_value=False))
+        enter(mock.patch.object(torch_internals, "is_fake", _is_not_fake))
         enter(mock.patch.object(Tensor, "pin_memory", lambda tensor, device=None: tensor, create=True))
         enter(
             config.patch(
@@ -199,6 +199,11 @@ def _device_guard() -> Iterator[None]:
         yield
     finally:
         guards[_CUDA] = before
+
+
+def _is_not_fake(tensor: Tensor) -> bool:
+    """A mock would keep every tensor that it was called with."""
+    return False
 
 
 def _address(tensor: Tensor) -> int:

@@ -70,6 +70,13 @@ def _kernel_bytes(text: str, elements: int) -> float:
     return moved
 
 
+def itemsize(text: str, pointer: str) -> int:
+    """The bytes of an element behind one of a kernel's pointers."""
+    kind = re.search(rf"'{pointer}': '\*(\w+)'", text)
+    assert kind is not None, pointer
+    return _size(kind[1])
+
+
 def _argument(line: str, start: int) -> str:
     """The text from ``start`` to the parenthesis that closes it."""
     depth = 1

@@ -112,7 +112,7 @@ def recording(device: str) -> Iterator[Recorder]:
 
     def record_graph(module: Any, inputs: Any, *args: Any, **kwargs: Any) -> Callable[..., Any]:
         with recorder.paused():
-            sources = _inductor_sources(compile_graph, module, inputs, *args, **kwargs)
+            sources = inductor_sources(compile_graph, module, inputs, *args, **kwargs)
 
         def run(*values: Any) -> Any:
             elements = max((v.numel() for v in values if isinstance(v, Tensor)), default=0)
@@ -134,7 +134,7 @@ class _SourceTaken(BaseException):
     """Leaves Inductor once the code is written, before it is loaded."""
 
 
-def _inductor_sources(compile_graph: Callable[..., Any], *args: Any, **kwargs: Any) -> list[str]:
+def inductor_sources(compile_graph: Callable[..., Any], *args: Any, **kwargs: Any) -> list[str]:
     """The modules that Inductor writes for one graph."""
     from torch._inductor.graph import GraphLowering
 
