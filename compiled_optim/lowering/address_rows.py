@@ -182,6 +182,19 @@ def are_aligned(addresses: npt.NDArray[np.int64]) -> bool:
     return not (addresses & 15).any()
 
 
+def pieces(numels: Sequence[int], size: int) -> Tensor:
+    """The int64 table (pieces, 2) of all pieces of tensors with ``numels`` elements: the tensor, and which of its pieces.
+
+    Args:
+        numels: theirs.
+        size: elements of a piece; the last one of a tensor may have fewer.
+    """
+    counts = -(-np.array(numels, dtype=np.int64) // size)
+    tensors = np.repeat(np.arange(len(counts)), counts)
+    firsts = np.cumsum(counts) - counts
+    return torch.from_numpy(np.stack([tensors, np.arange(len(tensors)) - firsts[tensors]], axis=1))
+
+
 def upload(values: Sequence[object] | Tensor, device: torch.device) -> Tensor:
     """``values`` as int64 on ``device``, without waiting for it."""
     host = values if isinstance(values, Tensor) else torch.tensor(values, dtype=torch.int64, device="cpu")

@@ -21,7 +21,7 @@ from compiled_optim.controls import Controls
 from compiled_optim.events import EventLog
 from compiled_optim.fields import real_numel
 from compiled_optim.lowering import cpp, triton
-from compiled_optim.lowering.address_rows import GradientRow, HyperRow, are_aligned, tensor_rows, upload
+from compiled_optim.lowering.address_rows import GradientRow, HyperRow, are_aligned, pieces, tensor_rows, upload
 from compiled_optim.lowering.interface import Capturable
 from compiled_optim.lowering.kernel_table import Kernel
 from compiled_optim.lowering.layout import Layout, has_memory
@@ -168,8 +168,7 @@ class Table:
             *([m.state[name].data_ptr() for m in members] for name in plan.buffers),
         ]
         self.tensors = tensor_rows(plan, positions, data, numels)
-        chunks = [(t, c) for t, n in enumerate(numels) for c in range(-(-n // kernel.chunk))]
-        self.chunks = upload(chunks, plan.device).view(-1, 2)
+        self.chunks = upload(pieces(numels, kernel.chunk), plan.device)
         scratch = functools.partial(torch.empty, dtype=torch.float64, device=plan.device)
         self.coefficients = scratch(1 + len(plan.rule.coefficient_names), len(members))
         self.outcome = controls.outcome(plan.device)
