@@ -221,9 +221,9 @@ def _bytes(tensor: Tensor) -> int:
 class _NoKernel:
     """Stands for a kernel whose run takes no time."""
 
-    chunk = 1
+    chunk = stretch = 1
 
-    def square_sum_count(self, chunks: int) -> int:
+    def square_sum_count(self, stretches: int) -> int:
         return 0
 
     def measure(self, table: KernelTable) -> None:

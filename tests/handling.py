@@ -86,6 +86,25 @@ def _set_state(optimizer: CompiledOptimizer, param: Any, dtype: torch.dtype) -> 
         optimizer.state[param][name] = optimizer.state[param][name].to(dtype)
 
 
+def results(lowering: str, dtype: torch.dtype, unaligned: Callable[[int, int], bool]) -> list[torch.Tensor]:
+    """Parameters and state after clipped steps, where the tensors for which ``unaligned`` (step, index) says so are.
+
+    Step -1 stands for the parameters and their state.
+    """
+
+    def arranged(step: int, i: int) -> torch.Tensor:
+        values = _values(SHAPES[i], dtype, 100 * step + i)
+        return _off_by_one(values) if unaligned(step, i) else values
+
+    params = [torch.nn.Parameter(arranged(-1, i)) for i in range(len(SHAPES))]
+    optimizer = co.AdamW(params, lr=0.07, betas=(0.6, 0.8), weight_decay=0.4, max_grad_norm=0.7, lowering=lowering)
+    for step in range(STEPS):
+        for i, param in enumerate(params):
+            param.grad = arranged(step, i)
+        optimizer.step()
+    return [*params, *(v for s in optimizer.state.values() for v in s.values())]
+
+
 def huge(elements: int) -> tuple[torch.Tensor, CompiledOptimizer]:
     """A parameter with a gradient whose memory is reserved, not touched, and an optimizer without state for it."""
     param = torch.nn.Parameter(torch.empty(elements, dtype=torch.float16))

@@ -24,7 +24,7 @@ from compiled_optim.lowering import cpp, multi_tensor, stacked, triton
 from compiled_optim.lowering.kernel_table import Kernel
 from compiled_optim.signature import Signature
 
-_FIELDS = ("tensors", "grads", "hypers", "chunks", "coefficients", "square_sums", "all_square_sums", "outcome")
+_FIELDS = ("tensors", "grads", "hypers", "chunks", "stretches", "coefficients", "square_sums", "all_square_sums", "outcome")
 
 
 def _pieces(tree: Any) -> list[Tensor]:
@@ -145,7 +145,7 @@ class RecordedKernel:
 
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel
-        self.chunk = kernel.chunk
+        self.chunk, self.stretch = kernel.chunk, kernel.stretch
         self.square_sum_count = kernel.square_sum_count
 
     def measure(self, table: Any) -> None:
@@ -159,7 +159,7 @@ class RecordedKernel:
         if graph is None:
             launch(table)
             return
-        numbers = {"leads": table.leads, "elements": table.elements, "aligned": table.aligned}
+        numbers = {"leads": table.leads, "elements": table.elements}
         baked = SimpleNamespace(**{name: graph.where_it_is(getattr(table, name)) for name in _FIELDS}, **numbers)
         graph.record(lambda: launch(baked))
 

@@ -249,20 +249,6 @@ class TestStep:
             assert_equal(ours, twin, i)
         assert co.compile_report(ours.optimizer).replays >= 8 - warmup - 3
 
-    def test_alignment_is_part_of_the_key(self) -> None:
-        ours = make()
-        runner = co.CUDAGraphRunner(ours.optimizer, warmup=1)
-        for i in range(6):
-            give(ours, i)
-            if i == 4:
-                for unit in ours.optimizer.units:
-                    for _, table in unit.tables:
-                        table._state_aligned = not table._state_aligned
-            runner.step()
-        causes = co.compile_report(ours.optimizer).captures
-        assert len(causes) == 2
-        assert "16-byte" in causes[1]
-
     def test_a_failed_capture_leaves_nothing_to_replay(self, monkeypatch: pytest.MonkeyPatch) -> None:
         ours, twin = make(), make()
         runner = co.CUDAGraphRunner(ours.optimizer, warmup=1)

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import compiled_optim as co
+from compiled_optim.lowering import triton as triton_lowering
 from perf.lowering import ptx
 from perf.lowering.fake_cuda import fake_cuda
 from perf.lowering.record import Launch, recording
@@ -62,18 +63,36 @@ def test_triton_reaches_elements_beyond_31_bits(interpreted: dict[str, Any]) -> 
     assert ours == expected
 
 
+def test_alignment_changes_no_bit(interpreted: dict[str, Any]) -> None:
+    assert interpreted["alignment matters"] == []
+
+
+def test_what_fills_sixteen_bytes_is_accessed_so(interpreted: dict[str, Any]) -> None:
+    """Sizes of tensors; of 1030 elements, the first 1024 are a chunk."""
+    assert interpreted["wide"] == {
+        "float32": [12, 120, 1030, 2048],
+        "float64": [12, 120, 1030, 2048],
+        "bfloat16": [120, 1030, 2048],
+        "bfloat16 gradients": [120, 1030, 2048],
+    }
+    assert interpreted["wide beside unaligned gradients"] == [12, 1030]
+
+
+def test_rows_that_fill_sixteen_bytes_are_accessed_so(interpreted: dict[str, Any]) -> None:
+    assert interpreted["wide rows"] == [4, 8, 1028]
+
+
 def test_cpp_reaches_elements_beyond_31_bits() -> None:
     ours, expected = handling.end_of_huge(1)
     assert ours == expected
 
 
-def _kernel(arch: int, offset: int = 0, grad_offset: int = 0) -> Any:
-    """The compiled kernel that AdamW's step launches for a few tensors this many elements into their allocations."""
+def _kernel(arch: int) -> Any:
+    """The compiled kernel that AdamW's step launches for a few tensors."""
     with fake_cuda(arch):
-        params = [nn.Parameter(torch.empty(4096 + offset, device="cuda")[offset:]) for _ in range(3)]
+        params = [nn.Parameter(torch.empty(4096, device="cuda")) for _ in range(3)]
         for param in params:
             param.grad = torch.empty_like(param)
-        params[1].grad = torch.empty(4096 + grad_offset, device="cuda")[grad_offset:]
         optimizer = co.AdamW(params)
         with recording("cuda") as recorder:
             optimizer.step()
@@ -82,23 +101,38 @@ def _kernel(arch: int, offset: int = 0, grad_offset: int = 0) -> Any:
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100])
-def test_unaligned_tensors_have_no_wide_access(arch: int) -> None:
-    text = _kernel(arch, offset=1).asm["ptx"]
-    path = [a for a in ptx.full_path(text) if a.elementwise]
-    assert {a.bytes for a in path} == {4}
-    assert sum(a.bytes for a in path) * ptx.threads(text) == 28 * 1024
+def test_every_chunk_can_be_accessed_both_ways(arch: int) -> None:
+    """All accesses are masked: those of 16 bytes are for the last chunk of a tensor too, where its size allows it."""
+    text = _kernel(arch).asm["ptx"]
+    accesses = [a for a in ptx.accesses(text) if a.elementwise]
+    assert all(a.masked for a in accesses)
+    moved = {size: ptx.threads(text) * sum(a.bytes for a in accesses if a.bytes == size) for size in (4, 16)}
+    assert moved == {4: 28 * triton_lowering.PART, 16: 28 * triton_lowering.BLOCK}
+    assert sum(moved.values()) == ptx.threads(text) * sum(a.bytes for a in accesses)
 
 
-def test_one_unaligned_gradient_is_enough() -> None:
-    for offset, widths in ((0, {16}), (1, {4}), (4, {16})):
-        text = _kernel(90, grad_offset=offset).asm["ptx"]
-        assert {a.bytes for a in ptx.full_path(text) if a.elementwise} == widths
+def test_alignment_is_no_matter_of_kernels_or_graphs() -> None:
+    """Gradients are unaligned in every other step, or absent; so are parameters of another optimizer."""
+    keys, kernels = set(), set()
+    with fake_cuda(90), recording("cuda") as recorder:
+        for offset in (0, 1):
+            param = nn.Parameter(torch.empty(4096 + offset, device="cuda")[offset:])
+            other = nn.Parameter(torch.empty(64, device="cuda"))
+            other.grad = torch.empty_like(other)
+            optimizer = co.AdamW([param, other], max_grad_norm=1.0)
+            for step in range(6):
+                param.grad = None if step % 3 == 2 else torch.empty(4096 + step % 3, device="cuda")[step % 3 :]
+                optimizer.step()
+                keys.add((offset, optimizer.launch_key()))
+                kernels |= {(launch.name, launch.kernel.hash) for launch in recorder.take().launches}
+    assert len(keys) == 2
+    assert sorted(name for name, _ in kernels) == ["evaluate", "square_sums", "update"]
 
 
 def test_offsets_of_elements_have_64_bits() -> None:
     text = _kernel(90).asm["ttir"]
-    offsets = re.findall(r"tt\.addptr [^:]* : tensor<1024x!tt\.ptr<\w+>>, tensor<1024x(\w+)>", text)
-    assert len(offsets) >= 7  # parameter, gradient and two buffers, on both paths or shared by them
+    offsets = re.findall(r"tt\.addptr [^:]* : tensor<\d+x!tt\.ptr<\w+>>, tensor<\d+x(\w+)>", text)
+    assert len(offsets) >= 8  # parameter, gradient and two buffers, on both paths
     assert set(offsets) == {"i64"}
 
 

@@ -239,18 +239,6 @@ def test_the_guard_itself_sees_torchs_optimizer_wait() -> None:
         torch.optim.SparseAdam([param]).step()
 
 
-@pytest.mark.parametrize(("width", "aligned"), [(4, True), (8, True), (6, False), (1, False)])
-def test_wide_accesses_where_every_row_begins_at_sixteen_bytes(width: int, aligned: bool) -> None:
-    param = _table(8, width, torch.float32)
-    optimizer = co.SparseAdam([param])
-    param.grad = _gradient(param, [1, 3])
-    optimizer.step()
-    (unit,) = optimizer.units
-    unit.prepare(None)
-    (part,) = unit._parts
-    assert part.batch.aligned == aligned
-
-
 def test_shapes_follow_from_the_number_of_entries() -> None:
     """Meta tensors have no data that a shape could depend on."""
     index = torch.zeros(1, 7, dtype=torch.int64, device="meta")

@@ -29,12 +29,12 @@ def _compile(rule: Any, statics: dict[str, Any], dtype: str, arch: int) -> dict[
     signature = Signature(rule, tuple(statics.items()), "cuda", "multi-tensor", dtype, dtype, buffers)
     module = lowering.load(lowering.source(signature))
     numbers = {"coefficients": "*fp64", "out": "*fp64", "sums": "*fp64", "outcome": "*fp64"}
-    sizes = dict.fromkeys(("count", "chunk_count", "sum_count", "leads"), "i32")
+    sizes = dict.fromkeys(("count", "stretch_count", "sum_count", "leads"), "i32")
     result = {}
     for function, constants in (
-        (module.square_sums, {"BLOCK": lowering.BLOCK, "ALIGNED": True}),
+        (module.square_sums, {"BLOCK": lowering.BLOCK}),
         (module.evaluate, {"TENSORS": lowering.TENSORS, "LANES": lowering.BLOCK}),
-        (module.update, {"BLOCK": lowering.BLOCK, "ALIGNED": True}),
+        (module.update, {"BLOCK": lowering.BLOCK, "PART": lowering.PART}),
     ):
         known = {**numbers, **sizes}
         types = {name: known.get(name, "*i64") for name in function.arg_names if name not in constants}

@@ -106,7 +106,6 @@ class GradientRow:
 
     Attributes:
         row: (count,) int64: what kernels read, on the device; another tensor in a graph that is being captured.
-        aligned: whether every address in ``row`` is a multiple of 16 bytes, which only accelerators ask.
     """
 
     def __init__(self, count: int, device: torch.device, log: EventLog) -> None:
@@ -117,7 +116,6 @@ class GradientRow:
         self._own = host if device.type == "cpu" else upload(host, device)
         self._is_known = True  # whether the memory of the device has what the host's has
         self.row = self._own
-        self.aligned = True
         self._spares: list[Tensor] = []
         self.reserve(1)
         self._captured: list[Tensor] = []
@@ -134,7 +132,6 @@ class GradientRow:
             self.row = self._own
             if self._device.type != "cpu":
                 self.row.copy_(torch.from_numpy(self._host).pin_memory(), non_blocking=True)
-                self.aligned = are_aligned(self._host)
             self.reserve(1)
             self._is_known = True
 
@@ -155,7 +152,6 @@ class GradientRow:
         spare.numpy()[:] = self._host  # the host's work, now and not in a replay
         self.row = torch.empty_like(self._own).copy_(spare, non_blocking=True)
         self._captured += [spare, self.row]  # read by every replay
-        self.aligned = are_aligned(self._host)
 
     def _host_row(self) -> Tensor:
         row = torch.empty_like(self._own, device="cpu")
@@ -177,9 +173,17 @@ def tensor_rows(plan: Plan, positions: Sequence[int], data: Sequence[Sequence[in
     return upload([*data, *scalars, numels, groups, [plan.groups[g]["maximize"] for g in groups]], plan.device)
 
 
-def are_aligned(addresses: npt.NDArray[np.int64]) -> bool:
-    """Whether all are multiples of 16 bytes."""
-    return not (addresses & 15).any()
+def pieces(numels: Sequence[int], size: int) -> Tensor:
+    """The int64 table (pieces, 2) of all pieces of tensors with ``numels`` elements: the tensor, and which of its pieces.
+
+    Args:
+        numels: theirs.
+        size: elements of a piece; the last one of a tensor may have fewer.
+    """
+    counts = -(-np.array(numels, dtype=np.int64) // size)
+    tensors = np.repeat(np.arange(len(counts)), counts)
+    firsts = np.cumsum(counts) - counts
+    return torch.from_numpy(np.stack([tensors, np.arange(len(tensors)) - firsts[tensors]], axis=1))
 
 
 def upload(values: Sequence[object] | Tensor, device: torch.device) -> Tensor:

@@ -67,7 +67,7 @@ class CoefficientTable:
         self.index = upload(list(positions), plan.device)
         nothing = [0] * len(positions)
         self.tensors = tensor_rows(plan, positions, [nothing], nothing)
-        self.chunks = self.tensors.new_empty(0, 2)
+        self.chunks = self.stretches = self.tensors.new_empty(0, 2)
         numbers = 1 + len(plan.rule.coefficient_names)
         self.coefficients = torch.empty(numbers, len(positions), dtype=torch.float64, device=plan.device)
         self.outcome = controls.outcome(plan.device)
@@ -75,7 +75,6 @@ class CoefficientTable:
         self.hypers = hypers.row
         self.leads = leads
         self.elements = 0
-        self.aligned = True
         self._gradients = GradientRow(len(positions), plan.device, log)
         self._present = [False] * len(positions)  # as the kernel knows it
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from compiled_optim.lowering.cpp_library import library
 from compiled_optim.lowering.kernel_table import KernelTable, TableRows
@@ -207,7 +208,7 @@ extern "C" void step(const int64_t* tensors, const int64_t* grads, const int64_t
 class CppKernel:
     """A compiled kernel on the CPU; its threads are those of ``torch.set_num_threads``."""
 
-    chunk = CHUNK
+    chunk = stretch = CHUNK
 
     def __init__(self, code: ctypes.CDLL) -> None:
         pointer, integer, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
@@ -217,18 +218,18 @@ class CppKernel:
         self._step.argtypes = [*tensors, pointer, pointer, integer, pointer, flag, pointer, flag]
         self._measure.restype = self._step.restype = None
 
-    def square_sum_count(self, chunks: int) -> int:
-        """One partial sum per chunk, so that their order does not depend on the threads."""
-        return chunks
+    def square_sum_count(self, stretches: int) -> int:
+        """One partial sum per stretch, so that their order does not depend on the threads."""
+        return stretches
 
     def measure(self, table: KernelTable) -> None:
         """Write the partial sums of the squares of the gradients."""
-        self._measure(*self._tensors(table), table.square_sums.data_ptr(), self._threads(table))
+        self._measure(*self._tensors(table, table.stretches), table.square_sums.data_ptr(), self._threads(table))
 
     def __call__(self, table: KernelTable) -> None:
         """Update the tensors of ``table``."""
         self._step(
-            *self._tensors(table),
+            *self._tensors(table, table.chunks),
             table.hypers.data_ptr(),
             table.all_square_sums.data_ptr(),
             len(table.all_square_sums),
@@ -239,14 +240,8 @@ class CppKernel:
         )
 
     @staticmethod
-    def _tensors(table: KernelTable) -> tuple[int, ...]:
-        return (
-            table.tensors.data_ptr(),
-            table.grads.data_ptr(),
-            table.chunks.data_ptr(),
-            len(table.grads),
-            len(table.chunks),
-        )
+    def _tensors(table: KernelTable, pieces: Tensor) -> tuple[int, ...]:
+        return table.tensors.data_ptr(), table.grads.data_ptr(), pieces.data_ptr(), len(table.grads), len(pieces)
 
     @staticmethod
     def _threads(table: KernelTable) -> int:

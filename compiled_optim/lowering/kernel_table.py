@@ -19,7 +19,8 @@ class KernelTable(Protocol):
         grads: (tensors,) int64, addresses of the gradients, 0 where there is none.
         hypers: (controls + groups * hyperparameters) int64, addresses of float64 numbers: first the step's controls, as in
             :data:`compiled_optim.controls.NAMES`, then a row per group.
-        chunks: (chunks, 2) int64, the tensor and which of its chunks.
+        chunks: (chunks, 2) int64, the tensor and which of its chunks; what a kernel updates at a time.
+        stretches: (stretches, 2) int64, the tensor and which of its stretches; what a kernel measures at a time.
         coefficients: (1 + coefficients, tensors) float64, written by the kernel: the factor of the gradient, then the rule's
             own; what it says of a tensor without a gradient, and in a skipped step, has no meaning.
         square_sums: float64, this table's part of ``all_square_sums``.
@@ -27,12 +28,12 @@ class KernelTable(Protocol):
         outcome: (3,) float64, the norm, whether the step was skipped, and how many were; see ``leads``.
         leads: whether this table's kernel counts a skipped step.
         elements: real numbers in all parameters.
-        aligned: whether every address is a multiple of 16 bytes.
     """
 
     tensors: Tensor
     hypers: Tensor
     chunks: Tensor
+    stretches: Tensor
     coefficients: Tensor
     square_sums: Tensor
     all_square_sums: Tensor
@@ -44,20 +45,20 @@ class KernelTable(Protocol):
     def grads(self) -> Tensor:
         """See above."""
 
-    @property
-    def aligned(self) -> bool:
-        """See above."""
-
 
 class Kernel(Protocol):
-    """A compiled kernel. ``chunk`` is the number of elements it updates at a time."""
+    """A compiled kernel."""
 
     @property
     def chunk(self) -> int:
-        """Elements in a chunk."""
+        """Elements that it updates at a time."""
 
-    def square_sum_count(self, chunks: int) -> int:
-        """How many partial sums :meth:`measure` writes for a table of so many chunks."""
+    @property
+    def stretch(self) -> int:
+        """Elements that it measures at a time."""
+
+    def square_sum_count(self, stretches: int) -> int:
+        """How many partial sums :meth:`measure` writes for a table of so many stretches."""
 
     def measure(self, table: KernelTable) -> None:
         """Write the partial sums of the squares of the gradients."""

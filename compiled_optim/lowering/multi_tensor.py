@@ -11,7 +11,6 @@ import contextlib
 import functools
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,7 +20,7 @@ from compiled_optim.controls import Controls
 from compiled_optim.events import EventLog
 from compiled_optim.fields import real_numel
 from compiled_optim.lowering import cpp, triton
-from compiled_optim.lowering.address_rows import GradientRow, HyperRow, are_aligned, tensor_rows, upload
+from compiled_optim.lowering.address_rows import GradientRow, HyperRow, pieces, tensor_rows, upload
 from compiled_optim.lowering.interface import Capturable
 from compiled_optim.lowering.kernel_table import Kernel
 from compiled_optim.lowering.layout import Layout, has_memory
@@ -89,18 +88,14 @@ class MultiTensorLowering(Capturable):
         """Whether :meth:`compile` has nothing to do."""
         return bool(self.tables)
 
-    def launch_key(self) -> tuple[object, ...]:
-        """What a graph that holds :meth:`launch` depends on besides the memory of the tables; it stands for this object."""
-        return (*super().launch_key(), *(table.aligned for _, table in self.tables))
-
     @property
     def square_sum_count(self) -> int:
         """How many partial sums :meth:`measure` writes."""
-        return sum(kernel.square_sum_count(len(table.chunks)) for kernel, table in self.tables)
+        return sum(kernel.square_sum_count(len(table.stretches)) for kernel, table in self.tables)
 
     def connect(self, own: Tensor, whole: Tensor) -> None:
         """Let :meth:`measure` write to ``own``, and the kernels read ``whole``."""
-        counts = [kernel.square_sum_count(len(table.chunks)) for kernel, table in self.tables]
+        counts = [kernel.square_sum_count(len(table.stretches)) for kernel, table in self.tables]
         for (_, table), piece in zip(self.tables, torch.split(own, counts), strict=True):
             table.square_sums, table.all_square_sums = piece, whole
 
@@ -142,7 +137,7 @@ def _address(grad: Tensor) -> int:
 
 
 class Table:
-    """Addresses, sizes and chunks of the tensors that share one kernel; see :class:`KernelTable` for what it holds."""
+    """Addresses, sizes and pieces of the tensors that share one kernel; see :class:`KernelTable` for what it holds."""
 
     def __init__(
         self,
@@ -168,8 +163,8 @@ class Table:
             *([m.state[name].data_ptr() for m in members] for name in plan.buffers),
         ]
         self.tensors = tensor_rows(plan, positions, data, numels)
-        chunks = [(t, c) for t, n in enumerate(numels) for c in range(-(-n // kernel.chunk))]
-        self.chunks = upload(chunks, plan.device).view(-1, 2)
+        self.chunks = upload(pieces(numels, kernel.chunk), plan.device)
+        self.stretches = upload(pieces(numels, kernel.stretch), plan.device)
         scratch = functools.partial(torch.empty, dtype=torch.float64, device=plan.device)
         self.coefficients = scratch(1 + len(plan.rule.coefficient_names), len(members))
         self.outcome = controls.outcome(plan.device)
@@ -180,7 +175,6 @@ class Table:
         self._gradients = GradientRow(len(members), plan.device, log)
         self._version = -1  # of the plan's addresses that the kernel knows
         self._index = slice(None) if len(positions) == len(plan.members) else list(positions)
-        self._state_aligned = are_aligned(np.array(data, dtype=np.int64))
         self._staged = [i for i, layout in enumerate(self._layouts) if layout.stage is not None]
         self._held: Sequence[Tensor | None] = ()
 
@@ -188,11 +182,6 @@ class Table:
     def grads(self) -> Tensor:
         """The addresses of the gradients."""
         return self._gradients.row
-
-    @property
-    def aligned(self) -> bool:
-        """Whether every address is a multiple of 16 bytes."""
-        return self._state_aligned and self._gradients.aligned
 
     @property
     def is_staged(self) -> bool:

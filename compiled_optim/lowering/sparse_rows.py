@@ -215,7 +215,6 @@ class RowKind:
         for row, name in enumerate(plan.buffers, rows.buffers):
             row_bytes[row] = width * members[0].state[name].element_size()
         self.row_bytes = upload(row_bytes, device)
-        self.aligned = whole.aligned and int(row_bytes[row_bytes > 0].min() if width else 0) % 16 == 0
         self.columns = whole.tensors.index_select(1, upload(positions, device))
         self.columns[rows.numel] = width
         strides = zip(*[row_strides(shape)[:-1] for shape in shapes], strict=True)
@@ -258,13 +257,13 @@ class RowBatch:
         self.tensors = torch.cat([self._base, kind.columns], 1)
 
         self.chunks = torch.cartesian_prod(self._own, torch.arange(-(-width // chunk), device=device))
+        self.stretches = self.chunks[:0]  # measured in torch operations
         numbers = 1 + len(plan.rule.coefficient_names)
         self.coefficients = torch.empty(numbers, count + len(counts), dtype=torch.float64, device=device)
         self.hypers, self.outcome = whole.hypers, whole.outcome
         self.square_sums = self.all_square_sums = whole.square_sums
         self.leads = False
         self.elements = count * width
-        self.aligned = kind.aligned
 
     def hold(self, grads: Sequence[Tensor]) -> None:
         """Copy indices and values of the entries of ``grads``, one for each parameter, to ``held``, whose memory stays."""

@@ -1,8 +1,11 @@
 """A rule as Triton: kernels that update every tensor of a plan in two launches, three where the norm is needed.
 
-``square_sums`` reduces the gradients, each program a fixed share of the chunks. ``evaluate`` computes the rule's
+``square_sums`` reduces the gradients, each program a fixed share of their stretches. ``evaluate`` computes the rule's
 coefficients, in float64, with one lane per tensor. ``update`` updates one chunk of a tensor per program. All read addresses
 from tables in device memory, so they are compiled once per signature whatever the tensors are.
+
+Elements are accessed 16 bytes at a time where the addresses and the number of elements are multiples of that, otherwise one
+by one. A program finds out which when it runs.
 """
 
 from __future__ import annotations
@@ -12,11 +15,15 @@ import linecache
 import sys
 from types import ModuleType
 
+import torch
+
 from compiled_optim.lowering.kernel_table import KernelTable, TableRows
 from compiled_optim.lowering.symbols import Dialect, Program
 from compiled_optim.signature import Signature
 
 BLOCK = 1024  # elements of a chunk, updated by one program
+PART = 512  # elements of a chunk that are updated at a time where they are accessed one by one, which takes registers
+STRETCH = 16384  # bytes of a gradient whose squares a program adds up at a time: the memory's latency is paid once for all
 TENSORS = 32  # tensors whose coefficients one program evaluates
 WARPS = 4
 REDUCING_PROGRAMS = 4096  # programs that reduce the gradients: enough to keep the memory of a large GPU busy
@@ -30,7 +37,8 @@ def source(signature: Signature) -> str:
     rule, statics = signature.rule, dict(signature.statics)
     program = Program.of(rule, statics, _DIALECT)
     rows = TableRows(rule, statics)
-    storage = [_STORAGE[d] for d in (signature.param_dtype, signature.grad_dtype, *signature.buffer_dtypes)]
+    dtypes = (signature.param_dtype, signature.grad_dtype, *signature.buffer_dtypes)
+    storage = [_STORAGE[d] for d in dtypes]
     compute = "tl.float64" if signature.param_dtype == "float64" else "tl.float32"
     scalars = range(1 + len(rule.scalars))
     controls = [f"control{i} = control_of(hypers, {i})" for i in range(rows.controls)]
@@ -44,24 +52,29 @@ def source(signature: Signature) -> str:
     evaluate += [f"tl.store(scalars{i}, {value}, mask=here)" for i, value in enumerate(program.new_scalars)]
     evaluate += [f"tl.store(out + {i + 1} * count + t, {value}, mask=here)" for i, value in enumerate(program.numbers)]
     names = ("params", "grad_values", *(f"buffers{i}" for i in range(len(storage) - 2)))
-    places = ("tensors, 0", "grads, 0", *(f"tensors, {rows.buffers + i}" for i in range(len(storage) - 2)))
-    pointers = [
-        f"{n} = chunk_of({place}, count, t, {d}, ALIGNED)" for n, place, d in zip(names, places, storage, strict=True)
-    ]
-    pointers += [f"factor = tl.load(coefficients + t).to({compute})"]
-    pointers += [f"k{i} = tl.load(coefficients + {i + 1} * count + t).to({compute})" for i in range(len(program.numbers))]
+    places = ("tensors + 0", "grads + 0", *(f"tensors + {rows.buffers + i}" for i in range(len(storage) - 2)))
+    numbers = [f"{n} = tl.load({place} * count + t)" for n, place in zip(names, places, strict=True)]
+    numbers += [f"factor = tl.load(coefficients + t).to({compute})"]
+    numbers += [f"k{i} = tl.load(coefficients + {i + 1} * count + t).to({compute})" for i in range(len(program.numbers))]
     results = [program.new_param, *program.new_buffers]
     targets = [n for n in names if n != "grad_values"]
     kinds = [d for n, d in zip(names, storage, strict=True) if n != "grad_values"]
 
-    def body(mask: str) -> list[str]:
+    def body(pointer: str) -> list[str]:
         values = ("param", "grad", *(f"buffer{i}" for i in range(len(storage) - 2)))
-        lines = [f"{v} = tl.load({n} + at{mask}).to({compute})" for v, n in zip(values, names, strict=True)]
+        lines = [
+            f"{v} = tl.load({pointer}({n}, {d}) + at, mask=inside).to({compute})"
+            for v, n, d in zip(values, names, storage, strict=True)
+        ]
         lines += ["grad = factor * grad", *program.update]
         return lines + [
-            f"tl.store({n} + at, rounded({value}, {d}){mask})" for n, value, d in zip(targets, results, kinds, strict=True)
+            f"tl.store({pointer}({n}, {d}) + at, rounded({value}, {d}), mask=inside)"
+            for n, value, d in zip(targets, results, kinds, strict=True)
         ]
 
+    blocks = range(0, stretch_of(signature.grad_dtype), BLOCK)
+    squares = [f"grad{i} = tl.load(grad_values + {i} + at, mask=at < left - {i}, other=0.0)" for i in blocks]
+    squares += [f"squares += square(grad{i}.to({compute}))" for i in blocks]
     return _TEMPLATE.format(
         group_row=rows.group,
         maximize_row=rows.maximize,
@@ -73,10 +86,30 @@ def source(signature: Signature) -> str:
         norm=program.norm,
         skip=program.skip,
         evaluate=_block(evaluate, 1),
-        pointers=_block(pointers, 2),
-        whole=_block(body(""), 3),
-        tail=_block(body(", mask=inside"), 3),
+        stretch=stretch_of(signature.grad_dtype),
+        grad_bytes=_size(signature.grad_dtype),
+        grad_lanes=_lanes(signature.grad_dtype),
+        squares=_block(squares, 3),
+        numbers=_block(numbers, 2),
+        addresses=" | ".join(names),
+        lanes=_lanes(*dtypes),
+        wide=_block(body("wide"), 3),
+        narrow=_block(body("narrow"), 4),
     )
+
+
+def stretch_of(grad_dtype: str) -> int:
+    """How many elements of a gradient a program reduces at a time."""
+    return STRETCH // _size(grad_dtype)
+
+
+def _size(dtype: str) -> int:
+    return int(getattr(torch, dtype).itemsize)
+
+
+def _lanes(*dtypes: str) -> int:
+    """The fewest elements that fill a whole number of 16 bytes in each of ``dtypes``."""
+    return 16 // min(map(_size, dtypes))
 
 
 def _block(lines: list[str], level: int) -> str:
@@ -159,28 +192,43 @@ def hyper_of(hypers, index, here):
 
 
 @triton.jit
-def chunk_of(tensors, row, count, t, dtype: tl.constexpr, ALIGNED: tl.constexpr):
-    pointer = tl.load(tensors + row * count + t).to(tl.pointer_type(dtype))
-    return tl.multiple_of(pointer, 16) if ALIGNED else pointer
+def square(x):
+    return x * x
 
 
-@triton.jit(do_not_specialize=["count", "chunk_count"])
-def square_sums(tensors, grads, chunks, sums, count, chunk_count, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
-    lanes = tl.zeros([BLOCK], {compute})
-    for chunk in range(tl.program_id(0), chunk_count, tl.num_programs(0)):
-        t = tl.load(chunks + 2 * chunk)
-        if tl.load(grads + t) != 0:
-            start = tl.load(chunks + 2 * chunk + 1) * BLOCK
-            size = tl.load(tensors + {numel_row} * count + t)
-            at = start + tl.arange(0, BLOCK)
-            grad_values = chunk_of(grads, 0, count, t, {grad}, ALIGNED)
-            if start + BLOCK <= size:
-                grad = tl.load(grad_values + at).to({compute})
-                lanes += grad * grad
-            else:
-                grad = tl.load(grad_values + at, mask=at < size, other=0.0).to({compute})
-                lanes += grad * grad
-    tl.store(sums + tl.program_id(0), tl.sum(lanes.to(tl.float64), axis=0))
+@triton.jit
+def narrow(address, dtype: tl.constexpr):
+    return address.to(tl.pointer_type(dtype))
+
+
+@triton.jit
+def wide(address, dtype: tl.constexpr):
+    return tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
+
+
+@triton.jit(do_not_specialize=["count", "stretch_count"])
+def square_sums(tensors, grads, stretches, sums, count, stretch_count, BLOCK: tl.constexpr):
+    squares = tl.zeros([BLOCK], {compute})
+    share = stretch_count // tl.num_programs(0)
+    longer = stretch_count % tl.num_programs(0)
+    first = tl.program_id(0) * share + tl.minimum(tl.program_id(0), longer)
+    for stretch in range(first, first + share + tl.where(tl.program_id(0) < longer, 1, 0)):
+        t = tl.load(stretches + 2 * stretch)
+        start = tl.load(stretches + 2 * stretch + 1) * {stretch}
+        address = tl.load(grads + t)
+        left = tl.minimum(tl.load(tensors + {numel_row} * count + t) - start, {stretch})
+        left = tl.where(address != 0, left, 0).to(tl.int32)
+        address += start * {grad_bytes}
+        at = tl.arange(0, BLOCK)
+        if (address % 16 == 0) & (left % {grad_lanes} == 0):
+            left = left // {grad_lanes} * {grad_lanes}  # itself, now known to be a multiple
+            grad_values = wide(address, {grad})
+{squares}
+        else:
+            for part in range(0, left, BLOCK):
+                grad = tl.load(narrow(address, {grad}) + part + at, mask=at < left - part, other=0.0)
+                squares += square(grad.to({compute}))
+    tl.store(sums + tl.program_id(0), tl.sum(squares.to(tl.float64), axis=0))
 
 
 @triton.jit(do_not_specialize=["count", "sum_count", "leads"])
@@ -207,19 +255,24 @@ def evaluate(
 
 
 @triton.jit(do_not_specialize=["count"])
-def update(tensors, grads, chunks, outcome, coefficients, count, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
+def update(tensors, grads, chunks, outcome, coefficients, count, BLOCK: tl.constexpr, PART: tl.constexpr):
     chunk = tl.program_id(0)
     t = tl.load(chunks + 2 * chunk)
     if (tl.load(grads + t) != 0) & (tl.load(outcome + 1) == 0):
         start = tl.load(chunks + 2 * chunk + 1) * BLOCK
-        size = tl.load(tensors + {numel_row} * count + t)
-        at = start + tl.arange(0, BLOCK)
-{pointers}
-        if start + BLOCK <= size:
-{whole}
+        left = tl.minimum(tl.load(tensors + {numel_row} * count + t) - start, BLOCK).to(tl.int32)
+{numbers}
+        if (({addresses}) % 16 == 0) & (left % {lanes} == 0):
+            lane = tl.arange(0, BLOCK)
+            inside = lane < left // {lanes} * {lanes}  # left itself, now known to be a multiple
+            at = start + lane
+{wide}
         else:
-            inside = at < size
-{tail}
+            for part in range(0, left, PART):
+                lane = part + tl.arange(0, PART)
+                inside = lane < left
+                at = start + lane
+{narrow}
 """
 
 
@@ -228,12 +281,13 @@ class TritonKernel:
 
     chunk = BLOCK
 
-    def __init__(self, module: ModuleType) -> None:
+    def __init__(self, module: ModuleType, stretch: int) -> None:
         self._module = module
+        self.stretch = stretch
 
-    def square_sum_count(self, chunks: int) -> int:
+    def square_sum_count(self, stretches: int) -> int:
         """One partial sum per program that reduces."""
-        return min(chunks, REDUCING_PROGRAMS)
+        return min(stretches, REDUCING_PROGRAMS)
 
     def measure(self, table: KernelTable) -> None:
         """Write the partial sums of the squares of the gradients, in one launch."""
@@ -241,12 +295,11 @@ class TritonKernel:
             self._module.square_sums[(len(table.square_sums),)](
                 table.tensors,
                 table.grads,
-                table.chunks,
+                table.stretches,
                 table.square_sums,
                 len(table.grads),
-                len(table.chunks),
+                len(table.stretches),
                 BLOCK,
-                table.aligned,
                 num_warps=WARPS,
             )
 
@@ -275,14 +328,14 @@ class TritonKernel:
                 table.coefficients,
                 count,
                 BLOCK,
-                table.aligned,
+                PART,
                 num_warps=WARPS,
             )
 
 
 def build(signature: Signature) -> TritonKernel:
     """The kernels for one signature; Triton compiles them when they first run."""
-    return TritonKernel(load(source(signature)))
+    return TritonKernel(load(source(signature)), stretch_of(signature.grad_dtype))
 
 
 def load(text: str) -> ModuleType:

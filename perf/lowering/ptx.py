@@ -1,7 +1,7 @@
 """What a compiled kernel does, read from its PTX: the memory traffic of one program, and what the assembler makes of it.
 
 Accesses whose address depends on the thread belong to elements; the others read a table, once per program. The path that
-counts is the one without masked accesses, on which a program finds a whole chunk of elements.
+counts is the one with the fewest masked accesses, on which a program finds a whole chunk of elements, well aligned.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def external_functions(ptx: str) -> list[str]:
 
 
 def full_path(ptx: str) -> list[Access]:
-    """The accesses a thread makes on the path with element accesses, none of them masked if there is such a path.
+    """The accesses a thread makes on the path with element accesses and the fewest masked ones.
 
     A loop counts as one turn of it: its blocks are on the path once.
     """
