@@ -135,6 +135,8 @@ class CompiledOptimizer(Declared, Optimizer):
         self._number = traced.register(self)
         self._replay: Callable[[], None] | None = None
         self._has_runner = False
+        self._kept: list[object] = []  # what graphs captured by hand read; nobody says when they are gone
+        self._is_by_hand = False
         self._changes: Changes = vars(self).setdefault("_changes", Changes())  # shared with groups and state
         self._changes.pending = True
         self._lock: contextlib.AbstractContextManager[bool] = vars(self).setdefault("_lock", threading.RLock())
@@ -343,6 +345,7 @@ class CompiledOptimizer(Declared, Optimizer):
         self._changes.pending = False
         if self._controls.measures_norm and self._square_sums is None:
             self._square_sums = SquareSums(self.units)
+            self._leave_graphs()
         self._schedules.hold()
         for unit, own in zip(self.units, by_unit, strict=True):
             unit.prepare(own)
@@ -450,8 +453,26 @@ class CompiledOptimizer(Declared, Optimizer):
                 "take one step before capturing, or let co.CUDAGraphRunner do so"
             )
         if not self._has_runner:
-            for group in self._groups:
-                group.on_assignment = self._warn_of_graph
+            self._keep_for_graph()
+
+    def _keep_for_graph(self) -> None:
+        """Note that a graph captured by hand is to read what the step uses now."""
+        if not self._is_by_hand:
+            self._kept.append((self.units, self._square_sums, self._schedules))
+        self._is_by_hand = True
+        for group in self._groups:
+            group.on_assignment = self._warn_of_graph
+
+    def _leave_graphs(self) -> None:
+        """Warn where the step no longer uses what a graph captured by hand reads."""
+        if self._is_by_hand:
+            self._is_by_hand = False
+            warnings.warn(
+                "groups, state or clipping changed after step() was captured in a CUDA graph, which goes on with those it "
+                "was captured with; capture it again, or with co.CUDAGraphRunner",
+                RuntimeWarning,
+                stacklevel=3,
+            )
 
     def _warn_of_graph(self, label: str) -> None:
         for group in self._groups:
@@ -552,6 +573,7 @@ class CompiledOptimizer(Declared, Optimizer):
         self._stateless = [i for i in range(len(self._traceable)) if i not in planned]
         self._group_shapes = [self._group_shape(g) for g in groups]
         self._changes.pending = False
+        self._leave_graphs()
         return None if grads is None else list(map(grad_of, self._traceable))
 
     def _make_units(self, groups: Sequence[ParamGroup], grad_of: Callable[[Tensor], Tensor | None]) -> None:
