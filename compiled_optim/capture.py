@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 
 from compiled_optim.events import spend
 from compiled_optim.graphs import GRAPHS, Graph
+from compiled_optim.kept_graphs import KeptGraphs
 from compiled_optim.optimizer import CompiledOptimizer
 from compiled_optim.plan import parameter_name
 from compiled_optim.recorded_step import RecordedStep, watching_zero_grad
@@ -360,6 +361,7 @@ class _FunctionRun(_Run):
         self._outputs: Any = None
         self._recorded: RecordedStep | None = None
         self._warmed: Surroundings | None = None
+        self._kept_graphs = KeptGraphs()
         self._dropped: set[int] = set()
         self._steps: list[int] = []
 
@@ -419,7 +421,8 @@ class _FunctionRun(_Run):
         self._pending = max(self._pending - 1, 0)
         dropped = DroppedGradients([p for o in self._optimizers for p in o.traceable_params()])
         steps = [o.events.steps for o in self._optimizers]
-        with watching_zero_grad(self._optimizers, dropped.report):
+        around = Surroundings(self._optimizers, self._modules)
+        with self._kept_graphs.watching(around.all_params), watching_zero_grad(self._optimizers, dropped.report):
             outputs = graph.warm_up(self._call)
         self._dropped = dropped.ids
         self._steps = [o.events.steps - count for o, count in zip(self._optimizers, steps, strict=True)]
@@ -427,10 +430,16 @@ class _FunctionRun(_Run):
         return outputs
 
     def _is_settled(self) -> bool:
-        """Whether a capture would find what the call before left, and no step would be derived anew."""
+        """Whether a capture would find what the call before left, and no step would be derived anew.
+
+        Raises:
+            RuntimeError: no capture is possible while somebody keeps the graph of an uncaptured step.
+        """
         stepped = [o for o, steps in zip(self._optimizers, self._steps, strict=True) if steps]  # else the capture refuses
         known = all(o.refresh(*o.taken_scaler) is not None for o in stepped)
-        return known and self._warmed is not None and not self._warmed.change()
+        if not known or self._warmed is None or self._warmed.change():
+            return False
+        return self._kept_graphs.allow_capture(self._warmed.all_params, self._warmed.names)
 
     def _capture(self, graph: Graph) -> None:
         for optimizer, steps in zip(self._optimizers, self._steps, strict=True):

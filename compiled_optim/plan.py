@@ -193,7 +193,7 @@ class Plan:
         for block, members in together.values():
             members.sort(key=lambda m: m.state["step"].storage_offset())
             if block is not None and self._fills(block, members):
-                blocks.append(block)
+                blocks.append(block.view(-1, len(members)))
             else:
                 rest += members
         return [*blocks, *([self._gathered(rest)] if rest else [])]

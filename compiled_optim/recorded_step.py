@@ -28,7 +28,7 @@ class RecordedStep:
     ) -> None:
         self._optimizers = optimizers
         self._surroundings = Surroundings(optimizers, modules)
-        params = [*self._surroundings.params, *self._surroundings.others]
+        params = self._surroundings.all_params
         self._params = params
         self._gradients = CapturedGradients(params, self._surroundings.names, len(self._surroundings.params), dropped)
         self._before = [o.events.steps for o in optimizers]

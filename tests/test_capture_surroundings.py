@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import weakref
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import compiled_optim as co
+from compiled_optim import torch_internals
 
 
 @pytest.fixture(params=["cpu", pytest.param(DEVICE, marks=needs_cuda(), id="cuda")])
@@ -580,6 +582,97 @@ class TestAutograd:
             counted = [p._version > version for p, version in zip(ours.params, versions, strict=True)]
             assert counted == [p.grad is not None for p in ours.params]
         assert co.compile_report(ours.optimizer).replays == 4
+
+
+class TestKeptGraphs:
+    """Of results of uncaptured steps, whose nodes belong to another stream than the capture's."""
+
+    @pytest.mark.parametrize("between", [False, True])
+    def test_a_kept_loss_is_named_before_anything_happens(self, between: bool) -> None:
+        ours, twin = of_first(), of_first()
+        runner = runner_of(ours)
+
+        def both(i: int) -> None:
+            assert torch.equal(runner(batch(i)), train(twin, batch(i)))
+            assert_same_models(ours.model, twin.model, i)
+
+        if between:
+            both(0)
+        kept = [train(ours, batch(1)) + ours.model.second.weight.sum()]
+        train(twin, batch(1))
+        both(2)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"depends on 'weight', 'bias', 'second.weight' and 1 more.* detach\(\) it"):
+                runner(batch(3))
+        assert_same_models(ours.model, twin.model, 3)
+        kept.clear()
+        for i in range(4, 8):
+            both(i)
+        assert co.compile_report(ours.optimizer).replays == 4
+
+    def check(self, function: Callable[..., Any], around: Callable[[], Any] = contextlib.nullcontext, **kwargs: Any) -> None:
+        ours, twin = make(), make()
+        for side in (ours, twin):
+            function(side, batch(9))
+        runner = runner_of(ours, function, **kwargs)
+        for i in range(5):
+            with around():
+                assert torch.equal(runner(batch(i)), function(twin, batch(i)).detach())
+            assert_equal(ours, twin, i)
+        assert co.compile_report(ours.optimizer).replays == 4
+
+    def test_a_detached_loss_may_be_kept(self) -> None:
+        def function(side: Side, x: Tensor) -> Tensor:
+            side.kept.setdefault("losses", []).append(train(side, x).detach())
+            return side.kept["losses"][-1]
+
+        self.check(function)
+
+    def test_the_weights_that_autocast_keeps_are_nobodys(self) -> None:
+        def function(side: Side, x: Tensor) -> Tensor:
+            side.optimizer.zero_grad()
+            loss = side.model(x).float().square().mean()
+            loss.backward()
+            side.optimizer.step()
+            return loss
+
+        self.check(function, functools.partial(torch.autocast, "cpu", torch.bfloat16))
+
+    def test_a_function_may_keep_its_last_loss_and_let_go_of_it(self) -> None:
+        def function(side: Side, x: Tensor) -> Tensor:
+            side.kept.pop("loss", None)
+            side.kept["loss"] = train(side, x)
+            return side.kept["loss"]
+
+        self.check(function)
+
+    def test_a_function_may_keep_a_graph_of_its_own(self) -> None:
+        """It was made on the stream of the capture."""
+
+        def function(side: Side, x: Tensor) -> Tensor:
+            loss = train(side, x)
+            if not torch_internals.is_capturing(x.device):
+                side.kept["loss"] = loss if "seen" in side.kept else loss.detach()
+                side.kept["seen"] = True
+            return loss
+
+        self.check(function)
+
+    def test_hooks_on_parameters(self) -> None:
+        def halve(param: Tensor) -> None:
+            assert param.grad is not None
+            param.grad.mul_(0.5)
+
+        def function(side: Side, x: Tensor) -> Tensor:
+            if not side.kept:
+                weight, bias = side.model.inner.parameters()
+                side.kept["hooks"] = [
+                    weight.register_post_accumulate_grad_hook(halve),
+                    bias.register_hook(lambda grad: grad * 2),
+                ]
+            return train(side, x)
+
+        self.check(function)
 
 
 class TestOutputs:
