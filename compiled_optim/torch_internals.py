@@ -76,6 +76,35 @@ def is_capturing(device: torch.device) -> bool:
     return ask is not None and ask()
 
 
+def any_stream_captures() -> bool:
+    """Whether the current stream or the one that ``torch.cuda.graph`` takes is being captured; nothing tells of others."""
+    by_default = torch.cuda.graph.default_capture_stream
+    streams = [torch.cuda.current_stream(), *([] if by_default is None else [by_default])]
+    for stream in streams:
+        with torch.cuda.stream(stream):
+            if torch.cuda.is_current_stream_capturing():
+                return True
+    return False
+
+
+def abandon_capture(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any) -> None:
+    """Let others capture after one into ``pool`` failed; nothing where it has ended all the same.
+
+    Torch 2.11 goes on giving out memory of ``pool`` then, by a rule that belongs to ``graph``, and refuses every later
+    capture in the process. Later versions stop by themselves (pytorch/pytorch#180395).
+    """
+    try:
+        graph.pool()
+    except RuntimeError:
+        _ABANDONED.append(graph)
+        with contextlib.suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(device.index, pool)
+            torch._C._cuda_releasePool(device.index, pool)
+
+
+_ABANDONED: list[torch.cuda.CUDAGraph] = []
+
+
 def assert_on_device(condition: Tensor, message: str) -> None:
     """Fail as a wrong index does where ``condition``, a single bool, is false: on an accelerator without waiting for it."""
     torch._assert_async(condition, message)

@@ -38,7 +38,7 @@ class SimulatedGraph(TorchDispatchMode):
 
     recording: SimulatedGraph | None = None
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, stream: object = None) -> None:
         super().__init__()
         assert device.type == "cpu"
         self._work: list[Callable[[], None]] = []
