@@ -7,15 +7,18 @@ import gc
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from capture_scenarios import KINDS, Side, assert_equal, give, kind_name, make, make_tables
 from cuda_device import DEVICE, needs_cuda
 from simulated_graph import SimulatedGraph, install
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 
 import compiled_optim as co
 from compiled_optim import torch_internals
@@ -700,6 +703,35 @@ class TestKeptGraphs:
             return train(side, x)
 
         self.check(function)
+
+    @pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
+    def test_data_parallel_on_the_stream_of_the_runner(self, tmp_path: Path) -> None:
+        """It keeps a graph from where it was made, which only its user knows."""
+
+        def function(side: Side, x: Tensor) -> Tensor:
+            side.optimizer.zero_grad()
+            loss = side.kept["parallel"](x).square().mean()
+            loss.backward()
+            side.optimizer.step()
+            return loss
+
+        dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+        try:
+            ours, twin = of_first(), of_first()
+            for side in (ours, twin):
+                side.kept["parallel"] = DistributedDataParallel(side.model)
+            elsewhere = runner_of(ours, function)
+            elsewhere(batch(0))
+            function(twin, batch(0))
+            with pytest.raises(RuntimeError, match=r"DistributedDataParallel keeps such a graph; wrap .* stream="):
+                elsewhere(batch(1))
+            runner = runner_of(ours, function, stream=torch.Stream)
+            for i in range(5):
+                assert torch.equal(runner(batch(i)), function(twin, batch(i)).detach())
+                assert_same_models(ours.model, twin.model, i)
+        finally:
+            dist.destroy_process_group()
+        assert co.compile_report(ours.optimizer).replays == 4
 
 
 class TestOutputs:
