@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 from compiled_optim.events import spend
 from compiled_optim.graphs import GRAPHS, Graph
 from compiled_optim.kept_graphs import KeptGraphs
-from compiled_optim.optimizer import CompiledOptimizer
+from compiled_optim.optimizer import CompiledOptimizer, recorded_by_runner
 from compiled_optim.plan import parameter_name
 from compiled_optim.recorded_step import RecordedStep, watching_zero_grad
 from compiled_optim.referenced_modules import modules_of
@@ -339,7 +339,6 @@ class _StepRun(_Run):
             return
         self.optimizer.hold()
         if not self._captured:
-            self.optimizer.reserve(1)
             self._graph.capture(self.optimizer.launch)
             self._note_capture()
         self._graph.replay()
@@ -421,6 +420,10 @@ class _FunctionRun(_Run):
         result = self._function(*self._inputs.args, **self._inputs.kwargs)
         return tree_map(_detached, result)
 
+    def _record(self) -> Any:
+        with recorded_by_runner(self.device):
+            return self._call()
+
     def _hand_out(self, outputs: Any) -> Any:
         if not self._clone_outputs:
             return outputs
@@ -452,13 +455,11 @@ class _FunctionRun(_Run):
         return self._kept_graphs.allow_capture(self._warmed.all_params, self._warmed.names)
 
     def _capture(self, graph: Graph) -> None:
-        for optimizer, steps in zip(self._optimizers, self._steps, strict=True):
-            optimizer.reserve(max(steps, 1))
         recorded = RecordedStep(self._optimizers, self._modules, self._dropped)
         torch.clear_autocast_cache()  # weights that were cast outside would not be cast again by a replay
         try:
-            with recorded.capturing():
-                self._outputs = graph.capture(self._call)
+            with recorded.capturing(self._steps):
+                self._outputs = graph.capture(self._record)
             recorded.check()
         except BaseException:
             self._outputs = None

@@ -8,7 +8,6 @@ import inspect
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
 from typing import Any, ClassVar, Literal, cast, overload
 
 import torch
@@ -33,7 +32,7 @@ from compiled_optim.parameters import check_names, check_params
 from compiled_optim.plan import partition
 from compiled_optim.schedule import Schedule, Schedules
 from compiled_optim.state import OptimizerState, ParamState
-from compiled_optim.torch_internals import is_capturing, mend_tracing, outside_dynamo, refuse_tracing
+from compiled_optim.torch_internals import current_capture, is_capturing, mend_tracing, outside_dynamo, refuse_tracing
 from compiled_optim.watched import Changes
 
 
@@ -372,11 +371,6 @@ class CompiledOptimizer(Declared, Optimizer):
         """What a graph that holds :meth:`launch` depends on: it is valid for as long as this stays equal."""
         return (self._square_sums, *(unit.launch_key() for unit in self._capturable()))
 
-    def reserve(self, steps: int) -> None:
-        """Have memory for a graph that holds so many steps."""
-        for unit in self._capturable():
-            unit.reserve(steps)
-
     def hold(self) -> None:
         """Bring the prepared gradients to where a :meth:`launch` reads them that is captured now or was before."""
         for unit in self._capturable():
@@ -416,20 +410,20 @@ class CompiledOptimizer(Declared, Optimizer):
             self._replay = None
 
     @contextlib.contextmanager
-    def captured_by_runner(self) -> Iterator[None]:
-        """Let steps inside a ``with`` block be captured by one who follows assignments himself."""
-        before = _runner_captures.get()
-        try:
-            self._has_runner = True
-            _runner_captures.set(True)
-            yield
-        finally:
-            _runner_captures.set(before)
-            self._has_runner = False
+    def captured_by_runner(self, steps: int) -> Iterator[None]:
+        """Let up to ``steps`` steps inside a ``with`` block be captured by one who follows assignments himself."""
+        with contextlib.ExitStack() as stack:
+            for unit in self._capturable():
+                stack.enter_context(unit.uploading_later(steps))
+            try:
+                self._has_runner = True
+                yield
+            finally:
+                self._has_runner = False
 
     def _check_capture(self, grads: list[Tensor | None] | None) -> None:
         """Refuse to capture a step that needs more than a graph can hold; warn of assignments after one that is captured."""
-        if _runner_captures.get() and not self._has_runner:
+        if not self._has_runner and any(current_capture(unit.plan.device) in _runner_captures for unit in self.units):
             raise RuntimeError(
                 f"{type(self).__name__} is stepped in a function that a CUDAGraphRunner captures, but is not one of the "
                 "runner's optimizers; name it there"
@@ -786,4 +780,15 @@ class CompiledOptimizer(Declared, Optimizer):
         self._is_made = True
 
 
-_runner_captures: ContextVar[bool] = ContextVar("runner_captures", default=False)
+_runner_captures: set[object] = set()
+
+
+@contextlib.contextmanager
+def recorded_by_runner(device: torch.device) -> Iterator[None]:
+    """Refuse steps that are captured meanwhile, on any thread, of optimizers that the runner was not told of."""
+    capture = current_capture(device)
+    _runner_captures.add(capture)
+    try:
+        yield
+    finally:
+        _runner_captures.discard(capture)

@@ -66,14 +66,26 @@ def local_tensor(tensor: Any) -> Tensor:
     return wrapped
 
 
-CAPTURING: dict[str, Callable[[], bool]] = {"cuda": lambda: torch.cuda.is_current_stream_capturing()}
-"""By device type, whether work handed to the current stream is recorded instead of done."""
+def _capturing_stream() -> int | None:
+    if not torch.cuda.is_current_stream_capturing():
+        return None
+    handle: int = torch.cuda.current_stream().cuda_stream
+    return handle
+
+
+CAPTURING: dict[str, Callable[[], object | None]] = {"cuda": _capturing_stream}
+"""By device type, what tells the capture by which work handed to the current stream is recorded; None where it is done."""
+
+
+def current_capture(device: torch.device) -> object | None:
+    """What tells the capture of work of ``device`` from others, on every thread; None without one."""
+    ask = CAPTURING.get(device.type)
+    return None if ask is None else ask()
 
 
 def is_capturing(device: torch.device) -> bool:
     """Whether a graph of ``device`` is being captured."""
-    ask = CAPTURING.get(device.type)
-    return ask is not None and ask()
+    return current_capture(device) is not None
 
 
 def any_stream_captures() -> bool:

@@ -197,7 +197,7 @@ def _build(signature: Signature) -> Kernel:
 def install(patch: Any) -> None:
     """Let CPU tensors have graphs, for as long as the monkeypatch ``patch`` lasts."""
     patch.setitem(graphs.GRAPHS, "cpu", SimulatedGraph)
-    patch.setitem(torch_internals.CAPTURING, "cpu", lambda: SimulatedGraph.recording is not None)
+    patch.setitem(torch_internals.CAPTURING, "cpu", lambda: SimulatedGraph.recording)
     patch.setitem(multi_tensor.BACKENDS, "cpu", _build)
     patch.setattr(multi_tensor, "_kernels", {})
     make = stacked._make
