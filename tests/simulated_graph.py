@@ -42,6 +42,7 @@ class SimulatedGraph(TorchDispatchMode):
         super().__init__()
         assert device.type == "cpu"
         self._work: list[Callable[[], None]] = []
+        self.nodes: list[str] = []  # the name of each piece of work
         self._before: dict[int, tuple[Tensor, Tensor]] = {}
         self._made: dict[int, Tensor] = {}
         self._found: dict[int, list[Tensor]] = {}
@@ -89,10 +90,11 @@ class SimulatedGraph(TorchDispatchMode):
                 work()
 
     def release(self) -> None:
-        self._work, self._made, self._found, self.captured = [], {}, {}, False
+        self._work, self.nodes, self._made, self._found, self.captured = [], [], {}, {}, False
 
-    def record(self, work: Callable[[], None]) -> None:
+    def record(self, name: str, work: Callable[[], None]) -> None:
         self._work.append(work)
+        self.nodes.append(name)
 
     def hold(self, made: Sequence[Tensor]) -> None:
         """Take tensors that were made in the capture: the graph's own memory."""
@@ -136,7 +138,7 @@ class SimulatedGraph(TorchDispatchMode):
                 if is_fresh:
                     own.copy_(value)
 
-        self.record(again)
+        self.record(func._schema.name.removeprefix("aten::"), again)
         return result
 
 
@@ -161,7 +163,7 @@ class RecordedKernel:
             return
         numbers = {"leads": table.leads, "elements": table.elements, "aligned": table.aligned}
         baked = SimpleNamespace(**{name: graph.where_it_is(getattr(table, name)) for name in _FIELDS}, **numbers)
-        graph.record(lambda: launch(baked))
+        graph.record("kernel", lambda: launch(baked))
 
 
 class RecordedStackKernel:
@@ -182,7 +184,7 @@ class RecordedStackKernel:
         def again() -> None:
             torch._foreach_copy_(list(results), list(self._kernel(kept)))
 
-        graph.record(again)
+        graph.record("stack", again)
         return results
 
 

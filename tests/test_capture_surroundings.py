@@ -6,6 +6,7 @@ import functools
 import gc
 import weakref
 from collections.abc import Callable
+from concurrent import futures
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -494,6 +495,25 @@ class TestSeveral:
         ):
             runner(batch(1, device=device))
 
+    def test_an_optimizer_that_was_not_given_on_another_thread(self) -> None:
+        """As on autograd's for the device, where hooks of a backward pass run."""
+        side = of_first()
+        other = co.Adam(list(side.model.second.named_parameters()))
+        errors: list[BaseException | None] = []
+
+        def step(x: Tensor) -> Tensor:
+            loss = train(side, x)
+            with futures.ThreadPoolExecutor() as pool:
+                errors.append(pool.submit(other.step).exception())
+            return loss
+
+        runner = co.CUDAGraphRunner(step, optimizers=side.optimizer, warmup=1)
+        runner(batch(0))
+        runner(batch(1))
+        before, error = errors
+        assert before is None
+        assert "Adam is stepped in a function that a CUDAGraphRunner captures" in str(error)
+
     def test_a_zero_grad_of_the_users_own(self, device: str) -> None:
         ours, twin = (make(device=device) for _ in range(2))
         calls: list[bool] = []
@@ -607,6 +627,37 @@ class TestAutograd:
             counted = [p._version > version for p, version in zip(ours.params, versions, strict=True)]
             assert counted == [p.grad is not None for p in ours.params]
         assert co.compile_report(ours.optimizer).replays == 4
+
+
+class TestNodes:
+    """Of the graphs: a replay does nothing that need not be done again."""
+
+    @pytest.mark.parametrize("kind", KINDS, ids=kind_name)
+    def test_the_addresses_of_gradients_are_uploaded_once(self, kind: dict[str, Any]) -> None:
+        """After the capture; in one by hand that is part of the graph."""
+
+        def doubled(side: Side, x: Tensor) -> Tensor:
+            side.optimizer.step()
+            return x * 2
+
+        ours = make(**kind)
+        give(ours, 0)
+        ours.optimizer.step()
+        by_hand = SimulatedGraph(torch.device("cpu"))
+        by_hand.capture(lambda: doubled(ours, batch(0)))
+        runner = runner_of(ours, doubled)
+        for i in range(3):
+            runner(batch(i))
+        copies = [graph.nodes.count("copy_") for graph in (by_hand, runner._run._graph)]
+        assert copies == [len(ours.optimizer.units), 0]
+
+    def test_the_step_is_one_kernel(self) -> None:
+        ours = make(groups=1)
+        give(ours, 0)
+        runner = runner_of(ours, lambda side, x: side.optimizer.step())
+        for i in range(3):
+            runner(batch(i))
+        assert runner._run._graph.nodes == ["kernel"]
 
 
 class TestKeptGraphs:

@@ -77,3 +77,17 @@ def test_a_write_that_waits_would_be_seen(recorder: Recorder) -> None:
     torch.tensor(0.3).to("cuda:0")
     torch.zeros(3).to("cuda:0", non_blocking=True)
     assert [o.waits for o in recorder.take().operators] == [True, True, False]
+
+
+def test_a_replayed_function_copies_no_scale_that_its_graph_copies(recorder: Recorder) -> None:
+    param = torch.zeros(3, device="cuda", requires_grad=True)
+    param.grad = torch.zeros_like(param)
+    optimizer = co.SGD([param])
+    scaler = torch.full((), 8.0, device="cuda"), torch.zeros((), device="cuda")
+    optimizer.grad_scale, optimizer.found_inf = scaler  # type: ignore[attr-defined]
+    optimizer.step()
+    recorder.take()
+    optimizer.step()
+    assert [o.name for o in recorder.take().operators] == ["copy_", "copy_"]
+    assert optimizer.refresh(*scaler)
+    assert recorder.take().operators == []
