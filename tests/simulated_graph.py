@@ -65,13 +65,13 @@ class SimulatedGraph(TorchDispatchMode):
             with self:
                 yield
         finally:
-            SimulatedGraph.recording = None
             torch.set_rng_state(random)
             for memory, bytes_before in self._before.values():
                 memory.untyped_storage().copy_(bytes_before.untyped_storage())
             self._before.clear()
             for made in self._made.values():
                 made.untyped_storage().fill_(0xFF)  # NaN, or an address that is none
+            SimulatedGraph.recording = None
         self.captured = True
 
     @property
