@@ -270,8 +270,10 @@ class _Graph:
         return 0
 
     def replay(self) -> None:
-        self.simulated.replay()
-        stream = SimulatedDevice.installed().current_stream(torch.device("cpu"))
+        device = SimulatedDevice.installed()
+        with device.device(device.index):
+            self.simulated.replay()
+        stream = device.current_stream(device.index)
         self._replayed = (stream, stream.clock.get(stream, 0))
 
     def reset(self) -> None:

@@ -146,15 +146,19 @@ class Training:
         self.ours, self.twin, self.by_hand = self.sides = [make(max_grad_norm=0.5) for _ in range(3)]
         self.graphs: list[tuple[torch.cuda.CUDAGraph, list[Tensor | None]]] = []
         self.calls = 0
+        self.runners: list[co.CUDAGraphRunner] = []
         self.renew()
 
     def renew(self) -> None:
         """New runners; the old ones are released."""
         optimizer = self.ours.optimizer
+        for runner in self.runners:
+            runner.release()
         self.step = co.CUDAGraphRunner(optimizer, warmup=1, recaptures=1000)
         self.whole = co.CUDAGraphRunner(
             functools.partial(train, self.ours), optimizer, warmup=1, recaptures=1000, modules=self.ours.model
         )
+        self.runners = [self.step, self.whole]
 
     def steps(self) -> None:
         for side in (self.ours, self.twin):
@@ -219,7 +223,23 @@ def test_whatever_is_done_on_whatever_stream_is_ordered(seed: int, device: Simul
         with device.stream(stream):
             training.random.choice(Training.WAYS)(training)
             assert_equal(training.ours, training.twin, training.calls)
+    training.renew()
     assert co.compile_report(training.ours.optimizer).replays > 5
+
+
+def test_a_runner_works_on_the_stream_that_it_is_given(device: SimulatedDevice) -> None:
+    """And orders it with the current one, on which it replays."""
+    ours, stream, seen = make(), Stream(CPU), []
+
+    def function(x: Tensor) -> Tensor:
+        seen.append(device.current_stream(CPU))
+        return train(ours, x).detach()
+
+    x = torch.ones(4, 5)
+    with co.CUDAGraphRunner(function, ours.optimizer, 2, modules=ours.model, stream=stream) as runner:
+        for _ in range(4):
+            assert runner(x).isfinite()
+    assert seen == [stream] * 3
 
 
 def test_a_warm_up_that_does_not_wait_would_be_found(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,3 +247,4 @@ def test_a_warm_up_that_does_not_wait_would_be_found(device: SimulatedDevice, mo
     monkeypatch.setattr(Stream, "wait_stream", lambda stream, other: None)
     with pytest.raises(Fault):
         training.trains()
+    monkeypatch.undo()
