@@ -7,6 +7,7 @@ runner capture again, or refuse. It never replays what is stale.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, NoReturn
@@ -17,7 +18,8 @@ from torch.utils._pytree import tree_map
 
 from compiled_optim.events import spend
 from compiled_optim.graphs import GRAPHS, Graph
-from compiled_optim.optimizer import CompiledOptimizer
+from compiled_optim.kept_graphs import KeptGraphs
+from compiled_optim.optimizer import CompiledOptimizer, recorded_by_runner
 from compiled_optim.plan import parameter_name
 from compiled_optim.recorded_step import RecordedStep, watching_zero_grad
 from compiled_optim.referenced_modules import modules_of
@@ -61,8 +63,8 @@ class CUDAGraphRunner:
     Raises:
         TypeError: an argument is not what its description says.
         ValueError: ``warmup`` or ``recaptures`` is out of range, or an optimizer is given twice, or the optimizers'
-            parameters are on several devices, or not updated with ``lowering="multi_tensor"``, or L-BFGS would decide on the
-            host when to stop.
+            parameters are on several devices, or elsewhere than ``stream``, or not updated with
+            ``lowering="multi_tensor"``, or L-BFGS would decide on the host when to stop.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class CUDAGraphRunner:
         recaptures: int = 8,
         modules: nn.Module | Iterable[nn.Module] | None = None,
         clone_outputs: bool = True,
+        stream: torch.Stream | None = None,
     ) -> None:
         _check_count("warmup", warmup, 1)
         _check_count("recaptures", recaptures, 0)
@@ -81,7 +84,7 @@ class CUDAGraphRunner:
         if isinstance(target, CompiledOptimizer):
             if optimizers is not None or modules is not None:
                 raise TypeError("a runner of one optimizer's step takes neither optimizers nor modules")
-            self._run = _StepRun(target, warmup, recaptures)
+            self._run = _StepRun(target, warmup, recaptures, stream)
         else:
             if not callable(target):
                 raise TypeError(f"target must be an optimizer of compiled_optim or a function, got {type(target).__name__}")
@@ -94,7 +97,7 @@ class CUDAGraphRunner:
                 found = list(modules_of(target))
             else:
                 found = [modules] if isinstance(modules, nn.Module) else list(modules)
-            self._run = _FunctionRun(target, given, found, warmup, recaptures, clone_outputs)
+            self._run = _FunctionRun(target, given, found, warmup, recaptures, stream, clone_outputs)
         self._finalizer = weakref.finalize(self, self._run.slot.release)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -156,8 +159,9 @@ class CUDAGraphRunner:
     def __enter__(self) -> CUDAGraphRunner:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.release()
+    def __exit__(self, error: object, *details: object) -> None:
+        with contextlib.nullcontext() if error is None else contextlib.suppress(RuntimeError):  # which would hide it
+            self.release()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError("a CUDAGraphRunner holds device memory and cannot be copied or pickled; make a new one")
@@ -181,13 +185,17 @@ class _Run:
         optimizers: whose steps the graph holds.
         warmup: calls to run uncaptured first.
         recaptures: how many stale graphs may be replaced.
+        stream: where they are captured; None for one of their own.
     """
 
     alone: ClassVar[bool]
     """Whether the graph holds a step and nothing else."""
 
-    def __init__(self, optimizers: Sequence[CompiledOptimizer], warmup: int, recaptures: int) -> None:
+    def __init__(
+        self, optimizers: Sequence[CompiledOptimizer], warmup: int, recaptures: int, stream: torch.Stream | None
+    ) -> None:
         self._optimizers = list(optimizers)
+        self._stream = stream
         self.slot = _Slot()
         self.device = self._common_device()
         self.slot.graph = self._new_graph()
@@ -246,7 +254,7 @@ class _Run:
             return None
         for optimizer in self._optimizers:
             optimizer.check_capturable(alone=self.alone)
-        return make(self.device)
+        return make(self.device, self._stream)
 
     def _drop(self, cause: str) -> None:
         """Let go of the stale graph, if that is allowed; the next call captures again.
@@ -296,10 +304,10 @@ class _StepRun(_Run):
 
     alone = True
 
-    def __init__(self, optimizer: CompiledOptimizer, warmup: int, recaptures: int) -> None:
+    def __init__(self, optimizer: CompiledOptimizer, warmup: int, recaptures: int, stream: torch.Stream | None) -> None:
         self.optimizer = optimizer
         self._key: tuple[object, ...] = ()  # of the graph, or of the last launch where there is none
-        super().__init__([optimizer], warmup, recaptures)
+        super().__init__([optimizer], warmup, recaptures, stream)
 
     def step(self, closure: Callable[[], Any] | None, scaler: dict[str, Any]) -> Any:
         """One step with its launches replayed; ``scaler`` is what a gradient scaler handed over."""
@@ -331,7 +339,6 @@ class _StepRun(_Run):
             return
         self.optimizer.hold()
         if not self._captured:
-            self.optimizer.reserve(1)
             self._graph.capture(self.optimizer.launch)
             self._note_capture()
         self._graph.replay()
@@ -350,9 +357,10 @@ class _FunctionRun(_Run):
         modules: Sequence[nn.Module],
         warmup: int,
         recaptures: int,
+        stream: torch.Stream | None,
         clone_outputs: bool,
     ) -> None:
-        super().__init__(optimizers, warmup, recaptures)
+        super().__init__(optimizers, warmup, recaptures, stream)
         self._function = function
         self._modules = modules
         self._clone_outputs = clone_outputs
@@ -360,6 +368,9 @@ class _FunctionRun(_Run):
         self._outputs: Any = None
         self._recorded: RecordedStep | None = None
         self._warmed: Surroundings | None = None
+        self._kept_graphs = KeptGraphs()
+        if stream is not None:
+            self._kept_graphs.adopt(Surroundings(optimizers, modules).all_params)
         self._dropped: set[int] = set()
         self._steps: list[int] = []
 
@@ -409,6 +420,10 @@ class _FunctionRun(_Run):
         result = self._function(*self._inputs.args, **self._inputs.kwargs)
         return tree_map(_detached, result)
 
+    def _record(self) -> Any:
+        with recorded_by_runner(self.device):
+            return self._call()
+
     def _hand_out(self, outputs: Any) -> Any:
         if not self._clone_outputs:
             return outputs
@@ -419,7 +434,8 @@ class _FunctionRun(_Run):
         self._pending = max(self._pending - 1, 0)
         dropped = DroppedGradients([p for o in self._optimizers for p in o.traceable_params()])
         steps = [o.events.steps for o in self._optimizers]
-        with watching_zero_grad(self._optimizers, dropped.report):
+        around = Surroundings(self._optimizers, self._modules)
+        with self._kept_graphs.watching(around.all_params), watching_zero_grad(self._optimizers, dropped.report):
             outputs = graph.warm_up(self._call)
         self._dropped = dropped.ids
         self._steps = [o.events.steps - count for o, count in zip(self._optimizers, steps, strict=True)]
@@ -427,19 +443,23 @@ class _FunctionRun(_Run):
         return outputs
 
     def _is_settled(self) -> bool:
-        """Whether a capture would find what the call before left, and no step would be derived anew."""
+        """Whether a capture would find what the call before left, and no step would be derived anew.
+
+        Raises:
+            RuntimeError: no capture is possible while somebody keeps the graph of an uncaptured step.
+        """
         stepped = [o for o, steps in zip(self._optimizers, self._steps, strict=True) if steps]  # else the capture refuses
         known = all(o.refresh(*o.taken_scaler) is not None for o in stepped)
-        return known and self._warmed is not None and not self._warmed.change()
+        if not known or self._warmed is None or self._warmed.change():
+            return False
+        return self._kept_graphs.allow_capture(self._warmed.all_params, self._warmed.names)
 
     def _capture(self, graph: Graph) -> None:
-        for optimizer, steps in zip(self._optimizers, self._steps, strict=True):
-            optimizer.reserve(max(steps, 1))
         recorded = RecordedStep(self._optimizers, self._modules, self._dropped)
         torch.clear_autocast_cache()  # weights that were cast outside would not be cast again by a replay
         try:
-            with recorded.capturing():
-                self._outputs = graph.capture(self._call)
+            with recorded.capturing(self._steps):
+                self._outputs = graph.capture(self._record)
             recorded.check()
         except BaseException:
             self._outputs = None

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_optim.hyperparameters import scalar_dtype
+from compiled_optim.hyperparameters import scalar, scalar_dtype
 
 NAMES = ("max_grad_norm", "grad_scale", "found_inf", "skip_nonfinite")
 """The numbers of one step, in the order in which kernels and :func:`~compiled_optim.lowering.gradient.scaled` take them."""
@@ -98,8 +98,7 @@ class Controls:
     def tensors(self, device: torch.device) -> list[Tensor]:
         """The numbers called ``NAMES``; those that nobody set are neutral ones on ``device``."""
         if device not in self._neutral:
-            dtype = scalar_dtype(device)
-            self._neutral[device] = {n: torch.full((), v, dtype=dtype, device=device) for n, v in _NEUTRAL.items()}
+            self._neutral[device] = {name: scalar(value, device) for name, value in _NEUTRAL.items()}
         neutral = self._neutral[device]
         return [self._values.get(name, neutral[name]) for name in NAMES]
 
@@ -116,4 +115,4 @@ class Controls:
             return value.detach().reshape(())
         if isinstance(value, (str, bytes, bool)) or not hasattr(value, "__float__"):
             raise TypeError(f"{name} must be a number, a 1-element tensor or None, got {value!r}")
-        return torch.full((), float(value), dtype=scalar_dtype(self.device), device=self.device)
+        return scalar(float(value), self.device)

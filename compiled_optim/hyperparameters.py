@@ -29,6 +29,11 @@ def scalar_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
+def scalar(number: float, device: torch.device) -> Tensor:
+    """A new 0-dim tensor on ``device``, filled there: to copy a number there would wait for the device."""
+    return torch.full((), number, dtype=scalar_dtype(device), device=device)
+
+
 class ParamGroup(WatchedDict[str, Any]):
     """One entry of ``optimizer.param_groups``.
 
@@ -137,8 +142,9 @@ class ParamGroup(WatchedDict[str, Any]):
         elements = self.validated(key, value, ROUNDING)
         owned = self.tensors(key)
         for tensor, element in zip(owned, elements, strict=True):
+            value = self._without_wait(element)
             live = tensor.detach()
-            live.copy_(element.reshape(())) if isinstance(element, Tensor) else live.fill_(element)
+            live.copy_(value.reshape(())) if isinstance(value, Tensor) else live.fill_(value)
         self._store(key, owned, elements)
 
     def own(self, key: str) -> None:
@@ -202,11 +208,18 @@ class ParamGroup(WatchedDict[str, Any]):
                 "again; set hyperparameters outside"
             )
         dtype = scalar_dtype(self._device)
-        if not isinstance(element, Tensor):
-            tensor = torch.tensor(element, dtype=dtype, device=self._device)
-        elif element.requires_grad:
-            tensor = element.reshape(()).to(self._device, dtype)  # a differentiable step reaches back through it
+        value = self._without_wait(element)
+        if not isinstance(value, Tensor):
+            tensor = scalar(value, self._device)
+        elif value.requires_grad:
+            tensor = value.reshape(()).to(self._device, dtype)  # a differentiable step reaches back through it
         else:
-            tensor = element.detach().reshape(()).to(self._device, dtype, copy=True)
+            tensor = value.detach().reshape(()).to(self._device, dtype, copy=True)
         self._made[tensor] = (key, index)
         return tensor
+
+    def _without_wait(self, element: float | Tensor) -> float | Tensor:
+        """What to copy from: the number in a tensor on the host, where the group is elsewhere."""
+        if not isinstance(element, Tensor) or element.requires_grad or self._device.type == "cpu":
+            return element
+        return element.item() if element.device.type == "cpu" else element

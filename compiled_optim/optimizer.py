@@ -8,7 +8,6 @@ import inspect
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
 from typing import Any, ClassVar, Literal, cast, overload
 
 import torch
@@ -33,7 +32,7 @@ from compiled_optim.parameters import check_names, check_params
 from compiled_optim.plan import partition
 from compiled_optim.schedule import Schedule, Schedules
 from compiled_optim.state import OptimizerState, ParamState
-from compiled_optim.torch_internals import is_capturing, mend_tracing, outside_dynamo, refuse_tracing
+from compiled_optim.torch_internals import current_capture, is_capturing, mend_tracing, outside_dynamo, refuse_tracing
 from compiled_optim.watched import Changes
 
 
@@ -135,6 +134,8 @@ class CompiledOptimizer(Declared, Optimizer):
         self._number = traced.register(self)
         self._replay: Callable[[], None] | None = None
         self._has_runner = False
+        self._kept: list[object] = []  # what graphs captured by hand read; nobody says when they are gone
+        self._is_by_hand = False
         self._changes: Changes = vars(self).setdefault("_changes", Changes())  # shared with groups and state
         self._changes.pending = True
         self._lock: contextlib.AbstractContextManager[bool] = vars(self).setdefault("_lock", threading.RLock())
@@ -343,6 +344,7 @@ class CompiledOptimizer(Declared, Optimizer):
         self._changes.pending = False
         if self._controls.measures_norm and self._square_sums is None:
             self._square_sums = SquareSums(self.units)
+            self._leave_graphs()
         self._schedules.hold()
         for unit, own in zip(self.units, by_unit, strict=True):
             unit.prepare(own)
@@ -368,11 +370,6 @@ class CompiledOptimizer(Declared, Optimizer):
     def launch_key(self) -> tuple[object, ...]:
         """What a graph that holds :meth:`launch` depends on: it is valid for as long as this stays equal."""
         return (self._square_sums, *(unit.launch_key() for unit in self._capturable()))
-
-    def reserve(self, steps: int) -> None:
-        """Have memory for a graph that holds so many steps."""
-        for unit in self._capturable():
-            unit.reserve(steps)
 
     def hold(self) -> None:
         """Bring the prepared gradients to where a :meth:`launch` reads them that is captured now or was before."""
@@ -413,20 +410,20 @@ class CompiledOptimizer(Declared, Optimizer):
             self._replay = None
 
     @contextlib.contextmanager
-    def captured_by_runner(self) -> Iterator[None]:
-        """Let steps inside a ``with`` block be captured by one who follows assignments himself."""
-        before = _runner_captures.get()
-        try:
-            self._has_runner = True
-            _runner_captures.set(True)
-            yield
-        finally:
-            _runner_captures.set(before)
-            self._has_runner = False
+    def captured_by_runner(self, steps: int) -> Iterator[None]:
+        """Let up to ``steps`` steps inside a ``with`` block be captured by one who follows assignments himself."""
+        with contextlib.ExitStack() as stack:
+            for unit in self._capturable():
+                stack.enter_context(unit.uploading_later(steps))
+            try:
+                self._has_runner = True
+                yield
+            finally:
+                self._has_runner = False
 
     def _check_capture(self, grads: list[Tensor | None] | None) -> None:
         """Refuse to capture a step that needs more than a graph can hold; warn of assignments after one that is captured."""
-        if _runner_captures.get() and not self._has_runner:
+        if not self._has_runner and any(current_capture(unit.plan.device) in _runner_captures for unit in self.units):
             raise RuntimeError(
                 f"{type(self).__name__} is stepped in a function that a CUDAGraphRunner captures, but is not one of the "
                 "runner's optimizers; name it there"
@@ -450,8 +447,26 @@ class CompiledOptimizer(Declared, Optimizer):
                 "take one step before capturing, or let co.CUDAGraphRunner do so"
             )
         if not self._has_runner:
-            for group in self._groups:
-                group.on_assignment = self._warn_of_graph
+            self._keep_for_graph()
+
+    def _keep_for_graph(self) -> None:
+        """Note that a graph captured by hand is to read what the step uses now."""
+        if not self._is_by_hand:
+            self._kept.append((self.units, self._square_sums, self._schedules))
+        self._is_by_hand = True
+        for group in self._groups:
+            group.on_assignment = self._warn_of_graph
+
+    def _leave_graphs(self) -> None:
+        """Warn where the step no longer uses what a graph captured by hand reads."""
+        if self._is_by_hand:
+            self._is_by_hand = False
+            warnings.warn(
+                "groups, state or clipping changed after step() was captured in a CUDA graph, which goes on with those it "
+                "was captured with; capture it again, or with co.CUDAGraphRunner",
+                RuntimeWarning,
+                stacklevel=3,
+            )
 
     def _warn_of_graph(self, label: str) -> None:
         for group in self._groups:
@@ -552,6 +567,7 @@ class CompiledOptimizer(Declared, Optimizer):
         self._stateless = [i for i in range(len(self._traceable)) if i not in planned]
         self._group_shapes = [self._group_shape(g) for g in groups]
         self._changes.pending = False
+        self._leave_graphs()
         return None if grads is None else list(map(grad_of, self._traceable))
 
     def _make_units(self, groups: Sequence[ParamGroup], grad_of: Callable[[Tensor], Tensor | None]) -> None:
@@ -764,4 +780,15 @@ class CompiledOptimizer(Declared, Optimizer):
         self._is_made = True
 
 
-_runner_captures: ContextVar[bool] = ContextVar("runner_captures", default=False)
+_runner_captures: set[object] = set()
+
+
+@contextlib.contextmanager
+def recorded_by_runner(device: torch.device) -> Iterator[None]:
+    """Refuse steps that are captured meanwhile, on any thread, of optimizers that the runner was not told of."""
+    capture = current_capture(device)
+    _runner_captures.add(capture)
+    try:
+        yield
+    finally:
+        _runner_captures.discard(capture)

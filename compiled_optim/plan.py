@@ -6,6 +6,7 @@ scalars are data, so groups with different learning rates share one plan.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -61,6 +62,9 @@ class Plan:
         grad_of: the gradient of a parameter.
         shares_memory: whether the plan is updated after others because its parameters share memory with theirs.
         leads: whether it is the first one.
+
+    Attributes:
+        scalar_blocks: (scalars, tensors) each: step counts and the rule's scalars, of all members together.
     """
 
     def __init__(
@@ -89,7 +93,7 @@ class Plan:
         used = sorted({m.group for m in self.members})
         self.groups = [groups[i] for i in used]
         self.group_index = [used.index(m.group) for m in self.members]
-        self.scalars = self._gather_scalars()
+        self.scalar_blocks = self._gather_scalars()
         self.addresses = self._found()
 
     def settle(self, grads: list[Tensor | None] | None) -> None:
@@ -172,12 +176,41 @@ class Plan:
         advice = f", please consider {rule.advice} instead" if rule.advice else ""
         raise TypeError(f"{rule.name} does not support {refused} gradients{advice}; '{next(names)}' has one")
 
-    def _gather_scalars(self) -> Tensor:
+    @functools.cached_property
+    def scalars(self) -> Tensor:
+        """Step counts and the rule's scalars in one (scalars, members) tensor."""
+        if len(self.scalar_blocks) > 1 or not self._fills(self.scalar_blocks[0], self.members):
+            self.scalar_blocks = [self._gathered(self.members)]
+        return self.scalar_blocks[0]
+
+    def _gather_scalars(self) -> list[Tensor]:
+        """Put scalars together that are not yet; those of an earlier plan stay where a graph may be reading them."""
+        together: dict[int, tuple[Tensor | None, list[Member]]] = {}
+        for member in self.members:
+            block = member.state["step"]._base
+            together.setdefault(id(block), (block, []))[1].append(member)
+        blocks, rest = [], []
+        for block, members in together.values():
+            members.sort(key=lambda m: m.state["step"].storage_offset())
+            if block is not None and self._fills(block, members):
+                blocks.append(block.view(-1, len(members)))
+            else:
+                rest += members
+        return [*blocks, *([self._gathered(rest)] if rest else [])]
+
+    def _fills(self, block: Tensor, members: Sequence[Member]) -> bool:
+        """Whether the scalars of ``members``, in this order, are all that is in ``block``."""
+        entries = [m.state[name] for name in scalar_names(self.rule) for m in members]
+        storage = block.untyped_storage()._cdata
+        inside = all(entry.untyped_storage()._cdata == storage for entry in entries)
+        return inside and [e.storage_offset() for e in entries] == list(range(block.numel()))
+
+    def _gathered(self, members: Sequence[Member]) -> Tensor:
+        """The scalars of ``members`` in new memory, of which the state holds views."""
         names = scalar_names(self.rule)
-        columns = [m.state[name] for name in names for m in self.members]
-        scalars = torch.stack(columns).view(len(names), -1)
+        scalars = torch.stack([m.state[name] for name in names for m in members]).view(len(names), -1)
         for row, name in enumerate(names):
-            for column, member in enumerate(self.members):
+            for column, member in enumerate(members):
                 member.state.set_quietly(name, scalars[row, column])
         return scalars
 

@@ -28,7 +28,7 @@ class RecordedStep:
     ) -> None:
         self._optimizers = optimizers
         self._surroundings = Surroundings(optimizers, modules)
-        params = [*self._surroundings.params, *self._surroundings.others]
+        params = self._surroundings.all_params
         self._params = params
         self._gradients = CapturedGradients(params, self._surroundings.names, len(self._surroundings.params), dropped)
         self._before = [o.events.steps for o in optimizers]
@@ -41,12 +41,12 @@ class RecordedStep:
         self._scalers: list[tuple[Any, Any]] = []
 
     @contextlib.contextmanager
-    def capturing(self) -> Iterator[None]:
-        """Watch a capture."""
+    def capturing(self, steps: Sequence[int]) -> Iterator[None]:
+        """Watch a capture of so many steps of each optimizer."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(watching_zero_grad(self._optimizers, self._gradients.dropped.report))
-            for optimizer in self._optimizers:
-                stack.enter_context(optimizer.captured_by_runner())
+            for optimizer, count in zip(self._optimizers, steps, strict=True):
+                stack.enter_context(optimizer.captured_by_runner(count))
             yield
         self._gradients.leave()
         versions = zip(self._params, self._param_versions, strict=True)

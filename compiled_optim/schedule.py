@@ -60,7 +60,7 @@ class Schedules:
     def follow(self, groups: Sequence[ParamGroup], plans: Sequence[Plan]) -> None:
         """Take the groups and the plans of the next steps."""
         self._groups = groups
-        self._counts = [plan.scalars[0] for plan in plans]
+        self._counts = [block[0] for plan in plans for block in plan.scalar_blocks]
         self._targets = {(i, name): groups[i].tensors(name) for i, name in self.functions if plans and i < len(groups)}
 
     def hold(self) -> None:

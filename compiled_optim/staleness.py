@@ -134,6 +134,11 @@ class Surroundings:
     def _device(self) -> torch.device:
         return self.params[0].device
 
+    @property
+    def all_params(self) -> list[Tensor]:
+        """:attr:`params` and :attr:`others`, in the order of :attr:`names`."""
+        return [*self.params, *self.others]
+
     def change(self) -> str:
         """What is not as it was, with old and new value; empty if everything is.
 

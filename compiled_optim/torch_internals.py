@@ -66,14 +66,55 @@ def local_tensor(tensor: Any) -> Tensor:
     return wrapped
 
 
-CAPTURING: dict[str, Callable[[], bool]] = {"cuda": lambda: torch.cuda.is_current_stream_capturing()}
-"""By device type, whether work handed to the current stream is recorded instead of done."""
+def _capturing_stream() -> int | None:
+    if not torch.cuda.is_current_stream_capturing():
+        return None
+    handle: int = torch.cuda.current_stream().cuda_stream
+    return handle
+
+
+CAPTURING: dict[str, Callable[[], object | None]] = {"cuda": _capturing_stream}
+"""By device type, what tells the capture by which work handed to the current stream is recorded; None where it is done."""
+
+
+def current_capture(device: torch.device) -> object | None:
+    """What tells the capture of work of ``device`` from others, on every thread; None without one."""
+    ask = CAPTURING.get(device.type)
+    return None if ask is None else ask()
 
 
 def is_capturing(device: torch.device) -> bool:
     """Whether a graph of ``device`` is being captured."""
-    ask = CAPTURING.get(device.type)
-    return ask is not None and ask()
+    return current_capture(device) is not None
+
+
+def any_stream_captures() -> bool:
+    """Whether the current stream or the one that ``torch.cuda.graph`` takes is being captured; nothing tells of others."""
+    by_default = torch.cuda.graph.default_capture_stream
+    streams = [torch.cuda.current_stream(), *([] if by_default is None else [by_default])]
+    for stream in streams:
+        with torch.cuda.stream(stream):
+            if torch.cuda.is_current_stream_capturing():
+                return True
+    return False
+
+
+def abandon_capture(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any) -> None:
+    """Let others capture after one into ``pool`` failed; nothing where it has ended all the same.
+
+    Torch 2.11 goes on giving out memory of ``pool`` then, by a rule that belongs to ``graph``, and refuses every later
+    capture in the process. Later versions stop by themselves (pytorch/pytorch#180395).
+    """
+    try:
+        graph.pool()
+    except RuntimeError:
+        _ABANDONED.append(graph)
+        with contextlib.suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(device.index, pool)
+            torch._C._cuda_releasePool(device.index, pool)
+
+
+_ABANDONED: list[torch.cuda.CUDAGraph] = []
 
 
 def assert_on_device(condition: Tensor, message: str) -> None:

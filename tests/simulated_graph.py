@@ -38,10 +38,11 @@ class SimulatedGraph(TorchDispatchMode):
 
     recording: SimulatedGraph | None = None
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, stream: object = None) -> None:
         super().__init__()
         assert device.type == "cpu"
         self._work: list[Callable[[], None]] = []
+        self.nodes: list[str] = []  # the name of each piece of work
         self._before: dict[int, tuple[Tensor, Tensor]] = {}
         self._made: dict[int, Tensor] = {}
         self._found: dict[int, list[Tensor]] = {}
@@ -64,13 +65,13 @@ class SimulatedGraph(TorchDispatchMode):
             with self:
                 yield
         finally:
-            SimulatedGraph.recording = None
             torch.set_rng_state(random)
             for memory, bytes_before in self._before.values():
                 memory.untyped_storage().copy_(bytes_before.untyped_storage())
             self._before.clear()
             for made in self._made.values():
                 made.untyped_storage().fill_(0xFF)  # NaN, or an address that is none
+            SimulatedGraph.recording = None
         self.captured = True
 
     @property
@@ -89,10 +90,11 @@ class SimulatedGraph(TorchDispatchMode):
                 work()
 
     def release(self) -> None:
-        self._work, self._made, self._found, self.captured = [], {}, {}, False
+        self._work, self.nodes, self._made, self._found, self.captured = [], [], {}, {}, False
 
-    def record(self, work: Callable[[], None]) -> None:
+    def record(self, name: str, work: Callable[[], None]) -> None:
         self._work.append(work)
+        self.nodes.append(name)
 
     def hold(self, made: Sequence[Tensor]) -> None:
         """Take tensors that were made in the capture: the graph's own memory."""
@@ -136,7 +138,7 @@ class SimulatedGraph(TorchDispatchMode):
                 if is_fresh:
                     own.copy_(value)
 
-        self.record(again)
+        self.record(func._schema.name.removeprefix("aten::"), again)
         return result
 
 
@@ -161,7 +163,7 @@ class RecordedKernel:
             return
         numbers = {"leads": table.leads, "elements": table.elements}
         baked = SimpleNamespace(**{name: graph.where_it_is(getattr(table, name)) for name in _FIELDS}, **numbers)
-        graph.record(lambda: launch(baked))
+        graph.record("kernel", lambda: launch(baked))
 
 
 class RecordedStackKernel:
@@ -182,7 +184,7 @@ class RecordedStackKernel:
         def again() -> None:
             torch._foreach_copy_(list(results), list(self._kernel(kept)))
 
-        graph.record(again)
+        graph.record("stack", again)
         return results
 
 
@@ -197,7 +199,7 @@ def _build(signature: Signature) -> Kernel:
 def install(patch: Any) -> None:
     """Let CPU tensors have graphs, for as long as the monkeypatch ``patch`` lasts."""
     patch.setitem(graphs.GRAPHS, "cpu", SimulatedGraph)
-    patch.setitem(torch_internals.CAPTURING, "cpu", lambda: SimulatedGraph.recording is not None)
+    patch.setitem(torch_internals.CAPTURING, "cpu", lambda: SimulatedGraph.recording)
     patch.setitem(multi_tensor.BACKENDS, "cpu", _build)
     patch.setattr(multi_tensor, "_kernels", {})
     make = stacked._make

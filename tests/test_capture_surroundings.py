@@ -6,18 +6,23 @@ import functools
 import gc
 import weakref
 from collections.abc import Callable
+from concurrent import futures
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from capture_scenarios import KINDS, Side, assert_equal, give, kind_name, make, make_tables
 from cuda_device import DEVICE, needs_cuda
 from simulated_graph import SimulatedGraph, install
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 
 import compiled_optim as co
+from compiled_optim import torch_internals
 
 
 @pytest.fixture(params=["cpu", pytest.param(DEVICE, marks=needs_cuda(), id="cuda")])
@@ -490,6 +495,25 @@ class TestSeveral:
         ):
             runner(batch(1, device=device))
 
+    def test_an_optimizer_that_was_not_given_on_another_thread(self) -> None:
+        """As on autograd's for the device, where hooks of a backward pass run."""
+        side = of_first()
+        other = co.Adam(list(side.model.second.named_parameters()))
+        errors: list[BaseException | None] = []
+
+        def step(x: Tensor) -> Tensor:
+            loss = train(side, x)
+            with futures.ThreadPoolExecutor() as pool:
+                errors.append(pool.submit(other.step).exception())
+            return loss
+
+        runner = co.CUDAGraphRunner(step, optimizers=side.optimizer, warmup=1)
+        runner(batch(0))
+        runner(batch(1))
+        before, error = errors
+        assert before is None
+        assert "Adam is stepped in a function that a CUDAGraphRunner captures" in str(error)
+
     def test_a_zero_grad_of_the_users_own(self, device: str) -> None:
         ours, twin = (make(device=device) for _ in range(2))
         calls: list[bool] = []
@@ -565,6 +589,29 @@ class TestLifetime:
         assert [ref() for ref in gone] == [None] * 3
         assert released == [graph]
 
+    def test_an_error_is_not_hidden_by_that_of_the_release(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """After an error of the device everything fails."""
+
+        def fail(graph: SimulatedGraph) -> None:
+            raise RuntimeError("an illegal memory access was encountered")
+
+        def work(runner: co.CUDAGraphRunner, error: Exception | None) -> None:
+            with runner:
+                runner(batch(0))
+                if error is not None:
+                    raise error
+
+        runner = runner_of(make())
+        with monkeypatch.context() as patch:
+            patch.setattr(SimulatedGraph, "release", fail)
+            with pytest.raises(KeyError, match="first"):
+                work(runner, KeyError("first"))
+        runner = runner_of(make())
+        with monkeypatch.context() as patch:
+            patch.setattr(SimulatedGraph, "release", fail)
+            with pytest.raises(RuntimeError, match="illegal"):
+                work(runner, None)
+
 
 class TestAutograd:
     @pytest.mark.parametrize("kind", KINDS, ids=kind_name)
@@ -579,6 +626,162 @@ class TestAutograd:
             runner(batch(i)) if whole else runner.step()
             counted = [p._version > version for p, version in zip(ours.params, versions, strict=True)]
             assert counted == [p.grad is not None for p in ours.params]
+        assert co.compile_report(ours.optimizer).replays == 4
+
+
+class TestNodes:
+    """Of the graphs: a replay does nothing that need not be done again."""
+
+    @pytest.mark.parametrize("kind", KINDS, ids=kind_name)
+    def test_the_addresses_of_gradients_are_uploaded_once(self, kind: dict[str, Any]) -> None:
+        """After the capture; in one by hand that is part of the graph."""
+
+        def doubled(side: Side, x: Tensor) -> Tensor:
+            side.optimizer.step()
+            return x * 2
+
+        ours = make(**kind)
+        give(ours, 0)
+        ours.optimizer.step()
+        by_hand = SimulatedGraph(torch.device("cpu"))
+        by_hand.capture(lambda: doubled(ours, batch(0)))
+        runner = runner_of(ours, doubled)
+        for i in range(3):
+            runner(batch(i))
+        copies = [graph.nodes.count("copy_") for graph in (by_hand, runner._run._graph)]
+        assert copies == [len(ours.optimizer.units), 0]
+
+    def test_the_step_is_one_kernel(self) -> None:
+        ours = make(groups=1)
+        give(ours, 0)
+        runner = runner_of(ours, lambda side, x: side.optimizer.step())
+        for i in range(3):
+            runner(batch(i))
+        assert runner._run._graph.nodes == ["kernel"]
+
+
+class TestKeptGraphs:
+    """Of results of uncaptured steps, whose nodes belong to another stream than the capture's."""
+
+    @pytest.mark.parametrize("between", [False, True])
+    def test_a_kept_loss_is_named_before_anything_happens(self, between: bool) -> None:
+        ours, twin = of_first(), of_first()
+        runner = runner_of(ours)
+
+        def both(i: int) -> None:
+            assert torch.equal(runner(batch(i)), train(twin, batch(i)))
+            assert_same_models(ours.model, twin.model, i)
+
+        if between:
+            both(0)
+        kept = [train(ours, batch(1)) + ours.model.second.weight.sum()]
+        train(twin, batch(1))
+        both(2)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"on 'weight', 'bias', 'second.weight' and 1 more.* detach\(\) it"):
+                runner(batch(3))
+        assert_same_models(ours.model, twin.model, 3)
+        kept.clear()
+        for i in range(4, 8):
+            both(i)
+        assert co.compile_report(ours.optimizer).replays == 4
+
+    def check(self, function: Callable[..., Any], **kwargs: Any) -> None:
+        ours, twin = make(), make()
+        for side in (ours, twin):
+            function(side, batch(9))
+        runner = runner_of(ours, function, **kwargs)
+        for i in range(5):
+            assert torch.equal(runner(batch(i)), function(twin, batch(i)).detach())
+            assert_equal(ours, twin, i)
+        assert co.compile_report(ours.optimizer).replays == 4
+
+    def test_a_detached_loss_may_be_kept(self) -> None:
+        def function(side: Side, x: Tensor) -> Tensor:
+            side.kept.setdefault("losses", []).append(train(side, x).detach())
+            return side.kept["losses"][-1]
+
+        self.check(function)
+
+    def test_the_weights_that_autocast_keeps_are_nobodys(self) -> None:
+        def function(side: Side, x: Tensor) -> Tensor:
+            side.optimizer.zero_grad()
+            loss = side.model(x).float().square().mean()
+            loss.backward()
+            side.optimizer.step()
+            return loss
+
+        ours = make()
+        runner = runner_of(ours, function)
+        with torch.autocast("cpu", torch.bfloat16):
+            for i in range(5):
+                ours.model(batch(i))  # fills the cache, with a graph that leads to the weights
+                runner(batch(i))
+        assert co.compile_report(ours.optimizer).replays == 4
+
+    def test_a_function_may_keep_its_last_loss_and_let_go_of_it(self) -> None:
+        def function(side: Side, x: Tensor) -> Tensor:
+            side.kept.pop("loss", None)
+            side.kept["loss"] = train(side, x)
+            return side.kept["loss"]
+
+        self.check(function)
+
+    def test_a_function_may_keep_a_graph_of_its_own(self) -> None:
+        """It was made on the stream of the capture."""
+
+        def function(side: Side, x: Tensor) -> Tensor:
+            loss = train(side, x)
+            if not torch_internals.is_capturing(x.device):
+                side.kept["loss"] = loss if "seen" in side.kept else loss.detach()
+                side.kept["seen"] = True
+            return loss
+
+        self.check(function)
+
+    def test_hooks_on_parameters(self) -> None:
+        def halve(param: Tensor) -> None:
+            assert param.grad is not None
+            param.grad.mul_(0.5)
+
+        def function(side: Side, x: Tensor) -> Tensor:
+            if not side.kept:
+                weight, bias = side.model.inner.parameters()
+                side.kept["hooks"] = [
+                    weight.register_post_accumulate_grad_hook(halve),
+                    bias.register_hook(lambda grad: grad * 2),
+                ]
+            return train(side, x)
+
+        self.check(function)
+
+    @pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
+    def test_data_parallel_on_the_stream_of_the_runner(self, tmp_path: Path) -> None:
+        """It keeps a graph from where it was made, which only its user knows."""
+
+        def function(side: Side, x: Tensor) -> Tensor:
+            side.optimizer.zero_grad()
+            loss = side.kept["parallel"](x).square().mean()
+            loss.backward()
+            side.optimizer.step()
+            return loss
+
+        dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+        try:
+            ours, twin = of_first(), of_first()
+            for side in (ours, twin):
+                side.kept["parallel"] = DistributedDataParallel(side.model)
+            elsewhere = runner_of(ours, function)
+            elsewhere(batch(0))
+            function(twin, batch(0))
+            with pytest.raises(RuntimeError, match=r"DistributedDataParallel keeps such a graph; wrap .* stream="):
+                elsewhere(batch(1))
+            runner = runner_of(ours, function, stream=object())
+            for i in range(5):
+                assert torch.equal(runner(batch(i)), function(twin, batch(i)).detach())
+                assert_same_models(ours.model, twin.model, i)
+        finally:
+            dist.destroy_process_group()
         assert co.compile_report(ours.optimizer).replays == 4
 
 

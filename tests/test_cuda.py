@@ -203,6 +203,12 @@ def fail_to_capture() -> None:
             fail.clear()
         assert torch.equal(runner(batch(i)), train(twin, batch(i)))
         assert_equal(ours, twin, i)
+    assert co.compile_report(ours.optimizer).replays == 4
+    x, graph = batch(0), torch.cuda.CUDAGraph()
+    with capturing(graph):
+        doubled = x * 2
+    graph.replay()
+    assert torch.equal(doubled, x + x)
 
 
 def test_a_failed_capture_leaves_nothing_to_replay() -> None:

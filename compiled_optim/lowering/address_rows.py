@@ -5,7 +5,8 @@ The memory of a row stays where it is for as long as the row lives, so that a ca
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -51,6 +52,15 @@ class HyperRow:
         Raises:
             RuntimeError: an address would be written by the graph that is being captured, and again by every replay.
         """
+        self.follow()
+        on_device = [(own, t) for own, t in self._copies if t.device.type == self._device.type]
+        for own, tensor in on_device:
+            own.copy_(tensor)
+        if is_capturing(self._device):
+            self._captured += on_device
+
+    def follow(self) -> None:
+        """As :meth:`refresh`, for a graph that holds the copies from one place on the device to another."""
         tensors = self._read()
         addresses = [t.data_ptr() for t in tensors]
         if addresses != self._addresses:
@@ -68,14 +78,9 @@ class HyperRow:
             self._tensors = tensors
             self._written = row
             self._addresses = addresses
-        capturing = is_capturing(self._device)
         for own, tensor in self._copies:
-            if tensor.device.type == self._device.type:
-                own.copy_(tensor)
-            elif not capturing:  # a graph could not read the host; what replays it refreshes before
+            if tensor.device.type != self._device.type and not is_capturing(self._device):  # no graph could read the host
                 own.fill_(tensor.item())
-        if self._copies and capturing:
-            self._captured += self._copies
 
     def copied(self) -> list[int]:
         """The addresses of the tensors that :meth:`refresh` copies."""
@@ -116,9 +121,10 @@ class GradientRow:
         self._own = host if device.type == "cpu" else upload(host, device)
         self._is_known = True  # whether the memory of the device has what the host's has
         self.row = self._own
-        self._spares: list[Tensor] = []
-        self.reserve(1)
-        self._captured: list[Tensor] = []
+        self._spares: list[tuple[Tensor, Tensor]] = []  # a row for a captured step, and where the host writes it
+        self._reserve(1)
+        self._captured: list[tuple[Tensor, Tensor]] = []  # read by every replay
+        self._later: list[tuple[Tensor, Tensor]] | None = None  # captured rows that are uploaded after the capture
 
     def publish(self, addresses: npt.ArrayLike | None) -> None:
         """Make ``addresses`` known to the kernels; None where they are those of the last time."""
@@ -132,26 +138,45 @@ class GradientRow:
             self.row = self._own
             if self._device.type != "cpu":
                 self.row.copy_(torch.from_numpy(self._host).pin_memory(), non_blocking=True)
-            self.reserve(1)
+            self._reserve(1)
             self._is_known = True
 
-    def reserve(self, steps: int) -> None:
-        """Have memory for a graph with so many steps, which cannot be made while it is captured."""
+    @contextlib.contextmanager
+    def uploading_later(self, steps: int) -> Iterator[None]:
+        """Upload the rows of a capture inside the ``with`` block at its end, once, and not in every replay.
+
+        Args:
+            steps: how many steps are captured at most; memory for them cannot be made meanwhile.
+        """
+        self._reserve(steps)
+        self._later = []
+        try:
+            yield
+            for row, host in self._later:
+                row.copy_(host, non_blocking=True)
+        finally:
+            self._later = None
+
+    def _reserve(self, steps: int) -> None:
         while len(self._spares) < steps:
-            self._spares.append(self._host_row())
+            self._spares.append((torch.empty_like(self._own), self._host_row()))
 
     def _capture(self) -> None:
-        """Make writing the addresses a part of the graph that is being captured, in memory that no other step uses.
+        """Give the step that is being captured a row that no other step uses.
 
-        So a replay finds its own gradients whatever steps were taken outside of the graph.
+        So a replay finds its own gradients whatever steps were taken outside of the graph. Who captures by hand has no place
+        for the upload but the graph.
         """
         if not self._spares:
             raise RuntimeError("a second step is being captured without a step in between; take one before capturing again")
         self._is_known = False  # to steps outside of the graph
-        spare = self._spares.pop()
-        spare.numpy()[:] = self._host  # the host's work, now and not in a replay
-        self.row = torch.empty_like(self._own).copy_(spare, non_blocking=True)
-        self._captured += [spare, self.row]  # read by every replay
+        self.row, host = self._spares.pop()
+        host.numpy()[:] = self._host  # the host's work, now and not in a replay
+        if self._later is None:
+            self.row.copy_(host, non_blocking=True)
+        else:
+            self._later.append((self.row, host))
+        self._captured.append((self.row, host))
 
     def _host_row(self) -> Tensor:
         row = torch.empty_like(self._own, device="cpu")

@@ -75,22 +75,18 @@ class CoefficientTable:
         self.hypers = hypers.row
         self.leads = leads
         self.elements = 0
-        self._gradients = GradientRow(len(positions), plan.device, log)
+        self.gradients = GradientRow(len(positions), plan.device, log)
         self._present = [False] * len(positions)  # as the kernel knows it
 
     @property
     def grads(self) -> Tensor:
         """Not 0 where there is a gradient."""
-        return self._gradients.row
-
-    def reserve(self, steps: int) -> None:
-        """Have memory for a graph with so many steps."""
-        self._gradients.reserve(steps)
+        return self.gradients.row
 
     def prepare(self, grads: Sequence[Tensor | None]) -> None:
         """Note which of the plan's tensors have a gradient."""
         present = [grads[i] is not None for i in self.positions]
-        self._gradients.publish(None if present == self._present else present)
+        self.gradients.publish(None if present == self._present else present)
         self._present = present
 
     def columns(self) -> Tensor:

@@ -7,6 +7,7 @@ which a CUDA graph can repeat.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Protocol
 
 from torch import Tensor
@@ -67,12 +68,16 @@ class Capturable:
         """What a graph that holds a launch depends on besides the memory of the tables; it stands for this object."""
         return (self,)
 
-    def reserve(self, steps: int) -> None:
-        """Have memory for a graph with so many steps. By default they need none of their own."""
+    def uploading_later(self, steps: int) -> contextlib.AbstractContextManager[None]:
+        """Let a capture inside a ``with`` block, of up to ``steps`` steps, leave what it uploads to the end of the block.
+
+        By default it uploads nothing.
+        """
+        return contextlib.nullcontext()
 
     def refresh(self) -> None:
         """Hand hyperparameters that were assigned over to kernels that run without being prepared."""
-        self._hypers.refresh()
+        self._hypers.follow()
 
     def copied(self) -> list[int]:
         """The addresses of the hyperparameters and controls that preparing copies, since kernels cannot read them."""

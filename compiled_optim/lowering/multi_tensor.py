@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -119,10 +119,13 @@ class MultiTensorLowering(Capturable):
             for kernel, table in self.tables:
                 kernel(table)
 
-    def reserve(self, steps: int) -> None:
-        """Have memory for a graph with so many steps."""
-        for _, table in self.tables:
-            table.reserve(steps)
+    @contextlib.contextmanager
+    def uploading_later(self, steps: int) -> Iterator[None]:
+        """Leave uploads of a capture of ``steps`` steps to the end of the ``with`` block."""
+        with contextlib.ExitStack() as stack:
+            for _, table in self.tables:
+                stack.enter_context(table.gradients.uploading_later(steps))
+            yield
 
     def finish(self) -> None:
         """Let go of the gradients, and let autograd know that the parameters have changed."""
@@ -172,7 +175,7 @@ class Table:
         self.leads = leads
         self.elements = sum(numels)
         self.hypers = hypers.row
-        self._gradients = GradientRow(len(members), plan.device, log)
+        self.gradients = GradientRow(len(members), plan.device, log)
         self._version = -1  # of the plan's addresses that the kernel knows
         self._index = slice(None) if len(positions) == len(plan.members) else list(positions)
         self._staged = [i for i, layout in enumerate(self._layouts) if layout.stage is not None]
@@ -181,16 +184,12 @@ class Table:
     @property
     def grads(self) -> Tensor:
         """The addresses of the gradients."""
-        return self._gradients.row
+        return self.gradients.row
 
     @property
     def is_staged(self) -> bool:
         """Whether stand-ins are updated in place of some parameters."""
         return bool(self._staged)
-
-    def reserve(self, steps: int) -> None:
-        """Have memory for a graph with so many steps."""
-        self._gradients.reserve(steps)
 
     def prepare(self, grads: Sequence[Tensor | None] | None) -> None:
         """Bring the table up to date with the gradients, for one run of its kernel.
@@ -201,13 +200,13 @@ class Table:
         """
         found = self._plan.addresses
         if grads is None:
-            self._gradients.publish(found.gradients[self._index] if self._version != found.version else None)
+            self.gradients.publish(found.gradients[self._index] if self._version != found.version else None)
             self._version = found.version
         else:
             self._version = -1
             own = zip(self._layouts, [grads[i] for i in self.positions], strict=True)
             self._held = [None if g is None else layout.arranged(g) for layout, g in own]
-            self._gradients.publish([0 if g is None else _address(g) for g in self._held])
+            self.gradients.publish([0 if g is None else _address(g) for g in self._held])
         for i in self._staged:
             self._layouts[i].load()
 

@@ -8,9 +8,10 @@ compile anything; a rule on matrices once for each of their shapes, and any numb
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -193,10 +194,13 @@ class StackTableLowering(Capturable, StackedLowering):
         for _, table in self._parts:
             table.prepare(self._grads)
 
-    def reserve(self, steps: int) -> None:
-        """Have memory for a graph with so many steps."""
-        for _, table in self._parts:
-            table.reserve(steps)
+    @contextlib.contextmanager
+    def uploading_later(self, steps: int) -> Iterator[None]:
+        """Leave uploads of a capture of ``steps`` steps to the end of the ``with`` block."""
+        with contextlib.ExitStack() as stack:
+            for _, table in self._parts:
+                stack.enter_context(table.gradients.uploading_later(steps))
+            yield
 
     def hold(self) -> None:
         """Copy the prepared gradients to where :meth:`launch`, if it is captured now or was before, reads them."""

@@ -176,7 +176,9 @@ class _Operators(TorchDispatchMode):
         devices = {t.device.type for t in (*reads, *writes, *made)}
         if self._device in devices:
             moved = sum(t.numel() * t.element_size() for t in (*reads, *writes, *made))
-            self._recorder.record.operators.append(Operator(name, moved, name in _WAITS, len(devices) > 1))
+            crosses = len(devices) > 1
+            waits = name in _WAITS or (crosses and not values.get("non_blocking", False))
+            self._recorder.record.operators.append(Operator(name, moved, waits, crosses))
         return result
 
 
