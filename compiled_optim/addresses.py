@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from compiled_optim.lowering import cpp_library
-from compiled_optim.lowering.layout import is_plain
+from compiled_optim.lowering.layout import is_plain, overlap_shifted
 from compiled_optim.torch_internals import build_identity, pointer_offset
 
 EMPTY = 16
@@ -50,14 +50,15 @@ struct Form {{  // a tensor as it was when the watch was made
   const int64_t* extents;  // sizes, then strides
   int64_t dim;
   int64_t numel;
-  int64_t span;  // from its first element to behind its last
+  int64_t span;  // elements from the first to behind the last
+  int64_t bytes;  // the same in bytes
   c10::ScalarType dtype, grad_dtype;
 }};
 
 struct Watch {{
   std::vector<Form> forms;
   std::vector<int64_t> extents;
-  std::vector<c10::Storage> held;  // gradients that a kernel may be reading while other threads run
+  std::vector<c10::Storage> held;  // gradients that a kernel may be reading while other code runs
   int64_t with_gradient;
   int64_t* gradients;
   char* present;
@@ -84,8 +85,9 @@ static bool has_memory(const Impl& t, const Form& form) {{  // a storage can be 
   return !form.numel || (t.storage_offset() + form.span) * t.itemsize() <= t.unsafe_storage().nbytes();
 }}
 
-static bool has_other_threads() {{
-  return PyThreadState_Next(PyInterpreterState_ThreadHead(PyInterpreterState_Get()));
+static bool overlaps(const Impl& g, const Form& form) {{  // all elements with the same ones are no matter
+  const auto *start = static_cast<const char*>(g.data()), *own = static_cast<const char*>(form.address);
+  return start != own && start < own + form.bytes && own < start + form.span * g.itemsize();
 }}
 
 static void prefetch(const std::vector<Form>& forms, int64_t i, int64_t end) {{
@@ -122,7 +124,9 @@ extern "C" char* make_watch(int64_t count, Impl* const* const* tensors, int64_t 
     const auto grad_dtype = i < with_gradient ? (*examples[i])->dtype().toScalarType() : dtype;
     int64_t span = 1;
     for (int64_t d = 0; d < t.dim(); d++) span += (t.sizes()[d] - 1) * t.strides()[d];
-    watch->forms.push_back({{tensors[i], t.mutable_data(), extents, t.dim(), t.numel(), span, dtype, grad_dtype}});
+    const int64_t bytes = t.numel() ? span * t.itemsize() : 0;
+    watch->forms.push_back(
+        {{tensors[i], t.mutable_data(), extents, t.dim(), t.numel(), span, bytes, dtype, grad_dtype}});
   }}
   watch->with_gradient = with_gradient;
   watch->gradients = gradients;
@@ -138,7 +142,7 @@ extern "C" int64_t look(char* capsule, char* given, int64_t offset, int64_t firs
   Watch* watch = in(capsule);
   const bool own = given == &_Py_NoneStruct;
   const auto& forms = watch->forms;
-  if (has_other_threads()) watch->held.resize(watch->with_gradient);
+  watch->held.resize(watch->with_gradient);
   int64_t seen = 0;
   bool renewed = false;
   for (int64_t i = first; i < end; i++) try {{
@@ -156,9 +160,10 @@ extern "C" int64_t look(char* capsule, char* given, int64_t offset, int64_t firs
     int64_t found = 0;
     if (gradient) {{
       const Impl& g = *gradient;
-      if (is_plain(g) && g.device() == t.device() && lies_as(g, form, form.grad_dtype) && has_memory(g, form)) {{
+      if (is_plain(g) && g.device() == t.device() && lies_as(g, form, form.grad_dtype) && has_memory(g, form) &&
+          !overlaps(g, form)) {{
         found = form.numel ? reinterpret_cast<int64_t>(g.data()) : {EMPTY};
-        if (!watch->held.empty()) watch->held[i] = g.storage();
+        watch->held[i] = g.storage();
       }} else {{
         seen |= {_UNLIKE};
       }}
@@ -192,7 +197,7 @@ Bytes: TypeAlias = np.ndarray[tuple[int], np.dtype[np.uint8]]
 class Watch(Protocol):
     """Looks at tensors and, for the first of them, at their gradients.
 
-    It keeps the memory of the gradients that it found until :meth:`finish`, so that no other thread frees what a kernel is
+    It keeps the memory of the gradients that it found until :meth:`finish`, so that no other code frees what a kernel is
     reading. What a look finds out is recorded before it returns, so that an interrupt right after it loses nothing.
     """
 
@@ -374,6 +379,7 @@ def _lies_like(grad: Tensor, tensor: Tensor, dtype: torch.dtype) -> bool:
         and grad.shape == tensor.shape
         and grad.stride() == tensor.stride()
         and is_plain(grad)
+        and not overlap_shifted(grad, tensor)
     )
 
 

@@ -100,7 +100,7 @@ class Controls:
         if device not in self._neutral:
             self._neutral[device] = {name: scalar(value, device) for name, value in _NEUTRAL.items()}
         neutral = self._neutral[device]
-        return [self._values.get(name, neutral[name]) for name in NAMES]
+        return [_plain(self._values.get(name, neutral[name])) for name in NAMES]
 
     def outcome(self, device: torch.device) -> Tensor:
         """A (3,) float64 tensor on ``device`` that the step writes: norm, whether it was skipped, how many were skipped."""
@@ -112,7 +112,11 @@ class Controls:
         if isinstance(value, Tensor):
             if value.numel() != 1:
                 raise ValueError(f"{name} must be a number or a 1-element tensor, got shape {tuple(value.shape)}")
-            return value.detach().reshape(())
+            return value  # itself, so that it is followed wherever its owner puts its memory
         if isinstance(value, (str, bytes, bool)) or not hasattr(value, "__float__"):
             raise TypeError(f"{name} must be a number, a 1-element tensor or None, got {value!r}")
         return scalar(float(value), self.device)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(()) if tensor.dim() or tensor.requires_grad else tensor

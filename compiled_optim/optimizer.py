@@ -32,7 +32,15 @@ from compiled_optim.parameters import check_names, check_params
 from compiled_optim.plan import partition
 from compiled_optim.schedule import Schedule, Schedules
 from compiled_optim.state import OptimizerState, ParamState
-from compiled_optim.torch_internals import current_capture, is_capturing, mend_tracing, outside_dynamo, refuse_tracing
+from compiled_optim.torch_internals import (
+    current_capture,
+    fakes_are_made,
+    is_capturing,
+    is_fake,
+    mend_tracing,
+    outside_dynamo,
+    refuse_tracing,
+)
 from compiled_optim.watched import Changes
 
 
@@ -209,7 +217,7 @@ class CompiledOptimizer(Declared, Optimizer):
         )
 
     def _check_params(self, group: Mapping[str, Any], index: int) -> None:
-        check_params(type(self), group, index, self.param_groups)
+        check_params(type(self), group, index, self.param_groups[:index])
 
     @classmethod
     def _check_values(cls, group: Mapping[str, Any], index: int) -> None:
@@ -321,6 +329,11 @@ class CompiledOptimizer(Declared, Optimizer):
         """
         if any(is_capturing(unit.plan.device) for unit in self.units):
             self._check_capture(grads)
+        if fakes_are_made() and not all(map(is_fake, self._traceable)):
+            raise RuntimeError(
+                "a step of real parameters under FakeTensorMode would compute with fake tensors; leave the mode, or make "
+                "the parameters in it"
+            )
         self._opt_called = True  # torch's schedulers ask
         self._take_controls()
         if self._changes.pending or self._regrouped() or self._wakes(grads) or not self._read(grads):
@@ -535,7 +548,7 @@ class CompiledOptimizer(Declared, Optimizer):
     def _group_shape(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
         """What of a group may change unreported: identity, length, a write into a hyperparameter that was 0."""
         grown = [isinstance(group, ParamGroup) and group.nonzero(name) for name in self.declaration.structural_hypers]
-        return (id(group), len(group["params"]), *grown)
+        return (id(group), len(group.get("params", ())), *grown)
 
     def _rebuild(self, grads: Sequence[Tensor | None] | None = None) -> list[Tensor | None] | None:
         """Derive everything the step uses from the groups and the state, and take ``grads`` for the parameters' own.
@@ -551,12 +564,15 @@ class CompiledOptimizer(Declared, Optimizer):
 
         for index, group in enumerate(self.param_groups):
             if not isinstance(group, ParamGroup):
+                if "params" not in group:
+                    raise ValueError(f"param_groups[{index}] has no 'params'")
                 values = {**self.defaults, **group}
                 if self._group_shapes:  # else it is the copy of one that was checked
                     self._check_values(values, index)
                 self.param_groups[index] = self._new_group(values, index)
         groups = self._groups
-        for group in groups:
+        for index, group in enumerate(groups):
+            self._check_params(group, index)
             if group["params"]:
                 group.to(group["params"][0].device)
         self._traceable = [p for g in groups for p in g["params"]]

@@ -20,24 +20,41 @@ from compiled_optim.fields import Declaration, Rule
 from compiled_optim.hyperparameters import ParamGroup
 from compiled_optim.lowering.layout import has_memory, is_lost, span
 from compiled_optim.sharding import is_sharded, local, local_gradient, placement
-from compiled_optim.state import LocalState, OptimizerState, ParamState, check_shapes, complete, initial_values, scalar_names
+from compiled_optim.state import (
+    LocalState,
+    OptimizerState,
+    ParamState,
+    check_entries,
+    complete,
+    initial_values,
+    scalar_names,
+)
 
 
 @dataclass(eq=False)
 class Member:
     """One parameter of a plan, with its name, its group's index in ``param_groups`` and its state.
 
-    ``param`` and what ``state`` reads are what is updated: of a DTensor, ``owner``, the local shards.
+    ``param`` and ``entries``, what ``state`` holds when the member is made, are updated: of a DTensor, ``owner``, the local
+    shards. Another thread that replaces an entry of the state meanwhile is followed by the next plan.
     """
 
     owner: Tensor
     name: str
     group: int
     state: ParamState | LocalState
+    names: Sequence[str]
     param: Tensor = field(init=False)
+    entries: dict[str, Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
         self.param = local(self.owner)
+        self.entries = {name: self.state[name] for name in self.names}
+
+    def put(self, name: str, entry: Tensor) -> None:
+        """Replace an entry of the state, which nobody else is told."""
+        self.entries[name] = entry
+        self.state.set_quietly(name, entry)
 
 
 def parameter_name(group: Mapping[str, Any], group_index: int, index: int) -> str:
@@ -89,6 +106,7 @@ class Plan:
         self.wrapped = torch_internals.wraps_others(self.members[0].param) and not has_memory(self.members[0].param)
         self.shares_memory = shares_memory
         self.leads = leads
+        self._has_own_grad = any(type(p).grad is not Tensor.grad for p in self.params)
         self.grad_dtypes = [p.dtype if (g := grad_of(p)) is None else g.dtype for p in self.params]
         used = sorted({m.group for m in self.members})
         self.groups = [groups[i] for i in used]
@@ -105,7 +123,7 @@ class Plan:
         """Where parameters, gradients and state lie; of DTensors the local shards."""
         params = [] if self.wrapped else [m.param for m in self.members]
         names = (*scalar_names(self.rule), *self.buffers)
-        state = [m.state[name] for m in self.members for name in names]
+        state = [m.entries[name] for m in self.members for name in names]
         return Addresses(params, self.grad_dtypes[: len(params)], list(filter(has_memory, state)))
 
     @property
@@ -146,8 +164,9 @@ class Plan:
         return [None if g is None else local_gradient(g, p) for g, p in zip(found, self.params, strict=True)]
 
     def _local(self, grads: list[Tensor | None] | None) -> list[Tensor | None] | None:
-        """The gradients to look at in place of the parameters' own, if there are such."""
-        return self.gradients(grads) if self.sharded and not self.wrapped else grads
+        """The gradients to look at in place of what torch keeps for the parameters, if there are such."""
+        apart = self.sharded or self._has_own_grad
+        return self.gradients(grads) if apart and not self.wrapped else grads
 
     def _resharded(self) -> bool:
         """Whether a DTensor has another local shard than it had."""
@@ -161,7 +180,7 @@ class Plan:
             if grad is not None and grad.shape != param.shape:
                 shapes = tuple(grad.shape), tuple(param.shape)
                 raise ValueError(f"the gradient of '{member.name}' has shape {shapes[0]}, the parameter {shapes[1]}")
-            if grad is not None and is_lost(local(grad)):
+            if grad is not None and any(map(is_lost, _parts(grad))):
                 raise ValueError(f"the gradient of '{member.name}' has no memory: its storage was freed")
             if grad is not None and torch_internals.is_fake(grad) and not torch_internals.is_fake(param):
                 raise ValueError(f"the gradient of '{member.name}' has no memory: it is a FakeTensor")
@@ -187,11 +206,11 @@ class Plan:
         """Put scalars together that are not yet; those of an earlier plan stay where a graph may be reading them."""
         together: dict[int, tuple[Tensor | None, list[Member]]] = {}
         for member in self.members:
-            block = member.state["step"]._base
+            block = member.entries["step"]._base
             together.setdefault(id(block), (block, []))[1].append(member)
         blocks, rest = [], []
         for block, members in together.values():
-            members.sort(key=lambda m: m.state["step"].storage_offset())
+            members.sort(key=lambda m: m.entries["step"].storage_offset())
             if block is not None and self._fills(block, members):
                 blocks.append(block.view(-1, len(members)))
             else:
@@ -200,7 +219,7 @@ class Plan:
 
     def _fills(self, block: Tensor, members: Sequence[Member]) -> bool:
         """Whether the scalars of ``members``, in this order, are all that is in ``block``."""
-        entries = [m.state[name] for name in scalar_names(self.rule) for m in members]
+        entries = [m.entries[name] for name in scalar_names(self.rule) for m in members]
         storage = block.untyped_storage()._cdata
         inside = all(entry.untyped_storage()._cdata == storage for entry in entries)
         return inside and [e.storage_offset() for e in entries] == list(range(block.numel()))
@@ -208,11 +227,16 @@ class Plan:
     def _gathered(self, members: Sequence[Member]) -> Tensor:
         """The scalars of ``members`` in new memory, of which the state holds views."""
         names = scalar_names(self.rule)
-        scalars = torch.stack([m.state[name] for name in names for m in members]).view(len(names), -1)
+        scalars = torch.stack([m.entries[name] for name in names for m in members]).view(len(names), -1)
         for row, name in enumerate(names):
             for column, member in enumerate(members):
-                member.state.set_quietly(name, scalars[row, column])
+                member.put(name, scalars[row, column])
         return scalars
+
+
+def _parts(grad: Tensor) -> tuple[Tensor, ...]:
+    """The strided tensors that a gradient consists of."""
+    return (grad._indices(), grad._values()) if grad.is_sparse else (local(grad),)
 
 
 def structure(rule: Declaration, group: ParamGroup, param: Tensor) -> dict[str, Any]:
@@ -243,14 +267,15 @@ def partition(
                 continue
             choices = structure(rule, group, param)
             name = parameter_name(group, i, j)
-            check_shapes(rule, param, state[param], name)
+            check_entries(rule, param, state[param], name)
             if not _has_memory(rule, param, state[param], name, needed=grad is not None):
                 continue
-            complete(rule, rule.present_buffers(choices), param, state[param], initial_values(rule, group))
+            buffers = rule.present_buffers(choices)
+            complete(rule, buffers, param, state[param], initial_values(rule, group))
             own = LocalState(state[param]) if is_sharded(param) else state[param]
-            member = Member(param, name, i, own)
+            member = Member(param, name, i, own, (*scalar_names(rule), *buffers))
             found.append((member, choices))
-            written.append([member.param, *(own[buffer] for buffer in rule.present_buffers(choices))])
+            written.append([member.param, *(member.entries[buffer] for buffer in buffers)])
     members: dict[tuple[Any, ...], list[Member]] = {}
     for (member, choices), turn in zip(found, _turns(written), strict=True):
         param = member.owner
@@ -267,7 +292,8 @@ def _has_memory(rule: Declaration, param: Tensor, state: ParamState, name: str, 
     own = local(param)
     if own._is_zerotensor() or any(n > 1 and s == 0 for n, s in zip(own.shape, own.stride(), strict=True)):
         raise ValueError(f"can't optimize '{name}': several of its elements share memory (it is expanded); pass its clone()")
-    tensors = {"": own} | {f"state '{b.name}' of ": local(state[b.name]) for b in rule.buffers if b.name in state}
+    buffers = {b.name: state[b.name] for b in rule.buffers if state.get(b.name) is not None}
+    tensors = {"": own} | {f"state '{entry}' of ": local(buffer) for entry, buffer in buffers.items()}
     lost = next((what for what, tensor in tensors.items() if is_lost(tensor)), None)
     if lost is not None and needed:
         raise ValueError(f"{lost}'{name}' cannot be updated: it has no memory, since its storage was freed")

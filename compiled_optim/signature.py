@@ -64,7 +64,7 @@ class Signature:
 
 def kernel_signature(plan: Plan, member: Member, grad_dtype: torch.dtype, layout: str) -> Signature:
     """The signature of the kernel that updates ``member`` with a gradient of ``grad_dtype``."""
-    dtypes = [member.param.dtype, grad_dtype, *(member.state[name].dtype for name in plan.buffers)]
+    dtypes = [member.param.dtype, grad_dtype, *(member.entries[name].dtype for name in plan.buffers)]
     param, grad, *buffers = (str(real_dtype(d)).removeprefix("torch.") for d in dtypes)
     # Triton runs a multi-tensor kernel on the current device; Inductor writes the device's number into its code.
     device = plan.device.type if layout == MULTI_TENSOR else str(plan.device)

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from compiled_optim.fields import Buffer, Declaration, Scalar
 from compiled_optim.hyperparameters import scalar_dtype
+from compiled_optim.lowering.layout import is_lost
 from compiled_optim.sharding import as_part_of, is_sharded, local
+from compiled_optim.torch_internals import is_fake
 from compiled_optim.watched import WatchedDict
 
 
@@ -83,8 +85,13 @@ def fill(entry: Tensor, value: float | Tensor) -> Tensor:
     return entry
 
 
-def check_shapes(declaration: Declaration, param: Tensor, state: ParamState, name: str) -> None:
-    """Raise ``ValueError`` where a buffer in ``state`` is not one for ``param``, called ``name``."""
+def check_entries(declaration: Declaration, param: Tensor, state: ParamState, name: str) -> None:
+    """Raise ``ValueError`` where a buffer or scalar in ``state`` is not one for ``param``, called ``name``."""
+    for scalar in scalar_names(declaration):
+        value = state.get(scalar)
+        if value is not None and not _is_number(value):
+            got = f"{value.dtype}, shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r}"
+            raise ValueError(f"state '{scalar}' of '{name}' must be a real number or a 1-element tensor of one, got {got}")
     for field in declaration.buffers:
         value = state.get(field.name)
         if value is None:
@@ -92,8 +99,30 @@ def check_shapes(declaration: Declaration, param: Tensor, state: ParamState, nam
         if not isinstance(value, Tensor) or tuple(value.shape) != field.shape_for(param):
             got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r}"
             raise ValueError(f"state '{field.name}' of '{name}' must have shape {field.shape_for(param)}, got {got}")
-        if value.is_complex() != param.is_complex() or not (value.is_complex() or value.is_floating_point()):
-            raise ValueError(f"state '{field.name}' of '{name}' is {value.dtype} for a parameter of {param.dtype}")
+        if value.is_complex() != param.is_complex() or value.dtype not in _DTYPES or value.layout is not torch.strided:
+            raise ValueError(
+                f"state '{field.name}' of '{name}' is {value.dtype}, {value.layout}, for a parameter of {param.dtype}"
+            )
+        if is_fake(value) and not is_fake(param):
+            raise ValueError(f"state '{field.name}' of '{name}' has no memory: it is a FakeTensor")
+
+
+_DTYPES = {
+    torch.bfloat16,
+    torch.float16,
+    torch.float32,
+    torch.float64,
+    torch.complex32,
+    torch.complex64,
+    torch.complex128,
+}
+
+
+def _is_number(value: Any) -> bool:
+    if not isinstance(value, Tensor):
+        return hasattr(value, "__float__") and not isinstance(value, complex)
+    whole = value.numel() == 1 and not value.is_complex() and value.layout is torch.strided
+    return whole and not is_lost(value)
 
 
 def missing_entries(
@@ -113,8 +142,10 @@ def missing_entries(
         value: Any = state.get(name)
         absent = value is None or (isinstance(value, Tensor) and value.is_meta)
         value = initial[name] if absent else value
-        if absent or not isinstance(value, Tensor) or value.device != device or value.dtype != scalar_dtype(device):
-            fresh = torch.empty((), dtype=scalar_dtype(device), device=device)
+        dtype = scalar_dtype(device)
+        kept = isinstance(value, Tensor) and value.device == device and value.dtype == dtype and not value.dim()
+        if absent or not kept:
+            fresh = torch.empty((), dtype=dtype, device=device)
             made[name] = fresh.fill_(value) if not isinstance(value, Tensor) else fresh.copy_(value.reshape(()))
     for field in declaration.buffers:
         if (name := field.name) not in buffers:

@@ -55,6 +55,11 @@ def is_fake(tensor: Tensor) -> bool:
     return module is not None and isinstance(tensor, module.FakeTensor)
 
 
+def fakes_are_made() -> bool:
+    """Whether FakeTensorMode is on, in which every new tensor is a fake one."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
 def wraps_others(tensor: Tensor) -> bool:
     """Whether ``tensor`` is of a subclass whose operations are its own, so that its elements may lie in other tensors."""
     return torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python)

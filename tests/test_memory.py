@@ -404,6 +404,208 @@ class TestSparseIndices:
         assert torch.equal(ours, theirs)
 
 
+class TestNumbers:
+    """Hyperparameters and controls are tensors of the user's, too."""
+
+    @staticmethod
+    def stepped(**options: Any) -> tuple[nn.Parameter, co.SGD]:
+        param = nn.Parameter(torch.ones(4))
+        optimizer = co.SGD([("w", param)], **{"lr": 0.5, **options})
+        param.grad = torch.full((4,), 2.0)
+        optimizer.step()
+        return param, optimizer
+
+    @pytest.mark.parametrize("first", [True, False], ids=["before the first step", "later"])
+    @pytest.mark.parametrize("name", ["lr", "max_grad_norm"])
+    def test_freed_ones_are_refused(self, name: str, first: bool) -> None:
+        number = torch.tensor(0.5, dtype=torch.float64)
+        param = nn.Parameter(torch.ones(4))
+        optimizer = co.SGD([param], **{"lr": 0.1, name: number})
+        param.grad = torch.ones(4)
+        if not first:
+            optimizer.step()
+        before = param.detach().clone()
+        free(number)
+        for _ in range(2):
+            with pytest.raises(ValueError, match=f"{name}.* its storage was freed"):
+                optimizer.step()
+            assert torch.equal(param, before)
+
+    @pytest.mark.parametrize("name", ["lr", "max_grad_norm"])
+    def test_fake_ones_are_refused(self, name: str) -> None:
+        with FakeTensorMode():
+            fake = torch.tensor(0.5, dtype=torch.float64)
+        with pytest.raises(ValueError, match=f"{name}.* is a tensor without memory"):
+            self.stepped(**{name: fake})
+
+    def test_negated_views_have_their_sign(self) -> None:
+        number = torch.tensor(1 - 0.5j, dtype=torch.complex128)
+        assert self.stepped(lr=number.conj().imag)[0].tolist() == [0.0] * 4
+        assert self.stepped(max_grad_norm=number.conj().imag)[0].tolist() == pytest.approx([0.875] * 4)
+
+    @pytest.mark.parametrize("shape", [(), (1,)], ids=str)
+    def test_a_control_is_followed_to_other_memory(self, shape: tuple[int, ...]) -> None:
+        limit = torch.full(shape, 1e9, dtype=torch.float64)
+        param, optimizer = self.stepped(max_grad_norm=limit)
+        limit.data = torch.full(shape, 0.5, dtype=torch.float64)
+        before = param.detach().clone()
+        optimizer.step()
+        assert (before - param).tolist() == pytest.approx([0.125] * 4)
+
+
+class TestWhileAStepRuns:
+    def test_a_schedule_that_drops_the_gradients(self) -> None:
+        param = nn.Parameter(torch.zeros(2_000_000))
+        optimizer = co.SGD([param], lr=1.0)
+
+        def rate(step: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            return torch.ones_like(step)
+
+        optimizer.schedule(lr=rate)
+        for i in range(3):
+            param.grad = torch.full_like(param, 1.0 + i)
+            before = param.detach().clone()
+            optimizer.step()
+            assert torch.equal(before - param, torch.full_like(param, 1.0 + i))
+
+    @pytest.mark.parametrize("optimizer", [co.AdamW, co.Adafactor, co.SparseAdam], ids=name_of)
+    @pytest.mark.parametrize("lowering", ["auto", "inductor"])
+    def test_fake_tensors_are_not_made_for_real_ones(self, optimizer: type[CompiledOptimizer], lowering: str) -> None:
+        param = nn.Parameter(torch.ones(4, 3))
+        made = optimizer([param], lr=0.1, lowering=lowering)
+
+        def give() -> None:
+            param.grad = torch.ones(4, 3).to_sparse(1) if optimizer is co.SparseAdam else torch.ones(4, 3)
+
+        for _ in range(2):
+            give()
+            before = param.detach().clone()
+            with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(RuntimeError, match="under FakeTensorMode"):
+                made.step()
+            assert torch.equal(param, before)
+            made.step()
+            assert not torch.equal(param, before)
+
+    def test_a_default_device_is_not_the_tables(self) -> None:
+        param = nn.Parameter(torch.ones(4, 3))
+        optimizer = co.SparseAdam([param], lr=0.1)
+        param.grad = torch.ones(4, 3).to_sparse(1)
+        with torch.device("meta"):
+            optimizer.step()
+        assert torch.allclose(param, torch.full((4, 3), 0.9))
+
+
+class TestGradientsOfOtherKinds:
+    @pytest.mark.parametrize("part", ["_values", "_indices"])
+    def test_a_freed_part_of_a_sparse_one(self, part: str) -> None:
+        param = nn.Parameter(torch.ones(4, 3))
+        optimizer = co.SparseAdam([("table", param)], lr=0.1)
+        param.grad = torch.ones(4, 3).to_sparse(1)
+        free(getattr(param.grad, part)())
+        with pytest.raises(ValueError, match="the gradient of 'table' has no memory: its storage was freed"):
+            optimizer.step()
+        assert torch.equal(param, torch.ones(4, 3))
+
+    @pytest.mark.parametrize("lowering", LOWERINGS)
+    @pytest.mark.parametrize("shift", [-1, 1])
+    def test_one_that_lies_across_its_parameter(self, shift: int, lowering: str) -> None:
+        memory = torch.randn(50_001)
+        whole = {-1: (slice(1, None), slice(None, -1)), 1: (slice(None, -1), slice(1, None))}[shift]
+        param = nn.Parameter(memory[whole[0]])
+        param.grad = memory[whole[1]]
+        expected = param.detach() - 0.5 * param.grad
+        optimizer = co.SGD([param], lr=0.5, lowering=lowering)
+        optimizer.step()
+        assert torch.equal(param, expected)
+
+    @pytest.mark.parametrize("lowering", LOWERINGS)
+    def test_one_that_a_subclass_makes(self, lowering: str) -> None:
+        class Own(nn.Parameter):
+            @property
+            def grad(self) -> Tensor:
+                return torch.full((4,), 2.0)
+
+        param = Own(torch.ones(4))
+        optimizer = co.SGD([param], lr=0.25, lowering=lowering)
+        for expected in (0.5, 0.0):
+            optimizer.step()
+            assert param.tolist() == [expected] * 4
+
+
+class TestSpoiledOptimizers:
+    """Nothing is updated, and the error says what is wrong until it is mended."""
+
+    @pytest.mark.parametrize(
+        ("entry", "value", "said"),
+        [
+            ("step", torch.tensor([5.0, 6.0], dtype=torch.float64), "must be a real number or a 1-element tensor of one"),
+            ("step", "abc", "must be a real number or a 1-element tensor of one, got 'abc'"),
+            ("step", torch.tensor([5.0]).to_sparse(), "must be a real number or a 1-element tensor of one"),
+            ("step", torch.tensor(1j), "must be a real number or a 1-element tensor of one"),
+            ("exp_avg", torch.zeros(4, 4, dtype=torch.float8_e4m3fn), "is torch.float8_e4m3fn"),
+            ("exp_avg", torch.zeros(4, 4).to_sparse(), "torch.sparse_coo"),
+            ("exp_avg", torch.zeros(4, 4, dtype=torch.int32), "is torch.int32"),
+            ("exp_avg", FakeTensorMode().from_tensor(torch.zeros(4, 4)), "it is a FakeTensor"),
+        ],
+        ids=["two steps", "no step", "sparse step", "complex step", "float8", "sparse", "int", "fake"],
+    )
+    @pytest.mark.parametrize("lowering", LOWERINGS)
+    def test_state(self, entry: str, value: Any, said: str, lowering: str) -> None:
+        params = [nn.Parameter(torch.ones(4, 4)) for _ in range(2)]
+        optimizer = co.AdamW([("first", params[0]), ("second", params[1])], lr=0.1, lowering=lowering)
+        for param in params:
+            param.grad = torch.ones(4, 4)
+        optimizer.step()
+        good = optimizer.state[params[1]][entry]
+        optimizer.state[params[1]][entry] = value
+        before = [p.detach().clone() for p in params]
+        for _ in range(2):
+            with pytest.raises(ValueError, match=f"state '{entry}' of 'second' .*{said}"):
+                optimizer.step()
+            assert all(map(torch.equal, params, before))
+        optimizer.state[params[1]][entry] = good
+        optimizer.step()
+        assert optimizer.state[params[1]]["step"].item() == 2
+
+    @pytest.mark.parametrize(
+        "value",
+        [None, torch.tensor([1.0], dtype=torch.float64), 1, torch.tensor(1)],
+        ids=["none", "vector", "int", "integer"],
+    )
+    def test_state_that_will_do(self, value: Any) -> None:
+        param = nn.Parameter(torch.ones(4, 4))
+        optimizer = co.AdamW([param], lr=0.1)
+        param.grad = torch.ones(4, 4)
+        optimizer.step()
+        optimizer.state[param]["step"] = value
+        optimizer.step()
+        assert optimizer.state[param]["step"].item() == (1 if value is None else 2)
+        optimizer.state[param]["exp_avg"] = None
+        optimizer.step()
+        assert optimizer.state[param]["exp_avg"].norm() > 0
+
+    @pytest.mark.parametrize(
+        ("spoil", "error", "said"),
+        [
+            (lambda o, p: o.param_groups[0]["params"].append(3), TypeError, "can only optimize Tensors"),
+            (lambda o, p: o.param_groups[0]["params"].append(p), ValueError, "duplicate parameters"),
+            (lambda o, p: o.param_groups.append({}), ValueError, r"param_groups\[1\] has no 'params'"),
+        ],
+        ids=["no tensor", "twice", "no params"],
+    )
+    def test_groups(self, spoil: Callable[[Any, Any], None], error: type[Exception], said: str) -> None:
+        param = nn.Parameter(torch.ones(4))
+        optimizer = co.SGD([param], lr=0.5)
+        param.grad = torch.ones(4)
+        optimizer.step()
+        spoil(optimizer, param)
+        for _ in range(2):
+            with pytest.raises(error, match=said):
+                optimizer.step()
+            assert param.tolist() == [0.5] * 4
+
+
 class TestThreads:
     @pytest.mark.parametrize("optimizer", [co.AdamW, co.Muon], ids=name_of)
     def test_that_step_one_optimizer_take_turns(self, optimizer: type[CompiledOptimizer]) -> None:

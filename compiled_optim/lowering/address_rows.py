@@ -13,11 +13,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from compiled_optim.controls import Controls
+from compiled_optim.controls import NAMES, Controls
 from compiled_optim.events import EventLog
+from compiled_optim.lowering.layout import is_lost, is_plain
 from compiled_optim.plan import Plan
 from compiled_optim.state import scalar_names
-from compiled_optim.torch_internals import is_capturing
+from compiled_optim.torch_internals import is_capturing, is_fake
 
 
 class HyperRow:
@@ -39,6 +40,7 @@ class HyperRow:
         self._names = [h.name for h in plan.rule.hypers]
         self._device = plan.device
         self._tensors = self._read()  # held, so that no other tensor takes their addresses
+        self._check(self._tensors)
         self.row = upload([0] * len(self._tensors), self._device)
         self._addresses: list[int] = []
         self._written: list[int] = []
@@ -62,8 +64,11 @@ class HyperRow:
     def follow(self) -> None:
         """As :meth:`refresh`, for a graph that holds the copies from one place on the device to another."""
         tensors = self._read()
-        addresses = [t.data_ptr() for t in tensors]
+        if not self._controls.idle and any(map(is_fake, tensors[: len(NAMES)])):
+            self._check(tensors)
+        addresses = [t.data_ptr() or -id(t) for t in tensors]
         if addresses != self._addresses:
+            self._check(tensors)
             read = [t if self._readable(t) else own for t, own in zip(tensors, self._slots, strict=True)]
             row = [t.data_ptr() for t in read]
             if row != self._written:
@@ -90,8 +95,15 @@ class HyperRow:
         groups = [t for group in self._groups for name in self._names for t in group.tensors(name)]
         return self._controls.tensors(self._device) + groups
 
+    def _check(self, tensors: Sequence[Tensor]) -> None:
+        """Raise ``ValueError`` where a tensor of :meth:`_read` has no number."""
+        names = [*NAMES, *(f"{g.label}[{name!r}]" for g in self._groups for name in self._names for _ in g.tensors(name))]
+        for name, tensor in zip(names, tensors, strict=True):
+            if is_fake(tensor) or tensor.is_meta or is_lost(tensor):
+                raise ValueError(f"{name} is a tensor without memory, or its storage was freed; it has no value")
+
     def _readable(self, tensor: Tensor) -> bool:
-        return tensor.dtype == torch.float64 and tensor.device == self._device
+        return tensor.dtype == torch.float64 and tensor.device == self._device and is_plain(tensor)
 
     def _write(self, values: Sequence[int]) -> None:
         self._log.table_refreshes += 1
@@ -193,7 +205,7 @@ def tensor_rows(plan: Plan, positions: Sequence[int], data: Sequence[Sequence[in
         numels: how many numbers a kernel updates in each.
     """
     members = [plan.members[i] for i in positions]
-    scalars = [[m.state[name].data_ptr() for m in members] for name in scalar_names(plan.rule)]
+    scalars = [[m.entries[name].data_ptr() for m in members] for name in scalar_names(plan.rule)]
     groups = [plan.group_index[i] for i in positions]
     return upload([*data, *scalars, numels, groups, [plan.groups[g]["maximize"] for g in groups]], plan.device)
 

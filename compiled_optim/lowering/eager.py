@@ -10,8 +10,7 @@ from compiled_optim.fields import compute_dtype
 from compiled_optim.lowering.layout import as_real
 from compiled_optim.lowering.rule_step import rule_step
 from compiled_optim.lowering.staged import StagedLowering
-from compiled_optim.plan import Plan
-from compiled_optim.state import LocalState, ParamState
+from compiled_optim.plan import Member, Plan
 
 
 class EagerLowering(StagedLowering):
@@ -40,19 +39,19 @@ class EagerLowering(StagedLowering):
             coefficients, _ = self._advance()
             for member, grad, column in zip(self.plan.members, self._grads, coefficients.unbind(1), strict=True):
                 if grad is not None:
-                    self._step_one(member.param, grad, member.state, column.to(compute_dtype(member.param.dtype)))
+                    self._step_one(member, grad, column.to(compute_dtype(member.param.dtype)))
 
-    def _step_one(self, param: Tensor, grad: Tensor, state: ParamState | LocalState, column: Tensor) -> None:
-        names = self.plan.buffers
+    def _step_one(self, member: Member, grad: Tensor, column: Tensor) -> None:
+        names, param = self.plan.buffers, member.param
         old = param.clone() if self._differentiable else param
         new_param, new_buffers = self._update(
-            as_real(old), as_real(grad.resolve_conj()), [as_real(state[n]) for n in names], column.unbind()
+            as_real(old), as_real(grad.resolve_conj()), [as_real(member.entries[n]) for n in names], column.unbind()
         )
         if param.is_complex():
             new_param, *new_buffers = (torch.view_as_complex(t) for t in (new_param, *new_buffers))
         param.copy_(new_param)
         for name, new in zip(names, new_buffers, strict=True):
             if self._differentiable:
-                state.set_quietly(name, new)
+                member.put(name, new)
             else:
-                state[name].copy_(new)
+                member.entries[name].copy_(new)

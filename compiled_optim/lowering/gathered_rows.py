@@ -70,7 +70,7 @@ class GatheredRowsLowering(StagedLowering):
         for position, entries in self._entries.items():
             if entries.sums.numel():
                 member, column = self.plan.members[position], coefficients[:, position].to(entries.sums.dtype)
-                tensors = [member.param.detach(), *(member.state[name] for name in self.plan.buffers)]
+                tensors = [member.param.detach(), *(member.entries[name] for name in self.plan.buffers)]
                 if entries.sums.dim() == member.param.dim() + 1:  # without sparse dimensions there is one row
                     tensors = [t.unsqueeze(0) for t in tensors]
                 self._update_rows(position, tensors, entries, column.unbind())

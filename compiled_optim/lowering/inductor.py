@@ -132,7 +132,7 @@ class Packed:
         for name, packed in zip(plan.buffers, self._buffers, strict=True):
             views = self._views(packed)
             for member, view in zip(members, views, strict=True):
-                member.state.set_quietly(name, view.copy_(member.state[name]))
+                member.put(name, view.copy_(member.entries[name]))
         self._dtype = compute_dtype(self._param.dtype)
         self._subsets: Recent[tuple[int, ...], Tensor] = Recent(256)
 
@@ -198,9 +198,9 @@ class InPlace:
         self._layouts = [Layout(m.param) for m in members]
         for member, layout in zip(members, self._layouts, strict=True):
             for name in plan.buffers:
-                member.state.set_quietly(name, layout.arranged(member.state[name]))
+                member.put(name, layout.arranged(member.entries[name]))
         self._flat = [
-            [flat(t) for t in (layout.target, *(m.state[name] for name in plan.buffers))]
+            [flat(t) for t in (layout.target, *(m.entries[name] for name in plan.buffers))]
             for m, layout in zip(members, self._layouts, strict=True)
         ]
         self._dtype = compute_dtype(getattr(torch, signature.param_dtype))

@@ -23,8 +23,8 @@ class Layout:
         self.target = self._param if self.stage is None else self.stage
 
     def arranged(self, tensor: Tensor) -> Tensor:
-        """``tensor`` in this order: itself where it has it, else a copy."""
-        if tensor.stride() == self.target.stride() and is_plain(tensor):
+        """``tensor`` in this order: itself where it has it and lies apart from the parameter, else a copy."""
+        if tensor.stride() == self.target.stride() and is_plain(tensor) and not overlap_shifted(tensor, self.target):
             return tensor
         return plain_copy(tensor, self.target.stride())
 
@@ -82,6 +82,12 @@ def span(tensor: Tensor) -> tuple[int, int]:
     """The addresses at which the memory of a tensor begins and ends."""
     start = tensor.data_ptr()
     return start, start + _reach(tensor) * tensor.element_size()
+
+
+def overlap_shifted(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors share memory, other than from the first element on."""
+    (start, end), (other, other_end) = span(first), span(second)
+    return start != other and start < other_end and other < end
 
 
 def _reach(tensor: Tensor) -> int:

@@ -159,11 +159,11 @@ class Table:
         self._layouts = [Layout(m.param) for m in members]
         for member, layout in zip(members, self._layouts, strict=True):
             for name in plan.buffers:
-                member.state.set_quietly(name, layout.arranged(member.state[name]))
+                member.put(name, layout.arranged(member.entries[name]))
         numels = [real_numel(m.param) for m in members]
         data = [
             [layout.target.data_ptr() for layout in self._layouts],
-            *([m.state[name].data_ptr() for m in members] for name in plan.buffers),
+            *([m.entries[name].data_ptr() for m in members] for name in plan.buffers),
         ]
         self.tensors = tensor_rows(plan, positions, data, numels)
         self.chunks = upload(pieces(numels, kernel.chunk), plan.device)

@@ -210,10 +210,10 @@ class RowKind:
         width = math.prod(self.dense)
         firsts = [0, *itertools.accumulate(map(math.prod, shapes))]
         self.rows = firsts.pop()
-        row_bytes = torch.zeros(len(whole.tensors), 1, dtype=torch.int64)
+        row_bytes = torch.zeros(len(whole.tensors), 1, dtype=torch.int64, device="cpu")
         row_bytes[0] = width * members[0].param.element_size()
         for row, name in enumerate(plan.buffers, rows.buffers):
-            row_bytes[row] = width * members[0].state[name].element_size()
+            row_bytes[row] = width * members[0].entries[name].element_size()
         self.row_bytes = upload(row_bytes, device)
         self.columns = whole.tensors.index_select(1, upload(positions, device))
         self.columns[rows.numel] = width

@@ -271,9 +271,9 @@ class Stack:
         self._dtype = compute_dtype(self._params[0].dtype)
         self._buffers = []
         for name in plan.buffers:
-            stacked = _stack([m.state[name] for m in members])
+            stacked = _stack([m.entries[name] for m in members])
             for member, view in zip(members, stacked.unbind(), strict=True):
-                member.state.set_quietly(name, view)
+                member.put(name, view)
             self._buffers.append(self._seen(stacked))
 
     def gathered(self, grads: Sequence[Tensor | None]) -> Tensor | None:
