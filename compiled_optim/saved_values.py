@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_optim.lowering.layout import is_lost, is_plain
+from compiled_optim.lowering.layout import is_lost, is_plain, plain_copy
 from compiled_optim.sharding import is_sharded, local
 
 _COPYABLE = {
@@ -89,7 +89,7 @@ def as_tensor(value: Any, what: str) -> Tensor:
             raise Unloadable(f"{what} is {value.dtype}")
         if is_sharded(value) or (type(value) in _OWN_TYPES and is_plain(value)):
             return value.detach()
-        return torch.empty(value.shape, dtype=value.dtype, device=value.device).copy_(value)
+        return plain_copy(value)
 
 
 def as_buffer(value: Any, what: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

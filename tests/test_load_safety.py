@@ -175,6 +175,28 @@ def test_an_expanded_buffer_is_copied() -> None:
     assert torch.equal(by_name(optimizer)["b"]["exp_avg"], torch.tensor([[3.0] * 3, [4.0] * 3]))
 
 
+class OnceCopied(Tensor):
+    """A tensor that can be read a single time."""
+
+    reads = 0
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.copy_:
+            cls.reads += 1
+            if cls.reads > 1:
+                raise OSError("read before")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_a_buffer_of_a_class_of_its_own_is_read_before_anything_is_written() -> None:
+    optimizer = trained(co.NAdam)
+    saved = spoiled(optimizer)
+    saved["state"][1]["exp_avg"] = torch.full(SHAPE, 3.0).as_subclass(OnceCopied)
+    optimizer.load_state_dict(saved)
+    assert torch.equal(by_name(optimizer)["b"]["exp_avg"], torch.full(SHAPE, 3.0))
+
+
 class TestGroups:
     @pytest.mark.parametrize("kind", [k for k in NOT_NUMBERS if k != "list"])
     def test_hyperparameters(self, kind: str) -> None:
