@@ -73,11 +73,11 @@ def _snapshot(key: str, value: Any, declaration: Declaration, param: Tensor) -> 
 
 @dataclass
 class _Saved:
-    """One parameter of a checkpoint: its name and aliases, its group and its state, None where it never had any."""
+    """One parameter of a checkpoint: its name and aliases, its group and its state, empty where it never had any."""
 
     names: tuple[str, ...]
     group: int
-    state: Mapping[str, Any] | None
+    state: Mapping[str, Any]
 
 
 @dataclass
@@ -136,6 +136,7 @@ def load(
     state_dict: Mapping[str, Any],
     *,
     aliases: Mapping[str, str],
+    implied: Mapping[str, float],
     keep: Collection[str],
     strict: bool,
     hyperparameters: Literal["checkpoint", "keep"],
@@ -150,6 +151,7 @@ def load(
         state: its live state.
         state_dict: what to load, in any of the forms of :mod:`compiled_optim.formats`; not modified.
         aliases: the optimizer's further names of tied parameters.
+        implied: state that a checkpoint may leave out, and what it is where there is other state.
         keep: group entries that are the optimizer's own whatever the checkpoint says.
         strict: raise where names, shapes or entries do not match; otherwise load what does.
         hyperparameters: whether the groups take the checkpoint's values.
@@ -157,7 +159,7 @@ def load(
     Raises:
         ValueError, TypeError: the checkpoint is malformed or, with ``strict``, does not match. Nothing is changed then.
     """
-    saved_groups, saved = _read(state_dict)
+    saved_groups, saved = _read(state_dict, implied)
     pairs, missing, unexpected = _match(groups, _live(groups, aliases), saved_groups, saved)
     taking = pairs if hyperparameters == "checkpoint" else []
     skipped = {*keep, "params", "param_names"}
@@ -172,20 +174,27 @@ def load(
     return report
 
 
-def _read(state_dict: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[_Saved]]:
+def _read(state_dict: Mapping[str, Any], implied: Mapping[str, float]) -> tuple[list[dict[str, Any]], list[_Saved]]:
     """The groups and the parameters of a state dict of any form."""
     plain = read(state_dict)
     plain = from_optimi(plain) if is_optimi(plain) else plain
-    return plain["param_groups"], _saved(plain)
+    return plain["param_groups"], _saved(plain, implied)
 
 
-def _saved(state_dict: Mapping[str, Any]) -> list[_Saved]:
+def _saved(state_dict: Mapping[str, Any], implied: Mapping[str, float]) -> list[_Saved]:
     """The parameters of a state dict."""
     places = [(g, i, j, p) for i, g in enumerate(state_dict["param_groups"]) for j, p in enumerate(g["params"])]
     names = [own[j] if (own := group_names(g)) else parameter_name(g, i, j) for g, i, j, _ in places]
-    states = [state_dict["state"].get(p) for *_, p in places]
+    states = [_present(state_dict["state"].get(p, {}), implied) for *_, p in places]
     known = _with_aliases(names, state_dict.get("aliases", {}))
     return [_Saved(own, i, state) for own, (_, i, _, _), state in zip(known, places, states, strict=True)]
+
+
+def _present(entries: Mapping[str, Any], implied: Mapping[str, float]) -> dict[str, Any]:
+    """The state of one parameter without the entries that stand for nothing, and with what the others imply."""
+    # A flattened checkpoint of torch.distributed.checkpoint has an empty dict for an entry that was not saved.
+    given = {k: v for k, v in entries.items() if v is not None and not (type(v) is dict and not v)}
+    return {**implied, **given} if given else {}
 
 
 def _live(groups: Sequence[ParamGroup], aliases: Mapping[str, str]) -> list[_Live]:
@@ -357,8 +366,7 @@ def _state_values(
     Raises:
         Unloadable: an entry is absent, has no place, or is not what it must be.
     """
-    # A flattened checkpoint of torch.distributed.checkpoint has an empty dict for an entry that was not saved.
-    given = {k: v for k, v in (saved.state or {}).items() if v is not None and not (type(v) is dict and not v)}
+    given = saved.state
     if not given:
         return {}
     scalars = scalar_names(declaration)
@@ -367,8 +375,6 @@ def _state_values(
         for b in declaration.buffers
         if b.name in needed or (b.when in declaration.structural_hypers and b.name in given)
     }
-    if "step" not in given and all(name in given for name in needed):
-        given["step"] = 1.0 if shapes else 0.0  # torch.optim.SGD counts no steps; a buffer says that one was taken
     absent = [name for name in (*scalars, *needed) if name not in given]
     if absent:
         raise Unloadable(f"the checkpoint has no {', '.join(absent)} for it")

@@ -75,6 +75,9 @@ class CompiledOptimizer(Declared, Optimizer):
     group_flags: ClassVar[tuple[str, ...]] = ("maximize", "foreach", "capturable", "differentiable", "fused")
     """The flags torch.optim's optimizer of this name keeps in its groups, so that checkpoints are interchangeable."""
 
+    implied_state: ClassVar[Mapping[str, float]] = {}
+    """The state that checkpoints of torch.optim's optimizer of this name leave out, as it is where they hold other state."""
+
     _is_made = False
     """Whether the constructor has taken all of its groups."""
 
@@ -736,6 +739,7 @@ class CompiledOptimizer(Declared, Optimizer):
             self._state,
             state_dict,
             aliases=self._aliases,
+            implied=self.implied_state,
             keep={*self.group_flags, *(s.name for s in self.declaration.statics)},
             strict=strict,
             hyperparameters=hyperparameters,

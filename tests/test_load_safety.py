@@ -138,6 +138,24 @@ class TestState:
         assert params["a"] not in optimizer.state
 
 
+@pytest.mark.parametrize("kind", [k for k in registry() if k is not co.LBFGS], ids=lambda c: c.__name__)
+def test_a_step_count_is_absent_only_where_torch_keeps_none(kind: type[co.CompiledOptimizer]) -> None:
+    param = model("a")["a"]
+    sparse = kind.gradients == "sparse"
+    param.grad = torch.ones(SHAPE).to_sparse(1) if sparse else torch.ones(SHAPE)
+    theirs = getattr(torch.optim, kind.__name__)([param])
+    theirs.step()
+    counts = "step" in theirs.state[param]
+    optimizer = trained(kind, **({"momentum": 0.5} if kind is co.SGD else {}))
+    saved = spoiled(optimizer)
+    del saved["state"][1]["step"]
+    if counts:
+        refuses(optimizer, saved, "b: the checkpoint has no step for it")
+    else:
+        optimizer.load_state_dict(saved)
+        assert by_name(optimizer)["b"].get("step") == 1.0
+
+
 @pytest.mark.parametrize("number", [-(2**100), 2**100, 1.5, True, torch.tensor(3, dtype=torch.uint8), torch.tensor([[2.5]])])
 def test_a_number_of_any_kind_and_size(number: Any) -> None:
     optimizer = trained(co.NAdam)
