@@ -159,13 +159,13 @@ def load(
     Raises:
         ValueError, TypeError: the checkpoint is malformed or, with ``strict``, does not match. Nothing is changed then.
     """
-    saved_groups, saved = _read(state_dict, implied)
+    saved_groups, saved, orphans = _read(state_dict, implied)
     pairs, missing, unexpected = _match(groups, _live(groups, aliases), saved_groups, saved)
     taking = pairs if hyperparameters == "checkpoint" else []
     skipped = {*keep, "params", "param_names"}
     numbers, values, conflicts = _check_groups(declaration, groups, taking, saved_groups, skipped)
     entries, copies, problems = _check_state(declaration, groups, state, pairs, numbers)
-    report = LoadReport(missing, unexpected, problems + conflicts)
+    report = LoadReport(missing, unexpected + orphans, problems + conflicts)
     if strict and any(report):
         parts = [f"{kind}: {', '.join(names)}" for kind, names in zip(report._fields, report, strict=True) if names]
         raise ValueError(f"the checkpoint does not match the optimizer ({declaration.name}); {'; '.join(parts)}")
@@ -174,11 +174,15 @@ def load(
     return report
 
 
-def _read(state_dict: Mapping[str, Any], implied: Mapping[str, float]) -> tuple[list[dict[str, Any]], list[_Saved]]:
-    """The groups and the parameters of a state dict of any form."""
+def _read(
+    state_dict: Mapping[str, Any], implied: Mapping[str, float]
+) -> tuple[list[dict[str, Any]], list[_Saved], list[str]]:
+    """The groups and the parameters of a state dict of any form, and the state that belongs to none of them."""
     plain = read(state_dict)
+    listed = {p for group in plain["param_groups"] for p in group["params"]}
+    orphans = [f"the state of {described(key)}" for key in plain["state"] if key not in listed]
     plain = from_optimi(plain) if is_optimi(plain) else plain
-    return plain["param_groups"], _saved(plain, implied)
+    return plain["param_groups"], _saved(plain, implied), orphans
 
 
 def _saved(state_dict: Mapping[str, Any], implied: Mapping[str, float]) -> list[_Saved]:

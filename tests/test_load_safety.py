@@ -215,6 +215,28 @@ def test_a_buffer_of_a_class_of_its_own_is_read_before_anything_is_written() -> 
     assert torch.equal(by_name(optimizer)["b"]["exp_avg"], torch.full(SHAPE, 3.0))
 
 
+class TestStateOfNoParameter:
+    """A strict load refuses it, and another one reports it."""
+
+    @pytest.mark.parametrize("kind", [co.NAdam, co.LBFGS])
+    @pytest.mark.parametrize("rename", [str, torch.tensor, lambda key: key + 7], ids=["text", "tensor", "other"])
+    def test_all(self, kind: type[co.CompiledOptimizer], rename: Callable[[int], Any]) -> None:
+        saved = copy.deepcopy(trained(kind).state_dict())
+        saved["state"] = {rename(key): entries for key, entries in saved["state"].items()}
+        optimizer = trained(kind)
+        refuses(optimizer, saved, "unexpected: the state of ('0'|a Tensor|7)")
+        assert len(optimizer.load_state_dict(saved, strict=False).unexpected) == len(saved["state"])
+
+    @pytest.mark.parametrize("kind", [co.NAdam, co.LBFGS])
+    def test_some(self, kind: type[co.CompiledOptimizer]) -> None:
+        optimizer = trained(kind)
+        saved = co.named_state_dict(optimizer) if kind is co.NAdam else copy.deepcopy(optimizer.state_dict())
+        saved["param_groups"][0]["lr"] = 0.7
+        saved["state"]["c"] = {"step": 1.0}
+        refuses(optimizer, saved, "unexpected: the state of 'c'")
+        assert optimizer.load_state_dict(saved, strict=False) == co.LoadReport([], ["the state of 'c'"], [])
+
+
 class TestGroups:
     @pytest.mark.parametrize("kind", [k for k in NOT_NUMBERS if k != "list"])
     def test_hyperparameters(self, kind: str) -> None:

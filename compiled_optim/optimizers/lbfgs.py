@@ -329,7 +329,7 @@ class LBFGS(CompiledOptimizer):
         if len(state_dict["param_groups"]) != 1:
             raise ValueError(f"LBFGS has one parameter group, the checkpoint {len(state_dict['param_groups'])}")
         saved = state_dict["param_groups"][0]
-        entries = state_dict["state"].get(saved["params"][0]) if saved["params"] else None
+        entries = state_dict["state"].pop(saved["params"][0], None) if saved["params"] else None
         order = self._order_of(saved)
         fresh = self._new_state()
         if order is not None and entries:
@@ -337,7 +337,7 @@ class LBFGS(CompiledOptimizer):
                 self._unpack(fresh, entries, order)
         for name, value in fresh.items():
             check_writable(self._memory[name], f"the optimizer's own {name}", tuple(value.shape), value)
-        report = super()._load({**state_dict, "state": {}}, strict, hyperparameters)
+        report = super()._load(state_dict, strict, hyperparameters)
         for name, value in fresh.items():
             self._memory[name].copy_(value)
         return report
