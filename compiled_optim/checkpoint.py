@@ -10,15 +10,16 @@ from __future__ import annotations
 import bisect
 import copy
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from compiled_optim.fields import Declaration
-from compiled_optim.formats import FORMAT_VERSION, canonical_names, from_optimi, group_names, is_optimi, read
+from compiled_optim.formats import FORMAT_VERSION, canonical_name, from_optimi, group_names, is_optimi, read
 from compiled_optim.hyperparameters import ROUNDING, ParamGroup
 from compiled_optim.lowering.layout import span
 from compiled_optim.plan import parameter_name, structure
@@ -72,27 +73,33 @@ def _snapshot(key: str, value: Any, declaration: Declaration, param: Tensor) -> 
 
 
 @dataclass
-class _Saved:
-    """One parameter of a checkpoint: its name and aliases, its group and its state, empty where it never had any."""
+class _Known:
+    """One parameter of either side: its name and aliases, and its group."""
 
     names: tuple[str, ...]
     group: int
-    state: Mapping[str, Any]
-
-
-@dataclass
-class _Live:
-    """One parameter of the optimizer: its name and aliases, and its group."""
-
-    names: tuple[str, ...]
-    group: int
-    param: Tensor
 
     @property
     def name(self) -> str:
         """Its own name."""
         return self.names[0]
 
+
+@dataclass
+class _Saved(_Known):
+    """One parameter of a checkpoint, with its state, empty where it never had any."""
+
+    state: Mapping[str, Any]
+
+
+@dataclass
+class _Live(_Known):
+    """One parameter of the optimizer."""
+
+    param: Tensor
+
+
+P = TypeVar("P", bound=_Known)
 
 Entries: TypeAlias = dict[int, dict[str, Any]]
 """Entries of groups, by the index of the group."""
@@ -209,9 +216,8 @@ def _live(groups: Sequence[ParamGroup], aliases: Mapping[str, str]) -> list[_Liv
 
 
 def _with_aliases(names: Sequence[str], aliases: Mapping[str, str]) -> Iterator[tuple[str, ...]]:
-    """For each of ``names``, itself and its aliases, all canonical."""
-    canonical = dict(zip([*names, *aliases], canonical_names([*names, *aliases]), strict=True))
-    return ((canonical[name], *(canonical[a] for a, n in aliases.items() if n == name)) for name in names)
+    """For each of ``names``, itself and its aliases."""
+    return ((name, *(a for a, n in aliases.items() if n == name)) for name in names)
 
 
 def _match(
@@ -244,17 +250,26 @@ def _match_positions(
 def _match_names(live: list[_Live], saved: list[_Saved]) -> tuple[list[tuple[_Live, _Saved]], list[str], list[str]]:
     """Pairs of live and saved parameters of equal name, and the names that only one side has.
 
-    An alias serves only where neither side uses its own name for another parameter.
+    A name as it is counts before one without the prefixes of module wrappers, and a parameter's own before an alias.
     """
-    by_name = {s.names[0]: s for s in saved}
-    found = {ours.name: by_name.pop(ours.name) for ours in live if ours.name in by_name}
-    by_alias = {name: s for s in by_name.values() for name in s.names}
-    for ours in live:
-        theirs = next((by_alias[n] for n in ours.names if n in by_alias), None)
-        if ours.name not in found and theirs is not None and theirs.names[0] in by_name:
-            found[ours.name] = by_name.pop(theirs.names[0])
+    forms: tuple[Callable[[str], str], ...] = (str, canonical_name)
+    found: dict[str, _Saved] = {}
+    left = {theirs.name: theirs for theirs in saved}
+    for form, count in itertools.product(forms, (1, None)):
+        ours_by_name, theirs_by_name = _by_name(live, form, count), _by_name(saved, form, count)
+        for name, ours in ours_by_name.items():
+            theirs = theirs_by_name.get(name)
+            if ours.name not in found and theirs is not None and theirs.name in left:
+                found[ours.name] = left.pop(theirs.name)
     pairs = [(ours, found[ours.name]) for ours in live if ours.name in found]
-    return pairs, [ours.name for ours in live if ours.name not in found], list(by_name)
+    return pairs, [ours.name for ours in live if ours.name not in found], list(left)
+
+
+def _by_name(params: Sequence[P], form: Callable[[str], str], count: int | None) -> dict[str, P]:
+    """Parameters by the ``form`` of their first ``count`` names, where it stands for one of them alone."""
+    every = {(form(name), param.name): param for param in params for name in param.names[:count]}
+    holders = Counter(name for name, _ in every)
+    return {name: param for (name, _), param in every.items() if holders[name] == 1}
 
 
 def _check_groups(
