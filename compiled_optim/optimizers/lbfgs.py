@@ -338,8 +338,9 @@ class LBFGS(CompiledOptimizer):
         for name, value in fresh.items():
             check_writable(self._memory[name], f"the optimizer's own {name}", tuple(value.shape), value)
         report = super()._load(state_dict, strict, hyperparameters)
-        for name, value in fresh.items():
-            self._memory[name].copy_(value)
+        if order is not None:
+            for name, value in fresh.items():
+                self._memory[name].copy_(value)
         return report
 
     def _order_of(self, saved: Mapping[str, Any]) -> list[int] | None:
