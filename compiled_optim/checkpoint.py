@@ -224,7 +224,10 @@ def _match(
     groups: Sequence[ParamGroup], live: list[_Live], saved_groups: Sequence[Mapping[str, Any]], saved: list[_Saved]
 ) -> tuple[list[tuple[_Live, _Saved]], list[str], list[str]]:
     """Pairs of live and saved parameters, by name where both sides have names, and the names that only one side has."""
-    if all(group_names(g) is not None for g in saved_groups) and all("param_names" in g for g in groups):
+    named = [group_names(g) is not None for g in saved_groups]
+    if any(named) and all("param_names" in g for g in groups):
+        if not all(named):
+            raise ValueError(f"the checkpoint has names for some groups only, and none for param_groups[{named.index(False)}]")
         return _match_names(live, saved)
     return _match_positions(groups, live, saved_groups, saved), [], []
 

@@ -369,6 +369,20 @@ class TestTwice:
             refuses(optimizer, saved, "the checkpoint names parameter 'b' twice")
 
 
+def test_names_for_some_groups_only() -> None:
+    """Positions would give a parameter the state of another that is named."""
+    saved = spoiled(trained(co.NAdam, "abc", grouped=True))
+    saved["param_groups"][1:] = saved["param_groups"][:0:-1]
+    del saved["param_groups"][0]["param_names"]
+    for strict in (True, False):
+        refuses(
+            trained(co.NAdam, "abc", grouped=True), saved, r"names for some groups only, and none for .*\[0\]", strict=strict
+        )
+    params = model("abc")
+    unnamed = co.NAdam([{"params": p} for p in params.values()], lowering="eager")
+    assert not any(unnamed.load_state_dict(saved))
+
+
 class TestInfinity:
     @pytest.mark.parametrize("kind", registry(), ids=lambda c: c.__name__)
     def test_a_learning_rate_is_finite(self, kind: type[co.CompiledOptimizer]) -> None:
@@ -582,6 +596,16 @@ class TestOptimi:
 
 
 class TestLbfgs:
+    @pytest.mark.parametrize("names", ["xy", "ax"])
+    def test_its_history_is_kept_where_the_parameters_are_others(self, names: str) -> None:
+        optimizer = trained(co.LBFGS)
+        expected = copy.deepcopy(by_name(optimizer))
+        report = optimizer.load_state_dict(trained(co.LBFGS, names).state_dict(), strict=False)
+        assert report == co.LoadReport([n for n in "ab" if n not in names], [n for n in names if n not in "ab"], [])
+        assert expected["a"]["n_iter"] > 0
+        for key, value in by_name(optimizer)["a"].items():
+            assert torch.equal(value, expected["a"][key]), key
+
     @pytest.mark.parametrize("value", [math.nan, math.inf, torch.tensor(math.nan), 1e300])
     @pytest.mark.parametrize("key", ["t", "prev_loss", "H_diag"])
     def test_a_run_that_met_infinity(self, key: str, value: Any) -> None:
