@@ -26,6 +26,7 @@ from compiled_optim.plan import parameter_name, structure
 from compiled_optim.saved_values import Unloadable, as_buffer, as_number, check_memory, described, naming
 from compiled_optim.sharding import local, placement, spread_like
 from compiled_optim.state import OptimizerState, fill, initial_values, missing_entries, scalar_names
+from compiled_optim.torch_internals import outside_inference_mode
 
 
 class LoadReport(NamedTuple):
@@ -425,7 +426,7 @@ def _places(
     buffers = {b.name: b.shape_for(param) for b in declaration.buffers if b.name in {*needed, *values, *live}}
     new: dict[str, Tensor] = {}
     if values:
-        with naming("the optimizer's own state"):
+        with naming("the optimizer's own state"), outside_inference_mode():
             new = missing_entries(declaration, tuple(n for n in buffers if n in needed or n in values), param, live, initial)
     copies: Copies = []
     for name in (*scalar_names(declaration), *buffers):
@@ -435,7 +436,8 @@ def _places(
         source = values.get(name, initial[name])
         check_writable(entry, f"the optimizer's own {name}", buffers.get(name), source)
         if entry.requires_grad:
-            entry = new[name] = torch.empty_like(entry)
+            with outside_inference_mode():
+                entry = new[name] = torch.empty_like(entry)
         copies.append((entry, source))
     return new, copies
 

@@ -33,7 +33,13 @@ from compiled_optim.parameters import check_names, check_params
 from compiled_optim.plan import partition
 from compiled_optim.schedule import Schedule, Schedules
 from compiled_optim.state import OptimizerState, ParamState
-from compiled_optim.torch_internals import is_capturing, mend_tracing, outside_dynamo, refuse_tracing
+from compiled_optim.torch_internals import (
+    is_capturing,
+    mend_tracing,
+    outside_dynamo,
+    outside_inference_mode,
+    refuse_tracing,
+)
 from compiled_optim.watched import Changes
 
 
@@ -525,6 +531,7 @@ class CompiledOptimizer(Declared, Optimizer):
         grown = [isinstance(group, ParamGroup) and group.nonzero(name) for name in self.declaration.structural_hypers]
         return (id(group), len(group["params"]), *grown)
 
+    @outside_inference_mode()
     def _rebuild(self, grads: Sequence[Tensor | None] | None = None) -> list[Tensor | None] | None:
         """Derive everything the step uses from the groups and the state, and take ``grads`` for the parameters' own.
 

@@ -8,7 +8,7 @@ import functools
 import os
 import sys
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,14 @@ def local_tensor(tensor: Any) -> Tensor:
 
 CAPTURING: dict[str, Callable[[], bool]] = {"cuda": lambda: torch.cuda.is_current_stream_capturing()}
 """By device type, whether work handed to the current stream is recorded instead of done."""
+
+
+@contextlib.contextmanager
+def outside_inference_mode() -> Iterator[None]:
+    """Tensors made inside a ``with`` block can be written everywhere; autograd records what it would have recorded."""
+    recording = torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(recording):
+        yield
 
 
 def is_capturing(device: torch.device) -> bool:

@@ -498,6 +498,48 @@ class TestSharedMemory:
         assert [calls.count("clone"), calls.count("copy_")] == [copied, copied]
 
 
+class TestInferenceMode:
+    """What a load makes there can be written outside."""
+
+    def _check(self, optimizer: co.CompiledOptimizer, saved: Any) -> None:
+        with torch.inference_mode():
+            optimizer.load_state_dict(saved)
+        assert not any(tensor.is_inference() for _, tensor in live_tensors(optimizer))
+        optimizer.load_state_dict(saved)
+        train(optimizer)
+
+    def test_a_buffer_that_was_not_needed(self) -> None:
+        self._check(trained(co.SGD), trained(co.SGD, momentum=0.5).state_dict())
+
+    def test_a_frozen_parameters_state(self) -> None:
+        params = model("ab", frozen="b")
+        self._check(co.AdamW(params, lowering="eager"), trained(co.AdamW).state_dict())
+
+    @pytest.mark.parametrize("kind", [co.AdamW, co.LBFGS])
+    def test_state_that_was_cleared(self, kind: type[co.CompiledOptimizer]) -> None:
+        optimizer = trained(kind)
+        saved = copy.deepcopy(optimizer.state_dict())
+        optimizer.state.clear()
+        self._check(optimizer, saved)
+
+    def test_a_recorded_buffer(self) -> None:
+        param = torch.randn(SHAPE, requires_grad=True).clone()
+        optimizer = co.AdamW({"a": param}, differentiable=True)
+        saved = copy.deepcopy(optimizer.state_dict())
+        param.grad = torch.randn(SHAPE, requires_grad=True)
+        optimizer.step()
+        with torch.inference_mode():
+            optimizer.load_state_dict(saved)
+        assert not any(tensor.is_inference() for _, tensor in live_tensors(optimizer))
+
+    def test_an_optimizer_that_was_made_there(self) -> None:
+        saved = spoiled(trained(co.AdamW))
+        with torch.inference_mode():
+            optimizer = co.AdamW(model("ab"), lowering="eager")
+            optimizer.load_state_dict(saved)
+        assert optimizer.hyperparameters()[0]["lr"] == 0.7
+
+
 class TestAutograd:
     def test_what_requires_grad_is_loaded_as_a_number(self) -> None:
         optimizer = trained(co.NAdam)
