@@ -665,9 +665,9 @@ class CompiledOptimizer(Declared, Optimizer):
     def state(self, values: Mapping[Tensor, Mapping[str, Any]]) -> None:
         self._changes.pending = True
         self._hands_out_state = bool(values)
-        own = OptimizerState(self._changes)
+        own = OptimizerState(changes=self._changes)
         for param, entries in values.items():
-            own.set_quietly(param, ParamState(self._changes, entries))
+            own.set_quietly(param, ParamState(entries, changes=self._changes))
         self.__dict__["state"] = own
 
     def hyperparameters(self) -> list[dict[str, Any]]:

@@ -25,13 +25,13 @@ class WatchedDict(dict[K, V], Generic[K, V]):
     Copies, deep copies and pickles are plain dicts: a copy has nobody to report to.
 
     Args:
-        changes: where to report.
-        values: what is in the dict at first.
+        values: what is in the dict at first, as for a dict: some libraries rebuild whatever mapping they meet.
+        changes: where to report; None for a dict that is in no optimizer yet.
     """
 
-    def __init__(self, changes: Changes, values: Mapping[K, V] | None = None) -> None:
-        super().__init__(values or {})
-        self._changes = changes
+    def __init__(self, values: Mapping[K, V] | Iterable[tuple[K, V]] = (), *, changes: Changes | None = None) -> None:
+        super().__init__(values)
+        self._changes = Changes() if changes is None else changes
 
     def report(self) -> None:
         """Report a change that was, or is going to be, written quietly."""
