@@ -129,9 +129,7 @@ class _Changes(NamedTuple):
             for key, value in values.items():
                 groups[index].set_quietly(key, value)
         for param, entries in self.state:
-            state[param].report()
-            for name, entry in entries.items():
-                state[param].set_quietly(name, entry)
+            state[param].update(entries)
         for target, source in self.copies:
             target.copy_(spread_like(source, target)) if isinstance(source, Tensor) else fill(target, source)
 
@@ -228,7 +226,9 @@ def _match(
     named = [group_names(g) is not None for g in saved_groups]
     if any(named) and all("param_names" in g for g in groups):
         if not all(named):
-            raise ValueError(f"the checkpoint has names for some groups only, and none for param_groups[{named.index(False)}]")
+            raise ValueError(
+                f"the checkpoint has names for some groups only, and none for param_groups[{named.index(False)}]"
+            )
         return _match_names(live, saved)
     return _match_positions(groups, live, saved_groups, saved), [], []
 

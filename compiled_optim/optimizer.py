@@ -175,6 +175,10 @@ class CompiledOptimizer(Declared, Optimizer):
         """
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group must be a dict, but got {type(param_group)}")
+        with self._lock:
+            self._add_group(param_group)
+
+    def _add_group(self, param_group: Mapping[str, Any]) -> None:
         index = len(self.param_groups)
         values = {**self.defaults, **param_group}
         unknown = [k for k in values if k in self.fields and k not in self._group_keys()]
@@ -297,7 +301,8 @@ class CompiledOptimizer(Declared, Optimizer):
             set_to_none: set them to None instead of to zero.
         """
         if not torch.compiler.is_compiling() and (self._changes.pending or self._regrouped()):
-            self._rebuild()
+            with self._lock:
+                self._rebuild()
         for param in self._traceable:
             if set_to_none:
                 param.grad = None  # unread, so that compiled code does not depend on whether there was one
@@ -683,10 +688,11 @@ class CompiledOptimizer(Declared, Optimizer):
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
-        if self._changes.pending or self._regrouped():
-            self._rebuild()
         neutral = {name: self.fields[name].default for name in self.group_flags}  # type: ignore[attr-defined]
-        result = self._save(neutral)
+        with self._lock:
+            if self._changes.pending or self._regrouped():
+                self._rebuild()
+            result = self._save(neutral)
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             replaced = post_hook(self, result)
             result = result if replaced is None else replaced
@@ -725,9 +731,10 @@ class CompiledOptimizer(Declared, Optimizer):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = pre_hook(self, saved)
             saved = saved if replaced is None else replaced
-        if self._changes.pending or self._regrouped():
-            self._rebuild()
-        report = self._load(saved, strict, hyperparameters)
+        with self._lock:
+            if self._changes.pending or self._regrouped():
+                self._rebuild()
+            report = self._load(saved, strict, hyperparameters)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
         return report

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import compiled_optim as co
+from compiled_optim.watched import Changes, WatchedDict, WatchedList
 
 
 def refuses(optimizer: co.CompiledOptimizer, saved: Any, message: str, **options: Any) -> None:
@@ -496,6 +497,74 @@ class TestSharedMemory:
         with Seen():
             co.load_named_state_dict(optimizer, saved)
         assert [calls.count("clone"), calls.count("copy_")] == [copied, copied]
+
+
+class TestBesideAStep:
+    """A step of another thread waits for what reads or writes groups and state."""
+
+    @pytest.mark.parametrize(
+        ("kind", "inside", "act"),
+        [
+            (co.SGD, "_load", lambda o, saved: o.load_state_dict(saved)),
+            (co.SGD, "_save", lambda o, saved: o.state_dict()),
+            (co.SGD, "_check_params", lambda o, saved: o.add_param_group({"params": model("z")})),
+            (co.LBFGS, "_load", lambda o, saved: o.load_state_dict(saved)),
+        ],
+        ids=["load", "save", "add", "LBFGS"],
+    )
+    def test_it_waits(
+        self, kind: type[co.CompiledOptimizer], inside: str, act: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        optimizer = trained(kind)
+        saved = copy.deepcopy(optimizer.state_dict())
+        original = getattr(optimizer, inside)
+        entered, leave, stepped = threading.Event(), threading.Event(), threading.Event()
+
+        def held(*args: Any, **kwargs: Any) -> Any:
+            entered.set()
+            assert leave.wait(60)
+            return original(*args, **kwargs)
+
+        def step() -> None:
+            train(optimizer)
+            stepped.set()
+
+        monkeypatch.setattr(optimizer, inside, held)
+        threads = [threading.Thread(target=act, args=(optimizer, saved)), threading.Thread(target=step)]
+        threads[0].start()
+        assert entered.wait(60)
+        monkeypatch.undo()
+        threads[1].start()
+        try:
+            assert not stepped.wait(0.3)
+        finally:
+            leave.set()
+            for thread in threads:
+                thread.join()
+        assert stepped.is_set()
+
+    def test_what_a_rebuild_in_the_middle_of_a_write_does_not_see_is_reported_after_it(self) -> None:
+        changes = Changes()
+
+        class Name(str):
+            __slots__ = ()
+
+            def __hash__(self) -> int:
+                changes.pending = False  # as a rebuild of another thread does at its end
+                return super().__hash__()
+
+        state = WatchedDict({"exp_avg": 0}, changes=changes)
+        for write in (
+            lambda name: state.update({name: 1}),
+            state.pop,
+            lambda name: state.update({name: 1}),
+            state.__delitem__,
+        ):
+            write(Name("key"))
+            assert changes.pending
+        params = WatchedList(changes, [2, 1])
+        params.sort(key=lambda value: hash(Name(str(value))))
+        assert changes.pending
 
 
 class TestInferenceMode:

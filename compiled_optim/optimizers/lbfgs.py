@@ -177,15 +177,16 @@ class LBFGS(CompiledOptimizer):
         if is_capturing(self._groups[0]["params"][0].device):
             self._check_capture(None)
         self._opt_called = True
-        if self._changes.pending or self._regrouped():
-            self._rebuild()
-        with torch.enable_grad():
-            first = closure()
-        with torch.no_grad():
-            run = self._iterate_fixed if self._fixed else self._iterate
-            is_captured = self._has_runner and is_capturing(self._vector[0].device)
-            run(closure, first, self._captured_lr if is_captured else self._live[0]["lr"])
-        self.events.steps += 1
+        with self._lock:
+            if self._changes.pending or self._regrouped():
+                self._rebuild()
+            with torch.enable_grad():
+                first = closure()
+            with torch.no_grad():
+                run = self._iterate_fixed if self._fixed else self._iterate
+                is_captured = self._has_runner and is_capturing(self._vector[0].device)
+                run(closure, first, self._captured_lr if is_captured else self._live[0]["lr"])
+            self.events.steps += 1
         return first
 
     def check_capturable(self, *, alone: bool) -> None:
