@@ -223,14 +223,12 @@ def _match(
     groups: Sequence[ParamGroup], live: list[_Live], saved_groups: Sequence[Mapping[str, Any]], saved: list[_Saved]
 ) -> tuple[list[tuple[_Live, _Saved]], list[str], list[str]]:
     """Pairs of live and saved parameters, by name where both sides have names, and the names that only one side has."""
-    named = [group_names(g) is not None for g in saved_groups]
-    if any(named) and all("param_names" in g for g in groups):
-        if not all(named):
-            raise ValueError(
-                f"the checkpoint has names for some groups only, and none for param_groups[{named.index(False)}]"
-            )
-        return _match_names(live, saved)
-    return _match_positions(groups, live, saved_groups, saved), [], []
+    named = {group_names(g) is not None for g in saved_groups if g["params"]}
+    if named == {False} or not all("param_names" in g for g in groups):
+        return _match_positions(groups, live, saved_groups, saved), [], []
+    if False in named:
+        raise ValueError("the checkpoint has names for the parameters of some groups only")
+    return _match_names(live, saved)
 
 
 def _match_positions(

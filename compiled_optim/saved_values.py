@@ -15,6 +15,7 @@ from torch import Tensor
 
 from compiled_optim.lowering.layout import is_lost, is_plain, plain_copy
 from compiled_optim.sharding import is_sharded, local
+from compiled_optim.torch_internals import shape_of_part
 
 _COPYABLE = {
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex32, torch.complex64, torch.complex128),
@@ -115,3 +116,5 @@ def check_memory(tensor: Tensor, what: str) -> None:
         raise Unloadable(f"{what} is a meta tensor")
     if is_lost(own):
         raise Unloadable(f"{what} has no memory: its storage is empty or too small")
+    if is_sharded(tensor) and tuple(own.shape) != (ought := shape_of_part(tensor)):
+        raise Unloadable(f"{what} has a part of shape {tuple(own.shape)} on this process instead of {ought}")

@@ -84,6 +84,14 @@ def is_capturing(device: torch.device) -> bool:
     return ask is not None and ask()
 
 
+def shape_of_part(tensor: Any) -> tuple[int, ...]:
+    """The shape that the tensor which a DTensor wraps must have on this process."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, _ = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(shape)
+
+
 def assert_on_device(condition: Tensor, message: str) -> None:
     """Fail as a wrong index does where ``condition``, a single bool, is false: on an accelerator without waiting for it."""
     torch._assert_async(condition, message)

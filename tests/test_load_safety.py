@@ -376,9 +376,7 @@ def test_names_for_some_groups_only() -> None:
     saved["param_groups"][1:] = saved["param_groups"][:0:-1]
     del saved["param_groups"][0]["param_names"]
     for strict in (True, False):
-        refuses(
-            trained(co.NAdam, "abc", grouped=True), saved, r"names for some groups only, and none for .*\[0\]", strict=strict
-        )
+        refuses(trained(co.NAdam, "abc", grouped=True), saved, "names for the parameters of some groups only", strict=strict)
     params = model("abc")
     unnamed = co.NAdam([{"params": p} for p in params.values()], lowering="eager")
     assert not any(unnamed.load_state_dict(saved))
