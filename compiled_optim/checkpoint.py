@@ -10,21 +10,23 @@ from __future__ import annotations
 import bisect
 import copy
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from compiled_optim.fields import Declaration
-from compiled_optim.formats import FORMAT_VERSION, canonical_names, from_optimi, group_names, is_optimi, read
+from compiled_optim.formats import FORMAT_VERSION, canonical_name, from_optimi, group_names, is_optimi, read
 from compiled_optim.hyperparameters import ROUNDING, ParamGroup
 from compiled_optim.lowering.layout import span
 from compiled_optim.plan import parameter_name, structure
 from compiled_optim.saved_values import Unloadable, as_buffer, as_number, check_memory, described, naming
 from compiled_optim.sharding import local, placement, spread_like
 from compiled_optim.state import OptimizerState, fill, initial_values, missing_entries, scalar_names
+from compiled_optim.torch_internals import outside_inference_mode
 
 
 class LoadReport(NamedTuple):
@@ -72,27 +74,33 @@ def _snapshot(key: str, value: Any, declaration: Declaration, param: Tensor) -> 
 
 
 @dataclass
-class _Saved:
-    """One parameter of a checkpoint: its name and aliases, its group and its state, None where it never had any."""
+class _Known:
+    """One parameter of either side: its name and aliases, and its group."""
 
     names: tuple[str, ...]
     group: int
-    state: Mapping[str, Any] | None
-
-
-@dataclass
-class _Live:
-    """One parameter of the optimizer: its name and aliases, and its group."""
-
-    names: tuple[str, ...]
-    group: int
-    param: Tensor
 
     @property
     def name(self) -> str:
         """Its own name."""
         return self.names[0]
 
+
+@dataclass
+class _Saved(_Known):
+    """One parameter of a checkpoint, with its state, empty where it never had any."""
+
+    state: Mapping[str, Any]
+
+
+@dataclass
+class _Live(_Known):
+    """One parameter of the optimizer."""
+
+    param: Tensor
+
+
+P = TypeVar("P", bound=_Known)
 
 Entries: TypeAlias = dict[int, dict[str, Any]]
 """Entries of groups, by the index of the group."""
@@ -121,9 +129,7 @@ class _Changes(NamedTuple):
             for key, value in values.items():
                 groups[index].set_quietly(key, value)
         for param, entries in self.state:
-            state[param].report()
-            for name, entry in entries.items():
-                state[param].set_quietly(name, entry)
+            state[param].update(entries)
         for target, source in self.copies:
             target.copy_(spread_like(source, target)) if isinstance(source, Tensor) else fill(target, source)
 
@@ -136,6 +142,7 @@ def load(
     state_dict: Mapping[str, Any],
     *,
     aliases: Mapping[str, str],
+    implied: Mapping[str, float],
     keep: Collection[str],
     strict: bool,
     hyperparameters: Literal["checkpoint", "keep"],
@@ -150,6 +157,7 @@ def load(
         state: its live state.
         state_dict: what to load, in any of the forms of :mod:`compiled_optim.formats`; not modified.
         aliases: the optimizer's further names of tied parameters.
+        implied: state that a checkpoint may leave out, and what it is where there is other state.
         keep: group entries that are the optimizer's own whatever the checkpoint says.
         strict: raise where names, shapes or entries do not match; otherwise load what does.
         hyperparameters: whether the groups take the checkpoint's values.
@@ -157,13 +165,13 @@ def load(
     Raises:
         ValueError, TypeError: the checkpoint is malformed or, with ``strict``, does not match. Nothing is changed then.
     """
-    saved_groups, saved = _read(state_dict)
+    saved_groups, saved, orphans = _read(state_dict, implied)
     pairs, missing, unexpected = _match(groups, _live(groups, aliases), saved_groups, saved)
     taking = pairs if hyperparameters == "checkpoint" else []
     skipped = {*keep, "params", "param_names"}
     numbers, values, conflicts = _check_groups(declaration, groups, taking, saved_groups, skipped)
     entries, copies, problems = _check_state(declaration, groups, state, pairs, numbers)
-    report = LoadReport(missing, unexpected, problems + conflicts)
+    report = LoadReport(missing, unexpected + orphans, problems + conflicts)
     if strict and any(report):
         parts = [f"{kind}: {', '.join(names)}" for kind, names in zip(report._fields, report, strict=True) if names]
         raise ValueError(f"the checkpoint does not match the optimizer ({declaration.name}); {'; '.join(parts)}")
@@ -172,20 +180,31 @@ def load(
     return report
 
 
-def _read(state_dict: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[_Saved]]:
-    """The groups and the parameters of a state dict of any form."""
+def _read(
+    state_dict: Mapping[str, Any], implied: Mapping[str, float]
+) -> tuple[list[dict[str, Any]], list[_Saved], list[str]]:
+    """The groups and the parameters of a state dict of any form, and the state that belongs to none of them."""
     plain = read(state_dict)
+    listed = {p for group in plain["param_groups"] for p in group["params"]}
+    orphans = [f"the state of {described(key)}" for key in plain["state"] if key not in listed]
     plain = from_optimi(plain) if is_optimi(plain) else plain
-    return plain["param_groups"], _saved(plain)
+    return plain["param_groups"], _saved(plain, implied), orphans
 
 
-def _saved(state_dict: Mapping[str, Any]) -> list[_Saved]:
+def _saved(state_dict: Mapping[str, Any], implied: Mapping[str, float]) -> list[_Saved]:
     """The parameters of a state dict."""
     places = [(g, i, j, p) for i, g in enumerate(state_dict["param_groups"]) for j, p in enumerate(g["params"])]
     names = [own[j] if (own := group_names(g)) else parameter_name(g, i, j) for g, i, j, _ in places]
-    states = [state_dict["state"].get(p) for *_, p in places]
+    states = [_present(state_dict["state"].get(p, {}), implied) for *_, p in places]
     known = _with_aliases(names, state_dict.get("aliases", {}))
     return [_Saved(own, i, state) for own, (_, i, _, _), state in zip(known, places, states, strict=True)]
+
+
+def _present(entries: Mapping[str, Any], implied: Mapping[str, float]) -> dict[str, Any]:
+    """The state of one parameter without the entries that stand for nothing, and with what the others imply."""
+    # A flattened checkpoint of torch.distributed.checkpoint has an empty dict for an entry that was not saved.
+    given = {k: v for k, v in entries.items() if v is not None and not (type(v) is dict and not v)}
+    return {**implied, **given} if given else {}
 
 
 def _live(groups: Sequence[ParamGroup], aliases: Mapping[str, str]) -> list[_Live]:
@@ -196,18 +215,20 @@ def _live(groups: Sequence[ParamGroup], aliases: Mapping[str, str]) -> list[_Liv
 
 
 def _with_aliases(names: Sequence[str], aliases: Mapping[str, str]) -> Iterator[tuple[str, ...]]:
-    """For each of ``names``, itself and its aliases, all canonical."""
-    canonical = dict(zip([*names, *aliases], canonical_names([*names, *aliases]), strict=True))
-    return ((canonical[name], *(canonical[a] for a, n in aliases.items() if n == name)) for name in names)
+    """For each of ``names``, itself and its aliases."""
+    return ((name, *(a for a, n in aliases.items() if n == name)) for name in names)
 
 
 def _match(
     groups: Sequence[ParamGroup], live: list[_Live], saved_groups: Sequence[Mapping[str, Any]], saved: list[_Saved]
 ) -> tuple[list[tuple[_Live, _Saved]], list[str], list[str]]:
     """Pairs of live and saved parameters, by name where both sides have names, and the names that only one side has."""
-    if all(group_names(g) is not None for g in saved_groups) and all("param_names" in g for g in groups):
-        return _match_names(live, saved)
-    return _match_positions(groups, live, saved_groups, saved), [], []
+    named = {group_names(g) is not None for g in saved_groups if g["params"]}
+    if named == {False} or not all("param_names" in g for g in groups):
+        return _match_positions(groups, live, saved_groups, saved), [], []
+    if False in named:
+        raise ValueError("the checkpoint has names for the parameters of some groups only")
+    return _match_names(live, saved)
 
 
 def _match_positions(
@@ -231,17 +252,26 @@ def _match_positions(
 def _match_names(live: list[_Live], saved: list[_Saved]) -> tuple[list[tuple[_Live, _Saved]], list[str], list[str]]:
     """Pairs of live and saved parameters of equal name, and the names that only one side has.
 
-    An alias serves only where neither side uses its own name for another parameter.
+    A name as it is counts before one without the prefixes of module wrappers, and a parameter's own before an alias.
     """
-    by_name = {s.names[0]: s for s in saved}
-    found = {ours.name: by_name.pop(ours.name) for ours in live if ours.name in by_name}
-    by_alias = {name: s for s in by_name.values() for name in s.names}
-    for ours in live:
-        theirs = next((by_alias[n] for n in ours.names if n in by_alias), None)
-        if ours.name not in found and theirs is not None and theirs.names[0] in by_name:
-            found[ours.name] = by_name.pop(theirs.names[0])
+    forms: tuple[Callable[[str], str], ...] = (str, canonical_name)
+    found: dict[str, _Saved] = {}
+    left = {theirs.name: theirs for theirs in saved}
+    for form, count in itertools.product(forms, (1, None)):
+        ours_by_name, theirs_by_name = _by_name(live, form, count), _by_name(saved, form, count)
+        for name, ours in ours_by_name.items():
+            theirs = theirs_by_name.get(name)
+            if ours.name not in found and theirs is not None and theirs.name in left:
+                found[ours.name] = left.pop(theirs.name)
     pairs = [(ours, found[ours.name]) for ours in live if ours.name in found]
-    return pairs, [ours.name for ours in live if ours.name not in found], list(by_name)
+    return pairs, [ours.name for ours in live if ours.name not in found], list(left)
+
+
+def _by_name(params: Sequence[P], form: Callable[[str], str], count: int | None) -> dict[str, P]:
+    """Parameters by the ``form`` of their first ``count`` names, where it stands for one of them alone."""
+    every = {(form(name), param.name): param for param in params for name in param.names[:count]}
+    holders = Counter(name for name, _ in every)
+    return {name: param for (name, _), param in every.items() if holders[name] == 1}
 
 
 def _check_groups(
@@ -357,8 +387,7 @@ def _state_values(
     Raises:
         Unloadable: an entry is absent, has no place, or is not what it must be.
     """
-    # A flattened checkpoint of torch.distributed.checkpoint has an empty dict for an entry that was not saved.
-    given = {k: v for k, v in (saved.state or {}).items() if v is not None and not (type(v) is dict and not v)}
+    given = saved.state
     if not given:
         return {}
     scalars = scalar_names(declaration)
@@ -367,8 +396,6 @@ def _state_values(
         for b in declaration.buffers
         if b.name in needed or (b.when in declaration.structural_hypers and b.name in given)
     }
-    if "step" not in given and all(name in given for name in needed):
-        given["step"] = 1.0 if shapes else 0.0  # torch.optim.SGD counts no steps; a buffer says that one was taken
     absent = [name for name in (*scalars, *needed) if name not in given]
     if absent:
         raise Unloadable(f"the checkpoint has no {', '.join(absent)} for it")
@@ -397,7 +424,7 @@ def _places(
     buffers = {b.name: b.shape_for(param) for b in declaration.buffers if b.name in {*needed, *values, *live}}
     new: dict[str, Tensor] = {}
     if values:
-        with naming("the optimizer's own state"):
+        with naming("the optimizer's own state"), outside_inference_mode():
             new = missing_entries(declaration, tuple(n for n in buffers if n in needed or n in values), param, live, initial)
     copies: Copies = []
     for name in (*scalar_names(declaration), *buffers):
@@ -407,7 +434,8 @@ def _places(
         source = values.get(name, initial[name])
         check_writable(entry, f"the optimizer's own {name}", buffers.get(name), source)
         if entry.requires_grad:
-            entry = new[name] = torch.empty_like(entry)
+            with outside_inference_mode():
+                entry = new[name] = torch.empty_like(entry)
         copies.append((entry, source))
     return new, copies
 

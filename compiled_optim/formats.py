@@ -22,11 +22,12 @@ _OPTIMI_OPTIONS = {*_OPTIMI_MARKS, "triton", "foreach", "torch_init", "decouple_
 
 def canonical_names(names: Sequence[str]) -> list[str]:
     """``names`` without the prefixes that module wrappers insert at any level, or as they are if two would be equal."""
-    short = list(map(_canonical_name, names))
+    short = list(map(canonical_name, names))
     return short if len(set(short)) == len(set(names)) else list(names)
 
 
-def _canonical_name(name: str) -> str:
+def canonical_name(name: str) -> str:
+    """``name`` without the prefixes that module wrappers insert at any level."""
     for prefix in _WRAPPER_PREFIXES:
         name = name.replace(f".{prefix}", ".").removeprefix(prefix)
     return name

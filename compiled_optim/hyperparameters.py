@@ -62,7 +62,7 @@ class ParamGroup(WatchedDict[str, Any]):
         changes: Changes,
         taken: Collection[int] = (),
     ) -> None:
-        super().__init__(changes)
+        super().__init__(changes=changes)
         self.label = label
         self._check = check
         self._hypers = {h.name: h for h in hypers}

@@ -39,6 +39,7 @@ from compiled_optim.torch_internals import (
     is_fake,
     mend_tracing,
     outside_dynamo,
+    outside_inference_mode,
     refuse_tracing,
 )
 from compiled_optim.watched import Changes
@@ -81,6 +82,9 @@ class CompiledOptimizer(Declared, Optimizer):
 
     group_flags: ClassVar[tuple[str, ...]] = ("maximize", "foreach", "capturable", "differentiable", "fused")
     """The flags torch.optim's optimizer of this name keeps in its groups, so that checkpoints are interchangeable."""
+
+    implied_state: ClassVar[Mapping[str, float]] = {}
+    """The state that checkpoints of torch.optim's optimizer of this name leave out, as it is where they hold other state."""
 
     _is_made = False
     """Whether the constructor has taken all of its groups."""
@@ -175,6 +179,10 @@ class CompiledOptimizer(Declared, Optimizer):
         """
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group must be a dict, but got {type(param_group)}")
+        with self._lock:
+            self._add_group(param_group)
+
+    def _add_group(self, param_group: Mapping[str, Any]) -> None:
         index = len(self.param_groups)
         values = {**self.defaults, **param_group}
         unknown = [k for k in values if k in self.fields and k not in self._group_keys()]
@@ -297,7 +305,8 @@ class CompiledOptimizer(Declared, Optimizer):
             set_to_none: set them to None instead of to zero.
         """
         if not torch.compiler.is_compiling() and (self._changes.pending or self._regrouped()):
-            self._rebuild()
+            with self._lock:
+                self._rebuild()
         for param in self._traceable:
             if set_to_none:
                 param.grad = None  # unread, so that compiled code does not depend on whether there was one
@@ -550,6 +559,7 @@ class CompiledOptimizer(Declared, Optimizer):
         grown = [isinstance(group, ParamGroup) and group.nonzero(name) for name in self.declaration.structural_hypers]
         return (id(group), len(group.get("params", ())), *grown)
 
+    @outside_inference_mode()
     def _rebuild(self, grads: Sequence[Tensor | None] | None = None) -> list[Tensor | None] | None:
         """Derive everything the step uses from the groups and the state, and take ``grads`` for the parameters' own.
 
@@ -687,9 +697,9 @@ class CompiledOptimizer(Declared, Optimizer):
     def state(self, values: Mapping[Tensor, Mapping[str, Any]]) -> None:
         self._changes.pending = True
         self._hands_out_state = bool(values)
-        own = OptimizerState(self._changes)
+        own = OptimizerState(changes=self._changes)
         for param, entries in values.items():
-            own.set_quietly(param, ParamState(self._changes, entries))
+            own.set_quietly(param, ParamState(entries, changes=self._changes))
         self.__dict__["state"] = own
 
     def hyperparameters(self) -> list[dict[str, Any]]:
@@ -705,10 +715,11 @@ class CompiledOptimizer(Declared, Optimizer):
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
-        if self._changes.pending or self._regrouped():
-            self._rebuild()
         neutral = {name: self.fields[name].default for name in self.group_flags}  # type: ignore[attr-defined]
-        result = self._save(neutral)
+        with self._lock:
+            if self._changes.pending or self._regrouped():
+                self._rebuild()
+            result = self._save(neutral)
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             replaced = post_hook(self, result)
             result = result if replaced is None else replaced
@@ -747,9 +758,10 @@ class CompiledOptimizer(Declared, Optimizer):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = pre_hook(self, saved)
             saved = saved if replaced is None else replaced
-        if self._changes.pending or self._regrouped():
-            self._rebuild()
-        report = self._load(saved, strict, hyperparameters)
+        with self._lock:
+            if self._changes.pending or self._regrouped():
+                self._rebuild()
+            report = self._load(saved, strict, hyperparameters)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
         return report
@@ -768,6 +780,7 @@ class CompiledOptimizer(Declared, Optimizer):
             self._state,
             state_dict,
             aliases=self._aliases,
+            implied=self.implied_state,
             keep={*self.group_flags, *(s.name for s in self.declaration.statics)},
             strict=strict,
             hyperparameters=hyperparameters,

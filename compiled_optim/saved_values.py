@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_optim.lowering.layout import is_lost, is_plain
+from compiled_optim.lowering.layout import is_lost, is_plain, plain_copy
 from compiled_optim.sharding import is_sharded, local
+from compiled_optim.torch_internals import shape_of_part
 
 _COPYABLE = {
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex32, torch.complex64, torch.complex128),
@@ -89,7 +90,7 @@ def as_tensor(value: Any, what: str) -> Tensor:
             raise Unloadable(f"{what} is {value.dtype}")
         if is_sharded(value) or (type(value) in _OWN_TYPES and is_plain(value)):
             return value.detach()
-        return torch.empty(value.shape, dtype=value.dtype, device=value.device).copy_(value)
+        return plain_copy(value)
 
 
 def as_buffer(value: Any, what: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -115,3 +116,5 @@ def check_memory(tensor: Tensor, what: str) -> None:
         raise Unloadable(f"{what} is a meta tensor")
     if is_lost(own):
         raise Unloadable(f"{what} has no memory: its storage is empty or too small")
+    if is_sharded(tensor) and tuple(own.shape) != (ought := shape_of_part(tensor)):
+        raise Unloadable(f"{what} has a part of shape {tuple(own.shape)} on this process instead of {ought}")

@@ -42,12 +42,12 @@ class OptimizerState(WatchedDict[Tensor, ParamState]):
     """``optimizer.state``: parameter -> :class:`ParamState`. A missing entry reads as an empty one, as in torch."""
 
     def __missing__(self, param: Tensor) -> ParamState:
-        state = ParamState(self._changes)
+        state = ParamState(changes=self._changes)
         self.set_quietly(param, state)
         return state
 
     def __setitem__(self, param: Tensor, values: Any) -> None:
-        super().__setitem__(param, ParamState(self._changes, values))
+        super().__setitem__(param, ParamState(values, changes=self._changes))
 
 
 def scalar_names(declaration: Declaration) -> tuple[str, ...]:

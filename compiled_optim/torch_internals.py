@@ -8,7 +8,7 @@ import functools
 import os
 import sys
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -88,6 +88,14 @@ def current_capture(device: torch.device) -> object | None:
     return None if ask is None else ask()
 
 
+@contextlib.contextmanager
+def outside_inference_mode() -> Iterator[None]:
+    """Tensors made inside a ``with`` block can be written everywhere; autograd records what it would have recorded."""
+    recording = torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(recording):
+        yield
+
+
 def is_capturing(device: torch.device) -> bool:
     """Whether a graph of ``device`` is being captured."""
     return current_capture(device) is not None
@@ -120,6 +128,14 @@ def abandon_capture(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any
 
 
 _ABANDONED: list[torch.cuda.CUDAGraph] = []
+
+
+def shape_of_part(tensor: Any) -> tuple[int, ...]:
+    """The shape that the tensor which a DTensor wraps must have on this process."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, _ = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(shape)
 
 
 def assert_on_device(condition: Tensor, message: str) -> None:

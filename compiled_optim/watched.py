@@ -1,6 +1,7 @@
 """A dict and a list that report every write, so that what was derived from them is rebuilt and never stale.
 
-A write is reported before it is made: an interrupt in between loses nothing.
+A write is reported before it is made, so that an interrupt in between loses nothing, and after it, since another thread may
+have rebuilt in between.
 """
 
 from __future__ import annotations
@@ -19,19 +20,32 @@ class Changes:
     pending = True
 
 
+def _reporting(method: Any) -> Callable[..., Any]:
+    """``method``, which writes, between two reports."""
+
+    @functools.wraps(method)
+    def write(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self._changes.pending = True
+        result = method(self, *args, **kwargs)
+        self._changes.pending = True
+        return result
+
+    return write
+
+
 class WatchedDict(dict[K, V], Generic[K, V]):
     """A dict that reports each write that goes through its public methods.
 
     Copies, deep copies and pickles are plain dicts: a copy has nobody to report to.
 
     Args:
-        changes: where to report.
-        values: what is in the dict at first.
+        values: what is in the dict at first, as for a dict: some libraries rebuild whatever mapping they meet.
+        changes: where to report; None for a dict that is in no optimizer yet.
     """
 
-    def __init__(self, changes: Changes, values: Mapping[K, V] | None = None) -> None:
-        super().__init__(values or {})
-        self._changes = changes
+    def __init__(self, values: Mapping[K, V] | Iterable[tuple[K, V]] = (), *, changes: Changes | None = None) -> None:
+        super().__init__(values)
+        self._changes = Changes() if changes is None else changes
 
     def report(self) -> None:
         """Report a change that was, or is going to be, written quietly."""
@@ -40,14 +54,6 @@ class WatchedDict(dict[K, V], Generic[K, V]):
     def set_quietly(self, key: K, value: V) -> None:
         """Write without reporting: for the engine's own writes."""
         super().__setitem__(key, value)
-
-    def __setitem__(self, key: K, value: V) -> None:
-        self.report()
-        super().__setitem__(key, value)
-
-    def __delitem__(self, key: K) -> None:
-        self.report()
-        super().__delitem__(key)
 
     def setdefault(self, key: K, default: Any = None) -> V:
         if key not in self:
@@ -62,17 +68,9 @@ class WatchedDict(dict[K, V], Generic[K, V]):
         self.update(other)
         return self
 
-    def pop(self, *args: Any) -> Any:
-        self.report()
-        return super().pop(*args)
-
-    def popitem(self) -> tuple[K, V]:
-        self.report()
-        return super().popitem()
-
-    def clear(self) -> None:
-        self.report()
-        super().clear()
+    __setitem__, __delitem__, pop, popitem, clear = map(
+        _reporting, (dict.__setitem__, dict.__delitem__, dict.pop, dict.popitem, dict.clear)
+    )
 
     def copy(self) -> dict[K, V]:
         return dict(self)
@@ -83,18 +81,6 @@ class WatchedDict(dict[K, V], Generic[K, V]):
         return dict, (dict(self),)
 
 
-def _reporting(name: str) -> Callable[..., Any]:
-    """The method of list that is called ``name``, after a report."""
-    method = getattr(list, name)
-
-    @functools.wraps(method)
-    def write(self: WatchedList[Any], *args: Any, **kwargs: Any) -> Any:
-        self._changes.pending = True
-        return method(self, *args, **kwargs)
-
-    return write
-
-
 class WatchedList(list[V], Generic[V]):
     """A list that reports each write; copies, deep copies and pickles are plain lists."""
 
@@ -103,9 +89,11 @@ class WatchedList(list[V], Generic[V]):
         self._changes = changes
 
     append, extend, insert, remove, pop, clear, sort, reverse = map(
-        _reporting, ("append", "extend", "insert", "remove", "pop", "clear", "sort", "reverse")
+        _reporting, (list.append, list.extend, list.insert, list.remove, list.pop, list.clear, list.sort, list.reverse)
     )
-    __setitem__, __delitem__, __iadd__, __imul__ = map(_reporting, ("__setitem__", "__delitem__", "__iadd__", "__imul__"))
+    __setitem__, __delitem__, __iadd__, __imul__ = map(
+        _reporting, (list.__setitem__, list.__delitem__, list.__iadd__, list.__imul__)
+    )
 
     def __copy__(self) -> list[V]:
         return list(self)

@@ -501,6 +501,34 @@ def test_a_module_that_is_named_like_a_wrapper() -> None:
 
 
 @pytest.mark.parametrize(
+    ("saved_names", "names", "expected"),
+    [
+        (["enc.module.w"], ["enc.module.w", "enc.w"], {"enc.module.w": "enc.module.w"}),
+        (["enc.module.w", "enc.w"], ["enc.module.w"], {"enc.module.w": "enc.module.w"}),
+        (["enc.w"], ["enc.module.w", "enc.w"], {"enc.w": "enc.w"}),
+        (["module.enc.w"], ["enc.module.w", "enc.w"], {}),
+        (["module.enc.module.w", "module.enc.w"], ["enc.w"], {}),
+        (["module.module.w", "module.w"], ["module.w", "w"], {"module.w": "module.w"}),
+        (["module.w", "v"], ["v", "_orig_mod.w"], {"v": "v", "_orig_mod.w": "module.w"}),
+    ],
+    ids=str,
+)
+def test_a_name_as_it_is_comes_before_one_without_prefixes(
+    saved_names: list[str], names: list[str], expected: dict[str, str]
+) -> None:
+    """What could be either of two parameters is neither."""
+    source, target = _model(saved_names), _model(names)
+    optimizer, resumed = co.AdamW(source), co.AdamW(target)
+    _train(optimizer, source, 1)
+    report = resumed.load_state_dict(optimizer.state_dict(), strict=False)
+    missing = [name for name in names if name not in expected]
+    assert report == co.LoadReport(missing, [name for name in saved_names if name not in expected.values()], [])
+    for name, other in expected.items():
+        assert torch.equal(resumed.state[target[name]]["exp_avg"], optimizer.state[source[other]]["exp_avg"])
+    assert not any(resumed.state[target[name]]["step"] for name in missing)
+
+
+@pytest.mark.parametrize(
     ("form", "names"),
     [
         (lambda m: m.values(), [None]),

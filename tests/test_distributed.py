@@ -16,8 +16,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import compiled_optim as co
@@ -341,6 +342,30 @@ def a_shard_without_memory_is_refused(directory: Path) -> None:
     _assert_same(_snapshot(optimizer), before)
 
 
+def a_part_of_another_shape_is_refused(directory: Path) -> None:
+    """It says that it is a part of a tensor of the right shape."""
+    model, unsharded = _build(), _build(sharded=False)
+    optimizer, plain = _adamw(model), _adamw(unsharded)
+    _train(model, optimizer, 2)
+    _train(unsharded, plain, 2)
+    whole = optimizer.state[model.mid.weight]["exp_avg"]
+    flat, square = whole.device_mesh, init_device_mesh("cpu", (2, 1))
+    for mesh, placements in ((flat, [Shard(0)]), (flat, [Replicate()]), (square, [Shard(0), Replicate()])):
+        part = DTensor.from_local(
+            torch.ones(1, 1), mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+        )
+        for each in (optimizer, plain):
+            before = _snapshot(each)
+            saved = co.named_state_dict(each)
+            saved["param_groups"][0]["lr"] = 0.7
+            saved["state"]["mid.weight"]["exp_avg"] = part
+            with pytest.raises(
+                ValueError, match=r"mid\.weight: exp_avg has a part of shape \(1, 1\) on this process instead"
+            ):
+                co.load_named_state_dict(each, saved)
+            _assert_same(_snapshot(each), before)
+
+
 def saved_on_one_process_and_loaded_on_two(directory: Path) -> None:
     model = _build()
     optimizer = _adamw(model)
@@ -379,6 +404,7 @@ CHECKS: dict[str, Callable[[Path], None]] = {
         whole_tensors_load_into_shards,
         shards_of_the_optimizer_itself_load_in_another_place,
         a_shard_without_memory_is_refused,
+        a_part_of_another_shape_is_refused,
         saved_on_one_process_and_loaded_on_two,
         saved_on_two_processes_for_one,
     )

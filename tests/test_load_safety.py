@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import compiled_optim as co
+from compiled_optim.watched import Changes, WatchedDict, WatchedList
 
 
 def refuses(optimizer: co.CompiledOptimizer, saved: Any, message: str, **options: Any) -> None:
@@ -138,6 +139,24 @@ class TestState:
         assert params["a"] not in optimizer.state
 
 
+@pytest.mark.parametrize("kind", [k for k in registry() if k is not co.LBFGS], ids=lambda c: c.__name__)
+def test_a_step_count_is_absent_only_where_torch_keeps_none(kind: type[co.CompiledOptimizer]) -> None:
+    param = model("a")["a"]
+    sparse = kind.gradients == "sparse"
+    param.grad = torch.ones(SHAPE).to_sparse(1) if sparse else torch.ones(SHAPE)
+    theirs = getattr(torch.optim, kind.__name__)([param])
+    theirs.step()
+    counts = "step" in theirs.state[param]
+    optimizer = trained(kind, **({"momentum": 0.5} if kind is co.SGD else {}))
+    saved = spoiled(optimizer)
+    del saved["state"][1]["step"]
+    if counts:
+        refuses(optimizer, saved, "b: the checkpoint has no step for it")
+    else:
+        optimizer.load_state_dict(saved)
+        assert by_name(optimizer)["b"].get("step") == 1.0
+
+
 @pytest.mark.parametrize("number", [-(2**100), 2**100, 1.5, True, torch.tensor(3, dtype=torch.uint8), torch.tensor([[2.5]])])
 def test_a_number_of_any_kind_and_size(number: Any) -> None:
     optimizer = trained(co.NAdam)
@@ -173,6 +192,50 @@ def test_an_expanded_buffer_is_copied() -> None:
     saved["state"][1]["exp_avg"] = torch.tensor([[3.0], [4.0]]).expand(SHAPE)
     optimizer.load_state_dict(saved)
     assert torch.equal(by_name(optimizer)["b"]["exp_avg"], torch.tensor([[3.0] * 3, [4.0] * 3]))
+
+
+class OnceCopied(Tensor):
+    """A tensor that can be read a single time."""
+
+    reads = 0
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.copy_:
+            cls.reads += 1
+            if cls.reads > 1:
+                raise OSError("read before")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_a_buffer_of_a_class_of_its_own_is_read_before_anything_is_written() -> None:
+    optimizer = trained(co.NAdam)
+    saved = spoiled(optimizer)
+    saved["state"][1]["exp_avg"] = torch.full(SHAPE, 3.0).as_subclass(OnceCopied)
+    optimizer.load_state_dict(saved)
+    assert torch.equal(by_name(optimizer)["b"]["exp_avg"], torch.full(SHAPE, 3.0))
+
+
+class TestStateOfNoParameter:
+    """A strict load refuses it, and another one reports it."""
+
+    @pytest.mark.parametrize("kind", [co.NAdam, co.LBFGS])
+    @pytest.mark.parametrize("rename", [str, torch.tensor, lambda key: key + 7], ids=["text", "tensor", "other"])
+    def test_all(self, kind: type[co.CompiledOptimizer], rename: Callable[[int], Any]) -> None:
+        saved = copy.deepcopy(trained(kind).state_dict())
+        saved["state"] = {rename(key): entries for key, entries in saved["state"].items()}
+        optimizer = trained(kind)
+        refuses(optimizer, saved, "unexpected: the state of ('0'|a Tensor|7)")
+        assert len(optimizer.load_state_dict(saved, strict=False).unexpected) == len(saved["state"])
+
+    @pytest.mark.parametrize("kind", [co.NAdam, co.LBFGS])
+    def test_some(self, kind: type[co.CompiledOptimizer]) -> None:
+        optimizer = trained(kind)
+        saved = co.named_state_dict(optimizer) if kind is co.NAdam else copy.deepcopy(optimizer.state_dict())
+        saved["param_groups"][0]["lr"] = 0.7
+        saved["state"]["c"] = {"step": 1.0}
+        refuses(optimizer, saved, "unexpected: the state of 'c'")
+        assert optimizer.load_state_dict(saved, strict=False) == co.LoadReport([], ["the state of 'c'"], [])
 
 
 class TestGroups:
@@ -311,6 +374,18 @@ class TestTwice:
             refuses(optimizer, saved, "the checkpoint names parameter 'b' twice")
 
 
+def test_names_for_some_groups_only() -> None:
+    """Positions would give a parameter the state of another that is named."""
+    saved = spoiled(trained(co.NAdam, "abc", grouped=True))
+    saved["param_groups"][1:] = saved["param_groups"][:0:-1]
+    del saved["param_groups"][0]["param_names"]
+    for strict in (True, False):
+        refuses(trained(co.NAdam, "abc", grouped=True), saved, "names for the parameters of some groups only", strict=strict)
+    params = model("abc")
+    unnamed = co.NAdam([{"params": p} for p in params.values()], lowering="eager")
+    assert not any(unnamed.load_state_dict(saved))
+
+
 class TestInfinity:
     @pytest.mark.parametrize("kind", registry(), ids=lambda c: c.__name__)
     def test_a_learning_rate_is_finite(self, kind: type[co.CompiledOptimizer]) -> None:
@@ -426,6 +501,116 @@ class TestSharedMemory:
         assert [calls.count("clone"), calls.count("copy_")] == [copied, copied]
 
 
+class TestBesideAStep:
+    """A step of another thread waits for what reads or writes groups and state."""
+
+    @pytest.mark.parametrize(
+        ("kind", "inside", "act"),
+        [
+            (co.SGD, "_load", lambda o, saved: o.load_state_dict(saved)),
+            (co.SGD, "_save", lambda o, saved: o.state_dict()),
+            (co.SGD, "_check_params", lambda o, saved: o.add_param_group({"params": model("z")})),
+            (co.LBFGS, "_load", lambda o, saved: o.load_state_dict(saved)),
+        ],
+        ids=["load", "save", "add", "LBFGS"],
+    )
+    def test_it_waits(
+        self, kind: type[co.CompiledOptimizer], inside: str, act: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        optimizer = trained(kind)
+        saved = copy.deepcopy(optimizer.state_dict())
+        original = getattr(optimizer, inside)
+        entered, leave, stepped = threading.Event(), threading.Event(), threading.Event()
+
+        def held(*args: Any, **kwargs: Any) -> Any:
+            entered.set()
+            assert leave.wait(60)
+            return original(*args, **kwargs)
+
+        def step() -> None:
+            train(optimizer)
+            stepped.set()
+
+        monkeypatch.setattr(optimizer, inside, held)
+        threads = [threading.Thread(target=act, args=(optimizer, saved)), threading.Thread(target=step)]
+        threads[0].start()
+        assert entered.wait(60)
+        monkeypatch.undo()
+        threads[1].start()
+        try:
+            assert not stepped.wait(0.3)
+        finally:
+            leave.set()
+            for thread in threads:
+                thread.join()
+        assert stepped.is_set()
+
+    def test_what_a_rebuild_in_the_middle_of_a_write_does_not_see_is_reported_after_it(self) -> None:
+        changes = Changes()
+
+        class Name(str):
+            __slots__ = ()
+
+            def __hash__(self) -> int:
+                changes.pending = False  # as a rebuild of another thread does at its end
+                return super().__hash__()
+
+        state = WatchedDict({"exp_avg": 0}, changes=changes)
+        for write in (
+            lambda name: state.update({name: 1}),
+            state.pop,
+            lambda name: state.update({name: 1}),
+            state.__delitem__,
+        ):
+            write(Name("key"))
+            assert changes.pending
+        params = WatchedList(changes, [2, 1])
+        params.sort(key=lambda value: hash(Name(str(value))))
+        assert changes.pending
+
+
+class TestInferenceMode:
+    """What a load makes there can be written outside."""
+
+    def _check(self, optimizer: co.CompiledOptimizer, saved: Any) -> None:
+        with torch.inference_mode():
+            optimizer.load_state_dict(saved)
+        assert not any(tensor.is_inference() for _, tensor in live_tensors(optimizer))
+        optimizer.load_state_dict(saved)
+        train(optimizer)
+
+    def test_a_buffer_that_was_not_needed(self) -> None:
+        self._check(trained(co.SGD), trained(co.SGD, momentum=0.5).state_dict())
+
+    def test_a_frozen_parameters_state(self) -> None:
+        params = model("ab", frozen="b")
+        self._check(co.AdamW(params, lowering="eager"), trained(co.AdamW).state_dict())
+
+    @pytest.mark.parametrize("kind", [co.AdamW, co.LBFGS])
+    def test_state_that_was_cleared(self, kind: type[co.CompiledOptimizer]) -> None:
+        optimizer = trained(kind)
+        saved = copy.deepcopy(optimizer.state_dict())
+        optimizer.state.clear()
+        self._check(optimizer, saved)
+
+    def test_a_recorded_buffer(self) -> None:
+        param = torch.randn(SHAPE, requires_grad=True).clone()
+        optimizer = co.AdamW({"a": param}, differentiable=True)
+        saved = copy.deepcopy(optimizer.state_dict())
+        param.grad = torch.randn(SHAPE, requires_grad=True)
+        optimizer.step()
+        with torch.inference_mode():
+            optimizer.load_state_dict(saved)
+        assert not any(tensor.is_inference() for _, tensor in live_tensors(optimizer))
+
+    def test_an_optimizer_that_was_made_there(self) -> None:
+        saved = spoiled(trained(co.AdamW))
+        with torch.inference_mode():
+            optimizer = co.AdamW(model("ab"), lowering="eager")
+            optimizer.load_state_dict(saved)
+        assert optimizer.hyperparameters()[0]["lr"] == 0.7
+
+
 class TestAutograd:
     def test_what_requires_grad_is_loaded_as_a_number(self) -> None:
         optimizer = trained(co.NAdam)
@@ -524,6 +709,16 @@ class TestOptimi:
 
 
 class TestLbfgs:
+    @pytest.mark.parametrize("names", ["xy", "ax"])
+    def test_its_history_is_kept_where_the_parameters_are_others(self, names: str) -> None:
+        optimizer = trained(co.LBFGS)
+        expected = copy.deepcopy(by_name(optimizer))
+        report = optimizer.load_state_dict(trained(co.LBFGS, names).state_dict(), strict=False)
+        assert report == co.LoadReport([n for n in "ab" if n not in names], [n for n in names if n not in "ab"], [])
+        assert expected["a"]["n_iter"] > 0
+        for key, value in by_name(optimizer)["a"].items():
+            assert torch.equal(value, expected["a"][key]), key
+
     @pytest.mark.parametrize("value", [math.nan, math.inf, torch.tensor(math.nan), 1e300])
     @pytest.mark.parametrize("key", ["t", "prev_loss", "H_diag"])
     def test_a_run_that_met_infinity(self, key: str, value: Any) -> None:

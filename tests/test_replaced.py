@@ -176,6 +176,19 @@ class TestState:
             _step((params, each))
         assert relative_error(ours, theirs) < 1e-14
 
+    @pytest.mark.parametrize("wrap", [dict, lambda entries: list(entries.items())], ids=["mapping", "pairs"])
+    def test_mappings_made_anew_of_their_own_type(self, wrap: Callable[[Any], Any]) -> None:
+        """As libraries do that move whatever mapping of tensors they meet."""
+        ours, optimizer, theirs, reference = _pair("AdamW", lr=0.1)
+        _step((ours, optimizer), (theirs, reference))
+        for param, entries in optimizer.state.items():
+            optimizer.state[param] = type(entries)(wrap({name: value.clone() for name, value in entries.items()}))
+        _step((ours, optimizer), (theirs, reference))
+        optimizer.state = type(optimizer.state)(wrap(optimizer.state))
+        _step((ours, optimizer), (theirs, reference))
+        assert relative_error(ours, theirs) < 1e-14
+        assert all(entries["step"] == 3 for entries in optimizer.state.values())
+
     def test_assigned_from_another(self) -> None:
         ours, optimizer, theirs, reference = _pair("Adam", lr=0.1)
         _step((ours, optimizer), (theirs, reference))

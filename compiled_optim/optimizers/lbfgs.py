@@ -177,15 +177,16 @@ class LBFGS(CompiledOptimizer):
         if is_capturing(self._groups[0]["params"][0].device):
             self._check_capture(None)
         self._opt_called = True
-        if self._changes.pending or self._regrouped():
-            self._rebuild()
-        with torch.enable_grad():
-            first = closure()
-        with torch.no_grad():
-            run = self._iterate_fixed if self._fixed else self._iterate
-            is_captured = self._has_runner and is_capturing(self._vector[0].device)
-            run(closure, first, self._captured_lr if is_captured else self._live[0]["lr"])
-        self.events.steps += 1
+        with self._lock:
+            if self._changes.pending or self._regrouped():
+                self._rebuild()
+            with torch.enable_grad():
+                first = closure()
+            with torch.no_grad():
+                run = self._iterate_fixed if self._fixed else self._iterate
+                is_captured = self._has_runner and is_capturing(self._vector[0].device)
+                run(closure, first, self._captured_lr if is_captured else self._live[0]["lr"])
+            self.events.steps += 1
         return first
 
     def check_capturable(self, *, alone: bool) -> None:
@@ -329,7 +330,7 @@ class LBFGS(CompiledOptimizer):
         if len(state_dict["param_groups"]) != 1:
             raise ValueError(f"LBFGS has one parameter group, the checkpoint {len(state_dict['param_groups'])}")
         saved = state_dict["param_groups"][0]
-        entries = state_dict["state"].get(saved["params"][0]) if saved["params"] else None
+        entries = state_dict["state"].pop(saved["params"][0], None) if saved["params"] else None
         order = self._order_of(saved)
         fresh = self._new_state()
         if order is not None and entries:
@@ -337,9 +338,10 @@ class LBFGS(CompiledOptimizer):
                 self._unpack(fresh, entries, order)
         for name, value in fresh.items():
             check_writable(self._memory[name], f"the optimizer's own {name}", tuple(value.shape), value)
-        report = super()._load({**state_dict, "state": {}}, strict, hyperparameters)
-        for name, value in fresh.items():
-            self._memory[name].copy_(value)
+        report = super()._load(state_dict, strict, hyperparameters)
+        if order is not None:
+            for name, value in fresh.items():
+                self._memory[name].copy_(value)
         return report
 
     def _order_of(self, saved: Mapping[str, Any]) -> list[int] | None:

@@ -37,6 +37,7 @@ class Muon(CompiledOptimizer):
     momentum_buffer = buffer()
     granularity: ClassVar[Granularity] = "matrix"
     group_flags: ClassVar[tuple[str, ...]] = ("maximize",)
+    implied_state: ClassVar[Mapping[str, float]] = {"step": 1.0}
 
     @staticmethod
     def coefficients(step, lr, weight_decay, momentum, ns_coefficients, eps):

@@ -26,6 +26,7 @@ class SGD(CompiledOptimizer):
     nesterov: bool = static(default=False)
     momentum_buffer = buffer(when="momentum")
     group_flags: ClassVar[tuple[str, ...]] = ("maximize", "foreach", "differentiable", "fused")
+    implied_state: ClassVar[Mapping[str, float]] = {"step": 1.0}
 
     @staticmethod
     def check(hypers: Mapping[str, Any], statics: Mapping[str, Any]) -> None:
