@@ -116,5 +116,6 @@ def check_memory(tensor: Tensor, what: str) -> None:
         raise Unloadable(f"{what} is a meta tensor")
     if is_lost(own):
         raise Unloadable(f"{what} has no memory: its storage is empty or too small")
-    if is_sharded(tensor) and tuple(own.shape) != (ought := shape_of_part(tensor)):
+    ought = shape_of_part(tensor) if is_sharded(tensor) else tuple(own.shape)
+    if tuple(own.shape) != ought and (own.numel() or 0 not in ought):  # FSDP gives an empty part any empty shape
         raise Unloadable(f"{what} has a part of shape {tuple(own.shape)} on this process instead of {ought}")
