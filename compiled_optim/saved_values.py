@@ -29,21 +29,29 @@ class Unloadable(ValueError):
 
 
 @contextlib.contextmanager
-def naming(what: str, failed: str = "cannot be read") -> Iterator[None]:
-    """Turn whatever a value of a checkpoint raises inside a ``with`` block into an :class:`Unloadable` about ``what``."""
+def naming(
+    what: str, failed: str = "cannot be read", *, passing: tuple[type[Exception], ...] = (Unloadable,)
+) -> Iterator[None]:
+    """Turn whatever a value of a checkpoint raises inside a ``with`` block into an :class:`Unloadable` about ``what``.
+
+    Errors that are ``passing`` say themselves what they are about.
+    """
     try:
         yield
-    except Unloadable:
+    except passing:
         raise
     except Exception as error:
         raise Unloadable(f"{what} {failed} ({type(error).__name__}: {error})") from error
 
 
-def described(value: Any) -> str:
+def described(value: Any, depth: int = 2) -> str:
     """``value`` as messages show it: itself where it is plain, else its type. A tensor's repr would read its memory."""
-    if isinstance(value, tuple):
-        return f"({', '.join(map(described, value))})"
-    return repr(value) if value is None or isinstance(value, (int, float, str, bytes)) else f"a {type(value).__name__}"
+    with contextlib.suppress(Exception):  # too many digits, or a class of its own
+        if isinstance(value, tuple) and depth:
+            return f"({', '.join(described(element, depth - 1) for element in value)})"
+        if value is None or isinstance(value, (int, float, str, bytes)):
+            return repr(value)
+    return f"a {type(value).__name__}"
 
 
 def as_number(value: Any, what: str, *, finite: bool = True) -> float:

@@ -343,6 +343,87 @@ class TestMappingsThatLie:
         assert torch.equal(by_name(optimizer)["b"]["exp_avg"], saved["state"][1]["exp_avg"])
 
 
+def _deep() -> Any:
+    value: Any = ()
+    for _ in range(100_000):
+        value = (value,)
+    return value
+
+
+class Raising(str):
+    """A text one of whose methods fails."""
+
+    method: str
+
+    def __new__(cls, value: str, method: str) -> Raising:
+        made = super().__new__(cls, value)
+        made.method = method
+        return made
+
+    def _check(self, method: str) -> None:
+        if getattr(self, "method", "") == method:
+            raise KeyError(method)
+
+    def __hash__(self) -> int:
+        self._check("hash")
+        return super().__hash__()
+
+    def replace(self, *args: Any, **kwargs: Any) -> str:
+        self._check("replace")
+        return super().replace(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        self._check("repr")
+        return super().__repr__()
+
+
+class Unread(list[Any]):
+    def __iter__(self) -> Any:
+        raise KeyError("nothing")
+
+
+class TestWhateverIsRaised:
+    """It is turned into an error that says what cannot be read."""
+
+    @pytest.mark.parametrize(
+        ("spoil", "message"),
+        [
+            (lambda s, g: s.update(format_version=_deep()), "format_version .*a tuple"),
+            (lambda s, g: g.update(params=[_deep()]), r"params'\] must be integers or names"),
+            (lambda s, g: s.update(format_version=10**6000), "format_version a int"),
+            (lambda s, g: g.update(params=[10**6000] * 2), "lists parameter a int twice"),
+            (lambda s, g: g.update(param_names=[Raising("x", "hash"), "b"]), "the state dict cannot be read"),
+            (lambda s, g: g.update(param_names=[Raising("x", "replace"), "b"]), "the state dict cannot be read"),
+            (lambda s, g: g.update(param_names=[Raising("x", "repr")] * 2), "names parameter a Raising twice"),
+            (lambda s, g: g.update(param_names=Unread(["a", "b"])), "param_names'\\] cannot be read"),
+        ],
+        ids=["deep version", "deep index", "large version", "large index", "hash", "replace", "repr", "list"],
+    )
+    @pytest.mark.parametrize("kind", [co.NAdam, co.LBFGS])
+    def test_by_the_form(self, kind: type[co.CompiledOptimizer], spoil: Callable[..., Any], message: str) -> None:
+        optimizer = trained(kind)
+        saved = copy.deepcopy(optimizer.state_dict())
+        saved["param_groups"][0]["lr"] = 0.7
+        spoil(saved, saved["param_groups"][0])
+        refuses(optimizer, saved, message)
+
+    def test_by_a_tuple_of_numbers(self) -> None:
+        optimizer = trained(co.NAdam)
+        saved = spoiled(optimizer)
+        saved["param_groups"][0]["betas"] = Unread([0.5, 0.5])
+        refuses(optimizer, saved, r"betas of param_groups\[0\] cannot be read")
+
+    def test_by_tensors_without_numbers(self) -> None:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        optimizer = trained(co.NAdam)
+        saved = spoiled(optimizer)
+        before = content(optimizer)
+        with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(ValueError, match=r"cannot be (read|written)"):
+            optimizer.load_state_dict(saved)
+        assert content(optimizer) == before
+
+
 class TestTwice:
     @pytest.mark.parametrize(
         ("params", "twice"), [([[0, 0]], "0"), ([[0], [0]], "0"), ([[0, 1], [1]], "1"), ([[1, True]], "1")], ids=str

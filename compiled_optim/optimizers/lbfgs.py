@@ -344,6 +344,7 @@ class LBFGS(CompiledOptimizer):
                 self._memory[name].copy_(value)
         return report
 
+    @naming("the state dict", passing=(ValueError, TypeError))
     def _order_of(self, saved: Mapping[str, Any]) -> list[int] | None:
         """Which of the checkpoint's parameters each of ours is; None if they are not the same ones."""
         ours, theirs = self._groups[0].get("param_names"), group_names(saved)
