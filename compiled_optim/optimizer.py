@@ -721,7 +721,8 @@ class CompiledOptimizer(Declared, Optimizer):
             The names that were missing, unexpected and mismatched; empty lists with ``strict``.
 
         Raises:
-            ValueError, TypeError: the checkpoint does not match, naming what; the optimizer is then unchanged.
+            ValueError, TypeError: the checkpoint does not match, naming what; the optimizer is then unchanged. Only an
+                interrupt (Ctrl-C) while the tensors are copied can leave part of a load; another load mends that.
         """
         if hyperparameters not in ("checkpoint", "keep"):
             raise ValueError(f"hyperparameters must be 'checkpoint' or 'keep', got {hyperparameters!r}")
