@@ -226,6 +226,25 @@ class TestReplacing:
             files.write(_adamw(), path, "safetensors")
         assert present[0] >= {"a.safetensors", "a.json"}
 
+    @pytest.mark.parametrize("exists", [False, True])
+    def test_an_interrupt_between_the_two(self, exists: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        path = tmp_path / "a.safetensors"
+        if exists:
+            files.write(_sgd(), path, "safetensors")
+        before = _contents(tmp_path)
+        replace = os.replace
+
+        def interrupted(source: Path, target: Path) -> None:
+            if Path(target) == path:
+                monkeypatch.undo()
+                raise KeyboardInterrupt
+            replace(source, target)
+
+        monkeypatch.setattr(os, "replace", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            files.write(_adamw(), path, "safetensors")
+        assert _contents(tmp_path) == before
+
     def test_groups_beside_do_not_replace_tensors(self, tmp_path: Path) -> None:
         path = tmp_path / "a.safetensors"
         files.write(_adamw(), path, "safetensors")
