@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import numbers
 from collections.abc import Iterator
 from typing import Any
 
@@ -63,7 +64,8 @@ def as_number(value: Any, what: str, *, finite: bool = True) -> float:
     with naming(what):
         if isinstance(value, Tensor):
             value = _item(value, what)
-        if not hasattr(value, "__float__"):
+        is_complex = isinstance(value, numbers.Complex) and not isinstance(value, numbers.Real)
+        if is_complex or not hasattr(value, "__float__"):  # numpy's complex numbers have one, and lose their imaginary part
             raise Unloadable(f"{what} is not a number")
         try:
             number = float(value)

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from catalog import registry
@@ -58,6 +59,7 @@ NOT_NUMBERS: dict[str, tuple[Callable[[], Any], str]] = {
     "of two": (lambda: torch.ones(2), "is not a number"),
     "too small": (lambda: -(10**400), "is too large"),
     "too large": (lambda: 10**400, "is too large"),
+    "numpy's complex": (lambda: np.complex128(1 + 2j), "is not a number"),
     "text": (lambda: "1", "is not a number"),
     "list": (lambda: [1.0], "is not a number"),
 }
