@@ -30,7 +30,10 @@ from compiled_optim.torch_internals import outside_inference_mode
 
 
 class LoadReport(NamedTuple):
-    """What a load left out: names in the optimizer only, in the checkpoint only, and in both but unlike each other."""
+    """What a load left out: names in the optimizer only, in the checkpoint only, and in both but unlike each other.
+
+    State that belongs to no parameter of the checkpoint is ``unexpected`` too.
+    """
 
     missing: list[str]
     unexpected: list[str]
