@@ -14,6 +14,7 @@ from compiled_optim.optimizers.adamax import Adamax
 from compiled_optim.optimizers.adamw import AdamW
 from compiled_optim.optimizers.asgd import ASGD
 from compiled_optim.optimizers.lbfgs import LBFGS
+from compiled_optim.optimizers.lion import Lion
 from compiled_optim.optimizers.muon import Muon
 from compiled_optim.optimizers.nadam import NAdam
 from compiled_optim.optimizers.radam import RAdam
@@ -35,6 +36,7 @@ __all__ = [
     "CUDAGraphRunner",
     "CompileReport",
     "CompiledOptimizer",
+    "Lion",
     "LoadReport",
     "Muon",
     "NAdam",

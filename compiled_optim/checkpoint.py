@@ -18,11 +18,11 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from compiled_optim.fields import Declaration
 from compiled_optim.formats import FORMAT_VERSION, canonical_name, from_optimi, group_names, is_optimi, read
 from compiled_optim.hyperparameters import ROUNDING, ParamGroup
 from compiled_optim.lowering.layout import span
 from compiled_optim.plan import parameter_name, structure
+from compiled_optim.rule.rule import Declaration
 from compiled_optim.saved_values import Unloadable, as_buffer, as_number, check_memory, described, naming
 from compiled_optim.sharding import local, placement, spread_like
 from compiled_optim.state import OptimizerState, fill, initial_values, missing_entries, scalar_names
@@ -30,7 +30,10 @@ from compiled_optim.torch_internals import outside_inference_mode
 
 
 class LoadReport(NamedTuple):
-    """What a load left out: names in the optimizer only, in the checkpoint only, and in both but unlike each other."""
+    """What a load left out: names in the optimizer only, in the checkpoint only, and in both but unlike each other.
+
+    State that belongs to no parameter of the checkpoint is ``unexpected`` too.
+    """
 
     missing: list[str]
     unexpected: list[str]
@@ -165,18 +168,20 @@ def load(
     Raises:
         ValueError, TypeError: the checkpoint is malformed or, with ``strict``, does not match. Nothing is changed then.
     """
-    saved_groups, saved, orphans = _read(state_dict, implied)
-    pairs, missing, unexpected = _match(groups, _live(groups, aliases), saved_groups, saved)
-    taking = pairs if hyperparameters == "checkpoint" else []
-    skipped = {*keep, "params", "param_names"}
-    numbers, values, conflicts = _check_groups(declaration, groups, taking, saved_groups, skipped)
-    entries, copies, problems = _check_state(declaration, groups, state, pairs, numbers)
+    with naming("the state dict", passing=(ValueError, TypeError)):
+        saved_groups, saved, orphans = _read(state_dict, implied)
+        pairs, missing, unexpected = _match(groups, _live(groups, aliases), saved_groups, saved)
+        taking = pairs if hyperparameters == "checkpoint" else []
+        skipped = {*keep, "params", "param_names"}
+        numbers, values, conflicts = _check_groups(declaration, groups, taking, saved_groups, skipped)
+        entries, copies, problems = _check_state(declaration, groups, state, pairs, numbers)
+        filled = [t for index, own in numbers.items() for key in own for t in groups[index].tensors(key)]
+        changes = _Changes(numbers, values, entries, _set_apart(copies, filled))
     report = LoadReport(missing, unexpected + orphans, problems + conflicts)
     if strict and any(report):
         parts = [f"{kind}: {', '.join(names)}" for kind, names in zip(report._fields, report, strict=True) if names]
         raise ValueError(f"the checkpoint does not match the optimizer ({declaration.name}); {'; '.join(parts)}")
-    filled = [t for index, own in numbers.items() for key in own for t in groups[index].tensors(key)]
-    _Changes(numbers, values, entries, _set_apart(copies, filled)).write(groups, state)
+    changes.write(groups, state)
     return report
 
 
@@ -321,7 +326,8 @@ def _unlike(declaration: Declaration, group: ParamGroup, saved_groups: Sequence[
 def _numbers(group: ParamGroup, key: str, value: Any) -> Any:
     """The hyperparameter ``value`` as Python numbers, as far out of range at most as a scheduler's rounding takes it."""
     what = f"{key} of {group.label}"
-    elements = value if isinstance(value, (tuple, list)) else (value,)
+    with naming(what):
+        elements = tuple(value) if isinstance(value, (tuple, list)) else (value,)
     plain = tuple(None if e is None else as_number(e, what, finite=False) for e in elements)
     numbers = plain if isinstance(value, (tuple, list)) else plain[0]
     for tensor, number in zip(group.tensors(key), group.validated(key, numbers, ROUNDING), strict=True):

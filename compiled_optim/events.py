@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from compiled_optim.fields import Rule
+from compiled_optim.rule.rule import Rule
 from compiled_optim.signature import Signature
 
 K = TypeVar("K")

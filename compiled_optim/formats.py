@@ -50,6 +50,7 @@ def plain(value: Any, what: str) -> Any:
         return list(value) if isinstance(value, (list, tuple)) else value
 
 
+@naming("the state dict", passing=(ValueError, TypeError))
 def read(state_dict: Any) -> dict[str, Any]:
     """``state_dict`` in plain dicts and lists, checked; shares its values.
 
@@ -117,7 +118,7 @@ def _check_group(group: Any, index: int) -> None:
 def _refuse_repeated(verb: str, values: Iterable[int | str]) -> None:
     for value, count in Counter(values).items():
         if count > 1:
-            raise ValueError(f"the checkpoint {verb} parameter {value!r} twice")
+            raise ValueError(f"the checkpoint {verb} parameter {described(value)} twice")
 
 
 def named(state_dict: Mapping[str, Any]) -> dict[str, Any]:

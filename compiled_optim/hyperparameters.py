@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from compiled_optim.fields import Hyper
-from compiled_optim.torch_internals import is_capturing, outside_dynamo
+from compiled_optim.rule.fields import Hyper
+from compiled_optim.torch_internals import is_capturing, is_fake, outside_dynamo
 from compiled_optim.watched import Changes, WatchedDict, WatchedList
 
 ROUNDING = 1e-9
@@ -34,6 +34,11 @@ def scalar(number: float, device: torch.device) -> Tensor:
     return torch.full((), number, dtype=scalar_dtype(device), device=device)
 
 
+def address(tensor: Tensor) -> int:
+    """Where a tensor lies; 0 where it is a fake one, which must not be asked."""
+    return 0 if is_fake(tensor) else tensor.data_ptr()
+
+
 class ParamGroup(WatchedDict[str, Any]):
     """One entry of ``optimizer.param_groups``.
 
@@ -48,7 +53,7 @@ class ParamGroup(WatchedDict[str, Any]):
         taken: addresses of tensors that belong to other groups and must not be adopted here.
 
     A hyperparameter that is already a 0-dim floating tensor on ``device`` is adopted: later in-place writes by its owner
-    are seen. Every other value is copied into a new tensor.
+    are seen. Every other value, and a tensor in its second place, is copied into a new tensor.
     """
 
     def __init__(
@@ -74,14 +79,11 @@ class ParamGroup(WatchedDict[str, Any]):
             None  # called with the name of a hyperparameter that got new tensors
         )
         self._zeros: dict[str, int] = {}  # structural hyperparameter assigned a Python 0 -> its tensor's version then
+        adopted = set(taken)
         for key, value in values.items():
             if key in self._hypers:
                 elements = self._hypers[key].elements(value, label)
-                owned = [
-                    self._fresh(key, i, e) if isinstance(e, Tensor) and e.data_ptr() in taken else self._adopt(key, i, e)
-                    for i, e in enumerate(elements)
-                ]
-                self._store(key, owned, elements)
+                self._store(key, [self._adopt(key, i, e, adopted) for i, e in enumerate(elements)], elements)
             else:
                 self.set_quietly(key, value)
 
@@ -194,9 +196,12 @@ class ParamGroup(WatchedDict[str, Any]):
             return element  # saved and put back: the identity is restored too
         return self._fresh(key, index, element)
 
-    def _adopt(self, key: str, index: int, element: float | Tensor) -> Tensor:
+    def _adopt(self, key: str, index: int, element: float | Tensor, taken: set[int]) -> Tensor:
         if not isinstance(element, Tensor) or element.device != self._device or not element.is_floating_point():
             return self._fresh(key, index, element)
+        if address(element) in taken:
+            return self._fresh(key, index, element)
+        taken.add(address(element))
         adopted = element if element.dim() == 0 else element.reshape(())
         self._made[adopted] = (key, index)
         return adopted

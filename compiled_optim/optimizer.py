@@ -21,15 +21,16 @@ from compiled_optim.arguments import as_groups, hand_over, names_and_tensors, wi
 from compiled_optim.checkpoint import LoadReport
 from compiled_optim.controls import Controls
 from compiled_optim.events import EventLog
-from compiled_optim.fields import Choice, Declared, Hyper, Static, flag
 from compiled_optim.formats import plain
-from compiled_optim.hyperparameters import ParamGroup
+from compiled_optim.hyperparameters import ParamGroup, address
 from compiled_optim.lowering.choice import LOWERINGS, lower, refuse
 from compiled_optim.lowering.cpp_library import CompilerError
 from compiled_optim.lowering.interface import Capturable, Lowering
 from compiled_optim.lowering.square_sums import SquareSums
 from compiled_optim.parameters import check_names, check_params
 from compiled_optim.plan import partition
+from compiled_optim.rule.fields import Choice, Hyper, Static, flag
+from compiled_optim.rule.rule import Declared
 from compiled_optim.schedule import Schedule, Schedules
 from compiled_optim.state import OptimizerState, ParamState
 from compiled_optim.torch_internals import (
@@ -79,9 +80,6 @@ class CompiledOptimizer(Declared, Optimizer):
     max_grad_norm: float | Tensor | None = flag(default=None, kw_only=True)
     skip_nonfinite: bool = flag(default=False, kw_only=True)
     lowering: str = flag(default="auto", kw_only=True)
-
-    group_flags: ClassVar[tuple[str, ...]] = ("maximize", "foreach", "capturable", "differentiable", "fused")
-    """The flags torch.optim's optimizer of this name keeps in its groups, so that checkpoints are interchangeable."""
 
     implied_state: ClassVar[Mapping[str, float]] = {}
     """The state that checkpoints of torch.optim's optimizer of this name leave out, as it is where they hold other state."""
@@ -221,7 +219,7 @@ class CompiledOptimizer(Declared, Optimizer):
             f"param_groups[{index}]",
             functools.partial(self._check_values, index=index),
             self._changes,
-            {t.data_ptr() for g in others for h in self.fields_of(Hyper) for t in g.tensors(h.name)},
+            {address(t) for g in others for h in self.fields_of(Hyper) for t in g.tensors(h.name)},
         )
 
     def _check_params(self, group: Mapping[str, Any], index: int) -> None:
@@ -735,9 +733,9 @@ class CompiledOptimizer(Declared, Optimizer):
         """Copy a state dict into the live tensors: of this package, or of torch.optim's or optimi's optimizer of this name.
 
         Parameters are matched by name where both sides have names, whatever the order and grouping, else by position.
-        Prefixes that module wrappers insert do not matter, and a tied parameter is found under each of its names. Static
-        choices and run-time flags stay the optimizer's own. A frozen parameter without state in the checkpoint keeps what
-        it has; any other starts anew.
+        Prefixes that module wrappers insert do not matter where names stay different without them, and a tied parameter is
+        found under each of its names. Static choices and run-time flags stay the optimizer's own. A frozen parameter without
+        state in the checkpoint keeps what it has; any other starts anew. A step of another thread waits.
 
         Args:
             state_dict: as returned by :meth:`state_dict` or ``co.named_state_dict``. It is not modified.
@@ -748,7 +746,8 @@ class CompiledOptimizer(Declared, Optimizer):
             The names that were missing, unexpected and mismatched; empty lists with ``strict``.
 
         Raises:
-            ValueError, TypeError: the checkpoint does not match, naming what; the optimizer is then unchanged.
+            ValueError, TypeError: the checkpoint does not match, naming what; the optimizer is then unchanged. Only an
+                interrupt (Ctrl-C) while the tensors are copied can leave part of a load; another load mends that.
         """
         if hyperparameters not in ("checkpoint", "keep"):
             raise ValueError(f"hyperparameters must be 'checkpoint' or 'keep', got {hyperparameters!r}")

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_optim.fields import Declared
 from compiled_optim.plan import parameter_name
+from compiled_optim.rule.rule import Declared
 from compiled_optim.sharding import is_sharded
 
 

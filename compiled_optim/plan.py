@@ -16,9 +16,9 @@ from torch import Tensor
 
 from compiled_optim import torch_internals
 from compiled_optim.addresses import Addresses, gradient
-from compiled_optim.fields import Declaration, Rule
 from compiled_optim.hyperparameters import ParamGroup
 from compiled_optim.lowering.layout import has_memory, is_lost, span
+from compiled_optim.rule.rule import Declaration, Rule
 from compiled_optim.sharding import is_sharded, local, local_gradient, placement
 from compiled_optim.state import (
     LocalState,

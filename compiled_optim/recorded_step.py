@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from compiled_optim.fields import Hyper
 from compiled_optim.optimizer import CompiledOptimizer
+from compiled_optim.rule.fields import Hyper
 from compiled_optim.staleness import CapturedGradients, Surroundings
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import numbers
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,21 +30,29 @@ class Unloadable(ValueError):
 
 
 @contextlib.contextmanager
-def naming(what: str, failed: str = "cannot be read") -> Iterator[None]:
-    """Turn whatever a value of a checkpoint raises inside a ``with`` block into an :class:`Unloadable` about ``what``."""
+def naming(
+    what: str, failed: str = "cannot be read", *, passing: tuple[type[Exception], ...] = (Unloadable,)
+) -> Iterator[None]:
+    """Turn whatever a value of a checkpoint raises inside a ``with`` block into an :class:`Unloadable` about ``what``.
+
+    Errors that are ``passing`` say themselves what they are about.
+    """
     try:
         yield
-    except Unloadable:
+    except passing:
         raise
     except Exception as error:
         raise Unloadable(f"{what} {failed} ({type(error).__name__}: {error})") from error
 
 
-def described(value: Any) -> str:
+def described(value: Any, depth: int = 2) -> str:
     """``value`` as messages show it: itself where it is plain, else its type. A tensor's repr would read its memory."""
-    if isinstance(value, tuple):
-        return f"({', '.join(map(described, value))})"
-    return repr(value) if value is None or isinstance(value, (int, float, str, bytes)) else f"a {type(value).__name__}"
+    with contextlib.suppress(Exception):  # too many digits, or a class of its own
+        if isinstance(value, tuple) and depth:
+            return f"({', '.join(described(element, depth - 1) for element in value)})"
+        if value is None or isinstance(value, (int, float, str, bytes)):
+            return repr(value)
+    return f"a {type(value).__name__}"
 
 
 def as_number(value: Any, what: str, *, finite: bool = True) -> float:
@@ -55,7 +64,8 @@ def as_number(value: Any, what: str, *, finite: bool = True) -> float:
     with naming(what):
         if isinstance(value, Tensor):
             value = _item(value, what)
-        if not hasattr(value, "__float__"):
+        is_complex = isinstance(value, numbers.Complex) and not isinstance(value, numbers.Real)
+        if is_complex or not hasattr(value, "__float__"):  # numpy's complex numbers have one, and lose their imaginary part
             raise Unloadable(f"{what} is not a number")
         try:
             number = float(value)
@@ -116,5 +126,6 @@ def check_memory(tensor: Tensor, what: str) -> None:
         raise Unloadable(f"{what} is a meta tensor")
     if is_lost(own):
         raise Unloadable(f"{what} has no memory: its storage is empty or too small")
-    if is_sharded(tensor) and tuple(own.shape) != (ought := shape_of_part(tensor)):
+    ought = shape_of_part(tensor) if is_sharded(tensor) else tuple(own.shape)
+    if tuple(own.shape) != ought and (own.numel() or 0 not in ought):  # FSDP gives an empty part any empty shape
         raise Unloadable(f"{what} has a part of shape {tuple(own.shape)} on this process instead of {ought}")

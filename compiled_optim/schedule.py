@@ -8,9 +8,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from compiled_optim.fields import Hyper
 from compiled_optim.hyperparameters import ParamGroup, scalar_dtype
 from compiled_optim.plan import Plan
+from compiled_optim.rule.fields import Hyper
 
 Schedule: TypeAlias = Callable[[Tensor], Any]
 """Step count -> value: a 0-dim tensor, or a tuple of them for a hyperparameter like ``betas``."""

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from compiled_optim.fields import Rule, real_dtype
+from compiled_optim.lowering.layout import real_dtype
 from compiled_optim.plan import Member, Plan
+from compiled_optim.rule.rule import Rule
 
 MULTI_TENSOR = "multi-tensor"
 """The layout of tensors that a kernel finds by their addresses."""

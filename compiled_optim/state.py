@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_optim.fields import Buffer, Declaration, Scalar
 from compiled_optim.hyperparameters import scalar_dtype
 from compiled_optim.lowering.layout import is_lost
+from compiled_optim.rule.fields import Buffer, Scalar
+from compiled_optim.rule.rule import Declaration
 from compiled_optim.sharding import as_part_of, is_sharded, local
 from compiled_optim.torch_internals import is_fake
 from compiled_optim.watched import WatchedDict

@@ -46,6 +46,8 @@ def far(cls: type[co.CompiledOptimizer]) -> dict[str, Any]:
 
 
 def _same_kind(default: Any, value: Any) -> bool:
+    if default is inspect.Parameter.empty:
+        return True
     return type(default) is type(value) and (not isinstance(value, tuple) or len(default) == len(value))
 
 

@@ -38,27 +38,41 @@ class Competitor:
     make: Callable[[Sequence[Tensor]], Optimizer]
 
 
-def optimizers() -> dict[str, tuple[type[Optimizer], type[Optimizer]]]:
-    """By lower-case name: each optimizer of this package that torch.optim has too, and torch.optim's.
+def optimizers() -> dict[str, tuple[type[Optimizer], type[Optimizer] | None]]:
+    """By lower-case name: each optimizer of this package, and torch.optim's where it has it.
 
     Those left out, of sparse gradients and of closures, step from something else than a dense gradient per parameter.
     """
     exported = {name: getattr(compiled_optim, name) for name in compiled_optim.__all__}
     return {
-        name.lower(): (ours, getattr(torch.optim, name))
+        name.lower(): (ours, getattr(torch.optim, name, None))
         for name, ours in exported.items()
-        if hasattr(torch.optim, name) and hasattr(ours, "rule") and ours.gradients == "dense"
+        if hasattr(ours, "rule") and ours.gradients == "dense"
     }
 
 
+def arguments(optimizer: type[Optimizer]) -> dict[str, Any]:
+    """The hyperparameters that an optimizer, ours or torch.optim's of that name, is given."""
+    parameters = list(inspect.signature(optimizer).parameters.values())[1:]
+    required = [p.name for p in parameters if p.default is p.empty]
+    return {**dict.fromkeys(required, 1e-3), **HYPERPARAMETERS.get(optimizer.__name__.lower(), {})}
+
+
 def competitor(optimizer: str, name: str) -> Competitor:
-    """The competitor ``name`` for ``optimizer``; whether it works on a device is another question."""
+    """The competitor ``name`` for ``optimizer``; whether it works on a device is another question.
+
+    Raises:
+        ValueError: it is torch.optim's, and torch.optim has no such optimizer.
+    """
     ours, theirs = optimizers()[optimizer]
-    hyperparameters = HYPERPARAMETERS.get(optimizer, {})
+    hyperparameters = arguments(ours)
+    if name in _OURS:
+        return Competitor(name, lambda params: ours(params, **hyperparameters, **_OURS[name]))
+    if theirs is None:
+        raise ValueError(f"torch.optim has no {ours.__name__}")
     if name == COMPILED:
         return Competitor(name, lambda params: _with_compiled_step(theirs(params, **hyperparameters)))
-    cls, options = (ours, _OURS[name]) if name in _OURS else (theirs, _TORCH[name])
-    return Competitor(name, lambda params: cls(params, **hyperparameters, **options))
+    return Competitor(name, lambda params: theirs(params, **hyperparameters, **_TORCH[name]))
 
 
 def working(optimizer: str, device: torch.device, names: Sequence[str] = ()) -> list[Competitor]:
@@ -67,8 +81,9 @@ def working(optimizer: str, device: torch.device, names: Sequence[str] = ()) -> 
     Raises:
         ValueError: one of ``names`` is unknown or does not work.
     """
-    known = {name: competitor(optimizer, name) for name in (*_OURS, *_TORCH)}
-    if not names and "foreach" in inspect.signature(optimizers()[optimizer][1]).parameters:
+    theirs = optimizers()[optimizer][1]
+    known = {name: competitor(optimizer, name) for name in (*_OURS, *(_TORCH if theirs else ()))}
+    if not names and theirs and "foreach" in inspect.signature(theirs).parameters:
         del known["torch"]  # is one of the others
     if unknown := set(names) - set(known):
         raise ValueError(f"unknown competitors {sorted(unknown)}; there are {list(known)}")

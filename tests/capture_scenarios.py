@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from catalog import shifted
+from catalog import required, shifted
 from torch import Tensor, nn
 
 import compiled_optim as co
-from compiled_optim.fields import Hyper, Static
 from compiled_optim.optimizer import CompiledOptimizer
+from compiled_optim.rule.fields import Hyper, Static
 
 Scenario = Callable[["Side", int], None]
 
@@ -62,11 +62,12 @@ def make(optimizer: type[CompiledOptimizer] = co.AdamW, groups: int = 2, device:
     """One side; every call makes the same one."""
     torch.manual_seed(4)
     model = Net(bias=optimizer.granularity != "matrix").to(device)
+    given = {**required(optimizer), **kwargs}
     named = list(model.named_parameters())
     if groups == 1:
-        return Side(model, optimizer(named, **kwargs))
+        return Side(model, optimizer(named, **given))
     split = [{"params": named[: len(named) // 2]}, {"params": named[len(named) // 2 :], "lr": 0.02}]
-    return Side(model, optimizer(split, **kwargs))
+    return Side(model, optimizer(split, **given))
 
 
 class Tables(nn.Module):

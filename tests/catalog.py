@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from reference import naive, naive_module
 
 import compiled_optim as co
-from compiled_optim.fields import Hyper
 from compiled_optim.optimizer import CompiledOptimizer
+from compiled_optim.rule.fields import Hyper
 
 
 def registry() -> list[type[CompiledOptimizer]]:
@@ -44,9 +46,9 @@ class Case:
         return dict(self.arguments)
 
     @property
-    def reference(self) -> type[torch.optim.Optimizer]:
-        """torch.optim's optimizer of the same name."""
-        return getattr(torch.optim, self.optimizer.__name__)
+    def reference(self) -> Callable[..., torch.optim.Optimizer]:
+        """torch.optim's optimizer of the same name, or the naive one that stands for it."""
+        return reference_of(self.optimizer)
 
     @property
     def takes_complex(self) -> bool:
@@ -159,9 +161,27 @@ _FAR: dict[str, list[dict[str, Any]]] = {
 }
 
 
+def reference_of(optimizer: type[CompiledOptimizer]) -> Callable[..., torch.optim.Optimizer]:
+    """What makes torch.optim's optimizer of the same name; of a rule that torch.optim lacks, the naive one."""
+    theirs: type[torch.optim.Optimizer] | None = getattr(torch.optim, optimizer.__name__, None)
+    return theirs or naive(optimizer)
+
+
+def required(optimizer: type[CompiledOptimizer]) -> dict[str, float]:
+    """Values for the arguments that have no default."""
+    return {f.name: 1e-3 for f in optimizer.fields_of(Hyper) if f.default is inspect.Parameter.empty}
+
+
+def configurations(optimizer: type[CompiledOptimizer]) -> list[Case]:
+    """All configurations of a rule: from here, or from the module of its reference."""
+    known = {**_FAR, **_STACKED}
+    far = known.get(optimizer.__name__) or naive_module(optimizer).FAR
+    return [Case(optimizer, tuple(kwargs.items())) for kwargs in far]
+
+
 def cases(gradients: str | None = None) -> list[Case]:
     """All configurations of all elementwise rules, or of those that take ``gradients``."""
-    return [Case(c, tuple(kwargs.items())) for c in ruled(gradients) for kwargs in _FAR[c.__name__]]
+    return [case for c in ruled(gradients) for case in configurations(c)]
 
 
 def shifted(optimizer: CompiledOptimizer, hyper: Hyper, share: float) -> tuple[float, ...]:
@@ -191,7 +211,7 @@ _STACKED: dict[str, list[dict[str, Any]]] = {
 
 def stacked_cases() -> list[Case]:
     """All configurations of all rules on whole tensors."""
-    return [Case(c, tuple(kwargs.items())) for c in stacked() for kwargs in _STACKED[c.__name__]]
+    return [case for c in stacked() for case in configurations(c)]
 
 
 @contextlib.contextmanager

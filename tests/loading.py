@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from catalog import required
 from torch import Tensor, nn
 
 import compiled_optim as co
@@ -45,7 +46,7 @@ def trained(
     """An optimizer of one parameter by each name, in a group each if ``grouped``, after some steps."""
     params = model(names, frozen)
     groups = [{"params": {name: param}} for name, param in params.items()]
-    optimizer = kind(groups if grouped else params, **{"lowering": "eager", **options})
+    optimizer = kind(groups if grouped else params, **{"lowering": "eager", **required(kind), **options})
     train(optimizer, steps)
     return optimizer
 

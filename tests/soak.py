@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import importlib
 import io
 import math
 import pickle
@@ -22,11 +21,12 @@ from typing import Any
 
 import torch
 from interruptions import Interruption
+from reference import naive_module
 from torch import Tensor, nn
 
 import compiled_optim as co
-from compiled_optim.fields import Hyper, Static
 from compiled_optim.optimizer import CompiledOptimizer
+from compiled_optim.rule.fields import Hyper, Static
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "AdamW": {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-3, "weight_decay": 0.1, "amsgrad": True},
@@ -36,7 +36,6 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "SparseAdam": {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-3},
 }
 TOLERANCE = {"Muon": 0.1}  # of the distance moved, since its iteration is in bfloat16
-REFERENCES = {"AdamW": "adamw", "SGD": "sgd", "Muon": "muon", "Adafactor": "adafactor", "SparseAdam": "sparse_adam"}
 
 
 class Soak:
@@ -53,7 +52,7 @@ class Soak:
         self.random = random.Random(seed)
         self.generator = torch.Generator().manual_seed(seed)
         self.lowering = lowering
-        self.reference = importlib.import_module(f"reference.{REFERENCES[name]}")
+        self.reference = naive_module(getattr(co, name))
         self.shapes = (
             [(6, 4), (5, 4), (6, 4), (40, 60)] if name in ("Muon", "SparseAdam") else [(6, 4), (7,), (40, 60), (3,), (4, 3)]
         )

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from catalog import Case, cases, copies, relative_error, wide_scalars
+from catalog import Case, cases, copies, relative_error, required, wide_scalars
 from data import make
 from torch import nn
 
@@ -120,9 +120,10 @@ def test_interchange_with_torch(case: Case) -> None:
         optimizer.step()
         with wide_scalars():
             reference.step()
-    to_ours = case.optimizer(copies(theirs, torch.float64), maximize=case.kwargs.get("maximize", False), **_statics(case))
+    own = {"maximize": case.kwargs.get("maximize", False), **_statics(case), **required(case.optimizer)}
+    to_ours = case.optimizer(copies(theirs, torch.float64), **own)
     to_ours.load_state_dict(_file(reference.state_dict()))
-    to_torch = case.reference(copies(ours, torch.float64))
+    to_torch = case.reference(copies(ours, torch.float64), **required(case.optimizer))
     to_torch.load_state_dict(_file(optimizer.state_dict()))
     for group in to_torch.param_groups:
         group["maximize"] = case.kwargs.get("maximize", False)

@@ -226,6 +226,44 @@ class TestReplacing:
             files.write(_adamw(), path, "safetensors")
         assert present[0] >= {"a.safetensors", "a.json"}
 
+    @pytest.mark.parametrize("form", files.FORMS)
+    def test_a_step_count_is_not_rounded(self, form: str, tmp_path: Path) -> None:
+        saved, path = _adamw(), tmp_path / _name(form)
+        for entries in saved["state"].values():
+            entries["step"] = torch.tensor(2.0**24 + 1, dtype=torch.float64)
+        if form == "torch":
+            with _refused(tmp_path, r"the step of .* must be a number in \[0, 16777216\)"):
+                files.write(saved, path, form)
+            return
+        files.write(saved, path, form)
+        kept = files.read(path)
+        counts = [
+            entries["step"]
+            for holder in (kept["state"].values(), kept["param_groups"])
+            for entries in holder
+            if "step" in entries
+        ]
+        assert {float(count) for count in counts} == {2.0**24 + 1}
+
+    @pytest.mark.parametrize("exists", [False, True])
+    def test_an_interrupt_between_the_two(self, exists: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        path = tmp_path / "a.safetensors"
+        if exists:
+            files.write(_sgd(), path, "safetensors")
+        before = _contents(tmp_path)
+        replace = os.replace
+
+        def interrupted(source: Path, target: Path) -> None:
+            if Path(target) == path:
+                monkeypatch.undo()
+                raise KeyboardInterrupt
+            replace(source, target)
+
+        monkeypatch.setattr(os, "replace", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            files.write(_adamw(), path, "safetensors")
+        assert _contents(tmp_path) == before
+
     def test_groups_beside_do_not_replace_tensors(self, tmp_path: Path) -> None:
         path = tmp_path / "a.safetensors"
         files.write(_adamw(), path, "safetensors")

@@ -10,7 +10,7 @@ import torch
 from catalog import Case, cases, ruled
 
 import compiled_optim as co
-from compiled_optim.fields import Hyper
+from compiled_optim.rule.fields import Hyper
 
 
 def _leaf(*values: float) -> torch.Tensor:

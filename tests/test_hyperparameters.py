@@ -20,7 +20,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 import compiled_optim as co
-from compiled_optim.lowering.vocabulary import bias_correction
+from compiled_optim.rule.vocabulary import bias_correction
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -738,6 +738,17 @@ class TestAdoption:
         rate.fill_(0.125)
         optimizer.step()
         assert group["params"][0].tolist() == [0.125] * 3
+
+    @pytest.mark.parametrize("arguments", [("betas", 2), ("lr", "eps")], ids=["tuple", "fields"])
+    def test_a_tensor_in_two_places_is_adopted_in_the_first(self, arguments: tuple[str, Any]) -> None:
+        given = torch.tensor(0.5, dtype=torch.float64)
+        first, second = arguments
+        options = {first: (given, given)} if second == 2 else {first: given, second: given}
+        optimizer = co.Adam({"a": torch.nn.Parameter(torch.ones(2))}, **options)
+        assert optimizer.param_groups[0].tensors(first)[0] is given
+        values = {"lr": 0.125, "betas": (0.25, 0.75), "eps": 0.0625}
+        optimizer.load_state_dict(co.Adam({"a": torch.nn.Parameter(torch.ones(2))}, **values).state_dict())
+        assert {name: optimizer.hyperparameters()[0][name] for name in values} == values
 
     @lowerings
     def test_betas_and_others_are_adopted(self, lowering: str) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import atexit
 import functools
+import grp
 import inspect
 import linecache
 import os
+import pwd
 import shlex
 import shutil
 import stat
@@ -223,6 +225,32 @@ def _writable(mode: int) -> Callable[[Path, pytest.MonkeyPatch], None]:
     return make
 
 
+def _in_writable(mode: int, members: list[str] | None = None) -> Callable[[Path, pytest.MonkeyPatch], None]:
+    def make(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        own = pwd.getpwuid(os.getuid()).pw_name
+        group = grp.struct_group((own if members is not None else "team", "x", 1, members or []))
+        monkeypatch.setattr(grp, "getgrgid", lambda number: group)
+        place.parent.mkdir()
+        place.parent.chmod(mode)
+
+    return make
+
+
+def _in_another_users(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place.parent.mkdir()
+    _belongs_to_another(monkeypatch, place.parent)
+
+
+def _by_a_link(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A link of this user's to a place that is found by another link, in a directory where everybody writes."""
+    everybodys, own = place.parent.parent / "everybody's", place.parent.parent / "own"
+    everybodys.mkdir()
+    own.mkdir()
+    everybodys.chmod(0o777)
+    (everybodys / "link").symlink_to("../own")
+    place.parent.symlink_to(everybodys / "link")
+
+
 def _a_file(place: Path, _: pytest.MonkeyPatch) -> None:
     place.parent.mkdir()
     place.touch()
@@ -260,6 +288,11 @@ UNUSABLE = {
     "another user's": (_another_users, "it belongs to another user"),
     "the group's": (_writable(0o770), "other users can write to it"),
     "everybody's": (_writable(0o1777), "other users can write to it"),
+    "in another user's": (_in_another_users, "placed belongs to another user"),
+    "in the team's": (_in_writable(0o770), "other users can write to .*placed .*chmod"),
+    "in a group's": (_in_writable(0o770, ["somebody"]), "other users can write to .*placed .*chmod"),
+    "in everybody's": (_in_writable(0o707), "other users can write to .*placed .*chmod"),
+    "by a link": (_by_a_link, "other users can write to .*everybody's .*chmod"),
     "a file": (_a_file, "File exists"),
     "under a file": (_under_a_file, "Not a directory"),
     "read-only": (_read_only, "Read-only file system"),
@@ -283,6 +316,24 @@ def test_an_unusable_place_is_left_alone_and_said_once(kind: str, place: Path, m
     assert _mode(private) == 0o700
     assert sorted(p.name for p in private.iterdir()) == ["code", "second"]
     assert not place.is_dir() or not list(place.iterdir())
+
+
+def _by_links_of_this_user(place: Path, _: pytest.MonkeyPatch) -> None:
+    (place.parent.parent / "elsewhere").mkdir()
+    place.parent.symlink_to("elsewhere")
+
+
+@pytest.mark.parametrize(
+    "make_so",
+    [_in_writable(0o1777), _in_writable(0o775, []), _by_links_of_this_user],
+    ids=["where nobody can rename", "of a group of one", "by a link"],
+)
+def test_a_place_that_nobody_else_can_replace_is_used(
+    make_so: Callable[..., None], place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_so(place, monkeypatch)
+    assert [_keep(), _keep()] == [1, 0]
+    assert (place / "code").is_file()
 
 
 def test_a_place_that_cannot_be_executed_from(place: Path) -> None:

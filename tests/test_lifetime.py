@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from catalog import registry
+from catalog import registry, required
 from torch import Tensor, nn
 
 import compiled_optim as co
@@ -34,7 +34,7 @@ def used(cls: type[CompiledOptimizer], lowering: str, **kwargs: object) -> tuple
     """An optimizer after some steps, and all that ought to go with it."""
     weights = [nn.Parameter(torch.ones(10, 3)) for _ in range(2)]
     options = {"fixed_iterations": True} if cls is co.LBFGS else {"lowering": lowering, **kwargs}
-    optimizer = cls(weights, **options)
+    optimizer = cls(weights, **{**required(cls), **options})
 
     def closure() -> Tensor:
         loss: Tensor = sum(((w - 2) ** 2).sum() for w in weights)

@@ -8,9 +8,10 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from catalog import registry
+from catalog import reference_of, registry, required
 from loading import (
     SHAPE,
     Incomparable,
@@ -58,6 +59,7 @@ NOT_NUMBERS: dict[str, tuple[Callable[[], Any], str]] = {
     "of two": (lambda: torch.ones(2), "is not a number"),
     "too small": (lambda: -(10**400), "is too large"),
     "too large": (lambda: 10**400, "is too large"),
+    "numpy's complex": (lambda: np.complex128(1 + 2j), "is not a number"),
     "text": (lambda: "1", "is not a number"),
     "list": (lambda: [1.0], "is not a number"),
 }
@@ -144,7 +146,7 @@ def test_a_step_count_is_absent_only_where_torch_keeps_none(kind: type[co.Compil
     param = model("a")["a"]
     sparse = kind.gradients == "sparse"
     param.grad = torch.ones(SHAPE).to_sparse(1) if sparse else torch.ones(SHAPE)
-    theirs = getattr(torch.optim, kind.__name__)([param])
+    theirs = reference_of(kind)([param], **required(kind))
     theirs.step()
     counts = "step" in theirs.state[param]
     optimizer = trained(kind, **({"momentum": 0.5} if kind is co.SGD else {}))
@@ -345,6 +347,87 @@ class TestMappingsThatLie:
         view = View({**saved, "state": View({k: View(v) for k, v in saved["state"].items()}), "param_groups": groups})
         assert not any(optimizer.load_state_dict(view))
         assert torch.equal(by_name(optimizer)["b"]["exp_avg"], saved["state"][1]["exp_avg"])
+
+
+def _deep() -> Any:
+    value: Any = ()
+    for _ in range(100_000):
+        value = (value,)
+    return value
+
+
+class Raising(str):
+    """A text one of whose methods fails."""
+
+    method: str
+
+    def __new__(cls, value: str, method: str) -> Raising:
+        made = super().__new__(cls, value)
+        made.method = method
+        return made
+
+    def _check(self, method: str) -> None:
+        if getattr(self, "method", "") == method:
+            raise KeyError(method)
+
+    def __hash__(self) -> int:
+        self._check("hash")
+        return super().__hash__()
+
+    def replace(self, *args: Any, **kwargs: Any) -> str:
+        self._check("replace")
+        return super().replace(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        self._check("repr")
+        return super().__repr__()
+
+
+class Unread(list[Any]):
+    def __iter__(self) -> Any:
+        raise KeyError("nothing")
+
+
+class TestWhateverIsRaised:
+    """It is turned into an error that says what cannot be read."""
+
+    @pytest.mark.parametrize(
+        ("spoil", "message"),
+        [
+            (lambda s, g: s.update(format_version=_deep()), "format_version .*a tuple"),
+            (lambda s, g: g.update(params=[_deep()]), r"params'\] must be integers or names"),
+            (lambda s, g: s.update(format_version=10**6000), "format_version a int"),
+            (lambda s, g: g.update(params=[10**6000] * 2), "lists parameter a int twice"),
+            (lambda s, g: g.update(param_names=[Raising("x", "hash"), "b"]), "the state dict cannot be read"),
+            (lambda s, g: g.update(param_names=[Raising("x", "replace"), "b"]), "the state dict cannot be read"),
+            (lambda s, g: g.update(param_names=[Raising("x", "repr")] * 2), "names parameter a Raising twice"),
+            (lambda s, g: g.update(param_names=Unread(["a", "b"])), "param_names'\\] cannot be read"),
+        ],
+        ids=["deep version", "deep index", "large version", "large index", "hash", "replace", "repr", "list"],
+    )
+    @pytest.mark.parametrize("kind", [co.NAdam, co.LBFGS])
+    def test_by_the_form(self, kind: type[co.CompiledOptimizer], spoil: Callable[..., Any], message: str) -> None:
+        optimizer = trained(kind)
+        saved = copy.deepcopy(optimizer.state_dict())
+        saved["param_groups"][0]["lr"] = 0.7
+        spoil(saved, saved["param_groups"][0])
+        refuses(optimizer, saved, message)
+
+    def test_by_a_tuple_of_numbers(self) -> None:
+        optimizer = trained(co.NAdam)
+        saved = spoiled(optimizer)
+        saved["param_groups"][0]["betas"] = Unread([0.5, 0.5])
+        refuses(optimizer, saved, r"betas of param_groups\[0\] cannot be read")
+
+    def test_by_tensors_without_numbers(self) -> None:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        optimizer = trained(co.NAdam)
+        saved = spoiled(optimizer)
+        before = content(optimizer)
+        with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(ValueError, match=r"cannot be (read|written)"):
+            optimizer.load_state_dict(saved)
+        assert content(optimizer) == before
 
 
 class TestTwice:

@@ -92,6 +92,7 @@ adam | 2 | 1 (1 upload) | 28.0 | 14.0 | v4.b32 masked
 adamax | 2 | 1 (1 upload) | 28.0 | 14.0 | v4.b32 masked
 adamw | 2 | 1 (1 upload) | 28.0 | 14.0 | v4.b32 masked
 asgd | 2 | 1 (1 upload) | 20.0 | 10.0 | v4.b32 masked
+lion | 2 | 1 (1 upload) | 20.0 | 10.0 | v4.b32 masked
 nadam | 2 | 1 (1 upload) | 28.0 | 14.0 | v4.b32 masked
 radam | 2 | 1 (1 upload) | 28.0 | 14.0 | v4.b32 masked
 rmsprop | 2 | 1 (1 upload) | 20.0 | 10.0 | v4.b32 masked
@@ -279,8 +280,9 @@ adadelta | inductor | 1 | 1 | 11 | 52.66 | b32 v2.b32 masked
 adagrad | inductor | 1 | 1 | 14 | 44.51 | b32 v2.b32 masked
 adam | inductor | 1 | 1 | 36 | 52.97 | b32 v2.b32 masked
 adamax | inductor | 1 | 1 | 22 | 52.76 | b32 v2.b32 masked
-adamw | inductor | 1 | 1 | 36 | 52.97 | b32 v2.b32 masked
+adamw | inductor | 1 | 1 | 36 | 52.93 | b32 v2.b32 masked
 asgd | inductor | 1 | 1 | 27 | 44.71 | b32 v2.b32 masked
+lion | inductor | 1 | 1 | 14 | 44.70 | b32 v2.b32 masked
 nadam | inductor | 1 | 1 | 45 | 53.11 | b32 v2.b32 masked
 radam | inductor | 1 | 1 | 66 | 53.07 | b32 v2.b32 masked
 rmsprop | inductor | 1 | 1 | 11 | 44.67 | b32 v2.b32 masked

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
-from catalog import registry, relative_error
+from catalog import registry, relative_error, required
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import return_and_correct_aliasing
@@ -694,7 +694,7 @@ def test_guard_zones_stay_untouched(optimizer: type[CompiledOptimizer], dtype: t
     guarded = Guarded()
     last = [(1, 1), (130, 65)] if optimizer in (co.Muon, co.SparseAdam) else [(1,), (8193,)]
     params = [nn.Parameter(guarded.place(torch.randn(shape).to(dtype))) for shape in [(7, 3), (9, 131), *last]]
-    made = optimizer(params, lowering=lowering, max_grad_norm=1.0)
+    made = optimizer(params, lowering=lowering, max_grad_norm=1.0, **required(optimizer))
     for step in range(4):
         for param in params:
             grad = guarded.place(torch.randn(param.shape).to(dtype))

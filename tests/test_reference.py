@@ -6,10 +6,21 @@ import contextlib
 
 import pytest
 import torch
-from catalog import Case, cases, copies, give_gradients, high_precision, parameters, relative_error, ruled, wide_scalars
+from catalog import (
+    Case,
+    cases,
+    copies,
+    give_gradients,
+    high_precision,
+    parameters,
+    reference_of,
+    relative_error,
+    ruled,
+    wide_scalars,
+)
 
 import compiled_optim as co
-from compiled_optim.fields import Hyper, Static
+from compiled_optim.rule.fields import Hyper, Static
 
 LOWERINGS = ["multi_tensor", "inductor", "eager"]
 
@@ -302,7 +313,7 @@ def test_infinite_parameters_that_do_not_decay(optimizer: type[co.CompiledOptimi
     decay = {"weight_decay": 0.0} if "weight_decay" in optimizer.fields else {}
     made = optimizer(ours, lr=0.1, lowering=lowering, **decay)
     with wide_scalars():
-        reference = getattr(torch.optim, optimizer.__name__)(theirs, lr=0.1, **decay)
+        reference = reference_of(optimizer)(theirs, lr=0.1, **decay)
     for _ in range(3):
         ours[0].grad = torch.tensor([1.0, 0.0, 0.0, -0.5], dtype=torch.float64)
         theirs[0].grad = ours[0].grad.clone()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from catalog import registry, relative_error, ruled, stacked
+from catalog import registry, relative_error, required, ruled, stacked
 from torch import Tensor, nn
 
 import compiled_optim as co
@@ -43,7 +43,7 @@ class TestShapes:
     @pytest.mark.parametrize("optimizer", [co.SGD, co.Adam, co.Adafactor, co.Muon], ids=lambda c: c.__name__)
     def test_a_gradient_of_another_shape(self, optimizer: type[CompiledOptimizer], lowering: str) -> None:
         weight = nn.Parameter(torch.ones(4, 3))
-        made = optimizer([("weight", weight)], lowering=lowering)
+        made = optimizer([("weight", weight)], lowering=lowering, **required(optimizer))
         weight.grad = torch.ones(4, 3)
         made.step()
         kept, steps = weight.grad, made.events.steps
@@ -149,8 +149,9 @@ class TestGroups:
     @pytest.mark.parametrize("optimizer", registry(), ids=lambda c: c.__name__)
     @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["copy", "pickle"])
     def test_a_copy_takes_groups(self, optimizer: type[CompiledOptimizer], duplicate: Callable[[Any], Any]) -> None:
-        twin = duplicate(optimizer([nn.Parameter(torch.ones(2, 2))]))
-        assert twin.defaults.keys() == optimizer([nn.Parameter(torch.ones(2, 2))]).defaults.keys()
+        first, second = (optimizer([nn.Parameter(torch.ones(2, 2))], **required(optimizer)) for _ in range(2))
+        twin = duplicate(first)
+        assert twin.defaults.keys() == second.defaults.keys()
         if optimizer is co.LBFGS:
             return
         twin.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))]})
@@ -215,7 +216,7 @@ def _stale_graph(optimizer: Callable[[list[Tensor]], Any]) -> None:
 @pytest.mark.parametrize("optimizer", [*ruled("dense"), *stacked()], ids=lambda c: c.__name__)
 def test_autograd_learns_of_every_step(optimizer: type[CompiledOptimizer], lowering: str) -> None:
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        _stale_graph(lambda params: optimizer(params, lowering=lowering))
+        _stale_graph(lambda params: optimizer(params, lowering=lowering, **required(optimizer)))
 
 
 @pytest.mark.parametrize("optimizer", [co.SGD, co.Adafactor, co.Muon], ids=lambda c: c.__name__)

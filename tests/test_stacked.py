@@ -19,9 +19,9 @@ from torch.testing._internal.common_optimizers import optim_db
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import compiled_optim as co
-from compiled_optim.fields import Hyper
 from compiled_optim.lowering import stacked as stacks
 from compiled_optim.lowering.stacked import StackedLowering
+from compiled_optim.rule.fields import Hyper
 
 LOWERINGS = ["multi_tensor", "inductor", "eager"]
 MATRICES = [(3, 5), (3, 5), (5, 3), (20, 50), (50, 20), (8, 8), (1, 6)]

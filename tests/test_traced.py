@@ -12,7 +12,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import compiled_optim as co
-from compiled_optim.fields import Hyper
+from compiled_optim.rule.fields import Hyper
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*Profiler.*")
 

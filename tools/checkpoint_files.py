@@ -248,7 +248,7 @@ def _put(files: Mapping[Path, Callable[[Path], object]]) -> None:
         try:
             for path in files:
                 os.replace(new[path], path)
-        except OSError:
+        except BaseException:
             for path in others:
                 path.unlink(missing_ok=True)
             for path, copy in old.items():

@@ -71,10 +71,11 @@ def check_lossless(state_dict: Mapping[str, Any]) -> None:
 
 
 def with_steps(state_dict: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """``state_dict`` with every step count a 0-dim tensor."""
+    """``state_dict`` with every step count a 0-dim tensor, whose ``dtype`` holds it exactly."""
+    exact = int(2 / torch.finfo(dtype).eps)
     state = {
         param: {
-            key: torch.tensor(_count(value, f"the step of {param!r}", below=2**53), dtype=dtype) if key == "step" else value
+            key: torch.tensor(_count(value, f"the step of {param!r}", below=exact), dtype=dtype) if key == "step" else value
             for key, value in entries.items()
         }
         for param, entries in state_dict["state"].items()

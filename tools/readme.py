@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 
 import compiled_optim as co
-from compiled_optim.fields import Hyper, Static
+from compiled_optim.rule.fields import Hyper, Static
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 RESULTS = README.parent / "perf" / "results" / "step.csv"
@@ -26,12 +26,16 @@ def optimizers_table() -> str:
     for cls in classes:
         summary = inspect.cleandoc(cls.__doc__ or "").split("\n\n")[0].replace("\n", " ")
         choices = [s for s in cls.fields_of(Static) if s.init]
-        fields = ", ".join(f"`{f.name}={f.default}`" for f in (*cls.fields_of(Hyper), *choices))
+        fields = ", ".join(f"`{_argument(f)}`" for f in (*cls.fields_of(Hyper), *choices))
         buffers = ", ".join(f"`{b.name}`" + (f" (with `{b.when}`)" if b.when else "") for b in cls.declaration.buffers)
         scalars = ", ".join(f"`{s.name}`" for s in cls.declaration.scalars)
         state = ", ".join(filter(None, [buffers, scalars])) if hasattr(cls, "rule") else "one for all parameters together"
         rows.append(f"| `{cls.__name__}`: {summary.partition(': ')[2] or summary} | {fields} | {state} |")
     return "\n".join(rows)
+
+
+def _argument(field: Hyper | Static) -> str:
+    return field.name if field.default is inspect.Parameter.empty else f"{field.name}={field.default}"
 
 
 def _is_optimizer(value: object) -> bool:
@@ -106,9 +110,14 @@ def lowering_table() -> str:
     return "\n".join([*rows, "", source])
 
 
+def example_rule() -> str:
+    """A whole file of an optimizer, the shortest."""
+    return f"```python\n{inspect.getsource(inspect.getmodule(co.Lion)).strip()}\n```"  # type: ignore[arg-type]
+
+
 def generated(text: str) -> str:
     """``text`` with its generated parts brought up to date."""
-    tables = {"optimizers": optimizers_table, "speed": speed_table, "lowering": lowering_table}
+    tables = {"optimizers": optimizers_table, "speed": speed_table, "lowering": lowering_table, "rule": example_rule}
     return _BLOCK.sub(lambda match: f"{match[1]}{tables[match[2]]()}\n{match[3]}", text)
 
 

@@ -13,12 +13,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from compiled_optim import torch_internals
 from compiled_optim.controls import NAMES, Controls
 from compiled_optim.events import EventLog
 from compiled_optim.lowering.layout import is_lost, is_plain
 from compiled_optim.plan import Plan
 from compiled_optim.state import scalar_names
-from compiled_optim.torch_internals import is_capturing, is_fake
+from compiled_optim.torch_internals import is_capturing
 
 
 class HyperRow:
@@ -64,7 +65,7 @@ class HyperRow:
     def follow(self) -> None:
         """As :meth:`refresh`, for a graph that holds the copies from one place on the device to another."""
         tensors = self._read()
-        if not self._controls.idle and any(map(is_fake, tensors[: len(NAMES)])):
+        if not self._controls.idle and any(map(torch_internals.is_fake, tensors[: len(NAMES)])):
             self._check(tensors)
         addresses = [t.data_ptr() or -id(t) for t in tensors]
         if addresses != self._addresses:
@@ -99,7 +100,7 @@ class HyperRow:
         """Raise ``ValueError`` where a tensor of :meth:`_read` has no number."""
         names = [*NAMES, *(f"{g.label}[{name!r}]" for g in self._groups for name in self._names for _ in g.tensors(name))]
         for name, tensor in zip(names, tensors, strict=True):
-            if is_fake(tensor) or tensor.is_meta or is_lost(tensor):
+            if torch_internals.is_fake(tensor) or tensor.is_meta or is_lost(tensor):
                 raise ValueError(f"{name} is a tensor without memory, or its storage was freed; it has no value")
 
     def _readable(self, tensor: Tensor) -> bool:

@@ -6,7 +6,6 @@ import sys
 
 from compiled_optim.controls import Controls
 from compiled_optim.events import EventLog
-from compiled_optim.fields import Rule
 from compiled_optim.lowering import cpp_library
 from compiled_optim.lowering.eager import EagerLowering
 from compiled_optim.lowering.gathered_rows import GatheredRowsLowering
@@ -16,6 +15,7 @@ from compiled_optim.lowering.multi_tensor import MultiTensorLowering
 from compiled_optim.lowering.sparse_rows import RowTableLowering
 from compiled_optim.lowering.stacked import StackedLowering, StackTableLowering
 from compiled_optim.plan import Plan
+from compiled_optim.rule.rule import Rule
 
 LOWERINGS = ("auto", "multi_tensor", "inductor", "eager")
 """What users can ask for."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,9 +12,10 @@ from torch import Tensor
 
 from compiled_optim.controls import Controls
 from compiled_optim.events import EventLog
-from compiled_optim.fields import Rule, Static, argument_names
 from compiled_optim.lowering.address_rows import GradientRow, HyperRow, tensor_rows, upload
 from compiled_optim.plan import Plan
+from compiled_optim.rule.fields import Static
+from compiled_optim.rule.rule import Rule, argument_names
 from compiled_optim.signature import Signature
 
 
@@ -26,15 +26,11 @@ def coefficients_alone(rule: Rule) -> Rule:
     ``resolution``, which is the same for all tensors of a kernel, is one more static field.
     """
 
-    def update(param: Any, grad: Any, **numbers: Any) -> tuple[Any]:
-        return (param,)
+    def update(param: Any) -> dict[str, Any]:
+        return {"param": param}
 
-    names = ("param", "grad", *rule.coefficient_names)
-    update.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
-    )
     used = argument_names(rule.coefficients)
-    statics = tuple(s for s in (*rule.statics, Static(None, name="resolution")) if s.name in used)
+    statics = tuple(s for s in (*rule.statics, Static(0.0, name="resolution")) if s.name in used)
     return dataclasses.replace(rule, statics=statics, facts=(), buffers=(), update=update, granularity="element")
 
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from compiled_optim.controls import Controls
-from compiled_optim.fields import argument_names
 from compiled_optim.lowering.gradient import scaled
 from compiled_optim.plan import Plan
+from compiled_optim.rule.rule import argument_names
 
 
 class CoefficientStage:
@@ -50,13 +50,12 @@ class CoefficientStage:
         values: dict[str, Any] = {"step": step, "resolution": self._resolution, **plan.statics, **self._hypers()}
         values |= dict(zip(self._scalar_names, old[1:].unbind(), strict=True))
         results = plan.rule.coefficients(**{name: values[name] for name in self._takes})
-        count = len(self._scalar_names)
-        assert len(results) - count == len(plan.rule.coefficient_names), (
-            f"{plan.rule.name}.coefficients and .update disagree"
-        )
-        rows = [torch.as_tensor(r, dtype=step.dtype, device=step.device).expand_as(step) for r in results]
-        coefficients = torch.stack([factor, skip, *rows[count:]])
-        self._store(torch.stack([step, *rows[:count]]), old, present)
+        rows = {
+            name: torch.as_tensor(value, dtype=step.dtype, device=step.device).expand_as(step)
+            for name, value in results.items()
+        }
+        coefficients = torch.stack([factor, skip, *(rows[name] for name in plan.rule.coefficient_names)])
+        self._store(torch.stack([step, *(rows[name] for name in self._scalar_names)]), old, present)
         return coefficients
 
     def _control(self, present: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from compiled_optim.lowering.cpp_library import library
 from compiled_optim.lowering.kernel_table import KernelTable, TableRows
-from compiled_optim.lowering.symbols import Dialect, Program
+from compiled_optim.lowering.symbols import Program
+from compiled_optim.rule.symbols import Dialect
 from compiled_optim.signature import Signature
 
 SERIAL = 32768  # elements below which waking other threads costs more than they save

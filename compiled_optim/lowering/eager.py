@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from compiled_optim.controls import Controls
-from compiled_optim.fields import compute_dtype
-from compiled_optim.lowering.layout import as_real
+from compiled_optim.lowering.layout import as_real, compute_dtype
 from compiled_optim.lowering.rule_step import rule_step
 from compiled_optim.lowering.staged import StagedLowering
 from compiled_optim.plan import Member, Plan

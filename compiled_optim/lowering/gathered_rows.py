@@ -8,9 +8,9 @@ from torch import Tensor
 
 from compiled_optim.controls import Controls
 from compiled_optim.events import EventLog
-from compiled_optim.fields import compute_dtype
 from compiled_optim.lowering import inductor
 from compiled_optim.lowering.entries import Entries, entries_of, has_distinct_rows
+from compiled_optim.lowering.layout import compute_dtype
 from compiled_optim.lowering.rule_step import rule_step
 from compiled_optim.lowering.square_sums import square_sum
 from compiled_optim.lowering.staged import StagedLowering

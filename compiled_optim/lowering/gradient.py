@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from compiled_optim.lowering.vocabulary import sqrt, where
+from compiled_optim.rule.vocabulary import sqrt, where
 
 
 def scaled(

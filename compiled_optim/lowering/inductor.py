@@ -17,8 +17,7 @@ from torch import Tensor
 
 from compiled_optim.controls import Controls
 from compiled_optim.events import EventLog
-from compiled_optim.fields import compute_dtype, real_numel
-from compiled_optim.lowering.layout import Layout, flat
+from compiled_optim.lowering.layout import Layout, compute_dtype, flat, real_numel
 from compiled_optim.lowering.recent import Recent
 from compiled_optim.lowering.rule_step import rule_step
 from compiled_optim.lowering.staged import StagedLowering

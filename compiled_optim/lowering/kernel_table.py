@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from compiled_optim.controls import NAMES
-from compiled_optim.fields import Rule
+from compiled_optim.rule.rule import Rule
 
 
 class KernelTable(Protocol):

@@ -118,3 +118,18 @@ def flat(tensor: Tensor) -> Tensor:
 def as_real(tensor: Tensor) -> Tensor:
     """A complex tensor as pairs of real numbers, any other as it is."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The real dtype in which a tensor of ``dtype`` is updated: float64 for 64-bit numbers, float32 for all lower."""
+    return torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
+
+
+def real_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a tensor's numbers: a complex number is a pair of real ones."""
+    return dtype.to_real() if dtype.is_complex else dtype
+
+
+def real_numel(tensor: Tensor) -> int:
+    """How many real numbers a tensor holds."""
+    return tensor.numel() * (2 if tensor.is_complex() else 1)

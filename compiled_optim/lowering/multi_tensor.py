@@ -18,12 +18,11 @@ from compiled_optim import addresses
 from compiled_optim.addresses import EMPTY
 from compiled_optim.controls import Controls
 from compiled_optim.events import EventLog
-from compiled_optim.fields import real_numel
 from compiled_optim.lowering import cpp, triton
 from compiled_optim.lowering.address_rows import GradientRow, HyperRow, pieces, tensor_rows, upload
 from compiled_optim.lowering.interface import Capturable
 from compiled_optim.lowering.kernel_table import Kernel
-from compiled_optim.lowering.layout import Layout, has_memory
+from compiled_optim.lowering.layout import Layout, has_memory, real_numel
 from compiled_optim.plan import Plan
 from compiled_optim.signature import MULTI_TENSOR, Signature, kernel_signature
 

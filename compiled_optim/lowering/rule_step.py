@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_optim.fields import Rule, argument_names, compute_dtype
+from compiled_optim.lowering.layout import compute_dtype
+from compiled_optim.rule.rule import Rule, argument_names
 
 Step = Callable[[Tensor, Tensor, Sequence[Tensor], Sequence[Tensor]], tuple[Tensor, list[Tensor]]]
 
@@ -22,30 +23,21 @@ def rule_step(rule: Rule, statics: Mapping[str, Any]) -> Step:
     """
     present = rule.present_buffers(statics)
     takes = argument_names(rule.update)
-    choices = {f.name: statics[f.name] for f in (*rule.statics, *rule.facts) if f.name in takes}
-    absent = {b.name: None for b in rule.buffers if b.name not in present}
-    names = rule.coefficient_names
+    given = {**dict.fromkeys(b.name for b in rule.buffers), **statics}
 
     def step(
         param: Tensor, grad: Tensor, buffers: Sequence[Tensor], coefficients: Sequence[Tensor]
     ) -> tuple[Tensor, list[Tensor]]:
         dtype = compute_dtype(param.dtype)
         factor, skip, *numbers = coefficients
-        values = {name: buffer.to(dtype) for name, buffer in zip(present, buffers, strict=True)}
-        new_param, *new_buffers = rule.update(
-            param=param.to(dtype),
-            grad=factor * grad.to(dtype),
-            **values,
-            **absent,
-            **dict(zip(names, numbers, strict=True)),
-            **choices,
-        )
-        kept = [new for field, new in zip(rule.buffers, new_buffers, strict=True) if field.name in present]
+        values = {**given, "param": param.to(dtype), "grad": factor * grad.to(dtype), "c": rule.numbers(*numbers)}
+        values |= {name: buffer.to(dtype) for name, buffer in zip(present, buffers, strict=True)}
+        new = rule.update(**{name: values[name] for name in takes})
         live = skip == 0
 
         def chosen(new: Tensor, old: Tensor) -> Tensor:
             return torch.where(live, new.to(old.dtype), old)
 
-        return chosen(new_param, param), [chosen(new, old) for new, old in zip(kept, buffers, strict=True)]
+        return chosen(new["param"], param), [chosen(new[name], old) for name, old in zip(present, buffers, strict=True)]
 
     return step

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from compiled_optim.controls import Controls
 from compiled_optim.events import EventLog
-from compiled_optim.fields import compute_dtype
 from compiled_optim.lowering import multi_tensor
 from compiled_optim.lowering.address_rows import HyperRow, upload
 from compiled_optim.lowering.entries import add_up, has_distinct_rows, row_strides
 from compiled_optim.lowering.interface import Capturable
 from compiled_optim.lowering.kernel_table import Kernel, TableRows
+from compiled_optim.lowering.layout import compute_dtype
 from compiled_optim.lowering.recent import Recent
 from compiled_optim.lowering.square_sums import square_sum
 from compiled_optim.plan import Plan

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from compiled_optim.fields import compute_dtype
 from compiled_optim.hyperparameters import scalar_dtype
 from compiled_optim.lowering.interface import Lowering
-from compiled_optim.lowering.layout import as_real
+from compiled_optim.lowering.layout import as_real, compute_dtype
 from compiled_optim.sharding import sum_over_shards
 
 

@@ -18,13 +18,12 @@ from torch import Tensor
 
 from compiled_optim.controls import Controls
 from compiled_optim.events import EventLog
-from compiled_optim.fields import compute_dtype
 from compiled_optim.lowering.address_rows import HyperRow
 from compiled_optim.lowering.coefficient_table import CoefficientTable, coefficient_signature
 from compiled_optim.lowering.inductor import OPTIONS, fits_indices, say_too_large
 from compiled_optim.lowering.interface import Capturable
 from compiled_optim.lowering.kernel_table import Kernel
-from compiled_optim.lowering.layout import is_plain, plain_copy
+from compiled_optim.lowering.layout import compute_dtype, is_plain, plain_copy
 from compiled_optim.lowering.multi_tensor import current_device, obtain_kernel
 from compiled_optim.lowering.partial_sums import decompositions
 from compiled_optim.lowering.rule_step import rule_step

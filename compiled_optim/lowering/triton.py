@@ -18,7 +18,8 @@ from types import ModuleType
 import torch
 
 from compiled_optim.lowering.kernel_table import KernelTable, TableRows
-from compiled_optim.lowering.symbols import Dialect, Program
+from compiled_optim.lowering.symbols import Program
+from compiled_optim.rule.symbols import Dialect
 from compiled_optim.signature import Signature
 
 BLOCK = 1024  # elements of a chunk, updated by one program

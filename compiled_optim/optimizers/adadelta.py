@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-from compiled_optim.fields import Number, buffer, hyper
-from compiled_optim.lowering.vocabulary import product, sqrt
 from compiled_optim.optimizer import CompiledOptimizer
+from compiled_optim.rule import Number, buffer, hyper, product, sqrt
 
 
 class Adadelta(CompiledOptimizer):
@@ -17,17 +14,15 @@ class Adadelta(CompiledOptimizer):
     eps: Number = hyper(default=1e-6, ge=0)
     weight_decay: Number = hyper(default=0.0, ge=0)
     square_avg, acc_delta = buffer(), buffer()
-    positional_flags: ClassVar[tuple[str, ...]] = ("foreach",)
-    group_flags: ClassVar[tuple[str, ...]] = ("maximize", "capturable", "foreach", "differentiable")
 
     @staticmethod
     def coefficients(lr, rho, eps, weight_decay):
-        return weight_decay, lr, rho, 1 - rho, eps
+        return dict(weight_decay=weight_decay, lr=lr, rho=rho, weight=1 - rho, eps=eps)
 
     @staticmethod
-    def update(param, grad, square_avg, acc_delta, weight_decay, lr, rho, weight, eps):
-        grad = grad + product(weight_decay, param)
-        square_avg = rho * square_avg + weight * grad * grad
-        delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * grad
-        acc_delta = rho * acc_delta + weight * delta * delta
-        return param - lr * delta, square_avg, acc_delta
+    def update(param, grad, c, square_avg, acc_delta):
+        grad = grad + product(c.weight_decay, param)
+        square_avg = c.rho * square_avg + c.weight * grad * grad
+        delta = sqrt(acc_delta + c.eps) / sqrt(square_avg + c.eps) * grad
+        acc_delta = c.rho * acc_delta + c.weight * delta * delta
+        return dict(param=param - c.lr * delta, square_avg=square_avg, acc_delta=acc_delta)

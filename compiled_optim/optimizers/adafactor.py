@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from torch import Tensor
 
-from compiled_optim.fields import Granularity, Number, buffer, fact, hyper
-from compiled_optim.lowering.vocabulary import maximum, minimum, power, sqrt, where
 from compiled_optim.optimizer import CompiledOptimizer
+from compiled_optim.rule import Number, buffer, fact, hyper, maximum, minimum, power, sqrt, where
 
 
-class Adafactor(CompiledOptimizer):
+def _root_mean_square(stack: Tensor) -> Tensor:
+    return sqrt((stack * stack).mean(tuple(range(1, stack.dim())), keepdim=True))
+
+
+class Adafactor(CompiledOptimizer, granularity="tensor"):
     """Adafactor (arXiv:1804.04235, Algorithms 4 and 5): the second moment of a matrix as the product of two vectors.
 
     ``eps`` bounds the second moment and the parameter's scale; its first element may be None, for the machine epsilon of the
@@ -29,30 +30,31 @@ class Adafactor(CompiledOptimizer):
     row_var = buffer(when="matrix", shape=lambda shape: (*shape[:-1], 1))
     col_var = buffer(when="matrix", shape=lambda shape: (*shape[:-2], 1, shape[-1]))
     variance = buffer(when="vector")
-    granularity: ClassVar[Granularity] = "tensor"
-    group_flags: ClassVar[tuple[str, ...]] = ("foreach", "maximize")
 
     @staticmethod
     def coefficients(step, lr, beta2_decay, eps, d, weight_decay, resolution):
         bound = where(eps[0] == eps[0], eps[0], resolution)
-        return power(step, beta2_decay), minimum(lr, 1 / sqrt(step)), 1 - lr * weight_decay, bound, eps[1], d
+        return dict(
+            weight=power(step, beta2_decay),
+            rho=minimum(lr, 1 / sqrt(step)),
+            decay=1 - lr * weight_decay,
+            bound=bound,
+            least_scale=eps[1],
+            d=d,
+        )
 
     @staticmethod
-    def update(param, grad, row_var, col_var, variance, weight, rho, keep, bound, least_scale, d, matrix):
+    def update(param, grad, c, row_var, col_var, variance, matrix):
         scale = _root_mean_square(param)
-        size = where(scale > least_scale, scale, least_scale) * rho
+        size = where(scale > c.least_scale, scale, c.least_scale) * c.rho
         square = grad * grad
         if matrix:
-            row_var = row_var + weight * (square.mean(-1, keepdim=True) - row_var)
-            col_var = col_var + weight * (square.mean(-2, keepdim=True) - col_var)
-            estimate = row_var * col_var / maximum(row_var.mean(-2, keepdim=True), bound)
+            row_var = row_var + c.weight * (square.mean(-1, keepdim=True) - row_var)
+            col_var = col_var + c.weight * (square.mean(-2, keepdim=True) - col_var)
+            estimate = row_var * col_var / maximum(row_var.mean(-2, keepdim=True), c.bound)
         else:
-            estimate = variance = variance + weight * (square - variance)
-        direction = grad / sqrt(maximum(estimate, bound * bound))
-        excess = _root_mean_square(direction) / d
+            estimate = variance = variance + c.weight * (square - variance)
+        direction = grad / sqrt(maximum(estimate, c.bound * c.bound))
+        excess = _root_mean_square(direction) / c.d
         clipped = size / where(excess > 1, excess, 1.0)  # as torch.optim: 1 for NaN, which stays where it is
-        return keep * param - clipped * direction, row_var, col_var, variance
-
-
-def _root_mean_square(stack: Tensor) -> Tensor:
-    return sqrt((stack * stack).mean(tuple(range(1, stack.dim())), keepdim=True))
+        return dict(param=c.decay * param - clipped * direction, row_var=row_var, col_var=col_var, variance=variance)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-from compiled_optim.fields import Number, buffer, hyper
-from compiled_optim.lowering.vocabulary import product, sqrt
 from compiled_optim.optimizer import CompiledOptimizer
+from compiled_optim.rule import Number, buffer, hyper, product, sqrt
 
 
 class Adagrad(CompiledOptimizer):
@@ -21,15 +18,13 @@ class Adagrad(CompiledOptimizer):
     initial_accumulator_value: Number = hyper(default=0.0, ge=0)
     eps: Number = hyper(default=1e-10, ge=0)
     sum = buffer(init="initial_accumulator_value")
-    positional_flags: ClassVar[tuple[str, ...]] = ("foreach",)
-    group_flags: ClassVar[tuple[str, ...]] = ("foreach", "maximize", "differentiable", "fused")
 
     @staticmethod
     def coefficients(step, lr, lr_decay, weight_decay, eps):
-        return weight_decay, lr / (1 + (step - 1) * lr_decay), eps
+        return dict(weight_decay=weight_decay, step_size=lr / (1 + (step - 1) * lr_decay), eps=eps)
 
     @staticmethod
-    def update(param, grad, sum, weight_decay, step_size, eps):
-        grad = grad + product(weight_decay, param)
+    def update(param, grad, c, sum):
+        grad = grad + product(c.weight_decay, param)
         sum = sum + grad * grad
-        return param - step_size * (grad / (sqrt(sum) + eps)), sum
+        return dict(param=param - c.step_size * (grad / (sqrt(sum) + c.eps)), sum=sum)

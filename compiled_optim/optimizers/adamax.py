@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-from compiled_optim.fields import Number, buffer, hyper
-from compiled_optim.lowering.vocabulary import absolute, bias_correction, maximum, product
 from compiled_optim.optimizer import CompiledOptimizer
+from compiled_optim.rule import Number, absolute, bias_correction, buffer, hyper, maximum, product
 
 
 class Adamax(CompiledOptimizer):
@@ -17,17 +14,22 @@ class Adamax(CompiledOptimizer):
     eps: Number = hyper(default=1e-8, ge=0)
     weight_decay: Number = hyper(default=0.0, ge=0)
     exp_avg, exp_inf = buffer(), buffer()
-    positional_flags: ClassVar[tuple[str, ...]] = ("foreach",)
-    group_flags: ClassVar[tuple[str, ...]] = ("foreach", "maximize", "differentiable", "capturable")
 
     @staticmethod
     def coefficients(step, lr, betas, eps, weight_decay):
         beta1, beta2 = betas
-        return weight_decay, lr / bias_correction(beta1, step), beta1, 1 - beta1, beta2, eps
+        return dict(
+            weight_decay=weight_decay,
+            step_size=lr / bias_correction(beta1, step),
+            beta1=beta1,
+            weight1=1 - beta1,
+            beta2=beta2,
+            eps=eps,
+        )
 
     @staticmethod
-    def update(param, grad, exp_avg, exp_inf, weight_decay, step_size, beta1, weight1, beta2, eps):
-        grad = grad + product(weight_decay, param)
-        exp_avg = beta1 * exp_avg + weight1 * grad
-        exp_inf = maximum(beta2 * exp_inf, absolute(grad) + eps)
-        return param - step_size * (exp_avg / exp_inf), exp_avg, exp_inf
+    def update(param, grad, c, exp_avg, exp_inf):
+        grad = grad + product(c.weight_decay, param)
+        exp_avg = c.beta1 * exp_avg + c.weight1 * grad
+        exp_inf = maximum(c.beta2 * exp_inf, absolute(grad) + c.eps)
+        return dict(param=param - c.step_size * (exp_avg / exp_inf), exp_avg=exp_avg, exp_inf=exp_inf)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-from compiled_optim.fields import Number, buffer, hyper, scalar
-from compiled_optim.lowering.vocabulary import power, product, where
 from compiled_optim.optimizer import CompiledOptimizer
+from compiled_optim.rule import Number, buffer, hyper, power, product, scalar, where
 
 
 class ASGD(CompiledOptimizer):
@@ -22,18 +19,24 @@ class ASGD(CompiledOptimizer):
     weight_decay: Number = hyper(default=0.0, ge=0)
     eta, mu = scalar(init="lr"), scalar(init=1.0)
     ax = buffer()
-    positional_flags: ClassVar[tuple[str, ...]] = ("foreach", "maximize", "differentiable", "capturable")
-    group_flags: ClassVar[tuple[str, ...]] = positional_flags
 
     @staticmethod
     def coefficients(step, lr, lambd, alpha, t0, weight_decay, eta, mu):
         step_size = where(step == 1, lr, eta)  # the learning rate as it is now, whatever it was when the state was made
         next_eta = lr / power(1 + lambd * lr * step, alpha)
         next_mu = 1 / where(step - t0 > 1, step - t0, 1.0)
-        return next_eta, next_mu, weight_decay, 1 - lambd * step_size, step_size, 1 - mu, mu
+        return dict(
+            eta=next_eta,
+            mu=next_mu,
+            weight_decay=weight_decay,
+            decay=1 - lambd * step_size,
+            step_size=step_size,
+            kept=1 - mu,
+            added=mu,
+        )
 
     @staticmethod
-    def update(param, grad, ax, weight_decay, decay, step_size, kept, mu):
-        grad = grad + product(weight_decay, param)
-        param = decay * param - step_size * grad
-        return param, product(kept, ax) + mu * param
+    def update(param, grad, c, ax):
+        grad = grad + product(c.weight_decay, param)
+        param = c.decay * param - c.step_size * grad
+        return dict(param=param, ax=product(c.kept, ax) + c.added * param)

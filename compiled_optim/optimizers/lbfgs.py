@@ -5,19 +5,19 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from compiled_optim.checkpoint import LoadReport, check_writable
 from compiled_optim.curvature import direction, new_pairs, record, restore, rows_by_age
-from compiled_optim.fields import Number, compute_dtype, hyper, real_numel, static
 from compiled_optim.formats import canonical_names, group_names, plain, read
 from compiled_optim.hyperparameters import ParamGroup, scalar_dtype
 from compiled_optim.line_search import Trial, strong_wolfe
-from compiled_optim.lowering.layout import as_real
+from compiled_optim.lowering.layout import as_real, compute_dtype, real_numel
 from compiled_optim.optimizer import CompiledOptimizer
+from compiled_optim.rule.fields import Number, hyper, static
 from compiled_optim.saved_values import Unloadable, as_buffer, as_number, naming
 from compiled_optim.sharding import is_sharded
 from compiled_optim.state import ParamState
@@ -55,7 +55,6 @@ class LBFGS(CompiledOptimizer):
     history_size: int = static(default=100)
     line_search_fn: str | None = static(default=None)
     fixed_iterations: bool = static(default=False, kw_only=True)
-    group_flags: ClassVar[tuple[str, ...]] = ()
 
     def _configure(self, options: Mapping[str, Any]) -> None:
         super()._configure(options)
@@ -148,7 +147,7 @@ class LBFGS(CompiledOptimizer):
     def _memory(self) -> ParamState:
         return self._state[self._vector[0]]
 
-    def step(self, closure: Callable[[], Any]) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any]) -> Any:
         """Perform one optimization step. With ``fixed_iterations`` it can be traced.
 
         Args:
@@ -344,6 +343,7 @@ class LBFGS(CompiledOptimizer):
                 self._memory[name].copy_(value)
         return report
 
+    @naming("the state dict", passing=(ValueError, TypeError))
     def _order_of(self, saved: Mapping[str, Any]) -> list[int] | None:
         """Which of the checkpoint's parameters each of ours is; None if they are not the same ones."""
         ours, theirs = self._groups[0].get("param_names"), group_names(saved)

@@ -9,14 +9,25 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from compiled_optim.fields import Granularity, Number, buffer, hyper, static
-from compiled_optim.lowering.vocabulary import maximum
 from compiled_optim.optimizer import CompiledOptimizer
+from compiled_optim.rule import Number, buffer, hyper, maximum, static
 
 _LEARNING_RATES = (None, "original", "match_rms_adamw")
 
 
-class Muon(CompiledOptimizer):
+def _orthogonalized(stack: Tensor, a: Tensor, b: Tensor, c: Tensor, eps: Tensor, steps: int) -> Tensor:
+    """The matrices of ``stack``, (n, rows, columns), with singular values near 1."""
+    tall = stack.shape[-2] > stack.shape[-1]
+    x = (stack.mT if tall else stack).to(torch.bfloat16)
+    x = x / maximum(torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True), eps.to(x.dtype))
+    identity = torch.eye(x.shape[-2], dtype=x.dtype, device=x.device)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = (a * identity + b * gram + c * (gram @ gram)).to(x.dtype) @ x
+    return (x.mT if tall else x).to(stack.dtype)
+
+
+class Muon(CompiledOptimizer, granularity="matrix"):
     """Muon: momentum, orthogonalized by a Newton-Schulz iteration (Jordan et al., kellerjordan.github.io/posts/muon).
 
     For the matrices of hidden layers; embeddings, biases and the last layer are for AdamW. ``adjust_lr_fn`` scales the
@@ -35,24 +46,23 @@ class Muon(CompiledOptimizer):
     ns_steps: int = static(default=5)
     adjust_lr_fn: str | None = static(default=None)
     momentum_buffer = buffer()
-    granularity: ClassVar[Granularity] = "matrix"
-    group_flags: ClassVar[tuple[str, ...]] = ("maximize",)
     implied_state: ClassVar[Mapping[str, float]] = {"step": 1.0}
 
     @staticmethod
     def coefficients(step, lr, weight_decay, momentum, ns_coefficients, eps):
         a, b, c = ns_coefficients
-        return lr, 1 - lr * weight_decay, momentum, a, b, c, eps
+        return dict(lr=lr, decay=1 - lr * weight_decay, momentum=momentum, a=a, b=b, c=c, eps=eps)
 
     @staticmethod
-    def update(param, grad, momentum_buffer, lr, keep, momentum, a, b, c, eps, nesterov, ns_steps, adjust_lr_fn):
-        momentum_buffer = grad + momentum * (momentum_buffer - grad)
-        direction = grad + momentum * (momentum_buffer - grad) if nesterov else momentum_buffer
+    def update(param, grad, c, momentum_buffer, nesterov, ns_steps, adjust_lr_fn):
+        momentum_buffer = grad + c.momentum * (momentum_buffer - grad)
+        direction = grad + c.momentum * (momentum_buffer - grad) if nesterov else momentum_buffer
         rows, columns = param.shape[-2:]
         ratio = (
             0.2 * math.sqrt(max(rows, columns)) if adjust_lr_fn == "match_rms_adamw" else math.sqrt(max(1, rows / columns))
         )
-        return keep * param - lr * ratio * _orthogonalized(direction, a, b, c, eps, ns_steps), momentum_buffer
+        direction = _orthogonalized(direction, c.a, c.b, c.c, c.eps, ns_steps)
+        return dict(param=c.decay * param - c.lr * ratio * direction, momentum_buffer=momentum_buffer)
 
     @staticmethod
     def check(hypers: Mapping[str, Any], statics: Mapping[str, Any]) -> None:
@@ -65,15 +75,3 @@ class Muon(CompiledOptimizer):
         steps = statics["ns_steps"]
         if not isinstance(steps, int) or not 0 <= steps < 100:
             raise ValueError(f"ns_steps must be an integer >= 0 and < 100, got {steps!r}")
-
-
-def _orthogonalized(stack: Tensor, a: Tensor, b: Tensor, c: Tensor, eps: Tensor, steps: int) -> Tensor:
-    """The matrices of ``stack``, (n, rows, columns), with singular values near 1."""
-    tall = stack.shape[-2] > stack.shape[-1]
-    x = (stack.mT if tall else stack).to(torch.bfloat16)
-    x = x / maximum(torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True), eps.to(x.dtype))
-    identity = torch.eye(x.shape[-2], dtype=x.dtype, device=x.device)
-    for _ in range(steps):
-        gram = x @ x.mT
-        x = (a * identity + b * gram + c * (gram @ gram)).to(x.dtype) @ x
-    return (x.mT if tall else x).to(stack.dtype)

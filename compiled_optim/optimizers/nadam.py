@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-from compiled_optim.fields import Number, buffer, hyper, scalar, static
-from compiled_optim.lowering.vocabulary import bias_correction, power, product, sqrt
 from compiled_optim.optimizer import CompiledOptimizer
+from compiled_optim.rule import Number, bias_correction, buffer, hyper, power, product, scalar, sqrt, static
 
 
 class NAdam(CompiledOptimizer):
@@ -24,7 +21,6 @@ class NAdam(CompiledOptimizer):
     decoupled_weight_decay: bool = static(default=False)
     mu_product = scalar(init=1.0)
     exp_avg, exp_avg_sq = buffer(), buffer()
-    group_flags: ClassVar[tuple[str, ...]] = ("maximize", "foreach", "capturable", "differentiable")
 
     @staticmethod
     def coefficients(step, lr, betas, eps, weight_decay, momentum_decay, mu_product):
@@ -32,33 +28,27 @@ class NAdam(CompiledOptimizer):
         mu = beta1 * (1 - 0.5 * power(0.96, step * momentum_decay))
         mu_next = beta1 * (1 - 0.5 * power(0.96, (step + 1) * momentum_decay))
         mu_product = mu_product * mu
-        correction2 = sqrt(bias_correction(beta2, step))
-        grad_size = lr * (1 - mu) / (1 - mu_product)
-        momentum_size = lr * mu_next / (1 - mu_product * mu_next)
-        return (
-            mu_product,
-            weight_decay,
-            1 - lr * weight_decay,
-            grad_size,
-            momentum_size,
-            beta1,
-            1 - beta1,
-            beta2,
-            1 - beta2,
-            correction2,
-            eps,
+        return dict(
+            mu_product=mu_product,
+            weight_decay=weight_decay,
+            decay=1 - lr * weight_decay,
+            grad_size=lr * (1 - mu) / (1 - mu_product),
+            momentum_size=lr * mu_next / (1 - mu_product * mu_next),
+            beta1=beta1,
+            weight1=1 - beta1,
+            beta2=beta2,
+            weight2=1 - beta2,
+            correction2=sqrt(bias_correction(beta2, step)),
+            eps=eps,
         )
 
     @staticmethod
-    def update(
-        param, grad, exp_avg, exp_avg_sq, weight_decay, decay, grad_size, momentum_size,
-        beta1, weight1, beta2, weight2, correction2, eps, decoupled_weight_decay,
-    ):  # fmt: skip
+    def update(param, grad, c, exp_avg, exp_avg_sq, decoupled_weight_decay):
         if decoupled_weight_decay:
-            param = decay * param
+            param = c.decay * param
         else:
-            grad = grad + product(weight_decay, param)
-        exp_avg = beta1 * exp_avg + weight1 * grad
-        exp_avg_sq = beta2 * exp_avg_sq + weight2 * grad * grad
-        denominator = sqrt(exp_avg_sq) / correction2 + eps
-        return param - (grad_size * grad + momentum_size * exp_avg) / denominator, exp_avg, exp_avg_sq
+            grad = grad + product(c.weight_decay, param)
+        exp_avg = c.beta1 * exp_avg + c.weight1 * grad
+        exp_avg_sq = c.beta2 * exp_avg_sq + c.weight2 * grad * grad
+        direction = (c.grad_size * grad + c.momentum_size * exp_avg) / (sqrt(exp_avg_sq) / c.correction2 + c.eps)
+        return dict(param=param - direction, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-from compiled_optim.fields import Number, buffer, hyper, static
-from compiled_optim.lowering.vocabulary import bias_correction, product, sqrt, where
 from compiled_optim.optimizer import CompiledOptimizer
+from compiled_optim.rule import Number, bias_correction, buffer, hyper, product, sqrt, static, where
 
 
 class RAdam(CompiledOptimizer):
@@ -21,7 +18,6 @@ class RAdam(CompiledOptimizer):
     weight_decay: Number = hyper(default=0.0, ge=0)
     decoupled_weight_decay: bool = static(default=False)
     exp_avg, exp_avg_sq = buffer(), buffer()
-    group_flags: ClassVar[tuple[str, ...]] = ("maximize", "foreach", "capturable", "differentiable")
 
     @staticmethod
     def coefficients(step, lr, betas, eps, weight_decay):
@@ -34,20 +30,25 @@ class RAdam(CompiledOptimizer):
         longest, length = where(adaptive, longest, 6.0), where(adaptive, length, 6.0)
         ratio = (length - 4) * (length - 2) * longest / ((longest - 4) * (longest - 2) * length)
         rectified = sqrt(ratio * where(adaptive, correction2, 1.0))
-        step_size = rectified * lr / bias_correction(beta1, step)
-        eps = where(adaptive, eps, 0.0)
-        return weight_decay, 1 - lr * weight_decay, step_size, adaptive, beta1, 1 - beta1, beta2, 1 - beta2, eps
+        return dict(
+            weight_decay=weight_decay,
+            decay=1 - lr * weight_decay,
+            step_size=rectified * lr / bias_correction(beta1, step),
+            adaptive=adaptive,
+            beta1=beta1,
+            weight1=1 - beta1,
+            beta2=beta2,
+            weight2=1 - beta2,
+            eps=where(adaptive, eps, 0.0),
+        )
 
     @staticmethod
-    def update(
-        param, grad, exp_avg, exp_avg_sq, weight_decay, decay, step_size, adaptive,
-        beta1, weight1, beta2, weight2, eps, decoupled_weight_decay,
-    ):  # fmt: skip
+    def update(param, grad, c, exp_avg, exp_avg_sq, decoupled_weight_decay):
         if decoupled_weight_decay:
-            param = decay * param
+            param = c.decay * param
         else:
-            grad = grad + product(weight_decay, param)
-        exp_avg = beta1 * exp_avg + weight1 * grad
-        exp_avg_sq = beta2 * exp_avg_sq + weight2 * grad * grad
-        denominator = sqrt(where(adaptive > 0, exp_avg_sq, 1.0)) + eps
-        return param - step_size * (exp_avg / denominator), exp_avg, exp_avg_sq
+            grad = grad + product(c.weight_decay, param)
+        exp_avg = c.beta1 * exp_avg + c.weight1 * grad
+        exp_avg_sq = c.beta2 * exp_avg_sq + c.weight2 * grad * grad
+        denominator = sqrt(where(c.adaptive > 0, exp_avg_sq, 1.0)) + c.eps
+        return dict(param=param - c.step_size * (exp_avg / denominator), exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-from compiled_optim.fields import Number, buffer, hyper, static
-from compiled_optim.lowering.vocabulary import product, sqrt, where
 from compiled_optim.optimizer import CompiledOptimizer
+from compiled_optim.rule import Number, buffer, hyper, product, sqrt, static, where
 
 
 class RMSprop(CompiledOptimizer):
@@ -24,25 +21,22 @@ class RMSprop(CompiledOptimizer):
     momentum: Number = hyper(default=0.0, ge=0)
     centered: bool = static(default=False)
     square_avg, momentum_buffer, grad_avg = buffer(), buffer(when="momentum"), buffer(when="centered")
-    positional_flags: ClassVar[tuple[str, ...]] = ("capturable", "foreach", "maximize", "differentiable")
-    group_flags: ClassVar[tuple[str, ...]] = positional_flags
 
     @staticmethod
     def coefficients(lr, alpha, eps, weight_decay, momentum):
-        return weight_decay, lr, alpha, 1 - alpha, eps, momentum
+        return dict(weight_decay=weight_decay, lr=lr, alpha=alpha, weight=1 - alpha, eps=eps, momentum=momentum)
 
     @staticmethod
-    def update(
-        param, grad, square_avg, momentum_buffer, grad_avg, weight_decay, lr, alpha, weight, eps, momentum, centered
-    ):  # fmt: skip
-        grad = grad + product(weight_decay, param)
-        square_avg = alpha * square_avg + weight * grad * grad
+    def update(param, grad, c, square_avg, momentum_buffer, grad_avg, centered):
+        grad = grad + product(c.weight_decay, param)
+        square_avg = c.alpha * square_avg + c.weight * grad * grad
         variance = square_avg
         if centered:
-            grad_avg = alpha * grad_avg + weight * grad
+            grad_avg = c.alpha * grad_avg + c.weight * grad
             variance = square_avg - grad_avg * grad_avg
             variance = where(variance > 0, variance, 0.0)
-        direction = grad / (sqrt(variance) + eps)
+        direction = grad / (sqrt(variance) + c.eps)
         if momentum_buffer is not None:
-            direction = momentum_buffer = momentum * momentum_buffer + direction
-        return param - lr * direction, square_avg, momentum_buffer, grad_avg
+            direction = momentum_buffer = c.momentum * momentum_buffer + direction
+        param = param - c.lr * direction
+        return dict(param=param, square_avg=square_avg, momentum_buffer=momentum_buffer, grad_avg=grad_avg)

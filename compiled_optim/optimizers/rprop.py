@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
-from compiled_optim.fields import Number, buffer, hyper
-from compiled_optim.lowering.vocabulary import maximum, minimum, sign, where
 from compiled_optim.optimizer import CompiledOptimizer
+from compiled_optim.rule import Number, buffer, hyper, maximum, minimum, sign, where
 
 
 class Rprop(CompiledOptimizer):
@@ -21,7 +20,6 @@ class Rprop(CompiledOptimizer):
     etas: tuple[Number, Number] = hyper(default=(0.5, 1.2), gt=0)
     step_sizes: tuple[Number, Number] = hyper(default=(1e-6, 50.0), lt=None)
     prev, step_size = buffer(), buffer(init="lr")
-    group_flags: ClassVar[tuple[str, ...]] = ("foreach", "maximize", "differentiable", "capturable")
 
     @staticmethod
     def check(hypers: Mapping[str, Any], statics: Mapping[str, Any]) -> None:
@@ -35,12 +33,13 @@ class Rprop(CompiledOptimizer):
         smaller, larger = etas
         smallest, largest = step_sizes
         first = step == 1  # takes the learning rate as it is now, whatever it was when the state was made
-        return first, lr, smaller, larger, smallest, largest
+        return dict(first=first, lr=lr, smaller=smaller, larger=larger, smallest=smallest, largest=largest)
 
     @staticmethod
-    def update(param, grad, prev, step_size, first, lr, smaller, larger, smallest, largest):
+    def update(param, grad, c, prev, step_size):
         agreement = sign(grad) * sign(prev)
-        step_size = where(first > 0, lr, step_size) * where(agreement > 0, larger, where(agreement < 0, smaller, 1.0))
-        step_size = minimum(maximum(step_size, smallest), largest)
+        factor = where(agreement > 0, c.larger, where(agreement < 0, c.smaller, 1.0))
+        step_size = where(c.first > 0, c.lr, step_size) * factor
+        step_size = minimum(maximum(step_size, c.smallest), c.largest)
         grad = where(agreement < 0, 0.0, grad)
-        return param - sign(grad) * step_size, grad, step_size
+        return dict(param=param - sign(grad) * step_size, prev=grad, step_size=step_size)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from compiled_optim.fields import Number, buffer, hyper, static
-from compiled_optim.lowering.vocabulary import product, where
 from compiled_optim.optimizer import CompiledOptimizer
+from compiled_optim.rule import Number, buffer, hyper, product, static, where
 
 
 class SGD(CompiledOptimizer):
@@ -25,7 +24,6 @@ class SGD(CompiledOptimizer):
     weight_decay: Number = hyper(default=0.0, ge=0)
     nesterov: bool = static(default=False)
     momentum_buffer = buffer(when="momentum")
-    group_flags: ClassVar[tuple[str, ...]] = ("maximize", "foreach", "differentiable", "fused")
     implied_state: ClassVar[Mapping[str, float]] = {"step": 1.0}
 
     @staticmethod
@@ -37,12 +35,13 @@ class SGD(CompiledOptimizer):
     @staticmethod
     def coefficients(step, lr, momentum, dampening, weight_decay):
         whole = (step == 1) | (momentum == 0)
-        return lr, momentum, where(whole, 1.0, 1 - dampening), weight_decay
+        grad_weight = where(whole, 1.0, 1 - dampening)
+        return dict(lr=lr, momentum=momentum, grad_weight=grad_weight, weight_decay=weight_decay)
 
     @staticmethod
-    def update(param, grad, momentum_buffer, lr, momentum, grad_weight, weight_decay, nesterov):
-        grad = grad + product(weight_decay, param)
+    def update(param, grad, c, momentum_buffer, nesterov):
+        grad = grad + product(c.weight_decay, param)
         if momentum_buffer is not None:
-            momentum_buffer = momentum * momentum_buffer + grad_weight * grad
-            grad = grad + momentum * momentum_buffer if nesterov else momentum_buffer
-        return param - lr * grad, momentum_buffer
+            momentum_buffer = c.momentum * momentum_buffer + c.grad_weight * grad
+            grad = grad + c.momentum * momentum_buffer if nesterov else momentum_buffer
+        return dict(param=param - c.lr * grad, momentum_buffer=momentum_buffer)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-from compiled_optim.fields import Gradients, Number, buffer, hyper
-from compiled_optim.lowering.vocabulary import bias_correction, sqrt
 from compiled_optim.optimizer import CompiledOptimizer
+from compiled_optim.rule import Number, bias_correction, buffer, hyper, sqrt
 
 
-class SparseAdam(CompiledOptimizer):
+class SparseAdam(CompiledOptimizer, gradients="sparse", advice="Adam"):
     """Adam (arXiv:1412.6980, Algorithm 1) on the rows that sparse gradients name, for ``nn.Embedding(sparse=True)``.
 
     The moments of other rows do not decay. ``eps`` is outside the bias correction (the paper's section 2, end). Differs from
@@ -21,19 +18,16 @@ class SparseAdam(CompiledOptimizer):
     betas: tuple[Number, Number] = hyper(default=(0.9, 0.999), ge=0, lt=1)
     eps: Number = hyper(default=1e-8, gt=0)
     exp_avg, exp_avg_sq = buffer(), buffer()
-    gradients: ClassVar[Gradients] = "sparse"
-    advice: ClassVar[str] = "Adam"
-    positional_flags: ClassVar[tuple[str, ...]] = ("maximize",)
-    group_flags: ClassVar[tuple[str, ...]] = ("maximize",)
 
     @staticmethod
     def coefficients(step, lr, betas, eps):
         beta1, beta2 = betas
         step_size = lr * sqrt(bias_correction(beta2, step)) / bias_correction(beta1, step)
-        return step_size, beta1, 1 - beta1, beta2, 1 - beta2, eps
+        return dict(step_size=step_size, beta1=beta1, weight1=1 - beta1, beta2=beta2, weight2=1 - beta2, eps=eps)
 
     @staticmethod
-    def update(param, grad, exp_avg, exp_avg_sq, step_size, beta1, weight1, beta2, weight2, eps):
-        exp_avg = beta1 * exp_avg + weight1 * grad
-        exp_avg_sq = beta2 * exp_avg_sq + weight2 * grad * grad
-        return param - step_size * (exp_avg / (sqrt(exp_avg_sq) + eps)), exp_avg, exp_avg_sq
+    def update(param, grad, c, exp_avg, exp_avg_sq):
+        exp_avg = c.beta1 * exp_avg + c.weight1 * grad
+        exp_avg_sq = c.beta2 * exp_avg_sq + c.weight2 * grad * grad
+        param = param - c.step_size * (exp_avg / (sqrt(exp_avg_sq) + c.eps))
+        return dict(param=param, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)

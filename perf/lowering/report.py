@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 import compiled_optim
 from compiled_optim.lowering import inductor, multi_tensor, stacked, triton
-from perf.competitors import HYPERPARAMETERS
+from perf.competitors import arguments
 from perf.lowering import inductor_source, ptx
 from perf.lowering.fake_cuda import fake_cuda, triton_target
 from perf.lowering.ptx import Access
@@ -312,9 +312,10 @@ def _gradient(param: Tensor, optimizer: type[Optimizer]) -> Tensor:
 
 def _ours(workload: Workload, device: str, lowering: str) -> Optimizer:
     made = [p.requires_grad_() for p in _parameters(workload, device)]
-    options = {**HYPERPARAMETERS.get(workload.optimizer, {}), **_WITHOUT_HOST.get(workload.optimizer, {})}
+    cls = optimizers()[workload.optimizer]
+    options = {**arguments(cls), **_WITHOUT_HOST.get(workload.optimizer, {})}
     options |= {**dict(workload.options), "lowering": lowering}
-    optimizer: Optimizer = optimizers()[workload.optimizer](workload.split(made), **options)
+    optimizer: Optimizer = cls(workload.split(made), **options)
     return optimizer
 
 
@@ -327,7 +328,7 @@ def _stock(workload: Workload) -> Optimizer:
         raise ValueError(f"torch.optim's step has no {', '.join(name for name, _ in workload.options)}")
     options: dict[str, Any] = {name: True for name in ("foreach", "capturable") if name in inspect.signature(cls).parameters}
     made = [p.requires_grad_() for p in _parameters(workload, "cuda")]
-    optimizer: Optimizer = cls(workload.split(made), **options, **HYPERPARAMETERS.get(workload.optimizer, {}))
+    optimizer: Optimizer = cls(workload.split(made), **options, **arguments(cls))
     optimizer.step()
     if "capturable" in options:
         for group in optimizer.param_groups:

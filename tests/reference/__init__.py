@@ -1,5 +1,69 @@
 """The optimizers once more, as their papers and torch.optim's documentation have them: slowly, in float64.
 
-A module per optimizer, with two functions of one tensor: ``start`` makes its state, and ``step`` changes state and parameter
-in place. ``h`` holds the hyperparameters and choices by name, ``t`` counts the tensor's steps from 1 on.
+A module per optimizer, named as its class in lower case, with two functions of one tensor: ``start`` makes its state, and
+``step`` changes state and parameter in place. ``h`` holds the hyperparameters and choices by name, ``t`` counts the tensor's
+steps from 1 on. The module of an optimizer that torch.optim lacks also has ``FAR``: arguments to try it with, far from its
+defaults, since with those a formula that misplaces a decay passes unnoticed.
 """
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Iterable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compiled_optim.optimizer import CompiledOptimizer
+from compiled_optim.rule.fields import Hyper, Static
+
+
+def naive_module(optimizer: type[CompiledOptimizer]) -> ModuleType:
+    """The module of an optimizer's reference."""
+    name = optimizer.__name__.lower()
+    try:
+        return importlib.import_module(f"reference.{name}")
+    except ModuleNotFoundError:
+        raise LookupError(
+            f"torch.optim has no {optimizer.__name__}: add tests/reference/{name}.py, with start, step and FAR as in lion.py"
+        ) from None
+
+
+def naive(optimizer: type[CompiledOptimizer]) -> Callable[..., torch.optim.Optimizer]:
+    """What makes the optimizer's reference, as torch.optim's are made."""
+    return functools.partial(Naive, naive_module(optimizer), {**_defaults(optimizer), "maximize": False})
+
+
+def _defaults(optimizer: type[CompiledOptimizer]) -> dict[str, Any]:
+    fields = (*optimizer.fields_of(Hyper), *optimizer.fields_of(Static))
+    return {f.name: f.default for f in fields if f.default is not inspect.Parameter.empty}
+
+
+class Naive(torch.optim.Optimizer):
+    """The functions of a module in the form of torch.optim's optimizers; a complex number is two real ones."""
+
+    def __init__(self, module: ModuleType, defaults: dict[str, Any], params: Iterable[Any], **given: Any) -> None:
+        self.module = module
+        super().__init__(params, {**defaults, **given})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            h = SimpleNamespace(**{**group, "maximize": group.get("maximize", False)})
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if not state:
+                    state.update(step=torch.zeros(()), **self.module.start(param.detach(), h))
+                state["step"] += 1
+                buffers = {name: _real(value) for name, value in state.items() if name != "step"}
+                self.module.step(_real(param.detach()), _real(param.grad), buffers, int(state["step"]), h)
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -7,25 +7,17 @@ groups, the state and every lowering are derived from it.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
-from typing_extensions import dataclass_transform
 
 Number: TypeAlias = float | Tensor
 """A hyperparameter as a user may give it: a Python number or a 1-element tensor."""
-
-Gradients: TypeAlias = Literal["dense", "sparse"]
-"""The gradients that an optimizer takes; sparse ones are COO tensors."""
-
-Granularity: TypeAlias = Literal["element", "tensor", "matrix"]
-"""What a rule's update sees at a time."""
 
 # torch.optim's wording in its own error messages, where it is not "<name> value".
 _LABELS = {"lr": "learning rate", "eps": "epsilon value", "betas": "beta parameter at index {index}"}
@@ -43,10 +35,10 @@ class Hyper(Field):
     """A numeric hyperparameter: a 0-dim device tensor in every parameter group, or a tuple of them.
 
     ``ge``, ``gt``, ``le`` and ``lt`` bound every element; where nothing else is said, it is finite. An element whose default
-    is None may be None, which is NaN in the tensor.
+    is None may be None, which is NaN in the tensor. Without a default it must be given.
     """
 
-    default: float | tuple[float | None, ...]
+    default: Any
     ge: float | None = None
     gt: float | None = -math.inf
     le: float | None = None
@@ -60,7 +52,7 @@ class Hyper(Field):
     @property
     def length(self) -> int:
         """The number of scalars this field holds."""
-        return len(self.default) if isinstance(self.default, tuple) else 1
+        return len(self.default) if self.is_tuple else 1
 
     @property
     def allowed(self) -> str:
@@ -75,7 +67,7 @@ class Hyper(Field):
 
     def optional(self, index: int) -> bool:
         """Whether an element may be None."""
-        return isinstance(self.default, tuple) and self.default[index] is None
+        return self.is_tuple and self.default[index] is None
 
     def check(self, value: float, index: int, where: str, slack: float = 0.0) -> None:
         """Raise ``ValueError`` if ``value``, of ``where``, is NaN or out of bounds; inclusive ones get ``slack``."""
@@ -199,13 +191,13 @@ class Scalar(Field):
 
 def hyper(
     *,
-    default: Any,
+    default: Any = inspect.Parameter.empty,
     ge: float | None = None,
     gt: float | None = -math.inf,
     le: float | None = None,
     lt: float | None = math.inf,
 ) -> Any:
-    """Declare a numeric hyperparameter; see :class:`Hyper`. With ``lt=None`` it may be infinite."""
+    """Declare a numeric hyperparameter; see :class:`Hyper`. Required without ``default``, infinite only with ``lt=None``."""
     return Hyper(default, ge, gt, le, lt)
 
 
@@ -237,160 +229,3 @@ def buffer(
 def scalar(*, init: float | str = 0.0) -> Any:
     """Declare a per-tensor scalar state; see :class:`Scalar`."""
     return Scalar(init)
-
-
-@dataclass(frozen=True)
-class Declaration:
-    """What a class body declares: enough for the constructor, the groups and checkpoints."""
-
-    name: str
-    hypers: tuple[Hyper, ...]
-    statics: tuple[Static, ...]
-    facts: tuple[Fact, ...]
-    buffers: tuple[Buffer, ...]
-    scalars: tuple[Scalar, ...]
-
-    @functools.cached_property
-    def structural_hypers(self) -> tuple[str, ...]:
-        """The hyperparameters that decide, by being 0 or not, whether a buffer exists."""
-        conditions = {b.when for b in self.buffers}
-        return tuple(h.name for h in self.hypers if h.name in conditions)
-
-    def present_buffers(self, statics: Mapping[str, Any]) -> tuple[str, ...]:
-        """The names of the buffers that exist under these static choices and facts."""
-        return tuple(b.name for b in self.buffers if b.when is None or statics[b.when])
-
-
-@dataclass(frozen=True)
-class Rule(Declaration):
-    """A declaration with an update: everything the engine knows about one optimizer.
-
-    ``coefficients(step, <hyperparameters>, <scalars>, <statics>)`` takes float64 vectors with one entry per tensor and
-    returns the new scalars followed by the numbers that ``update`` needs, in the order in which ``update`` names them.
-    ``update(param, grad, <buffers>, <coefficients>, <statics>)`` returns the new parameter followed by every buffer in
-    declared order. Both name only what they use; an absent buffer is ``None``. ``advice`` names the optimizer for gradients
-    of the other kind than ``gradients``.
-
-    With the granularity ``"element"``, ``update`` is elementwise. Otherwise it sees stacks of equal tensors: the first
-    dimension counts tensors, the coefficients broadcast against it, and ``update`` may reduce over all others. With
-    ``"tensor"`` a stack is (tensors, columns) or (tensors, batch, rows, columns); ``coefficients`` may take ``resolution``,
-    the machine epsilon of each parameter's dtype. With ``"matrix"`` it is (tensors, rows, columns), and ``update`` may
-    depend on the numbers of rows and columns.
-    """
-
-    coefficients: Callable[..., tuple[Any, ...]]
-    update: Callable[..., tuple[Any, ...]]
-    gradients: Gradients = "dense"
-    advice: str = ""
-    granularity: Granularity = "element"
-
-    def __post_init__(self) -> None:
-        known = {"step"}.union(f.name for f in (*self.hypers, *self.scalars, *self.statics))
-        known |= {"resolution"} if self.granularity != "element" else set()
-        unknown = argument_names(self.coefficients) - known
-        if unknown:
-            raise TypeError(f"{self.name}.coefficients takes {sorted(unknown)}, which the class does not declare")
-
-    @functools.cached_property
-    def coefficient_names(self) -> tuple[str, ...]:
-        """What ``update`` takes besides the parameter, the gradient, the buffers and the static choices."""
-        given = {"param", "grad", *(f.name for f in (*self.buffers, *self.statics, *self.facts))}
-        return tuple(name for name in inspect.signature(self.update).parameters if name not in given)
-
-
-def argument_names(function: Callable[..., Any]) -> set[str]:
-    """What ``function`` takes."""
-    return set(inspect.signature(function).parameters)
-
-
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The real dtype in which a tensor of ``dtype`` is updated: float64 for 64-bit numbers, float32 for all lower."""
-    return torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
-
-
-def real_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of a tensor's numbers: a complex number is a pair of real ones."""
-    return dtype.to_real() if dtype.is_complex else dtype
-
-
-def real_numel(tensor: Tensor) -> int:
-    """How many real numbers a tensor holds."""
-    return tensor.numel() * (2 if tensor.is_complex() else 1)
-
-
-@dataclass_transform(field_specifiers=(hyper, static, flag))
-class Declared:
-    """Turns a class body of fields into a constructor signature and, where the body holds an update, a :class:`Rule`.
-
-    It stands above the optimizer base class because type checkers read constructor fields only from classes *below* the
-    one marked as a transform.
-    """
-
-    fields: ClassVar[dict[str, Field]] = {}
-    declaration: ClassVar[Declaration]
-    rule: ClassVar[Rule]
-    """The declaration, where it has an update."""
-
-    positional_flags: ClassVar[tuple[str, ...]] = ()
-    """The flags that torch.optim's optimizer of this name also takes by position, after everything else.
-
-    Type checkers read the declaration in the base class, and ask for keywords.
-    """
-
-    gradients: ClassVar[Gradients] = "dense"
-    """The gradients that the optimizer takes. Of a sparse one it updates the rows that the gradient names."""
-
-    advice: ClassVar[str] = ""
-    """The optimizer to advise where a gradient is of the other kind."""
-
-    granularity: ClassVar[Granularity] = "element"
-    """What an update sees at a time; see :class:`Rule`."""
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        own = {name: value for name, value in vars(cls).items() if isinstance(value, Field)}
-        for name in own:
-            delattr(cls, name)
-        cls.fields = {**cls.fields, **{name: dataclasses.replace(value, name=name) for name, value in own.items()}}
-        cls.__signature__ = _constructor_signature(cls.fields, cls.positional_flags)  # type: ignore[attr-defined]
-        declared = Declaration(cls.__name__, *(cls.fields_of(kind) for kind in (Hyper, Static, Fact, Buffer, Scalar)))
-        cls.declaration = declared
-        if hasattr(cls, "update"):
-            cls.declaration = cls.rule = Rule(
-                **{field.name: getattr(declared, field.name) for field in dataclasses.fields(declared)},
-                coefficients=cls.coefficients,  # type: ignore[attr-defined]
-                update=cls.update,
-                gradients=cls.gradients,
-                advice=cls.advice,
-                granularity=cls.granularity,
-            )
-
-    @classmethod
-    def fields_of(cls, kind: type[Any]) -> tuple[Any, ...]:
-        """The declared fields of one kind, in declared order."""
-        return tuple(f for f in cls.fields.values() if isinstance(f, kind))
-
-
-def _constructor_signature(fields: Mapping[str, Field], positional_flags: Sequence[str]) -> inspect.Signature:
-    positional: list[str] = []
-    keyword: list[str] = []
-    for name, declared in fields.items():
-        if isinstance(declared, Hyper):
-            positional.append(name)
-        elif isinstance(declared, Static) and declared.init:
-            (keyword if declared.kw_only else positional).append(name)
-        elif isinstance(declared, Flag) and name not in positional_flags:
-            keyword.append(name)
-    defaults: Mapping[str, Any] = {
-        name: declared.default for name, declared in fields.items() if hasattr(declared, "default")
-    }
-    return inspect.Signature(
-        [
-            inspect.Parameter("params", inspect.Parameter.POSITIONAL_OR_KEYWORD),
-            *(
-                inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=defaults[name])
-                for name in (*positional, *positional_flags)
-            ),
-            *(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name]) for name in keyword),
-        ]
-    )

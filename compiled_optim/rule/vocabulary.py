@@ -1,7 +1,7 @@
 """The words a rule may use besides ``+ - * /``, comparisons and ``if`` on static choices.
 
-A rule imports them from here. As they stand they are torch operations, which serve eager execution, autograd and Inductor;
-a lowering to another language re-binds the same names.
+On tensors they are torch operations, which serve eager execution, autograd and Inductor; on symbols they are calls in the
+language that the rule is written in.
 """
 
 from __future__ import annotations
@@ -11,9 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compiled_optim.rule.symbols import word
+
 __all__ = ["absolute", "bias_correction", "maximum", "minimum", "power", "product", "sign", "sqrt", "where"]
 
 
+@word
 def sqrt(x: Tensor) -> Tensor:
     """The square root. Its derivative at 0 counts as 0: an element that never had a gradient must not become NaN."""
     if not (torch.is_grad_enabled() and x.requires_grad):
@@ -22,42 +25,50 @@ def sqrt(x: Tensor) -> Tensor:
     return torch.where(zero, 0.0, torch.sqrt(torch.where(zero, 1.0, x)))
 
 
+@word
 def absolute(x: Tensor) -> Tensor:
     """The absolute value."""
     return torch.abs(x)
 
 
+@word
 def sign(x: Tensor) -> Tensor:
     """1, 0 or -1; 0 for NaN."""
     return torch.sign(x)
 
 
+@word
 def power(x: Any, y: Any) -> Tensor:
     """``x**y``, where at least one is a value."""
     return torch.pow(x, y)
 
 
-def maximum(x: Tensor, y: Tensor) -> Tensor:
+@word
+def maximum(x: Tensor, y: Tensor | float) -> Tensor:
     """The larger of two numbers; NaN if either is."""
-    return torch.maximum(x, y)
+    return torch.maximum(x, y) if isinstance(y, Tensor) else x.clamp(min=y)
 
 
-def minimum(x: Tensor, y: Tensor) -> Tensor:
+@word
+def minimum(x: Tensor, y: Tensor | float) -> Tensor:
     """The smaller of two numbers; NaN if either is."""
-    return torch.minimum(x, y)
+    return torch.minimum(x, y) if isinstance(y, Tensor) else x.clamp(max=y)
 
 
+@word
 def where(condition: Tensor, x: Any, y: Any) -> Tensor:
     """``x`` where ``condition`` holds, else ``y``."""
     return torch.where(condition, x, y)
 
 
+@word
 def product(x: Tensor, y: Tensor) -> Tensor:
     """``x * y``, and 0 where that is NaN: a weight of 0 leaves out what is infinite."""
     weighted = x * y
     return torch.where(weighted == weighted, weighted, 0.0)
 
 
+@word
 def bias_correction(beta: Tensor, step: Tensor) -> Tensor:
     """``1 - beta**step`` without the cancellation: within 2 ulp for every ``beta`` in [0, 1) and ``step`` >= 1."""
     zero = beta == 0  # where the logarithm has no derivative

@@ -1,0 +1,28 @@
+"""Lion."""
+
+from __future__ import annotations
+
+from compiled_optim.optimizer import CompiledOptimizer
+from compiled_optim.rule import Number, buffer, hyper, sign
+
+
+class Lion(CompiledOptimizer):
+    """Lion: the sign of a momentum, with decoupled weight decay (arXiv:2302.06675, Algorithm 2).
+
+    The state is one average of gradients. torch.optim has no Lion; arguments and defaults are optimi's.
+    """
+
+    lr: Number = hyper(ge=0)
+    betas: tuple[Number, Number] = hyper(default=(0.9, 0.99), ge=0, lt=1)
+    weight_decay: Number = hyper(default=0.0, ge=0)
+    exp_avg = buffer()
+
+    @staticmethod
+    def coefficients(lr, betas, weight_decay):
+        beta1, beta2 = betas
+        return dict(lr=lr, decay=1 - lr * weight_decay, beta1=beta1, weight1=1 - beta1, beta2=beta2, weight2=1 - beta2)
+
+    @staticmethod
+    def update(param, grad, c, exp_avg):
+        direction = sign(c.beta1 * exp_avg + c.weight1 * grad)
+        return dict(param=c.decay * param - c.lr * direction, exp_avg=c.beta2 * exp_avg + c.weight2 * grad)
