@@ -100,10 +100,10 @@ def check_entries(declaration: Declaration, param: Tensor, state: ParamState, na
         if not isinstance(value, Tensor) or tuple(value.shape) != field.shape_for(param):
             got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r}"
             raise ValueError(f"state '{field.name}' of '{name}' must have shape {field.shape_for(param)}, got {got}")
-        if value.is_complex() != param.is_complex() or value.dtype not in _DTYPES or value.layout is not torch.strided:
-            raise ValueError(
-                f"state '{field.name}' of '{name}' is {value.dtype}, {value.layout}, for a parameter of {param.dtype}"
-            )
+        if value.is_complex() != param.is_complex() or value.dtype not in _DTYPES:
+            raise ValueError(f"state '{field.name}' of '{name}' is {value.dtype} for a parameter of {param.dtype}")
+        if value.layout is not torch.strided:
+            raise ValueError(f"state '{field.name}' of '{name}' is {value.layout}, not dense")
         if is_fake(value) and not is_fake(param):
             raise ValueError(f"state '{field.name}' of '{name}' has no memory: it is a FakeTensor")
 

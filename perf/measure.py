@@ -236,7 +236,7 @@ class _NoKernel:
 class _NoGraph:
     """Stands for a graph whose replay takes no time."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
         pass
 
     def warm_up(self, work: Callable[[], Any]) -> Any:

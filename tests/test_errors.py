@@ -43,7 +43,7 @@ def test_errors_of_torch(optimizer: type[co.CompiledOptimizer], error: Any) -> N
 
 
 def test_torch_lists_errors_for_every_class() -> None:
-    assert {c.values[0] for c in _torch_errors()} == set(registry())
+    assert {c.values[0] for c in _torch_errors()} == {c for c in registry() if hasattr(torch.optim, c.__name__)}
 
 
 @pytest.fixture

@@ -78,6 +78,7 @@ class RowTableLowering(Capturable):
             )
             for m in members
         ]
+        self._scalars = self.plan.scalars  # brought together before the table notes where they lie
         self._whole = multi_tensor.Table(
             self.plan,
             self._controls,
@@ -143,7 +144,7 @@ class RowTableLowering(Capturable):
             if not self._parts:
                 self._kernels[0](self._whole)  # writes down what became of the step
             for part in self._parts:
-                part.batch.take(self._whole, self.plan.scalars, leads=leads)
+                part.batch.take(self._whole, self._scalars, leads=leads)
                 part.kernel(part.batch)
                 leads = False
 
