@@ -236,7 +236,7 @@ class _Kernel:
     def __init__(self, kernel: Kernel, device: SimulatedDevice) -> None:
         self._kernel = kernel
         self._device = device
-        self.chunk = kernel.chunk
+        self.chunk, self.stretch = kernel.chunk, kernel.stretch
         self.square_sum_count = kernel.square_sum_count
 
     def measure(self, table: Any) -> None:
@@ -253,7 +253,7 @@ class _Kernel:
     def _run(self, table: Any, writes: Sequence[Tensor | int]) -> None:
         self._device.sweep()
         places = filter(None, [*table.grads.tolist(), *table.hypers.tolist()])
-        reads = [table.tensors, table.grads, table.hypers, table.chunks, table.all_square_sums, *places]
+        reads = [table.tensors, table.grads, table.hypers, table.chunks, table.stretches, table.all_square_sums, *places]
         self._device.run(reads, writes, self._device.current_stream())
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import subprocess
 import sys
 import venv
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -21,11 +23,22 @@ def python_with(extra: str) -> Path:
     python = directory / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python")
     stamp = directory / "installed"
     wanted = hashlib.sha256((ROOT / "pyproject.toml").read_bytes() + constraints.read_bytes()).hexdigest()
-    if stamp.exists() and stamp.read_text() == wanted:
-        return python
-    print(f"installing into {directory.name} (once)", flush=True)
-    venv.create(directory, with_pip=True)
-    install = [python, "-m", "pip", "install", "--quiet", "-c", constraints, "-e", f"{ROOT}[{extra}]"]
-    subprocess.run(install, check=True)
-    stamp.write_text(wanted)
+    with _one_at_a_time(directory.with_suffix(".lock")):
+        if not stamp.exists() or stamp.read_text() != wanted:
+            print(f"installing into {directory.name} (once)", flush=True)
+            venv.create(directory, with_pip=True)
+            install = [python, "-m", "pip", "install", "--quiet", "-c", constraints, "-e", f"{ROOT}[{extra}]"]
+            subprocess.run(install, check=True)
+            stamp.write_text(wanted)
     return python
+
+
+@contextlib.contextmanager
+def _one_at_a_time(path: Path) -> Iterator[None]:
+    """Keep other processes out of the ``with`` block, where the system has such locks."""
+    with path.open("w") as file:
+        if sys.platform != "win32":
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
