@@ -85,6 +85,10 @@ static bool has_memory(const Impl& t, const Form& form) {{  // a storage can be 
   return !form.numel || (t.storage_offset() + form.span) * t.itemsize() <= t.unsafe_storage().nbytes();
 }}
 
+static bool has_other_threads() {{
+  return PyThreadState_Next(PyInterpreterState_ThreadHead(PyInterpreterState_Get()));
+}}
+
 static bool overlaps(const Impl& g, const Form& form) {{  // all elements with the same ones are no matter
   const auto *start = static_cast<const char*>(g.data()), *own = static_cast<const char*>(form.address);
   return start != own && start < own + form.bytes && own < start + form.span * g.itemsize();
@@ -138,11 +142,11 @@ extern "C" char* make_watch(int64_t count, Impl* const* const* tensors, int64_t 
   return none();
 }}
 
-extern "C" int64_t look(char* capsule, char* given, int64_t offset, int64_t first, int64_t end) {{
+extern "C" int64_t look(char* capsule, char* given, int64_t offset, int64_t first, int64_t end, int64_t hold) {{
   Watch* watch = in(capsule);
   const bool own = given == &_Py_NoneStruct;
   const auto& forms = watch->forms;
-  watch->held.resize(watch->with_gradient);
+  if (hold || has_other_threads()) watch->held.resize(watch->with_gradient);
   int64_t seen = 0;
   bool renewed = false;
   for (int64_t i = first; i < end; i++) try {{
@@ -163,7 +167,7 @@ extern "C" int64_t look(char* capsule, char* given, int64_t offset, int64_t firs
       if (is_plain(g) && g.device() == t.device() && lies_as(g, form, form.grad_dtype) && has_memory(g, form) &&
           !overlaps(g, form)) {{
         found = form.numel ? reinterpret_cast<int64_t>(g.data()) : {EMPTY};
-        watch->held[i] = g.storage();
+        if (!watch->held.empty()) watch->held[i] = g.storage();
       }} else {{
         seen |= {_UNLIKE};
       }}
@@ -197,12 +201,15 @@ Bytes: TypeAlias = np.ndarray[tuple[int], np.dtype[np.uint8]]
 class Watch(Protocol):
     """Looks at tensors and, for the first of them, at their gradients.
 
-    It keeps the memory of the gradients that it found until :meth:`finish`, so that no other code frees what a kernel is
-    reading. What a look finds out is recorded before it returns, so that an interrupt right after it loses nothing.
+    It keeps the memory of the gradients that it found until :meth:`finish` where other code runs meanwhile, on other threads
+    or as a schedule, so that nobody frees what a kernel is reading. What a look finds out is recorded before it returns, so
+    that an interrupt right after it loses nothing.
     """
 
-    def look(self, grads: list[Tensor | None] | None, first: int, end: int) -> int:
+    def look(self, grads: list[Tensor | None] | None, first: int, end: int, hold: bool) -> int:
         """Look at the tensors from ``first`` to ``end``, and at ``grads`` or their own gradients.
+
+        ``hold`` says that code of the user's runs before :meth:`finish`.
 
         Returns:
             Flags and, above them, the gradients' version.
@@ -245,16 +252,19 @@ class Addresses:
         self.version = 0
         self.read()
 
-    def read(self, grads: list[Tensor | None] | None = None, *, others: bool = True) -> None:
-        """Look at the tensors, at their gradients or ``grads`` in their place, and at the others."""
-        seen = self._watch.look(grads, 0, self._count if others else self._first_count)
+    def read(self, grads: list[Tensor | None] | None = None, *, others: bool = True, hold: bool = False) -> None:
+        """Look at the tensors, at their gradients or ``grads`` in their place, and at the others.
+
+        ``hold`` says that code of the user's runs before :meth:`finish`.
+        """
+        seen = self._watch.look(grads, 0, self._count if others else self._first_count, hold)
         self.moved = bool(seen & _MOVED)
         self.unlike = bool(seen & _UNLIKE)
         self.version = seen >> _FLAGS
 
     def others_moved(self) -> bool:
         """Look at the others only: whether one is elsewhere than at first, or in another form."""
-        return bool(self._watch.look(None, self._first_count, self._count) & _MOVED)
+        return bool(self._watch.look(None, self._first_count, self._count, False) & _MOVED)
 
     def finish(self) -> None:
         """Let go of the gradients, and let autograd know that their tensors, or the marked ones, were written."""
@@ -299,9 +309,9 @@ class _CppWatch:
         )
         return None if capsule is None else cls(functions, capsule, (everything, objects, arrays))
 
-    def look(self, grads: list[Tensor | None] | None, first: int, end: int) -> int:
+    def look(self, grads: list[Tensor | None] | None, first: int, end: int, hold: bool) -> int:
         """See :class:`Watch`."""
-        return self._functions.look(self._capsule, grads, self._functions.offset, first, end)
+        return self._functions.look(self._capsule, grads, self._functions.offset, first, end, hold)
 
     def finish(self) -> None:
         """See :class:`Watch`."""
@@ -331,7 +341,7 @@ class _PythonWatch:
         self._held: list[Tensor | None] = []
         self._version = 0
 
-    def look(self, grads: list[Tensor | None] | None, first: int, end: int) -> int:
+    def look(self, grads: list[Tensor | None] | None, first: int, end: int, hold: bool) -> int:
         """See :class:`Watch`."""
         everything = [*self._tensors, *self._others]
         seen = 0 if _forms(everything[first:end]) == self._forms[first:end] else _MOVED
@@ -411,7 +421,7 @@ def reader() -> Functions | str:
     return Functions(
         offset,
         _function(library.make_watch, thing, integer, pointer, integer, pointer, pointer, pointer),
-        _function(library.look, integer, thing, thing, integer, integer, integer),
+        _function(library.look, integer, thing, thing, integer, integer, integer, integer),
         _function(library.finish, None, thing),
         _function(library.mark_written, None, thing, pointer),
     )

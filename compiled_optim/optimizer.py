@@ -537,7 +537,9 @@ class CompiledOptimizer(Declared, Optimizer):
     def _read(self, grads: list[Tensor | None] | None) -> bool:
         """Look at all parameters and gradients; whether the plans still describe them."""
         state = self._hands_out_state
-        return all([unit.plan.read(own, state=state) for unit, own in zip(self.units, self._by_unit(grads), strict=True)])
+        hold = bool(self._schedules.functions)
+        by_unit = zip(self.units, self._by_unit(grads), strict=True)
+        return all([unit.plan.read(own, state=state, hold=hold) for unit, own in by_unit])
 
     def _by_unit(self, grads: list[Tensor | None] | None) -> Sequence[list[Tensor | None] | None]:
         if grads is None:

@@ -131,18 +131,19 @@ class Plan:
         """Whether somebody gave a state tensor other memory, with ``.data =``, as to offload it."""
         return self.addresses.others_moved()
 
-    def read(self, grads: list[Tensor | None] | None, *, state: bool) -> bool:
+    def read(self, grads: list[Tensor | None] | None, *, state: bool, hold: bool) -> bool:
         """Look at parameters and gradients, their own or ``grads``; whether the plan still describes them.
 
         Args:
             grads: one entry for each parameter, or None.
             state: whether to look at the state too, because somebody could have given it other memory.
+            hold: whether code of the user's runs before :meth:`finish`.
 
         Raises:
             TypeError: a gradient is sparse and the rule takes dense ones, or the other way round.
             ValueError: a gradient has another shape than its parameter, or no memory.
         """
-        self.addresses.read(self._local(grads), others=state)
+        self.addresses.read(self._local(grads), others=state, hold=hold)
         if self.addresses.moved or self._resharded():
             return False
         if not (self.addresses.unlike or self.wrapped or self.rule.gradients == "sparse"):
