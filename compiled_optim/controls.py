@@ -100,6 +100,8 @@ class Controls:
         if device not in self._neutral:
             self._neutral[device] = {name: scalar(value, device) for name, value in _NEUTRAL.items()}
         neutral = self._neutral[device]
+        if self.idle:
+            return list(neutral.values())
         return [_plain(self._values.get(name, neutral[name])) for name in NAMES]
 
     def outcome(self, device: torch.device) -> Tensor:
