@@ -75,10 +75,10 @@ def _addresses(optimizer: co.CompiledOptimizer) -> list[tuple[int, int]]:
     return [(id(v), v.data_ptr()) for entries in optimizer.state.values() for v in entries.values()]
 
 
-def _bare(names: list[str]) -> list[str]:
-    """Names without what a wrapper put before them."""
-    prefixes = sorted(PREFIXES, key=len, reverse=True)
-    return [next(name.removeprefix(p) for p in prefixes if name.startswith(p)) for name in names]
+def _shown(optimizer: co.CompiledOptimizer) -> dict[str, str]:
+    """The names that the optimizer was given, by those without what a wrapper put before them."""
+    given = [name for group in optimizer.param_groups for name in group["param_names"]]
+    return dict(zip(_by_name(optimizer), given, strict=True))
 
 
 def _same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
@@ -112,9 +112,10 @@ def test_save_load_save_is_the_identity_on_the_intersection(
         assert all(name in str(raised.value) for names in expected for name in names)
         assert all(_same(entries, before[name]) for name, entries in _by_name(target).items())
     report = target.load_state_dict(saved, strict=False, hyperparameters="keep")
-    assert _bare(report.missing) == expected.missing
-    assert _bare(report.unexpected) == expected.unexpected
-    assert _bare([problem.partition(":")[0] for problem in report.mismatched]) == unlike
+    ours, saved_as = _shown(target), {n: n for n in theirs} if named else _shown(source)
+    assert report.missing == [ours[name] for name in expected.missing]
+    assert report.unexpected == [saved_as[name] for name in expected.unexpected]
+    assert [problem.partition(":")[0] for problem in report.mismatched] == [ours[name] for name in unlike]
     assert target.hyperparameters() == numbers
     after = _by_name(target)
     for name, entries in after.items():
