@@ -1,9 +1,25 @@
-"""compiled_optim: PyTorch optimizers for training steps that are compiled, captured and scheduled."""
+"""compiled_optim: PyTorch optimizers for training steps that are compiled, captured and scheduled.
 
-from compiled_optim.capture import CUDAGraphRunner
-from compiled_optim.checkpoint import LoadReport
-from compiled_optim.events import RecompileError
-from compiled_optim.guards import CompileReport, compile_report, no_recompiles
+The package is a house: a module imports only from its own floor and from floors below. From the top:
+
+    capture/             training steps as CUDA graphs
+    named.py             state keyed by parameter name
+    report.py            no_recompiles and compile_report
+    optimizers/          one optimizer per file: its fields and the two functions of its rule
+    optimizer.py         CompiledOptimizer: torch.optim's interface over groups, state and plans
+    step/                what a step uses, made anew when groups or state change, and what runs it
+    lowering/            how the step of a plan runs: kernels, torch operations, stacks, sparse rows
+    plan/                which parameters are updated together; keys of kernels, clipping, schedules
+    checkpoint/          state dicts: read, match, check, write; the checkpoints of other packages
+    state.py             what belongs to a parameter
+    groups/              what belongs to a group: hyperparameter tensors, names, parameters
+    rule/                what an optimizer's file is written with: fields, vocabulary; what it becomes
+    memory/              addresses, memory order, shards, compiled C++ and its cache
+    torch_internals.py   the parts of torch without a public name
+"""
+
+from compiled_optim.capture.runner import CUDAGraphRunner
+from compiled_optim.checkpoint.state_dict import LoadReport
 from compiled_optim.named import load_named_state_dict, named_state_dict
 from compiled_optim.optimizer import CompiledOptimizer
 from compiled_optim.optimizers.adadelta import Adadelta
@@ -13,7 +29,7 @@ from compiled_optim.optimizers.adam import Adam
 from compiled_optim.optimizers.adamax import Adamax
 from compiled_optim.optimizers.adamw import AdamW
 from compiled_optim.optimizers.asgd import ASGD
-from compiled_optim.optimizers.lbfgs import LBFGS
+from compiled_optim.optimizers.lbfgs.lbfgs import LBFGS
 from compiled_optim.optimizers.lion import Lion
 from compiled_optim.optimizers.muon import Muon
 from compiled_optim.optimizers.nadam import NAdam
@@ -22,6 +38,8 @@ from compiled_optim.optimizers.rmsprop import RMSprop
 from compiled_optim.optimizers.rprop import Rprop
 from compiled_optim.optimizers.sgd import SGD
 from compiled_optim.optimizers.sparse_adam import SparseAdam
+from compiled_optim.plan.compilations import RecompileError
+from compiled_optim.report import CompileReport, compile_report, no_recompiles
 
 __all__ = [
     "ASGD",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from compiled_optim.checkpoint import LoadReport
-from compiled_optim.formats import group_names, named, read
+from compiled_optim.checkpoint.forms import group_names, named, read
+from compiled_optim.checkpoint.state_dict import LoadReport
 from compiled_optim.optimizer import CompiledOptimizer
 
 

@@ -8,35 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_optim.hyperparameters import scalar_dtype
-from compiled_optim.lowering.layout import is_lost
+from compiled_optim.groups.param_group import ParamGroup
+from compiled_optim.groups.watched import WatchedDict
+from compiled_optim.memory.layout import as_real, is_lost, scalar_dtype
+from compiled_optim.memory.sharding import local
 from compiled_optim.rule.fields import Buffer, Scalar
 from compiled_optim.rule.rule import Declaration
-from compiled_optim.sharding import as_part_of, is_sharded, local
 from compiled_optim.torch_internals import is_fake
-from compiled_optim.watched import WatchedDict
 
 
 class ParamState(WatchedDict[str, Any]):
     """The state of one parameter: ``step``, the rule's scalars and its buffers, by name.
 
-    Entries can be assigned and written in place, and given other memory with ``.data =``.
+    Entries can be assigned, written in place, and given other memory with ``.data =``. The next step follows. Only a write
+    with ``dict.__setitem__(state, name, tensor)`` goes past this class and is not noticed: steps go on with the old tensor.
     """
-
-
-class LocalState:
-    """The state of a DTensor as its local shard is updated: reads give shards, written shards become DTensors."""
-
-    def __init__(self, state: ParamState) -> None:
-        self._state = state
-
-    def __getitem__(self, name: str) -> Tensor:
-        return local(self._state[name])
-
-    def set_quietly(self, name: str, value: Tensor) -> None:
-        """Write without reporting: for the engine's own writes."""
-        old = self._state[name]
-        self._state.set_quietly(name, as_part_of(value, old) if is_sharded(old) else value)
 
 
 class OptimizerState(WatchedDict[Tensor, ParamState]):
@@ -57,9 +43,9 @@ def scalar_names(declaration: Declaration) -> tuple[str, ...]:
 
 
 def initial_values(declaration: Declaration, group: Mapping[str, Any]) -> dict[str, float | Tensor]:
-    """What every scalar and buffer of ``declaration`` starts from in ``group``.
+    """The number that every scalar and buffer of ``declaration`` starts from in ``group``.
 
-    A buffer of a differentiable step depends on the hyperparameter that fills it.
+    In a differentiable step, the number in a buffer depends on the hyperparameter that fills it: autograd records that.
     """
     values: dict[str, float | Tensor] = {"step": 0.0}
     declared: tuple[Scalar | Buffer, ...] = (*declaration.scalars, *declaration.buffers)
@@ -71,7 +57,10 @@ def initial_values(declaration: Declaration, group: Mapping[str, Any]) -> dict[s
 
 
 def new_buffer(field: Buffer, param: Tensor, value: float | Tensor) -> Tensor:
-    """A state buffer for ``param``: its dtype and device, and where it has its shape, memory format and placements too."""
+    """A state buffer of ``param``'s dtype and device, filled with ``value``.
+
+    A buffer of the parameter's shape also has its memory format and, for a DTensor, its placements.
+    """
     if field.shape is None:
         buffer = torch.zeros_like(param, memory_format=torch.preserve_format, requires_grad=False)
     else:
@@ -81,8 +70,7 @@ def new_buffer(field: Buffer, param: Tensor, value: float | Tensor) -> Tensor:
 
 def fill(entry: Tensor, value: float | Tensor) -> Tensor:
     """Set every number of ``entry``, both parts of a complex one, to ``value``."""
-    numbers = local(entry)
-    (torch.view_as_real(numbers) if numbers.is_complex() else numbers).fill_(value)
+    as_real(local(entry)).fill_(value)
     return entry
 
 
@@ -109,21 +97,16 @@ def check_entries(declaration: Declaration, param: Tensor, state: ParamState, na
 
 
 _DTYPES = {
-    torch.bfloat16,
-    torch.float16,
-    torch.float32,
-    torch.float64,
-    torch.complex32,
-    torch.complex64,
-    torch.complex128,
+    *(torch.bfloat16, torch.float16, torch.float32, torch.float64),
+    *(torch.complex32, torch.complex64, torch.complex128),
 }
 
 
 def _is_number(value: Any) -> bool:
     if not isinstance(value, Tensor):
         return hasattr(value, "__float__") and not isinstance(value, complex)
-    whole = value.numel() == 1 and not value.is_complex() and value.layout is torch.strided
-    return whole and not is_lost(value)
+    is_single = value.numel() == 1 and value.layout is torch.strided
+    return is_single and not value.is_complex() and not is_lost(value)
 
 
 def missing_entries(
@@ -133,19 +116,18 @@ def missing_entries(
     state: Mapping[str, Any],
     initial: Mapping[str, float | Tensor],
 ) -> dict[str, Tensor]:
-    """The entries that ``declaration`` needs and ``state`` lacks, or has on another device than ``param``; made or moved.
+    """New tensors for the entries that ``declaration`` needs and ``state`` lacks or has on another device than ``param``.
 
-    Numbers and tensors of any dtype are accepted for the scalars, which become float64 tensors.
+    An entry on another device is copied. A scalar may be a number or a tensor of any dtype, and becomes a float64 tensor.
     """
-    device = param.device
+    device, dtype = param.device, scalar_dtype(param.device)
     made: dict[str, Tensor] = {}
     for name in scalar_names(declaration):
         value: Any = state.get(name)
         absent = value is None or (isinstance(value, Tensor) and value.is_meta)
         value = initial[name] if absent else value
-        dtype = scalar_dtype(device)
-        kept = isinstance(value, Tensor) and value.device == device and value.dtype == dtype and not value.dim()
-        if absent or not kept:
+        fits = isinstance(value, Tensor) and value.device == device and value.dtype == dtype and not value.dim()
+        if absent or not fits:
             fresh = torch.empty((), dtype=dtype, device=device)
             made[name] = fresh.fill_(value) if not isinstance(value, Tensor) else fresh.copy_(value.reshape(()))
     for field in declaration.buffers:
@@ -159,13 +141,17 @@ def missing_entries(
     return made
 
 
-def complete(
-    declaration: Declaration,
-    buffers: tuple[str, ...],
-    param: Tensor,
-    state: ParamState,
-    initial: Mapping[str, float | Tensor],
-) -> None:
-    """Give ``state`` its :func:`missing_entries`; existing values stay."""
-    for name, entry in missing_entries(declaration, buffers, param, state, initial).items():
-        state.set_quietly(name, entry)
+def structure(
+    declaration: Declaration, group: ParamGroup, param: Tensor, loaded: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """What shapes the code and the state of ``param``, by name.
+
+    Its items are static choices, facts, and for each structural hyperparameter whether it may differ from 0, in ``group`` or
+    among the numbers that are going to be ``loaded`` into it.
+    """
+    numbers = loaded or {}
+    choices = {s.name: group.get(s.name, s.default) for s in declaration.statics}
+    choices |= {f.name: f.of(param.shape) for f in declaration.facts}
+    return choices | {
+        name: numbers[name] != 0 if name in numbers else group.nonzero(name) for name in declaration.structural_hypers
+    }

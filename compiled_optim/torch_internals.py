@@ -10,7 +10,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -23,9 +23,9 @@ outside_dynamo = _disable_dynamo
 
 @functools.cache
 def pointer_offset() -> int | None:
-    """How many bytes into a Python tensor its pointer to torch's own tensor lies; None if that cannot be told.
+    """How many bytes into a Python tensor its pointer to torch's own tensor lies; None where several words could be it.
 
-    It is found by its value, whatever the layout of the object in this version of torch.
+    The pointer is found by its value, so that the object may have any layout in this version of torch.
     """
     example = torch.empty(0)
     words = (ctypes.c_uint64 * (torch.Tensor.__basicsize__ // 8)).from_address(id(example))
@@ -34,7 +34,7 @@ def pointer_offset() -> int | None:
 
 
 def build_identity() -> str:
-    """What tells this build of torch from another one, also of the same version."""
+    """A text that differs between two builds of torch, also of one version."""
     built = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     parts = [torch.__version__, torch.version.git_version, torch.version.debug]
     with contextlib.suppress(OSError):
@@ -43,14 +43,14 @@ def build_identity() -> str:
 
 
 def default_cache_directory() -> str:
-    """Where Inductor keeps its code unless it is told otherwise; it writes that into ``TORCHINDUCTOR_CACHE_DIR``."""
+    """Where Inductor keeps its code by default. It writes this path into ``TORCHINDUCTOR_CACHE_DIR`` itself."""
     from torch._inductor.runtime.runtime_utils import default_cache_dir  # type: ignore[attr-defined]
 
     return os.path.abspath(default_cache_dir())
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is one of FakeTensorMode's, which warns where its address is asked for."""
+    """Whether ``tensor`` is one of FakeTensorMode's. Such a tensor warns when its address is asked for."""
     module = sys.modules.get("torch._subclasses.fake_tensor")
     return module is not None and isinstance(tensor, module.FakeTensor)
 
@@ -61,7 +61,7 @@ def fakes_are_made() -> bool:
 
 
 def wraps_others(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is of a subclass whose operations are its own, so that its elements may lie in other tensors."""
+    """Whether ``tensor`` is of a subclass that defines its own operations, so that its elements may lie in other tensors."""
     return torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python)
 
 
@@ -79,18 +79,18 @@ def _capturing_stream() -> int | None:
 
 
 CAPTURING: dict[str, Callable[[], object | None]] = {"cuda": _capturing_stream}
-"""By device type, what tells the capture by which work handed to the current stream is recorded; None where it is done."""
+"""By device type, a function that identifies the capture which records the current stream; None where work is executed."""
 
 
 def current_capture(device: torch.device) -> object | None:
-    """What tells the capture of work of ``device`` from others, on every thread; None without one."""
+    """An identity of the capture that records work of ``device``, the same on every thread; None without one."""
     ask = CAPTURING.get(device.type)
     return None if ask is None else ask()
 
 
 @contextlib.contextmanager
 def outside_inference_mode() -> Iterator[None]:
-    """Tensors made inside a ``with`` block can be written everywhere; autograd records what it would have recorded."""
+    """Tensors made inside a ``with`` block can be written in every mode. Autograd records as it did before the block."""
     recording = torch.is_grad_enabled()
     with torch.inference_mode(False), torch.set_grad_enabled(recording):
         yield
@@ -113,10 +113,10 @@ def any_stream_captures() -> bool:
 
 
 def abandon_capture(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any) -> None:
-    """Let others capture after one into ``pool`` failed; nothing where it has ended all the same.
+    """Make later captures possible after a capture into ``pool`` failed.
 
-    Torch 2.11 goes on giving out memory of ``pool`` then, by a rule that belongs to ``graph``, and refuses every later
-    capture in the process. Later versions stop by themselves (pytorch/pytorch#180395).
+    After the failure torch 2.11 goes on giving out memory of ``pool``, by a rule that belongs to ``graph``, and refuses
+    every later capture in the process. Later versions stop by themselves (pytorch/pytorch#180395): then this does nothing.
     """
     try:
         graph.pool()
@@ -139,15 +139,16 @@ def shape_of_part(tensor: Any) -> tuple[int, ...]:
 
 
 def assert_on_device(condition: Tensor, message: str) -> None:
-    """Fail as a wrong index does where ``condition``, a single bool, is false: on an accelerator without waiting for it."""
+    """Fail as a wrong index does if ``condition``, a single bool, is false. The host does not wait for an accelerator."""
     torch._assert_async(condition, message)
 
 
 def refuse_tracing(what: str, advice: str) -> None:
-    """Do nothing, but break the graph, or say why it cannot be whole, if Dynamo is what is calling.
+    """Raise an error if Dynamo is tracing; else do nothing.
 
     Raises:
-        torch._dynamo.exc.Unsupported: Dynamo is tracing. With ``fullgraph=False`` the frame runs uncompiled.
+        torch._dynamo.exc.Unsupported: Dynamo is tracing. With ``fullgraph=True`` the user sees it; otherwise the frame runs
+            uncompiled.
     """
     if TracingContext.try_get() is not None:
         from torch._dynamo.exc import Unsupported
@@ -156,11 +157,10 @@ def refuse_tracing(what: str, advice: str) -> None:
 
 
 def mend_tracing() -> None:
-    """Undo what tracing a training step does to everything that Dynamo traces after it.
+    """Undo the damage that tracing a training step does to later traces.
 
-    Where ``param.grad`` was set to None and is read in the same trace, torch 2.13 notes that place as the source of the one
-    object that stands for None in all traces; later ones then read a variable that they do not have
-    (pytorch/pytorch#193869).
+    One object stands for None in all traces of torch 2.13. A trace that sets ``param.grad`` to None and reads it notes that
+    place as the object's source. Later traces then read a variable that they do not have (pytorch/pytorch#193869).
     """
     from torch._dynamo.variables import ConstantVariable
 
@@ -172,11 +172,10 @@ mend_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def without_memory() -> contextlib.AbstractContextManager[Any]:
-    """Lets new tensors have no memory: enough to compile with, whatever their size."""
+    """A context in which new tensors have no memory. They are enough to compile with, whatever their size."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    is_active = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
-    return contextlib.nullcontext() if is_active else FakeTensorMode()
+    return contextlib.nullcontext() if fakes_are_made() else FakeTensorMode()
 
 
 def compile_graph(
@@ -196,42 +195,24 @@ def compile_graph(
         dynamic: for each argument, the dimensions that may have any size; those of equal size stay equal.
         options: Inductor options.
         from_one: whether "any size" includes 1; otherwise it begins with 2.
-        decompositions: by operator, how to write it in others; None for Inductor's own.
+        decompositions: by operator, a function of other operators that replaces it; None for Inductor's own.
 
     Returns:
-        ``run(sizes, args)``, which calls Inductor's code without Dynamo's guards: the caller answers for dtypes, devices,
-        other sizes and strides being those of the example. ``sizes`` maps the example's sizes of dynamic dimensions to
-        those of ``args``. Or why there is none: compilation is switched off for the process, or fails on this machine.
+        ``run(sizes, args)``, or a text that says why there is none: compilation is switched off for the process, or fails on
+        this machine. ``run`` calls Inductor's code without Dynamo's guards, so the caller must pass tensors with the dtypes,
+        devices, strides and other sizes of the example. ``sizes`` maps the example's sizes of dynamic dimensions to those of
+        ``args``.
     """
-    from torch._dynamo import lookup_backend, mark_dynamic
+    from torch._dynamo import mark_dynamic
     from torch._dynamo.exc import BackendCompilerFailed
     from torch._inductor import config
     from torch.fx.experimental import _config as symbolic_shapes
 
-    inductor = lookup_backend("inductor")
-    own = {} if decompositions is None else {"decompositions": decompositions}
-    compiled: list[tuple[Callable[..., Any], list[tuple[bool, int]]]] = []
-    outputs: list[Tensor] = []
-
-    def backend(graph: torch.fx.GraphModule, example: list[Any]) -> Callable[..., Any]:
-        code = inductor(graph, example, **own)
-        made = cast("Sequence[Any]", graph.graph.output_node().args[0])
-
-        def first_call(*inputs: Any) -> Any:
-            # Dynamo orders inputs by first use; the tensors themselves tell which is which, a size is an int.
-            order = [
-                (True, next(i for i, a in enumerate(args) if a is x)) if isinstance(x, Tensor) else (False, int(x))
-                for x in inputs
-            ]
-            compiled.append((code, order))
-            outputs.extend(torch.empty(0) for _ in made)
-            return outputs
-
-        return first_call
-
     for arg, dimensions in zip(args, dynamic, strict=True):
         for dimension in dimensions:
             mark_dynamic(arg, dimension)
+    graphs: list[_Graph] = []
+    backend = functools.partial(_noting_backend, graphs, args, decompositions)
     oblivious = symbolic_shapes.patch(backed_size_oblivious=from_one)  # type: ignore[attr-defined]
     # The CPU's own word for its vector instructions is trusted: to try them out takes several seconds in a fresh cache.
     trusting = config.patch({"cpp.vec_isa_ok": True, **options})
@@ -240,9 +221,9 @@ def compile_graph(
             results = torch.compile(function, backend=backend, fullgraph=True)(*args)
         except BackendCompilerFailed as error:
             return f"Inductor failed: {_message(error.inner_exception)}"
-    if not compiled:
+    if not graphs:
         return "torch.compile is switched off"
-    code, order = compiled[0]
+    code, order, outputs = graphs[0]
     returned = [next(i for i, o in enumerate(outputs) if o is r) for r in results or ()]
 
     def run(sizes: Mapping[int, int], tensors: list[Tensor]) -> list[Tensor]:
@@ -252,6 +233,40 @@ def compile_graph(
     return run
 
 
+class _Graph(NamedTuple):
+    """What Inductor compiled: its code, for each input whether it is a tensor and which one, and stand-ins for outputs."""
+
+    code: Callable[..., Any]
+    order: list[tuple[bool, int]]
+    outputs: list[Tensor]
+
+
+def _noting_backend(
+    graphs: list[_Graph],
+    args: list[Tensor],
+    decompositions: Mapping[Any, Callable[..., Any]] | None,
+    module: torch.fx.GraphModule,
+    example: list[Any],
+) -> Callable[..., Any]:
+    """A backend of Dynamo that compiles with Inductor, and notes its code in ``graphs`` in place of running it."""
+    from torch._dynamo import lookup_backend
+
+    options = {} if decompositions is None else {"decompositions": decompositions}
+    code = lookup_backend("inductor")(module, example, **options)
+    count = len(cast("Sequence[Any]", module.graph.output_node().args[0]))
+
+    def first_call(*inputs: Any) -> Any:
+        # Dynamo orders inputs by first use; the tensors themselves tell which is which, a size is an int.
+        order = [
+            (True, next(i for i, a in enumerate(args) if a is x)) if isinstance(x, Tensor) else (False, int(x))
+            for x in inputs
+        ]
+        graphs.append(_Graph(code, order, [torch.empty(0) for _ in range(count)]))
+        return graphs[-1].outputs
+
+    return first_call
+
+
 def _message(error: Exception) -> str:
-    """The beginning of what ``error`` says; of a compiler that failed, of what that said."""
+    """The beginning of a message: of the compiler's own, where one failed, else of the error's."""
     return textwrap.shorten(getattr(error, "output", "") or str(error), 500, placeholder=" ...")

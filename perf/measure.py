@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from compiled_optim import CompiledOptimizer, CUDAGraphRunner
-from compiled_optim.graphs import GRAPHS
-from compiled_optim.lowering.kernel_table import KernelTable
+from compiled_optim.capture.graph import GRAPHS
+from compiled_optim.lowering.kernels.table import CoefficientTable, MeasuredTable, TensorTable
 from compiled_optim.lowering.multi_tensor import MultiTensorLowering
+from compiled_optim.optimizer import engine_of
 from perf.competitors import OURS, Competitor, competitor
 from perf.results import Row, percentiles
 from perf.workloads import Shapes, shapes
@@ -132,11 +133,10 @@ def measure_overhead(workload: str, optimizer: str, *, rounds: int) -> list[Row]
         runner = CUDAGraphRunner(made, warmup=1)
     for _ in range(3):
         runner.step()
-    assert made.events.replays == 2
+    assert engine_of(made).holdings.log.replays == 2
 
     def check() -> None:
-        made.prepare()
-        made.finish()
+        engine_of(made).prepare().finish()
 
     calls = {"steady-state check": check, "step without kernel": made.step, "runner without replay": runner.step}
     samples: Samples = {metric: [] for metric in calls}
@@ -226,10 +226,16 @@ class _NoKernel:
     def square_sum_count(self, stretches: int) -> int:
         return 0
 
-    def measure(self, table: KernelTable) -> None:
+    def measure(self, table: MeasuredTable) -> None:
         """Do nothing."""
 
-    def __call__(self, table: KernelTable) -> None:
+    def evaluate(self, coefficients: CoefficientTable) -> None:
+        """Do nothing."""
+
+    def update(self, table: TensorTable, coefficients: CoefficientTable) -> None:
+        """Do nothing."""
+
+    def step(self, table: TensorTable, coefficients: CoefficientTable) -> None:
         """Do nothing."""
 
 
@@ -255,10 +261,11 @@ class _NoGraph:
 
 
 def _remove_kernels(optimizer: CompiledOptimizer) -> None:
-    for unit in optimizer.units:
-        if not isinstance(unit, MultiTensorLowering):
+    for lowering in engine_of(optimizer).step.lowerings:
+        if not isinstance(lowering, MultiTensorLowering):
             raise RuntimeError("the overhead benchmark needs the C++ lowering; no compiler was found")
-        unit.tables = [(_NoKernel(), table) for _, table in unit.tables]
+        for part in lowering.parts:
+            part.kernel = _NoKernel()
 
 
 def _turns(entrants: Sequence[Entrant], index: int) -> Iterator[Entrant]:

@@ -36,7 +36,7 @@ TIMINGS = {
 }
 """Commands of ``python -m perf`` with their seconds, those worth most first."""
 
-FILES = ["tests/test_cuda.py", "tests/test_capture_surroundings.py"]
+FILES = ["tests/capture/test_cuda.py", "tests/capture/test_capture_surroundings.py"]
 """All that hold tests marked ``cuda``."""
 
 REHEARSED = " or ".join(

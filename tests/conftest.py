@@ -1,15 +1,10 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
-
-TESTS = Path(__file__).resolve().parent
-sys.path[:0] = [str(TESTS), str(TESTS.parent / "tools")]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -21,6 +16,10 @@ def pytest_configure(config: pytest.Config) -> None:
     import left_out
 
     config.pluginmanager.register(left_out)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        import quick_interpreter
+
+        quick_interpreter.install()
     if config.getoption("--cuda-on-cpu"):
         import cuda_on_cpu
 
@@ -42,7 +41,8 @@ def seed() -> None:
 @pytest.fixture
 def fresh_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Start with no kernel in memory, so that compilations are counted from zero."""
-    from compiled_optim.lowering import inductor, multi_tensor, stacked
+    from compiled_optim.lowering import multi_tensor, stacked
+    from compiled_optim.lowering.torch_ops import inductor
 
     for module in (inductor, multi_tensor, stacked):
         monkeypatch.setattr(module, "_kernels", {})

@@ -6,6 +6,7 @@ held an optimizer's state too. ``python tools/checkpoint_files.py`` is ``tools/c
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -24,7 +25,8 @@ from checkpoint_forms import check_lossless, indexed, plain, to_optimi, with_ste
 from convert_options import FORMS, parse
 from torch import Tensor
 
-from compiled_optim.formats import check, from_optimi, group_names, is_optimi, named
+from compiled_optim.checkpoint.forms import check, group_names, named
+from compiled_optim.checkpoint.optimi import from_optimi, is_optimi
 
 
 def read(path: Path, key: str | None = None) -> dict[str, Any]:
@@ -98,9 +100,9 @@ def _read_torch(path: Path) -> Any:
                     raise ValueError(f"the checksum of {damaged} is wrong")
         with path.open("rb") as file:  # for a path, torch.load goes by its suffix
             return torch.load(file, map_location="cpu", weights_only=True)
-    except OSError:
-        raise
     except Exception as error:  # whatever a parser meets in arbitrary bytes
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:  # a damaged archive points outside of itself
+            raise
         raise ValueError(
             f"{path} is damaged, or holds something else than tensors and plain values, which is not loaded "
             f"({_reason(error)})"
@@ -108,7 +110,7 @@ def _read_torch(path: Path) -> Any:
 
 
 def _reason(error: Exception) -> str:
-    """The line of a message that says what is wrong; torch.load's begin with advice to load the file all the same."""
+    """The line of a message that says what is wrong. torch.load begins with advice to load the file unsafely."""
     text = str(error).strip()
     return (text.partition("WeightsUnpickler error: ")[2] or text).partition("\n")[0] or type(error).__name__
 
@@ -219,7 +221,7 @@ def _json_value(value: Any) -> Any:
 
 
 def _check_replaceable(path: Path, reader: Callable[[Path], object]) -> None:
-    """Raise ``ValueError`` unless ``path`` is free, or a file that ``reader`` knows and its owner may write."""
+    """Raise ``ValueError`` unless ``path`` is free, or a file that ``reader`` can read and its owner may write."""
     if not path.exists():
         return
     try:
@@ -233,7 +235,7 @@ def _check_replaceable(path: Path, reader: Callable[[Path], object]) -> None:
 
 
 def _put(files: Mapping[Path, Callable[[Path], object]]) -> None:
-    """Write new files, each by its function, and put them in the places of the old ones: all of them, complete, or none.
+    """Write new files, each by its function, and replace the old ones: by all of them, complete, or by none.
 
     They share a directory. All but the last are small: copies of the old ones are put back if the last cannot follow.
     """
@@ -267,7 +269,7 @@ def _write_durably(path: Path, write_to: Callable[[Path], object], like: Path) -
 
 
 def main() -> int:
-    """Convert one file; 1 if it cannot be."""
+    """Convert one file; the exit status, 1 where it cannot be converted."""
     options = parse(sys.argv[1:])
     try:
         write(read(options.source, options.key), options.target, options.to)

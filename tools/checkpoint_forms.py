@@ -1,6 +1,7 @@
-"""State dicts made fit for files: plain values alone, a choice of step counts, and the forms that only files need.
+"""State dicts made fit for files: of plain values only, with step counts of one dtype, in the forms that only files need.
 
-:mod:`compiled_optim.formats` describes the forms. What cannot be converted is a ``ValueError`` that says where it stands.
+:mod:`compiled_optim.checkpoint.forms` describes the forms. What cannot be converted is a ``ValueError`` that says where it
+stands.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_optim.formats import check, group_names
+from compiled_optim.checkpoint.forms import check, group_names
 
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
 _DTYPES = {
@@ -62,7 +63,7 @@ def _plain_tensor(value: Tensor, where: str) -> Tensor:
 
 
 def check_lossless(state_dict: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` where state would be lost: that of no parameter, and that of parameters called 1 and "1"."""
+    """Raise ``ValueError`` where state would be lost: it belongs to no parameter, or two parameters are called 1 and "1"."""
     params = {param for group in state_dict["param_groups"] for param in group["params"]}
     if len({type(param) for param in params}) > 1:
         raise ValueError("the groups list some parameters by name and others by number")
@@ -71,7 +72,7 @@ def check_lossless(state_dict: Mapping[str, Any]) -> None:
 
 
 def with_steps(state_dict: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """``state_dict`` with every step count a 0-dim tensor, whose ``dtype`` holds it exactly."""
+    """``state_dict`` with every step count as a 0-dim tensor of ``dtype``; an error for a count that it cannot hold."""
     exact = int(2 / torch.finfo(dtype).eps)
     state = {
         param: {
@@ -143,7 +144,7 @@ def to_optimi(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_counterpart(group: Mapping[str, Any], entries: Iterable[Mapping[str, Any]], where: str) -> None:
-    """Raise ``ValueError`` for what optimi does not know, and for what it needs and the group has not."""
+    """Raise ``ValueError`` for an option that optimi does not know, and for one that it needs and the group lacks."""
     foreign = {k for own in entries for k in own} - {"step", "exp_avg", "exp_avg_sq", "momentum_buffer"}
     foreign |= {k for k in ("nesterov", "maximize", "amsgrad") if isinstance(group.get(k), Tensor) or group.get(k)}
     if foreign:
@@ -155,7 +156,7 @@ def _check_counterpart(group: Mapping[str, Any], entries: Iterable[Mapping[str, 
 
 
 def _common_step(group: Mapping[str, Any], entries: Iterable[Mapping[str, Any]], where: str) -> float:
-    """The step count of a group. torch.optim.SGD has none and optimi's reads none: 1 says that there is state."""
+    """The step count of a group. torch.optim.SGD counts no steps and optimi's SGD reads none: 1 says that there is state."""
     counted = [own.get("step") for own in entries if "step" in own or "betas" in group]
     steps = {_count(step, f"a step in {where}", below=2**31) for step in counted}
     if len(steps) > 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import subprocess
 import sys
 import venv
@@ -31,6 +32,21 @@ def python_with(extra: str) -> Path:
             subprocess.run(install, check=True)
             stamp.write_text(wanted)
     return python
+
+
+def run(extra: str, *arguments: str, modules: str = ".") -> int:
+    """Run Python with ``arguments`` in :func:`python_with` an extra, in the repository's root.
+
+    Args:
+        extra: the extra.
+        *arguments: Python's.
+        modules: a folder of the repository to import modules from.
+
+    Returns:
+        The exit status.
+    """
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / modules)}
+    return subprocess.run([python_with(extra), *arguments], cwd=ROOT, env=environment).returncode
 
 
 @contextlib.contextmanager

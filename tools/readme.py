@@ -1,6 +1,7 @@
-"""The parts of README.md that are generated: the optimizers, from the registry; step times and lowerings, from the results.
+"""The generated parts of README.md.
 
-``python tools/readme.py`` rewrites them; a test fails while they are stale.
+The optimizers come from the classes, step times and lowerings from ``perf/results``, the example from its file, and the
+floor plan from the package's docstring. ``python tools/readme.py`` rewrites them; a test fails while they are stale.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import csv
 import inspect
 import re
+import textwrap
 from pathlib import Path
 
 import compiled_optim as co
@@ -20,12 +22,12 @@ _BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL
 
 
 def optimizers_table() -> str:
-    """One Markdown row per exported optimizer: what it is, its fields and its state."""
+    """One Markdown row per exported optimizer: what it is, the fields that it declares, and its state."""
     classes = [c for name in sorted(co.__all__) if _is_optimizer(c := getattr(co, name))]
     rows = ["| optimizer | fields and defaults | state per parameter |", "|---|---|---|"]
     for cls in classes:
         summary = inspect.cleandoc(cls.__doc__ or "").split("\n\n")[0].replace("\n", " ")
-        choices = [s for s in cls.fields_of(Static) if s.init]
+        choices = [s for s in cls.fields_of(Static) if s.init and s.name in cls.declared]
         fields = ", ".join(f"`{_argument(f)}`" for f in (*cls.fields_of(Hyper), *choices))
         buffers = ", ".join(f"`{b.name}`" + (f" (with `{b.when}`)" if b.when else "") for b in cls.declaration.buffers)
         scalars = ", ".join(f"`{s.name}`" for s in cls.declaration.scalars)
@@ -115,10 +117,24 @@ def example_rule() -> str:
     return f"```python\n{inspect.getsource(inspect.getmodule(co.Lion)).strip()}\n```"  # type: ignore[arg-type]
 
 
+def floor_plan() -> str:
+    """The folders and modules of the package, the top floor first, as its docstring lists them."""
+    _, _, plan = (co.__doc__ or "").partition(":\n\n")
+    return f"```\n{textwrap.dedent(plan).strip()}\n```"
+
+
+_PARTS = {
+    "optimizers": optimizers_table,
+    "speed": speed_table,
+    "lowering": lowering_table,
+    "rule": example_rule,
+    "floors": floor_plan,
+}
+
+
 def generated(text: str) -> str:
     """``text`` with its generated parts brought up to date."""
-    tables = {"optimizers": optimizers_table, "speed": speed_table, "lowering": lowering_table, "rule": example_rule}
-    return _BLOCK.sub(lambda match: f"{match[1]}{tables[match[2]]()}\n{match[3]}", text)
+    return _BLOCK.sub(lambda match: f"{match[1]}{_PARTS[match[2]]()}\n{match[3]}", text)
 
 
 if __name__ == "__main__":

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import sys
 
-from compiled_optim.controls import Controls
-from compiled_optim.events import EventLog
-from compiled_optim.lowering import cpp_library
-from compiled_optim.lowering.eager import EagerLowering
-from compiled_optim.lowering.gathered_rows import GatheredRowsLowering
-from compiled_optim.lowering.inductor import InductorLowering
 from compiled_optim.lowering.interface import Lowering
 from compiled_optim.lowering.multi_tensor import MultiTensorLowering
-from compiled_optim.lowering.sparse_rows import RowTableLowering
+from compiled_optim.lowering.sparse.gathered_rows import GatheredRowsLowering
+from compiled_optim.lowering.sparse.row_table import RowTableLowering
 from compiled_optim.lowering.stacked import StackedLowering, StackTableLowering
-from compiled_optim.plan import Plan
+from compiled_optim.lowering.torch_ops.eager import EagerLowering
+from compiled_optim.lowering.torch_ops.inductor import InductorLowering
+from compiled_optim.memory import cpp_library
+from compiled_optim.plan.clipping import Clipping
+from compiled_optim.plan.compilations import CompilationLog
+from compiled_optim.plan.plan import Plan
 from compiled_optim.rule.rule import Rule
 
 LOWERINGS = ("auto", "multi_tensor", "inductor", "eager")
@@ -25,17 +25,17 @@ _refused: dict[tuple[str, Rule], str] = {}
 
 
 def refuse(plan: Plan, reason: str) -> None:
-    """Lower plans like ``plan`` to eager from now on, since its kernels do not compile."""
+    """Lower plans like ``plan`` to eager from now on: its kernels do not compile."""
     _refused[plan.device.type, plan.rule] = reason
 
 
-def lower(plan: Plan, wanted: str, controls: Controls, log: EventLog, differentiable: bool) -> Lowering:
+def lower(plan: Plan, wanted: str, clipping: Clipping, log: CompilationLog, differentiable: bool) -> Lowering:
     """The lowering of ``plan``.
 
     Args:
         plan: the tensors.
         wanted: one of ``LOWERINGS``.
-        controls: what holds for the whole step.
+        clipping: what holds for the whole step.
         log: where compilations and fallbacks are recorded.
         differentiable: whether autograd records the step.
 
@@ -45,19 +45,19 @@ def lower(plan: Plan, wanted: str, controls: Controls, log: EventLog, differenti
     name = _elementwise(plan, "eager" if differentiable else wanted, log)
     if plan.rule.gradients == "sparse":
         if name == "multi_tensor" and all(m.param.is_contiguous() for m in plan.members):
-            return RowTableLowering(plan, controls, log)
-        return GatheredRowsLowering(plan, controls, log, compiled=name != "eager")
+            return RowTableLowering(plan, clipping, log)
+        return GatheredRowsLowering(plan, clipping, log, compiled=name != "eager")
     if plan.rule.granularity != "element":
         if name == "multi_tensor":
-            return StackTableLowering(plan, controls, log)
-        return StackedLowering(plan, controls, log, compiled=name != "eager")
+            return StackTableLowering(plan, clipping, log)
+        return StackedLowering(plan, clipping, log, compiled=name != "eager")
     if name == "eager":
-        return EagerLowering(plan, controls, differentiable=differentiable)
+        return EagerLowering(plan, clipping, differentiable=differentiable)
     lowering = MultiTensorLowering if name == "multi_tensor" else InductorLowering
-    return lowering(plan, controls, log)
+    return lowering(plan, clipping, log)
 
 
-def _elementwise(plan: Plan, wanted: str, log: EventLog) -> str:
+def _elementwise(plan: Plan, wanted: str, log: CompilationLog) -> str:
     """The name of the lowering that an elementwise rule with dense gradients would have."""
     on_cpu = plan.device.type == "cpu"
     if wanted == "eager":

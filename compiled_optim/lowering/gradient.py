@@ -1,9 +1,14 @@
-"""What every gradient goes through before a rule sees it: unscaling, clipping, and the decision to skip the step."""
+"""What every gradient goes through before a rule sees it: its norm, unscaling, clipping, skipping the step."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from compiled_optim.memory.layout import as_real, compute_dtype, scalar_dtype
 from compiled_optim.rule.vocabulary import sqrt, where
 
 
@@ -12,13 +17,13 @@ def scaled(
 ) -> tuple[Any, Any, Any]:
     """The factor of every gradient, the norm before clipping, and 1 where the step is to be skipped, else 0.
 
-    Written like a rule, so that each lowering evaluates it in its own language. The clip is that of
-    ``torch.nn.utils.clip_grad_norm_``, after the unscaling by ``grad_scale``.
+    It is written like a rule, so that each lowering evaluates it in its own language. Gradients are first unscaled by
+    ``grad_scale``, then clipped as ``torch.nn.utils.clip_grad_norm_`` does.
 
     Args:
-        square_sum: the sum of the squares of all gradients as they came; 0 where nobody needs it.
+        square_sum: the sum of the squares of all gradients before unscaling; 0 where nobody needs it.
         max_grad_norm: the largest norm allowed, or infinity.
-        grad_scale: what the loss was multiplied with.
+        grad_scale: the factor of the loss.
         found_inf: other than 0 if a gradient scaler saw an infinite or NaN gradient.
         skip_nonfinite: other than 0 to skip when the norm is infinite or NaN.
     """
@@ -27,3 +32,13 @@ def scaled(
     clip = where(bound <= max_grad_norm, 1.0, max_grad_norm / bound)
     skip = where((found_inf != 0) | ((skip_nonfinite != 0) & (norm - norm != 0)), 1.0, 0.0)
     return clip / grad_scale, norm, skip
+
+
+def square_sum(grads: Sequence[Tensor | None]) -> Tensor | float:
+    """The sum of the squares of ``grads`` in torch operations; 0 if there are none."""
+    alike: dict[torch.dtype, list[Tensor]] = {}
+    for grad in grads:
+        if grad is not None:
+            alike.setdefault(compute_dtype(grad.dtype), []).append(as_real(grad))
+    norms = [torch.stack(torch._foreach_norm(reals, 2, dtype=dtype)) for dtype, reals in alike.items()]
+    return sum((n.to(scalar_dtype(n.device)).square().sum() for n in norms), 0.0)

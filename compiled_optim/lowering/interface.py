@@ -1,8 +1,8 @@
 """What the optimizer asks of the lowering of one plan, whatever runs its steps.
 
 A step is :meth:`~Lowering.compile`, :meth:`~Lowering.prepare`, :meth:`~Lowering.measure` where the norm of all gradients is
-needed, :meth:`~Lowering.launch`, and :meth:`~Lowering.finish`. Only what ``measure`` and ``launch`` do is the device's work,
-which a CUDA graph can repeat.
+needed, :meth:`~Lowering.launch`, and :meth:`~Lowering.finish`. The device's work is in ``measure`` and ``launch`` alone, and
+a CUDA graph can repeat it.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from compiled_optim.lowering.address_rows import HyperRow
-from compiled_optim.plan import Plan
+from compiled_optim.lowering.kernels.pointers import HyperPointers
+from compiled_optim.lowering.kernels.table import CoefficientTable
+from compiled_optim.plan.plan import Plan
 
 
 class Lowering(Protocol):
@@ -43,11 +44,15 @@ class Lowering(Protocol):
     def square_sum_count(self) -> int:
         """How many partial sums :meth:`measure` writes."""
 
-    def connect(self, own: Tensor, whole: Tensor) -> None:
-        """Let :meth:`measure` write to ``own``; the sum of ``whole`` is the sum over all gradients."""
+    def connect(self, square_sums: Tensor, all_square_sums: Tensor) -> None:
+        """Let :meth:`measure` write to ``square_sums``, a part of ``all_square_sums``: those of all gradients."""
 
     def prepare(self, grads: list[Tensor | None] | None) -> None:
-        """Take ``grads``, one entry for each of the plan's parameters, or the parameters' own; follow what was assigned."""
+        """Note the gradients and what was assigned.
+
+        Args:
+            grads: one entry for each of the plan's parameters; None for the parameters' own gradients.
+        """
 
     def measure(self) -> None:
         """Write the partial sums of the squares of the prepared gradients."""
@@ -60,31 +65,30 @@ class Lowering(Protocol):
 
 
 class Capturable:
-    """A lowering whose launch a CUDA graph can hold: its kernels read tables that are refreshed outside of the graph."""
+    """A lowering whose launch a CUDA graph can hold: its kernels read tables that are brought up to date outside of it."""
 
-    _hypers: HyperRow
+    _hypers: HyperPointers
+    _table: CoefficientTable
+    """From :meth:`~Lowering.compile` on."""
 
     def launch_key(self) -> tuple[object, ...]:
-        """What a graph that holds a launch depends on besides the memory of the tables; it stands for this object."""
+        """What a graph that holds a launch depends on. This object stands for the memory of its tables."""
         return (self,)
 
     def uploading_later(self, steps: int) -> contextlib.AbstractContextManager[None]:
-        """Let a capture inside a ``with`` block, of up to ``steps`` steps, leave what it uploads to the end of the block.
+        """Let a capture inside a ``with`` block, of up to ``steps`` steps, leave what it uploads to the end of the block."""
+        return self._table.gradients.uploading_later(steps)
 
-        By default it uploads nothing.
-        """
-        return contextlib.nullcontext()
-
-    def refresh(self) -> None:
-        """Hand hyperparameters that were assigned over to kernels that run without being prepared."""
-        self._hypers.follow()
+    def upload_hyperparameters(self) -> None:
+        """Make hyperparameters that were assigned known to kernels that run without being prepared."""
+        self._hypers.follow_assignments()
 
     def copied(self) -> list[int]:
-        """The addresses of the hyperparameters and controls that preparing copies, since kernels cannot read them."""
+        """The addresses of the hyperparameters and clipping that preparing copies, since kernels cannot read them."""
         return self._hypers.copied()
 
-    def hold(self) -> None:
-        """Bring the prepared gradients to where a launch, if it is captured now or was before, reads them.
+    def copy_gradients_for_graph(self) -> None:
+        """Copy the prepared gradients to where a captured launch reads them.
 
-        By default nothing: a table says where they are.
+        By default nothing is copied: a table says where the gradients are.
         """

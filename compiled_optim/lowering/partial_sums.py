@@ -1,7 +1,7 @@
 """Sums over many elements in stages, so that no program of an accelerator walks a whole tensor alone.
 
-Inductor splits a reduction by the sizes it compiles with, not by those that come later. Here the number of programs grows
-with the tensor: rows are summed first, then :data:`CHUNK` of those sums at a time, then what is left.
+Inductor splits a reduction by the sizes that it compiles with, not by later ones. Here the number of programs grows with the
+tensor: rows are summed first, then :data:`CHUNK` of their sums at a time, then the rest.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _sum(x: Tensor, dims: Sequence[int]) -> Tensor:
 def _chunked(x: Tensor, dim: int) -> Tensor:
     """The sum over one dimension of any size.
 
-    The last chunk repeats the last number and leaves it out, since padding would copy everything.
+    Padding would copy everything, so the last chunk reads the last number again and counts it as 0.
     """
     size = x.shape[dim]
     if isinstance(size, int) and size <= _ALONE:

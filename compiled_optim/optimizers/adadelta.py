@@ -25,4 +25,4 @@ class Adadelta(CompiledOptimizer):
         square_avg = c.rho * square_avg + c.weight * grad * grad
         delta = sqrt(acc_delta + c.eps) / sqrt(square_avg + c.eps) * grad
         acc_delta = c.rho * acc_delta + c.weight * delta * delta
-        return dict(param=param - c.lr * delta, square_avg=square_avg, acc_delta=acc_delta)
+        return dict(step=c.lr * delta, square_avg=square_avg, acc_delta=acc_delta)

@@ -57,4 +57,4 @@ class Adafactor(CompiledOptimizer, granularity="tensor"):
         direction = grad / sqrt(maximum(estimate, c.bound * c.bound))
         excess = _root_mean_square(direction) / c.d
         clipped = size / where(excess > 1, excess, 1.0)  # as torch.optim: 1 for NaN, which stays where it is
-        return dict(param=c.decay * param - clipped * direction, row_var=row_var, col_var=col_var, variance=variance)
+        return dict(param=c.decay * param, step=clipped * direction, row_var=row_var, col_var=col_var, variance=variance)

@@ -27,4 +27,4 @@ class Adagrad(CompiledOptimizer):
     def update(param, grad, c, sum):
         grad = grad + product(c.weight_decay, param)
         sum = sum + grad * grad
-        return dict(param=param - c.step_size * (grad / (sqrt(sum) + c.eps)), sum=sum)
+        return dict(step=c.step_size * (grad / (sqrt(sum) + c.eps)), sum=sum)

@@ -47,5 +47,5 @@ class Adam(CompiledOptimizer, advice="SparseAdam"):
         if amsgrad:
             max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
         denominator = sqrt(max_exp_avg_sq if amsgrad else exp_avg_sq) / c.correction2 + c.eps
-        param = param - c.step_size * (exp_avg / denominator)
-        return dict(param=param, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, max_exp_avg_sq=max_exp_avg_sq)
+        step = c.step_size * (exp_avg / denominator)
+        return dict(param=param, step=step, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, max_exp_avg_sq=max_exp_avg_sq)

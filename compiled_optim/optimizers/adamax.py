@@ -32,4 +32,4 @@ class Adamax(CompiledOptimizer):
         grad = grad + product(c.weight_decay, param)
         exp_avg = c.beta1 * exp_avg + c.weight1 * grad
         exp_inf = maximum(c.beta2 * exp_inf, absolute(grad) + c.eps)
-        return dict(param=param - c.step_size * (exp_avg / exp_inf), exp_avg=exp_avg, exp_inf=exp_inf)
+        return dict(step=c.step_size * (exp_avg / exp_inf), exp_avg=exp_avg, exp_inf=exp_inf)

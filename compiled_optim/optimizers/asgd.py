@@ -38,5 +38,4 @@ class ASGD(CompiledOptimizer):
     @staticmethod
     def update(param, grad, c, ax):
         grad = grad + product(c.weight_decay, param)
-        param = c.decay * param - c.step_size * grad
-        return dict(param=param, ax=product(c.kept, ax) + c.added * param)
+        return dict(param=c.decay * param, step=c.step_size * grad, ax=lambda new: product(c.kept, ax) + c.added * new)

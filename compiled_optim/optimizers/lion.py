@@ -25,4 +25,4 @@ class Lion(CompiledOptimizer):
     @staticmethod
     def update(param, grad, c, exp_avg):
         direction = sign(c.beta1 * exp_avg + c.weight1 * grad)
-        return dict(param=c.decay * param - c.lr * direction, exp_avg=c.beta2 * exp_avg + c.weight2 * grad)
+        return dict(param=c.decay * param, step=c.lr * direction, exp_avg=c.beta2 * exp_avg + c.weight2 * grad)

@@ -62,7 +62,7 @@ class Muon(CompiledOptimizer, granularity="matrix"):
             0.2 * math.sqrt(max(rows, columns)) if adjust_lr_fn == "match_rms_adamw" else math.sqrt(max(1, rows / columns))
         )
         direction = _orthogonalized(direction, c.a, c.b, c.c, c.eps, ns_steps)
-        return dict(param=c.decay * param - c.lr * ratio * direction, momentum_buffer=momentum_buffer)
+        return dict(param=c.decay * param, step=c.lr * ratio * direction, momentum_buffer=momentum_buffer)
 
     @staticmethod
     def check(hypers: Mapping[str, Any], statics: Mapping[str, Any]) -> None:

@@ -50,5 +50,5 @@ class NAdam(CompiledOptimizer):
             grad = grad + product(c.weight_decay, param)
         exp_avg = c.beta1 * exp_avg + c.weight1 * grad
         exp_avg_sq = c.beta2 * exp_avg_sq + c.weight2 * grad * grad
-        direction = (c.grad_size * grad + c.momentum_size * exp_avg) / (sqrt(exp_avg_sq) / c.correction2 + c.eps)
-        return dict(param=param - direction, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
+        step = (c.grad_size * grad + c.momentum_size * exp_avg) / (sqrt(exp_avg_sq) / c.correction2 + c.eps)
+        return dict(param=param, step=step, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)

@@ -51,4 +51,4 @@ class RAdam(CompiledOptimizer):
         exp_avg = c.beta1 * exp_avg + c.weight1 * grad
         exp_avg_sq = c.beta2 * exp_avg_sq + c.weight2 * grad * grad
         denominator = sqrt(where(c.adaptive > 0, exp_avg_sq, 1.0)) + c.eps
-        return dict(param=param - c.step_size * (exp_avg / denominator), exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
+        return dict(param=param, step=c.step_size * (exp_avg / denominator), exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)

@@ -38,5 +38,5 @@ class RMSprop(CompiledOptimizer):
         direction = grad / (sqrt(variance) + c.eps)
         if momentum_buffer is not None:
             direction = momentum_buffer = c.momentum * momentum_buffer + direction
-        param = param - c.lr * direction
-        return dict(param=param, square_avg=square_avg, momentum_buffer=momentum_buffer, grad_avg=grad_avg)
+        step = c.lr * direction
+        return dict(step=step, square_avg=square_avg, momentum_buffer=momentum_buffer, grad_avg=grad_avg)

@@ -42,4 +42,4 @@ class Rprop(CompiledOptimizer):
         step_size = where(c.first > 0, c.lr, step_size) * factor
         step_size = minimum(maximum(step_size, c.smallest), c.largest)
         grad = where(agreement < 0, 0.0, grad)
-        return dict(param=param - sign(grad) * step_size, prev=grad, step_size=step_size)
+        return dict(step=sign(grad) * step_size, prev=grad, step_size=step_size)

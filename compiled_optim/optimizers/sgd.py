@@ -44,4 +44,4 @@ class SGD(CompiledOptimizer):
         if momentum_buffer is not None:
             momentum_buffer = c.momentum * momentum_buffer + c.grad_weight * grad
             grad = grad + c.momentum * momentum_buffer if nesterov else momentum_buffer
-        return dict(param=param - c.lr * grad, momentum_buffer=momentum_buffer)
+        return dict(step=c.lr * grad, momentum_buffer=momentum_buffer)

@@ -29,5 +29,4 @@ class SparseAdam(CompiledOptimizer, gradients="sparse", advice="Adam"):
     def update(param, grad, c, exp_avg, exp_avg_sq):
         exp_avg = c.beta1 * exp_avg + c.weight1 * grad
         exp_avg_sq = c.beta2 * exp_avg_sq + c.weight2 * grad * grad
-        param = param - c.step_size * (exp_avg / (sqrt(exp_avg_sq) + c.eps))
-        return dict(param=param, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
+        return dict(step=c.step_size * (exp_avg / (sqrt(exp_avg_sq) + c.eps)), exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)

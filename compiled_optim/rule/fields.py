@@ -1,7 +1,7 @@
 """What an optimizer declares: hyperparameters, static choices, flags, state buffers and per-tensor scalars.
 
-A class body is read once, when the class is made, into a :class:`Rule`; the constructor, the validation, the parameter
-groups, the state and every lowering are derived from it.
+The class body of an optimizer is read once, when the class is made. The constructor, the validation, the parameter groups,
+the state and every lowering are derived from its fields.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Field:
 class Hyper(Field):
     """A numeric hyperparameter: a 0-dim device tensor in every parameter group, or a tuple of them.
 
-    ``ge``, ``gt``, ``le`` and ``lt`` bound every element; where nothing else is said, it is finite. An element whose default
-    is None may be None, which is NaN in the tensor. Without a default it must be given.
+    ``ge``, ``gt``, ``le`` and ``lt`` bound every element, by default to finite numbers. An element whose default is None may
+    be None, which is NaN in the tensor. A hyperparameter without a default is a required argument.
     """
 
     default: Any
@@ -70,7 +70,7 @@ class Hyper(Field):
         return self.is_tuple and self.default[index] is None
 
     def check(self, value: float, index: int, where: str, slack: float = 0.0) -> None:
-        """Raise ``ValueError`` if ``value``, of ``where``, is NaN or out of bounds; inclusive ones get ``slack``."""
+        """Raise ``ValueError`` if ``value``, of ``where``, is NaN or out of bounds; inclusive bounds get ``slack``."""
         if math.isnan(value) and self.optional(index):
             return
         inside = (
@@ -100,7 +100,7 @@ class Hyper(Field):
         return tuple(self._number(element, index, where) for index, element in enumerate(value))
 
     def checked(self, value: Any, where: str, slack: float = 0.0) -> tuple[float | Tensor, ...]:
-        """:meth:`elements` after :meth:`check`; a tensor on an accelerator is not read, since that would wait for it."""
+        """:meth:`elements` that pass :meth:`check`. A tensor on an accelerator is not read, since that would wait for it."""
         elements = self.elements(value, where)
         for index, element in enumerate(elements):
             if not isinstance(element, Tensor):
@@ -130,7 +130,7 @@ class Hyper(Field):
 
 @dataclass(frozen=True)
 class Choice(Field):
-    """A Python value, such as a bool, that is no number to compute with."""
+    """A Python value, such as a bool, that no rule computes with."""
 
     default: Any
 
@@ -145,7 +145,7 @@ class Choice(Field):
 class Static(Choice):
     """A choice that shapes the compiled code (``amsgrad``, ``nesterov``).
 
-    With ``init=False`` it is no argument of the constructor: the class has made the choice.
+    With ``init=False`` the class makes the choice, and the constructor has no argument for it.
     """
 
     kw_only: bool = False
@@ -154,23 +154,30 @@ class Static(Choice):
 
 @dataclass(frozen=True)
 class Fact(Field):
-    """A choice that shapes the code and that the shape of each parameter makes, such as whether it is a matrix."""
+    """A yes or no that shapes the code and follows from a parameter's shape, such as whether it is a matrix."""
 
     of: Callable[[torch.Size], bool]
 
 
 @dataclass(frozen=True)
 class Flag(Choice):
-    """An option that the engine handles and no rule sees (``maximize``, ``foreach``)."""
+    """An option that no rule sees (``maximize``, ``foreach``)."""
+
+
+@dataclass(frozen=True)
+class Transform(Field):
+    """A function from rule to rule, which adds a choice of this name."""
+
+    by: Callable[[Any], Any]
 
 
 @dataclass(frozen=True)
 class Buffer(Field):
-    """A state tensor of the parameter's dtype and device, and of its shape unless ``shape`` maps that to another one.
+    """A state tensor of the parameter's dtype and device, and of its shape or the one that ``shape`` makes of it.
 
-    ``when`` names a static field, a fact, or a hyperparameter whose value 0 makes the buffer unnecessary; the buffer exists
-    only where that field is true. ``init`` is the number that fills it at first, or the name of the hyperparameter that
-    does; both parts of a complex number take it.
+    ``when`` names a static field, a fact or a hyperparameter: the buffer exists only where that is true, or not 0. ``init``
+    is the number that fills a new buffer, or the name of a hyperparameter whose value does; both parts of a complex number
+    get it.
     """
 
     when: str | None = None
@@ -184,7 +191,7 @@ class Buffer(Field):
 
 @dataclass(frozen=True)
 class Scalar(Field):
-    """One float64 number of state per parameter, advanced by ``coefficients``; ``init`` is as for a buffer."""
+    """One float64 number of state per parameter, which ``coefficients`` changes in each step; ``init`` as for a buffer."""
 
     init: float | str = 0.0
 
@@ -197,7 +204,7 @@ def hyper(
     le: float | None = None,
     lt: float | None = math.inf,
 ) -> Any:
-    """Declare a numeric hyperparameter; see :class:`Hyper`. Required without ``default``, infinite only with ``lt=None``."""
+    """Declare a numeric hyperparameter; see :class:`Hyper`. It may be infinite only with ``lt=None`` or ``gt=None``."""
     return Hyper(default, ge, gt, le, lt)
 
 
@@ -207,13 +214,18 @@ def static(*, default: Any, kw_only: bool = False, init: bool = True) -> Any:
 
 
 def fact(*, of: Callable[[torch.Size], bool]) -> Any:
-    """Declare a choice made by each parameter's shape; see :class:`Fact`."""
+    """Declare a choice that follows from each parameter's shape; see :class:`Fact`."""
     return Fact(of)
 
 
 def flag(*, default: Any, kw_only: Literal[True]) -> Any:
-    """Declare an engine option; see :class:`Flag`. ``kw_only`` is spelled out for type checkers."""
+    """Declare an option that no rule sees; see :class:`Flag`. ``kw_only`` is there for type checkers."""
     return Flag(default)
+
+
+def transform(*, by: Callable[[Any], Any], default: Literal[False], kw_only: Literal[True]) -> Any:
+    """Declare a transform; see :class:`Transform`. Its choice's default and kind are spelled out for type checkers."""
+    return Transform(by)
 
 
 def buffer(
@@ -227,5 +239,5 @@ def buffer(
 
 
 def scalar(*, init: float | str = 0.0) -> Any:
-    """Declare a per-tensor scalar state; see :class:`Scalar`."""
+    """Declare one number of state per parameter; see :class:`Scalar`."""
     return Scalar(init)

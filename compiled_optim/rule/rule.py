@@ -1,20 +1,19 @@
-"""What a class body of fields and two functions becomes: a declaration, a rule, and the signature of a constructor."""
+"""What a class body of fields and two functions declares: everything the engine knows about one optimizer."""
 
 from __future__ import annotations
 
 import collections
-import dataclasses
+import contextlib
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
-from typing_extensions import dataclass_transform
 
-from compiled_optim.rule.fields import Buffer, Fact, Field, Flag, Hyper, Scalar, Static, flag, hyper, static
+from compiled_optim.rule.fields import Buffer, Fact, Hyper, Scalar, Static
 from compiled_optim.rule.symbols import PLAIN, Code, Dialect, NotWritable, Symbol
 
 Gradients: TypeAlias = Literal["dense", "sparse"]
@@ -52,13 +51,15 @@ class Written:
 
     ``coefficients`` reads ``step``, ``resolution``, ``hyper0``, ``hyper1``, ... and ``scalar0``, ... ; ``numbers`` are its
     results. ``update`` reads ``param``, ``grad``, ``buffer0``, ... of the buffers that are present, and ``k0``, ... for the
-    coefficients; ``results`` are the new parameter and the new buffers.
+    coefficients and then the means; ``results`` are the new parameter and the new buffers. Each of ``means``, the statements
+    and expressions of a stage, reads the same but the means of later stages.
     """
 
     coefficients: list[str]
     numbers: dict[str, str]
     update: list[str]
     results: dict[str, str]
+    means: list[tuple[list[str], dict[str, str]]]
 
 
 @dataclass(frozen=True)
@@ -67,9 +68,14 @@ class Rule(Declaration):
 
     ``coefficients(step, <hyperparameters>, <scalars>, <statics>)`` takes float64 vectors with one entry per tensor. It
     returns a dict: the new scalars, and the numbers that ``update`` needs. ``update(param, grad, c, <buffers>, <statics>)``
-    finds those numbers as attributes of ``c``, and returns a dict of the new ``param`` and the new buffers. Both name only
-    what they use, in any order; an absent buffer is ``None``. ``advice`` names the optimizer for gradients of the other kind
-    than ``gradients``.
+    finds those numbers as attributes of ``c``. It returns a dict: ``step``, which is subtracted from the parameter, the new
+    buffers, and ``param`` where the parameter is scaled before the step, as decoupled weight decay does. A buffer that
+    depends on the new parameter is returned as a function of it. Both name only what they use, in any order; an absent
+    buffer is ``None``. ``advice`` names the optimizer for gradients of the other kind than ``gradients``.
+
+    Each of ``means`` takes what ``update`` takes, before it, and returns a dict of elementwise expressions. Their means over
+    each tensor, the whole of one that is spread over processes, are further attributes of ``c``: to ``update`` and to the
+    functions that follow in ``means``. A function that ends in ``**`` takes everything.
 
     With the granularity ``"element"``, ``update`` is elementwise. Otherwise it sees stacks of equal tensors: the first
     dimension counts tensors, the coefficients broadcast against it, and ``update`` may reduce over all others. With
@@ -88,13 +94,16 @@ class Rule(Declaration):
     gradients: Gradients = "dense"
     advice: str = ""
     granularity: Granularity = "element"
+    means: tuple[Callable[..., dict[str, Any]], ...] = ()
 
     def __post_init__(self) -> None:
+        if self.means and (self.granularity != "element" or self.gradients != "dense"):
+            raise TypeError(f"{self.name}.means is for an elementwise update with dense gradients")
         declared = {f.name for f in (*self.hypers, *self.scalars, *self.statics)}
         resolution = {"resolution"} if self.granularity != "element" else set()
-        self._check_arguments(self.coefficients, {"step"} | declared | resolution)
-        fields = {f.name for f in (*self.buffers, *self.statics, *self.facts)}
-        self._check_arguments(self.update, {"param", "grad", "c"} | fields)
+        self._check_arguments(self.coefficients, argument_names(self.coefficients), {"step"} | declared | resolution)
+        for function, takes in zip((*self.means, self.update), self._takes, strict=True):
+            self._check_arguments(function, takes, self._update_values)
         for statics in self._situations():
             if self.granularity == "element":
                 self.written(statics, PLAIN)
@@ -103,12 +112,18 @@ class Rule(Declaration):
                 for shape in _STACKS[self.granularity]:
                     self._check_update(statics, shape)
 
-    def _check_arguments(self, function: Callable[..., Any], known: set[str]) -> None:
-        if unknown := argument_names(function) - known:
+    def _check_arguments(self, function: Callable[..., Any], takes: set[str], known: set[str]) -> None:
+        if unknown := takes - known:
             raise TypeError(f"{self._title(function)} takes {sorted(unknown)}, which the class does not declare")
 
     def _title(self, function: Callable[..., Any]) -> str:
-        return f"{self.name}.{'update' if function is self.update else 'coefficients'}"
+        kind = "coefficients" if function is self.coefficients else "update" if function is self.update else "means"
+        return f"{self.name}.{kind}"
+
+    @functools.cached_property
+    def _update_values(self) -> set[str]:
+        """The names of what ``update`` may take."""
+        return {"param", "grad", "c", *(f.name for f in (*self.buffers, *self.statics, *self.facts))}
 
     def _situations(self) -> Iterator[dict[str, Any]]:
         """Every combination of the choices that are yes or no."""
@@ -125,32 +140,52 @@ class Rule(Declaration):
         returned = self._write_coefficients(next(self._situations()), Code(PLAIN, "c"))
         return tuple(name for name in returned if name not in scalars)
 
-    @functools.cached_property
-    def numbers(self) -> Callable[..., Any]:
-        """What makes ``update``'s argument ``c`` of the coefficients, in the order of their names."""
-        return collections.namedtuple("Coefficients", self.coefficient_names)
+    def number_names(self, statics: Mapping[str, Any]) -> list[tuple[str, ...]]:
+        """The attributes of ``c`` for each of ``means`` and then for ``update``, which is also their order."""
+        stages = [tuple(expressions) for _, expressions in self.written(statics, PLAIN).means] if self.means else []
+        return list(itertools.accumulate(stages, initial=self.coefficient_names))
+
+    def mean_stages(self, statics: Mapping[str, Any]) -> dict[int, slice]:
+        """Those of ``means`` that return something, and where that is among the attributes of ``c``."""
+        places = itertools.pairwise(map(len, self.number_names(statics)))
+        return {stage: slice(start, end) for stage, (start, end) in enumerate(places) if start < end}
 
     def new_scalars(self, returned: Mapping[str, Any]) -> list[Any]:
         """The scalars in what ``coefficients`` returned."""
         return [returned[s.name] for s in self.scalars]
 
+    def written_coefficients(self, statics: Mapping[str, Any], dialect: Dialect) -> tuple[list[str], dict[str, str]]:
+        """``coefficients`` in another language, under these static choices: the statements, and what it returns."""
+        code = Code(dialect, "c")
+        numbers = self._write_coefficients(statics, code)
+        return code.lines, {name: code.operand(value) for name, value in numbers.items()}
+
     def written(self, statics: Mapping[str, Any], dialect: Dialect) -> Written:
         """Both functions of an elementwise rule in another language, under these static choices."""
-        scalars, body = Code(dialect, "c"), Code(dialect, "e")
-        numbers = self._write_coefficients(statics, scalars)
+        coefficients, body = self.written_coefficients(statics, dialect), Code(dialect, "e")
         present = self.present_buffers(statics)
-        values: dict[str, Any] = {b.name: None for b in self.buffers}
-        values |= {name: Symbol(body, f"buffer{i}") for i, name in enumerate(present)}
-        values |= {"param": Symbol(body, "param"), "grad": Symbol(body, "grad")}
-        c = self.numbers(*(Symbol(body, f"k{i}") for i in range(len(self.coefficient_names))))
-        results = self._run(self.update, {**statics, **values, "c": c})
-        self._check_results(self.update, results, ("param", *present), {b.name for b in self.buffers})
+        names, means = self.coefficient_names, []
+        for function in self.means:
+            stage = Code(dialect, "e")
+            found = self._run(function, self._element(statics, stage, names))
+            if taken := set(found) & set(names):
+                raise TypeError(f"{self.name}.means returns {sorted(taken)}, which c has already")
+            means.append((stage.lines, {name: stage.operand(value) for name, value in found.items()}))
+            names = (*names, *found)
+        results = self._checked_update(self._element(statics, body, names), present)
         return Written(
-            scalars.lines,
-            {name: scalars.operand(value) for name, value in numbers.items()},
+            *coefficients,
             body.lines,
             {name: body.operand(results[name]) for name in ("param", *present)},
+            means,
         )
+
+    def _element(self, statics: Mapping[str, Any], code: Code, numbers: tuple[str, ...]) -> dict[str, Any]:
+        """What ``update`` sees of an element in ``code``, if ``c`` has the attributes ``numbers``."""
+        values: dict[str, Any] = {**statics, **dict.fromkeys(b.name for b in self.buffers)}
+        values |= {name: Symbol(code, f"buffer{i}") for i, name in enumerate(self.present_buffers(statics))}
+        c = number_type(numbers)(*(Symbol(code, f"k{i}") for i in range(len(numbers))))
+        return {**values, "param": Symbol(code, "param"), "grad": Symbol(code, "grad"), "c": c}
 
     def _write_coefficients(self, statics: Mapping[str, Any], code: Code) -> dict[str, Any]:
         count = itertools.count()
@@ -173,17 +208,56 @@ class Rule(Declaration):
         for b in self.buffers:
             own = shape[1:] if b.shape is None else b.shape(torch.Size(shape[1:]))
             values[b.name] = torch.ones(shape[0], *own) if b.name in present else None
-        results = self._run(self.update, {**choices, **values, "c": self.numbers(*[one] * len(self.coefficient_names))})
-        self._check_results(self.update, results, ("param", *present), {b.name for b in self.buffers})
+        c = number_type(self.coefficient_names)(*[one] * len(self.coefficient_names))
+        results = self._checked_update({**choices, **values, "c": c}, present)
         for name in ("param", *present):
             if results[name].shape != values[name].shape:
                 was, now = tuple(values[name].shape), tuple(results[name].shape)
                 raise TypeError(f"{self.name}.update returns a {name} of shape {now} for one of shape {was}")
 
+    def updated(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The new ``param`` and the new buffers, by name, of ``values``, by name."""
+        return self._moved(values["param"], self.returned(values))
+
+    def returned(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """What ``update`` returns of ``values``, of which it gets those that it takes."""
+        return self.update(**{name: values[name] for name in self._takes[-1]})
+
+    def averaged(self, stage: int, values: Mapping[str, Any]) -> dict[str, Any]:
+        """What one of ``means`` returns of ``values``, of which it gets those that it takes."""
+        return self.means[stage](**{name: values[name] for name in self._takes[stage]})
+
+    @functools.cached_property
+    def _takes(self) -> list[set[str]]:
+        """What each of ``means``, and then ``update``, takes; known before Dynamo asks."""
+        return [argument_names(function, self._update_values) for function in (*self.means, self.update)]
+
+    @staticmethod
+    def _moved(param: Any, returned: Mapping[str, Any]) -> dict[str, Any]:
+        """What ``update`` ``returned`` for ``param``, and what follows from it."""
+        new = returned.get("param", param) - returned["step"]
+        return {**{name: value(new) if callable(value) else value for name, value in returned.items()}, "param": new}
+
+    def _checked_update(self, values: Mapping[str, Any], present: Sequence[str]) -> dict[str, Any]:
+        """:meth:`updated` in a rule that is being made, with the buffers that are ``present``."""
+        results = self._run(self.update, values)
+        self._check_results(self.update, results, ("step", *present), {"param", "step", *(b.name for b in self.buffers)})
+        with self._blaming(self.update, values):
+            return self._moved(values["param"], results)
+
     def _run(self, function: Callable[..., dict[str, Any]], values: Mapping[str, Any]) -> dict[str, Any]:
+        with self._blaming(function, values):
+            results = function(**{name: values[name] for name in argument_names(function, self._update_values)})
+        if not isinstance(results, dict):
+            raise TypeError(f"{self._title(function)} must return a dict of values by name, got {type(results).__name__}")
+        return results
+
+    @contextlib.contextmanager
+    def _blaming(self, function: Callable[..., Any], values: Mapping[str, Any]) -> Iterator[None]:
+        """Say what ``function`` did where it fails inside a ``with`` block."""
         where = self._title(function)
         try:
-            results = function(**{name: values[name] for name in argument_names(function)})
+            yield
         except NotWritable as error:
             raise TypeError(f"{where} {error}") from error
         except AttributeError as error:
@@ -194,9 +268,6 @@ class Rule(Declaration):
             raise TypeError(f"{where} uses {error.name}, which is not defined above the class") from error
         except Exception as error:
             raise TypeError(f"{where} cannot be run: {error}") from error
-        if not isinstance(results, dict):
-            raise TypeError(f"{where} must return a dict of values by name, got {type(results).__name__}")
-        return results
 
     def _check_results(
         self, function: Callable[..., Any], results: Mapping[str, Any], needed: Sequence[str], known: set[str]
@@ -204,7 +275,7 @@ class Rule(Declaration):
         where = self._title(function)
         if missing := [name for name in needed if results.get(name) is None]:
             raise TypeError(f"{where} does not return {', '.join(missing)}")
-        if unknown := set(results) - {"param"} - known:
+        if unknown := set(results) - known:
             raise TypeError(f"{where} returns {sorted(unknown)}, which the class does not declare")
 
 
@@ -212,111 +283,13 @@ class Rule(Declaration):
 _STACKS: dict[str, tuple[tuple[int, ...], ...]] = {"tensor": ((2, 5), (2, 3, 4, 5)), "matrix": ((2, 3, 5), (2, 5, 3))}
 
 
-def argument_names(function: Callable[..., Any]) -> set[str]:
-    """What ``function`` takes."""
-    return set(inspect.signature(function).parameters)
+def argument_names(function: Callable[..., Any], everything: Collection[str] = ()) -> set[str]:
+    """What ``function`` takes: ``everything`` if it ends in ``**``."""
+    parameters = inspect.signature(function).parameters.values()
+    return set(everything) if any(p.kind is p.VAR_KEYWORD for p in parameters) else {p.name for p in parameters}
 
 
-@dataclass_transform(field_specifiers=(hyper, static, flag))
-class Declared:
-    """Turns a class body of fields into a constructor signature and, where the body holds an update, a :class:`Rule`.
-
-    It stands above the optimizer base class because type checkers read constructor fields only from classes *below* the
-    one marked as a transform.
-    """
-
-    fields: ClassVar[dict[str, Field]] = {}
-    declaration: ClassVar[Declaration]
-    rule: ClassVar[Rule]
-    """The declaration, where it has an update."""
-
-    gradients: ClassVar[Gradients] = "dense"
-    """The gradients that the optimizer takes. Of a sparse one it updates the rows that the gradient names."""
-
-    advice: ClassVar[str] = ""
-    """The optimizer to advise where a gradient is of the other kind."""
-
-    granularity: ClassVar[Granularity] = "element"
-    """What an update sees at a time; see :class:`Rule`."""
-
-    group_flags: ClassVar[tuple[str, ...]] = ()
-    """The flags in the groups: torch.optim's, so that checkpoints are interchangeable, and ``maximize`` for every rule."""
-
-    def __init_subclass__(
-        cls,
-        *,
-        gradients: Gradients | None = None,
-        advice: str | None = None,
-        granularity: Granularity | None = None,
-        **kwargs: Any,
-    ) -> None:
-        super().__init_subclass__(**kwargs)
-        cls.gradients = gradients or cls.gradients
-        cls.advice = cls.advice if advice is None else advice
-        cls.granularity = granularity or cls.granularity
-        own = {name: value for name, value in vars(cls).items() if isinstance(value, Field)}
-        for name in own:
-            delattr(cls, name)
-        cls.fields = {**cls.fields, **{name: dataclasses.replace(value, name=name) for name, value in own.items()}}
-        flags = _torch_flags(cls)
-        cls.group_flags = (*flags, *(("maximize",) if hasattr(cls, "update") and "maximize" not in flags else ()))
-        positional = [name for name, by_position in flags.items() if by_position]
-        cls.__signature__ = _constructor_signature(cls.fields, positional)  # type: ignore[attr-defined]
-        declared = Declaration(cls.__name__, *(cls.fields_of(kind) for kind in (Hyper, Static, Fact, Buffer, Scalar)))
-        cls.declaration = declared
-        if hasattr(cls, "update"):
-            cls.declaration = cls.rule = Rule(
-                **{field.name: getattr(declared, field.name) for field in dataclasses.fields(declared)},
-                coefficients=cls.coefficients,  # type: ignore[attr-defined]
-                update=cls.update,
-                gradients=cls.gradients,
-                advice=cls.advice,
-                granularity=cls.granularity,
-            )
-
-    @classmethod
-    def fields_of(cls, kind: type[Any]) -> tuple[Any, ...]:
-        """The declared fields of one kind, in declared order."""
-        return tuple(f for f in cls.fields.values() if isinstance(f, kind))
-
-
-def _torch_flags(cls: type[Declared]) -> dict[str, bool]:
-    """The flags that torch.optim's optimizer of this name takes, and whether by position: after everything else.
-
-    An optimizer that torch.optim lacks takes those that most of torch.optim's take. Type checkers read all in the base
-    class, and ask for keywords.
-    """
-    theirs = getattr(torch.optim, cls.__name__, None)
-    if theirs is None:
-        return dict.fromkeys(_USUAL_FLAGS, False)
-    flags = {f.name for f in cls.fields_of(Flag)}
-    parameters = inspect.signature(theirs).parameters
-    return {name: p.kind is p.POSITIONAL_OR_KEYWORD for name, p in parameters.items() if name in flags}
-
-
-_USUAL_FLAGS = ("foreach", "maximize", "capturable", "differentiable", "fused")
-
-
-def _constructor_signature(fields: Mapping[str, Field], positional_flags: Sequence[str]) -> inspect.Signature:
-    positional: list[str] = []
-    keyword: list[str] = []
-    for name, declared in fields.items():
-        if isinstance(declared, Hyper):
-            positional.append(name)
-        elif isinstance(declared, Static) and declared.init:
-            (keyword if declared.kw_only else positional).append(name)
-        elif isinstance(declared, Flag) and name not in positional_flags:
-            keyword.append(name)
-    defaults: Mapping[str, Any] = {
-        name: declared.default for name, declared in fields.items() if hasattr(declared, "default")
-    }
-    return inspect.Signature(
-        [
-            inspect.Parameter("params", inspect.Parameter.POSITIONAL_OR_KEYWORD),
-            *(
-                inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=defaults[name])
-                for name in (*positional, *positional_flags)
-            ),
-            *(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name]) for name in keyword),
-        ]
-    )
+@functools.cache
+def number_type(names: tuple[str, ...]) -> Callable[..., Any]:
+    """What makes ``update``'s argument ``c`` of numbers in the order of their ``names``."""
+    return collections.namedtuple("Numbers", names)

@@ -1,6 +1,7 @@
 """A rule's functions as straight-line code in another language.
 
-A rule is run on symbols, which write down the operations they meet; ``if`` on a static choice is decided then.
+A rule is called with symbols in place of tensors. A symbol writes down each operation that is applied to it. An ``if`` on a
+static choice is decided during the call, and leaves no trace in the code.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ _SPELLINGS = {
 
 
 def word(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Make a word of the vocabulary: ``function`` on tensors and numbers, a call in another language on symbols."""
+    """Decorator: makes a word of the vocabulary.
+
+    Called with tensors and numbers, the word runs ``function``; called with symbols, it writes down a call of itself.
+    """
     _words[function.__name__] = function
 
     @functools.wraps(function)
@@ -55,11 +59,11 @@ def _advice(name: str) -> str:
 
 
 class NotWritable(TypeError):
-    """What a rule does and other languages cannot; the text continues the function's name."""
+    """A rule does something that other languages cannot. The message continues a sentence that begins with its name."""
 
 
 class NotWritableName(NotWritable, AttributeError):
-    """The same, of an attribute."""
+    """A rule reads an attribute that symbols do not have."""
 
 
 class Symbol:
@@ -153,9 +157,9 @@ class Symbol:
 
 @dataclass(frozen=True)
 class Dialect:
-    """How statements, numbers and logic are written in one language; ``{}`` stands for the parts.
+    """How one language writes statements, numbers and logic; ``{}`` stands for the parts.
 
-    A word of the vocabulary is called with an underscore behind its name, as a function that the language's text defines.
+    In every language a word of the vocabulary is a function with an underscore behind its name, such as ``sqrt_``.
     """
 
     statement: str
@@ -187,11 +191,11 @@ class Code:
         raise NotWritable(f"computes with {value!r}; a constant is a Python number")
 
     def assign(self, expression: str) -> Symbol:
-        """Append a statement and return the name it defines."""
+        """Append a statement that defines a new name, and return the symbol of that name."""
         name = f"{self._prefix}{len(self.lines)}"
         self.lines.append(self.dialect.statement.format(name, expression))
         return Symbol(self, name)
 
     def call(self, name: str, *values: Any) -> Symbol:
-        """Append the call of a word of the vocabulary."""
+        """Append a call of a word of the vocabulary, and return the symbol of its result."""
         return self.assign(f"{name}_({', '.join(map(self.operand, values))})")

@@ -17,7 +17,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import compiled_optim
-from compiled_optim.lowering import inductor, multi_tensor, stacked, triton
+from compiled_optim.lowering import multi_tensor, stacked
+from compiled_optim.lowering.kernels import triton
+from compiled_optim.lowering.torch_ops import inductor
 from perf.competitors import arguments
 from perf.lowering import inductor_source, ptx
 from perf.lowering.fake_cuda import fake_cuda, triton_target

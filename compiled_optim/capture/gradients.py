@@ -1,0 +1,153 @@
+"""Which gradients a training step drops, finds and leaves."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Iterable, Sequence
+from operator import attrgetter, is_
+
+import torch
+from torch import Tensor
+
+from compiled_optim.capture.causes import words
+
+_GRAD = attrgetter("grad")
+
+
+class DroppedGradients:
+    """Which gradients ``zero_grad`` set to None before anything was added to them; none is kept alive for that.
+
+    Args:
+        params: the parameters, with the gradients that they have now.
+
+    Attributes:
+        places: which of the parameters, as far as was reported.
+    """
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        self._params = list(params)
+        found: list[Tensor | None] = list(map(_GRAD, self._params))
+        self._found = [None if g is None else (weakref.ref(g), g._version) for g in found]
+        self.places: set[int] = set()
+
+    @property
+    def ids(self) -> set[int]:
+        """The ids of those parameters."""
+        return {id(self._params[i]) for i in self.places}
+
+    def report(self, params: Iterable[Tensor]) -> None:
+        """Note that the gradients of ``params``, which no step used yet, are about to become None."""
+        wanted = set(map(id, params))
+        for i, (param, found) in enumerate(zip(self._params, self._found, strict=True)):
+            if id(param) in wanted:
+                grad: Tensor | None = param.grad
+                if grad is None or found is None:
+                    untouched = grad is None and found is None
+                else:
+                    reference, version = found
+                    untouched = reference() is grad and version == grad._version
+                if untouched:
+                    self.places.add(i)
+
+
+class CapturedGradients:
+    """Which gradients a captured training step found, and which it left.
+
+    ``zero_grad`` may drop a gradient before anything is added to it. The value of such a gradient does not matter, and the
+    capture finds None in its place. Any other gradient is read, or added to, where the capture found it, so the gradient
+    that a parameter has later is copied to there. A parameter that no optimizer of the step updates matters only if the step
+    changes its gradient.
+
+    Args:
+        params: the parameters.
+        names: theirs.
+        updated: how many of them, the first ones, the step's optimizers update.
+        cleared: ids of those whose gradients the function drops, as far as is known.
+
+    Attributes:
+        dropped: those that it does drop.
+        repeats: whether the step leaves what it finds, so that nothing is to be done where nobody replaced a gradient.
+    """
+
+    def __init__(self, params: Sequence[Tensor], names: Sequence[str], updated: int, cleared: Collection[int] = ()) -> None:
+        self._params = list(params)
+        self._names = list(names)
+        self._updated = updated
+        self._originals: list[Tensor | None] = list(map(_GRAD, params))
+        self._cleared = {i for i, p in enumerate(self._params) if id(p) in cleared}
+        for i in self._cleared:
+            self._params[i].grad = None
+        self._found: list[Tensor | None] = list(map(_GRAD, params))
+        self._versions = [None if g is None else g._version for g in self._found]
+        self.dropped = DroppedGradients(self._params)
+        self._watched: list[int] = []
+        self.repeats = False
+        self._concerned: list[Tensor] = []
+        self._given: list[Tensor | None] = []
+
+    def leave(self) -> None:
+        """Note what the captured step left."""
+        left_now = list(map(_GRAD, self._params))
+        changed = {
+            i
+            for i, (found, left, version) in enumerate(zip(self._found, left_now, self._versions, strict=True))
+            if left is not found or (found is not None and found._version != version)
+        }
+        concerned = changed.union(range(self._updated))
+        self._watched = sorted(concerned - self.dropped.places)
+        self._concerned = [self._params[i] for i in sorted(concerned)]
+        self._given = [left_now[i] for i in sorted(concerned)]
+        self.repeats = all(left_now[i] is self._found[i] for i in self._watched)
+
+    def accept(self) -> None:
+        """Let go of the gradients that nobody reads again.
+
+        Raises:
+            RuntimeError: a gradient that was None in the capture, since other calls drop it, was not dropped in this one.
+        """
+        kept = self._cleared - self.dropped.places
+        if kept:
+            raise RuntimeError(
+                f"the function drops the gradient of '{self._names[min(kept)]}' in some calls and in others does not; "
+                "a graph can only do the same in every call"
+            )
+        self._originals = []
+        for i in self.dropped.places:
+            self._found[i] = None
+
+    def put_back(self) -> None:
+        """Let every parameter have the gradient that it had before a capture that failed."""
+        for param, original in zip(self._params, self._originals, strict=True):
+            param.grad = original
+
+    def change(self) -> str:
+        """Which parameter's gradient is not what the graph finds; empty if all are, or were copied to where it reads."""
+        copied: list[tuple[Tensor, Tensor]] = []
+        for i in self._watched:  # none where the function drops its gradients first
+            found, grad = self._found[i], self._params[i].grad
+            if grad is found:
+                continue
+            if grad is None or found is None or not _fits(grad, found):
+                return f"gradient of '{self._names[i]}' {words(found)} -> {words(grad)}"
+            copied.append((found, grad))
+        with torch.no_grad():
+            for found, grad in copied:
+                if found.is_sparse:
+                    found._indices().copy_(grad._indices())
+                    found._values().copy_(grad._values())
+                else:
+                    found.copy_(grad)
+        return ""
+
+    def hand_out(self) -> None:
+        """Give every parameter the gradient that the step leaves, as its Python would have."""
+        if not all(map(is_, map(_GRAD, self._concerned), self._given)):
+            for param, left in zip(self._concerned, self._given, strict=True):
+                param.grad = left
+
+
+def _fits(grad: Tensor, found: Tensor) -> bool:
+    """Whether ``grad`` can be copied to where ``found`` is."""
+    if grad.shape != found.shape or grad.layout != found.layout:
+        return False
+    return not grad.is_sparse or (grad._nnz() == found._nnz() and grad.is_coalesced() == found.is_coalesced())

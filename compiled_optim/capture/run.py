@@ -1,0 +1,163 @@
+"""What a runner of a step and a runner of a whole training step share: one graph, and when it may be captured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+
+from compiled_optim.capture.causes import described, differences
+from compiled_optim.capture.graph import GRAPHS, Graph
+from compiled_optim.groups.names import parameter_name
+from compiled_optim.optimizer import CompiledOptimizer, engine_of
+from compiled_optim.plan.compilations import spend
+from compiled_optim.step.step import Step
+
+
+def graph_of(step: Step | None) -> Step:
+    """``step``, which a graph can hold.
+
+    Raises:
+        ValueError: no graph can.
+    """
+    assert step is not None
+    if isinstance(step.graph, str):
+        raise ValueError(step.graph)
+    return step.graph
+
+
+class Slot:
+    """Where a runner's graph is: apart from everything that may lead back to the runner and keep it alive."""
+
+    graph: Graph | None = None
+
+    def release(self) -> None:
+        """Free the graph."""
+        if self.graph is not None:
+            self.graph.release()
+
+
+class Run:
+    """What both kinds of runner share: one graph, and when it may be captured.
+
+    Args:
+        optimizers: whose steps the graph holds.
+        warmup: calls to run uncaptured first.
+        recaptures: how many stale graphs may be replaced.
+        stream: where they are captured; None for one of their own.
+    """
+
+    alone: ClassVar[bool]
+    """Whether the graph holds a step and nothing else."""
+
+    def __init__(
+        self, optimizers: Sequence[CompiledOptimizer], warmup: int, recaptures: int, stream: torch.Stream | None
+    ) -> None:
+        self._optimizers = list(optimizers)
+        self._engines = [engine_of(o) for o in optimizers]
+        self._stream = stream
+        self.slot = Slot()
+        self.device = self._common_device()
+        self.slot.graph = self._new_graph()
+        self._captured = False
+        self._facts: list[dict[str, str]] = []
+        self._cause = ""
+        self._pending = warmup
+        self._recaptures = self._left = recaptures
+        self.released = False
+
+    @property
+    def _graph(self) -> Graph | None:
+        return self.slot.graph
+
+    def _common_device(self) -> torch.device:
+        placed: dict[torch.device, str] = {
+            param.device: parameter_name(group, i, j)
+            for o in self._optimizers
+            for i, group in enumerate(o.param_groups)
+            for j, param in enumerate(group["params"])
+        }
+        if len(placed) != 1:
+            where = ", ".join(f"'{name}' on {device}" for device, name in placed.items())
+            raise ValueError(f"a graph holds work of one device; the parameters are on {len(placed)}: {where}")
+        return next(iter(placed))
+
+    def _moved(self) -> bool:
+        """Whether the parameters are on another device than they were."""
+        return next((p.device for engine in self._engines for p in engine.params), self.device) != self.device
+
+    def _follow_device(self) -> bool:
+        """Go to where the parameters are; whether they were there already.
+
+        Raises:
+            ValueError: they are on several devices, or no graph can hold the steps there; nothing has changed.
+        """
+        device = self._common_device()
+        if device == self.device:
+            return True
+        before, self.device = self.device, device
+        try:
+            self.slot.graph = self._new_graph()
+        except ValueError:
+            self.device = before
+            raise
+        return False
+
+    def _new_graph(self) -> Graph | None:
+        make = GRAPHS.get(self.device.type)
+        if make is None:
+            for engine in self._engines:
+                name = engine.holdings.kind.__name__
+                engine.holdings.log.fall_back(
+                    f"CUDAGraphRunner runs {name} uncaptured: {self.device.type} has no CUDA graphs",
+                    "use it for parameters on CUDA",
+                )
+            return None
+        for engine in self._engines:
+            graph = graph_of(engine.current())
+            if self.alone and graph.only_whole:
+                raise ValueError(graph.only_whole)
+        return make(self.device, self._stream)
+
+    def _drop(self, cause: str) -> None:
+        """Let go of the stale graph, if that is allowed; the next call captures again.
+
+        Raises:
+            RuntimeError, RecompileError, ValueError: it is not; nothing has changed.
+        """
+        stale = self._graph
+        assert stale is not None
+        if self._left == 0:
+            raise RuntimeError(
+                f"CUDAGraphRunner would capture its graph again, after {self._recaptures} times: {cause}; "
+                "keep that as it is between calls, or allow more recaptures"
+            )
+        self._common_device()
+        spend(f"CUDAGraphRunner would capture its graph again: {cause}")
+        self._follow_device()
+        self._left -= 1
+        self._cause = cause
+        self._pending = 1
+        self._captured = False
+        stale.release()
+
+    def _note_capture(self) -> None:
+        self._captured = True
+        self._facts = [described(o) for o in self._optimizers]
+        for engine in self._engines:
+            engine.holdings.log.captures.append(self._cause)
+
+    def _explain(self) -> str:
+        """What changed in the optimizers since the capture."""
+        for optimizer, facts in zip(self._optimizers, self._facts, strict=True):
+            found = differences(facts, described(optimizer))
+            if found:
+                return found
+        return "tables were made anew"
+
+    def release(self) -> None:
+        """Free the graph."""
+        self.released = True
+        self._captured = False
+        self.slot.release()

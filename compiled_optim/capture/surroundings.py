@@ -1,0 +1,169 @@
+"""What a training step reads in Python, which no graph reads again: compared on the host, by identity and address."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from itertools import chain
+from operator import attrgetter, is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compiled_optim.capture.causes import place
+from compiled_optim.groups.names import parameter_name
+from compiled_optim.memory.addresses import Addresses
+from compiled_optim.optimizer import CompiledOptimizer, engine_of
+
+_REQUIRES_GRAD = attrgetter("requires_grad")
+_TRAINING = attrgetter("training")
+
+
+class Surroundings:
+    """The tensors, modules and modes that a captured training step read in Python, as they were then.
+
+    Args:
+        optimizers: those that the training step uses.
+        modules: those that it reads.
+
+    Attributes:
+        params: the optimizers' parameters.
+        others: those of the modules that no optimizer of the step updates.
+    """
+
+    def __init__(self, optimizers: Sequence[CompiledOptimizer], modules: Iterable[nn.Module]) -> None:
+        self.params = [p for o in optimizers for p in engine_of(o).params]
+        names = {
+            id(p): parameter_name(group, i, j)
+            for o in optimizers
+            for i, group in enumerate(o.param_groups)
+            for j, p in enumerate(group["params"])
+        }
+        self._optimized = set(names)
+        known = {id(m): (name, m) for root in modules for name, m in root.named_modules()}
+        self._modules = [m for _, m in known.values()]
+        self._module_names = [name or type(m).__name__ for name, m in known.values()]
+        # Read past the module's own methods, which look at three dicts for every name.
+        places = [(name, d) for name, m in known.values() for d in (m._parameters, m._buffers, m._modules)]
+        self._prefixes = [f"{name}." if name else "" for name, _ in places]
+        self._dicts: list[dict[str, Any]] = [entries for _, entries in places]
+        self._snapshots = [dict(entries) for entries in self._dicts]
+        self._full = list(filter(None, self._dicts))
+        self._empty = [entries for entries in self._dicts if not entries]
+        self._held = self._contents()
+        others: dict[int, tuple[str, Tensor]] = {}
+        for prefix, entries in zip(self._prefixes, self._snapshots, strict=True):
+            for key, tensor in entries.items():
+                if isinstance(tensor, Tensor) and id(tensor) not in names:
+                    others.setdefault(id(tensor), (prefix + key, tensor))
+        self.others = [t for _, t in others.values() if isinstance(t, nn.Parameter)]
+        self.names = [names.get(id(p), "?") for p in self.params]
+        self.names += [name for name, t in others.values() if isinstance(t, nn.Parameter)]
+        placed = [(name, t) for name, t in others.values() if _has_address(t)]
+        self._tensors = [*self.params, *(t for _, t in placed)]
+        self._tensor_names = [*self.names[: len(self.params)], *(name for name, _ in placed)]
+        self._addresses = Addresses(self._tensors)
+        self._sees_gradients = len(placed) == len(others)
+        self._places = self._tensor_places()
+        self._requires_grad = self._require_grad()
+        self._training = list(map(_TRAINING, self._modules))
+        self._modes = _modes(self._device)
+
+    @property
+    def _device(self) -> torch.device:
+        return self.params[0].device
+
+    @property
+    def all_params(self) -> list[Tensor]:
+        """:attr:`params` and :attr:`others`, in the order of :attr:`names`."""
+        return [*self.params, *self.others]
+
+    def change(self) -> str:
+        """What is not as it was, with old and new value; empty if everything is.
+
+        Raises:
+            RuntimeError: a module no longer holds a parameter that an optimizer updates. Only a new optimizer can follow.
+        """
+        contents = self._contents()
+        if any(self._empty) or len(contents) != len(self._held) or not all(map(is_, contents, self._held)):
+            return self._replaced()
+        self._addresses.read()
+        if self._addresses.moved:
+            return self._first("parameter '{}' {} -> {}", self._tensor_names, self._places, self._tensor_places())
+        flags = self._require_grad()
+        if flags != self._requires_grad:
+            return self._first("requires_grad of '{}' {} -> {}", self.names, self._requires_grad, flags)
+        training = list(map(_TRAINING, self._modules))
+        if training != self._training:
+            return self._first("training mode of '{}' {} -> {}", self._module_names, self._training, training)
+        modes = _modes(self._device)
+        if modes != self._modes:
+            return self._first("{} {} -> {}", list(modes), list(self._modes.values()), list(modes.values()))
+        return ""
+
+    def look(self) -> None:
+        """Look at the gradients, as :meth:`change` does."""
+        self._addresses.read()
+
+    @property
+    def gradients(self) -> object:
+        """What was seen of the gradients: equal to what it was before if none was replaced since."""
+        return self._addresses.version if self._sees_gradients and not self._addresses.unlike else object()
+
+    def mark(self, updated: Collection[int]) -> None:
+        """Note the ids of the parameters that the step writes, for :meth:`count_versions`."""
+        self._addresses.set_written([id(t) in updated for t in self._tensors])
+
+    def count_versions(self) -> None:
+        """Let autograd know that these parameters were written."""
+        self._addresses.finish()
+
+    def put_back(self) -> None:
+        """Let the modules hold what they held."""
+        for entries, before in zip(self._dicts, self._snapshots, strict=True):
+            if list(entries) != list(before) or not all(map(is_, entries.values(), before.values())):
+                entries.clear()
+                entries.update(before)
+
+    def _contents(self) -> list[Any]:
+        return list(chain.from_iterable(map(dict.values, self._full)))
+
+    def _replaced(self) -> str:
+        for prefix, entries, before in zip(self._prefixes, self._dicts, self._snapshots, strict=True):
+            for key in {**before, **entries}:
+                old, new = before.get(key), entries.get(key)
+                if new is old and (key in before) == (key in entries):
+                    continue
+                if id(old) in self._optimized:
+                    raise RuntimeError(
+                        f"parameter '{prefix}{key}' of the module is no longer the tensor that the optimizer updates (after "
+                        "load_state_dict(assign=True)?); make a new optimizer and runner, or load with assign=False"
+                    )
+                kinds = [type(x).__name__ if key in there else "absent" for x, there in ((old, before), (new, entries))]
+                another = "another " if kinds[0] == kinds[1] else ""
+                return f"'{prefix}{key}' of the module {kinds[0]} -> {another}{kinds[1]}"
+        return "entries of a module changed their order"
+
+    @staticmethod
+    def _first(text: str, names: Sequence[str], old: Sequence[Any], new: Sequence[Any]) -> str:
+        return next(text.format(n, a, b) for n, a, b in zip(names, old, new, strict=True) if a != b)
+
+    def _require_grad(self) -> list[bool]:
+        return [*map(_REQUIRES_GRAD, self.params), *map(_REQUIRES_GRAD, self.others)]
+
+    def _tensor_places(self) -> list[str]:
+        return list(map(place, self._tensors))
+
+
+def _has_address(tensor: Tensor) -> bool:
+    """Whether a tensor of a module, which may be of any class and layout, is one piece of memory."""
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+
+
+def _modes(device: torch.device) -> dict[str, object]:
+    autocast = torch.is_autocast_enabled(device.type)
+    return {
+        "grad mode": torch.is_grad_enabled(),
+        "inference mode": torch.is_inference_mode_enabled(),
+        "autocast": torch.get_autocast_dtype(device.type) if autocast else False,
+    }

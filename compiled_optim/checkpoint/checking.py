@@ -1,0 +1,188 @@
+"""What a load will write into groups and state, with everything checked that could make writing fail."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compiled_optim.checkpoint.matching import Pairs
+from compiled_optim.checkpoint.saved_values import Unloadable, as_buffer, as_number, check_memory, described, naming
+from compiled_optim.checkpoint.writing import Copies, GroupValues, check_writable
+from compiled_optim.groups.param_group import ROUNDING, ParamGroup
+from compiled_optim.rule.rule import Declaration
+from compiled_optim.state import OptimizerState, initial_values, missing_entries, scalar_names, structure
+from compiled_optim.torch_internals import outside_inference_mode
+
+
+def check_groups(
+    declaration: Declaration,
+    groups: Sequence[ParamGroup],
+    pairs: Pairs,
+    saved_groups: Sequence[Mapping[str, Any]],
+    skipped: Collection[str],
+) -> tuple[GroupValues, list[str]]:
+    """What each group takes from the saved groups that its parameters were in, except the keys in ``skipped``.
+
+    Returns:
+        Hyperparameters as Python numbers and copies of other values; and where the saved groups of one group disagree.
+
+    Raises:
+        ValueError, TypeError: a value cannot be read, or is out of range.
+    """
+    sources: dict[int, dict[int, None]] = {}
+    for ours, theirs in pairs:
+        sources.setdefault(ours.group, {})[theirs.group] = None
+    values: GroupValues = {index: {} for index in sources}
+    conflicts: list[str] = []
+    for index, saved_indices in sources.items():
+        group, theirs_of_it = groups[index], [saved_groups[i] for i in saved_indices]
+        conflicts += [f"{group.label}: {problem}" for problem in _of_another_optimizer(declaration, group, theirs_of_it)]
+        for key in dict.fromkeys(k for g in theirs_of_it for k in g if k not in skipped):
+            read = _numbers if key in group.live else _copied
+            found = [read(group, key, g[key]) for g in theirs_of_it if key in g]
+            if all(_equal(value, found[0]) for value in found[1:]):
+                values[index][key] = found[0]
+            else:
+                shown = ", ".join(map(described, found))
+                conflicts.append(f"{group.label}: its parameters were in groups with different {key}: [{shown}]")
+    return values, conflicts
+
+
+def _of_another_optimizer(
+    declaration: Declaration, group: ParamGroup, saved_groups: Sequence[Mapping[str, Any]]
+) -> Iterator[str]:
+    """The signs that another kind of optimizer saved the groups."""
+    absent = [h.name for h in declaration.hypers if any(h.name not in g for g in saved_groups)]
+    if absent:
+        yield f"the checkpoint has no {', '.join(absent)} for it"
+    for key in (s.name for s in declaration.statics if not s.init):
+        found = (_copied(group, key, g[key]) for g in saved_groups if key in g)
+        other = next((value for value in found if not _equal(value, group[key])), None)
+        if other is not None:
+            yield f"{key} is {described(other)} in the checkpoint"
+
+
+def _numbers(group: ParamGroup, key: str, value: Any) -> Any:
+    """The hyperparameter ``value`` as Python numbers, as far out of range at most as a scheduler's rounding takes it."""
+    what = f"{key} of {group.label}"
+    with naming(what):
+        elements = tuple(value) if isinstance(value, (tuple, list)) else (value,)
+    plain = tuple(None if e is None else as_number(e, what, finite=False) for e in elements)
+    numbers = plain if isinstance(value, (tuple, list)) else plain[0]
+    for tensor, number in zip(group.tensors(key), group.validated(key, numbers, ROUNDING), strict=True):
+        check_writable(tensor, what, (), number)
+    return numbers
+
+
+def _copied(group: ParamGroup, key: str, value: Any) -> Any:
+    what = f"{key} of {group.label}"
+    with naming(what, "cannot be copied"):
+        if isinstance(value, Tensor):
+            check_memory(value, what)
+        return copy.deepcopy(value)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    try:
+        return torch.equal(a, b.to(a.device)) if isinstance(a, Tensor) and isinstance(b, Tensor) else bool(a == b)
+    except Exception:  # what cannot be compared: tensors without data, arrays of many, whatever an object raises
+        return False
+
+
+def check_state(
+    declaration: Declaration,
+    groups: Sequence[ParamGroup],
+    state: OptimizerState,
+    pairs: Pairs,
+    group_values: GroupValues,
+) -> tuple[list[tuple[Tensor, dict[str, Tensor]]], Copies, list[str]]:
+    """The state of every parameter once the groups hold ``group_values``.
+
+    Returns:
+        New state tensors by parameter, what is copied into state tensors, and what does not fit, by parameter name.
+    """
+    after = [{**g, **g.floats(), **group_values.get(i, {})} for i, g in enumerate(groups)]
+    made: list[tuple[Tensor, dict[str, Tensor]]] = []
+    copies: Copies = []
+    problems: list[str] = []
+    for ours, theirs in pairs:
+        param = ours.content
+        choices = structure(declaration, groups[ours.group], param, group_values.get(ours.group, {}))
+        needed = declaration.present_buffers(choices)
+        try:
+            values = _values(declaration, needed, param, theirs.content)
+            if values or (param in state and param.requires_grad):
+                live: Mapping[str, Any] = state.get(param, {})
+                initial = initial_values(declaration, after[ours.group])
+                new, targets = _targets(declaration, needed, param, live, values, initial)
+                made += [(param, new)] if new else []
+                copies += targets
+        except Unloadable as problem:
+            problems.append(f"{ours.name}: {problem}")
+    return made, copies, problems
+
+
+def _values(
+    declaration: Declaration, needed: tuple[str, ...], param: Tensor, saved: Mapping[str, Any]
+) -> dict[str, float | Tensor]:
+    """What to copy into one parameter's state: everything it needs, or nothing if the checkpoint has no state for it.
+
+    A buffer that a hyperparameter other than 0 makes necessary may be there without need, from when that was not 0.
+
+    Raises:
+        Unloadable: an entry is absent, unknown here, or not what it must be.
+    """
+    if not saved:
+        return {}
+    scalars = scalar_names(declaration)
+    shapes = {
+        b.name: b.shape_for(param)
+        for b in declaration.buffers
+        if b.name in needed or (b.when in declaration.structural_hypers and b.name in saved)
+    }
+    absent = [name for name in (*scalars, *needed) if name not in saved]
+    if absent:
+        raise Unloadable(f"the checkpoint has no {', '.join(absent)} for it")
+    foreign = [name if isinstance(name, str) else described(name) for name in saved if name not in {*scalars, *shapes}]
+    if foreign:
+        raise Unloadable(f"the optimizer has no {', '.join(foreign)} for it")
+    values: dict[str, float | Tensor] = {name: as_number(saved[name], name) for name in scalars}
+    if values["step"] < 0:
+        raise Unloadable(f"step is {values['step']}")
+    return values | {name: as_buffer(saved[name], name, shape, param.dtype) for name, shape in shapes.items()}
+
+
+def _targets(
+    declaration: Declaration,
+    needed: tuple[str, ...],
+    param: Tensor,
+    live: Mapping[str, Any],
+    values: Mapping[str, float | Tensor],
+    initial: Mapping[str, float | Tensor],
+) -> tuple[dict[str, Tensor], Copies]:
+    """The tensors that ``live``, one parameter's state, must get for ``values``, and what to copy into which tensor.
+
+    Without ``values``, the parameter never took a step when the checkpoint was saved, and its state starts anew. A tensor
+    that a differentiable step recorded is replaced, as such a step does.
+    """
+    buffers = {b.name: b.shape_for(param) for b in declaration.buffers if b.name in {*needed, *values, *live}}
+    new: dict[str, Tensor] = {}
+    if values:
+        with naming("the optimizer's own state"), outside_inference_mode():
+            new = missing_entries(declaration, tuple(n for n in buffers if n in needed or n in values), param, live, initial)
+    copies: Copies = []
+    for name in (*scalar_names(declaration), *buffers):
+        target = new.get(name, live.get(name))
+        if target is None:
+            continue
+        source = values.get(name, initial[name])
+        check_writable(target, f"the optimizer's own {name}", buffers.get(name), source)
+        if target.requires_grad:
+            with outside_inference_mode():
+                target = new[name] = torch.empty_like(target)
+        copies.append((target, source))
+    return new, copies

@@ -1,0 +1,137 @@
+"""The forms in which an optimizer's state dict comes.
+
+The *indexed* form is torch.optim's: ``state`` has integers as keys, and groups have integers as ``params`` and, where
+parameters have names, ``param_names``. The *named* form has names in place of the integers. Both may hold ``aliases``
+(further name -> name), for tied parameters, and ``format_version``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from compiled_optim.checkpoint.saved_values import described, naming
+from compiled_optim.groups.names import canonical_names
+
+FORMAT_VERSION = 1
+
+
+def group_names(group: Mapping[str, Any]) -> list[str] | None:
+    """The parameter names of one group of a state dict of either form; None where it has none.
+
+    In a named group the names are ``params``: torch.distributed.checkpoint sorts these and leaves ``param_names`` as it was.
+    """
+    params = list(group["params"])
+    return params if all(isinstance(p, str) for p in params) else group.get("param_names")
+
+
+def plain(value: Any, what: str) -> Any:
+    """A mapping or sequence, called ``what``, as a new dict or list; anything else as it is.
+
+    The copy holds still: a mapping of a class of its own may give another answer each time it is asked.
+    """
+    with naming(what):
+        if isinstance(value, Mapping):
+            return {key: value[key] for key in value}
+        return list(value) if isinstance(value, (list, tuple)) else value
+
+
+@naming("the state dict", passing=(ValueError, TypeError))
+def read(state_dict: Any) -> dict[str, Any]:
+    """``state_dict`` in new dicts and lists that share its values, checked.
+
+    Raises:
+        ValueError: as :func:`check`.
+    """
+    result: dict[str, Any] = plain(state_dict, "the state dict")
+    if isinstance(result, dict):
+        result |= {key: plain(result[key], f"'{key}'") for key in ("state", "param_groups", "aliases") if key in result}
+        states, groups = result.get("state"), result.get("param_groups")
+        if isinstance(states, dict):
+            result["state"] = {key: plain(v, f"the state of {described(key)}") for key, v in states.items()}
+        if isinstance(groups, list):
+            result["param_groups"] = [_plain_group(group, f"param_groups[{i}]") for i, group in enumerate(groups)]
+    check(result)
+    return result
+
+
+def _plain_group(group: Any, where: str) -> Any:
+    group = plain(group, where)
+    if isinstance(group, dict):
+        group |= {key: plain(group[key], f"{where}['{key}']") for key in ("params", "param_names") if key in group}
+    return group
+
+
+def check(state_dict: Any) -> None:
+    """Check the form of a state dict.
+
+    Raises:
+        ValueError: it is neither indexed nor named, or of a later version, or names or lists a parameter twice.
+    """
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
+        raise ValueError("not an optimizer state dict: it must be a dict with 'state' and 'param_groups'")
+    version = state_dict.get("format_version", FORMAT_VERSION)
+    if not isinstance(version, int) or version > FORMAT_VERSION:
+        raise ValueError(
+            f"the checkpoint has format_version {described(version)}; this release reads up to {FORMAT_VERSION}"
+        )
+    groups, states, aliases = state_dict["param_groups"], state_dict["state"], state_dict.get("aliases", {})
+    if not isinstance(groups, (list, tuple)) or not isinstance(states, Mapping):
+        raise ValueError("not an optimizer state dict: 'param_groups' must be a list and 'state' a dict")
+    for i, group in enumerate(groups):
+        _check_group(group, i)
+    for key, entries in states.items():
+        if not isinstance(entries, Mapping):
+            raise ValueError(f"the state of {described(key)} must be a dict, got {described(entries)}")
+    if not isinstance(aliases, Mapping) or not all(isinstance(n, str) for pair in aliases.items() for n in pair):
+        raise ValueError(f"'aliases' must be a dict name -> name, got {described(aliases)}")
+    _refuse_repeated("names", [*(name for group in groups for name in group_names(group) or ()), *aliases])
+    _refuse_repeated("lists", (param for group in groups for param in group["params"]))
+
+
+def _check_group(group: Any, index: int) -> None:
+    where = f"param_groups[{index}]"
+    if not isinstance(group, Mapping) or not isinstance(group.get("params"), (list, tuple)):
+        raise ValueError(f"not an optimizer state dict: {where} must be a dict with a list 'params'")
+    params, names = group["params"], group_names(group)
+    nameless = [described(key) for key in group if not isinstance(key, str)]
+    if nameless:
+        raise ValueError(f"the entries of {where} must have names, got {nameless[0]}")
+    if not all(isinstance(p, (int, str)) for p in params):
+        raise ValueError(f"{where}['params'] must be integers or names, got {described(tuple(params))}")
+    if names is not None and not (isinstance(names, (list, tuple)) and all(isinstance(n, str) for n in names)):
+        raise ValueError(f"{where}['param_names'] must be a list of names, got {described(names)}")
+    if names is not None and len(names) != len(params):
+        raise ValueError(f"{where} has {len(params)} params but {len(names)} param_names")
+
+
+def _refuse_repeated(verb: str, values: Iterable[int | str]) -> None:
+    for value, count in Counter(values).items():
+        if count > 1:
+            raise ValueError(f"the checkpoint {verb} parameter {described(value)} twice")
+
+
+def named(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """The named form of ``state_dict``, which shares its tensors. The prefixes of module wrappers are removed.
+
+    Raises:
+        ValueError: the parameters have no names, or it is no state dict.
+    """
+    check(state_dict)
+    groups = state_dict["param_groups"]
+    if any(group_names(group) is None for group in groups):
+        raise ValueError("the parameters have no names: the optimizer was not made from named_parameters() or a dict")
+    aliases = state_dict.get("aliases", {})
+    names = [name for group in groups for name in group_names(group) or ()]
+    canonical = dict(zip([*names, *aliases], canonical_names([*names, *aliases]), strict=True))
+    renamed = {p: canonical[n] for p, n in zip((p for group in groups for p in group["params"]), names, strict=True)}
+    result = {
+        **state_dict,
+        "state": {renamed[key]: dict(entries) for key, entries in state_dict["state"].items() if key in renamed},
+        "param_groups": [
+            {"params": [renamed[p] for p in g["params"]]} | {k: g[k] for k in g if k not in ("params", "param_names")}
+            for g in groups
+        ],
+    }
+    return result | ({"aliases": {canonical[a]: canonical[n] for a, n in aliases.items()}} if aliases else {})

@@ -1,0 +1,135 @@
+"""Which parameter of a checkpoint is which parameter of the optimizer."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeAlias, TypeVar
+
+from torch import Tensor
+
+from compiled_optim.checkpoint.forms import group_names
+from compiled_optim.groups.names import canonical_name, parameter_name
+from compiled_optim.groups.param_group import ParamGroup
+
+T = TypeVar("T")
+
+
+@dataclass
+class Listed(Generic[T]):
+    """One parameter as the groups of one side list it.
+
+    Attributes:
+        names: its name, then its aliases.
+        group: the index of its group.
+        content: in the optimizer the parameter itself; in a checkpoint its state, empty where it never had any.
+    """
+
+    names: tuple[str, ...]
+    group: int
+    content: T
+
+    @property
+    def name(self) -> str:
+        """The name without aliases."""
+        return self.names[0]
+
+
+Live: TypeAlias = Listed[Tensor]
+Saved: TypeAlias = Listed[Mapping[str, Any]]
+Pairs: TypeAlias = list[tuple[Live, Saved]]
+
+
+def match(
+    groups: Sequence[ParamGroup], aliases: Mapping[str, str], saved: Mapping[str, Any], implied: Mapping[str, float]
+) -> tuple[Pairs, list[str], list[str]]:
+    """Match parameters by name where both sides have names, else by position.
+
+    Args:
+        groups: the optimizer's groups.
+        aliases: the optimizer's further names of tied parameters -> the name in the group.
+        saved: a checkpoint, as ``forms.read`` returns it.
+        implied: state that a checkpoint may leave out, and its value where there is other state.
+
+    Returns:
+        Pairs of a live and a saved parameter, the names that only the optimizer has, and those that only the checkpoint has.
+
+    Raises:
+        ValueError: only some of the checkpoint's groups have names, or without names the numbers of parameters differ.
+    """
+    saved_groups = saved["param_groups"]
+    ours: list[Live] = _listed(groups, aliases, lambda param: param)
+    theirs: list[Saved] = _listed(
+        saved_groups, saved.get("aliases", {}), lambda param: _without_blanks(saved["state"].get(param, {}), implied)
+    )
+    have_names = {group_names(group) is not None for group in saved_groups if group["params"]}
+    if have_names == {False} or not all("param_names" in group for group in groups):
+        _check_sizes(groups, saved_groups)
+        return list(zip(ours, theirs, strict=True)), [], []
+    if False in have_names:
+        raise ValueError("the checkpoint has names for the parameters of some groups only")
+    return _match_names(ours, theirs)
+
+
+def _listed(
+    groups: Sequence[Mapping[str, Any]], aliases: Mapping[str, str], content_of: Callable[[Any], T]
+) -> list[Listed[T]]:
+    """The parameters in ``groups``, which have names or are called by their positions."""
+    further: dict[str, list[str]] = {}
+    for alias, name in aliases.items():
+        further.setdefault(name, []).append(alias)
+    listed = []
+    for i, group in enumerate(groups):
+        names = group_names(group) or [parameter_name(group, i, j) for j in range(len(group["params"]))]
+        for name, param in zip(names, group["params"], strict=True):
+            listed.append(Listed((name, *further.get(name, ())), i, content_of(param)))
+    return listed
+
+
+def _without_blanks(state: Mapping[str, Any], implied: Mapping[str, float]) -> dict[str, Any]:
+    """The saved state of one parameter without the entries that stand for nothing, and with what the others imply."""
+    # A flattened checkpoint of torch.distributed.checkpoint has an empty dict for an entry that was not saved.
+    present = {k: v for k, v in state.items() if v is not None and not (type(v) is dict and not v)}
+    return {**implied, **present} if present else {}
+
+
+def _check_sizes(groups: Sequence[ParamGroup], saved_groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ``ValueError`` unless both sides have equally many groups, and groups of equal position are equally long."""
+    if len(groups) != len(saved_groups):
+        raise ValueError(
+            "loaded state dict has a different number of parameter groups "
+            f"({len(saved_groups)} instead of {len(groups)}), and without names on both sides only positions can match"
+        )
+    for i, (ours, theirs) in enumerate(zip(groups, saved_groups, strict=True)):
+        if len(ours["params"]) != len(theirs["params"]):
+            raise ValueError(
+                "loaded state dict contains a parameter group that doesn't match the size of optimizer's group: "
+                f"param_groups[{i}] has {len(theirs['params'])} parameters instead of {len(ours['params'])}"
+            )
+
+
+def _match_names(live: list[Live], saved: list[Saved]) -> tuple[Pairs, list[str], list[str]]:
+    """Pairs of parameters of equal name, and the names that only one side has.
+
+    A name as it is comes before a name without the prefixes of module wrappers, and a parameter's name before its aliases.
+    """
+    spellings: tuple[Callable[[str], str], ...] = (str, canonical_name)
+    found: dict[str, Saved] = {}
+    left = {theirs.name: theirs for theirs in saved}
+    for spelling, count in itertools.product(spellings, (1, None)):
+        ours_by_name, theirs_by_name = _by_name(live, spelling, count), _by_name(saved, spelling, count)
+        for name, ours in ours_by_name.items():
+            theirs = theirs_by_name.get(name)
+            if ours.name not in found and theirs is not None and theirs.name in left:
+                found[ours.name] = left.pop(theirs.name)
+    pairs = [(ours, found[ours.name]) for ours in live if ours.name in found]
+    return pairs, [ours.name for ours in live if ours.name not in found], list(left)
+
+
+def _by_name(params: Sequence[Listed[T]], spelling: Callable[[str], str], count: int | None) -> dict[str, Listed[T]]:
+    """Parameters by the ``spelling`` of their first ``count`` names. A spelling that several of them share is left out."""
+    every = {(spelling(name), param.name): param for param in params for name in param.names[:count]}
+    holders = Counter(name for name, _ in every)
+    return {name: param for (name, _), param in every.items() if holders[name] == 1}

@@ -1,0 +1,125 @@
+"""Saving and loading state dicts, whose state belongs to names.
+
+A state dict has torch.optim's layout: ``state`` by parameter index, ``param_groups`` with Python numbers and, where the
+parameters have names, ``param_names``. Loading reads it, matches parameters by name whatever their order and grouping, and
+checks everything. Only then does it write, into the live tensors, so that whatever holds one of them keeps working.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from compiled_optim.checkpoint.checking import check_groups, check_state
+from compiled_optim.checkpoint.forms import FORMAT_VERSION, read
+from compiled_optim.checkpoint.matching import match
+from compiled_optim.checkpoint.optimi import from_optimi, is_optimi
+from compiled_optim.checkpoint.saved_values import described, naming
+from compiled_optim.checkpoint.writing import Writes
+from compiled_optim.groups.param_group import ParamGroup
+from compiled_optim.rule.rule import Declaration
+from compiled_optim.state import OptimizerState, scalar_names
+
+
+class LoadReport(NamedTuple):
+    """What a load left out: names in the optimizer only, in the checkpoint only, and in both but unlike each other.
+
+    State that belongs to no parameter of the checkpoint is ``unexpected`` too.
+    """
+
+    missing: list[str]
+    unexpected: list[str]
+    mismatched: list[str]
+
+
+def save(
+    declaration: Declaration,
+    groups: Sequence[ParamGroup],
+    state: OptimizerState,
+    aliases: Mapping[str, str],
+    neutral: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The state dict: hyperparameters as floats, step counts and scalars as copies on the CPU, buffers as they are.
+
+    ``neutral`` gives the value to store for each run-time flag, in place of the optimizer's own.
+    """
+    hypers = {h.name for h in declaration.hypers}
+    packed_groups = []
+    packed_state = {}
+    first = 0
+    for group in groups:
+        params = group["params"]
+        packed = {k: neutral.get(k, v) for k, v in group.items() if k not in hypers and k != "params"}
+        packed_groups.append({**group.floats(), **packed, "params": list(range(first, first + len(params)))})
+        for index, param in enumerate(params, first):
+            if entries := state.get(param):
+                packed_state[index] = {k: _snapshot(k, v, declaration, param) for k, v in entries.items()}
+        first += len(params)
+    result = {"state": packed_state, "param_groups": packed_groups, "format_version": FORMAT_VERSION}
+    return result | ({"aliases": dict(aliases)} if aliases else {})
+
+
+def _snapshot(key: str, value: Any, declaration: Declaration, param: Tensor) -> Any:
+    # torch.distributed.checkpoint loads into the tensors of a state dict, and then drops the state of frozen parameters
+    # (pytorch#192202). What it loads for those reaches the optimizer only if the tensors are the live ones.
+    if key not in scalar_names(declaration) or not isinstance(value, Tensor) or not param.requires_grad:
+        return value
+    return value.detach().to("cpu", copy=True)
+
+
+@torch.no_grad()
+def load(
+    declaration: Declaration,
+    groups: Sequence[ParamGroup],
+    state: OptimizerState,
+    state_dict: Mapping[str, Any],
+    *,
+    aliases: Mapping[str, str],
+    implied: Mapping[str, float],
+    keep: Collection[str],
+    strict: bool,
+    hyperparameters: Literal["checkpoint", "keep"],
+) -> LoadReport:
+    """Copy ``state_dict`` into ``groups`` and ``state``.
+
+    A frozen parameter without state in the checkpoint keeps the state it has; any other starts anew.
+
+    Args:
+        declaration: what the optimizer declares.
+        groups: its live groups.
+        state: its live state.
+        state_dict: what to load: indexed, named, or optimi's; not modified.
+        aliases: the optimizer's further names of tied parameters.
+        implied: state that a checkpoint may leave out, and its value where there is other state.
+        keep: keys of groups that are the optimizer's own whatever the checkpoint says.
+        strict: raise where names, shapes or entries do not match; otherwise load what does.
+        hyperparameters: whether the groups take the checkpoint's values.
+
+    Raises:
+        ValueError, TypeError: the checkpoint is malformed or, with ``strict``, does not match. Nothing is changed then.
+    """
+    with naming("the state dict", passing=(ValueError, TypeError)):
+        saved, orphans = _read(state_dict)
+        pairs, missing, unexpected = match(groups, aliases, saved, implied)
+        sources = pairs if hyperparameters == "checkpoint" else []
+        skipped = {*keep, "params", "param_names"}
+        group_values, conflicts = check_groups(declaration, groups, sources, saved["param_groups"], skipped)
+        made, copies, problems = check_state(declaration, groups, state, pairs, group_values)
+        writes = Writes(group_values, made, copies).set_apart(groups)
+    report = LoadReport(missing, unexpected + orphans, problems + conflicts)
+    if strict and any(report):
+        parts = [f"{kind}: {', '.join(names)}" for kind, names in zip(report._fields, report, strict=True) if names]
+        raise ValueError(f"the checkpoint does not match the optimizer ({declaration.name}); {'; '.join(parts)}")
+    writes.write(groups, state)
+    return report
+
+
+def _read(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """A state dict of any form in this package's meaning, and the state in it that belongs to no parameter."""
+    saved = read(state_dict)
+    listed = {param for group in saved["param_groups"] for param in group["params"]}
+    orphans = [f"the state of {described(key)}" for key in saved["state"] if key not in listed]
+    return from_optimi(saved) if is_optimi(saved) else saved, orphans

@@ -1,0 +1,99 @@
+"""What a load writes. Everything is checked and made beforehand, so that the writing itself cannot fail."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from compiled_optim.checkpoint.saved_values import Unloadable, check_memory, naming
+from compiled_optim.groups.param_group import ParamGroup
+from compiled_optim.memory.layout import span
+from compiled_optim.memory.sharding import local, placement, spread_like
+from compiled_optim.state import OptimizerState, fill
+
+GroupValues: TypeAlias = dict[int, dict[str, Any]]
+"""Values for some keys of groups, by the index of the group; hyperparameters are Python numbers."""
+
+Copies: TypeAlias = list[tuple[Tensor, float | Tensor]]
+"""State tensors, each with what is copied into it; a number fills it."""
+
+
+class Writes(NamedTuple):
+    """Everything that a load writes.
+
+    Attributes:
+        group_values: what goes into groups.
+        made: new state tensors, by parameter.
+        copies: what goes into state tensors, live or new.
+    """
+
+    group_values: GroupValues
+    made: list[tuple[Tensor, dict[str, Tensor]]]
+    copies: Copies
+
+    def set_apart(self, groups: Sequence[ParamGroup]) -> Writes:
+        """The same writes with copies whose order does not matter, as where a state dict holds the live tensors.
+
+        A tensor that is its own source is left alone. A source is cloned if it lies in memory that is written, by another
+        copy or because it is a hyperparameter.
+        """
+        copies = [(target, source) for target, source in self.copies if not _is_same(target, source)]
+        filled = [
+            tensor
+            for index, values in self.group_values.items()
+            for key in values.keys() & groups[index].live.keys()
+            for tensor in groups[index].tensors(key)
+        ]
+        written = sorted(span(local(t)) for t in (*filled, *(target for target, _ in copies)))
+        starts = [start for start, _ in written]
+        ends = list(itertools.accumulate((end for _, end in written), max))
+
+        def is_written(source: Tensor) -> bool:
+            start, end = span(local(source))
+            before = bisect.bisect_left(starts, end)
+            return before > 0 and ends[before - 1] > start
+
+        return self._replace(copies=[(t, s.clone() if isinstance(s, Tensor) and is_written(s) else s) for t, s in copies])
+
+    def write(self, groups: Sequence[ParamGroup], state: OptimizerState) -> None:
+        """Write. DTensors are spread over the processes as they are copied, one at a time."""
+        for index, values in self.group_values.items():
+            group = groups[index]
+            for key, value in values.items():
+                group.fill(key, value) if key in group.live else group.set_quietly(key, value)
+        for param, tensors in self.made:
+            state[param].update(tensors)
+        for target, source in self.copies:
+            target.copy_(spread_like(source, target)) if isinstance(source, Tensor) else fill(target, source)
+
+
+def check_writable(target: Tensor, what: str, shape: tuple[int, ...] | None, source: float | Tensor) -> None:
+    """Raise :class:`Unloadable` if writing ``source`` into ``target``, called ``what``, would fail.
+
+    Without a ``shape`` the target may have any.
+    """
+    with naming(what, "cannot be written"):
+        check_memory(target, what)
+        if shape is not None and tuple(target.shape) != shape:
+            raise Unloadable(f"{what} has shape {tuple(target.shape)} instead of {shape}")
+        if any(size > 1 and stride == 0 for size, stride in zip(target.shape, target.stride(), strict=True)):
+            raise Unloadable(f"{what} has elements that share memory")
+        if target.is_inference() and not torch.is_inference_mode_enabled():
+            raise Unloadable(f"{what} was made in inference mode")
+        if not isinstance(source, Tensor):
+            # Two elements: a single one takes a number that is too large for its dtype, as infinity.
+            fill(torch.empty(2, dtype=target.dtype), source)
+
+
+def _is_same(a: Tensor, b: float | Tensor) -> bool:
+    """Whether two tensors of one shape are the same numbers in the same memory, on every process that holds a part."""
+    if not isinstance(b, Tensor):
+        return False
+    here, there = local(a), local(b)
+    in_place = (here.data_ptr(), here.stride()) == (there.data_ptr(), there.stride())
+    return in_place and (a.dtype, placement(a)) == (b.dtype, placement(b))

@@ -1,0 +1,64 @@
+"""The names of parameters: in messages, and as keys of checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+_WRAPPER_PREFIXES = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+def parameter_name(group: Mapping[str, Any], group_index: int, index: int) -> str:
+    """The name of a parameter in messages, or its position where it has no name."""
+    names = group.get("param_names")
+    return names[index] if names else f"param_groups[{group_index}]['params'][{index}]"
+
+
+def canonical_names(names: Sequence[str]) -> list[str]:
+    """``names``, each as :func:`canonical_name` returns it, or all as they are if two of them would become equal."""
+    short = list(map(canonical_name, names))
+    return short if len(set(short)) == len(set(names)) else list(names)
+
+
+def canonical_name(name: str) -> str:
+    """``name`` without the prefixes that module wrappers insert at any level."""
+    for prefix in _WRAPPER_PREFIXES:
+        name = name.replace(f".{prefix}", ".").removeprefix(prefix)
+    return name
+
+
+def without_aliases(names: Sequence[str], params: Sequence[Any]) -> tuple[list[str], list[Any], dict[str, str]]:
+    """Count each tensor of ``params`` once.
+
+    Returns:
+        The first name of each tensor, the tensors, and a dict of each further name -> the first name. Without ``names``, the
+        first and the last are empty, and the tensors are all of ``params``.
+    """
+    if not names:
+        return [], list(params), {}
+    first_names: dict[int, str] = {}
+    kept: list[tuple[str, Any]] = []
+    aliases: dict[str, str] = {}
+    for name, param in zip(names, params, strict=True):
+        first = first_names.setdefault(id(param), name)
+        if first == name:
+            kept.append((name, param))
+        else:
+            aliases[name] = first
+    return [name for name, _ in kept], [param for _, param in kept], aliases
+
+
+def check_names(names: Sequence[Any], groups: Sequence[Mapping[str, Any]], aliases: Collection[str]) -> None:
+    """Raise an error unless ``names`` are strings, all different, and not in use in ``groups`` or ``aliases``.
+
+    Raises:
+        TypeError: a name is no string.
+        ValueError: a name stands for two parameters.
+    """
+    taken = {name for group in groups for name in group.get("param_names", ())} | set(aliases)
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(f"the name of a parameter must be a string, got {name!r}")
+        if name in taken:
+            raise ValueError(f"two parameters are named '{name}'; give the names of each model a prefix of its own")
+        taken.add(name)

@@ -1,0 +1,102 @@
+"""A dict and a list that report every write, so that what was derived from them is rebuilt and never stale.
+
+A write is reported twice: before it is made, so that an interrupt in between loses nothing, and after it, since another
+thread may have rebuilt in between.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Generic, TypeVar
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class Changes:
+    """Whether there were changes. Dicts and lists that report, and the optimizer that asks, share one such object."""
+
+    pending = True
+
+
+def _reporting(method: Any) -> Callable[..., Any]:
+    """``method``, which writes, with a report before and after it."""
+
+    @functools.wraps(method)
+    def write(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self._changes.pending = True
+        result = method(self, *args, **kwargs)
+        self._changes.pending = True
+        return result
+
+    return write
+
+
+class WatchedDict(dict[K, V], Generic[K, V]):
+    """A dict that reports each write that goes through its public methods.
+
+    Copies, deep copies and pickles are plain dicts, since a copy has nobody to report to.
+
+    Args:
+        values: the first content, by position as for a dict: some libraries make a copy with ``type(mapping)(items)``.
+        changes: where to report; None for a dict that is in no optimizer yet.
+    """
+
+    def __init__(self, values: Mapping[K, V] | Iterable[tuple[K, V]] = (), *, changes: Changes | None = None) -> None:
+        super().__init__(values)
+        self._changes = Changes() if changes is None else changes
+
+    def report(self) -> None:
+        """Report a change by hand, around :meth:`set_quietly`."""
+        self._changes.pending = True
+
+    def set_quietly(self, key: K, value: V) -> None:
+        """Write without reporting, which the package does where nothing is to be derived anew."""
+        super().__setitem__(key, value)
+
+    def setdefault(self, key: K, default: Any = None) -> V:
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        for key, value in dict(*args, **kwargs).items():
+            self[key] = value
+
+    def __ior__(self, other: Any) -> Any:  # type: ignore[misc]
+        self.update(other)
+        return self
+
+    __setitem__, __delitem__, pop, popitem, clear = map(
+        _reporting, (dict.__setitem__, dict.__delitem__, dict.pop, dict.popitem, dict.clear)
+    )
+
+    def copy(self) -> dict[K, V]:
+        return dict(self)
+
+    __copy__ = copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return dict, (dict(self),)
+
+
+class WatchedList(list[V], Generic[V]):
+    """A list that reports each write; copies, deep copies and pickles are plain lists."""
+
+    def __init__(self, changes: Changes, values: Iterable[V]) -> None:
+        super().__init__(values)
+        self._changes = changes
+
+    append, extend, insert, remove, pop, clear, sort, reverse = map(
+        _reporting, (list.append, list.extend, list.insert, list.remove, list.pop, list.clear, list.sort, list.reverse)
+    )
+    __setitem__, __delitem__, __iadd__, __imul__ = map(
+        _reporting, (list.__setitem__, list.__delitem__, list.__iadd__, list.__imul__)
+    )
+
+    def __copy__(self) -> list[V]:
+        return list(self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return list, (list(self),)

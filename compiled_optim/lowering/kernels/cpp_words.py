@@ -1,0 +1,52 @@
+"""The vocabulary of rules as C++, with the dtypes that C++ lacks."""
+
+WORDS = """\
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+template <class T> static inline T sqrt_(T x) { return std::sqrt(x); }
+template <class T> static inline T absolute_(T x) { return std::fabs(x); }
+template <class T> static inline T sign_(T x) { return T(x > 0) - T(x < 0); }
+template <class T> static inline T power_(T x, T y) { return std::pow(x, y); }
+template <class T> static inline T maximum_(T x, T y) { const T r = x > y ? x : y; return x != x ? x : r; }
+template <class T> static inline T minimum_(T x, T y) { const T r = x < y ? x : y; return x != x ? x : r; }
+template <class T> static inline T where_(bool condition, T x, T y) { return condition ? x : y; }
+template <class T> static inline T product_(T x, T y) { const T p = x * y; return p == p ? p : T(0); }
+template <class T> static inline T bias_correction_(T beta, T step) { return -std::expm1(step * std::log(beta)); }
+
+static inline double double_of(int64_t bits) { double x; std::memcpy(&x, &bits, 8); return x; }
+static inline float from_bits(uint32_t bits) { float x; std::memcpy(&x, &bits, 4); return x; }
+static inline uint32_t to_bits(float x) { uint32_t bits; std::memcpy(&bits, &x, 4); return bits; }
+
+struct bfloat16 {
+  uint16_t bits;
+  operator float() const { return from_bits(uint32_t(bits) << 16); }
+  bfloat16() = default;
+  explicit bfloat16(float x) {  // round to nearest, ties to even
+    const uint32_t u = to_bits(x);
+    const uint32_t rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+    bits = uint16_t(x != x ? 0x7fc0 : rounded);
+  }
+};
+
+struct float16 {
+  uint16_t bits;
+  operator float() const {  // the multiplication by 2^112 also normalizes subnormal numbers
+    const uint32_t magnitude = uint32_t(bits & 0x7fff) << 13;
+    const float finite = from_bits(magnitude) * from_bits(0x77800000);
+    const float special = from_bits(magnitude | 0x7f800000);
+    const float x = (bits & 0x7c00) == 0x7c00 ? special : finite;
+    return from_bits(to_bits(x) | (uint32_t(bits & 0x8000) << 16));
+  }
+  float16() = default;
+  explicit float16(float x) {  // round to nearest, ties to even
+    const uint32_t u = to_bits(x), sign = (u >> 16) & 0x8000, magnitude = u & 0x7fffffff;
+    const uint32_t normal = (magnitude + 0xc8000fff + ((magnitude >> 13) & 1)) >> 13;
+    const uint32_t subnormal = to_bits(from_bits(magnitude) + 0.5f) - 0x3f000000;
+    const uint32_t finite = magnitude < 0x38800000 ? subnormal : normal;
+    const uint32_t overflow = magnitude > 0x7f800000 ? 0x7e00 : 0x7c00;
+    bits = uint16_t(sign | (magnitude >= 0x477ff000 ? overflow : finite));
+  }
+};
+"""

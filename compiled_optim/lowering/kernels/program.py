@@ -1,0 +1,92 @@
+"""A rule's functions and what every gradient goes through before them, as the text of a kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from compiled_optim.lowering.gradient import scaled
+from compiled_optim.plan.clipping import NAMES
+from compiled_optim.rule.rule import Rule
+from compiled_optim.rule.symbols import Code, Dialect, Symbol
+
+
+@dataclass(frozen=True)
+class Update:
+    """What happens to an element, as statements over variables that a kernel defines around them.
+
+    ``lines`` read ``param``, ``grad``, ``buffer0``, ... of the buffers that are present, and ``k0``, ... for the numbers
+    of the :class:`Evaluation` and of all :class:`Means`, ``numbers`` in all. The results are the expressions ``new_param``
+    and ``new_buffers``.
+    """
+
+    lines: list[str]
+    numbers: int
+    new_param: str
+    new_buffers: list[str]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What happens once for each parameter, as statements over variables that a kernel defines around them.
+
+    ``gradient`` reads ``square_sum`` and ``control0``, ``control1``, ... ; its results are the expressions ``factor``,
+    ``norm`` and ``skip``. ``lines`` read ``step``, ``resolution``, ``hyper0``, ``hyper1``, ... and ``scalar0``, ... ; the
+    results are the expressions ``new_scalars``, the step count first, and ``numbers``. A parameter's group has ``hypers``
+    hyperparameters.
+    """
+
+    gradient: list[str]
+    factor: str
+    norm: str
+    skip: str
+    hypers: int
+    lines: list[str]
+    new_scalars: list[str]
+    numbers: list[str]
+
+
+@dataclass(frozen=True)
+class Means:
+    """A stage of a rule's means: ``lines`` read what an update's do, of the numbers the first ``numbers``.
+
+    The means of the results, ``expressions``, are the numbers that follow.
+    """
+
+    stage: int
+    lines: list[str]
+    expressions: list[str]
+    numbers: int
+
+
+@dataclass(frozen=True)
+class Program:
+    """The functions of a kernel; ``update`` is None where the rule is not elementwise."""
+
+    evaluation: Evaluation
+    means: list[Means]
+    update: Update | None
+
+    @classmethod
+    def of(cls, rule: Rule, statics: Mapping[str, Any], dialect: Dialect) -> Program:
+        """The program of ``rule`` under these static choices."""
+        before = Code(dialect, "s")
+        clipping = {name: Symbol(before, f"control{i}") for i, name in enumerate(NAMES)}
+        factor, norm, skip = map(before.operand, scaled(Symbol(before, "square_sum"), **clipping))
+        lines, returned = rule.written_coefficients(statics, dialect)
+        new_scalars = ["step", *(returned[s.name] for s in rule.scalars)]
+        numbers = [returned[name] for name in rule.coefficient_names]
+        hypers = sum(h.length for h in rule.hypers)
+        evaluation = Evaluation(before.lines, factor, norm, skip, hypers, lines, new_scalars, numbers)
+        if rule.granularity != "element":
+            return cls(evaluation, [], None)
+        written = rule.written(statics, dialect)
+        means: list[Means] = []
+        count = len(numbers)
+        for stage, (lines, expressions) in enumerate(written.means):
+            if expressions:
+                means.append(Means(stage, lines, list(expressions.values()), count))
+                count += len(expressions)
+        buffers = [written.results[name] for name in rule.present_buffers(statics)]
+        return cls(evaluation, means, Update(written.update, count, written.results["param"], buffers))

@@ -1,0 +1,135 @@
+"""A rule as Triton: kernels that update every tensor of a plan in two launches, three where the norm is needed.
+
+Each stage of a rule's means takes two more.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import linecache
+import sys
+from collections.abc import Mapping
+from types import ModuleType
+
+from compiled_optim.lowering.kernels.table import AveragedTable, CoefficientTable, MeasuredTable, TensorTable
+from compiled_optim.lowering.kernels.triton_source import BLOCK, PART, source, stretch_of
+from compiled_optim.plan.kernel_key import KernelKey
+
+TENSORS = 32  # tensors whose coefficients one program evaluates
+WARPS = 4
+REDUCING_PROGRAMS = 4096  # programs that reduce the gradients: enough to keep the memory of a large GPU busy
+
+
+class TritonKernel:
+    """The kernels of one key."""
+
+    chunk = BLOCK
+
+    def __init__(self, module: ModuleType, stretch: int, stages: Mapping[int, slice]) -> None:
+        self._module = module
+        self._stages = stages
+        self.stretch = stretch
+
+    def square_sum_count(self, stretches: int) -> int:
+        """One partial sum per program that reduces."""
+        return min(stretches, REDUCING_PROGRAMS)
+
+    def measure(self, table: MeasuredTable) -> None:
+        """Write the partial sums of the squares of the gradients, in one launch."""
+        if len(table.square_sums):
+            self._module.square_sums[(len(table.square_sums),)](
+                table.tensors,
+                table.grads,
+                table.stretches,
+                table.square_sums,
+                len(table.grads),
+                len(table.stretches),
+                BLOCK,
+                num_warps=WARPS,
+            )
+
+    def evaluate(self, coefficients: CoefficientTable) -> None:
+        """Write the coefficients of all parameters, in one launch."""
+        count = coefficients.owners.shape[1]
+        self._module.evaluate[(-(-count // TENSORS),)](
+            coefficients.owners,
+            coefficients.gradients.pointers,
+            coefficients.hypers,
+            coefficients.all_square_sums,
+            coefficients.outcome,
+            coefficients.coefficients,
+            count,
+            len(coefficients.all_square_sums),
+            int(coefficients.leads),
+            TENSORS,
+            BLOCK,
+        )
+
+    def average(self, stage: int, table: AveragedTable, coefficients: CoefficientTable) -> None:
+        """Write the means of one stage behind the other coefficients, in two launches."""
+        owner_count = coefficients.owners.shape[1]
+        if len(table.chunks):
+            getattr(self._module, f"sums{stage}")[(len(table.chunks),)](
+                table.tensors,
+                table.grads,
+                table.chunks,
+                coefficients.outcome,
+                coefficients.coefficients,
+                table.sums,
+                len(table.grads),
+                owner_count,
+                BLOCK,
+                PART,
+                num_warps=WARPS,
+            )
+        places = self._stages[stage]
+        self._module.average[(len(table.spans), places.stop - places.start)](
+            table.sums,
+            table.spans,
+            table.grads,
+            coefficients.outcome,
+            coefficients.coefficients,
+            len(table.chunks),
+            owner_count,
+            1 + places.start,
+            BLOCK,
+            num_warps=WARPS,
+        )
+
+    def update(self, table: TensorTable, coefficients: CoefficientTable) -> None:
+        """Update the tensors of ``table``, in one launch."""
+        if len(table.chunks):
+            self._module.update[(len(table.chunks),)](
+                table.tensors,
+                table.grads,
+                table.chunks,
+                coefficients.outcome,
+                coefficients.coefficients,
+                len(table.grads),
+                coefficients.owners.shape[1],
+                BLOCK,
+                PART,
+                num_warps=WARPS,
+            )
+
+    def step(self, table: TensorTable, coefficients: CoefficientTable) -> None:
+        """Evaluate and update, in two launches."""
+        self.evaluate(coefficients)
+        self.update(table, coefficients)
+
+
+def build(key: KernelKey) -> TritonKernel:
+    """The kernels for one key; Triton compiles them when they first run."""
+    return TritonKernel(load(source(key)), stretch_of(key.grad_dtype), key.rule.mean_stages(dict(key.statics)))
+
+
+def load(text: str) -> ModuleType:
+    """The module of ``text``. No file holds it: Triton reads the source of its functions where tracebacks do."""
+    name = f"compiled_optim_kernel_{hashlib.sha256(text.encode()).hexdigest()[:32]}"
+    if name not in sys.modules:
+        place = f"<{name}>"
+        linecache.cache[place] = (len(text), None, text.splitlines(keepends=True), place)
+        module = ModuleType(name)
+        sys.modules[name] = module
+        exec(compile(text, place, "exec"), vars(module))
+    return sys.modules[name]

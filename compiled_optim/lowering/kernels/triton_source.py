@@ -1,0 +1,293 @@
+"""The Triton text of a rule's kernels.
+
+``square_sums`` reduces the gradients, each program a fixed share of their stretches. ``evaluate`` computes the rule's
+coefficients, in float64, with one lane per tensor. ``update`` updates one chunk of a tensor per program. For each stage of
+the rule's means there is one like it that adds up a chunk, and ``average`` adds up the chunks of a tensor per program. All
+read addresses from tables in device memory, so they are compiled once per key whatever the tensors are.
+
+Elements are accessed 16 bytes at a time where the addresses and the number of elements are multiples of that, otherwise one
+by one. A program finds out which when it runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from compiled_optim.lowering.kernels.program import Evaluation, Means, Program, Update
+from compiled_optim.lowering.kernels.table import (
+    BUFFERS,
+    GROUP,
+    MAXIMIZE,
+    NUMEL,
+    OWNER,
+    PARAM,
+    RESOLUTION,
+    SCALARS,
+)
+from compiled_optim.lowering.kernels.triton_words import WORDS
+from compiled_optim.plan.clipping import NAMES
+from compiled_optim.plan.kernel_key import KernelKey
+from compiled_optim.rule.symbols import Dialect
+
+BLOCK = 1024  # elements of a chunk, updated by one program
+PART = 512  # elements of a chunk that are updated at a time where they are accessed one by one, which takes registers
+STRETCH = 16384  # bytes of a gradient whose squares a program adds up at a time: the memory's latency is paid once for all
+
+_DIALECT = Dialect("{} = {}", "{}", "&", "|")
+_STORAGE = {"float32": "tl.float32", "float64": "tl.float64", "bfloat16": "tl.bfloat16", "float16": "tl.float16"}
+
+
+def source(key: KernelKey) -> str:
+    """The text of a module with the kernels for one key."""
+    program = Program.of(key.rule, dict(key.statics), _DIALECT)
+    text = WORDS + _evaluation(program.evaluation)
+    if program.update is None:
+        return text
+    means = "".join(_means(key, means) for means in program.means)
+    return text + means + (_AVERAGE if means else "") + _update(key, program.update)
+
+
+def _evaluation(program: Evaluation) -> str:
+    scalars = range(len(program.new_scalars))
+    clipping = [f"control{i} = control_of(hypers, {i})" for i in range(len(NAMES))]
+    lines = [f"scalars{i} = address(owners, {SCALARS + i}, count, t, here, tl.float64)" for i in scalars]
+    lines += ["step = tl.load(scalars0, mask=here, other=0.0) + 1"]
+    lines += [f"scalar{i - 1} = tl.load(scalars{i}, mask=here, other=0.0)" for i in scalars[1:]]
+    hypers = f"{len(NAMES)} + {program.hypers} * group"
+    lines += [f"hyper{i} = hyper_of(hypers, {hypers} + {i}, here)" for i in range(program.hypers)]
+    lines += program.lines
+    lines += [f"tl.store(scalars{i}, {value}, mask=here)" for i, value in enumerate(program.new_scalars)]
+    lines += [f"tl.store(out + {i + 1} * count + t, {value}, mask=here)" for i, value in enumerate(program.numbers)]
+    return _EVALUATION.format(
+        group=GROUP,
+        maximize=MAXIMIZE,
+        resolution=RESOLUTION,
+        gradient=_block(clipping + program.gradient, 1),
+        factor=program.factor,
+        norm=program.norm,
+        skip=program.skip,
+        coefficients=_block(lines, 1),
+    )
+
+
+def _storage(key: KernelKey) -> dict[str, str]:
+    """The pointers to an element's values, and their dtypes."""
+    names = ("params", "grad_values", *(f"buffers{i}" for i in range(len(key.buffer_dtypes))))
+    dtypes = (key.param_dtype, key.grad_dtype, *key.buffer_dtypes)
+    return {name: _STORAGE[dtype] for name, dtype in zip(names, dtypes, strict=True)}
+
+
+def _compute(key: KernelKey) -> str:
+    return "tl.float64" if key.param_dtype == "float64" else "tl.float32"
+
+
+def _numbers(key: KernelKey, count: int) -> list[str]:
+    """What defines the addresses of a tensor and its owner's first ``count`` numbers."""
+    buffers = range(len(key.buffer_dtypes))
+    rows = (f"tensors + {PARAM}", "grads + 0", *(f"tensors + {BUFFERS + i}" for i in buffers))
+    lines = [f"{name} = tl.load({row} * count + t)" for name, row in zip(_storage(key), rows, strict=True)]
+    owner = f"owner = tl.load(tensors + {OWNER} * count + t)"
+    lines += [owner, f"factor = tl.load(coefficients + owner).to({_compute(key)})"]
+    numbers = (f"tl.load(coefficients + {i + 1} * owner_count + owner).to({_compute(key)})" for i in range(count))
+    return [*lines, *(f"k{i} = {number}" for i, number in enumerate(numbers))]
+
+
+def _loads(key: KernelKey, pointer: str) -> list[str]:
+    """What defines the values of elements."""
+    values = ("param", "grad", *(f"buffer{i}" for i in range(len(key.buffer_dtypes))))
+    loads = [
+        f"{value} = tl.load({pointer}({name}, {dtype}) + at, mask=inside).to({_compute(key)})"
+        for value, (name, dtype) in zip(values, _storage(key).items(), strict=True)
+    ]
+    return [*loads, "grad = factor * grad"]
+
+
+def _chunk(key: KernelKey) -> dict[str, Any]:
+    """What the texts of :data:`_MEANS` and :data:`_UPDATE` have in common."""
+    dtypes = (key.param_dtype, key.grad_dtype, *key.buffer_dtypes)
+    return {"numel": NUMEL, "addresses": " | ".join(_storage(key)), "lanes": _lanes(*dtypes)}
+
+
+def _means(key: KernelKey, program: Means) -> str:
+    expressions = list(enumerate(program.expressions))
+    chosen = [f"tl.where(inside, {expression}, 0.0).to(tl.float64)" for _, expression in expressions]
+    wide = [f"sum{i} = tl.sum({value}, axis=0)" for i, value in enumerate(chosen)]
+    narrow = [f"lanes{i} += {value}" for i, value in enumerate(chosen)]
+    return _MEANS.format(
+        **_chunk(key),
+        stage=program.stage,
+        numbers=_block(_numbers(key, program.numbers), 2),
+        wide=_block([*_loads(key, "wide"), *program.lines, *wide], 3),
+        zeros=_block([f"lanes{i} = tl.zeros([PART], tl.float64)" for i, _ in expressions], 3),
+        narrow=_block([*_loads(key, "narrow"), *program.lines, *narrow], 4),
+        sums=_block([f"sum{i} = tl.sum(lanes{i}, axis=0)" for i, _ in expressions], 3),
+        results=_block([f"tl.store(sums + {i} * tl.num_programs(0) + chunk, sum{i})" for i, _ in expressions], 2),
+    )
+
+
+def _update(key: KernelKey, program: Update) -> str:
+    storage, compute = _storage(key), _compute(key)
+    results = dict(zip((n for n in storage if n != "grad_values"), (program.new_param, *program.new_buffers), strict=True))
+
+    def body(pointer: str) -> list[str]:
+        stores = (
+            f"tl.store({pointer}({name}, {storage[name]}) + at, rounded({value}, {storage[name]}), mask=inside)"
+            for name, value in results.items()
+        )
+        return [*_loads(key, pointer), *program.lines, *stores]
+
+    blocks = range(0, stretch_of(key.grad_dtype), BLOCK)
+    squares = [f"grad{i} = tl.load(grad_values + {i} + at, mask=at < left - {i}, other=0.0)" for i in blocks]
+    squares += [f"squares += square(grad{i}.to({compute}))" for i in blocks]
+    return _UPDATE.format(
+        **_chunk(key),
+        grad=storage["grad_values"],
+        compute=compute,
+        stretch=stretch_of(key.grad_dtype),
+        grad_bytes=_size(key.grad_dtype),
+        grad_lanes=_lanes(key.grad_dtype),
+        squares=_block(squares, 3),
+        numbers=_block(_numbers(key, program.numbers), 2),
+        wide=_block(body("wide"), 3),
+        narrow=_block(body("narrow"), 4),
+    )
+
+
+def stretch_of(grad_dtype: str) -> int:
+    """How many elements of a gradient a program reduces at a time."""
+    return STRETCH // _size(grad_dtype)
+
+
+def _size(dtype: str) -> int:
+    return int(getattr(torch, dtype).itemsize)
+
+
+def _lanes(*dtypes: str) -> int:
+    """The fewest elements that fill a whole number of 16 bytes in each of ``dtypes``."""
+    return 16 // min(map(_size, dtypes))
+
+
+def _block(lines: list[str], level: int) -> str:
+    return "\n".join("    " * level + line for line in lines)
+
+
+_EVALUATION = """
+
+@triton.jit(do_not_specialize=["count", "sum_count", "leads"])
+def evaluate(
+    owners, grads, hypers, sums, outcome, out, count, sum_count, leads, TENSORS: tl.constexpr, LANES: tl.constexpr
+):
+    lanes = tl.zeros([LANES], tl.float64)
+    for start in range(0, sum_count, LANES):
+        at = start + tl.arange(0, LANES)
+        lanes += tl.load(sums + at, mask=at < sum_count, other=0.0)
+    square_sum = tl.sum(lanes, axis=0)
+{gradient}
+    if tl.program_id(0) == 0:
+        tl.store(outcome, {norm})
+        tl.store(outcome + 1, {skip})
+        tl.store(outcome + 2, tl.load(outcome + 2) + leads * {skip})
+    t = tl.program_id(0) * TENSORS + tl.arange(0, TENSORS)
+    inside = t < tl.where({skip} == 0, count, 0)
+    here = inside & (tl.load(grads + t, mask=inside, other=0) != 0)
+    group = tl.load(owners + {group} * count + t, mask=here, other=0)
+    maximize = tl.load(owners + {maximize} * count + t, mask=here, other=0)
+    resolution = tl.load(owners + {resolution} * count + t, mask=here, other=0).to(tl.float64, bitcast=True)
+    tl.store(out + t, tl.where(maximize != 0, -{factor}, {factor}), mask=here)
+{coefficients}
+"""
+
+_MEANS = """
+
+@triton.jit(do_not_specialize=["count", "owner_count"])
+def sums{stage}(
+    tensors, grads, chunks, outcome, coefficients, sums, count, owner_count, BLOCK: tl.constexpr, PART: tl.constexpr
+):
+    chunk = tl.program_id(0)
+    t = tl.load(chunks + 2 * chunk)
+    if (tl.load(grads + t) != 0) & (tl.load(outcome + 1) == 0):
+        start = tl.load(chunks + 2 * chunk + 1) * BLOCK
+        left = tl.minimum(tl.load(tensors + {numel} * count + t) - start, BLOCK).to(tl.int32)
+{numbers}
+        if (({addresses}) % 16 == 0) & (left % {lanes} == 0):
+            lane = tl.arange(0, BLOCK)
+            inside = lane < left // {lanes} * {lanes}  # left itself, now known to be a multiple
+            at = start + lane
+{wide}
+        else:
+{zeros}
+            for part in range(0, left, PART):
+                lane = part + tl.arange(0, PART)
+                inside = lane < left
+                at = start + lane
+{narrow}
+{sums}
+{results}
+"""
+
+_AVERAGE = """
+
+@triton.jit(do_not_specialize=["chunk_count", "owner_count", "first"])
+def average(sums, spans, grads, outcome, coefficients, chunk_count, owner_count, first, LANES: tl.constexpr):
+    span = spans + 4 * tl.program_id(0)
+    t = tl.load(span)
+    if (tl.load(grads + t) != 0) & (tl.load(outcome + 1) == 0):
+        end = tl.load(span + 2)
+        sums += tl.program_id(1) * chunk_count
+        lanes = tl.zeros([LANES], tl.float64)
+        for start in range(tl.load(span + 1), end, LANES):
+            at = start + tl.arange(0, LANES)
+            lanes += tl.load(sums + at, mask=at < end, other=0.0)
+        mean = tl.sum(lanes, axis=0) / tl.load(span + 3)
+        tl.store(coefficients + (first + tl.program_id(1)) * owner_count + t, mean)
+"""
+
+_UPDATE = """
+
+@triton.jit(do_not_specialize=["count", "stretch_count"])
+def square_sums(tensors, grads, stretches, sums, count, stretch_count, BLOCK: tl.constexpr):
+    squares = tl.zeros([BLOCK], {compute})
+    share = stretch_count // tl.num_programs(0)
+    longer = stretch_count % tl.num_programs(0)
+    first = tl.program_id(0) * share + tl.minimum(tl.program_id(0), longer)
+    for stretch in range(first, first + share + tl.where(tl.program_id(0) < longer, 1, 0)):
+        t = tl.load(stretches + 2 * stretch)
+        start = tl.load(stretches + 2 * stretch + 1) * {stretch}
+        address = tl.load(grads + t)
+        left = tl.minimum(tl.load(tensors + {numel} * count + t) - start, {stretch})
+        left = tl.where(address != 0, left, 0).to(tl.int32)
+        address += start * {grad_bytes}
+        at = tl.arange(0, BLOCK)
+        if (address % 16 == 0) & (left % {grad_lanes} == 0):
+            left = left // {grad_lanes} * {grad_lanes}  # itself, now known to be a multiple
+            grad_values = wide(address, {grad})
+{squares}
+        else:
+            for part in range(0, left, BLOCK):
+                grad = tl.load(narrow(address, {grad}) + part + at, mask=at < left - part, other=0.0)
+                squares += square(grad.to({compute}))
+    tl.store(sums + tl.program_id(0), tl.sum(squares.to(tl.float64), axis=0))
+
+
+@triton.jit(do_not_specialize=["count", "owner_count"])
+def update(tensors, grads, chunks, outcome, coefficients, count, owner_count, BLOCK: tl.constexpr, PART: tl.constexpr):
+    chunk = tl.program_id(0)
+    t = tl.load(chunks + 2 * chunk)
+    if (tl.load(grads + t) != 0) & (tl.load(outcome + 1) == 0):
+        start = tl.load(chunks + 2 * chunk + 1) * BLOCK
+        left = tl.minimum(tl.load(tensors + {numel} * count + t) - start, BLOCK).to(tl.int32)
+{numbers}
+        if (({addresses}) % 16 == 0) & (left % {lanes} == 0):
+            lane = tl.arange(0, BLOCK)
+            inside = lane < left // {lanes} * {lanes}  # left itself, now known to be a multiple
+            at = start + lane
+{wide}
+        else:
+            for part in range(0, left, PART):
+                lane = part + tl.arange(0, PART)
+                inside = lane < left
+                at = start + lane
+{narrow}
+"""

@@ -1,0 +1,102 @@
+"""The lowering for sparse gradients that copies rows: where there are no multi-tensor kernels, and for debugging."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from compiled_optim.lowering.gradient import square_sum
+from compiled_optim.lowering.sparse.entries import Entries, entries_of, has_distinct_rows
+from compiled_optim.lowering.torch_ops import inductor
+from compiled_optim.lowering.torch_ops.rule_step import rule_step
+from compiled_optim.lowering.torch_ops.torch_lowering import TorchLowering
+from compiled_optim.memory.layout import compute_dtype
+from compiled_optim.plan.clipping import Clipping
+from compiled_optim.plan.compilations import CompilationLog
+from compiled_optim.plan.kernel_key import kernel_key
+from compiled_optim.plan.plan import Plan
+
+
+class GatheredRowsLowering(TorchLowering):
+    """Copies the rows out, updates the copies, and copies them back. Entries of one row write the same values.
+
+    Args:
+        plan: the tensors.
+        clipping: what holds for the whole step.
+        log: where compilations are recorded.
+        compiled: whether Inductor's kernels update the copies, or plain torch operations.
+    """
+
+    def __init__(self, plan: Plan, clipping: Clipping, log: CompilationLog, *, compiled: bool) -> None:
+        super().__init__(plan, clipping)
+        self.name = "inductor" if compiled else "eager"
+        self._log = log
+        self._compiled = compiled
+        self._kernels: list[inductor.Kernel] = []
+        self._entries: dict[int, Entries] = {}
+        self._update = rule_step(plan.rule, plan.statics)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether :meth:`compile` has nothing to do."""
+        return bool(self._kernels) or not self._compiled
+
+    def compile(self) -> None:
+        """Make the kernels that do not exist yet."""
+        if self._compiled and not self._kernels:
+            self._kernels = [
+                inductor.obtain_kernel(
+                    self._log, kernel_key(self.plan, m, compute_dtype(m.param.dtype), "in place"), [m.name]
+                )
+                for m in self.plan.members
+            ]
+
+    def prepare(self, grads: list[Tensor | None] | None) -> None:
+        """Note the gradients."""
+        super().prepare(grads)
+        self._entries = {}
+        self._distinct = [self._are_distinct(i, grad) for i, grad in enumerate(self._grads)]
+
+    def measure(self) -> None:
+        """Write the sum of the squares of the prepared gradients, after the entries of each row have been added up."""
+        self._add_up()
+        self._square_sum.fill_(square_sum([entries.sums for entries in self._entries.values()]))
+
+    def launch(self) -> None:
+        """Update the rows that the gradients name, and count a step of every parameter that has a gradient."""
+        self._add_up()
+        coefficients, _ = self._advance()
+        for position, entries in self._entries.items():
+            if entries.sums.numel():
+                member, column = self.plan.members[position], coefficients[:, position].to(entries.sums.dtype)
+                tensors = [member.param.detach(), *(member.entries[name] for name in self.plan.buffers)]
+                if entries.sums.dim() == member.param.dim() + 1:  # without sparse dimensions there is one row
+                    tensors = [t.unsqueeze(0) for t in tensors]
+                self._update_rows(position, tensors, entries, column.unbind())
+
+    def finish(self) -> None:
+        """Let go of the gradients."""
+        super().finish()
+        self._entries = {}
+
+    def _are_distinct(self, position: int, grad: Tensor | None) -> bool:
+        return grad is not None and grad.device.type == "cpu" and has_distinct_rows(grad, self.plan.members[position].name)
+
+    def _add_up(self) -> None:
+        for i, (member, grad) in enumerate(zip(self.plan.members, self._grads, strict=True)):
+            if grad is not None and i not in self._entries:
+                self._entries[i] = entries_of(grad, compute_dtype(member.param.dtype), distinct=self._distinct[i])
+
+    def _update_rows(
+        self, position: int, tensors: Sequence[Tensor], entries: Entries, coefficients: Sequence[Tensor]
+    ) -> None:
+        grad = entries.sums[entries.elected]
+        rows = [t[entries.index].contiguous() for t in tensors]
+        if self._compiled:
+            self._kernels[position](grad.numel(), [t.view(-1) for t in (rows[0], grad, *rows[1:])] + list(coefficients))
+        else:
+            param, buffers = self._update(rows[0], grad, rows[1:], coefficients)
+            rows = [param, *buffers]
+        for tensor, new in zip(tensors, rows, strict=True):
+            tensor.index_put_(entries.index, new)

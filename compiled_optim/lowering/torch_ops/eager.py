@@ -1,0 +1,73 @@
+"""The lowering to plain torch operations, one tensor at a time: for debugging and for gradients through the step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from compiled_optim.lowering.torch_ops.rule_step import rule_means, rule_step
+from compiled_optim.lowering.torch_ops.torch_lowering import TorchLowering
+from compiled_optim.memory.layout import as_real, compute_dtype
+from compiled_optim.plan.clipping import Clipping
+from compiled_optim.plan.plan import Member, Plan
+
+_Values: TypeAlias = tuple[Tensor, Tensor, Sequence[Tensor], Sequence[Tensor]]
+
+
+class EagerLowering(TorchLowering):
+    """Runs the step of one plan without compiling anything.
+
+    With ``differentiable`` the step is recorded by autograd: the new parameter, which replaces the old one in place, and the
+    new state depend on the old ones, on the gradient and on every hyperparameter tensor that requires grad. The state
+    tensors are replaced, so that the recorded ones stay as they were.
+    """
+
+    name = "eager"
+
+    def __init__(self, plan: Plan, clipping: Clipping, *, differentiable: bool = False) -> None:
+        super().__init__(plan, clipping)
+        self._update = rule_step(plan.rule, plan.statics)
+        self._averaged = [rule_means(plan.rule, plan.statics, stage) for stage in range(len(plan.rule.means))]
+        self._differentiable = differentiable
+
+    is_compiled = True
+
+    def compile(self) -> None:
+        """There is nothing to compile."""
+
+    def launch(self) -> None:
+        """Update every parameter of the plan that has a prepared gradient."""
+        with torch.set_grad_enabled(self._differentiable):
+            coefficients, _ = self._advance()
+            for member, values in self._present(coefficients):
+                self._step_one(member, values)
+
+    def _sum_means(self, stage: int, coefficients: Tensor, sums: Tensor) -> None:
+        columns = dict(zip(map(id, self.plan.members), sums.unbind(1), strict=True))
+        for member, values in self._present(coefficients):
+            expressions = self._averaged[stage](*values)
+            columns[id(member)].copy_(torch.stack([e.sum(dtype=sums.dtype) for e in expressions]))
+
+    def _present(self, coefficients: Tensor) -> Iterator[tuple[Member, _Values]]:
+        """The members that have a prepared gradient, each with what its update takes."""
+        names = self.plan.buffers
+        for member, grad, column in zip(self.plan.members, self._grads, coefficients.unbind(1), strict=True):
+            if grad is not None:
+                old = member.param.clone() if self._differentiable else member.param
+                buffers = [as_real(member.entries[n]) for n in names]
+                numbers = column.to(compute_dtype(old.dtype)).unbind()
+                yield member, (as_real(old), as_real(grad.resolve_conj()), buffers, numbers)
+
+    def _step_one(self, member: Member, values: _Values) -> None:
+        new_param, new_buffers = self._update(*values)
+        if member.param.is_complex():
+            new_param, *new_buffers = (torch.view_as_complex(t) for t in (new_param, *new_buffers))
+        member.param.copy_(new_param)
+        for name, new in zip(self.plan.buffers, new_buffers, strict=True):
+            if self._differentiable:
+                member.put(name, new)
+            else:
+                member.entries[name].copy_(new)

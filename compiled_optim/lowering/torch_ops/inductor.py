@@ -1,0 +1,372 @@
+"""The lowering through torch.compile and Inductor: C++ on a CPU, Triton on a GPU.
+
+One kernel per :class:`KernelKey` serves every tensor and every optimizer of the process. Its first dimension may have any
+size, so neither the number of tensors nor their shapes compile anything. Small tensors are packed: their state lives in
+rows of a few shared buffers, parameters and gradients are copied through two more, and one call updates them all. Large
+tensors are updated where they are.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from compiled_optim.lowering.torch_ops.recent import Recent
+from compiled_optim.lowering.torch_ops.rule_step import rule_means, rule_step
+from compiled_optim.lowering.torch_ops.torch_lowering import TorchLowering
+from compiled_optim.memory.layout import MemoryOrder, compute_dtype, flat, real_numel
+from compiled_optim.plan.clipping import Clipping
+from compiled_optim.plan.compilations import CompilationLog
+from compiled_optim.plan.kernel_key import KernelKey, kernel_key
+from compiled_optim.plan.plan import Plan
+from compiled_optim.torch_internals import compile_graph, without_memory
+
+Graph: TypeAlias = Callable[[int, list[Tensor]], Any]
+"""Compiled code: it takes the size of the first dimension, and the tensors."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """The code of one key: the update, and by stage the rule's means, whose results are elementwise or sums of rows."""
+
+    update: Graph
+    means: Mapping[int, Graph]
+
+    def __call__(self, size: int, tensors: list[Tensor]) -> None:
+        """Update."""
+        self.update(size, tensors)
+
+
+ROW = 128  # elements in a row of packed tensors: one tensor's coefficients hold for a whole row
+PACKED_LIMIT = 16384  # elements below which copying a tensor costs less than a call of its own
+
+_INDICES = (1 << 31) - (1 << 16)
+"""How many elements code for an accelerator tells apart that was made for few: the last block's indices have 32 bits too."""
+
+OPTIONS = {"cpp.dynamic_threads": True}  # follow torch.set_num_threads
+_kernels: dict[KernelKey, Kernel | str] = {}  # or why there is none
+_serial = itertools.count()
+
+
+def obtain_kernel(log: CompilationLog, key: KernelKey, names: Sequence[str]) -> Kernel:
+    """The process's kernel of ``key``, for the parameters ``names`` of the optimizer that keeps ``log``."""
+    return log.obtain_or_fall_back(_kernels, key, names, _make, _uncompiled)
+
+
+def fits_indices(device: torch.device, elements: int) -> bool:
+    """Whether Inductor's code for ``device`` can count so many elements."""
+    return device.type == "cpu" or elements <= _INDICES
+
+
+def say_too_large(log: CompilationLog, name: str) -> None:
+    """Record that the parameter ``name`` runs uncompiled because of its size."""
+    log.fall_back(
+        f"'{name}' is updated with plain torch operations: it has {_INDICES} elements or more",
+        "a step takes longer, and more memory; split the parameter",
+    )
+
+
+class InductorLowering(TorchLowering):
+    """Runs the step of one plan.
+
+    Args:
+        plan: the tensors.
+        clipping: what holds for the whole step.
+        log: where compilations and fallbacks are recorded.
+    """
+
+    name = "inductor"
+
+    def __init__(self, plan: Plan, clipping: Clipping, log: CompilationLog) -> None:
+        super().__init__(plan, clipping)
+        self._log = log
+        positions: dict[tuple[KernelKey, bool], list[int]] = {}
+        for i, (member, grad_dtype) in enumerate(zip(plan.members, plan.grad_dtypes, strict=True)):
+            if member.param.numel() > 0:
+                small = member.param.numel() < PACKED_LIMIT
+                key = kernel_key(plan, member, grad_dtype, "packed" if small else "in place")
+                fits = fits_indices(plan.device, real_numel(member.param))
+                positions.setdefault((key, fits), []).append(i)
+        self._parts = {_LAYOUTS[s.arrangement](plan, where, s): fits for (s, fits), where in positions.items()}
+
+    def compile(self) -> None:
+        """Make the kernels that do not exist yet."""
+        for part, fits in self._parts.items():
+            if part.kernel is None:
+                names = [self.plan.members[i].name for i in part.positions]
+                if fits:
+                    part.kernel = obtain_kernel(self._log, part.key, names)
+                else:
+                    say_too_large(self._log, names[0])
+                    part.kernel = _uncompiled(part.key)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether :meth:`compile` has nothing to do."""
+        return all(part.kernel is not None for part in self._parts)
+
+    def launch(self) -> None:
+        """Update every parameter of the plan that has a prepared gradient."""
+        coefficients, _ = self._advance()
+        for part in self._parts:
+            part.step(self._grads, coefficients)
+
+    def _sum_means(self, stage: int, coefficients: Tensor, sums: Tensor) -> None:
+        for part in self._parts:
+            part.sum_means(stage, self._grads, coefficients, sums)
+
+
+class Packed:
+    """Tensors copied through (rows, ROW) buffers, in which each owns whole rows and keeps its state.
+
+    One spare row at the end keeps the number of rows above one, where Inductor's code for any size begins.
+    """
+
+    def __init__(self, plan: Plan, positions: Sequence[int], key: KernelKey) -> None:
+        self.positions = tuple(positions)
+        self.key = key
+        self.kernel: Kernel | None = None
+        members = [plan.members[i] for i in positions]
+        self._params = [m.param.detach() for m in members]
+        self._rows = [-(-real_numel(p) // ROW) for p in self._params]
+        count = sum(self._rows) + 1
+        owners = torch.tensor([*positions, positions[-1]], device="cpu")
+        repeats = torch.tensor([*self._rows, 1], device="cpu")
+        self._owner = owners.repeat_interleave(repeats, output_size=count).to(plan.device)
+        left = [n for p in self._params for n in range(real_numel(p), 0, -ROW)]
+        self._left = torch.tensor([*left, 0], device=plan.device).unsqueeze(1)
+        self._param, self._grad = (
+            torch.zeros(count, ROW, dtype=getattr(torch, d), device=plan.device) for d in (key.param_dtype, key.grad_dtype)
+        )
+        self._buffers = [torch.zeros(count, ROW, dtype=getattr(torch, d), device=plan.device) for d in key.buffer_dtypes]
+        self._param_views = self._views(self._param)
+        self._grad_views = self._views(self._grad)
+        for name, packed in zip(plan.buffers, self._buffers, strict=True):
+            views = self._views(packed)
+            for member, view in zip(members, views, strict=True):
+                member.put(name, view.copy_(member.entries[name]))
+        self._dtype = compute_dtype(self._param.dtype)
+        self._subsets: Recent[tuple[int, ...], Tensor] = Recent(256)
+        self._places: Recent[tuple[int, ...], tuple[Tensor, Tensor]] = Recent(256)
+
+    def step(self, grads: Sequence[Tensor | None], coefficients: Tensor) -> None:
+        """Update the tensors whose entry in ``grads``, over the whole plan, is not None."""
+        assert self.kernel is not None
+        if not (here := self._here(grads)):
+            return
+        tensors, rows = self._packed(here, grads)
+        owner = self._owner if rows is None else self._owner[rows]
+        columns = coefficients.to(self._dtype).index_select(1, owner).unsqueeze(2).unbind()
+        self.kernel(len(owner), [*tensors, *columns])
+        if rows is not None:
+            for full, part in zip((self._param, *self._buffers), (tensors[0], *tensors[2:]), strict=True):
+                full.index_copy_(0, rows, part)
+        torch._foreach_copy_(self._of(here, self._params), self._of(here, self._param_views))
+
+    def sum_means(self, stage: int, grads: Sequence[Tensor | None], coefficients: Tensor, sums: Tensor) -> None:
+        """Write to ``sums``, (expressions, tensors of the plan), what a stage of the rule's means is over each tensor."""
+        assert self.kernel is not None
+        if not (here := self._here(grads)):
+            return
+        tensors, rows = self._packed(here, grads)
+        owner, left = (t if rows is None else t[rows] for t in (self._owner, self._left))
+        columns = coefficients.to(self._dtype).index_select(1, owner).unsqueeze(2).unbind()
+        of_rows = torch.stack(self.kernel.means[stage](len(owner), [*tensors, *columns, left]))
+        places, positions = self._places.get(here, self._places_of)
+        sums[:, positions] = of_rows.to(sums.dtype)[:, places].sum(2)
+
+    @staticmethod
+    def example(key: KernelKey, stage: int) -> tuple[list[Tensor], list[bool]]:
+        """Tensors to compile the update with, stage -1, or one of the rule's means; which have a first size that varies."""
+        tensors = [torch.zeros(64, ROW, dtype=dtype, device=key.device) for dtype in key.dtypes]
+        tensors += [
+            torch.ones(64, 1, dtype=compute_dtype(tensors[0].dtype), device=key.device) for _ in _columns(key, stage)
+        ]
+        if stage >= 0:
+            tensors.append(torch.ones(64, 1, dtype=torch.int64, device=key.device))
+        return tensors, [True] * len(tensors)
+
+    @staticmethod
+    def sums(expressions: Sequence[Tensor], rest: Sequence[Tensor]) -> list[Tensor]:
+        """The sums of rows, up to where their tensors end."""
+        inside = torch.arange(ROW, device=rest[-1].device) < rest[-1]
+        return [torch.where(inside, expression, 0.0).sum(1) for expression in expressions]
+
+    def _here(self, grads: Sequence[Tensor | None]) -> tuple[int, ...]:
+        """Which of the tensors have a gradient."""
+        return tuple(k for k, i in enumerate(self.positions) if grads[i] is not None)
+
+    def _of(self, here: tuple[int, ...], items: list[Tensor]) -> list[Tensor]:
+        return items if len(here) == len(self.positions) else [items[k] for k in here]
+
+    def _packed(self, here: tuple[int, ...], grads: Sequence[Tensor | None]) -> tuple[list[Tensor], Tensor | None]:
+        """The rows of parameters, gradients and buffers of those ``here``, and which rows they are; None for all."""
+        torch._foreach_copy_(self._of(here, self._param_views), self._of(here, self._params))
+        new = [grad for i in self.positions if (grad := grads[i]) is not None]
+        torch._foreach_copy_(self._of(here, self._grad_views), new)
+        tensors = [self._param, self._grad, *self._buffers]
+        if len(here) == len(self.positions):
+            return tensors, None
+        rows = self._subsets.get(here, self._rows_of)
+        return [t.index_select(0, rows) for t in tensors], rows
+
+    def _places_of(self, here: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """For each tensor ``here`` its rows among theirs, filled up with the spare row, whose sum is 0; its position."""
+        ends = [0, *itertools.accumulate(self._rows[k] for k in here)]
+        most = max(self._rows[k] for k in here)
+        places = [[*range(start, end), *[ends[-1]] * (most - end + start)] for start, end in itertools.pairwise(ends)]
+        positions = [self.positions[k] for k in here]
+        return torch.tensor(places, device=self._owner.device), torch.tensor(positions, device=self._owner.device)
+
+    def _rows_of(self, here: tuple[int, ...]) -> Tensor:
+        starts = [0, *itertools.accumulate(self._rows)]
+        rows = [r for k in here for r in range(starts[k], starts[k + 1])]
+        return torch.tensor([*rows, starts[-1]], device=self._owner.device)
+
+    def _views(self, packed: Tensor) -> list[Tensor]:
+        pieces = torch.split(packed.view(-1)[: sum(self._rows) * ROW], [r * ROW for r in self._rows])
+        return [
+            torch.view_as_complex(piece[: 2 * p.numel()].view(*p.shape, 2))
+            if p.is_complex()
+            else piece[: p.numel()].view(p.shape)
+            for p, piece in zip(self._params, pieces, strict=True)
+        ]
+
+
+class InPlace:
+    """Tensors updated one by one where they are, as 1-D views in memory order."""
+
+    def __init__(self, plan: Plan, positions: Sequence[int], key: KernelKey) -> None:
+        self.positions = tuple(positions)
+        self.key = key
+        self.kernel: Kernel | None = None
+        members = [plan.members[i] for i in positions]
+        self._index = torch.tensor(positions, device=plan.device)
+        self._layouts = [MemoryOrder(m.param) for m in members]
+        for member, layout in zip(members, self._layouts, strict=True):
+            for name in plan.buffers:
+                member.put(name, layout.arranged(member.entries[name]))
+        self._flat = [
+            [flat(t) for t in (layout.target, *(m.entries[name] for name in plan.buffers))]
+            for m, layout in zip(members, self._layouts, strict=True)
+        ]
+        self._dtype = compute_dtype(getattr(torch, key.param_dtype))
+        count = len(_columns(key, -1))
+        self._coefficients = torch.empty(count, len(positions), dtype=self._dtype, device=plan.device)
+        self._columns = [list(column.unbind()) for column in self._coefficients.unbind(1)]
+
+    def step(self, grads: Sequence[Tensor | None], coefficients: Tensor) -> None:
+        """Update the tensors whose entry in ``grads``, over the whole plan, is not None."""
+        assert self.kernel is not None
+        torch.index_select(coefficients.to(self._dtype), 1, self._index, out=self._coefficients)
+        for position, layout, (target, *buffers), column in zip(
+            self.positions, self._layouts, self._flat, self._columns, strict=True
+        ):
+            grad = grads[position]
+            if grad is not None:
+                layout.load()
+                self.kernel(target.numel(), [target, flat(layout.arranged(grad)), *buffers, *column])
+                layout.store()
+
+    def sum_means(self, stage: int, grads: Sequence[Tensor | None], coefficients: Tensor, sums: Tensor) -> None:
+        """Write to ``sums``, (expressions, tensors of the plan), what a stage of the rule's means is over each tensor."""
+        assert self.kernel is not None
+        columns = coefficients.to(self._dtype).index_select(1, self._index).unbind(1)
+        for position, layout, (target, *buffers), column in zip(
+            self.positions, self._layouts, self._flat, columns, strict=True
+        ):
+            grad = grads[position]
+            if grad is not None:
+                layout.load()
+                tensors = [target, flat(layout.arranged(grad)), *buffers, *column.unbind()]
+                expressions = self.kernel.means[stage](target.numel(), tensors)
+                sums[:, position] = torch.stack([e.sum(dtype=sums.dtype) for e in expressions])
+
+    @staticmethod
+    def example(key: KernelKey, stage: int) -> tuple[list[Tensor], list[bool]]:
+        """Tensors to compile the update with, stage -1, or one of the rule's means; which have a first size that varies."""
+        tensors = [torch.zeros(64 * ROW, dtype=dtype, device=key.device) for dtype in key.dtypes]
+        dtype = compute_dtype(tensors[0].dtype)
+        scalars = [torch.ones((), dtype=dtype, device=key.device) for _ in _columns(key, stage)]
+        return tensors + scalars, [True] * len(tensors) + [False] * len(scalars)
+
+    @staticmethod
+    def sums(expressions: Sequence[Tensor], rest: Sequence[Tensor]) -> list[Tensor]:
+        """The expressions themselves: torch adds up many numbers on many processors, whatever sizes were compiled with."""
+        return [expression.clone() for expression in expressions]
+
+
+_LAYOUTS: dict[str, type[Packed | InPlace]] = {"packed": Packed, "in place": InPlace}
+
+
+def _columns(key: KernelKey, stage: int) -> tuple[str, ...]:
+    """The names of the coefficients that an update, stage -1, or one of the rule's means takes."""
+    return ("factor", "skip", *key.rule.number_names(dict(key.statics))[stage])
+
+
+def _make(key: KernelKey) -> Kernel | str:
+    graphs: dict[int, Graph] = {}
+    for stage, function in _functions(key).items():
+        with without_memory():
+            tensors, dynamic = _LAYOUTS[key.arrangement].example(key, stage)
+            graph = compile_graph(function, tensors, [[0] if d else [] for d in dynamic], OPTIONS)
+        if isinstance(graph, str):
+            return graph
+        graphs[stage] = functools.partial(_run, graph, len(tensors[0]))
+    return Kernel(graphs.pop(-1), graphs)
+
+
+def _run(graph: Callable[..., Any], example: int, size: int, tensors: list[Tensor]) -> Any:
+    return graph({example: size}, tensors)
+
+
+def _uncompiled(key: KernelKey) -> Kernel:
+    graphs = {stage: functools.partial(_call, function) for stage, function in _functions(key).items()}
+    return Kernel(graphs.pop(-1), graphs)
+
+
+def _call(function: Callable[..., Any], size: int, tensors: list[Tensor]) -> Any:
+    return function(*tensors)
+
+
+def _functions(key: KernelKey) -> dict[int, Callable[..., Any]]:
+    """The functions to compile, the update as stage -1, each with a code object and a name of its own.
+
+    Dynamo's recompile limit counts per code object, and it remembers the shapes it saw per name.
+    """
+    stages = key.rule.mean_stages(dict(key.statics))
+    functions = {-1: _update_function(key), **{s: _means_function(key, s) for s in stages}}
+    for function in functions.values():
+        function.__code__ = function.__code__.replace(co_name=f"{key.rule.name}_{next(_serial)}")
+    return functions
+
+
+def _update_function(key: KernelKey) -> Callable[..., Any]:
+    update = rule_step(key.rule, dict(key.statics))
+    count = len(key.buffer_dtypes)
+
+    def kernel(param: Tensor, grad: Tensor, *rest: Tensor) -> None:
+        buffers = rest[:count]
+        new_param, new_buffers = update(param, grad, buffers, rest[count:])
+        param.copy_(new_param)
+        for old, new in zip(buffers, new_buffers, strict=True):
+            old.copy_(new)
+
+    return kernel
+
+
+def _means_function(key: KernelKey, stage: int) -> Callable[..., Any]:
+    averaged = rule_means(key.rule, dict(key.statics), stage)
+    sums = _LAYOUTS[key.arrangement].sums
+    count, end = len(key.buffer_dtypes), len(key.buffer_dtypes) + len(_columns(key, stage))
+
+    def kernel(param: Tensor, grad: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+        return tuple(sums(averaged(param, grad, rest[:count], rest[count:end]), rest))
+
+    return kernel

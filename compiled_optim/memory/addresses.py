@@ -1,0 +1,246 @@
+"""The addresses of many tensors and of their gradients, read in one call.
+
+The call is C++ (``watch.cpp``) where a compiler works, and Python elsewhere; both find the same.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from compiled_optim.memory import cpp_library
+from compiled_optim.memory.layout import is_plain, overlap_shifted
+from compiled_optim.torch_internals import build_identity, pointer_offset
+
+EMPTY = 16
+"""Stands for the address of a gradient without elements, which has none: 0 says that there is no gradient."""
+
+# What `look` returns: two flags, and above them the version of the gradients' addresses.
+_UNLIKE, _MOVED = 1, 2
+_FLAG_BITS = 2
+
+Longs: TypeAlias = np.ndarray[tuple[int], np.dtype[np.int64]]
+Bytes: TypeAlias = np.ndarray[tuple[int], np.dtype[np.uint8]]
+
+
+class Addresses:
+    """The addresses and forms of tensors when this object is made, and the addresses of the gradients of some of them.
+
+    The memory of the gradients is kept alive from :meth:`read` to :meth:`finish` where other code runs meanwhile: on another
+    thread, or as a schedule. Nobody then frees what a kernel is reading. What a read finds is recorded before it returns, so
+    that an interrupt right after it loses nothing.
+
+    Args:
+        tensors: dense tensors with memory of their own, whose gradients are looked at too.
+        grad_dtypes: the dtype that each gradient must have to be read where it lies; the tensor's own by default.
+        others: more such tensors, whose gradients do not matter.
+
+    Attributes:
+        gradients: (tensors,) int64: the address of each gradient in the last read; 0 for a missing gradient, and for one
+            that cannot be read where it lies.
+        present: (tensors,) uint8: whether there was a gradient.
+        moved: whether any tensor, in the last read, had another address or form than at first.
+        unlike: whether any gradient cannot be read where it lies, because of its dtype, strides, layout or device.
+        version: a number that grows whenever ``gradients`` changes.
+    """
+
+    def __init__(
+        self, tensors: Sequence[Tensor], grad_dtypes: Sequence[torch.dtype] | None = None, others: Sequence[Tensor] = ()
+    ) -> None:
+        dtypes = [t.dtype for t in tensors] if grad_dtypes is None else grad_dtypes
+        self.gradients: Longs = np.zeros(len(tensors), dtype=np.int64)
+        self.present: Bytes = np.zeros(len(tensors), dtype=np.uint8)
+        watched = (tensors, others, dtypes, self.gradients, self.present)
+        self._watch = _CppWatch.of(*watched) or _PythonWatch(*watched)
+        self._first_count, self._count = len(tensors), len(tensors) + len(others)
+        self.moved = self.unlike = False
+        self.version = 0
+        self.read()
+
+    def read(self, grads: list[Tensor | None] | None = None, *, others: bool = True, keep_alive: bool = False) -> None:
+        """Read all addresses.
+
+        Args:
+            grads: gradients to look at in place of the tensors' own, one entry per tensor.
+            others: whether to look at the others too.
+            keep_alive: whether the user's code runs before :meth:`finish`, so that the gradients must be kept alive.
+        """
+        seen = self._watch.look(grads, 0, self._count if others else self._first_count, keep_alive)
+        self.moved = bool(seen & _MOVED)
+        self.unlike = bool(seen & _UNLIKE)
+        self.version = seen >> _FLAG_BITS
+
+    def others_moved(self) -> bool:
+        """Whether any of the others has another address or form than at first."""
+        return bool(self._watch.look(None, self._first_count, self._count, False) & _MOVED)
+
+    def finish(self) -> None:
+        """Let the gradients go, and tell autograd that the tensors with gradients were written."""
+        self._watch.finish()
+
+    def set_written(self, written: Sequence[bool]) -> None:
+        """Say for each tensor whether :meth:`finish` reports it as written, in place of whether it has a gradient."""
+        self._watch.set_written(np.array(written, dtype=np.uint8))
+
+
+class _CppWatch:
+    """Looks in C++, at torch's own objects."""
+
+    def __init__(self, functions: Functions, capsule: object, kept_alive: object) -> None:
+        self._functions = functions
+        self._capsule = capsule
+        self._kept_alive = kept_alive
+        self._written: Bytes | None = None
+
+    @classmethod
+    def of(
+        cls,
+        tensors: Sequence[Tensor],
+        others: Sequence[Tensor],
+        dtypes: Sequence[torch.dtype],
+        gradients: Longs,
+        present: Bytes,
+    ) -> _CppWatch | None:
+        """A watch for these tensors; None where C++ cannot look at them."""
+        functions = reader()
+        if isinstance(functions, str):
+            return None
+        everything, offset = [*tensors, *others], functions.offset
+        if not all(ctypes.c_uint64.from_address(id(t) + offset).value == t._cdata for t in everything):
+            return None
+        examples = {dtype: torch.empty(0, dtype=dtype, device="cpu") for dtype in dtypes}
+        objects = np.array([id(t) + offset for t in everything], dtype=np.int64)
+        kinds = np.array([id(examples[dtype]) + offset for dtype in dtypes], dtype=np.int64)
+        arrays = (gradients, present)
+        capsule = functions.make(
+            len(everything), objects.ctypes.data, len(tensors), kinds.ctypes.data, *(a.ctypes.data for a in arrays)
+        )
+        return None if capsule is None else cls(functions, capsule, (everything, objects, arrays))
+
+    def look(self, grads: list[Tensor | None] | None, first: int, end: int, keep_alive: bool) -> int:
+        return self._functions.look(self._capsule, grads, self._functions.offset, first, end, keep_alive)
+
+    def finish(self) -> None:
+        self._functions.finish(self._capsule)
+
+    def set_written(self, written: Bytes) -> None:
+        self._written = written  # which C++ goes on reading
+        self._functions.set_written(self._capsule, written.ctypes.data)
+
+
+class _PythonWatch:
+    """Looks in Python, on machines where nothing can be compiled. It always keeps the gradients alive."""
+
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        others: Sequence[Tensor],
+        dtypes: Sequence[torch.dtype],
+        gradients: Longs,
+        present: Bytes,
+    ) -> None:
+        self._tensors, self._dtypes = list(tensors), list(dtypes)
+        self._everything = [*tensors, *others]
+        self._gradients = gradients
+        self._present = self._written = present
+        self._forms = _forms(self._everything)
+        self._kept_alive: list[Tensor | None] = []
+        self._version = 0
+
+    def look(self, grads: list[Tensor | None] | None, first: int, end: int, keep_alive: bool) -> int:
+        seen = 0 if _forms(self._everything[first:end]) == self._forms[first:end] else _MOVED
+        if first:
+            return seen
+        self._kept_alive = list(map(gradient, self._tensors)) if grads is None else grads
+        found = [0] * len(self._tensors)
+        for i, (tensor, dtype, grad) in enumerate(zip(self._tensors, self._dtypes, self._kept_alive, strict=True)):
+            if grad is not None and _lies_like(grad, tensor, dtype):
+                found[i] = grad.data_ptr() or EMPTY
+            elif grad is not None:
+                seen |= _UNLIKE
+        self._present[:] = [grad is not None for grad in self._kept_alive]
+        if found != self._gradients.tolist():
+            self._version += 1
+            self._gradients[:] = found
+        return self._version << _FLAG_BITS | seen
+
+    def finish(self) -> None:
+        torch.autograd.graph.increment_version(
+            [t for t, is_written in zip(self._tensors, self._written.tolist(), strict=True) if is_written]
+        )
+        self._kept_alive = []
+
+    def set_written(self, written: Bytes) -> None:
+        self._written = written
+
+
+def gradient(tensor: Tensor) -> Tensor | None:
+    """The gradient of ``tensor``. A non-leaf that keeps none is not asked, since torch warns about that."""
+    return tensor.grad if tensor.is_leaf or tensor.retains_grad else None
+
+
+def _forms(tensors: Sequence[Tensor]) -> list[object]:
+    """What must stay as it is for a tensor to count as unmoved."""
+    return [(t.data_ptr(), t.dtype, t.shape, t.stride(), is_plain(t)) for t in tensors]
+
+
+def _lies_like(grad: Tensor, tensor: Tensor, dtype: torch.dtype) -> bool:
+    return (
+        grad.layout is torch.strided
+        and grad.dtype == dtype
+        and grad.device == tensor.device
+        and grad.shape == tensor.shape
+        and grad.stride() == tensor.stride()
+        and is_plain(grad)
+        and not overlap_shifted(grad, tensor)
+    )
+
+
+class Functions(NamedTuple):
+    """What the C++ library offers, and how far into a tensor's Python object its pointer to torch's own object lies."""
+
+    offset: int
+    make: Callable[..., object]
+    look: Callable[..., int]
+    finish: Callable[..., None]
+    set_written: Callable[..., None]
+
+
+@functools.cache
+def reader() -> Functions | str:
+    """The functions in C++, compiled once per machine and build of torch; or why there are none."""
+    if sys.platform != "linux" or not cpp_library.compiler():
+        return "no C++ compiler was found"
+    offset = pointer_offset()
+    if offset is None:
+        return "this version of torch is not understood"
+    directory = Path(torch.__file__).parent
+    constants = {"SEEN_UNLIKE": _UNLIKE, "SEEN_MOVED": _MOVED, "FLAG_BITS": _FLAG_BITS, "NO_ELEMENTS": EMPTY}
+    flags = [f"-D{name}={value}" for name, value in constants.items()]
+    flags += ["-std=c++20", f"-I{directory / 'include'}", f"-L{directory / 'lib'}", "-lc10", "-ltorch_cpu"]
+    source = Path(__file__).with_name("watch.cpp").read_text(encoding="utf-8")
+    try:
+        library = cpp_library.library(f"// {build_identity()}\n{source}", flags, ctypes.PyDLL)
+    except cpp_library.CompilerError as error:
+        return str(error)
+    thing, pointer, integer = ctypes.py_object, ctypes.c_void_p, ctypes.c_int64
+    return Functions(
+        offset,
+        _function(library.make_watch, thing, integer, pointer, integer, pointer, pointer, pointer),
+        _function(library.look, integer, thing, thing, integer, integer, integer, integer),
+        _function(library.finish, None, thing),
+        _function(library.set_written, None, thing, pointer),
+    )
+
+
+def _function(function: Any, result: Any, *arguments: Any) -> Any:
+    function.restype, function.argtypes = result, arguments
+    return function

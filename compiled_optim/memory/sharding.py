@@ -1,0 +1,82 @@
+"""DTensors: the part of a tensor that this process holds, and how other tensors are spread over processes like it."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from compiled_optim.torch_internals import local_tensor
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is a DTensor. ``torch.distributed.tensor`` is slow to import, and is not imported to find out."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a DTensor that this process holds, sharing its memory; any other tensor itself."""
+    if not is_sharded(tensor):
+        return tensor
+    shard: Any = local_tensor(tensor)
+    return cast(Tensor, shard.wait() if hasattr(shard, "wait") else shard)  # a collective may still be under way
+
+
+def local_gradient(grad: Any, param: Any) -> Tensor:
+    """The part of ``grad`` that belongs to this process's part of ``param``."""
+    if is_sharded(grad) and (grad.device_mesh, grad.placements) != (param.device_mesh, param.placements):
+        grad = grad.redistribute(param.device_mesh, param.placements)
+    return local(grad)
+
+
+def as_part_of(tensor: Tensor, like: Any) -> Tensor:
+    """A DTensor of the shape and placements of ``like`` whose part on this process is ``tensor``."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        tensor, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def spread_like(tensor: Any, target: Any) -> Tensor:
+    """``tensor`` in a form that can be copied into ``target``: a DTensor on its mesh, or a tensor that is whole.
+
+    A ``tensor`` that is no DTensor must be the same on every process. All processes must call this together where ``tensor``
+    is a DTensor and ``target`` is none or on another mesh.
+    """
+    if is_sharded(tensor) and not (is_sharded(target) and tensor.device_mesh == target.device_mesh):
+        tensor = tensor.full_tensor()
+    if is_sharded(target) and not is_sharded(tensor):
+        from torch.distributed.tensor import distribute_tensor
+
+        tensor = distribute_tensor(tensor.detach(), target.device_mesh, target.placements, src_data_rank=None)
+    return tensor  # type: ignore[no-any-return]
+
+
+def placement(tensor: Any) -> tuple[Any, ...] | None:
+    """The mesh and the placements of a DTensor; None for any other tensor."""
+    return (tensor.device_mesh, tensor.placements) if is_sharded(tensor) else None
+
+
+def sum_over_shards(sums: Tensor, sharded: Any) -> None:
+    """Change ``sums``, a vector computed from this process's part of ``sharded``, to add up to the total of all parts.
+
+    All processes that hold parts must call this together.
+    """
+    total = sums.sum()
+    add_over_shards(total, sharded)
+    sums.zero_()
+    sums[0] = total
+
+
+def add_over_shards(sums: Tensor, sharded: Any) -> None:
+    """Replace each of ``sums``, computed from this process's part of a tensor spread like ``sharded``, by that of all parts.
+
+    All processes that hold parts must call this together.
+    """
+    for dim, kind in enumerate(sharded.placements):
+        if not kind.is_replicate():
+            torch.distributed.all_reduce(sums, group=sharded.device_mesh.get_group(dim))

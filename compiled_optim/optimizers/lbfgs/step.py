@@ -1,0 +1,243 @@
+"""The step of L-BFGS: iterations, each with a direction, a length and an evaluation of the closure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from compiled_optim.checkpoint.state_dict import LoadReport
+from compiled_optim.memory.layout import as_real, compute_dtype, real_numel, scalar_dtype
+from compiled_optim.memory.sharding import is_sharded
+from compiled_optim.optimizers.lbfgs import state_dict
+from compiled_optim.optimizers.lbfgs.curvature import direction, new_pairs, record, restore, rows_by_age
+from compiled_optim.optimizers.lbfgs.line_search import Trial, strong_wolfe
+from compiled_optim.optimizers.lbfgs.state_dict import COUNTS, HISTORY, NUMBERS, VECTORS
+from compiled_optim.rule.declared import Declared
+from compiled_optim.state import ParamState
+from compiled_optim.step.holdings import Holdings
+from compiled_optim.step.step import Step
+from compiled_optim.torch_internals import is_capturing
+
+
+class LBFGSStep(Step):
+    """All parameters of one group as one vector, and the history of its steps.
+
+    The state belongs to the first parameter.
+    """
+
+    only_whole = "a step of LBFGS calls its closure: let the CUDA graph hold a function that calls step(closure)"
+    name = "eager"
+
+    def __init__(self, holdings: Holdings, clipping: tuple[Any, ...], grad_of: Callable[[Tensor], Tensor | None]) -> None:
+        if len(holdings.groups) > 1:
+            raise ValueError("LBFGS doesn't support per-parameter options (parameter groups)")
+        super().__init__(holdings, clipping, grad_of)
+        (self._group,) = holdings.own_groups
+        devices = sorted({str(p.device) for p in self.params})
+        if len(devices) > 1 or any(map(is_sharded, self.params)):
+            raise ValueError(f"LBFGS needs whole parameters on one device, got {', '.join(devices)} or DTensors")
+        if not sum(map(real_numel, self.params)):
+            raise ValueError("LBFGS needs parameters with at least one element")
+        self.devices = (self.params[0].device,)
+        self._sizes = [real_numel(p) for p in self.params]
+        self._dtype = torch.float32
+        for param in self.params:
+            self._dtype = torch.promote_types(self._dtype, compute_dtype(param.dtype))
+        state, fresh = self._memory, self._new_state()
+        if not state or state["d"].shape != fresh["d"].shape:
+            state.update(fresh)
+        elif any(state[name].shape != value.shape or state[name].dtype != value.dtype for name, value in fresh.items()):
+            self._carry_over(state, fresh)
+        for name, value in state.items():
+            state.set_quietly(name, value.to(self.devices[0]))
+        # A dict that can be traced, of vectors: torch 2.13 loses writes to 0-dim float64 tensors in compiled CPU code.
+        self._tensors = {name: value.view(1) if value.dim() == 0 else value for name, value in state.items()}
+        self.is_fixed, self._iterations, self._history = (
+            self._group[name] for name in ("fixed_iterations", "max_iter", "history_size")
+        )
+        self._captured_lr = self.live[0]["lr"].detach().clone()  # what a runner's graph reads
+
+    @classmethod
+    def check_options(cls, optimizer: type[Declared], options: Mapping[str, Any]) -> None:
+        """Raise ``ValueError`` where ``options`` ask for what L-BFGS does not do."""
+        refuse(options)
+        if options["lowering"] not in ("auto", "eager"):
+            raise ValueError(f"{optimizer.__name__} has no lowering {options['lowering']!r}; it runs plain torch operations")
+
+    @property
+    def _memory(self) -> ParamState:
+        return self._holdings.state[self.params[0]]
+
+    def _carry_over(self, state: ParamState, fresh: dict[str, Tensor]) -> None:
+        """Continue in tensors of another history size or dtype, with as many of the newest pairs as they hold."""
+        for name in (*COUNTS, *VECTORS, *NUMBERS):
+            fresh[name].copy_(state[name])
+        rows = rows_by_age(int(state["pairs"]), len(state["products"]))
+        steps, changes = (state[name][rows] for name in HISTORY)
+        restore(fresh, steps, changes, state["products"][rows][:, rows], state["H_diag"])
+        state.update(fresh)
+
+    def _new_state(self) -> dict[str, Tensor]:
+        pairs = new_pairs(self._group["history_size"], sum(self._sizes), self._dtype, self.devices[0])
+        vectors = {name: torch.zeros_like(pairs["old_stps"][0]) for name in VECTORS}
+        numbers = {name: torch.zeros_like(pairs["H_diag"]) for name in NUMBERS}
+        counts = {name: torch.zeros_like(pairs["pairs"]) for name in COUNTS}
+        return {**counts, **vectors, **numbers, **pairs}
+
+    @property
+    def memory(self) -> object:
+        """The history, and the learning rate of a graph."""
+        return self._tensors, self._captured_lr
+
+    @property
+    def graph(self) -> Step | str:
+        """Itself, where the host decides nothing."""
+        if not self.is_fixed:
+            return "LBFGS decides on the host when to stop; a CUDA graph needs fixed_iterations=True"
+        return self
+
+    def launch(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Evaluate the closure, iterate, and return its first loss. With fixed iterations it can be traced."""
+        if closure is None:
+            raise TypeError("a step of LBFGS needs a closure that re-evaluates the model")
+        with torch.enable_grad():
+            first = closure()
+        is_captured = self.is_recorded and is_capturing(self.devices[0])
+        lr = self._captured_lr if is_captured else self.live[0]["lr"]
+        with torch.no_grad():
+            (self._iterate_fixed if self.is_fixed else self._iterate)(closure, first, lr)
+        return first
+
+    def key(self) -> tuple[object, ...]:
+        """The memory that a graph reads."""
+        return (self,)
+
+    def follow(self, clipping: tuple[Any, ...]) -> tuple[object, ...] | None:
+        """Hand an assigned learning rate over."""
+        if not self.is_current():
+            return None
+        self._captured_lr.copy_(self.live[0]["lr"])
+        return self.key()
+
+    def _iterate_fixed(self, closure: Callable[[], Any], loss: Any, lr: Tensor) -> None:
+        memory = self._tensors
+        gradient = self._gradient()
+        for left in reversed(range(self._iterations)):
+            self._turn(gradient, loss, lr, self._history)
+            self._move(memory["t"] * memory["d"])
+            memory["func_evals"].add_(1)
+            if left:
+                loss, gradient = self._evaluate(closure)
+
+    def _iterate(self, closure: Callable[[], Any], first: Any, lr: Tensor) -> None:
+        group, memory = self._group, self._memory
+        limit, tolerance = group["max_eval"], group["tolerance_change"]
+        loss, gradient = float(first), self._gradient()
+        memory["func_evals"].add_(1)
+        evaluations, pairs = 1, int(memory["pairs"])
+        if _norm(gradient) <= group["tolerance_grad"]:
+            return
+        for iteration in range(1, group["max_iter"] + 1):
+            before = loss
+            self._turn(gradient, loss, lr, min(pairs + 1, group["history_size"]))
+            numbers = [gradient.dot(memory["d"]), memory["t"], memory["d"].abs().amax(), memory["pairs"]]
+            slope, length, reach, count = torch.stack([n.to(scalar_dtype(n.device)) for n in numbers]).tolist()
+            pairs = int(count)
+            if slope > -tolerance:
+                break
+            made = 0
+            if group["line_search_fn"] is not None:
+                start = Trial(0.0, loss, gradient, slope)
+                found, made = strong_wolfe(
+                    self._line(closure), start, length, reach, tolerance=1e-9, limit=limit - evaluations
+                )
+                loss, gradient, length = found.value, found.gradient, found.length
+                memory["t"].fill_(length)
+                self._move(length * memory["d"])
+            else:
+                self._move(memory["t"] * memory["d"])
+                if iteration < group["max_iter"]:
+                    value, gradient = self._evaluate(closure)
+                    loss, made = float(value), 1
+            evaluations += made
+            memory["func_evals"].add_(made)
+            if (
+                evaluations >= limit
+                or iteration == group["max_iter"]
+                or _norm(gradient) <= group["tolerance_grad"]
+                or abs(length) * reach <= tolerance
+                or abs(loss - before) < tolerance
+            ):
+                break
+
+    def _turn(self, gradient: Tensor, loss: Any, lr: Tensor, rows: int) -> None:
+        """Take in the gradient at the present point; set the next direction ``d`` and step length ``t``."""
+        memory = self._tensors
+        is_first = memory["n_iter"] == 0
+        record(memory, memory["t"] * memory["d"], gradient - memory["prev_flat_grad"], ~is_first)
+        memory["d"].copy_(direction(memory, gradient, rows))
+        memory["prev_flat_grad"].copy_(gradient)
+        memory["prev_loss"].copy_(loss) if isinstance(loss, Tensor) else memory["prev_loss"].fill_(loss)
+        shortened = (1 / torch.linalg.vector_norm(gradient, 1)).clamp(max=1)
+        memory["t"].copy_(lr.to(self._dtype) * torch.where(is_first, shortened, 1))
+        memory["n_iter"].add_(1)
+
+    def _line(self, closure: Callable[[], Any]) -> Callable[[float], Trial]:
+        """The closure as a function on the line from the present point along ``d``; it leaves the parameters as they are."""
+        towards = self._memory["d"]
+        origin = [p.clone(memory_format=torch.preserve_format) for p in self.params]
+
+        def evaluate(length: float) -> Trial:
+            self._move(length * towards)
+            loss, gradient = self._evaluate(closure)
+            value, slope = float(loss), gradient.dot(towards).item()
+            torch._foreach_copy_(self.params, origin)
+            return Trial(length, math.inf if math.isnan(value) else value, gradient, slope)
+
+        return evaluate
+
+    def _evaluate(self, closure: Callable[[], Any]) -> tuple[Any, Tensor]:
+        with torch.enable_grad():
+            loss = closure()
+        return loss, self._gradient()
+
+    def _gradient(self) -> Tensor:
+        """All gradients as one vector."""
+        grads = []
+        for param in self.params:
+            grad = torch.zeros_like(param) if param.grad is None else param.grad
+            grads.append(grad.to_dense() if grad.layout is not torch.strided else grad)
+        return self._flat([as_real(grad.resolve_conj()) for grad in grads])
+
+    def _move(self, change: Tensor) -> None:
+        """Add a vector to the parameters."""
+        numbers = [as_real(param) for param in self.params]
+        pieces = (self._flat(numbers) + change).split(self._sizes)
+        torch._foreach_copy_(numbers, [piece.view(n.shape) for n, piece in zip(numbers, pieces, strict=True)])
+
+    def _flat(self, tensors: Sequence[Tensor]) -> Tensor:
+        return torch.cat([tensor.reshape(-1).to(self._dtype) for tensor in tensors])
+
+    def save(self, flags: Mapping[str, Any]) -> dict[str, Any]:
+        """The state of torch.optim.LBFGS; see :mod:`~compiled_optim.optimizers.lbfgs.state_dict`."""
+        return state_dict.save(self._holdings, self._memory, flags)
+
+    def load(self, saved: Mapping[str, Any], strict: bool, hyperparameters: Literal["checkpoint", "keep"]) -> LoadReport:
+        """Copy such a state into the group and the state."""
+        return state_dict.load(self._holdings, self._memory, self._new_state(), self._sizes, saved, strict, hyperparameters)
+
+
+def refuse(options: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` if ``options`` hold one that L-BFGS does not have."""
+    for name in ("maximize", "differentiable", "max_grad_norm", "skip_nonfinite"):
+        value = options.get(name)
+        if value is not None and value is not False:
+            raise ValueError(f"LBFGS does not support {name}={value}")
+
+
+def _norm(vector: Tensor) -> float:
+    return vector.abs().amax().item()

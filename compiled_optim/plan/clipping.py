@@ -1,0 +1,124 @@
+"""What holds for a whole step, whatever the group: clipping, the loss scale, and whether the step is skipped.
+
+All of it is data on the device: nothing recompiles when it changes, and a step never waits to see it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compiled_optim.memory.layout import scalar, scalar_dtype
+
+NAMES = ("max_grad_norm", "grad_scale", "found_inf", "skip_nonfinite")
+"""The numbers of one step, in the order in which kernels and :func:`~compiled_optim.lowering.gradient.scaled` take them."""
+
+_NEUTRAL = {"max_grad_norm": math.inf, "grad_scale": 1.0, "found_inf": 0.0, "skip_nonfinite": 0.0}
+
+
+class Clipping:
+    """The clipping of one optimizer, as 0-dim tensors, and what its last step made of them.
+
+    Args:
+        device: where numbers become tensors.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        # The arguments of `take` and the tensors made of them. One assignment replaces both, so no interrupt parts them.
+        self._taken: tuple[tuple[Any, ...], dict[str, Tensor]] = ((None, None, None, False), {})
+        self._neutral: dict[torch.device, dict[str, Tensor]] = {}
+        self._outcomes: dict[torch.device, Tensor] = {}
+
+    def take(self, max_grad_norm: Any, grad_scale: Any, found_inf: Any, skip_nonfinite: Any) -> None:
+        """Take the values for the next steps: numbers, or 0-dim tensors that are then followed.
+
+        Args:
+            max_grad_norm: clip the gradients of all parameters together to this norm; None does not clip.
+            grad_scale: what a gradient scaler multiplied the loss with; None without one.
+            found_inf: other than 0 if it saw an infinite or NaN gradient; None without one.
+            skip_nonfinite: leave out every step whose gradients have a norm that is infinite or NaN.
+
+        Raises:
+            TypeError: a value is not what its description says.
+            ValueError: ``max_grad_norm`` is negative or NaN, or a tensor has more than one element. A tensor on an
+                accelerator is not read, since that would wait for the device.
+        """
+        given = (max_grad_norm, grad_scale, found_inf, skip_nonfinite)
+        if all(new is old for new, old in zip(given, self._given, strict=True)):
+            return
+        if not isinstance(skip_nonfinite, bool):
+            raise TypeError(f"skip_nonfinite must be a bool, got {skip_nonfinite!r}")
+        named = {"max_grad_norm": max_grad_norm, "grad_scale": grad_scale, "found_inf": found_inf}
+        old = dict(zip(NAMES, self._given, strict=True))
+        values = {  # what was given before keeps its tensor, which a kernel's table may refer to
+            name: self._values[name] if value is old[name] and name in self._values else self._tensor(name, value)
+            for name, value in named.items()
+            if value is not None
+        }
+        readable = not isinstance(max_grad_norm, Tensor) or max_grad_norm.device.type == "cpu"
+        if readable and max_grad_norm is not None and max_grad_norm is not self._given[0] and not max_grad_norm >= 0:
+            raise ValueError(f"max_grad_norm must be >= 0, got {float(max_grad_norm)}")
+        if skip_nonfinite:
+            values["skip_nonfinite"] = self._values.get("skip_nonfinite", self._tensor("skip_nonfinite", 1.0))
+        self._taken = (given, values)
+
+    @property
+    def _given(self) -> tuple[Any, ...]:
+        return self._taken[0]
+
+    @property
+    def _values(self) -> dict[str, Tensor]:
+        return self._taken[1]
+
+    def are_tensors(self, *given: Any) -> bool:
+        """Whether :meth:`take` makes no tensor of ``given``, which a CUDA graph that is being captured would not fill."""
+        *numbers, skip_nonfinite = zip(given, self._given, strict=True)
+        known = all(new is None or new is old or isinstance(new, Tensor) for new, old in numbers)
+        return known and (not skip_nonfinite[0] or "skip_nonfinite" in self._values)
+
+    @property
+    def scaler(self) -> tuple[Any, Any]:
+        """``grad_scale`` and ``found_inf`` as they were taken."""
+        return self._given[1], self._given[2]
+
+    @property
+    def measures_norm(self) -> bool:
+        """Whether a step needs the norm of all gradients."""
+        return "max_grad_norm" in self._values or "skip_nonfinite" in self._values
+
+    @property
+    def idle(self) -> bool:
+        """Whether a step uses its gradients as they are."""
+        return not self._values
+
+    def tensors(self, device: torch.device) -> list[Tensor]:
+        """The numbers called ``NAMES``; those that nobody set are neutral ones on ``device``."""
+        if device not in self._neutral:
+            self._neutral[device] = {name: scalar(value, device) for name, value in _NEUTRAL.items()}
+        neutral = self._neutral[device]
+        if self.idle:
+            return list(neutral.values())
+        return [_plain(self._values.get(name, neutral[name])) for name in NAMES]
+
+    def outcome(self, device: torch.device) -> Tensor:
+        """A (3,) float64 tensor on ``device`` that the step writes: norm, whether it was skipped, how many were skipped."""
+        if device not in self._outcomes:
+            self._outcomes[device] = torch.zeros(3, dtype=scalar_dtype(device), device=device)
+        return self._outcomes[device]
+
+    def _tensor(self, name: str, value: Any) -> Tensor:
+        if isinstance(value, Tensor):
+            if value.numel() != 1:
+                raise ValueError(f"{name} must be a number or a 1-element tensor, got shape {tuple(value.shape)}")
+            return value  # itself, so that it is followed wherever its owner puts its memory
+        if isinstance(value, (str, bytes, bool)) or not hasattr(value, "__float__"):
+            raise TypeError(f"{name} must be a number, a 1-element tensor or None, got {value!r}")
+        return scalar(float(value), self.device)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(()) if tensor.dim() or tensor.requires_grad else tensor

@@ -1,0 +1,115 @@
+"""What happened to an optimizer's compiled code: compilations, their causes, and fallbacks."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from compiled_optim.plan.kernel_key import KernelKey
+
+K = TypeVar("K")
+
+
+class RecompileError(RuntimeError):
+    """Something was about to be compiled again where :func:`compiled_optim.no_recompiles` forbids it."""
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """One kernel compiled for one optimizer. ``cause`` is empty for a first compilation."""
+
+    kernel: str
+    seconds: float
+    cause: str = ""
+
+
+_budgets: list[int] = []  # what the open forbidding_recompilation() blocks still allow
+
+
+@contextlib.contextmanager
+def forbidding_recompilation(budget: int = 0) -> Iterator[None]:
+    """Make every recompilation and re-capture of an optimizer's step after the first ``budget`` raise RecompileError."""
+    place = len(_budgets)
+    _budgets.append(budget)
+    try:
+        yield
+    finally:
+        del _budgets[place:]
+
+
+def spend(message: str) -> None:
+    """Take one recompilation or re-capture from the budgets of all open blocks.
+
+    Raises:
+        RecompileError: with ``message``; one of them has nothing left.
+    """
+    if any(left <= 0 for left in _budgets):
+        raise RecompileError(message)
+    _budgets[:] = [left - 1 for left in _budgets]
+
+
+@dataclass
+class CompilationLog:
+    """The history of one optimizer's compiled code."""
+
+    has_stepped: bool = False  # what is compiled from then on has a cause
+    compilations: list[Compilation] = field(default_factory=list)
+    fallbacks: dict[str, str] = field(default_factory=dict)
+    captures: list[str] = field(default_factory=list)  # the cause of each, empty for a first one
+    replays: int = 0
+    table_refreshes: int = 0
+    keys: dict[tuple[str, bool], KernelKey] = field(default_factory=dict)  # by parameter, and whether the kernel updates it
+
+    def obtain(self, cache: dict[KernelKey, K], key: KernelKey, names: Sequence[str], make: Callable[[KernelKey], K]) -> K:
+        """The kernel of ``key`` for the parameters ``names``: from ``cache``, else made, kept and recorded.
+
+        A kernel that does without a buffer is made together with the one that a hyperparameter's change may ask for.
+
+        Raises:
+            RecompileError: it would have to be made again inside ``no_recompiles``.
+        """
+        if key not in cache:
+            cause = next((c for c in (self._cause(name, key) for name in names) if c), "")
+            if cause:
+                spend(f"{key.rule.name} would recompile its step: {cause}")
+            for wanted in dict.fromkeys((key, key.grown())):
+                if wanted not in cache:
+                    started = time.perf_counter()
+                    cache[wanted] = make(wanted)
+                    self.compilations.append(Compilation(str(wanted), time.perf_counter() - started, cause))
+        self.keys.update(dict.fromkeys(((name, key.updates) for name in names), key))
+        return cache[key]
+
+    def obtain_or_fall_back(
+        self,
+        cache: dict[KernelKey, K | str],
+        key: KernelKey,
+        names: Sequence[str],
+        make: Callable[[KernelKey], K | str],
+        uncompiled: Callable[[KernelKey], K],
+    ) -> K:
+        """As :meth:`obtain`; where ``make`` says why nothing can be compiled, what ``uncompiled`` returns, recorded."""
+        made = self.obtain(cache, key, names, make)
+        if not isinstance(made, str):
+            return made
+        self.fall_back(f"{key.rule.name} runs eager: {made}", "a step takes longer")
+        return uncompiled(key)
+
+    def _cause(self, name: str, new: KernelKey) -> str:
+        """Why parameter ``name`` needs a kernel of key ``new``, in words; empty before the first step."""
+        if not self.has_stepped:
+            return ""
+        old = self.keys.get((name, new.updates))
+        if old is None:
+            return f"parameter '{name}' is new to the optimizer"
+        return f"parameter '{name}': {', '.join(new.changes_from(old))}"
+
+    def fall_back(self, reason: str, advice: str) -> None:
+        """Record that something runs uncompiled, and warn about it once per reason."""
+        if reason not in self.fallbacks:
+            self.fallbacks[reason] = advice
+            warnings.warn(f"compiled_optim: {reason}; {advice}", RuntimeWarning, stacklevel=2)

@@ -1,0 +1,327 @@
+"""Which tensors are updated together, and which of them take part in a step.
+
+A plan holds the parameters that share a device and every choice that shapes code. Hyperparameters, step counts and scalars
+are data, so groups with different learning rates share one plan.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from compiled_optim import torch_internals
+from compiled_optim.groups.names import parameter_name
+from compiled_optim.groups.param_group import ParamGroup
+from compiled_optim.memory.addresses import Addresses, gradient
+from compiled_optim.memory.layout import has_memory, is_lost, span
+from compiled_optim.memory.sharding import as_part_of, is_sharded, local, local_gradient, placement
+from compiled_optim.rule.rule import Declaration, Rule
+from compiled_optim.state import (
+    OptimizerState,
+    ParamState,
+    check_entries,
+    initial_values,
+    missing_entries,
+    scalar_names,
+    structure,
+)
+
+
+@dataclass(eq=False)
+class Member:
+    """One parameter of a plan.
+
+    Another thread may replace an entry of the state while a step runs; the next plan follows that.
+
+    Attributes:
+        owner: the parameter as it stands in its group.
+        name: its name in messages.
+        group: the index of its group in ``param_groups``.
+        state: its state.
+        names: the entries of the state that a step uses.
+        param: what a step updates: the parameter, or the local shard of a DTensor.
+        entries: the tensors of the state when the member was made; their local shards for a DTensor.
+    """
+
+    owner: Tensor
+    name: str
+    group: int
+    state: ParamState
+    names: Sequence[str]
+    param: Tensor = field(init=False)
+    entries: dict[str, Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.param = local(self.owner)
+        self.entries = {name: self._local(self.state[name]) for name in self.names}
+
+    def put(self, name: str, entry: Tensor) -> None:
+        """Replace an entry of the state, or the local shard of one. The write is not reported as a change."""
+        self.entries[name] = entry
+        old = self.state[name]
+        self.state.set_quietly(name, entry if self._local(old) is old else as_part_of(entry, old))
+
+    def _local(self, entry: Tensor) -> Tensor:
+        """The shard of an entry that is updated with ``param``; the entry itself where the parameter is no DTensor."""
+        return entry if self.param is self.owner else local(entry)
+
+
+class Plan:
+    """The parameters of one device and one set of static choices; DTensors also share their mesh and placements.
+
+    Args:
+        rule: what updates the parameters.
+        statics: the choices they share.
+        device: theirs.
+        members: the parameters.
+        groups: all groups of the optimizer.
+        grad_of: the gradient of a parameter.
+        shares_memory: whether the plan is updated after others because its parameters share memory with theirs.
+        leads: whether it is the optimizer's first plan, which records the outcome of the whole step: norm and skipping.
+
+    Attributes:
+        sharded: whether the parameters are DTensors.
+        wrapped: whether the parameters are of a subclass without memory of its own.
+        scalar_blocks: float64 matrices of shape (1 + scalars, tensors): step counts in the first row, then the rule's
+            scalars. Together they have a column for each member, of which its state holds 0-dim views.
+    """
+
+    def __init__(
+        self,
+        rule: Rule,
+        statics: Mapping[str, Any],
+        device: torch.device,
+        members: Sequence[Member],
+        groups: Sequence[ParamGroup],
+        grad_of: Callable[[Tensor], Tensor | None],
+        *,
+        shares_memory: bool,
+        leads: bool,
+    ) -> None:
+        self.rule = rule
+        self.statics = dict(statics)
+        self.buffers = rule.present_buffers(statics)
+        self.device = device
+        self.members = list(members)
+        self.params = [m.owner for m in self.members]
+        self.sharded = is_sharded(self.params[0])
+        self.wrapped = torch_internals.wraps_others(self.members[0].param) and not has_memory(self.members[0].param)
+        self.shares_memory = shares_memory
+        self.leads = leads
+        self._has_own_grad = any(type(p).grad is not Tensor.grad for p in self.params)
+        self.grad_dtypes = [p.dtype if (g := grad_of(p)) is None else g.dtype for p in self.params]
+        used = sorted({m.group for m in self.members})
+        self.groups = [groups[i] for i in used]
+        self.group_index = [used.index(m.group) for m in self.members]
+        self.scalar_blocks = self._gather_scalars()
+        self.addresses = self._found()
+
+    def settle(self, grads: list[Tensor | None] | None) -> None:
+        """Read all addresses anew, after the lowering gave state other memory; ``grads`` are as in :meth:`read`."""
+        self.addresses = self._found()
+        self.addresses.read(self._local(grads))
+
+    def _found(self) -> Addresses:
+        """The addresses of parameters, gradients and state, or of their local shards."""
+        params = [] if self.wrapped else [m.param for m in self.members]
+        names = (*scalar_names(self.rule), *self.buffers)
+        state = [m.entries[name] for m in self.members for name in names]
+        return Addresses(params, self.grad_dtypes[: len(params)], list(filter(has_memory, state)))
+
+    @property
+    def state_moved(self) -> bool:
+        """Whether somebody gave a state tensor other memory with ``.data =``, for example to offload it."""
+        return self.addresses.others_moved()
+
+    def read(self, grads: list[Tensor | None] | None, *, state: bool, keep_alive: bool) -> bool:
+        """Look at parameters and gradients, and say whether the plan still describes them.
+
+        Args:
+            grads: gradients to take in place of the parameters' own, one entry for each parameter; None for their own.
+            state: whether to look at the state too, because somebody could have given it other memory.
+            keep_alive: whether the user's code runs before :meth:`finish`, so that the gradients must be kept alive.
+
+        Raises:
+            TypeError: a gradient is sparse and the rule takes dense ones, or the other way round.
+            ValueError: a gradient has another shape than its parameter, or no memory.
+        """
+        self.addresses.read(self._local(grads), others=state, keep_alive=keep_alive)
+        if self.addresses.moved or self._resharded():
+            return False
+        if not (self.addresses.unlike or self.wrapped or self.rule.gradients == "sparse"):
+            return True
+        return self._check_gradients([p.grad for p in self.params] if grads is None else grads)
+
+    def finish(self) -> None:
+        """Let the gradients go, and tell autograd that the parameters with gradients were written."""
+        self.addresses.finish()
+        if self.sharded:
+            present = zip(self.params, self.addresses.present.tolist(), strict=True)
+            torch.autograd.graph.increment_version([param for param, there in present if there])
+
+    def gradients(self, grads: list[Tensor | None] | None) -> list[Tensor | None]:
+        """``grads`` or the parameters' own gradients; for DTensors the local shards of them."""
+        found = [p.grad for p in self.params] if grads is None else grads
+        if not self.sharded:
+            return found
+        return [None if g is None else local_gradient(g, p) for g, p in zip(found, self.params, strict=True)]
+
+    def _local(self, grads: list[Tensor | None] | None) -> list[Tensor | None] | None:
+        """The gradients to look at, where they are not those that torch keeps for ``members``; else ``grads``."""
+        differ = self.sharded or self._has_own_grad
+        return self.gradients(grads) if differ and not self.wrapped else grads
+
+    def _resharded(self) -> bool:
+        """Whether a DTensor has another local shard than when the plan was made."""
+        return self.sharded and any(local(m.owner) is not m.param for m in self.members)
+
+    def _check_gradients(self, grads: Sequence[Tensor | None]) -> bool:
+        """Whether all gradients have the dtypes that the plan expects; an error where one cannot be used at all."""
+        if not {g.is_sparse for g in grads if g is not None} <= {self.rule.gradients == "sparse"}:
+            self._refuse(grads)
+        for member, param, grad in zip(self.members, self.params, grads, strict=True):
+            if grad is not None and grad.shape != param.shape:
+                shapes = tuple(grad.shape), tuple(param.shape)
+                raise ValueError(f"the gradient of '{member.name}' has shape {shapes[0]}, the parameter {shapes[1]}")
+            if grad is not None and any(map(is_lost, _parts(grad))):
+                raise ValueError(f"the gradient of '{member.name}' has no memory: its storage was freed")
+            if grad is not None and torch_internals.is_fake(grad) and not torch_internals.is_fake(param):
+                raise ValueError(f"the gradient of '{member.name}' has no memory: it is a FakeTensor")
+        return all(g is None or g.dtype == d for g, d in zip(grads, self.grad_dtypes, strict=True))
+
+    def _refuse(self, grads: Sequence[Tensor | None]) -> NoReturn:
+        rule, takes_sparse = self.rule, self.rule.gradients == "sparse"
+        pairs = zip(self.members, grads, strict=True)
+        name = next(m.name for m, g in pairs if g is not None and g.is_sparse != takes_sparse)
+        advice = f", please consider {rule.advice} instead" if rule.advice else ""
+        refused = "dense" if takes_sparse else "sparse"
+        raise TypeError(f"{rule.name} does not support {refused} gradients{advice}; '{name}' has one")
+
+    @functools.cached_property
+    def scalars(self) -> Tensor:
+        """Step counts and the rule's scalars in one float64 tensor of shape (1 + scalars, members)."""
+        if len(self.scalar_blocks) > 1 or not self._fills(self.scalar_blocks[0], self.members):
+            self.scalar_blocks = [self._gathered(self.members)]
+        return self.scalar_blocks[0]
+
+    def _gather_scalars(self) -> list[Tensor]:
+        """The scalars in as few blocks as possible. Blocks of an earlier plan stay: a graph may be reading them."""
+        together: dict[int, tuple[Tensor | None, list[Member]]] = {}
+        for member in self.members:
+            block = member.entries["step"]._base
+            together.setdefault(id(block), (block, []))[1].append(member)
+        blocks, rest = [], []
+        for block, members in together.values():
+            members.sort(key=lambda m: m.entries["step"].storage_offset())
+            if block is not None and self._fills(block, members):
+                blocks.append(block.view(-1, len(members)))
+            else:
+                rest += members
+        return [*blocks, *([self._gathered(rest)] if rest else [])]
+
+    def _fills(self, block: Tensor, members: Sequence[Member]) -> bool:
+        """Whether ``block`` holds the scalars of ``members``, in this order, and nothing else."""
+        entries = [m.entries[name] for name in scalar_names(self.rule) for m in members]
+        storage = block.untyped_storage()._cdata
+        inside = all(entry.untyped_storage()._cdata == storage for entry in entries)
+        return inside and [e.storage_offset() for e in entries] == list(range(block.numel()))
+
+    def _gathered(self, members: Sequence[Member]) -> Tensor:
+        """The scalars of ``members``, copied into new memory. The state gets views of it."""
+        names = scalar_names(self.rule)
+        scalars = torch.stack([m.entries[name] for name in names for m in members]).view(len(names), -1)
+        for row, name in enumerate(names):
+            for column, member in enumerate(members):
+                member.put(name, scalars[row, column])
+        return scalars
+
+
+def _parts(grad: Tensor) -> tuple[Tensor, ...]:
+    """The strided tensors that a gradient consists of."""
+    return (grad._indices(), grad._values()) if grad.is_sparse else (local(grad),)
+
+
+def partition(
+    rule: Rule,
+    groups: Sequence[ParamGroup],
+    state: OptimizerState,
+    grad_of: Callable[[Tensor], Tensor | None] = gradient,
+) -> list[Plan]:
+    """The plans for all parameters that have state or need it now. Missing state is made.
+
+    A parameter without a gradient whose memory, or whose state's memory, was freed is left out until it gets a gradient.
+
+    Raises:
+        ValueError: a parameter or its state cannot be updated, or a tensor of the state does not fit its parameter.
+    """
+    found: list[tuple[Member, dict[str, Any]]] = []
+    for i, group in enumerate(groups):
+        for j, param in enumerate(group["params"]):
+            is_needed = grad_of(param) is not None
+            if not (param.requires_grad or is_needed or state.get(param)):
+                continue
+            own_state, name, choices = state[param], parameter_name(group, i, j), structure(rule, group, param)
+            check_entries(rule, param, own_state, name)
+            if not _has_memory(rule, param, own_state, name, needed=is_needed):
+                continue
+            buffers = rule.present_buffers(choices)
+            missing = missing_entries(rule, buffers, param, own_state, initial_values(rule, group))
+            for entry, tensor in missing.items():
+                own_state.set_quietly(entry, tensor)
+            found.append((Member(param, name, i, own_state, (*scalar_names(rule), *buffers)), choices))
+    written = [[m.param, *(m.entries[name] for name in rule.present_buffers(choices))] for m, choices in found]
+    together: dict[tuple[Any, ...], list[Member]] = {}
+    for (member, choices), turn in zip(found, _turns(written), strict=True):
+        param = member.owner
+        kind = (param.device, placement(param), has_memory(member.param), turn)
+        together.setdefault((*kind, *choices.items()), []).append(member)
+    return [
+        Plan(rule, dict(choices), device, members, groups, grad_of, shares_memory=turn > 0, leads=index == 0)
+        for index, ((device, _, _, turn, *choices), members) in enumerate(together.items())
+    ]
+
+
+def _has_memory(rule: Declaration, param: Tensor, state: ParamState, name: str, *, needed: bool) -> bool:
+    """Whether parameter and state have memory, as an update needs it; an error where it is ``needed`` and missing."""
+    values = local(param)
+    if values._is_zerotensor() or any(n > 1 and s == 0 for n, s in zip(values.shape, values.stride(), strict=True)):
+        raise ValueError(f"can't optimize '{name}': several of its elements share memory (it is expanded); pass its clone()")
+    buffers = {b.name: state[b.name] for b in rule.buffers if state.get(b.name) is not None}
+    tensors = {"": values} | {f"state '{entry}' of ": local(buffer) for entry, buffer in buffers.items()}
+    lost = next((what for what, tensor in tensors.items() if is_lost(tensor)), None)
+    if lost is not None and needed:
+        raise ValueError(f"{lost}'{name}' cannot be updated: it has no memory, since its storage was freed")
+    return lost is None
+
+
+def _turns(written: Sequence[Sequence[Tensor]]) -> list[int]:
+    """When to update each parameter, such that parameters of one turn write into no common memory.
+
+    Args:
+        written: the tensors that an update of each parameter writes.
+
+    Returns:
+        A number per parameter: 0 where it shares no memory with an earlier one, else one more than the last of those.
+    """
+    spans = sorted(
+        (str(tensor.device), *span(tensor), i)
+        for i, tensors in enumerate(written)
+        for tensor in tensors
+        if tensor.numel() and has_memory(tensor)
+    )
+    earlier: dict[int, set[int]] = {}
+    open_spans: list[tuple[str, int, int]] = []
+    for device, start, end, i in spans:
+        open_spans = [other for other in open_spans if other[0] == device and other[1] > start]
+        for *_, other in open_spans:
+            earlier.setdefault(max(i, other), set()).add(min(i, other))
+        open_spans.append((device, end, i))
+    turns: list[int] = []
+    for i in range(len(written)):
+        turns.append(max((turns[other] + 1 for other in earlier.get(i, ()) if other != i), default=0))
+    return turns

@@ -1,0 +1,83 @@
+"""Hyperparameters as functions of the step count, evaluated on the device as part of the step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from compiled_optim.groups.param_group import ParamGroup
+from compiled_optim.memory.layout import scalar
+from compiled_optim.plan.plan import Plan
+from compiled_optim.rule.fields import Hyper
+
+Schedule: TypeAlias = Callable[[Tensor], Any]
+"""Step count -> value: a 0-dim tensor, or a tuple of them for a hyperparameter like ``betas``."""
+
+
+class Schedules:
+    """The schedules of one optimizer, by group and hyperparameter."""
+
+    def __init__(self) -> None:
+        self.functions: dict[tuple[int, str], tuple[Hyper, Schedule]] = {}
+        self._groups: Sequence[ParamGroup] = ()
+        self._counts: list[Tensor] = []
+        self._targets: dict[tuple[int, str], tuple[Tensor, ...]] = {}
+
+    def copy(self) -> Schedules:
+        """The same schedules, before they follow any group."""
+        other = Schedules()
+        other.functions = dict(self.functions)
+        return other
+
+    def set(self, index: int, group: ParamGroup, hyper: Hyper, function: Schedule | None) -> None:
+        """Schedule one hyperparameter of one group. A ``function`` of None ends its schedule, at the value it has reached.
+
+        Raises:
+            TypeError: ``function`` cannot be called.
+            ValueError: ``function`` looks at the value of its argument, or its first value is out of range.
+        """
+        if function is None:
+            self.functions.pop((index, hyper.name), None)
+            return
+        where = f"the schedule of {hyper.name} in param_groups[{index}]"
+        if not callable(function):
+            raise TypeError(f"{where} must be a function of the step count, got {function!r}")
+        try:
+            function(torch.ones((), dtype=torch.float64, device="meta"))
+        except (RuntimeError, NotImplementedError) as error:
+            advice = (
+                "it must not look at the value of the step count: torch.where instead of if, torch.cos instead of math.cos"
+            )
+            raise ValueError(f"{where} cannot run on the device: {advice} ({error})") from error
+        first_step = scalar(1, group.tensors(hyper.name)[0].device)
+        for i, value in enumerate(hyper.elements(function(first_step), where)):
+            hyper.check(float(value), i, where)
+        group.unshare(hyper.name)
+        self.functions[index, hyper.name] = hyper, function
+
+    def follow(self, groups: Sequence[ParamGroup], plans: Sequence[Plan]) -> None:
+        """Write into the tensors of ``groups`` from now on, by the step counts of ``plans``."""
+        self._groups = groups
+        self._counts = [block[0] for plan in plans for block in plan.scalar_blocks]
+        self._targets = {(i, name): groups[i].tensors(name) for i, name in self.functions if plans and i < len(groups)}
+
+    def reinstate(self) -> None:
+        """Overrule assignments: put back the tensors that :meth:`evaluate` writes, where somebody assigned others."""
+        for (index, name), tensors in self._targets.items():
+            if any(now is not target for now, target in zip(self._groups[index].tensors(name), tensors, strict=True)):
+                self._groups[index].reinstate(name, tensors)
+
+    def evaluate(self) -> None:
+        """Write the values for the next step into the groups' tensors. The host waits for nothing."""
+        if not self._targets:
+            return
+        device = self._counts[0].device
+        count = torch.stack([steps.amax().to(device) for steps in self._counts]).amax() + 1
+        for key, tensors in self._targets.items():
+            hyper, function = self.functions[key]
+            for tensor, value in zip(tensors, hyper.elements(function(count), f"the schedule of {hyper.name}"), strict=True):
+                live = tensor.detach()
+                live.copy_(value) if isinstance(value, Tensor) else live.fill_(value)

@@ -1,0 +1,161 @@
+"""What makes a class body of fields and two functions an optimizer: the rule, and the signature of its constructor."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from typing_extensions import dataclass_transform
+
+from compiled_optim.rule.fields import (
+    Buffer,
+    Fact,
+    Field,
+    Flag,
+    Hyper,
+    Scalar,
+    Static,
+    Transform,
+    flag,
+    hyper,
+    static,
+    transform,
+)
+from compiled_optim.rule.rule import Declaration, Gradients, Granularity, Rule
+
+
+@dataclass_transform(field_specifiers=(hyper, static, flag, transform))
+class Declared:
+    """Turns a class body of fields into a constructor signature and, where the body holds an update, a :class:`Rule`.
+
+    It stands above the optimizer base class because type checkers read constructor fields only from classes *below* the
+    one marked as a transform.
+    """
+
+    declared: ClassVar[dict[str, Field]] = {}
+    """By name: what the bodies of the class and its bases declare."""
+
+    fields: ClassVar[dict[str, Field]] = {}
+    """By name: what is declared, and the choices that transforms add."""
+
+    transforms: ClassVar[tuple[Callable[[Rule], Rule], ...]] = ()
+    """What elementwise rules of dense gradients go through, in this order."""
+
+    declaration: ClassVar[Declaration]
+    rule: ClassVar[Rule]
+    """The declaration, where it has an update."""
+
+    gradients: ClassVar[Gradients] = "dense"
+    """The gradients that the optimizer takes. Of a sparse one it updates the rows that the gradient names."""
+
+    advice: ClassVar[str] = ""
+    """The optimizer to advise where a gradient is of the other kind."""
+
+    granularity: ClassVar[Granularity] = "element"
+    """What an update sees at a time; see :class:`Rule`."""
+
+    group_flags: ClassVar[tuple[str, ...]] = ()
+    """The flags in the groups: torch.optim's, so that checkpoints are interchangeable, and ``maximize`` for every rule."""
+
+    implied_state: ClassVar[Mapping[str, float]] = {}
+    """The state that checkpoints of torch.optim's optimizer of this name leave out, as it is where they hold other state."""
+
+    def __init_subclass__(
+        cls,
+        *,
+        gradients: Gradients | None = None,
+        advice: str | None = None,
+        granularity: Granularity | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.gradients = gradients or cls.gradients
+        cls.advice = cls.advice if advice is None else advice
+        cls.granularity = granularity or cls.granularity
+        own = {name: value for name, value in vars(cls).items() if isinstance(value, Field)}
+        for name in own:
+            delattr(cls, name)
+        cls.transforms = (*cls.transforms, *(f.by for f in own.values() if isinstance(f, Transform)))
+        fields = {n: dataclasses.replace(f, name=n) for n, f in own.items() if not isinstance(f, Transform)}
+        cls.fields = cls.declared = {**cls.declared, **fields}
+        cls.declaration = Declaration(cls.__name__, *(cls.fields_of(kind) for kind in (Hyper, Static, Fact, Buffer, Scalar)))
+        if hasattr(cls, "update"):
+            cls.declaration = cls.rule = cls._made_rule()
+            cls.fields = {**cls.declared, **{s.name: s for s in cls.rule.statics}}
+        flags = _torch_flags(cls)
+        cls.group_flags = (*flags, *(("maximize",) if hasattr(cls, "update") and "maximize" not in flags else ()))
+        positional = [name for name, by_position in flags.items() if by_position]
+        cls.__signature__ = _constructor_signature(cls.fields, positional)  # type: ignore[attr-defined]
+
+    @classmethod
+    def _made_rule(cls) -> Rule:
+        rule = Rule(
+            **{field.name: getattr(cls.declaration, field.name) for field in dataclasses.fields(Declaration)},
+            coefficients=cls.coefficients,  # type: ignore[attr-defined]
+            update=cls.update,  # type: ignore[attr-defined]
+            gradients=cls.gradients,
+            advice=cls.advice,
+            granularity=cls.granularity,
+            means=(cls.means,) if hasattr(cls, "means") else (),
+        )
+        transforms = cls.transforms if (cls.granularity, cls.gradients) == ("element", "dense") else ()
+        return functools.reduce(lambda transformed, by: by(transformed), transforms, rule)
+
+    @staticmethod
+    def check(hypers: Mapping[str, Any], statics: Mapping[str, Any]) -> None:
+        """Raise ``ValueError`` where fields do not fit each other; for subclasses to override.
+
+        A group is checked when it is added and when one of its choices is assigned; not with every hyperparameter, whose
+        values are on the device.
+        """
+
+    @classmethod
+    def fields_of(cls, kind: type[Any]) -> tuple[Any, ...]:
+        """The declared fields of one kind, in declared order."""
+        return tuple(f for f in cls.fields.values() if isinstance(f, kind))
+
+
+def _torch_flags(cls: type[Declared]) -> dict[str, bool]:
+    """The flags that torch.optim's optimizer of this name takes, and whether by position: after everything else.
+
+    An optimizer that torch.optim lacks takes those that most of torch.optim's take. Type checkers read all in the base
+    class, and ask for keywords.
+    """
+    theirs = getattr(torch.optim, cls.__name__, None)
+    if theirs is None:
+        return dict.fromkeys(_USUAL_FLAGS, False)
+    flags = {f.name for f in cls.fields_of(Flag)}
+    parameters = inspect.signature(theirs).parameters
+    return {name: p.kind is p.POSITIONAL_OR_KEYWORD for name, p in parameters.items() if name in flags}
+
+
+_USUAL_FLAGS = ("foreach", "maximize", "capturable", "differentiable", "fused")
+
+
+def _constructor_signature(fields: Mapping[str, Field], positional_flags: Sequence[str]) -> inspect.Signature:
+    positional: list[str] = []
+    keyword: list[str] = []
+    for name, declared in fields.items():
+        if isinstance(declared, Hyper):
+            positional.append(name)
+        elif isinstance(declared, Static) and declared.init:
+            (keyword if declared.kw_only else positional).append(name)
+        elif isinstance(declared, Flag) and name not in positional_flags:
+            keyword.append(name)
+    defaults: Mapping[str, Any] = {
+        name: declared.default for name, declared in fields.items() if hasattr(declared, "default")
+    }
+    return inspect.Signature(
+        [
+            inspect.Parameter("params", inspect.Parameter.POSITIONAL_OR_KEYWORD),
+            *(
+                inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=defaults[name])
+                for name in (*positional, *positional_flags)
+            ),
+            *(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name]) for name in keyword),
+        ]
+    )

@@ -1,0 +1,225 @@
+"""What runs an optimizer's steps, one at a time, apart from what users see of the optimizer."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from compiled_optim.groups.watched import Changes
+from compiled_optim.memory.addresses import gradient
+from compiled_optim.memory.cpp_library import CompilerError
+from compiled_optim.rule.declared import Declared
+from compiled_optim.step import traced
+from compiled_optim.step.holdings import Holdings
+from compiled_optim.step.step import Step
+from compiled_optim.torch_internals import (
+    current_capture,
+    fakes_are_made,
+    is_capturing,
+    is_fake,
+    outside_dynamo,
+    outside_inference_mode,
+)
+
+MakeStep: TypeAlias = Callable[[Holdings, tuple[Any, ...], Callable[[Tensor], Tensor | None]], Step]
+Launcher: TypeAlias = Callable[[Step, Callable[[], Any] | None], Any]
+
+
+class Owner(Protocol):
+    """What users, torch's gradient scalers and torch's schedulers set on an optimizer or look for there.
+
+    ``grad_scale`` and ``found_inf`` are there in a step that a gradient scaler calls.
+    """
+
+    max_grad_norm: float | Tensor | None
+    skip_nonfinite: bool
+    defaults: dict[str, Any]
+    _opt_called: bool
+
+
+class Engine:
+    """Makes the step of an optimizer anew when groups or state changed, and runs it.
+
+    Args:
+        optimizer: whose steps; it is not kept alive.
+        make: makes a step.
+
+    Attributes:
+        holdings: what the optimizer owns.
+        step: the step that was made last; None before the first.
+        lock: held by whoever steps, saves, loads or makes the step anew.
+        launcher: what steps call in place of :meth:`Step.launch`, if anything.
+        runs: how many steps were run here, captured ones among them.
+        steps: how many were taken, replayed ones among them.
+        is_open: whether more groups come before the first step is made.
+        number: under which the traced operator finds the engine.
+    """
+
+    def __init__(self, optimizer: Owner, make: MakeStep) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._make = make
+        self.lock = threading.RLock()
+        self.number = traced.register(self)
+        self.is_open = False
+        self._changes = Changes()
+
+    def begin(self, kind: type[Declared], lowering: str) -> None:
+        """Own nothing yet, for an optimizer that is being made, or copied."""
+        self.step: Step | None = None
+        self.launcher: Launcher | None = None
+        self.runs = self.steps = 0
+        self._changes.pending = True
+        self.holdings = Holdings(kind, lowering, self._changes)
+
+    @property
+    def params(self) -> list[Tensor]:
+        """All parameters, group by group, as they were when the step was made last."""
+        return [] if self.step is None else self.step.params
+
+    @property
+    def live(self) -> list[dict[str, Any]]:
+        """The live hyperparameters of each group."""
+        return [] if self.step is None else self.step.live
+
+    @property
+    def clipping(self) -> tuple[Any, ...]:
+        """What :meth:`Clipping.take` takes, as it is assigned now."""
+        owner = self._owner
+        scaler = getattr(owner, "grad_scale", None), getattr(owner, "found_inf", None)  # set and deleted by GradScaler
+        return owner.max_grad_norm, *scaler, owner.skip_nonfinite
+
+    @property
+    def _owner(self) -> Owner:
+        owner = self._optimizer()
+        assert owner is not None
+        return owner
+
+    def add_group(self, param_group: Mapping[str, Any]) -> None:
+        """Add a parameter group. One that does not fit is taken back."""
+        with self.lock:
+            holdings = self.holdings
+            known, aliases = list(holdings.state), dict(holdings.aliases)
+            holdings.add(param_group, self._owner.defaults)
+            if self.is_open:
+                return
+            try:
+                self.renew()
+            except (TypeError, ValueError):
+                holdings.groups.pop()
+                kept = {p: holdings.state[p] for p in known}
+                holdings.state.clear()
+                holdings.state.update(kept)
+                holdings.aliases = aliases
+                raise
+
+    def current(self) -> Step:
+        """The step, made anew if groups or state changed."""
+        if self.step is None or not self.step.is_current():
+            with self.lock:
+                self.renew()
+        assert self.step is not None
+        return self.step
+
+    @outside_inference_mode()
+    def renew(self, grads: Sequence[Tensor | None] | None = None) -> list[Tensor | None] | None:
+        """Make the step anew from groups and state, and take ``grads`` for the parameters' own.
+
+        Returns:
+            ``grads`` in the order in which the parameters are now; None if they are the parameters' own.
+        """
+        self._changes.pending = True  # to the end, whatever interrupts it
+        given = {} if grads is None else dict(zip(map(id, self.params), grads, strict=True))
+
+        def grad_of(param: Tensor) -> Tensor | None:
+            return given[id(param)] if id(param) in given else gradient(param)
+
+        self.holdings.adopt(self._owner.defaults, checked=self.step is None)
+        self.step = self._make(self.holdings, self.clipping, grad_of)
+        self._changes.pending = False
+        self.holdings.hand_captures.leave()
+        return None if grads is None else list(map(grad_of, self.params))
+
+    @outside_dynamo
+    def run(self, grads: list[Tensor | None] | None = None, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters, without hooks; see :meth:`prepare` and :meth:`Step.launch`. One thread at a time does."""
+        with self.lock:
+            step = self.prepare(grads)
+            loss = step.launch(closure) if self.launcher is None else self.launcher(step, closure)
+            self.finish(step)
+        return loss
+
+    def prepare(self, grads: list[Tensor | None] | None = None) -> Step:
+        """The host's part of a step, which may be a new one; nothing is updated yet.
+
+        Args:
+            grads: gradients to take in place of the parameters' own, one entry for each of :attr:`params`.
+
+        Raises:
+            TypeError, ValueError, RecompileError, RuntimeError: as the optimizer's ``step``.
+        """
+        owner, step, clipping = self._owner, self.step, self.clipping
+        if step is not None and any(map(is_capturing, step.devices)):
+            self._check_capture(step, grads, clipping)
+        if fakes_are_made() and not all(map(is_fake, self.params)):
+            raise RuntimeError(
+                "a step of real parameters under FakeTensorMode would compute with fake tensors; leave the mode, or make "
+                "the parameters in it"
+            )
+        owner._opt_called = True  # torch's schedulers ask
+        self.holdings.clipping.take(*clipping)
+        if step is None or not step.is_current() or not step.describes(grads):
+            grads = self.renew(grads)
+            step = self.step
+            assert step is not None
+            described = step.describes(grads)
+            assert described
+        try:
+            step.prepare(grads)
+        except CompilerError:  # which lets the plans have another lowering
+            return self.prepare(grads)
+        return step
+
+    def finish(self, step: Step) -> None:
+        """End a step that was launched."""
+        self.runs += 1
+        if not step.is_recorded:
+            self.steps += 1
+            self.holdings.log.has_stepped = True
+        step.finish()
+
+    def _check_capture(self, step: Step, grads: list[Tensor | None] | None, clipping: tuple[Any, ...]) -> None:
+        """Refuse to capture a step that needs more than a graph can hold; warn of assignments after one that is captured."""
+        name = self.holdings.kind.__name__
+        if not step.is_recorded and any(current_capture(device) in _runner_captures for device in step.devices):
+            raise RuntimeError(
+                f"{name} is stepped in a function that a CUDAGraphRunner captures, but is not one of the "
+                "runner's optimizers; name it there"
+            )
+        obstacle = step.obstacle(grads, clipping)
+        if obstacle:
+            raise RuntimeError(
+                f"{name}.step() cannot be captured in a CUDA graph now: {obstacle}; "
+                "take one step before capturing, or let co.CUDAGraphRunner do so"
+            )
+        if not step.is_recorded:
+            self.holdings.hand_captures.keep(step.memory, self.holdings.own_groups)
+
+
+_runner_captures: set[object] = set()
+
+
+@contextlib.contextmanager
+def recorded_by_runner(device: torch.device) -> Iterator[None]:
+    """Refuse steps that are captured meanwhile, on any thread, of optimizers that the runner was not told of."""
+    capture = current_capture(device)
+    _runner_captures.add(capture)
+    try:
+        yield
+    finally:
+        _runner_captures.discard(capture)

@@ -1,0 +1,47 @@
+"""Graphs that users capture themselves, without a runner: they go on reading what the step used when they were captured."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Sequence
+
+from compiled_optim.groups.param_group import ParamGroup
+
+
+class HandCaptures:
+    """Keeps what such graphs read, since nobody says when they are gone, and warns where the optimizer leaves them."""
+
+    def __init__(self) -> None:
+        self._kept: list[object] = []
+        self._is_read = False  # whether the present step is among what a graph reads
+
+    def keep(self, memory: object, groups: Sequence[ParamGroup]) -> None:
+        """Note that a graph is to read ``memory``, which the present step uses, and the hyperparameters of ``groups``."""
+        if not self._is_read:
+            self._kept.append(memory)
+        self._is_read = True
+        for group in groups:
+            group.on_assignment = functools.partial(_warn_of_assignment, groups)
+
+    def leave(self) -> None:
+        """Warn where the optimizer no longer uses what a graph reads."""
+        if self._is_read:
+            self._is_read = False
+            warnings.warn(
+                "groups, state or clipping changed after step() was captured in a CUDA graph, which goes on with those it "
+                "was captured with; capture it again, or with co.CUDAGraphRunner",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+
+def _warn_of_assignment(groups: Sequence[ParamGroup], label: str) -> None:
+    for group in groups:
+        group.on_assignment = None
+    warnings.warn(
+        f"{label} was assigned after step() was captured in a CUDA graph, which goes on reading the old tensor; "
+        "write into it with fill_, or capture with co.CUDAGraphRunner",
+        RuntimeWarning,
+        stacklevel=4,
+    )

@@ -1,0 +1,162 @@
+"""What an optimizer owns, and every step of it is made of: groups and state, and what outlives the steps."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any, Literal, cast
+
+import torch
+
+from compiled_optim.checkpoint import state_dict as checkpoint
+from compiled_optim.checkpoint.state_dict import LoadReport
+from compiled_optim.groups.names import check_names, without_aliases
+from compiled_optim.groups.param_group import ParamGroup
+from compiled_optim.groups.parameters import check_params, names_and_tensors
+from compiled_optim.groups.watched import Changes
+from compiled_optim.plan.clipping import Clipping
+from compiled_optim.plan.compilations import CompilationLog
+from compiled_optim.plan.schedule import Schedules
+from compiled_optim.rule.declared import Declared
+from compiled_optim.rule.fields import Choice, Hyper, Static
+from compiled_optim.state import OptimizerState
+from compiled_optim.step.hand_captures import HandCaptures
+
+
+class Holdings:
+    """Groups, state, and the memory of the device that graphs may go on reading while steps come and go.
+
+    Args:
+        kind: the optimizer's class.
+        lowering: how its steps are to run.
+        changes: where groups and state report writes.
+
+    Attributes:
+        groups: ``param_groups``; somebody may put plain dicts there, which :meth:`adopt` replaces.
+        aliases: further names of tied parameters -> the names that were kept.
+        hands_out_state: whether somebody may hold state tensors, and so give them other memory.
+    """
+
+    def __init__(self, kind: type[Declared], lowering: str, changes: Changes) -> None:
+        self.kind = kind
+        self.lowering = lowering
+        self.changes = changes
+        self.groups: list[Any] = []
+        self.aliases: dict[str, str] = {}
+        self.state = OptimizerState(changes=changes)
+        self.hands_out_state = False
+        self.schedules = Schedules()
+        self.clipping = Clipping(torch.device("cpu"))
+        self.log = CompilationLog()
+        self.hand_captures = HandCaptures()
+
+    @property
+    def own_groups(self) -> list[ParamGroup]:
+        """``groups``, after :meth:`adopt`."""
+        return cast("list[ParamGroup]", self.groups)
+
+    def add(self, param_group: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+        """Add a group; missing entries are taken from ``defaults``.
+
+        Raises:
+            TypeError, ValueError: something in it does not fit; nothing is changed then.
+        """
+        index = len(self.groups)
+        values = {**defaults, **param_group}
+        unknown = [k for k in values if k in self.kind.fields and k not in _group_keys(self.kind)]
+        if unknown:
+            raise TypeError(f"{unknown[0]} is an option of the whole optimizer, not of param_groups[{index}]")
+        names, params, aliases = without_aliases(*names_and_tensors(param_group["params"]))
+        values["params"] = params
+        if names:
+            values["param_names"] = names
+        check_params(self.kind, values, index, self.groups)
+        check_names([*names, *aliases], self.groups, self.aliases)
+        check_values(self.kind, values, index)
+        self.groups.append(self._group(values, index))
+        self.aliases |= aliases
+        self.changes.pending = True
+
+    def adopt(self, defaults: Mapping[str, Any], *, checked: bool) -> None:
+        """Make groups of the plain dicts that somebody put there, and let all follow their parameters to other devices.
+
+        Args:
+            defaults: what a dict takes that lacks an entry.
+            checked: whether the dicts are copies of groups that were checked.
+        """
+        for index, group in enumerate(self.groups):
+            if not isinstance(group, ParamGroup):
+                if "params" not in group:
+                    raise ValueError(f"param_groups[{index}] has no 'params'")
+                values = {**defaults, **group}
+                if not checked:
+                    check_values(self.kind, values, index)
+                self.groups[index] = self._group(values, index)
+        for index, group in enumerate(self.groups):
+            check_params(self.kind, group, index, self.groups[:index])
+            if group["params"]:
+                group.to(group["params"][0].device)
+
+    def shapes(self) -> list[tuple[Any, ...]]:
+        """What of the groups may change unreported: identity, length, a write into a hyperparameter that was 0."""
+        names = self.kind.declaration.structural_hypers
+        return [
+            (id(g), len(g.get("params", ())), *[isinstance(g, ParamGroup) and g.nonzero(n) for n in names])
+            for g in self.groups
+        ]
+
+    def save(self, flags: Mapping[str, Any]) -> dict[str, Any]:
+        """The state dict, with the values of ``flags`` for run-time flags."""
+        self.hands_out_state = True
+        return checkpoint.save(self.kind.declaration, self.own_groups, self.state, self.aliases, flags)
+
+    def load(self, saved: Mapping[str, Any], strict: bool, hyperparameters: Literal["checkpoint", "keep"]) -> LoadReport:
+        """Copy a state dict into groups and state, or raise before anything is changed."""
+        declaration = self.kind.declaration
+        return checkpoint.load(
+            declaration,
+            self.own_groups,
+            self.state,
+            saved,
+            aliases=self.aliases,
+            implied=self.kind.implied_state,
+            keep={*self.kind.group_flags, *(s.name for s in declaration.statics)},
+            strict=strict,
+            hyperparameters=hyperparameters,
+        )
+
+    def _group(self, values: Mapping[str, Any], index: int) -> ParamGroup:
+        device = values["params"][0].device if values["params"] else torch.get_default_device()
+        others = [g for i, g in enumerate(self.groups) if i != index and isinstance(g, ParamGroup)]
+        return ParamGroup(
+            values,
+            self.kind.declaration,
+            device,
+            f"param_groups[{index}]",
+            functools.partial(check_values, self.kind, index=index),
+            self.changes,
+            others,
+        )
+
+
+def _group_keys(kind: type[Declared]) -> list[str]:
+    """What a group of ``kind`` may hold besides its parameters."""
+    return [f.name for f in (*kind.fields_of(Hyper), *kind.fields_of(Static))] + list(kind.group_flags)
+
+
+def group_entries(kind: type[Declared], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the constructor's ``options`` that groups hold: a choice that a transform adds only where it was made."""
+    added = {s.name: s.default for s in kind.fields_of(Static) if s.name not in kind.declared}
+    found = {name: options[name] for name in _group_keys(kind) if name in options}
+    return {name: value for name, value in found.items() if name not in added or value != added[name]}
+
+
+def check_values(kind: type[Declared], group: Mapping[str, Any], index: int) -> None:
+    """Raise an error where an entry of ``param_groups[index]`` is out of range, or does not fit another."""
+    where = f"param_groups[{index}]"
+    for choice in kind.fields_of(Choice):
+        choice.check(group.get(choice.name, choice.default), where)
+    hypers = {h.name: group[h.name] for h in kind.fields_of(Hyper)}
+    for hyper in kind.fields_of(Hyper):
+        hyper.checked(hypers[hyper.name], where)
+    kind.check(hypers, group)

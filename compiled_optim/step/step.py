@@ -1,0 +1,321 @@
+"""What a step uses, made from groups and state, and thrown away when they change."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+
+from compiled_optim.checkpoint.state_dict import LoadReport
+from compiled_optim.lowering.choice import LOWERINGS, lower, refuse
+from compiled_optim.lowering.interface import Capturable
+from compiled_optim.lowering.square_sums import SquareSums
+from compiled_optim.memory.cpp_library import CompilerError
+from compiled_optim.plan.clipping import Clipping
+from compiled_optim.plan.plan import Plan, partition
+from compiled_optim.rule.declared import Declared
+from compiled_optim.step.holdings import Holdings
+
+
+class Step:
+    """One way to update the parameters, for as long as groups and state are what it was made from.
+
+    A step is :meth:`prepare`, the host's part; :meth:`launch`, the device's part, which a graph may capture; and
+    :meth:`finish`. The methods from :meth:`key` on are what a CUDA graph needs.
+
+    Args:
+        holdings: groups, state and what outlives the step. Missing state is made.
+        clipping: what :meth:`Clipping.take` takes.
+        grad_of: the gradient of a parameter.
+
+    Attributes:
+        name: what reports call it.
+        params: all parameters, group by group.
+        live: the live hyperparameters of each group, in dicts that compiled code can read.
+        devices: where the work is done.
+        is_recorded: whether a runner captures steps now, so that none is taken.
+        only_whole: why no graph can hold :meth:`launch` alone, but only a function that steps; empty if one can.
+
+    Raises:
+        TypeError, ValueError: a parameter, its state, or clipping does not fit.
+    """
+
+    name: str
+    devices: tuple[torch.device, ...]
+    only_whole = ""
+
+    def __init__(self, holdings: Holdings, clipping: tuple[Any, ...], grad_of: Callable[[Tensor], Tensor | None]) -> None:
+        self._holdings = holdings
+        self.params: list[Tensor] = [p for g in holdings.own_groups for p in g["params"]]
+        self.live = [g.live for g in holdings.own_groups]
+        self.is_recorded = False
+        self._shapes = holdings.shapes()
+
+    @classmethod
+    def check_options(cls, optimizer: type[Declared], options: Mapping[str, Any]) -> None:
+        """Raise ``ValueError`` where such steps do not do what the constructor's ``options`` ask of them."""
+        raise NotImplementedError
+
+    @property
+    def memory(self) -> object:
+        """What a graph of :meth:`launch` reads, to be kept for as long as the graph."""
+        raise NotImplementedError
+
+    @property
+    def graph(self) -> Step | str:
+        """Itself, or why no CUDA graph can hold it."""
+        return self
+
+    def is_current(self) -> bool:
+        """Whether nobody has reported a change, or replaced a group behind the optimizer's back."""
+        return not self._holdings.changes.pending and self._holdings.shapes() == self._shapes
+
+    def describes(self, grads: list[Tensor | None] | None) -> bool:
+        """Look at all parameters and gradients, their own or ``grads``; whether the step can be taken with them."""
+        return True
+
+    def obstacle(self, grads: list[Tensor | None] | None, clipping: tuple[Any, ...]) -> str:
+        """Why a graph that is being captured cannot hold this step; empty if it can."""
+        return "" if self.is_current() else "groups or state changed since the last step"
+
+    def prepare(self, grads: list[Tensor | None] | None) -> None:
+        """Take ``grads``, one entry for each of ``params``, or their own; follow what was assigned. Nothing is updated yet.
+
+        Raises:
+            CompilerError: something does not compile on this machine. A step that is made now does without.
+        """
+
+    def launch(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters.
+
+        Args:
+            closure: re-evaluates the model, for a step that does so itself.
+
+        Returns:
+            What the closure returned first.
+        """
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """Let go of the gradients."""
+
+    def save(self, flags: Mapping[str, Any]) -> dict[str, Any]:
+        """The state dict, with the values of ``flags`` for run-time flags."""
+        return self._holdings.save(flags)
+
+    def load(self, saved: Mapping[str, Any], strict: bool, hyperparameters: Literal["checkpoint", "keep"]) -> LoadReport:
+        """Copy a state dict into groups and state, or raise before anything is changed."""
+        return self._holdings.load(saved, strict, hyperparameters)
+
+    def key(self) -> tuple[object, ...]:
+        """What a graph of :meth:`launch` depends on: it is valid for as long as this stays equal."""
+        raise NotImplementedError
+
+    def copy_gradients(self) -> None:
+        """Bring the prepared gradients to where :meth:`launch`, if it is captured now or was before, reads them."""
+
+    @contextlib.contextmanager
+    def reserve(self, steps: int) -> Iterator[None]:
+        """Let up to ``steps`` steps inside a ``with`` block be captured by one who follows assignments himself."""
+        try:
+            self.is_recorded = True
+            yield
+        finally:
+            self.is_recorded = False
+
+    @property
+    def scaler(self) -> tuple[Any, Any]:
+        """``grad_scale`` and ``found_inf`` of the last step."""
+        return self._holdings.clipping.scaler
+
+    def follow(self, clipping: tuple[Any, ...]) -> tuple[object, ...] | None:
+        """Hand over what was assigned since the last step to a graph that holds whole steps, without preparing one.
+
+        Args:
+            clipping: what :meth:`Clipping.take` takes, with the gradient scaler's tensors that the graph reads.
+
+        Returns:
+            What the graph depends on: it is valid for as long as this stays equal. None if the step would have to be made
+            anew.
+        """
+        raise NotImplementedError
+
+
+class RuleStep(Step):
+    """The step of an optimizer that has a rule: plans, each with a lowering that runs it."""
+
+    def __init__(self, holdings: Holdings, clipping: tuple[Any, ...], grad_of: Callable[[Tensor], Tensor | None]) -> None:
+        super().__init__(holdings, clipping, grad_of)
+        groups = holdings.own_groups
+        plans = partition(holdings.kind.rule, groups, holdings.state, grad_of)
+        self.devices = tuple(dict.fromkeys(plan.device for plan in plans))
+        if plans and holdings.clipping.device != plans[0].device:
+            holdings.clipping = Clipping(plans[0].device)
+        self._clipping = holdings.clipping
+        self._clipping.take(*clipping)
+        differentiable = any(g.get("differentiable", False) for g in groups)
+        if differentiable and self._clipping.measures_norm:
+            raise ValueError("differentiable=True does not work with max_grad_norm and skip_nonfinite: clip before the step")
+        self.lowerings = [lower(plan, holdings.lowering, self._clipping, holdings.log, differentiable) for plan in plans]
+        self.name = " and ".join(sorted({lowering.name for lowering in self.lowerings})) or "eager"
+        for plan in plans:
+            plan.settle(None)
+        self._report_shared_memory(plans)
+        self._schedules = holdings.schedules
+        self._schedules.follow(groups, plans)
+        self._square_sums: SquareSums | None = None
+        place = {id(p): i for i, p in enumerate(self.params)}
+        self._positions = [[place[id(p)] for p in plan.params] for plan in plans]
+        planned = {i for positions in self._positions for i in positions}
+        self._stateless = [i for i in range(len(self.params)) if i not in planned]
+
+    def _report_shared_memory(self, plans: Sequence[Plan]) -> None:
+        later = [f"'{member.name}'" for plan in plans if plan.shares_memory for member in plan.members]
+        if later:
+            more = f" and {len(later) - 3} more" if len(later) > 3 else ""
+            self._holdings.log.fall_back(
+                f"{', '.join(later[:3])}{more} share memory with other parameters, and are updated after them",
+                "a step has more launches for it",
+            )
+
+    @classmethod
+    def check_options(cls, optimizer: type[Declared], options: Mapping[str, Any]) -> None:
+        """Raise ``ValueError`` where ``options`` ask for a lowering or for gradients that the rule does not have."""
+        lowering = options["lowering"]
+        if lowering not in LOWERINGS:
+            raise ValueError(f"lowering must be one of {', '.join(LOWERINGS)}, got {lowering!r}")
+        if options["differentiable"] and optimizer.gradients == "sparse":
+            raise ValueError(f"differentiable=True needs dense gradients; {optimizer.__name__} takes sparse ones")
+        if options["differentiable"] and optimizer.granularity != "element":
+            raise ValueError(
+                f"differentiable=True is for optimizers that work element by element; {optimizer.__name__} does not"
+            )
+
+    @property
+    def memory(self) -> object:
+        """Tables, coefficients and scheduled hyperparameters."""
+        return self.lowerings, self._square_sums, self._schedules
+
+    def is_current(self) -> bool:
+        """Whether, besides, nobody has ceased to clip."""
+        clips = self._square_sums is None or self._clipping.measures_norm
+        return clips and super().is_current()
+
+    def describes(self, grads: list[Tensor | None] | None) -> bool:
+        """Whether the plans still describe parameters and gradients; a parameter without state has none."""
+        if self._wakes(grads):
+            return False
+        state, runs_user_code = self._holdings.hands_out_state, bool(self._schedules.functions)
+        by_plan = zip(self.lowerings, self._by_plan(grads), strict=True)
+        return all([lowering.plan.read(own, state=state, keep_alive=runs_user_code) for lowering, own in by_plan])
+
+    def _wakes(self, grads: list[Tensor | None] | None) -> bool:
+        """Whether a parameter without state has a gradient."""
+        return any((self.params[i].grad if grads is None else grads[i]) is not None for i in self._stateless)
+
+    def _by_plan(self, grads: list[Tensor | None] | None) -> Sequence[list[Tensor | None] | None]:
+        if grads is None:
+            return [None] * len(self.lowerings)
+        return [list(map(grads.__getitem__, positions)) for positions in self._positions]
+
+    def prepare(self, grads: list[Tensor | None] | None) -> None:
+        """Compile what is not compiled yet, and let every lowering take its gradients and what was assigned."""
+        changes, by_plan = self._holdings.changes, self._by_plan(grads)
+        for lowering, own in zip(self.lowerings, by_plan, strict=True):
+            if not lowering.is_compiled:
+                changes.pending = True  # to the end, whatever interrupts it
+                try:
+                    lowering.compile()
+                except CompilerError as error:
+                    refuse(lowering.plan, str(error))
+                    raise
+                lowering.plan.settle(own)
+        changes.pending = False
+        if self._clipping.measures_norm and self._square_sums is None:
+            self._square_sums = SquareSums(self.lowerings)
+            self._holdings.hand_captures.leave()
+        self._schedules.reinstate()
+        for lowering, own in zip(self.lowerings, by_plan, strict=True):
+            lowering.prepare(own)
+
+    def launch(self, closure: Callable[[], Any] | None = None) -> None:
+        """Evaluate the schedules, measure the gradients where that is needed, and update."""
+        self._schedules.evaluate()
+        if self._square_sums is not None:
+            self._square_sums.measure()
+        for lowering in self.lowerings:
+            lowering.launch()
+
+    def finish(self) -> None:
+        """Let go of the gradients, and let autograd know what was written."""
+        for lowering in self.lowerings:
+            lowering.finish()
+
+    def obstacle(self, grads: list[Tensor | None] | None, clipping: tuple[Any, ...]) -> str:
+        """What a graph could not hold: anything but the work of a step like the last one."""
+        elsewhere = any(t.device != device for device in self.devices for t in self._clipping.tensors(device))
+        clips = clipping[0] is not None or clipping[-1]
+        reasons = {
+            "groups or state changed since the last step": not self.is_current(),
+            "a parameter got its first gradient": self._wakes(grads),
+            "its kernels are not compiled yet": not self._is_compiled,
+            "clipping was switched on or off": clips != (self._square_sums is not None),
+            "max_grad_norm or skip_nonfinite was assigned": not self._clipping.are_tensors(*clipping),
+            "max_grad_norm is a tensor on another device": elsewhere and not self.is_recorded,
+        }
+        reason = next((r for r, holds in reasons.items() if holds), "")
+        return reason or ("" if self.describes(grads) else "a parameter moved or its gradient has another dtype")
+
+    @property
+    def _is_compiled(self) -> bool:
+        return all(lowering.is_compiled for lowering in self.lowerings)
+
+    @property
+    def graph(self) -> Step | str:
+        """Itself, or which parameter is updated by something that no graph can hold."""
+        for lowering in self.lowerings:
+            if not isinstance(lowering, Capturable):
+                return (
+                    f"a CUDA graph holds steps with lowering='multi_tensor'; {self._holdings.kind.__name__} updates "
+                    f"'{lowering.plan.members[0].name}' in another way ({lowering.name})"
+                )
+        return self
+
+    @property
+    def _capturable(self) -> list[Capturable]:
+        return cast("list[Capturable]", self.lowerings)
+
+    def key(self) -> tuple[object, ...]:
+        """The tables that the kernels read."""
+        return (self._square_sums, *(lowering.launch_key() for lowering in self._capturable))
+
+    def copy_gradients(self) -> None:
+        """Where a table does not say where they are, bring the gradients to where the graph reads them."""
+        for lowering in self._capturable:
+            lowering.copy_gradients_for_graph()
+
+    @contextlib.contextmanager
+    def reserve(self, steps: int) -> Iterator[None]:
+        """Let every lowering of the steps that are captured upload at the end of the ``with`` block."""
+        with contextlib.ExitStack() as stack:
+            for lowering in self._capturable if self._is_compiled else ():  # else no step is captured
+                stack.enter_context(lowering.uploading_later(steps))
+            with super().reserve(steps):
+                yield
+
+    def follow(self, clipping: tuple[Any, ...]) -> tuple[object, ...] | None:
+        """Hand over what was assigned; None if groups, state or the kind of clipping changed."""
+        if not (self.is_current() and self._is_compiled):
+            return None
+        if self._holdings.hands_out_state and any(lowering.plan.state_moved for lowering in self.lowerings):
+            return None
+        self._clipping.take(*clipping)
+        if self._clipping.measures_norm != (self._square_sums is not None):
+            return None
+        self._schedules.reinstate()
+        for lowering in self._capturable:
+            lowering.upload_hyperparameters()
+        return (self._square_sums, *self.lowerings, *(lowering.copied() for lowering in self._capturable))

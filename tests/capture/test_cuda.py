@@ -1,0 +1,617 @@
+"""The same promises on a GPU, with real CUDA graphs. Skipped where there is none.
+
+``pytest tests/test_cuda.py --cuda-on-cpu`` tries the tests themselves, without a GPU: see ``cuda_on_cpu``.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from capture_scenarios import (
+    KINDS,
+    SCENARIOS,
+    Scenario,
+    Side,
+    assert_equal,
+    every_hyperparameter,
+    give,
+    kind_name,
+    make,
+    make_tables,
+    overflow,
+    recaptures_of,
+    train_by_closure,
+    unchanged,
+)
+from catalog import cases, copies, high_precision, relative_error, stacked_cases, wide_scalars
+from cuda_device import DEVICE, capturing, in_new_process, needs_cuda, no_host_waits
+from new_process import ROOT
+from simulated_graph import install
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import OneCycleLR
+
+import compiled_optim as co
+from compiled_optim.optimizer import engine_of
+
+pytestmark = needs_cuda()
+
+STEPS = 24
+
+
+@pytest.fixture(autouse=True)
+def deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One order of every sum, so that equal steps are equal bit for bit."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if DEVICE == "cpu":
+        install(monkeypatch)
+
+
+def batch(i: int) -> Tensor:
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(100 + i)).to(DEVICE)
+
+
+def train(side: Side, x: Tensor) -> Tensor:
+    side.optimizer.zero_grad()
+    loss = side.model(x.to(side.model.outer.weight.dtype)).square().mean()
+    loss.backward()
+    side.optimizer.step()
+    return loss
+
+
+def pair(**kwargs: Any) -> tuple[Side, Side]:
+    return make(device=DEVICE, **kwargs), make(device=DEVICE, **kwargs)
+
+
+def run_steps(scenario: Scenario, steps: int, absent: int = 0, **kwargs: Any) -> co.CompileReport:
+    ours, twin = pair(**kwargs)
+    with co.CUDAGraphRunner(ours.optimizer) as runner:
+        for i in range(steps):
+            for side in (ours, twin):
+                scenario(side, i)
+                give(side, i, absent=absent)
+            runner.step()
+            twin.optimizer.step()
+            assert_equal(ours, twin, i)
+    return co.compile_report(ours.optimizer)
+
+
+def run_training(scenario: Scenario, steps: int, function: Callable[..., Tensor] = train, **kwargs: Any) -> co.CompileReport:
+    ours, twin = pair(**kwargs)
+    step = functools.partial(function, ours)
+    with co.CUDAGraphRunner(step, optimizers=ours.optimizer, modules=ours.model) as runner:
+        for i in range(steps):
+            for side in (ours, twin):
+                scenario(side, i)
+            loss, expected = runner(batch(i)), function(twin, batch(i))
+            assert torch.equal(loss.nan_to_num(), expected.nan_to_num()), i
+            assert_equal(ours, twin, i)
+    assert engine_of(ours.optimizer).steps == engine_of(twin.optimizer).steps
+    return co.compile_report(ours.optimizer)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=kind_name)
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda s: s.__name__)
+def test_step_equals_uncaptured(scenario: Scenario, kind: dict[str, Any]) -> None:
+    report = run_steps(scenario, STEPS, absent=3, **kind)
+    assert report.recaptures <= max(recaptures_of(scenario, kind), 1)
+    assert report.replays >= STEPS - 3 - 2 * report.recaptures
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=kind_name)
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda s: s.__name__)
+def test_training_step_equals_uncaptured(scenario: Scenario, kind: dict[str, Any]) -> None:
+    report = run_training(scenario, STEPS, **kind)
+    assert report.recaptures <= max(recaptures_of(scenario, kind), 2)
+    assert report.replays >= STEPS - 3 - 2 * report.recaptures
+
+
+@pytest.mark.parametrize("case", cases("dense"), ids=str)
+def test_two_hundred_steps_of_every_optimizer(case: Any) -> None:
+    assert run_steps(unchanged, 200, absent=5, optimizer=case.optimizer, **case.kwargs).replays == 197
+
+
+@pytest.mark.parametrize("kind", KINDS[1:], ids=kind_name)
+def test_two_hundred_steps_of_stacks(kind: dict[str, Any]) -> None:
+    assert run_steps(unchanged, 200, absent=5, **kind).replays == 197
+
+
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("controls", [{}, {"max_grad_norm": 0.5}, {"skip_nonfinite": True}], ids=str)
+def test_sparse_gradients(controls: dict[str, Any], alone: bool) -> None:
+    """Rows that occur twice are added up in one order, so that equal steps are equal bit for bit."""
+    ours, twin = make_tables(DEVICE, **controls), make_tables(DEVICE, **controls)
+
+    def backward(side: Side, index: Tensor) -> None:
+        side.optimizer.zero_grad()
+        side.model(index).backward()
+
+    def whole(index: Tensor) -> None:
+        backward(ours, index)
+        ours.optimizer.step()
+
+    runner = co.CUDAGraphRunner(ours.optimizer) if alone else co.CUDAGraphRunner(whole, optimizers=ours.optimizer)
+    for i in range(STEPS):
+        index = torch.randint(0, 1000, (6,), generator=torch.Generator().manual_seed(i)).to(DEVICE)
+        for side in (ours, twin):
+            side.optimizer.param_groups[0]["lr"] = 0.1 / (i + 1)
+        if alone:
+            backward(ours, index)
+            runner.step()
+        else:
+            runner(index)
+        backward(twin, index)
+        twin.optimizer.step()
+        assert_equal(ours, twin, i)
+    assert co.compile_report(ours.optimizer).replays == STEPS - 3
+
+
+def test_lbfgs_of_fixed_iterations() -> None:
+    options = {"groups": 1, "lr": 0.1, "max_iter": 3, "history_size": 4, "fixed_iterations": True}
+    report = run_training(every_hyperparameter, STEPS, train_by_closure, optimizer=co.LBFGS, **options)
+    assert report.replays == STEPS - 3
+    assert report.recaptures == 0
+
+
+def test_two_hundred_training_steps_while_everything_moves() -> None:
+    report = run_training(every_hyperparameter, 200, max_grad_norm=0.1, weight_decay=0.3, skip_nonfinite=True)
+    assert report.replays == 197
+    assert report.recaptures == 0
+
+
+def test_capture_does_nothing_to_the_training() -> None:
+    """The first replay is the first thing that happens after the warm-up."""
+    ours, twin = pair()
+    runner = co.CUDAGraphRunner(functools.partial(train, ours), optimizers=ours.optimizer, warmup=1)
+    for i in range(3):
+        runner(batch(i))
+        train(twin, batch(i))
+        assert_equal(ours, twin, i)
+
+
+def fail_to_capture() -> None:
+    ours, twin = pair()
+    fail = []
+
+    def function(x: Tensor) -> Tensor:
+        loss = train(ours, x)
+        if fail:
+            loss.item()
+        return loss
+
+    runner = co.CUDAGraphRunner(function, optimizers=ours.optimizer, warmup=1)
+    for i in range(6):
+        if i == 1:
+            fail.append(1)
+            with pytest.raises(RuntimeError):
+                runner(batch(i))
+            fail.clear()
+        assert torch.equal(runner(batch(i)), train(twin, batch(i)))
+        assert_equal(ours, twin, i)
+    assert co.compile_report(ours.optimizer).replays == 4
+    x, graph = batch(0), torch.cuda.CUDAGraph()
+    with capturing(graph):
+        doubled = x * 2
+    graph.replay()
+    assert torch.equal(doubled, x + x)
+
+
+def test_a_failed_capture_leaves_nothing_to_replay() -> None:
+    in_new_process(fail_to_capture)
+
+
+def test_gradient_scaler_inside_the_graph() -> None:
+    def scaled(side: Side, x: Tensor) -> Tensor:
+        scaler = side.kept.setdefault("scaler", torch.amp.GradScaler(DEVICE, init_scale=8.0, growth_interval=3))
+        side.optimizer.zero_grad()
+        with torch.autocast(DEVICE, torch.float16):
+            loss = side.model(x).square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(side.optimizer)
+        scaler.update()
+        return loss
+
+    report = run_training(overflow, STEPS, scaled, max_grad_norm=0.5)
+    assert report.recaptures == 0
+
+
+def test_no_step_waits_for_the_device() -> None:
+    ours = make(device=DEVICE, max_grad_norm=0.5, skip_nonfinite=True)
+    runner = co.CUDAGraphRunner(ours.optimizer)
+    whole = co.CUDAGraphRunner(functools.partial(train, ours), optimizers=ours.optimizer)
+    x = batch(0)
+    for i in range(6):
+        give(ours, i)
+        runner.step()
+        whole(x)
+    give(ours, 7)
+    with no_host_waits():
+        for i in range(4):
+            ours.optimizer.param_groups[0]["lr"] = 0.1 / (i + 1)
+            runner.step()
+            whole(x)
+
+
+def test_no_scheduler_waits_for_the_device() -> None:
+    """One that assigns every beta anew."""
+    ours, twin = pair()
+    cycles = [OneCycleLR(side.optimizer, 0.1, total_steps=100, cycle_momentum=True) for side in (ours, twin)]
+    runner = co.CUDAGraphRunner(ours.optimizer)
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            runner.step()
+            twin.optimizer.step()
+            for cycle in cycles:
+                cycle.step()
+
+    for side in (ours, twin):
+        give(side, 0)
+    steps(6)
+    with no_host_waits():
+        steps(4)
+    assert_equal(ours, twin, 10)
+    assert co.compile_report(ours.optimizer).replays == 7
+
+
+def test_replays_allocate_nothing() -> None:
+    ours = make(device=DEVICE, max_grad_norm=0.5)
+    runner = co.CUDAGraphRunner(ours.optimizer)
+    grads = []
+    for i in range(8):
+        give(ours, i)
+        grads.append([p.grad for p in ours.params])
+        runner.step()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    for held in grads:
+        for p, grad in zip(ours.params, held, strict=True):
+            p.grad = grad
+        runner.step()
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+
+
+def test_graph_captured_by_hand() -> None:
+    ours, twin = pair()
+    for side in (ours, twin):
+        give(side, 0)
+        side.optimizer.step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with capturing(graph):
+        ours.optimizer.step()
+    grads = [p.grad for p in ours.params]
+    for i in range(1, 10):
+        for side in (ours, twin):
+            side.optimizer.param_groups[0]["lr"].fill_(0.1 / i)
+            for p, grad in zip(side.params, grads, strict=True):
+                p.grad = grad
+        graph.replay()
+        twin.optimizer.step()
+        assert_equal(ours, twin, i)
+        if i % 3 == 0:
+            for side in (ours, twin):
+                give(side, i)
+                side.optimizer.step()
+    with pytest.warns(RuntimeWarning, match="fill_"):
+        ours.optimizer.param_groups[0]["lr"] = 0.1
+
+
+def replay_after_a_group_was_added() -> None:
+    """What the graph reads must not be given to others when the optimizer makes its tables anew."""
+    ours, twin = pair(max_grad_norm=0.5)
+    for side in (ours, twin):
+        give(side, 0)
+        side.optimizer.step()
+    graph = torch.cuda.CUDAGraph()
+    with capturing(graph):
+        ours.optimizer.step()
+    captured = [(p, p.grad, expected) for p, expected in zip(ours.params, twin.params, strict=True)]
+    extra = nn.Parameter(torch.ones(3, 2, device=DEVICE))
+    ours.optimizer.add_param_group({"params": [("extra", extra)]})
+    give(ours, 1)
+    extra.grad = None
+    for p, expected in zip(ours.params, twin.params, strict=False):
+        expected.grad = p.grad
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        for side in (ours, twin):
+            side.optimizer.step()
+    others = [torch.full((count,), -1, dtype=torch.int64, device=DEVICE) for count in range(1, 1000)]
+    for i in range(4):
+        for _, grad, expected in captured:
+            expected.grad = None if grad is None else grad.fill_(0.1 * i + 0.1)
+        graph.replay()
+        twin.optimizer.step()
+        for p, _, expected in captured:
+            assert torch.equal(p, expected), i
+    assert all((x == -1).all() for x in others)
+
+
+def test_a_graph_captured_by_hand_outlives_the_tables_of_its_step() -> None:
+    in_new_process(replay_after_a_group_was_added)
+
+
+def capture_while_a_loss_is_kept() -> None:
+    ours, twin = pair()
+    kept = train(ours, batch(0))
+    runner = co.CUDAGraphRunner(functools.partial(train, ours), optimizers=ours.optimizer, warmup=1)
+
+    def calls() -> None:
+        for i in range(3):
+            runner(batch(i))
+
+    with pytest.raises(RuntimeError, match="detach") as error:
+        calls()
+    assert "kept" in str(error.value)
+    assert any(f"'{name}'" in str(error.value) for name, _ in ours.model.named_parameters())
+    del kept, error
+    twin.model.load_state_dict(ours.model.state_dict())
+    twin.optimizer.load_state_dict(ours.optimizer.state_dict())
+    for i in range(4):
+        assert torch.equal(runner(batch(i)), train(twin, batch(i)))
+        assert_equal(ours, twin, i)
+    assert co.compile_report(ours.optimizer).replays >= 2
+
+
+def test_a_loss_that_is_kept_from_an_uncaptured_step_is_named() -> None:
+    """Its autograd graph has nodes that belong to the stream of that step."""
+    in_new_process(capture_while_a_loss_is_kept)
+
+
+@pytest.mark.parametrize("way", ["uncaptured", "step", "training step"])
+def test_steps_on_two_streams(way: str) -> None:
+    """Each waits for the one before, as the steps of any optimizer must."""
+    ours, twin = pair(max_grad_norm=0.5)
+    whole = way == "training step"
+    step: Callable[..., Any] = ours.optimizer.step
+    if whole:
+        step = co.CUDAGraphRunner(functools.partial(train, ours), ours.optimizer)
+    elif way == "step":
+        step = co.CUDAGraphRunner(ours.optimizer).step
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    main = torch.cuda.current_stream()
+    for i in range(STEPS):
+        for side in (ours, twin):
+            side.optimizer.param_groups[0]["lr"].fill_(0.1 / (i + 1))
+            give(side, i, absent=0 if whole else 3)
+        stream = streams[i % 2]
+        stream.wait_stream(main)
+        with torch.cuda.stream(stream):
+            step(batch(i)) if whole else step()
+        main.wait_stream(stream)
+        train(twin, batch(i)) if whole else twin.optimizer.step()
+        assert_equal(ours, twin, i)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("kind", [*KINDS, {"optimizer": co.AdamW, "lowering": "inductor"}], ids=str)
+def test_an_optimizer_on_each_of_two_devices(kind: dict[str, Any], first: int, fresh_kernels: None) -> None:
+    """Kernels that were compiled for one run on the other, whichever is current."""
+    sides = [make(device=f"cuda:{index}", **kind) for index in (first, 1 - first)]
+    for i in range(4):
+        for side in sides:
+            give(side, i)
+            side.optimizer.step()
+        for a, b in zip(*(side.tensors() for side in sides), strict=True):
+            torch.testing.assert_close(a.cpu(), b.cpu())
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
+def test_a_muon_on_each_of_two_devices_is_the_one_of_the_cpu() -> None:
+    sides = [make(device=device, optimizer=co.Muon) for device in ("cuda:0", "cuda:1", "cpu")]
+    start = [t.clone() for t in sides[-1].tensors()]
+    for i in range(4):
+        for side in sides:
+            give(side, i)
+            side.optimizer.step()
+    expected = sides[-1].tensors()
+    for side in sides[:-1]:
+        for ours, theirs, begin in zip(side.tensors(), expected, start, strict=True):
+            assert (ours.cpu() - theirs).norm() <= 0.05 * (theirs - begin).norm() + 1e-6  # products in bfloat16
+
+
+def test_first_step_in_a_graph_captured_by_hand_is_refused() -> None:
+    ours = make(device=DEVICE)
+    give(ours, 0)
+
+    def capture() -> None:
+        with capturing(torch.cuda.CUDAGraph()):
+            torch.zeros(1, device=DEVICE)  # an empty capture ends with a warning
+            ours.optimizer.step()
+
+    with pytest.raises(RuntimeError, match="take one step before capturing"):
+        capture()
+    ours.optimizer.step()
+
+
+def test_step_beside_make_graphed_callables() -> None:
+    """Forward and backward replayed by torch, which leaves gradients in its own memory; the step follows them."""
+    ours, twin = pair()
+    for side in (ours, twin):
+        side.optimizer.zero_grad()
+    graphed = torch.cuda.make_graphed_callables(copy.deepcopy(ours.model), (batch(0),), allow_unused_input=True)
+    optimizer = co.AdamW(graphed.named_parameters(), lr=0.01)
+    expected = co.AdamW(twin.model.named_parameters(), lr=0.01)
+    for i in range(8):
+        for model, steps in ((graphed, optimizer), (twin.model, expected)):
+            steps.zero_grad()
+            model(batch(i)).square().mean().backward()
+            steps.step()
+        for a, b in zip(graphed.parameters(), twin.model.parameters(), strict=True):
+            torch.testing.assert_close(a, b)
+
+
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores .* not enabled:UserWarning")
+def test_reduce_overhead_runs_the_step_between_its_graphs() -> None:
+    ours, twin = pair()
+
+    @torch.compile(mode="reduce-overhead", fullgraph=True)
+    def compiled(x: Tensor) -> Tensor:
+        return train(ours, x).detach()
+
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        for i in range(12):
+            for side in (ours, twin):
+                side.optimizer.param_groups[0]["lr"] = 0.1 / (i + 1)
+            torch.compiler.cudagraph_mark_step_begin()
+            torch.testing.assert_close(compiled(batch(i)).clone(), train(twin, batch(i)), rtol=1e-4, atol=1e-5)
+    assert all(s["step"] == 12 for s in ours.optimizer.state.values() if s["step"] > 0)
+
+
+def _on_device(case: Any, dtype: torch.dtype, **options: Any) -> float:
+    """How far the optimizer on the device is from torch.optim's in float64 on the CPU, after steps with absent gradients."""
+    matrices = case.optimizer.granularity == "matrix"
+    source = [p for p in case.parameters(dtype) if p.numel() and (not matrices or p.dim() == 2)]
+    params = [nn.Parameter(p.detach().to(DEVICE, copy=True)) for p in source]
+    twins = copies(source, high_precision(dtype))
+    with wide_scalars():
+        optimizer, reference = case.optimizer(params, **options, **case.kwargs), case.reference(twins, **case.kwargs)
+        for step in range(4):
+            case.give_gradients(source, twins, step, absent=3)
+            for param, given in zip(params, source, strict=True):
+                param.grad = None if given.grad is None else given.grad.to(DEVICE, copy=True)
+            optimizer.step()
+            reference.step()
+    return relative_error([p.detach().cpu() for p in params], twins)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64], ids=str)
+@pytest.mark.parametrize("case", [c for c in cases() if c.arguments], ids=str)
+def test_catalogue(case: Any, dtype: torch.dtype) -> None:
+    if dtype.is_complex and not case.takes_complex:
+        return
+    assert _on_device(case, dtype) < {torch.float64: 1e-12, torch.bfloat16: 5e-2}.get(dtype, 1e-6)
+
+
+@pytest.mark.parametrize("lowering", ["inductor", "eager"])
+@pytest.mark.parametrize("case", [c for c in cases() if c.arguments], ids=str)
+def test_other_lowerings(case: Any, lowering: str) -> None:
+    assert _on_device(case, torch.float32, lowering=lowering) < 1e-6
+
+
+@pytest.mark.parametrize("lowering", ["auto", "eager"])
+@pytest.mark.parametrize("case", [c for c in stacked_cases() if c.arguments], ids=str)
+def test_stacked_catalogue(case: Any, lowering: str) -> None:
+    # products of matrices are in bfloat16
+    limit = 1e-5 if case.optimizer.granularity == "tensor" else 0.05
+    assert _on_device(case, torch.float64, lowering=lowering) < limit
+
+
+class Block(nn.Module):
+    """A transformer block of width 256."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(256) for _ in range(2))
+        self.qkv, self.out = nn.Linear(256, 768), nn.Linear(256, 256)
+        self.up, self.down = nn.Linear(256, 1024), nn.Linear(1024, 256)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norms[0](x)).chunk(3, -1)
+        heads = (t.unflatten(-1, (4, 64)).transpose(1, 2) for t in (q, k, v))
+        attended = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        return x + self.down(nn.functional.gelu(self.up(self.norms[1](x))))
+
+
+def _transformer() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(12)), nn.LayerNorm(256), nn.Linear(256, 512)).to(DEVICE)
+
+
+def _milliseconds(step: Callable[[], object], repeats: int = 50) -> float:
+    for _ in range(10):
+        step()
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    for _ in range(repeats):
+        step()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - started) / repeats * 1000
+
+
+@pytest.mark.timing
+def test_captured_transformer_step_is_faster_than_torchs() -> None:
+    """At least 1.5 times as fast as the eager step with torch's fused AdamW; about 150 parameters."""
+    x = torch.randn(4, 128, 256, device=DEVICE)
+    model, reference = _transformer(), _transformer()
+    optimizer = co.AdamW(model.named_parameters(), lr=1e-3)
+    theirs = torch.optim.AdamW(reference.parameters(), lr=1e-3, fused=True)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    runner = co.CUDAGraphRunner(lambda x: step(model, optimizer, x), optimizers=optimizer)
+    tries = [(_milliseconds(lambda: runner(x)), _milliseconds(lambda: step(reference, theirs, x))) for _ in range(3)]
+    assert any(ours * 1.5 <= expected for ours, expected in tries), tries
+
+
+@pytest.mark.timing
+def test_host_time_of_a_replay() -> None:
+    """At most 60 microseconds at 148 parameters, in one of three tries."""
+    params = [nn.Parameter(torch.randn(64, 64, device=DEVICE)) for _ in range(148)]
+    optimizer = co.AdamW(params)
+    runner = co.CUDAGraphRunner(optimizer)
+    for p in params:
+        p.grad = torch.randn_like(p)
+    for _ in range(20):
+        runner.step()
+
+    def timed() -> float:
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        runner.step()
+        return time.perf_counter() - started
+
+    tries = [statistics.median(timed() for _ in range(200)) for _ in range(3)]
+    assert min(tries) <= 60e-6, tries
+
+
+_WITH_NCCL = """
+import sys
+import torch
+import torch.distributed as dist
+import compiled_optim as co
+
+dist.init_process_group("nccl", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
+model = torch.nn.Linear(64, 64).cuda()
+optimizer = co.AdamW(model.named_parameters(), max_grad_norm=1.0)
+
+def train(x):
+    optimizer.zero_grad()
+    loss = model(x).square().mean()
+    loss.backward()
+    for param in model.parameters():
+        dist.all_reduce(param.grad)
+    optimizer.step()
+    return loss
+
+runner = co.CUDAGraphRunner(train, optimizers=optimizer)
+for _ in range(6):
+    loss = runner(torch.randn(8, 64, device="cuda"))
+assert co.compile_report(optimizer).replays == 3
+print(float(loss))
+"""
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="nothing stands in for NCCL")
+def test_a_process_with_nccl_in_its_graph_ends(tmp_path: Path) -> None:
+    """Without releasing the runner, and without destroying the process group."""
+    command = [sys.executable, "-c", _WITH_NCCL, str(tmp_path / "store")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-3000:]

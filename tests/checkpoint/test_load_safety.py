@@ -1,0 +1,846 @@
+"""A load happens whole or not at all, whatever the checkpoint holds and whichever live tensors it shares."""
+
+from __future__ import annotations
+
+import copy
+import math
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from catalog import reference_of, registry, required
+from loading import (
+    SHAPE,
+    Incomparable,
+    Liar,
+    Opaque,
+    Uncopyable,
+    Wrapper,
+    addresses,
+    by_name,
+    content,
+    fake,
+    freed,
+    live_tensors,
+    model,
+    nested,
+    quantized,
+    train,
+    trained,
+)
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import compiled_optim as co
+from compiled_optim.groups.watched import Changes, WatchedDict, WatchedList
+from compiled_optim.optimizer import engine_of
+
+
+def refuses(optimizer: co.CompiledOptimizer, saved: Any, message: str, **options: Any) -> None:
+    """A load is an error with this message, and nothing is changed."""
+    before = content(optimizer)
+    with pytest.raises((ValueError, TypeError), match=message):
+        optimizer.load_state_dict(saved, **options)
+    assert content(optimizer) == before
+
+
+NOT_NUMBERS: dict[str, tuple[Callable[[], Any], str]] = {
+    "sparse": (lambda: torch.ones(1).to_sparse(), "is a torch.sparse_coo tensor"),
+    "nested": (nested, "is a nested tensor"),
+    "meta": (lambda: torch.ones((), device="meta"), "is a meta tensor"),
+    "fake": (lambda: fake(1), "is a meta tensor"),
+    "freed": (lambda: freed(1), "has no memory: its storage is empty or too small"),
+    "mkldnn": (lambda: torch.ones(1).to_mkldnn(), "is a torch._mkldnn tensor"),
+    "float4": (lambda: torch.zeros((), dtype=torch.float4_e2m1fn_x2), "cannot be read"),
+    "opaque": (lambda: Opaque(torch.ones(())), "cannot be read"),
+    "complex": (lambda: torch.ones((), dtype=torch.complex64), "is not a number"),
+    "of two": (lambda: torch.ones(2), "is not a number"),
+    "too small": (lambda: -(10**400), "is too large"),
+    "too large": (lambda: 10**400, "is too large"),
+    "numpy's complex": (lambda: np.complex128(1 + 2j), "is not a number"),
+    "text": (lambda: "1", "is not a number"),
+    "list": (lambda: [1.0], "is not a number"),
+}
+NOT_FINITE = {"nan": math.nan, "inf": math.inf, "a tensor of nan": torch.tensor(math.nan)}
+NOT_BUFFERS: dict[str, tuple[Callable[[], Any], str]] = {
+    "sparse": (lambda: torch.ones(SHAPE).to_sparse(), "is a torch.sparse_coo tensor"),
+    "nested": (nested, "is a nested tensor"),
+    "meta": (lambda: torch.ones(SHAPE, device="meta"), "is a meta tensor"),
+    "fake": (lambda: fake(*SHAPE), "is a meta tensor"),
+    "freed": (lambda: freed(*SHAPE), "has no memory: its storage is empty or too small"),
+    "freed in part": (lambda: freed(*SHAPE, size=20), "has no memory: its storage is empty or too small"),
+    "freed, a view": (
+        lambda: freed(3, *SHAPE, size=48, view=lambda t: t[2]),
+        "has no memory: its storage is empty or too small",
+    ),
+    "freed, expanded": (
+        lambda: freed(1, view=lambda t: t.expand(SHAPE)),
+        "has no memory: its storage is empty or too small",
+    ),
+    "mkldnn": (lambda: torch.ones(SHAPE).to_mkldnn(), "is a torch._mkldnn tensor"),
+    "float4": (lambda: torch.zeros(SHAPE, dtype=torch.float4_e2m1fn_x2), "is torch.float4_e2m1fn_x2"),
+    "quantized": (lambda: quantized(*SHAPE), "is torch.qint8"),
+    "integer": (lambda: torch.ones(SHAPE, dtype=torch.int32), "is torch.int32"),
+    "complex": (lambda: torch.ones(SHAPE, dtype=torch.complex64), "is torch.complex64 instead of torch.float32"),
+    "opaque": (lambda: Opaque(torch.ones(SHAPE)), "cannot be read"),
+    "uninitialized": (nn.UninitializedParameter, "cannot be read"),
+    "number": (lambda: 1.0, "is not a tensor"),
+}
+
+
+def spoiled(optimizer: co.CompiledOptimizer) -> dict[str, Any]:
+    """A copy of the state dict with other numbers everywhere."""
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"][0]["lr"] = 0.7
+    for entries in saved["state"].values():
+        for key, value in entries.items():
+            entries[key] = value + 1
+    return saved
+
+
+class TestState:
+    """One bad entry of the last parameter's state."""
+
+    def _check(self, value: Any, key: str, message: str) -> None:
+        optimizer = trained(co.NAdam)
+        saved = spoiled(optimizer)
+        saved["state"][1][key] = value
+        refuses(optimizer, saved, f"mismatched: b: {key} {message}")
+        before = copy.deepcopy(by_name(optimizer))
+        report = optimizer.load_state_dict(saved, strict=False)
+        assert [problem.partition(f"{key} ")[0] for problem in report.mismatched] == ["b: "]
+        for name, expected in {"a": saved["state"][0], "b": before["b"]}.items():
+            assert all(torch.equal(entry, expected[k]) for k, entry in by_name(optimizer)[name].items())
+
+    @pytest.mark.parametrize("key", ["step", "mu_product"])
+    @pytest.mark.parametrize("kind", NOT_NUMBERS)
+    def test_numbers(self, key: str, kind: str) -> None:
+        make, message = NOT_NUMBERS[kind]
+        self._check(make(), key, message)
+
+    @pytest.mark.parametrize("key", ["step", "mu_product"])
+    @pytest.mark.parametrize("kind", NOT_FINITE)
+    def test_numbers_are_finite(self, key: str, kind: str) -> None:
+        self._check(NOT_FINITE[kind], key, "is (nan|inf)")
+
+    @pytest.mark.parametrize("kind", NOT_BUFFERS)
+    def test_buffers(self, kind: str) -> None:
+        make, message = NOT_BUFFERS[kind]
+        self._check(make(), "exp_avg", message)
+
+    def test_of_a_parameter_that_is_frozen(self) -> None:
+        """What the load would have made for another parameter is not made."""
+        saved = spoiled(trained(co.NAdam))
+        params = model("ab")
+        params["a"].requires_grad_(False)
+        optimizer = co.NAdam(params, lowering="eager")
+        saved["state"][1]["exp_avg"] = freed(*SHAPE)
+        refuses(optimizer, saved, "b: exp_avg has no memory")
+        assert params["a"] not in optimizer.state
+
+
+@pytest.mark.parametrize("kind", [k for k in registry() if k is not co.LBFGS], ids=lambda c: c.__name__)
+def test_a_step_count_is_absent_only_where_torch_keeps_none(kind: type[co.CompiledOptimizer]) -> None:
+    param = model("a")["a"]
+    sparse = kind.gradients == "sparse"
+    param.grad = torch.ones(SHAPE).to_sparse(1) if sparse else torch.ones(SHAPE)
+    theirs = reference_of(kind)([param], **required(kind))
+    theirs.step()
+    counts = "step" in theirs.state[param]
+    optimizer = trained(kind, **({"momentum": 0.5} if kind is co.SGD else {}))
+    saved = spoiled(optimizer)
+    del saved["state"][1]["step"]
+    if counts:
+        refuses(optimizer, saved, "b: the checkpoint has no step for it")
+    else:
+        optimizer.load_state_dict(saved)
+        assert by_name(optimizer)["b"].get("step") == 1.0
+
+
+@pytest.mark.parametrize("number", [-(2**100), 2**100, 1.5, True, torch.tensor(3, dtype=torch.uint8), torch.tensor([[2.5]])])
+def test_a_number_of_any_kind_and_size(number: Any) -> None:
+    optimizer = trained(co.NAdam)
+    saved = spoiled(optimizer)
+    saved["state"][1]["mu_product"] = number
+    optimizer.load_state_dict(saved)
+    assert by_name(optimizer)["b"]["mu_product"].item() == float(number)
+
+
+def test_a_number_is_not_rounded() -> None:
+    optimizer = trained(co.NAdam)
+    saved = spoiled(optimizer)
+    saved["state"][1]["mu_product"] = 0.1
+    optimizer.load_state_dict(saved)
+    assert by_name(optimizer)["b"]["mu_product"].item() == 0.1
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.float64])
+def test_a_buffer_of_any_dtype(dtype: torch.dtype) -> None:
+    optimizer = trained(co.NAdam)
+    saved = spoiled(optimizer)
+    value = torch.tensor([[1.0, -2.0, 0.5], [0.0, 4.0, -1.0]])
+    for given in (value.to(dtype), Wrapper(value.to(dtype)), value.to(dtype).t().contiguous().t(), torch._neg_view(-value)):
+        saved["state"][1]["exp_avg"] = given
+        optimizer.load_state_dict(saved)
+        assert torch.equal(by_name(optimizer)["b"]["exp_avg"], value)
+        by_name(optimizer)["b"]["exp_avg"].zero_()
+
+
+def test_an_expanded_buffer_is_copied() -> None:
+    optimizer = trained(co.NAdam)
+    saved = spoiled(optimizer)
+    saved["state"][1]["exp_avg"] = torch.tensor([[3.0], [4.0]]).expand(SHAPE)
+    optimizer.load_state_dict(saved)
+    assert torch.equal(by_name(optimizer)["b"]["exp_avg"], torch.tensor([[3.0] * 3, [4.0] * 3]))
+
+
+class OnceCopied(Tensor):
+    """A tensor that can be read a single time."""
+
+    reads = 0
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.copy_:
+            cls.reads += 1
+            if cls.reads > 1:
+                raise OSError("read before")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_a_buffer_of_a_class_of_its_own_is_read_before_anything_is_written() -> None:
+    optimizer = trained(co.NAdam)
+    saved = spoiled(optimizer)
+    saved["state"][1]["exp_avg"] = torch.full(SHAPE, 3.0).as_subclass(OnceCopied)
+    optimizer.load_state_dict(saved)
+    assert torch.equal(by_name(optimizer)["b"]["exp_avg"], torch.full(SHAPE, 3.0))
+
+
+class TestStateOfNoParameter:
+    """A strict load refuses it, and another one reports it."""
+
+    @pytest.mark.parametrize("kind", [co.NAdam, co.LBFGS])
+    @pytest.mark.parametrize("rename", [str, torch.tensor, lambda key: key + 7], ids=["text", "tensor", "other"])
+    def test_all(self, kind: type[co.CompiledOptimizer], rename: Callable[[int], Any]) -> None:
+        saved = copy.deepcopy(trained(kind).state_dict())
+        saved["state"] = {rename(key): entries for key, entries in saved["state"].items()}
+        optimizer = trained(kind)
+        refuses(optimizer, saved, "unexpected: the state of ('0'|a Tensor|7)")
+        assert len(optimizer.load_state_dict(saved, strict=False).unexpected) == len(saved["state"])
+
+    @pytest.mark.parametrize("kind", [co.NAdam, co.LBFGS])
+    def test_some(self, kind: type[co.CompiledOptimizer]) -> None:
+        optimizer = trained(kind)
+        saved = co.named_state_dict(optimizer) if kind is co.NAdam else copy.deepcopy(optimizer.state_dict())
+        saved["param_groups"][0]["lr"] = 0.7
+        saved["state"]["c"] = {"step": 1.0}
+        refuses(optimizer, saved, "unexpected: the state of 'c'")
+        assert optimizer.load_state_dict(saved, strict=False) == co.LoadReport([], ["the state of 'c'"], [])
+
+
+class TestGroups:
+    @pytest.mark.parametrize("kind", [k for k in NOT_NUMBERS if k != "list"])
+    def test_hyperparameters(self, kind: str) -> None:
+        optimizer = trained(co.NAdam)
+        make, message = NOT_NUMBERS[kind]
+        for key, value in (("momentum_decay", make()), ("betas", (0.5, make()))):
+            saved = spoiled(optimizer)
+            saved["param_groups"][0][key] = value
+            refuses(optimizer, saved, rf"{key} of param_groups\[0\] {message}")
+            refuses(optimizer, saved, rf"{key} of param_groups\[0\] {message}", strict=False)
+
+    @pytest.mark.parametrize(
+        "make",
+        [
+            threading.Lock,
+            lambda: torch.ones(2, requires_grad=True) * 2,
+            Uncopyable,
+            lambda: [Uncopyable()],
+            lambda: (i for i in range(3)),
+            lambda: freed(2),
+        ],
+        ids=["lock", "non-leaf", "refuses", "inside", "generator", "freed"],
+    )
+    def test_what_cannot_be_copied(self, make: Callable[[], Any]) -> None:
+        optimizer = trained(co.NAdam)
+        saved = spoiled(optimizer)
+        saved["param_groups"][0]["hook"] = make()
+        refuses(optimizer, saved, r"hook of param_groups\[0\] (cannot be copied|has no memory)")
+
+    @pytest.mark.parametrize(
+        "make",
+        [Incomparable, lambda: freed(2), lambda: torch.ones(2), object],
+        ids=["incomparable", "freed", "tensor", "object"],
+    )
+    def test_what_cannot_be_compared(self, make: Callable[[], Any]) -> None:
+        """Parameters that were in two groups are in one now."""
+        source = co.NAdam([{"params": {n: p}} for n, p in model("ab").items()])
+        saved = source.state_dict()
+        saved["param_groups"][0]["extra"], saved["param_groups"][1]["extra"] = make(), make() if make is object else 1
+        refuses(trained(co.NAdam), saved, r"different extra: \[a |extra of param_groups\[0\] has no memory")
+
+    def test_a_value_that_refers_to_itself(self) -> None:
+        optimizer = trained(co.NAdam)
+        saved = spoiled(optimizer)
+        circle: dict[str, Any] = {}
+        circle["itself"] = circle
+        saved["param_groups"][0]["extra"] = circle
+        optimizer.load_state_dict(saved)
+        loaded = optimizer.param_groups[0]["extra"]
+        assert loaded["itself"] is loaded is not circle
+
+    @pytest.mark.parametrize("key", ["aliases", "state", "param_groups"])
+    def test_the_state_dict_refers_to_itself(self, key: str) -> None:
+        optimizer = trained(co.NAdam)
+        saved = spoiled(optimizer)
+        saved[key] = saved
+        refuses(optimizer, saved, "must be|not an optimizer state dict")
+
+    def test_a_number_that_does_not_fit_the_live_tensor(self) -> None:
+        optimizer = trained(co.NAdam, lr=torch.tensor(0.1, dtype=torch.float16))
+        saved = spoiled(optimizer)
+        saved["param_groups"][0]["lr"] = 1e6
+        refuses(optimizer, saved, r"lr of param_groups\[0\] cannot be written")
+
+    def test_a_start_value_that_does_not_fit(self) -> None:
+        """Rprop's steps start at the learning rate, and b's have to."""
+        optimizer = trained(co.Rprop)
+        saved = spoiled(optimizer)
+        saved["param_groups"][0]["lr"] = 1e300
+        del saved["state"][1]
+        refuses(optimizer, saved, "b: the optimizer's own step_size cannot be written")
+
+
+class TestMappingsThatLie:
+    @pytest.mark.parametrize("named", [False, True])
+    @pytest.mark.parametrize(
+        ("spoil", "message"),
+        [
+            (Liar, "the state dict cannot be read"),
+            (lambda s: {**s, "state": Liar(s["state"])}, "'state' cannot be read"),
+            (lambda s: {**s, "state": {k: Liar(v) for k, v in s["state"].items()}}, "the state of .* cannot be read"),
+            (lambda s: {**s, "param_groups": [Liar(g) for g in s["param_groups"]]}, r"param_groups\[0\] cannot be read"),
+            (lambda s: {**s, "aliases": Liar({"c": "a"})}, "'aliases' cannot be read"),
+            (lambda s: {**s, "format_version": freed(1)}, "format_version a Tensor"),
+            (lambda s: {**s, "param_groups": [{**s["param_groups"][0], "params": [freed(1)] * 2}]}, "must be integers or"),
+            (lambda s: {**s, "param_groups": [{**s["param_groups"][0], 7: 1.0}]}, "must have names, got 7"),
+        ],
+    )
+    def test_are_refused(self, spoil: Callable[[Any], Any], message: str, named: bool) -> None:
+        optimizer = trained(co.NAdam)
+        saved = spoiled(optimizer)
+        if named:
+            before = content(optimizer)
+            with pytest.raises(ValueError, match=message):
+                co.load_named_state_dict(optimizer, spoil(saved))
+            assert content(optimizer) == before
+        refuses(optimizer, spoil(saved), message)
+
+    def test_an_honest_one_is_loaded(self) -> None:
+        from types import MappingProxyType as View
+
+        optimizer = trained(co.NAdam)
+        saved = spoiled(optimizer)
+        groups = tuple(View({**g, "params": tuple(g["params"])}) for g in saved["param_groups"])
+        view = View({**saved, "state": View({k: View(v) for k, v in saved["state"].items()}), "param_groups": groups})
+        assert not any(optimizer.load_state_dict(view))
+        assert torch.equal(by_name(optimizer)["b"]["exp_avg"], saved["state"][1]["exp_avg"])
+
+
+def _deep() -> Any:
+    value: Any = ()
+    for _ in range(100_000):
+        value = (value,)
+    return value
+
+
+class Raising(str):
+    """A text one of whose methods fails."""
+
+    method: str
+
+    def __new__(cls, value: str, method: str) -> Raising:
+        made = super().__new__(cls, value)
+        made.method = method
+        return made
+
+    def _check(self, method: str) -> None:
+        if getattr(self, "method", "") == method:
+            raise KeyError(method)
+
+    def __hash__(self) -> int:
+        self._check("hash")
+        return super().__hash__()
+
+    def replace(self, *args: Any, **kwargs: Any) -> str:
+        self._check("replace")
+        return super().replace(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        self._check("repr")
+        return super().__repr__()
+
+
+class Unread(list[Any]):
+    def __iter__(self) -> Any:
+        raise KeyError("nothing")
+
+
+class TestWhateverIsRaised:
+    """It is turned into an error that says what cannot be read."""
+
+    @pytest.mark.parametrize(
+        ("spoil", "message"),
+        [
+            (lambda s, g: s.update(format_version=_deep()), "format_version .*a tuple"),
+            (lambda s, g: g.update(params=[_deep()]), r"params'\] must be integers or names"),
+            (lambda s, g: s.update(format_version=10**6000), "format_version a int"),
+            (lambda s, g: g.update(params=[10**6000] * 2), "lists parameter a int twice"),
+            (lambda s, g: g.update(param_names=[Raising("x", "hash"), "b"]), "the state dict cannot be read"),
+            (lambda s, g: g.update(param_names=[Raising("x", "replace"), "b"]), "the state dict cannot be read"),
+            (lambda s, g: g.update(param_names=[Raising("x", "repr")] * 2), "names parameter a Raising twice"),
+            (lambda s, g: g.update(param_names=Unread(["a", "b"])), "param_names'\\] cannot be read"),
+        ],
+        ids=["deep version", "deep index", "large version", "large index", "hash", "replace", "repr", "list"],
+    )
+    @pytest.mark.parametrize("kind", [co.NAdam, co.LBFGS])
+    def test_by_the_form(self, kind: type[co.CompiledOptimizer], spoil: Callable[..., Any], message: str) -> None:
+        optimizer = trained(kind)
+        saved = copy.deepcopy(optimizer.state_dict())
+        saved["param_groups"][0]["lr"] = 0.7
+        spoil(saved, saved["param_groups"][0])
+        refuses(optimizer, saved, message)
+
+    def test_by_a_tuple_of_numbers(self) -> None:
+        optimizer = trained(co.NAdam)
+        saved = spoiled(optimizer)
+        saved["param_groups"][0]["betas"] = Unread([0.5, 0.5])
+        refuses(optimizer, saved, r"betas of param_groups\[0\] cannot be read")
+
+    def test_by_tensors_without_numbers(self) -> None:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        optimizer = trained(co.NAdam)
+        saved = spoiled(optimizer)
+        before = content(optimizer)
+        with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(ValueError, match=r"cannot be (read|written)"):
+            optimizer.load_state_dict(saved)
+        assert content(optimizer) == before
+
+
+class TestTwice:
+    @pytest.mark.parametrize(
+        ("params", "twice"), [([[0, 0]], "0"), ([[0], [0]], "0"), ([[0, 1], [1]], "1"), ([[1, True]], "1")], ids=str
+    )
+    def test_an_index(self, params: list[list[int]], twice: str) -> None:
+        optimizer = co.NAdam([{"params": model("abc"[: len(own)]).values()} for own in params])
+        saved = spoiled(optimizer)
+        for group, own in zip(saved["param_groups"], params, strict=True):
+            group["params"] = own
+        refuses(optimizer, saved, f"the checkpoint lists parameter {twice} twice")
+
+    @pytest.mark.parametrize(
+        "spoil",
+        [
+            lambda s: s["param_groups"][0].update(param_names=["b", "b"]),
+            lambda s: s["param_groups"][0].update(params=["b", "b"]),
+            lambda s: s.update(aliases={"b": "a"}),
+        ],
+        ids=["param_names", "params", "aliases"],
+    )
+    def test_a_name(self, spoil: Callable[[Any], Any]) -> None:
+        saved = spoiled(trained(co.NAdam))
+        spoil(saved)
+        for optimizer in (trained(co.NAdam), co.NAdam(model("ab").values())):
+            refuses(optimizer, saved, "the checkpoint names parameter 'b' twice")
+
+
+def test_names_for_some_groups_only() -> None:
+    """Positions would give a parameter the state of another that is named."""
+    saved = spoiled(trained(co.NAdam, "abc", grouped=True))
+    saved["param_groups"][1:] = saved["param_groups"][:0:-1]
+    del saved["param_groups"][0]["param_names"]
+    for strict in (True, False):
+        refuses(trained(co.NAdam, "abc", grouped=True), saved, "names for the parameters of some groups only", strict=strict)
+    params = model("abc")
+    unnamed = co.NAdam([{"params": p} for p in params.values()], lowering="eager")
+    assert not any(unnamed.load_state_dict(saved))
+
+
+class TestInfinity:
+    @pytest.mark.parametrize("kind", registry(), ids=lambda c: c.__name__)
+    def test_a_learning_rate_is_finite(self, kind: type[co.CompiledOptimizer]) -> None:
+        with pytest.raises(ValueError, match=r"Invalid learning rate: inf \(lr of the defaults must be >= 0 and < inf\)"):
+            kind(model("ab"), lr=math.inf)
+        optimizer = trained(kind)
+        saved = spoiled_numbers(optimizer, lr=math.inf)
+        refuses(optimizer, saved, r"Invalid learning rate: inf \(lr of param_groups\[0\] must be >= 0 and < inf\)")
+        refuses(optimizer, spoiled_numbers(optimizer, lr=torch.tensor(math.inf)), "Invalid learning rate: inf")
+        with pytest.raises(ValueError, match="Invalid learning rate: inf"):
+            optimizer.param_groups[0]["lr"] = math.inf
+
+    @pytest.mark.parametrize(
+        ("kind", "values"),
+        [(co.ASGD, {"t0": math.inf}), (co.Rprop, {"step_sizes": (0.0, math.inf)}), (co.Adafactor, {"d": math.inf})],
+    )
+    def test_a_bound_may_be_infinite(self, kind: type[co.CompiledOptimizer], values: dict[str, Any]) -> None:
+        optimizer = trained(kind, **values)
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        train(optimizer)
+        assert all(p.isfinite().all() for p in optimizer.param_groups[0]["params"])
+
+
+def spoiled_numbers(optimizer: co.CompiledOptimizer, **values: Any) -> dict[str, Any]:
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"][0].update(values)
+    return saved
+
+
+LOWERINGS = [(co.AdamW, "eager"), (co.AdamW, "multi_tensor"), (co.AdamW, "inductor"), (co.NAdam, "multi_tensor")]
+STACKS = [(co.Muon, "eager"), (co.Adafactor, "eager"), (co.SparseAdam, "eager")]
+
+
+class TestSharedMemory:
+    """The state dict's tensors are the live ones, in other places."""
+
+    @pytest.mark.parametrize(("kind", "lowering"), [*LOWERINGS, *STACKS], ids=lambda v: getattr(v, "__name__", v))
+    @pytest.mark.parametrize("turn", ["ab>ba", "abc>bca", "abcd>dcba", "abc>abc"])
+    @pytest.mark.parametrize("how", ["state", "names"])
+    def test_in_another_order(self, kind: type[co.CompiledOptimizer], lowering: str, turn: str, how: str) -> None:
+        names, _, turned = turn.partition(">")
+        optimizer = trained(kind, names, lowering=lowering)
+        before = copy.deepcopy(by_name(optimizer))
+        places = addresses(optimizer)
+        if how == "state":
+            saved = co.named_state_dict(optimizer)
+            saved["state"] = {name: saved["state"][other] for name, other in zip(names, turned, strict=True)}
+            co.load_named_state_dict(optimizer, saved)
+        else:
+            saved = optimizer.state_dict()
+            saved["param_groups"][0]["param_names"] = [names[turned.index(name)] for name in names]
+            optimizer.load_state_dict(saved)
+        for name, other in zip(names, turned, strict=True):
+            for key, value in by_name(optimizer)[name].items():
+                assert torch.equal(value, before[other][key]), (name, key)
+        assert addresses(optimizer) == places
+        train(optimizer)
+
+    @pytest.mark.parametrize("turned", ["abc", "bca"])
+    def test_of_lbfgs(self, turned: str) -> None:
+        optimizer = trained(co.LBFGS, "abc", max_iter=3)
+        whole = copy.deepcopy(optimizer.state_dict())
+        places = addresses(optimizer)
+        saved = optimizer.state_dict()
+        saved["param_groups"][0]["param_names"] = list(turned)
+        optimizer.load_state_dict(saved)
+        loaded, order = optimizer.state_dict()["state"][0], [turned.index(name) for name in "abc"]
+        for key in ("d", "prev_flat_grad"):
+            pieces = whole["state"][0][key].split(math.prod(SHAPE))
+            assert torch.equal(loaded[key], torch.cat([pieces[i] for i in order]))
+        assert addresses(optimizer) == places
+
+    @pytest.mark.parametrize(
+        ("key", "given"),
+        [
+            ("a.exp_avg_sq", lambda o, s: s["a"]["exp_avg"]),
+            ("a.exp_avg", lambda o, s: s["a"]["exp_avg"].t()),
+            ("a.exp_avg", lambda o, s: s["a"]["exp_avg"][1].expand(3, 3)),
+            ("a.exp_avg", lambda o, s: o.param_groups[0]["params"][0]),
+            ("b.exp_avg", lambda o, s: s["a"]["step"]),
+            ("b.exp_avg", lambda o, s: o.param_groups[0]["lr"]),
+        ],
+        ids=["other buffer", "transposed", "part", "parameter", "number", "learning rate"],
+    )
+    def test_of_another_kind(self, key: str, given: Callable[[Any, Any], Tensor]) -> None:
+        optimizer = co.NAdam({"a": nn.Parameter(torch.randn(3, 3)), "b": nn.Parameter(torch.randn(()))}, lowering="eager")
+        train(optimizer, 2)
+        saved = co.named_state_dict(optimizer)
+        spoiled_state = {name: {k: v + 1 for k, v in entries.items()} for name, entries in saved["state"].items()}
+        name, entry = key.split(".")
+        spoiled_state[name][entry] = given(optimizer, by_name(optimizer))
+        expected = spoiled_state[name][entry].detach().clone().float()
+        saved["param_groups"][0]["lr"] = 0.7
+        co.load_named_state_dict(optimizer, {**saved, "state": spoiled_state})
+        assert torch.equal(by_name(optimizer)[name][entry], expected)
+
+    @pytest.mark.parametrize(("turned", "copied"), [("abcd", 0), ("bacd", 4)])
+    def test_only_what_is_overwritten_is_copied(self, turned: str, copied: int) -> None:
+        """Two buffers of two parameters; the others are left alone."""
+        optimizer = trained(co.AdamW, "abcd")
+        saved = co.named_state_dict(optimizer)
+        saved["state"] = {name: saved["state"][other] for name, other in zip("abcd", turned, strict=True)}
+        calls: list[str] = []
+
+        class Seen(TorchDispatchMode):
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                if any(isinstance(a, Tensor) and a.shape == SHAPE for a in args):
+                    calls.append(func.overloadpacket.__name__)
+                return func(*args, **(kwargs or {}))
+
+        with Seen():
+            co.load_named_state_dict(optimizer, saved)
+        assert [calls.count("clone"), calls.count("copy_")] == [copied, copied]
+
+
+class TestBesideAStep:
+    """A step of another thread waits for what reads or writes groups and state."""
+
+    @pytest.mark.parametrize(
+        ("kind", "inside", "act"),
+        [
+            (co.SGD, "load", lambda o, saved: o.load_state_dict(saved)),
+            (co.SGD, "save", lambda o, saved: o.state_dict()),
+            (co.SGD, "add", lambda o, saved: o.add_param_group({"params": model("z")})),
+            (co.LBFGS, "load", lambda o, saved: o.load_state_dict(saved)),
+        ],
+        ids=["load", "save", "add", "LBFGS"],
+    )
+    def test_it_waits(
+        self, kind: type[co.CompiledOptimizer], inside: str, act: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        optimizer = trained(kind)
+        saved = copy.deepcopy(optimizer.state_dict())
+        holdings = engine_of(optimizer).holdings
+        original = getattr(holdings, inside)
+        entered, leave, stepped = threading.Event(), threading.Event(), threading.Event()
+
+        def held(*args: Any, **kwargs: Any) -> Any:
+            entered.set()
+            assert leave.wait(60)
+            return original(*args, **kwargs)
+
+        def step() -> None:
+            train(optimizer)
+            stepped.set()
+
+        monkeypatch.setattr(holdings, inside, held)
+        threads = [threading.Thread(target=act, args=(optimizer, saved)), threading.Thread(target=step)]
+        threads[0].start()
+        assert entered.wait(60)
+        monkeypatch.undo()
+        threads[1].start()
+        try:
+            assert not stepped.wait(0.3)
+        finally:
+            leave.set()
+            for thread in threads:
+                thread.join()
+        assert stepped.is_set()
+
+    def test_what_a_rebuild_in_the_middle_of_a_write_does_not_see_is_reported_after_it(self) -> None:
+        changes = Changes()
+
+        class Name(str):
+            __slots__ = ()
+
+            def __hash__(self) -> int:
+                changes.pending = False  # as a rebuild of another thread does at its end
+                return super().__hash__()
+
+        state = WatchedDict({"exp_avg": 0}, changes=changes)
+        for write in (
+            lambda name: state.update({name: 1}),
+            state.pop,
+            lambda name: state.update({name: 1}),
+            state.__delitem__,
+        ):
+            write(Name("key"))
+            assert changes.pending
+        params = WatchedList(changes, [2, 1])
+        params.sort(key=lambda value: hash(Name(str(value))))
+        assert changes.pending
+
+
+class TestInferenceMode:
+    """What a load makes there can be written outside."""
+
+    def _check(self, optimizer: co.CompiledOptimizer, saved: Any) -> None:
+        with torch.inference_mode():
+            optimizer.load_state_dict(saved)
+        assert not any(tensor.is_inference() for _, tensor in live_tensors(optimizer))
+        optimizer.load_state_dict(saved)
+        train(optimizer)
+
+    def test_a_buffer_that_was_not_needed(self) -> None:
+        self._check(trained(co.SGD), trained(co.SGD, momentum=0.5).state_dict())
+
+    def test_a_frozen_parameters_state(self) -> None:
+        params = model("ab", frozen="b")
+        self._check(co.AdamW(params, lowering="eager"), trained(co.AdamW).state_dict())
+
+    @pytest.mark.parametrize("kind", [co.AdamW, co.LBFGS])
+    def test_state_that_was_cleared(self, kind: type[co.CompiledOptimizer]) -> None:
+        optimizer = trained(kind)
+        saved = copy.deepcopy(optimizer.state_dict())
+        optimizer.state.clear()
+        self._check(optimizer, saved)
+
+    def test_a_recorded_buffer(self) -> None:
+        param = torch.randn(SHAPE, requires_grad=True).clone()
+        optimizer = co.AdamW({"a": param}, differentiable=True)
+        saved = copy.deepcopy(optimizer.state_dict())
+        param.grad = torch.randn(SHAPE, requires_grad=True)
+        optimizer.step()
+        with torch.inference_mode():
+            optimizer.load_state_dict(saved)
+        assert not any(tensor.is_inference() for _, tensor in live_tensors(optimizer))
+
+    def test_an_optimizer_that_was_made_there(self) -> None:
+        saved = spoiled(trained(co.AdamW))
+        with torch.inference_mode():
+            optimizer = co.AdamW(model("ab"), lowering="eager")
+            optimizer.load_state_dict(saved)
+        assert optimizer.hyperparameters()[0]["lr"] == 0.7
+
+
+class TestAutograd:
+    def test_what_requires_grad_is_loaded_as_a_number(self) -> None:
+        optimizer = trained(co.NAdam)
+        saved = spoiled(optimizer)
+        expected = copy.deepcopy(saved)
+        saved["state"][1]["exp_avg"] = nn.Parameter(saved["state"][1]["exp_avg"])
+        saved["state"][0]["exp_avg"] = saved["state"][0]["exp_avg"].requires_grad_() * 1.0
+        for key in ("step", "mu_product"):
+            saved["state"][1][key] = saved["state"][1][key].requires_grad_()
+        saved["param_groups"][0]["lr"] = torch.tensor(0.7, requires_grad=True)
+        optimizer.load_state_dict(saved)
+        assert not any(t.requires_grad for _, t in live_tensors(optimizer))
+        for index, name in enumerate("ab"):
+            assert torch.equal(by_name(optimizer)[name]["exp_avg"], expected["state"][index]["exp_avg"])
+        copy.deepcopy(optimizer.state_dict())
+        optimizer.load_state_dict(spoiled(optimizer))
+
+    def test_a_recorded_state_is_replaced(self) -> None:
+        """The loaded state depends on nothing, and what was recorded before can still be differentiated."""
+        weight = torch.randn(SHAPE, requires_grad=True)
+        scale = torch.tensor(2.0, requires_grad=True)
+        param = weight.clone()
+        optimizer = co.NAdam({"a": param}, differentiable=True)
+        saved = copy.deepcopy(optimizer.state_dict())
+        for _ in range(2):
+            param.grad = weight * scale
+            optimizer.step()
+        recorded = optimizer.state[param]["exp_avg"]
+        before = recorded.detach().clone()
+        optimizer.load_state_dict(saved)
+        assert torch.equal(recorded, before)
+        assert not any(
+            value.requires_grad or value.any() for k, value in optimizer.state[param].items() if k != "mu_product"
+        )
+        (gradient,) = torch.autograd.grad(recorded.sum(), scale, retain_graph=True)
+        assert gradient != 0
+        other = torch.randn(SHAPE, requires_grad=True)
+        param.grad = other
+        optimizer.step()
+        after = optimizer.state[param]["exp_avg"].sum()
+        assert not torch.autograd.grad(after, scale, retain_graph=True)[0]
+        assert torch.autograd.grad(after, other)[0].any()
+
+    def test_a_given_leaf_stays_as_it_is(self) -> None:
+        param = torch.randn(SHAPE, requires_grad=True).clone()
+        optimizer = co.AdamW({"a": param}, differentiable=True)
+        leaf = torch.ones(SHAPE, requires_grad=True)
+        optimizer.state[param]["exp_avg"] = leaf
+        saved = spoiled(optimizer)
+        optimizer.load_state_dict(saved)
+        assert torch.equal(leaf, torch.ones(SHAPE))
+        assert torch.equal(optimizer.state[param]["exp_avg"], torch.full(SHAPE, 2.0))
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        (lambda: freed(*SHAPE), "has no memory"),
+        (lambda: torch.zeros(1, 3).expand(SHAPE), "has elements that share memory"),
+        (lambda: torch.zeros(3, 2), r"has shape \(3, 2\) instead of \(2, 3\)"),
+    ],
+)
+def test_a_live_tensor_that_cannot_be_written(entry: Callable[[], Tensor], message: str) -> None:
+    optimizer = trained(co.NAdam)
+    saved = spoiled(optimizer)
+    dict.__setitem__(optimizer.state[optimizer.param_groups[0]["params"][1]], "exp_avg", entry())
+    versions = {name: t._version for name, t in live_tensors(optimizer)}
+    with pytest.raises(ValueError, match=f"b: the optimizer's own exp_avg {message}"):
+        optimizer.load_state_dict(saved)
+    assert {name: t._version for name, t in live_tensors(optimizer)} == versions
+    assert optimizer.hyperparameters()[0]["lr"] != 0.7
+
+
+class TestOptimi:
+    @pytest.mark.parametrize(
+        ("spoil", "message"),
+        [
+            (lambda g, s: s.update(exp_avg=freed(*SHAPE)), "exp_avg of .* has no memory"),
+            (lambda g, s: s.update(exp_avg="x"), "exp_avg of .* is not a tensor"),
+            (lambda g, s: g.update(step=torch.ones(2)), "step of .* is not a number"),
+            (lambda g, s: g.update(beta1=freed(1)), "beta1 of .* has no memory"),
+            (lambda g, s: g.update(decouple_wd=freed(1)), "decouple_wd of .* has no memory"),
+            (lambda g, s: g.update(kahan_sum=torch.ones(2)), "kahan_sum of .* is not a number"),
+            (lambda g, s: g.pop("beta2"), "cannot be read|has no betas"),
+        ],
+    )
+    def test_is_checked_before_it_is_computed_with(self, spoil: Callable[[Any, Any], Any], message: str) -> None:
+        optimi = pytest.importorskip("optimi")
+        theirs = optimi.AdamW(model("ab").values(), lr=0.1, foreach=False, triton=False)
+        for param in theirs.param_groups[0]["params"]:
+            param.grad = torch.ones(SHAPE)
+        theirs.step()
+        saved = copy.deepcopy(theirs.state_dict())
+        spoil(saved["param_groups"][0], saved["state"][1])
+        refuses(trained(co.AdamW), saved, message)
+
+
+class TestLbfgs:
+    @pytest.mark.parametrize("names", ["xy", "ax"])
+    def test_its_history_is_kept_where_the_parameters_are_others(self, names: str) -> None:
+        optimizer = trained(co.LBFGS)
+        expected = copy.deepcopy(by_name(optimizer))
+        report = optimizer.load_state_dict(trained(co.LBFGS, names).state_dict(), strict=False)
+        assert report == co.LoadReport([n for n in "ab" if n not in names], [n for n in names if n not in "ab"], [])
+        assert expected["a"]["n_iter"] > 0
+        for key, value in by_name(optimizer)["a"].items():
+            assert torch.equal(value, expected["a"][key]), key
+
+    @pytest.mark.parametrize("value", [math.nan, math.inf, torch.tensor(math.nan), 1e300])
+    @pytest.mark.parametrize("key", ["t", "prev_loss", "H_diag"])
+    def test_a_run_that_met_infinity(self, key: str, value: Any) -> None:
+        optimizer = trained(co.LBFGS)
+        saved = copy.deepcopy(optimizer.state_dict())
+        saved["state"][0][key] = value
+        assert not any(optimizer.load_state_dict(saved))
+        loaded = by_name(optimizer)["a"][key].item()
+        assert not math.isfinite(loaded)
+        train(optimizer)
+
+    @pytest.mark.parametrize(
+        ("spoil", "message"),
+        [
+            (lambda s: s.update(n_iter=nested()), "n_iter of the checkpoint is a nested tensor"),
+            (lambda s: s.update(n_iter=torch.ones(2)), "n_iter of the checkpoint is not a number"),
+            (lambda s: s.update(n_iter=1.5), "n_iter of the checkpoint is 1.5, not a count"),
+            (lambda s: s.update(func_evals=-1), "func_evals of the checkpoint is -1.0, not a count"),
+            (lambda s: s.update(func_evals=2**70), "func_evals of the checkpoint is .*, not a count"),
+            (lambda s: s.update(func_evals=math.inf), "func_evals of the checkpoint is inf"),
+            (lambda s: s.update(prev_loss=-(10**400)), "prev_loss of the checkpoint is too large"),
+            (lambda s: s.update(H_diag=freed(1)), "H_diag of the checkpoint has no memory"),
+            (lambda s: s.update(d=torch.ones(12).to_mkldnn()), "d of the checkpoint is a torch._mkldnn tensor"),
+            (lambda s: s.update(d=freed(12)), "d of the checkpoint has no memory"),
+            (lambda s: s.update(d=torch.ones(12) * 1j), "d of the checkpoint is torch.complex64 instead of torch.float32"),
+            (lambda s: s.update(old_dirs=1.0), "old_dirs of the checkpoint is not a list"),
+            (lambda s: s.update(old_dirs=[1.0]), "old_dirs of the checkpoint is not a tensor"),
+            (lambda s: s.update(exact=1.5), "the state of the checkpoint cannot be read"),
+            (lambda s: s["exact"].pop("products"), "the checkpoint has no products"),
+            (lambda s: s["exact"].update(products=torch.ones(7, 7)), r"products has shape \(7, 7\) instead of"),
+            (lambda s: s["exact"].update(pairs=math.nan), "pairs of the checkpoint is nan"),
+        ],
+    )
+    def test_is_refused(self, spoil: Callable[[Any], Any], message: str) -> None:
+        optimizer = trained(co.LBFGS)
+        saved = copy.deepcopy(optimizer.state_dict())
+        saved["param_groups"][0]["lr"] = 0.7
+        spoil(saved["state"][0])
+        refuses(optimizer, saved, message)
+        train(optimizer)

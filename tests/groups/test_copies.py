@@ -1,0 +1,158 @@
+"""Copies of groups and optimizers, and how they look."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from catalog import copies, relative_error
+from hyperparameter_sides import (
+    HYPERS,
+    assert_equal_params,
+    classes,
+    lowerings,
+    numbers,
+    params_of,
+    step,
+    step_both,
+    tensors,
+    twins,
+)
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+import compiled_optim as co
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def reloaded(value: Any) -> Any:
+    return pickle.loads(pickle.dumps(value))
+
+
+def saved_and_loaded(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES = [copy.deepcopy, reloaded, saved_and_loaded]
+
+
+class TestCopies:
+    @classes
+    @pytest.mark.parametrize(
+        "make",
+        [copy.copy, lambda g: g.copy(), dict, lambda g: {**g}, lambda g: g | {}, *COPIES],
+        ids=["copy", "method", "dict", "stars", "or", "deepcopy", "pickle", "torch.save"],
+    )
+    def test_a_copy_of_a_group_is_a_dict_of_its_own(self, make: Callable[[Any], Any], cls: type[Optimizer]) -> None:
+        ours, theirs = twins(cls)
+        step_both(ours, theirs, 0)
+        group = ours.param_groups[0]
+        copied = make(group)
+        assert isinstance(copied, dict)
+        assert list(copied) == list(group)
+        assert numbers(copied, cls) == HYPERS[cls]
+        copied["lr"] = 100.0
+        copied["note"] = "mine"
+        del copied["weight_decay"]
+        assert "note" not in group
+        step_both(ours, theirs, 1)
+        assert_equal_params(ours, theirs)
+
+    @lowerings
+    @classes
+    @pytest.mark.parametrize("make", COPIES, ids=["deepcopy", "pickle", "torch.save"])
+    @pytest.mark.parametrize("when", ["before", "after"])
+    def test_an_optimizer_with_its_parameters(
+        self, make: Callable[[Any], Any], when: str, cls: type[Optimizer], lowering: str
+    ) -> None:
+        ours, theirs = twins(cls, groups=2, lowering=lowering)
+        if when == "after":
+            step_both(ours, theirs, 0, 1)
+        before = copies(params_of(ours), torch.float64)
+        other_params, other = make((params_of(ours), ours))
+        assert all(a is b for a, b in zip(params_of(other), other_params, strict=True))
+        assert not {id(t) for t in tensors(other)} & {id(t) for t in tensors(ours)}
+        assert len({t.data_ptr() for t in tensors(other)}) == len(tensors(other))
+        assert type(other) is cls
+        other.param_groups[0]["lr"] = 0.25
+        other.param_groups[1]["lr"].fill_(0.125)
+        reference = copy.deepcopy(theirs)
+        reference.param_groups[0]["lr"], reference.param_groups[1]["lr"] = 0.25, 0.125
+        step_both(other, reference, 2, 3)
+        assert_equal_params(other, reference)
+        assert relative_error(params_of(ours), before) == 0
+        step_both(ours, theirs, 2, 3)
+        assert_equal_params(ours, theirs)
+        assert [numbers(g, cls) for g in ours.param_groups] == [numbers(g, cls) for g in theirs.param_groups]
+        assert co.compile_report(other).lowering == lowering
+
+    @pytest.mark.parametrize("make", COPIES, ids=["deepcopy", "pickle", "torch.save"])
+    def test_a_model_and_its_optimizer(self, make: Callable[[Any], Any]) -> None:
+        model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)).double()
+        ours = co.AdamW(model.named_parameters(), lr=0.03)
+        twin = copy.deepcopy(model)
+        theirs = torch.optim.AdamW(twin.named_parameters(), lr=0.03)
+        step_both(ours, theirs, 0)
+        model, ours = make((model, ours))
+        assert ours.param_groups[0]["param_names"] == ["0.weight", "0.bias", "1.weight", "1.bias"]
+        for module, optimizer in ((model, ours), (twin, theirs)):
+            for _ in range(3):
+                optimizer.zero_grad()
+                module(torch.ones(5, 3, dtype=torch.float64)).square().sum().backward()
+                optimizer.param_groups[0]["lr"] *= 0.5
+                optimizer.step()
+        assert relative_error(list(model.parameters()), list(twin.parameters())) < 1e-14
+
+    @classes
+    def test_a_shallow_copy_steps_the_same_parameters(self, cls: type[Optimizer]) -> None:
+        ours, theirs = twins(cls)
+        step_both(ours, theirs, 0)
+        ours, theirs = copy.copy(ours), copy.copy(theirs)
+        for optimizer in (ours, theirs):
+            optimizer.param_groups[0]["lr"] = 0.25
+        step_both(ours, theirs, 1, 2)
+        assert_equal_params(ours, theirs)
+
+    @classes
+    def test_a_copy_of_a_copy_has_schedulers_of_its_own(self, cls: type[Optimizer]) -> None:
+        ours, _ = twins(cls)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(ours, 0.5)
+        step(ours, 0)
+        scheduler.step()
+        second, second_scheduler = copy.deepcopy((ours, scheduler))
+        step(second, 1)
+        second_scheduler.step()
+        assert second.param_groups[0]["lr"].item() == 0.03 * 0.25
+        assert ours.param_groups[0]["lr"].item() == 0.03 * 0.5
+
+    @classes
+    def test_repr(self, cls: type[Optimizer]) -> None:
+        ours, theirs = twins(cls, groups=2)
+        text = repr(ours)
+        assert text.startswith(f"{cls.__name__} (")
+        for part in ("Parameter Group 0", "Parameter Group 1", *HYPERS[cls]):
+            assert part in text
+        assert "0.007" in text
+        assert "0.03" in text
+        step_both(ours, theirs, 0)
+        ours.param_groups[0]["lr"] = 0.625
+        assert "0.625" in repr(ours)
+        assert "0.625" in repr(ours.param_groups[0])
+
+    def test_a_rate_reads_like_a_number(self) -> None:
+        rate = co.AdamW([Parameter(torch.ones(2))], lr=1e-3).param_groups[0]["lr"]
+        assert f"{rate:.2e}" == "1.00e-03" == "%.2e" % rate  # noqa: UP031
+        assert rate == 1e-3
+        assert math.log10(rate) == math.log10(1e-3)
+        assert np.mean([rate, rate]) == 1e-3

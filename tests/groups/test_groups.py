@@ -1,0 +1,211 @@
+"""What groups hold, and what happens when groups come, go and change places."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from catalog import relative_error
+from hyperparameter_sides import (
+    HYPERS,
+    STOCK,
+    assert_equal_params,
+    classes,
+    lowerings,
+    numbers,
+    pairs,
+    step,
+    step_both,
+    tensors,
+    twins,
+)
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+import compiled_optim as co
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class TestGroups:
+    @classes
+    @pytest.mark.parametrize("given", [float, np.float32, torch.tensor], ids=["float", "numpy", "tensor"])
+    def test_entries_are_tensors_of_their_own(self, cls: type[Optimizer], given: Callable[[float], Any]) -> None:
+        params = [Parameter(torch.ones(2, dtype=torch.bfloat16)) for _ in range(3)]
+        options = {k: tuple(map(given, v)) if isinstance(v, tuple) else given(v) for k, v in HYPERS[cls].items()}
+        optimizer = cls([{"params": [p]} for p in params], **options)
+        entries = tensors(optimizer)
+        assert all(isinstance(t, Tensor) and t.dim() == 0 and t.device == params[0].device for t in entries)
+        assert {t.dtype for t in entries} == {torch.float64}
+        assert len({id(t) for t in entries}) == len({t.data_ptr() for t in entries}) == len(entries)
+
+    @classes
+    def test_values_are_exact(self, cls: type[Optimizer]) -> None:
+        optimizer = cls([Parameter(torch.ones(2))], **HYPERS[cls])
+        assert numbers(optimizer.param_groups[0], cls) == HYPERS[cls]
+        assert optimizer.hyperparameters() == [HYPERS[cls]]
+
+    @classes
+    @pytest.mark.parametrize("groups", [1, 2])
+    @pytest.mark.parametrize("given", [float, torch.tensor], ids=["float", "tensor"])
+    def test_defaults_stay_numbers(self, cls: type[Optimizer], groups: int, given: Callable[[float], Any]) -> None:
+        lr = given(0.25)
+        optimizer = cls([{"params": [Parameter(torch.ones(2))]} for _ in range(groups)], lr=lr)
+        for key in HYPERS[cls]:
+            assert all(type(v) in (int, float) for v in pairs(optimizer.defaults[key])), key
+        assert optimizer.defaults["lr"] == 0.25
+        step(optimizer, 0)
+        torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5).step()
+        optimizer.param_groups[0]["lr"] = 3.0
+        assert optimizer.defaults["lr"] == 0.25
+
+    @classes
+    @pytest.mark.parametrize("named", [False, True], ids=["unnamed", "named"])
+    def test_keys_are_those_of_torch(self, cls: type[Optimizer], named: bool) -> None:
+        def params() -> list[Any]:
+            return [("w", Parameter(torch.ones(2)))] if named else [Parameter(torch.ones(2))]
+
+        ours, theirs = cls(params()), STOCK[cls](params())
+        assert set(ours.param_groups[0]) == set(theirs.param_groups[0])
+        assert ours.defaults == theirs.defaults
+        assert {type(g) for g in ours.state_dict()["param_groups"]} == {dict}
+        for key in set(theirs.param_groups[0]) - {"params", *HYPERS[cls]}:
+            assert ours.param_groups[0][key] == theirs.param_groups[0][key], key
+
+    @classes
+    @pytest.mark.parametrize("order", ["first", "added"])
+    def test_a_dict_of_the_caller_is_not_modified(self, cls: type[Optimizer], order: str) -> None:
+        params = [Parameter(torch.ones(2)), Parameter(torch.ones(3))]
+        group = {"params": params[:1], "lr": 0.5, "note": "mine"}
+        before = dict(group)
+        if order == "first":
+            optimizer = cls([group])
+        else:
+            optimizer = cls(params[1:])
+            optimizer.add_param_group(group)
+        step(optimizer, 0)
+        optimizer.param_groups[-1]["lr"] = 0.75
+        assert group == before
+        assert group["params"] is before["params"]
+        assert group["params"] == params[:1]
+        assert optimizer.param_groups[-1]["note"] == "mine"
+
+    def test_any_key_may_be_added_without_a_recompilation(self) -> None:
+        ours, theirs = twins(co.AdamW)
+        step_both(ours, theirs, 0)
+        with co.no_recompiles():
+            for optimizer in (ours, theirs):
+                optimizer.param_groups[0].update(name="decoder", lr_mult=2.0, initial_lr=0.1, tags=["a"])
+            step_both(ours, theirs, 1)
+        assert_equal_params(ours, theirs)
+        assert ours.param_groups[0]["tags"] == ["a"]
+        assert co.compile_report(ours).recompiles == 0
+
+
+class TestRegrouping:
+    @lowerings
+    @classes
+    def test_add_param_group_after_steps(self, cls: type[Optimizer], lowering: str) -> None:
+        ours, theirs = twins(cls, lowering=lowering)
+        step_both(ours, theirs, 0, 1)
+        with co.no_recompiles():
+            for optimizer in (ours, theirs):
+                optimizer.add_param_group({"params": [Parameter(torch.ones(7, dtype=torch.float64))], "lr": 0.5})
+            step_both(ours, theirs, 2)
+            for optimizer in (ours, theirs):
+                optimizer.param_groups[1]["lr"] = 0.25
+                optimizer.param_groups[0]["weight_decay"] = 0.5
+            step_both(ours, theirs, 3)
+        assert_equal_params(ours, theirs)
+        assert co.compile_report(ours).recompiles == 0
+
+    @lowerings
+    @classes
+    @pytest.mark.parametrize("way", ["append", "extend", "insert", "iadd", "slice"])
+    def test_a_plain_dict_put_into_the_list(self, way: str, cls: type[Optimizer], lowering: str) -> None:
+        ours, theirs = twins(cls, lowering=lowering)
+        step_both(ours, theirs, 0)
+        for optimizer in (ours, theirs):
+            groups = optimizer.param_groups
+            new = {**groups[0], "params": [Parameter(torch.ones(7, dtype=torch.float64))], "lr": 0.5}
+            if way == "append":
+                groups.append(new)
+            elif way == "extend":
+                groups.extend([new])
+            elif way == "insert":
+                groups.insert(0, new)
+            elif way == "iadd":
+                groups += [new]
+            else:
+                groups[1:] = [new]
+        step_both(ours, theirs, 1)
+        assert_equal_params(ours, theirs)
+        for optimizer in (ours, theirs):
+            for i, group in enumerate(optimizer.param_groups):
+                group["lr"] = 0.25 / (i + 1)
+                group["weight_decay"] *= 0.5 * (i + 1)
+        step_both(ours, theirs, 2)
+        assert_equal_params(ours, theirs)
+        assert len({t.data_ptr() for t in tensors(ours)}) == len(tensors(ours))
+
+    @pytest.mark.parametrize("stepped", [False, True], ids=["at-once", "after-a-step"])
+    def test_a_scheduler_over_a_group_made_from_another(self, stepped: bool) -> None:
+        ours, theirs = twins(co.AdamW)
+        step_both(ours, theirs, 0)
+        rates = []
+        for optimizer in (ours, theirs):
+            groups = optimizer.param_groups
+            groups.append({**groups[0], "params": [Parameter(torch.ones(7, dtype=torch.float64))]})
+            if stepped:
+                step(optimizer, 1)
+            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda t: 0.5**t, lambda t: 0.9**t])
+            for t in range(2, 5):
+                step(optimizer, t)
+                scheduler.step()
+            rates.append([float(group["lr"]) for group in groups])
+        assert rates[0] == rates[1]
+        assert_equal_params(ours, theirs)
+
+    @lowerings
+    @classes
+    def test_a_group_replaced_by_a_changed_copy(self, cls: type[Optimizer], lowering: str) -> None:
+        ours, theirs = twins(cls, groups=2, lowering=lowering)
+        step_both(ours, theirs, 0)
+        for t in range(3):
+            for optimizer in (ours, theirs):
+                optimizer.param_groups[0] = {**optimizer.param_groups[0], "lr": 0.25 / (t + 1), "weight_decay": 0.5}
+            step_both(ours, theirs, 2 * t + 1)
+            for optimizer in (ours, theirs):
+                optimizer.param_groups[0]["lr"] *= 0.5
+            step_both(ours, theirs, 2 * t + 2)
+            assert_equal_params(ours, theirs)
+        assert co.compile_report(ours).recompiles == 0
+
+    @classes
+    def test_groups_moved_and_removed(self, cls: type[Optimizer]) -> None:
+        ours, theirs = twins(cls, groups=2)
+        step_both(ours, theirs, 0)
+        for optimizer in (ours, theirs):
+            optimizer.param_groups.reverse()
+        step_both(ours, theirs, 1)
+        assert_equal_params(ours, theirs)
+        removed = []
+        for optimizer in (ours, theirs):
+            removed.append(optimizer.param_groups.pop())
+            optimizer.param_groups[0]["lr"] = 0.5
+        step_both(ours, theirs, 2)
+        assert_equal_params(ours, theirs)
+        assert relative_error(removed[0]["params"], removed[1]["params"]) < 1e-14
+
+    @classes
+    def test_parameters_appended_to_a_group(self, cls: type[Optimizer]) -> None:
+        ours, theirs = twins(cls)
+        step_both(ours, theirs, 0)
+        for optimizer in (ours, theirs):
+            optimizer.param_groups[0]["params"].append(Parameter(torch.ones(7, dtype=torch.float64)))
+        step_both(ours, theirs, 1)
+        assert_equal_params(ours, theirs)

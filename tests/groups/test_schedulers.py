@@ -1,0 +1,353 @@
+"""torch's schedulers: bit-equal sequences to torch.optim with Python floats, without a recompilation."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from catalog import LOWERINGS
+from torch.optim import Optimizer, lr_scheduler
+
+import compiled_optim as co
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+STEPS = 30
+
+
+def each(optimizer: Optimizer, value: float) -> list[float]:
+    """One value per group, no two alike."""
+    return [value * 0.7**i for i in range(len(optimizer.param_groups))]
+
+
+def sequential(optimizer: Optimizer) -> Any:
+    parts = [
+        lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=5),
+        lr_scheduler.CosineAnnealingLR(optimizer, T_max=8, eta_min=1e-4),
+        lr_scheduler.ExponentialLR(optimizer, 0.93),
+    ]
+    return lr_scheduler.SequentialLR(optimizer, parts, milestones=[5, 14])
+
+
+def chained(optimizer: Optimizer) -> Any:
+    parts = [
+        lr_scheduler.ConstantLR(optimizer, factor=0.3, total_iters=7),
+        lr_scheduler.ExponentialLR(optimizer, 0.97),
+        lr_scheduler.MultiplicativeLR(optimizer, lambda t: 1 - 0.1 / (t + 1)),
+    ]
+    return lr_scheduler.ChainedScheduler(parts, optimizer)
+
+
+SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, [lambda t, k=k: 1 / (1 + k * t) for k in each(o, 0.3)]),
+    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda t: 0.9 + 0.003 * t),
+    "StepLR": lambda o: lr_scheduler.StepLR(o, step_size=4, gamma=0.7),
+    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, milestones=[3, 7, 7, 21], gamma=0.3),
+    "ConstantLR": lambda o: lr_scheduler.ConstantLR(o, factor=0.3, total_iters=9),
+    "LinearLR": lambda o: lr_scheduler.LinearLR(o, start_factor=0.1, end_factor=0.9, total_iters=17),
+    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.93),
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, T_max=11, eta_min=3e-4),
+    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, T_0=4, T_mult=2, eta_min=3e-4),
+    "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, total_iters=23, power=1.7),
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(
+        o, each(o, 1e-3), each(o, 0.07), step_size_up=4, step_size_down=7, mode="exp_range", gamma=0.98, cycle_momentum=False
+    ),
+    "CyclicLR-momentum": lambda o: lr_scheduler.CyclicLR(
+        o, each(o, 1e-3), each(o, 0.07), step_size_up=5, mode="triangular2", base_momentum=0.63, max_momentum=0.91
+    ),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(
+        o, each(o, 0.07), total_steps=STEPS + 2, base_momentum=0.63, max_momentum=0.91
+    ),
+    "OneCycleLR-linear": lambda o: lr_scheduler.OneCycleLR(
+        o, each(o, 0.07), total_steps=STEPS + 2, anneal_strategy="linear", three_phase=True, cycle_momentum=False
+    ),
+    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, factor=0.3, patience=2, cooldown=1, min_lr=1e-5),
+    "SequentialLR": sequential,
+    "ChainedScheduler": chained,
+}
+
+GROUPS: dict[str, list[dict[str, Any]]] = {
+    "one-group": [{}],
+    "shared-lr": [{}, {"weight_decay": 0.05}],
+    "own-lr": [{"lr": 0.02}, {"lr": 0.003}],
+}
+
+OPTIMIZERS: dict[str, tuple[type[Optimizer], type[Optimizer], dict[str, Any]]] = {
+    "AdamW": (co.AdamW, torch.optim.AdamW, {"lr": 0.01, "betas": (0.87, 0.95)}),
+    "SGD": (co.SGD, torch.optim.SGD, {"lr": 0.01, "momentum": 0.87}),
+}
+
+schedulers = pytest.mark.parametrize("scheduler", SCHEDULERS)
+groupings = pytest.mark.parametrize("groups", GROUPS)
+optimizers = pytest.mark.parametrize("name", OPTIMIZERS)
+
+
+def make(cls: type[Optimizer], groups: str, kwargs: dict[str, Any]) -> Optimizer:
+    """An optimizer over new parameters, two to a group."""
+    generator = torch.Generator().manual_seed(3)
+    own = [
+        {"params": [torch.nn.Parameter(torch.randn(n, generator=generator)) for n in (5, 2)], **entries}
+        for entries in GROUPS[groups]
+    ]
+    return cls(own, **kwargs)
+
+
+def step(optimizer: Optimizer, t: int) -> None:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            param.grad = torch.full_like(param, math.sin(t + 1))
+    optimizer.step()
+
+
+def advance(scheduler: Any, t: int) -> None:
+    """Step the scheduler; the loss it may want improves for 5 steps and stays for 6, in turn."""
+    if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
+        scheduler.step(1.0 / (1 + min(t % 11, 5) + 5 * (t // 11)))
+    else:
+        scheduler.step()
+
+
+def values(optimizer: Optimizer) -> list[tuple[float, ...]]:
+    """What schedulers move: the learning rate and the momentum or betas of every group."""
+    result = []
+    for group in optimizer.param_groups:
+        moments = group["betas"] if "betas" in group else (group["momentum"],)
+        result.append((float(group["lr"]), *map(float, moments)))
+    return result
+
+
+def train(optimizer: Optimizer, scheduler: Any, steps: range) -> list[list[tuple[float, ...]]]:
+    history = []
+    with contextlib.ExitStack() as guard:
+        for t in steps:
+            step(optimizer, t)
+            history.append(values(optimizer))
+            advance(scheduler, t)
+            if t == steps[0]:
+                guard.enter_context(co.no_recompiles())
+    return [*history, values(optimizer)]
+
+
+@functools.cache
+def expected(name: str, scheduler: str, groups: str) -> list[list[tuple[float, ...]]]:
+    """The sequences of torch.optim with Python floats, whose scheduler is made at the start."""
+    _, cls, kwargs = OPTIMIZERS[name]
+    reference = make(cls, groups, kwargs)
+    history = train(reference, SCHEDULERS[scheduler](reference), range(STEPS))
+    assert all(type(group["lr"]) is float for group in reference.param_groups)
+    assert history[0] != history[-1] or history[0] != history[1], "nothing moved"
+    return history
+
+
+def test_every_scheduler_of_torch_is_tested() -> None:
+    public = set(lr_scheduler.__all__) - {"LRScheduler"}
+    assert public == {key.split("-")[0] for key in SCHEDULERS}
+
+
+@optimizers
+@groupings
+@pytest.mark.parametrize("made", ["before", "after"])
+@schedulers
+def test_sequences_are_bit_equal_to_torch(scheduler: str, made: str, groups: str, name: str) -> None:
+    cls, _, kwargs = OPTIMIZERS[name]
+    optimizer = make(cls, groups, kwargs)
+    if made == "after":
+        step(optimizer, 0)
+    history = train(optimizer, SCHEDULERS[scheduler](optimizer), range(STEPS))
+    assert history == expected(name, scheduler, groups)
+    assert co.compile_report(optimizer).recompiles == 0
+
+
+@pytest.mark.parametrize("lowering", LOWERINGS)
+@optimizers
+@pytest.mark.parametrize("scheduler", ["CyclicLR-momentum", "OneCycleLR", "SequentialLR", "ChainedScheduler"])
+def test_the_step_uses_what_the_scheduler_wrote(scheduler: str, name: str, lowering: str) -> None:
+    cls, reference_cls, kwargs = OPTIMIZERS[name]
+    ours, theirs = make(cls, "own-lr", kwargs | {"lowering": lowering}), make(reference_cls, "own-lr", kwargs)
+    for group in theirs.param_groups:
+        for param in group["params"]:
+            param.data = param.data.double()
+    for optimizer in (ours, theirs):
+        train(optimizer, SCHEDULERS[scheduler](optimizer), range(STEPS))
+    for group, other in zip(ours.param_groups, theirs.param_groups, strict=True):
+        for param, twin in zip(group["params"], other["params"], strict=True):
+            torch.testing.assert_close(param.detach().double(), twin.detach(), rtol=1e-6, atol=1e-6)
+    assert co.compile_report(ours).recompiles == 0
+
+
+@optimizers
+@groupings
+@schedulers
+def test_save_and_resume_goes_on_bit_equal(scheduler: str, groups: str, name: str) -> None:
+    cls, _, kwargs = OPTIMIZERS[name]
+    first = make(cls, groups, kwargs)
+    first_scheduler = SCHEDULERS[scheduler](first)
+    half = STEPS // 2
+    history = train(first, first_scheduler, range(half))
+    file = io.BytesIO()
+    torch.save({"optimizer": first.state_dict(), "scheduler": first_scheduler.state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    second = make(cls, groups, kwargs)
+    second_scheduler = SCHEDULERS[scheduler](second)
+    second.load_state_dict(saved["optimizer"])
+    second_scheduler.load_state_dict(saved["scheduler"])
+    assert values(second) == history[-1]
+    history[-1:] = train(second, second_scheduler, range(half, STEPS))
+    assert history == expected(name, scheduler, groups)
+
+
+@optimizers
+@schedulers
+def test_resume_from_a_torch_checkpoint_goes_on_bit_equal(scheduler: str, name: str) -> None:
+    cls, reference_cls, kwargs = OPTIMIZERS[name]
+    first = make(reference_cls, "own-lr", kwargs)
+    first_scheduler = SCHEDULERS[scheduler](first)
+    half = STEPS // 2
+    train(first, first_scheduler, range(half))
+    second = make(cls, "own-lr", kwargs)
+    second_scheduler = SCHEDULERS[scheduler](second)
+    second.load_state_dict(first.state_dict())
+    second_scheduler.load_state_dict(first_scheduler.state_dict())
+    history = train(second, second_scheduler, range(half, STEPS))
+    assert history == expected(name, scheduler, "own-lr")[half:]
+
+
+@groupings
+@schedulers
+def test_logged_rates_do_not_change_later(scheduler: str, groups: str) -> None:
+    histories = []
+    for cls in OPTIMIZERS["AdamW"][:2]:
+        optimizer = make(cls, groups, OPTIMIZERS["AdamW"][2])
+        made = SCHEDULERS[scheduler](optimizer)
+        logged = []
+        at_once = []
+        for t in range(STEPS):
+            step(optimizer, t)
+            advance(made, t)
+            logged.append(made.get_last_lr())
+            at_once.append([float(lr) for lr in logged[-1]])
+        assert [[float(lr) for lr in rates] for rates in logged] == at_once
+        histories.append(at_once)
+    assert histories[0] == histories[1]
+
+
+@schedulers
+def test_a_scheduler_keeps_the_tensors_of_the_groups(scheduler: str) -> None:
+    optimizer = make(co.AdamW, "own-lr", OPTIMIZERS["AdamW"][2])
+    rates = [group["lr"] for group in optimizer.param_groups]
+    train(optimizer, SCHEDULERS[scheduler](optimizer), range(STEPS))
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        assert group["lr"] is rate
+        assert all(isinstance(beta, torch.Tensor) and beta.dtype == torch.float64 for beta in group["betas"])
+
+
+@pytest.mark.parametrize("form", ["StepLR", "ExponentialLR", "CosineAnnealingLR", "PolynomialLR", "LinearLR"])
+def test_stepping_to_an_epoch_is_bit_equal(form: str) -> None:
+    histories = []
+    for cls in OPTIMIZERS["AdamW"][:2]:
+        optimizer = make(cls, "own-lr", OPTIMIZERS["AdamW"][2])
+        made = SCHEDULERS[form](optimizer)
+        history = []
+        for epoch in (3, 1, 10, 4):
+            step(optimizer, epoch)
+            with pytest.warns(UserWarning, match="epoch parameter"):
+                made.step(epoch)
+            history.append(values(optimizer))
+        histories.append(history)
+    assert histories[0] == histories[1]
+
+
+@pytest.mark.parametrize("cls", [co.AdamW, torch.optim.AdamW], ids=["ours", "torch"])
+def test_scheduler_before_optimizer_warns(cls: type[Optimizer]) -> None:
+    optimizer = make(cls, "one-group", {})
+    scheduler = lr_scheduler.StepLR(optimizer, 3)
+    with pytest.warns(UserWarning, match=r"`lr_scheduler.step\(\)` before `optimizer.step\(\)`"):
+        scheduler.step()
+
+
+@schedulers
+def test_the_usual_order_does_not_warn(scheduler: str) -> None:
+    optimizer = make(co.AdamW, "one-group", {})
+    made = SCHEDULERS[scheduler](optimizer)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for t in range(3):
+            step(optimizer, t)
+            advance(made, t)
+    assert not caught
+
+
+def test_a_scheduler_made_after_the_first_step_does_not_warn() -> None:
+    optimizer = make(co.AdamW, "one-group", {"lr": 0.1})
+    step(optimizer, 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scheduler = lr_scheduler.ExponentialLR(optimizer, 0.5)
+        scheduler.step()
+    assert values(optimizer)[0][0] == 0.05
+
+
+def test_step_stays_a_bound_method() -> None:
+    optimizer = make(co.AdamW, "one-group", {})
+    lr_scheduler.ExponentialLR(optimizer, 0.5)
+    assert optimizer.step.__func__ is co.AdamW.step
+
+
+class RexLR(lr_scheduler.LRScheduler):
+    """A scheduler that keeps ``initial_lr`` itself and returns products with it, as axolotl's does."""
+
+    def __init__(self, optimizer: Optimizer, total: int) -> None:
+        self.total = total
+        for group in optimizer.param_groups:
+            group.setdefault("initial_lr", group["lr"])
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[Any]:
+        z = self.last_epoch / self.total
+        return [group["initial_lr"] * ((1 - z) / (1 - 0.9 * z)) for group in self.optimizer.param_groups]
+
+
+class Assigning:
+    """A scheduler outside torch's classes that assigns ``initial_lr`` times a factor."""
+
+    def __init__(self, optimizer: Optimizer, total: int) -> None:
+        self.optimizer, self.total, self.t = optimizer, total, 0
+        for group in optimizer.param_groups:
+            group.setdefault("initial_lr", group["lr"])
+
+    def step(self) -> None:
+        self.t += 1
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * (1 - self.t / self.total)
+
+
+@optimizers
+@groupings
+@pytest.mark.parametrize("cls", [RexLR, Assigning])
+def test_schedulers_of_others(cls: Callable[[Optimizer, int], Any], groups: str, name: str) -> None:
+    ours, theirs, kwargs = OPTIMIZERS[name]
+    histories = []
+    for optimizer in (make(ours, groups, kwargs), make(theirs, groups, kwargs)):
+        histories.append(train(optimizer, cls(optimizer, STEPS + 5), range(STEPS)))
+        initial = [float(group["initial_lr"]) for group in optimizer.param_groups]
+        assert initial == [group[0] for group in histories[-1][0]], "initial_lr moved"
+    assert histories[0] == histories[1]
+
+
+def test_a_group_added_later_has_the_constructor_rate() -> None:
+    optimizer = make(co.AdamW, "one-group", {"lr": 0.1})
+    scheduler = lr_scheduler.ExponentialLR(optimizer, 0.5)
+    step(optimizer, 0)
+    scheduler.step()
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
+    assert [group[0] for group in values(optimizer)] == [0.05, 0.1]
+    scheduler.step()
+    assert values(optimizer)[0][0] == 0.025

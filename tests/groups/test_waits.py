@@ -1,0 +1,93 @@
+"""Setting a hyperparameter never waits for the device: nothing is copied there from the host, and nothing back.
+
+On a CUDA device that is not there; ``test_cuda`` asks CUDA itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
+
+import compiled_optim as co
+from compiled_optim.optimizer import CompiledOptimizer, engine_of
+from perf.lowering.fake_cuda import fake_cuda
+from perf.lowering.record import Recorder, recording
+
+pytest.importorskip("triton")
+
+
+@pytest.fixture
+def recorder() -> Iterator[Recorder]:
+    with fake_cuda(90), recording("cuda") as recorder:
+        yield recorder
+
+
+def on_device(value: float) -> torch.Tensor:
+    return torch.full((), value, device="cuda")
+
+
+def one_cycle(optimizer: CompiledOptimizer) -> None:
+    scheduler = OneCycleLR(optimizer, 0.1, total_steps=9, cycle_momentum=True)
+    optimizer.step()
+    scheduler.step()
+
+
+def cyclic(optimizer: CompiledOptimizer) -> None:
+    scheduler = CyclicLR(optimizer, 0.1, 0.3, step_size_up=3, cycle_momentum=True)
+    optimizer.step()
+    scheduler.step()
+
+
+WRITES: dict[str, Callable[[CompiledOptimizer], object]] = {
+    "number": lambda o: o.param_groups[0].update(lr=0.3),
+    "tuple": lambda o: o.param_groups[0].update(betas=(0.5, 0.7)),
+    "host tensor": lambda o: o.param_groups[0].update(lr=torch.tensor(0.3)),
+    "host tensor of one element": lambda o: o.param_groups[0].update(lr=torch.tensor([0.3])),
+    "mixed tuple": lambda o: o.param_groups[0].update(betas=(torch.tensor(0.5), on_device(0.7))),
+    "device tensor": lambda o: o.param_groups[0].update(lr=on_device(0.3)),
+    "in place": lambda o: o.param_groups[0]["lr"].fill_(0.3),
+    "fill with a number": lambda o: o.param_groups[0].fill("lr", 0.3),
+    "fill with a host tensor": lambda o: o.param_groups[0].fill("betas", (torch.tensor(0.5), torch.tensor([0.7]))),
+    "clipping": lambda o: (setattr(o, "max_grad_norm", 0.3), o.step()),
+    "a new group": lambda o: o.add_param_group({"params": [torch.zeros(2, device="cuda")], "lr": torch.tensor(0.3)}),
+    "a rate of the constructor": lambda o: co.SGD([torch.zeros(2, device="cuda")], lr=torch.tensor(0.3)),
+    "OneCycleLR": one_cycle,
+    "CyclicLR": cyclic,
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_nothing_that_is_written_waits(write: Callable[[CompiledOptimizer], object], recorder: Recorder) -> None:
+    param = torch.zeros(3, device="cuda", requires_grad=True)
+    param.grad = torch.zeros_like(param)
+    optimizer = co.AdamW([param], lr=0.5)
+    optimizer.step()
+    recorder.take()
+    write(optimizer)
+    operators = recorder.take().operators
+    assert operators
+    assert not [o for o in operators if o.waits]
+
+
+def test_a_write_that_waits_would_be_seen(recorder: Recorder) -> None:
+    torch.tensor(0.3, device="cuda")
+    torch.tensor(0.3).to("cuda:0")
+    torch.zeros(3).to("cuda:0", non_blocking=True)
+    assert [o.waits for o in recorder.take().operators] == [True, True, False]
+
+
+def test_a_replayed_function_copies_no_scale_that_its_graph_copies(recorder: Recorder) -> None:
+    param = torch.zeros(3, device="cuda", requires_grad=True)
+    param.grad = torch.zeros_like(param)
+    optimizer = co.SGD([param])
+    scaler = torch.full((), 8.0, device="cuda"), torch.zeros((), device="cuda")
+    optimizer.grad_scale, optimizer.found_inf = scaler  # type: ignore[attr-defined]
+    optimizer.step()
+    recorder.take()
+    optimizer.step()
+    assert [o.name for o in recorder.take().operators] == ["copy_", "copy_"]
+    assert engine_of(optimizer).step.graph.follow((None, *scaler, False))
+    assert recorder.take().operators == []

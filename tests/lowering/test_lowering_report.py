@@ -1,0 +1,527 @@
+"""What a step lowers to on a GPU, without one: pinned for every optimizer, and the counting itself under test."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import expecttest
+import pytest
+import torch
+from catalog import cases, ruled
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor.utils import run_and_get_code
+
+import compiled_optim as co
+from compiled_optim import torch_internals
+from compiled_optim.lowering.kernels import cpp
+from compiled_optim.lowering.kernels import triton as lowering
+from compiled_optim.memory import cpp_library
+from compiled_optim.optimizer import engine_of
+from compiled_optim.plan.kernel_key import kernel_key
+from perf.lowering import __main__ as command
+from perf.lowering import inductor_source, ptx
+from perf.lowering import results as lowering_results
+from perf.lowering.fake_cuda import fake_cuda
+from perf.lowering.record import recording
+from perf.lowering.report import (
+    Report,
+    Workload,
+    cpu_in_place_of_cuda,
+    elementwise,
+    launches,
+    lower,
+    optimizers,
+    processor_seconds,
+)
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.filterwarnings("ignore:.*Profiler.*")
+
+ROOT = Path(__file__).resolve().parents[2]
+ARCHITECTURES = (80, 90, 100)
+REGISTERS = 80  # at 128 threads a program, six programs fit a multiprocessor of 65536 registers
+
+
+def _table(rows: list[tuple[Any, ...]]) -> str:
+    return "\n".join(" | ".join(map(str, row)) for row in rows) + "\n"
+
+
+def _accesses(report: Report) -> str:
+    kernels = [k for k in report.kernels if k.loads]
+    masked = " masked" if any(k.masked for k in kernels) else ""
+    return " ".join(sorted({w for k in kernels for w in (*k.loads, *k.stores)})) + masked
+
+
+def test_every_elementwise_rule_is_reported() -> None:
+    assert {optimizers()[name] for name in elementwise()} == {c for c in ruled("dense") if c.granularity == "element"}
+
+
+def test_multi_tensor_table() -> None:
+    """Launches, operators in a steady step and in one with moved gradients, bytes per parameter, width of the accesses."""
+    rows: list[tuple[Any, ...]] = []
+    for name in sorted(elementwise()):
+        reports = [lower("multi_tensor", Workload(name, 10), 90)]
+        reports += [lower("multi_tensor", Workload(name, 10), arch, stand_in=True) for arch in ARCHITECTURES]
+        reports += [
+            lower("multi_tensor", Workload(name, 10, dtype=torch.bfloat16), arch, stand_in=True) for arch in ARCHITECTURES
+        ]
+        for report in reports:
+            assert report.graphs == report.cpp == report.waits == report.operators == 0
+            for kernel in report.kernels:
+                assert kernel.resources.spills == 0, kernel
+                assert kernel.resources.registers <= REGISTERS, kernel
+                assert kernel.extern == ()
+        (single,) = {(r.launches, _accesses(r)) for r in reports}
+        moved = f"{reports[0].moved_operators} ({reports[0].uploads} upload)"
+        wide, narrow = (
+            {r.bytes_per_param for r in reports if r.workload.dtype == d} for d in (torch.float32, torch.bfloat16)
+        )
+        rows.append((name, single[0], moved, *wide, *narrow, single[1]))
+    heading = ("optimizer", "launches", "with moved gradients", "bytes float32", "bytes bfloat16", "accesses")
+    expecttest.assert_expected_inline(
+        _table([heading, *rows]),
+        """\
+optimizer | launches | with moved gradients | bytes float32 | bytes bfloat16 | accesses
+adadelta | 2 | 1 (1 upload) | 28.0 | 14.0 | v4.b32 masked
+adagrad | 2 | 1 (1 upload) | 20.0 | 10.0 | v4.b32 masked
+adam | 2 | 1 (1 upload) | 28.0 | 14.0 | v4.b32 masked
+adamax | 2 | 1 (1 upload) | 28.0 | 14.0 | v4.b32 masked
+adamw | 2 | 1 (1 upload) | 28.0 | 14.0 | v4.b32 masked
+asgd | 2 | 1 (1 upload) | 20.0 | 10.0 | v4.b32 masked
+lion | 2 | 1 (1 upload) | 20.0 | 10.0 | v4.b32 masked
+nadam | 2 | 1 (1 upload) | 28.0 | 14.0 | v4.b32 masked
+radam | 2 | 1 (1 upload) | 28.0 | 14.0 | v4.b32 masked
+rmsprop | 2 | 1 (1 upload) | 20.0 | 10.0 | v4.b32 masked
+rprop | 2 | 1 (1 upload) | 28.0 | 14.0 | v4.b32 masked
+sgd | 2 | 1 (1 upload) | 20.0 | 10.0 | v4.b32 masked
+""",
+    )
+
+
+def test_table_of_cautious_steps() -> None:
+    """Two launches more, which read what the step depends on once more; the same for any number of tensors."""
+    rows: list[tuple[Any, ...]] = []
+    for name in ("adamw", "lion", "sgd"):
+        options = (("cautious", True),)
+        reports = [lower("multi_tensor", Workload(name, 10, options=options), arch) for arch in ARCHITECTURES]
+        reports.append(lower("multi_tensor", Workload(name, 1000, groups=8, options=options), 90))
+        reports.append(lower("multi_tensor", Workload(name, 10, options=(*options, ("max_grad_norm", 1.0))), 90))
+        for report in reports:
+            assert report.graphs == report.cpp == report.waits == report.operators == 0
+            for kernel in report.kernels:
+                assert kernel.resources.spills == 0, kernel
+                assert kernel.extern == ()
+        *plain, clipped = reports
+        ((launches, found),) = {(r.launches, r.bytes_per_param) for r in plain}
+        rows.append((name, launches, clipped.launches, found, _accesses(plain[0])))
+    heading = ("optimizer", "launches", "with clipping", "bytes float32", "accesses")
+    expecttest.assert_expected_inline(
+        _table([heading, *rows]),
+        """\
+optimizer | launches | with clipping | bytes float32 | accesses
+adamw | 4 | 5 | 40.0 | v4.b32 masked
+lion | 4 | 5 | 28.0 | v4.b32 masked
+sgd | 4 | 5 | 32.0 | v4.b32 masked
+""",
+    )
+
+
+def test_table_of_the_other_optimizers() -> None:
+    """Launches and operators of a steady step, among them library calls, whatever the number of tensors."""
+    rows: list[tuple[Any, ...]] = []
+    for name in sorted(set(optimizers()) - set(elementwise())):
+        reports = [lower("auto", Workload(name, tensors), 90) for tensors in (2, 40)]
+        reports.append(lower("auto", Workload(name, 2), 80))
+        for report in reports:
+            assert report.cpp == report.waits == report.uploads == 0
+            assert report.moved_operators == report.operators
+            for kernel in report.kernels:
+                assert kernel.resources.spills == 0, kernel
+                assert kernel.extern == ()
+        (single,) = {(r.launches, r.operators) for r in reports}
+        rows.append((name, *single))
+    expecttest.assert_expected_inline(
+        _table([("optimizer", "launches", "operators"), *rows]),
+        """\
+optimizer | launches | operators
+adafactor | 13 | 10
+lbfgs | 0 | 70
+muon | 10 | 25
+sparseadam | 2 | 15
+""",
+    )
+
+
+@pytest.mark.parametrize("tensors", [10, 148, 1000, 20_000])
+@pytest.mark.parametrize("name", sorted(elementwise()))
+def test_launches_are_two_for_any_number_of_tensors_and_groups(name: str, tensors: int) -> None:
+    for groups in (1, 8):
+        assert launches(Workload(name, tensors, groups, numel=4)) == ["evaluate", "update"]
+
+
+def test_coefficients_are_evaluated_once_whatever_the_dtypes() -> None:
+    with cpu_in_place_of_cuda(90), recording("cpu") as recorder:
+        params = [nn.Parameter(torch.zeros(4, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16, torch.float64)]
+        for param in params:
+            param.grad = torch.ones_like(param)
+        co.AdamW(params).step()
+        assert [launch.name for launch in recorder.take().launches] == ["evaluate", "update", "update", "update"]
+
+
+@pytest.mark.parametrize(("dtype", "moved"), [(torch.float32, 32.0), (torch.bfloat16, 16.0)])
+def test_clipping_is_one_launch_and_one_read_of_the_gradients_more(dtype: torch.dtype, moved: float) -> None:
+    workload = Workload("adamw", 10, 8, dtype=dtype, options=(("max_grad_norm", 1.0),))
+    reports = [lower("multi_tensor", workload, arch, stand_in=True) for arch in ARCHITECTURES]
+    reports.append(lower("multi_tensor", workload, 90))  # setting the norm must not wait for the device either
+    for report in reports:
+        assert report.launches == 3
+        assert report.bytes_per_param == moved
+        assert report.waits == report.operators == 0
+        assert all(k.resources.spills == 0 for k in report.kernels)
+
+
+def _first_step_seconds(tensors: int, cache: Path, monkeypatch: pytest.MonkeyPatch) -> float:
+    """Build the kernels, compile them and fill the tables, with no cache on disk or in memory: time of all processors."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(cache))
+    for module in [m for m in sys.modules if m.startswith("compiled_optim_kernel_")]:
+        monkeypatch.delitem(sys.modules, module)
+    params = [nn.Parameter(torch.zeros(4)) for _ in range(tensors)]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    with cpu_in_place_of_cuda(90), recording("cpu"):
+        optimizer = co.AdamW(params)
+        started = processor_seconds()
+        optimizer.step()
+        return processor_seconds() - started
+
+
+def test_compile_time_does_not_grow_with_the_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _first_step_seconds(10, tmp_path / "warm", monkeypatch)
+    few, many = [], []
+    for i in range(5):
+        few.append(_first_step_seconds(10, tmp_path / f"{i}-10", monkeypatch))
+        many.append(_first_step_seconds(1000, tmp_path / f"{i}-1000", monkeypatch))
+    assert min(many) <= 1.2 * min(few), (few, many)
+
+
+def test_a_launch_more_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = lowering.TritonKernel.step
+
+    def twice(kernel: Any, *tables: Any) -> None:
+        step(kernel, *tables)
+        step(kernel, *tables)
+
+    monkeypatch.setattr(lowering.TritonKernel, "step", twice)
+    assert len(launches(Workload("sgd", 2))) == 4
+
+
+def test_an_operator_and_a_wait_are_seen() -> None:
+    with fake_cuda(90), recording("cuda") as recorder:
+        x = torch.zeros(3, device="cuda")
+        x.add_(1)
+        torch.ones(3).to("cuda:0")
+        with pytest.raises(Exception, match="_local_scalar_dense"):
+            x[0].item()
+        x.view(3, 1)
+    record = recorder.take()
+    assert [(o.name, o.bytes, o.crosses) for o in record.operators] == [
+        ("zeros", 12, False),
+        ("add_", 24, False),
+        ("_to_copy", 24, True),
+    ]
+
+
+def test_a_bound_on_the_host_is_taken_over_without_a_copy() -> None:
+    with fake_cuda(90), recording("cuda") as recorder:
+        param = torch.empty(8, device="cuda", requires_grad=True)
+        param.grad = torch.empty_like(param)
+        bound = torch.tensor(0.5)
+        optimizer = co.SGD([param], max_grad_norm=bound, lowering="multi_tensor")
+        optimizer.step()
+        recorder.take()
+        optimizer.step()
+        steady = recorder.take()
+        assert [(o.name, o.waits, o.crosses) for o in steady.operators] == [("fill_", False, False)]
+        with mock.patch.dict(torch_internals.CAPTURING, {"cuda": lambda: True}):
+            (own,) = engine_of(optimizer).step.lowerings
+            own.upload_hyperparameters()  # as in a runner's capture, which does so outside too
+            assert recorder.take().operators == []
+            with pytest.raises(RuntimeError, match="max_grad_norm is a tensor on another device; take one step"):
+                optimizer.step()  # captured by hand
+
+
+PTX = """
+.visible .entry kernel(
+	.param .u64 kernel_param_0
+)
+.reqntid 128
+{
+	ld.param.b64 	%rd1, [kernel_param_0];
+	mov.u32 	%r1, %tid.x;
+	mul.wide.u32 	%rd2, %r1, 16;
+	add.s64 	%rd3, %rd1, %rd2;
+	ld.global.b64 { %rd4 }, [ %rd1 + 0 ];
+	setp.eq.b64 	%p1, %rd4, 0;
+	@%p1 bra 	$L__BB0_2;
+	ld.global.v4.b32 { %r2, %r3, %r4, %r5 }, [ %rd3 + 0 ];
+	st.global.v2.b64 [ %rd3 + 0 ], { %rd4, %rd4 };
+	bra.uni 	$L__BB0_3;
+$L__BB0_2:
+	@%p2 ld.global.b32 { %r2 }, [ %rd3 + 0 ];
+	@%p2 st.global.L1::evict_last.b32 [ %rd3 + 0 ], { %r2 };
+	@%p2 st.global.b32 [ %rd3 + 4 ], { %r2 };
+$L__BB0_3:
+	ret;
+}
+"""
+
+
+def test_ptx_is_read_along_its_full_path() -> None:
+    path = ptx.full_path(PTX)
+    assert [(str(a), a.bytes, a.masked, a.elementwise) for a in path] == [
+        ("ld.b64", 8, False, False),
+        ("ld.v4.b32", 16, False, True),
+        ("st.v2.b64", 16, False, True),
+    ]
+    masked = [a for a in ptx.accesses(PTX) if a.masked]
+    assert [str(a) for a in masked] == ["ld.b32", "st.b32", "st.b32"]
+    assert ptx.threads(PTX) == 128
+
+
+def test_a_loop_in_ptx_counts_as_one_turn() -> None:
+    looped = PTX.replace("bra.uni 	$L__BB0_3;", "@%p3 bra 	$L__BB0_1;\n	bra.uni 	$L__BB0_3;").replace(
+        "	ld.global.v4", "$L__BB0_1:\n	ld.global.v4"
+    )
+    assert ptx.full_path(looped) == ptx.full_path(PTX)
+
+
+def test_inductor_table() -> None:
+    """torch.compile's own route: graphs, launches, operators, bytes per parameter, width of the accesses."""
+    rows: list[tuple[Any, ...]] = []
+    for name, kind in [(n, "inductor") for n in sorted(elementwise())] + [("adamw", "torch"), ("sgd", "torch")]:
+        report = lower(kind, Workload(name, 10), 90)
+        assert report.cpp == report.waits == report.uploads == 0
+        assert all(k.resources.spills == 0 for k in report.kernels)
+        moved = f"{report.bytes_per_param:.2f}"
+        rows.append((name, kind, report.graphs, report.launches, report.operators, moved, _accesses(report)))
+    heading = ("optimizer", "lowering", "graphs", "launches", "operators", "bytes", "accesses")
+    expecttest.assert_expected_inline(
+        _table([heading, *rows]),
+        """\
+optimizer | lowering | graphs | launches | operators | bytes | accesses
+adadelta | inductor | 1 | 1 | 11 | 52.66 | b32 v2.b32 masked
+adagrad | inductor | 1 | 1 | 14 | 44.51 | b32 v2.b32 masked
+adam | inductor | 1 | 1 | 36 | 52.97 | b32 v2.b32 masked
+adamax | inductor | 1 | 1 | 22 | 52.76 | b32 v2.b32 masked
+adamw | inductor | 1 | 1 | 36 | 52.93 | b32 v2.b32 masked
+asgd | inductor | 1 | 1 | 27 | 44.71 | b32 v2.b32 masked
+lion | inductor | 1 | 1 | 14 | 44.70 | b32 v2.b32 masked
+nadam | inductor | 1 | 1 | 45 | 53.11 | b32 v2.b32 masked
+radam | inductor | 1 | 1 | 66 | 53.07 | b32 v2.b32 masked
+rmsprop | inductor | 1 | 1 | 11 | 44.67 | b32 v2.b32 masked
+rprop | inductor | 1 | 1 | 12 | 52.73 | b32 v2.b32 masked
+sgd | inductor | 1 | 1 | 16 | 44.57 | b32 v2.b32 masked
+adamw | torch | 1 | 2 | 0 | 28.00 | v4.b32
+sgd | torch | 1 | 1 | 0 | 20.00 | v4.b32
+""",
+    )
+
+
+def test_traffic_of_inductor_counts_every_access() -> None:
+    """A step that writes its update to memory before applying it moves four bytes more, both ways."""
+    with fake_cuda(90), recording("cuda") as recorder:
+        param, grad, update = (torch.zeros(1 << 14, device="cuda") for _ in range(3))
+
+        @torch.compile
+        def step() -> None:
+            update.copy_(grad * 0.1)
+            param.sub_(update)
+
+        step()
+        (graph,) = recorder.take().graphs
+    assert inductor_source.read(graph.source, 0).bytes / (1 << 14) == 16
+
+
+def _calls(source: str) -> list[str]:
+    """The operator's calls in a module of Inductor: their text."""
+    return re.findall(r"torch\.ops\.compiled_optim\.step\.default\(.*\)", source)
+
+
+@pytest.mark.parametrize("kind", ["auto", "inductor"])
+def test_a_step_in_a_users_region_is_one_call_in_place(kind: str) -> None:
+    with fake_cuda(90):
+        torch._dynamo.reset()
+        params = [nn.Parameter(torch.empty(64, device="cuda")) for _ in range(148)]
+        for param in params:
+            param.grad = torch.empty_like(param)
+        optimizer = co.AdamW(params, lowering=kind)
+        with recording("cuda") as recorder:
+            torch.compile(optimizer.step, fullgraph=True)()
+            (graph,) = recorder.take().graphs
+    module = inductor_source.read(graph.source, 0)
+    assert module.externs == ["torch.ops.compiled_optim.step.default"]
+    assert module.launches == module.cpp == module.waits == []
+    (call,) = _calls(graph.source)
+    assert len(set(re.findall(r"\barg\d+_1\b", call))) == 2 * 148  # the graph's own inputs, no copy of any
+
+
+def test_a_thousand_tensors_in_eight_groups_are_one_graph() -> None:
+    torch._dynamo.reset()
+    params = [nn.Parameter(torch.zeros(4)) for _ in range(1000)]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer = co.AdamW([{"params": params[i::8], "lr": 0.1 * (i + 1)} for i in range(8)], weight_decay=0.0)
+    counter = CompileCounterWithBackend("eager")
+    torch.compile(optimizer.step, backend=counter, fullgraph=True)()
+    assert counter.frame_count == 1
+    (graph,) = counter.graphs
+    calls = [node.target for node in graph.graph.nodes if node.op == "call_function"]
+    assert [c for c in calls if c is not torch._C._set_grad_enabled] == [torch.ops.compiled_optim.step]
+    assert [round(p[0].item(), 4) for p in params[:8]] == [round(-0.1 * (i + 1), 4) for i in range(8)]
+
+
+@pytest.mark.parametrize("kind", ["auto", "inductor"])
+def test_a_whole_training_step_updates_in_place(kind: str) -> None:
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 4))
+    x = torch.randn(8, 16)
+    optimizer = co.AdamW(model.parameters(), lowering=kind)
+
+    def train_step() -> torch.Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        _, sources = run_and_get_code(torch.compile(train_step, fullgraph=True))
+    (source,) = [s for s in sources if _calls(s)]
+    (call,) = _calls(source)
+    given = call[call.index("[") : call.index("]")]
+    assert len(re.findall(r"\barg\d+_1\b", given)) == 6
+    assert "buf" not in given
+    after = source[source.index(call) + len(call) : source.index("return (", source.index(call))]
+    assert set(re.findall(r"\S.*", after)) == {f"del {name}" for name in re.findall(r"\barg\d+_1\b", given)}
+
+
+@pytest.fixture
+def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "lowering.csv"
+    monkeypatch.setattr(lowering_results.append, "__defaults__", (path,))
+    return path
+
+
+def test_command_prints_the_table_and_the_source(
+    results: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["lowering", "adamw", "--workload", "10", "--groups", "8", "--arch", "sm_80", "--lowering", "multi_tensor"]
+    monkeypatch.setattr(sys, "argv", [*arguments, "--source", "--save"])
+    assert command.main() == 0
+    printed = capsys.readouterr().out
+    assert "28.00" in printed
+    assert "v4.b32" in printed
+    assert "def update(" in printed
+    assert "28.0" in results.read_text()
+    monkeypatch.setattr(sys, "argv", ["lowering", "adamw", "--workload", "1000"])
+    monkeypatch.setattr(command, "lower", lambda name, *args, **kwargs: lower("multi_tensor", Workload("sgd", 1), 90))
+    assert command.main() == 0
+    assert "ask with --lowering torch" in capsys.readouterr().out
+
+
+def test_command_names_what_there_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["lowering", "adamv"])
+    assert command.main() == 2
+    assert "adamw" in capsys.readouterr().err
+
+
+def test_torch_is_not_compared_where_it_lacks_the_option() -> None:
+    with pytest.raises(ValueError, match="max_grad_norm"):
+        lower("torch", Workload("adamw", 1, options=(("max_grad_norm", 1.0),)), 90)
+
+
+def test_command_answers_mistakes_before_installing() -> None:
+    environments = set(ROOT.glob(".venv-*"))
+    arguments = [sys.executable, ROOT / "tools" / "lowering", "adamw", "--arch", "sm_1"]
+    done = subprocess.run(arguments, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "sm_90" in done.stderr
+    assert set(ROOT.glob(".venv-*")) == environments
+
+
+def test_nothing_of_the_fake_device_is_left_behind() -> None:
+    with fake_cuda(90):
+        assert torch.empty(2, device="cuda").data_ptr() % 16 == 0
+    assert torch.Tensor.data_ptr is torch._C.TensorBase.data_ptr
+    assert not torch.utils._triton.has_triton()
+    with pytest.raises((AssertionError, RuntimeError)):
+        torch.empty(2, device="cuda")
+
+
+def test_cuda_graphs_of_inductor_leave_the_step_outside_and_copy_no_parameter() -> None:
+    """What ``mode="reduce-overhead"`` asks of Inductor: graphs around the step, parameters where they are."""
+    from torch._inductor import compile_fx, config
+
+    inner, static = compile_fx._compile_fx_inner, []
+
+    def spy(graph: Any, examples: Any, **kwargs: Any) -> Any:
+        static.append({tuple(examples[i].shape) for i in kwargs["static_input_idxs"]})
+        return inner(graph, examples, **kwargs)
+
+    with fake_cuda(90):
+        params = [nn.Parameter(torch.empty(8, 8 + i, device="cuda")) for i in range(3)]
+        optimizer = co.AdamW(params)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            for p in params:
+                p.grad = torch.sin(x + p.detach())
+            optimizer.step()
+            optimizer.zero_grad()
+            return torch.stack([p.detach().square().sum() for p in params]).sum()
+
+        with (
+            recording("cuda") as recorder,
+            config.patch({"triton.cudagraphs": True}),
+            mock.patch.object(compile_fx, "_compile_fx_inner", spy),
+        ):
+            torch.compile(step, fullgraph=True)(torch.empty(1, 1, device="cuda"))
+            (graph,) = recorder.take().graphs
+    assert static == [{tuple(p.shape) for p in params}]
+    partitions, call = graph.source.split("class Runner:")
+    assert re.findall(r"^def (partition_\d+)", partitions, re.MULTILINE) == ["partition_0", "partition_1"]
+    assert not _calls(partitions)
+    assert len(_calls(call)) == 1
+    assert not re.search(r"copy_(?!if_misaligned)", call)
+
+
+@pytest.mark.skipif("g++" not in str(cpp_library.compiler()), reason="asks g++ what it did")
+@pytest.mark.parametrize("optimizer", ruled("dense"), ids=lambda c: c.__name__)
+def test_every_elementwise_loop_is_vectorized_on_a_cpu(optimizer: type[co.CompiledOptimizer], tmp_path: Path) -> None:
+    texts = set()
+    for case in cases("dense"):
+        if case.optimizer is optimizer:
+            plan = engine_of(optimizer([nn.Parameter(torch.ones(4))], **case.kwargs)).step.lowerings[0].plan
+            texts.add(cpp.source(kernel_key(plan, plan.members[0], torch.float32, "multi-tensor")))
+    for text in texts:
+        path = tmp_path / "kernel.cpp"
+        path.write_text(text)
+        command = [
+            *cpp_library.compiler(),
+            *cpp_library._FLAGS,
+            "-c",
+            "-fopt-info-vec-optimized",
+            str(path),
+            "-o",
+            "/dev/null",
+        ]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        lines = text.splitlines()
+        update = lines.index(next(line for line in lines if "static void update_chunk" in line))
+        loop = 1 + next(i for i in range(update, len(lines)) if "for (int64_t i" in lines[i])
+        assert re.search(rf"kernel\.cpp:{loop}:\d+: optimized: loop vectorized", report), lines[loop - 1 : loop + 30]

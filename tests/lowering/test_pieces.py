@@ -1,0 +1,47 @@
+"""The tables of chunks: which pieces of which tensors a kernel works on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import compiled_optim as co
+from compiled_optim.lowering.kernels.table import pieces
+from compiled_optim.optimizer import engine_of
+from perf.lowering.fake_cuda import fake_cuda
+from perf.lowering.report import processor_seconds
+
+
+@given(st.lists(st.integers(0, 40), max_size=8), st.integers(1, 9))
+def test_every_element_is_in_one_piece(numels: list[int], size: int) -> None:
+    expected = [[t, start // size] for t, numel in enumerate(numels) for start in range(0, numel, size)]
+    table = pieces(numels, size)
+    assert table.tolist() == expected
+    assert table.shape == (len(expected), 2)
+    assert table.dtype == torch.int64
+    names = [7 * t + 3 for t in range(len(numels))]
+    assert pieces(numels, size, names).tolist() == [[names[t], piece] for t, piece in expected]
+
+
+def _seconds(shapes: list[tuple[int, ...]]) -> float:
+    """How long processors take to make the tables of tensors with these shapes."""
+    params = [nn.Parameter(torch.empty(shape, dtype=torch.bfloat16, device="cuda")) for shape in shapes]
+    (lowering,) = engine_of(co.SGD(params)).step.lowerings
+    started = processor_seconds()
+    lowering.compile()
+    seconds = processor_seconds() - started
+    (part,) = lowering.parts
+    assert len(part.chunks) == sum(-(-p.numel() // 1024) for p in params)
+    return seconds
+
+
+def test_tables_of_billions_of_elements_are_made_at_once() -> None:
+    """Of a transformer with seven billion; a step makes them anew where tensors moved."""
+    pytest.importorskip("triton")
+    shapes = [(4096, 4096)] * 128 + [(11008, 4096)] * 96 + [(4096,)] * 65 + [(32000, 4096)] * 2
+    with fake_cuda(90):
+        _seconds([(3,)])  # compiles
+        assert _seconds(shapes) < 1

@@ -1,0 +1,92 @@
+"""The Triton kernels without a GPU: compiled for one, and run by Triton's interpreter."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from typing import Any
+
+import pytest
+from catalog import cases
+from new_process import printed_by
+
+from compiled_optim.lowering.kernels import triton as lowering
+from compiled_optim.plan.kernel_key import KernelKey
+
+triton = pytest.importorskip("triton")
+
+
+def _compile(rule: Any, statics: dict[str, Any], dtype: str, arch: int) -> dict[str, Any]:
+    """Registers, spills and memory instructions of the kernels, from Triton's own assembler."""
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.compiler import get_ptxas
+    from triton.compiler import ASTSource
+
+    buffers = (dtype,) * len(rule.present_buffers(statics))
+    signature = KernelKey(rule, tuple(statics.items()), "cuda", "multi-tensor", dtype, dtype, buffers)
+    module = lowering.load(lowering.source(signature))
+    numbers = {"coefficients": "*fp64", "out": "*fp64", "sums": "*fp64", "outcome": "*fp64"}
+    sizes = dict.fromkeys(("count", "owner_count", "stretch_count", "sum_count", "leads", "chunk_count", "first"), "i32")
+    result = {}
+    stages = rule.mean_stages(statics)
+    for function, constants in (
+        (module.square_sums, {"BLOCK": lowering.BLOCK}),
+        (module.evaluate, {"TENSORS": lowering.TENSORS, "LANES": lowering.BLOCK}),
+        (module.update, {"BLOCK": lowering.BLOCK, "PART": lowering.PART}),
+        *((getattr(module, f"sums{stage}"), {"BLOCK": lowering.BLOCK, "PART": lowering.PART}) for stage in stages),
+        *([(module.average, {"LANES": lowering.BLOCK})] if stages else []),
+    ):
+        known = {**numbers, **sizes}
+        types = {name: known.get(name, "*i64") for name in function.arg_names if name not in constants}
+        source = ASTSource(function, types | dict.fromkeys(constants, "constexpr"), constexprs=constants, attrs={})
+        kernel = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": lowering.WARPS})
+        ptx = kernel.asm["ptx"]
+        command = [get_ptxas(arch).path, "-v", f"--gpu-name=sm_{arch}{'a' * (arch >= 90)}", "-o", os.devnull, "-"]
+        done = subprocess.run(command, input=ptx, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        result[function.__name__] = {
+            "registers": int(re.search(r"Used (\d+) registers", done.stderr)[1]),
+            "spills": sum(map(int, re.findall(r"(\d+) bytes spill", done.stderr))),
+            "wide loads": len(re.findall(r"ld\.global\.v4", ptx)),
+            "wide stores": len(re.findall(r"st\.global\.v4", ptx)),
+            "extern": len(re.findall(r"^\.extern \.func", ptx, re.MULTILINE)),
+        }
+    return result
+
+
+def _statics(case: Any) -> dict[str, Any]:
+    rule = case.optimizer.rule
+    values = {s.name: case.kwargs.get(s.name, s.default) for s in rule.statics}
+    return values | {name: bool(case.kwargs.get(name, 0)) for name in rule.structural_hypers}
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", cases(), ids=str)
+def test_compiles_without_spills_and_with_wide_accesses(case: Any, dtype: str, arch: int) -> None:
+    statics = _statics(case)
+    kernels = _compile(case.optimizer.rule, statics, dtype, arch)
+    per_thread = lowering.BLOCK // (32 * lowering.WARPS)
+    words = per_thread * (4 if dtype == "float32" else 2) // 16  # 16-byte accesses for one tensor's share of a chunk
+    buffers = len(case.optimizer.rule.present_buffers(statics))
+    assert kernels["update"]["wide loads"] == words * (2 + buffers)
+    assert kernels["update"]["wide stores"] == words * (1 + buffers)
+    for kernel in kernels.values():
+        assert kernel["spills"] == 0
+        assert kernel["extern"] == 0
+        assert kernel["registers"] <= 128
+
+
+@pytest.fixture(scope="module")
+def interpreted_errors() -> dict[str, float]:
+    return json.loads(printed_by("interpreted", TRITON_INTERPRET="1"))
+
+
+@pytest.mark.parametrize("case", cases(), ids=str)
+def test_interpreted_kernels_equal_eager(case: Any, interpreted_errors: dict[str, float]) -> None:
+    errors = {name: error for name, error in interpreted_errors.items() if name.startswith(f"{case}-")}
+    assert errors
+    for name, error in errors.items():
+        assert error < (1e-14 if name.endswith("float64") else 1e-6), name

@@ -1,0 +1,222 @@
+"""What a step sees of its parameters and gradients, looked at in one call in C++ and one by one in Python."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from catalog import LOWERINGS
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import compiled_optim as co
+from compiled_optim.memory import addresses
+from compiled_optim.memory.addresses import EMPTY, Addresses
+from compiled_optim.optimizer import engine_of
+
+
+@pytest.fixture(params=["C++", "Python"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "Python":
+        monkeypatch.setattr(addresses, "reader", lambda: "not wanted here")
+    else:
+        assert not isinstance(addresses.reader(), str), addresses.reader()
+
+
+def _parameters() -> list[Tensor]:
+    shapes = [(3, 5), (7,), (0,), (), (2, 3, 4, 4)]
+    params: list[Tensor] = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+    params.append(nn.Parameter(torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)))
+    params.append(nn.Parameter(torch.randn(4, 3).t()))
+    return params
+
+
+def _with_gradients() -> list[Tensor]:
+    params = _parameters()
+    for param in params:
+        param.grad = torch.empty_like(param).normal_()
+    return params
+
+
+def _expected(params: list[Tensor]) -> list[int]:
+    return [0 if (g := p.grad) is None or g.is_sparse else g.data_ptr() or EMPTY for p in params]
+
+
+@pytest.mark.usefixtures("way")
+class TestWhatIsSeen:
+    def test_gradients_that_come_and_go(self) -> None:
+        params = _with_gradients()
+        seen = Addresses(params)
+        versions = {seen.version}
+        for absent in ([], [0], [2, 4], range(len(params)), []):
+            for i, param in enumerate(params):
+                param.grad = None if i in absent else torch.empty_like(param)
+            seen.read()
+            assert seen.gradients.tolist() == _expected(params)
+            assert not seen.unlike
+            assert not seen.moved
+            versions.add(seen.version)
+            before = seen.version
+            seen.read()
+            assert seen.version == before
+        assert len(versions) == 6
+
+    def test_gradients_given_in_place_of_their_own(self) -> None:
+        params = _with_gradients()
+        seen = Addresses(params)
+        given: list[Tensor | None] = [torch.empty_like(p) for p in params]
+        given[1] = None
+        seen.read(given)
+        assert seen.gradients.tolist() == [0 if g is None else g.data_ptr() or EMPTY for g in given]
+        assert not seen.unlike
+        seen.read([torch.randn(5, 3).t(), *given[1:]])
+        assert seen.unlike
+        seen.read()
+        assert seen.gradients.tolist() == _expected(params)
+
+    @pytest.mark.parametrize(
+        "unlike",
+        [
+            lambda p: torch.randn(5, 3).t(),
+            lambda p: torch.randn(()).expand(3, 5),
+            lambda p: torch.randn(3, 10)[:, ::2],
+            lambda p: torch.randn(3, 5).to_sparse(),
+            lambda p: torch.imag(torch.randn(3, 5, dtype=torch.complex64).conj()),
+            lambda p: torch._efficientzerotensor((3, 5)),
+        ],
+        ids=["transposed", "expanded", "strided", "sparse", "negated", "zero"],
+    )
+    def test_a_gradient_in_another_form(self, unlike: Callable[[Tensor], Tensor]) -> None:
+        params = _with_gradients()
+        seen = Addresses(params)
+        params[0].grad = unlike(params[0])
+        seen.read()
+        assert seen.unlike
+        assert not seen.moved
+        assert seen.gradients.tolist()[1:] == _expected(params)[1:]
+        params[0].grad = torch.randn(3, 5)
+        seen.read()
+        assert not seen.unlike
+        assert seen.gradients.tolist() == _expected(params)
+
+    def test_conjugated_gradients(self) -> None:
+        param = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+        seen = Addresses([param])
+        param.grad = torch.randn(3, dtype=torch.complex64).conj()
+        seen.read()
+        assert seen.unlike
+
+    def test_gradients_of_another_dtype(self) -> None:
+        param = nn.Parameter(torch.randn(3, dtype=torch.bfloat16))
+        param.grad_dtype = None  # type: ignore[attr-defined]
+        param.grad = torch.randn(3)
+        assert Addresses([param]).unlike
+        seen = Addresses([param], [torch.float32])
+        assert not seen.unlike
+        assert seen.gradients.tolist() == [param.grad.data_ptr()]
+
+    @pytest.mark.parametrize(
+        "move",
+        [
+            lambda p: setattr(p, "data", p.data.clone()),
+            lambda p: setattr(p, "data", p.data[:2]),
+            lambda p: setattr(p, "data", p.data.as_strided((3, 5), (1, 3))),
+            lambda p: setattr(p, "data", p.data.view(torch.int32).view(torch.float32)[:, :4]),
+            lambda p: setattr(p, "data", p.data.double()),
+            lambda p: torch.utils.swap_tensors(p, nn.Parameter(torch.randn(3, 5))),
+            lambda p: p.data.resize_(30, 50),
+        ],
+        ids=["elsewhere", "shorter", "transposed", "narrower", "dtype", "swapped", "grown"],
+    )
+    def test_a_parameter_that_moves_is_seen_until_somebody_looks_anew(self, move: Callable[[Tensor], object]) -> None:
+        params = _parameters()
+        seen = Addresses(params)
+        assert not seen.moved
+        move(params[0])
+        for _ in range(2):
+            seen.read()
+            assert seen.moved
+        assert not Addresses(params).moved
+
+    def test_classes_of_parameters(self) -> None:
+        class Own(nn.Parameter):
+            pass
+
+        params = [Own(torch.randn(3)), torch.randn(4, requires_grad=True), nn.Parameter(torch.randn(5))]
+        seen = Addresses(params)
+        for param in params:
+            param.grad = torch.randn_like(param.detach())
+        seen.read()
+        assert seen.gradients.tolist() == _expected(params)
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.filterwarnings("ignore:.*one by one")
+@pytest.mark.parametrize("lowering", LOWERINGS)
+def test_steps_follow_every_form(lowering: str) -> None:
+    """A step after each change equals torch's in float64, which reads everything anew."""
+
+    def change(params: list[Tensor], index: int) -> None:
+        generator = torch.Generator().manual_seed(index)
+        for param in params:
+            param.grad = torch.randn(param.shape, generator=generator, dtype=param.dtype)
+        first, square = params[:2]
+        if index == 1:
+            first.grad = None
+        elif index == 2:
+            first.grad = torch.randn(5, 3, generator=generator, dtype=first.dtype).t()
+        elif index == 3:
+            first.grad = torch.randn((), generator=generator, dtype=first.dtype).expand(3, 5)
+        elif index == 4:
+            square.data = square.data.t()  # the same address and size
+        elif index == 5:
+            first.grad = torch._efficientzerotensor((3, 5), dtype=first.dtype)
+        elif index == 6:
+            first.data = first.data.clone()
+
+    generator = torch.Generator().manual_seed(11)
+    start = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((3, 5), (4, 4), (6,), (0,))]
+    ours, theirs = ([nn.Parameter(t.clone()) for t in start] for _ in range(2))
+    options = {"lr": 0.07, "betas": (0.6, 0.81), "eps": 1e-3, "weight_decay": 0.3}
+    optimizer = co.AdamW(ours, **options, lowering=lowering)
+    reference = torch.optim.AdamW(theirs, **options)
+    for index in range(8):
+        for params, stepped in ((ours, optimizer), (theirs, reference)):
+            change(params, index)
+            stepped.step()
+        for own, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(own, other, rtol=1e-13, atol=1e-13)
+
+
+def test_a_machine_whose_compiler_refuses_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(addresses, "reader", lambda: "the C++ compiler refused")
+    param = nn.Parameter(torch.randn(3))
+    param.grad = torch.randn(3)
+    optimizer = co.AdamW([param])
+    with pytest.warns(RuntimeWarning, match="looks at its tensors one by one: the C\\+\\+ compiler refused"):
+        optimizer.step()
+    assert any("one by one" in reason for reason in co.compile_report(optimizer).fallbacks)
+
+
+class Untouched(TorchDispatchMode):
+    """Fails at every torch operation."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"{func} was called")
+
+
+def test_the_check_before_a_steady_step_allocates_and_computes_nothing() -> None:
+    params = [nn.Parameter(torch.randn(7)) for _ in range(20)]
+    groups = [{"params": params[::2]}, {"params": params[1::2], "lr": 0.1}]
+    optimizer = co.AdamW(groups, max_grad_norm=1.0)
+    engine = engine_of(optimizer)
+    for index in range(4):
+        for param in params:
+            param.grad = torch.randn(7)
+        with Untouched() if index else contextlib.nullcontext():
+            step = engine.prepare()
+        step.launch()
+        engine.finish(step)

@@ -1,0 +1,200 @@
+"""The shape of the code: imports point one way, a rule is short, the engine names no optimizer."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import inspect
+import re
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from catalog import registry, ruled, stacked
+
+import compiled_optim as co
+from compiled_optim import rule
+from compiled_optim.rule import vocabulary
+
+PACKAGE = Path(co.__file__).parent
+ROOT = Path(__file__).resolve().parents[2]
+
+# A folder, or a module of the package itself, imports from itself and from rows above its own.
+FLOORS = [
+    {"torch_internals"},
+    {"memory", "rule"},
+    {"groups"},
+    {"state"},
+    {"checkpoint", "plan"},
+    {"lowering.gradient"},
+    {"lowering.kernels", "lowering.torch_ops"},
+    {"lowering"},
+    {"step"},
+    {"optimizer"},
+    {"optimizers", "named", "report"},
+    {"capture"},
+    {""},
+]
+
+
+def _module(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix("__init__").rstrip(".")
+
+
+def _floor(module: str) -> tuple[int, str]:
+    """The row of the floor whose name ``module`` begins with, the longest such name, and the name."""
+    known = {name: row for row, names in enumerate(FLOORS) for name in names}
+    parts = module.split(".")
+    return next((known[name], name) for end in range(len(parts), 0, -1) if (name := ".".join(parts[:end])) in known)
+
+
+def _sources() -> list[Path]:
+    return [p for p in sorted(PACKAGE.rglob("*.py")) if p.read_text().strip()]
+
+
+def _imported(path: Path) -> set[str]:
+    """The modules of the package that a module imports, at its top or in its functions."""
+    modules = {_module(p) for p in PACKAGE.rglob("*.py")}
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {a.name.partition(".")[2] for a in node.names if a.name.startswith("compiled_optim.")}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "compiled_optim":
+            parent = node.module.partition(".")[2]
+            full = {a.name: f"{parent}.{a.name}".removeprefix(".") for a in node.names}
+            found |= {name if name in modules else parent for name in full.values()}
+    return found
+
+
+@pytest.mark.parametrize("path", _sources(), ids=_module)
+def test_imports_point_one_way(path: Path) -> None:
+    own, here = _floor(_module(path))
+    for imported in _imported(path):
+        row, there = _floor(imported)
+        assert row < own or there == here, f"{_module(path)} imports {imported}"
+
+
+def test_no_import_circle() -> None:
+    sorter = graphlib.TopologicalSorter({_module(p): _imported(p) for p in _sources()})
+    sorter.prepare()  # raises CycleError, which names the circle
+
+
+def test_every_floor_has_modules() -> None:
+    assert {_floor(_module(p))[1] for p in _sources()} == set().union(*FLOORS)
+
+
+def test_the_floor_plan_lists_every_floor_from_the_top() -> None:
+    listed = [
+        name.removesuffix("/").removesuffix(".py") for name in re.findall(r"^    (\S+)  +\S", co.__doc__, re.MULTILINE)
+    ]
+    assert sorted(listed) == sorted({_module(p).partition(".")[0] for p in _sources()} - {""})
+    rows = [_floor(name)[0] for name in listed]
+    assert rows == sorted(rows, reverse=True)
+
+
+def test_no_file_and_no_class_is_long() -> None:
+    for path in _sources():
+        text = path.read_text()
+        assert len(text.splitlines()) <= 400, path
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ClassDef):
+                assert node.end_lineno - node.lineno < 350, f"{path}: {node.name}"
+
+
+def test_no_module_name_says_nothing() -> None:
+    assert not [p for p in _sources() if re.fullmatch(r"utils?|common|helpers?|misc", p.stem)]
+
+
+@pytest.mark.parametrize("language", ["cpp", "triton"])
+def test_every_language_has_every_word(language: str) -> None:
+    words = {n for n, f in vars(vocabulary).items() if inspect.isfunction(f) and f.__module__ == vocabulary.__name__}
+    assert set(vocabulary.__all__) == words == words & set(rule.__all__)
+    text = (PACKAGE / "lowering" / "kernels" / f"{language}_words.py").read_text()
+    assert set(re.findall(r"\b([a-z_]+)_\((?:T|x|bool|condition|beta)\b", text)) == words
+
+
+def _code_lines(text: str) -> int:
+    """Lines that are neither blank, nor comment, nor inside a docstring."""
+    tree = ast.parse(text)
+    docstrings = {
+        line
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None
+        for line in range(node.body[0].lineno, node.body[0].end_lineno + 1)
+    }
+    lines = enumerate(text.splitlines(), 1)
+    return sum(1 for n, line in lines if n not in docstrings and line.strip() and not line.strip().startswith("#"))
+
+
+@pytest.mark.parametrize("optimizer", [*ruled(), *stacked()], ids=lambda c: c.__name__)
+class TestRule:
+    def test_is_short(self, optimizer: type[co.CompiledOptimizer]) -> None:
+        assert _code_lines(Path(inspect.getfile(optimizer)).read_text()) < 60
+        assert _code_lines(textwrap.dedent(inspect.getsource(optimizer.update))) - 1 < 15
+
+
+@pytest.mark.parametrize("optimizer", registry(), ids=lambda c: c.__name__)
+class TestOptimizer:
+    def test_cites_its_source(self, optimizer: type[co.CompiledOptimizer]) -> None:
+        assert re.search(r"arXiv:\d{4}\.\d{4,5}|ICML|ICLR|JMLR|NeurIPS|Coursera|doi:", optimizer.__doc__)
+
+    def test_engine_does_not_name_it(self, optimizer: type[co.CompiledOptimizer]) -> None:
+        for path in _sources():
+            if not _module(path).startswith("optimizers.") and _module(path):
+                code = ast.unparse(_without_docstrings(ast.parse(path.read_text())))
+                assert optimizer.__name__ not in re.findall(r"\w+", code), path
+
+    def test_constructor_is_explicit(self, optimizer: type[co.CompiledOptimizer]) -> None:
+        signature = inspect.signature(optimizer)
+        assert next(iter(signature.parameters)) == "params"
+        assert signature.parameters["lr"].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+        assert signature.parameters["lowering"].kind is inspect.Parameter.KEYWORD_ONLY
+
+
+def _without_docstrings(tree: ast.Module) -> ast.Module:
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+    return tree
+
+
+@pytest.mark.parametrize("optimizer", [c for c in registry() if hasattr(torch.optim, c.__name__)], ids=lambda c: c.__name__)
+def test_signature_begins_like_torchs(optimizer: type[co.CompiledOptimizer]) -> None:
+    """Names, order, defaults and kinds of torch.optim's parameters; ours add only keyword-only ones."""
+    torch_class = getattr(torch.optim, optimizer.__name__)
+    theirs = list(inspect.signature(torch_class).parameters.values())
+    ours = inspect.signature(optimizer).parameters
+    positional = [p.name for p in theirs if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert [n for n, p in ours.items() if p.kind is p.POSITIONAL_OR_KEYWORD] == positional
+    for parameter in theirs:
+        assert ours[parameter.name].default == parameter.default, parameter.name
+        assert ours[parameter.name].kind == parameter.kind, parameter.name
+
+
+def test_a_type_checker_sees_the_constructor(tmp_path: Path) -> None:
+    from mypy import api
+
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import torch\nimport compiled_optim as co\n"
+        "p = [torch.nn.Parameter(torch.zeros(1))]\n"
+        "co.AdamW(p, 1e-3, betas=(0.9, 0.99), lowering='eager')\n"
+        "co.AdamW(p, beta=(0.9, 0.99))\n"
+        "co.SGD(p, lr=0.1, momentum='much')\n"
+    )
+    # The cache of tools/test, which has checked the package before: torch's own files are read once.
+    options = ["--no-error-summary", f"--config-file={ROOT}/pyproject.toml", f"--cache-dir={ROOT}/.mypy_cache"]
+    output, _, _ = api.run([str(program), *options])
+    errors = [line for line in output.splitlines() if "error" in line]
+    assert len(errors) == 2, output
+    assert 'Unexpected keyword argument "beta"' in errors[0]
+    assert '"momentum"' in errors[1]
+
+
+def test_every_file_of_the_package_is_installed() -> None:
+    """setuptools takes Python files by itself, and others only where ``pyproject.toml`` lists them."""
+    text = (PACKAGE.parent / "pyproject.toml").read_text()
+    listed = re.search(r"package-data\]\ncompiled_optim = (\[.*\])", text)
+    others = {str(p.relative_to(PACKAGE)) for p in PACKAGE.rglob("*.*") if p.suffix not in (".py", ".pyc")}
+    assert set(ast.literal_eval(listed[1])) == others

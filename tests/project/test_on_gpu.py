@@ -1,0 +1,134 @@
+"""What is run on a GPU: it fits into its time, and runs without one as a rehearsal."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pandas as pd
+import pytest
+import torch
+
+from perf import on_gpu
+from perf.__main__ import _parser
+from perf.budget import GRACE, Part, run
+from perf.results import device_name
+
+TESTS = Path(__file__).resolve().parents[1]
+NAME = device_name(torch.device("cpu"))
+
+INTERRUPTED = """
+import os, signal
+def test_one(): pass
+def test_two(): os.kill(os.getpid(), signal.SIGINT)
+def test_three(): pass
+"""
+
+LATE = """
+import pathlib, signal, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+pathlib.Path(sys.argv[1]).write_text(str(child.pid))
+if sys.argv[2] == "stubborn":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+try:
+    time.sleep(60)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+@pytest.mark.parametrize("call", on_gpu.PLANS)
+def test_the_parts_of_a_call_fit_into_ten_minutes(call: str, tmp_path: Path) -> None:
+    parts = on_gpu.PLANS[call](tmp_path, "cuda", "a GPU", False)
+    assert sum(part.seconds for part in parts) <= on_gpu.LIMIT <= 570
+    assert all(part.seconds > GRACE for part in parts)
+
+
+@pytest.mark.parametrize("rehearsal", [False, True])
+def test_every_measurement_is_a_command(rehearsal: bool, tmp_path: Path) -> None:
+    for part in on_gpu.timings(tmp_path, "cuda", "a GPU", rehearsal):
+        args = _parser().parse_args(part.command[2:])
+        assert (args.device.type, args.results, args.rehearse) == ("cuda", tmp_path, rehearsal)
+
+
+def test_every_file_with_such_tests_is_run() -> None:
+    marked = {path for path in TESTS.rglob("test_*.py") if re.search(r"needs_cuda\(\)|mark\.cuda\b", path.read_text())}
+    assert marked - {Path(__file__)} == {TESTS.parent / file for file in on_gpu.FILES}
+
+
+def test_without_a_gpu_nothing_is_run(tmp_path: Path) -> None:
+    command = [sys.executable, "perf/gpu", "timings", str(tmp_path)]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=TESTS.parent, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "--rehearse" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_late_command_is_interrupted_then_ended_and_those_behind_it_have_their_time(tmp_path: Path) -> None:
+    children = [tmp_path / "one", tmp_path / "two"]
+    parts = [
+        Part(3.0, ["-c", LATE, str(children[0]), "polite"]),
+        Part(1.5, ["-c", LATE, str(children[1]), "stubborn"]),
+        Part(20.0, ["-c", "print('done'); raise SystemExit(3)"]),
+        Part(0.1, ["-c", "import time; time.sleep(1)"]),
+    ]
+    log = tmp_path / "log"
+    log.write_text("before\n")
+    outcomes = list(run(parts, log, time.monotonic(), grace=1.0))
+    assert [outcome.failure for outcome in outcomes] == ["out of time", "out of time", "exit status 3", ""]
+    assert outcomes[0].seconds + outcomes[1].seconds < 6
+    assert [outcome.printed for outcome in outcomes] == ["interrupted\n", "", "done\n", ""]
+    assert log.read_text().startswith("before\n$ python -c")
+    for child in children:
+        stat = Path("/proc", child.read_text(), "stat")
+        assert not stat.exists() or stat.read_text().split()[2] in "ZX"
+
+
+def test_an_interrupted_run_of_tests_writes_its_report_and_names_what_it_left_out(tmp_path: Path) -> None:
+    (tmp_path / "test_slow.py").write_text(INTERRUPTED)
+    report = tmp_path / "report.xml"
+    options = [
+        "-c",
+        "/dev/null",
+        f"--rootdir={tmp_path}",
+        "-p",
+        "left_out",
+        "-p",
+        "no:cacheprovider",
+        f"--junitxml={report}",
+    ]
+    command = [sys.executable, "-m", "pytest", str(tmp_path), *options]
+    environment = os.environ | {"PYTHONPATH": str(TESTS / "support")}
+    printed = subprocess.run(command, env=environment, capture_output=True, text=True).stdout
+    assert "2 tests left out" in printed
+    assert all(f"\ntest_slow.py::test_{name}\n" in printed for name in ("two", "three"))
+    assert [name for case in ElementTree.parse(report).iter("testcase") if (name := case.get("name"))] == ["test_one"]
+
+
+def test_a_rehearsal_of_the_timings_writes_its_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the first two; ``perf/gpu timings --rehearse`` tries all."""
+    monkeypatch.setattr(on_gpu, "TIMINGS", dict(list(on_gpu.TIMINGS.items())[:2]))
+    assert on_gpu.main(["timings", str(tmp_path), "--rehearse"]) == 0
+    tables = [pd.read_csv(tmp_path / name) for name in ("step.csv", "bandwidth.csv")]
+    assert all(set(table["device"]) == {NAME} for table in tables)
+    kinds = [
+        f"{metric}, {dtype}" for dtype in ("float32", "bfloat16") for metric in ("step", "clipped step", "copy", "clipping")
+    ]
+    assert list(tables[1]["metric"]) == kinds
+    log = (tmp_path / "gpu-timings.log").read_text()
+    assert log.startswith(f"{NAME}, torch {torch.__version__}")
+    assert log.count("succeeded") == 2
+
+
+def test_a_rehearsal_of_the_tests_passes_and_writes_its_report(tmp_path: Path) -> None:
+    assert on_gpu.main(["tests", str(tmp_path), "--rehearse"]) == 0
+    (suite,) = ElementTree.parse(tmp_path / "cuda-tests.xml").iter("testsuite")
+    assert suite.get("name") == NAME
+    assert int(suite.get("tests", 0)) > 10
+    assert "succeeded" in (tmp_path / "gpu-tests.log").read_text()

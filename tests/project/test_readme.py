@@ -1,0 +1,61 @@
+"""The README is true: its code runs, its commands work, its generated parts are fresh."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch._dynamo
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXT = (ROOT / "README.md").read_text()
+
+
+def test_generated_parts_are_fresh() -> None:
+    from readme import generated
+
+    assert generated(TEXT) == TEXT, "run python tools/readme.py"
+
+
+@pytest.mark.filterwarnings("ignore:.*Profiler.*", "ignore:.*uncaptured.*:RuntimeWarning")
+def test_code_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+    assert len(blocks) == 6
+    namespace: dict[str, object] = {}
+    with torch._dynamo.config.patch(trace_autograd_ops=False):  # put back what the README sets
+        for block in blocks:
+            exec(block, namespace)
+    assert "100 steps" in capsys.readouterr().out
+
+
+# How a test runs each command of the README; the two main ones in their own environments, as a newcomer would.
+COMMANDS = {
+    "tools/run": ["tools/run", "--out"],
+    "tools/run --help": ["tools/run", "--help"],
+    "tools/test": ["tools/test", "--collect-only", "-q"],
+    "tools/lowering": [sys.executable, "-m", "perf.lowering", "--lowering", "multi_tensor"],
+    "tools/lowering --help": [sys.executable, "tools/lowering", "--help"],
+    "python -m perf gates": [sys.executable, "-m", "perf", "gates", "--help"],
+    "tools/convert": [sys.executable, "tools/convert", "--help"],
+    "tools/soak": [sys.executable, "tools/soak", "--help"],
+    "tools/bits": [sys.executable, "tools/bits", "--help"],
+    "tools/sanitize": [sys.executable, "tools/sanitize", "--version"],
+    "python tools/readme.py": [sys.executable, "tools/readme.py"],
+}
+
+
+def test_every_command_is_known() -> None:
+    prose = re.sub(r"```python\n.*?```", "", TEXT, flags=re.DOTALL)
+    named = set(re.findall(r"^    (\S+)$", prose, re.MULTILINE)) | set(re.findall(r"`((?:tools/|python )[^`]+)`", prose))
+    assert named == set(COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_command_works(command: str, tmp_path: Path) -> None:
+    arguments = COMMANDS[command] + ([str(tmp_path)] if COMMANDS[command][-1] == "--out" else [])
+    done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -1,0 +1,258 @@
+"""A rule outside of the package: what a class statement makes of it, and how its mistakes are answered."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from catalog import registry
+
+import compiled_optim as co
+from compiled_optim.rule import buffer, hyper, maximum, scalar, sign, sqrt, static
+
+
+def make(**body: Any) -> type[co.CompiledOptimizer]:
+    """A class of SGD's rule with another body."""
+
+    def coefficients(lr):
+        return dict(lr=lr)
+
+    def update(param, grad, c):
+        return dict(step=c.lr * grad)
+
+    functions = {"coefficients": coefficients, "update": update}
+    fields = {"lr": hyper(default=0.1)}
+    body = {**fields, **functions, **body}
+    return type("Mine", (co.CompiledOptimizer,), {k: staticmethod(v) if k in functions else v for k, v in body.items()})
+
+
+def results(optimizer: type[co.CompiledOptimizer], lowering: str, value: float = 2.0) -> list[float]:
+    param = torch.nn.Parameter(torch.tensor([value]))
+    made = optimizer([param], lowering=lowering)
+    param.grad = torch.tensor([-3.0])
+    made.step()
+    return param.tolist()
+
+
+def both(optimizer: type[co.CompiledOptimizer]) -> float:
+    (compiled,), (eager,) = results(optimizer, "multi_tensor"), results(optimizer, "eager")
+    assert compiled == pytest.approx(eager, rel=1e-6)
+    return compiled
+
+
+class TestWhatWorks:
+    def test_powers_and_absolute_values(self) -> None:
+        def update(param, grad, c):
+            return dict(step=param - abs(grad) ** 2 - 2**param - param**0.5)
+
+        assert both(make(update=update)) == pytest.approx(9 + 4 + math.sqrt(2))
+
+    def test_helpers_and_closures(self) -> None:
+        factor = 5.0
+
+        def scaled(x):
+            return sign(x) * factor
+
+        def update(param, grad, c):
+            return dict(param=scaled(grad), step=-sqrt(maximum(param, 0.0)))
+
+        assert both(make(update=update)) == pytest.approx(-5 + math.sqrt(2))
+
+    def test_a_lambda(self) -> None:
+        assert both(make(update=lambda param, grad, c: {"step": -sign(grad)})) == 1.0
+
+    def test_names_in_any_order(self) -> None:
+        def coefficients(b, a, total, step):
+            return dict(total=total + a, wanted=a - b, idle=step)
+
+        def update(c, second, grad, first, param):
+            return dict(second=first + 1, param=param * c.wanted, first=grad, step=0 * grad)
+
+        fields = {"a": hyper(default=7.0), "b": hyper(default=4.0), "total": scalar(init=1.0)}
+        mine = make(coefficients=coefficients, update=update, first=buffer(), second=buffer(init=3.0), **fields)
+        for lowering in ("multi_tensor", "inductor", "eager"):
+            param = torch.nn.Parameter(torch.tensor([2.0]))
+            made = mine([param], lowering=lowering)
+            param.grad = torch.tensor([-3.0])
+            made.step()
+            assert param.item() == 6.0
+            state = {name: value.item() for name, value in made.state[param].items()}
+            assert state == {"step": 1.0, "total": 8.0, "first": -3.0, "second": 1.0}
+
+    def test_an_absent_buffer_may_be_left_out(self) -> None:
+        def update(param, grad, c, average, averaged):
+            if averaged:
+                average = average + grad
+                return dict(step=-average, average=average)
+            return dict(step=-grad)
+
+        mine = make(update=update, averaged=static(default=False), average=buffer(when="averaged"))
+        assert both(mine) == -1.0
+
+    def test_a_buffer_that_follows_the_new_parameter(self) -> None:
+        def update(param, grad, c, last):
+            return dict(param=0.5 * param, step=grad, last=lambda new: new + last)
+
+        mine = make(update=update, last=buffer(init=10.0))
+        for lowering in ("multi_tensor", "inductor", "eager"):
+            param = torch.nn.Parameter(torch.tensor([2.0]))
+            made = mine([param], lowering=lowering)
+            param.grad = torch.tensor([-3.0])
+            made.step()
+            assert (param.item(), made.state[param]["last"].item()) == (4.0, 14.0)
+
+    def test_a_required_hyperparameter(self) -> None:
+        mine = make(lr=hyper(ge=0))
+        with pytest.raises(TypeError, match=r"Mine\(\) missing a required argument: 'lr'"):
+            mine([torch.nn.Parameter(torch.ones(1))])
+        param = torch.nn.Parameter(torch.ones(1))
+        made = mine([param], 0.5)
+        made.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+        assert made.hyperparameters() == [{"lr": 0.5}, {"lr": 0.5}]
+
+
+def mistakes() -> dict[str, tuple[dict[str, Any], str]]:
+    """Bodies of classes, and what is said of each."""
+
+    def returns_a_tuple(param, grad, c):
+        return param, grad
+
+    def method(param, grad, c):
+        return dict(step=grad.sign())
+
+    def torch_function(param, grad, c):
+        return dict(step=torch.sign(grad))
+
+    def torch_abs(param, grad, c):
+        return dict(step=torch.abs(grad))
+
+    def python_math(param, grad, c):
+        return dict(step=math.sqrt(grad))
+
+    def branch(param, grad, c):
+        return dict(step=grad if grad > 0 else param)
+
+    def unknown_coefficient(param, grad, c):
+        return dict(step=c.momentum * grad)
+
+    def unknown_argument(param, grad, c, momentum):
+        return dict(step=param)
+
+    def unknown_name(param, grad, c):
+        return dict(step=sgn(grad))  # noqa: F821
+
+    def forgotten_buffer(param, grad, c, average):
+        return dict(step=average)
+
+    def unknown_buffer(param, grad, c):
+        return dict(step=param, average=grad)
+
+    def forgotten_step(param, grad, c):
+        return dict(param=param - c.lr * grad)
+
+    def follower(param, grad, c, average):
+        return dict(step=grad, average=lambda new: new.exp())
+
+    def constant(param, grad, c):
+        return dict(step=param + torch.ones(1))
+
+    def absent(param, grad, c, average):
+        return dict(step=grad + average, average=average)
+
+    def exponential(param, grad, c):
+        return dict(step=param.exp())
+
+    def only_with_choice(param, grad, c, choice):
+        return dict(step=torch.sign(grad) if choice else grad)
+
+    def coefficients_tuple(lr):
+        return (lr,)
+
+    def forgotten_scalar(lr, total):
+        return dict(lr=lr)
+
+    def unknown_hyper(lr, beta):
+        return dict(lr=lr)
+
+    average = {"average": buffer()}
+    return {
+        "tuple": ({"update": returns_a_tuple}, r"Mine\.update must return a dict of values by name, got tuple"),
+        "method": ({"update": method}, r"Mine\.update uses \.sign of a value; the vocabulary has sign"),
+        "torch function": ({"update": torch_function}, r"Mine\.update calls torch's sign; the vocabulary has sign"),
+        "another name": ({"update": torch_abs}, r"Mine\.update calls torch's abs; the vocabulary has absolute"),
+        "math": (
+            {"update": python_math},
+            r"Mine\.update makes a Python number of a value; the vocabulary has absolute, ",
+        ),
+        "branch": ({"update": branch}, r"Mine\.update cannot branch on a value; use where\(\), or a static field"),
+        "coefficient": (
+            {"update": unknown_coefficient},
+            r"Mine\.update reads c\.momentum",
+        ),
+        "argument": ({"update": unknown_argument}, r"Mine\.update takes \['momentum'\], which the class does not declare"),
+        "name": ({"update": unknown_name}, r"Mine\.update uses sgn, which is not defined above the class"),
+        "buffer": ({"update": forgotten_buffer, **average}, r"Mine\.update does not return average"),
+        "extra": ({"update": unknown_buffer}, r"Mine\.update returns \['average'\], which the class does not declare"),
+        "follower": ({"update": follower, **average}, r"Mine\.update uses \.exp of a value"),
+        "step": ({"update": forgotten_step}, r"Mine\.update does not return step"),
+        "constant": ({"update": constant}, r"Mine\.update (computes with tensor|calls torch's add)"),
+        "absent": (
+            {"update": absent, "average": buffer(when="on"), "on": static(default=True)},
+            r"Mine\.update computes with None, which stands for a buffer that is absent",
+        ),
+        "no word": (
+            {"update": exponential},
+            r"Mine\.update uses \.exp of a value; the vocabulary has absolute, ",
+        ),
+        "choice": ({"update": only_with_choice, "choice": static(default=False)}, r"Mine\.update calls torch's sign"),
+        "coefficients": ({"coefficients": coefficients_tuple}, r"Mine\.coefficients must return a dict"),
+        "scalar": ({"coefficients": forgotten_scalar, "total": scalar()}, r"Mine\.coefficients does not return total"),
+        "hyper": ({"coefficients": unknown_hyper}, r"Mine\.coefficients takes \['beta'\], which the class does not declare"),
+    }
+
+
+@pytest.mark.parametrize("mistake", mistakes())
+def test_a_mistake_is_answered_at_the_class_statement(mistake: str) -> None:
+    body, answer = mistakes()[mistake]
+    with pytest.raises(TypeError, match=answer):
+        make(**body)
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "matrix"])
+class TestStacks:
+    def test_the_update_is_run_too(self, granularity: str) -> None:
+        def update(param, grad, c):
+            return dict(step=c.beta * grad)
+
+        with pytest.raises(TypeError, match=r"Mine\.update reads c\.beta"):
+            self._make(granularity, update)
+
+    def test_a_shape_that_changes(self, granularity: str) -> None:
+        def update(param, grad, c):
+            return dict(step=param[None])
+
+        with pytest.raises(TypeError, match=r"Mine\.update returns a param of shape"):
+            self._make(granularity, update)
+
+    def _make(self, granularity: str, update: Any) -> None:
+        class Mine(co.CompiledOptimizer, granularity=granularity):  # type: ignore[call-arg]
+            lr: float = hyper(default=0.1)
+
+            @staticmethod
+            def coefficients(lr):
+                return dict(lr=lr)
+
+        type("Mine", (Mine,), {"update": staticmethod(update)})
+
+
+@pytest.mark.parametrize("optimizer", registry(), ids=lambda c: c.__name__)
+def test_flags_are_torchs(optimizer: type[co.CompiledOptimizer]) -> None:
+    """A group has the flags that torch.optim's has, and whether to maximize; Adam's where torch.optim lacks it."""
+    theirs = getattr(torch.optim, optimizer.__name__, torch.optim.Adam)
+    param = torch.nn.Parameter(torch.ones(2, 2))
+    (group,) = optimizer([param], lr=0.1).param_groups
+    flags = {"maximize", "foreach", "capturable", "differentiable", "fused"}
+    expected = set(theirs([param], lr=0.1).param_groups[0]) & flags
+    assert set(group) & flags == expected | ({"maximize"} if hasattr(optimizer, "rule") else set())

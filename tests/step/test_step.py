@@ -1,0 +1,127 @@
+"""The step as an object: the same one while only numbers change, another one when groups or state do."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from interruptions import Interruption
+from torch import Tensor, nn
+
+import compiled_optim as co
+from compiled_optim.optimizer import CompiledOptimizer, engine_of
+
+NUMBERS: dict[str, Callable[[CompiledOptimizer], object]] = {
+    "nothing": lambda o: None,
+    "assigned": lambda o: o.param_groups[0].update(lr=0.03, betas=(0.7, 0.8)),
+    "written": lambda o: o.param_groups[0]["lr"].fill_(0.02),
+    "loaded": lambda o: o.load_state_dict(o.state_dict()),
+    "reported": lambda o: (co.compile_report(o), o.hyperparameters(), o.hyperparameter("lr")),
+    "without gradient": lambda o: setattr(o.param_groups[0]["params"][0], "grad", None),
+    "bound": lambda o: setattr(o, "max_grad_norm", 0.25),
+}
+
+STRUCTURE: dict[str, Callable[[CompiledOptimizer], object]] = {
+    "another group": lambda o: o.add_param_group({"params": [nn.Parameter(torch.ones(2))]}),
+    "another parameter": lambda o: o.param_groups[0]["params"].append(nn.Parameter(torch.ones(2))),
+    "a copied group": lambda o: o.param_groups.__setitem__(0, dict(o.param_groups[0])),
+    "a choice": lambda o: o.param_groups[0].update(amsgrad=True),
+    "other state": lambda o: o.state.clear(),
+    "moved": lambda o: setattr(o.param_groups[0]["params"][0], "data", torch.full((3,), 5.0)),
+    "a schedule": lambda o: o.schedule(lr=lambda step: 0.1 / step),
+    "no bound": lambda o: setattr(o, "max_grad_norm", None),
+}
+
+
+def _give(optimizer: CompiledOptimizer) -> None:
+    for param in optimizer.param_groups[0]["params"]:
+        param.grad = torch.full_like(param, 0.5)
+
+
+@pytest.fixture
+def stepped() -> CompiledOptimizer:
+    optimizer = co.AdamW([nn.Parameter(torch.ones(3)) for _ in range(2)], max_grad_norm=1.0)
+    _give(optimizer)
+    optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize("change", NUMBERS.values(), ids=NUMBERS)
+def test_numbers_keep_it(stepped: CompiledOptimizer, change: Callable[[CompiledOptimizer], object]) -> None:
+    before = engine_of(stepped).step
+    change(stepped)
+    stepped.step()
+    assert engine_of(stepped).step is before
+
+
+@pytest.mark.parametrize("change", STRUCTURE.values(), ids=STRUCTURE)
+def test_structure_makes_another(stepped: CompiledOptimizer, change: Callable[[CompiledOptimizer], object]) -> None:
+    before = engine_of(stepped).step
+    outcome = stepped.skipped_steps.data_ptr()
+    change(stepped)
+    _give(stepped)
+    stepped.step()
+    after = engine_of(stepped).step
+    assert after is not before
+    assert after.is_current()
+    assert stepped.skipped_steps.data_ptr() == outcome  # which a captured graph may go on writing
+    assert engine_of(stepped).steps == co.compile_report(stepped).steps == 2
+
+
+def test_one_that_is_made_and_interrupted_is_made_again(stepped: CompiledOptimizer) -> None:
+    engine, point = engine_of(stepped), 0
+    while True:
+        stepped.state.clear()
+        if not Interruption(point).run(engine.current):
+            break
+        assert not engine.step.is_current()
+        point += 97
+    assert point > 97 * 3
+    assert engine.step.is_current()
+
+
+@pytest.mark.parametrize(
+    ("kind", "kwargs", "reason"),
+    [
+        (co.AdamW, {}, None),
+        (co.AdamW, {"lowering": "eager"}, r"AdamW updates 'w' in another way \(eager\)"),
+        (co.LBFGS, {"fixed_iterations": True}, None),
+        (co.LBFGS, {}, "LBFGS decides on the host when to stop"),
+    ],
+)
+def test_what_a_graph_can_hold(kind: type[CompiledOptimizer], kwargs: dict[str, Any], reason: str | None) -> None:
+    graph = engine_of(kind([("w", nn.Parameter(torch.ones(3)))], **kwargs)).current().graph
+    if reason is None:
+        assert graph.key() == graph.key()
+        assert bool(graph.only_whole) == (kind is co.LBFGS)
+    else:
+        assert re.search(reason, graph)
+
+
+def test_steps_are_counted_whoever_runs_them(stepped: CompiledOptimizer) -> None:
+    def closure() -> Tensor:
+        return torch.ones(())
+
+    stepped.step(closure)
+    engine_of(stepped).run()
+    assert engine_of(stepped).steps == engine_of(stepped).runs == 3
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["copied", "unpickled"])
+def test_one_without_a_step_can_be_asked_for_anything(stepped: CompiledOptimizer, copied: Callable[[Any], Any]) -> None:
+    assert engine_of(copied(stepped)).step is None
+    assert float(copied(stepped).hyperparameter("lr")) == 1e-3
+    assert copied(stepped).hyperparameters() == stepped.hyperparameters()
+    assert float(copied(stepped).skipped_steps) == 0
+    assert copied(stepped).grad_norm is None
+    assert co.compile_report(copied(stepped)).steps == 0
+    assert len(copied(stepped).state_dict()["state"]) == 2
+    copied(stepped).zero_grad()
+    copied(stepped).schedule(lr=lambda step: 0.1 / step)
+    with pytest.warns(RuntimeWarning, match="uncaptured"):
+        co.CUDAGraphRunner(copied(stepped)).step()

@@ -1,0 +1,269 @@
+"""Steps inside the user's own torch.compile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from catalog import ruled, shifted, stacked
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import compiled_optim as co
+from compiled_optim.optimizer import engine_of
+from compiled_optim.rule.fields import Hyper
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*Profiler.*")
+
+X = torch.linspace(-1, 1, 24).view(6, 4)
+Y = X.sum(1, keepdim=True)
+
+
+@pytest.fixture(autouse=True)
+def traced_backward() -> Iterator[None]:
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        yield
+
+
+def _model(*, bias: bool = True) -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 8, bias), nn.Tanh(), nn.Linear(8, 1, bias))
+
+
+def _loss(model: nn.Module) -> torch.Tensor:
+    return (model(X) - Y).square().mean()
+
+
+def _move_hyperparameters(optimizer: co.CompiledOptimizer, step: int) -> None:
+    """Change every hyperparameter a little, within its range, by assignment on even steps and in place on odd ones."""
+    group = optimizer.param_groups[0]
+    for hyper in optimizer.fields_of(Hyper):
+        moved = shifted(optimizer, hyper, 0.01 * (step % 7))
+        if step % 2:
+            group[hyper.name] = moved if hyper.is_tuple else moved[0]
+        else:
+            for tensor, value in zip(group.tensors(hyper.name), moved, strict=True):
+                tensor.fill_(value)
+
+
+def _train(optimizer_class: type[co.CompiledOptimizer], wrap: Callable[..., Any], part: str) -> tuple[nn.Module, Any]:
+    model = _model(bias=optimizer_class.granularity != "matrix")
+    optimizer = optimizer_class(model.named_parameters(), lr=0.03)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
+    step = wrap(optimizer.step) if part == "step" else optimizer.step
+
+    def train_step() -> torch.Tensor:
+        loss = _loss(model)
+        loss.backward()
+        step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    run = wrap(train_step) if part == "whole" else train_step
+    for i in range(50):
+        run()
+        scheduler.step()
+        _move_hyperparameters(optimizer, i)
+    assert all(s["step"] == 50 for s in optimizer.state.values())
+    return model, optimizer
+
+
+@pytest.mark.parametrize("part", ["step", "whole"])
+@pytest.mark.parametrize("optimizer", [*ruled("dense"), *stacked()], ids=lambda c: c.__name__)
+def test_one_graph_while_every_hyperparameter_moves(optimizer: type[co.CompiledOptimizer], part: str) -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled, _ = _train(optimizer, lambda f: torch.compile(f, backend=counter, fullgraph=True), part)
+    eager, _ = _train(optimizer, lambda f: f, part)
+    assert counter.frame_count == 1
+    for ours, expected in zip(compiled.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("lowering", ["auto", "inductor"])
+def test_whole_step_through_inductor_equals_torch(lowering: str) -> None:
+    model, reference = _model(), _model()
+    optimizer = co.AdamW(model.named_parameters(), lr=0.03, weight_decay=0.2, lowering=lowering)
+    expected = torch.optim.AdamW(reference.parameters(), lr=0.03, weight_decay=0.2)
+
+    @torch.compile(fullgraph=True)
+    def train_step() -> torch.Tensor:
+        loss = _loss(model)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    for _ in range(10):
+        train_step()
+        _loss(reference).backward()
+        torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+        expected.step()
+        expected.zero_grad()
+    for param, twin in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(param, twin, rtol=1e-5, atol=1e-6)
+
+
+def test_gradient_accumulation_and_reading_parameters_after_the_step() -> None:
+    model, reference = _model(), _model()
+    optimizer = co.SGD(model.named_parameters(), lr=0.1, momentum=0.9)
+    expected = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
+
+    def train_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+        for _ in range(2):
+            (_loss(model) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        return model[0].weight.detach().sum()  # the new value, not the one the forward saw
+
+    compiled = torch.compile(lambda: train_step(model, optimizer), backend="aot_eager", fullgraph=True)
+    for _ in range(4):
+        torch.testing.assert_close(compiled(), train_step(reference, expected))
+
+
+def test_closure_and_compiled_model() -> None:
+    model = torch.compile(_model(), backend="aot_eager")
+    reference = _model()
+    optimizer, expected = co.AdamW(model.named_parameters(), lr=0.1), torch.optim.AdamW(reference.parameters(), lr=0.1)
+
+    def closure(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = _loss(model)
+        loss.backward()
+        return loss
+
+    for _ in range(4):
+        ours = optimizer.step(lambda: closure(model, optimizer))
+        torch.testing.assert_close(ours, expected.step(lambda: closure(reference, expected)))
+
+
+def test_gradients_cleared_first_in_one_graph_that_leaves_no_trace() -> None:
+    """torch 2.13 lets a graph that clears gradients and reads them break every graph that is traced after it."""
+    counter = CompileCounterWithBackend("aot_eager")
+    sides = []
+    for wrap in (lambda f: torch.compile(f, backend=counter, fullgraph=True), lambda f: f):
+        model_of_this_side = _model()
+        optimizer_of_this_side = co.AdamW(model_of_this_side.named_parameters(), lr=0.03)
+
+        def train_step(model: nn.Module = model_of_this_side, optimizer: co.AdamW = optimizer_of_this_side) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = _loss(model)
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        run = wrap(train_step)
+        for _ in range(5):
+            run()
+        sides.append(model_of_this_side)
+    assert all(map(torch.equal, *(side.parameters() for side in sides)))
+    assert counter.frame_count == 1
+
+    other = _model()
+    stepped = co.ASGD(other.parameters())
+    _loss(other).backward()
+    torch.compile(stepped.step, backend="aot_eager", fullgraph=True)()
+    assert stepped.state_dict()["state"][0]["step"] == 1
+
+
+def test_operator_is_well_formed() -> None:
+    model = _model()
+    optimizer = co.AdamW(model.named_parameters(), lr=0.1)
+    params = [p.detach() for p in model.parameters()]
+    grads = [torch.ones_like(p) for p in params]
+    arguments = (params, grads, list(range(len(params))), engine_of(optimizer).number)
+    checks = ("test_schema", "test_faketensor", "test_autograd_registration")
+    torch.library.opcheck(torch.ops.compiled_optim.step.default, arguments, test_utils=checks)
+
+
+def test_copies_of_parameters_get_the_new_values() -> None:
+    weight, other = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))
+    optimizer = co.SGD([weight, other], lr=0.5)
+    kept = other.grad = torch.ones(2)
+    stand_in = weight.detach().clone()
+    torch.ops.compiled_optim.step([stand_in], [torch.ones(3)], [0], engine_of(optimizer).number)
+    assert torch.equal(stand_in, torch.full((3,), 0.5))
+    assert torch.equal(weight, stand_in)
+    assert torch.equal(other, torch.ones(2))
+    assert other.grad is kept
+    assert weight.grad is None
+
+
+def test_operator_counts_a_version_of_every_parameter_once() -> None:
+    """Autograd finds out by it that a tensor it saved was overwritten."""
+    params = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    optimizer = co.SGD(params, lr=0.5)
+    versions = [p._version for p in params]
+    with torch.no_grad():
+        torch.ops.compiled_optim.step([params[1]], [torch.ones(3)], [1], engine_of(optimizer).number)
+    assert [p._version for p in params] == [versions[0], versions[1] + 1]
+    assert all(p.grad is None for p in params)
+
+
+def _reads(optimizer: co.CompiledOptimizer) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
+    def read(x: torch.Tensor) -> torch.Tensor:
+        return x * optimizer.param_groups[0]["lr"]
+
+    def loop(x: torch.Tensor) -> torch.Tensor:
+        for group in optimizer.param_groups:
+            x = x + group["lr"]
+        return x
+
+    def assign(x: torch.Tensor) -> torch.Tensor:
+        optimizer.param_groups[0]["lr"] = x
+        return x * optimizer.param_groups[0]["lr"]
+
+    def fill(x: torch.Tensor) -> torch.Tensor:
+        optimizer.param_groups[0]["lr"].fill_(x)
+        return x * optimizer.param_groups[0]["lr"]
+
+    return {"read": read, "loop": loop, "assign": assign, "fill": fill}
+
+
+@pytest.mark.parametrize("way", ["read", "loop", "assign", "fill"])
+def test_compiled_code_that_reads_param_groups_runs(way: str) -> None:
+    ours, twin = (co.AdamW(_model().named_parameters(), lr=0.25) for _ in range(2))
+    compiled = torch.compile(_reads(ours)[way], backend="aot_eager")
+    for i in range(4):
+        x = torch.tensor(0.5 + i, dtype=torch.float64)
+        assert compiled(x) == _reads(twin)[way](x)
+        assert ours.param_groups[0]["lr"] == twin.param_groups[0]["lr"]
+        for optimizer in (ours, twin):
+            optimizer.param_groups[0]["lr"] = 0.125 * (i + 1)
+    torch._dynamo.reset()
+    whole = torch.compile(_reads(ours)[way], backend="aot_eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"hyperparameter with opt.hyperparameter\(name, group\)"):
+        whole(torch.tensor(1.0))
+
+
+def test_hyperparameters_in_one_graph() -> None:
+    first, second = _model().parameters(), _model().parameters()
+    optimizer = co.AdamW([{"params": first}, {"params": second, "lr": 0.5}], lr=0.25)
+
+    def read(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x * optimizer.hyperparameter("lr", 1), x * optimizer.hyperparameter("betas")[1]
+
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(read, backend=counter, fullgraph=True)
+    compiles = 0
+    for i in range(6):
+        lr, beta = 0.1 * i, 0.5 + 0.05 * i
+        optimizer.param_groups[1]["lr"] = lr
+        optimizer.param_groups[0].update(betas=(0.3, beta))
+        assert compiled(torch.tensor(2.0, dtype=torch.float64)) == (2 * lr, 2 * beta)
+        compiles = compiles or counter.frame_count
+    assert counter.frame_count == compiles > 0
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))], "lr": 0.75})
+    assert optimizer.hyperparameter("lr", 2) is optimizer.param_groups[2]["lr"]
+
+
+def test_no_compiler_puts_the_operator_into_a_cuda_graph() -> None:
+    """Its host half must run in every step; Inductor ends its graphs before the operator and begins new ones after it."""
+    from torch._inductor.utils import is_cudagraph_unsafe_fx_node
+
+    graph = torch.fx.Graph()
+    assert is_cudagraph_unsafe_fx_node(graph.call_function(torch.ops.compiled_optim.step.default))
+    assert not is_cudagraph_unsafe_fx_node(graph.call_function(torch.ops.aten.mul.Tensor))

@@ -1,0 +1,37 @@
+"""Prints what a steady step of a reducing rule launches on a GPU, without one: generated code, not run."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+import compiled_optim as co
+from compiled_optim.lowering import stacked
+from perf.lowering import inductor_source
+from perf.lowering.fake_cuda import fake_cuda
+from perf.lowering.record import recording
+
+SHAPES = [(), (4,), (4, 6), (4, 3, 2, 2)]
+
+
+def main() -> None:
+    for shape in SHAPES:
+        stacked._kernels.clear()  # a graph is recorded where it is made
+        with fake_cuda(90):
+            params = [nn.Parameter(torch.empty(shape, device="cuda")) for _ in range(2)]
+            for param in params:
+                param.grad = torch.empty_like(param)
+            optimizer = co.Adafactor(params)
+            with recording("cuda") as recorder:
+                optimizer.step()
+                recorder.take()
+                optimizer.step()
+                record = recorder.take()
+        assert not any(operator.waits or operator.crosses for operator in record.operators)
+        (graph,) = record.graphs
+        calls = graph.source[graph.source.index("def call(") :]
+        print(f"Adafactor {shape} | {len(inductor_source._RUN.findall(calls))} Triton kernels")
+
+
+if __name__ == "__main__":
+    main()
