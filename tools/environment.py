@@ -28,7 +28,18 @@ def python_with(extra: str) -> Path:
         if not stamp.exists() or stamp.read_text() != wanted:
             print(f"installing into {directory.name} (once)", flush=True)
             venv.create(directory, with_pip=True)
-            install = [python, "-m", "pip", "install", "--quiet", "-c", constraints, "-e", f"{ROOT}[{extra}]"]
+            install = [
+                python,
+                "-m",
+                "pip",
+                "install",
+                "--quiet",
+                "--no-compile",
+                "-c",
+                constraints,
+                "-e",
+                f"{ROOT}[{extra}]",
+            ]
             subprocess.run(install, check=True)
             stamp.write_text(wanted)
     return python
