@@ -66,6 +66,11 @@ class NotWritableName(NotWritable, AttributeError):
     """A rule reads an attribute that symbols do not have."""
 
 
+def _operator(sign: str, *, swapped: bool = False) -> Any:
+    """The method of a symbol that writes down the operator ``sign``."""
+    return lambda symbol, other: symbol._binary(sign, other, swapped=swapped)
+
+
 class Symbol:
     """A value in generated code. Operators on symbols append statements to the code they belong to."""
 
@@ -79,29 +84,9 @@ class Symbol:
         left, right = self.code.operand(self), self.code.operand(other)
         return self.code.assign(f"{right} {operator} {left}" if swapped else f"{left} {operator} {right}")
 
-    def __add__(self, other: Any) -> Symbol:
-        return self._binary("+", other)
-
-    def __radd__(self, other: Any) -> Symbol:
-        return self._binary("+", other, swapped=True)
-
-    def __sub__(self, other: Any) -> Symbol:
-        return self._binary("-", other)
-
-    def __rsub__(self, other: Any) -> Symbol:
-        return self._binary("-", other, swapped=True)
-
-    def __mul__(self, other: Any) -> Symbol:
-        return self._binary("*", other)
-
-    def __rmul__(self, other: Any) -> Symbol:
-        return self._binary("*", other, swapped=True)
-
-    def __truediv__(self, other: Any) -> Symbol:
-        return self._binary("/", other)
-
-    def __rtruediv__(self, other: Any) -> Symbol:
-        return self._binary("/", other, swapped=True)
+    __add__, __sub__, __mul__, __truediv__ = map(_operator, "+-*/")
+    __radd__, __rsub__, __rmul__, __rtruediv__ = (_operator(sign, swapped=True) for sign in "+-*/")
+    __eq__, __ne__, __lt__, __le__, __gt__, __ge__ = map(_operator, ("==", "!=", "<", "<=", ">", ">="))
 
     def __pow__(self, other: Any) -> Symbol:
         return self.code.call("power", self, other)
@@ -114,24 +99,6 @@ class Symbol:
 
     def __neg__(self) -> Symbol:
         return self.code.assign(f"-{self.name}")
-
-    def __eq__(self, other: object) -> Symbol:  # type: ignore[override]
-        return self._binary("==", other)
-
-    def __ne__(self, other: object) -> Symbol:  # type: ignore[override]
-        return self._binary("!=", other)
-
-    def __lt__(self, other: Any) -> Symbol:
-        return self._binary("<", other)
-
-    def __le__(self, other: Any) -> Symbol:
-        return self._binary("<=", other)
-
-    def __gt__(self, other: Any) -> Symbol:
-        return self._binary(">", other)
-
-    def __ge__(self, other: Any) -> Symbol:
-        return self._binary(">=", other)
 
     def __and__(self, other: Any) -> Symbol:
         return self._binary(self.code.dialect.both, other)
