@@ -196,26 +196,14 @@ class Scalar(Field):
     init: float | str = 0.0
 
 
-def hyper(
-    *,
-    default: Any = inspect.Parameter.empty,
-    ge: float | None = None,
-    gt: float | None = -math.inf,
-    le: float | None = None,
-    lt: float | None = math.inf,
-) -> Any:
+def hyper(*, default: Any = inspect.Parameter.empty, **bounds: Any) -> Any:
     """Declare a numeric hyperparameter; see :class:`Hyper`. It may be infinite only with ``lt=None`` or ``gt=None``."""
-    return Hyper(default, ge, gt, le, lt)
+    return Hyper(default, **bounds)
 
 
 def static(*, default: Any, kw_only: bool = False, init: bool = True) -> Any:
     """Declare a Python-valued choice; see :class:`Static`."""
     return Static(default, kw_only, init)
-
-
-def fact(*, of: Callable[[torch.Size], bool]) -> Any:
-    """Declare a choice that follows from each parameter's shape; see :class:`Fact`."""
-    return Fact(of)
 
 
 def flag(*, default: Any, kw_only: Literal[True]) -> Any:
@@ -228,16 +216,5 @@ def transform(*, by: Callable[[Any], Any], default: Literal[False], kw_only: Lit
     return Transform(by)
 
 
-def buffer(
-    *,
-    when: str | None = None,
-    init: float | str = 0.0,
-    shape: Callable[[torch.Size], tuple[int, ...]] | None = None,
-) -> Any:
-    """Declare a state tensor; see :class:`Buffer`."""
-    return Buffer(when, init, shape)
-
-
-def scalar(*, init: float | str = 0.0) -> Any:
-    """Declare one number of state per parameter; see :class:`Scalar`."""
-    return Scalar(init)
+# No constructor takes these three, so type checkers need not take them for values of another type.
+buffer, scalar, fact = Buffer, Scalar, Fact
