@@ -47,19 +47,15 @@ class Declaration:
 
 @dataclass(frozen=True)
 class Written:
-    """A rule's functions in another language: the statements, and the expressions of what they return, by name.
+    """What one of a rule's functions does to an element, in another language: statements, and what it returns by name.
 
-    ``coefficients`` reads ``step``, ``resolution``, ``hyper0``, ``hyper1``, ... and ``scalar0``, ... ; ``numbers`` are its
-    results. ``update`` reads ``param``, ``grad``, ``buffer0``, ... of the buffers that are present, and ``k0``, ... for the
-    coefficients and then the means; ``results`` are the new parameter and the new buffers. Each of ``means``, the statements
-    and expressions of a stage, reads the same but the means of later stages.
+    They read ``param``, ``grad``, ``buffer0``, ... of the buffers that are present, and ``k0``, ... for ``numbers``, the
+    attributes of ``c``. The results of ``update`` are the new parameter and then the new buffers.
     """
 
-    coefficients: list[str]
-    numbers: dict[str, str]
-    update: list[str]
+    numbers: tuple[str, ...]
+    lines: list[str]
     results: dict[str, str]
-    means: list[tuple[list[str], dict[str, str]]]
 
 
 @dataclass(frozen=True)
@@ -105,12 +101,11 @@ class Rule(Declaration):
         for function, takes in zip((*self.means, self.update), self._takes, strict=True):
             self._check_arguments(function, takes, self._update_values)
         for statics in self._situations():
+            self.written_coefficients(statics, PLAIN)
             if self.granularity == "element":
                 self.written(statics, PLAIN)
-            else:
-                self._write_coefficients(statics, Code(PLAIN, "c"))
-                for shape in _STACKS[self.granularity]:
-                    self._check_update(statics, shape)
+            for shape in _STACKS.get(self.granularity, ()):
+                self._check_update(statics, shape)
 
     def _check_arguments(self, function: Callable[..., Any], takes: set[str], known: set[str]) -> None:
         if unknown := takes - known:
@@ -137,58 +132,24 @@ class Rule(Declaration):
     def coefficient_names(self) -> tuple[str, ...]:
         """What ``coefficients`` returns besides the scalars, in the order of the kernels' tables."""
         scalars = {s.name for s in self.scalars}
-        returned = self._write_coefficients(next(self._situations()), Code(PLAIN, "c"))
+        _, returned = self.written_coefficients(next(self._situations()), PLAIN)
         return tuple(name for name in returned if name not in scalars)
 
     def number_names(self, statics: Mapping[str, Any]) -> list[tuple[str, ...]]:
         """The attributes of ``c`` for each of ``means`` and then for ``update``, which is also their order."""
-        stages = [tuple(expressions) for _, expressions in self.written(statics, PLAIN).means] if self.means else []
-        return list(itertools.accumulate(stages, initial=self.coefficient_names))
+        return [stage.numbers for stage in self.written(statics, PLAIN)] if self.means else [self.coefficient_names]
 
     def mean_stages(self, statics: Mapping[str, Any]) -> dict[int, slice]:
         """Those of ``means`` that return something, and where that is among the attributes of ``c``."""
         places = itertools.pairwise(map(len, self.number_names(statics)))
         return {stage: slice(start, end) for stage, (start, end) in enumerate(places) if start < end}
 
-    def new_scalars(self, returned: Mapping[str, Any]) -> list[Any]:
-        """The scalars in what ``coefficients`` returned."""
-        return [returned[s.name] for s in self.scalars]
-
     def written_coefficients(self, statics: Mapping[str, Any], dialect: Dialect) -> tuple[list[str], dict[str, str]]:
-        """``coefficients`` in another language, under these static choices: the statements, and what it returns."""
-        code = Code(dialect, "c")
-        numbers = self._write_coefficients(statics, code)
-        return code.lines, {name: code.operand(value) for name, value in numbers.items()}
+        """``coefficients`` in another language, under these static choices: the statements, and what it returns.
 
-    def written(self, statics: Mapping[str, Any], dialect: Dialect) -> Written:
-        """Both functions of an elementwise rule in another language, under these static choices."""
-        coefficients, body = self.written_coefficients(statics, dialect), Code(dialect, "e")
-        present = self.present_buffers(statics)
-        names, means = self.coefficient_names, []
-        for function in self.means:
-            stage = Code(dialect, "e")
-            found = self._run(function, self._element(statics, stage, names))
-            if taken := set(found) & set(names):
-                raise TypeError(f"{self.name}.means returns {sorted(taken)}, which c has already")
-            means.append((stage.lines, {name: stage.operand(value) for name, value in found.items()}))
-            names = (*names, *found)
-        results = self._checked_update(self._element(statics, body, names), present)
-        return Written(
-            *coefficients,
-            body.lines,
-            {name: body.operand(results[name]) for name in ("param", *present)},
-            means,
-        )
-
-    def _element(self, statics: Mapping[str, Any], code: Code, numbers: tuple[str, ...]) -> dict[str, Any]:
-        """What ``update`` sees of an element in ``code``, if ``c`` has the attributes ``numbers``."""
-        values: dict[str, Any] = {**statics, **dict.fromkeys(b.name for b in self.buffers)}
-        values |= {name: Symbol(code, f"buffer{i}") for i, name in enumerate(self.present_buffers(statics))}
-        c = number_type(numbers)(*(Symbol(code, f"k{i}") for i in range(len(numbers))))
-        return {**values, "param": Symbol(code, "param"), "grad": Symbol(code, "grad"), "c": c}
-
-    def _write_coefficients(self, statics: Mapping[str, Any], code: Code) -> dict[str, Any]:
-        count = itertools.count()
+        It reads ``step``, ``resolution``, ``hyper0``, ``hyper1``, ... and ``scalar0``, ...
+        """
+        code, count = Code(dialect, "c"), itertools.count()
         values: dict[str, Any] = {"step": Symbol(code, "step"), "resolution": Symbol(code, "resolution")}
         for h in self.hypers:
             elements = tuple(Symbol(code, f"hyper{next(count)}") for _ in range(h.length))
@@ -197,7 +158,28 @@ class Rule(Declaration):
         values |= {s.name: statics[s.name] for s in self.statics}
         results = self._run(self.coefficients, values)
         self._check_results(self.coefficients, results, tuple(s.name for s in self.scalars), set(results))
-        return results
+        return code.lines, {name: code.operand(value) for name, value in results.items()}
+
+    def written(self, statics: Mapping[str, Any], dialect: Dialect) -> list[Written]:
+        """Each of ``means`` and then ``update`` of an elementwise rule in another language, under these static choices."""
+        present, names, stages = self.present_buffers(statics), self.coefficient_names, []
+        for function in self.means:
+            code = Code(dialect, "e")
+            found = self._run(function, self._element(statics, code, names))
+            if taken := set(found) & set(names):
+                raise TypeError(f"{self.name}.means returns {sorted(taken)}, which c has already")
+            stages.append(Written(names, code.lines, {name: code.operand(value) for name, value in found.items()}))
+            names = (*names, *found)
+        code = Code(dialect, "e")
+        results = self._checked_update(self._element(statics, code, names), present)
+        return [*stages, Written(names, code.lines, {name: code.operand(results[name]) for name in ("param", *present)})]
+
+    def _element(self, statics: Mapping[str, Any], code: Code, numbers: tuple[str, ...]) -> dict[str, Any]:
+        """What ``update`` sees of an element in ``code``, if ``c`` has the attributes ``numbers``."""
+        values: dict[str, Any] = {**statics, **dict.fromkeys(b.name for b in self.buffers)}
+        values |= {name: Symbol(code, f"buffer{i}") for i, name in enumerate(self.present_buffers(statics))}
+        c = number_type(numbers)(*(Symbol(code, f"k{i}") for i in range(len(numbers))))
+        return {**values, "param": Symbol(code, "param"), "grad": Symbol(code, "grad"), "c": c}
 
     def _check_update(self, statics: Mapping[str, Any], shape: tuple[int, ...]) -> None:
         """Run ``update`` on a small stack."""

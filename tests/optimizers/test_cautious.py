@@ -232,8 +232,8 @@ def test_a_transform_of_a_rule_is_a_rule() -> None:
         assert (again.hypers, again.buffers, again.scalars) == (plain.hypers, plain.buffers, plain.scalars)
         statics = {s.name: s.default for s in plain.statics}
         written, off = plain.written(statics, PLAIN), again.written({**statics, "cautious": False}, PLAIN)
-        assert (written.update, written.results) == (off.update, off.results)
-        assert all(not expressions for _, expressions in off.means)
+        assert written[-1] == off[-1]
+        assert all(not stage.results for stage in off[:-1])
 
 
 def mistakes() -> dict[str, tuple[dict[str, Any], dict[str, Any], str]]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from compiled_optim.lowering.kernels.cpp_words import WORDS
-from compiled_optim.lowering.kernels.program import Evaluation, Means, Program, Update
+from compiled_optim.lowering.kernels.program import Evaluation, Program
 from compiled_optim.lowering.kernels.table import (
     BUFFERS,
     GROUP,
@@ -32,6 +32,7 @@ from compiled_optim.lowering.kernels.table import (
 from compiled_optim.memory.cpp_library import library
 from compiled_optim.plan.clipping import NAMES
 from compiled_optim.plan.kernel_key import KernelKey
+from compiled_optim.rule.rule import Written
 from compiled_optim.rule.symbols import Dialect
 
 SERIAL = 32768  # elements below which waking other threads costs more than they save
@@ -49,7 +50,7 @@ def source(key: KernelKey) -> str:
     text = WORDS + _evaluation(program.evaluation)
     if program.update is None:
         return text
-    return text + "".join(_means(key, means) for means in program.means) + _update(key, program.update)
+    return text + "".join(_means(key, *means) for means in program.means.items()) + _update(key, program.update)
 
 
 def _evaluation(program: Evaluation) -> str:
@@ -77,61 +78,51 @@ def _storage(key: KernelKey) -> list[str]:
     return [_STORAGE[d] for d in (key.param_dtype, key.grad_dtype, *key.buffer_dtypes)]
 
 
-def _pointers(key: KernelKey, numbers: int) -> list[str]:
-    """What defines the pointers to a chunk, and its numbers."""
+def _chunk(key: KernelKey, name: str, written: Written, stores: list[str], **around: str) -> str:
+    """A function that does what is ``written`` and then ``stores``, for each element of a chunk; with more ``around`` it."""
     param, grad, *buffers = _storage(key)
-    return [
+    pointers = [
         f"{param}* __restrict params = at<{param}>(tensors, {PARAM}, count, t) + start;",
         f"const {grad}* __restrict grad_values = at<const {grad}>(grads, 0, count, t) + start;",
         *(f"{b}* __restrict buffers{i} = at<{b}>(tensors, {BUFFERS + i}, count, t) + start;" for i, b in enumerate(buffers)),
         "const T factor = T(k[0]);",
-        *(f"const T k{i} = T(k[{i + 1} * owners]);" for i in range(numbers)),
+        *(f"const T k{i} = T(k[{i + 1} * owners]);" for i in range(len(written.numbers))),
     ]
-
-
-def _loads(key: KernelKey) -> list[str]:
-    """What defines the values of an element."""
-    buffers = [f"const T buffer{i} = T(buffers{i}[i]);" for i in range(len(key.buffer_dtypes))]
-    return ["const T param = T(params[i]);", "const T grad = factor * T(grad_values[i]);", *buffers]
-
-
-def _means(key: KernelKey, program: Means) -> str:
-    sums = range(len(program.expressions))
-    return _MEANS.format(
-        stage=program.stage,
-        first=program.numbers + 1,
-        width=len(sums),
-        compute=_compute(key),
+    loads = ["const T param = T(params[i]);", "const T grad = factor * T(grad_values[i]);"]
+    loads += [f"const T buffer{i} = T(buffers{i}[i]);" for i in range(len(buffers))]
+    return _CHUNK.format(
+        name=name,
+        compute="double" if key.param_dtype == "float64" else "float",
         numel=NUMEL,
-        owner=OWNER,
-        pointers=_block(_pointers(key, program.numbers), 2),
-        zeros="\n".join(f"  double sum{i} = 0;" for i in sums),
-        names=", ".join(f"sum{i}" for i in sums),
-        elements=_block(
-            [*_loads(key), *program.lines, *(f"sum{i} += double({e});" for i, e in enumerate(program.expressions))], 4
-        ),
-        results="\n".join(f"  sums[{i} * chunk_count] = sum{i};" for i in sums),
-        chunk=CHUNK,
+        size=CHUNK,
+        pointers=_block(pointers, 2),
+        elements=_block([*loads, *written.lines, *stores], 4),
+        **{"sums": "", "before": "", "after": "", **around},
     )
 
 
-def _compute(key: KernelKey) -> str:
-    return "double" if key.param_dtype == "float64" else "float"
+def _means(key: KernelKey, stage: int, written: Written) -> str:
+    sums = {f"sum{i}": expression for i, expression in enumerate(written.results.values())}
+    zeros, reduction = [f"double {name} = 0;" for name in sums], f"#pragma omp simd reduction(+ : {', '.join(sums)})"
+    chunk = _chunk(
+        key,
+        f"sums{stage}_of_chunk",
+        written,
+        [f"{name} += double({expression});" for name, expression in sums.items()],
+        sums=", double* sums, int64_t chunk_count",
+        before=_block([*zeros, reduction], 2),
+        after=_block([f"sums[{i} * chunk_count] = {name};" for i, name in enumerate(sums)], 2),
+    )
+    return chunk + _MEANS.format(stage=stage, first=len(written.numbers) + 1, width=len(sums), owner=OWNER)
 
 
-def _update(key: KernelKey, program: Update) -> str:
+def _update(key: KernelKey, written: Written) -> str:
     param, grad, *buffers = _storage(key)
-    stores = [f"params[i] = {param}({program.new_param});"]
-    stores += [f"buffers{i}[i] = {b}({v});" for i, (b, v) in enumerate(zip(buffers, program.new_buffers, strict=True))]
-    return _UPDATE.format(
-        grad=grad,
-        compute=_compute(key),
-        numel=NUMEL,
-        owner=OWNER,
-        pointers=_block(_pointers(key, program.numbers), 2),
-        update=_block([*_loads(key), *program.lines, *stores], 4),
-        chunk=CHUNK,
-    )
+    new_param, *new_buffers = written.results.values()
+    stores = [f"params[i] = {param}({new_param});"]
+    stores += [f"buffers{i}[i] = {b}({v});" for i, (b, v) in enumerate(zip(buffers, new_buffers, strict=True))]
+    chunk = _chunk(key, "update_chunk", written, stores)
+    return chunk + _UPDATE.format(grad=grad, numel=NUMEL, owner=OWNER, chunk=CHUNK)
 
 
 def _block(lines: Sequence[str], indent: int) -> str:
@@ -177,22 +168,23 @@ OURS void evaluate(const int64_t* owners, const int64_t* grads, int64_t count, c
 }}
 """
 
-_MEANS = """
-static void sums{stage}_of_chunk(const int64_t* tensors, const int64_t* grads, const double* k, int64_t owners,
-                             int64_t count, int64_t t, int64_t chunk, double* sums, int64_t chunk_count) {{
+_CHUNK = """
+static void {name}(const int64_t* tensors, const int64_t* grads, const double* k, int64_t owners, int64_t count, int64_t t,
+                   int64_t chunk{sums}) {{
   using T = {compute};
-  const int64_t start = chunk * {chunk};
+  const int64_t start = chunk * {size};
   const int64_t left = tensors[{numel} * count + t] - start;
-  const int64_t size = left < {chunk} ? left : {chunk};
+  const int64_t size = left < {size} ? left : {size};
 {pointers}
-{zeros}
-#pragma omp simd reduction(+ : {names})
+{before}
   for (int64_t i = 0; i < size; i++) {{
 {elements}
   }}
-{results}
+{after}
 }}
+"""
 
+_MEANS = """
 OURS void average{stage}(const int64_t* tensors, const int64_t* grads, int64_t count, const int64_t* chunks,
                           int64_t chunk_count, int32_t threads, double* k, int64_t owners, const double* outcome,
                           const int64_t* spans, int64_t span_count, double* sums) {{
@@ -225,18 +217,6 @@ static double sum_of_squares(const {grad}* __restrict grads, int64_t size) {{
     sum += x * x;
   }}
   return sum;
-}}
-
-static void update_chunk(const int64_t* tensors, const int64_t* grads, const double* k, int64_t owners, int64_t count,
-                         int64_t t, int64_t chunk) {{
-  using T = {compute};
-  const int64_t start = chunk * {chunk};
-  const int64_t left = tensors[{numel} * count + t] - start;
-  const int64_t size = left < {chunk} ? left : {chunk};
-{pointers}
-  for (int64_t i = 0; i < size; i++) {{
-{update}
-  }}
 }}
 
 OURS void measure(const int64_t* tensors, const int64_t* grads, int64_t count, const int64_t* chunks,

@@ -8,23 +8,8 @@ from typing import Any
 
 from compiled_optim.lowering.gradient import scaled
 from compiled_optim.plan.clipping import NAMES
-from compiled_optim.rule.rule import Rule
+from compiled_optim.rule.rule import Rule, Written
 from compiled_optim.rule.symbols import Code, Dialect, Symbol
-
-
-@dataclass(frozen=True)
-class Update:
-    """What happens to an element, as statements over variables that a kernel defines around them.
-
-    ``lines`` read ``param``, ``grad``, ``buffer0``, ... of the buffers that are present, and ``k0``, ... for the numbers
-    of the :class:`Evaluation` and of all :class:`Means`, ``numbers`` in all. The results are the expressions ``new_param``
-    and ``new_buffers``.
-    """
-
-    lines: list[str]
-    numbers: int
-    new_param: str
-    new_buffers: list[str]
 
 
 @dataclass(frozen=True)
@@ -48,25 +33,12 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
-class Means:
-    """A stage of a rule's means: ``lines`` read what an update's do, of the numbers the first ``numbers``.
-
-    The means of the results, ``expressions``, are the numbers that follow.
-    """
-
-    stage: int
-    lines: list[str]
-    expressions: list[str]
-    numbers: int
-
-
-@dataclass(frozen=True)
 class Program:
-    """The functions of a kernel; ``update`` is None where the rule is not elementwise."""
+    """The functions of a kernel: ``means`` by their stage, and an ``update`` where the rule is elementwise."""
 
     evaluation: Evaluation
-    means: list[Means]
-    update: Update | None
+    means: dict[int, Written]
+    update: Written | None
 
     @classmethod
     def of(cls, rule: Rule, statics: Mapping[str, Any], dialect: Dialect) -> Program:
@@ -80,13 +52,6 @@ class Program:
         hypers = sum(h.length for h in rule.hypers)
         evaluation = Evaluation(before.lines, factor, norm, skip, hypers, lines, new_scalars, numbers)
         if rule.granularity != "element":
-            return cls(evaluation, [], None)
-        written = rule.written(statics, dialect)
-        means: list[Means] = []
-        count = len(numbers)
-        for stage, (lines, expressions) in enumerate(written.means):
-            if expressions:
-                means.append(Means(stage, lines, list(expressions.values()), count))
-                count += len(expressions)
-        buffers = [written.results[name] for name in rule.present_buffers(statics)]
-        return cls(evaluation, means, Update(written.update, count, written.results["param"], buffers))
+            return cls(evaluation, {}, None)
+        *means, update = rule.written(statics, dialect)
+        return cls(evaluation, {stage: sums for stage, sums in enumerate(means) if sums.results}, update)

@@ -11,6 +11,8 @@ import sys
 from collections.abc import Mapping
 from types import ModuleType
 
+from torch import Tensor
+
 from compiled_optim.lowering.kernels.table import AveragedTable, CoefficientTable, MeasuredTable, TensorTable
 from compiled_optim.lowering.kernels.triton_source import BLOCK, PART, source, stretch_of
 from compiled_optim.plan.kernel_key import KernelKey
@@ -67,21 +69,7 @@ class TritonKernel:
 
     def average(self, stage: int, table: AveragedTable, coefficients: CoefficientTable) -> None:
         """Write the means of one stage behind the other coefficients, in two launches."""
-        owner_count = coefficients.owners.shape[1]
-        if len(table.chunks):
-            getattr(self._module, f"sums{stage}")[(len(table.chunks),)](
-                table.tensors,
-                table.grads,
-                table.chunks,
-                coefficients.outcome,
-                coefficients.coefficients,
-                table.sums,
-                len(table.grads),
-                owner_count,
-                BLOCK,
-                PART,
-                num_warps=WARPS,
-            )
+        self._each_chunk(f"sums{stage}", table, coefficients, table.sums)
         places = self._stages[stage]
         self._module.average[(len(table.spans), places.stop - places.start)](
             table.sums,
@@ -90,7 +78,7 @@ class TritonKernel:
             coefficients.outcome,
             coefficients.coefficients,
             len(table.chunks),
-            owner_count,
+            coefficients.owners.shape[1],
             1 + places.start,
             BLOCK,
             num_warps=WARPS,
@@ -98,13 +86,17 @@ class TritonKernel:
 
     def update(self, table: TensorTable, coefficients: CoefficientTable) -> None:
         """Update the tensors of ``table``, in one launch."""
+        self._each_chunk("update", table, coefficients)
+
+    def _each_chunk(self, name: str, table: TensorTable, coefficients: CoefficientTable, *sums: Tensor) -> None:
         if len(table.chunks):
-            self._module.update[(len(table.chunks),)](
+            getattr(self._module, name)[(len(table.chunks),)](
                 table.tensors,
                 table.grads,
                 table.chunks,
                 coefficients.outcome,
                 coefficients.coefficients,
+                *sums,
                 len(table.grads),
                 coefficients.owners.shape[1],
                 BLOCK,

@@ -11,11 +11,11 @@ by one. A program finds out which when it runs.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 
-from compiled_optim.lowering.kernels.program import Evaluation, Means, Program, Update
+from compiled_optim.lowering.kernels.program import Evaluation, Program
 from compiled_optim.lowering.kernels.table import (
     BUFFERS,
     GROUP,
@@ -29,6 +29,7 @@ from compiled_optim.lowering.kernels.table import (
 from compiled_optim.lowering.kernels.triton_words import WORDS
 from compiled_optim.plan.clipping import NAMES
 from compiled_optim.plan.kernel_key import KernelKey
+from compiled_optim.rule.rule import Written
 from compiled_optim.rule.symbols import Dialect
 
 BLOCK = 1024  # elements of a chunk, updated by one program
@@ -45,7 +46,7 @@ def source(key: KernelKey) -> str:
     text = WORDS + _evaluation(program.evaluation)
     if program.update is None:
         return text
-    means = "".join(_means(key, means) for means in program.means)
+    means = "".join(_means(key, *means) for means in program.means.items())
     return text + means + (_AVERAGE if means else "") + _update(key, program.update)
 
 
@@ -104,55 +105,56 @@ def _loads(key: KernelKey, pointer: str) -> list[str]:
     return [*loads, "grad = factor * grad"]
 
 
-def _chunk(key: KernelKey) -> dict[str, Any]:
-    """What the texts of :data:`_MEANS` and :data:`_UPDATE` have in common."""
-    dtypes = (key.param_dtype, key.grad_dtype, *key.buffer_dtypes)
-    return {"numel": NUMEL, "addresses": " | ".join(_storage(key)), "lanes": _lanes(*dtypes)}
-
-
-def _means(key: KernelKey, program: Means) -> str:
-    expressions = list(enumerate(program.expressions))
-    chosen = [f"tl.where(inside, {expression}, 0.0).to(tl.float64)" for _, expression in expressions]
-    wide = [f"sum{i} = tl.sum({value}, axis=0)" for i, value in enumerate(chosen)]
-    narrow = [f"lanes{i} += {value}" for i, value in enumerate(chosen)]
-    return _MEANS.format(
-        **_chunk(key),
-        stage=program.stage,
-        numbers=_block(_numbers(key, program.numbers), 2),
-        wide=_block([*_loads(key, "wide"), *program.lines, *wide], 3),
-        zeros=_block([f"lanes{i} = tl.zeros([PART], tl.float64)" for i, _ in expressions], 3),
-        narrow=_block([*_loads(key, "narrow"), *program.lines, *narrow], 4),
-        sums=_block([f"sum{i} = tl.sum(lanes{i}, axis=0)" for i, _ in expressions], 3),
-        results=_block([f"tl.store(sums + {i} * tl.num_programs(0) + chunk, sum{i})" for i, _ in expressions], 2),
+def _chunk(key: KernelKey, name: str, written: Written, stores: Callable[[str], list[str]], **around: str) -> str:
+    """A kernel that does what is ``written``, and then ``stores``, for the elements of a chunk; with more ``around`` it."""
+    return _CHUNK.format(
+        name=name,
+        numel=NUMEL,
+        addresses=" | ".join(_storage(key)),
+        lanes=_lanes(key.param_dtype, key.grad_dtype, *key.buffer_dtypes),
+        numbers=_block(_numbers(key, len(written.numbers)), 2),
+        wide=_block([*_loads(key, "wide"), *written.lines, *stores("wide")], 3),
+        narrow=_block([*_loads(key, "narrow"), *written.lines, *stores("narrow")], 4),
+        **{"sums": "", "before": "", "after": "", **around},
     )
 
 
-def _update(key: KernelKey, program: Update) -> str:
-    storage, compute = _storage(key), _compute(key)
-    results = dict(zip((n for n in storage if n != "grad_values"), (program.new_param, *program.new_buffers), strict=True))
+def _means(key: KernelKey, stage: int, written: Written) -> str:
+    chosen = [f"tl.where(inside, {expression}, 0.0).to(tl.float64)" for expression in written.results.values()]
+    added = {
+        "wide": [f"sum{i} = tl.sum({value}, axis=0)" for i, value in enumerate(chosen)],
+        "narrow": [f"lanes{i} += {value}" for i, value in enumerate(chosen)],
+    }
+    count = range(len(chosen))
+    after = _block([f"sum{i} = tl.sum(lanes{i}, axis=0)" for i in count], 3) + "\n"
+    after += _block([f"tl.store(sums + {i} * tl.num_programs(0) + chunk, sum{i})" for i in count], 2)
+    before = _block([f"lanes{i} = tl.zeros([PART], tl.float64)" for i in count], 3)
+    return _chunk(key, f"sums{stage}", written, added.__getitem__, sums=" sums,", before=before, after=after)
 
-    def body(pointer: str) -> list[str]:
-        stores = (
+
+def _update(key: KernelKey, written: Written) -> str:
+    storage, compute = _storage(key), _compute(key)
+    results = dict(zip((n for n in storage if n != "grad_values"), written.results.values(), strict=True))
+
+    def stores(pointer: str) -> list[str]:
+        return [
             f"tl.store({pointer}({name}, {storage[name]}) + at, rounded({value}, {storage[name]}), mask=inside)"
             for name, value in results.items()
-        )
-        return [*_loads(key, pointer), *program.lines, *stores]
+        ]
 
     blocks = range(0, stretch_of(key.grad_dtype), BLOCK)
     squares = [f"grad{i} = tl.load(grad_values + {i} + at, mask=at < left - {i}, other=0.0)" for i in blocks]
     squares += [f"squares += square(grad{i}.to({compute}))" for i in blocks]
-    return _UPDATE.format(
-        **_chunk(key),
+    square_sums = _SQUARE_SUMS.format(
+        numel=NUMEL,
         grad=storage["grad_values"],
         compute=compute,
         stretch=stretch_of(key.grad_dtype),
         grad_bytes=_size(key.grad_dtype),
         grad_lanes=_lanes(key.grad_dtype),
         squares=_block(squares, 3),
-        numbers=_block(_numbers(key, program.numbers), 2),
-        wide=_block(body("wide"), 3),
-        narrow=_block(body("narrow"), 4),
     )
+    return square_sums + _chunk(key, "update", written, stores)
 
 
 def stretch_of(grad_dtype: str) -> int:
@@ -199,11 +201,11 @@ def evaluate(
 {coefficients}
 """
 
-_MEANS = """
+_CHUNK = """
 
 @triton.jit(do_not_specialize=["count", "owner_count"])
-def sums{stage}(
-    tensors, grads, chunks, outcome, coefficients, sums, count, owner_count, BLOCK: tl.constexpr, PART: tl.constexpr
+def {name}(
+    tensors, grads, chunks, outcome, coefficients,{sums} count, owner_count, BLOCK: tl.constexpr, PART: tl.constexpr
 ):
     chunk = tl.program_id(0)
     t = tl.load(chunks + 2 * chunk)
@@ -217,14 +219,13 @@ def sums{stage}(
             at = start + lane
 {wide}
         else:
-{zeros}
+{before}
             for part in range(0, left, PART):
                 lane = part + tl.arange(0, PART)
                 inside = lane < left
                 at = start + lane
 {narrow}
-{sums}
-{results}
+{after}
 """
 
 _AVERAGE = """
@@ -244,7 +245,7 @@ def average(sums, spans, grads, outcome, coefficients, chunk_count, owner_count,
         tl.store(coefficients + (first + tl.program_id(1)) * owner_count + t, mean)
 """
 
-_UPDATE = """
+_SQUARE_SUMS = """
 
 @triton.jit(do_not_specialize=["count", "stretch_count"])
 def square_sums(tensors, grads, stretches, sums, count, stretch_count, BLOCK: tl.constexpr):
@@ -269,25 +270,4 @@ def square_sums(tensors, grads, stretches, sums, count, stretch_count, BLOCK: tl
                 grad = tl.load(narrow(address, {grad}) + part + at, mask=at < left - part, other=0.0)
                 squares += square(grad.to({compute}))
     tl.store(sums + tl.program_id(0), tl.sum(squares.to(tl.float64), axis=0))
-
-
-@triton.jit(do_not_specialize=["count", "owner_count"])
-def update(tensors, grads, chunks, outcome, coefficients, count, owner_count, BLOCK: tl.constexpr, PART: tl.constexpr):
-    chunk = tl.program_id(0)
-    t = tl.load(chunks + 2 * chunk)
-    if (tl.load(grads + t) != 0) & (tl.load(outcome + 1) == 0):
-        start = tl.load(chunks + 2 * chunk + 1) * BLOCK
-        left = tl.minimum(tl.load(tensors + {numel} * count + t) - start, BLOCK).to(tl.int32)
-{numbers}
-        if (({addresses}) % 16 == 0) & (left % {lanes} == 0):
-            lane = tl.arange(0, BLOCK)
-            inside = lane < left // {lanes} * {lanes}  # left itself, now known to be a multiple
-            at = start + lane
-{wide}
-        else:
-            for part in range(0, left, PART):
-                lane = part + tl.arange(0, PART)
-                inside = lane < left
-                at = start + lane
-{narrow}
 """
