@@ -94,7 +94,8 @@ class GatheredRowsLowering(TorchLowering):
         grad = entries.sums[entries.elected]
         rows = [t[entries.index].contiguous() for t in tensors]
         if self._compiled:
-            self._kernels[position](grad.numel(), [t.view(-1) for t in (rows[0], grad, *rows[1:])] + list(coefficients))
+            flat = [t.view(-1) for t in (rows[0], grad, *rows[1:])]
+            self._kernels[position][inductor.UPDATE](grad.numel(), [*flat, *coefficients])
         else:
             param, buffers = self._update(rows[0], grad, rows[1:], coefficients)
             rows = [param, *buffers]

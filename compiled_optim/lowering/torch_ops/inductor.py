@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -30,18 +29,11 @@ from compiled_optim.torch_internals import compile_graph, without_memory
 Graph: TypeAlias = Callable[[int, list[Tensor]], Any]
 """Compiled code: it takes the size of the first dimension, and the tensors."""
 
+Kernel: TypeAlias = Mapping[int, Graph]
+"""The code of one key: by stage the rule's means, whose results are elementwise or sums of rows, and the update."""
 
-@dataclass(frozen=True)
-class Kernel:
-    """The code of one key: the update, and by stage the rule's means, whose results are elementwise or sums of rows."""
-
-    update: Graph
-    means: Mapping[int, Graph]
-
-    def __call__(self, size: int, tensors: list[Tensor]) -> None:
-        """Update."""
-        self.update(size, tensors)
-
+UPDATE = -1
+"""What stands for a stage where a kernel updates."""
 
 ROW = 128  # elements in a row of packed tensors: one tensor's coefficients hold for a whole row
 PACKED_LIMIT = 16384  # elements below which copying a tensor costs less than a call of its own
@@ -73,13 +65,7 @@ def say_too_large(log: CompilationLog, name: str) -> None:
 
 
 class InductorLowering(TorchLowering):
-    """Runs the step of one plan.
-
-    Args:
-        plan: the tensors.
-        clipping: what holds for the whole step.
-        log: where compilations and fallbacks are recorded.
-    """
+    """Runs the step of one plan with Inductor's kernels, or without where these cannot count a tensor's elements."""
 
     name = "inductor"
 
@@ -163,7 +149,7 @@ class Packed:
         tensors, rows = self._packed(here, grads)
         owner = self._owner if rows is None else self._owner[rows]
         columns = coefficients.to(self._dtype).index_select(1, owner).unsqueeze(2).unbind()
-        self.kernel(len(owner), [*tensors, *columns])
+        self.kernel[UPDATE](len(owner), [*tensors, *columns])
         if rows is not None:
             for full, part in zip((self._param, *self._buffers), (tensors[0], *tensors[2:]), strict=True):
                 full.index_copy_(0, rows, part)
@@ -177,18 +163,17 @@ class Packed:
         tensors, rows = self._packed(here, grads)
         owner, left = (t if rows is None else t[rows] for t in (self._owner, self._left))
         columns = coefficients.to(self._dtype).index_select(1, owner).unsqueeze(2).unbind()
-        of_rows = torch.stack(self.kernel.means[stage](len(owner), [*tensors, *columns, left]))
+        of_rows = torch.stack(self.kernel[stage](len(owner), [*tensors, *columns, left]))
         places, positions = self._places.get(here, self._places_of)
         sums[:, positions] = of_rows.to(sums.dtype)[:, places].sum(2)
 
     @staticmethod
     def example(key: KernelKey, stage: int) -> tuple[list[Tensor], list[bool]]:
-        """Tensors to compile the update with, stage -1, or one of the rule's means; which have a first size that varies."""
+        """Tensors to compile a stage with, and which of them have a first size that varies."""
         tensors = [torch.zeros(64, ROW, dtype=dtype, device=key.device) for dtype in key.dtypes]
-        tensors += [
-            torch.ones(64, 1, dtype=compute_dtype(tensors[0].dtype), device=key.device) for _ in _columns(key, stage)
-        ]
-        if stage >= 0:
+        dtype = compute_dtype(tensors[0].dtype)
+        tensors += [torch.ones(64, 1, dtype=dtype, device=key.device) for _ in _columns(key, stage)]
+        if stage != UPDATE:
             tensors.append(torch.ones(64, 1, dtype=torch.int64, device=key.device))
         return tensors, [True] * len(tensors)
 
@@ -257,7 +242,7 @@ class InPlace:
             for m, layout in zip(members, self._layouts, strict=True)
         ]
         self._dtype = compute_dtype(getattr(torch, key.param_dtype))
-        count = len(_columns(key, -1))
+        count = len(_columns(key, UPDATE))
         self._coefficients = torch.empty(count, len(positions), dtype=self._dtype, device=plan.device)
         self._columns = [list(column.unbind()) for column in self._coefficients.unbind(1)]
 
@@ -265,32 +250,33 @@ class InPlace:
         """Update the tensors whose entry in ``grads``, over the whole plan, is not None."""
         assert self.kernel is not None
         torch.index_select(coefficients.to(self._dtype), 1, self._index, out=self._coefficients)
-        for position, layout, (target, *buffers), column in zip(
-            self.positions, self._layouts, self._flat, self._columns, strict=True
-        ):
-            grad = grads[position]
-            if grad is not None:
-                layout.load()
-                self.kernel(target.numel(), [target, flat(layout.arranged(grad)), *buffers, *column])
-                layout.store()
+        for _, layout, tensors in self._present(grads, self._columns):
+            self.kernel[UPDATE](len(tensors[0]), tensors)
+            layout.store()
 
     def sum_means(self, stage: int, grads: Sequence[Tensor | None], coefficients: Tensor, sums: Tensor) -> None:
         """Write to ``sums``, (expressions, tensors of the plan), what a stage of the rule's means is over each tensor."""
         assert self.kernel is not None
         columns = coefficients.to(self._dtype).index_select(1, self._index).unbind(1)
+        for position, _, tensors in self._present(grads, map(Tensor.unbind, columns)):
+            expressions = self.kernel[stage](len(tensors[0]), tensors)
+            sums[:, position] = torch.stack([e.sum(dtype=sums.dtype) for e in expressions])
+
+    def _present(
+        self, grads: Sequence[Tensor | None], columns: Iterable[Sequence[Tensor]]
+    ) -> Iterator[tuple[int, MemoryOrder, list[Tensor]]]:
+        """The tensors that have a gradient: their positions, their order in memory, and what a kernel takes."""
         for position, layout, (target, *buffers), column in zip(
             self.positions, self._layouts, self._flat, columns, strict=True
         ):
             grad = grads[position]
             if grad is not None:
                 layout.load()
-                tensors = [target, flat(layout.arranged(grad)), *buffers, *column.unbind()]
-                expressions = self.kernel.means[stage](target.numel(), tensors)
-                sums[:, position] = torch.stack([e.sum(dtype=sums.dtype) for e in expressions])
+                yield position, layout, [target, flat(layout.arranged(grad)), *buffers, *column]
 
     @staticmethod
     def example(key: KernelKey, stage: int) -> tuple[list[Tensor], list[bool]]:
-        """Tensors to compile the update with, stage -1, or one of the rule's means; which have a first size that varies."""
+        """As of the other arrangement."""
         tensors = [torch.zeros(64 * ROW, dtype=dtype, device=key.device) for dtype in key.dtypes]
         dtype = compute_dtype(tensors[0].dtype)
         scalars = [torch.ones((), dtype=dtype, device=key.device) for _ in _columns(key, stage)]
@@ -306,7 +292,7 @@ _LAYOUTS: dict[str, type[Packed | InPlace]] = {"packed": Packed, "in place": InP
 
 
 def _columns(key: KernelKey, stage: int) -> tuple[str, ...]:
-    """The names of the coefficients that an update, stage -1, or one of the rule's means takes."""
+    """The names of the coefficients that a stage takes."""
     return ("factor", "skip", *key.rule.number_names(dict(key.statics))[stage])
 
 
@@ -319,7 +305,7 @@ def _make(key: KernelKey) -> Kernel | str:
         if isinstance(graph, str):
             return graph
         graphs[stage] = functools.partial(_run, graph, len(tensors[0]))
-    return Kernel(graphs.pop(-1), graphs)
+    return graphs
 
 
 def _run(graph: Callable[..., Any], example: int, size: int, tensors: list[Tensor]) -> Any:
@@ -327,8 +313,7 @@ def _run(graph: Callable[..., Any], example: int, size: int, tensors: list[Tenso
 
 
 def _uncompiled(key: KernelKey) -> Kernel:
-    graphs = {stage: functools.partial(_call, function) for stage, function in _functions(key).items()}
-    return Kernel(graphs.pop(-1), graphs)
+    return {stage: functools.partial(_call, function) for stage, function in _functions(key).items()}
 
 
 def _call(function: Callable[..., Any], size: int, tensors: list[Tensor]) -> Any:
@@ -336,12 +321,12 @@ def _call(function: Callable[..., Any], size: int, tensors: list[Tensor]) -> Any
 
 
 def _functions(key: KernelKey) -> dict[int, Callable[..., Any]]:
-    """The functions to compile, the update as stage -1, each with a code object and a name of its own.
+    """The functions to compile by stage, each with a code object and a name of its own.
 
     Dynamo's recompile limit counts per code object, and it remembers the shapes it saw per name.
     """
     stages = key.rule.mean_stages(dict(key.statics))
-    functions = {-1: _update_function(key), **{s: _means_function(key, s) for s in stages}}
+    functions = {UPDATE: _update_function(key), **{s: _means_function(key, s) for s in stages}}
     for function in functions.values():
         function.__code__ = function.__code__.replace(co_name=f"{key.rule.name}_{next(_serial)}")
     return functions
