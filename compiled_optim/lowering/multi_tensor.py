@@ -63,7 +63,6 @@ class MultiTensorLowering(Capturable):
         self._on_device = current_device(plan.device)
 
     def compile(self) -> None:
-        """Make the kernels that do not exist yet, and the tables they read."""
         if self.parts:
             return
         positions: dict[KernelKey, list[int]] = {}
@@ -84,35 +83,29 @@ class MultiTensorLowering(Capturable):
 
     @property
     def is_compiled(self) -> bool:
-        """Whether :meth:`compile` has nothing to do."""
         return bool(self.parts)
 
     @property
     def square_sum_count(self) -> int:
-        """How many partial sums :meth:`measure` writes."""
         return sum(part.square_sum_count for part in self.parts)
 
     def connect(self, square_sums: Tensor, all_square_sums: Tensor) -> None:
-        """Let :meth:`measure` write to ``square_sums``, and the kernels read ``all_square_sums``."""
         counts = [part.square_sum_count for part in self.parts]
         for part, sums in zip(self.parts, torch.split(square_sums, counts), strict=True):
             part.square_sums = sums
         self._table.all_square_sums = all_square_sums
 
     def prepare(self, grads: list[Tensor | None] | None) -> None:
-        """Bring the tables up to date with ``grads``, or the parameters' own gradients, and the hyperparameters."""
         self._hypers.prepare()
         apart = self.plan.addresses.unlike or self._tensors.has_stand_ins
         self._tensors.prepare(self.plan.gradients(grads) if apart else None, self._table.gradients)
 
     def measure(self) -> None:
-        """Write the partial sums of the squares of the prepared gradients."""
         with self._on_device:
             for part in self.parts:
                 part.kernel.measure(part)
 
     def launch(self) -> None:
-        """Update every parameter of the plan that has a prepared gradient."""
         first, *others = self.parts
         with self._on_device:
             if self._stages:
@@ -134,7 +127,6 @@ class MultiTensorLowering(Capturable):
                 add_over_shards(means, self.plan.params[0])
 
     def finish(self) -> None:
-        """Let go of the gradients, and let autograd know that the parameters have changed."""
         self._tensors.finish()
         self.plan.finish()
 

@@ -89,11 +89,9 @@ class StackedLowering(TorchLowering):
 
     @property
     def is_compiled(self) -> bool:
-        """Whether :meth:`compile` has nothing to do."""
         return all(stack.kernel is not None for stack in self.stacks)
 
     def compile(self) -> None:
-        """Make the kernels that do not exist yet."""
         for stack in self.stacks:
             if stack.kernel is None:
                 stack.kernel = self._obtain(stack, [self.plan.members[i].name for i in stack.positions])
@@ -107,7 +105,6 @@ class StackedLowering(TorchLowering):
         return self._log.obtain_or_fall_back(_kernels, stack.key, names, _make, _uncompiled)
 
     def launch(self) -> None:
-        """Update every parameter of the plan that has a prepared gradient."""
         columns = self._columns()
         for stack in self.stacks:
             grads = self._stacked_gradients(stack)
@@ -158,23 +155,19 @@ class StackTableLowering(Capturable, StackedLowering):
 
     @property
     def is_compiled(self) -> bool:
-        """Whether :meth:`compile` has nothing to do."""
         return self._evaluator is not None and super().is_compiled
 
     def compile(self) -> None:
-        """Make the kernels that do not exist yet, and the table of coefficients."""
         if self._evaluator is None:  # first, since a compiler that does not work says so at once, unlike Inductor
             self._evaluator = obtain_kernel(self._log, coefficient_key(self.plan), [m.name for m in self.plan.members])
             self._table = CoefficientTable(self.plan, self._clipping, self._hypers, self._log)
         super().compile()
 
     def connect(self, square_sums: Tensor, all_square_sums: Tensor) -> None:
-        """Let :meth:`measure` write to ``square_sums``, a part of ``all_square_sums``: those of all gradients."""
         self._square_sum = square_sums
         self._table.all_square_sums = all_square_sums
 
     def prepare(self, grads: list[Tensor | None] | None) -> None:
-        """Note the gradients, and bring the tables up to date."""
         super().prepare(grads)
         self._kept = {}
         self._reads_copies = False
@@ -182,7 +175,6 @@ class StackTableLowering(Capturable, StackedLowering):
         self._table.mark(self._grads)
 
     def copy_gradients_for_graph(self) -> None:
-        """Copy the prepared gradients to where a captured :meth:`launch` reads them."""
         for stack in self.stacks:
             stack.copy_gradients(self._grads)
         self._reads_copies = True

@@ -66,7 +66,6 @@ class Muon(CompiledOptimizer, granularity="matrix"):
 
     @staticmethod
     def check(hypers: Mapping[str, Any], statics: Mapping[str, Any]) -> None:
-        """Raise ``ValueError`` where a choice is not one of those there are."""
         if statics["adjust_lr_fn"] not in _LEARNING_RATES:
             raise ValueError(
                 f"Adjust learning rate function {statics['adjust_lr_fn']} is not supported; "

@@ -28,7 +28,6 @@ class SGD(CompiledOptimizer):
 
     @staticmethod
     def check(hypers: Mapping[str, Any], statics: Mapping[str, Any]) -> None:
-        """Raise ``ValueError`` where nesterov is asked for without momentum or with dampening."""
         if statics["nesterov"] and (hypers["momentum"] <= 0 or hypers["dampening"] != 0):
             raise ValueError("Nesterov momentum requires a momentum and zero dampening")
 

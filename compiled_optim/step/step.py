@@ -183,7 +183,6 @@ class RuleStep(Step):
 
     @classmethod
     def check_options(cls, optimizer: type[Declared], options: Mapping[str, Any]) -> None:
-        """Raise ``ValueError`` where ``options`` ask for a lowering or for gradients that the rule does not have."""
         lowering = options["lowering"]
         if lowering not in LOWERINGS:
             raise ValueError(f"lowering must be one of {', '.join(LOWERINGS)}, got {lowering!r}")
@@ -250,7 +249,6 @@ class RuleStep(Step):
             lowering.launch()
 
     def finish(self) -> None:
-        """Let go of the gradients, and let autograd know what was written."""
         for lowering in self.lowerings:
             lowering.finish()
 
@@ -289,7 +287,6 @@ class RuleStep(Step):
         return cast("list[Capturable]", self.lowerings)
 
     def key(self) -> tuple[object, ...]:
-        """The tables that the kernels read."""
         return (self._square_sums, *(lowering.launch_key() for lowering in self._capturable))
 
     def copy_gradients(self) -> None:
@@ -307,7 +304,6 @@ class RuleStep(Step):
                 yield
 
     def follow(self, clipping: tuple[Any, ...]) -> tuple[object, ...] | None:
-        """Hand over what was assigned; None if groups, state or the kind of clipping changed."""
         if not (self.is_current() and self._is_compiled):
             return None
         if self._holdings.hands_out_state and any(lowering.plan.state_moved for lowering in self.lowerings):

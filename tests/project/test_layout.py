@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
+import importlib
 import inspect
 import re
 import textwrap
@@ -100,6 +102,29 @@ def test_no_file_and_no_class_is_long() -> None:
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.ClassDef):
                 assert node.end_lineno - node.lineno < 350, f"{path}: {node.name}"
+
+
+_DECORATED = (property, classmethod, staticmethod, functools.cached_property)
+
+
+def _documented(methods: dict[str, object]) -> set[str]:
+    return {name for name, method in methods.items() if inspect.getdoc(getattr(method, "__func__", method))}
+
+
+@pytest.mark.parametrize("path", _sources(), ids=_module)
+def test_every_public_method_says_what_it_does(path: Path) -> None:
+    """In its class, in a class that it derives from, or in a protocol of the package. A rule's functions need not."""
+    module = importlib.import_module(f"compiled_optim.{_module(path)}".rstrip("."))
+    for cls in (c for c in vars(module).values() if inspect.isclass(c) and c.__module__ == module.__name__):
+        own = {name for name, member in vars(cls).items() if callable(member) or isinstance(member, _DECORATED)}
+        public = set() if cls.__name__.startswith("_") else {name for name in own if not name.startswith("_")}
+        said = set().union(*(_documented(dict(vars(base))) for base in (*cls.__mro__, *_protocols())))
+        assert public - said <= ({"coefficients", "update"} if hasattr(cls, "rule") else set()), cls
+
+
+def _protocols() -> list[type]:
+    modules = [importlib.import_module(f"compiled_optim.{_module(p)}".rstrip(".")) for p in _sources()]
+    return [c for m in modules for c in vars(m).values() if inspect.isclass(c) and getattr(c, "_is_protocol", False)]
 
 
 def test_no_module_name_says_nothing() -> None:

@@ -278,15 +278,12 @@ class CppKernel:
         return stretches
 
     def measure(self, table: MeasuredTable) -> None:
-        """Write the partial sums of the squares of the gradients."""
         self._code.measure(*_pieces(table, table.stretches), table.square_sums.data_ptr())
 
     def evaluate(self, coefficients: CoefficientTable) -> None:
-        """Write the coefficients of all parameters."""
         self._code.evaluate(*_evaluated(coefficients))
 
     def average(self, stage: int, table: AveragedTable, coefficients: CoefficientTable) -> None:
-        """Write the means of one stage, behind the other coefficients of the tensors."""
         getattr(self._code, f"average{stage}")(
             *_pieces(table, table.chunks),
             coefficients.coefficients.data_ptr(),
@@ -298,14 +295,12 @@ class CppKernel:
         )
 
     def update(self, table: TensorTable, coefficients: CoefficientTable) -> None:
-        """Update the tensors of ``table``."""
         numbers = coefficients.coefficients
         self._code.update(
             *_pieces(table, table.chunks), numbers.data_ptr(), numbers.shape[1], coefficients.outcome.data_ptr()
         )
 
     def step(self, table: TensorTable, coefficients: CoefficientTable) -> None:
-        """Evaluate and update, in one call."""
         self._code.step(*_evaluated(coefficients), *_pieces(table, table.chunks))
 
 

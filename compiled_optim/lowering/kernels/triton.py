@@ -37,7 +37,6 @@ class TritonKernel:
         return min(stretches, REDUCING_PROGRAMS)
 
     def measure(self, table: MeasuredTable) -> None:
-        """Write the partial sums of the squares of the gradients, in one launch."""
         if len(table.square_sums):
             self._module.square_sums[(len(table.square_sums),)](
                 table.tensors,
@@ -51,7 +50,6 @@ class TritonKernel:
             )
 
     def evaluate(self, coefficients: CoefficientTable) -> None:
-        """Write the coefficients of all parameters, in one launch."""
         count = coefficients.owners.shape[1]
         self._module.evaluate[(-(-count // TENSORS),)](
             coefficients.owners,
@@ -68,7 +66,6 @@ class TritonKernel:
         )
 
     def average(self, stage: int, table: AveragedTable, coefficients: CoefficientTable) -> None:
-        """Write the means of one stage behind the other coefficients, in two launches."""
         self._each_chunk(f"sums{stage}", table, coefficients, table.sums)
         places = self._stages[stage]
         self._module.average[(len(table.spans), places.stop - places.start)](
@@ -85,7 +82,6 @@ class TritonKernel:
         )
 
     def update(self, table: TensorTable, coefficients: CoefficientTable) -> None:
-        """Update the tensors of ``table``, in one launch."""
         self._each_chunk("update", table, coefficients)
 
     def _each_chunk(self, name: str, table: TensorTable, coefficients: CoefficientTable, *sums: Tensor) -> None:
@@ -105,7 +101,6 @@ class TritonKernel:
             )
 
     def step(self, table: TensorTable, coefficients: CoefficientTable) -> None:
-        """Evaluate and update, in two launches."""
         self.evaluate(coefficients)
         self.update(table, coefficients)
 

@@ -39,11 +39,9 @@ class GatheredRowsLowering(TorchLowering):
 
     @property
     def is_compiled(self) -> bool:
-        """Whether :meth:`compile` has nothing to do."""
         return bool(self._kernels) or not self._compiled
 
     def compile(self) -> None:
-        """Make the kernels that do not exist yet."""
         if self._compiled and not self._kernels:
             self._kernels = [
                 inductor.obtain_kernel(
@@ -53,7 +51,6 @@ class GatheredRowsLowering(TorchLowering):
             ]
 
     def prepare(self, grads: list[Tensor | None] | None) -> None:
-        """Note the gradients."""
         super().prepare(grads)
         self._entries = {}
         self._distinct = [self._are_distinct(i, grad) for i, grad in enumerate(self._grads)]
@@ -76,7 +73,6 @@ class GatheredRowsLowering(TorchLowering):
                 self._update_rows(position, tensors, entries, column.unbind())
 
     def finish(self) -> None:
-        """Let go of the gradients."""
         super().finish()
         self._entries = {}
 

@@ -63,11 +63,9 @@ class RowTableLowering(Capturable):
 
     @property
     def is_compiled(self) -> bool:
-        """Whether :meth:`compile` has nothing to do."""
         return bool(self._kernels)
 
     def compile(self) -> None:
-        """Make the kernels that do not exist yet, and the tables of the parameters."""
         if self._kernels:
             return
         members = self.plan.members
@@ -81,12 +79,10 @@ class RowTableLowering(Capturable):
         self._table = CoefficientTable(self.plan, self._clipping, self._hypers, self._log)
 
     def connect(self, square_sums: Tensor, all_square_sums: Tensor) -> None:
-        """Let :meth:`measure` write to ``square_sums``, and the kernels read ``all_square_sums``."""
         self._square_sum = square_sums
         self._table.all_square_sums = all_square_sums
 
     def prepare(self, grads: list[Tensor | None] | None) -> None:
-        """Note the gradients, and bring the tables up to date."""
         self._hypers.prepare()
         alike: dict[tuple[Any, ...], dict[int, Tensor]] = {}
         given = self.plan.gradients(grads)
@@ -115,17 +111,14 @@ class RowTableLowering(Capturable):
         self._gathered = self._reads_copies = False
 
     def launch_key(self) -> tuple[object, ...]:
-        """What a graph that holds :meth:`launch` depends on. This object stands for the memory of its tables."""
         return (*super().launch_key(), *((part.batch, part.rows) for part in self._parts))
 
     def copy_gradients_for_graph(self) -> None:
-        """Copy the prepared gradients to where a captured :meth:`launch` reads them."""
         for part in self._parts:
             part.batch.copy_entries(part.grads)
         self._reads_copies = True
 
     def measure(self) -> None:
-        """Write the sum of the squares of the prepared gradients."""
         self._gather()
         self._square_sum.fill_(square_sum([part.batch.sums for part in self._parts]))
 
@@ -141,7 +134,6 @@ class RowTableLowering(Capturable):
                 part.kernel.update(part.batch, self._table)
 
     def finish(self) -> None:
-        """Let go of the gradients, and let autograd know that the parameters have changed."""
         self.plan.finish()
         self._parts = []
 

@@ -39,7 +39,6 @@ class EagerLowering(TorchLowering):
         """There is nothing to compile."""
 
     def launch(self) -> None:
-        """Update every parameter of the plan that has a prepared gradient."""
         with torch.set_grad_enabled(self._differentiable):
             coefficients, _ = self._advance()
             for member, values in self._present(coefficients):

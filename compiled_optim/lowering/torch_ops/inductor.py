@@ -82,7 +82,6 @@ class InductorLowering(TorchLowering):
         self._parts = {_LAYOUTS[s.arrangement](plan, where, s): fits for (s, fits), where in positions.items()}
 
     def compile(self) -> None:
-        """Make the kernels that do not exist yet."""
         for part, fits in self._parts.items():
             if part.kernel is None:
                 names = [self.plan.members[i].name for i in part.positions]
@@ -94,11 +93,9 @@ class InductorLowering(TorchLowering):
 
     @property
     def is_compiled(self) -> bool:
-        """Whether :meth:`compile` has nothing to do."""
         return all(part.kernel is not None for part in self._parts)
 
     def launch(self) -> None:
-        """Update every parameter of the plan that has a prepared gradient."""
         coefficients, _ = self._advance()
         for part in self._parts:
             part.step(self._grads, coefficients)

@@ -35,20 +35,16 @@ class TorchLowering:
         self._masks: Recent[tuple[bool, ...], Tensor | None] = Recent(256)  # a new one waits for the device
 
     def connect(self, square_sums: Tensor, all_square_sums: Tensor) -> None:
-        """Let :meth:`measure` write to ``square_sums``, a part of ``all_square_sums``: those of all gradients."""
         self._square_sum = square_sums
         self._stage.connect(all_square_sums)
 
     def prepare(self, grads: list[Tensor | None] | None) -> None:
-        """Take ``grads``, one entry per parameter, or the parameters' own."""
         self._grads = self.plan.gradients(grads)
 
     def measure(self) -> None:
-        """Write the sum of the squares of the prepared gradients."""
         self._square_sum.fill_(square_sum(self._grads))
 
     def finish(self) -> None:
-        """Let go of the gradients, and let autograd know that the parameters have changed."""
         self.plan.finish()
         self._grads = ()
 

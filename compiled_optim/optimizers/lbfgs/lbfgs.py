@@ -46,7 +46,6 @@ class LBFGS(CompiledOptimizer, steps=LBFGSStep):
 
     @staticmethod
     def check(hypers: Mapping[str, Any], statics: Mapping[str, Any]) -> None:
-        """Raise ``ValueError`` where a choice is out of range or does not fit another."""
         refuse(statics)
         for name in ("max_iter", "max_eval", "history_size"):
             value = statics[name]

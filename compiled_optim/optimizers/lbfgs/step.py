@@ -63,7 +63,6 @@ class LBFGSStep(Step):
 
     @classmethod
     def check_options(cls, optimizer: type[Declared], options: Mapping[str, Any]) -> None:
-        """Raise ``ValueError`` where ``options`` ask for what L-BFGS does not do."""
         refuse(options)
         if options["lowering"] not in ("auto", "eager"):
             raise ValueError(f"{optimizer.__name__} has no lowering {options['lowering']!r}; it runs plain torch operations")
@@ -90,7 +89,6 @@ class LBFGSStep(Step):
 
     @property
     def memory(self) -> object:
-        """The history, and the learning rate of a graph."""
         return self._tensors, self._captured_lr
 
     @property
@@ -113,7 +111,6 @@ class LBFGSStep(Step):
         return first
 
     def key(self) -> tuple[object, ...]:
-        """The memory that a graph reads."""
         return (self,)
 
     def follow(self, clipping: tuple[Any, ...]) -> tuple[object, ...] | None:
