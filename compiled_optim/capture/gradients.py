@@ -17,11 +17,7 @@ _GRAD = attrgetter("grad")
 class DroppedGradients:
     """Which gradients ``zero_grad`` set to None before anything was added to them; none is kept alive for that.
 
-    Args:
-        params: the parameters, with the gradients that they have now.
-
-    Attributes:
-        places: which of the parameters, as far as was reported.
+    ``places`` says which of ``params``, whose gradients are those of now, as far as was reported.
     """
 
     def __init__(self, params: Sequence[Tensor]) -> None:
@@ -59,9 +55,9 @@ class CapturedGradients:
     changes its gradient.
 
     Args:
-        params: the parameters.
+        params: the parameters, of which the step's optimizers update the first ones.
         names: theirs.
-        updated: how many of them, the first ones, the step's optimizers update.
+        updated: how many those are.
         cleared: ids of those whose gradients the function drops, as far as is known.
 
     Attributes:

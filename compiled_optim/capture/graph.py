@@ -29,11 +29,7 @@ class Graph(Protocol):
 
 
 class CudaGraph:
-    """A CUDA graph, recorded on one stream and replayed on the current one.
-
-    Args:
-        device: where the work is done.
-        stream: records it; by default a new one.
+    """A CUDA graph, recorded on ``stream``, by default a new one, and replayed on the current one.
 
     Raises:
         TypeError: ``stream`` is none of CUDA's.

@@ -25,11 +25,7 @@ CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, tor
 class StaticInputs:
     """Copies of the tensors among the arguments of ``function``, made in its first call and written by every later one.
 
-    Args:
-        function: names the arguments in messages.
-        device: where every tensor must be; None if they may be anywhere.
-        args: the first call's positional arguments, nested lists, tuples and dicts of tensors and constants.
-        kwargs: likewise.
+    Arguments are nested lists, tuples and dicts of tensors, all on ``device`` unless that is None, and of constants.
 
     Raises:
         TypeError: an argument is neither a tensor nor a number, string, dtype, device or None.

@@ -16,11 +16,7 @@ from compiled_optim.step.step import Step
 
 
 def graph_of(step: Step | None) -> Step:
-    """``step``, which a graph can hold.
-
-    Raises:
-        ValueError: no graph can.
-    """
+    """``step``, or a ``ValueError`` where no graph can hold it."""
     assert step is not None
     if isinstance(step.graph, str):
         raise ValueError(step.graph)
@@ -39,14 +35,7 @@ class Slot:
 
 
 class Run:
-    """What both kinds of runner share: one graph, and when it may be captured.
-
-    Args:
-        optimizers: whose steps the graph holds.
-        warmup: calls to run uncaptured first.
-        recaptures: how many stale graphs may be replaced.
-        stream: where they are captured; None for one of their own.
-    """
+    """One graph, and when it may be captured; the arguments are those of ``CUDAGraphRunner``."""
 
     alone: ClassVar[bool]
     """Whether the graph holds a step and nothing else."""

@@ -22,10 +22,6 @@ _TRAINING = attrgetter("training")
 class Surroundings:
     """The tensors, modules and modes that a captured training step read in Python, as they were then.
 
-    Args:
-        optimizers: those that the training step uses.
-        modules: those that it reads.
-
     Attributes:
         params: the optimizers' parameters.
         others: those of the modules that no optimizer of the step updates.

@@ -70,13 +70,7 @@ def hand_over(key: str, value: Any, groups: list[dict[str, Any]]) -> None:
 def check_params(
     optimizer: type[Declared], group: Mapping[str, Any], index: int, others: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Raise an error unless ``optimizer`` takes the tensors in ``group``.
-
-    Args:
-        optimizer: the class.
-        group: a group with ``params`` and, where they have names, ``param_names``.
-        index: the position that the group will have.
-        others: the groups before it.
+    """Raise an error unless ``optimizer`` takes the tensors in ``group``, which comes at ``index``, after all ``others``.
 
     Raises:
         TypeError: something in ``params`` is no tensor.

@@ -30,14 +30,7 @@ def refuse(plan: Plan, reason: str) -> None:
 
 
 def lower(plan: Plan, wanted: str, clipping: Clipping, log: CompilationLog, differentiable: bool) -> Lowering:
-    """The lowering of ``plan``.
-
-    Args:
-        plan: the tensors.
-        wanted: one of ``LOWERINGS``.
-        clipping: what holds for the whole step.
-        log: where compilations and fallbacks are recorded.
-        differentiable: whether autograd records the step.
+    """The lowering of ``plan``, as ``wanted``: one of :data:`LOWERINGS`. Autograd records a ``differentiable`` step.
 
     Raises:
         ValueError: ``wanted`` does not serve the plan's device.

@@ -18,7 +18,10 @@ from compiled_optim.plan.plan import Plan
 
 
 class Lowering(Protocol):
-    """Runs the step of one plan."""
+    """Runs the step of one plan.
+
+    It is made of the plan, of what holds for the whole step, and of where compilations and fallbacks are recorded.
+    """
 
     @property
     def name(self) -> str:
@@ -48,11 +51,7 @@ class Lowering(Protocol):
         """Let :meth:`measure` write to ``square_sums``, a part of ``all_square_sums``: those of all gradients."""
 
     def prepare(self, grads: list[Tensor | None] | None) -> None:
-        """Note the gradients and what was assigned.
-
-        Args:
-            grads: one entry for each of the plan's parameters; None for the parameters' own gradients.
-        """
+        """Note what was assigned and ``grads``, one entry for each of the plan's parameters; None for their own."""
 
     def measure(self) -> None:
         """Write the partial sums of the squares of the prepared gradients."""
@@ -88,7 +87,4 @@ class Capturable:
         return self._hypers.copied()
 
     def copy_gradients_for_graph(self) -> None:
-        """Copy the prepared gradients to where a captured launch reads them.
-
-        By default nothing is copied: a table says where the gradients are.
-        """
+        """Copy the prepared gradients to where a captured launch reads them, if no table says where they are."""

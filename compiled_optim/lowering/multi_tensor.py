@@ -43,13 +43,7 @@ def current_device(device: torch.device) -> contextlib.AbstractContextManager[No
 
 
 class MultiTensorLowering(Capturable):
-    """Runs the step of one plan.
-
-    Args:
-        plan: the tensors.
-        clipping: what holds for the whole step.
-        log: where compilations are recorded.
-    """
+    """Runs the step of one plan with one kernel per dtype key."""
 
     name = "multi_tensor"
 
@@ -134,12 +128,7 @@ class MultiTensorLowering(Capturable):
 class Part:
     """The tensors of a plan that one kernel updates: a ``MeasuredTable`` and ``AveragedTable`` of ``kernels.table``.
 
-    Args:
-        kernel: theirs.
-        tensors: those of the whole plan.
-        gradients: likewise.
-        positions: which of the plan's they are.
-        expressions: the most that a stage of the rule's means returns.
+    They are those at ``positions`` of the plan's ``tensors``. ``expressions`` is the most that a stage of means returns.
     """
 
     def __init__(
@@ -171,9 +160,6 @@ class Part:
 
 class PlanTensors:
     """All parameters of a plan and their buffers, in the order of memory in which kernels update them.
-
-    Args:
-        plan: whose.
 
     Attributes:
         numels: of real numbers in each parameter; of a DTensor in this process's part.
@@ -209,12 +195,9 @@ class PlanTensors:
         return bool(self._stand_ins)
 
     def prepare(self, grads: Sequence[Tensor | None] | None, pointers: GradientPointers) -> None:
-        """Make the gradients known to the kernels, for one step.
+        """Make the gradients known to the kernels, which read ``pointers``, for one step.
 
-        Args:
-            grads: all gradients of the plan, where some have to be brought into their parameters' order; None where the
-                plan's addresses say it all.
-            pointers: what the kernels read.
+        ``grads`` are all of the plan's where some must be brought into their parameters' order; None where its addresses do.
         """
         found = self._plan.addresses
         if grads is None:

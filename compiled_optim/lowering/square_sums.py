@@ -16,9 +16,6 @@ class SquareSums:
     """Partial sums in a fixed order, so that the norm of equal gradients is equal bit for bit.
 
     Each device has one float64 vector: the partial sums of its plans, and one number for every other device.
-
-    Args:
-        lowerings: of all plans.
     """
 
     def __init__(self, lowerings: Sequence[Lowering]) -> None:

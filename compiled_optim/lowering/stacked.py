@@ -60,13 +60,9 @@ _serial = itertools.count()
 
 
 class StackedLowering(TorchLowering):
-    """Runs the step of one plan.
+    """Runs the step of one plan, whose tensors are neither complex nor DTensors.
 
-    Args:
-        plan: the tensors, none of them complex or a DTensor.
-        clipping: what holds for the whole step.
-        log: where compilations and fallbacks are recorded.
-        compiled: whether Inductor's kernels update the stacks, or plain torch operations.
+    Inductor's kernels update the stacks where it is ``compiled``, else plain torch operations.
     """
 
     name = "stacked"
@@ -135,13 +131,7 @@ class StackedLowering(TorchLowering):
 
 
 class StackTableLowering(Capturable, StackedLowering):
-    """Stacks whose coefficients a kernel of the rule evaluates, so that a CUDA graph can hold the step.
-
-    Args:
-        plan: the tensors, none of them complex or a DTensor.
-        clipping: what holds for the whole step.
-        log: where compilations and fallbacks are recorded.
-    """
+    """Stacks whose coefficients a kernel of the rule evaluates, so that a CUDA graph can hold the step."""
 
     def __init__(self, plan: Plan, clipping: Clipping, log: CompilationLog) -> None:
         super().__init__(plan, clipping, log, compiled=True)
@@ -244,11 +234,7 @@ class Stack:
             self._buffers.append(self._seen(stacked))
 
     def gathered(self, grads: Sequence[Tensor | None]) -> Tensor | None:
-        """The stack's gradients in one tensor, with 0 where there is none; None where there is none at all.
-
-        Args:
-            grads: those of the whole plan.
-        """
+        """The stack's among all ``grads`` of the plan in one tensor, with 0 where there is none; None without any."""
         own = [grads[i] for i in self.positions]
         present = next((grad for grad in own if grad is not None), None)
         if present is None:
@@ -256,11 +242,7 @@ class Stack:
         return _stack([torch.zeros_like(present) if grad is None else grad for grad in own])
 
     def copy_gradients(self, grads: Sequence[Tensor | None]) -> None:
-        """Copy the stack's gradients, 0 where there is none, to ``copied_gradients``. Its memory stays where it is.
-
-        Args:
-            grads: those of the whole plan.
-        """
+        """Copy the stack's among all ``grads``, 0 where there is none, to ``copied_gradients``, whose memory stays."""
         if self.copied_gradients is None:
             dtype = getattr(torch, self.key.grad_dtype)
             shape = (len(self.positions), *self._shape)
@@ -273,12 +255,7 @@ class Stack:
             torch._foreach_copy_(copies, [grad for grad in own if grad is not None])
 
     def step(self, grads: Tensor, coefficients: Tensor) -> None:
-        """Update the tensors from their stacked gradients.
-
-        Args:
-            grads: the stacked gradients.
-            coefficients: those of the whole plan; a tensor whose second one is not 0 stays as it is.
-        """
+        """Update from stacked ``grads``, but for tensors whose second one of the plan's ``coefficients`` is not 0."""
         assert self.kernel is not None
         params = _stack(self._params)
         param = self._seen(params)

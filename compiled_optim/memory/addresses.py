@@ -66,12 +66,9 @@ class Addresses:
         self.read()
 
     def read(self, grads: list[Tensor | None] | None = None, *, others: bool = True, keep_alive: bool = False) -> None:
-        """Read all addresses.
+        """Read all addresses, of ``grads``, one entry per tensor, in place of the tensors' own; the ``others``' too.
 
-        Args:
-            grads: gradients to look at in place of the tensors' own, one entry per tensor.
-            others: whether to look at the others too.
-            keep_alive: whether the user's code runs before :meth:`finish`, so that the gradients must be kept alive.
+        ``keep_alive`` says that the user's code runs before :meth:`finish`, so that the gradients must be kept alive.
         """
         seen = self._watch.look(grads, 0, self._count if others else self._first_count, keep_alive)
         self.moved = bool(seen & _MOVED)

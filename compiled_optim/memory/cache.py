@@ -30,14 +30,10 @@ def cache_directory() -> Path:
 
 
 def load_kept(name: str, make: Callable[[], bytes], load: Callable[[Path], T]) -> T:
-    """What ``load`` returns for the file ``name`` of the cache.
+    """What ``load`` returns for the file ``name`` of the cache; it must ignore the checksum at the file's end.
 
-    The file is written anew if it is missing, damaged, not the user's own, or cannot be loaded.
-
-    Args:
-        name: identifies the content.
-        make: returns the content; called at most once.
-        load: loads the file; it must ignore the checksum at the file's end.
+    Where the file is missing, damaged, not the user's own, or cannot be loaded, it is written anew with what ``make``
+    returns, which is called at most once. The name must identify the content.
 
     Raises:
         OSError: the file can neither be kept in the user's cache nor in a directory of this process, or cannot be loaded.

@@ -20,11 +20,7 @@ _NEUTRAL = {"max_grad_norm": math.inf, "grad_scale": 1.0, "found_inf": 0.0, "ski
 
 
 class Clipping:
-    """The clipping of one optimizer, as 0-dim tensors, and what its last step made of them.
-
-    Args:
-        device: where numbers become tensors.
-    """
+    """The clipping of one optimizer, as 0-dim tensors, and what its last step made of them. Numbers go to ``device``."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -74,17 +74,10 @@ class Member:
 class Plan:
     """The parameters of one device and one set of static choices; DTensors also share their mesh and placements.
 
-    Args:
-        rule: what updates the parameters.
-        statics: the choices they share.
-        device: theirs.
-        members: the parameters.
-        groups: all groups of the optimizer.
-        grad_of: the gradient of a parameter.
+    Attributes:
+        groups: those that the members are in, out of all that the constructor takes.
         shares_memory: whether the plan is updated after others because its parameters share memory with theirs.
         leads: whether it is the optimizer's first plan, which records the outcome of the whole step: norm and skipping.
-
-    Attributes:
         sharded: whether the parameters are DTensors.
         wrapped: whether the parameters are of a subclass without memory of its own.
         scalar_blocks: float64 matrices of shape (1 + scalars, tensors): step counts in the first row, then the rule's
@@ -139,12 +132,10 @@ class Plan:
         return self.addresses.others_moved()
 
     def read(self, grads: list[Tensor | None] | None, *, state: bool, keep_alive: bool) -> bool:
-        """Look at parameters and gradients, and say whether the plan still describes them.
+        """Look at parameters and ``grads``, None for their own gradients, and say whether the plan still describes them.
 
-        Args:
-            grads: gradients to take in place of the parameters' own, one entry for each parameter; None for their own.
-            state: whether to look at the state too, because somebody could have given it other memory.
-            keep_alive: whether the user's code runs before :meth:`finish`, so that the gradients must be kept alive.
+        With ``state`` the state is looked at too, to which somebody could have given other memory. ``keep_alive`` is as in
+        :meth:`Addresses.read`.
 
         Raises:
             TypeError: a gradient is sparse and the rule takes dense ones, or the other way round.
@@ -302,11 +293,8 @@ def _has_memory(rule: Declaration, param: Tensor, state: ParamState, name: str, 
 def _turns(written: Sequence[Sequence[Tensor]]) -> list[int]:
     """When to update each parameter, such that parameters of one turn write into no common memory.
 
-    Args:
-        written: the tensors that an update of each parameter writes.
-
-    Returns:
-        A number per parameter: 0 where it shares no memory with an earlier one, else one more than the last of those.
+    It is 0 where none of the tensors that are ``written`` for a parameter shares memory with an earlier parameter's, else
+    one more than the last of those.
     """
     spans = sorted(
         (str(tensor.device), *span(tensor), i)
@@ -323,5 +311,5 @@ def _turns(written: Sequence[Sequence[Tensor]]) -> list[int]:
         open_spans.append((device, end, i))
     turns: list[int] = []
     for i in range(len(written)):
-        turns.append(max((turns[other] + 1 for other in earlier.get(i, ()) if other != i), default=0))
+        turns.append(max((turns[other] + 1 for other in earlier.get(i, set()) - {i}), default=0))
     return turns

@@ -155,10 +155,7 @@ class Engine:
         return loss
 
     def prepare(self, grads: list[Tensor | None] | None = None) -> Step:
-        """The host's part of a step, which may be a new one; nothing is updated yet.
-
-        Args:
-            grads: gradients to take in place of the parameters' own, one entry for each of :attr:`params`.
+        """The host's part of a step, which may be a new one; nothing is updated yet. ``grads`` as in :meth:`Step.prepare`.
 
         Raises:
             TypeError, ValueError, RecompileError, RuntimeError: as the optimizer's ``step``.

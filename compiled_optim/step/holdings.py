@@ -80,9 +80,7 @@ class Holdings:
     def adopt(self, defaults: Mapping[str, Any], *, checked: bool) -> None:
         """Make groups of the plain dicts that somebody put there, and let all follow their parameters to other devices.
 
-        Args:
-            defaults: what a dict takes that lacks an entry.
-            checked: whether the dicts are copies of groups that were checked.
+        A dict takes from ``defaults`` what it lacks; ``checked`` says that the dicts are copies of groups that were checked.
         """
         for index, group in enumerate(self.groups):
             if not isinstance(group, ParamGroup):

@@ -89,14 +89,7 @@ class Step:
         """
 
     def launch(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters.
-
-        Args:
-            closure: re-evaluates the model, for a step that does so itself.
-
-        Returns:
-            What the closure returned first.
-        """
+        """Update the parameters. Where the step re-evaluates the model itself, return what ``closure`` returned first."""
         raise NotImplementedError
 
     def finish(self) -> None:
@@ -134,12 +127,8 @@ class Step:
     def follow(self, clipping: tuple[Any, ...]) -> tuple[object, ...] | None:
         """Hand over what was assigned since the last step to a graph that holds whole steps, without preparing one.
 
-        Args:
-            clipping: what :meth:`Clipping.take` takes, with the gradient scaler's tensors that the graph reads.
-
-        Returns:
-            What the graph depends on: it is valid for as long as this stays equal. None if the step would have to be made
-            anew.
+        Returns what the graph depends on, as :meth:`key`; None if the step would have to be made anew. ``clipping`` has the
+        gradient scaler's tensors that the graph reads.
         """
         raise NotImplementedError
 

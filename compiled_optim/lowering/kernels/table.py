@@ -155,10 +155,7 @@ class Kernel(Protocol):
 def pieces(numels: Sequence[int], size: int, tensors: npt.ArrayLike | None = None) -> Tensor:
     """The int64 table (pieces, 2) of all pieces of tensors with ``numels`` elements: the tensor, and which of its pieces.
 
-    Args:
-        numels: theirs.
-        size: elements of a piece; the last one of a tensor may have fewer.
-        tensors: their numbers; None where they are numbered from 0.
+    A piece has ``size`` elements, the last one of a tensor maybe fewer. ``tensors`` are their numbers, by default from 0 on.
     """
     counts = -(-np.array(numels, dtype=np.int64) // size)
     places = np.repeat(np.arange(len(counts)), counts)
@@ -170,11 +167,7 @@ def pieces(numels: Sequence[int], size: int, tensors: npt.ArrayLike | None = Non
 def spans(numels: Sequence[int], size: int, tensors: Sequence[int], wholes: Sequence[int]) -> Tensor:
     """The spans of an :class:`AveragedTable` whose chunks are the :func:`pieces` of the same tensors.
 
-    Args:
-        numels: theirs.
-        size: elements of a chunk.
-        tensors: their numbers.
-        wholes: by number, how many real elements a tensor has in all its parts.
+    ``wholes`` says by number how many real elements a tensor has in all its parts.
     """
     ends = np.cumsum(-(-np.array(numels, dtype=np.int64) // size))
     starts = np.concatenate([[0], ends[:-1]]).astype(np.int64)

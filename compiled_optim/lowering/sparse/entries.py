@@ -17,13 +17,9 @@ from torch import Tensor
 
 
 def has_distinct_rows(grad: Tensor, name: str) -> bool:
-    """Whether no two entries of a sparse gradient name the same row.
+    """Whether no two entries of the sparse gradient of the parameter ``name`` name the same row.
 
     The host reads all indices: a gradient may claim to be coalesced and not be.
-
-    Args:
-        grad: the gradient.
-        name: of its parameter.
 
     Raises:
         IndexError: an entry lies outside of the gradient's shape.

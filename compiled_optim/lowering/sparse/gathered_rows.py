@@ -21,11 +21,7 @@ from compiled_optim.plan.plan import Plan
 class GatheredRowsLowering(TorchLowering):
     """Copies the rows out, updates the copies, and copies them back. Entries of one row write the same values.
 
-    Args:
-        plan: the tensors.
-        clipping: what holds for the whole step.
-        log: where compilations are recorded.
-        compiled: whether Inductor's kernels update the copies, or plain torch operations.
+    Inductor's kernels update the copies where it is ``compiled``, else plain torch operations.
     """
 
     def __init__(self, plan: Plan, clipping: Clipping, log: CompilationLog, *, compiled: bool) -> None:

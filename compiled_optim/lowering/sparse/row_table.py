@@ -169,13 +169,10 @@ class Part:
 
 
 class RowKind:
-    """What is known of parameters whose rows share a kernel before their gradients are.
+    """What is known of the parameters at ``positions``, whose rows share a kernel, before their gradients are.
 
-    Args:
-        plan: all parameters.
-        tensors: the table of them all; see :class:`~compiled_optim.lowering.kernels.table.TensorTable`.
-        positions: which of them these are, with dense parts of one shape.
-        sparse_dims: how many sparse dimensions their gradients have.
+    ``tensors`` is the table of the whole plan. Their gradients have ``sparse_dims`` sparse dimensions and
+    dense parts of one shape.
 
     Attributes:
         facts: (2 * sparse dimensions + rows of the table, parameters) int64: for each the first of its rows in a
@@ -208,13 +205,8 @@ class RowKind:
 class RowBatch:
     """A :class:`~compiled_optim.lowering.kernels.table.TensorTable` of the rows of several parameters.
 
-    All memory stays where it is, and all that follows from the numbers of entries is computed once.
-
-    Args:
-        plan: all parameters.
-        kind: those that have gradients.
-        counts: how many entries each gradient has.
-        chunk: how many elements the kernel updates at a time.
+    All memory stays where it is, and all that follows from ``counts``, the number of each gradient's entries, is computed
+    once. The kernel updates ``chunk`` elements at a time.
     """
 
     def __init__(self, plan: Plan, kind: RowKind, counts: Sequence[int], chunk: int) -> None:
@@ -247,13 +239,9 @@ class RowBatch:
             torch._foreach_copy_(self.copied_entries, entries)
 
     def gather(self, indices: Tensor, values: Tensor, election: Tensor, found: Rows) -> None:
-        """Add up the entries.
+        """Add up the entries: ``indices``, (sparse dimensions, entries) int64, and ``values``, (entries, dense part).
 
-        Args:
-            indices: (sparse dimensions, entries) int64.
-            values: (entries, dense part).
-            election: (rows,) int64, scratch memory.
-            found: what is known of their rows.
+        ``election`` is scratch memory, (rows,) int64; ``found`` says what is known of the rows.
         """
         if found not in ("distinct", "repeated"):
             inside = (indices >= 0) & (indices < self._limits)

@@ -11,12 +11,9 @@ V = TypeVar("V")
 
 
 class Recent(Generic[K, V]):
-    """The values that were asked for last, by key.
+    """The ``size`` values that were asked for last, by key.
 
     ``functools.lru_cache`` around a method keeps the method's object alive, and the object the cache.
-
-    Args:
-        size: how many values are kept.
     """
 
     def __init__(self, size: int) -> None:

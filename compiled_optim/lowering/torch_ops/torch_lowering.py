@@ -18,12 +18,7 @@ from compiled_optim.plan.plan import Plan
 
 
 class TorchLowering:
-    """Runs the step of one plan: the coefficients first, in torch operations, then what a subclass makes of them.
-
-    Args:
-        plan: the tensors.
-        clipping: what holds for the whole step.
-    """
+    """Runs the step of one plan: the coefficients first, in torch operations, then what a subclass makes of them."""
 
     square_sum_count = 1
 

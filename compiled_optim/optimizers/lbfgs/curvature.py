@@ -53,12 +53,9 @@ def record(pairs: Mapping[str, Tensor], step: Tensor, change: Tensor, allowed: T
 
 
 def direction(pairs: Mapping[str, Tensor], gradient: Tensor, rows: int) -> Tensor:
-    """Minus the implied inverse Hessian times ``gradient``.
+    """Minus the inverse Hessian that ``pairs`` imply times ``gradient``, (numel,).
 
-    Args:
-        pairs: as :func:`new_pairs` makes them.
-        gradient: (numel,).
-        rows: how many rows of the history to use: all, or as many as pairs can be there.
+    ``rows`` says how many rows of the history to use: all, or as many as pairs can be there.
     """
     scale, count = pairs["H_diag"], pairs["pairs"]
     if rows == 0:
@@ -84,15 +81,10 @@ def rows_by_age(count: int, size: int) -> list[int]:
 def restore(
     pairs: Mapping[str, Tensor], steps: Tensor, changes: Tensor, products: Tensor, scale: Tensor, count: int | None = None
 ) -> None:
-    """Put the newest pairs of a saved history in the places they had after ``count`` pairs.
+    """Put the newest pairs of a saved history in the places of empty ``pairs`` that they had after ``count`` pairs.
 
-    Args:
-        pairs: as :func:`new_pairs` makes them, empty.
-        steps: (saved, numel), the oldest first.
-        changes: (saved, numel).
-        products: (saved, saved), of steps with changes that are not older.
-        scale: 0-dim.
-        count: taken for ``saved`` unless that many pairs would leave just the saved ones.
+    ``steps`` and ``changes`` are (saved, numel), the oldest first; ``products``, (saved, saved), of steps with changes that
+    are not older; ``scale`` is 0-dim. ``count`` is taken for ``saved`` unless so many would leave just the saved ones.
     """
     size = len(pairs["products"])
     if count is None or len(rows_by_age(count, size)) != len(steps):

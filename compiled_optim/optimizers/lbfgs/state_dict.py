@@ -54,14 +54,8 @@ def load(
 ) -> LoadReport:
     """Copy a state dict of torch.optim.LBFGS or of this package, or raise before anything is changed.
 
-    Args:
-        holdings: with the group.
-        memory: what the step reads and writes.
-        fresh: the like of it at the beginning, to be filled.
-        sizes: how many numbers each parameter has.
-        state_dict: what to load.
-        strict: as in ``load_state_dict``.
-        hyperparameters: likewise.
+    ``memory`` is what the step reads and writes, ``fresh`` the like of it at the beginning, to be filled, and ``sizes`` says
+    how many numbers each parameter has. The rest is as in ``load_state_dict``.
     """
     state_dict = read(state_dict)
     if len(state_dict["param_groups"]) != 1:
