@@ -119,10 +119,9 @@ def named(state_dict: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: the parameters have no names, or it is no state dict.
     """
     check(state_dict)
-    groups = state_dict["param_groups"]
+    groups, aliases = state_dict["param_groups"], state_dict.get("aliases", {})
     if any(group_names(group) is None for group in groups):
         raise ValueError("the parameters have no names: the optimizer was not made from named_parameters() or a dict")
-    aliases = state_dict.get("aliases", {})
     names = [name for group in groups for name in group_names(group) or ()]
     canonical = dict(zip([*names, *aliases], canonical_names([*names, *aliases]), strict=True))
     renamed = {p: canonical[n] for p, n in zip((p for group in groups for p in group["params"]), names, strict=True)}

@@ -45,13 +45,10 @@ Pairs: TypeAlias = list[tuple[Live, Saved]]
 def match(
     groups: Sequence[ParamGroup], aliases: Mapping[str, str], saved: Mapping[str, Any], implied: Mapping[str, float]
 ) -> tuple[Pairs, list[str], list[str]]:
-    """Match parameters by name where both sides have names, else by position.
+    """Match parameters of ``saved``, a checkpoint that was read, by name where both sides have names, else by position.
 
-    Args:
-        groups: the optimizer's groups.
-        aliases: the optimizer's further names of tied parameters -> the name in the group.
-        saved: a checkpoint, as ``forms.read`` returns it.
-        implied: state that a checkpoint may leave out, and its value where there is other state.
+    ``aliases`` are the optimizer's further names of tied parameters -> the name in the group; ``implied`` is state that a
+    checkpoint may leave out, and its value where there is other state.
 
     Returns:
         Pairs of a live and a saved parameter, the names that only the optimizer has, and those that only the checkpoint has.

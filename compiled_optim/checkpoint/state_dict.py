@@ -7,7 +7,7 @@ checks everything. Only then does it write, into the live tensors, so that whate
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from compiled_optim.checkpoint.optimi import from_optimi, is_optimi
 from compiled_optim.checkpoint.saved_values import described, naming
 from compiled_optim.checkpoint.writing import Writes
 from compiled_optim.groups.param_group import ParamGroup
+from compiled_optim.rule.declared import Declared
 from compiled_optim.rule.rule import Declaration
 from compiled_optim.state import OptimizerState, scalar_names
 
@@ -72,40 +73,28 @@ def _snapshot(key: str, value: Any, declaration: Declaration, param: Tensor) -> 
 
 @torch.no_grad()
 def load(
-    declaration: Declaration,
+    kind: type[Declared],
     groups: Sequence[ParamGroup],
     state: OptimizerState,
-    state_dict: Mapping[str, Any],
-    *,
     aliases: Mapping[str, str],
-    implied: Mapping[str, float],
-    keep: Collection[str],
+    state_dict: Mapping[str, Any],
     strict: bool,
     hyperparameters: Literal["checkpoint", "keep"],
 ) -> LoadReport:
-    """Copy ``state_dict`` into ``groups`` and ``state``.
+    """Copy ``state_dict``, which is indexed, named, or optimi's, into ``groups`` and ``state`` of an optimizer of ``kind``.
 
-    A frozen parameter without state in the checkpoint keeps the state it has; any other starts anew.
-
-    Args:
-        declaration: what the optimizer declares.
-        groups: its live groups.
-        state: its live state.
-        state_dict: what to load: indexed, named, or optimi's; not modified.
-        aliases: the optimizer's further names of tied parameters.
-        implied: state that a checkpoint may leave out, and its value where there is other state.
-        keep: keys of groups that are the optimizer's own whatever the checkpoint says.
-        strict: raise where names, shapes or entries do not match; otherwise load what does.
-        hyperparameters: whether the groups take the checkpoint's values.
+    A frozen parameter without state in the checkpoint keeps the state it has; any other starts anew. ``strict`` and
+    ``hyperparameters`` are as in :meth:`CompiledOptimizer.load_state_dict`.
 
     Raises:
         ValueError, TypeError: the checkpoint is malformed or, with ``strict``, does not match. Nothing is changed then.
     """
+    declaration = kind.declaration
     with naming("the state dict", passing=(ValueError, TypeError)):
         saved, orphans = _read(state_dict)
-        pairs, missing, unexpected = match(groups, aliases, saved, implied)
+        pairs, missing, unexpected = match(groups, aliases, saved, kind.implied_state)
         sources = pairs if hyperparameters == "checkpoint" else []
-        skipped = {*keep, "params", "param_names"}
+        skipped = {*kind.group_flags, *(s.name for s in declaration.statics), "params", "param_names"}
         group_values, conflicts = check_groups(declaration, groups, sources, saved["param_groups"], skipped)
         made, copies, problems = check_state(declaration, groups, state, pairs, group_values)
         writes = Writes(group_values, made, copies).set_apart(groups)

@@ -110,18 +110,7 @@ class Holdings:
 
     def load(self, saved: Mapping[str, Any], strict: bool, hyperparameters: Literal["checkpoint", "keep"]) -> LoadReport:
         """Copy a state dict into groups and state, or raise before anything is changed."""
-        declaration = self.kind.declaration
-        return checkpoint.load(
-            declaration,
-            self.own_groups,
-            self.state,
-            saved,
-            aliases=self.aliases,
-            implied=self.kind.implied_state,
-            keep={*self.kind.group_flags, *(s.name for s in declaration.statics)},
-            strict=strict,
-            hyperparameters=hyperparameters,
-        )
+        return checkpoint.load(self.kind, self.own_groups, self.state, self.aliases, saved, strict, hyperparameters)
 
     def _group(self, values: Mapping[str, Any], index: int) -> ParamGroup:
         device = values["params"][0].device if values["params"] else torch.get_default_device()
