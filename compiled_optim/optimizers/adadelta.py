@@ -1,7 +1,5 @@
 """Adadelta."""
 
-from __future__ import annotations
-
 from compiled_optim.optimizer import CompiledOptimizer
 from compiled_optim.rule import Number, buffer, hyper, product, sqrt
 

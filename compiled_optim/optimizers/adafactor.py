@@ -1,7 +1,5 @@
 """Adafactor."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from compiled_optim.optimizer import CompiledOptimizer

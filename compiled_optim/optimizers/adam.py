@@ -1,7 +1,5 @@
 """Adam."""
 
-from __future__ import annotations
-
 from compiled_optim.optimizer import CompiledOptimizer
 from compiled_optim.rule import Number, bias_correction, buffer, hyper, maximum, product, sqrt, static
 

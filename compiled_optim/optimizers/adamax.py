@@ -1,7 +1,5 @@
 """Adamax."""
 
-from __future__ import annotations
-
 from compiled_optim.optimizer import CompiledOptimizer
 from compiled_optim.rule import Number, absolute, bias_correction, buffer, hyper, maximum, product
 

@@ -1,7 +1,5 @@
 """AdamW."""
 
-from __future__ import annotations
-
 from compiled_optim.optimizers.adam import Adam
 from compiled_optim.rule import Number, hyper, static
 

@@ -1,7 +1,5 @@
 """NAdam."""
 
-from __future__ import annotations
-
 from compiled_optim.optimizer import CompiledOptimizer
 from compiled_optim.rule import Number, bias_correction, buffer, hyper, power, product, scalar, sqrt, static
 

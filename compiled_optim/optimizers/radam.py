@@ -1,7 +1,5 @@
 """RAdam."""
 
-from __future__ import annotations
-
 from compiled_optim.optimizer import CompiledOptimizer
 from compiled_optim.rule import Number, bias_correction, buffer, hyper, product, sqrt, static, where
 
