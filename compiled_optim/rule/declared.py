@@ -32,8 +32,7 @@ from compiled_optim.rule.rule import Declaration, Gradients, Granularity, Rule
 class Declared:
     """Turns a class body of fields into a constructor signature and, where the body holds an update, a :class:`Rule`.
 
-    It stands above the optimizer base class because type checkers read constructor fields only from classes *below* the
-    one marked as a transform.
+    Type checkers read constructor fields only from classes *below* the one marked as a transform.
     """
 
     declared: ClassVar[dict[str, Field]] = {}
@@ -109,8 +108,7 @@ class Declared:
     def check(hypers: Mapping[str, Any], statics: Mapping[str, Any]) -> None:
         """Raise ``ValueError`` where fields do not fit each other; for subclasses to override.
 
-        A group is checked when it is added and when one of its choices is assigned; not with every hyperparameter, whose
-        values are on the device.
+        It is called when a group is added and when a choice is assigned; not with each hyperparameter: those are on devices.
         """
 
     @classmethod
@@ -136,26 +134,11 @@ def _torch_flags(cls: type[Declared]) -> dict[str, bool]:
 _USUAL_FLAGS = ("foreach", "maximize", "capturable", "differentiable", "fused")
 
 
-def _constructor_signature(fields: Mapping[str, Field], positional_flags: Sequence[str]) -> inspect.Signature:
-    positional: list[str] = []
-    keyword: list[str] = []
-    for name, declared in fields.items():
-        if isinstance(declared, Hyper):
-            positional.append(name)
-        elif isinstance(declared, Static) and declared.init:
-            (keyword if declared.kw_only else positional).append(name)
-        elif isinstance(declared, Flag) and name not in positional_flags:
-            keyword.append(name)
-    defaults: Mapping[str, Any] = {
-        name: declared.default for name, declared in fields.items() if hasattr(declared, "default")
-    }
-    return inspect.Signature(
-        [
-            inspect.Parameter("params", inspect.Parameter.POSITIONAL_OR_KEYWORD),
-            *(
-                inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=defaults[name])
-                for name in (*positional, *positional_flags)
-            ),
-            *(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name]) for name in keyword),
-        ]
-    )
+def _constructor_signature(fields: Mapping[str, Any], positional_flags: Sequence[str]) -> inspect.Signature:
+    made = [f for f in fields.values() if isinstance(f, (Hyper, Flag)) or (isinstance(f, Static) and f.init)]
+    keyword = [f for f in made if isinstance(f, Flag) or (isinstance(f, Static) and f.kw_only)]
+    positional = [f for f in made if f not in keyword] + [fields[name] for name in positional_flags]
+    either, only = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    parameters = [inspect.Parameter(f.name, either, default=f.default) for f in positional]
+    parameters += [inspect.Parameter(f.name, only, default=f.default) for f in keyword if f not in positional]
+    return inspect.Signature([inspect.Parameter("params", either), *parameters])
