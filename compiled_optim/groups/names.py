@@ -37,24 +37,14 @@ def without_aliases(names: Sequence[str], params: Sequence[Any]) -> tuple[list[s
     if not names:
         return [], list(params), {}
     first_names: dict[int, str] = {}
-    kept: list[tuple[str, Any]] = []
-    aliases: dict[str, str] = {}
-    for name, param in zip(names, params, strict=True):
-        first = first_names.setdefault(id(param), name)
-        if first == name:
-            kept.append((name, param))
-        else:
-            aliases[name] = first
-    return [name for name, _ in kept], [param for _, param in kept], aliases
+    firsts = [first_names.setdefault(id(param), name) for name, param in zip(names, params, strict=True)]
+    kept = [i for i, first in enumerate(firsts) if first == names[i]]
+    aliases = {name: first for name, first in zip(names, firsts, strict=True) if name != first}
+    return [names[i] for i in kept], [params[i] for i in kept], aliases
 
 
 def check_names(names: Sequence[Any], groups: Sequence[Mapping[str, Any]], aliases: Collection[str]) -> None:
-    """Raise an error unless ``names`` are strings, all different, and not in use in ``groups`` or ``aliases``.
-
-    Raises:
-        TypeError: a name is no string.
-        ValueError: a name stands for two parameters.
-    """
+    """Raise ``TypeError`` or ``ValueError`` unless ``names`` are strings, different, and not in ``groups`` or ``aliases``."""
     taken = {name for group in groups for name in group.get("param_names", ())} | set(aliases)
     for name in names:
         if not isinstance(name, str):
