@@ -91,7 +91,7 @@ class MultiTensorLowering(Capturable):
 
     def prepare(self, grads: list[Tensor | None] | None) -> None:
         self._hypers.prepare()
-        apart = self.plan.addresses.unlike or self._tensors.has_stand_ins
+        apart = self.plan.addresses.unlike or self._tensors.stand_ins
         self._tensors.prepare(self.plan.gradients(grads) if apart else None, self._table.gradients)
 
     def measure(self) -> None:
@@ -164,6 +164,7 @@ class PlanTensors:
     Attributes:
         numels: of real numbers in each parameter; of a DTensor in this process's part.
         whole_numels: the same, of a DTensor in all parts.
+        stand_ins: the positions of parameters in whose place others are updated.
         table: (rows, parameters) int64; see :class:`~compiled_optim.lowering.kernels.table.TensorTable`. Each is its owner.
     """
 
@@ -186,13 +187,8 @@ class PlanTensors:
             plan.device,
         )
         self._version = -1  # of the plan's addresses that the kernels know
-        self._stand_ins = [i for i, order in enumerate(self._orders) if order.stand_in is not None]
+        self.stand_ins = [i for i, order in enumerate(self._orders) if order.stand_in is not None]
         self._grads: Sequence[Tensor | None] = ()
-
-    @property
-    def has_stand_ins(self) -> bool:
-        """Whether stand-ins are updated in place of some parameters."""
-        return bool(self._stand_ins)
 
     def prepare(self, grads: Sequence[Tensor | None] | None, pointers: GradientPointers) -> None:
         """Make the gradients known to the kernels, which read ``pointers``, for one step.
@@ -207,12 +203,12 @@ class PlanTensors:
             self._version = -1
             self._grads = [None if g is None else o.arranged(g) for o, g in zip(self._orders, grads, strict=True)]
             pointers.publish([0 if g is None else _address(g) for g in self._grads])
-        for i in self._stand_ins:
+        for i in self.stand_ins:
             self._orders[i].load()
 
     def finish(self) -> None:
         """Copy stand-ins back into their parameters after a step, and let go of the gradients."""
-        for i in self._stand_ins:
+        for i in self.stand_ins:
             if self._grads[i] is not None:
                 self._orders[i].store()
         self._grads = ()

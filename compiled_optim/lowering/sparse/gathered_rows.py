@@ -49,7 +49,8 @@ class GatheredRowsLowering(TorchLowering):
     def prepare(self, grads: list[Tensor | None] | None) -> None:
         super().prepare(grads)
         self._entries = {}
-        self._distinct = [self._are_distinct(i, grad) for i, grad in enumerate(self._grads)]
+        given = zip(self.plan.members, self._grads, strict=True)
+        self._distinct = [g is not None and g.device.type == "cpu" and has_distinct_rows(g, m.name) for m, g in given]
 
     def measure(self) -> None:
         """Write the sum of the squares of the prepared gradients, after the entries of each row have been added up."""
@@ -71,9 +72,6 @@ class GatheredRowsLowering(TorchLowering):
     def finish(self) -> None:
         super().finish()
         self._entries = {}
-
-    def _are_distinct(self, position: int, grad: Tensor | None) -> bool:
-        return grad is not None and grad.device.type == "cpu" and has_distinct_rows(grad, self.plan.members[position].name)
 
     def _add_up(self) -> None:
         for i, (member, grad) in enumerate(zip(self.plan.members, self._grads, strict=True)):
