@@ -13,3 +13,9 @@ class AdamW(Adam):
 
     weight_decay: Number = hyper(default=1e-2, ge=0)
     decoupled_weight_decay: bool = static(default=True, init=False)
+
+    @staticmethod
+    def coefficients(step, lr, betas, eps, weight_decay):
+        numbers = Adam.coefficients(step, lr, betas, eps, weight_decay)
+        del numbers["weight_decay"]  # the gradient's, which has none here
+        return numbers
