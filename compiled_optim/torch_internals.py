@@ -144,12 +144,7 @@ def assert_on_device(condition: Tensor, message: str) -> None:
 
 
 def refuse_tracing(what: str, advice: str) -> None:
-    """Raise an error if Dynamo is tracing; else do nothing.
-
-    Raises:
-        torch._dynamo.exc.Unsupported: Dynamo is tracing. With ``fullgraph=True`` the user sees it; otherwise the frame runs
-            uncompiled.
-    """
+    """Raise ``Unsupported`` where Dynamo is tracing: seen with ``fullgraph=True``, else the frame runs uncompiled."""
     if TracingContext.try_get() is not None:
         from torch._dynamo.exc import Unsupported
 

@@ -96,11 +96,7 @@ class CapturedGradients:
         self.repeats = all(left_now[i] is self._found[i] for i in self._watched)
 
     def accept(self) -> None:
-        """Let go of the gradients that nobody reads again.
-
-        Raises:
-            RuntimeError: a gradient that was None in the capture, since other calls drop it, was not dropped in this one.
-        """
+        """Let go of gradients that nobody reads again, or raise ``RuntimeError`` if one that other calls drop was kept."""
         kept = self._cleared - self.dropped.places
         if kept:
             raise RuntimeError(

@@ -77,11 +77,7 @@ class Run:
         return next((p.device for engine in self._engines for p in engine.params), self.device) != self.device
 
     def _follow_device(self) -> bool:
-        """Go to where the parameters are; whether they were there already.
-
-        Raises:
-            ValueError: they are on several devices, or no graph can hold the steps there; nothing has changed.
-        """
+        """Go to where the parameters are; whether they were there already. ``ValueError`` if no graph can hold steps."""
         device = self._common_device()
         if device == self.device:
             return True
@@ -110,11 +106,7 @@ class Run:
         return make(self.device, self._stream)
 
     def _drop(self, cause: str) -> None:
-        """Let go of the stale graph, if that is allowed; the next call captures again.
-
-        Raises:
-            RuntimeError, RecompileError, ValueError: it is not; nothing has changed.
-        """
+        """Let go of the stale graph; the next call captures again. An error, and no change, where that is not allowed."""
         stale = self._graph
         assert stale is not None
         if self._left == 0:

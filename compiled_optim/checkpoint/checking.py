@@ -131,10 +131,8 @@ def _values(
 ) -> dict[str, float | Tensor]:
     """What to copy into one parameter's state: everything it needs, or nothing if the checkpoint has no state for it.
 
-    A buffer that a hyperparameter other than 0 makes necessary may be there without need, from when that was not 0.
-
-    Raises:
-        Unloadable: an entry is absent, unknown here, or not what it must be.
+    A buffer that a hyperparameter other than 0 makes necessary may be there without need, from when that was not 0. An entry
+    that is absent, unknown here, or not what it must be is :class:`Unloadable`.
     """
     if not saved:
         return {}

@@ -39,11 +39,7 @@ def plain(value: Any, what: str) -> Any:
 
 @naming("the state dict", passing=(ValueError, TypeError))
 def read(state_dict: Any) -> dict[str, Any]:
-    """``state_dict`` in new dicts and lists that share its values, checked.
-
-    Raises:
-        ValueError: as :func:`check`.
-    """
+    """``state_dict`` in new dicts and lists that share its values, after :func:`check`."""
     result: dict[str, Any] = plain(state_dict, "the state dict")
     if isinstance(result, dict):
         result |= {key: plain(result[key], f"'{key}'") for key in ("state", "param_groups", "aliases") if key in result}
@@ -64,11 +60,7 @@ def _plain_group(group: Any, where: str) -> Any:
 
 
 def check(state_dict: Any) -> None:
-    """Check the form of a state dict.
-
-    Raises:
-        ValueError: it is neither indexed nor named, or of a later version, or names or lists a parameter twice.
-    """
+    """Raise ``ValueError`` unless it is an indexed or named state dict, of no later version, with each parameter once."""
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
         raise ValueError("not an optimizer state dict: it must be a dict with 'state' and 'param_groups'")
     version = state_dict.get("format_version", FORMAT_VERSION)
@@ -113,11 +105,7 @@ def _refuse_repeated(verb: str, values: Iterable[int | str]) -> None:
 
 
 def named(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """The named form of ``state_dict``, which shares its tensors. The prefixes of module wrappers are removed.
-
-    Raises:
-        ValueError: the parameters have no names, or it is no state dict.
-    """
+    """The named form of ``state_dict``, which shares its tensors, without the prefixes of module wrappers, or an error."""
     check(state_dict)
     groups, aliases = state_dict["param_groups"], state_dict.get("aliases", {})
     if any(group_names(group) is None for group in groups):

@@ -23,8 +23,7 @@ def is_optimi(state_dict: Mapping[str, Any]) -> bool:
 def from_optimi(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """A state dict of optimi with this package's names and meaning, without state that belongs to no parameter.
 
-    Raises:
-        Unloadable: an option or a state entry has no counterpart here, or is not what optimi saves.
+    What has no counterpart here, or is not what optimi saves, is :class:`Unloadable`.
     """
     state: dict[Any, dict[str, Any]] = {}
     groups = []

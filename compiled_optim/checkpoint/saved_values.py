@@ -56,11 +56,7 @@ def described(value: Any, depth: int = 2) -> str:
 
 
 def as_number(value: Any, what: str, *, finite: bool = True) -> float:
-    """``value``, called ``what``, as a float.
-
-    Raises:
-        Unloadable: it is neither a number nor a tensor of one number, or it is infinite or NaN and must be ``finite``.
-    """
+    """``value``, called ``what``, as a float. :class:`Unloadable` unless it is one, or a tensor of one, and ``finite``."""
     with naming(what):
         if isinstance(value, Tensor):
             value = _item(value, what)
@@ -88,9 +84,7 @@ def as_tensor(value: Any, what: str) -> Tensor:
     """``value``, called ``what``, as a floating-point or complex tensor that ``copy_`` can read.
 
     The result shares memory with a DTensor or a tensor of torch's own classes; a tensor of any other class is copied.
-
-    Raises:
-        Unloadable: it is something else, or torch cannot copy it.
+    What is something else, or torch cannot copy, is :class:`Unloadable`.
     """
     if not isinstance(value, Tensor):
         raise Unloadable(f"{what} is not a tensor")
@@ -104,11 +98,7 @@ def as_tensor(value: Any, what: str) -> Tensor:
 
 
 def as_buffer(value: Any, what: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """:func:`as_tensor` of ``shape``, and complex exactly if ``dtype`` is.
-
-    Raises:
-        Unloadable: it is something else, or torch cannot copy it.
-    """
+    """:func:`as_tensor` of ``shape``, and complex exactly if ``dtype`` is."""
     tensor = as_tensor(value, what)
     if tuple(tensor.shape) != shape:
         raise Unloadable(f"{what} has shape {tuple(tensor.shape)} instead of {shape}")

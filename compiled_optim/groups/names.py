@@ -44,7 +44,7 @@ def without_aliases(names: Sequence[str], params: Sequence[Any]) -> tuple[list[s
 
 
 def check_names(names: Sequence[Any], groups: Sequence[Mapping[str, Any]], aliases: Collection[str]) -> None:
-    """Raise ``TypeError`` or ``ValueError`` unless ``names`` are different strings, and new to ``groups`` and ``aliases``."""
+    """Raise ``TypeError`` or ``ValueError`` unless ``names`` are different strings, new to ``groups`` and ``aliases``."""
     taken = {name for group in groups for name in group.get("param_names", ())} | set(aliases)
     for name in names:
         if not isinstance(name, str):

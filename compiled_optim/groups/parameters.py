@@ -14,12 +14,7 @@ from compiled_optim.rule.declared import Declared
 
 
 def as_groups(params: Any) -> list[dict[str, Any]]:
-    """The constructor's ``params`` as a list of new group dicts.
-
-    Raises:
-        TypeError: ``params`` is a tensor.
-        ValueError: ``params`` is empty.
-    """
+    """The constructor's ``params`` as a list of new group dicts; an error if they are a tensor, or none."""
     if isinstance(params, Tensor):
         raise TypeError(
             "params argument given to the optimizer should be an iterable of Tensors or dicts, but got "
@@ -34,12 +29,7 @@ def as_groups(params: Any) -> list[dict[str, Any]]:
 
 
 def names_and_tensors(params: Any) -> tuple[list[str], list[Any]]:
-    """The names and the tensors in one group's ``params``; no names where it has none.
-
-    Raises:
-        TypeError: ``params`` is a set, which has no order.
-        ValueError: only some of the tensors have names.
-    """
+    """The names, if any, and the tensors in one group's ``params``; an error for a set, and where only some have names."""
     if isinstance(params, Tensor):
         return [], [params]
     if isinstance(params, set):

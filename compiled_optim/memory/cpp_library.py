@@ -45,8 +45,7 @@ def compiler() -> tuple[str, ...]:
 def library(text: str, flags: Sequence[str] = (), kind: type[ctypes.CDLL] = ctypes.CDLL) -> ctypes.CDLL:
     """The shared library that C++ ``text`` compiles to with further ``flags``, loaded as ``kind`` and kept on disk.
 
-    Raises:
-        CompilerError: it could not be compiled or loaded, with the compiler's or the system's message.
+    A ``CompilerError`` has the compiler's or the system's message.
     """
     command = compiler()
     origin = [text, *command, *_FLAGS, *flags, _version(command), _processor()]

@@ -42,11 +42,7 @@ def forbidding_recompilation(budget: int = 0) -> Iterator[None]:
 
 
 def spend(message: str) -> None:
-    """Take one recompilation or re-capture from the budgets of all open blocks.
-
-    Raises:
-        RecompileError: with ``message``; one of them has nothing left.
-    """
+    """Take one recompilation or re-capture from the budgets of all open blocks, or raise ``RecompileError(message)``."""
     if any(left <= 0 for left in _budgets):
         raise RecompileError(message)
     _budgets[:] = [left - 1 for left in _budgets]
@@ -67,10 +63,8 @@ class CompilationLog:
     def obtain(self, cache: dict[KernelKey, K], key: KernelKey, names: Sequence[str], make: Callable[[KernelKey], K]) -> K:
         """The kernel of ``key`` for the parameters ``names``: from ``cache``, else made, kept and recorded.
 
-        A kernel that does without a buffer is made together with the one that a hyperparameter's change may ask for.
-
-        Raises:
-            RecompileError: it would have to be made again inside ``no_recompiles``.
+        A kernel that does without a buffer is made together with the one that a hyperparameter's change may ask for. Inside
+        ``no_recompiles``, ``RecompileError`` is raised in place of making one again.
         """
         if key not in cache:
             cause = next((c for c in (self._cause(name, key) for name in names) if c), "")

@@ -85,12 +85,7 @@ class Hyper(Field):
             raise ValueError(f"Invalid {label}: {value} ({self.element(index)} of {where} must be {self.allowed})")
 
     def elements(self, value: Any, where: str) -> tuple[float | Tensor, ...]:
-        """``value`` as a tuple of ``length`` floats or 1-element tensors.
-
-        Raises:
-            TypeError: an element is not a number.
-            ValueError: there are more or fewer elements than the field holds.
-        """
+        """``value`` as a tuple of ``length`` floats or 1-element tensors; ``TypeError`` or ``ValueError`` if it is none."""
         if not self.is_tuple:
             return (self._number(value, 0, where),)
         if not isinstance(value, (tuple, list)):

@@ -44,11 +44,7 @@ class Owner(Protocol):
 
 
 class Engine:
-    """Makes the step of an optimizer anew when groups or state changed, and runs it.
-
-    Args:
-        optimizer: whose steps; it is not kept alive.
-        make: makes a step.
+    """Makes the step of an optimizer, which it does not keep alive, anew when groups or state changed, and runs it.
 
     Attributes:
         holdings: what the optimizer owns.
@@ -128,11 +124,7 @@ class Engine:
 
     @outside_inference_mode()
     def renew(self, grads: Sequence[Tensor | None] | None = None) -> list[Tensor | None] | None:
-        """Make the step anew from groups and state, and take ``grads`` for the parameters' own.
-
-        Returns:
-            ``grads`` in the order in which the parameters are now; None if they are the parameters' own.
-        """
+        """Make the step anew from groups and state, and return ``grads`` in the order in which the parameters are now."""
         self._changes.pending = True  # to the end, whatever interrupts it
         given = {} if grads is None else dict(zip(map(id, self.params), grads, strict=True))
 

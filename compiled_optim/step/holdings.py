@@ -26,12 +26,9 @@ from compiled_optim.step.hand_captures import HandCaptures
 class Holdings:
     """Groups, state, and the memory of the device that graphs may go on reading while steps come and go.
 
-    Args:
-        kind: the optimizer's class.
-        lowering: how its steps are to run.
-        changes: where groups and state report writes.
-
     Attributes:
+        kind: the optimizer's class.
+        changes: where groups and state report writes.
         groups: ``param_groups``; somebody may put plain dicts there, which :meth:`adopt` replaces.
         aliases: further names of tied parameters -> the names that were kept.
         hands_out_state: whether somebody may hold state tensors, and so give them other memory.
@@ -56,11 +53,7 @@ class Holdings:
         return cast("list[ParamGroup]", self.groups)
 
     def add(self, param_group: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-        """Add a group; missing entries are taken from ``defaults``.
-
-        Raises:
-            TypeError, ValueError: something in it does not fit; nothing is changed then.
-        """
+        """Add a group, with ``defaults`` for missing entries; an error, and no change, where something does not fit."""
         index = len(self.groups)
         values = {**defaults, **param_group}
         unknown = [k for k in values if k in self.kind.fields and k not in _group_keys(self.kind)]

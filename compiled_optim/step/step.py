@@ -26,10 +26,7 @@ class Step:
     A step is :meth:`prepare`, the host's part; :meth:`launch`, the device's part, which a graph may capture; and
     :meth:`finish`. The methods from :meth:`key` on are what a CUDA graph needs.
 
-    Args:
-        holdings: groups, state and what outlives the step. Missing state is made.
-        clipping: what :meth:`Clipping.take` takes.
-        grad_of: the gradient of a parameter.
+    Missing state is made. ``clipping`` is, here and below, what :meth:`Clipping.take` takes.
 
     Attributes:
         name: what reports call it.
