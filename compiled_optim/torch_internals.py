@@ -17,8 +17,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch._guards import TracingContext
 
-outside_dynamo = _disable_dynamo
-"""Decorator: never traced. Unlike ``torch.compiler.disable`` it does not import the compiler."""
+outside_dynamo = _disable_dynamo  # decorator: never traced; unlike torch.compiler.disable it does not import the compiler
 
 
 @functools.cache

@@ -36,8 +36,7 @@ class CudaGraph:
         ValueError: it is on another device.
     """
 
-    _underway: ClassVar[list[object]] = []
-    """The captures of this class that are going on, on all threads."""
+    _underway: ClassVar[list[object]] = []  # the captures of this class that are going on, on all threads
 
     _postponed: ClassVar[list[tuple[torch.device, torch.cuda.CUDAGraph]]] = []
     """Graphs that were released while something was captured."""

@@ -37,8 +37,7 @@ class Slot:
 class Run:
     """One graph, and when it may be captured; the arguments are those of ``CUDAGraphRunner``."""
 
-    alone: ClassVar[bool]
-    """Whether the graph holds a step and nothing else."""
+    alone: ClassVar[bool]  # whether the graph holds a step and nothing else
 
     def __init__(
         self, optimizers: Sequence[CompiledOptimizer], warmup: int, recaptures: int, stream: torch.Stream | None

@@ -17,11 +17,8 @@ from compiled_optim.plan.compilations import CompilationLog
 from compiled_optim.plan.plan import Plan
 from compiled_optim.rule.rule import Rule
 
-LOWERINGS = ("auto", "multi_tensor", "inductor", "eager")
-"""What users can ask for."""
-
-_refused: dict[tuple[str, Rule], str] = {}
-"""By device type and rule, why its kernels do not compile in this process."""
+LOWERINGS = ("auto", "multi_tensor", "inductor", "eager")  # what users can ask for
+_refused: dict[tuple[str, Rule], str] = {}  # by device type and rule, why its kernels do not compile in this process
 
 
 def refuse(plan: Plan, reason: str) -> None:

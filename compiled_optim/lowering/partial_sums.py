@@ -14,11 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CHUNK = 256
-"""How many numbers a program adds up in the second stage."""
-
-_ALONE = 1 << 13
-"""The most numbers that one program adds up where their count is known to the compiler."""
+CHUNK = 256  # how many numbers a program adds up in the second stage
+_ALONE = 1 << 13  # the most numbers that one program adds up where their count is known to the compiler
 
 
 @functools.cache

@@ -40,8 +40,7 @@ _EXAMPLES = {"vectors": (_COUNT, 7), "matrices": (_COUNT, 3, 11, 7)}
 _LARGE_EXAMPLES = {"vectors": (_COUNT, 8191), "matrices": (_COUNT, 3, 1031, 769)}
 """The same for accelerators, where Inductor chooses its blocks by these sizes."""
 
-_SEQUENTIAL = {"cpu"}
-"""Devices on which one thread may walk a whole tensor."""
+_SEQUENTIAL = {"cpu"}  # devices on which one thread may walk a whole tensor
 
 # With it, reductions over different dimensions of any size fail on a GPU: "CantSplit" (torch 2.13).
 _OPTIONS = {"loop_ordering_after_fusion": False, "assert_indirect_indexing": False}

@@ -20,8 +20,7 @@ from compiled_optim.memory import cpp_library
 from compiled_optim.memory.layout import is_plain, overlap_shifted
 from compiled_optim.torch_internals import build_identity, pointer_offset
 
-EMPTY = 16
-"""Stands for the address of a gradient without elements, which has none: 0 says that there is no gradient."""
+EMPTY = 16  # stands for the address of a gradient without elements, which has none: 0 says that there is no gradient
 
 # What `look` returns: two flags, and above them the version of the gradients' addresses.
 _UNLIKE, _MOVED = 1, 2

@@ -19,8 +19,7 @@ from compiled_optim.torch_internals import default_cache_directory
 
 T = TypeVar("T")
 
-_refused: set[Path] = set()
-"""Directories that could not be trusted or used in this process."""
+_refused: set[Path] = set()  # directories that could not be trusted or used in this process
 
 
 def cache_directory() -> Path:

@@ -12,11 +12,8 @@ from compiled_optim.memory.layout import real_dtype
 from compiled_optim.plan.plan import Member, Plan
 from compiled_optim.rule.rule import Rule
 
-MULTI_TENSOR = "multi-tensor"
-"""The arrangement of tensors that a kernel finds by their addresses."""
-
-COEFFICIENTS = "coefficients"
-"""What stands for an arrangement where a kernel evaluates coefficients and updates nothing."""
+MULTI_TENSOR = "multi-tensor"  # the arrangement of tensors that a kernel finds by their addresses
+COEFFICIENTS = "coefficients"  # what stands for an arrangement where a kernel evaluates coefficients and updates nothing
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,7 @@ from compiled_optim.rule.fields import Static
 from compiled_optim.rule.rule import Rule
 from compiled_optim.rule.vocabulary import maximum, sign, where
 
-LEAST = 1e-3
-"""The least share of a tensor's elements to which the whole step is given."""
+LEAST = 1e-3  # the least share of a tensor's elements to which the whole step is given
 
 
 def cautious(rule: Rule) -> Rule:

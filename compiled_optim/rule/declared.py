@@ -35,31 +35,18 @@ class Declared:
     Type checkers read constructor fields only from classes *below* the one marked as a transform.
     """
 
-    declared: ClassVar[dict[str, Field]] = {}
-    """By name: what the bodies of the class and its bases declare."""
-
-    fields: ClassVar[dict[str, Field]] = {}
-    """By name: what is declared, and the choices that transforms add."""
-
-    transforms: ClassVar[tuple[Callable[[Rule], Rule], ...]] = ()
-    """What elementwise rules of dense gradients go through, in this order."""
-
+    declared: ClassVar[dict[str, Field]] = {}  # by name: what the bodies of the class and its bases declare
+    fields: ClassVar[dict[str, Field]] = {}  # by name: what is declared, and the choices that transforms add
+    transforms: ClassVar[tuple[Callable[[Rule], Rule], ...]] = ()  # what elementwise rules of dense gradients go through
     declaration: ClassVar[Declaration]
-    rule: ClassVar[Rule]
-    """The declaration, where it has an update."""
+    rule: ClassVar[Rule]  # the declaration, where it has an update
 
     gradients: ClassVar[Gradients] = "dense"
     """The gradients that the optimizer takes. Of a sparse one it updates the rows that the gradient names."""
-
-    advice: ClassVar[str] = ""
-    """The optimizer to advise where a gradient is of the other kind."""
-
-    granularity: ClassVar[Granularity] = "element"
-    """What an update sees at a time; see :class:`Rule`."""
-
+    advice: ClassVar[str] = ""  # the optimizer to advise where a gradient is of the other kind
+    granularity: ClassVar[Granularity] = "element"  # what an update sees at a time; see :class:`Rule`
     group_flags: ClassVar[tuple[str, ...]] = ()
     """The flags in the groups: torch.optim's, so that checkpoints are interchangeable, and ``maximize`` for every rule."""
-
     implied_state: ClassVar[Mapping[str, float]] = {}
     """The state that checkpoints of torch.optim's optimizer of this name leave out, as it is where they hold other state."""
 

@@ -16,8 +16,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-Number: TypeAlias = float | Tensor
-"""A hyperparameter as a user may give it: a Python number or a 1-element tensor."""
+Number: TypeAlias = float | Tensor  # a hyperparameter as a user may give it: a Python number or a 1-element tensor
 
 # torch.optim's wording in its own error messages, where it is not "<name> value".
 _LABELS = {"lr": "learning rate", "eps": "epsilon value", "betas": "beta parameter at index {index}"}

@@ -16,11 +16,8 @@ import torch
 from compiled_optim.rule.fields import Buffer, Fact, Hyper, Scalar, Static
 from compiled_optim.rule.symbols import PLAIN, Code, Dialect, NotWritable, Symbol
 
-Gradients: TypeAlias = Literal["dense", "sparse"]
-"""The gradients that an optimizer takes; sparse ones are COO tensors."""
-
-Granularity: TypeAlias = Literal["element", "tensor", "matrix"]
-"""What a rule's update sees at a time."""
+Gradients: TypeAlias = Literal["dense", "sparse"]  # the gradients that an optimizer takes; sparse ones are COO tensors
+Granularity: TypeAlias = Literal["element", "tensor", "matrix"]  # what a rule's update sees at a time
 
 
 @dataclass(frozen=True)

@@ -135,8 +135,7 @@ class Dialect:
     either: str
 
 
-PLAIN = Dialect("{} = {}", "{}", "and", "or")
-"""A language for checking rules, which nobody reads."""
+PLAIN = Dialect("{} = {}", "{}", "and", "or")  # a language for checking rules, which nobody reads
 
 
 class Code:

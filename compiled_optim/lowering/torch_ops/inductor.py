@@ -32,8 +32,7 @@ Graph: TypeAlias = Callable[[int, list[Tensor]], Any]
 Kernel: TypeAlias = Mapping[int, Graph]
 """The code of one key: by stage the rule's means, whose results are elementwise or sums of rows, and the update."""
 
-UPDATE = -1
-"""What stands for a stage where a kernel updates."""
+UPDATE = -1  # what stands for a stage where a kernel updates
 
 ROW = 128  # elements in a row of packed tensors: one tensor's coefficients hold for a whole row
 PACKED_LIMIT = 16384  # elements below which copying a tensor costs less than a call of its own
