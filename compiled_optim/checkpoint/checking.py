@@ -94,11 +94,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def check_state(
-    declaration: Declaration,
-    groups: Sequence[ParamGroup],
-    state: OptimizerState,
-    pairs: Pairs,
-    group_values: GroupValues,
+    declaration: Declaration, groups: Sequence[ParamGroup], state: OptimizerState, pairs: Pairs, group_values: GroupValues
 ) -> tuple[list[tuple[Tensor, dict[str, Tensor]]], Copies, list[str]]:
     """The state of every parameter once the groups hold ``group_values``.
 

@@ -62,8 +62,7 @@ def _elementwise(plan: Plan, wanted: str, log: CompilationLog) -> str:
     missing = "no C++ compiler was found" if on_cpu and not cpp_library.compiler() else ""
     if refusal := missing or _refused.get((plan.device.type, plan.rule), ""):
         log.fall_back(
-            f"{plan.rule.name} runs eager: {refusal}",
-            "install g++ or clang++, or name one in the environment variable CXX",
+            f"{plan.rule.name} runs eager: {refusal}", "install g++ or clang++, or name one in the environment variable CXX"
         )
         return "eager"
     served = plan.device.type == "cuda" or (on_cpu and sys.platform == "linux")

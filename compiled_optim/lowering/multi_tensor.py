@@ -132,12 +132,7 @@ class Part:
     """
 
     def __init__(
-        self,
-        kernel: Kernel,
-        tensors: PlanTensors,
-        gradients: GradientPointers,
-        positions: Sequence[int],
-        expressions: int,
+        self, kernel: Kernel, tensors: PlanTensors, gradients: GradientPointers, positions: Sequence[int], expressions: int
     ) -> None:
         self.kernel = kernel
         self.tensors = tensors.table

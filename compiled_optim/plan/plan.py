@@ -238,10 +238,7 @@ def _parts(grad: Tensor) -> tuple[Tensor, ...]:
 
 
 def partition(
-    rule: Rule,
-    groups: Sequence[ParamGroup],
-    state: OptimizerState,
-    grad_of: Callable[[Tensor], Tensor | None] = gradient,
+    rule: Rule, groups: Sequence[ParamGroup], state: OptimizerState, grad_of: Callable[[Tensor], Tensor | None] = gradient
 ) -> list[Plan]:
     """The plans for all parameters that have state or need it now. Missing state is made.
 

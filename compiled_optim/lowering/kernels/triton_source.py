@@ -16,16 +16,7 @@ from collections.abc import Callable
 import torch
 
 from compiled_optim.lowering.kernels.program import Evaluation, Program
-from compiled_optim.lowering.kernels.table import (
-    BUFFERS,
-    GROUP,
-    MAXIMIZE,
-    NUMEL,
-    OWNER,
-    PARAM,
-    RESOLUTION,
-    SCALARS,
-)
+from compiled_optim.lowering.kernels.table import BUFFERS, GROUP, MAXIMIZE, NUMEL, OWNER, PARAM, RESOLUTION, SCALARS
 from compiled_optim.lowering.kernels.triton_words import WORDS
 from compiled_optim.plan.clipping import NAMES
 from compiled_optim.plan.kernel_key import KernelKey
