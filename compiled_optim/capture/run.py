@@ -9,7 +9,7 @@ import torch
 
 from compiled_optim.capture.causes import described, differences
 from compiled_optim.capture.graph import GRAPHS, Graph
-from compiled_optim.groups.names import parameter_name
+from compiled_optim.groups.names import named_parameters
 from compiled_optim.optimizer import CompiledOptimizer, engine_of
 from compiled_optim.plan.compilations import spend
 from compiled_optim.step.step import Step
@@ -61,10 +61,7 @@ class Run:
 
     def _common_device(self) -> torch.device:
         placed: dict[torch.device, str] = {
-            param.device: parameter_name(group, i, j)
-            for o in self._optimizers
-            for i, group in enumerate(o.param_groups)
-            for j, param in enumerate(group["params"])
+            param.device: name for o in self._optimizers for name, param in named_parameters(o.param_groups)
         }
         if len(placed) != 1:
             where = ", ".join(f"'{name}' on {device}" for device, name in placed.items())

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from compiled_optim.capture.causes import place
-from compiled_optim.groups.names import parameter_name
+from compiled_optim.groups.names import named_parameters
 from compiled_optim.memory.addresses import Addresses
 from compiled_optim.optimizer import CompiledOptimizer, engine_of
 
@@ -29,12 +29,7 @@ class Surroundings:
 
     def __init__(self, optimizers: Sequence[CompiledOptimizer], modules: Iterable[nn.Module]) -> None:
         self.params = [p for o in optimizers for p in engine_of(o).params]
-        names = {
-            id(p): parameter_name(group, i, j)
-            for o in optimizers
-            for i, group in enumerate(o.param_groups)
-            for j, p in enumerate(group["params"])
-        }
+        names = {id(param): name for o in optimizers for name, param in named_parameters(o.param_groups)}
         self._optimized = set(names)
         known = {id(m): (name, m) for root in modules for name, m in root.named_modules()}
         self._modules = [m for _, m in known.values()]

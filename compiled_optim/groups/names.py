@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 _WRAPPER_PREFIXES = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.")
@@ -12,6 +12,11 @@ def parameter_name(group: Mapping[str, Any], group_index: int, index: int) -> st
     """The name of a parameter in messages, or its position where it has no name."""
     names = group.get("param_names")
     return names[index] if names else f"param_groups[{group_index}]['params'][{index}]"
+
+
+def named_parameters(groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """All parameters in ``groups``, each with its name in messages."""
+    return ((parameter_name(group, i, j), p) for i, group in enumerate(groups) for j, p in enumerate(group["params"]))
 
 
 def canonical_names(names: Sequence[str]) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_optim.groups.names import parameter_name
+from compiled_optim.groups.names import named_parameters, parameter_name
 from compiled_optim.memory.sharding import is_sharded
 from compiled_optim.rule.declared import Declared
 
@@ -67,7 +67,7 @@ def check_params(
         ValueError: a tensor is of a kind that the optimizer does not take, or is in a group already; or only some groups
             have names.
     """
-    elsewhere = {id(p): parameter_name(g, i, j) for i, g in enumerate(others) for j, p in enumerate(g["params"])}
+    elsewhere = {id(param): name for name, param in named_parameters(others)}
     here: dict[int, str] = {}
     for j, param in enumerate(group["params"]):
         name = parameter_name(group, index, j)
