@@ -42,7 +42,12 @@ class EagerLowering(TorchLowering):
         with torch.set_grad_enabled(self._differentiable):
             coefficients, _ = self._advance()
             for member, values in self._present(coefficients):
-                self._step_one(member, values)
+                new_param, new_buffers = self._update(*values)
+                if member.param.is_complex():
+                    new_param, *new_buffers = (torch.view_as_complex(t) for t in (new_param, *new_buffers))
+                member.param.copy_(new_param)
+                for name, new in zip(self.plan.buffers, new_buffers, strict=True):
+                    member.put(name, new) if self._differentiable else member.entries[name].copy_(new)
 
     def _sum_means(self, stage: int, coefficients: Tensor, sums: Tensor) -> None:
         columns = dict(zip(map(id, self.plan.members), sums.unbind(1), strict=True))
@@ -59,14 +64,3 @@ class EagerLowering(TorchLowering):
                 buffers = [as_real(member.entries[n]) for n in names]
                 numbers = column.to(compute_dtype(old.dtype)).unbind()
                 yield member, (as_real(old), as_real(grad.resolve_conj()), buffers, numbers)
-
-    def _step_one(self, member: Member, values: _Values) -> None:
-        new_param, new_buffers = self._update(*values)
-        if member.param.is_complex():
-            new_param, *new_buffers = (torch.view_as_complex(t) for t in (new_param, *new_buffers))
-        member.param.copy_(new_param)
-        for name, new in zip(self.plan.buffers, new_buffers, strict=True):
-            if self._differentiable:
-                member.put(name, new)
-            else:
-                member.entries[name].copy_(new)
