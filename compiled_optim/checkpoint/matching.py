@@ -19,17 +19,11 @@ T = TypeVar("T")
 
 @dataclass
 class Listed(Generic[T]):
-    """One parameter as the groups of one side list it.
+    """One parameter as the groups of one side list it."""
 
-    Attributes:
-        names: its name, then its aliases.
-        group: the index of its group.
-        content: in the optimizer the parameter itself; in a checkpoint its state, empty where it never had any.
-    """
-
-    names: tuple[str, ...]
-    group: int
-    content: T
+    names: tuple[str, ...]  # its name, then its aliases
+    group: int  # the index of its group
+    content: T  # in the optimizer the parameter itself; in a checkpoint its state, empty where it never had any
 
     @property
     def name(self) -> str:

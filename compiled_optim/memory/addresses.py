@@ -37,10 +37,8 @@ class Addresses:
     thread, or as a schedule. Nobody then frees what a kernel is reading. What a read finds is recorded before it returns, so
     that an interrupt right after it loses nothing.
 
-    Args:
-        tensors: dense tensors with memory of their own, whose gradients are looked at too.
-        grad_dtypes: the dtype that each gradient must have to be read where it lies; the tensor's own by default.
-        others: more such tensors, whose gradients do not matter.
+    All are dense tensors with memory of their own. The gradients of ``others`` do not matter. To be read where it lies, a
+    gradient must have its one of ``grad_dtypes``, by default the tensor's own.
 
     Attributes:
         gradients: (tensors,) int64: the address of each gradient in the last read; 0 for a missing gradient, and for one

@@ -30,13 +30,9 @@ class Clipping:
         self._outcomes: dict[torch.device, Tensor] = {}
 
     def take(self, max_grad_norm: Any, grad_scale: Any, found_inf: Any, skip_nonfinite: Any) -> None:
-        """Take the values for the next steps: numbers, or 0-dim tensors that are then followed.
+        """Take the values for the next steps: numbers, or 0-dim tensors that are then followed; None where there is none.
 
-        Args:
-            max_grad_norm: clip the gradients of all parameters together to this norm; None does not clip.
-            grad_scale: what a gradient scaler multiplied the loss with; None without one.
-            found_inf: other than 0 if it saw an infinite or NaN gradient; None without one.
-            skip_nonfinite: leave out every step whose gradients have a norm that is infinite or NaN.
+        They are those of :func:`~compiled_optim.lowering.gradient.scaled`.
 
         Raises:
             TypeError: a value is not what its description says.

@@ -37,24 +37,15 @@ class Member:
     """One parameter of a plan.
 
     Another thread may replace an entry of the state while a step runs; the next plan follows that.
-
-    Attributes:
-        owner: the parameter as it stands in its group.
-        name: its name in messages.
-        group: the index of its group in ``param_groups``.
-        state: its state.
-        names: the entries of the state that a step uses.
-        param: what a step updates: the parameter, or the local shard of a DTensor.
-        entries: the tensors of the state when the member was made; their local shards for a DTensor.
     """
 
-    owner: Tensor
-    name: str
-    group: int
+    owner: Tensor  # the parameter as it stands in its group
+    name: str  # in messages
+    group: int  # the index of its group in param_groups
     state: ParamState
-    names: Sequence[str]
-    param: Tensor = field(init=False)
-    entries: dict[str, Tensor] = field(init=False)
+    names: Sequence[str]  # the entries of the state that a step uses
+    param: Tensor = field(init=False)  # what a step updates: the parameter, or the local shard of a DTensor
+    entries: dict[str, Tensor] = field(init=False)  # as they were when the member was made, or their local shards
 
     def __post_init__(self) -> None:
         self.param = local(self.owner)

@@ -66,17 +66,11 @@ def row_strides(shape: Sequence[int]) -> list[int]:
 
 @dataclass
 class Entries:
-    """The N entries of a sparse gradient, added up per row.
+    """The N entries of a sparse gradient, added up per row."""
 
-    Attributes:
-        index: for each sparse dimension, where the entries lie: (N,) int64.
-        elected: for each entry, the one that its row elected: (N,) int64.
-        sums: (N, dense part); at an elected entry the row's gradient, elsewhere 0.
-    """
-
-    index: tuple[Tensor, ...]
-    elected: Tensor
-    sums: Tensor
+    index: tuple[Tensor, ...]  # for each sparse dimension, where the entries lie: (N,) int64
+    elected: Tensor  # for each entry, the one that its row elected: (N,) int64
+    sums: Tensor  # (N, dense part); at an elected entry the row's gradient, elsewhere 0
 
 
 def entries_of(grad: Tensor, dtype: torch.dtype, *, distinct: bool) -> Entries:
