@@ -20,15 +20,10 @@ _TRAINING = attrgetter("training")
 
 
 class Surroundings:
-    """The tensors, modules and modes that a captured training step read in Python, as they were then.
-
-    Attributes:
-        params: the optimizers' parameters.
-        others: those of the modules that no optimizer of the step updates.
-    """
+    """The tensors, modules and modes that a captured training step read in Python, as they were then."""
 
     def __init__(self, optimizers: Sequence[CompiledOptimizer], modules: Iterable[nn.Module]) -> None:
-        self.params = [p for o in optimizers for p in engine_of(o).params]
+        self.params = [p for o in optimizers for p in engine_of(o).params]  # the optimizers'; `others` are the modules'
         names = {id(param): name for o in optimizers for name, param in named_parameters(o.param_groups)}
         self._optimized = set(names)
         known = {id(m): (name, m) for root in modules for name, m in root.named_modules()}

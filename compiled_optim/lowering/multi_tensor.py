@@ -149,18 +149,13 @@ class Part:
 
     @property
     def grads(self) -> Tensor:
-        """The addresses of the gradients of the whole plan."""
         return self._gradients.pointers
 
 
 class PlanTensors:
     """All parameters of a plan and their buffers, in the order of memory in which kernels update them.
 
-    Attributes:
-        numels: of real numbers in each parameter; of a DTensor in this process's part.
-        whole_numels: the same, of a DTensor in all parts.
-        stand_ins: the positions of parameters in whose place others are updated.
-        table: (rows, parameters) int64; see :class:`~compiled_optim.lowering.kernels.table.TensorTable`. Each is its owner.
+    ``table`` is that of a :class:`~compiled_optim.lowering.kernels.table.TensorTable` in which each is its own owner.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -170,8 +165,8 @@ class PlanTensors:
         for member, order in zip(members, self._orders, strict=True):
             for name in plan.buffers:
                 member.put(name, order.arranged(member.entries[name]))
-        self.numels = [real_numel(m.param) for m in members]
-        self.whole_numels = [real_numel(m.owner) for m in members]
+        self.numels = [real_numel(m.param) for m in members]  # real numbers in each; of a DTensor in this process's part
+        self.whole_numels = [real_numel(m.owner) for m in members]  # the same, of a DTensor in all parts
         self.table = upload(
             [
                 [order.target.data_ptr() for order in self._orders],
@@ -182,7 +177,7 @@ class PlanTensors:
             plan.device,
         )
         self._version = -1  # of the plan's addresses that the kernels know
-        self.stand_ins = [i for i, order in enumerate(self._orders) if order.stand_in is not None]
+        self.stand_ins = [i for i, order in enumerate(self._orders) if order.stand_in is not None]  # positions
         self._grads: Sequence[Tensor | None] = ()
 
     def prepare(self, grads: Sequence[Tensor | None] | None, pointers: GradientPointers) -> None:

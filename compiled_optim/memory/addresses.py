@@ -39,27 +39,18 @@ class Addresses:
 
     All are dense tensors with memory of their own. The gradients of ``others`` do not matter. To be read where it lies, a
     gradient must have its one of ``grad_dtypes``, by default the tensor's own.
-
-    Attributes:
-        gradients: (tensors,) int64: the address of each gradient in the last read; 0 for a missing gradient, and for one
-            that cannot be read where it lies.
-        present: (tensors,) uint8: whether there was a gradient.
-        moved: whether any tensor, in the last read, had another address or form than at first.
-        unlike: whether any gradient cannot be read where it lies, because of its dtype, strides, layout or device.
-        version: a number that grows whenever ``gradients`` changes.
     """
 
     def __init__(
         self, tensors: Sequence[Tensor], grad_dtypes: Sequence[torch.dtype] | None = None, others: Sequence[Tensor] = ()
     ) -> None:
         dtypes = [t.dtype for t in tensors] if grad_dtypes is None else grad_dtypes
+        # Of the last read: the gradients' addresses, 0 for what is missing or cannot be read where it lies; and what is there.
         self.gradients: Longs = np.zeros(len(tensors), dtype=np.int64)
         self.present: Bytes = np.zeros(len(tensors), dtype=np.uint8)
         watched = (tensors, others, dtypes, self.gradients, self.present)
         self._watch = _CppWatch.of(*watched) or _PythonWatch(*watched)
         self._first_count, self._count = len(tensors), len(tensors) + len(others)
-        self.moved = self.unlike = False
-        self.version = 0
         self.read()
 
     def read(self, grads: list[Tensor | None] | None = None, *, others: bool = True, keep_alive: bool = False) -> None:
@@ -68,9 +59,9 @@ class Addresses:
         ``keep_alive`` says that the user's code runs before :meth:`finish`, so that the gradients must be kept alive.
         """
         seen = self._watch.look(grads, 0, self._count if others else self._first_count, keep_alive)
-        self.moved = bool(seen & _MOVED)
-        self.unlike = bool(seen & _UNLIKE)
-        self.version = seen >> _FLAG_BITS
+        self.moved = bool(seen & _MOVED)  # whether any tensor has another address or form than at first
+        self.unlike = bool(seen & _UNLIKE)  # whether a gradient's dtype, strides, layout or device keep it from being read
+        self.version = seen >> _FLAG_BITS  # which grows whenever `gradients` changes
 
     def others_moved(self) -> bool:
         """Whether any of the others has another address or form than at first."""

@@ -7,8 +7,8 @@ are data, so groups with different learning rates share one plan.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import InitVar, dataclass, field
 from typing import Any, NoReturn
 
 import torch
@@ -62,46 +62,32 @@ class Member:
         return entry if self.param is self.owner else local(entry)
 
 
+@dataclass(eq=False)
 class Plan:
-    """The parameters of one device and one set of static choices; DTensors also share their mesh and placements.
+    """The parameters of one device and one set of static choices; DTensors also share their mesh and placements."""
 
-    Attributes:
-        groups: those that the members are in, out of all that the constructor takes.
-        shares_memory: whether the plan is updated after others because its parameters share memory with theirs.
-        leads: whether it is the optimizer's first plan, which records the outcome of the whole step: norm and skipping.
-        sharded: whether the parameters are DTensors.
-        wrapped: whether the parameters are of a subclass without memory of its own.
-        scalar_blocks: float64 matrices of shape (1 + scalars, tensors): step counts in the first row, then the rule's
-            scalars. Together they have a column for each member, of which its state holds 0-dim views.
-    """
+    rule: Rule
+    statics: dict[str, Any]
+    device: torch.device
+    members: list[Member]
+    all_groups: InitVar[Sequence[ParamGroup]]
+    grad_of: InitVar[Callable[[Tensor], Tensor | None]]
+    shares_memory: bool  # whether it is updated after others because its parameters share memory with theirs
+    leads: bool  # whether it is the optimizer's first plan, which records norm and skipping of the whole step
 
-    def __init__(
-        self,
-        rule: Rule,
-        statics: Mapping[str, Any],
-        device: torch.device,
-        members: Sequence[Member],
-        groups: Sequence[ParamGroup],
-        grad_of: Callable[[Tensor], Tensor | None],
-        *,
-        shares_memory: bool,
-        leads: bool,
-    ) -> None:
-        self.rule = rule
-        self.statics = dict(statics)
-        self.buffers = rule.present_buffers(statics)
-        self.device = device
-        self.members = list(members)
+    def __post_init__(self, all_groups: Sequence[ParamGroup], grad_of: Callable[[Tensor], Tensor | None]) -> None:
+        self.buffers = self.rule.present_buffers(self.statics)
         self.params = [m.owner for m in self.members]
-        self.sharded = is_sharded(self.params[0])
+        self.sharded = is_sharded(self.params[0])  # whether the parameters are DTensors
+        # Whether the parameters are of a subclass without memory of its own.
         self.wrapped = torch_internals.wraps_others(self.members[0].param) and not has_memory(self.members[0].param)
-        self.shares_memory = shares_memory
-        self.leads = leads
         self._has_own_grad = any(type(p).grad is not Tensor.grad for p in self.params)
         self.grad_dtypes = [p.dtype if (g := grad_of(p)) is None else g.dtype for p in self.params]
         used = sorted({m.group for m in self.members})
-        self.groups = [groups[i] for i in used]
+        self.groups = [all_groups[i] for i in used]
         self.group_index = [used.index(m.group) for m in self.members]
+        # Float64 matrices of shape (1 + scalars, tensors): step counts in the first row, then the rule's scalars. Together
+        # they have a column for each member, of which its state holds 0-dim views.
         self.scalar_blocks = self._gather_scalars()
         self.addresses = self._found()
 
@@ -260,7 +246,7 @@ def partition(
         kind = (param.device, placement(param), has_memory(member.param), turn)
         together.setdefault((*kind, *choices.items()), []).append(member)
     return [
-        Plan(rule, dict(choices), device, members, groups, grad_of, shares_memory=turn > 0, leads=index == 0)
+        Plan(rule, dict(choices), device, members, groups, grad_of, turn > 0, index == 0)
         for index, ((device, _, _, turn, *choices), members) in enumerate(together.items())
     ]
 

@@ -44,32 +44,22 @@ class Owner(Protocol):
 
 
 class Engine:
-    """Makes the step of an optimizer, which it does not keep alive, anew when groups or state changed, and runs it.
-
-    Attributes:
-        holdings: what the optimizer owns.
-        step: the step that was made last; None before the first.
-        lock: held by whoever steps, saves, loads or makes the step anew.
-        launcher: what steps call in place of :meth:`Step.launch`, if anything.
-        runs: how many steps were run here, captured ones among them.
-        steps: how many were taken, replayed ones among them.
-        is_open: whether more groups come before the first step is made.
-        number: under which the traced operator finds the engine.
-    """
+    """Makes the step of an optimizer, which it does not keep alive, anew when groups or state changed, and runs it."""
 
     def __init__(self, optimizer: Owner, make: MakeStep) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._make = make
-        self.lock = threading.RLock()
-        self.number = traced.register(self)
-        self.is_open = False
+        self.lock = threading.RLock()  # held by whoever steps, saves, loads or makes the step anew
+        self.number = traced.register(self)  # under which the traced operator finds the engine
+        self.is_open = False  # whether more groups come before the first step is made
         self._changes = Changes()
 
     def begin(self, kind: type[Declared], lowering: str) -> None:
         """Own nothing yet, for an optimizer that is being made, or copied."""
-        self.step: Step | None = None
-        self.launcher: Launcher | None = None
-        self.runs = self.steps = 0
+        self.step: Step | None = None  # the one that was made last
+        self.launcher: Launcher | None = None  # what steps call in place of Step.launch, if anything
+        self.runs = 0  # how many steps were run here, captured ones among them
+        self.steps = 0  # how many were taken, replayed ones among them
         self._changes.pending = True
         self.holdings = Holdings(kind, lowering, self._changes)
 

@@ -24,24 +24,16 @@ from compiled_optim.step.hand_captures import HandCaptures
 
 
 class Holdings:
-    """Groups, state, and the memory of the device that graphs may go on reading while steps come and go.
-
-    Attributes:
-        kind: the optimizer's class.
-        changes: where groups and state report writes.
-        groups: ``param_groups``; somebody may put plain dicts there, which :meth:`adopt` replaces.
-        aliases: further names of tied parameters -> the names that were kept.
-        hands_out_state: whether somebody may hold state tensors, and so give them other memory.
-    """
+    """Groups, state, and the memory of the device that graphs may go on reading while steps come and go."""
 
     def __init__(self, kind: type[Declared], lowering: str, changes: Changes) -> None:
-        self.kind = kind
+        self.kind = kind  # the optimizer's class
         self.lowering = lowering
-        self.changes = changes
-        self.groups: list[Any] = []
-        self.aliases: dict[str, str] = {}
+        self.changes = changes  # where groups and state report writes
+        self.groups: list[Any] = []  # param_groups; somebody may put plain dicts there, which `adopt` replaces
+        self.aliases: dict[str, str] = {}  # further names of tied parameters -> the names that were kept
         self.state = OptimizerState(changes=changes)
-        self.hands_out_state = False
+        self.hands_out_state = False  # whether somebody may hold state tensors, and so give them other memory
         self.schedules = Schedules()
         self.clipping = Clipping(torch.device("cpu"))
         self.log = CompilationLog()

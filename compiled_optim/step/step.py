@@ -26,29 +26,19 @@ class Step:
     A step is :meth:`prepare`, the host's part; :meth:`launch`, the device's part, which a graph may capture; and
     :meth:`finish`. The methods from :meth:`key` on are what a CUDA graph needs.
 
-    Missing state is made. ``clipping`` is, here and below, what :meth:`Clipping.take` takes.
-
-    Attributes:
-        name: what reports call it.
-        params: all parameters, group by group.
-        live: the live hyperparameters of each group, in dicts that compiled code can read.
-        devices: where the work is done.
-        is_recorded: whether a runner captures steps now, so that none is taken.
-        only_whole: why no graph can hold :meth:`launch` alone, but only a function that steps; empty if one can.
-
-    Raises:
-        TypeError, ValueError: a parameter, its state, or clipping does not fit.
+    Missing state is made. ``clipping`` is, here and below, what :meth:`Clipping.take` takes. ``TypeError`` or ``ValueError``
+    says what of it, of a parameter or of its state does not fit.
     """
 
-    name: str
-    devices: tuple[torch.device, ...]
-    only_whole = ""
+    name: str  # in reports
+    devices: tuple[torch.device, ...]  # where the work is done
+    only_whole = ""  # why no graph can hold `launch` alone, but only a function that steps; empty if one can
 
     def __init__(self, holdings: Holdings, clipping: tuple[Any, ...], grad_of: Callable[[Tensor], Tensor | None]) -> None:
         self._holdings = holdings
         self.params: list[Tensor] = [p for g in holdings.own_groups for p in g["params"]]
-        self.live = [g.live for g in holdings.own_groups]
-        self.is_recorded = False
+        self.live = [g.live for g in holdings.own_groups]  # hyperparameters in dicts that compiled code can read
+        self.is_recorded = False  # whether a runner captures steps now, so that none is taken
         self._shapes = holdings.shapes()
 
     @classmethod

@@ -76,47 +76,33 @@ class CoefficientTable:
 
 
 class TensorTable(Protocol):
-    """The tensors that one kernel updates, each of them in chunks.
+    """The tensors that one kernel updates, each of them in chunks."""
 
-    Attributes:
-        tensors: (rows, tensors) int64; see :data:`PARAM` and the rows beside it.
-        grads: (tensors,) int64, the addresses of the gradients; 0 leaves a tensor as it is.
-        chunks: (chunks, 2) int64, the tensor and which of its chunks.
-        elements: real numbers in all tensors of the chunks.
-    """
-
-    tensors: Tensor
-    chunks: Tensor
-    elements: int
+    tensors: Tensor  # (rows, tensors) int64; see PARAM and the rows beside it
+    chunks: Tensor  # (chunks, 2) int64, the tensor and which of its chunks
+    elements: int  # real numbers in all tensors of the chunks
 
     @property
     def grads(self) -> Tensor:
-        """See above."""
+        """(tensors,) int64, the addresses of the gradients; 0 leaves a tensor as it is."""
 
 
 class MeasuredTable(TensorTable, Protocol):
-    """Tensors whose gradients a kernel measures too, each of them in stretches.
+    """Tensors whose gradients a kernel measures too, each of them in stretches."""
 
-    Attributes:
-        stretches: (stretches, 2) int64, the tensor and which of its stretches.
-        square_sums: float64, written: the partial sums of the squares of the gradients.
-    """
-
-    stretches: Tensor
-    square_sums: Tensor
+    stretches: Tensor  # (stretches, 2) int64, the tensor and which of its stretches
+    square_sums: Tensor  # float64, written: the partial sums of the squares of the gradients
 
 
 class AveragedTable(TensorTable, Protocol):
     """Tensors of which a kernel takes means too; each is its own owner.
 
-    Attributes:
-        spans: (tensors, 4) int64, a tensor, its first chunk, the one after its last, and its number of real elements, which
-            is that of all parts of a DTensor, and at least 1.
-        sums: (expressions, chunks) float64, written: the sums over chunks.
+    A span is a tensor, its first chunk, the one after its last, and its number of real elements: of a DTensor that of all
+    parts, and at least 1.
     """
 
-    spans: Tensor
-    sums: Tensor
+    spans: Tensor  # (tensors, 4) int64
+    sums: Tensor  # (expressions, chunks) float64, written: the sums over chunks
 
 
 class Kernel(Protocol):
