@@ -45,7 +45,7 @@ class Addresses:
         self, tensors: Sequence[Tensor], grad_dtypes: Sequence[torch.dtype] | None = None, others: Sequence[Tensor] = ()
     ) -> None:
         dtypes = [t.dtype for t in tensors] if grad_dtypes is None else grad_dtypes
-        # Of the last read: the gradients' addresses, 0 for what is missing or cannot be read where it lies; and what is there.
+        # Of the last read: the gradients' addresses, 0 if missing or not to be read where they lie; and which are there.
         self.gradients: Longs = np.zeros(len(tensors), dtype=np.int64)
         self.present: Bytes = np.zeros(len(tensors), dtype=np.uint8)
         watched = (tensors, others, dtypes, self.gradients, self.present)

@@ -94,19 +94,17 @@ class Rule(Declaration):
             raise TypeError(f"{self.name}.means is for an elementwise update with dense gradients")
         declared = {f.name for f in (*self.hypers, *self.scalars, *self.statics)}
         resolution = {"resolution"} if self.granularity != "element" else set()
-        self._check_arguments(self.coefficients, argument_names(self.coefficients), {"step"} | declared | resolution)
-        for function, takes in zip((*self.means, self.update), self._takes, strict=True):
-            self._check_arguments(function, takes, self._update_values)
+        taken = [(self.coefficients, argument_names(self.coefficients) - {"step"} - declared - resolution)]
+        taken += [(f, t - self._update_values) for f, t in zip((*self.means, self.update), self._takes, strict=True)]
+        for function, unknown in taken:
+            if unknown:
+                raise TypeError(f"{self._title(function)} takes {sorted(unknown)}, which the class does not declare")
         for statics in self._situations():
             self.written_coefficients(statics, PLAIN)
             if self.granularity == "element":
                 self.written(statics, PLAIN)
             for shape in _STACKS.get(self.granularity, ()):
                 self._check_update(statics, shape)
-
-    def _check_arguments(self, function: Callable[..., Any], takes: set[str], known: set[str]) -> None:
-        if unknown := takes - known:
-            raise TypeError(f"{self._title(function)} takes {sorted(unknown)}, which the class does not declare")
 
     def _title(self, function: Callable[..., Any]) -> str:
         kind = "coefficients" if function is self.coefficients else "update" if function is self.update else "means"
@@ -153,8 +151,7 @@ class Rule(Declaration):
             values[h.name] = elements if h.is_tuple else elements[0]
         values |= {s.name: Symbol(code, f"scalar{i}") for i, s in enumerate(self.scalars)}
         values |= {s.name: statics[s.name] for s in self.statics}
-        results = self._run(self.coefficients, values)
-        self._check_results(self.coefficients, results, tuple(s.name for s in self.scalars), set(results))
+        results = self._run(self.coefficients, values, [s.name for s in self.scalars])
         return code.lines, {name: code.operand(value) for name, value in results.items()}
 
     def written(self, statics: Mapping[str, Any], dialect: Dialect) -> list[Written]:
@@ -179,7 +176,6 @@ class Rule(Declaration):
         return {**values, "param": Symbol(code, "param"), "grad": Symbol(code, "grad"), "c": c}
 
     def _check_update(self, statics: Mapping[str, Any], shape: tuple[int, ...]) -> None:
-        """Run ``update`` on a small stack."""
         choices = {**statics, **{f.name: f.of(torch.Size(shape[1:])) for f in self.facts}}
         present = self.present_buffers(choices)
         values: dict[str, Any] = {name: torch.ones(shape) for name in ("param", "grad")}
@@ -219,16 +215,28 @@ class Rule(Declaration):
 
     def _checked_update(self, values: Mapping[str, Any], present: Sequence[str]) -> dict[str, Any]:
         """:meth:`updated` in a rule that is being made, with the buffers that are ``present``."""
-        results = self._run(self.update, values)
-        self._check_results(self.update, results, ("step", *present), {"param", "step", *(b.name for b in self.buffers)})
+        known = {"param", "step", *(b.name for b in self.buffers)}
+        results = self._run(self.update, values, ("step", *present), known)
         with self._blaming(self.update, values):
             return self._moved(values["param"], results)
 
-    def _run(self, function: Callable[..., dict[str, Any]], values: Mapping[str, Any]) -> dict[str, Any]:
+    def _run(
+        self,
+        function: Callable[..., dict[str, Any]],
+        values: Mapping[str, Any],
+        needed: Sequence[str] = (),
+        known: set[str] | None = None,
+    ) -> dict[str, Any]:
+        """What ``function`` returns of ``values``: at least the ``needed`` names, and no others than the ``known`` ones."""
+        where = self._title(function)
         with self._blaming(function, values):
             results = function(**{name: values[name] for name in argument_names(function, self._update_values)})
         if not isinstance(results, dict):
-            raise TypeError(f"{self._title(function)} must return a dict of values by name, got {type(results).__name__}")
+            raise TypeError(f"{where} must return a dict of values by name, got {type(results).__name__}")
+        if missing := [name for name in needed if results.get(name) is None]:
+            raise TypeError(f"{where} does not return {', '.join(missing)}")
+        if unknown := set() if known is None else set(results) - known:
+            raise TypeError(f"{where} returns {sorted(unknown)}, which the class does not declare")
         return results
 
     @contextlib.contextmanager
@@ -247,15 +255,6 @@ class Rule(Declaration):
             raise TypeError(f"{where} uses {error.name}, which is not defined above the class") from error
         except Exception as error:
             raise TypeError(f"{where} cannot be run: {error}") from error
-
-    def _check_results(
-        self, function: Callable[..., Any], results: Mapping[str, Any], needed: Sequence[str], known: set[str]
-    ) -> None:
-        where = self._title(function)
-        if missing := [name for name in needed if results.get(name) is None]:
-            raise TypeError(f"{where} does not return {', '.join(missing)}")
-        if unknown := set(results) - known:
-            raise TypeError(f"{where} returns {sorted(unknown)}, which the class does not declare")
 
 
 # Stacks to try a rule on: tensors without columns of 1, each way round.
