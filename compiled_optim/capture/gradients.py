@@ -54,15 +54,8 @@ class CapturedGradients:
     that a parameter has later is copied to there. A parameter that no optimizer of the step updates matters only if the step
     changes its gradient.
 
-    Args:
-        params: the parameters, of which the step's optimizers update the first ones.
-        names: theirs.
-        updated: how many those are.
-        cleared: ids of those whose gradients the function drops, as far as is known.
-
-    Attributes:
-        dropped: those that it does drop.
-        repeats: whether the step leaves what it finds, so that nothing is to be done where nobody replaced a gradient.
+    The step's optimizers update the first ``updated`` of ``params``. ``cleared`` has ids of those whose gradients the
+    function drops, as far as is known; ``dropped`` are those that it does drop.
     """
 
     def __init__(self, params: Sequence[Tensor], names: Sequence[str], updated: int, cleared: Collection[int] = ()) -> None:
@@ -77,7 +70,7 @@ class CapturedGradients:
         self._versions = [None if g is None else g._version for g in self._found]
         self.dropped = DroppedGradients(self._params)
         self._watched: list[int] = []
-        self.repeats = False
+        self.repeats = False  # whether the step leaves what it finds: nothing is to be done where no gradient was replaced
         self._concerned: list[Tensor] = []
         self._given: list[Tensor | None] = []
 
@@ -139,7 +132,6 @@ class CapturedGradients:
 
 
 def _fits(grad: Tensor, found: Tensor) -> bool:
-    """Whether ``grad`` can be copied to where ``found`` is."""
     if grad.shape != found.shape or grad.layout != found.layout:
         return False
     return not grad.is_sparse or (grad._nnz() == found._nnz() and grad.is_coalesced() == found.is_coalesced())

@@ -29,12 +29,7 @@ class Graph(Protocol):
 
 
 class CudaGraph:
-    """A CUDA graph, recorded on ``stream``, by default a new one, and replayed on the current one.
-
-    Raises:
-        TypeError: ``stream`` is none of CUDA's.
-        ValueError: it is on another device.
-    """
+    """A CUDA graph, recorded on ``stream``, by default a new one of ``device``, and replayed on the current one."""
 
     _underway: ClassVar[list[object]] = []  # the captures of this class that are going on, on all threads
 

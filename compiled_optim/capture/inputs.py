@@ -46,11 +46,9 @@ class StaticInputs:
         self.args, self.kwargs = tree_unflatten(self._leaves, self._structure)
 
     def checked(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-        """The tensors and constants of a call, for the other methods.
+        """The tensors and constants of a call, for the other methods; an error if they are unlike those of the first call.
 
-        Raises:
-            TypeError: as the constructor.
-            ValueError: the arguments' structure, or a tensor's shape, dtype or device is another than in the first call.
+        The arguments' structure must be the same, and the shape, dtype and device of each tensor.
         """
         leaves, structure = tree_flatten((args, _ordered(kwargs)))
         if structure != self._structure:

@@ -42,8 +42,7 @@ class KeptGraphs:
     def allow_capture(self, params: Sequence[Tensor], names: Sequence[str]) -> bool:
         """Whether a capture finds no node from elsewhere but those that the last call has shown to let go.
 
-        Raises:
-            RuntimeError: a node is kept that was kept through the last call; ``names`` says of which parameter.
+        It is an error if a node is kept that was kept through the last call; ``names`` says of which parameter.
         """
         kept = self._kept(params)
         held = [f"'{name}'" for name, p in zip(names, params, strict=True) if id(p) in kept & self._through]

@@ -69,7 +69,6 @@ class Run:
         return next(iter(placed))
 
     def _moved(self) -> bool:
-        """Whether the parameters are on another device than they were."""
         return next((p.device for engine in self._engines for p in engine.params), self.device) != self.device
 
     def _follow_device(self) -> bool:
@@ -134,7 +133,6 @@ class Run:
         return "tables were made anew"
 
     def release(self) -> None:
-        """Free the graph."""
         self.released = True
         self._captured = False
         self.slot.release()

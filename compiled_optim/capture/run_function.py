@@ -120,8 +120,7 @@ class FunctionRun(Run):
     def _is_settled(self) -> bool:
         """Whether a capture would find what the call before left, and no step would be derived anew.
 
-        Raises:
-            RuntimeError: no capture is possible while somebody keeps the graph of an uncaptured step.
+        It is an error if somebody keeps the graph of an uncaptured step, since no capture is possible then.
         """
         stepped = zip(self._engines, self._steps, strict=True)
         known = all(followed(engine) is not None for engine, steps in stepped if steps)  # else the capture refuses

@@ -27,11 +27,8 @@ def check_groups(
 ) -> tuple[GroupValues, list[str]]:
     """What each group takes from the saved groups that its parameters were in, except the keys in ``skipped``.
 
-    Returns:
-        Hyperparameters as Python numbers and copies of other values; and where the saved groups of one group disagree.
-
-    Raises:
-        ValueError, TypeError: a value cannot be read, or is out of range.
+    Returns hyperparameters as Python numbers and copies of other values, and where the saved groups of one group disagree. A
+    value that cannot be read, or is out of range, is an error.
     """
     sources: dict[int, dict[int, None]] = {}
     for ours, theirs in pairs:
@@ -98,8 +95,7 @@ def check_state(
 ) -> tuple[list[tuple[Tensor, dict[str, Tensor]]], Copies, list[str]]:
     """The state of every parameter once the groups hold ``group_values``.
 
-    Returns:
-        New state tensors by parameter, what is copied into state tensors, and what does not fit, by parameter name.
+    Returns new state tensors by parameter, what is copied into state tensors, and what does not fit, by parameter name.
     """
     after = [{**g, **g.floats(), **group_values.get(i, {})} for i, g in enumerate(groups)]
     made: list[tuple[Tensor, dict[str, Tensor]]] = []

@@ -44,11 +44,8 @@ def match(
     ``aliases`` are the optimizer's further names of tied parameters -> the name in the group; ``implied`` is state that a
     checkpoint may leave out, and its value where there is other state.
 
-    Returns:
-        Pairs of a live and a saved parameter, the names that only the optimizer has, and those that only the checkpoint has.
-
-    Raises:
-        ValueError: only some of the checkpoint's groups have names, or without names the numbers of parameters differ.
+    Returns pairs of a live and a saved parameter, the names that only the optimizer has, and those that only the checkpoint
+    has. It is an error if only some of its groups have names, or if without names the numbers of parameters differ.
     """
     saved_groups = saved["param_groups"]
     ours: list[Live] = _listed(groups, aliases, lambda param: param)

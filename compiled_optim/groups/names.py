@@ -33,11 +33,9 @@ def canonical_name(name: str) -> str:
 
 
 def without_aliases(names: Sequence[str], params: Sequence[Any]) -> tuple[list[str], list[Any], dict[str, str]]:
-    """Count each tensor of ``params`` once.
+    """The first name of each tensor in ``params``, the tensors once each, and a dict of each further name -> the first.
 
-    Returns:
-        The first name of each tensor, the tensors, and a dict of each further name -> the first name. Without ``names``, the
-        first and the last are empty, and the tensors are all of ``params``.
+    Without ``names``, the first and the last are empty, and the tensors are all of ``params``.
     """
     if not names:
         return [], list(params), {}

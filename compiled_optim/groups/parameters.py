@@ -60,12 +60,9 @@ def hand_over(key: str, value: Any, groups: list[dict[str, Any]]) -> None:
 def check_params(
     optimizer: type[Declared], group: Mapping[str, Any], index: int, others: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Raise an error unless ``optimizer`` takes the tensors in ``group``, which comes at ``index``, after all ``others``.
+    """Raise an error unless ``optimizer`` takes ``group``, which comes at ``index``, after all ``others``.
 
-    Raises:
-        TypeError: something in ``params`` is no tensor.
-        ValueError: a tensor is of a kind that the optimizer does not take, or is in a group already; or only some groups
-            have names.
+    It takes tensors of certain kinds, none of them in two groups; all groups have names, or none.
     """
     elsewhere = {id(param): name for name, param in named_parameters(others)}
     here: dict[int, str] = {}

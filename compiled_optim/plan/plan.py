@@ -220,9 +220,7 @@ def partition(
     """The plans for all parameters that have state or need it now. Missing state is made.
 
     A parameter without a gradient whose memory, or whose state's memory, was freed is left out until it gets a gradient.
-
-    Raises:
-        ValueError: a parameter or its state cannot be updated, or a tensor of the state does not fit its parameter.
+    ``ValueError`` says which parameter or state cannot be updated, and which state does not fit its parameter.
     """
     found: list[tuple[Member, dict[str, Any]]] = []
     for i, group in enumerate(groups):

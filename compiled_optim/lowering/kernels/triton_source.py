@@ -87,7 +87,6 @@ def _numbers(key: KernelKey, count: int) -> list[str]:
 
 
 def _loads(key: KernelKey, pointer: str) -> list[str]:
-    """What defines the values of elements."""
     values = ("param", "grad", *(f"buffer{i}" for i in range(len(key.buffer_dtypes))))
     loads = [
         f"{value} = tl.load({pointer}({name}, {dtype}) + at, mask=inside).to({_compute(key)})"

@@ -180,7 +180,6 @@ class Packed:
         return [torch.where(inside, expression, 0.0).sum(1) for expression in expressions]
 
     def _here(self, grads: Sequence[Tensor | None]) -> tuple[int, ...]:
-        """Which of the tensors have a gradient."""
         return tuple(k for k, i in enumerate(self.positions) if grads[i] is not None)
 
     def _of(self, here: tuple[int, ...], items: list[Tensor]) -> list[Tensor]:

@@ -46,9 +46,8 @@ class TorchLowering:
     def _advance(self) -> tuple[Tensor, Tensor | None]:
         """Count a step of every parameter with a gradient.
 
-        Returns:
-            The coefficients, see :meth:`CoefficientStage.advance`, behind them the rule's means, and which parameters have
-            a gradient; None if all have.
+        Returns the coefficients, see :meth:`CoefficientStage.advance`, behind them the rule's means, and which parameters
+        have a gradient; None if all have.
         """
         present = tuple(grad is not None for grad in self._grads)
         mask = self._masks.get(present, self._mask_of)
