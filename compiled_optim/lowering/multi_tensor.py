@@ -126,7 +126,7 @@ class MultiTensorLowering(Capturable):
 
 
 class Part:
-    """The tensors of a plan that one kernel updates: a ``MeasuredTable`` and ``AveragedTable`` of ``kernels.table``.
+    """The tensors of a plan that one kernel updates: a ``MeasuredTable`` of ``kernels.table``.
 
     They are those at ``positions`` of the plan's ``tensors``. ``expressions`` is the most that a stage of means returns.
     """

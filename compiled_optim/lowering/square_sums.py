@@ -9,7 +9,7 @@ from torch import Tensor
 
 from compiled_optim.lowering.interface import Lowering
 from compiled_optim.memory.layout import scalar_dtype
-from compiled_optim.memory.sharding import sum_over_shards
+from compiled_optim.memory.sharding import add_over_shards
 
 
 class SquareSums:
@@ -37,7 +37,10 @@ class SquareSums:
         for lowering, part in zip(self._lowerings, self._parts, strict=True):
             lowering.measure()
             if lowering.plan.sharded:
-                sum_over_shards(part, lowering.plan.params[0])
+                total = part.sum()
+                add_over_shards(total, lowering.plan.params[0])
+                part.zero_()
+                part[0] = total  # of all processes, in one number
         if len(self._sums) > 1:
             sums = {device: local.sum() for device, local in self._local.items()}
             for device, foreign in self._foreign.items():

@@ -61,17 +61,6 @@ def placement(tensor: Any) -> tuple[Any, ...] | None:
     return (tensor.device_mesh, tensor.placements) if is_sharded(tensor) else None
 
 
-def sum_over_shards(sums: Tensor, sharded: Any) -> None:
-    """Change ``sums``, a vector computed from this process's part of ``sharded``, to add up to the total of all parts.
-
-    All processes that hold parts must call this together.
-    """
-    total = sums.sum()
-    add_over_shards(total, sharded)
-    sums.zero_()
-    sums[0] = total
-
-
 def add_over_shards(sums: Tensor, sharded: Any) -> None:
     """Replace each of ``sums``, computed from this process's part of a tensor spread like ``sharded``, by that of all parts.
 

@@ -24,7 +24,6 @@ from compiled_optim.lowering.kernels.table import (
     PARAM,
     RESOLUTION,
     SCALARS,
-    AveragedTable,
     CoefficientTable,
     MeasuredTable,
     TensorTable,
@@ -283,7 +282,7 @@ class CppKernel:
     def evaluate(self, coefficients: CoefficientTable) -> None:
         self._code.evaluate(*_evaluated(coefficients))
 
-    def average(self, stage: int, table: AveragedTable, coefficients: CoefficientTable) -> None:
+    def average(self, stage: int, table: MeasuredTable, coefficients: CoefficientTable) -> None:
         getattr(self._code, f"average{stage}")(
             *_pieces(table, table.chunks),
             coefficients.coefficients.data_ptr(),

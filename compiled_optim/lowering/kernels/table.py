@@ -88,19 +88,14 @@ class TensorTable(Protocol):
 
 
 class MeasuredTable(TensorTable, Protocol):
-    """Tensors whose gradients a kernel measures too, each of them in stretches."""
-
-    stretches: Tensor  # (stretches, 2) int64, the tensor and which of its stretches
-    square_sums: Tensor  # float64, written: the partial sums of the squares of the gradients
-
-
-class AveragedTable(TensorTable, Protocol):
-    """Tensors of which a kernel takes means too; each is its own owner.
+    """Tensors whose gradients a kernel measures too, in stretches, and of which it takes means; each is its own owner.
 
     A span is a tensor, its first chunk, the one after its last, and its number of real elements: of a DTensor that of all
     parts, and at least 1.
     """
 
+    stretches: Tensor  # (stretches, 2) int64, the tensor and which of its stretches
+    square_sums: Tensor  # float64, written: the partial sums of the squares of the gradients
     spans: Tensor  # (tensors, 4) int64
     sums: Tensor  # (expressions, chunks) float64, written: the sums over chunks
 
@@ -125,7 +120,7 @@ class Kernel(Protocol):
     def evaluate(self, coefficients: CoefficientTable) -> None:
         """Count a step, and write the coefficients of all parameters that take part, and what became of the step."""
 
-    def average(self, stage: int, table: AveragedTable, coefficients: CoefficientTable) -> None:
+    def average(self, stage: int, table: MeasuredTable, coefficients: CoefficientTable) -> None:
         """Write the means of one stage of the rule, behind the coefficients of the tensors that have a gradient.
 
         Of a DTensor it is this part's share of the mean.
@@ -151,7 +146,7 @@ def pieces(numels: Sequence[int], size: int, tensors: npt.ArrayLike | None = Non
 
 
 def spans(numels: Sequence[int], size: int, tensors: Sequence[int], wholes: Sequence[int]) -> Tensor:
-    """The spans of an :class:`AveragedTable` whose chunks are the :func:`pieces` of the same tensors.
+    """The spans of an :class:`MeasuredTable` whose chunks are the :func:`pieces` of the same tensors.
 
     ``wholes`` says by number how many real elements a tensor has in all its parts.
     """

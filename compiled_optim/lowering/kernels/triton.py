@@ -13,7 +13,7 @@ from types import ModuleType
 
 from torch import Tensor
 
-from compiled_optim.lowering.kernels.table import AveragedTable, CoefficientTable, MeasuredTable, TensorTable
+from compiled_optim.lowering.kernels.table import CoefficientTable, MeasuredTable, TensorTable
 from compiled_optim.lowering.kernels.triton_source import BLOCK, PART, source, stretch_of
 from compiled_optim.plan.kernel_key import KernelKey
 
@@ -65,7 +65,7 @@ class TritonKernel:
             BLOCK,
         )
 
-    def average(self, stage: int, table: AveragedTable, coefficients: CoefficientTable) -> None:
+    def average(self, stage: int, table: MeasuredTable, coefficients: CoefficientTable) -> None:
         self._each_chunk(f"sums{stage}", table, coefficients, table.sums)
         places = self._stages[stage]
         self._module.average[(len(table.spans), places.stop - places.start)](
