@@ -13,21 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compiled_optim.lowering.kernels import table as rows
 from compiled_optim.lowering.kernels.cpp_words import WORDS
 from compiled_optim.lowering.kernels.program import Evaluation, Program
-from compiled_optim.lowering.kernels.table import (
-    BUFFERS,
-    GROUP,
-    MAXIMIZE,
-    NUMEL,
-    OWNER,
-    PARAM,
-    RESOLUTION,
-    SCALARS,
-    CoefficientTable,
-    MeasuredTable,
-    TensorTable,
-)
+from compiled_optim.lowering.kernels.table import CoefficientTable, MeasuredTable, TensorTable
 from compiled_optim.memory.cpp_library import library
 from compiled_optim.plan.clipping import NAMES
 from compiled_optim.plan.kernel_key import KernelKey
@@ -54,7 +43,7 @@ def source(key: KernelKey) -> str:
 
 def _evaluation(program: Evaluation) -> str:
     clipping = [f"const T control{i} = *at<const T>(hypers, {i}, 1, 0);" for i in range(len(NAMES))]
-    inputs = ["const T step = *scalar(0) + 1;", f"const T resolution = double_of(owners[{RESOLUTION} * count + t]);"]
+    inputs = ["const T step = *scalar(0) + 1;", f"const T resolution = double_of(owners[{rows.RESOLUTION} * count + t]);"]
     inputs += [f"const T hyper{i} = *at<const T>(hyper, {i}, 1, 0);" for i in range(program.hypers)]
     inputs += [f"const T scalar{i} = *scalar({i + 1});" for i in range(len(program.new_scalars) - 1)]
     results = [f"*scalar({i}) = {value};" for i, value in enumerate(program.new_scalars)]
@@ -66,9 +55,9 @@ def _evaluation(program: Evaluation) -> str:
         skip=program.skip,
         controls=len(clipping),
         hypers=program.hypers,
-        group=GROUP,
-        maximize=MAXIMIZE,
-        scalars=SCALARS,
+        group=rows.GROUP,
+        maximize=rows.MAXIMIZE,
+        scalars=rows.SCALARS,
         coefficients=_block([*inputs, *program.lines, *results], 2),
     )
 
@@ -81,9 +70,12 @@ def _chunk(key: KernelKey, name: str, written: Written, stores: list[str], **aro
     """A function that does what is ``written`` and then ``stores``, for each element of a chunk; with more ``around`` it."""
     param, grad, *buffers = _storage(key)
     pointers = [
-        f"{param}* __restrict params = at<{param}>(tensors, {PARAM}, count, t) + start;",
+        f"{param}* __restrict params = at<{param}>(tensors, {rows.PARAM}, count, t) + start;",
         f"const {grad}* __restrict grad_values = at<const {grad}>(grads, 0, count, t) + start;",
-        *(f"{b}* __restrict buffers{i} = at<{b}>(tensors, {BUFFERS + i}, count, t) + start;" for i, b in enumerate(buffers)),
+        *(
+            f"{b}* __restrict buffers{i} = at<{b}>(tensors, {rows.BUFFERS + i}, count, t) + start;"
+            for i, b in enumerate(buffers)
+        ),
         "const T factor = T(k[0]);",
         *(f"const T k{i} = T(k[{i + 1} * owners]);" for i in range(len(written.numbers))),
     ]
@@ -92,7 +84,7 @@ def _chunk(key: KernelKey, name: str, written: Written, stores: list[str], **aro
     return _CHUNK.format(
         name=name,
         compute="double" if key.param_dtype == "float64" else "float",
-        numel=NUMEL,
+        numel=rows.NUMEL,
         size=CHUNK,
         pointers=_block(pointers, 2),
         elements=_block([*loads, *written.lines, *stores], 4),
@@ -112,7 +104,7 @@ def _means(key: KernelKey, stage: int, written: Written) -> str:
         before=_block([*zeros, reduction], 2),
         after=_block([f"sums[{i} * chunk_count] = {name};" for i, name in enumerate(sums)], 2),
     )
-    return chunk + _MEANS.format(stage=stage, first=len(written.numbers) + 1, width=len(sums), owner=OWNER)
+    return chunk + _MEANS.format(stage=stage, first=len(written.numbers) + 1, width=len(sums), owner=rows.OWNER)
 
 
 def _update(key: KernelKey, written: Written) -> str:
@@ -121,7 +113,7 @@ def _update(key: KernelKey, written: Written) -> str:
     stores = [f"params[i] = {param}({new_param});"]
     stores += [f"buffers{i}[i] = {b}({v});" for i, (b, v) in enumerate(zip(buffers, new_buffers, strict=True))]
     chunk = _chunk(key, "update_chunk", written, stores)
-    return chunk + _UPDATE.format(grad=grad, numel=NUMEL, owner=OWNER, chunk=CHUNK)
+    return chunk + _UPDATE.format(grad=grad, numel=rows.NUMEL, owner=rows.OWNER, chunk=CHUNK)
 
 
 def _block(lines: Sequence[str], indent: int) -> str:
