@@ -44,9 +44,7 @@ class LBFGSStep(Step):
             raise ValueError("LBFGS needs parameters with at least one element")
         self.devices = (self.params[0].device,)
         self._sizes = [real_numel(p) for p in self.params]
-        self._dtype = torch.float32
-        for param in self.params:
-            self._dtype = torch.promote_types(self._dtype, compute_dtype(param.dtype))
+        self._dtype = max((compute_dtype(p.dtype) for p in self.params), key=lambda dtype: dtype.itemsize)
         state, fresh = self._memory, self._new_state()
         if not state or state["d"].shape != fresh["d"].shape:
             state.update(fresh)
