@@ -56,7 +56,7 @@ def described(value: Any, depth: int = 2) -> str:
 
 
 def as_number(value: Any, what: str, *, finite: bool = True) -> float:
-    """``value``, called ``what``, as a float. :class:`Unloadable` unless it is one, or a tensor of one, and ``finite``."""
+    """``value``, called ``what``, as a float; :class:`Unloadable` if it is no number, or must be ``finite`` and is not."""
     with naming(what):
         if isinstance(value, Tensor):
             value = _item(value, what)

@@ -233,7 +233,7 @@ class Stack:
             self._buffers.append(self._seen(stacked))
 
     def gathered(self, grads: Sequence[Tensor | None]) -> Tensor | None:
-        """The stack's among all ``grads`` of the plan in one tensor, with 0 where there is none; None without any."""
+        """The stack's gradients of all ``grads`` in one tensor, with 0 where there is none; None without any."""
         own = [grads[i] for i in self.positions]
         present = next((grad for grad in own if grad is not None), None)
         if present is None:
@@ -241,7 +241,7 @@ class Stack:
         return _stack([torch.zeros_like(present) if grad is None else grad for grad in own])
 
     def copy_gradients(self, grads: Sequence[Tensor | None]) -> None:
-        """Copy the stack's among all ``grads``, 0 where there is none, to ``copied_gradients``, whose memory stays."""
+        """Copy the stack's of all ``grads``, 0 where there is none, to ``copied_gradients``, whose memory stays in place."""
         if self.copied_gradients is None:
             dtype = getattr(torch, self.key.grad_dtype)
             shape = (len(self.positions), *self._shape)
@@ -254,7 +254,7 @@ class Stack:
             torch._foreach_copy_(copies, [grad for grad in own if grad is not None])
 
     def step(self, grads: Tensor, coefficients: Tensor) -> None:
-        """Update from stacked ``grads``, but for tensors whose second one of the plan's ``coefficients`` is not 0."""
+        """Update from stacked ``grads``; a tensor stays as it is where the second of the plan's ``coefficients`` is not 0."""
         assert self.kernel is not None
         params = _stack(self._params)
         param = self._seen(params)

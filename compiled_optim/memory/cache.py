@@ -29,7 +29,7 @@ def cache_directory() -> Path:
 
 
 def load_kept(name: str, make: Callable[[], bytes], load: Callable[[Path], T]) -> T:
-    """What ``load`` returns for the file ``name`` of the cache; it must ignore the checksum at the file's end.
+    """What ``load`` returns for the file ``name`` of the cache; ``load`` must ignore the checksum at the file's end.
 
     Where the file is missing, damaged, not the user's own, or cannot be loaded, it is written anew with what ``make``
     returns, which is called at most once. The name must identify the content.

@@ -146,7 +146,7 @@ def pieces(numels: Sequence[int], size: int, tensors: npt.ArrayLike | None = Non
 
 
 def spans(numels: Sequence[int], size: int, tensors: Sequence[int], wholes: Sequence[int]) -> Tensor:
-    """The spans of an :class:`MeasuredTable` whose chunks are the :func:`pieces` of the same tensors.
+    """The spans of a :class:`MeasuredTable` whose chunks are the :func:`pieces` of the same tensors.
 
     ``wholes`` says by number how many real elements a tensor has in all its parts.
     """

@@ -271,7 +271,7 @@ class InPlace:
 
     @staticmethod
     def example(key: KernelKey, stage: int) -> tuple[list[Tensor], list[bool]]:
-        """As of the other arrangement."""
+        """As :meth:`Packed.example`."""
         tensors = [torch.zeros(64 * ROW, dtype=dtype, device=key.device) for dtype in key.dtypes]
         dtype = compute_dtype(tensors[0].dtype)
         scalars = [torch.ones((), dtype=dtype, device=key.device) for _ in _columns(key, stage)]
