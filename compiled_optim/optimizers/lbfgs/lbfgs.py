@@ -10,7 +10,7 @@ import torch
 from compiled_optim.optimizer import CompiledOptimizer, engine_of
 from compiled_optim.optimizers.lbfgs.step import LBFGSStep, refuse
 from compiled_optim.rule.fields import Number, hyper, static
-from compiled_optim.torch_internals import mend_tracing
+from compiled_optim.torch_internals import mend_tracing, outside_dynamo
 
 
 class LBFGS(CompiledOptimizer, steps=LBFGSStep):
@@ -84,6 +84,10 @@ class LBFGS(CompiledOptimizer, steps=LBFGSStep):
             first = engine.step.launch(closure)
             mend_tracing()
             return first
-        return engine.run(closure=closure)
+        return self._step_outside_graphs(closure)
 
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+
+    @outside_dynamo
+    def _step_outside_graphs(self, closure: Callable[[], Any]) -> Any:
+        return engine_of(self).run(closure=closure)
