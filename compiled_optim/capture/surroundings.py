@@ -17,6 +17,7 @@ from compiled_optim.optimizer import CompiledOptimizer, engine_of
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
 _TRAINING = attrgetter("training")
+_TEXTS = ("requires_grad of '{}' {} -> {}", "training mode of '{}' {} -> {}", "{} {} -> {}")
 
 
 class Surroundings:
@@ -51,9 +52,8 @@ class Surroundings:
         self._addresses = Addresses(self._tensors)
         self._sees_gradients = len(placed) == len(others)
         self._places = self._tensor_places()
-        self._requires_grad = self._require_grad()
-        self._training = list(map(_TRAINING, self._modules))
-        self._modes = _modes(self._device)
+        self._flag_names = (self.names, self._module_names, list(_modes(self._device)))
+        self._flags = self._read_flags()
 
     @property
     def _device(self) -> torch.device:
@@ -76,15 +76,9 @@ class Surroundings:
         self._addresses.read()
         if self._addresses.moved:
             return self._first("parameter '{}' {} -> {}", self._tensor_names, self._places, self._tensor_places())
-        flags = self._require_grad()
-        if flags != self._requires_grad:
-            return self._first("requires_grad of '{}' {} -> {}", self.names, self._requires_grad, flags)
-        training = list(map(_TRAINING, self._modules))
-        if training != self._training:
-            return self._first("training mode of '{}' {} -> {}", self._module_names, self._training, training)
-        modes = _modes(self._device)
-        if modes != self._modes:
-            return self._first("{} {} -> {}", list(modes), list(self._modes.values()), list(modes.values()))
+        for text, names, old, new in zip(_TEXTS, self._flag_names, self._flags, self._read_flags(), strict=True):
+            if new != old:
+                return self._first(text, names, old, new)
         return ""
 
     def look(self) -> None:
@@ -134,8 +128,10 @@ class Surroundings:
     def _first(text: str, names: Sequence[str], old: Sequence[Any], new: Sequence[Any]) -> str:
         return next(text.format(n, a, b) for n, a, b in zip(names, old, new, strict=True) if a != b)
 
-    def _require_grad(self) -> list[bool]:
-        return [*map(_REQUIRES_GRAD, self.params), *map(_REQUIRES_GRAD, self.others)]
+    def _read_flags(self) -> tuple[list[Any], ...]:
+        """Whether parameters require grad, whether modules are in training mode, and torch's modes."""
+        require_grad = [*map(_REQUIRES_GRAD, self.params), *map(_REQUIRES_GRAD, self.others)]
+        return require_grad, list(map(_TRAINING, self._modules)), list(_modes(self._device).values())
 
     def _tensor_places(self) -> list[str]:
         return list(map(place, self._tensors))

@@ -254,7 +254,7 @@ class Stack:
             torch._foreach_copy_(copies, [grad for grad in own if grad is not None])
 
     def step(self, grads: Tensor, coefficients: Tensor) -> None:
-        """Update from stacked ``grads``; a tensor stays as it is where the second of the plan's ``coefficients`` is not 0."""
+        """Update from stacked ``grads``; a tensor stays as it is where the second of its ``coefficients`` is not 0."""
         assert self.kernel is not None
         params = _stack(self._params)
         param = self._seen(params)
