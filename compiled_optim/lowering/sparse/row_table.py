@@ -151,11 +151,8 @@ class RowTableLowering(Capturable):
                 f"{self.plan.rule.name}.step() cannot be captured in a CUDA graph now: no step was taken before with "
                 f"gradients of so many entries ({', '.join(map(str, counts))}); take one step before capturing"
             )
-        kind = self._kinds.get((positions, sparse_dims), self._kind_of)
+        kind = self._kinds.get((positions, sparse_dims), lambda key: RowKind(self.plan, self._tensors, *key))
         return RowBatch(self.plan, kind, counts, self._kernels[positions[0]].chunk)
-
-    def _kind_of(self, key: tuple[tuple[int, ...], int]) -> RowKind:
-        return RowKind(self.plan, self._tensors, *key)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ class TorchLowering:
         self._stage = CoefficientStage(plan, clipping)
         self._grads: Sequence[Tensor | None] = ()
         self._stages = plan.rule.mean_stages(plan.statics)
-        self._masks: Recent[tuple[bool, ...], Tensor | None] = Recent(256)  # a new one waits for the device
+        self._masks: Recent[tuple[bool, ...], Tensor] = Recent(256)  # a new one waits for the device
 
     def connect(self, square_sums: Tensor, all_square_sums: Tensor) -> None:
         self._square_sum = square_sums
@@ -50,7 +50,9 @@ class TorchLowering:
         have a gradient; None if all have.
         """
         present = tuple(grad is not None for grad in self._grads)
-        mask = self._masks.get(present, self._mask_of)
+        mask = None
+        if not all(present):
+            mask = self._masks.get(present, lambda marks: torch.tensor(marks, device=self.plan.device))
         coefficients = self._stage.advance(mask)
         for stage, places in self._stages.items():
             sums = coefficients.new_zeros(places.stop - places.start, len(self.plan.members))
@@ -73,6 +75,3 @@ class TorchLowering:
         """The numbers of elements: of DTensors the whole ones, and at least 1."""
         counts = [max(real_numel(param), 1) for param in self.plan.params]
         return torch.tensor(counts, dtype=self.plan.scalars.dtype, device=self.plan.device)
-
-    def _mask_of(self, present: tuple[bool, ...]) -> Tensor | None:
-        return None if all(present) else torch.tensor(present, device=self.plan.device)
