@@ -107,11 +107,11 @@ class CUDAGraphRunner:
             RuntimeError: it was released, or its graph is stale more often than ``recaptures`` allows, naming what changed.
             RecompileError: the graph is stale inside ``no_recompiles``. The step was not taken.
         """
-        if not isinstance(self._alive(), StepRun):
+        run = self._alive()
+        if not isinstance(run, StepRun):
             raise TypeError("this runner holds a whole training step; call it with the step's inputs")
-        assert isinstance(self._run, StepRun)
         scaler: dict[str, Any] = {name: vars(self)[name] for name in ("grad_scale", "found_inf") if name in vars(self)}
-        return self._run.step(closure, scaler)
+        return run.step(closure, scaler)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the training step on these inputs and return what the function returns.
@@ -123,10 +123,10 @@ class CUDAGraphRunner:
             RuntimeError: as :meth:`step`; or the function does in Python what a replay could not repeat.
             RecompileError: as :meth:`step`.
         """
-        if not isinstance(self._alive(), FunctionRun):
+        run = self._alive()
+        if not isinstance(run, FunctionRun):
             raise TypeError("this runner holds an optimizer's step; call its step()")
-        assert isinstance(self._run, FunctionRun)
-        return self._run(args, kwargs)
+        return run(args, kwargs)
 
     def release(self) -> None:
         """Free the graph and its memory; also done at exit and with the last reference. The runner is of no use then.
