@@ -70,6 +70,10 @@ class Capturable:
     _table: CoefficientTable
     """From :meth:`~Lowering.compile` on."""
 
+    def connect(self, square_sums: Tensor, all_square_sums: Tensor) -> None:
+        self._square_sum = square_sums
+        self._table.all_square_sums = all_square_sums
+
     def launch_key(self) -> tuple[object, ...]:
         """What a graph that holds a launch depends on. This object stands for the memory of its tables."""
         return (self,)

@@ -152,10 +152,6 @@ class StackTableLowering(Capturable, StackedLowering):
             self._table = CoefficientTable(self.plan, self._clipping, self._hypers, self._log)
         super().compile()
 
-    def connect(self, square_sums: Tensor, all_square_sums: Tensor) -> None:
-        self._square_sum = square_sums
-        self._table.all_square_sums = all_square_sums
-
     def prepare(self, grads: list[Tensor | None] | None) -> None:
         super().prepare(grads)
         self._kept = {}

@@ -78,10 +78,6 @@ class RowTableLowering(Capturable):
         self._tensors = multi_tensor.PlanTensors(self.plan).table
         self._table = CoefficientTable(self.plan, self._clipping, self._hypers, self._log)
 
-    def connect(self, square_sums: Tensor, all_square_sums: Tensor) -> None:
-        self._square_sum = square_sums
-        self._table.all_square_sums = all_square_sums
-
     def prepare(self, grads: list[Tensor | None] | None) -> None:
         self._hypers.prepare()
         alike: dict[tuple[Any, ...], dict[int, Tensor]] = {}
