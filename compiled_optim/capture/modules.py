@@ -31,7 +31,7 @@ def modules_of(function: Callable[..., Any], seen: set[int] | None = None) -> It
         values += [owner, getattr(function, "__wrapped__", None), getattr(function, "_torchdynamo_orig_callable", None)]
         code = getattr(inner, "__code__", None)
         if code is not None:
-            cells = (c.cell_contents for c in inner.__closure__ or () if not _is_empty(c))
+            cells = (c.cell_contents for c in inner.__closure__ or () if c != CellType())  # an empty one equals another
             names = (inner.__globals__.get(n) for n in code.co_names)
             values += [*cells, *(inner.__defaults__ or ()), *(inner.__kwdefaults__ or {}).values(), *names]
         elif hasattr(function, "__dict__"):
@@ -41,11 +41,3 @@ def modules_of(function: Callable[..., Any], seen: set[int] | None = None) -> It
         for item in nested:
             if isinstance(item, nn.Module) or (callable(item) and not isinstance(item, type)):
                 yield from modules_of(item, seen)
-
-
-def _is_empty(cell: CellType) -> bool:
-    try:
-        _ = cell.cell_contents
-    except ValueError:
-        return True
-    return False
