@@ -125,7 +125,6 @@ class Run:
             engine.holdings.log.captures.append(self._cause)
 
     def _explain(self) -> str:
-        """What changed in the optimizers since the capture."""
         for optimizer, facts in zip(self._optimizers, self._facts, strict=True):
             found = differences(facts, described(optimizer))
             if found:

@@ -64,7 +64,6 @@ def match(
 def _listed(
     groups: Sequence[Mapping[str, Any]], aliases: Mapping[str, str], content_of: Callable[[Any], T]
 ) -> list[Listed[T]]:
-    """The parameters in ``groups``, which have names or are called by their positions."""
     further: dict[str, list[str]] = {}
     for alias, name in aliases.items():
         further.setdefault(name, []).append(alias)

@@ -112,7 +112,6 @@ class MultiTensorLowering(Capturable):
                 part.kernel.update(part, self._table)
 
     def _average(self) -> None:
-        """Write the rule's means behind the other coefficients."""
         for stage, places in self._stages.items():
             for part in self.parts:
                 part.kernel.average(stage, part, self._table)

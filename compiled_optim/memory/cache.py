@@ -173,5 +173,4 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def _seal(path: Path, content: bytes) -> bytes:
-    """A checksum of ``content`` in a file of this name."""
     return hashlib.sha256(path.name.encode() + content).digest()

@@ -145,7 +145,6 @@ class Plan:
         return self.gradients(grads) if differ and not self.wrapped else grads
 
     def _resharded(self) -> bool:
-        """Whether a DTensor has another local shard than when the plan was made."""
         return self.sharded and any(local(m.owner) is not m.param for m in self.members)
 
     def _check_gradients(self, grads: Sequence[Tensor | None]) -> bool:

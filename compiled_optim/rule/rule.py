@@ -112,7 +112,6 @@ class Rule(Declaration):
 
     @functools.cached_property
     def _update_values(self) -> set[str]:
-        """The names of what ``update`` may take."""
         return {"param", "grad", "c", *(f.name for f in (*self.buffers, *self.statics, *self.facts))}
 
     def _situations(self) -> Iterator[dict[str, Any]]:

@@ -287,7 +287,6 @@ _LAYOUTS: dict[str, type[Packed | InPlace]] = {"packed": Packed, "in place": InP
 
 
 def _columns(key: KernelKey, stage: int) -> tuple[str, ...]:
-    """The names of the coefficients that a stage takes."""
     return ("factor", "skip", *key.rule.number_names(dict(key.statics))[stage])
 
 

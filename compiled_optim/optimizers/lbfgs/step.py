@@ -201,7 +201,6 @@ class LBFGSStep(Step):
         return loss, self._gradient()
 
     def _gradient(self) -> Tensor:
-        """All gradients as one vector."""
         grads = []
         for param in self.params:
             grad = torch.zeros_like(param) if param.grad is None else param.grad
@@ -209,7 +208,6 @@ class LBFGSStep(Step):
         return self._flat([as_real(grad.resolve_conj()) for grad in grads])
 
     def _move(self, change: Tensor) -> None:
-        """Add a vector to the parameters."""
         numbers = [as_real(param) for param in self.params]
         pieces = (self._flat(numbers) + change).split(self._sizes)
         torch._foreach_copy_(numbers, [piece.view(n.shape) for n, piece in zip(numbers, pieces, strict=True)])
