@@ -226,8 +226,7 @@ class CompiledOptimizer(Declared, Optimizer):
         """
         indices = range(len(self.param_groups)) if group is None else [range(len(self.param_groups))[group]]
         hypers = {h.name: h for h in self.fields_of(Hyper)}
-        unknown = functions.keys() - hypers.keys()
-        if unknown:
+        if unknown := functions.keys() - hypers.keys():
             raise ValueError(f"{type(self).__name__} has no hyperparameter '{min(unknown)}'; it has {', '.join(hypers)}")
         self._engine.current()
         holdings = self._engine.holdings

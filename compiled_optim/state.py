@@ -82,8 +82,7 @@ def check_entries(declaration: Declaration, param: Tensor, state: ParamState, na
             got = f"{value.dtype}, shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r}"
             raise ValueError(f"state '{scalar}' of '{name}' must be a real number or a 1-element tensor of one, got {got}")
     for field in declaration.buffers:
-        value = state.get(field.name)
-        if value is None:
+        if (value := state.get(field.name)) is None:
             continue
         if not isinstance(value, Tensor) or tuple(value.shape) != field.shape_for(param):
             got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r}"

@@ -90,8 +90,7 @@ class CapturedGradients:
 
     def accept(self) -> None:
         """Let go of gradients that nobody reads again, or raise ``RuntimeError`` if one that other calls drop was kept."""
-        kept = self._cleared - self.dropped.places
-        if kept:
+        if kept := self._cleared - self.dropped.places:
             raise RuntimeError(
                 f"the function drops the gradient of '{self._names[min(kept)]}' in some calls and in others does not; "
                 "a graph can only do the same in every call"

@@ -29,8 +29,7 @@ def modules_of(function: Callable[..., Any], seen: set[int] | None = None) -> It
         bound = hasattr(owner, "__dict__") and not isinstance(owner, (type, ModuleType))
         values = [*vars(owner).values()] if bound else []
         values += [owner, getattr(function, "__wrapped__", None), getattr(function, "_torchdynamo_orig_callable", None)]
-        code = getattr(inner, "__code__", None)
-        if code is not None:
+        if (code := getattr(inner, "__code__", None)) is not None:
             cells = (c.cell_contents for c in inner.__closure__ or () if c != CellType())  # an empty one equals another
             names = (inner.__globals__.get(n) for n in code.co_names)
             values += [*cells, *(inner.__defaults__ or ()), *(inner.__kwdefaults__ or {}).values(), *names]

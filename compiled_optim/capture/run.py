@@ -85,8 +85,7 @@ class Run:
         return False
 
     def _new_graph(self) -> Graph | None:
-        make = GRAPHS.get(self.device.type)
-        if make is None:
+        if (make := GRAPHS.get(self.device.type)) is None:
             for engine in self._engines:
                 name = engine.holdings.kind.__name__
                 engine.holdings.log.fall_back(
@@ -126,8 +125,7 @@ class Run:
 
     def _explain(self) -> str:
         for optimizer, facts in zip(self._optimizers, self._facts, strict=True):
-            found = differences(facts, described(optimizer))
-            if found:
+            if found := differences(facts, described(optimizer)):
                 return found
         return "tables were made anew"
 

@@ -53,13 +53,11 @@ def _of_another_optimizer(
     declaration: Declaration, group: ParamGroup, saved_groups: Sequence[Mapping[str, Any]]
 ) -> Iterator[str]:
     """The signs that another kind of optimizer saved the groups."""
-    absent = [h.name for h in declaration.hypers if any(h.name not in g for g in saved_groups)]
-    if absent:
+    if absent := [h.name for h in declaration.hypers if any(h.name not in g for g in saved_groups)]:
         yield f"the checkpoint has no {', '.join(absent)} for it"
     for key in (s.name for s in declaration.statics if not s.init):
         found = (_copied(group, key, g[key]) for g in saved_groups if key in g)
-        other = next((value for value in found if not _equal(value, group[key])), None)
-        if other is not None:
+        if (other := next((value for value in found if not _equal(value, group[key])), None)) is not None:
             yield f"{key} is {described(other)} in the checkpoint"
 
 
@@ -134,8 +132,7 @@ def _values(
         for b in declaration.buffers
         if b.name in needed or (b.when in declaration.structural_hypers and b.name in saved)
     }
-    absent = [name for name in (*scalars, *needed) if name not in saved]
-    if absent:
+    if absent := [name for name in (*scalars, *needed) if name not in saved]:
         raise Unloadable(f"the checkpoint has no {', '.join(absent)} for it")
     foreign = [name if isinstance(name, str) else described(name) for name in saved if name not in {*scalars, *shapes}]
     if foreign:
@@ -166,8 +163,7 @@ def _targets(
             new = missing_entries(declaration, tuple(n for n in buffers if n in needed or n in values), param, live, initial)
     copies: Copies = []
     for name in (*scalar_names(declaration), *buffers):
-        target = new.get(name, live.get(name))
-        if target is None:
+        if (target := new.get(name, live.get(name))) is None:
             continue
         source = values.get(name, initial[name])
         check_writable(target, f"the optimizer's own {name}", buffers.get(name), source)

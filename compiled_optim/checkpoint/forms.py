@@ -87,8 +87,7 @@ def _check_group(group: Any, index: int) -> None:
     if not isinstance(group, Mapping) or not isinstance(group.get("params"), (list, tuple)):
         raise ValueError(f"not an optimizer state dict: {where} must be a dict with a list 'params'")
     params, names = group["params"], group_names(group)
-    nameless = [described(key) for key in group if not isinstance(key, str)]
-    if nameless:
+    if nameless := [described(key) for key in group if not isinstance(key, str)]:
         raise ValueError(f"the entries of {where} must have names, got {nameless[0]}")
     if not all(isinstance(p, (int, str)) for p in params):
         raise ValueError(f"{where}['params'] must be integers or names, got {described(tuple(params))}")

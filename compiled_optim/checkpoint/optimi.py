@@ -61,11 +61,9 @@ def _param_state(saved: Mapping[str, Any], group: Mapping[str, Any], betas: tupl
     kept = {k: v for k, v in saved.items() if v is not None and k not in ("step", "group")}
     if not _is_set(group, "kahan_sum", where):
         kept.pop("kahan_comp", None)  # a placeholder for optimi's Triton kernels
-    foreign = [k for k in kept if k not in ("exp_avg", "exp_avg_sq", "kahan_comp")]
-    if foreign:
+    if foreign := [k for k in kept if k not in ("exp_avg", "exp_avg_sq", "kahan_comp")]:
         raise Unloadable(f"{where} has state {', '.join(map(described, foreign))}, which has no counterpart here")
-    step = saved.get("step", group.get("step"))
-    if step is None:
+    if (step := saved.get("step", group.get("step"))) is None:
         return {"momentum_buffer" if k == "exp_avg" and not betas else k: v for k, v in kept.items()}
     count = as_number(step, f"step of {where}")
     for name, beta in zip(("exp_avg", "exp_avg_sq"), betas, strict=True):

@@ -102,8 +102,7 @@ class StackedLowering(TorchLowering):
     def launch(self) -> None:
         columns = self._columns()
         for stack in self.stacks:
-            grads = self._stacked_gradients(stack)
-            if grads is not None:
+            if (grads := self._stacked_gradients(stack)) is not None:
                 stack.step(grads, columns)
 
     def _columns(self) -> Tensor:
@@ -172,8 +171,7 @@ class StackTableLowering(Capturable, StackedLowering):
     def _measured(self, stack: Stack) -> Sequence[Tensor]:
         """The prepared gradients of ``stack``, all together or one by one."""
         if stack in self._measured_whole:
-            grads = self._stacked_gradients(stack)
-            if grads is None:
+            if (grads := self._stacked_gradients(stack)) is None:
                 return []
             self._kept[stack] = grads
             return [grads]
@@ -231,8 +229,7 @@ class Stack:
     def gathered(self, grads: Sequence[Tensor | None]) -> Tensor | None:
         """The stack's gradients of all ``grads`` in one tensor, with 0 where there is none; None without any."""
         own = [grads[i] for i in self.positions]
-        present = next((grad for grad in own if grad is not None), None)
-        if present is None:
+        if (present := next((grad for grad in own if grad is not None), None)) is None:
             return None
         return _stack([torch.zeros_like(present) if grad is None else grad for grad in own])
 

@@ -204,8 +204,7 @@ def reader() -> Functions | str:
     """The functions in C++, compiled once per machine and build of torch; or why there are none."""
     if sys.platform != "linux" or not cpp_library.compiler():
         return "no C++ compiler was found"
-    offset = pointer_offset()
-    if offset is None:
+    if (offset := pointer_offset()) is None:
         return "this version of torch is not understood"
     directory = Path(torch.__file__).parent
     constants = {"SEEN_UNLIKE": _UNLIKE, "SEEN_MOVED": _MOVED, "FLAG_BITS": _FLAG_BITS, "NO_ELEMENTS": EMPTY}

@@ -67,8 +67,7 @@ class CompilationLog:
         ``no_recompiles``, ``RecompileError`` is raised in place of making one again.
         """
         if key not in cache:
-            cause = next((c for c in (self._cause(name, key) for name in names) if c), "")
-            if cause:
+            if cause := next((c for c in (self._cause(name, key) for name in names) if c), ""):
                 spend(f"{key.rule.name} would recompile its step: {cause}")
             for wanted in dict.fromkeys((key, key.grown())):
                 if wanted not in cache:
@@ -97,8 +96,7 @@ class CompilationLog:
         """Why parameter ``name`` needs a kernel of key ``new``, in words; empty before the first step."""
         if not self.has_stepped:
             return ""
-        old = self.keys.get((name, new.updates))
-        if old is None:
+        if (old := self.keys.get((name, new.updates))) is None:
             return f"parameter '{name}' is new to the optimizer"
         return f"parameter '{name}': {', '.join(new.changes_from(old))}"
 

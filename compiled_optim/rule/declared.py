@@ -110,8 +110,7 @@ def _torch_flags(cls: type[Declared]) -> dict[str, bool]:
     An optimizer that torch.optim lacks takes those that most of torch.optim's take. Type checkers read all in the base
     class, and ask for keywords.
     """
-    theirs = getattr(torch.optim, cls.__name__, None)
-    if theirs is None:
+    if (theirs := getattr(torch.optim, cls.__name__, None)) is None:
         return dict.fromkeys(_USUAL_FLAGS, False)
     flags = {f.name for f in cls.fields_of(Flag)}
     parameters = inspect.signature(theirs).parameters

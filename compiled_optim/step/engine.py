@@ -180,8 +180,7 @@ class Engine:
                 f"{name} is stepped in a function that a CUDAGraphRunner captures, but is not one of the "
                 "runner's optimizers; name it there"
             )
-        obstacle = step.obstacle(grads, clipping)
-        if obstacle:
+        if obstacle := step.obstacle(grads, clipping):
             raise RuntimeError(
                 f"{name}.step() cannot be captured in a CUDA graph now: {obstacle}; "
                 "take one step before capturing, or let co.CUDAGraphRunner do so"

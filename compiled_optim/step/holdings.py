@@ -48,8 +48,7 @@ class Holdings:
         """Add a group, with ``defaults`` for missing entries; an error, and no change, where something does not fit."""
         index = len(self.groups)
         values = {**defaults, **param_group}
-        unknown = [k for k in values if k in self.kind.fields and k not in _group_keys(self.kind)]
-        if unknown:
+        if unknown := [k for k in values if k in self.kind.fields and k not in _group_keys(self.kind)]:
             raise TypeError(f"{unknown[0]} is an option of the whole optimizer, not of param_groups[{index}]")
         names, params, aliases = without_aliases(*names_and_tensors(param_group["params"]))
         values["params"] = params

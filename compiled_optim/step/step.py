@@ -149,8 +149,7 @@ class RuleStep(Step):
         self._stateless = [i for i in range(len(self.params)) if i not in planned]
 
     def _report_shared_memory(self, plans: Sequence[Plan]) -> None:
-        later = [f"'{member.name}'" for plan in plans if plan.shares_memory for member in plan.members]
-        if later:
+        if later := [f"'{member.name}'" for plan in plans if plan.shares_memory for member in plan.members]:
             more = f" and {len(later) - 3} more" if len(later) > 3 else ""
             self._holdings.log.fall_back(
                 f"{', '.join(later[:3])}{more} share memory with other parameters, and are updated after them",

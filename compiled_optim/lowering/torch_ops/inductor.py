@@ -264,8 +264,7 @@ class InPlace:
         for position, layout, (target, *buffers), column in zip(
             self.positions, self._layouts, self._flat, columns, strict=True
         ):
-            grad = grads[position]
-            if grad is not None:
+            if (grad := grads[position]) is not None:
                 layout.load()
                 yield position, layout, [target, flat(layout.arranged(grad)), *buffers, *column]
 

@@ -137,8 +137,7 @@ def _history_of(value: Any, name: str, like: Tensor, places: Sequence[slice]) ->
 
 
 def _require(entries: Mapping[str, Any], names: Sequence[str]) -> None:
-    absent = [name for name in names if entries.get(name) is None]
-    if absent:
+    if absent := [name for name in names if entries.get(name) is None]:
         raise Unloadable(f"the checkpoint has no {', '.join(absent)}")
 
 
