@@ -17,7 +17,9 @@ ROOT = Path(__file__).resolve().parent.parent
 def python_with(extra: str) -> Path:
     """The interpreter of a virtual environment that holds the package, editable, with one of its extras.
 
-    The environment is made, or brought up to date, only if ``pyproject.toml`` or the constraints changed since.
+    The environment is made, or brought up to date, only if ``pyproject.toml`` or the constraints changed since. Processes
+    that are started from here on keep their bytecode, whatever ``PYTHONDONTWRITEBYTECODE`` says: nothing was compiled at
+    the installation, and torch alone takes seconds to compile.
     """
     constraints = ROOT / "tools" / "constraints.txt"
     directory = ROOT / f".venv-{extra}"
@@ -28,20 +30,10 @@ def python_with(extra: str) -> Path:
         if not stamp.exists() or stamp.read_text() != wanted:
             print(f"installing into {directory.name} (once)", flush=True)
             venv.create(directory, with_pip=True)
-            install = [
-                python,
-                "-m",
-                "pip",
-                "install",
-                "--quiet",
-                "--no-compile",
-                "-c",
-                constraints,
-                "-e",
-                f"{ROOT}[{extra}]",
-            ]
-            subprocess.run(install, check=True)
+            install = ["install", "--quiet", "--no-compile", "-c", constraints, "-e", f"{ROOT}[{extra}]"]
+            subprocess.run([python, "-m", "pip", *install], check=True)
             stamp.write_text(wanted)
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     return python
 
 
@@ -56,8 +48,9 @@ def run(extra: str, *arguments: str, modules: str = ".") -> int:
     Returns:
         The exit status.
     """
+    python = python_with(extra)
     environment = {**os.environ, "PYTHONPATH": str(ROOT / modules)}
-    return subprocess.run([python_with(extra), *arguments], cwd=ROOT, env=environment).returncode
+    return subprocess.run([python, *arguments], cwd=ROOT, env=environment).returncode
 
 
 @contextlib.contextmanager

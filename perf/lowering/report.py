@@ -299,8 +299,9 @@ def _parameters(workload: Workload, device: str) -> list[Tensor]:
     side = math.isqrt(workload.numel)
     shape = [workload.numel] if workload.optimizer in elementwise() else [side, side]
     params = [torch.empty(shape, dtype=workload.dtype, device=device) for _ in range(workload.tensors)]
+    cls = optimizers()[workload.optimizer]
     for param in params:
-        param.grad = _gradient(param, optimizers()[workload.optimizer])
+        param.grad = _gradient(param, cls)
     return params
 
 

@@ -19,7 +19,7 @@ from torch import nn
 import compiled_optim
 
 PACKAGE = str(Path(compiled_optim.__file__).parent)
-_CALLS = tuple(number for name, number in dis.opmap.items() if "CALL" in name)
+_CALLS = frozenset(number for name, number in dis.opmap.items() if "CALL" in name)
 
 
 class Interrupted(BaseException):
@@ -35,39 +35,47 @@ class Interruption:
 
     def __init__(self, point: int) -> None:
         self._left = point
-        self._last: dict[FrameType, int] = {}
 
     def run(self, function: Callable[[], object]) -> bool:
         """Run ``function`` up to the point; whether it got there."""
-        sys.settrace(self._trace)
+        sys.settrace(self._enter)
         try:
             function()
         except Interrupted:
             return True
         finally:
             sys.settrace(None)
-            self._last.clear()
-            torch.set_grad_enabled(
-                True
-            )  # a block's end counts as a line, although no signal arrives between it and its exit
+            # a block's end counts as a line, although no signal arrives between it and its exit
+            torch.set_grad_enabled(True)
         return False
 
-    def _trace(self, frame: FrameType, event: str, arg: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(PACKAGE):
+    def _enter(self, frame: FrameType, event: str, arg: Any) -> Any:
+        """Count a function's beginning; what to call at each of its instructions."""
+        code = frame.f_code
+        if not code.co_filename.startswith(PACKAGE):
             return None
         frame.f_trace_opcodes = True
-        if event == "opcode":
-            is_point = self._last.get(frame, -1) in _CALLS
-            self._last[frame] = frame.f_code.co_code[frame.f_lasti]
-        elif event == "call":  # what is raised in a generator that is being closed is lost
-            is_point = not (frame.f_code.co_flags & inspect.CO_GENERATOR)
-        else:
-            is_point = event == "line"
-        if is_point:
-            if self._left == 0:
-                raise Interrupted
-            self._left -= 1
-        return self._trace
+        if not code.co_flags & inspect.CO_GENERATOR:  # what is raised in a generator that is being closed is lost
+            self._pass()
+        instructions = code.co_code  # a copy: taken once, not at every instruction
+        last = -1
+
+        def trace(frame: FrameType, event: str, arg: Any) -> Any:
+            nonlocal last
+            if event == "opcode":
+                if last in _CALLS:
+                    self._pass()
+                last = instructions[frame.f_lasti]
+            elif event == "line":
+                self._pass()
+            return trace
+
+        return trace
+
+    def _pass(self) -> None:
+        if self._left == 0:
+            raise Interrupted
+        self._left -= 1
 
 
 def interrupted_steps(count: int, size: int, signals: int) -> int:
