@@ -1,0 +1,195 @@
+"""What is read from a parameter group: a value, which is the 0-dim tensor behind it and its number in one."""
+
+from __future__ import annotations
+
+import builtins
+import operator
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+
+class Place(Protocol):
+    """Where a reading was read."""
+
+    def write(self, value: float | Tensor) -> None:
+        """Write what an in-place method made of the reading."""
+
+
+class Reading(Tensor):
+    """One number of a hyperparameter as it was when it was read: a 0-dim tensor on the parameters' device.
+
+    It does not change when somebody writes to the group. Where the host knows the number, ``float()``, ``item()``,
+    comparisons, hashing, formatting and arithmetic with anything but tensors give what a float gives, and neither wait for
+    the device nor launch anything there. With tensors it computes as a tensor. In-place methods, such as ``fill_``, write to
+    the place that it was read from, and the reading is then what was written. Operators such as ``*=`` write nothing.
+    Clones, deep copies and pickles have no such place.
+
+    Args:
+        number: the number; None where only the device knows it.
+        tensor: the value, if ``number`` is None; otherwise any tensor of the same dtype and device.
+        place: where it was read; None for a value of its own.
+    """
+
+    _number: float | None
+    _tensor: Tensor | None
+    _place: Place | None
+
+    @staticmethod
+    def __new__(cls, number: float | None, tensor: Tensor, place: Place | None = None) -> Reading:
+        made: Reading = Tensor._make_wrapper_subclass(cls, (), dtype=tensor.dtype, device=tensor.device)  # type: ignore[attr-defined]
+        made._number = number
+        made._tensor = tensor if number is None else None
+        made._place = place
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # Dynamo sees a tensor, and guards on no number
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _COPYING and isinstance(args[0], Reading):
+            return args[0]._copy()
+        args, kwargs = list(args), kwargs or {}
+        written = {id(r): r for r in _written(func, args, kwargs)}
+        on_host = bool(written) and all(map(_is_on_host, tree_leaves((args, kwargs))))
+        targets = {key: r._as_tensor("cpu" if on_host else r.device).clone() for key, r in written.items()}
+
+        def plain(value: Any) -> Any:
+            if not isinstance(value, Reading):
+                return value
+            return targets[id(value)] if id(value) in targets else value._as_tensor("cpu" if on_host else value.device)
+
+        result = func(*tree_map(plain, args), **tree_map(plain, kwargs))
+        for key, reading in written.items():
+            reading._settle(targets[key].item() if on_host else targets[key])
+        by_target = {id(target): written[key] for key, target in targets.items()}
+        return tree_map(lambda value: by_target.get(id(value), value), result)
+
+    @property
+    def plain(self) -> Tensor:
+        """The value as a tensor like any other. The host does not wait for it."""
+        if self._tensor is None:
+            assert self._number is not None
+            self._tensor = torch.full((), self._number, dtype=self.dtype, device=self.device)
+        return self._tensor
+
+    def _as_tensor(self, device: torch.device | str) -> Tensor:
+        if self._number is None or device == self.device:
+            return self.plain
+        return torch.full((), self._number, dtype=self.dtype, device=device)
+
+    def _copy(self) -> Reading:
+        return Reading(self._number, self if self._number is not None else self.plain)
+
+    def _settle(self, value: float | Tensor) -> None:
+        """Write ``value`` to the place, and be ``value``."""
+        if self._place is not None:
+            self._place.write(value)
+        self._number, self._tensor = (None, value) if isinstance(value, Tensor) else (value, None)
+
+    def fill_(self, value: Any) -> Reading:  # type: ignore[override]
+        if type(value) is float:
+            self._settle(value)
+            return self
+        filled: Reading = super().fill_(value)
+        return filled
+
+    def item(self) -> float:  # type: ignore[override]
+        if self._number is None:
+            self._number = self.plain.item()
+        return self._number
+
+    tolist = __float__ = item  # type: ignore[assignment]
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self.plain.numpy(force=force)
+
+    def __array__(self, dtype: Any = None) -> Any:
+        return self._as_tensor("cpu").numpy(force=True).astype(dtype or "float64")
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        return self
+
+    def __hash__(self) -> int:
+        is_traced = self._number is None and type(self._tensor) is not Tensor
+        return object.__hash__(self) if is_traced else hash(self.item())
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return repr(self.item())
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Reading:
+        return self._copy()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.plain.__reduce_ex__(protocol)
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["plain"], None
+
+    def _stable_hash_for_caching(self) -> str:
+        return type(self).__qualname__
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], context: None, size: Any, stride: Any) -> Reading:
+        return Reading(None, inner["plain"])
+
+
+_COPYING = {torch.ops.aten.clone.default, torch.ops.aten.detach.default, torch.ops.aten.alias.default}
+"""Operators that a reading answers with one of the same number."""
+
+
+def unread(value: Any) -> Any:
+    """``value``, a number or a tuple, with what it reads replaced by the numbers where they are known, else by tensors."""
+    if isinstance(value, (tuple, list)):
+        return type(value)(map(unread, value))
+    if not isinstance(value, Reading):
+        return value
+    return value.plain if value._number is None else value._number
+
+
+def _written(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Iterable[Reading]:
+    """The readings that ``func`` writes into."""
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[i] if i < len(args) else kwargs.get(argument.name)
+            yield from (leaf for leaf in tree_leaves(given) if isinstance(leaf, Reading))
+
+
+def _is_on_host(value: Any) -> bool:
+    """Whether the host can compute with an argument without asking a device."""
+    if isinstance(value, Reading):
+        return value._number is not None
+    return not isinstance(value, Tensor) or value.device.type == "cpu"
+
+
+def _sides(*values: Any) -> Iterable[Any]:
+    """Readings among ``values`` as numbers, or where that would wait for the device or others are tensors, as tensors."""
+    readings = [v for v in values if isinstance(v, Reading)]
+    as_numbers = all(r._number is not None for r in readings)
+    as_numbers = as_numbers and not any(isinstance(v, Tensor) and not isinstance(v, Reading) for v in values)
+    return ((v._number if as_numbers else v.plain) if isinstance(v, Reading) else v for v in values)
+
+
+def _operators(operate: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """A method that operates on a reading and anything, and the one for the other order."""
+    return lambda self, *other: operate(*_sides(self, *other)), lambda self, other: operate(*_sides(other, self))
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "divmod"):
+    _forward, _reverse = _operators(divmod if _name == "divmod" else getattr(operator, _name))
+    setattr(Reading, f"__{_name}__", _forward)
+    setattr(Reading, f"__r{_name}__", _reverse)
+    if _name != "divmod":
+        setattr(Reading, f"__i{_name}__", _forward)
+for _name in ("lt", "le", "gt", "ge", "eq", "ne", "neg", "pos", "abs"):
+    setattr(Reading, f"__{_name}__", _operators(getattr(operator, _name))[0])
+for _name in ("int", "bool", "complex", "round", "trunc", "floor", "ceil"):
+    _of_float = getattr(float, f"__{_name}__", None) or getattr(builtins, _name)
+    setattr(Reading, f"__{_name}__", lambda self, *args, _of_float=_of_float: _of_float(self.item(), *args))
