@@ -43,10 +43,9 @@ class TestGroups:
         assert {t.dtype for t in entries} == {torch.float64}
         assert len({id(t) for t in entries}) == len({t.data_ptr() for t in entries}) == len(entries)
         read = [e for group in optimizer.param_groups for key in HYPERS[cls] for e in pairs(group[key])]
-        assert all(
-            isinstance(e, Tensor) and (e.shape, e.device, e.dtype) == ((), t.device, t.dtype)
-            for e, t in zip(read, entries, strict=True)
-        )
+        for entry, live in zip(read, entries, strict=True):
+            assert isinstance(entry, Tensor)
+            assert (entry.shape, entry.device, entry.dtype) == ((), live.device, live.dtype)
 
     @classes
     def test_values_are_exact(self, cls: type[Optimizer]) -> None:
