@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from compiled_optim.groups.reading import Place, Reading
-from compiled_optim.torch_internals import fakes_are_made, is_fake
+from compiled_optim.torch_internals import fakes_are_made, is_fake, outside_dynamo
 
 
 class Live:
@@ -53,6 +53,7 @@ class Live:
             self._version = _version(self.tensor)
             self._written = value
 
+    @outside_dynamo
     def read(self, place: Place) -> Reading | Tensor:
         """The number as it is now, read from ``place``; a tensor that requires grad is itself what is read."""
         if self.tensor.requires_grad:

@@ -116,9 +116,9 @@ class ParamGroup(WatchedDict[str, Any]):
         return self._held(key)[0].written != 0
 
     def drive(self, key: str, *, begin: bool) -> None:
-        """Note that the device begins, or has ceased, to write a hyperparameter by itself. Others do not share it then."""
+        """Note that the device begins, or has ceased, to write a hyperparameter by itself, which is no user's tensor then."""
         for index, number in enumerate(self._held(key)):
-            if number.places > 1:
+            if number.is_adopted:
                 self._replace(key, index, number.tensor)
             self._numbers[key][index].is_driven = begin
 
@@ -198,17 +198,18 @@ class ParamGroup(WatchedDict[str, Any]):
         self._refuse_capture(key)
         super().set_quietly(key, self._numbers[key])
         for index, (number, element) in enumerate(zip(self._numbers[key], elements, strict=True)):
+            if element is number.tensor:
+                continue
             if number.is_adopted or (isinstance(element, Tensor) and element.requires_grad):
                 self._replace(key, index, element)
-            elif element is not number.tensor:
+            else:
                 number.write(self._without_wait(element))
 
     def _replace(self, key: str, index: int, value: float | Tensor) -> None:
         """Let a hyperparameter have a tensor of its own in place of one of those it has."""
-        numbers: list[Live] = list(self._numbers[key])
-        if value is not numbers[index].tensor or numbers[index].places > 1:
-            numbers[index] = self._fresh(value)
-            self._put(key, numbers)
+        numbers = list(self._numbers[key])
+        numbers[index] = self._fresh(value)
+        self._put(key, numbers)
 
     def _put(self, key: str, numbers: Iterable[Live]) -> None:
         """Let ``numbers`` be those of a hyperparameter."""

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from compiled_optim.torch_internals import refuse_tracing
+
 
 class Place(Protocol):
     """Where a reading was read."""
@@ -54,6 +56,8 @@ class Reading(Tensor):
             return args[0]._copy()
         args, kwargs = list(args), kwargs or {}
         written = {id(r): r for r in _written(func, args, kwargs)}
+        if written:
+            refuse_tracing("a write to a parameter group", "set hyperparameters outside of compiled code")
         on_host = bool(written) and all(map(_is_on_host, tree_leaves((args, kwargs))))
         targets = {key: r._as_tensor("cpu" if on_host else r.device).clone() for key, r in written.items()}
 
@@ -113,6 +117,10 @@ class Reading(Tensor):
     @property
     def data(self) -> Tensor:  # type: ignore[override]
         return self
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        self.copy_(value)
 
     def __hash__(self) -> int:
         is_traced = self._number is None and type(self._tensor) is not Tensor
