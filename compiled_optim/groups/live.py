@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from compiled_optim.groups.reading import Place, Reading
-from compiled_optim.torch_internals import fakes_are_made, is_fake, outside_dynamo
+from compiled_optim.torch_internals import CAPTURING, fakes_are_made, is_fake
 
 
 class Live:
@@ -26,13 +25,13 @@ class Live:
         self.is_adopted = is_adopted
         self.places = 0
         self.is_driven = False
-        self._on_host = tensor.device.type == "cpu" and type(tensor) is Tensor
+        self._on_host = tensor.device.type == "cpu" and "cpu" not in CAPTURING and type(tensor) is Tensor
         self._written = number
         self._version = _version(tensor)
 
     @property
     def written(self) -> float | None:
-        """The Python number that :meth:`write` wrote last; None if it wrote a tensor, or if somebody else may have written."""
+        """The Python number that was written last; None if that was a tensor, or if somebody else may have written."""
         return None if self.is_driven or self._version != _version(self.tensor) else self._written
 
     @property
@@ -45,21 +44,13 @@ class Live:
     def write(self, value: float | Tensor) -> None:
         """Let the number be ``value``, which may be a 1-element tensor on any device, by one operation on the device."""
         self._written = None  # until the end, whatever interrupts it
-        live = self.tensor.detach()
+        live = self.tensor.detach() if self.tensor.requires_grad else self.tensor
         if isinstance(value, Tensor):
             live.copy_(value.detach().reshape(()))
         else:
             live.fill_(value)
             self._version = _version(self.tensor)
             self._written = value
-
-    @outside_dynamo
-    def read(self, place: Place) -> Reading | Tensor:
-        """The number as it is now, read from ``place``; a tensor that requires grad is itself what is read."""
-        if self.tensor.requires_grad:
-            return self.tensor
-        number = self.number
-        return Reading(number, self.tensor if number is not None else self.tensor.detach().clone(), place)
 
 
 def _version(tensor: Tensor) -> int | None:

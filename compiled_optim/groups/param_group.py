@@ -14,9 +14,10 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from compiled_optim.groups.live import Live, address
-from compiled_optim.groups.reading import unread
+from compiled_optim.groups.reading import Reading, unread
 from compiled_optim.groups.watched import Changes, WatchedDict, WatchedList
 from compiled_optim.memory.layout import scalar, scalar_dtype
 from compiled_optim.rule.rule import Declaration
@@ -91,18 +92,23 @@ class ParamGroup(WatchedDict[str, Any]):
         super().set_quietly(key, WatchedList(self._changes, value) if key == "params" else value)
 
     def __getitem__(self, key: str) -> Any:
-        value = super().__getitem__(key)
-        if key not in self._hypers:
-            return value
-        readings = tuple(n.read(_Place(self._itself, key, i)) for i, n in enumerate(self._held(key)))
-        return readings if self._hypers[key].is_tuple else readings[0]
+        held = super().__getitem__(key)
+        if type(held) is not _Numbers:
+            if key not in self._hypers:
+                return held
+            held = self._held(key)
+        read = _read_untraced if is_dynamo_compiling() else _Numbers.read
+        if not held.is_tuple:
+            return read(held, 0)
+        return tuple(read(held, i) for i in range(len(held)))
 
     def _held(self, key: str) -> _Numbers:
         """The numbers of a hyperparameter, after an assignment by ``dict.__setitem__``, which goes past this class."""
         value = super().__getitem__(key)
-        if value is not self._numbers[key]:
+        if type(value) is not _Numbers:
             self[key] = value
-        return self._numbers[key]
+            return self._numbers[key]
+        return value
 
     def tensors(self, key: str) -> tuple[Tensor, ...]:
         """The tensors of one hyperparameter: one for each number that it holds."""
@@ -116,7 +122,7 @@ class ParamGroup(WatchedDict[str, Any]):
         return self._held(key)[0].written != 0
 
     def drive(self, key: str, *, begin: bool) -> None:
-        """Note that the device begins, or has ceased, to write a hyperparameter by itself, which is no user's tensor then."""
+        """Note that the device begins, or has ceased, to write a hyperparameter by itself; no user's tensor is used then."""
         for index, number in enumerate(self._held(key)):
             if number.is_adopted:
                 self._replace(key, index, number.tensor)
@@ -161,9 +167,8 @@ class ParamGroup(WatchedDict[str, Any]):
 
     def fill_element(self, key: str, index: int, value: float | Tensor) -> None:
         """As :meth:`fill`, for one of the numbers of a hyperparameter."""
-        hyper = self._hypers[key]
         if not isinstance(value, Tensor):
-            hyper.check(value, index, self.label, ROUNDING)
+            self._hypers[key].check(value, index, self.label, ROUNDING)
         self._fill(key, index, value)
 
     def _fill(self, key: str, index: int, value: float | Tensor) -> None:
@@ -184,8 +189,13 @@ class ParamGroup(WatchedDict[str, Any]):
             self._check({**self, **values})
         super().update({**numbers, **values})  # numbers first: choices are checked against them
 
-    @outside_dynamo
     def __setitem__(self, key: str, value: Any) -> None:
+        if is_dynamo_compiling():
+            _set_untraced(self, key, value)
+        else:
+            self._set(key, value)
+
+    def _set(self, key: str, value: Any) -> None:
         if key in self._hypers:
             self._assign(key, self.validated(key, value))
             return
@@ -215,7 +225,7 @@ class ParamGroup(WatchedDict[str, Any]):
         """Let ``numbers`` be those of a hyperparameter."""
         for number in self._numbers.get(key, ()):
             number.places -= 1
-        held = self._numbers[key] = _Numbers(numbers)
+        held = self._numbers[key] = _Numbers(numbers, self._itself, key, self._hypers[key].is_tuple)
         for number in held:
             number.places += 1
         tensors = tuple(number.tensor for number in held)
@@ -261,7 +271,7 @@ class ParamGroup(WatchedDict[str, Any]):
         return super().__iter__()
 
     def get(self, key: str, default: Any = None) -> Any:
-        return self[key] if key in self else default
+        return self[key] if key in self else default  # noqa: SIM401
 
     def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
         return ItemsView(self)
@@ -294,7 +304,27 @@ class ParamGroup(WatchedDict[str, Any]):
 
 
 class _Numbers(tuple[Live, ...]):
-    """The numbers of one hyperparameter of one group."""
+    """The numbers of one hyperparameter of one group, and what was read of them last."""
+
+    def __new__(cls, numbers: Iterable[Live], *place: Any) -> _Numbers:
+        return super().__new__(cls, numbers)
+
+    def __init__(self, numbers: Iterable[Live], group: weakref.ref[ParamGroup], key: str, is_tuple: bool) -> None:
+        self.is_tuple = is_tuple
+        self._places = [_Place(group, key, i) for i in range(len(self))]
+        self._readings: list[Reading | None] = [None] * len(self)
+
+    def read(self, index: int) -> Reading | Tensor:
+        """A number as it is now; a tensor that requires grad is itself what is read."""
+        live, last = self[index], self._readings[index]
+        number = live.number
+        if last is not None and number is not None and number == last.known:
+            return last
+        if live.tensor.requires_grad:
+            return live.tensor
+        tensor = live.tensor if number is not None else live.tensor.detach().clone()
+        self._readings[index] = reading = Reading(number, tensor, self._places[index])
+        return reading
 
 
 class _Place(NamedTuple):
@@ -302,10 +332,19 @@ class _Place(NamedTuple):
 
     group: weakref.ref[ParamGroup]
     key: str
-    index: int
+    element: int
 
     def write(self, value: float | Tensor) -> None:
         """Write to the group, if it is there."""
         group = self.group()
         if group is not None:
-            group.fill_element(self.key, self.index, value)
+            group.fill_element(self.key, self.element, value)
+
+    def read(self) -> Tensor | None:
+        """Read the group, if it is there."""
+        group = self.group()
+        return None if group is None else group._numbers[self.key].read(self.element)
+
+
+_read_untraced = outside_dynamo(_Numbers.read)
+_set_untraced = outside_dynamo(ParamGroup._set)

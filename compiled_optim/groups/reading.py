@@ -20,15 +20,18 @@ class Place(Protocol):
     def write(self, value: float | Tensor) -> None:
         """Write what an in-place method made of the reading."""
 
+    def read(self) -> Tensor | None:
+        """What is read there now; None if the place is gone."""
+
 
 class Reading(Tensor):
     """One number of a hyperparameter as it was when it was read: a 0-dim tensor on the parameters' device.
 
-    It does not change when somebody writes to the group. Where the host knows the number, ``float()``, ``item()``,
-    comparisons, hashing, formatting and arithmetic with anything but tensors give what a float gives, and neither wait for
-    the device nor launch anything there. With tensors it computes as a tensor. In-place methods, such as ``fill_``, write to
-    the place that it was read from, and the reading is then what was written. Operators such as ``*=`` write nothing.
-    Clones, deep copies and pickles have no such place.
+    It never changes. Where the host knows the number, ``float()``, ``item()``, comparisons, hashing, formatting and
+    arithmetic with anything but tensors give what a float gives, and neither wait for the device nor launch anything there.
+    With tensors it computes as a tensor. In-place methods, such as ``fill_``, write to the place that it was read from, and
+    return what is read there then. Operators such as ``*=`` write nothing. Clones and deep copies have no place: their
+    in-place methods change themselves. Pickles are other tensors.
 
     Args:
         number: the number; None where only the device knows it.
@@ -41,19 +44,23 @@ class Reading(Tensor):
     _place: Place | None
 
     @staticmethod
-    def __new__(cls, number: float | None, tensor: Tensor, place: Place | None = None) -> Reading:
-        made: Reading = Tensor._make_wrapper_subclass(cls, (), dtype=tensor.dtype, device=tensor.device)  # type: ignore[attr-defined]
+    def __new__(cls, number: float | None, tensor: Tensor, place: Place | None = None) -> Reading:  # noqa: D102
+        made: Reading = _make(cls, (), dtype=tensor.dtype, device=tensor.device)
         made._number = number
         made._tensor = tensor if number is None else None
         made._place = place
         return made
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # Dynamo sees a tensor, and guards on no number
+    # Dynamo then sees a tensor, and guards on no number.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Compute with plain tensors; what is written is on the host where the host knows all numbers."""
         if func in _COPYING and isinstance(args[0], Reading):
-            return args[0]._copy()
+            return args[0].clone()
         args, kwargs = list(args), kwargs or {}
         written = {id(r): r for r in _written(func, args, kwargs)}
         if written:
@@ -67,8 +74,8 @@ class Reading(Tensor):
             return targets[id(value)] if id(value) in targets else value._as_tensor("cpu" if on_host else value.device)
 
         result = func(*tree_map(plain, args), **tree_map(plain, kwargs))
-        for key, reading in written.items():
-            reading._settle(targets[key].item() if on_host else targets[key])
+        for key, target in targets.items():
+            written[key]._write(target.item() if on_host else target)
         by_target = {id(target): written[key] for key, target in targets.items()}
         return tree_map(lambda value: by_target.get(id(value), value), result)
 
@@ -85,23 +92,27 @@ class Reading(Tensor):
             return self.plain
         return torch.full((), self._number, dtype=self.dtype, device=device)
 
-    def _copy(self) -> Reading:
-        return Reading(self._number, self if self._number is not None else self.plain)
-
-    def _settle(self, value: float | Tensor) -> None:
-        """Write ``value`` to the place, and be ``value``."""
+    def _write(self, value: float | Tensor) -> None:
         if self._place is not None:
             self._place.write(value)
-        self._number, self._tensor = (None, value) if isinstance(value, Tensor) else (value, None)
+        else:
+            self._number, self._tensor = (None, value) if isinstance(value, Tensor) else (value, None)
 
-    def fill_(self, value: Any) -> Reading:  # type: ignore[override]
-        if type(value) is float:
-            self._settle(value)
-            return self
-        filled: Reading = super().fill_(value)
-        return filled
+    def _after_writing(self) -> Tensor:
+        now = None if self._place is None else self._place.read()
+        return self if now is None else now
 
-    def item(self) -> float:  # type: ignore[override]
+    def clone(self, *, memory_format: Any = None) -> Reading:
+        """An equal reading without a place."""
+        return Reading(self._number, self if self._number is not None else self.plain)
+
+    @property
+    def known(self) -> float | None:
+        """The number; None where only the device knows it."""
+        return self._number
+
+    def item(self) -> float:
+        """The number; waits for the device where only that knows it."""
         if self._number is None:
             self._number = self.plain.item()
         return self._number
@@ -109,13 +120,15 @@ class Reading(Tensor):
     tolist = __float__ = item  # type: ignore[assignment]
 
     def numpy(self, *, force: bool = False) -> Any:
-        return self.plain.numpy(force=force)
+        """A copy; as of other tensors on an accelerator, only by ``force``."""
+        return self.plain.clone().numpy(force=force)
 
     def __array__(self, dtype: Any = None) -> Any:
         return self._as_tensor("cpu").numpy(force=True).astype(dtype or "float64")
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
+    def data(self) -> Tensor:
+        """Itself."""
         return self
 
     @data.setter
@@ -126,28 +139,32 @@ class Reading(Tensor):
         is_traced = self._number is None and type(self._tensor) is not Tensor
         return object.__hash__(self) if is_traced else hash(self.item())
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return repr(self.item())
 
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Reading:
-        return self._copy()
+        return self.clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.plain.__reduce_ex__(protocol)
+        return self.plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    # What torch.compile asks of a tensor that wraps another.
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["plain"], None
-
-    def _stable_hash_for_caching(self) -> str:
-        return type(self).__qualname__
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], context: None, size: Any, stride: Any) -> Reading:
         return Reading(None, inner["plain"])
 
+    def _stable_hash_for_caching(self) -> str:
+        return type(self).__qualname__
+
+
+_make: Callable[..., Reading] = Tensor._make_wrapper_subclass
 
 _COPYING = {torch.ops.aten.clone.default, torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 """Operators that a reading answers with one of the same number."""
@@ -187,9 +204,39 @@ def _sides(*values: Any) -> Iterable[Any]:
 
 def _operators(operate: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """A method that operates on a reading and anything, and the one for the other order."""
-    return lambda self, *other: operate(*_sides(self, *other)), lambda self, other: operate(*_sides(other, self))
+
+    def forward(self: Reading, *other: Any) -> Any:
+        if self._number is not None and (not other or type(other[0]) is float):  # as _sides would have it
+            return operate(self._number, *other)
+        return operate(*_sides(self, *other))
+
+    return forward, lambda self, other: operate(*_sides(other, self))
 
 
+def _in_place(name: str) -> Callable[..., Tensor]:
+    """The in-place method ``name``, which returns what was written; a tensor's returns the tensor, and a reading stays."""
+    of_tensor: Callable[..., Tensor] = getattr(Tensor, name)
+
+    def method(self: Reading, *args: Any, **kwargs: Any) -> Tensor:
+        of_tensor(self, *args, **kwargs)
+        return self._after_writing()
+
+    return method
+
+
+def _fill(self: Reading, value: Any) -> Tensor:
+    """As any in-place method, but quick where torch's schedulers call it."""
+    number = value._number if type(value) is Reading else value
+    if type(number) is not float:
+        return _fill_in_place(self, value)
+    self._write(number)
+    return self._after_writing()
+
+
+for _name in dir(Tensor):
+    if _name.endswith("_") and not _name.startswith("_"):
+        setattr(Reading, _name, _in_place(_name))
+_fill_in_place, Reading.fill_ = Reading.fill_, _fill  # type: ignore[method-assign, assignment]
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "divmod"):
     _forward, _reverse = _operators(divmod if _name == "divmod" else getattr(operator, _name))
     setattr(Reading, f"__{_name}__", _forward)
