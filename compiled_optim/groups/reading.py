@@ -126,6 +126,9 @@ class Reading(Tensor):
     def __array__(self, dtype: Any = None) -> Any:
         return self._as_tensor("cpu").numpy(force=True).astype(dtype or "float64")
 
+    def __array_wrap__(self, array: Any, context: Any = None, return_scalar: bool = False) -> Any:
+        return array[()]
+
     @property
     def data(self) -> Tensor:
         """Itself."""
@@ -135,12 +138,15 @@ class Reading(Tensor):
     def data(self, value: Tensor) -> None:
         self.copy_(value)
 
+    @property
+    def _is_traced(self) -> bool:
+        return self._number is None and type(self._tensor) is not Tensor
+
     def __hash__(self) -> int:
-        is_traced = self._number is None and type(self._tensor) is not Tensor
-        return object.__hash__(self) if is_traced else hash(self.item())
+        return object.__hash__(self) if self._is_traced else hash(self.item())
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return repr(self.item())
+        return repr(self.plain if self._is_traced else self.item())
 
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec)
