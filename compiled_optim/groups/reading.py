@@ -44,7 +44,7 @@ class Reading(Tensor):
     _place: Place | None
 
     @staticmethod
-    def __new__(cls, number: float | None, tensor: Tensor, place: Place | None = None) -> Reading:  # noqa: D102
+    def __new__(cls, number: float | None, tensor: Tensor, place: Place | None = None) -> Reading:
         made: Reading = _make(cls, (), dtype=tensor.dtype, device=tensor.device)
         made._number = number
         made._tensor = tensor if number is None else None
@@ -224,6 +224,7 @@ def _in_place(name: str) -> Callable[..., Tensor]:
     of_tensor: Callable[..., Tensor] = getattr(Tensor, name)
 
     def method(self: Reading, *args: Any, **kwargs: Any) -> Tensor:
+        """As of other tensors, but for what is returned."""
         of_tensor(self, *args, **kwargs)
         return self._after_writing()
 
