@@ -238,8 +238,9 @@ class CompiledOptimizer(Declared, Optimizer):
         holdings.changes.pending = True
 
     def hyperparameter(self, name: str, group: int = 0) -> Tensor | tuple[Tensor, ...]:
-        """The live tensor, or tuple of tensors, in ``param_groups[group][name]``; unlike that, it can be traced.
+        """The live tensor, or tuple of tensors, behind ``param_groups[group][name]``, which steps read where it lies.
 
+        Its address stays, but for a tensor that a user gave and a group that is assigned another value. It can be traced.
         Write to it outside of compiled code: torch 2.13 loses in-place writes to 0-dim float64 tensors on the CPU there.
 
         Raises:

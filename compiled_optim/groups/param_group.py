@@ -1,28 +1,37 @@
-"""The parameter group: a dict whose hyperparameters are 0-dim device tensors, and what assigning to it means.
+"""The parameter group: a dict whose hyperparameters lie on the device, and what reading and assigning them means.
 
-A group's tensors belong to the group alone, except one that the constructor was given and adopts. An assignment puts a new
-tensor in the group, so nothing that somebody read, saved or passed in earlier changes. A write into the tensor itself
-(``fill_``, which torch's schedulers use) counts too, because the step reads the tensor. Neither changes a Python value that
-compiled code could depend on.
+A step reads the tensors of :class:`~compiled_optim.groups.live.Live`, whose addresses stay. What somebody reads in the group
+is a value, a :class:`~compiled_optim.groups.reading.Reading`. An assignment fills the tensors. None of this changes a Python
+value that compiled code could depend on.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+import weakref
+from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.compiler import is_dynamo_compiling
 
+from compiled_optim.groups.live import Live, address
+from compiled_optim.groups.reading import Reading, unread
 from compiled_optim.groups.watched import Changes, WatchedDict, WatchedList
 from compiled_optim.memory.layout import scalar, scalar_dtype
 from compiled_optim.rule.rule import Declaration
-from compiled_optim.torch_internals import is_capturing, is_fake, outside_dynamo
+from compiled_optim.torch_internals import is_capturing, outside_dynamo
 
 ROUNDING = 1e-9
 """How far a number that a scheduler computed may be out of range."""
+
+
+class Follower(Protocol):
+    """Somebody who knows where the hyperparameters of groups lie."""
+
+    def follow(self) -> None:
+        """Look again: a hyperparameter lies elsewhere now."""
 
 
 class ParamGroup(WatchedDict[str, Any]):
@@ -39,14 +48,15 @@ class ParamGroup(WatchedDict[str, Any]):
         label: the group's name in error messages.
         check: called with all entries before a write to a structural key, to raise an error.
         changes: where a write to a structural key is reported.
-        others: the optimizer's other groups, whose tensors this one does not adopt.
+        others: the optimizer's other groups, with which this one may share adopted tensors.
 
-    A hyperparameter that is already a 0-dim floating tensor on ``device`` is adopted: later in-place writes by its owner
-    are seen. Every other value is copied into a new tensor, and so is a tensor that stands in a second place.
+    A hyperparameter that is already a floating tensor on ``device`` is adopted: later in-place writes by its owner are seen,
+    by all groups that got it. A group that is assigned that hyperparameter then has a tensor of its own.
 
     Attributes:
-        live: the hyperparameters once more, in a dict that compiled code can read.
-        on_assignment: called with the name of a hyperparameter that got new tensors.
+        live: the tensors of the hyperparameters, 0-dim and of :func:`scalar_dtype` unless adopted: one tensor, or a tuple
+            of them, by name. Compiled code can read this dict.
+        followers: called, for as long as they exist, when a tensor in ``live`` was replaced.
     """
 
     def __init__(
@@ -62,18 +72,18 @@ class ParamGroup(WatchedDict[str, Any]):
         super().__init__(changes=changes)
         self.label = label
         self.live: dict[str, Any] = {}
-        self.on_assignment: Callable[[str], None] | None = None
+        self.followers: weakref.WeakSet[Follower] = weakref.WeakSet()
         self._check = check
         self._hypers = {h.name: h for h in declaration.hypers}
         self._structural = {"params", "maximize", "differentiable", *(s.name for s in declaration.statics)}
         self._device = device
-        self._made: Any = WeakIdKeyDictionary()  # tensor -> the (key, index) it was made or adopted for
-        self._zeros: dict[str, int] = {}  # hyperparameter that was assigned a Python 0 -> its tensor's version then
-        taken = {_address(t) for group in others for key in group._hypers for t in group.tensors(key)}
+        self._numbers: dict[str, _Numbers] = {}
+        self._itself = weakref.ref(self)
+        adopted = {address(n.tensor): n for g in others for ns in g._numbers.values() for n in ns if n.is_adopted}
         for key, value in values.items():
             if key in self._hypers:
-                elements = self._hypers[key].elements(value, label)
-                self._store(key, [self._adopt(key, i, e, taken) for i, e in enumerate(elements)], elements)
+                elements = self._hypers[key].elements(unread(value), label)
+                self._put(key, [self._adopt(e, adopted) for e in elements])
             else:
                 self.set_quietly(key, value)
 
@@ -81,22 +91,42 @@ class ParamGroup(WatchedDict[str, Any]):
         """Write without reporting; ``params`` becomes a list that reports."""
         super().set_quietly(key, WatchedList(self._changes, value) if key == "params" else value)
 
+    def __getitem__(self, key: str) -> Any:
+        held = super().__getitem__(key)
+        if type(held) is not _Numbers:
+            if key not in self._hypers:
+                return held
+            held = self._held(key)
+        read = _read_untraced if is_dynamo_compiling() else _Numbers.read
+        if not held.is_tuple:
+            return read(held, 0)
+        return tuple(read(held, i) for i in range(len(held)))
+
+    def _held(self, key: str) -> _Numbers:
+        """The numbers of a hyperparameter, after an assignment by ``dict.__setitem__``, which goes past this class."""
+        value = super().__getitem__(key)
+        if type(value) is not _Numbers:
+            self[key] = value
+            return self._numbers[key]
+        return value
+
     def tensors(self, key: str) -> tuple[Tensor, ...]:
-        """The live tensors of one hyperparameter, 0-dim and of :func:`scalar_dtype`: one for each number that it holds."""
-        value = self[key]
-        elements = value if isinstance(value, tuple) else (value,)
-        if all(isinstance(e, Tensor) for e in elements):
-            return elements
-        self[key] = value  # ``dict.__setitem__`` went past this class
-        return self.tensors(key)
+        """The tensors of one hyperparameter: one for each number that it holds."""
+        return tuple(number.tensor for number in self._held(key))
 
     def nonzero(self, key: str) -> bool:
         """Whether a hyperparameter of one number may differ from 0. The device is not read.
 
         The hyperparameter counts as 0 only if a Python 0 was assigned and nothing was written into its tensor since.
         """
-        version = self._zeros.get(key)
-        return version is None or self.tensors(key)[0]._version != version
+        return self._held(key)[0].written != 0
+
+    def drive(self, key: str, *, begin: bool) -> None:
+        """Note that the device begins, or has ceased, to write a hyperparameter by itself; no user's tensor is used then."""
+        for index, number in enumerate(self._held(key)):
+            if number.is_adopted:
+                self._replace(key, index, number.tensor)
+            self._numbers[key][index].is_driven = begin
 
     def to(self, device: torch.device) -> None:
         """Move the hyperparameters to ``device``, after their parameters moved there."""
@@ -104,18 +134,15 @@ class ParamGroup(WatchedDict[str, Any]):
             return
         self._device = device
         for key in self._hypers:
-            tensors = self.tensors(key)
-            self._store(
-                key, [self._fresh(key, i, t) for i, t in enumerate(tensors)], tensors if self.nonzero(key) else (0.0,)
-            )
+            self._put(key, [self._fresh(n.tensor if n.written is None else n.written) for n in self._held(key)])
 
     def floats(self) -> dict[str, Any]:
-        """Every hyperparameter as a Python float or a tuple of them. Waits for the device."""
-        values = {key: tuple(self._number(key, i, t) for i, t in enumerate(self.tensors(key))) for key in self._hypers}
+        """Every hyperparameter as a Python float or a tuple of them. Waits for the device where only that knows them."""
+        values = {key: tuple(self._float(key, i, n) for i, n in enumerate(self._held(key))) for key in self._hypers}
         return {key: v if self._hypers[key].is_tuple else v[0] for key, v in values.items()}
 
-    def _number(self, key: str, index: int, tensor: Tensor) -> float | None:
-        number = tensor.item()
+    def _float(self, key: str, index: int, live: Live) -> float | None:
+        number = live.tensor.item() if live.number is None else live.number
         return None if math.isnan(number) and self._hypers[key].optional(index) else number
 
     def validated(self, key: str, value: Any, slack: float = 0.0) -> tuple[float | Tensor, ...]:
@@ -126,30 +153,31 @@ class ParamGroup(WatchedDict[str, Any]):
             ValueError: an element is not a single number, or out of its range, whose inclusive bounds are wider by
                 ``slack``. A tensor on an accelerator is not read, since that would wait for the device.
         """
-        return self._hypers[key].checked(value, self.label, slack)
+        return self._hypers[key].checked(unread(value), self.label, slack)
 
     def fill(self, key: str, value: Any) -> None:
-        """Copy ``value`` into the live tensors, whose identity and address stay.
+        """Write ``value`` into the tensors, also into adopted ones, except where another group shares them.
 
         Raises:
             TypeError, ValueError: as :meth:`validated`, with a slack of :data:`ROUNDING`.
+            RuntimeError: a graph is being captured.
         """
-        elements = self.validated(key, value, ROUNDING)
-        tensors = self.tensors(key)
-        for tensor, element in zip(tensors, elements, strict=True):
-            value = self._without_wait(element)
-            live = tensor.detach()
-            live.copy_(value.reshape(())) if isinstance(value, Tensor) else live.fill_(value)
-        self._store(key, tensors, elements)
+        for index, element in enumerate(self.validated(key, value, ROUNDING)):
+            self._fill(key, index, element)
 
-    def unshare(self, key: str) -> None:
-        """Replace the tensors of one hyperparameter by equal ones that nobody else holds."""
-        tensors = self.tensors(key)
-        self._store(key, [self._fresh(key, i, t) for i, t in enumerate(tensors)], tensors)
+    def fill_element(self, key: str, index: int, value: float | Tensor) -> None:
+        """As :meth:`fill`, for one of the numbers of a hyperparameter."""
+        if not isinstance(value, Tensor):
+            self._hypers[key].check(value, index, self.label, ROUNDING)
+        self._fill(key, index, value)
 
-    def reinstate(self, key: str, tensors: Sequence[Tensor]) -> None:
-        """Put tensors that the group held earlier back in place of what was assigned since."""
-        self._store(key, tensors, tuple(tensors))
+    def _fill(self, key: str, index: int, value: float | Tensor) -> None:
+        self._refuse_capture(key)
+        number = self._held(key)[index]
+        if number.places > 1:
+            self._replace(key, index, value)
+        else:
+            number.write(self._without_wait(value))
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         """As ``dict.update``, but nothing is written if one of the values is refused."""
@@ -161,69 +189,162 @@ class ParamGroup(WatchedDict[str, Any]):
             self._check({**self, **values})
         super().update({**numbers, **values})  # numbers first: choices are checked against them
 
-    @outside_dynamo
     def __setitem__(self, key: str, value: Any) -> None:
+        if is_dynamo_compiling():
+            _set_untraced(self, key, value)
+        else:
+            self._set(key, value)
+
+    def _set(self, key: str, value: Any) -> None:
         if key in self._hypers:
-            elements = self.validated(key, value)
-            before = self.get(key)
-            self._store(key, [self._settle(key, i, e) for i, e in enumerate(elements)], elements)
-            if self.on_assignment is not None and self[key] is not before:
-                self.on_assignment(f"{self.label}[{key!r}]")
+            self._assign(key, self.validated(key, value))
             return
-        if isinstance(value, Tensor) and value in self._made:
-            value = value.detach().clone()  # "initial_lr" must not alias the live lr
         if key in self._structural:
             self._check({**self, key: value})
             self.report()
         self.set_quietly(key, value)
 
-    def _store(self, key: str, tensors: Sequence[Tensor], values: Sequence[float | Tensor]) -> None:
-        """Let ``tensors`` be the live ones of a hyperparameter, which was assigned ``values``."""
-        self._zeros.pop(key, None)  # an interrupt after this line leaves nothing that is wrongly taken for 0
-        self.live[key] = tuple(tensors) if self._hypers[key].is_tuple else tensors[0]
-        self.set_quietly(key, self.live[key])
-        if not isinstance(values[0], Tensor) and values[0] == 0:
-            self._zeros[key] = tensors[0]._version
+    def _assign(self, key: str, elements: Sequence[float | Tensor]) -> None:
+        self._refuse_capture(key)
+        super().set_quietly(key, self._numbers[key])
+        for index, (number, element) in enumerate(zip(self._numbers[key], elements, strict=True)):
+            if element is number.tensor:
+                continue
+            if number.is_adopted or (isinstance(element, Tensor) and element.requires_grad):
+                self._replace(key, index, element)
+            else:
+                number.write(self._without_wait(element))
 
-    def _settle(self, key: str, index: int, element: float | Tensor) -> Tensor:
-        if isinstance(element, Tensor) and self._made.get(element) == (key, index):
-            return element  # somebody saved the group's tensor and puts it back
-        return self._fresh(key, index, element)
+    def _replace(self, key: str, index: int, value: float | Tensor) -> None:
+        """Let a hyperparameter have a tensor of its own in place of one of those it has."""
+        numbers = list(self._numbers[key])
+        numbers[index] = self._fresh(value)
+        self._put(key, numbers)
 
-    def _adopt(self, key: str, index: int, element: float | Tensor, taken: set[int]) -> Tensor:
+    def _put(self, key: str, numbers: Iterable[Live]) -> None:
+        """Let ``numbers`` be those of a hyperparameter."""
+        for number in self._numbers.get(key, ()):
+            number.places -= 1
+        held = self._numbers[key] = _Numbers(numbers, self._itself, key, self._hypers[key].is_tuple)
+        for number in held:
+            number.places += 1
+        tensors = tuple(number.tensor for number in held)
+        self.live[key] = tensors if self._hypers[key].is_tuple else tensors[0]
+        super().set_quietly(key, held)
+        for follower in self.followers:
+            follower.follow()
+
+    def _adopt(self, element: float | Tensor, adopted: dict[int, Live]) -> Live:
         if not isinstance(element, Tensor) or element.device != self._device or not element.is_floating_point():
-            return self._fresh(key, index, element)
-        if _address(element) in taken:
-            return self._fresh(key, index, element)
-        taken.add(_address(element))
-        adopted = element if element.dim() == 0 else element.reshape(())
-        self._made[adopted] = (key, index)
-        return adopted
+            return self._fresh(element)
+        known = adopted.get(address(element))
+        if known is None or known.tensor.dtype != element.dtype:
+            known = Live(element if element.dim() == 0 else element.reshape(()), is_adopted=True)
+            adopted[address(element)] = known
+        return known
 
-    def _fresh(self, key: str, index: int, element: float | Tensor) -> Tensor:
+    def _fresh(self, element: float | Tensor) -> Live:
+        value = self._without_wait(element)
+        if not isinstance(value, Tensor):
+            return Live(scalar(value, self._device), value)
+        dtype = scalar_dtype(self._device)
+        if value.requires_grad:  # a differentiable step reaches back through it
+            return Live(value.reshape(()).to(self._device, dtype), is_adopted=True)
+        return Live(value.detach().reshape(()).to(self._device, dtype, copy=True))
+
+    def _without_wait(self, element: float | Tensor) -> float | Tensor:
+        """``element``, or the number in it if it is a tensor on the host."""
+        if not isinstance(element, Tensor) or element.requires_grad or element.device.type != "cpu":
+            return element
+        return element.item()
+
+    def _refuse_capture(self, key: str) -> None:
         if is_capturing(self._device):
             raise RuntimeError(
                 f"{self.label}[{key!r}] is assigned while a CUDA graph is being captured, and no replay would do that "
                 "again; set hyperparameters outside"
             )
-        dtype = scalar_dtype(self._device)
-        value = self._without_wait(element)
-        if not isinstance(value, Tensor):
-            tensor = scalar(value, self._device)
-        elif value.requires_grad:
-            tensor = value.reshape(()).to(self._device, dtype)  # a differentiable step reaches back through it
-        else:
-            tensor = value.detach().reshape(()).to(self._device, dtype, copy=True)
-        self._made[tensor] = (key, index)
-        return tensor
 
-    def _without_wait(self, element: float | Tensor) -> float | Tensor:
-        """``element``, or the number in it if it is a tensor on the host and the group is elsewhere."""
-        if not isinstance(element, Tensor) or element.requires_grad or self._device.type == "cpu":
-            return element
-        return element.item() if element.device.type == "cpu" else element
+    # A dict reads its own entries past __getitem__, also for dict(group) unless there is an __iter__ of the class.
+
+    def __iter__(self) -> Iterator[str]:
+        return super().__iter__()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self[key] if key in self else default  # noqa: SIM401
+
+    def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
+        return ItemsView(self)
+
+    def values(self) -> ValuesView[Any]:  # type: ignore[override]
+        return ValuesView(self)
+
+    def pop(self, key: str, *default: Any) -> Any:
+        value = self.get(key)
+        removed = super().pop(key, *default)
+        return value if key in self._hypers and value is not None else removed
+
+    def popitem(self) -> tuple[str, Any]:
+        key = next(reversed(self))
+        return key, self.pop(key)
+
+    def __eq__(self, other: object) -> bool:
+        return dict(self) == other
+
+    def __ne__(self, other: object) -> bool:
+        return dict(self) != other
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __or__(self, other: Any) -> Any:
+        return dict(self) | other
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
 
 
-def _address(tensor: Tensor) -> int:
-    """Where a tensor lies; 0 for a fake one, which must not be asked."""
-    return 0 if is_fake(tensor) else tensor.data_ptr()
+class _Numbers(tuple[Live, ...]):
+    """The numbers of one hyperparameter of one group, and what was read of them last."""
+
+    def __new__(cls, numbers: Iterable[Live], *place: Any) -> _Numbers:
+        return super().__new__(cls, numbers)
+
+    def __init__(self, numbers: Iterable[Live], group: weakref.ref[ParamGroup], key: str, is_tuple: bool) -> None:
+        self.is_tuple = is_tuple
+        self._places = [_Place(group, key, i) for i in range(len(self))]
+        self._readings: list[Reading | None] = [None] * len(self)
+
+    def read(self, index: int) -> Reading | Tensor:
+        """A number as it is now; a tensor that requires grad is itself what is read."""
+        live, last = self[index], self._readings[index]
+        number = live.number
+        if last is not None and number is not None and number == last.known:
+            return last
+        if live.tensor.requires_grad:
+            return live.tensor
+        tensor = live.tensor if number is not None else live.tensor.detach().clone()
+        self._readings[index] = reading = Reading(number, tensor, self._places[index])
+        return reading
+
+
+class _Place(NamedTuple):
+    """One number of a group; the group may be gone."""
+
+    group: weakref.ref[ParamGroup]
+    key: str
+    element: int
+
+    def write(self, value: float | Tensor) -> None:
+        """Write to the group, if it is there."""
+        group = self.group()
+        if group is not None:
+            group.fill_element(self.key, self.element, value)
+
+    def read(self) -> Tensor | None:
+        """Read the group, if it is there."""
+        group = self.group()
+        return None if group is None else group._numbers[self.key].read(self.element)
+
+
+_read_untraced = outside_dynamo(_Numbers.read)
+_set_untraced = outside_dynamo(ParamGroup._set)

@@ -45,16 +45,9 @@ def names_and_tensors(params: Any) -> tuple[list[str], list[Any]]:
 
 
 def hand_over(key: str, value: Any, groups: list[dict[str, Any]]) -> None:
-    """Give a hyperparameter that the constructor got as a tensor to the one group without a value for it, to adopt.
-
-    Where several groups have no value, this does nothing, and each will copy the default; but a tensor that requires grad is
-    given to all of them.
-    """
-    without_value = [group for group in groups if key not in group]
-    elements = value if isinstance(value, tuple) else (value,)
-    if len(without_value) == 1 or any(isinstance(e, Tensor) and e.requires_grad for e in elements):
-        for group in without_value:
-            group[key] = value
+    """Give a hyperparameter that the constructor got as a tensor to all groups without a value for it, to adopt."""
+    for group in groups:
+        group.setdefault(key, value)
 
 
 def check_params(

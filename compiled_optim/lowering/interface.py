@@ -84,7 +84,7 @@ class Capturable:
 
     def upload_hyperparameters(self) -> None:
         """Make hyperparameters that were assigned known to kernels that run without being prepared."""
-        self._hypers.follow_assignments()
+        self._hypers.refresh()
 
     def copied(self) -> list[int]:
         """The addresses of the hyperparameters and clipping that preparing copies, since kernels cannot read them."""

@@ -7,6 +7,7 @@ are data, so groups with different learning rates share one plan.
 from __future__ import annotations
 
 import functools
+from collections import ChainMap
 from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, field
 from typing import Any, NoReturn
@@ -232,7 +233,7 @@ def partition(
             if not _has_memory(rule, param, own_state, name, needed=is_needed):
                 continue
             buffers = rule.present_buffers(choices)
-            missing = missing_entries(rule, buffers, param, own_state, initial_values(rule, group))
+            missing = missing_entries(rule, buffers, param, own_state, initial_values(rule, ChainMap(group.live, group)))
             for entry, tensor in missing.items():
                 own_state.set_quietly(entry, tensor)
             found.append((Member(param, name, i, own_state, (*scalar_names(rule), *buffers)), choices))

@@ -24,7 +24,7 @@ class Schedules:
         self.functions: dict[tuple[int, str], tuple[Hyper, Schedule]] = {}
         self._groups: Sequence[ParamGroup] = ()
         self._counts: list[Tensor] = []
-        self._targets: dict[tuple[int, str], tuple[Tensor, ...]] = {}
+        self._scheduled: list[tuple[int, str]] = []
 
     def copy(self) -> Schedules:
         """The same schedules, before they follow any group."""
@@ -40,7 +40,8 @@ class Schedules:
             ValueError: ``function`` looks at the value of its argument, or its first value is out of range.
         """
         if function is None:
-            self.functions.pop((index, hyper.name), None)
+            if self.functions.pop((index, hyper.name), None):
+                group.drive(hyper.name, begin=False)
             return
         where = f"the schedule of {hyper.name} in param_groups[{index}]"
         if not callable(function):
@@ -55,29 +56,26 @@ class Schedules:
         first_step = scalar(1, group.tensors(hyper.name)[0].device)
         for i, value in enumerate(hyper.elements(function(first_step), where)):
             hyper.check(float(value), i, where)
-        group.unshare(hyper.name)
+        group.drive(hyper.name, begin=True)
         self.functions[index, hyper.name] = hyper, function
 
     def follow(self, groups: Sequence[ParamGroup], plans: Sequence[Plan]) -> None:
         """Write into the tensors of ``groups`` from now on, by the step counts of ``plans``."""
         self._groups = groups
         self._counts = [block[0] for plan in plans for block in plan.scalar_blocks]
-        self._targets = {(i, name): groups[i].tensors(name) for i, name in self.functions if plans and i < len(groups)}
-
-    def reinstate(self) -> None:
-        """Overrule assignments: put back the tensors that :meth:`evaluate` writes, where somebody assigned others."""
-        for (index, name), tensors in self._targets.items():
-            if any(now is not target for now, target in zip(self._groups[index].tensors(name), tensors, strict=True)):
-                self._groups[index].reinstate(name, tensors)
+        self._scheduled = [(i, name) for i, name in self.functions if plans and i < len(groups)]
+        for index, name in self._scheduled:
+            groups[index].drive(name, begin=True)
 
     def evaluate(self) -> None:
-        """Write the values for the next step into the groups' tensors. The host waits for nothing."""
-        if not self._targets:
+        """Write the values for the next step into the groups' tensors, whatever was assigned. The host waits for nothing."""
+        if not self._scheduled:
             return
         device = self._counts[0].device
         count = torch.stack([steps.amax().to(device) for steps in self._counts]).amax() + 1
-        for key, tensors in self._targets.items():
-            hyper, function = self.functions[key]
-            for tensor, value in zip(tensors, hyper.elements(function(count), f"the schedule of {hyper.name}"), strict=True):
+        for index, name in self._scheduled:
+            hyper, function = self.functions[index, name]
+            values = hyper.elements(function(count), f"the schedule of {name}")
+            for tensor, value in zip(self._groups[index].tensors(name), values, strict=True):
                 live = tensor.detach()
                 live.copy_(value) if isinstance(value, Tensor) else live.fill_(value)

@@ -186,7 +186,7 @@ class Engine:
                 "take one step before capturing, or let co.CUDAGraphRunner do so"
             )
         if not step.is_recorded:
-            self.holdings.hand_captures.keep(step.memory, self.holdings.own_groups)
+            self.holdings.hand_captures.keep(step.memory)
 
 
 _runner_captures: set[object] = set()

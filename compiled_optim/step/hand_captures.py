@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
-from collections.abc import Sequence
-
-from compiled_optim.groups.param_group import ParamGroup
 
 
 class HandCaptures:
@@ -16,13 +12,11 @@ class HandCaptures:
         self._kept: list[object] = []
         self._is_read = False  # whether the present step is among what a graph reads
 
-    def keep(self, memory: object, groups: Sequence[ParamGroup]) -> None:
-        """Note that a graph is to read ``memory``, which the present step uses, and the hyperparameters of ``groups``."""
+    def keep(self, memory: object) -> None:
+        """Note that a graph is to read ``memory``, which the present step uses."""
         if not self._is_read:
             self._kept.append(memory)
         self._is_read = True
-        for group in groups:
-            group.on_assignment = functools.partial(_warn_of_assignment, groups)
 
     def leave(self) -> None:
         """Warn where the optimizer no longer uses what a graph reads."""
@@ -34,14 +28,3 @@ class HandCaptures:
                 RuntimeWarning,
                 stacklevel=3,
             )
-
-
-def _warn_of_assignment(groups: Sequence[ParamGroup], label: str) -> None:
-    for group in groups:
-        group.on_assignment = None
-    warnings.warn(
-        f"{label} was assigned after step() was captured in a CUDA graph, which goes on reading the old tensor; "
-        "write into it with fill_, or capture with co.CUDAGraphRunner",
-        RuntimeWarning,
-        stacklevel=4,
-    )

@@ -211,7 +211,6 @@ class RuleStep(Step):
         if self._clipping.measures_norm and self._square_sums is None:
             self._square_sums = SquareSums(self.lowerings)
             self._holdings.hand_captures.leave()
-        self._schedules.reinstate()
         for lowering, own in zip(self.lowerings, by_plan, strict=True):
             lowering.prepare(own)
 
@@ -286,7 +285,6 @@ class RuleStep(Step):
         self._clipping.take(*clipping)
         if self._clipping.measures_norm != (self._square_sums is not None):
             return None
-        self._schedules.reinstate()
         for lowering in self._capturable:
             lowering.upload_hyperparameters()
         return (self._square_sums, *self.lowerings, *(lowering.copied() for lowering in self._capturable))

@@ -177,6 +177,8 @@ class _RealHost(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # such a tensor wraps others, which come here
         kwargs = kwargs or {}
         device = kwargs.get("device")
         elsewhere = device is not None and torch.device(device).type != "cpu"

@@ -72,7 +72,7 @@ class TestDevice:
 
     def test_a_kernel_that_reads_an_address_of_freed_memory(self, device: SimulatedDevice) -> None:
         ours = stepped()
-        ours.optimizer.param_groups[0]["lr"].data = torch.full((), 0.1, dtype=torch.float64)  # behind the table's back
+        ours.optimizer.hyperparameter("lr").data = torch.full((), 0.1, dtype=torch.float64)  # behind the table's back
         (lowering,) = engine_of(ours.optimizer).step.lowerings
         self.expect(lowering.launch, "uses memory that was freed")
 

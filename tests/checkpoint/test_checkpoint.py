@@ -92,15 +92,17 @@ def test_loads_into_live_tensors(lowering: str) -> None:
     after_six = [p.detach().clone() for p in model.values()]
     group = optimizer.param_groups[0]
     group["lr"] = 9.0
-    held = {"lr": group["lr"], "beta": group["betas"][0]}
+    held = {"lr": optimizer.hyperparameter("lr"), "beta": optimizer.hyperparameter("betas")[0]}
+    read = group["lr"]
     addresses = [v.data_ptr() for s in optimizer.state.values() for v in s.values()]
     objects = [id(v) for s in optimizer.state.values() for v in s.values()]
     with co.no_recompiles():
         optimizer.load_state_dict(saved)
         assert optimizer.param_groups[0] is group
-        assert group["lr"] is held["lr"]
+        assert optimizer.hyperparameter("lr") is held["lr"]
+        assert read == 9.0
         assert group["lr"] == 0.05
-        assert group["betas"][0] is held["beta"]
+        assert optimizer.hyperparameter("betas")[0] is held["beta"]
         assert [v.data_ptr() for s in optimizer.state.values() for v in s.values()] == addresses
         assert [id(v) for s in optimizer.state.values() for v in s.values()] == objects
         for param, weight in zip(model.values(), weights, strict=True):

@@ -17,10 +17,10 @@ from hyperparameter_sides import (
     lowerings,
     name_of,
     numbers,
+    pairs,
     params_of,
     step,
     step_both,
-    tensors,
     twins,
 )
 from torch import Tensor
@@ -255,9 +255,9 @@ class TestIdioms:
         twin.load_state_dict(model.state_dict())
         ours = co.AdamW(model.parameters(), lr=0.25)
         before = copy.deepcopy(model.state_dict())
-        rate = ours.param_groups[0]["lr"]
+        rate = ours.hyperparameter("lr")
         get_optimizer_state_dict(model, ours)
-        assert ours.param_groups[0]["lr"] is rate
+        assert ours.hyperparameter("lr") is rate
         assert rate.item() == 0.25
         assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
         theirs = torch.optim.AdamW(twin.parameters(), lr=0.25)
@@ -286,7 +286,7 @@ class TestAdoption:
             optimizer.add_param_group({"params": params[1:], "lr": rate})
             index = 1
         group = optimizer.param_groups[index]
-        assert group["lr"] is rate
+        assert optimizer.hyperparameter("lr", index) is rate
         for param in params:
             param.grad = torch.ones_like(param)
         optimizer.step()
@@ -297,18 +297,23 @@ class TestAdoption:
             assert params[0].tolist() == [0.75] * 3
         group["lr"] = 4.0
         assert rate.item() == 0.25
-        group["lr"] = rate
         rate.fill_(0.125)
+        assert group["lr"] == 4.0
         optimizer.step()
-        assert group["params"][0].tolist() == [0.125] * 3
+        assert group["params"][0].tolist() == [-3.75] * 3
+        group["lr"] = rate  # takes its value
+        rate.fill_(7.0)
+        optimizer.step()
+        assert group["params"][0].tolist() == [-3.875] * 3
 
     @pytest.mark.parametrize("arguments", [("betas", 2), ("lr", "eps")], ids=["tuple", "fields"])
-    def test_a_tensor_in_two_places_is_adopted_in_the_first(self, arguments: tuple[str, Any]) -> None:
+    def test_a_tensor_in_two_places_is_adopted_in_both(self, arguments: tuple[str, Any]) -> None:
         given = torch.tensor(0.5, dtype=torch.float64)
         first, second = arguments
         options = {first: (given, given)} if second == 2 else {first: given, second: given}
         optimizer = co.Adam({"a": torch.nn.Parameter(torch.ones(2))}, **options)
-        assert optimizer.param_groups[0].tensors(first)[0] is given
+        given.fill_(0.75)
+        assert all(optimizer.hyperparameters()[0][name] in (0.75, (0.75, 0.75)) for name in options)
         values = {"lr": 0.125, "betas": (0.25, 0.75), "eps": 0.0625}
         optimizer.load_state_dict(co.Adam({"a": torch.nn.Parameter(torch.ones(2))}, **values).state_dict())
         assert {name: optimizer.hyperparameters()[0][name] for name in values} == values
@@ -319,8 +324,8 @@ class TestAdoption:
         given = {k: torch.tensor(v, dtype=torch.float64) for k, v in (("lr", 0.03), ("eps", 1e-3), ("weight_decay", 0.2))}
         betas = tuple(torch.tensor(b, dtype=torch.float64) for b in (0.8, 0.95))
         ours = co.AdamW(params_of(ours), **given, betas=betas, lowering=lowering)
-        assert all(ours.param_groups[0][key] is value for key, value in given.items())
-        assert all(a is b for a, b in zip(ours.param_groups[0]["betas"], betas, strict=True))
+        assert all(ours.hyperparameter(key) is value for key, value in given.items())
+        assert all(a is b for a, b in zip(ours.hyperparameter("betas"), betas, strict=True))
         step_both(ours, theirs, 0)
         for key, value in given.items():
             value.mul_(2)
@@ -344,31 +349,61 @@ class TestAdoption:
         optimizer.step()
         assert param.tolist() == [0.75] * 3
 
-    @pytest.mark.parametrize("place", ["constructor", "groups", "added", "both-betas"])
-    def test_a_tensor_for_two_groups_is_not_shared(self, place: str) -> None:
-        value = torch.tensor(0.5, dtype=torch.float64)
+    @lowerings
+    @pytest.mark.parametrize("write", ["assign", "fill_", "scheduler", "load"])
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+    @pytest.mark.parametrize("place", ["constructor", "groups", "added", "views", "betas"])
+    def test_a_tensor_for_two_groups_is_shared_until_one_is_written(
+        self, place: str, dtype: torch.dtype, write: str, lowering: str
+    ) -> None:
+        value = torch.full((1,) if place == "views" else (), 0.5, dtype=dtype)
         params = [Parameter(torch.ones(2)) for _ in range(2)]
+        own: dict[str, Any] = {"lowering": lowering}
         if place == "constructor":
-            optimizer = co.AdamW([{"params": [p]} for p in params], lr=value)
-        elif place == "groups":
-            optimizer = co.AdamW([{"params": [p], "lr": value} for p in params])
+            optimizer = co.AdamW([{"params": [p]} for p in params], lr=value, **own)
+        elif place in ("groups", "views"):
+            optimizer = co.AdamW([{"params": [p], "lr": value} for p in params], **own)
         elif place == "added":
-            optimizer = co.AdamW(params[:1], lr=value)
+            optimizer = co.AdamW(params[:1], lr=value, **own)
             optimizer.add_param_group({"params": params[1:], "lr": value})
         else:
-            optimizer = co.AdamW([{"params": [p], "betas": (value, 0.9)} for p in params])
-        assert len({t.data_ptr() for t in tensors(optimizer)}) == 10
-        first, second = (g["betas"][0] if place == "both-betas" else g["lr"] for g in optimizer.param_groups)
-        assert first.item() == second.item() == 0.5
-        second.fill_(0.25)
-        assert first.item() == 0.5
+            optimizer = co.AdamW([{"params": [p], "betas": (value, 0.9)} for p in params], **own)
+        key = "betas" if place == "betas" else "lr"
+        fixed = {key: (0.25, 0.9) if place == "betas" else 0.25}
+        theirs = torch.optim.AdamW([{"params": [Parameter(torch.ones(2))]} for _ in range(2)], **fixed)
 
-    def test_views_of_one_tensor_are_not_shared(self) -> None:
-        value = torch.full((1,), 0.5, dtype=torch.float64)
-        optimizer = co.SGD([{"params": [Parameter(torch.ones(2))], "lr": value} for _ in range(2)])
-        first, second = (group["lr"] for group in optimizer.param_groups)
-        second.fill_(0.25)
-        assert first.item() == 0.5
+        def read() -> list[float]:
+            return [float(pairs(g[key])[0]) for g in optimizer.param_groups]
+
+        assert read() == [0.5, 0.5]
+        value.fill_(0.25)
+        assert read() == [0.25, 0.25]
+        step_both(optimizer, theirs, 0)
+        new = (0.125, 0.9) if place == "betas" else 0.125
+        if write == "assign":
+            optimizer.param_groups[1][key] = new
+        elif write == "fill_":
+            pairs(optimizer.param_groups[1][key])[0].fill_(0.125)
+        elif write == "scheduler":
+            if place == "betas":
+                optimizer.schedule(1, betas=lambda _: new)
+            else:
+                torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda _: 1.0, lambda _: 0.5])
+        else:
+            saved = optimizer.state_dict()
+            saved["param_groups"][1][key] = new
+            optimizer.load_state_dict(saved)
+        theirs.param_groups[1][key] = new
+        step_both(optimizer, theirs, 1)
+        assert read() == [0.25, 0.125]
+        both_written = write == "load" or (write, key) == ("scheduler", "lr")
+        assert value.item() == (0.125 if both_written else 0.25)  # the last that held it
+        torch.testing.assert_close(params_of(optimizer), params_of(theirs), rtol=1e-6, atol=1e-6)
+        if not both_written:
+            value.fill_(0.375)
+            theirs.param_groups[0][key] = (0.375, 0.9) if place == "betas" else 0.375
+            step_both(optimizer, theirs, 2)
+            torch.testing.assert_close(params_of(optimizer), params_of(theirs), rtol=1e-6, atol=1e-6)
 
     def test_a_tensor_of_another_optimizer_keeps_both_apart(self) -> None:
         first = co.SGD([Parameter(torch.ones(2))], lr=0.5)

@@ -121,8 +121,7 @@ class TestAssignment:
                 step_both(ours, theirs, t + 1)
                 assert_equal_params(ours, theirs)
         assert numbers(ours.param_groups[0], cls) == HYPERS[cls]
-        count = len(before) // 2
-        assert all(a is b for a, b in zip(before[:count], tensors(ours)[:count], strict=True))
+        assert all(a is b for a, b in zip(before, tensors(ours), strict=True))
         assert {t.dtype for t in tensors(ours)} == {torch.float64}
         assert co.compile_report(ours).recompiles == 0
 
@@ -163,18 +162,26 @@ class TestAssignment:
 
     @lowerings
     @classes
+    @pytest.mark.parametrize("of", ["the-reading", "the-live-tensor"])
     @pytest.mark.parametrize(
         "write",
         [
             lambda t, v: t.fill_(v),
             lambda t, v: t.copy_(torch.tensor([v], dtype=torch.float64)[0]),
             lambda t, v: t.mul_(0).add_(v),
+            lambda t, v: t.data.fill_(v),
+            lambda t, v: torch._foreach_add_(torch._foreach_mul_([t], 0.0) or [t], v),
+            lambda t, v: torch.add(torch.tensor(v, dtype=torch.float64), 0, out=t),
             lambda t, v: t.set_(torch.tensor(v, dtype=torch.float64)),
             lambda t, v: t.numpy().fill(v),
         ],
-        ids=["fill_", "copy_", "mul_add_", "set_", "numpy"],
+        ids=["fill_", "copy_", "mul_add_", "data", "foreach", "out", "set_", "numpy"],
     )
-    def test_writes_into_the_tensor(self, write: Callable[..., None], cls: type[Optimizer], lowering: str) -> None:
+    def test_writes_into_the_tensor(
+        self, write: Callable[..., None], of: str, cls: type[Optimizer], lowering: str, request: pytest.FixtureRequest
+    ) -> None:
+        if of == "the-reading" and request.node.callspec.id.split("-")[0] in ("set_", "numpy"):
+            pytest.skip("gives the reading other memory, or writes into what it was copied to")
         ours, theirs = twins(cls, groups=2, lowering=lowering)
         step_both(ours, theirs, 0)
         with co.no_recompiles():
@@ -182,8 +189,10 @@ class TestAssignment:
                 old = theirs.param_groups[0][key]
                 value = tuple(b / 2 for b in old) if isinstance(old, tuple) else old / 2
                 theirs.param_groups[0][key] = value
-                for tensor, number in zip(pairs(ours.param_groups[0][key]), pairs(value), strict=True):
+                target = ours.hyperparameter(key) if of == "the-live-tensor" else ours.param_groups[0][key]
+                for tensor, number in zip(pairs(target), pairs(value), strict=True):
                     write(tensor, number)
+                assert numbers(ours.param_groups[0], cls) == numbers(theirs.param_groups[0], cls)
                 step_both(ours, theirs, t + 1, t + 2)
                 assert_equal_params(ours, theirs)
         assert co.compile_report(ours).recompiles == 0
@@ -226,10 +235,11 @@ class TestAssignment:
 
     def test_setdefault(self) -> None:
         group = co.AdamW([Parameter(torch.ones(2))], lr=0.5).param_groups[0]
-        assert group.setdefault("lr", 7.0) is group["lr"]
+        assert group.setdefault("lr", 7.0) == group["lr"]
         assert group["lr"].item() == 0.5
         assert group.setdefault("initial_lr", group["lr"]).item() == 0.5
-        assert group["initial_lr"] is not group["lr"]
+        group["lr"] = 0.25
+        assert group["initial_lr"].item() == 0.5
         assert group.setdefault("new") is None
 
 
@@ -277,7 +287,7 @@ class TestBadValues:
         for part in (key, shown, allowed, "param_groups[1]"):
             assert part in message
         assert list(group) == list(before)
-        assert all(group[k] is v for k, v in before.items())
+        assert dict(group) == before
         assert numbers(group, cls) == values
         with co.no_recompiles():
             step_both(ours, theirs, 1)
@@ -309,4 +319,4 @@ class TestBadValues:
         with pytest.raises(ValueError, match="weight_decay"):
             write(group, {"lr": 0.5, "note": "new", "weight_decay": -1.0})
         assert list(group) == list(before)
-        assert all(group[k] is v for k, v in before.items())
+        assert dict(group) == before

@@ -242,10 +242,13 @@ def test_logged_rates_do_not_change_later(scheduler: str, groups: str) -> None:
 @schedulers
 def test_a_scheduler_keeps_the_tensors_of_the_groups(scheduler: str) -> None:
     optimizer = make(co.AdamW, "own-lr", OPTIMIZERS["AdamW"][2])
-    rates = [group["lr"] for group in optimizer.param_groups]
+    rates = [optimizer.hyperparameter("lr", i) for i in range(len(optimizer.param_groups))]
+    addresses = [rate.data_ptr() for rate in rates]
     train(optimizer, SCHEDULERS[scheduler](optimizer), range(STEPS))
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        assert group["lr"] is rate
+    for i, (group, rate, address) in enumerate(zip(optimizer.param_groups, rates, addresses, strict=True)):
+        assert optimizer.hyperparameter("lr", i) is rate
+        assert rate.data_ptr() == address
+        assert rate == group["lr"]
         assert all(isinstance(beta, torch.Tensor) and beta.dtype == torch.float64 for beta in group["betas"])
 
 

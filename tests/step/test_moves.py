@@ -30,13 +30,17 @@ def _drop_gradient(param: nn.Parameter, optimizer: torch.optim.Optimizer) -> Non
     param.grad = None
 
 
+def _live_lr(optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    return optimizer.hyperparameter("lr") if isinstance(optimizer, co.AdamW) else optimizer.param_groups[0]["lr"]
+
+
 def _rebind_lr(param: nn.Parameter, optimizer: torch.optim.Optimizer) -> None:
-    lr = optimizer.param_groups[0]["lr"]
+    lr = _live_lr(optimizer)
     lr.data = torch.tensor(0.5, dtype=lr.dtype)
 
 
 def _narrow_lr(param: nn.Parameter, optimizer: torch.optim.Optimizer) -> None:
-    lr = optimizer.param_groups[0]["lr"]
+    lr = _live_lr(optimizer)
     lr.data = torch.tensor(0.25, dtype=torch.float32)
 
 

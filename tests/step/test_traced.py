@@ -257,7 +257,7 @@ def test_hyperparameters_in_one_graph() -> None:
         compiles = compiles or counter.frame_count
     assert counter.frame_count == compiles > 0
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))], "lr": 0.75})
-    assert optimizer.hyperparameter("lr", 2) is optimizer.param_groups[2]["lr"]
+    assert optimizer.hyperparameter("lr", 2) == optimizer.param_groups[2]["lr"] == 0.75
 
 
 def test_no_compiler_puts_the_operator_into_a_cuda_graph() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from random import Random
 from typing import Any
 
 import torch
@@ -152,15 +153,57 @@ def overflow(side: Side, i: int) -> None:
 
 
 def every_hyperparameter(side: Side, i: int) -> None:
-    """By assignment on even steps, in place on odd ones."""
+    """By assignment, in place where it was read, and in the live tensor, in turn."""
     for g, group in enumerate(side.optimizer.param_groups):
         for hyper in side.optimizer.fields_of(Hyper):
             moved = shifted(side.optimizer, hyper, 0.01 * ((i + g) % 7))
-            if i % 2:
+            if i % 3 == 1:
                 group[hyper.name] = moved if hyper.is_tuple else moved[0]
-            else:
-                for tensor, value in zip(group.tensors(hyper.name), moved, strict=True):
-                    tensor.fill_(value)
+                continue
+            found = side.optimizer.hyperparameter(hyper.name, g) if i % 3 == 0 else group[hyper.name]
+            for tensor, value in zip(found if hyper.is_tuple else (found,), moved, strict=True):
+                tensor.fill_(value)
+
+
+def written_in_some_way(side: Side, random: Random) -> None:
+    """Write a hyperparameter of some group, in one of all ways there are."""
+    optimizer = side.optimizer
+    index = random.randrange(len(optimizer.param_groups))
+    group, hyper = optimizer.param_groups[index], random.choice(optimizer.fields_of(Hyper))
+    moved = shifted(optimizer, hyper, 0.01 * random.randrange(7))
+    value = moved if hyper.is_tuple else moved[0]
+
+    def elements(found: Any) -> tuple[Tensor, ...]:
+        return found if hyper.is_tuple else (found,)
+
+    def each(write: Callable[[Tensor, float], object], found: Any) -> None:
+        for tensor, number in zip(elements(found), moved, strict=True):
+            write(tensor, number)
+
+    def by_a_scheduler() -> None:
+        factors = [lambda _, i=i: 0.9 if i == index else 0.99 for i in range(len(optimizer.param_groups))]
+        torch.optim.lr_scheduler.MultiplicativeLR(optimizer, factors).step()
+
+    def by_a_load() -> None:
+        saved = optimizer.state_dict()
+        saved["param_groups"][index][hyper.name] = value
+        optimizer.load_state_dict(saved)
+
+    ways: list[Callable[[], object]] = [
+        lambda: group.update({hyper.name: value}),
+        lambda: group.__ior__({hyper.name: value}),
+        lambda: group.__setitem__(hyper.name, tuple(map(torch.tensor, moved)) if hyper.is_tuple else torch.tensor([value])),
+        lambda: group.__setitem__(hyper.name, group[hyper.name]),
+        lambda: each(lambda t, v: t.fill_(v), group[hyper.name]),
+        lambda: each(lambda t, v: t.copy_(torch.tensor(v)), group[hyper.name]),
+        lambda: each(lambda t, v: t.sub_(t - v).clamp_(max=v), group[hyper.name]),
+        lambda: each(lambda t, v: t.fill_(v), optimizer.hyperparameter(hyper.name, index)),
+        lambda: side.kept["adopted"].fill_(0.01 * random.randrange(1, 7)),
+        lambda: group.__setitem__("lr", group["lr"] * 0.95),
+        by_a_scheduler,
+        by_a_load,
+    ]
+    random.choice(ways)()
 
 
 def scheduled_on_device(side: Side, i: int) -> None:

@@ -46,9 +46,10 @@ def numbers(group: dict[str, Any], cls: type[Optimizer]) -> dict[str, Any]:
     }
 
 
-def tensors(optimizer: Optimizer) -> list[Tensor]:
-    keys = HYPERS[type(optimizer)]
-    return [t for group in optimizer.param_groups for key in keys for t in pairs(group[key])]
+def tensors(optimizer: co.CompiledOptimizer) -> list[Tensor]:
+    """The live tensors of all hyperparameters."""
+    keys, groups = HYPERS[type(optimizer)], range(len(optimizer.param_groups))
+    return [t for group in groups for key in keys for t in pairs(optimizer.hyperparameter(key, group))]
 
 
 def twins(cls: type[Optimizer], groups: int = 1, **kwargs: Any) -> tuple[Optimizer, Optimizer]:

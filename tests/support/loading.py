@@ -71,13 +71,20 @@ def addresses(optimizer: co.CompiledOptimizer) -> dict[str, tuple[int, int]]:
     return {name: (id(t), t.data_ptr()) for name, t in live_tensors(optimizer)}
 
 
+def _identity(entry: Any) -> Any:
+    """Which object a group's entry is; a reading is made anew whenever it is read, and is told by its number."""
+    return repr(entry) if isinstance(entry, (Tensor, tuple)) else id(entry)
+
+
 def content(optimizer: co.CompiledOptimizer) -> Any:
     """Everything that a load may change, bit for bit."""
     tensors = {
         name: (id(t), t.data_ptr(), t._version, t.requires_grad, t.detach().contiguous().view(-1).view(torch.uint8).tolist())
         for name, t in live_tensors(optimizer)
     }
-    groups = [(id(g), {key: id(value) for key, value in g.items()}, list(g["params"])) for g in optimizer.param_groups]
+    groups = [
+        (id(g), {key: _identity(value) for key, value in g.items()}, list(g["params"])) for g in optimizer.param_groups
+    ]
     return tensors, groups, [id(p) for p in optimizer.state]
 
 

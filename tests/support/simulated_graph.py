@@ -26,14 +26,15 @@ from compiled_optim.lowering import multi_tensor, stacked
 from compiled_optim.lowering.kernels import cpp, triton
 from compiled_optim.lowering.kernels.table import Kernel
 from compiled_optim.plan.kernel_key import KernelKey
+from compiled_optim.torch_internals import wraps_others
 
 _COEFFICIENTS = ("owners", "hypers", "coefficients", "all_square_sums", "outcome")
 _TENSORS = ("tensors", "grads", "chunks", "stretches", "square_sums", "spans", "sums")
 
 
 def _pieces(tree: Any) -> list[Tensor]:
-    """The tensors in ``tree``; of sparse ones the indices and the values, which have memory of their own."""
-    found = [x for x in tree_flatten(tree)[0] if isinstance(x, Tensor)]
+    """The tensors in ``tree`` that have memory; of sparse ones the indices and the values."""
+    found = [x for x in tree_flatten(tree)[0] if isinstance(x, Tensor) and not wraps_others(x)]
     return [piece for x in found for piece in ((x._indices(), x._values()) if x.is_sparse else (x,))]
 
 

@@ -38,6 +38,7 @@ class HyperPointers:
         self._groups = plan.groups
         self._names = [h.name for h in plan.rule.hypers]
         self._device = plan.device
+        self._in_groups = self._look()
         self._tensors = self._read()  # held, so that no other tensor takes their addresses
         self._check(self._tensors)
         self.pointers = upload([0] * len(self._tensors), self._device)
@@ -46,6 +47,8 @@ class HyperPointers:
         self._slots = torch.empty(len(self._tensors), dtype=torch.float64, device=self._device).unbind()
         self._copies: list[tuple[Tensor, Tensor]] = []
         self._captured: list[tuple[Tensor, Tensor]] = []  # read by every replay
+        for group in plan.groups:
+            group.followers.add(self)
 
     def prepare(self) -> None:
         """Write the addresses of hyperparameters that were assigned, and copy those that are not float64.
@@ -53,14 +56,19 @@ class HyperPointers:
         Raises:
             RuntimeError: an address would be written by the graph that is being captured, and again by every replay.
         """
-        self.follow_assignments()
+        self.refresh()
         on_device = [(own, t) for own, t in self._copies if t.device.type == self._device.type]
         for own, tensor in on_device:
             own.copy_(tensor)
         if is_capturing(self._device):
             self._captured += on_device
 
-    def follow_assignments(self) -> None:
+    def follow(self) -> None:
+        """Let kernels know that a group replaced a tensor, at once: a captured graph may run before another step."""
+        self._in_groups = self._look()
+        self.refresh()
+
+    def refresh(self) -> None:
         """Do what :meth:`prepare` does but for copies on the device, which a graph holds."""
         tensors = self._read()
         if not self._clipping.idle and any(map(torch_internals.is_fake, tensors[: len(NAMES)])):
@@ -91,8 +99,10 @@ class HyperPointers:
         return [tensor.data_ptr() for _, tensor in self._copies]
 
     def _read(self) -> list[Tensor]:
-        groups = [t for group in self._groups for name in self._names for t in group.tensors(name)]
-        return self._clipping.tensors(self._device) + groups
+        return self._clipping.tensors(self._device) + self._in_groups
+
+    def _look(self) -> list[Tensor]:
+        return [t for group in self._groups for name in self._names for t in group.tensors(name)]
 
     def _check(self, tensors: Sequence[Tensor]) -> None:
         """Raise ``ValueError`` where a tensor of :meth:`_read` has no number."""

@@ -1,0 +1,63 @@
+"""A number of a hyperparameter where kernels read it, and what the host knows of it."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from compiled_optim.torch_internals import CAPTURING, fakes_are_made, is_fake
+
+
+class Live:
+    """One number of a hyperparameter in a 0-dim tensor, which compiled steps and captured graphs read where it lies.
+
+    Args:
+        tensor: the tensor.
+        number: what it holds, where the host knows; None where it does not.
+        is_adopted: whether a user gave the tensor, and may write to it or share it with other groups.
+
+    Attributes:
+        places: how many places in groups it stands in.
+        is_driven: whether the device writes the number by itself, in a step or a graph, so that the host never knows it.
+    """
+
+    def __init__(self, tensor: Tensor, number: float | None = None, *, is_adopted: bool = False) -> None:
+        self.tensor = tensor
+        self.is_adopted = is_adopted
+        self.places = 0
+        self.is_driven = False
+        self._on_host = tensor.device.type == "cpu" and "cpu" not in CAPTURING and type(tensor) is Tensor
+        self._written = number
+        self._version = _version(tensor)
+
+    @property
+    def written(self) -> float | None:
+        """The Python number that was written last; None if that was a tensor, or if somebody else may have written."""
+        return None if self.is_driven or self._version != _version(self.tensor) else self._written
+
+    @property
+    def number(self) -> float | None:
+        """The number; None where only the device knows it. The host waits for nothing."""
+        if self._on_host and self.tensor.data_ptr() and not fakes_are_made():
+            return self.tensor.item()
+        return self.written
+
+    def write(self, value: float | Tensor) -> None:
+        """Let the number be ``value``, which may be a 1-element tensor on any device, by one operation on the device."""
+        self._written = None  # until the end, whatever interrupts it
+        live = self.tensor.detach() if self.tensor.requires_grad else self.tensor
+        if isinstance(value, Tensor):
+            live.copy_(value.detach().reshape(()))
+        else:
+            live.fill_(value)
+            self._version = _version(self.tensor)
+            self._written = value
+
+
+def _version(tensor: Tensor) -> int | None:
+    """How often ``tensor`` was written; None where torch does not count."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def address(tensor: Tensor) -> int:
+    """Where a tensor lies; 0 for a fake one, which must not be asked."""
+    return 0 if is_fake(tensor) else tensor.data_ptr()

@@ -1,0 +1,257 @@
+"""What is read from a parameter group: a value, which is the 0-dim tensor behind it and its number in one."""
+
+from __future__ import annotations
+
+import builtins
+import operator
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from compiled_optim.torch_internals import refuse_tracing
+
+
+class Place(Protocol):
+    """Where a reading was read."""
+
+    def write(self, value: float | Tensor) -> None:
+        """Write what an in-place method made of the reading."""
+
+    def read(self) -> Tensor | None:
+        """What is read there now; None if the place is gone."""
+
+
+class Reading(Tensor):
+    """One number of a hyperparameter as it was when it was read: a 0-dim tensor on the parameters' device.
+
+    It never changes. Where the host knows the number, ``float()``, ``item()``, comparisons, hashing, formatting and
+    arithmetic with anything but tensors give what a float gives, and neither wait for the device nor launch anything there.
+    With tensors it computes as a tensor. In-place methods, such as ``fill_``, write to the place that it was read from, and
+    return what is read there then. Operators such as ``*=`` write nothing. Clones and deep copies have no place: their
+    in-place methods change themselves. Pickles are other tensors.
+
+    Args:
+        number: the number; None where only the device knows it.
+        tensor: the value, if ``number`` is None; otherwise any tensor of the same dtype and device.
+        place: where it was read; None for a value of its own.
+    """
+
+    _number: float | None
+    _tensor: Tensor | None
+    _place: Place | None
+
+    @staticmethod
+    def __new__(cls, number: float | None, tensor: Tensor, place: Place | None = None) -> Reading:
+        made: Reading = _make(cls, (), dtype=tensor.dtype, device=tensor.device)
+        made._number = number
+        made._tensor = tensor if number is None else None
+        made._place = place
+        return made
+
+    # Dynamo then sees a tensor, and guards on no number.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Compute with plain tensors; what is written is on the host where the host knows all numbers."""
+        if func in _COPYING and isinstance(args[0], Reading):
+            return args[0].clone()
+        args, kwargs = list(args), kwargs or {}
+        written = {id(r): r for r in _written(func, args, kwargs)}
+        if written:
+            refuse_tracing("a write to a parameter group", "set hyperparameters outside of compiled code")
+        on_host = bool(written) and all(map(_is_on_host, tree_leaves((args, kwargs))))
+        targets = {key: r._as_tensor("cpu" if on_host else r.device).clone() for key, r in written.items()}
+
+        def plain(value: Any) -> Any:
+            if not isinstance(value, Reading):
+                return value
+            return targets[id(value)] if id(value) in targets else value._as_tensor("cpu" if on_host else value.device)
+
+        result = func(*tree_map(plain, args), **tree_map(plain, kwargs))
+        for key, target in targets.items():
+            written[key]._write(target.item() if on_host else target)
+        by_target = {id(target): written[key] for key, target in targets.items()}
+        return tree_map(lambda value: by_target.get(id(value), value), result)
+
+    @property
+    def plain(self) -> Tensor:
+        """The value as a tensor like any other. The host does not wait for it."""
+        if self._tensor is None:
+            assert self._number is not None
+            self._tensor = torch.full((), self._number, dtype=self.dtype, device=self.device)
+        return self._tensor
+
+    def _as_tensor(self, device: torch.device | str) -> Tensor:
+        if self._number is None or device == self.device:
+            return self.plain
+        return torch.full((), self._number, dtype=self.dtype, device=device)
+
+    def _write(self, value: float | Tensor) -> None:
+        if self._place is not None:
+            self._place.write(value)
+        else:
+            self._number, self._tensor = (None, value) if isinstance(value, Tensor) else (value, None)
+
+    def _after_writing(self) -> Tensor:
+        now = None if self._place is None else self._place.read()
+        return self if now is None else now
+
+    def clone(self, *, memory_format: Any = None) -> Reading:
+        """An equal reading without a place."""
+        return Reading(self._number, self if self._number is not None else self.plain)
+
+    @property
+    def known(self) -> float | None:
+        """The number; None where only the device knows it."""
+        return self._number
+
+    def item(self) -> float:
+        """The number; waits for the device where only that knows it."""
+        if self._number is None:
+            self._number = self.plain.item()
+        return self._number
+
+    tolist = __float__ = item  # type: ignore[assignment]
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """A copy; as of other tensors on an accelerator, only by ``force``."""
+        return self.plain.clone().numpy(force=force)
+
+    def __array__(self, dtype: Any = None) -> Any:
+        return self._as_tensor("cpu").numpy(force=True).astype(dtype or "float64")
+
+    def __array_wrap__(self, array: Any, context: Any = None, return_scalar: bool = False) -> Any:
+        return array[()]
+
+    @property
+    def data(self) -> Tensor:
+        """Itself."""
+        return self
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        self.copy_(value)
+
+    @property
+    def _is_traced(self) -> bool:
+        return self._number is None and type(self._tensor) is not Tensor
+
+    def __hash__(self) -> int:
+        return object.__hash__(self) if self._is_traced else hash(self.item())
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return repr(self.plain if self._is_traced else self.item())
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Reading:
+        return self.clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    # What torch.compile asks of a tensor that wraps another.
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["plain"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], context: None, size: Any, stride: Any) -> Reading:
+        return Reading(None, inner["plain"])
+
+    def _stable_hash_for_caching(self) -> str:
+        return type(self).__qualname__
+
+
+_make: Callable[..., Reading] = Tensor._make_wrapper_subclass
+
+_COPYING = {torch.ops.aten.clone.default, torch.ops.aten.detach.default, torch.ops.aten.alias.default}
+"""Operators that a reading answers with one of the same number."""
+
+
+def unread(value: Any) -> Any:
+    """``value``, a number or a tuple, with what it reads replaced by the numbers where they are known, else by tensors."""
+    if isinstance(value, (tuple, list)):
+        return type(value)(map(unread, value))
+    if not isinstance(value, Reading):
+        return value
+    return value.plain if value._number is None else value._number
+
+
+def _written(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Iterable[Reading]:
+    """The readings that ``func`` writes into."""
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[i] if i < len(args) else kwargs.get(argument.name)
+            yield from (leaf for leaf in tree_leaves(given) if isinstance(leaf, Reading))
+
+
+def _is_on_host(value: Any) -> bool:
+    """Whether the host can compute with an argument without asking a device."""
+    if isinstance(value, Reading):
+        return value._number is not None
+    return not isinstance(value, Tensor) or value.device.type == "cpu"
+
+
+def _sides(*values: Any) -> Iterable[Any]:
+    """Readings among ``values`` as numbers, or where that would wait for the device or others are tensors, as tensors."""
+    readings = [v for v in values if isinstance(v, Reading)]
+    as_numbers = all(r._number is not None for r in readings)
+    as_numbers = as_numbers and not any(isinstance(v, Tensor) and not isinstance(v, Reading) for v in values)
+    return ((v._number if as_numbers else v.plain) if isinstance(v, Reading) else v for v in values)
+
+
+def _operators(operate: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """A method that operates on a reading and anything, and the one for the other order."""
+
+    def forward(self: Reading, *other: Any) -> Any:
+        if self._number is not None and (not other or type(other[0]) is float):  # as _sides would have it
+            return operate(self._number, *other)
+        return operate(*_sides(self, *other))
+
+    return forward, lambda self, other: operate(*_sides(other, self))
+
+
+def _in_place(name: str) -> Callable[..., Tensor]:
+    """The in-place method ``name``, which returns what was written; a tensor's returns the tensor, and a reading stays."""
+    of_tensor: Callable[..., Tensor] = getattr(Tensor, name)
+
+    def method(self: Reading, *args: Any, **kwargs: Any) -> Tensor:
+        """As of other tensors, but for what is returned."""
+        of_tensor(self, *args, **kwargs)
+        return self._after_writing()
+
+    return method
+
+
+def _fill(self: Reading, value: Any) -> Tensor:
+    """As any in-place method, but quick where torch's schedulers call it."""
+    number = value._number if type(value) is Reading else value
+    if type(number) is not float:
+        return _fill_in_place(self, value)
+    self._write(number)
+    return self._after_writing()
+
+
+for _name in dir(Tensor):
+    if _name.endswith("_") and not _name.startswith("_"):
+        setattr(Reading, _name, _in_place(_name))
+_fill_in_place, Reading.fill_ = Reading.fill_, _fill  # type: ignore[method-assign, assignment]
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "divmod"):
+    _forward, _reverse = _operators(divmod if _name == "divmod" else getattr(operator, _name))
+    setattr(Reading, f"__{_name}__", _forward)
+    setattr(Reading, f"__r{_name}__", _reverse)
+    if _name != "divmod":
+        setattr(Reading, f"__i{_name}__", _forward)
+for _name in ("lt", "le", "gt", "ge", "eq", "ne", "neg", "pos", "abs"):
+    setattr(Reading, f"__{_name}__", _operators(getattr(operator, _name))[0])
+for _name in ("int", "bool", "complex", "round", "trunc", "floor", "ceil"):
+    _of_float = getattr(float, f"__{_name}__", None) or getattr(builtins, _name)
+    setattr(Reading, f"__{_name}__", lambda self, *args, _of_float=_of_float: _of_float(self.item(), *args))

@@ -1,0 +1,343 @@
+"""What is read from a group is a value: like the float of torch.optim, and like the 0-dim tensor that it is."""
+
+from __future__ import annotations
+
+import copy
+import decimal
+import fractions
+import io
+import math
+import pickle
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn import Parameter
+from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
+
+import compiled_optim as co
+from compiled_optim.groups.reading import Reading
+from perf.lowering.fake_cuda import fake_cuda
+from perf.lowering.record import recording
+
+X = np.array([1.0, 2.0])
+T = torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64)
+
+
+def plateau(o: torch.optim.Optimizer) -> int:
+    scheduler = ReduceLROnPlateau(o, patience=0, factor=0.1)
+    reduced = 0
+    for _ in range(4):
+        before = o.param_groups[0]["lr"]
+        scheduler.step(1.0)
+        reduced += o.param_groups[0]["lr"] < before
+    return reduced
+
+
+def history(o: torch.optim.Optimizer) -> list[float]:
+    scheduler, seen = ExponentialLR(o, 0.5), []
+    for _ in range(3):
+        seen.append(o.param_groups[0]["lr"])
+        o.step()
+        scheduler.step()
+    return seen
+
+
+def best_put_back(o: torch.optim.Optimizer) -> list[float]:
+    scheduler, best, seen = StepLR(o, 1, 0.5), None, []
+    for i in range(5):
+        if i == 1:
+            best = o.param_groups[0]["lr"]
+        o.step()
+        scheduler.step()
+    o.param_groups[0]["lr"] = best
+    seen.append(o.param_groups[0]["lr"])
+    return seen
+
+
+def ratio_to_base(o: torch.optim.Optimizer) -> list[float]:
+    base, scheduler, seen = o.param_groups[0]["lr"], LambdaLR(o, lambda e: 1 / (e + 1)), []
+    for _ in range(3):
+        o.step()
+        scheduler.step()
+        seen.append(o.param_groups[0]["lr"] / base)
+    return seen
+
+
+def a_local(o: torch.optim.Optimizer) -> tuple[float, float]:
+    lr = o.param_groups[0]["lr"]
+    lr *= 0.5
+    return lr, o.param_groups[0]["lr"]
+
+
+def base_and_in_place(o: torch.optim.Optimizer) -> list[float]:
+    base = [g["lr"] for g in o.param_groups]
+    o.param_groups[0]["lr"] *= 0.1
+    return base
+
+
+def one_cycle(o: torch.optim.Optimizer) -> list[Any]:
+    scheduler, seen = OneCycleLR(o, 0.2, total_steps=7), []
+    for _ in range(6):
+        o.step()
+        scheduler.step()
+        seen += [scheduler.get_last_lr(), o.param_groups[0]["lr"], o.param_groups[0]["betas"]]
+    return seen
+
+
+def frame(o: torch.optim.Optimizer) -> str:
+    return pd.DataFrame({"lr": [float(o.param_groups[0]["lr"])]}).to_csv()
+
+
+WITH_OPTIMIZER = [plateau, history, best_put_back, ratio_to_base, a_local, base_and_in_place, one_cycle, frame]
+
+ON_NUMBER: dict[str, Callable[[Any], Any]] = {
+    "float": float,
+    "int": int,
+    "bool": bool,
+    "complex": complex,
+    "str": str,
+    "repr": repr,
+    "hash": hash,
+    "round": lambda x: round(x, 3),
+    "round to an int": round,
+    "abs": abs,
+    "neg": lambda x: -x,
+    "pos": lambda x: +x,
+    "floor": math.floor,
+    "ceil": math.ceil,
+    "trunc": math.trunc,
+    "f-string": lambda x: f"{x} {x:.2e} {x:8.5f} {x!r} {x:g}",
+    "percent": lambda x: "%s %.6f %g %r" % (x, x, x, x),  # noqa: UP031
+    "format": lambda x: format(x, ".3f"),
+    "join": lambda x: ",".join(map(str, [x, x])),
+    "add": lambda x: x + 1,
+    "radd": lambda x: 1.5 + x,
+    "sub": lambda x: x - 2,
+    "rsub": lambda x: 2 - x,
+    "mul": lambda x: x * 0.3,
+    "rmul": lambda x: 3 * x,
+    "div": lambda x: x / 3,
+    "rdiv": lambda x: 3 / x,
+    "floordiv": lambda x: x // 0.01,
+    "rfloordiv": lambda x: 1 // x,
+    "mod": lambda x: x % 0.007,
+    "rmod": lambda x: 1 % x,
+    "divmod": lambda x: divmod(x, 0.007),
+    "rdivmod": lambda x: divmod(1, x),
+    "pow": lambda x: x**2,
+    "rpow": lambda x: 2**x,
+    "with itself": lambda x: (x + x, x * x, x / x, x - x, x**x),
+    "bool operand": lambda x: x * True,
+    "fraction": lambda x: x * fractions.Fraction(1, 3),
+    "less": lambda x: (x < 1, x <= 1, x > 1, x >= 1, x > 1),
+    "equal": lambda x: (x == 0.05, x != 0.05, x == 0.05, x == x, x == "x", x is None, x == None),  # noqa: E711
+    "decimal equal": lambda x: x == decimal.Decimal("0.5"),
+    "isclose": lambda x: math.isclose(x, 0.05),
+    "log10": math.log10,
+    "sqrt": math.sqrt,
+    "max": lambda x: max(x * 0.5, 1e-6),
+    "max of": lambda x: max([x, 0.01]),
+    "min": lambda x: min(x, 1.0),
+    "sum": lambda x: sum([x, x]),
+    "fsum": lambda x: math.fsum([x, x]),
+    "mean": lambda x: statistics.fmean([x, x * 3]),
+    "sorted": lambda x: sorted([x, 0.01, 1]),
+    "in a list": lambda x: x in [1, 0.05],
+    "key": lambda x: {0.05: "hit"}.get(x),
+    "as a key": lambda x: {x: "hit"}.get(0.05),
+    "set": lambda x: len({x, x, 0.05}),
+    "numpy add": lambda x: (X * x).tolist(),
+    "add numpy": lambda x: (x * X).tolist(),
+    "numpy scalar": lambda x: float(np.float64(2) * x),
+    "scalar numpy": lambda x: float(x * np.float64(2)),
+    "np.array": lambda x: (np.array([x, x]).tolist(), np.array([x, x]).dtype),
+    "np.asarray": lambda x: np.asarray(x).item(),
+    "np.mean": lambda x: float(np.mean([x, x])),
+    "np.interp": lambda x: float(np.interp(x, [0, 1], [0, 10])),
+    "np.isclose": lambda x: bool(np.isclose(x, 0.05)),
+    "np.log": lambda x: float(np.log(x)),
+    "series": lambda x: pd.Series([float(x), 1.0]).dtype,
+    "torch list": lambda x: torch.tensor([x, x], dtype=torch.float64).tolist(),
+    "full": lambda x: torch.full((2,), float(x), dtype=torch.float64).tolist(),
+    "times a tensor": lambda x: (T * x).tolist(),
+    "tensor times": lambda x: (x * T).tolist(),
+    "tensor minus": lambda x: (x - T).tolist(),
+    "alpha": lambda x: torch.add(T, T, alpha=float(x)).tolist(),
+    "addcmul": lambda x: torch.addcmul(T, T, T, value=float(x)).tolist(),
+    "where": lambda x: torch.where(T > 0, x, T).tolist(),
+    "foreach": lambda x: torch._foreach_mul([T, T], float(x))[0].tolist(),
+    "clamp": lambda x: T.clamp(max=float(x)).tolist(),
+    "deepcopy": lambda x: float(copy.deepcopy(x)),
+    "copy": lambda x: float(copy.copy(x)),
+    "pickle": lambda x: float(pickle.loads(pickle.dumps(x))),
+}
+
+
+def twins() -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
+    made = []
+    for cls in (co.AdamW, torch.optim.AdamW):
+        param = Parameter(torch.ones(2))
+        param.grad = torch.ones(2)
+        made.append(cls([param], lr=0.05))
+    return made[0], made[1]
+
+
+@pytest.mark.parametrize("idiom", WITH_OPTIMIZER, ids=lambda f: f.__name__)
+@pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*")
+def test_idioms_with_schedulers(idiom: Callable[..., Any]) -> None:
+    ours, theirs = map(idiom, twins())
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("idiom", ON_NUMBER.values(), ids=ON_NUMBER)
+def test_idioms(idiom: Callable[[Any], Any]) -> None:
+    ours, theirs = (idiom(o.param_groups[0]["lr"]) for o in twins())
+    assert ours == theirs
+    assert type(ours) in (type(theirs), Reading)  # one that is passed on
+
+
+def test_it_is_a_tensor() -> None:
+    optimizer, _ = twins()
+    read, live = optimizer.param_groups[0]["lr"], optimizer.hyperparameter("lr")
+    assert isinstance(read, Tensor)
+    assert torch.is_tensor(read)
+    assert (read.shape, read.dim(), read.numel(), read.dtype, read.device) == ((), 0, 1, live.dtype, live.device)
+    assert not read.requires_grad
+    assert torch.equal(read, live)
+    for made in (read.clone(), read.detach(), read.double(), read.cpu(), torch.stack([read, read])[0], read.view(1)[0]):
+        assert made.item() == 0.05
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda o: o.param_groups[0].update(lr=0.5),
+        lambda o: o.param_groups[0]["lr"].fill_(0.5),
+        lambda o: o.param_groups[0]["lr"].data.copy_(torch.tensor(0.5)),
+        lambda o: o.hyperparameter("lr").fill_(0.5),
+        lambda o: o.hyperparameter("lr").numpy().fill(0.5),
+        lambda o: StepLR(o, 1).step(),
+        lambda o: o.load_state_dict(co.AdamW([torch.ones(2)], lr=0.5).state_dict()),
+        lambda o: (o.schedule(lr=lambda step: 0.5 * step), o.step()),
+        lambda o: o.param_groups[0]["lr"].numpy().fill(0.5),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*")
+def test_it_never_changes(write: Callable[[Any], object]) -> None:
+    optimizer, _ = twins()
+    read = optimizer.param_groups[0]["lr"]
+    copied, texts = read.clone(), (str(read), hash(read))
+    write(optimizer)
+    assert read == copied == 0.05
+    assert torch.equal(read * T, 0.05 * T)
+    assert (str(read), hash(read)) == texts
+
+
+def test_in_place_methods_write_to_the_group_and_operators_do_not() -> None:
+    optimizer, _ = twins()
+    group = optimizer.param_groups[0]
+    live, address = optimizer.hyperparameter("lr"), optimizer.hyperparameter("lr").data_ptr()
+    assert group["lr"].mul_(2).add_(0.1) == 0.2
+    assert group["lr"] == live == 0.2
+    group["betas"][1].fill_(0.5)
+    assert group["betas"] == (0.9, 0.5)
+    read = group["lr"]
+    read *= 10
+    read = group["lr"]
+    read += T[0]
+    assert group["lr"] == 0.2
+    copied = group["lr"].clone()
+    assert copied.mul_(3) == copied
+    assert copied == pytest.approx(0.6)
+    assert group["lr"] == 0.2
+    with pytest.raises(ValueError, match=r"lr of param_groups\[0\] must be >= 0"):
+        group["lr"].fill_(-1.0)
+    assert group["lr"] == 0.2
+    assert optimizer.hyperparameter("lr") is live
+    assert live.data_ptr() == address
+
+
+def test_a_reading_outlives_its_group() -> None:
+    optimizer, _ = twins()
+    read = optimizer.param_groups[0]["lr"]
+    del optimizer
+    assert read.fill_(3.0) == read == 0.05
+
+
+def test_files_hold_plain_tensors() -> None:
+    optimizer, _ = twins()
+    file = io.BytesIO()
+    torch.save({"lr": optimizer.param_groups[0]["lr"], "betas": optimizer.param_groups[0]["betas"]}, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    assert type(loaded["lr"]) is Tensor
+    assert (loaded["lr"], loaded["betas"]) == (0.05, (0.9, 0.999))
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, lr: x * lr,
+        lambda x, lr: lr * x,
+        lambda x, lr: x - lr**2 + lr,
+        lambda x, lr: torch.where(x > 0, lr, x),
+        lambda x, lr: (x * lr).sum() + lr.clone(),
+    ],
+)
+def test_compiled_code_takes_it_as_a_tensor(function: Callable[..., Tensor], backend: str) -> None:
+    optimizer, _ = twins()
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend(backend)
+    compiled = torch.compile(function, backend=counter, fullgraph=True)
+    for number in (0.1, 0.2, 0.7, 0.3):
+        optimizer.param_groups[0]["lr"] = number
+        expected = function(T, torch.tensor(number, dtype=torch.float64))
+        assert torch.allclose(compiled(T, optimizer.param_groups[0]["lr"]), expected, rtol=1e-15)
+    assert counter.frame_count == 1
+
+
+def test_functional_transforms_take_it_as_a_tensor() -> None:
+    optimizer, _ = twins()
+    lr, plain = optimizer.param_groups[0]["lr"], torch.tensor(0.05, dtype=torch.float64)
+    for run in (
+        lambda x: torch.vmap(lambda v: v * x)(T),
+        lambda x: torch.vmap(lambda v, s: v * s, in_dims=(0, None))(T, x),
+        lambda x: torch.func.grad(lambda v: (v.square() * x).sum())(T),
+        lambda x: torch._foreach_mul([T], x)[0],
+        lambda x: torch._foreach_add([T], [x])[0],
+    ):
+        assert torch.equal(run(lr), run(plain))
+    weight = T.clone().requires_grad_()
+    product = weight * lr
+    optimizer.param_groups[0]["lr"] = 7.0
+    product.sum().backward()
+    assert torch.equal(weight.grad, torch.full_like(T, 0.05))
+
+
+# These make a tensor on the device, or a copy of one.
+NOT_ON_HOST = {"where", "foreach", "alpha", "addcmul", "clamp", "pickle", "copy", "torch list", "full"}
+
+
+def on_device() -> tuple[co.AdamW, Any]:
+    param = torch.zeros(3, device="cuda", requires_grad=True)
+    param.grad = torch.zeros_like(param)
+    return co.AdamW([{"params": [param]}], lr=0.05), param
+
+
+@pytest.mark.parametrize("idiom", [i for n, i in ON_NUMBER.items() if "tensor" not in n and n not in NOT_ON_HOST], ids=str)
+def test_what_the_host_knows_asks_no_device(idiom: Callable[[Any], Any]) -> None:
+    with fake_cuda(90), recording("cuda") as recorder:
+        optimizer, _ = on_device()
+        read = optimizer.param_groups[0]["lr"]
+        recorder.take()
+        ours = idiom(read)
+        assert recorder.take().operators == []
+    assert ours == idiom(0.05)
