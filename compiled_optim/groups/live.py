@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from compiled_optim.torch_internals import CAPTURING, fakes_are_made, is_fake
+from compiled_optim.torch_internals import CAPTURING, is_fake
 
 
 class Live:
@@ -32,13 +32,17 @@ class Live:
     @property
     def written(self) -> float | None:
         """The Python number that was written last; None if that was a tensor, or if somebody else may have written."""
-        return None if self.is_driven or self._version != _version(self.tensor) else self._written
+        version = _version(self.tensor)
+        return None if self.is_driven or version is None or self._version != version else self._written
 
     @property
     def number(self) -> float | None:
         """The number; None where only the device knows it. The host waits for nothing."""
-        if self._on_host and self.tensor.data_ptr() and not fakes_are_made():
-            return self.tensor.item()
+        if self._on_host:
+            try:
+                return self.tensor.item()
+            except (RuntimeError, AssertionError):  # its memory was freed, or a mode makes fakes of all
+                return self.written
         return self.written
 
     def write(self, value: float | Tensor) -> None:
@@ -59,5 +63,5 @@ def _version(tensor: Tensor) -> int | None:
 
 
 def address(tensor: Tensor) -> int:
-    """Where a tensor lies; 0 for a fake one, which must not be asked."""
-    return 0 if is_fake(tensor) else tensor.data_ptr()
+    """Where a tensor lies; another number for each tensor without memory, and for a fake one, which must not be asked."""
+    return (0 if is_fake(tensor) else tensor.data_ptr()) or -id(tensor)
