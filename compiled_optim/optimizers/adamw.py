@@ -1,7 +1,7 @@
 """AdamW."""
 
 from compiled_optim.optimizers.adam import Adam
-from compiled_optim.rule import Number, hyper, static
+from compiled_optim.rule import Number, bias_correction, buffer, hyper, maximum, sqrt, static
 
 
 class AdamW(Adam):
@@ -11,11 +11,35 @@ class AdamW(Adam):
     averaged in float32 also for lower-precision parameters.
     """
 
+    lr: Number = hyper(default=1e-3, ge=0)
+    betas: tuple[Number, Number] = hyper(default=(0.9, 0.999), ge=0, lt=1)
+    eps: Number = hyper(default=1e-8, ge=0)
     weight_decay: Number = hyper(default=1e-2, ge=0)
+    amsgrad: bool = static(default=False)
     decoupled_weight_decay: bool = static(default=True, init=False)
+    exp_avg, exp_avg_sq, max_exp_avg_sq = buffer(), buffer(), buffer(when="amsgrad")
 
     @staticmethod
     def coefficients(step, lr, betas, eps, weight_decay):
-        numbers = Adam.coefficients(step, lr, betas, eps, weight_decay)
-        del numbers["weight_decay"]  # the gradient's, which has none here
-        return numbers
+        beta1, beta2 = betas
+        return dict(
+            decay=1 - lr * weight_decay,
+            step_size=lr / bias_correction(beta1, step),
+            beta1=beta1,
+            weight1=1 - beta1,
+            beta2=beta2,
+            weight2=1 - beta2,
+            correction2=sqrt(bias_correction(beta2, step)),
+            eps=eps,
+        )
+
+    @staticmethod
+    def update(param, grad, c, exp_avg, exp_avg_sq, max_exp_avg_sq, amsgrad):
+        param = c.decay * param
+        exp_avg = c.beta1 * exp_avg + c.weight1 * grad
+        exp_avg_sq = c.beta2 * exp_avg_sq + c.weight2 * grad * grad
+        if amsgrad:
+            max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
+        denominator = sqrt(max_exp_avg_sq if amsgrad else exp_avg_sq) / c.correction2 + c.eps
+        step = c.step_size * (exp_avg / denominator)
+        return dict(param=param, step=step, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, max_exp_avg_sq=max_exp_avg_sq)
