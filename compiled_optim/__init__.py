@@ -41,6 +41,8 @@ from compiled_optim.optimizers.sparse_adam import SparseAdam
 from compiled_optim.plan.compilations import RecompileError
 from compiled_optim.report import CompileReport, compile_report, no_recompiles
 
+__version__ = "0.1.0"
+
 __all__ = [
     "ASGD",
     "LBFGS",

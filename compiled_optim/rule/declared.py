@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_type_hints
 
 import torch
 from typing_extensions import dataclass_transform
@@ -75,7 +75,23 @@ class Declared:
         flags = _torch_flags(cls)
         cls.group_flags = (*flags, *(("maximize",) if hasattr(cls, "update") and "maximize" not in flags else ()))
         positional = [name for name, by_position in flags.items() if by_position]
-        cls.__signature__ = _constructor_signature(cls.fields, positional)  # type: ignore[attr-defined]
+        cls._announce(_constructor_signature(cls.fields, positional, _annotations(cls)))
+
+    @classmethod
+    def _announce(cls, signature: inspect.Signature) -> None:
+        """Show ``signature`` to whoever inspects the class or its constructor, such as command-line tools."""
+        cls.__signature__ = signature  # type: ignore[attr-defined]
+        if "__init__" in vars(cls):
+            return
+
+        def construct(self: Any, *args: Any, **kwargs: Any) -> None:
+            super(cls, self).__init__(*args, **kwargs)
+
+        itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        construct.__signature__ = signature.replace(parameters=[itself, *signature.parameters.values()])  # type: ignore[attr-defined]
+        construct.__annotations__ = {n: p.annotation for n, p in signature.parameters.items()} | {"return": None}
+        construct.__name__, construct.__qualname__ = "__init__", f"{cls.__qualname__}.__init__"
+        cls.__init__ = construct  # type: ignore[method-assign]
 
     @classmethod
     def _made_rule(cls) -> Rule:
@@ -120,11 +136,25 @@ def _torch_flags(cls: type[Declared]) -> dict[str, bool]:
 _USUAL_FLAGS = ("foreach", "maximize", "capturable", "differentiable", "fused")
 
 
-def _constructor_signature(fields: Mapping[str, Any], positional_flags: Sequence[str]) -> inspect.Signature:
+def _annotations(cls: type[Declared]) -> Mapping[str, Any]:
+    """What the bodies of ``cls`` and its bases say of their names; as it is written where it cannot be evaluated."""
+    try:
+        return get_type_hints(cls)
+    except NameError:
+        return {name: said for base in reversed(cls.__mro__) for name, said in inspect.get_annotations(base).items()}
+
+
+def _constructor_signature(
+    fields: Mapping[str, Any], positional_flags: Sequence[str], hints: Mapping[str, Any]
+) -> inspect.Signature:
     made = [f for f in fields.values() if isinstance(f, (Hyper, Flag)) or (isinstance(f, Static) and f.init)]
     keyword = [f for f in made if isinstance(f, Flag) or (isinstance(f, Static) and f.kw_only)]
     positional = [f for f in made if f not in keyword] + [fields[name] for name in positional_flags]
     either, only = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
-    parameters = [inspect.Parameter(f.name, either, default=f.default) for f in positional]
-    parameters += [inspect.Parameter(f.name, only, default=f.default) for f in keyword if f not in positional]
-    return inspect.Signature([inspect.Parameter("params", either), *parameters])
+    kinds = {f: either for f in positional} | {f: only for f in keyword if f not in positional}
+    empty = inspect.Parameter.empty
+    parameters = [inspect.Parameter("params", either, annotation=hints.get("params", empty))]
+    for field, kind in kinds.items():
+        annotation = hints.get(field.name, empty)
+        parameters.append(inspect.Parameter(field.name, kind, default=field.default, annotation=annotation))
+    return inspect.Signature(parameters)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import inspect
+import typing
+from typing import Any
+
 import pytest
 import torch
 from catalog import registry, required
@@ -67,3 +72,27 @@ def test_nothing_appears_with_use() -> None:
     optimizer.load_state_dict(optimizer.state_dict())
     co.compile_report(optimizer)
     assert _public(optimizer) == before
+
+
+@pytest.mark.parametrize("optimizer", registry(), ids=lambda c: c.__name__)
+def test_constructors_tell_names_and_types(optimizer: type[co.CompiledOptimizer]) -> None:
+    """To whoever inspects them, such as command lines that are made from signatures."""
+    of_class, of_constructor = inspect.signature(optimizer), inspect.signature(optimizer.__init__)
+    assert [*of_constructor.parameters] == ["self", *of_class.parameters]
+    assert typing.get_type_hints(optimizer.__init__).keys() == {*of_class.parameters, "return"}
+    assert all(p.annotation is not p.empty for p in of_class.parameters.values())
+    assert of_class.parameters["lr"].annotation == float | torch.Tensor
+    assert of_class.parameters["max_grad_norm"].annotation == float | torch.Tensor | None
+
+
+def test_a_constructor_of_ones_own() -> None:
+    class Mine(co.AdamW):
+        def __init__(self, params: Any, decay: float) -> None:
+            super().__init__(params, weight_decay=decay)
+
+    assert Mine([torch.ones(2)], 0.5).param_groups[0]["weight_decay"] == 0.5
+    assert [*inspect.signature(Mine.__init__).parameters] == ["self", "params", "decay"]
+
+
+def test_the_version_is_that_of_the_installation() -> None:
+    assert co.__version__ == importlib.metadata.version("compiled_optim")
