@@ -59,6 +59,13 @@ def fakes_are_made() -> bool:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
+def outside_fakes() -> contextlib.AbstractContextManager[Any]:
+    """A context in which FakeTensorMode is off."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    return unset_fake_temporarily()
+
+
 def wraps_others(tensor: Tensor) -> bool:
     """Whether ``tensor`` is of a subclass that defines its own operations, so that its elements may lie in other tensors."""
     return torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python)

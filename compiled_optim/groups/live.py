@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 from torch import Tensor
 
-from compiled_optim.torch_internals import CAPTURING, is_fake
+from compiled_optim.torch_internals import CAPTURING, fakes_are_made, is_fake, outside_fakes
 
 
 class Live:
@@ -48,13 +50,14 @@ class Live:
     def write(self, value: float | Tensor) -> None:
         """Let the number be ``value``, which may be a 1-element tensor on any device, by one operation on the device."""
         self._written = None  # until the end, whatever interrupts it
-        live = self.tensor.detach() if self.tensor.requires_grad else self.tensor
-        if isinstance(value, Tensor):
-            live.copy_(value.detach().reshape(()))
-        else:
+        with outside_fakes() if fakes_are_made() and not is_fake(self.tensor) else nullcontext():
+            live = self.tensor.detach() if self.tensor.requires_grad else self.tensor
+            if isinstance(value, Tensor):
+                live.copy_(value.detach().reshape(()))
+                return
             live.fill_(value)
-            self._version = _version(self.tensor)
-            self._written = value
+        self._version = _version(self.tensor)
+        self._written = value
 
 
 def _version(tensor: Tensor) -> int | None:

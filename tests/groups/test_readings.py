@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import Parameter
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
 
@@ -341,3 +342,49 @@ def test_what_the_host_knows_asks_no_device(name: str) -> None:
         ours = ON_NUMBER[name](read)
         assert recorder.take().operators == []
     assert ours == ON_NUMBER[name](0.05)
+
+
+CONTEXTS: dict[str, Callable[[], Any]] = {
+    "device": lambda: torch.device("meta"),
+    "inference": torch.inference_mode,
+    "fakes": FakeTensorMode,
+    "no_grad": torch.no_grad,
+}
+
+
+@pytest.mark.parametrize("context", CONTEXTS.values(), ids=CONTEXTS)
+def test_reading_and_writing_in_every_context(context: Callable[[], Any]) -> None:
+    optimizer, twin = twins()
+    group, live = optimizer.param_groups[0], optimizer.hyperparameter("lr")
+    with context():
+        assert group["lr"] == 0.05
+        group["lr"] = 0.25
+        assert f"{group['lr']}" == "0.25"
+        group["betas"][0].fill_(0.5)
+        group["weight_decay"] *= 2
+        copied = copy.deepcopy(group["lr"])
+    twin.param_groups[0].update(lr=0.25, betas=(0.5, 0.999), weight_decay=0.02)
+    assert copied == live == group["lr"] == 0.25
+    assert optimizer.hyperparameter("lr") is live
+    assert group["betas"] == (0.5, 0.999)
+    for o in (optimizer, twin):
+        o.step()
+    assert torch.allclose(*(o.param_groups[0]["params"][0] for o in (optimizer, twin)), rtol=1e-6)
+
+
+def test_fake_and_meta_optimizers_know_their_numbers() -> None:
+    with FakeTensorMode():
+        fake = co.AdamW([Parameter(torch.ones(2))], lr=0.5, lowering="eager")
+        fake.param_groups[0]["lr"] *= 0.5
+        assert fake.param_groups[0]["lr"] == 0.25
+    meta = co.AdamW([Parameter(torch.ones(2, device="meta"))], lr=0.5, eps=0.125, lowering="eager")
+    assert (meta.param_groups[0]["lr"], meta.param_groups[0]["eps"]) == (0.5, 0.125)
+    assert meta.param_groups[0]["lr"].device.type == "meta"
+
+
+def test_tensors_without_memory_are_not_taken_for_one() -> None:
+    options = {name: torch.full((), 0.5, device="meta") for name in ("lr", "eps")}
+    optimizer = co.AdamW([Parameter(torch.ones(2, device="meta"))], lr=0.5)
+    optimizer.add_param_group({"params": [Parameter(torch.ones(2, device="meta"))], **options})
+    assert optimizer.hyperparameter("lr", 1) is options["lr"]
+    assert optimizer.hyperparameter("eps", 1) is options["eps"]
