@@ -368,6 +368,7 @@ class CompiledOptimizer(Declared, Optimizer):
         self.defaults = group_entries(type(self), self.defaults)  # torch adds a key
         self._engine.holdings.aliases = aliases
         self._engine.holdings.schedules.functions = dict(schedules)
+        self._engine.holdings.adopt(self.defaults, checked=True)
 
 
 def engine_of(optimizer: CompiledOptimizer) -> Engine:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import Any
+from weakref import WeakValueDictionary
 
 from torch import Tensor
 
@@ -18,14 +20,14 @@ class Live:
         is_adopted: whether a user gave the tensor, and may write to it or share it with other groups.
 
     Attributes:
-        places: how many places in groups it stands in.
+        groups: those that an adopted tensor stands in, by their ids.
         is_driven: whether the device writes the number by itself, in a step or a graph, so that the host never knows it.
     """
 
     def __init__(self, tensor: Tensor, number: float | None = None, *, is_adopted: bool = False) -> None:
         self.tensor = tensor
         self.is_adopted = is_adopted
-        self.places = 0
+        self.groups: WeakValueDictionary[int, Any] = WeakValueDictionary()
         self.is_driven = False
         self._on_host = tensor.device.type == "cpu" and "cpu" not in CAPTURING and type(tensor) is Tensor
         self._written = number
@@ -46,6 +48,12 @@ class Live:
             except (RuntimeError, AssertionError):  # its memory was freed, or a mode makes fakes of all
                 return self.written
         return self.written
+
+    def drive(self, is_driven: bool) -> None:
+        """Note whether the device writes by itself; what it wrote, the host does not know afterwards."""
+        if self.is_driven or is_driven:
+            self._written = None
+        self.is_driven = is_driven
 
     def write(self, value: float | Tensor) -> None:
         """Let the number be ``value``, which may be a 1-element tensor on any device, by one operation on the device."""

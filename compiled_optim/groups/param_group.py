@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
+from contextlib import nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -19,9 +20,16 @@ from torch.compiler import is_dynamo_compiling
 from compiled_optim.groups.live import Live, address
 from compiled_optim.groups.reading import Reading, unread
 from compiled_optim.groups.watched import Changes, WatchedDict, WatchedList
-from compiled_optim.memory.layout import scalar, scalar_dtype
+from compiled_optim.memory.layout import is_lost, scalar, scalar_dtype
 from compiled_optim.rule.rule import Declaration
-from compiled_optim.torch_internals import is_capturing, outside_dynamo
+from compiled_optim.torch_internals import (
+    fakes_are_made,
+    is_capturing,
+    is_fake,
+    outside_dynamo,
+    outside_fakes,
+    outside_inference_mode,
+)
 
 ROUNDING = 1e-9
 """How far a number that a scheduler computed may be out of range."""
@@ -124,9 +132,9 @@ class ParamGroup(WatchedDict[str, Any]):
     def drive(self, key: str, *, begin: bool) -> None:
         """Note that the device begins, or has ceased, to write a hyperparameter by itself; no user's tensor is used then."""
         for index, number in enumerate(self._held(key)):
-            if number.is_adopted:
+            if begin and number.is_adopted:
                 self._replace(key, index, number.tensor)
-            self._numbers[key][index].is_driven = begin
+            self._numbers[key][index].drive(begin)
 
     def to(self, device: torch.device) -> None:
         """Move the hyperparameters to ``device``, after their parameters moved there."""
@@ -142,7 +150,8 @@ class ParamGroup(WatchedDict[str, Any]):
         return {key: v if self._hypers[key].is_tuple else v[0] for key, v in values.items()}
 
     def _float(self, key: str, index: int, live: Live) -> float | None:
-        number = live.tensor.item() if live.number is None else live.number
+        known = live.number
+        number = live.tensor.item() if known is None else known
         return None if math.isnan(number) and self._hypers[key].optional(index) else number
 
     def validated(self, key: str, value: Any, slack: float = 0.0) -> tuple[float | Tensor, ...]:
@@ -151,9 +160,15 @@ class ParamGroup(WatchedDict[str, Any]):
         Raises:
             TypeError: an element is not a number.
             ValueError: an element is not a single number, or out of its range, whose inclusive bounds are wider by
-                ``slack``. A tensor on an accelerator is not read, since that would wait for the device.
+                ``slack``, or a tensor without memory. A tensor on an accelerator is not read, since that would wait for the
+                device.
         """
-        return self._hypers[key].checked(unread(value), self.label, slack)
+        hyper, value = self._hypers[key], unread(value)
+        for index, element in enumerate(hyper.elements(value, self.label)):
+            without_memory = isinstance(element, Tensor) and (element.is_meta or is_fake(element) or is_lost(element))
+            if without_memory and not fakes_are_made() and self._device.type != "meta":
+                raise ValueError(f"{hyper.element(index)} of {self.label} must be a number, got a tensor without memory")
+        return hyper.checked(value, self.label, slack)
 
     def fill(self, key: str, value: Any) -> None:
         """Write ``value`` into the tensors, also into adopted ones, except where another group shares them.
@@ -162,7 +177,7 @@ class ParamGroup(WatchedDict[str, Any]):
             TypeError, ValueError: as :meth:`validated`, with a slack of :data:`ROUNDING`.
             RuntimeError: a graph is being captured.
         """
-        for index, element in enumerate(self.validated(key, value, ROUNDING)):
+        for index, element in enumerate(map(self._without_wait, self.validated(key, value, ROUNDING))):
             self._fill(key, index, element)
 
     def fill_element(self, key: str, index: int, value: float | Tensor) -> None:
@@ -174,20 +189,27 @@ class ParamGroup(WatchedDict[str, Any]):
     def _fill(self, key: str, index: int, value: float | Tensor) -> None:
         self._refuse_capture(key)
         number = self._held(key)[index]
-        if number.places > 1:
+        if self._shares(number):
             self._replace(key, index, value)
         else:
             number.write(self._without_wait(value))
+
+    def _shares(self, number: Live) -> bool:
+        """Whether a number stands in another place too, here or in another group."""
+        here = sum(n is number for numbers in self._numbers.values() for n in numbers) if number.is_adopted else 1
+        return here > 1 or any(group is not self for group in number.groups.values())
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         """As ``dict.update``, but nothing is written if one of the values is refused."""
         values = dict(*args, **kwargs)
         numbers = {key: value for key, value in values.items() if key in self._hypers}
         for key, value in numbers.items():
-            self.validated(key, value)
+            elements = tuple(map(self._without_wait, self.validated(key, value)))
+            numbers[key] = elements if self._hypers[key].is_tuple else elements[0]
         if self._structural & (values.keys() - numbers.keys()):
             self._check({**self, **values})
-        super().update({**numbers, **values})  # numbers first: choices are checked against them
+        others = {key: value for key, value in values.items() if key not in numbers}
+        super().update(numbers | others)  # numbers first: choices are checked against them
 
     def __setitem__(self, key: str, value: Any) -> None:
         if is_dynamo_compiling():
@@ -202,32 +224,33 @@ class ParamGroup(WatchedDict[str, Any]):
         if key in self._structural:
             self._check({**self, key: value})
             self.report()
-        self.set_quietly(key, value)
+        self.set_quietly(key, value.clone() if isinstance(value, Reading) else value)  # the copy writes to no group
 
     def _assign(self, key: str, elements: Sequence[float | Tensor]) -> None:
         self._refuse_capture(key)
         super().set_quietly(key, self._numbers[key])
-        for index, (number, element) in enumerate(zip(self._numbers[key], elements, strict=True)):
+        values = list(map(self._without_wait, elements))
+        for index, (number, element, value) in enumerate(zip(self._numbers[key], elements, values, strict=True)):
             if element is number.tensor:
                 continue
-            if number.is_adopted or (isinstance(element, Tensor) and element.requires_grad):
-                self._replace(key, index, element)
+            if number.is_adopted or (isinstance(value, Tensor) and value.requires_grad):
+                self._replace(key, index, value)
             else:
-                number.write(self._without_wait(element))
+                number.write(value)
 
     def _replace(self, key: str, index: int, value: float | Tensor) -> None:
         """Let a hyperparameter have a tensor of its own in place of one of those it has."""
         numbers = list(self._numbers[key])
-        numbers[index] = self._fresh(value)
-        self._put(key, numbers)
+        with nullcontext() if is_fake(numbers[index].tensor) else outside_fakes():
+            numbers[index] = self._fresh(value)
+            self._put(key, numbers)
 
     def _put(self, key: str, numbers: Iterable[Live]) -> None:
         """Let ``numbers`` be those of a hyperparameter."""
-        for number in self._numbers.get(key, ()):
-            number.places -= 1
         held = self._numbers[key] = _Numbers(numbers, self._itself, key, self._hypers[key].is_tuple)
         for number in held:
-            number.places += 1
+            if number.is_adopted:
+                number.groups[id(self)] = self
         tensors = tuple(number.tensor for number in held)
         self.live[key] = tensors if self._hypers[key].is_tuple else tensors[0]
         super().set_quietly(key, held)
@@ -243,6 +266,7 @@ class ParamGroup(WatchedDict[str, Any]):
             adopted[address(element)] = known
         return known
 
+    @outside_inference_mode()
     def _fresh(self, element: float | Tensor) -> Live:
         value = self._without_wait(element)
         if not isinstance(value, Tensor):
@@ -253,10 +277,13 @@ class ParamGroup(WatchedDict[str, Any]):
         return Live(value.detach().reshape(()).to(self._device, dtype, copy=True))
 
     def _without_wait(self, element: float | Tensor) -> float | Tensor:
-        """``element``, or the number in it if it is a tensor on the host."""
-        if not isinstance(element, Tensor) or element.requires_grad or element.device.type != "cpu":
+        """``element``, or the number in it if it is a tensor on the host; of a live tensor here a copy."""
+        if not isinstance(element, Tensor) or element.requires_grad or is_fake(element):
             return element
-        return element.item()
+        if element.device.type == "cpu":
+            return element.item()
+        is_own = any(element is n.tensor for numbers in self._numbers.values() for n in numbers)
+        return element.clone() if is_own else element
 
     def _refuse_capture(self, key: str) -> None:
         if is_capturing(self._device):
@@ -296,6 +323,15 @@ class ParamGroup(WatchedDict[str, Any]):
 
     __hash__ = None  # type: ignore[assignment]
 
+    def copy(self) -> dict[str, Any]:
+        values: dict[str, Any] = unread(dict(self))
+        return values
+
+    __copy__ = copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return dict, (self.copy(),)
+
     def __or__(self, other: Any) -> Any:
         return dict(self) | other
 
@@ -317,11 +353,13 @@ class _Numbers(tuple[Live, ...]):
     def read(self, index: int) -> Reading | Tensor:
         """A number as it is now; a tensor that requires grad is itself what is read."""
         live, last = self[index], self._readings[index]
+        if live.tensor.requires_grad:
+            return live.tensor
         number = live.number
         if last is not None and number is not None and number == last.known:
             return last
-        if live.tensor.requires_grad:
-            return live.tensor
+        if number is None and is_lost(live.tensor):
+            raise ValueError(f"{self._places[index].key} is a tensor whose storage was freed; it has no value")
         tensor = live.tensor if number is not None else live.tensor.detach().clone()
         self._readings[index] = reading = Reading(number, tensor, self._places[index])
         return reading

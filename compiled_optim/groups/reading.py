@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import operator
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
@@ -65,32 +64,27 @@ class Reading(Tensor):
         written = {id(r): r for r in _written(func, args, kwargs)}
         if written:
             refuse_tracing("a write to a parameter group", "set hyperparameters outside of compiled code")
-        on_host = bool(written) and all(map(_is_on_host, tree_leaves((args, kwargs))))
-        targets = {key: r._as_tensor("cpu" if on_host else r.device).clone() for key, r in written.items()}
+        before = {key: reading._now() for key, reading in written.items()}
+        given = [x for x in tree_leaves((args, kwargs)) if id(x) not in written]
+        on_host = bool(written) and all(map(_is_on_host, [*given, *before.values()]))
+        targets = {key: _plain(reading, on_host).detach() for key, reading in before.items()}
 
         def plain(value: Any) -> Any:
-            if not isinstance(value, Reading):
-                return value
-            return targets[id(value)] if id(value) in targets else value._as_tensor("cpu" if on_host else value.device)
+            return targets[id(value)] if id(value) in targets else _plain(value, on_host)
 
         result = func(*tree_map(plain, args), **tree_map(plain, kwargs))
         for key, target in targets.items():
             written[key]._write(target.item() if on_host else target)
-        by_target = {id(target): written[key] for key, target in targets.items()}
-        return tree_map(lambda value: by_target.get(id(value), value), result)
+        after = {id(target): written[key]._now() for key, target in targets.items()}
+        return tree_map(lambda value: after.get(id(value), value), result)
 
     @property
     def plain(self) -> Tensor:
-        """The value as a tensor like any other. The host does not wait for it."""
-        if self._tensor is None:
-            assert self._number is not None
-            self._tensor = torch.full((), self._number, dtype=self.dtype, device=self.device)
-        return self._tensor
-
-    def _as_tensor(self, device: torch.device | str) -> Tensor:
-        if self._number is None or device == self.device:
-            return self.plain
-        return torch.full((), self._number, dtype=self.dtype, device=device)
+        """The value as a new tensor like any other. The host does not wait for it."""
+        if self._number is not None:
+            return torch.full((), self._number, dtype=self.dtype, device=self.device)
+        assert self._tensor is not None
+        return self._tensor if self._is_traced else self._tensor.clone()
 
     def _write(self, value: float | Tensor) -> None:
         if self._place is not None:
@@ -98,7 +92,8 @@ class Reading(Tensor):
         else:
             self._number, self._tensor = (None, value) if isinstance(value, Tensor) else (value, None)
 
-    def _after_writing(self) -> Tensor:
+    def _now(self) -> Tensor:
+        """What is read where this was read; itself if that is nowhere."""
         now = None if self._place is None else self._place.read()
         return self if now is None else now
 
@@ -121,10 +116,13 @@ class Reading(Tensor):
 
     def numpy(self, *, force: bool = False) -> Any:
         """A copy; as of other tensors on an accelerator, only by ``force``."""
-        return self.plain.clone().numpy(force=force)
+        return self.plain.numpy(force=force)
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        return self.plain.__dlpack__(**kwargs)
 
     def __array__(self, dtype: Any = None) -> Any:
-        return self._as_tensor("cpu").numpy(force=True).astype(dtype or "float64")
+        return _plain(self, on_host=self._number is not None).numpy(force=True).astype(dtype or "float64")
 
     def __array_wrap__(self, array: Any, context: Any = None, return_scalar: bool = False) -> Any:
         return array[()]
@@ -146,7 +144,7 @@ class Reading(Tensor):
         return object.__hash__(self) if self._is_traced else hash(self.item())
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return repr(self.plain if self._is_traced else self.item())
+        return repr(self._tensor if self._is_traced else self.item())
 
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec)
@@ -160,11 +158,13 @@ class Reading(Tensor):
     # What torch.compile asks of a tensor that wraps another.
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["plain"], None
+        if not self._is_traced:
+            self._tensor = self.plain
+        return ["_tensor"], None
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], context: None, size: Any, stride: Any) -> Reading:
-        return Reading(None, inner["plain"])
+        return Reading(None, inner["_tensor"])
 
     def _stable_hash_for_caching(self) -> str:
         return type(self).__qualname__
@@ -177,12 +177,21 @@ _COPYING = {torch.ops.aten.clone.default, torch.ops.aten.detach.default, torch.o
 
 
 def unread(value: Any) -> Any:
-    """``value``, a number or a tuple, with what it reads replaced by the numbers where they are known, else by tensors."""
-    if isinstance(value, (tuple, list)):
+    """``value``, which may be a tuple or dict, with readings replaced by numbers where they are known, else by tensors."""
+    if isinstance(value, dict):
+        return {key: unread(v) for key, v in value.items()}
+    if type(value) in (tuple, list):
         return type(value)(map(unread, value))
     if not isinstance(value, Reading):
         return value
     return value.plain if value._number is None else value._number
+
+
+def _plain(value: Any, on_host: bool) -> Any:
+    """``value``, or where it is a reading, a plain tensor; on the host a number that the host knows."""
+    if not isinstance(value, Reading):
+        return value
+    return torch.full((), value.item(), dtype=value.dtype, device="cpu") if on_host else value.plain
 
 
 def _written(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Iterable[Reading]:
@@ -226,7 +235,7 @@ def _in_place(name: str) -> Callable[..., Tensor]:
     def method(self: Reading, *args: Any, **kwargs: Any) -> Tensor:
         """As of other tensors, but for what is returned."""
         of_tensor(self, *args, **kwargs)
-        return self._after_writing()
+        return self._now()
 
     return method
 
@@ -237,13 +246,23 @@ def _fill(self: Reading, value: Any) -> Tensor:
     if type(number) is not float:
         return _fill_in_place(self, value)
     self._write(number)
-    return self._after_writing()
+    return self._now()
 
 
+def _refused(name: str) -> Callable[..., Any]:
+    """In place of a method that would touch memory which a reading does not have."""
+
+    def method(self: Reading, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError(f"a hyperparameter that was read is a value without memory; it has no {name}()")
+
+    return method
+
+
+_OF_MEMORY = ("apply_", "map_", "map2_", "share_memory_", "requires_grad_", "set_", "resize_", "resize_as_", "rename_")
 for _name in dir(Tensor):
     if _name.endswith("_") and not _name.startswith("_"):
-        setattr(Reading, _name, _in_place(_name))
-_fill_in_place, Reading.fill_ = Reading.fill_, _fill  # type: ignore[method-assign, assignment]
+        setattr(Reading, _name, _refused(_name) if _name in _OF_MEMORY else _in_place(_name))
+_fill_in_place, Reading.fill_ = Reading.fill_, _fill  # type: ignore[assignment, method-assign]
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "divmod"):
     _forward, _reverse = _operators(divmod if _name == "divmod" else getattr(operator, _name))
     setattr(Reading, f"__{_name}__", _forward)
@@ -252,6 +271,12 @@ for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "divmod"
         setattr(Reading, f"__i{_name}__", _forward)
 for _name in ("lt", "le", "gt", "ge", "eq", "ne", "neg", "pos", "abs"):
     setattr(Reading, f"__{_name}__", _operators(getattr(operator, _name))[0])
-for _name in ("int", "bool", "complex", "round", "trunc", "floor", "ceil"):
-    _of_float = getattr(float, f"__{_name}__", None) or getattr(builtins, _name)
-    setattr(Reading, f"__{_name}__", lambda self, *args, _of_float=_of_float: _of_float(self.item(), *args))
+for _name in (
+    "is_integer",
+    "as_integer_ratio",
+    "hex",
+    *(f"__{n}__" for n in ("int", "bool", "round", "trunc", "floor", "ceil")),
+):
+    _of_float = getattr(float, _name)
+    setattr(Reading, _name, lambda self, *args, _of_float=_of_float: _of_float(self.item(), *args))
+Reading.__complex__ = lambda self: complex(self.item())  # type: ignore[method-assign]

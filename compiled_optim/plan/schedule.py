@@ -29,7 +29,7 @@ class Schedules:
     def copy(self) -> Schedules:
         """The same schedules, before they follow any group."""
         other = Schedules()
-        other.functions = dict(self.functions)
+        other.functions, other._scheduled = dict(self.functions), self._scheduled
         return other
 
     def set(self, index: int, group: ParamGroup, hyper: Hyper, function: Schedule | None) -> None:
@@ -40,8 +40,7 @@ class Schedules:
             ValueError: ``function`` looks at the value of its argument, or its first value is out of range.
         """
         if function is None:
-            if self.functions.pop((index, hyper.name), None):
-                group.drive(hyper.name, begin=False)
+            self.functions.pop((index, hyper.name), None)
             return
         where = f"the schedule of {hyper.name} in param_groups[{index}]"
         if not callable(function):
@@ -56,13 +55,15 @@ class Schedules:
         first_step = scalar(1, group.tensors(hyper.name)[0].device)
         for i, value in enumerate(hyper.elements(function(first_step), where)):
             hyper.check(float(value), i, where)
-        group.drive(hyper.name, begin=True)
         self.functions[index, hyper.name] = hyper, function
 
     def follow(self, groups: Sequence[ParamGroup], plans: Sequence[Plan]) -> None:
         """Write into the tensors of ``groups`` from now on, by the step counts of ``plans``."""
         self._groups = groups
         self._counts = [block[0] for plan in plans for block in plan.scalar_blocks]
+        for index, name in self._scheduled:
+            if index < len(groups):
+                groups[index].drive(name, begin=False)
         self._scheduled = [(i, name) for i, name in self.functions if plans and i < len(groups)]
         for index, name in self._scheduled:
             groups[index].drive(name, begin=True)

@@ -10,6 +10,7 @@ import math
 import pickle
 import statistics
 from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import numpy as np
@@ -388,3 +389,162 @@ def test_tensors_without_memory_are_not_taken_for_one() -> None:
     optimizer.add_param_group({"params": [Parameter(torch.ones(2, device="meta"))], **options})
     assert optimizer.hyperparameter("lr", 1) is options["lr"]
     assert optimizer.hyperparameter("eps", 1) is options["eps"]
+
+
+class TestNothingIsShared:
+    """No memory that somebody got from a reading is what others read."""
+
+    @pytest.mark.parametrize(
+        "write",
+        [
+            lambda lr: lr.view(1).mul_(5),
+            lambda lr: lr.unsqueeze(0).fill_(7.0),
+            lambda lr: copy.copy(lr).mul_(3),
+            lambda lr: pickle.loads(ForkingPickler.dumps(lr)).mul_(3),
+            lambda lr: np.from_dlpack(lr),
+        ],
+    )
+    def test_with_what_was_made_of_it(self, write: Callable[[Tensor], object]) -> None:
+        optimizer, _ = twins()
+        read = optimizer.param_groups[0]["lr"]
+        write(read)
+        for lr in (read, optimizer.param_groups[0]["lr"]):
+            assert lr == 0.05
+            assert torch.equal(lr * T, 0.05 * T)
+
+    @pytest.mark.parametrize("context", CONTEXTS.values(), ids=CONTEXTS)
+    def test_with_another_context(self, context: Callable[[], Any]) -> None:
+        optimizer, _ = twins()
+        with context():
+            assert (optimizer.param_groups[0]["lr"] * torch.ones(2)).shape == (2,)
+        torch.func.grad(lambda x: (x * optimizer.param_groups[0]["lr"]).sum())(T)
+        weight = T.clone().requires_grad_()
+        (weight * optimizer.param_groups[0]["lr"]).sum().backward()
+        assert torch.equal(weight.grad, torch.full_like(T, 0.05))
+
+    def test_with_another_optimizer_that_got_a_copy_of_the_group(self) -> None:
+        optimizer, _ = twins()
+        other = torch.optim.AdamW([optimizer.param_groups[0].copy()])
+        scheduler = StepLR(other, 1, 0.5)
+        other.step()
+        scheduler.step()
+        assert (other.param_groups[0]["lr"], optimizer.param_groups[0]["lr"]) == (0.025, 0.05)
+
+    def test_with_another_entry(self) -> None:
+        optimizer, _ = twins()
+        group = optimizer.param_groups[0]
+        group["initial_lr"] = group["lr"]
+        group["initial_lr"].fill_(0.5)
+        assert (group["lr"], group["initial_lr"]) == (0.05, 0.5)
+        for copied in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+            group = copied.param_groups[0]
+            live = copied.hyperparameter("lr")
+            group["lr"] = 0.25
+            assert (group["lr"], group["initial_lr"]) == (0.25, 0.5)
+            assert copied.hyperparameter("lr") is live
+
+    @pytest.mark.parametrize("make", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["deepcopy", "pickle"])
+    def test_a_copys_group_is_written(self, make: Callable[[Any], Any]) -> None:
+        stepped = []
+        for copied in map(make, twins()):
+            group = copied.param_groups[0]
+            group["lr"] = 0.5
+            group["params"][0].grad = torch.ones(2)
+            copied.step()
+            stepped.append(group["params"][0])
+        assert torch.allclose(*stepped, rtol=1e-6)
+
+
+def test_in_place_methods_compute_with_what_the_group_has() -> None:
+    optimizer, _ = twins()
+    group = optimizer.param_groups[0]
+    lr = group["lr"]
+    for _ in range(3):
+        lr.mul_(0.5)
+    assert group["lr"] == 0.00625
+    for _ in range(2):
+        torch._foreach_mul_([lr], 2.0)
+    assert group["lr"] == 0.025
+    torch.mul(group["lr"], 2.0, out=lr)
+    assert group["lr"] == 0.05
+
+
+@pytest.mark.parametrize("name", ["share_memory_", "apply_", "map_", "set_", "resize_", "requires_grad_"])
+def test_what_needs_memory_is_refused(name: str) -> None:
+    optimizer, _ = twins()
+    with pytest.raises(TypeError, match=rf"a value without memory; it has no {name}\(\)"):
+        getattr(optimizer.param_groups[0]["lr"], name)(torch.ones(1))
+
+
+def test_a_freed_tensor_that_was_adopted_is_refused() -> None:
+    rate = torch.tensor(0.5)
+    group = co.SGD([Parameter(torch.ones(2))], lr=rate).param_groups[0]
+    rate.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="lr is a tensor whose storage was freed; it has no value"):
+        group["lr"]
+
+
+def test_live_tensors_that_are_swapped() -> None:
+    optimizer, _ = twins()
+    first, second = optimizer.hyperparameter("betas")
+    optimizer.param_groups[0]["betas"] = (second, first)
+    assert optimizer.param_groups[0]["betas"] == (0.999, 0.9)
+    optimizer.param_groups[0].update(lr=optimizer.hyperparameter("eps"), eps=optimizer.hyperparameter("lr"))
+    assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["eps"]) == (1e-8, 0.05)
+
+
+@pytest.mark.parametrize("bad", ["meta", "fake", "freed"])
+def test_a_tensor_without_memory_is_refused_before_anything_is_written(bad: str) -> None:
+    optimizer, _ = twins()
+    group = optimizer.param_groups[0]
+    if bad == "fake":
+        with FakeTensorMode():
+            value = torch.tensor(0.5)
+    else:
+        value = torch.full((), 0.5, device="meta" if bad == "meta" else "cpu")
+        if bad == "freed":
+            value.untyped_storage().resize_(0)
+    before = dict(group)
+    for write in (lambda: group.update(lr=0.7, eps=value), lambda: group.update(betas=(0.5, value))):
+        with pytest.raises(ValueError, match=r"of param_groups\[0\] must be a number, got a tensor without memory"):
+            write()
+        assert dict(group) == before
+
+
+def test_a_refused_schedule_leaves_what_was_adopted() -> None:
+    rate = torch.tensor(0.5)
+    optimizer = co.Adam([Parameter(torch.ones(2))], lr=rate)
+    with pytest.raises(ValueError, match="eps"):
+        optimizer.schedule(lr=lambda step: 0.1 / step, eps=lambda step: -1.0)
+    rate.fill_(0.25)
+    assert optimizer.param_groups[0]["lr"] == 0.25
+
+
+def test_a_group_that_is_gone_shares_nothing() -> None:
+    rate = torch.tensor(0.5, dtype=torch.float64)
+    optimizer = co.SGD([{"params": [Parameter(torch.ones(2))]} for _ in range(2)], lr=rate)
+    del optimizer.param_groups[1]
+    optimizer.step()
+    optimizer.param_groups[0]["lr"].fill_(0.25)
+    assert rate == 0.25
+
+
+@pytest.mark.parametrize("context", CONTEXTS.values(), ids=CONTEXTS)
+def test_what_was_adopted_is_replaced_in_every_context(context: Callable[[], Any]) -> None:
+    param = Parameter(torch.ones(2))
+    param.grad = torch.ones(2)
+    optimizer = co.SGD([param], lr=torch.tensor(0.5))
+    with context():
+        optimizer.param_groups[0]["lr"] = 0.25
+    optimizer.param_groups[0]["lr"] *= 0.5
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.step()
+    assert param.tolist() == [0.875, 0.875]
+
+
+def test_a_tensor_that_requires_grad_is_read_itself() -> None:
+    rate = torch.tensor(0.5, dtype=torch.float64)
+    optimizer = co.SGD([Parameter(torch.ones(2))], lr=rate, differentiable=True)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    rate.requires_grad_()
+    assert optimizer.param_groups[0]["lr"] is rate
