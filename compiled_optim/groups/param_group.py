@@ -247,10 +247,12 @@ class ParamGroup(WatchedDict[str, Any]):
 
     def _put(self, key: str, numbers: Iterable[Live]) -> None:
         """Let ``numbers`` be those of a hyperparameter."""
+        before = self._numbers.get(key, ())
         held = self._numbers[key] = _Numbers(numbers, self._itself, key, self._hypers[key].is_tuple)
-        for number in held:
+        for number in (*before, *held):
             if number.is_adopted:
-                number.groups[id(self)] = self
+                is_here = any(n is number for numbers in self._numbers.values() for n in numbers)
+                number.groups.update({id(self): self}) if is_here else number.groups.pop(id(self), None)
         tensors = tuple(number.tensor for number in held)
         self.live[key] = tensors if self._hypers[key].is_tuple else tensors[0]
         super().set_quietly(key, held)
