@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 
 from compiled_optim.groups.live import Live, address
 from compiled_optim.groups.reading import Reading, unread
@@ -26,9 +25,9 @@ from compiled_optim.torch_internals import (
     fakes_are_made,
     is_capturing,
     is_fake,
-    outside_dynamo,
     outside_fakes,
     outside_inference_mode,
+    quickly_outside_dynamo,
 )
 
 ROUNDING = 1e-9
@@ -105,10 +104,9 @@ class ParamGroup(WatchedDict[str, Any]):
             if key not in self._hypers:
                 return held
             held = self._held(key)
-        read = _read_untraced if is_dynamo_compiling() else _Numbers.read
         if not held.is_tuple:
-            return read(held, 0)
-        return tuple(read(held, i) for i in range(len(held)))
+            return held.read(0)
+        return tuple(held.read(i) for i in range(len(held)))
 
     def _held(self, key: str) -> _Numbers:
         """The numbers of a hyperparameter, after an assignment by ``dict.__setitem__``, which goes past this class."""
@@ -211,13 +209,8 @@ class ParamGroup(WatchedDict[str, Any]):
         others = {key: value for key, value in values.items() if key not in numbers}
         super().update(numbers | others)  # numbers first: choices are checked against them
 
+    @quickly_outside_dynamo
     def __setitem__(self, key: str, value: Any) -> None:
-        if is_dynamo_compiling():
-            _set_untraced(self, key, value)
-        else:
-            self._set(key, value)
-
-    def _set(self, key: str, value: Any) -> None:
         if key in self._hypers:
             self._assign(key, self.validated(key, value))
             return
@@ -352,6 +345,7 @@ class _Numbers(tuple[Live, ...]):
         self._places = [_Place(group, key, i) for i in range(len(self))]
         self._readings: list[Reading | None] = [None] * len(self)
 
+    @quickly_outside_dynamo
     def read(self, index: int) -> Reading | Tensor:
         """A number as it is now; a tensor that requires grad is itself what is read."""
         live, last = self[index], self._readings[index]
@@ -384,7 +378,3 @@ class _Place(NamedTuple):
         """Read the group, if it is there."""
         group = self.group()
         return None if group is None else group._numbers[self.key].read(self.element)
-
-
-_read_untraced = outside_dynamo(_Numbers.read)
-_set_untraced = outside_dynamo(ParamGroup._set)

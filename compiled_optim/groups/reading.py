@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from compiled_optim.torch_internals import refuse_tracing
+from compiled_optim.torch_internals import quickly_outside_dynamo, refuse_tracing
 
 
 class Place(Protocol):
@@ -57,26 +57,8 @@ class Reading(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Compute with plain tensors; what is written is on the host where the host knows all numbers."""
-        if func in _COPYING and isinstance(args[0], Reading):
-            return args[0].clone()
-        args, kwargs = list(args), kwargs or {}
-        written = {id(r): r for r in _written(func, args, kwargs)}
-        if written:
-            refuse_tracing("a write to a parameter group", "set hyperparameters outside of compiled code")
-        before = {key: reading._now() for key, reading in written.items()}
-        given = [x for x in tree_leaves((args, kwargs)) if id(x) not in written]
-        on_host = bool(written) and all(map(_is_on_host, [*given, *before.values()]))
-        targets = {key: _plain(reading, on_host).detach() for key, reading in before.items()}
-
-        def plain(value: Any) -> Any:
-            return targets[id(value)] if id(value) in targets else _plain(value, on_host)
-
-        result = func(*tree_map(plain, args), **tree_map(plain, kwargs))
-        for key, target in targets.items():
-            written[key]._write(target.item() if on_host else target)
-        after = {id(target): written[key]._now() for key, target in targets.items()}
-        return tree_map(lambda value: after.get(id(value), value), result)
+        """Compute with plain tensors."""
+        return _compute(func, list(args), kwargs or {})
 
     @property
     def plain(self) -> Tensor:
@@ -187,6 +169,29 @@ def unread(value: Any) -> Any:
     return value.plain if value._number is None else value._number
 
 
+@quickly_outside_dynamo
+def _compute(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Compute ``func`` with plain tensors; what is written is on the host where the host knows all numbers."""
+    if func in _COPYING and isinstance(args[0], Reading):
+        return args[0].clone()
+    written = {id(r): r for r in _written(func, args, kwargs)}
+    if written:
+        refuse_tracing("a write to a parameter group", "set hyperparameters outside of compiled code")
+    before = {key: reading._now() for key, reading in written.items()}
+    given = [x for x in tree_leaves((args, kwargs)) if id(x) not in written]
+    on_host = bool(written) and all(map(_is_on_host, [*given, *before.values()]))
+    targets = {key: _plain(reading, on_host).detach() for key, reading in before.items()}
+
+    def plain(value: Any) -> Any:
+        return targets[id(value)] if id(value) in targets else _plain(value, on_host)
+
+    result = func(*tree_map(plain, args), **tree_map(plain, kwargs))
+    for key, target in targets.items():
+        written[key]._write(target.item() if on_host else target)
+    after = {id(target): written[key]._now() for key, target in targets.items()}
+    return tree_map(lambda value: after.get(id(value), value), result)
+
+
 def _plain(value: Any, on_host: bool) -> Any:
     """``value``, or where it is a reading, a plain tensor; on the host a number that the host knows."""
     if not isinstance(value, Reading):
@@ -232,6 +237,7 @@ def _in_place(name: str) -> Callable[..., Tensor]:
     """The in-place method ``name``, which returns what was written; a tensor's returns the tensor, and a reading stays."""
     of_tensor: Callable[..., Tensor] = getattr(Tensor, name)
 
+    @quickly_outside_dynamo
     def method(self: Reading, *args: Any, **kwargs: Any) -> Tensor:
         """As of other tensors, but for what is returned."""
         of_tensor(self, *args, **kwargs)
@@ -240,6 +246,7 @@ def _in_place(name: str) -> Callable[..., Tensor]:
     return method
 
 
+@quickly_outside_dynamo
 def _fill(self: Reading, value: Any) -> Tensor:
     """As any in-place method, but quick where torch's schedulers call it."""
     number = value._number if type(value) is Reading else value
