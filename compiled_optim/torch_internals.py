@@ -29,7 +29,8 @@ def quickly_outside_dynamo(function: F) -> F:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling() or is_at_work() is not None:
+        # A compiler that calls what Dynamo has traced has modes of its own, which must stay.
+        if torch.compiler.is_dynamo_compiling() or (is_at_work() is not None and TracingContext.try_get() is None):
             return outside(*args, **kwargs)
         return function(*args, **kwargs)
 
@@ -163,6 +164,11 @@ def shape_of_part(tensor: Any) -> tuple[int, ...]:
 def assert_on_device(condition: Tensor, message: str) -> None:
     """Fail as a wrong index does if ``condition``, a single bool, is false. The host does not wait for an accelerator."""
     torch._assert_async(condition, message)
+
+
+def is_tracing() -> bool:
+    """Whether a compiler traces now."""
+    return TracingContext.try_get() is not None
 
 
 def refuse_tracing(what: str, advice: str) -> None:

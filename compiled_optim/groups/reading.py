@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from compiled_optim.torch_internals import quickly_outside_dynamo, refuse_tracing
+from compiled_optim.torch_internals import is_tracing, quickly_outside_dynamo, refuse_tracing
 
 
 class Place(Protocol):
@@ -120,7 +120,7 @@ class Reading(Tensor):
 
     @property
     def _is_traced(self) -> bool:
-        return self._number is None and type(self._tensor) is not Tensor
+        return self._number is None and (type(self._tensor) is not Tensor or is_tracing())
 
     def __hash__(self) -> int:
         return object.__hash__(self) if self._is_traced else hash(self.item())
@@ -140,7 +140,7 @@ class Reading(Tensor):
     # What torch.compile asks of a tensor that wraps another.
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
-        if not self._is_traced:
+        if self._tensor is None:
             self._tensor = self.plain
         return ["_tensor"], None
 
@@ -256,10 +256,21 @@ def _fill(self: Reading, value: Any) -> Tensor:
     return self._now()
 
 
+def _of_float(name: str) -> Callable[..., Any]:
+    of_float: Callable[..., Any] = getattr(float, name)
+
+    def method(self: Reading, *args: Any) -> Any:
+        """As of a float."""
+        return of_float(self.item(), *args)
+
+    return method
+
+
 def _refused(name: str) -> Callable[..., Any]:
     """In place of a method that would touch memory which a reading does not have."""
 
     def method(self: Reading, *args: Any, **kwargs: Any) -> Any:
+        """Refused."""
         raise TypeError(f"a hyperparameter that was read is a value without memory; it has no {name}()")
 
     return method
@@ -282,8 +293,12 @@ for _name in (
     "is_integer",
     "as_integer_ratio",
     "hex",
-    *(f"__{n}__" for n in ("int", "bool", "round", "trunc", "floor", "ceil")),
+    "__int__",
+    "__bool__",
+    "__round__",
+    "__trunc__",
+    "__floor__",
+    "__ceil__",
 ):
-    _of_float = getattr(float, _name)
-    setattr(Reading, _name, lambda self, *args, _of_float=_of_float: _of_float(self.item(), *args))
+    setattr(Reading, _name, _of_float(_name))
 Reading.__complex__ = lambda self: complex(self.item())  # type: ignore[method-assign]
