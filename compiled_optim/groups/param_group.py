@@ -35,7 +35,9 @@ ROUNDING = 1e-9
 
 
 class Follower(Protocol):
-    """Somebody who knows where the hyperparameters of groups lie."""
+    """Somebody who knows where the hyperparameters of groups lie; is behind if one may lie elsewhere now."""
+
+    is_behind: bool
 
     def follow(self) -> None:
         """Look again: a hyperparameter lies elsewhere now."""
@@ -56,6 +58,8 @@ class ParamGroup(WatchedDict[str, Any]):
         check: called with all entries before a write to a structural key, to raise an error.
         changes: where a write to a structural key is reported.
         others: the optimizer's other groups, with which this one may share adopted tensors.
+
+    A write with ``dict.__setitem__(group, key, value)`` goes past this class, and is noticed when the key is read.
 
     A hyperparameter that is already a floating tensor on ``device`` is adopted: later in-place writes by its owner are seen,
     by all groups that got it. A group that is assigned that hyperparameter then has a tensor of its own.
@@ -240,6 +244,8 @@ class ParamGroup(WatchedDict[str, Any]):
 
     def _put(self, key: str, numbers: Iterable[Live]) -> None:
         """Let ``numbers`` be those of a hyperparameter."""
+        for follower in self.followers:
+            follower.is_behind = True  # until it followed, whatever interrupts this
         before = self._numbers.get(key, ())
         held = self._numbers[key] = _Numbers(numbers, self._itself, key, self._hypers[key].is_tuple)
         for number in (*before, *held):

@@ -250,9 +250,7 @@ def _in_place(name: str) -> Callable[..., Tensor]:
 def _fill(self: Reading, value: Any) -> Tensor:
     """As any in-place method, but quick where torch's schedulers call it."""
     number = value._number if type(value) is Reading else value
-    if type(number) is not float:
-        return _fill_in_place(self, value)
-    self._write(number)
+    self._write(number) if type(number) is float else Tensor.fill_(self, value)
     return self._now()
 
 
@@ -280,7 +278,7 @@ _OF_MEMORY = ("apply_", "map_", "map2_", "share_memory_", "requires_grad_", "set
 for _name in dir(Tensor):
     if _name.endswith("_") and not _name.startswith("_"):
         setattr(Reading, _name, _refused(_name) if _name in _OF_MEMORY else _in_place(_name))
-_fill_in_place, Reading.fill_ = Reading.fill_, _fill  # type: ignore[assignment, method-assign]
+Reading.fill_ = _fill  # type: ignore[assignment, method-assign]
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "divmod"):
     _forward, _reverse = _operators(divmod if _name == "divmod" else getattr(operator, _name))
     setattr(Reading, f"__{_name}__", _forward)

@@ -25,6 +25,7 @@ from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, OneCycleLR, Reduce
 
 import compiled_optim as co
 from compiled_optim.groups.reading import Reading
+from compiled_optim.lowering.kernels.pointers import HyperPointers
 from perf.lowering.fake_cuda import fake_cuda
 from perf.lowering.record import recording
 
@@ -548,3 +549,28 @@ def test_a_tensor_that_requires_grad_is_read_itself() -> None:
     assert optimizer.param_groups[0]["lr"] == 0.5
     rate.requires_grad_()
     assert optimizer.param_groups[0]["lr"] is rate
+
+
+@pytest.mark.parametrize("write", [lambda g: g.update(lr=0.25), lambda g: g["lr"].fill_(0.25)], ids=["assign", "fill"])
+def test_an_interrupt_while_an_adopted_tensor_is_replaced(
+    write: Callable[[Any], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before those who read it were told: the next step looks again."""
+    rate = torch.tensor(0.5, dtype=torch.float64)
+    params = [Parameter(torch.ones(2)) for _ in range(2)]
+    optimizer = co.SGD([{"params": [p]} for p in params], lr=rate)
+    for param in params:
+        param.grad = torch.ones(2)
+    optimizer.step()
+
+    def interrupted(self: Any) -> None:
+        raise KeyboardInterrupt
+
+    group = optimizer.param_groups[0]
+    with monkeypatch.context() as patch:
+        patch.setattr(HyperPointers, "follow", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            write(group)
+    optimizer.step()
+    assert (params[0].tolist(), params[1].tolist()) == ([0.25, 0.25], [0.0, 0.0])
+    assert group["lr"] == 0.25

@@ -30,6 +30,7 @@ class HyperPointers:
 
     Attributes:
         pointers: int64; see :class:`~compiled_optim.lowering.kernels.table.CoefficientTable`.
+        is_behind: whether a group may have replaced a tensor since.
     """
 
     def __init__(self, plan: Plan, clipping: Clipping, log: CompilationLog) -> None:
@@ -38,6 +39,7 @@ class HyperPointers:
         self._groups = plan.groups
         self._names = [h.name for h in plan.rule.hypers]
         self._device = plan.device
+        self.is_behind = False
         self._in_groups = self._look()
         self._tensors = self._read()  # held, so that no other tensor takes their addresses
         self._check(self._tensors)
@@ -65,11 +67,14 @@ class HyperPointers:
 
     def follow(self) -> None:
         """Let kernels know that a group replaced a tensor, at once: a captured graph may run before another step."""
-        self._in_groups = self._look()
+        self.is_behind = True
         self.refresh()
 
     def refresh(self) -> None:
         """Do what :meth:`prepare` does but for copies on the device, which a graph holds."""
+        if self.is_behind:
+            self._in_groups = self._look()
+            self.is_behind = False
         tensors = self._read()
         if not self._clipping.idle and any(map(torch_internals.is_fake, tensors[: len(NAMES)])):
             self._check(tensors)
