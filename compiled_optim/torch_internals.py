@@ -26,11 +26,12 @@ def quickly_outside_dynamo(function: F) -> F:
     """As :data:`outside_dynamo`, at less cost where Dynamo is not at work."""
     outside: Callable[..., Any] = outside_dynamo(function)
     is_at_work = torch._C._dynamo.eval_frame.get_eval_frame_callback
+    is_traced = torch.compiler.is_dynamo_compiling
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         # A compiler that calls what Dynamo has traced has modes of its own, which must stay.
-        if torch.compiler.is_dynamo_compiling() or (is_at_work() is not None and TracingContext.try_get() is None):
+        if is_traced() or (is_at_work() is not None and TracingContext.try_get() is None):
             return outside(*args, **kwargs)
         return function(*args, **kwargs)
 
@@ -121,7 +122,8 @@ def outside_inference_mode() -> Iterator[None]:
 
 def is_capturing(device: torch.device) -> bool:
     """Whether a graph of ``device`` is being captured."""
-    return current_capture(device) is not None
+    ask = CAPTURING.get(device.type)
+    return ask is not None and ask() is not None
 
 
 def any_stream_captures() -> bool:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 from contextlib import nullcontext
 from typing import Any
 from weakref import WeakValueDictionary
 
+import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
+from compiled_optim.memory.layout import is_lost
 from compiled_optim.torch_internals import CAPTURING, fakes_are_made, is_fake, outside_fakes
+
+_C_TYPES: dict[torch.dtype, Any] = {torch.float64: ctypes.c_double, torch.float32: ctypes.c_float}
 
 
 class Live:
@@ -30,6 +36,8 @@ class Live:
         self.groups: WeakValueDictionary[int, Any] = WeakValueDictionary()
         self.is_driven = False
         self._on_host = tensor.device.type == "cpu" and "cpu" not in CAPTURING and type(tensor) is Tensor
+        self._address: int | None = None
+        self._memory: Any = None
         self._written = number
         self._version = _version(tensor)
 
@@ -42,12 +50,26 @@ class Live:
     @property
     def number(self) -> float | None:
         """The number; None where only the device knows it. The host waits for nothing."""
-        if self._on_host:
-            try:
-                return self.tensor.item()
-            except (RuntimeError, AssertionError):  # its memory was freed, or a mode makes fakes of all
-                return self.written
-        return self.written
+        if not self._on_host:
+            return self.written
+        if self._has_memory():
+            number: float = self._memory.value
+            return number
+        try:
+            return self.tensor.item()
+        except (RuntimeError, AssertionError):  # its memory was freed, or a mode makes fakes of all
+            return self.written
+
+    def _has_memory(self) -> bool:
+        """Whether the host can read and write the number in :attr:`_memory`, without an operator of torch."""
+        tensor = self.tensor
+        if tensor.data_ptr() != self._address:
+            c_type = None if tensor.is_neg() or is_lost(tensor) else _C_TYPES.get(tensor.dtype)
+            if c_type is None:
+                return False
+            self._memory = c_type.from_address(tensor.data_ptr())
+            self._address = tensor.data_ptr()  # last, whatever interrupts this
+        return True
 
     def drive(self, is_driven: bool) -> None:
         """Note whether the device writes by itself; what it wrote, the host does not know afterwards."""
@@ -58,6 +80,11 @@ class Live:
     def write(self, value: float | Tensor) -> None:
         """Let the number be ``value``, which may be a 1-element tensor on any device, by one operation on the device."""
         self._written = None  # until the end, whatever interrupts it
+        if self._on_host and not isinstance(value, Tensor) and not self.tensor.is_inference() and self._has_memory():
+            increment_version(self.tensor)
+            self._memory.value = value
+            self._version, self._written = self.tensor._version, value
+            return
         with outside_fakes() if fakes_are_made() and not is_fake(self.tensor) else nullcontext():
             live = self.tensor.detach() if self.tensor.requires_grad else self.tensor
             if isinstance(value, Tensor):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from compiled_optim.groups.live import Live, address
-from compiled_optim.groups.reading import Reading, unread
+from compiled_optim.groups.reading import Reading, reading_of, unread
 from compiled_optim.groups.watched import Changes, WatchedDict, WatchedList
 from compiled_optim.memory.layout import is_lost, scalar, scalar_dtype
 from compiled_optim.rule.rule import Declaration
@@ -103,14 +103,12 @@ class ParamGroup(WatchedDict[str, Any]):
         super().set_quietly(key, WatchedList(self._changes, value) if key == "params" else value)
 
     def __getitem__(self, key: str) -> Any:
-        held = super().__getitem__(key)
+        held = dict.__getitem__(self, key)
         if type(held) is not _Numbers:
             if key not in self._hypers:
                 return held
             held = self._held(key)
-        if not held.is_tuple:
-            return held.read(0)
-        return tuple(held.read(i) for i in range(len(held)))
+        return held.read()
 
     def _held(self, key: str) -> _Numbers:
         """The numbers of a hyperparameter, after an assignment by ``dict.__setitem__``, which goes past this class."""
@@ -191,14 +189,14 @@ class ParamGroup(WatchedDict[str, Any]):
     def _fill(self, key: str, index: int, value: float | Tensor) -> None:
         self._refuse_capture(key)
         number = self._held(key)[index]
-        if self._shares(number):
+        if number.is_adopted and self._shares(number):
             self._replace(key, index, value)
         else:
             number.write(self._without_wait(value))
 
     def _shares(self, number: Live) -> bool:
-        """Whether a number stands in another place too, here or in another group."""
-        here = sum(n is number for numbers in self._numbers.values() for n in numbers) if number.is_adopted else 1
+        """Whether an adopted number stands in another place too, here or in another group."""
+        here = sum(n is number for numbers in self._numbers.values() for n in numbers)
         return here > 1 or any(group is not self for group in number.groups.values())
 
     def update(self, *args: Any, **kwargs: Any) -> None:
@@ -352,18 +350,24 @@ class _Numbers(tuple[Live, ...]):
         self._readings: list[Reading | None] = [None] * len(self)
 
     @quickly_outside_dynamo
-    def read(self, index: int) -> Reading | Tensor:
+    def read(self) -> Any:
+        """What the hyperparameter is now: a number, or a tuple of them."""
+        if not self.is_tuple:
+            return self.read_element(0)
+        return tuple(self.read_element(i) for i in range(len(self)))
+
+    def read_element(self, index: int) -> Reading | Tensor:
         """A number as it is now; a tensor that requires grad is itself what is read."""
         live, last = self[index], self._readings[index]
         if live.tensor.requires_grad:
             return live.tensor
         number = live.number
-        if last is not None and number is not None and number == last.known:
+        if last is not None and number is not None and number == last._number:
             return last
         if number is None and is_lost(live.tensor):
             raise ValueError(f"{self._places[index].key} is a tensor whose storage was freed; it has no value")
         tensor = live.tensor if number is not None else live.tensor.detach().clone()
-        self._readings[index] = reading = Reading(number, tensor, self._places[index])
+        self._readings[index] = reading = reading_of(number, tensor, self._places[index])
         return reading
 
 
@@ -383,4 +387,4 @@ class _Place(NamedTuple):
     def read(self) -> Tensor | None:
         """Read the group, if it is there."""
         group = self.group()
-        return None if group is None else group._numbers[self.key].read(self.element)
+        return None if group is None else group._numbers[self.key].read_element(self.element)

@@ -44,11 +44,7 @@ class Reading(Tensor):
 
     @staticmethod
     def __new__(cls, number: float | None, tensor: Tensor, place: Place | None = None) -> Reading:
-        made: Reading = _make(cls, (), dtype=tensor.dtype, device=tensor.device)
-        made._number = number
-        made._tensor = tensor if number is None else None
-        made._place = place
-        return made
+        return reading_of(number, tensor, place)
 
     # Dynamo then sees a tensor, and guards on no number.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -81,7 +77,7 @@ class Reading(Tensor):
 
     def clone(self, *, memory_format: Any = None) -> Reading:
         """An equal reading without a place."""
-        return Reading(self._number, self if self._number is not None else self.plain)
+        return reading_of(self._number, self if self._number is not None else self.plain)
 
     @property
     def known(self) -> float | None:
@@ -153,6 +149,16 @@ class Reading(Tensor):
 
 
 _make: Callable[..., Reading] = Tensor._make_wrapper_subclass
+
+
+def reading_of(number: float | None, tensor: Tensor, place: Place | None = None) -> Reading:
+    """A :class:`Reading`, at the least cost: schedulers make two for each group and step."""
+    made = _make(Reading, (), dtype=tensor.dtype, device=tensor.device)
+    made._number = number
+    made._tensor = tensor if number is None else None
+    made._place = place
+    return made
+
 
 _COPYING = {torch.ops.aten.clone.default, torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 """Operators that a reading answers with one of the same number."""
@@ -230,7 +236,12 @@ def _operators(operate: Callable[..., Any]) -> tuple[Callable[..., Any], Callabl
             return operate(self._number, *other)
         return operate(*_sides(self, *other))
 
-    return forward, lambda self, other: operate(*_sides(other, self))
+    def reverse(self: Reading, other: Any) -> Any:
+        if self._number is not None and type(other) is float:
+            return operate(other, self._number)
+        return operate(*_sides(other, self))
+
+    return forward, reverse
 
 
 def _in_place(name: str) -> Callable[..., Tensor]:

@@ -574,3 +574,26 @@ def test_an_interrupt_while_an_adopted_tensor_is_replaced(
     optimizer.step()
     assert (params[0].tolist(), params[1].tolist()) == ([0.25, 0.25], [0.0, 0.0])
     assert group["lr"] == 0.25
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_host_follows_memory_that_moves(dtype: torch.dtype) -> None:
+    optimizer = co.SGD([Parameter(torch.ones(2))], lr=torch.tensor(0.5, dtype=dtype))
+    group, live = optimizer.param_groups[0], optimizer.hyperparameter("lr")
+    group["lr"].fill_(0.25)
+    for move in (live.share_memory_, lambda: setattr(live, "data", torch.tensor(0.125, dtype=dtype))):
+        move()
+        assert group["lr"] == live.item()
+        live.data.fill_(2.0)  # uncounted
+        assert group["lr"] == 2.0
+        group["lr"].fill_(0.75)
+        assert live.item() == group["lr"].item() == 0.75
+
+
+def test_a_write_is_counted() -> None:
+    optimizer = co.SGD([Parameter(torch.ones(2))], lr=0.5)
+    weight = torch.ones(2, requires_grad=True)
+    loss = (weight * optimizer.hyperparameter("lr")).sum()
+    optimizer.param_groups[0]["lr"].fill_(0.25)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
