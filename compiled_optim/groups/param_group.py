@@ -204,7 +204,10 @@ class ParamGroup(WatchedDict[str, Any]):
         values = dict(*args, **kwargs)
         numbers = {key: value for key, value in values.items() if key in self._hypers}
         for key, value in numbers.items():
-            elements = tuple(map(self._without_wait, self.validated(key, value)))
+            elements = tuple(
+                element if element is number.tensor else self._without_wait(element)
+                for element, number in zip(self.validated(key, value), self._held(key), strict=True)
+            )
             numbers[key] = elements if self._hypers[key].is_tuple else elements[0]
         if self._structural & (values.keys() - numbers.keys()):
             self._check({**self, **values})

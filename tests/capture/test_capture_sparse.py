@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
+import random
 import weakref
 from typing import Any
 
 import pytest
 import torch
-from capture_scenarios import Side, assert_equal, make_tables
+from capture_scenarios import Side, assert_equal, make_tables, written_in_some_way
 from simulated_graph import SimulatedGraph, install
 from torch import Tensor, nn
 
@@ -231,4 +232,21 @@ def test_numbers_of_entries_that_were_not_met_cannot_be_captured() -> None:
     for i in range(5):
         runner(batch(i))
         train(twin, batch(i))
+        assert_equal(ours, twin, i)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_a_graph_by_hand_follows_every_write(dtype: torch.dtype) -> None:
+    rates = [torch.tensor(0.05, dtype=dtype) for _ in range(2)]
+    sides = ours, twin = [make_tables(lr=rate) for rate in rates]
+    for side, rate in zip(sides, rates, strict=True):
+        side.kept["adopted"] = rate
+        train(side, batch(0))
+    graph = SimulatedGraph(torch.device("cpu"))
+    graph.capture(ours.optimizer.step)
+    for i in range(50):
+        for side in sides:
+            written_in_some_way(side, random.Random(i))
+        graph.replay()
+        twin.optimizer.step()
         assert_equal(ours, twin, i)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -305,6 +306,14 @@ class TestAdoption:
         rate.fill_(7.0)
         optimizer.step()
         assert group["params"][0].tolist() == [-3.875] * 3
+
+    @pytest.mark.parametrize("write", [operator.setitem, lambda group, key, value: group.update({key: value})])
+    def test_an_adopted_tensor_that_is_written_back_stays_adopted(self, write: Callable[[Any, str, Any], None]) -> None:
+        rate = torch.tensor(0.5, dtype=torch.float64)
+        optimizer = co.SGD([Parameter(torch.ones(3))], lr=rate)
+        write(optimizer.param_groups[0], "lr", rate)
+        rate.fill_(0.25)
+        assert optimizer.param_groups[0]["lr"] == 0.25
 
     @pytest.mark.parametrize("arguments", [("betas", 2), ("lr", "eps")], ids=["tuple", "fields"])
     def test_a_tensor_in_two_places_is_adopted_in_both(self, arguments: tuple[str, Any]) -> None:

@@ -85,11 +85,11 @@ class Tables(nn.Module):
         return words.sum() + places.square().sum() + kinds.pow(3).mean()
 
 
-def make_tables(device: str = "cpu", **kwargs: Any) -> Side:
+def make_tables(device: str = "cpu", lr: float | Tensor = 0.1, **kwargs: Any) -> Side:
     """One side with sparse gradients; every call makes the same one."""
     torch.manual_seed(0)
     model = Tables().to(device)
-    return Side(model, co.SparseAdam(list(model.named_parameters()), lr=0.1, **kwargs))
+    return Side(model, co.SparseAdam(list(model.named_parameters()), lr=lr, **kwargs))
 
 
 def train_by_closure(side: Side, x: Tensor) -> Tensor:
