@@ -11,6 +11,7 @@ from torch import Tensor
 from compiled_optim.groups.names import parameter_name
 from compiled_optim.memory.sharding import local
 from compiled_optim.optimizer import CompiledOptimizer, engine_of
+from compiled_optim.rule.declared import added_choices
 
 
 def described(optimizer: CompiledOptimizer) -> dict[str, str]:
@@ -23,12 +24,12 @@ def described(optimizer: CompiledOptimizer) -> dict[str, str]:
     holdings = engine_of(optimizer).holdings
     for (i, name), (_, function) in holdings.schedules.functions.items():
         facts[f"schedule of param_groups[{i}][{name!r}]"] = f"{getattr(function, '__name__', 'object')} at {id(function):#x}"
-    declared = optimizer.declaration
+    declared, added = optimizer.declaration, added_choices(type(optimizer))
     for i, group in enumerate(optimizer.param_groups):
         label = f"param_groups[{i}]"
         facts[label] = f"{len(group['params'])} parameters"
         for name in ("maximize", "differentiable", *(s.name for s in declared.statics)):
-            facts[f"{label}[{name!r}]"] = str(group.get(name))
+            facts[f"{label}[{name!r}]"] = str(group.get(name, added.get(name)))
         for name in declared.structural_hypers:
             zero = hasattr(group, "nonzero") and not group.nonzero(name)
             facts[f"{label}[{name!r}]"] = "0" if zero else "another number than 0"

@@ -87,6 +87,7 @@ class Plan:
         used = sorted({m.group for m in self.members})
         self.groups = [all_groups[i] for i in used]
         self.group_index = [used.index(m.group) for m in self.members]
+        self.maximizes = [bool(all_groups[m.group].get("maximize")) for m in self.members]
         # Float64 matrices of shape (1 + scalars, tensors): step counts in the first row, then the rule's scalars. Together
         # they have a column for each member, of which its state holds 0-dim views.
         self.scalar_blocks = self._gather_scalars()

@@ -46,7 +46,7 @@ class Declared:
     advice: ClassVar[str] = ""  # the optimizer to advise where a gradient is of the other kind
     granularity: ClassVar[Granularity] = "element"  # what an update sees at a time; see :class:`Rule`
     group_flags: ClassVar[tuple[str, ...]] = ()
-    """The flags in the groups: torch.optim's, so that checkpoints are interchangeable, and ``maximize`` for every rule."""
+    """The flags that groups may hold: torch.optim's, so that checkpoints fit both, and ``maximize`` for every rule."""
     implied_state: ClassVar[Mapping[str, float]] = {}
     """The state that checkpoints of torch.optim's optimizer of this name leave out, as it is where they hold other state."""
 
@@ -120,17 +120,35 @@ class Declared:
         return tuple(f for f in cls.fields.values() if isinstance(f, kind))
 
 
+def added_choices(cls: type[Declared]) -> dict[str, Any]:
+    """The choices that torch.optim's optimizer of this name lacks, by name, with their defaults.
+
+    A group has one only where another value was given, so that groups have the keys of torch.optim's. An optimizer that
+    torch.optim lacks has declared its choices itself, all but those that transforms add.
+    """
+    choices = {s.name: s.default for s in cls.fields_of(Static) if s.init}
+    choices |= {f.name: f.default for f in cls.fields_of(Flag) if f.name in cls.group_flags}
+    known = _torch_arguments(cls.__name__) or cls.declared
+    return {name: default for name, default in choices.items() if name not in known}
+
+
 def _torch_flags(cls: type[Declared]) -> dict[str, bool]:
     """The flags that torch.optim's optimizer of this name takes, and whether by position: after everything else.
 
     An optimizer that torch.optim lacks takes those that most of torch.optim's take. Type checkers read all in the base
     class, and ask for keywords.
     """
-    if (theirs := getattr(torch.optim, cls.__name__, None)) is None:
+    if not (arguments := _torch_arguments(cls.__name__)):
         return dict.fromkeys(_USUAL_FLAGS, False)
     flags = {f.name for f in cls.fields_of(Flag)}
-    parameters = inspect.signature(theirs).parameters
-    return {name: p.kind is p.POSITIONAL_OR_KEYWORD for name, p in parameters.items() if name in flags}
+    return {name: p.kind is p.POSITIONAL_OR_KEYWORD for name, p in arguments.items() if name in flags}
+
+
+@functools.cache
+def _torch_arguments(name: str) -> Mapping[str, inspect.Parameter]:
+    """The arguments of torch.optim's optimizer of this name; empty where torch.optim lacks it."""
+    theirs = getattr(torch.optim, name, None)
+    return {} if theirs is None else inspect.signature(theirs).parameters
 
 
 _USUAL_FLAGS = ("foreach", "maximize", "capturable", "differentiable", "fused")

@@ -17,7 +17,7 @@ from compiled_optim.groups.watched import Changes
 from compiled_optim.plan.clipping import Clipping
 from compiled_optim.plan.compilations import CompilationLog
 from compiled_optim.plan.schedule import Schedules
-from compiled_optim.rule.declared import Declared
+from compiled_optim.rule.declared import Declared, added_choices
 from compiled_optim.rule.fields import Choice, Hyper, Static
 from compiled_optim.state import OptimizerState
 from compiled_optim.step.hand_captures import HandCaptures
@@ -116,8 +116,8 @@ def _group_keys(kind: type[Declared]) -> list[str]:
 
 
 def group_entries(kind: type[Declared], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the constructor's ``options`` that groups hold: a choice that a transform adds only where it was made."""
-    added = {s.name: s.default for s in kind.fields_of(Static) if s.name not in kind.declared}
+    """Those of the constructor's ``options`` that groups hold: a choice that torch.optim lacks only where it was made."""
+    added = added_choices(kind)
     found = {name: options[name] for name in _group_keys(kind) if name in options}
     return {name: value for name, value in found.items() if name not in added or value != added[name]}
 
@@ -125,6 +125,7 @@ def group_entries(kind: type[Declared], options: Mapping[str, Any]) -> dict[str,
 def check_values(kind: type[Declared], group: Mapping[str, Any], index: int) -> None:
     """Raise an error where an entry of ``param_groups[index]`` is out of range, or does not fit another."""
     where = f"param_groups[{index}]"
+    group = {**added_choices(kind), **group}
     for choice in kind.fields_of(Choice):
         choice.check(group.get(choice.name, choice.default), where)
     hypers = {h.name: group[h.name] for h in kind.fields_of(Hyper)}

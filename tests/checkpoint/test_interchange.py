@@ -12,9 +12,10 @@ from typing import Any
 import checkpoint_files as files
 import pytest
 import torch
-from catalog import relative_error
+from catalog import registry, relative_error
 from checkpoint_forms import to_optimi
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 import compiled_optim as co
 
@@ -75,6 +76,58 @@ class TestTorch:
         theirs = torch.optim.AdamW(twin.items())
         theirs.load_state_dict(_copied(ours))
         _same_future((ours, model), (theirs, twin), 1e-14)
+
+    @pytest.mark.parametrize("kind", [k for k in registry() if hasattr(torch.optim, k.__name__)], ids=lambda k: k.__name__)
+    def test_groups_have_torchs_keys_and_no_others(self, kind: type[co.CompiledOptimizer]) -> None:
+        weight = nn.Parameter(torch.ones(2, 2))
+        theirs = getattr(torch.optim, kind.__name__)([weight])
+        ours = kind([weight])
+        assert set(ours.param_groups[0]) == set(theirs.param_groups[0])
+        assert set(ours.defaults) <= set(theirs.defaults)
+        assert {"format_version", *theirs.state_dict()} == set(ours.state_dict())
+        for duplicate in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+            assert set(duplicate.param_groups[0]) == set(theirs.param_groups[0])
+
+    @pytest.mark.parametrize("flatten", [False, True])
+    @pytest.mark.parametrize("back", [False, True], ids=["from", "to"])
+    def test_muon_in_distributed_checkpoints(self, flatten: bool, back: bool) -> None:
+        """torch reads of a flattened one what the groups of the optimizer hold that is to load it."""
+        options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+        first, second = (torch.optim.Muon, co.Muon)[:: -1 if back else 1]
+        model = nn.Linear(3, 2, bias=False, dtype=torch.float64)
+        source = first(model.parameters(), lr=0.25)
+        _train(source, dict(model.named_parameters()), range(2))
+        saved = copy.deepcopy(get_optimizer_state_dict(model, source, options=options))
+        model.zero_grad()  # or torch gives its own optimizer no state to load into
+        target = second(model.parameters())
+        set_optimizer_state_dict(model, target, saved, options=options)
+        momentum = "momentum_buffer"
+        assert torch.equal(target.state[model.weight][momentum], source.state[model.weight][momentum])
+        assert target.param_groups[0]["lr"] == 0.25
+
+    @pytest.mark.parametrize(
+        ("kind", "option"), [(co.Muon, "maximize"), (co.LBFGS, "fixed_iterations")], ids=lambda v: getattr(v, "__name__", v)
+    )
+    def test_a_choice_that_torch_lacks_is_kept_by_a_load(self, kind: type[co.CompiledOptimizer], option: str) -> None:
+        weight = nn.Parameter(torch.ones(2, 2))
+        ours = kind([weight], **{option: True})
+        ours.load_state_dict(copy.deepcopy(getattr(torch.optim, kind.__name__)([weight], lr=0.25).state_dict()))
+        assert ours.param_groups[0][option] is True
+        assert ours.param_groups[0]["lr"] == 0.25
+        plain = kind([weight])
+        plain.load_state_dict(_copied(ours))
+        assert option not in plain.param_groups[0]
+
+    def test_muon_maximizes_as_assigned(self) -> None:
+        weights = [nn.Parameter(torch.zeros(2, 2, dtype=torch.float64)) for _ in range(2)]
+        one, other = (co.Muon([weight], weight_decay=0.0) for weight in weights)
+        other.param_groups[0]["maximize"] = True
+        for optimizer, weight in ((one, weights[0]), (other, weights[1])):
+            weight.grad = torch.tensor([[1.0, 2.0], [-3.0, 0.5]], dtype=torch.float64)
+            optimizer.step()
+        assert torch.equal(weights[0], -weights[1])
+        with pytest.raises(TypeError, match=r"maximize of param_groups\[0\] must be a bool, got 1"):
+            one.param_groups[0]["maximize"] = 1
 
     def test_another_rule_is_refused_although_its_state_looks_the_same(self) -> None:
         model = _model()

@@ -140,7 +140,7 @@ class Soak:
         options = {h.name: None for h in self.optimizer.fields_of(Hyper)}
         for group, numbers in zip(self.optimizer.param_groups, self.optimizer.hyperparameters(), strict=True):
             h = SimpleNamespace(
-                **{**options, **numbers, "maximize": group["maximize"]},
+                **{**options, **numbers, "maximize": group.get("maximize", False)},
                 **{s.name: group.get(s.name, s.default) for s in self.optimizer.fields_of(Static)},
             )
             for param in group["params"]:
@@ -238,7 +238,7 @@ def freeze(soak: Soak) -> None:
 
 def maximize(soak: Soak) -> None:
     group = soak.random.choice(soak.optimizer.param_groups)
-    group["maximize"] = not group["maximize"]
+    group["maximize"] = not group.get("maximize")
 
 
 def save_and_load(soak: Soak) -> None:
@@ -260,7 +260,7 @@ def make_anew(soak: Soak) -> None:
     """Another optimizer over the same parameters, in another order, goes on where this one was."""
     old = soak.optimizer
     saved = copy.deepcopy(old.state_dict())
-    groups = [{**{k: g[k] for k in old.param_groups[0] if k not in ("params", "param_names")}} for g in old.param_groups]
+    groups = [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in old.param_groups]
     for group, was in zip(groups, old.param_groups, strict=True):
         named = list(zip(was["param_names"], was["params"], strict=True))
         soak.random.shuffle(named)

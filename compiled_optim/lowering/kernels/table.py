@@ -56,7 +56,7 @@ class CoefficientTable:
         self.owners = upload(
             [
                 plan.group_index,
-                [plan.groups[group]["maximize"] for group in plan.group_index],
+                plan.maximizes,
                 resolutions.tolist(),
                 *([m.entries[name].data_ptr() for m in members] for name in scalar_names(plan.rule)),
             ],

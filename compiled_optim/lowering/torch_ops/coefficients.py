@@ -22,7 +22,7 @@ class CoefficientStage:
         self._square_sums: Tensor | None = None
         self._takes = argument_names(plan.rule.coefficients)
         self._scalar_names = [s.name for s in plan.rule.scalars]
-        signs = [-1.0 if plan.groups[index]["maximize"] else 1.0 for index in plan.group_index]
+        signs = [-1.0 if maximizes else 1.0 for maximizes in plan.maximizes]
         resolutions = [torch.finfo(m.param.dtype).eps for m in plan.members]
         self._sign, self._resolution = (
             torch.tensor(numbers, dtype=plan.scalars.dtype, device=plan.device) for numbers in (signs, resolutions)

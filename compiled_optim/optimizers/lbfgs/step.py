@@ -16,7 +16,7 @@ from compiled_optim.optimizers.lbfgs import state_dict
 from compiled_optim.optimizers.lbfgs.curvature import direction, new_pairs, record, restore, rows_by_age
 from compiled_optim.optimizers.lbfgs.line_search import Trial, strong_wolfe
 from compiled_optim.optimizers.lbfgs.state_dict import COUNTS, HISTORY, NUMBERS, VECTORS
-from compiled_optim.rule.declared import Declared
+from compiled_optim.rule.declared import Declared, added_choices
 from compiled_optim.state import ParamState
 from compiled_optim.step.holdings import Holdings
 from compiled_optim.step.step import Step
@@ -54,8 +54,9 @@ class LBFGSStep(Step):
             state.set_quietly(name, value.to(self.devices[0]))
         # A dict that can be traced, of vectors: torch 2.13 loses writes to 0-dim float64 tensors in compiled CPU code.
         self._tensors = {name: value.view(1) if value.dim() == 0 else value for name, value in state.items()}
+        choices = {**added_choices(holdings.kind), **self._group}
         self.is_fixed, self._iterations, self._history = (
-            self._group[name] for name in ("fixed_iterations", "max_iter", "history_size")
+            choices[name] for name in ("fixed_iterations", "max_iter", "history_size")
         )
         self._captured_lr = self.live[0]["lr"].detach().clone()  # what a runner's graph reads
 
