@@ -315,8 +315,9 @@ class CompiledOptimizer(Declared, Optimizer):
 
         Parameters are matched by name where both sides have names, whatever the order and grouping, else by position.
         Prefixes that module wrappers insert do not matter where names stay different without them, and a tied parameter is
-        found under each of its names. Static choices and run-time flags stay the optimizer's own. A frozen parameter without
-        state in the checkpoint keeps what it has; any other starts anew. A step of another thread waits.
+        found under each of its names. Parameters without names take the checkpoint's ``param_names``, as in torch.optim.
+        Static choices and run-time flags stay the optimizer's own. A frozen parameter without state in the checkpoint keeps
+        what it has; any other starts anew. A step of another thread waits.
 
         Args:
             state_dict: as returned by :meth:`state_dict` or ``co.named_state_dict``. It is not modified.

@@ -61,6 +61,16 @@ def match(
     return _match_names(ours, theirs)
 
 
+def names_to_take(groups: Sequence[ParamGroup], saved_groups: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """The parameter names of every saved group, for ``groups`` without names; empty where none are to be taken over.
+
+    They are taken over, as in torch.optim, from an optimizer that had names itself: its groups have ``param_names``.
+    """
+    have_none = not any("param_names" in group for group in groups)
+    of_theirs = [group_names(group) for group in saved_groups if have_none and group.get("param_names") is not None]
+    return [names for names in of_theirs if names is not None] if len(of_theirs) == len(saved_groups) else []
+
+
 def _listed(
     groups: Sequence[Mapping[str, Any]], aliases: Mapping[str, str], content_of: Callable[[Any], T]
 ) -> list[Listed[T]]:

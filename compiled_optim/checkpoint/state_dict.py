@@ -15,7 +15,7 @@ from torch import Tensor
 
 from compiled_optim.checkpoint.checking import check_groups, check_state
 from compiled_optim.checkpoint.forms import FORMAT_VERSION, read
-from compiled_optim.checkpoint.matching import match
+from compiled_optim.checkpoint.matching import match, names_to_take
 from compiled_optim.checkpoint.optimi import from_optimi, is_optimi
 from compiled_optim.checkpoint.saved_values import described, naming
 from compiled_optim.checkpoint.writing import Writes
@@ -76,15 +76,15 @@ def load(
     kind: type[Declared],
     groups: Sequence[ParamGroup],
     state: OptimizerState,
-    aliases: Mapping[str, str],
+    aliases: dict[str, str],
     state_dict: Mapping[str, Any],
     strict: bool,
     hyperparameters: Literal["checkpoint", "keep"],
 ) -> LoadReport:
     """Copy ``state_dict``, which is indexed, named, or optimi's, into ``groups`` and ``state`` of an optimizer of ``kind``.
 
-    A frozen parameter without state in the checkpoint keeps the state it has; any other starts anew. ``strict`` and
-    ``hyperparameters`` are as in :meth:`CompiledOptimizer.load_state_dict`.
+    A frozen parameter without state in the checkpoint keeps the state it has; any other starts anew. With names that groups
+    take over come the ``aliases``. ``strict`` and ``hyperparameters`` are as in :meth:`CompiledOptimizer.load_state_dict`.
 
     Raises:
         ValueError, TypeError: the checkpoint is malformed or, with ``strict``, does not match. Nothing is changed then.
@@ -97,12 +97,14 @@ def load(
         skipped = {*kind.group_flags, *(s.name for s in declaration.statics), "params", "param_names"}
         group_values, conflicts = check_groups(declaration, groups, sources, saved["param_groups"], skipped)
         made, copies, problems = check_state(declaration, groups, state, pairs, group_values)
-        writes = Writes(group_values, made, copies).set_apart(groups)
+        names = names_to_take(groups, saved["param_groups"])
+        writes = Writes(group_values, made, copies, names).set_apart(groups)
     report = LoadReport(missing, unexpected + orphans, problems + conflicts)
     if strict and any(report):
         parts = [f"{kind}: {', '.join(names)}" for kind, names in zip(report._fields, report, strict=True) if names]
         raise ValueError(f"the checkpoint does not match the optimizer ({declaration.name}); {'; '.join(parts)}")
     writes.write(groups, state)
+    aliases.update(saved.get("aliases", {}) if names else {})
     return report
 
 

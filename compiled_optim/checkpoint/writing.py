@@ -30,11 +30,13 @@ class Writes(NamedTuple):
         group_values: what goes into groups.
         made: new state tensors, by parameter.
         copies: what goes into state tensors, live or new.
+        names: the parameter names of each group, where they are new.
     """
 
     group_values: GroupValues
     made: list[tuple[Tensor, dict[str, Tensor]]]
     copies: Copies
+    names: list[list[str]]
 
     def set_apart(self, groups: Sequence[ParamGroup]) -> Writes:
         """The same writes with copies whose order does not matter, as where a state dict holds the live tensors.
@@ -66,6 +68,8 @@ class Writes(NamedTuple):
             group = groups[index]
             for key, value in values.items():
                 group.fill(key, value) if key in group.live else group.set_quietly(key, value)
+        for group, names in zip(groups, self.names, strict=False):
+            group.set_quietly("param_names", names)
         for param, tensors in self.made:
             state[param].update(tensors)
         for target, source in self.copies:

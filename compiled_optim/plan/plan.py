@@ -41,8 +41,9 @@ class Member:
     """
 
     owner: Tensor  # the parameter as it stands in its group
-    name: str  # in messages
-    group: int  # the index of its group in param_groups
+    groups: Sequence[ParamGroup]  # all param_groups
+    group: int  # the index of its group there
+    index: int  # its own in that group
     state: ParamState
     names: Sequence[str]  # the entries of the state that a step uses
     param: Tensor = field(init=False)  # what a step updates: the parameter, or the local shard of a DTensor
@@ -51,6 +52,11 @@ class Member:
     def __post_init__(self) -> None:
         self.param = local(self.owner)
         self.entries = {name: self._local(self.state[name]) for name in self.names}
+
+    @property
+    def name(self) -> str:
+        """Its name in messages, which a load may give it."""
+        return parameter_name(self.groups[self.group], self.group, self.index)
 
     def put(self, name: str, entry: Tensor) -> None:
         """Replace an entry of the state, or the local shard of one. The write is not reported as a change."""
@@ -237,7 +243,7 @@ def partition(
             missing = missing_entries(rule, buffers, param, own_state, initial_values(rule, ChainMap(group.live, group)))
             for entry, tensor in missing.items():
                 own_state.set_quietly(entry, tensor)
-            found.append((Member(param, name, i, own_state, (*scalar_names(rule), *buffers)), choices))
+            found.append((Member(param, groups, i, j, own_state, (*scalar_names(rule), *buffers)), choices))
     written = [[m.param, *(m.entries[name] for name in rule.present_buffers(choices))] for m, choices in found]
     together: dict[tuple[Any, ...], list[Member]] = {}
     for (member, choices), turn in zip(found, _turns(written), strict=True):

@@ -17,6 +17,7 @@ from data import make
 from torch import nn
 
 import compiled_optim as co
+from compiled_optim.optimizer import engine_of
 
 
 def _file(value: Any) -> Any:
@@ -190,6 +191,72 @@ def test_without_names_by_position() -> None:
         co.AdamW([{"params": [p]} for p in _model("xy").values()]).load_state_dict(optimizer.state_dict())
     with pytest.raises(ValueError, match=r"doesn't match the size .*param_groups\[0\] has 2 parameters instead of 3"):
         co.AdamW(list(_model("xyz").values())).load_state_dict(optimizer.state_dict())
+
+
+class TestNamesOfTheCheckpoint:
+    """Either side's names stay, as in torch.optim; where both have some, the optimizer's own do."""
+
+    @pytest.mark.parametrize("kind", [co.AdamW, torch.optim.AdamW], ids=["ours", "torch"])
+    @pytest.mark.parametrize("hyperparameters", ["checkpoint", "keep"])
+    def test_are_taken_over_by_an_optimizer_without(self, kind: Any, hyperparameters: Any) -> None:
+        model = _model("ab")
+        saved = _file(kind([{"params": [("a", model["a"])]}, {"params": [("b", model["b"])]}]).state_dict())
+        twins = [[{"params": [p]} for p in _model("xy").values()] for _ in range(2)]
+        ours, theirs = co.AdamW(twins[0]), torch.optim.AdamW(twins[1])
+        ours.load_state_dict(saved, hyperparameters=hyperparameters)
+        theirs.load_state_dict(saved)
+        for optimizer in (ours, theirs):
+            assert [g["param_names"] for g in optimizer.state_dict()["param_groups"]] == [["a"], ["b"]]
+        assert [g["params"] for g in co.named_state_dict(ours)["param_groups"]] == [["a"], ["b"]]
+        later = pickle.loads(pickle.dumps(ours))
+        assert later.load_state_dict(saved) == co.LoadReport([], [], [])
+        ours.load_state_dict(co.AdamW([{"params": [p]} for p in model.values()]).state_dict())
+        assert [g["param_names"] for g in ours.param_groups] == [["a"], ["b"]]
+
+    def test_stand_in_messages(self) -> None:
+        model = _model("ab")
+        optimizer = co.AdamW(list(_model("xy").values()))
+        x, y = optimizer.param_groups[0]["params"]
+        optimizer.step()
+        step = engine_of(optimizer).step
+        optimizer.load_state_dict(co.AdamW(model).state_dict())
+        assert engine_of(optimizer).current() is step  # a graph of it stays valid
+        y.grad = torch.ones_like(y).to_sparse()
+        with pytest.raises(TypeError, match=r"sparse gradients.*; 'b' has one"):
+            optimizer.step()
+        y.grad, optimizer.state[x]["exp_avg"] = None, torch.ones(1)
+        with pytest.raises(ValueError, match="state 'exp_avg' of 'a' must have shape"):
+            optimizer.step()
+
+    def test_of_tied_parameters(self) -> None:
+        model = _model(["embed"])
+        saved = co.SGD({**model, "head": model["embed"]}).state_dict()
+        optimizer = co.SGD(_model("x").values())
+        optimizer.load_state_dict(saved)
+        other = co.SGD(_model(["head"]))
+        assert not any(co.load_named_state_dict(other, co.named_state_dict(optimizer)))
+
+    def test_own_names_stay(self) -> None:
+        saved = co.AdamW({f"module.{n}": p for n, p in _model("ab").items()}).state_dict()
+        optimizer = co.AdamW(_model("ba"))
+        optimizer.load_state_dict(saved)
+        assert optimizer.param_groups[0]["param_names"] == ["b", "a"]
+
+    def test_of_some_groups_only_are_not(self) -> None:
+        """All groups have names, or none."""
+        saved = co.AdamW(_groups(_model("ab"), "a", "b")).state_dict()
+        del saved["param_groups"][0]["param_names"]
+        optimizer = co.AdamW([{"params": [p]} for p in _model("xy").values()])
+        optimizer.load_state_dict(saved)
+        assert not any("param_names" in group for group in optimizer.param_groups)
+
+    def test_a_refused_checkpoint_gives_none(self) -> None:
+        saved = co.AdamW(_model("ab")).state_dict()
+        saved["state"][1]["exp_avg"] = torch.zeros(3, 2)
+        optimizer = co.AdamW(_model("xy").values())
+        with pytest.raises(ValueError, match=r"param_groups\[0\]\['params'\]\[1\]: exp_avg has shape"):
+            optimizer.load_state_dict(saved)
+        assert "param_names" not in optimizer.param_groups[0]
 
 
 def test_hyperparameters_are_kept_on_request() -> None:
