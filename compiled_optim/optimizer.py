@@ -18,7 +18,7 @@ from compiled_optim.plan.schedule import Schedule
 from compiled_optim.rule.cautious import cautious
 from compiled_optim.rule.declared import Declared
 from compiled_optim.rule.fields import Choice, Hyper, Static, flag, transform
-from compiled_optim.state import OptimizerState, ParamState
+from compiled_optim.state import OptimizerState
 from compiled_optim.step.engine import Engine
 from compiled_optim.step.holdings import group_entries
 from compiled_optim.step.step import RuleStep, Step
@@ -266,21 +266,23 @@ class CompiledOptimizer(Declared, Optimizer):
 
     @property  # type: ignore[override]
     def state(self) -> OptimizerState:
-        """Parameter -> its state, see :class:`~compiled_optim.state.ParamState`. Any mapping of mappings can be assigned."""
+        """Parameter -> its state, see :class:`~compiled_optim.state.ParamState`. Any mapping of mappings can be assigned.
+
+        Under other names in a parameter's state, and under keys that are no tensors, hooks and wrappers may keep anything:
+        it is saved, loaded, copied and pickled with the rest.
+        """
         holdings = self._engine.holdings
         if not holdings.hands_out_state:
             holdings.hands_out_state = True
         return holdings.state
 
     @state.setter
-    def state(self, values: Mapping[Tensor, Mapping[str, Any]]) -> None:
+    def state(self, values: Mapping[Any, Any]) -> None:
         holdings = self._engine.holdings
         holdings.changes.pending = True
         holdings.hands_out_state = bool(values)
-        own = OptimizerState(changes=holdings.changes)
-        for param, entries in values.items():
-            own.set_quietly(param, ParamState(entries, changes=holdings.changes))
-        holdings.state = own
+        holdings.state = OptimizerState(changes=holdings.changes)
+        holdings.state.update(values)
 
     def hyperparameters(self) -> list[dict[str, Any]]:
         """The hyperparameters of each group as Python floats, for logs and JSON. Waits for the device."""
@@ -318,6 +320,9 @@ class CompiledOptimizer(Declared, Optimizer):
         found under each of its names. Parameters without names take the checkpoint's ``param_names``, as in torch.optim.
         Static choices and run-time flags stay the optimizer's own. A frozen parameter without state in the checkpoint keeps
         what it has; any other starts anew. A step of another thread waits.
+
+        What hooks and wrappers keep in :attr:`state` is replaced by what they kept in the checkpoint, as in torch.optim: by
+        copies, on the device of the parameter whose state it is in, and in its dtype where both are floating point.
 
         Args:
             state_dict: as returned by :meth:`state_dict` or ``co.named_state_dict``. It is not modified.

@@ -13,33 +13,56 @@ from compiled_optim.groups.watched import WatchedDict
 from compiled_optim.memory.layout import as_real, is_lost, scalar_dtype
 from compiled_optim.memory.sharding import local
 from compiled_optim.rule.fields import Buffer, Scalar
-from compiled_optim.rule.rule import Declaration
+from compiled_optim.rule.rule import Declaration, Rule
 from compiled_optim.torch_internals import is_fake
 
 
 class ParamState(WatchedDict[str, Any]):
-    """The state of one parameter: ``step``, the rule's scalars and its buffers, by name.
+    """The state of one parameter: ``step``, the rule's scalars and its buffers, by name, and what somebody else keeps there.
 
     Entries can be assigned, written in place, and given other memory with ``.data =``. The next step follows. Only a write
     with ``dict.__setitem__(state, name, tensor)`` goes past this class and is not noticed: steps go on with the old tensor.
     """
 
 
-class OptimizerState(WatchedDict[Tensor, ParamState]):
-    """``optimizer.state``: parameter -> :class:`ParamState`. A missing entry reads as an empty one, as in torch."""
+class OptimizerState(WatchedDict[Any, Any]):
+    """``optimizer.state``: parameter -> :class:`ParamState`. A missing entry reads as an empty one, as in torch.
 
-    def __missing__(self, param: Tensor) -> ParamState:
-        state = ParamState(changes=self._changes)
-        self.set_quietly(param, state)
-        return state
+    Under a key that is no tensor somebody may keep anything: steps do not look at it, and a write there is no change.
+    """
 
-    def __setitem__(self, param: Tensor, values: Any) -> None:
-        super().__setitem__(param, ParamState(values, changes=self._changes))
+    def __missing__(self, key: Any) -> Any:
+        entries = ParamState(changes=self._changes) if isinstance(key, Tensor) else {}
+        self.set_quietly(key, entries)
+        return entries
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if isinstance(key, Tensor):
+            super().__setitem__(key, ParamState(value, changes=self._changes))
+        else:
+            self.set_quietly(key, value)
+
+    @property
+    def others(self) -> dict[Any, Any]:
+        """What somebody keeps under keys that are no tensors."""
+        return {key: value for key, value in self.items() if not isinstance(key, Tensor)}
+
+    def replace_others(self, values: Mapping[Any, Any]) -> None:
+        """Let ``values`` be all that is kept under keys that are no tensors."""
+        for key in self.others:
+            self.drop_quietly(key)
+        for key, value in values.items():
+            self.set_quietly(key, value)
 
 
 def scalar_names(declaration: Declaration) -> tuple[str, ...]:
-    """The per-tensor scalars of ``declaration``, the step count first."""
-    return ("step", *(s.name for s in declaration.scalars))
+    """The per-tensor scalars of ``declaration``, the step count first; none without a rule, which alone reads them."""
+    return ("step", *(s.name for s in declaration.scalars)) if isinstance(declaration, Rule) else ()
+
+
+def has_own_entries(declaration: Declaration, state: Mapping[Any, Any]) -> bool:
+    """Whether ``state``, one parameter's, has anything of ``declaration``, and not only what somebody else keeps there."""
+    return any(name in state for name in (*scalar_names(declaration), *(b.name for b in declaration.buffers)))
 
 
 def initial_values(declaration: Declaration, group: Mapping[str, Any]) -> dict[str, float | Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +9,8 @@ import torch
 from torch import Tensor
 
 from compiled_optim.checkpoint.matching import Pairs
-from compiled_optim.checkpoint.saved_values import Unloadable, as_buffer, as_number, check_memory, described, naming
+from compiled_optim.checkpoint.others import Entries, copied
+from compiled_optim.checkpoint.saved_values import Unloadable, as_buffer, as_number, described, naming
 from compiled_optim.checkpoint.writing import Copies, GroupValues, check_writable
 from compiled_optim.groups.param_group import ROUNDING, ParamGroup
 from compiled_optim.rule.rule import Declaration
@@ -74,11 +74,7 @@ def _numbers(group: ParamGroup, key: str, value: Any) -> Any:
 
 
 def _copied(group: ParamGroup, key: str, value: Any) -> Any:
-    what = f"{key} of {group.label}"
-    with naming(what, "cannot be copied"):
-        if isinstance(value, Tensor):
-            check_memory(value, what)
-        return copy.deepcopy(value)
+    return copied(value, f"{key} of {group.label}")
 
 
 def _equal(a: Any, b: Any) -> bool:
@@ -89,43 +85,56 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def check_state(
-    declaration: Declaration, groups: Sequence[ParamGroup], state: OptimizerState, pairs: Pairs, group_values: GroupValues
-) -> tuple[list[tuple[Tensor, dict[str, Tensor]]], Copies, list[str]]:
-    """The state of every parameter once the groups hold ``group_values``.
+    declaration: Declaration,
+    groups: Sequence[ParamGroup],
+    state: OptimizerState,
+    pairs: Pairs,
+    group_values: GroupValues,
+    known: Collection[str],
+) -> tuple[list[tuple[Tensor, dict[str, Tensor]]], Copies, list[tuple[Tensor, Entries]], list[str]]:
+    """The state of every parameter once the groups hold ``group_values``; ``known`` are the names that an optimizer gives.
 
-    Returns new state tensors by parameter, what is copied into state tensors, and what does not fit, by parameter name.
+    Returns new state tensors by parameter, what is copied into state tensors, what changes of others' entries by parameter,
+    and what does not fit, by parameter name. An entry that only another optimizer has does not fit; what fits is taken.
     """
     after = [{**g, **g.floats(), **group_values.get(i, {})} for i, g in enumerate(groups)]
     made: list[tuple[Tensor, dict[str, Tensor]]] = []
     copies: Copies = []
+    entries: list[tuple[Tensor, Entries]] = []
     problems: list[str] = []
     for ours, theirs in pairs:
-        param = ours.content
+        param, live = ours.content, state.get(ours.content, {})
+        own = {name: value for name, value in theirs.content.items() if name in known}
+        others = {name: value for name, value in theirs.content.items() if name not in known}
         choices = structure(declaration, groups[ours.group], param, group_values.get(ours.group, {}))
         needed = declaration.present_buffers(choices)
         try:
-            values = _values(declaration, needed, param, theirs.content)
-            if values or (param in state and param.requires_grad):
-                live: Mapping[str, Any] = state.get(param, {})
+            values = _values(declaration, needed, param, own) if own or (others and param.requires_grad) else {}
+            if values or (live and param.requires_grad):
                 initial = initial_values(declaration, after[ours.group])
                 new, targets = _targets(declaration, needed, param, live, values, initial)
                 made += [(param, new)] if new else []
                 copies += targets
         except Unloadable as problem:
             problems.append(f"{ours.name}: {problem}")
-    return made, copies, problems
+            continue
+        if foreign := [name for name in own if name not in values]:
+            problems.append(f"{ours.name}: the optimizer has no {', '.join(foreign)} for it")
+        if theirs.content or param.requires_grad:
+            changed, faults = Entries.of(others, live, known, param)
+            entries += [(param, changed)] if any(changed) else []
+            problems += [f"{ours.name}: {fault}" for fault in faults]
+    return made, copies, entries, problems
 
 
 def _values(
     declaration: Declaration, needed: tuple[str, ...], param: Tensor, saved: Mapping[str, Any]
 ) -> dict[str, float | Tensor]:
-    """What to copy into one parameter's state: everything it needs, or nothing if the checkpoint has no state for it.
+    """What of ``saved`` to copy into one parameter's state: everything that it needs.
 
     A buffer that a hyperparameter other than 0 makes necessary may be there without need, from when that was not 0. An entry
-    that is absent, unknown here, or not what it must be is :class:`Unloadable`.
+    that is absent, or not what it must be, is :class:`Unloadable`.
     """
-    if not saved:
-        return {}
     scalars = scalar_names(declaration)
     shapes = {
         b.name: b.shape_for(param)
@@ -134,11 +143,8 @@ def _values(
     }
     if absent := [name for name in (*scalars, *needed) if name not in saved]:
         raise Unloadable(f"the checkpoint has no {', '.join(absent)} for it")
-    foreign = [name if isinstance(name, str) else described(name) for name in saved if name not in {*scalars, *shapes}]
-    if foreign:
-        raise Unloadable(f"the optimizer has no {', '.join(foreign)} for it")
     values: dict[str, float | Tensor] = {name: as_number(saved[name], name) for name in scalars}
-    if values["step"] < 0:
+    if values.get("step", 0) < 0:
         raise Unloadable(f"step is {values['step']}")
     return values | {name: as_buffer(saved[name], name, shape, param.dtype) for name, shape in shapes.items()}
 

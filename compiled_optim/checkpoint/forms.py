@@ -2,7 +2,7 @@
 
 The *indexed* form is torch.optim's: ``state`` has integers as keys, and groups have integers as ``params`` and, where
 parameters have names, ``param_names``. The *named* form has names in place of the integers. Both may hold ``aliases``
-(further name -> name), for tied parameters, and ``format_version``.
+(further name -> name), for tied parameters, and ``format_version``. Under other keys of ``state`` lies what others keep.
 """
 
 from __future__ import annotations
@@ -43,13 +43,18 @@ def read(state_dict: Any) -> dict[str, Any]:
     result: dict[str, Any] = plain(state_dict, "the state dict")
     if isinstance(result, dict):
         result |= {key: plain(result[key], f"'{key}'") for key in ("state", "param_groups", "aliases") if key in result}
-        states, groups = result.get("state"), result.get("param_groups")
-        if isinstance(states, dict):
-            result["state"] = {key: plain(v, f"the state of {described(key)}") for key, v in states.items()}
-        if isinstance(groups, list):
+        if isinstance(groups := result.get("param_groups"), list):
             result["param_groups"] = [_plain_group(group, f"param_groups[{i}]") for i, group in enumerate(groups)]
     check(result)
-    return result
+    apart = beside_parameters(result)
+    own = {key: plain(v, f"the state of {described(key)}") for key, v in result["state"].items() if key not in apart}
+    return {**result, "state": own | apart}
+
+
+def beside_parameters(state_dict: Mapping[str, Any]) -> dict[Any, Any]:
+    """What the ``state`` of a state dict holds under keys that no group lists."""
+    listed = {param for group in state_dict["param_groups"] for param in group["params"]}
+    return {key: value for key, value in state_dict["state"].items() if key not in listed}
 
 
 def _plain_group(group: Any, where: str) -> Any:
@@ -71,10 +76,13 @@ def check(state_dict: Any) -> None:
     groups, states, aliases = state_dict["param_groups"], state_dict["state"], state_dict.get("aliases", {})
     if not isinstance(groups, (list, tuple)) or not isinstance(states, Mapping):
         raise ValueError("not an optimizer state dict: 'param_groups' must be a list and 'state' a dict")
+    if {"state", "param_groups"} <= set(states):
+        raise ValueError("not an optimizer state dict: its 'state' is a whole state dict")
     for i, group in enumerate(groups):
         _check_group(group, i)
+    apart = beside_parameters(state_dict)
     for key, entries in states.items():
-        if not isinstance(entries, Mapping):
+        if key not in apart and not isinstance(entries, Mapping):
             raise ValueError(f"the state of {described(key)} must be a dict, got {described(entries)}")
     if not isinstance(aliases, Mapping) or not all(isinstance(n, str) for pair in aliases.items() for n in pair):
         raise ValueError(f"'aliases' must be a dict name -> name, got {described(aliases)}")
@@ -114,7 +122,10 @@ def named(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     renamed = {p: canonical[n] for p, n in zip((p for group in groups for p in group["params"]), names, strict=True)}
     result = {
         **state_dict,
-        "state": {renamed[key]: dict(entries) for key, entries in state_dict["state"].items() if key in renamed},
+        "state": {
+            **beside_parameters(state_dict),
+            **{renamed[key]: dict(entries) for key, entries in state_dict["state"].items() if key in renamed},
+        },
         "param_groups": [
             {"params": [renamed[p] for p in g["params"]]} | {k: g[k] for k in g if k not in ("params", "param_names")}
             for g in groups

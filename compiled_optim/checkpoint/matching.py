@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeAlias, TypeVar
 
@@ -37,12 +37,16 @@ Pairs: TypeAlias = list[tuple[Live, Saved]]
 
 
 def match(
-    groups: Sequence[ParamGroup], aliases: Mapping[str, str], saved: Mapping[str, Any], implied: Mapping[str, float]
+    groups: Sequence[ParamGroup],
+    aliases: Mapping[str, str],
+    saved: Mapping[str, Any],
+    implied: Mapping[str, float],
+    known: Collection[str],
 ) -> tuple[Pairs, list[str], list[str]]:
     """Match parameters of ``saved``, a checkpoint that was read, by name where both sides have names, else by position.
 
     ``aliases`` are the optimizer's further names of tied parameters -> the name in the group; ``implied`` is state that a
-    checkpoint may leave out, and its value where there is other state.
+    checkpoint may leave out, and its value where there is other state; ``known`` are the names that an optimizer gives.
 
     Returns pairs of a live and a saved parameter, the names that only the optimizer has, and those that only the checkpoint
     has. It is an error if only some of its groups have names, or if without names the numbers of parameters differ.
@@ -50,7 +54,7 @@ def match(
     saved_groups = saved["param_groups"]
     ours: list[Live] = _listed(groups, aliases, lambda param: param)
     theirs: list[Saved] = _listed(
-        saved_groups, saved.get("aliases", {}), lambda param: _without_blanks(saved["state"].get(param, {}), implied)
+        saved_groups, saved.get("aliases", {}), lambda param: _without_blanks(saved["state"].get(param, {}), implied, known)
     )
     have_names = {group_names(group) is not None for group in saved_groups if group["params"]}
     if have_names == {False} or not all("param_names" in group for group in groups):
@@ -85,11 +89,11 @@ def _listed(
     return listed
 
 
-def _without_blanks(state: Mapping[str, Any], implied: Mapping[str, float]) -> dict[str, Any]:
-    """The saved state of one parameter without the entries that stand for nothing, and with what the others imply."""
+def _without_blanks(state: Mapping[str, Any], implied: Mapping[str, float], known: Collection[str]) -> dict[str, Any]:
+    """The saved state of one parameter without ``known`` entries that stand for nothing, and with what the others imply."""
     # A flattened checkpoint of torch.distributed.checkpoint has an empty dict for an entry that was not saved.
-    present = {k: v for k, v in state.items() if v is not None and not (type(v) is dict and not v)}
-    return {**implied, **present} if present else {}
+    blank = {k for k, v in state.items() if v is None or (type(v) is dict and not v)}
+    return {**implied, **{k: v for k, v in state.items() if not (k in blank and k in known)}} if state.keys() - blank else {}
 
 
 def _check_sizes(groups: Sequence[ParamGroup], saved_groups: Sequence[Mapping[str, Any]]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from compiled_optim.checkpoint.saved_values import Unloadable, as_number, as_tensor, described, naming
 
+STATE = ("exp_avg", "exp_avg_sq", "kahan_comp")  # of a parameter, besides its step count
 _MARKS = {"setup", "gradient_release", "kahan_sum"}
 _OPTIONS = {*_MARKS, "triton", "foreach", "torch_init", "decouple_lr", "decouple_wd", "max_lr", "step", "beta1", "beta2"}
 
@@ -61,7 +62,7 @@ def _param_state(saved: Mapping[str, Any], group: Mapping[str, Any], betas: tupl
     kept = {k: v for k, v in saved.items() if v is not None and k not in ("step", "group")}
     if not _is_set(group, "kahan_sum", where):
         kept.pop("kahan_comp", None)  # a placeholder for optimi's Triton kernels
-    if foreign := [k for k in kept if k not in ("exp_avg", "exp_avg_sq", "kahan_comp")]:
+    if foreign := [k for k in kept if k not in STATE]:
         raise Unloadable(f"{where} has state {', '.join(map(described, foreign))}, which has no counterpart here")
     if (step := saved.get("step", group.get("step"))) is None:
         return {"momentum_buffer" if k == "exp_avg" and not betas else k: v for k, v in kept.items()}

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from compiled_optim.checkpoint.checking import check_groups, check_state
-from compiled_optim.checkpoint.forms import FORMAT_VERSION, read
+from compiled_optim.checkpoint.forms import FORMAT_VERSION, beside_parameters, read
 from compiled_optim.checkpoint.matching import match, names_to_take
 from compiled_optim.checkpoint.optimi import from_optimi, is_optimi
+from compiled_optim.checkpoint.others import copied, is_lost_state, known_names
 from compiled_optim.checkpoint.saved_values import described, naming
 from compiled_optim.checkpoint.writing import Writes
 from compiled_optim.groups.param_group import ParamGroup
@@ -28,7 +29,8 @@ from compiled_optim.state import OptimizerState, scalar_names
 class LoadReport(NamedTuple):
     """What a load left out: names in the optimizer only, in the checkpoint only, and in both but unlike each other.
 
-    State that belongs to no parameter of the checkpoint is ``unexpected`` too.
+    State that belongs to no parameter of the checkpoint is ``unexpected`` too. What hooks and wrappers keep in the state,
+    under names that no optimizer gives, is loaded and not reported.
     """
 
     missing: list[str]
@@ -59,6 +61,7 @@ def save(
             if entries := state.get(param):
                 packed_state[index] = {k: _snapshot(k, v, declaration, param) for k, v in entries.items()}
         first += len(params)
+    packed_state |= {key: value for key, value in state.others.items() if key not in packed_state}
     result = {"state": packed_state, "param_groups": packed_groups, "format_version": FORMAT_VERSION}
     return result | ({"aliases": dict(aliases)} if aliases else {})
 
@@ -91,14 +94,15 @@ def load(
     """
     declaration = kind.declaration
     with naming("the state dict", passing=(ValueError, TypeError)):
-        saved, orphans = _read(state_dict)
-        pairs, missing, unexpected = match(groups, aliases, saved, kind.implied_state)
+        known = known_names()
+        saved, others, orphans = _read(state_dict, known, state.others)
+        pairs, missing, unexpected = match(groups, aliases, saved, kind.implied_state, known)
         sources = pairs if hyperparameters == "checkpoint" else []
         skipped = {*kind.group_flags, *(s.name for s in declaration.statics), "params", "param_names"}
         group_values, conflicts = check_groups(declaration, groups, sources, saved["param_groups"], skipped)
-        made, copies, problems = check_state(declaration, groups, state, pairs, group_values)
+        made, copies, entries, problems = check_state(declaration, groups, state, pairs, group_values, known)
         names = names_to_take(groups, saved["param_groups"])
-        writes = Writes(group_values, made, copies, names).set_apart(groups)
+        writes = Writes(group_values, made, copies, names, entries, others).set_apart(groups)
     report = LoadReport(missing, unexpected + orphans, problems + conflicts)
     if strict and any(report):
         parts = [f"{kind}: {', '.join(names)}" for kind, names in zip(report._fields, report, strict=True) if names]
@@ -108,9 +112,19 @@ def load(
     return report
 
 
-def _read(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """A state dict of any form in this package's meaning, and the state in it that belongs to no parameter."""
+def _read(
+    state_dict: Mapping[str, Any], known: frozenset[str], live: Mapping[Any, Any]
+) -> tuple[dict[str, Any], dict[Any, Any], list[str]]:
+    """A state dict of any form in this package's meaning, what others kept there, and the state that has no parameter.
+
+    What others keep in the optimizer itself, which is ``live``, is theirs whatever it looks like.
+    """
     saved = read(state_dict)
-    listed = {param for group in saved["param_groups"] for param in group["params"]}
-    orphans = [f"the state of {described(key)}" for key in saved["state"] if key not in listed]
-    return from_optimi(saved) if is_optimi(saved) else saved, orphans
+    others, orphans = {}, []
+    for key, value in beside_parameters(saved).items():
+        what = f"the state of {described(key)}"
+        if key not in live and is_lost_state(key, value, known):
+            orphans.append(what)
+        else:
+            others[key] = copied(value, what)
+    return from_optimi(saved) if is_optimi(saved) else saved, others, orphans

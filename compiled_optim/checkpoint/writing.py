@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from compiled_optim.checkpoint.others import Entries
 from compiled_optim.checkpoint.saved_values import Unloadable, check_memory, naming
 from compiled_optim.groups.param_group import ParamGroup
 from compiled_optim.memory.layout import span
@@ -31,12 +32,16 @@ class Writes(NamedTuple):
         made: new state tensors, by parameter.
         copies: what goes into state tensors, live or new.
         names: the parameter names of each group, where they are new.
+        entries: what else changes in the state of a parameter.
+        others: what is kept in the state under keys that are no parameters.
     """
 
     group_values: GroupValues
     made: list[tuple[Tensor, dict[str, Tensor]]]
     copies: Copies
     names: list[list[str]]
+    entries: list[tuple[Tensor, Entries]]
+    others: dict[Any, Any]
 
     def set_apart(self, groups: Sequence[ParamGroup]) -> Writes:
         """The same writes with copies whose order does not matter, as where a state dict holds the live tensors.
@@ -72,6 +77,9 @@ class Writes(NamedTuple):
             group.set_quietly("param_names", names)
         for param, tensors in self.made:
             state[param].update(tensors)
+        for param, entries in self.entries:
+            entries.write(state[param])
+        state.replace_others(self.others)
         for target, source in self.copies:
             target.copy_(spread_like(source, target)) if isinstance(source, Tensor) else fill(target, source)
 

@@ -55,6 +55,10 @@ class WatchedDict(dict[K, V], Generic[K, V]):
         """Write without reporting, which the package does where nothing is to be derived anew."""
         super().__setitem__(key, value)
 
+    def drop_quietly(self, key: K) -> None:
+        """Remove without reporting."""
+        super().__delitem__(key)
+
     def setdefault(self, key: K, default: Any = None) -> V:
         if key not in self:
             self[key] = default

@@ -26,6 +26,7 @@ from compiled_optim.state import (
     OptimizerState,
     ParamState,
     check_entries,
+    has_own_entries,
     initial_values,
     missing_entries,
     scalar_names,
@@ -233,7 +234,7 @@ def partition(
     for i, group in enumerate(groups):
         for j, param in enumerate(group["params"]):
             is_needed = grad_of(param) is not None
-            if not (param.requires_grad or is_needed or state.get(param)):
+            if not (param.requires_grad or is_needed or has_own_entries(rule, state.get(param, {}))):
                 continue
             own_state, name, choices = state[param], parameter_name(group, i, j), structure(rule, group, param)
             check_entries(rule, param, own_state, name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, get_type_hints
 
 import torch
@@ -115,9 +115,22 @@ class Declared:
         """
 
     @classmethod
+    def _state_names(cls) -> Iterable[str]:
+        """What a parameter's state may hold; to be overridden where that is more than the fields say."""
+        return "step", *(f.name for f in (*cls.declaration.scalars, *cls.declaration.buffers))
+
+    @classmethod
     def fields_of(cls, kind: type[Any]) -> tuple[Any, ...]:
         """The declared fields of one kind, in declared order."""
         return tuple(f for f in cls.fields.values() if isinstance(f, kind))
+
+
+def state_names() -> set[str]:
+    """The entries of a parameter's state that any optimizer has, of this package or made with it."""
+    kinds: list[type[Declared]] = [Declared]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    return {name for kind in kinds[1:] for name in kind._state_names()}
 
 
 def added_choices(cls: type[Declared]) -> dict[str, Any]:

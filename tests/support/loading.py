@@ -61,7 +61,7 @@ def by_name(optimizer: co.CompiledOptimizer) -> dict[str, dict[str, Tensor]]:
 
 def live_tensors(optimizer: co.CompiledOptimizer) -> Iterator[tuple[str, Tensor]]:
     for name, entries in by_name(optimizer).items():
-        yield from ((f"{name}.{key}", value) for key, value in entries.items())
+        yield from ((f"{name}.{key}", value) for key, value in entries.items() if isinstance(value, Tensor))
     for index, group in enumerate(optimizer.param_groups):
         for key in optimizer.hyperparameters()[index]:
             yield from ((f"{index}.{key}[{i}]", t) for i, t in enumerate(group.tensors(key)))
@@ -85,7 +85,11 @@ def content(optimizer: co.CompiledOptimizer) -> Any:
     groups = [
         (id(g), {key: _identity(value) for key, value in g.items()}, list(g["params"])) for g in optimizer.param_groups
     ]
-    return tensors, groups, [id(p) for p in optimizer.state]
+    state = [
+        (id(key), {k: id(v) for k, v in value.items()} if isinstance(value, dict) else id(value))
+        for key, value in optimizer.state.items()
+    ]
+    return tensors, groups, state
 
 
 class Wrapper(torch.Tensor):

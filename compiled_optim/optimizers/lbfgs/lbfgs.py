@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
 from compiled_optim.optimizer import CompiledOptimizer, engine_of
+from compiled_optim.optimizers.lbfgs.state_dict import ENTRIES
 from compiled_optim.optimizers.lbfgs.step import LBFGSStep, refuse
 from compiled_optim.rule.fields import Number, hyper, static
 from compiled_optim.torch_internals import mend_tracing, outside_dynamo
@@ -39,6 +40,10 @@ class LBFGS(CompiledOptimizer, steps=LBFGSStep):
     fixed_iterations: bool = static(default=False, kw_only=True)
 
     _step_supports_amp_scaling = False
+
+    @classmethod
+    def _state_names(cls) -> Iterable[str]:
+        return ENTRIES
 
     def schedule(self, group: int | None = None, **functions: Any) -> None:
         """Refuse: a step has no coefficients to evaluate it with. torch's schedulers work."""

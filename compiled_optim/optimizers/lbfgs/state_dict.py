@@ -21,13 +21,17 @@ VECTORS = ("d", "prev_flat_grad")
 NUMBERS = ("t", "prev_loss")
 HISTORY = ("old_stps", "old_dirs")
 COUNTS = ("func_evals", "n_iter")
+MEMORY = (*COUNTS, *VECTORS, *NUMBERS, *HISTORY, "products", "H_diag", "pairs")  # what a step reads and writes
+ENTRIES = (*MEMORY, "ro", "exact")  # with what only state dicts have
 
 
 def save(holdings: Holdings, memory: Mapping[str, Tensor], flags: Mapping[str, Any]) -> dict[str, Any]:
     """The state dict, with the values of ``flags`` for run-time flags. Waits for the device."""
     result = holdings.save(flags)
     counts = {name: int(memory[name]) for name in COUNTS}
-    result["state"] = {0: counts} if counts["func_evals"] else {}
+    others = {name: value for name, value in result["state"].pop(0, {}).items() if name not in ENTRIES}
+    if counts["func_evals"] or others:
+        result["state"][0] = (counts if counts["func_evals"] else {}) | others
     if counts["n_iter"]:
         count = int(memory["pairs"])
         rows = rows_by_age(count, len(memory["products"]))
@@ -61,11 +65,14 @@ def load(
     if len(state_dict["param_groups"]) != 1:
         raise ValueError(f"LBFGS has one parameter group, the checkpoint {len(state_dict['param_groups'])}")
     saved = state_dict["param_groups"][0]
-    entries = state_dict["state"].pop(saved["params"][0], None) if saved["params"] else None
+    entries = state_dict["state"].pop(saved["params"][0], {}) if saved["params"] else {}
+    own = {name: value for name, value in entries.items() if name in ENTRIES}
+    if others := {name: value for name, value in entries.items() if name not in ENTRIES}:
+        state_dict["state"][saved["params"][0]] = others
     order = _order(holdings.groups[0].get("param_names"), saved, len(sizes))
-    if order is not None and entries:
+    if order is not None and own:
         with naming("the state of the checkpoint"):
-            _unpack(fresh, entries, _places(order, sizes))
+            _unpack(fresh, own, _places(order, sizes))
     for name, value in fresh.items():
         check_writable(memory[name], f"the optimizer's own {name}", tuple(value.shape), value)
     report = holdings.load(state_dict, strict, hyperparameters)

@@ -15,7 +15,7 @@ from compiled_optim.memory.sharding import is_sharded
 from compiled_optim.optimizers.lbfgs import state_dict
 from compiled_optim.optimizers.lbfgs.curvature import direction, new_pairs, record, restore, rows_by_age
 from compiled_optim.optimizers.lbfgs.line_search import Trial, strong_wolfe
-from compiled_optim.optimizers.lbfgs.state_dict import COUNTS, HISTORY, NUMBERS, VECTORS
+from compiled_optim.optimizers.lbfgs.state_dict import COUNTS, HISTORY, MEMORY, NUMBERS, VECTORS
 from compiled_optim.rule.declared import Declared, added_choices
 from compiled_optim.state import ParamState
 from compiled_optim.step.holdings import Holdings
@@ -46,14 +46,14 @@ class LBFGSStep(Step):
         self._sizes = [real_numel(p) for p in self.params]
         self._dtype = max((compute_dtype(p.dtype) for p in self.params), key=lambda dtype: dtype.itemsize)
         state, fresh = self._memory, self._new_state()
-        if not state or state["d"].shape != fresh["d"].shape:
+        if "d" not in state or state["d"].shape != fresh["d"].shape:
             state.update(fresh)
         elif any(state[name].shape != value.shape or state[name].dtype != value.dtype for name, value in fresh.items()):
             self._carry_over(state, fresh)
-        for name, value in state.items():
-            state.set_quietly(name, value.to(self.devices[0]))
+        for name in MEMORY:
+            state.set_quietly(name, state[name].to(self.devices[0]))
         # A dict that can be traced, of vectors: torch 2.13 loses writes to 0-dim float64 tensors in compiled CPU code.
-        self._tensors = {name: value.view(1) if value.dim() == 0 else value for name, value in state.items()}
+        self._tensors = {name: state[name].view(1) if state[name].dim() == 0 else state[name] for name in MEMORY}
         choices = {**added_choices(holdings.kind), **self._group}
         self.is_fixed, self._iterations, self._history = (
             choices[name] for name in ("fixed_iterations", "max_iter", "history_size")
@@ -68,7 +68,8 @@ class LBFGSStep(Step):
 
     @property
     def _memory(self) -> ParamState:
-        return self._holdings.state[self.params[0]]
+        memory: ParamState = self._holdings.state[self.params[0]]
+        return memory
 
     def _carry_over(self, state: ParamState, fresh: dict[str, Tensor]) -> None:
         """Continue in tensors of another history size or dtype, with as many of the newest pairs as they hold."""
