@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from checkpoint_forms import check_lossless, indexed, plain, to_optimi, with_steps
+from checkpoint_forms import check_has_no_others, check_lossless, indexed, plain, to_optimi, with_steps
 from convert_options import FORMS, parse
 from torch import Tensor
 
@@ -170,6 +170,7 @@ def _safetensors_files(state_dict: Mapping[str, Any], path: Path) -> dict[Path, 
     """How to write the groups, and the state."""
     if path.suffix != ".safetensors":
         raise ValueError(f"{path} must end in .safetensors, since the groups go to the .json beside it")
+    check_has_no_others(state_dict, "safetensors")
     has_names = all(group_names(group) is not None for group in state_dict["param_groups"])
     state_dict = with_steps(named(state_dict) if has_names else state_dict, torch.float64)
     tensors = {

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_optim.checkpoint.forms import check, group_names
+from compiled_optim.checkpoint.forms import beside_parameters, check, group_names, with_others
+from compiled_optim.checkpoint.others import is_lost_state, known_names
 
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
 _DTYPES = {
@@ -67,21 +68,29 @@ def check_lossless(state_dict: Mapping[str, Any]) -> None:
     params = {param for group in state_dict["param_groups"] for param in group["params"]}
     if len({type(param) for param in params}) > 1:
         raise ValueError("the groups list some parameters by name and others by number")
-    if orphans := state_dict["state"].keys() - params:
+    known, apart = known_names(), beside_parameters(state_dict)
+    if orphans := [key for key, value in apart.items() if is_lost_state(key, value, known)]:
         raise ValueError(f"the state of {min(orphans, key=str)!r} belongs to no parameter of a group")
+
+
+def check_has_no_others(state_dict: Mapping[str, Any], form: str) -> None:
+    """Raise ``ValueError`` where the state holds anything under the key of no parameter, for which ``form`` has no place."""
+    if apart := beside_parameters(state_dict):
+        raise ValueError(f"the state holds {min(apart, key=str)!r}, which is no parameter's and has no place in {form}")
 
 
 def with_steps(state_dict: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     """``state_dict`` with every step count as a 0-dim tensor of ``dtype``; an error for a count that it cannot hold."""
-    exact = int(2 / torch.finfo(dtype).eps)
+    exact, apart = int(2 / torch.finfo(dtype).eps), beside_parameters(state_dict)
     state = {
         param: {
             key: torch.tensor(_count(value, f"the step of {param!r}", below=exact), dtype=dtype) if key == "step" else value
             for key, value in entries.items()
         }
         for param, entries in state_dict["state"].items()
+        if param not in apart
     }
-    return {**state_dict, "state": state}
+    return {**state_dict, "state": with_others(state, apart)}
 
 
 def _number(value: Any, where: str, below: float = math.inf) -> float:
@@ -117,7 +126,7 @@ def indexed(state_dict: Mapping[str, Any]) -> dict[str, Any]:
         numbers = {"params": [index[p] for p in group["params"]]}
         groups.append(options | numbers | ({"param_names": list(names)} if names else {}))
     state = {index[key]: dict(entries) for key, entries in state_dict["state"].items() if key in index}
-    return {**state_dict, "state": state, "param_groups": groups}
+    return {**state_dict, "state": with_others(state, beside_parameters(state_dict)), "param_groups": groups}
 
 
 def to_optimi(state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -127,6 +136,7 @@ def to_optimi(state_dict: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: an option or a state entry has no counterpart there.
     """
     state_dict = indexed(state_dict)
+    check_has_no_others(state_dict, "optimi")
     state: dict[int, dict[str, Any]] = {}
     groups = []
     for i, group in enumerate(state_dict["param_groups"]):

@@ -64,6 +64,13 @@ def _plain_group(group: Any, where: str) -> Any:
     return group
 
 
+def with_others(own: dict[Any, Any], others: dict[Any, Any]) -> dict[Any, Any]:
+    """The states of parameters and what lies beside them in one dict; ``ValueError`` if both have a key."""
+    if taken := [key for key in others if key in own]:
+        raise ValueError(f"the state holds {described(taken[0])}, which is no parameter's state but has the key of one")
+    return own | others
+
+
 def check(state_dict: Any) -> None:
     """Raise ``ValueError`` unless it is an indexed or named state dict, of no later version, with each parameter once."""
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
@@ -120,12 +127,10 @@ def named(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     names = [name for group in groups for name in group_names(group) or ()]
     canonical = dict(zip([*names, *aliases], canonical_names([*names, *aliases]), strict=True))
     renamed = {p: canonical[n] for p, n in zip((p for group in groups for p in group["params"]), names, strict=True)}
+    states = {renamed[key]: dict(entries) for key, entries in state_dict["state"].items() if key in renamed}
     result = {
         **state_dict,
-        "state": {
-            **beside_parameters(state_dict),
-            **{renamed[key]: dict(entries) for key, entries in state_dict["state"].items() if key in renamed},
-        },
+        "state": with_others(states, beside_parameters(state_dict)),
         "param_groups": [
             {"params": [renamed[p] for p in g["params"]]} | {k: g[k] for k in g if k not in ("params", "param_names")}
             for g in groups

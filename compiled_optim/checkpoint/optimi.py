@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from compiled_optim.checkpoint.forms import beside_parameters, with_others
 from compiled_optim.checkpoint.saved_values import Unloadable, as_number, as_tensor, described, naming
 
 STATE = ("exp_avg", "exp_avg_sq", "kahan_comp")  # of a parameter, besides its step count
@@ -22,7 +23,7 @@ def is_optimi(state_dict: Mapping[str, Any]) -> bool:
 
 
 def from_optimi(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict of optimi with this package's names and meaning, without state that belongs to no parameter.
+    """A state dict of optimi with this package's names and meaning.
 
     What has no counterpart here, or is not what optimi saves, is :class:`Unloadable`.
     """
@@ -36,7 +37,7 @@ def from_optimi(state_dict: Mapping[str, Any]) -> dict[str, Any]:
             for param in group["params"]:
                 if param in state_dict["state"]:
                     state[param] = _param_state(state_dict["state"][param], group, betas, where)
-    return {"state": state, "param_groups": groups}
+    return {"state": with_others(state, beside_parameters(state_dict)), "param_groups": groups}
 
 
 def _group(group: Mapping[str, Any], betas: tuple[float, ...], where: str) -> dict[str, Any]:

@@ -312,6 +312,39 @@ class TestNothingIsLost:
             files.write(saved, tmp_path / "a.safetensors", "safetensors")
 
 
+class TestWhatOthersKeep:
+    @pytest.mark.parametrize("form", ["torch", "compiled_optim", "named"])
+    @pytest.mark.parametrize("make", [_adamw, _optimi], ids=["torch", "optimi"])
+    def test_goes_along(self, form: str, make: Any, tmp_path: Path) -> None:
+        saved = make()
+        saved["state"]["ema"] = {"step": 3, "decay": 0.5}
+        if make is _adamw:
+            saved["state"][0]["slow"] = torch.full((2,), 0.5)
+        files.write(saved, tmp_path / "a.pt", form)
+        files.write(files.read(tmp_path / "a.pt"), tmp_path / "b.pt", "compiled_optim")
+        state = files.read(tmp_path / "b.pt")["state"]
+        assert state["ema"] == {"step": 3, "decay": 0.5}
+        assert make is not _adamw or torch.equal(state[0]["slow"], torch.full((2,), 0.5))
+
+    @pytest.mark.parametrize("form", ["safetensors", "optimi"])
+    def test_is_refused_where_it_has_no_place(self, form: str, tmp_path: Path) -> None:
+        saved = _adamw()
+        saved["state"]["ema_step"] = 3
+        with _refused(tmp_path, f"the state holds 'ema_step', .* has no place in {form}"):
+            files.write(saved, tmp_path / _name(form), form)
+
+    @pytest.mark.parametrize(("key", "form"), [("fc.bias", "named"), (1, "compiled_optim")])
+    def test_under_the_key_of_a_parameter_is_refused(self, key: Any, form: str, tmp_path: Path) -> None:
+        saved = _adamw()
+        if form == "compiled_optim":
+            files.write(saved, tmp_path / "named.pt", "named")
+            saved = files.read(tmp_path / "named.pt")
+            (tmp_path / "named.pt").unlink()
+        saved["state"][key] = "mine"
+        with _refused(tmp_path, f"the state holds {key!r}, which is no parameter's state but has the key of one"):
+            files.write(saved, tmp_path / "a.pt", form)
+
+
 class TestBadValues:
     """Of state dicts that a file may hold: each is named in the message."""
 
