@@ -281,7 +281,7 @@ class CompiledOptimizer(Declared, Optimizer):
         holdings = self._engine.holdings
         holdings.changes.pending = True
         holdings.hands_out_state = bool(values)
-        holdings.state = OptimizerState(changes=holdings.changes)
+        holdings.state = holdings.new_state()
         holdings.state.update(values)
 
     def hyperparameters(self) -> list[dict[str, Any]]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from compiled_optim.groups.param_group import ParamGroup
-from compiled_optim.groups.watched import WatchedDict
+from compiled_optim.groups.watched import Changes, WatchedDict
 from compiled_optim.memory.layout import as_real, is_lost, scalar_dtype
 from compiled_optim.memory.sharding import local
 from compiled_optim.rule.fields import Buffer, Scalar
@@ -22,25 +22,44 @@ class ParamState(WatchedDict[str, Any]):
 
     Entries can be assigned, written in place, and given other memory with ``.data =``. The next step follows. Only a write
     with ``dict.__setitem__(state, name, tensor)`` goes past this class and is not noticed: steps go on with the old tensor.
+
+    Args:
+        values, changes: as for a :class:`WatchedDict`.
+        names: what a step may look at; None for everything. Under other names somebody may keep anything.
     """
+
+    def __init__(self, values: Any = (), *, changes: Changes | None = None, names: Container[str] | None = None) -> None:
+        super().__init__(values, changes=changes)
+        self._names = names
+
+    def _is_watched(self, *key: Any) -> bool:
+        return self._names is None or not key or key[0] in self._names
 
 
 class OptimizerState(WatchedDict[Any, Any]):
     """``optimizer.state``: parameter -> :class:`ParamState`. A missing entry reads as an empty one, as in torch.
 
-    Under a key that is no tensor somebody may keep anything: steps do not look at it, and a write there is no change.
+    Under a key that is no tensor somebody may keep anything, at which no step looks. ``names`` are those of every
+    :class:`ParamState`.
     """
 
+    def __init__(self, values: Any = (), *, changes: Changes | None = None, names: Container[str] | None = None) -> None:
+        super().__init__(values, changes=changes)
+        self._names = names
+
+    def _is_watched(self, *key: Any) -> bool:
+        return not key or isinstance(key[0], Tensor)
+
     def __missing__(self, key: Any) -> Any:
-        entries = ParamState(changes=self._changes) if isinstance(key, Tensor) else {}
+        entries = self._kept(key, {})
         self.set_quietly(key, entries)
         return entries
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        if isinstance(key, Tensor):
-            super().__setitem__(key, ParamState(value, changes=self._changes))
-        else:
-            self.set_quietly(key, value)
+        super().__setitem__(key, self._kept(key, value))
+
+    def _kept(self, key: Any, value: Any) -> Any:
+        return ParamState(value, changes=self._changes, names=self._names) if isinstance(key, Tensor) else value
 
     @property
     def others(self) -> dict[Any, Any]:

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from compiled_optim.checkpoint import optimi
 from compiled_optim.checkpoint.saved_values import Unloadable, check_memory, described, naming
-from compiled_optim.rule.declared import state_names
+from compiled_optim.rule.declared import every_state_name
 from compiled_optim.state import ParamState
 from compiled_optim.torch_internals import outside_inference_mode
 
 
-def known_names() -> set[str]:
+def known_names() -> frozenset[str]:
     """The entries of a parameter's state that belong to an optimizer."""
-    return state_names() | set(optimi.STATE)
+    return every_state_name() | set(optimi.STATE)
 
 
 def is_lost_state(key: Any, value: Any, known: frozenset[str]) -> bool:

@@ -21,10 +21,12 @@ class Changes:
 
 
 def _reporting(method: Any) -> Callable[..., Any]:
-    """``method``, which writes, with a report before and after it."""
+    """``method``, which writes, with a report before and after it where what it writes is watched."""
 
     @functools.wraps(method)
     def write(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self._is_watched(*args[:1]):
+            return method(self, *args, **kwargs)
         self._changes.pending = True
         result = method(self, *args, **kwargs)
         self._changes.pending = True
@@ -46,6 +48,10 @@ class WatchedDict(dict[K, V], Generic[K, V]):
     def __init__(self, values: Mapping[K, V] | Iterable[tuple[K, V]] = (), *, changes: Changes | None = None) -> None:
         super().__init__(values)
         self._changes = Changes() if changes is None else changes
+
+    def _is_watched(self, *key: Any) -> bool:
+        """Whether to report a write under ``key``, or one that names none; for subclasses."""
+        return True
 
     def report(self) -> None:
         """Report a change by hand, around :meth:`set_quietly`."""
@@ -87,6 +93,9 @@ class WatchedDict(dict[K, V], Generic[K, V]):
 
 class WatchedList(list[V], Generic[V]):
     """A list that reports each write; copies, deep copies and pickles are plain lists."""
+
+    def _is_watched(self, *index: Any) -> bool:
+        return True
 
     def __init__(self, changes: Changes, values: Iterable[V]) -> None:
         super().__init__(values)

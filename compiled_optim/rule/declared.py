@@ -125,12 +125,17 @@ class Declared:
         return tuple(f for f in cls.fields.values() if isinstance(f, kind))
 
 
-def state_names() -> set[str]:
+def state_names(optimizer: type[Declared]) -> frozenset[str]:
+    """The entries that a parameter's state may have."""
+    return frozenset(optimizer._state_names())
+
+
+def every_state_name() -> frozenset[str]:
     """The entries of a parameter's state that any optimizer has, of this package or made with it."""
     kinds: list[type[Declared]] = [Declared]
     for kind in kinds:
         kinds += kind.__subclasses__()
-    return {name for kind in kinds[1:] for name in kind._state_names()}
+    return frozenset().union(*map(state_names, kinds[1:]))
 
 
 def added_choices(cls: type[Declared]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from compiled_optim.groups.watched import Changes
 from compiled_optim.plan.clipping import Clipping
 from compiled_optim.plan.compilations import CompilationLog
 from compiled_optim.plan.schedule import Schedules
-from compiled_optim.rule.declared import Declared, added_choices
+from compiled_optim.rule.declared import Declared, added_choices, state_names
 from compiled_optim.rule.fields import Choice, Hyper, Static
 from compiled_optim.state import OptimizerState
 from compiled_optim.step.hand_captures import HandCaptures
@@ -32,12 +32,16 @@ class Holdings:
         self.changes = changes  # where groups and state report writes
         self.groups: list[Any] = []  # param_groups; somebody may put plain dicts there, which `adopt` replaces
         self.aliases: dict[str, str] = {}  # further names of tied parameters -> the names that were kept
-        self.state = OptimizerState(changes=changes)
+        self.state = self.new_state()
         self.hands_out_state = False  # whether somebody may hold state tensors, and so give them other memory
         self.schedules = Schedules()
         self.clipping = Clipping(torch.device("cpu"))
         self.log = CompilationLog()
         self.hand_captures = HandCaptures()
+
+    def new_state(self) -> OptimizerState:
+        """An empty state, which reports writes of what a step looks at."""
+        return OptimizerState(changes=self.changes, names=state_names(self.kind))
 
     @property
     def own_groups(self) -> list[ParamGroup]:

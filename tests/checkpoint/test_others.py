@@ -81,13 +81,26 @@ class TestBesideTheParameters:
         assert repr(_beside(twin)) == repr(BESIDE)
         assert twin.state["new"] == {}  # as torch's defaultdict
 
-    def test_a_write_there_is_no_change_to_steps(self) -> None:
-        optimizer = trained(co.AdamW)
+    @pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.__name__)
+    def test_a_write_is_no_change_to_steps(self, kind: type[co.CompiledOptimizer]) -> None:
+        """As SAM writes in each step."""
+        optimizer = trained(kind)
         step = engine_of(optimizer).step
-        optimizer.state["ema_step"] = 1
-        optimizer.state["ema_step"] += 1
+        own = optimizer.state[optimizer.param_groups[0]["params"][0]]
+        for kept in (optimizer.state, own):
+            kept["old_p"] = kept["count"] = 1
+            kept["count"] += 1
+            kept.update(count=3)
+            kept.setdefault("new", 4)
+            assert kept.pop("new") == 4
+            del kept["old_p"]
         train(optimizer)
         assert engine_of(optimizer).step is step
+        assert own["count"] == optimizer.state["count"] == 3
+        name = next(iter(own))
+        own[name] = own[name].clone()
+        train(optimizer)
+        assert engine_of(optimizer).step is not step
 
     def test_looks_like_no_parameters_state(self) -> None:
         """Nor does it where it has nothing, or where the optimizer that loads it has the like."""
