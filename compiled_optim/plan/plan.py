@@ -103,7 +103,7 @@ class Plan:
     def settle(self, grads: list[Tensor | None] | None) -> None:
         """Read all addresses anew, after the lowering gave state other memory; ``grads`` are as in :meth:`read`."""
         self.addresses = self._found()
-        self.addresses.read(self._local(grads))
+        self.addresses.read(self._looked_at(grads))
 
     def _found(self) -> Addresses:
         """The addresses of parameters, gradients and state, or of their local shards."""
@@ -127,7 +127,7 @@ class Plan:
             TypeError: a gradient is sparse and the rule takes dense ones, or the other way round.
             ValueError: a gradient has another shape than its parameter, or no memory.
         """
-        self.addresses.read(self._local(grads), others=state, keep_alive=keep_alive)
+        self.addresses.read(self._looked_at(grads), others=state, keep_alive=keep_alive)
         if self.addresses.moved or self._resharded():
             return False
         if not (self.addresses.unlike or self.wrapped or self.rule.gradients == "sparse"):
@@ -137,6 +137,7 @@ class Plan:
     def finish(self) -> None:
         """Let the gradients go, and tell autograd that the parameters with gradients were written."""
         self.addresses.finish()
+        self._made: list[Tensor | None] | None = None
         if self.sharded:
             present = zip(self.params, self.addresses.present.tolist(), strict=True)
             torch.autograd.graph.increment_version([param for param, there in present if there])
@@ -148,10 +149,15 @@ class Plan:
             return found
         return [None if g is None else local_gradient(g, p) for g, p in zip(found, self.params, strict=True)]
 
-    def _local(self, grads: list[Tensor | None] | None) -> list[Tensor | None] | None:
-        """The gradients to look at, where they are not those that torch keeps for ``members``; else ``grads``."""
-        differ = self.sharded or self._has_own_grad
-        return self.gradients(grads) if differ and not self.wrapped else grads
+    def _looked_at(self, grads: list[Tensor | None] | None) -> list[Tensor | None] | None:
+        """The gradients to look at, where they are not those that torch keeps for ``members``; else ``grads``.
+
+        Some may have been made here, and are kept for kernels to read until :meth:`finish`.
+        """
+        if self.wrapped or not (self.sharded or self._has_own_grad):
+            return grads
+        self._made = self.gradients(grads)
+        return self._made
 
     def _resharded(self) -> bool:
         return self.sharded and any(local(m.owner) is not m.param for m in self.members)

@@ -1,4 +1,4 @@
-"""Two processes with gloo: FSDP2 shards, and torch.distributed.checkpoint in every form that works for torch.optim."""
+"""Two processes with gloo: shards, steps compiled with them, and torch.distributed.checkpoint in every form torch has."""
 
 from __future__ import annotations
 
@@ -199,9 +199,9 @@ def a_step_takes_gradients_of_other_placements(directory: Path) -> None:
     model = _build()
     optimizer, twin_model = _adamw(model), _build()
     twin = _adamw(twin_model)
-    for param, other in zip(model.parameters(), twin_model.parameters(), strict=True):
-        param.grad = torch.ones_like(param)
-        other.grad = torch.ones_like(other).redistribute(placements=[Replicate()])
+    for value, (param, other) in enumerate(zip(model.parameters(), twin_model.parameters(), strict=True)):
+        param.grad = torch.full_like(param, value)
+        other.grad = torch.full_like(other, value).redistribute(placements=[Replicate()])
     optimizer.step()
     twin.step()
     _assert_same(_snapshot(optimizer), _snapshot(twin))
