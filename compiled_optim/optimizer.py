@@ -14,6 +14,7 @@ from torch.optim.optimizer import ParamsT
 from compiled_optim.checkpoint.forms import plain
 from compiled_optim.checkpoint.state_dict import LoadReport
 from compiled_optim.groups.parameters import as_groups, hand_over
+from compiled_optim.memory.sharding import traced_part
 from compiled_optim.plan.schedule import Schedule
 from compiled_optim.rule.cautious import cautious
 from compiled_optim.rule.declared import Declared
@@ -169,7 +170,8 @@ class CompiledOptimizer(Declared, Optimizer):
             return
         positions = [i for i, p in enumerate(owned) if p.grad is not None]
         params = [owned[i] for i in positions]
-        torch.ops.compiled_optim.step(params, [p.grad for p in params], positions, number)
+        grads = [traced_part(p.grad, p) for p in params]
+        torch.ops.compiled_optim.step([traced_part(p, p) for p in params], grads, positions, number)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients of all parameters; can be traced.

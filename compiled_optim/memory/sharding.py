@@ -32,6 +32,18 @@ def local_gradient(grad: Any, param: Any) -> Tensor:
     return local(grad)
 
 
+def traced_part(tensor: Any, param: Any) -> Tensor:
+    """This process's part of ``tensor``, spread like ``param``, in operations that compilers trace.
+
+    It shares memory with a DTensor that is spread like ``param``; a tensor that is no DTensor is returned itself.
+    """
+    if not is_sharded(tensor):
+        return cast(Tensor, tensor)
+    if (tensor.device_mesh, tensor.placements) != (param.device_mesh, param.placements):
+        tensor = tensor.redistribute(param.device_mesh, param.placements)
+    return cast(Tensor, tensor.to_local())
+
+
 def as_part_of(tensor: Tensor, like: Any) -> Tensor:
     """A DTensor of the shape and placements of ``like`` whose part on this process is ``tensor``."""
     from torch.distributed.tensor import DTensor

@@ -167,8 +167,10 @@ class Plan:
         if not {g.is_sparse for g in grads if g is not None} <= {self.rule.gradients == "sparse"}:
             self._refuse(grads)
         for member, param, grad in zip(self.members, self.params, grads, strict=True):
-            if grad is not None and grad.shape != param.shape:
-                shapes = tuple(grad.shape), tuple(param.shape)
+            # Of a DTensor's gradient, a compiled step hands over this process's part.
+            like = param if grad is None or is_sharded(grad) else member.param
+            if grad is not None and grad.shape != like.shape:
+                shapes = tuple(grad.shape), tuple(like.shape)
                 raise ValueError(f"the gradient of '{member.name}' has shape {shapes[0]}, the parameter {shapes[1]}")
             if grad is not None and any(map(is_lost, _parts(grad))):
                 raise ValueError(f"the gradient of '{member.name}' has no memory: its storage was freed")

@@ -14,6 +14,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from compiled_optim.memory.sharding import local
+
 
 class Steppable(Protocol):
     """What the operator needs of what runs an optimizer's steps."""
@@ -72,7 +74,7 @@ def _step_own_gradients(params: list[Tensor], optimizer: int) -> None:
 def _hand_over(owned: list[Tensor], given: list[Tensor]) -> None:
     """Write new values into copies that a compiler made."""
     if not all(map(is_, owned, given)):
-        for own, stand_in in zip(owned, given, strict=True):
+        for own, stand_in in zip(map(local, owned), given, strict=True):
             if stand_in.data_ptr() != own.data_ptr():
                 stand_in.copy_(own)
             elif stand_in is not own:

@@ -15,10 +15,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import compiled_optim as co
@@ -205,6 +207,98 @@ def a_step_takes_gradients_of_other_placements(directory: Path) -> None:
     optimizer.step()
     twin.step()
     _assert_same(_snapshot(optimizer), _snapshot(twin))
+
+
+def compiled_steps_on_shards_equal_others(directory: Path) -> None:
+    """Of the same sharding: with a scheduler, clipping, an absent gradient, and gradients of other layouts."""
+    for backend, spread in (("eager", [Replicate()]), ("aot_eager", [Shard(0)])):
+        torch._dynamo.reset()
+        counter = CompileCounterWithBackend(backend)
+        models = [_build() for _ in range(3)]
+        compiled, uncompiled = (_adamw(model, max_grad_norm=0.05, skip_nonfinite=True) for model in models[:2])
+        stock = torch.optim.AdamW(models[2].parameters(), lr=0.01)
+        schedulers = [torch.optim.lr_scheduler.ExponentialLR(each, 0.5) for each in (compiled, uncompiled, stock)]
+        sides = [(compiled, torch.compile(compiled.step, backend=counter, fullgraph=True))]
+        sides += [(uncompiled, uncompiled.step), (stock, stock.step)]
+        norms = []
+        for index in range(6):
+            for model, (_, step) in zip(models, sides, strict=True):
+                model(torch.randint(7, (9,), generator=torch.Generator().manual_seed(index))).backward()
+                grad = model.mid.weight.grad
+                columns_first = grad.to_local().mT.contiguous().mT
+                model.mid.weight.grad = DTensor.from_local(
+                    columns_first, grad.device_mesh, grad.placements, run_check=False, shape=grad.shape, stride=grad.stride()
+                )
+                if index > 3:
+                    model.mid.weight.grad = None
+                model.embed.weight.grad = model.embed.weight.grad.redistribute(placements=spread)
+                if model is models[2]:
+                    model.embed.weight.grad = model.embed.weight.grad.redistribute(placements=[Shard(0)])
+                    norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.05).full_tensor())
+                step()
+                model.zero_grad()
+            for scheduler in schedulers:
+                scheduler.step()
+            assert compiled.grad_norm == uncompiled.grad_norm
+            assert torch.allclose(compiled.grad_norm, norms[-1].double(), rtol=1e-6)
+        assert counter.frame_count == 2  # the second one without a gradient
+        _assert_same(_snapshot(compiled), _snapshot(uncompiled))
+        for param, reference in zip(models[0].parameters(), models[2].parameters(), strict=True):
+            assert torch.allclose(_full(param), _full(reference), atol=1e-6), backend
+
+        models[0](torch.arange(7)).backward()
+        if dist.get_rank() == 0:
+            models[0].embed.weight.grad.to_local().fill_(float("nan"))
+        before = _snapshot(compiled)
+        sides[0][1]()
+        _assert_same(_snapshot(compiled), before)
+        assert compiled.skipped_steps.item() == 1
+
+
+def a_step_on_shards_compiles_with_inductor(directory: Path) -> None:
+    torch._dynamo.reset()
+    models = [fully_shard(copy.deepcopy(model)) for model in [nn.Linear(3, 3)] * 2]
+    optimizers = [co.AdamW(model.named_parameters()) for model in models]
+    steps = [torch.compile(optimizers[0].step, fullgraph=True), optimizers[1].step]
+    for index, (model, step) in itertools.product(range(2), zip(models, steps, strict=True)):
+        (index + model(torch.ones(1, 3))).square().sum().backward()
+        step()
+        model.zero_grad()
+    _assert_same(*map(_snapshot, optimizers))
+
+
+def _tensor_parallel() -> nn.Module:
+    """Linear layers in two parts, and a norm that is whole."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4), nn.LayerNorm(4))
+    return parallelize_module(model, init_device_mesh("cpu", (2,)), {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+
+def a_training_step_compiled_whole_equals_torchs_where_some_parameters_are_split(directory: Path) -> None:
+    torch._dynamo.reset()
+    ours, theirs = _tensor_parallel(), _tensor_parallel()
+    assert {type(p.data) for p in ours.parameters()} == {DTensor, torch.Tensor}
+    optimizer, reference = _adamw(ours), torch.optim.AdamW(theirs.parameters(), lr=0.01)
+    optimizer.schedule(lr=lambda step: 0.01 * 0.5**step)
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
+        loss = (model(x) * x).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        compiled = torch.compile(train_step, backend=counter, fullgraph=True)
+        for step in range(4):
+            x = torch.randn(5, 4, generator=torch.Generator().manual_seed(step))
+            reference.param_groups[0]["lr"] = 0.01 * 0.5 ** (step + 1)
+            loss = compiled(ours, optimizer, x)
+            assert torch.allclose(loss, train_step(theirs, reference, x), atol=1e-6)
+    assert counter.frame_count == 1
+    for param, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.allclose(_full(param), _full(other), atol=1e-6)
 
 
 def asking_a_fresh_optimizer_for_its_state_changes_nothing(directory: Path) -> None:
@@ -413,6 +507,9 @@ CHECKS: dict[str, Callable[[Path], None]] = {
         the_norm_is_that_of_all_shards,
         a_nonfinite_gradient_of_one_process_skips_the_step_of_all,
         a_step_takes_gradients_of_other_placements,
+        compiled_steps_on_shards_equal_others,
+        a_step_on_shards_compiles_with_inductor,
+        a_training_step_compiled_whole_equals_torchs_where_some_parameters_are_split,
         asking_a_fresh_optimizer_for_its_state_changes_nothing,
         every_option_that_works_for_torch_works,
         checkpoints_of_torch_optim_load_both_ways,
