@@ -83,9 +83,13 @@ def _check_kind(optimizer: type[Declared], param: Any, name: str, *, differentia
     if param.layout is not torch.strided:
         raise ValueError(f"{optimizer.__name__} requires dense parameter tensors; '{name}' is {param.layout}")
     is_elementwise = optimizer.gradients == "dense" and optimizer.granularity == "element"
-    if not is_elementwise and (param.is_complex() or is_sharded(param)):
-        kind = "complex parameters" if param.is_complex() else "DTensors"
-        raise ValueError(f"{optimizer.__name__} does not support {kind}; '{name}' is one")
+    if not is_elementwise and param.is_complex():
+        raise ValueError(f"{optimizer.__name__} does not support complex parameters; '{name}' is one")
+    if optimizer.gradients == "sparse" and is_sharded(param):
+        raise ValueError(
+            f"{optimizer.__name__} does not support DTensors; '{name}' is one; use an optimizer that takes dense gradients, "
+            "such as Adam"
+        )
     if optimizer.granularity == "matrix" and param.dim() != 2:
         raise ValueError(
             f"{optimizer.__name__} only supports 2D parameters whereas we found a parameter with size: "

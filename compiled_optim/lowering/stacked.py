@@ -25,6 +25,7 @@ from compiled_optim.lowering.torch_ops.inductor import OPTIONS, fits_indices, sa
 from compiled_optim.lowering.torch_ops.rule_step import rule_step
 from compiled_optim.lowering.torch_ops.torch_lowering import TorchLowering
 from compiled_optim.memory.layout import compute_dtype, is_plain, plain_copy
+from compiled_optim.memory.sharding import parts_of_stack, whole_stack
 from compiled_optim.plan.clipping import Clipping
 from compiled_optim.plan.compilations import CompilationLog
 from compiled_optim.plan.kernel_key import KernelKey, coefficient_key, kernel_key
@@ -59,9 +60,10 @@ _serial = itertools.count()
 
 
 class StackedLowering(TorchLowering):
-    """Runs the step of one plan, whose tensors are neither complex nor DTensors.
+    """Runs the step of one plan, whose tensors are not complex.
 
-    Inductor's kernels update the stacks where it is ``compiled``, else plain torch operations.
+    DTensors are gathered stack by stack, and every process updates them whole. Inductor's kernels update the stacks where it
+    is ``compiled``, else plain torch operations.
     """
 
     name = "stacked"
@@ -72,9 +74,9 @@ class StackedLowering(TorchLowering):
         self._compiled = compiled
         positions: dict[tuple[KernelKey, torch.Size], list[int]] = {}
         for i, (member, grad_dtype) in enumerate(zip(plan.members, plan.grad_dtypes, strict=True)):
-            if member.param.numel() > 0:
-                key = kernel_key(plan, member, grad_dtype, f"stacks of {self._sizes(member.param)}")
-                positions.setdefault((key, member.param.shape), []).append(i)
+            if member.owner.numel() > 0:
+                key = kernel_key(plan, member, grad_dtype, f"stacks of {self._sizes(member.owner)}")
+                positions.setdefault((key, member.owner.shape), []).append(i)
         self.stacks = [
             Stack(plan, where[start : start + most], key)
             for (key, shape), where in positions.items()
@@ -204,7 +206,8 @@ class Stack:
     """Tensors of one shape and one dtype each for parameters, gradients and every buffer.
 
     An update sees (tensors, columns), or (tensors, batch, rows, columns) where a parameter has two dimensions or more;
-    (tensors, rows, columns) where the rule's granularity says that all are matrices.
+    (tensors, rows, columns) where the rule's granularity says that all are matrices. What is stacked of DTensors, here and
+    between steps, is this process's part of them.
     """
 
     def __init__(self, plan: Plan, positions: Sequence[int], key: KernelKey) -> None:
@@ -214,8 +217,8 @@ class Stack:
         self.copied_gradients: Tensor | None = None
         members = [plan.members[i] for i in positions]
         self._params = [m.param.data for m in members]  # the plan counts the versions of the parameters
-        self._shape = members[0].param.shape
-        self.numel = len(members) * self._shape.numel()
+        self._owner = members[0].owner
+        self.numel = len(members) * self._owner.numel()
         self._matrices = plan.rule.granularity == "matrix"
         self._index = torch.tensor(positions, device=plan.device)
         self._dtype = compute_dtype(self._params[0].dtype)
@@ -224,7 +227,8 @@ class Stack:
             stacked = _stack([m.entries[name] for m in members])
             for member, view in zip(members, stacked.unbind(), strict=True):
                 member.put(name, view)
-            self._buffers.append(self._seen(stacked))
+            self._buffers.append(stacked)
+        self._entries: list[Tensor] = [members[0].state[name] for name in plan.buffers]  # which say how buffers are spread
 
     def gathered(self, grads: Sequence[Tensor | None]) -> Tensor | None:
         """The stack's gradients of all ``grads`` in one tensor, with 0 where there is none; None without any."""
@@ -237,7 +241,7 @@ class Stack:
         """Copy the stack's of all ``grads``, 0 where there is none, to ``copied_gradients``, whose memory stays in place."""
         if self.copied_gradients is None:
             dtype = getattr(torch, self.key.grad_dtype)
-            shape = (len(self.positions), *self._shape)
+            shape = (len(self.positions), *self._params[0].shape)
             self.copied_gradients = torch.empty(shape, dtype=dtype, device=self._params[0].device)
         own = [grads[i] for i in self.positions]
         if any(grad is None for grad in own):
@@ -249,23 +253,29 @@ class Stack:
     def step(self, grads: Tensor, coefficients: Tensor) -> None:
         """Update from stacked ``grads``; a tensor stays as it is where the second of its ``coefficients`` is not 0."""
         assert self.kernel is not None
-        params = _stack(self._params)
-        param = self._seen(params)
+        param = self._seen(_stack(self._params), self._owner)
+        buffers = list(map(self._seen, self._buffers, self._entries))
         columns = coefficients.index_select(1, self._index).to(self._dtype)
         columns = columns.view(*columns.shape, *[1] * (param.dim() - 1))
-        new_param, *new_buffers = self.kernel([param, self._seen(grads), *self._buffers, *columns.unbind()])
-        torch._foreach_copy_(self._params, new_param.view_as(params).unbind())
+        new_param, *new_buffers = self.kernel([param, self._seen(grads, self._owner), *buffers, *columns.unbind()])
+        torch._foreach_copy_(self._params, _kept(new_param, self._owner).unbind())
         if self._buffers:  # apart, since tensors of several dtypes are copied one by one
-            torch._foreach_copy_(self._buffers, new_buffers)
+            torch._foreach_copy_(self._buffers, list(map(_kept, new_buffers, self._entries)))
 
-    def _seen(self, stacked: Tensor) -> Tensor:
-        """``stacked`` as an update sees it."""
+    def _seen(self, stacked: Tensor, like: Tensor) -> Tensor:
+        """``stacked`` tensors, spread like ``like``, as an update sees them."""
+        whole = whole_stack(stacked, like)
         if self._matrices:
-            return stacked
-        if len(self._shape) < 2:
-            return stacked.view(len(stacked), -1)
-        batch = math.prod(stacked.shape[1:-2])
-        return stacked.view(len(stacked), batch, *stacked.shape[-2:])
+            return whole
+        if self._owner.dim() < 2:
+            return whole.view(len(whole), -1)
+        batch = math.prod(whole.shape[1:-2])
+        return whole.view(len(whole), batch, *whole.shape[-2:])
+
+
+def _kept(seen: Tensor, like: Tensor) -> Tensor:
+    """Of new tensors as an update sees them, and spread like ``like``, what this process holds."""
+    return parts_of_stack(seen.view(len(seen), *like.shape), like)
 
 
 def _stack(tensors: Sequence[Tensor]) -> Tensor:
@@ -276,7 +286,8 @@ def _stack(tensors: Sequence[Tensor]) -> Tensor:
 
 def _square_sum(stack: Tensor) -> Tensor:
     """The sum of the squares of ``stack``, equal bit for bit wherever it lies."""
-    norms: Tensor = torch.linalg.vector_norm(stack.view(len(stack), -1), dim=1, dtype=compute_dtype(stack.dtype))
+    rows = stack.view(len(stack), math.prod(stack.shape[1:]))
+    norms: Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=compute_dtype(stack.dtype))
     return norms.double().square().sum()
 
 

@@ -53,6 +53,32 @@ def as_part_of(tensor: Tensor, like: Any) -> Tensor:
     )
 
 
+def whole_stack(parts: Tensor, like: Any) -> Tensor:
+    """Whole tensors, stacked, of what this process holds of them, stacked too: ``parts``. All are spread like ``like``.
+
+    All processes that hold parts must call this together. Where ``like`` is no DTensor, ``parts`` are whole.
+    """
+    if not is_sharded(like):
+        return parts
+    last = parts.movedim(0, -1)  # so that the placements count the same dimensions
+    shape = torch.Size((*like.shape, len(parts)))
+    stride = torch.empty(shape, device="meta").stride()
+    from torch.distributed.tensor import DTensor
+
+    spread = DTensor.from_local(last, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride)
+    return spread.full_tensor().movedim(-1, 0).contiguous()
+
+
+def parts_of_stack(stack: Tensor, like: Any) -> Tensor:
+    """What this process holds of the whole tensors in ``stack``, spread like ``like``: :func:`whole_stack` undone."""
+    if not is_sharded(like):
+        return stack
+    from torch.distributed.tensor import distribute_tensor
+
+    spread = distribute_tensor(stack.movedim(0, -1), like.device_mesh, like.placements, src_data_rank=None)
+    return spread.to_local().movedim(-1, 0)
+
+
 def spread_like(tensor: Any, target: Any) -> Tensor:
     """``tensor`` in a form that can be copied into ``target``: a DTensor on its mesh, or a tensor that is whole.
 

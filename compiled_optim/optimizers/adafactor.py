@@ -16,7 +16,8 @@ class Adafactor(CompiledOptimizer, granularity="tensor"):
     ``eps`` bounds the second moment and the parameter's scale; its first element may be None, for the machine epsilon of the
     parameter's dtype. As torch.optim.Adafactor it applies that bound to the estimate and not to the squared gradient, takes
     means where the paper has sums, and decays weights by ``lr``. Differs from it: a group of several dtypes takes the
-    epsilon of each, and 16-bit parameters are updated in float32.
+    epsilon of each, and 16-bit parameters are updated in float32. DTensors are gathered for a step, and the two vectors are
+    whole on every process.
     """
 
     lr: Number = hyper(default=1e-2, ge=0)

@@ -32,7 +32,8 @@ class Muon(CompiledOptimizer, granularity="matrix"):
     learning rate with a matrix's shape: ``"original"`` (None) by the root of rows over columns where that is above 1,
     ``"match_rms_adamw"`` (arXiv:2502.16982, section 2.2) to updates of AdamW's size. The iteration is in bfloat16, as in
     torch.optim.Muon. Differs from it: all matrices of one shape are one batched product, and an iteration adds its three
-    terms before the last product.
+    terms before the last product. DTensors are gathered for a step, by shape, and may have fewer rows than there are
+    processes; their momentum stays spread as they are.
     """
 
     lr: Number = hyper(default=1e-3, ge=0)

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from catalog import ruled, stacked
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
@@ -24,6 +25,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import compiled_optim as co
+from compiled_optim.lowering import stacked as stacks
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo"),
@@ -301,6 +303,127 @@ def a_training_step_compiled_whole_equals_torchs_where_some_parameters_are_split
         assert torch.allclose(_full(param), _full(other), atol=1e-6)
 
 
+def _matrices(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [(name, param) for name, param in model.named_parameters() if param.dim() == 2]
+
+
+def every_optimizer_of_dense_gradients_steps_compiled(directory: Path) -> None:
+    for kind in (*ruled("dense"), *stacked()):
+        torch._dynamo.reset()
+        weight = torch.linspace(-1, 1, 9).view(3, 3)
+        models = [nn.Linear(3, 3, bias=False) for _ in range(2)]
+        for model in models:
+            model.load_state_dict({"weight": weight})
+            fully_shard(model)
+        optimizers = [kind(model.parameters(), lr=0.01, lowering="eager") for model in models]
+        steps = [torch.compile(optimizers[0].step, backend="eager", fullgraph=True), optimizers[1].step]
+        for index, (model, step) in itertools.product(range(2), zip(models, steps, strict=True)):
+            (index + model(torch.ones(1, 3))).square().sum().backward()
+            step()
+            model.zero_grad()
+        assert optimizers[0].state[next(models[0].parameters())]["step"] == 2
+        whole = [_full(next(model.parameters())) for model in models]
+        assert torch.equal(*whole)
+        assert not torch.equal(whole[0], weight)
+
+
+def rules_on_whole_tensors_step_shards_as_whole_ones(directory: Path) -> None:
+    """Rows that do not divide evenly, parts without elements, columns that are split, and clipping."""
+    halves = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    # Inductor's kernels take seconds each, and are the same as of whole tensors.
+    uncompiled = pytest.MonkeyPatch()
+    uncompiled.setattr(stacks, "_make", stacks._uncompiled)
+    for kind, lowering in itertools.product(stacked(), ("eager", "auto")):
+        sharded, whole = _build(), _build(sharded=False)
+        options = {"lr": 0.05, "lowering": lowering, "max_grad_norm": 0.02, "skip_nonfinite": True}
+        ours, theirs = kind(_matrices(sharded), **options), kind(_matrices(whole), **options)
+        for step in range(4):
+            for model, optimizer in ((sharded, ours), (whole, theirs)):
+                model(torch.randint(7, (9,), generator=torch.Generator().manual_seed(step))).backward()
+                if step == 1:
+                    model.mid.weight.grad = None
+                optimizer.step()
+                model.zero_grad()
+            assert torch.allclose(ours.grad_norm, theirs.grad_norm, rtol=1e-6)
+        for (name, param), (_, reference) in zip(_matrices(sharded), _matrices(whole), strict=True):
+            assert torch.allclose(_full(param), reference, atol=1e-6), (kind, lowering, name)
+            for key, entry in ours.state[param].items():
+                assert torch.allclose(_full(entry), theirs.state[reference][key], atol=1e-7), (kind, lowering, name, key)
+                assert key != "momentum_buffer" or entry.placements == param.placements
+
+        options |= {"max_grad_norm": None, "skip_nonfinite": False}
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Tanh(), nn.Linear(8, 4, bias=False))
+        split = parallelize_module(copy.deepcopy(plain), init_device_mesh("cpu", (2,)), halves)
+        optimizers = [kind(model.parameters(), **options) for model in (plain, split)]
+        for (model, optimizer), step in itertools.product(zip((plain, split), optimizers, strict=True), range(3)):
+            x = torch.randn(5, 4, generator=torch.Generator().manual_seed(step))
+            (model(x) * x).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for param, reference in zip(split.parameters(), plain.parameters(), strict=True):
+            assert torch.allclose(_full(param), reference, atol=1e-5), (kind, lowering)
+    uncompiled.undo()
+
+
+def muon_steps_as_torchs_does_on_the_same_shards(directory: Path) -> None:
+    """torch.optim.Muon needs at least as many rows as there are processes."""
+    sides = []
+    for kind, options in ((co.Muon, {"lowering": "eager"}), (torch.optim.Muon, {})):
+        torch.manual_seed(0)
+        model = fully_shard(nn.Sequential(nn.Linear(3, 6, bias=False), nn.Tanh(), nn.Linear(6, 3, bias=False)))
+        optimizer = kind(model.parameters(), lr=0.05, adjust_lr_fn="match_rms_adamw", **options)
+        for step in range(3):
+            x = torch.randn(5, 3, generator=torch.Generator().manual_seed(step))
+            (model(x) * x).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        sides.append((model, optimizer))
+    for param, reference in zip(*(model.parameters() for model, _ in sides), strict=True):
+        pairs = zip(sides, (param, reference), strict=True)
+        momenta = [optimizer.state[p]["momentum_buffer"] for (_, optimizer), p in pairs]
+        assert torch.allclose(*map(_full, momenta), atol=1e-4)
+        assert torch.allclose(_full(param), _full(reference), atol=3e-3)  # bfloat16, where our iteration rounds elsewhere
+
+
+def checkpoints_of_rules_on_whole_tensors_resume(directory: Path) -> None:
+    for kind, flatten in itertools.product(stacked(), (False, True)):
+
+        def make(model: nn.Module, kind: Any = kind) -> torch.optim.Optimizer:
+            return kind(_matrices(model), lr=0.05, lowering="eager")
+
+        model = _build()
+        optimizer = make(model)
+        _train(model, optimizer, 2)
+        options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+        path = directory / f"{kind.__name__}-{flatten}"
+        dcp.save(get_optimizer_state_dict(model, optimizer, options=options), checkpoint_id=path)
+        fresh = _twin(model)
+        resumed = make(fresh)
+        target = get_optimizer_state_dict(fresh, resumed, options=options)
+        dcp.load(target, checkpoint_id=path)
+        set_optimizer_state_dict(fresh, resumed, target, options=options)
+        _assert_same(_snapshot(resumed), _snapshot(optimizer))
+        full = StateDictOptions(full_state_dict=True)
+        other = make(_twin(model))
+        co.load_named_state_dict(other, co.named_state_dict(optimizer))
+        _assert_same(_snapshot(other), _snapshot(optimizer))
+        if not flatten:
+            fresh, resumed = _round_trip(make, model, optimizer, full)
+            _assert_same(_snapshot(resumed), _snapshot(optimizer))
+        model.zero_grad()
+        for each_model, each in ((model, optimizer), (fresh, resumed)):
+            _train(each_model, each, 2, first=2)
+        _assert_same(_snapshot(resumed), _snapshot(optimizer))
+
+
+def what_cannot_be_sharded_is_refused_by_name(directory: Path) -> None:
+    model = _build()
+    for kind in (co.LBFGS, co.SparseAdam):
+        with pytest.raises(ValueError, match=rf"{kind.__name__} does not support DTensors; 'embed\.weight' is one; use an"):
+            kind(model.named_parameters())
+
+
 def asking_a_fresh_optimizer_for_its_state_changes_nothing(directory: Path) -> None:
     for make, flatten in itertools.product((_adamw, _sgd), (False, True)):
         asked_model, model = _build(), _build()
@@ -510,6 +633,11 @@ CHECKS: dict[str, Callable[[Path], None]] = {
         compiled_steps_on_shards_equal_others,
         a_step_on_shards_compiles_with_inductor,
         a_training_step_compiled_whole_equals_torchs_where_some_parameters_are_split,
+        every_optimizer_of_dense_gradients_steps_compiled,
+        rules_on_whole_tensors_step_shards_as_whole_ones,
+        muon_steps_as_torchs_does_on_the_same_shards,
+        checkpoints_of_rules_on_whole_tensors_resume,
+        what_cannot_be_sharded_is_refused_by_name,
         asking_a_fresh_optimizer_for_its_state_changes_nothing,
         every_option_that_works_for_torch_works,
         checkpoints_of_torch_optim_load_both_ways,

@@ -509,7 +509,7 @@ def test_one_group_on_one_device() -> None:
     with pytest.raises(ValueError, match=message):
         optimizer.add_param_group({"params": [b]})
     assert len(optimizer.param_groups) == 1
-    with pytest.raises(ValueError, match="LBFGS needs whole parameters on one device, got cpu, meta"):
+    with pytest.raises(ValueError, match="LBFGS needs parameters on one device, got cpu, meta"):
         co.LBFGS([a, torch.zeros(2, device="meta")])
     with pytest.raises(ValueError, match="LBFGS needs parameters with at least one element"):
         co.LBFGS([torch.zeros(0)])

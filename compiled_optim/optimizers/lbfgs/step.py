@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from compiled_optim.checkpoint.state_dict import LoadReport
+from compiled_optim.groups.names import parameter_name
 from compiled_optim.memory.layout import as_real, compute_dtype, real_numel, scalar_dtype
 from compiled_optim.memory.sharding import is_sharded
 from compiled_optim.optimizers.lbfgs import state_dict
@@ -38,8 +39,14 @@ class LBFGSStep(Step):
         super().__init__(holdings, clipping, grad_of)
         (self._group,) = holdings.own_groups
         devices = sorted({str(p.device) for p in self.params})
-        if len(devices) > 1 or any(map(is_sharded, self.params)):
-            raise ValueError(f"LBFGS needs whole parameters on one device, got {', '.join(devices)} or DTensors")
+        if len(devices) > 1:
+            raise ValueError(f"LBFGS needs parameters on one device, got {', '.join(devices)}")
+        if (sharded := next((j for j, p in enumerate(self.params) if is_sharded(p)), None)) is not None:
+            name = parameter_name(self._group, 0, sharded)
+            raise ValueError(
+                f"LBFGS does not support DTensors; '{name}' is one; use an optimizer that does, such as AdamW, or replicate "
+                "the model with DistributedDataParallel"
+            )
         if not sum(map(real_numel, self.params)):
             raise ValueError("LBFGS needs parameters with at least one element")
         self.devices = (self.params[0].device,)
