@@ -28,9 +28,17 @@ class ParamState(WatchedDict[str, Any]):
         names: what a step may look at; None for everything. Under other names somebody may keep anything.
     """
 
+    initial: Mapping[str, float | Tensor] | None = None
+    """What the optimizer filled it with when it was empty; None if it never was."""
+
     def __init__(self, values: Any = (), *, changes: Changes | None = None, names: Container[str] | None = None) -> None:
         super().__init__(values, changes=changes)
         self._names = names
+
+    def is_initial(self) -> bool:
+        """Whether every entry is as the optimizer made it, so that nothing is lost with them. Waits for the device."""
+        initial = self.initial
+        return initial is not None and all(name in initial and _holds(e, initial[name]) for name, e in self.items())
 
     def _is_watched(self, *key: Any) -> bool:
         return self._names is None or not key or key[0] in self._names
@@ -72,6 +80,14 @@ class OptimizerState(WatchedDict[Any, Any]):
             self.drop_quietly(key)
         for key, value in values.items():
             self.set_quietly(key, value)
+
+
+def _holds(entry: Any, value: float | Tensor) -> bool:
+    """Whether every number of ``entry`` can be read and is ``value``. What has no memory by design holds any."""
+    if not isinstance(entry, Tensor) or is_lost(entry) or is_fake(entry):
+        return False
+    numbers = as_real(local(entry.detach()))
+    return entry.is_meta or bool((numbers == torch.as_tensor(value, dtype=numbers.dtype, device=numbers.device)).all())
 
 
 def scalar_names(declaration: Declaration) -> tuple[str, ...]:

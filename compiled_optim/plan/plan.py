@@ -249,7 +249,10 @@ def partition(
             if not _has_memory(rule, param, own_state, name, needed=is_needed):
                 continue
             buffers = rule.present_buffers(choices)
-            missing = missing_entries(rule, buffers, param, own_state, initial_values(rule, ChainMap(group.live, group)))
+            initial = initial_values(rule, ChainMap(group.live, group))
+            missing = missing_entries(rule, buffers, param, own_state, initial)
+            if not own_state:
+                own_state.initial = {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in initial.items()}
             for entry, tensor in missing.items():
                 own_state.set_quietly(entry, tensor)
             found.append((Member(param, groups, i, j, own_state, (*scalar_names(rule), *buffers)), choices))

@@ -98,7 +98,7 @@ class Engine:
                 self.renew()
             except (TypeError, ValueError):
                 holdings.groups.pop()
-                kept = {p: holdings.state[p] for p in known}
+                kept = {p: holdings.state[p] for p in known if p in holdings.state}
                 holdings.state.clear()
                 holdings.state.update(kept)
                 holdings.aliases = aliases

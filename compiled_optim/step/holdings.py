@@ -19,7 +19,7 @@ from compiled_optim.plan.compilations import CompilationLog
 from compiled_optim.plan.schedule import Schedules
 from compiled_optim.rule.declared import Declared, added_choices, state_names
 from compiled_optim.rule.fields import Choice, Hyper, Static
-from compiled_optim.state import OptimizerState
+from compiled_optim.state import OptimizerState, ParamState
 from compiled_optim.step.hand_captures import HandCaptures
 
 
@@ -82,6 +82,17 @@ class Holdings:
             check_params(self.kind, group, index, self.groups[:index])
             if group["params"]:
                 group.to(group["params"][0].device)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Drop the state of parameters that left the groups without ever having been stepped; torch makes none for them.
+
+        State of another step count or with other numbers stays, whoever wrote them.
+        """
+        present = {param for group in self.groups for param in group["params"]}
+        gone = [p for p, entries in self.state.items() if isinstance(entries, ParamState) and p not in present]
+        for param in [p for p in gone if self.state[p].is_initial()]:
+            del self.state[param]
 
     def shapes(self) -> list[tuple[Any, ...]]:
         """What of the groups may change unreported: identity, length, a write into a hyperparameter that was 0."""

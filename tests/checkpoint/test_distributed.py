@@ -424,6 +424,25 @@ def what_cannot_be_sharded_is_refused_by_name(directory: Path) -> None:
             kind(model.named_parameters())
 
 
+def shards_that_replace_parameters_leave_no_whole_state(directory: Path) -> None:
+    """As in Accelerate, which puts single elements into the groups of a fresh optimizer, shards, and puts in the shards."""
+    model, twin_model = _build(sharded=False), _build()
+    optimizer, twin = _adamw(model, max_grad_norm=0.05), _adamw(twin_model, max_grad_norm=0.05)
+    group = optimizer.param_groups[0]
+    optimizer.load_state_dict(optimizer.state_dict())
+    names = {id(param): name for name, param in model.named_parameters()}
+    order = [names[id(param)] for param in group["params"]]
+    for index in range(len(order)):
+        group["params"][index] = torch.empty(1)
+    fully_shard(model)
+    params = dict(model.named_parameters())
+    group["params"] = [params[name] for name in order]
+    _train(model, optimizer, 2)
+    _train(twin_model, twin, 2)
+    assert set(optimizer.state) == set(model.parameters())
+    _assert_same(_snapshot(optimizer), _snapshot(twin))
+
+
 def asking_a_fresh_optimizer_for_its_state_changes_nothing(directory: Path) -> None:
     for make, flatten in itertools.product((_adamw, _sgd), (False, True)):
         asked_model, model = _build(), _build()
@@ -638,6 +657,7 @@ CHECKS: dict[str, Callable[[Path], None]] = {
         muon_steps_as_torchs_does_on_the_same_shards,
         checkpoints_of_rules_on_whole_tensors_resume,
         what_cannot_be_sharded_is_refused_by_name,
+        shards_that_replace_parameters_leave_no_whole_state,
         asking_a_fresh_optimizer_for_its_state_changes_nothing,
         every_option_that_works_for_torch_works,
         checkpoints_of_torch_optim_load_both_ways,

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -84,6 +84,23 @@ class TestFreed:
         del optimizer, held, runner
         assert not [r for r in references if r() is not None]
 
+    @pytest.mark.parametrize("cls", [c for c in registry() if hasattr(c, "rule")], ids=lambda c: c.__name__)
+    def test_state_that_was_never_stepped_goes_with_its_parameter(self, cls: type[CompiledOptimizer]) -> None:
+        left, kept, new = (nn.Parameter(torch.ones(4, 3)) for _ in range(3))
+        optimizer = cls([left, kept], lowering="eager", **required(cls))
+        references = [weakref.ref(left), *map(weakref.ref, optimizer.state[left].values())]
+        for param in (kept, new):
+            param.grad = torch.ones(4, 3).to_sparse(1) if cls is co.SparseAdam else torch.ones(4, 3)
+        optimizer.load_state_dict(optimizer.state_dict())  # nothing new, as some trainers do
+        optimizer.param_groups[0]["params"] = [kept, new]
+        del left
+        optimizer.step()
+        assert set(optimizer.state) == {kept, new}
+        assert not [r for r in references if r() is not None]
+        optimizer.param_groups[0]["params"] = [new]
+        optimizer.step()
+        assert set(optimizer.state) == {kept, new}  # which was stepped
+
     def test_sixty_in_a_row(self) -> None:
         made: list[weakref.ref[object]] = []
         for _ in range(60):
@@ -92,6 +109,37 @@ class TestFreed:
             del held
             assert sum(r() is not None for r in made) <= 1
             del optimizer
+
+
+def _load(optimizer: co.Adam, param: Tensor) -> None:
+    saved = optimizer.state_dict()
+    saved["state"][0]["step"] = 3
+    optimizer.load_state_dict(saved)
+
+
+def _write(optimizer: co.Adam, param: Tensor) -> None:
+    optimizer.state[param]["exp_avg"].fill_(2.0)
+
+
+def _add(optimizer: co.Adam, param: Tensor) -> None:
+    optimizer.state[param]["slow"] = torch.ones(3)
+
+
+def _assign(optimizer: co.Adam, param: Tensor) -> None:
+    optimizer.state[param] = dict(optimizer.state[param])
+
+
+@pytest.mark.parametrize("use", [_load, _write, _add, _assign])
+def test_state_that_was_loaded_or_written_stays_when_its_parameter_leaves(use: Callable[[co.Adam, Tensor], None]) -> None:
+    param, other = (nn.Parameter(torch.ones(3)) for _ in range(2))
+    optimizer = co.Adam([param])
+    use(optimizer, param)
+    other.grad = torch.ones(3)
+    before = dict(optimizer.state[param])
+    optimizer.param_groups[0]["params"] = [other]
+    optimizer.step()
+    assert set(optimizer.state) == {param, other}
+    assert optimizer.state[param].keys() == before.keys()
 
 
 def test_making_optimizers_starts_no_thread() -> None:
