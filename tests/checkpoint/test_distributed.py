@@ -443,6 +443,37 @@ def shards_that_replace_parameters_leave_no_whole_state(directory: Path) -> None
     _assert_same(_snapshot(optimizer), _snapshot(twin))
 
 
+def compiled_replicas_step_as_torchs(directory: Path) -> None:
+    torch._dynamo.reset()
+    ours, theirs = (DistributedDataParallel(_build(sharded=False)) for _ in range(2))
+    optimizer, reference = _adamw(ours.module), torch.optim.AdamW(theirs.module.parameters(), lr=0.01)
+    counter = CompileCounterWithBackend("aot_eager")
+    step = torch.compile(optimizer.step, backend=counter, fullgraph=True)
+    for index in range(3):
+        for model in (ours, theirs):
+            model(torch.randint(7, (9,), generator=torch.Generator().manual_seed(10 * index + dist.get_rank()))).backward()
+        step()
+        reference.step()
+        for each in (optimizer, reference):
+            each.zero_grad()
+            each.param_groups[0]["lr"] = each.param_groups[0]["lr"] * 0.5
+    assert counter.frame_count == 1
+    for param, other in zip(ours.module.parameters(), theirs.module.parameters(), strict=True):
+        assert torch.allclose(param, other, atol=1e-6)
+
+
+def state_that_each_process_has_a_part_of_steps_as_torchs(directory: Path) -> None:
+    """ZeroRedundancyOptimizer gives each process some of the parameters to update."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # which warns of what it imports itself
+
+    models = [DistributedDataParallel(_build(sharded=False)) for _ in range(2)]
+    kinds = (co.AdamW, torch.optim.AdamW)
+    for model, kind in zip(models, kinds, strict=True):
+        _train(model, ZeroRedundancyOptimizer(model.parameters(), optimizer_class=kind, lr=0.01), 3)
+    for param, other in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.allclose(param, other, atol=1e-6)
+
+
 def asking_a_fresh_optimizer_for_its_state_changes_nothing(directory: Path) -> None:
     for make, flatten in itertools.product((_adamw, _sgd), (False, True)):
         asked_model, model = _build(), _build()
@@ -658,6 +689,8 @@ CHECKS: dict[str, Callable[[Path], None]] = {
         checkpoints_of_rules_on_whole_tensors_resume,
         what_cannot_be_sharded_is_refused_by_name,
         shards_that_replace_parameters_leave_no_whole_state,
+        compiled_replicas_step_as_torchs,
+        state_that_each_process_has_a_part_of_steps_as_torchs,
         asking_a_fresh_optimizer_for_its_state_changes_nothing,
         every_option_that_works_for_torch_works,
         checkpoints_of_torch_optim_load_both_ways,
