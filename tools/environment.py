@@ -13,6 +13,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
+# Installed without its requirements. Others bring them but for torchvision, which as an index has it fits no torch for CPUs.
+ALONE = {"test": ["timm"]}
+
 
 def python_with(extra: str) -> Path:
     """The interpreter of a virtual environment that holds the package, editable, with one of its extras.
@@ -30,8 +33,10 @@ def python_with(extra: str) -> Path:
         if not stamp.exists() or stamp.read_text() != wanted:
             print(f"installing into {directory.name} (once)", flush=True)
             venv.create(directory, with_pip=True)
-            install = ["install", "--quiet", "--no-compile", "-c", constraints, "-e", f"{ROOT}[{extra}]"]
-            subprocess.run([python, "-m", "pip", *install], check=True)
+            install = [python, "-m", "pip", "install", "--quiet", "--no-compile", "-c", constraints]
+            subprocess.run([*install, "-e", f"{ROOT}[{extra}]"], check=True)
+            if alone := ALONE.get(extra):
+                subprocess.run([*install, "--no-deps", *alone], check=True)
             stamp.write_text(wanted)
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     return python
