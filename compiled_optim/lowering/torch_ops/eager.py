@@ -61,6 +61,8 @@ class EagerLowering(TorchLowering):
         for member, grad, column in zip(self.plan.members, self._grads, coefficients.unbind(1), strict=True):
             if grad is not None:
                 old = member.param.clone() if self._differentiable else member.param
+                if self.plan.wrapped:
+                    old = old * 1  # a plain tensor where the class lacks operations that the step takes
                 buffers = [as_real(member.entries[n]) for n in names]
                 numbers = column.to(compute_dtype(old.dtype)).unbind()
                 yield member, (as_real(old), as_real(grad.resolve_conj()), buffers, numbers)
