@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_training import OPTIONS, assert_trained_alike, batches, loss_of, needs, network, weights
+from small_training import OPTIONS, PAIR_IDS, PAIRS, assert_trained_alike, batches, loss_of, needs, network, weights
 
 pytestmark = [needs("timm")]
 
@@ -91,3 +91,20 @@ def test_lookahead(timm: Any, steps: int) -> None:
         return _train(model, optimizer), weights(model)
 
     assert_trained_alike(train)
+
+
+@pytest.mark.parametrize(("first", "second"), PAIRS, ids=PAIR_IDS)
+def test_lookahead_resumes(timm: Any, first: Any, second: Any) -> None:
+    """Its slow weights lie in the state of the optimizer that it wraps."""
+    begun, whole, resumed = network(), network(), network()
+    saved = _optimizer(timm, first, begun, "lookahead_")
+    _train(begun, saved, epochs=range(2))
+    expected = _optimizer(timm, second, whole, "lookahead_")
+    _train(whole, expected, epochs=range(2))
+    optimizer = _optimizer(timm, second, resumed, "lookahead_")
+    resumed.load_state_dict(begun.state_dict())
+    optimizer.load_state_dict(saved.state_dict())
+    alike = {"rtol": 1e-10, "atol": 1e-12}
+    results = [_train(resumed, optimizer, epochs=range(2, 4)), _train(whole, expected, epochs=range(2, 4))]
+    torch.testing.assert_close(*results, **alike)
+    torch.testing.assert_close(weights(resumed), weights(whole), **alike)

@@ -190,6 +190,24 @@ def accelerate_shards(directory: Path) -> None:
     assert_trained_alike(lambda optim: _train_accelerated(*_accelerated(optim, sharded=True)))
 
 
+def accelerate_keeps_no_unsharded_copy(directory: Path) -> None:
+    """It puts shards in the place of the optimizer's parameters: the whole ones and their state are let go."""
+    accelerator, model, optimizer, schedule = _accelerated(co, sharded=True)
+    _train_accelerated(accelerator, model, optimizer, schedule)
+    assert set(optimizer.state) == set(model.parameters())
+
+
+def schedules_move_what_is_shared_out(directory: Path) -> None:
+    """ZeroRedundancyOptimizer has groups of its own, which it copies to and from those of the optimizer."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # warns when it is imported
+
+    def train(optim: Any) -> Any:
+        model = DistributedDataParallel(network())
+        return _train(model, ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, **OPTIONS)), weights(model)
+
+    assert_trained_alike(train)
+
+
 CHECKS: dict[str, Callable[[Path], None]] = {
     function.__name__: function
     for function in (
@@ -199,6 +217,8 @@ CHECKS: dict[str, Callable[[Path], None]] = {
         steps_are_taken_in_the_backward_pass,
         accelerate_replicates,
         accelerate_shards,
+        accelerate_keeps_no_unsharded_copy,
+        schedules_move_what_is_shared_out,
     )
 }
 OF_ACCELERATE = [name for name in CHECKS if name.startswith("accelerate")]
