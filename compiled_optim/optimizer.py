@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal, cast, overload
 
@@ -12,16 +11,17 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from compiled_optim.checkpoint.forms import plain
+from compiled_optim.checkpoint.saved_values import described
 from compiled_optim.checkpoint.state_dict import LoadReport
 from compiled_optim.groups.parameters import as_groups, hand_over
 from compiled_optim.memory.sharding import traced_part
 from compiled_optim.plan.schedule import Schedule
 from compiled_optim.rule.cautious import cautious
-from compiled_optim.rule.declared import Declared
+from compiled_optim.rule.declared import Declared, no_hyperparameter
 from compiled_optim.rule.fields import Choice, Hyper, Static, flag, transform
-from compiled_optim.state import OptimizerState
-from compiled_optim.step.engine import Engine
-from compiled_optim.step.holdings import group_entries
+from compiled_optim.state import OptimizerState, ParamState
+from compiled_optim.step.engine import Engine, check_closure
+from compiled_optim.step.holdings import group_entries, position
 from compiled_optim.step.step import RuleStep, Step
 from compiled_optim.torch_internals import mend_tracing, outside_dynamo, refuse_tracing
 
@@ -72,13 +72,8 @@ class CompiledOptimizer(Declared, Optimizer):
         cls._step_class = steps or cls._step_class
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        try:
-            bound = inspect.signature(type(self)).bind(*args, **kwargs)
-        except TypeError as error:
-            raise TypeError(f"{type(self).__name__}() {error}") from None
-        bound.apply_defaults()
         made = {s.name: s.default for s in self.fields_of(Static) if not s.init}
-        options = {**made, **bound.arguments}
+        options = {**made, **self._arguments(args, kwargs)}
         params = options.pop("params")
         for choice in self.fields_of(Choice):
             choice.check(options[choice.name])
@@ -89,17 +84,22 @@ class CompiledOptimizer(Declared, Optimizer):
         groups = as_groups(params)
         defaults = group_entries(type(self), options)
         for hyper in self.fields_of(Hyper):
-            elements = hyper.elements(options[hyper.name], "the defaults")
+            elements = hyper.elements(options[hyper.name], "")
             if any(isinstance(e, Tensor) for e in elements):
                 hand_over(hyper.name, options[hyper.name], groups)
             numbers = tuple(e.item() if isinstance(e, Tensor) else e for e in elements)
             for index, number in enumerate(numbers):
-                hyper.check(number, index, "the defaults")
+                hyper.check(number, index, "")
             defaults[hyper.name] = numbers if hyper.is_tuple else numbers[0]
         self._engine.is_open = True
         super().__init__(cast(ParamsT, groups), defaults)
         self._engine.is_open = False
         self._engine.renew()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "_engine" in vars(self) and name not in vars(self) and name[:1] != "_" and not hasattr(type(self), name):
+            self._warn_of_attribute(name)
+        super().__setattr__(name, value)
 
     def _begin(self, lowering: str) -> None:
         """Own nothing yet; who waits for the lock of an optimizer that is unpickled goes on waiting for it."""
@@ -145,6 +145,7 @@ class CompiledOptimizer(Declared, Optimizer):
         """
         loss = None
         if closure is not None:
+            check_closure(closure)
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
@@ -226,10 +227,11 @@ class CompiledOptimizer(Declared, Optimizer):
             TypeError, ValueError: a function does not fit; no schedule is changed then.
             IndexError: there is no such group.
         """
-        indices = range(len(self.param_groups)) if group is None else [range(len(self.param_groups))[group]]
+        count = len(self.param_groups)
+        indices = range(count) if group is None else [position(group, count)]
         hypers = {h.name: h for h in self.fields_of(Hyper)}
         if unknown := functions.keys() - hypers.keys():
-            raise ValueError(f"{type(self).__name__} has no hyperparameter '{min(unknown)}'; it has {', '.join(hypers)}")
+            raise ValueError(no_hyperparameter(type(self), min(unknown)))
         self._engine.current()
         holdings = self._engine.holdings
         schedules = holdings.schedules.copy()
@@ -250,6 +252,8 @@ class CompiledOptimizer(Declared, Optimizer):
         """
         if not torch.compiler.is_compiling():
             self._engine.current()
+            if name not in self._engine.live[position(group, len(self._engine.live))]:
+                raise KeyError(no_hyperparameter(type(self), name))
         value: Tensor | tuple[Tensor, ...] = self._engine.live[group][name]
         return value
 
@@ -341,7 +345,7 @@ class CompiledOptimizer(Declared, Optimizer):
         if hyperparameters not in ("checkpoint", "keep"):
             raise ValueError(f"hyperparameters must be 'checkpoint' or 'keep', got {hyperparameters!r}")
         if not isinstance(state_dict, Mapping):
-            raise TypeError(f"state_dict must be a dict, got {type(state_dict).__name__}")
+            raise TypeError(f"state_dict must be a dict, such as torch.load(path) returns, got {described(state_dict)}")
         saved: dict[str, Any] = plain(state_dict, "the state dict")
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = pre_hook(self, saved)

@@ -56,7 +56,8 @@ class StaticInputs:
         for name, own, leaf in zip(self._names, self._leaves, leaves, strict=True):
             self._check_kind(name, leaf)
             if _form(own) != _form(leaf):
-                raise ValueError(f"{name} must be {_words(own)} as in the first call, got {_words(leaf)}")
+                difference = f"{name} must be {_words(own)} as in the first call, got {_words(leaf)}"
+                raise ValueError(difference + _remedy(own, leaf))
         return leaves
 
     def change(self, leaves: list[Any]) -> str:
@@ -108,6 +109,14 @@ def _ordered(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 def _form(leaf: Any) -> object:
     return (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else None
+
+
+def _remedy(own: Any, leaf: Any) -> str:
+    """What to do about a tensor that is only shorter than the first one, as in a last batch."""
+    both = isinstance(own, Tensor) and isinstance(leaf, Tensor)
+    if not both or own.shape[1:] != leaf.shape[1:] or own.shape[:1] <= leaf.shape[:1]:
+        return ""
+    return "; for a smaller last batch, give the DataLoader drop_last=True or call the function without the runner"
 
 
 def _words(leaf: Any) -> str:

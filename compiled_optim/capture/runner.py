@@ -81,10 +81,11 @@ class CUDAGraphRunner:
             self._run = StepRun(target, warmup, recaptures, stream)
         else:
             if not callable(target):
-                raise TypeError(f"target must be an optimizer of compiled_optim or a function, got {type(target).__name__}")
+                raise TypeError(f"target must be an optimizer of compiled_optim or a function, got {_origin(target)}")
             given = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers or ())
-            if not given or not all(isinstance(o, CompiledOptimizer) for o in given):
-                raise TypeError("optimizers must be the optimizers of compiled_optim that the function steps, at least one")
+            if strange := [_origin(o) for o in given if not isinstance(o, CompiledOptimizer)] or ["none"] * (not given):
+                wanted = "optimizers must be the optimizers of compiled_optim that the function steps, at least one"
+                raise TypeError(f"{wanted}; got {', '.join(strange)}")
             if len(set(map(id, given))) < len(given):
                 raise ValueError("optimizers holds the same optimizer twice")
             if modules is None:
@@ -159,6 +160,11 @@ class CUDAGraphRunner:
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError("a CUDAGraphRunner holds device memory and cannot be copied or pickled; make a new one")
+
+
+def _origin(value: Any) -> str:
+    """The class of a value, with the package that it comes from."""
+    return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
 
 
 def _check_count(name: str, value: Any, least: int) -> None:

@@ -20,6 +20,7 @@ from compiled_optim.checkpoint.optimi import from_optimi, is_optimi
 from compiled_optim.checkpoint.others import copied, is_lost_state, known_names
 from compiled_optim.checkpoint.saved_values import described, naming
 from compiled_optim.checkpoint.writing import Writes
+from compiled_optim.groups.names import advising
 from compiled_optim.groups.param_group import ParamGroup
 from compiled_optim.rule.declared import Declared
 from compiled_optim.rule.rule import Declaration
@@ -29,8 +30,10 @@ from compiled_optim.state import OptimizerState, scalar_names
 class LoadReport(NamedTuple):
     """What a load left out: names in the optimizer only, in the checkpoint only, and in both but unlike each other.
 
-    State that belongs to no parameter of the checkpoint is ``unexpected`` too. What hooks and wrappers keep in the state,
-    under names that no optimizer gives, is loaded and not reported.
+    State that belongs to no parameter of the checkpoint is ``unexpected`` too. A parameter that is ``missing``, or
+    ``mismatched`` in one entry of its state, keeps all the state that it has: in a new optimizer it starts anew, at step 0.
+    A hyperparameter that is ``mismatched`` keeps the optimizer's value. What hooks and wrappers keep in the state, under
+    names that no optimizer gives, is loaded and not reported.
     """
 
     missing: list[str]
@@ -75,6 +78,7 @@ def _snapshot(key: str, value: Any, declaration: Declaration, param: Tensor) -> 
 
 
 @torch.no_grad()
+@advising()
 def load(
     kind: type[Declared],
     groups: Sequence[ParamGroup],
@@ -106,7 +110,8 @@ def load(
     report = LoadReport(missing, unexpected + orphans, problems + conflicts)
     if strict and any(report):
         parts = [f"{kind}: {', '.join(names)}" for kind, names in zip(report._fields, report, strict=True) if names]
-        raise ValueError(f"the checkpoint does not match the optimizer ({declaration.name}); {'; '.join(parts)}")
+        demand = f"the checkpoint does not match the optimizer, as strict=True demands ({declaration.name})"
+        raise ValueError(f"{demand}; {'; '.join(parts)}")
     writes.write(groups, state)
     aliases.update(saved.get("aliases", {}) if names else {})
     return report

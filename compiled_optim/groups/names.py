@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +14,17 @@ def parameter_name(group: Mapping[str, Any], group_index: int, index: int) -> st
     """The name of a parameter in messages, or its position where it has no name."""
     names = group.get("param_names")
     return names[index] if names else f"param_groups[{group_index}]['params'][{index}]"
+
+
+@contextlib.contextmanager
+def advising() -> Iterator[None]:
+    """Let an error that tells a parameter by its position say how to get names."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        if len(error.args) == 1 and re.search(r"param_groups\[\d+\]\['params'\]\[\d+\]", str(error)):
+            error.args = (f"{error}; made from model.named_parameters(), the optimizer would tell names",)
+        raise
 
 
 def named_parameters(groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Any]]:

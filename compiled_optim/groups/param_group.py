@@ -20,6 +20,7 @@ from compiled_optim.groups.live import Live, address
 from compiled_optim.groups.reading import Reading, reading_of, unread
 from compiled_optim.groups.watched import Changes, WatchedDict, WatchedList
 from compiled_optim.memory.layout import is_lost, scalar, scalar_dtype
+from compiled_optim.rule.misspelled import warn_of_entry
 from compiled_optim.rule.rule import Declaration
 from compiled_optim.torch_internals import (
     fakes_are_made,
@@ -222,6 +223,8 @@ class ParamGroup(WatchedDict[str, Any]):
         if key in self._structural:
             self._check({**self, key: value})
             self.report()
+        elif key not in self:
+            warn_of_entry(key, (*self._hypers, *self._structural), self.label)
         self.set_quietly(key, value.clone() if isinstance(value, Reading) else value)  # the copy writes to no group
 
     def _assign(self, key: str, elements: Sequence[float | Tensor]) -> None:

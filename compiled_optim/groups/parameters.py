@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_optim.groups.names import named_parameters, parameter_name
+from compiled_optim.groups.names import advising, named_parameters, parameter_name
 from compiled_optim.memory.sharding import is_sharded
 from compiled_optim.rule.declared import Declared
 
@@ -50,6 +50,7 @@ def hand_over(key: str, value: Any, groups: list[dict[str, Any]]) -> None:
         group.setdefault(key, value)
 
 
+@advising()
 def check_params(
     optimizer: type[Declared], group: Mapping[str, Any], index: int, others: Sequence[Mapping[str, Any]]
 ) -> None:

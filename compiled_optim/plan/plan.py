@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from compiled_optim import torch_internals
-from compiled_optim.groups.names import parameter_name
+from compiled_optim.groups.names import advising, parameter_name
 from compiled_optim.groups.param_group import ParamGroup
 from compiled_optim.memory.addresses import Addresses, gradient
 from compiled_optim.memory.layout import has_memory, is_lost, span
@@ -178,6 +178,7 @@ class Plan:
                 raise ValueError(f"the gradient of '{member.name}' has no memory: it is a FakeTensor")
         return all(g is None or g.dtype == d for g, d in zip(grads, self.grad_dtypes, strict=True))
 
+    @advising()
     def _refuse(self, grads: Sequence[Tensor | None]) -> NoReturn:
         rule, takes_sparse = self.rule, self.rule.gradients == "sparse"
         pairs = zip(self.members, grads, strict=True)

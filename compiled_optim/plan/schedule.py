@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -53,8 +54,16 @@ class Schedules:
             )
             raise ValueError(f"{where} cannot run on the device: {advice} ({error})") from error
         first_step = scalar(1, group.tensors(hyper.name)[0].device)
-        for i, value in enumerate(hyper.elements(function(first_step), where)):
-            hyper.check(float(value), i, where)
+        values, again = ([float(v) for v in hyper.elements(function(first_step), where)] for _ in range(2))
+        for i, value in enumerate(values):
+            hyper.check(value, i, where)
+        if values != again:
+            warnings.warn(
+                f"{where} gives {values} and then {again} for the same step count; let it depend on nothing else: it is "
+                "also called between steps, and its Python does not run in the replays of a graph",
+                UserWarning,
+                stacklevel=3,
+            )
         self.functions[index, hyper.name] = hyper, function
 
     def follow(self, groups: Sequence[ParamGroup], plans: Sequence[Plan]) -> None:

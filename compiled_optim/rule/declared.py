@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, get_type_hints
 
@@ -25,6 +26,7 @@ from compiled_optim.rule.fields import (
     static,
     transform,
 )
+from compiled_optim.rule.misspelled import hint, misspelled
 from compiled_optim.rule.rule import Declaration, Gradients, Granularity, Rule
 
 
@@ -94,6 +96,36 @@ class Declared:
         cls.__init__ = construct  # type: ignore[method-assign]
 
     @classmethod
+    def _arguments(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """What the constructor was called with, by name and with defaults; ``TypeError`` where it does not fit."""
+        signature = inspect.signature(cls)
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError as error:
+            unknown = [name for name in kwargs if f"'{name}'" in str(error)]
+            hints = (hint(name, signature.parameters) for name in unknown)
+            raise TypeError(f"{cls.__name__}() {error}{''.join(hints)}") from None
+        bound.apply_defaults()
+        return dict(bound.arguments)
+
+    def _warn_of_attribute(self, name: str) -> None:
+        """Warn that a new attribute is one of the constructor's arguments, or a misspelled one, which nothing reads.
+
+        A class with a constructor of its own may keep there what it likes.
+        """
+        cls = type(self)
+        if not hasattr(cls.__init__, "__signature__"):
+            return
+        if name not in inspect.signature(cls).parameters:
+            attributes = tuple(key for key in vars(self) if not key.startswith("_"))
+            if wanted := misspelled(name, attributes):
+                warnings.warn(f"nothing reads {cls.__name__}.{name}; did you mean {wanted}?", UserWarning, stacklevel=3)
+            return
+        in_group = isinstance(cls.fields.get(name), (Hyper, Static)) or name in cls.group_flags
+        way = f"assign param_groups[i]['{name}']" if in_group else "pass it to the constructor"
+        warnings.warn(f"nothing reads {cls.__name__}.{name}; {way}", UserWarning, stacklevel=3)
+
+    @classmethod
     def _made_rule(cls) -> Rule:
         rule = Rule(
             **{field.name: getattr(cls.declaration, field.name) for field in dataclasses.fields(Declaration)},
@@ -148,6 +180,12 @@ def added_choices(cls: type[Declared]) -> dict[str, Any]:
     choices |= {f.name: f.default for f in cls.fields_of(Flag) if f.name in cls.group_flags}
     known = _torch_arguments(cls.__name__) or cls.declared
     return {name: default for name, default in choices.items() if name not in known}
+
+
+def no_hyperparameter(cls: type[Declared], name: str) -> str:
+    """The message that an optimizer of this class has no hyperparameter ``name``."""
+    names = [h.name for h in cls.fields_of(Hyper)]
+    return f"{cls.__name__} has no hyperparameter '{name}'; it has {', '.join(names)}{hint(name, names)}"
 
 
 def _torch_flags(cls: type[Declared]) -> dict[str, bool]:

@@ -22,6 +22,11 @@ Number: TypeAlias = float | Tensor  # a hyperparameter as a user may give it: a 
 _LABELS = {"lr": "learning rate", "eps": "epsilon value", "betas": "beta parameter at index {index}"}
 
 
+def _placed(name: str, where: str) -> str:
+    """``name`` in a message: as an entry of ``where``, or where that is empty, as an argument of the constructor."""
+    return f"{name} of {where}" if where else f"the argument {name}"
+
+
 @dataclass(frozen=True)
 class Field:
     """One declared name; ``name`` is filled in when the class body is read."""
@@ -69,7 +74,10 @@ class Hyper(Field):
         return self.is_tuple and self.default[index] is None
 
     def check(self, value: float, index: int, where: str, slack: float = 0.0) -> None:
-        """Raise ``ValueError`` if ``value``, of ``where``, is NaN or out of bounds; inclusive bounds get ``slack``."""
+        """Raise ``ValueError`` if ``value`` is NaN or out of bounds; inclusive bounds get ``slack``.
+
+        ``where`` is the group or schedule that has the value, in words; empty for an argument of the constructor.
+        """
         if math.isnan(value) and self.optional(index):
             return
         inside = (
@@ -81,16 +89,16 @@ class Hyper(Field):
         )
         if not inside:
             label = _LABELS.get(self.name, f"{self.name} value").format(index=index)
-            raise ValueError(f"Invalid {label}: {value} ({self.element(index)} of {where} must be {self.allowed})")
+            raise ValueError(f"Invalid {label}: {value} ({_placed(self.element(index), where)} must be {self.allowed})")
 
     def elements(self, value: Any, where: str) -> tuple[float | Tensor, ...]:
         """``value`` as a tuple of ``length`` floats or 1-element tensors; ``TypeError`` or ``ValueError`` if it is none."""
         if not self.is_tuple:
             return (self._number(value, 0, where),)
         if not isinstance(value, (tuple, list)):
-            raise TypeError(f"{self.name} of {where} must be a tuple of {self.length} numbers, got {value!r}")
+            raise TypeError(f"{_placed(self.name, where)} must be a tuple of {self.length} numbers, got {value!r}")
         if len(value) != self.length:
-            raise ValueError(f"{self.name} of {where} must have {self.length} elements, got {value!r}")
+            raise ValueError(f"{_placed(self.name, where)} must have {self.length} elements, got {value!r}")
         return tuple(self._number(element, index, where) for index, element in enumerate(value))
 
     def checked(self, value: Any, where: str, slack: float = 0.0) -> tuple[float | Tensor, ...]:
@@ -106,20 +114,21 @@ class Hyper(Field):
     def _number(self, value: Any, index: int, where: str) -> float | Tensor:
         if value is None and self.optional(index):
             return math.nan
+        name = self.element(index)
         if isinstance(value, Tensor):
             if value.numel() != 1:
                 raise ValueError(
-                    f"Tensor {self.element(index)} must be 1-element, got shape {tuple(value.shape)} for {where}"
+                    f"Tensor {name} must be 1-element, got shape {tuple(value.shape)} for {_placed(name, where)}"
                 )
             if value.is_complex():
-                raise TypeError(f"{self.element(index)} of {where} must be real, got a {value.dtype} tensor")
+                raise TypeError(f"{_placed(name, where)} must be real, got a {value.dtype} tensor")
             return value
         if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
-            raise TypeError(f"{self.element(index)} of {where} must be a number or a 1-element tensor, got {value!r}")
+            raise TypeError(f"{_placed(name, where)} must be a number or a 1-element tensor, got {value!r}")
         try:
             return float(value)
         except (TypeError, ValueError):
-            raise ValueError(f"{self.element(index)} of {where} must be a single number, got {value!r}") from None
+            raise ValueError(f"{_placed(name, where)} must be a single number, got {value!r}") from None
 
 
 @dataclass(frozen=True)
@@ -129,10 +138,9 @@ class Choice(Field):
     default: Any
 
     def check(self, value: Any, where: str = "") -> None:
-        """Raise ``TypeError`` if ``value`` is no bool where the default is one; ``where`` names its group, if any."""
+        """Raise ``TypeError`` if ``value`` is no bool where the default is one; ``where`` is as in :meth:`Hyper.check`."""
         if isinstance(self.default, bool) and not isinstance(value, bool):
-            label = f"{self.name} of {where}" if where else self.name
-            raise TypeError(f"{label} must be a bool, got {value!r}")
+            raise TypeError(f"{_placed(self.name, where)} must be a bool, got {value!r}")
 
 
 @dataclass(frozen=True)

@@ -189,6 +189,15 @@ class Engine:
             self.holdings.hand_captures.keep(step.memory)
 
 
+def check_closure(closure: Any) -> None:
+    """Raise ``TypeError`` unless ``closure`` can be called."""
+    if not callable(closure):
+        raise TypeError(
+            f"step() takes nothing, or a function that evaluates the loss, got a {type(closure).__name__}; call "
+            "loss.backward() and then step()"
+        )
+
+
 _runner_captures: set[object] = set()
 
 

@@ -19,6 +19,7 @@ from compiled_optim.plan.compilations import CompilationLog
 from compiled_optim.plan.schedule import Schedules
 from compiled_optim.rule.declared import Declared, added_choices, state_names
 from compiled_optim.rule.fields import Choice, Hyper, Static
+from compiled_optim.rule.misspelled import warn_of_entry
 from compiled_optim.state import OptimizerState, ParamState
 from compiled_optim.step.hand_captures import HandCaptures
 
@@ -61,6 +62,8 @@ class Holdings:
         check_params(self.kind, values, index, self.groups)
         check_names([*names, *aliases], self.groups, self.aliases)
         check_values(self.kind, values, index)
+        for key in param_group:
+            warn_of_entry(key, ("params", *_group_keys(self.kind)), f"param_groups[{index}]")
         self.groups.append(self._group(values, index))
         self.aliases |= aliases
         self.changes.pending = True
@@ -128,6 +131,13 @@ class Holdings:
 def _group_keys(kind: type[Declared]) -> list[str]:
     """What a group of ``kind`` may hold besides its parameters."""
     return [f.name for f in (*kind.fields_of(Hyper), *kind.fields_of(Static))] + list(kind.group_flags)
+
+
+def position(group: int, count: int) -> int:
+    """Which of ``count`` groups ``group`` is, counted from the start; an ``IndexError`` where there is none."""
+    if group not in range(-count, count):
+        raise IndexError(f"there is no param_groups[{group}]; the last is param_groups[{count - 1}]")
+    return range(count)[group]
 
 
 def group_entries(kind: type[Declared], options: Mapping[str, Any]) -> dict[str, Any]:

@@ -473,7 +473,7 @@ def test_names_for_some_groups_only() -> None:
 class TestInfinity:
     @pytest.mark.parametrize("kind", registry(), ids=lambda c: c.__name__)
     def test_a_learning_rate_is_finite(self, kind: type[co.CompiledOptimizer]) -> None:
-        with pytest.raises(ValueError, match=r"Invalid learning rate: inf \(lr of the defaults must be >= 0 and < inf\)"):
+        with pytest.raises(ValueError, match=r"Invalid learning rate: inf \(the argument lr must be >= 0 and < inf\)"):
             kind(model("ab"), lr=math.inf)
         optimizer = trained(kind)
         saved = spoiled_numbers(optimizer, lr=math.inf)

@@ -17,9 +17,9 @@ _LIFTED = ("foreach", "fused", "betas must be either both floats or both Tensors
 
 # torch.optim.Adafactor words its bounds in a way of its own.
 _REWORDED = {
-    "epsilon1 should be >= 0": r"Invalid epsilon value: .* \(eps\[0\] of the defaults must be >= 0 and < inf\)",
-    "Clipping threshold d should be >= 1": r"\(d of the defaults must be >= 1\)",
-    "beta2_decay should be <= 0": r"\(beta2_decay of the defaults must be > -inf and <= 0\)",
+    "epsilon1 should be >= 0": r"Invalid epsilon value: .* \(the argument eps\[0\] must be >= 0 and < inf\)",
+    "Clipping threshold d should be >= 1": r"\(the argument d must be >= 1\)",
+    "beta2_decay should be <= 0": r"\(the argument beta2_decay must be > -inf and <= 0\)",
 }
 
 
@@ -54,19 +54,19 @@ def weight() -> torch.nn.Parameter:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"lr": -0.1}, r"Invalid learning rate: -0.1 \(lr of the defaults must be >= 0 and < inf\)"),
+        ({"lr": -0.1}, r"Invalid learning rate: -0.1 \(the argument lr must be >= 0 and < inf\)"),
         ({"lr": float("nan")}, "Invalid learning rate: nan"),
         ({"lr": torch.tensor(-1.0)}, "Invalid learning rate: -1.0"),
         ({"lr": torch.tensor([1.0, 2.0])}, r"Tensor lr must be 1-element, got shape \(2,\)"),
         (
             {"betas": (0.9, 1.0)},
-            r"Invalid beta parameter at index 1: 1.0 \(betas\[1\] of the defaults must be >= 0 and < 1\)",
+            r"Invalid beta parameter at index 1: 1.0 \(the argument betas\[1\] must be >= 0 and < 1\)",
         ),
-        ({"betas": (0.9,)}, "betas of the defaults must have 2 elements"),
+        ({"betas": (0.9,)}, "the argument betas must have 2 elements"),
         ({"eps": -1}, "Invalid epsilon value: -1"),
         (
             {"weight_decay": float("inf")},
-            r"Invalid weight_decay value: inf \(weight_decay of the defaults must be >= 0 and < inf\)",
+            r"Invalid weight_decay value: inf \(the argument weight_decay must be >= 0 and < inf\)",
         ),
         ({"lowering": "fast"}, "lowering must be one of auto, multi_tensor, inductor, eager, got 'fast'"),
     ],
@@ -79,10 +79,10 @@ def test_values(weight: torch.nn.Parameter, arguments: dict[str, Any], message: 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"lr": "0.1"}, "lr of the defaults must be a number or a 1-element tensor, got '0.1'"),
-        ({"betas": 0.9}, "betas of the defaults must be a tuple of 2 numbers, got 0.9"),
+        ({"lr": "0.1"}, "the argument lr must be a number or a 1-element tensor, got '0.1'"),
+        ({"betas": 0.9}, "the argument betas must be a tuple of 2 numbers, got 0.9"),
         ({"amsgrad": 1}, "amsgrad must be a bool, got 1"),
-        ({"lr": torch.tensor(1j)}, "lr of the defaults must be real"),
+        ({"lr": torch.tensor(1j)}, "the argument lr must be real"),
         ({"learning_rate": 0.1}, "unexpected keyword argument 'learning_rate'"),
     ],
 )

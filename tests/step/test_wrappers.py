@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import Parameter
-from torch.optim.lr_scheduler import OneCycleLR
+from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
 
 import compiled_optim as co
 
@@ -69,3 +70,41 @@ def test_it_is_one_optimizer(wrapper: type[Delegating]) -> None:
     wrapped.param_groups[0]["lr"] = 9.0
     wrapped.load_state_dict(saved)
     assert own.param_groups[0]["lr"] == saved["param_groups"][0]["lr"]
+
+
+def _scaled(optimizer_class: Any, steps: int = 4, **attributes: Any) -> tuple[Tensor, list[bool], float]:
+    """Parameter, which steps were seen, and lr, where one gradient is infinite and a schedule follows the steps."""
+    param = Parameter(torch.linspace(-1, 1, 6))
+    optimizer = optimizer_class([param], lr=0.1)
+    for name, value in attributes.items():
+        setattr(optimizer, name, value)
+    scheduler = ExponentialLR(optimizer, 0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    seen: list[int] = []
+    optimizer.register_step_pre_hook(lambda *arguments: seen.append(step))
+    for step in range(steps):
+        scaler.scale(param.square().sum()).backward()
+        if step == 1:
+            param.grad[0] = float("inf")
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        if step in seen:
+            scheduler.step()
+    return param.detach(), [step in seen for step in range(steps)], float(optimizer.param_groups[0]["lr"])
+
+
+def test_a_gradient_scaler_can_decide_outside_of_the_step() -> None:
+    """As it does for torch.optim without ``fused``; trainers then see which steps were skipped."""
+    ours = _scaled(co.AdamW, _step_supports_amp_scaling=False)
+    theirs = _scaled(torch.optim.AdamW)
+    assert ours[1:] == theirs[1:] == ([True, False, True, True], 0.0125)
+    torch.testing.assert_close(ours[0], theirs[0])
+
+
+def test_a_gradient_scaler_decides_inside_of_the_step() -> None:
+    """As it does for torch.optim with ``fused``."""
+    ours, seen, lr = _scaled(co.AdamW)
+    assert seen == [True] * 4
+    assert lr == 0.00625
+    assert ours.isfinite().all()

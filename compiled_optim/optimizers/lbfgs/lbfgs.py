@@ -71,7 +71,7 @@ class LBFGS(CompiledOptimizer, steps=LBFGSStep):
         if group["max_eval"] is None:
             group["max_eval"] = group["max_iter"] * 5 // 4
 
-    def step(self, closure: Callable[[], Any]) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Perform one optimization step. With ``fixed_iterations`` it can be traced.
 
         Args:
@@ -81,8 +81,14 @@ class LBFGS(CompiledOptimizer, steps=LBFGSStep):
             The loss before the step.
 
         Raises:
+            TypeError: there is no closure.
             ValueError: ``max_grad_norm`` or ``skip_nonfinite`` was assigned.
         """
+        if not callable(closure):
+            raise TypeError(
+                f"{type(self).__name__}.step needs a closure: a function that clears the gradients, evaluates the loss, "
+                f"calls backward and returns the loss; got {type(closure).__name__}"
+            )
         refuse({"max_grad_norm": self.max_grad_norm, "skip_nonfinite": self.skip_nonfinite})
         engine = engine_of(self)
         if torch.compiler.is_compiling() and isinstance(engine.step, LBFGSStep) and engine.step.is_fixed:

@@ -1,0 +1,46 @@
+"""What somebody meant who wrote a name that is none."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import warnings
+from collections.abc import Collection
+
+_OTHER_WORDS = {
+    "learning_rate": "lr",
+    "epsilon": "eps",
+    "beta1": "betas",
+    "beta2": "betas",
+    "clip_grad_norm": "max_grad_norm",
+    "max_norm": "max_grad_norm",
+}
+
+
+def meant(word: str, known: Collection[str]) -> str | None:
+    """The name in ``known`` that ``word`` resembles or is another word for; None where there is none, or it is there."""
+    if word in known:
+        return None
+    names = {name: name for name in known} | {other: name for other, name in _OTHER_WORDS.items() if name in known}
+    found = difflib.get_close_matches(word.lower(), names, n=1, cutoff=0.81)
+    return names[found[0]] if found else None
+
+
+@functools.lru_cache
+def misspelled(word: str, known: tuple[str, ...]) -> str | None:
+    """As :func:`meant`, but None where ``word`` adds something to a known name, as ``lr_scale`` and ``max_lr`` do."""
+    lower = word.lower()
+    adds = lower not in _OTHER_WORDS and any(name in lower and name != lower and len(name) > 1 for name in known)
+    return None if adds else meant(word, known)
+
+
+def hint(word: str, known: Collection[str]) -> str:
+    """``"; did you mean lr?"``, or nothing."""
+    found = meant(word, known)
+    return f"; did you mean {found}?" if found else ""
+
+
+def warn_of_entry(key: str, known: tuple[str, ...], group: str) -> None:
+    """Warn that ``key``, which a group got, is a misspelling of a ``known`` one. Any other is the user's own."""
+    if isinstance(key, str) and (wanted := misspelled(key, known)):
+        warnings.warn(f"nothing reads {group}['{key}']; did you mean '{wanted}'?", UserWarning, stacklevel=3)
