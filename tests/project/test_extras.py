@@ -1,0 +1,71 @@
+"""Each program of the project finds what it imports in the environment that it runs in."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import tomllib
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+EXTRAS = {
+    "compiled_optim": "",
+    "perf": "perf",
+    "tests": "test",
+    "tools": "",
+    "tools/checkpoint_files.py": "convert",
+    "tools/demo": "demo",
+}
+"""What of the repository runs with which extra; without one where that is empty."""
+
+
+def _programs(place: str) -> Iterator[Path]:
+    """The Python files of a place, but for those that another place lists."""
+    top = ROOT / place
+    others = [ROOT / other for other in EXTRAS if other.startswith(f"{place}/")]
+    for path in [top] if top.is_file() else sorted(top.rglob("*")):
+        is_python = path.is_file() and (path.suffix == ".py" or (not path.suffix and path.read_bytes()[:2] == b"#!"))
+        if is_python and not any(path == other or other in path.parents for other in others):
+            yield path
+
+
+def _imported(path: Path) -> set[str]:
+    """The packages that a file imports anywhere, without those of Python and of the repository."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found.add(node.module or "")
+    tops = {name.partition(".")[0] for name in found}
+    local = [ROOT, ROOT / "tools", ROOT / "tests", ROOT / "tests" / "support", path.parent]
+    own = {p.stem for directory in local for p in directory.iterdir() if p.is_dir() or p.suffix == ".py"}
+    return tops - own - sys.stdlib_module_names
+
+
+def _declared(extra: str) -> set[str]:
+    """The distributions that the package or an extra asks for, and those of the extras that this one names."""
+    listed = PROJECT["optional-dependencies"][extra] if extra else PROJECT["dependencies"]
+    found = set() if not extra else _declared("")
+    for requirement in listed:
+        name, extras = re.match(r"([\w-]+)(?:\[([\w,-]+)\])?", requirement).groups()
+        found |= set().union(*map(_declared, extras.split(","))) if extras else {name}
+    return found
+
+
+@pytest.mark.parametrize("place", EXTRAS)
+def test_every_import_is_declared(place: str) -> None:
+    providers = importlib.metadata.packages_distributions()
+    declared = _declared(EXTRAS[place])
+    assert list(_programs(place))
+    for path in _programs(place):
+        for module in _imported(path):
+            names = {module.replace("_", "-"), *providers.get(module, ())}
+            assert declared & names, f"{path.relative_to(ROOT)} imports {module}"
