@@ -128,7 +128,7 @@ class CompiledOptimizer(Declared, Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Perform one optimization step.
+        """Perform one optimization step; parameters without a gradient, which may be all, stay as they are.
 
         Args:
             closure: re-evaluates the model, with gradients enabled, and returns the loss.
@@ -137,8 +137,9 @@ class CompiledOptimizer(Declared, Optimizer):
             The closure's loss, if there is a closure.
 
         Raises:
-            TypeError: a gradient is sparse where the optimizer takes dense ones, or the other way round, or what was
-                assigned since the last step is of a wrong type. Nothing is changed then, nor by any other error.
+            TypeError: ``closure`` cannot be called, a gradient is sparse where the optimizer takes dense ones, or the other
+                way round, or what was assigned since the last step is of a wrong type. Nothing is changed then, nor by any
+                other error.
             ValueError: what was assigned since the last step is out of range or does not fit, such as ``max_grad_norm``.
             RecompileError: something would be compiled again inside ``no_recompiles``.
             RuntimeError: a CUDA graph is being captured that cannot hold what this step needs.

@@ -13,7 +13,7 @@ import textwrap
 from pathlib import Path
 
 import compiled_optim as co
-from compiled_optim.rule.fields import Hyper, Static
+from compiled_optim.rule.fields import Buffer, Fact, Hyper, Static
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 RESULTS = README.parent / "perf" / "results" / "step.csv"
@@ -29,11 +29,18 @@ def optimizers_table() -> str:
         summary = inspect.cleandoc(cls.__doc__ or "").split("\n\n")[0].replace("\n", " ")
         choices = [s for s in cls.fields_of(Static) if s.init and s.name in cls.declared]
         fields = ", ".join(f"`{_argument(f)}`" for f in (*cls.fields_of(Hyper), *choices))
-        buffers = ", ".join(f"`{b.name}`" + (f" (with `{b.when}`)" if b.when else "") for b in cls.declaration.buffers)
+        buffers = ", ".join(f"`{b.name}`{_condition(cls, b)}" for b in cls.declaration.buffers)
         scalars = ", ".join(f"`{s.name}`" for s in cls.declaration.scalars)
         state = ", ".join(filter(None, [buffers, scalars])) if hasattr(cls, "rule") else "one for all parameters together"
         rows.append(f"| `{cls.__name__}`: {summary.partition(': ')[2] or summary} | {fields} | {state} |")
     return "\n".join(rows)
+
+
+def _condition(cls: type[co.CompiledOptimizer], field: Buffer) -> str:
+    """In which case a buffer exists: of a parameter of some shape, or with an argument."""
+    if field.when is None:
+        return ""
+    return f" (of a {field.when})" if isinstance(cls.fields[field.when], Fact) else f" (with `{field.when}`)"
 
 
 def _argument(field: Hyper | Static) -> str:
@@ -98,7 +105,7 @@ def lowering_table() -> str:
     others = {(row["optimizer"], int(row["tensors"])): row for row in table if row["lowering"] == "auto"}
     latest = {(row["lowering"], int(row["tensors"])): row for row in found}
     rows = [
-        "| AdamW on sm_90 | tensors | Triton launches | torch operators | bytes/parameter | registers | first step (CPU) |",
+        "| AdamW on sm_90 | tensors | Triton launches | torch operators | bytes/parameter | registers | compiling |",
         "|---|---|---|---|---|---|---|",
     ]
     for way, tensors in _SHOWN:
@@ -108,7 +115,8 @@ def lowering_table() -> str:
     rows += ["", "| optimizer, equal shapes | tensors | Triton launches | torch operators |", "|---|---|---|---|"]
     rows += [f"| {name} | {tensors} | {row['launches']} | {row['operators']} |" for (name, tensors), row in others.items()]
     last = table[-1]
-    source = f"torch {last['torch']}, triton {last['triton']}; from `perf/results/lowering.csv`."
+    compiling = "Compiling: CPU time of the first step, without a GPU"
+    source = f"{compiling}; torch {last['torch']}, triton {last['triton']}; from `perf/results/lowering.csv`."
     return "\n".join([*rows, "", source])
 
 

@@ -5,7 +5,16 @@ from compiled_optim.rule import Number, buffer, hyper, product, sqrt
 
 
 class Adadelta(CompiledOptimizer):
-    """Adadelta: steps in the units of the parameter (arXiv:1212.5701, Algorithm 1), times a learning rate."""
+    """Adadelta: steps in the units of the parameter (arXiv:1212.5701, Algorithm 1), times a learning rate.
+
+    Args:
+        lr: learning rate: the step is this number times the direction.
+        rho: how much of the averages of squares stays from one step to the next.
+        eps: is added to both averages of squares, in units of the gradient's square and of the step's.
+        weight_decay: this number times the parameter is added to the gradient.
+
+    The other arguments, and what is raised: :class:`~compiled_optim.optimizer.CompiledOptimizer`.
+    """
 
     lr: Number = hyper(default=1.0, ge=0)
     rho: Number = hyper(default=0.9, ge=0, le=1)

@@ -18,6 +18,15 @@ class Adafactor(CompiledOptimizer, granularity="tensor"):
     means where the paper has sums, and decays weights by ``lr``. Differs from it: a group of several dtypes takes the
     epsilon of each, and 16-bit parameters are updated in float32. DTensors are gathered for a step, and the two vectors are
     whole on every process.
+
+    Args:
+        lr: the largest step relative to the root mean square of the parameter; ``1 / sqrt(step)`` where that is smaller.
+        beta2_decay: the exponent of the step count in the weight that the newest square gets.
+        eps: the root of the least second moment, and the least scale of a parameter.
+        d: the largest root mean square of a direction; longer ones are shortened to it.
+        weight_decay: a step takes ``lr`` times this number times the parameter away from the parameter.
+
+    The other arguments, and what is raised: :class:`~compiled_optim.optimizer.CompiledOptimizer`.
     """
 
     lr: Number = hyper(default=1e-2, ge=0)

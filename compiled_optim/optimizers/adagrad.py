@@ -8,6 +8,15 @@ class Adagrad(CompiledOptimizer):
     """Adagrad: steps over the root of the sum of squared gradients (Duchi et al., JMLR 12, 2011, Figure 1).
 
     Differs from torch.optim.Adagrad: gradients are dense.
+
+    Args:
+        lr: learning rate: the step is this number times the direction.
+        lr_decay: ``lr`` is divided by 1 plus this number times the steps so far.
+        weight_decay: this number times the parameter is added to the gradient.
+        initial_accumulator_value: what the sum of squares begins with.
+        eps: keeps the divisor from 0, in units of the gradient.
+
+    The other arguments, and what is raised: :class:`~compiled_optim.optimizer.CompiledOptimizer`.
     """
 
     lr: Number = hyper(default=1e-2, ge=0)

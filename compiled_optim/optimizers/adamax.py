@@ -5,7 +5,16 @@ from compiled_optim.rule import Number, absolute, bias_correction, buffer, hyper
 
 
 class Adamax(CompiledOptimizer):
-    """Adamax: Adam with the infinity norm in place of the second moment (arXiv:1412.6980, Algorithm 2)."""
+    """Adamax: Adam with the infinity norm in place of the second moment (arXiv:1412.6980, Algorithm 2).
+
+    Args:
+        lr: learning rate, about as much as an element moves in a step where its gradients agree.
+        betas: how much of the average of gradients, and of the largest gradient, stays from one step to the next.
+        eps: is added to the size of each gradient.
+        weight_decay: this number times the parameter is added to the gradient.
+
+    The other arguments, and what is raised: :class:`~compiled_optim.optimizer.CompiledOptimizer`.
+    """
 
     lr: Number = hyper(default=2e-3, ge=0)
     betas: tuple[Number, Number] = hyper(default=(0.9, 0.999), ge=0, lt=1)

@@ -8,6 +8,15 @@ class ASGD(CompiledOptimizer):
     """Averaged stochastic gradient descent (Polyak and Juditsky, doi:10.1137/0330046), the average in the state's ``ax``.
 
     Differs from torch.optim.ASGD: ``eta`` and ``mu`` are float64.
+
+    Args:
+        lr: learning rate of the first step.
+        lambd: how fast the learning rate and the parameters decay.
+        alpha: the exponent of the decay of the learning rate.
+        t0: the step at which averaging begins.
+        weight_decay: this number times the parameter is added to the gradient.
+
+    The other arguments, and what is raised: :class:`~compiled_optim.optimizer.CompiledOptimizer`.
     """
 
     lr: Number = hyper(default=1e-2, ge=0)

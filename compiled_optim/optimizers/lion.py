@@ -8,6 +8,13 @@ class Lion(CompiledOptimizer):
     """Lion: the sign of a momentum, with decoupled weight decay (arXiv:2302.06675, Algorithm 2).
 
     The state is one average of gradients. torch.optim has no Lion; arguments and defaults are optimi's.
+
+    Args:
+        lr: learning rate: what every element moves by in a step.
+        betas: how much of the average counts in the direction, and how much of it stays from one step to the next.
+        weight_decay: a step takes ``lr`` times this number times the parameter away from the parameter.
+
+    The other arguments, and what is raised: :class:`~compiled_optim.optimizer.CompiledOptimizer`.
     """
 
     lr: Number = hyper(ge=0)

@@ -34,6 +34,18 @@ class Muon(CompiledOptimizer, granularity="matrix"):
     torch.optim.Muon. Differs from it: all matrices of one shape are one batched product, and an iteration adds its three
     terms before the last product. DTensors are gathered for a step, by shape, and may have fewer rows than there are
     processes; their momentum stays spread as they are.
+
+    Args:
+        lr: learning rate: about the spectral norm of a step, before ``adjust_lr_fn``.
+        weight_decay: a step takes ``lr`` times this number times the parameter away from the parameter.
+        momentum: how much of the buffer stays from one step to the next.
+        nesterov: orthogonalize gradient and buffer mixed by ``momentum``, instead of the buffer.
+        ns_coefficients: the polynomial of an iteration: of the first, third and fifth power.
+        eps: the least norm that a matrix is divided by.
+        ns_steps: iterations.
+        adjust_lr_fn: None, ``"original"`` or ``"match_rms_adamw"``.
+
+    The other arguments, and what is raised: :class:`~compiled_optim.optimizer.CompiledOptimizer`.
     """
 
     lr: Number = hyper(default=1e-3, ge=0)

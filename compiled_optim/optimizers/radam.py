@@ -8,6 +8,15 @@ class RAdam(CompiledOptimizer):
     """RAdam: Adam whose adaptive step is rectified by its variance (arXiv:1908.03265, Algorithm 2).
 
     Differs from torch.optim.RAdam: moments are averaged in float32 also for lower-precision parameters.
+
+    Args:
+        lr: learning rate, about as much as an element moves in a step where its gradients agree.
+        betas: how much of the average of gradients, and of their squares, stays from one step to the next.
+        eps: keeps the divisor from 0, in units of the gradient.
+        weight_decay: this number times the parameter is added to the gradient.
+        decoupled_weight_decay: decay weights as AdamW does.
+
+    The other arguments, and what is raised: :class:`~compiled_optim.optimizer.CompiledOptimizer`.
     """
 
     lr: Number = hyper(default=1e-3, ge=0)

@@ -12,6 +12,13 @@ class Rprop(CompiledOptimizer):
 
     Where the sign changes the parameter rests for a step. Differs from torch.optim.Rprop: the product of two tiny
     gradients of equal sign does not underflow to "no sign".
+
+    Args:
+        lr: the step of every element at first, in the parameter's units.
+        etas: what a step is multiplied by where the gradient's sign changed, < 1, and where it stayed, > 1.
+        step_sizes: the smallest and the largest step.
+
+    The other arguments, and what is raised: :class:`~compiled_optim.optimizer.CompiledOptimizer`.
     """
 
     lr: Number = hyper(default=1e-2, ge=0)

@@ -14,6 +14,15 @@ class SGD(CompiledOptimizer):
     Differs from torch.optim.SGD: gradients are dense, and the state also holds ``step``. While ``momentum`` is written to 0
     in place the buffer follows the gradient instead of standing still, and where it is raised from 0 during a run,
     ``dampening`` holds from its first step on.
+
+    Args:
+        lr: learning rate: the step is this number times the direction.
+        momentum: how much of the buffer stays from one step to the next; 0 for no buffer.
+        dampening: what part of each gradient does not get into the buffer.
+        weight_decay: this number times the parameter is added to the gradient.
+        nesterov: step along gradient plus ``momentum`` times buffer; needs momentum, and no dampening.
+
+    The other arguments, and what is raised: :class:`~compiled_optim.optimizer.CompiledOptimizer`.
     """
 
     lr: Number = hyper(default=1e-3, ge=0)

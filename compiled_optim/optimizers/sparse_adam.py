@@ -10,6 +10,13 @@ class SparseAdam(CompiledOptimizer, gradients="sparse", advice="Adam"):
     The moments of other rows do not decay. ``eps`` is outside the bias correction (the paper's section 2, end). Differs from
     torch.optim.SparseAdam: repeated rows are added up, and moments averaged, in float32 also for lower-precision parameters,
     ``lr`` may be 0, and no step waits for the device.
+
+    Args:
+        lr: learning rate, about as much as an element moves in a step where its gradients agree.
+        betas: how much of the average of gradients, and of their squares, stays from one step to the next.
+        eps: keeps the divisor from 0, in units of the gradient.
+
+    The other arguments, and what is raised: :class:`~compiled_optim.optimizer.CompiledOptimizer`.
     """
 
     lr: Number = hyper(default=1e-3, ge=0)

@@ -26,8 +26,20 @@ class LBFGS(CompiledOptimizer, steps=LBFGSStep):
     history is in float32 also for lower-precision parameters; a line search takes NaN for an infinite loss; parameters may
     lie in memory in any way. The step runs as plain torch operations.
 
+    Args:
+        lr: what part of each direction a step goes; the first guess of a line search.
+        max_iter: iterations per step.
+        max_eval: calls of the closure per step; None for 1.25 times ``max_iter``.
+        tolerance_grad: stop where no element of the gradient is larger.
+        tolerance_change: stop where the parameters, or the loss, change by no more.
+        history_size: how many past steps the estimate of the curvature rests on; each costs two numbers per element.
+        line_search_fn: None or ``"strong_wolfe"``.
+        fixed_iterations: make ``max_iter`` iterations, whatever the tolerances; without a line search.
+
     Raises:
         ValueError: there are several groups or devices, or an argument is out of range.
+
+    The other arguments, and what is raised: :class:`~compiled_optim.optimizer.CompiledOptimizer`.
     """
 
     lr: Number = hyper(default=1.0, ge=0)
