@@ -96,11 +96,6 @@ class CompiledOptimizer(Declared, Optimizer):
         self._engine.is_open = False
         self._engine.renew()
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if "_engine" in vars(self) and name not in vars(self) and name[:1] != "_" and not hasattr(type(self), name):
-            self._warn_of_attribute(name)
-        super().__setattr__(name, value)
-
     def _begin(self, lowering: str) -> None:
         """Own nothing yet; who waits for the lock of an optimizer that is unpickled goes on waiting for it."""
         self._engine: Engine = vars(self).setdefault("_engine", Engine(self, self._step_class))

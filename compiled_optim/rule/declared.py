@@ -108,6 +108,12 @@ class Declared:
         bound.apply_defaults()
         return dict(bound.arguments)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        is_made = "defaults" in vars(self)  # which torch.optim's constructor writes
+        if is_made and name not in vars(self) and name[:1] != "_" and not hasattr(type(self), name):
+            self._warn_of_attribute(name)
+        super().__setattr__(name, value)
+
     def _warn_of_attribute(self, name: str) -> None:
         """Warn that a new attribute is one of the constructor's arguments, or a misspelled one, which nothing reads.
 

@@ -15,7 +15,7 @@ def _explained(kind: type) -> list[str]:
     """The names below ``Args:``, each name of a list of several too."""
     section = re.search(r"^Args:\n((?:[ ]+.*\n)+)", inspect.cleandoc(kind.__doc__ or "") + "\n", re.MULTILINE)
     assert section is not None, kind
-    listed = re.findall(r"^    ([\w, ]+): \S", section[1], re.MULTILINE)
+    listed = re.findall(r"^    (\w[\w, ]*): \S", section[1], re.MULTILINE)
     return [name for names in listed for name in names.split(", ")]
 
 
