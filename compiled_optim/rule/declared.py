@@ -122,9 +122,9 @@ class Declared:
         cls = type(self)
         if not hasattr(cls.__init__, "__signature__"):
             return
-        if name not in inspect.signature(cls).parameters:
-            attributes = tuple(key for key in vars(self) if not key.startswith("_"))
-            if wanted := misspelled(name, attributes):
+        arguments = cls.__signature__.parameters  # type: ignore[attr-defined]
+        if name not in arguments:
+            if wanted := misspelled(name, tuple(arguments)):
                 warnings.warn(f"nothing reads {cls.__name__}.{name}; did you mean {wanted}?", UserWarning, stacklevel=3)
             return
         in_group = isinstance(cls.fields.get(name), (Hyper, Static)) or name in cls.group_flags
