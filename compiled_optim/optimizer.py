@@ -19,7 +19,7 @@ from compiled_optim.plan.schedule import Schedule
 from compiled_optim.rule.cautious import cautious
 from compiled_optim.rule.declared import Declared, no_hyperparameter
 from compiled_optim.rule.fields import Choice, Hyper, Static, flag, transform
-from compiled_optim.state import OptimizerState, ParamState
+from compiled_optim.state import OptimizerState
 from compiled_optim.step.engine import Engine, check_closure
 from compiled_optim.step.holdings import group_entries, position
 from compiled_optim.step.step import RuleStep, Step
