@@ -88,8 +88,7 @@ def _check_kind(optimizer: type[Declared], param: Any, name: str, *, differentia
         raise ValueError(f"{optimizer.__name__} does not support complex parameters; '{name}' is one")
     if optimizer.gradients == "sparse" and is_sharded(param):
         raise ValueError(
-            f"{optimizer.__name__} does not support DTensors; '{name}' is one; use an optimizer that takes dense gradients, "
-            "such as Adam"
+            f"{optimizer.__name__} does not support DTensors; '{name}' is one; use an optimizer that takes dense gradients"
         )
     if optimizer.granularity == "matrix" and param.dim() != 2:
         raise ValueError(
