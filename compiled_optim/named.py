@@ -18,7 +18,7 @@ def named_state_dict(optimizer: CompiledOptimizer) -> dict[str, Any]:
     save it, and load into it, as it is.
 
     Raises:
-        ValueError: the optimizer's parameters have no names.
+        ValueError: the optimizer's parameters have no names, or two of them the same.
     """
     return named(optimizer.state_dict())
 

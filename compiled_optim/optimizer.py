@@ -32,7 +32,8 @@ class CompiledOptimizer(Declared, Optimizer):
     Args:
         params: tensors, ``(name, tensor)`` pairs, a dict ``name -> tensor``, or dicts of parameter groups with any of these
             as ``params``. A tensor that a group lists under several names, as ``named_parameters(remove_duplicate=False)``
-            lists tied ones, is one parameter: it takes the first name, and checkpoints find it under every one.
+            lists tied ones, is one parameter: it takes the first name, and checkpoints find it under every one. What is
+            there twice is updated once, and a warning says so, as where two tensors have one name. Integers are skipped.
         maximize: step along the gradient instead of against it.
         differentiable: record the step with autograd; implies ``lowering="eager"``. Gradients are dense.
         foreach, capturable, fused: accepted for torch.optim's sake and without effect.
@@ -50,8 +51,7 @@ class CompiledOptimizer(Declared, Optimizer):
 
     Raises:
         TypeError: something is not a tensor, a number or a known argument.
-        ValueError: a hyperparameter is out of range, or a parameter is duplicate, not a leaf, or not floating point, or a
-            name stands for two parameters or is given to some parameters only.
+        ValueError: a hyperparameter is out of range, a parameter is no leaf or in two groups, or only some have names.
     """
 
     params: ParamsT
@@ -71,6 +71,7 @@ class CompiledOptimizer(Declared, Optimizer):
         super().__init_subclass__(**kwargs)
         cls._step_class = steps or cls._step_class
 
+    @outside_dynamo
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         made = {s.name: s.default for s in self.fields_of(Static) if not s.init}
         options = {**made, **self._arguments(args, kwargs)}
@@ -81,16 +82,19 @@ class CompiledOptimizer(Declared, Optimizer):
         self.max_grad_norm = options["max_grad_norm"]
         self.skip_nonfinite = options["skip_nonfinite"]
         self._begin(options["lowering"])
-        groups = as_groups(params)
         defaults = group_entries(type(self), options)
+        handed_over = []
         for hyper in self.fields_of(Hyper):
             elements = hyper.elements(options[hyper.name], "")
             if any(isinstance(e, Tensor) for e in elements):
-                hand_over(hyper.name, options[hyper.name], groups)
+                handed_over.append(hyper.name)
             numbers = tuple(e.item() if isinstance(e, Tensor) else e for e in elements)
             for index, number in enumerate(numbers):
                 hyper.check(number, index, "")
             defaults[hyper.name] = numbers if hyper.is_tuple else numbers[0]
+        groups = as_groups(params)
+        for name in handed_over:
+            hand_over(name, options[name], groups)
         self._engine.is_open = True
         super().__init__(cast(ParamsT, groups), defaults)
         self._engine.is_open = False

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from compiled_optim.groups.param_group import ParamGroup
 from compiled_optim.groups.watched import Changes, WatchedDict
-from compiled_optim.memory.layout import as_real, is_lost, scalar_dtype
+from compiled_optim.memory.layout import DTYPES, as_real, is_lost, scalar_dtype, scalars_device
 from compiled_optim.memory.sharding import local
 from compiled_optim.rule.fields import Buffer, Scalar
 from compiled_optim.rule.rule import Declaration, Rule
@@ -145,18 +145,12 @@ def check_entries(declaration: Declaration, param: Tensor, state: ParamState, na
         if not isinstance(value, Tensor) or tuple(value.shape) != field.shape_for(param):
             got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r}"
             raise ValueError(f"state '{field.name}' of '{name}' must have shape {field.shape_for(param)}, got {got}")
-        if value.is_complex() != param.is_complex() or value.dtype not in _DTYPES:
+        if value.is_complex() != param.is_complex() or value.dtype not in DTYPES:
             raise ValueError(f"state '{field.name}' of '{name}' is {value.dtype} for a parameter of {param.dtype}")
         if value.layout is not torch.strided:
             raise ValueError(f"state '{field.name}' of '{name}' is {value.layout}, not dense")
         if is_fake(value) and not is_fake(param):
             raise ValueError(f"state '{field.name}' of '{name}' has no memory: it is a FakeTensor")
-
-
-_DTYPES = {
-    *(torch.bfloat16, torch.float16, torch.float32, torch.float64),
-    *(torch.complex32, torch.complex64, torch.complex128),
-}
 
 
 def _is_number(value: Any) -> bool:
@@ -177,7 +171,8 @@ def missing_entries(
 
     An entry on another device is copied. A scalar may be a number or a tensor of any dtype, and becomes a float64 tensor.
     """
-    device, dtype = param.device, scalar_dtype(param.device)
+    device = scalars_device([param])
+    dtype = scalar_dtype(device)
     made: dict[str, Tensor] = {}
     for name in scalar_names(declaration):
         value: Any = state.get(name)
@@ -185,17 +180,25 @@ def missing_entries(
         value = initial[name] if absent else value
         fits = isinstance(value, Tensor) and value.device == device and value.dtype == dtype and not value.dim()
         if absent or not fits:
-            fresh = torch.empty((), dtype=dtype, device=device)
-            made[name] = fresh.fill_(value) if not isinstance(value, Tensor) else fresh.copy_(value.reshape(()))
+            made[name] = _scalar_of(value, dtype, device)
     for field in declaration.buffers:
         if (name := field.name) not in buffers:
             continue
         value = state.get(name)
-        if value is None or value.is_meta:
+        if value is None or (value.is_meta and not param.is_meta):
             made[name] = new_buffer(field, param, initial[name])
-        elif value.device != device:
-            made[name] = value.to(device)
+        elif value.device != param.device:
+            made[name] = value.to(param.device)
     return made
+
+
+def _scalar_of(value: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A new 0-dim tensor of ``value``; of one that requires grad with its graph, for a differentiable step."""
+    if isinstance(value, Tensor) and value.requires_grad:
+        with torch.enable_grad():
+            return value.reshape(()).to(device, dtype)
+    fresh = torch.empty((), dtype=dtype, device=device)
+    return fresh.copy_(value.reshape(())) if isinstance(value, Tensor) else fresh.fill_(value)
 
 
 def structure(

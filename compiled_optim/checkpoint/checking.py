@@ -13,6 +13,7 @@ from compiled_optim.checkpoint.others import Entries, copied
 from compiled_optim.checkpoint.saved_values import Unloadable, as_buffer, as_number, described, naming
 from compiled_optim.checkpoint.writing import Copies, GroupValues, check_writable
 from compiled_optim.groups.param_group import ROUNDING, ParamGroup
+from compiled_optim.memory.layout import obstacle
 from compiled_optim.rule.rule import Declaration
 from compiled_optim.state import OptimizerState, initial_values, missing_entries, scalar_names, structure
 from compiled_optim.torch_internals import outside_inference_mode
@@ -106,11 +107,16 @@ def check_state(
         param, live = ours.content, state.get(ours.content, {})
         own = {name: value for name, value in theirs.content.items() if name in known}
         others = {name: value for name, value in theirs.content.items() if name not in known}
+        reason = obstacle(param)
+        if reason and own:
+            problems.append(f"{ours.name}: {reason}")
+            continue
         choices = structure(declaration, groups[ours.group], param, group_values.get(ours.group, {}))
         needed = declaration.present_buffers(choices)
+        has_state = param.requires_grad and not reason
         try:
-            values = _values(declaration, needed, param, own) if own or (others and param.requires_grad) else {}
-            if values or (live and param.requires_grad):
+            values = _values(declaration, needed, param, own) if own or (others and has_state) else {}
+            if values or (live and has_state):
                 initial = initial_values(declaration, after[ours.group])
                 new, targets = _targets(declaration, needed, param, live, values, initial)
                 made += [(param, new)] if new else []

@@ -72,7 +72,11 @@ def with_others(own: dict[Any, Any], others: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def check(state_dict: Any) -> None:
-    """Raise ``ValueError`` unless it is an indexed or named state dict, of no later version, with each parameter once."""
+    """Raise ``ValueError`` unless it is an indexed or named state dict of no later version, no parameter in two groups.
+
+    A group may list a parameter twice, and two parameters may have one name: whether that can be loaded depends on the
+    optimizer.
+    """
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
         raise ValueError("not an optimizer state dict: it must be a dict with 'state' and 'param_groups'")
     version = state_dict.get("format_version", FORMAT_VERSION)
@@ -93,8 +97,8 @@ def check(state_dict: Any) -> None:
             raise ValueError(f"the state of {described(key)} must be a dict, got {described(entries)}")
     if not isinstance(aliases, Mapping) or not all(isinstance(n, str) for pair in aliases.items() for n in pair):
         raise ValueError(f"'aliases' must be a dict name -> name, got {described(aliases)}")
-    _refuse_repeated("names", [*(name for group in groups for name in group_names(group) or ()), *aliases])
-    _refuse_repeated("lists", (param for group in groups for param in group["params"]))
+    refuse_repeated([*{name for group in groups for name in group_names(group) or ()}, *aliases], "names")
+    refuse_repeated(param for group in groups for param in dict.fromkeys(group["params"]))
 
 
 def _check_group(group: Any, index: int) -> None:
@@ -112,9 +116,11 @@ def _check_group(group: Any, index: int) -> None:
         raise ValueError(f"{where} has {len(params)} params but {len(names)} param_names")
 
 
-def _refuse_repeated(verb: str, values: Iterable[int | str]) -> None:
+def refuse_repeated(values: Iterable[int | str], verb: str = "") -> None:
+    """Raise ``ValueError`` if one of ``values``, which are numbers or names of parameters, is there twice."""
     for value, count in Counter(values).items():
         if count > 1:
+            verb = verb or ("names" if isinstance(value, str) else "lists")
             raise ValueError(f"the checkpoint {verb} parameter {described(value)} twice")
 
 
@@ -125,6 +131,7 @@ def named(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     if any(group_names(group) is None for group in groups):
         raise ValueError("the parameters have no names: the optimizer was not made from named_parameters() or a dict")
     names = [name for group in groups for name in group_names(group) or ()]
+    refuse_repeated(names, "names")
     canonical = dict(zip([*names, *aliases], canonical_names([*names, *aliases]), strict=True))
     renamed = {p: canonical[n] for p, n in zip((p for group in groups for p in group["params"]), names, strict=True)}
     states = {renamed[key]: dict(entries) for key, entries in state_dict["state"].items() if key in renamed}

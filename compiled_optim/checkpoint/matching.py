@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from torch import Tensor
 
-from compiled_optim.checkpoint.forms import group_names
-from compiled_optim.groups.names import canonical_name, parameter_name
+from compiled_optim.checkpoint.forms import group_names, refuse_repeated
+from compiled_optim.groups.names import canonical_name, numbered, parameter_name
 from compiled_optim.groups.param_group import ParamGroup
 
 T = TypeVar("T")
@@ -48,21 +48,33 @@ def match(
     ``aliases`` are the optimizer's further names of tied parameters -> the name in the group; ``implied`` is state that a
     checkpoint may leave out, and its value where there is other state; ``known`` are the names that an optimizer gives.
 
+    Parameters of equal names are matched by their order, if both sides have equally many of them.
+
     Returns pairs of a live and a saved parameter, the names that only the optimizer has, and those that only the checkpoint
-    has. It is an error if only some of its groups have names, or if without names the numbers of parameters differ.
+    has. It is an error if only some of its groups have names, if without names the numbers of parameters differ, or if only
+    the checkpoint has several parameters of one name, or one parameter in several places.
     """
     saved_groups = saved["param_groups"]
     ours: list[Live] = _listed(groups, aliases, lambda param: param)
     theirs: list[Saved] = _listed(
         saved_groups, saved.get("aliases", {}), lambda param: _without_blanks(saved["state"].get(param, {}), implied, known)
     )
+    our_names = Counter(param.name for param in ours)
+    refuse_repeated((param.name for param in theirs if our_names[param.name] < 2), "names")
     have_names = {group_names(group) is not None for group in saved_groups if group["params"]}
     if have_names == {False} or not all("param_names" in group for group in groups):
         _check_sizes(groups, saved_groups)
         return list(zip(ours, theirs, strict=True)), [], []
     if False in have_names:
         raise ValueError("the checkpoint has names for the parameters of some groups only")
-    return _match_names(ours, theirs)
+    _check_repeats(ours, saved_groups)
+    return _match_names(_told_apart(ours), _told_apart(theirs))
+
+
+def _told_apart(listed: Sequence[Listed[T]]) -> list[Listed[T]]:
+    """``listed`` with different names."""
+    names = numbered([param.name for param in listed])
+    return [replace(param, names=(name, *param.names[1:])) for param, name in zip(listed, names, strict=True)]
 
 
 def names_to_take(groups: Sequence[ParamGroup], saved_groups: Sequence[Mapping[str, Any]]) -> list[list[str]]:
@@ -81,11 +93,16 @@ def _listed(
     further: dict[str, list[str]] = {}
     for alias, name in aliases.items():
         further.setdefault(name, []).append(alias)
-    listed = []
+    listed: list[Listed[T]] = []
     for i, group in enumerate(groups):
         names = group_names(group) or [parameter_name(group, i, j) for j in range(len(group["params"]))]
+        of_group: dict[Any, Listed[T]] = {}
         for name, param in zip(names, group["params"], strict=True):
-            listed.append(Listed((name, *further.get(name, ())), i, content_of(param)))
+            if param not in of_group:
+                of_group[param] = Listed((name, *further.get(name, ())), i, content_of(param))
+            elif name not in of_group[param].names:
+                of_group[param].names += (name,)
+        listed += of_group.values()
     return listed
 
 
@@ -97,7 +114,7 @@ def _without_blanks(state: Mapping[str, Any], implied: Mapping[str, float], know
 
 
 def _check_sizes(groups: Sequence[ParamGroup], saved_groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ``ValueError`` unless both sides have equally many groups, and groups of equal position are equally long."""
+    """Raise ``ValueError`` unless both sides have equally many groups, equally long and with repeats in equal places."""
     if len(groups) != len(saved_groups):
         raise ValueError(
             "loaded state dict has a different number of parameter groups "
@@ -109,6 +126,26 @@ def _check_sizes(groups: Sequence[ParamGroup], saved_groups: Sequence[Mapping[st
                 "loaded state dict contains a parameter group that doesn't match the size of optimizer's group: "
                 f"param_groups[{i}] has {len(theirs['params'])} parameters instead of {len(ours['params'])}"
             )
+        if (repeats := _firsts(ours["params"])) != _firsts(theirs["params"]):
+            refuse_repeated(theirs["params"][j] for j in dict.fromkeys(repeats))
+            raise ValueError(f"param_groups[{i}] has a parameter twice where the checkpoint has two parameters")
+
+
+def _firsts(params: Sequence[Any]) -> list[int]:
+    """For each of ``params`` its first place among them."""
+    places: dict[Any, int] = {}
+    return [places.setdefault(param, place) for place, param in enumerate(params)]
+
+
+def _check_repeats(live: Sequence[Live], saved_groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ``ValueError`` where the checkpoint has one parameter for several of ``live``, by their names."""
+    owners = {name: param.name for param in live for name in param.names}
+    for group in saved_groups:
+        names = group_names(group) or []
+        if names == group["params"]:
+            refuse_repeated(names)
+        known = {(param, owners[name]) for param, name in zip(group["params"], names, strict=True) if name in owners}
+        refuse_repeated(param for param, _ in known)
 
 
 def _match_names(live: list[Live], saved: list[Saved]) -> tuple[Pairs, list[str], list[str]]:

@@ -58,11 +58,12 @@ def save(
     first = 0
     for group in groups:
         params = group["params"]
+        numbers = {param: number for number, param in enumerate(params, first)}  # the last place of each, as in torch.optim
         packed = {k: neutral.get(k, v) for k, v in group.items() if k not in hypers and k != "params"}
-        packed_groups.append({**group.floats(), **packed, "params": list(range(first, first + len(params)))})
-        for index, param in enumerate(params, first):
+        packed_groups.append({**group.floats(), **packed, "params": [numbers[param] for param in params]})
+        for param, number in numbers.items():
             if entries := state.get(param):
-                packed_state[index] = {k: _snapshot(k, v, declaration, param) for k, v in entries.items()}
+                packed_state[number] = {k: _snapshot(k, v, declaration, param) for k, v in entries.items()}
         first += len(params)
     packed_state |= {key: value for key, value in state.others.items() if key not in packed_state}
     result = {"state": packed_state, "param_groups": packed_groups, "format_version": FORMAT_VERSION}

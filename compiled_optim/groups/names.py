@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -27,6 +28,14 @@ def advising() -> Iterator[None]:
         raise
 
 
+def parameters_of(group: Mapping[str, Any]) -> dict[Any, int]:
+    """The parameters of a group, each once, with their first places in it."""
+    places: dict[Any, int] = {}
+    for index, param in enumerate(group["params"]):
+        places.setdefault(param, index)
+    return places
+
+
 def named_parameters(groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Any]]:
     """All parameters in ``groups``, each with its name in messages."""
     return ((parameter_name(group, i, j), p) for i, group in enumerate(groups) for j, p in enumerate(group["params"]))
@@ -45,6 +54,16 @@ def canonical_name(name: str) -> str:
     return name
 
 
+def numbered(names: Sequence[str]) -> list[str]:
+    """``names``, where equal ones become different: each gets its place among them, and how many they are."""
+    counts, places = Counter(names), Counter[str]()
+    result = []
+    for name in names:
+        places[name] += 1
+        result.append(f"{name} ({places[name]} of {counts[name]})" if counts[name] > 1 else name)
+    return result
+
+
 def without_aliases(names: Sequence[str], params: Sequence[Any]) -> tuple[list[str], list[Any], dict[str, str]]:
     """The first name of each tensor in ``params``, the tensors once each, and a dict of each further name -> the first.
 
@@ -52,19 +71,30 @@ def without_aliases(names: Sequence[str], params: Sequence[Any]) -> tuple[list[s
     """
     if not names:
         return [], list(params), {}
-    first_names: dict[int, str] = {}
-    firsts = [first_names.setdefault(id(param), name) for name, param in zip(names, params, strict=True)]
-    kept = [i for i, first in enumerate(firsts) if first == names[i]]
-    aliases = {name: first for name, first in zip(names, firsts, strict=True) if name != first}
-    return [names[i] for i in kept], [params[i] for i in kept], aliases
+    kept: dict[int, tuple[str, Any]] = {}
+    for name, param in zip(names, params, strict=True):
+        kept.setdefault(id(param), (name, param))
+    firsts = {name: None for name, _ in kept.values()}
+    aliases = {name: kept[id(param)][0] for name, param in zip(names, params, strict=True) if name not in firsts}
+    return [name for name, _ in kept.values()], [param for _, param in kept.values()], aliases
 
 
-def check_names(names: Sequence[Any], groups: Sequence[Mapping[str, Any]], aliases: Collection[str]) -> None:
-    """Raise ``TypeError`` or ``ValueError`` unless ``names`` are different strings, new to ``groups`` and ``aliases``."""
+def repeated(names: Sequence[str], params: Sequence[Any]) -> int | None:
+    """The place of a tensor in ``params`` that stands before it too, without a further name; None if there is none."""
+    seen: set[Any] = set()
+    for index, param in enumerate(params):
+        key = (id(param), names[index] if names else None)
+        if key in seen:
+            return index
+        seen.add(key)
+    return None
+
+
+def shared_name(names: Sequence[str], groups: Sequence[Mapping[str, Any]], aliases: Collection[str]) -> str | None:
+    """A name in ``names`` that stands there twice, or in ``groups`` or ``aliases`` too; None if there is none."""
     taken = {name for group in groups for name in group.get("param_names", ())} | set(aliases)
     for name in names:
-        if not isinstance(name, str):
-            raise TypeError(f"the name of a parameter must be a string, got {name!r}")
         if name in taken:
-            raise ValueError(f"two parameters are named '{name}'; give the names of each model a prefix of its own")
+            return name
         taken.add(name)
+    return None

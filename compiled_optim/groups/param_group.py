@@ -89,6 +89,7 @@ class ParamGroup(WatchedDict[str, Any]):
         self._hypers = {h.name: h for h in declaration.hypers}
         self._structural = {"params", "maximize", "differentiable", *(s.name for s in declaration.statics)}
         self._device = device
+        self._is_meta = {p.is_meta for p in values["params"]} == {True}
         self._numbers: dict[str, _Numbers] = {}
         self._itself = weakref.ref(self)
         adopted = {address(n.tensor): n for g in others for ns in g._numbers.values() for n in ns if n.is_adopted}
@@ -167,7 +168,7 @@ class ParamGroup(WatchedDict[str, Any]):
         hyper, value = self._hypers[key], unread(value)
         for index, element in enumerate(hyper.elements(value, self.label)):
             without_memory = isinstance(element, Tensor) and (element.is_meta or is_fake(element) or is_lost(element))
-            if without_memory and not fakes_are_made() and self._device.type != "meta":
+            if without_memory and not fakes_are_made():
                 raise ValueError(f"{hyper.element(index)} of {self.label} must be a number, got a tensor without memory")
         return hyper.checked(value, self.label, slack)
 
@@ -263,7 +264,8 @@ class ParamGroup(WatchedDict[str, Any]):
             follower.follow()
 
     def _adopt(self, element: float | Tensor, adopted: dict[int, Live]) -> Live:
-        if not isinstance(element, Tensor) or element.device != self._device or not element.is_floating_point():
+        devices = {self._device} | ({torch.device("meta")} if self._is_meta else set())
+        if not isinstance(element, Tensor) or element.device not in devices or not element.is_floating_point():
             return self._fresh(element)
         known = adopted.get(address(element))
         if known is None or known.tensor.dtype != element.dtype:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from compiled_optim.groups.names import advising, named_parameters, parameter_name
 from compiled_optim.memory.sharding import is_sharded
@@ -14,13 +15,12 @@ from compiled_optim.rule.declared import Declared
 
 
 def as_groups(params: Any) -> list[dict[str, Any]]:
-    """The constructor's ``params`` as a list of new group dicts; an error if they are a tensor, or none."""
+    """The constructor's ``params`` as a list of new group dicts; an error if they are none, or no iterable of any."""
+    what = "params argument given to the optimizer"
     if isinstance(params, Tensor):
-        raise TypeError(
-            "params argument given to the optimizer should be an iterable of Tensors or dicts, but got "
-            + torch.typename(params)
-        )
-    if isinstance(params, Mapping):
+        _refuse(params, what)
+    _check_iterable(params, what)
+    if isinstance(params, Mapping) and params:
         return [{"params": params}]
     entries = list(params) if not isinstance(params, set) else [{"params": params}]
     if not entries:
@@ -28,10 +28,33 @@ def as_groups(params: Any) -> list[dict[str, Any]]:
     return [dict(e) for e in entries] if isinstance(entries[0], Mapping) else [{"params": entries}]
 
 
-def names_and_tensors(params: Any) -> tuple[list[str], list[Any]]:
-    """The names, if any, and the tensors in one group's ``params``; an error for a set, and where only some have names."""
+def _check_iterable(params: Any, what: str) -> None:
+    """Raise ``TypeError`` where ``params``, called ``what``, are no iterable of parameters, and name what was meant."""
+    if isinstance(params, nn.Module) and not isinstance(params, nn.ParameterList):
+        _refuse(params, what, "; did you mean its parameters()?")
+    if not hasattr(params, "__iter__") and not hasattr(params, "__getitem__"):
+        name = getattr(params, "__name__", "it") if callable(params) else ""
+        _refuse(params, what, f"; did you mean to call it: {name}()?" if name else "")
+    if isinstance(params, Mapping) and params:
+        tensors = params.values()
+        if all(isinstance(t, Tensor) and not (t.requires_grad or isinstance(t, nn.Parameter)) for t in tensors):
+            _refuse(params, what, " of tensors without gradients; did you mean named_parameters() in place of state_dict()?")
+
+
+def _refuse(params: Any, what: str, hint: str = "") -> NoReturn:
+    raise TypeError(f"{what} should be an iterable of Tensors or dicts, but got {torch.typename(params)}{hint}")
+
+
+def names_and_tensors(params: Any, what: str) -> tuple[list[str], list[Any]]:
+    """The names, if any, and the tensors in one group's ``params``, called ``what``.
+
+    Raises:
+        TypeError: they are no ordered collection, or a name is no string.
+        ValueError: only some have names.
+    """
     if isinstance(params, Tensor):
         return [], [params]
+    _check_iterable(params, what)
     if isinstance(params, set):
         raise TypeError(
             "optimizer parameters need to be organized in ordered collections, but the ordering of tensors in sets will "
@@ -41,6 +64,8 @@ def names_and_tensors(params: Any) -> tuple[list[str], list[Any]]:
     pairs = [e for e in entries if isinstance(e, tuple)]
     if pairs and len(pairs) != len(entries):
         raise ValueError("all optimizer params should be with/without names. Some param names are missing")
+    if foreign := [name for name, _ in pairs if not isinstance(name, str)]:
+        raise TypeError(f"the name of a parameter must be a string, got {foreign[0]!r}")
     return [name for name, _ in pairs], [tensor for _, tensor in pairs] if pairs else entries
 
 
@@ -56,18 +81,15 @@ def check_params(
 ) -> None:
     """Raise an error unless ``optimizer`` takes ``group``, which comes at ``index``, after all ``others``.
 
-    It takes tensors of certain kinds, none of them in two groups; all groups have names, or none.
+    It takes tensors of certain kinds, none of them in two groups; all groups have names, or none. Tensors that no step can
+    update, as those of integers, are taken: they get no gradients.
     """
     elsewhere = {id(param): name for name, param in named_parameters(others)}
-    here: dict[int, str] = {}
     for j, param in enumerate(group["params"]):
         name = parameter_name(group, index, j)
         _check_kind(optimizer, param, name, differentiable=group.get("differentiable", False))
         if (other := elsewhere.get(id(param))) is not None:
             raise ValueError(f"some parameters appear in more than one parameter group: '{name}' is also '{other}'")
-        if (other := here.get(id(param))) is not None:
-            raise ValueError(f"the optimizer got a parameter group with duplicate parameters: '{name}' is also '{other}'")
-        here[id(param)] = name
     if any(("param_names" in group) != ("param_names" in other_group) for other_group in others):
         with_or_without = "with" if "param_names" in group else "without"
         raise ValueError(
@@ -78,9 +100,9 @@ def check_params(
 
 def _check_kind(optimizer: type[Declared], param: Any, name: str, *, differentiable: bool) -> None:
     if not isinstance(param, Tensor):
-        raise TypeError(f"optimizer can only optimize Tensors, but one of the params is {torch.typename(param)} ('{name}')")
-    if not (param.is_floating_point() or param.is_complex()):
-        raise ValueError(f"can't optimize '{name}': its dtype is {param.dtype}, not floating point or complex")
+        hint = "; did you mean its parameters()?" if isinstance(param, nn.Module) else ""
+        kind = torch.typename(param)
+        raise TypeError(f"optimizer can only optimize Tensors, but one of the params is {kind} ('{name}'){hint}")
     if param.layout is not torch.strided:
         raise ValueError(f"{optimizer.__name__} requires dense parameter tensors; '{name}' is {param.layout}")
     is_elementwise = optimizer.gradients == "dense" and optimizer.granularity == "element"
@@ -90,7 +112,7 @@ def _check_kind(optimizer: type[Declared], param: Any, name: str, *, differentia
         raise ValueError(
             f"{optimizer.__name__} does not support DTensors; '{name}' is one; use an optimizer that takes dense gradients"
         )
-    if optimizer.granularity == "matrix" and param.dim() != 2:
+    if optimizer.granularity == "matrix" and not is_lazy(param) and param.dim() != 2:
         raise ValueError(
             f"{optimizer.__name__} only supports 2D parameters whereas we found a parameter with size: "
             f"{param.shape} ('{name}'); give the others to an elementwise optimizer"
@@ -98,4 +120,7 @@ def _check_kind(optimizer: type[Declared], param: Any, name: str, *, differentia
     if differentiable and is_sharded(param):
         raise ValueError(f"differentiable=True does not work with DTensors; '{name}' is one")
     if not differentiable and not (param.is_leaf or param.retains_grad):
-        raise ValueError(f"can't optimize a non-leaf Tensor: '{name}'")
+        raise ValueError(
+            f"can't optimize a non-leaf Tensor: '{name}' was computed from another, as .to() does; pass the other one, or "
+            ".detach().requires_grad_() of it"
+        )

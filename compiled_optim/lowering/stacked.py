@@ -255,7 +255,7 @@ class Stack:
         assert self.kernel is not None
         param = self._seen(_stack(self._params), self._owner)
         buffers = list(map(self._seen, self._buffers, self._entries))
-        columns = coefficients.index_select(1, self._index).to(self._dtype)
+        columns = coefficients.index_select(1, self._index).to(param.device, self._dtype)
         columns = columns.view(*columns.shape, *[1] * (param.dim() - 1))
         new_param, *new_buffers = self.kernel([param, self._seen(grads, self._owner), *buffers, *columns.unbind()])
         torch._foreach_copy_(self._params, _kept(new_param, self._owner).unbind())

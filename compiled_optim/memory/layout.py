@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from compiled_optim import torch_internals
+
+DTYPES = {
+    *(torch.bfloat16, torch.float16, torch.float32, torch.float64),
+    *(torch.complex32, torch.complex64, torch.complex128),
+}
+"""The dtypes of parameters and of their state."""
 
 
 class MemoryOrder:
@@ -118,6 +127,13 @@ def as_real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
+def obstacle(param: Tensor) -> str:
+    """Why no step can update ``param`` as it is; empty if one can. Such a parameter has no state."""
+    if is_lazy(param):
+        return "it is not initialized yet, which the first call of its module does"
+    return "" if param.dtype in DTYPES else f"its dtype is {param.dtype}"
+
+
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """The real dtype in which a tensor of ``dtype`` is updated: float64 for 64-bit numbers, float32 for all lower."""
     return torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
@@ -136,6 +152,14 @@ def real_numel(tensor: Tensor) -> int:
 def scalar_dtype(device: torch.device) -> torch.dtype:
     """The dtype of hyperparameters, step counts and coefficients: float64 where the device has it."""
     return torch.float32 if device.type == "mps" else torch.float64
+
+
+def scalars_device(params: Iterable[Tensor]) -> torch.device:
+    """Where the hyperparameters, step counts and coefficients of ``params`` lie.
+
+    It is the device of the first that is not a meta tensor, and the CPU if all are: the meta device would lose the numbers.
+    """
+    return next((param.device for param in params if not param.is_meta), torch.device("cpu"))
 
 
 def scalar(number: float, device: torch.device) -> Tensor:

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from compiled_optim import torch_internals
-from compiled_optim.groups.names import advising, parameter_name
+from compiled_optim.groups.names import advising, parameter_name, parameters_of
 from compiled_optim.groups.param_group import ParamGroup
 from compiled_optim.memory.addresses import Addresses, gradient
-from compiled_optim.memory.layout import has_memory, is_lost, span
+from compiled_optim.memory.layout import has_memory, is_lost, obstacle, scalars_device, span
 from compiled_optim.memory.sharding import as_part_of, is_sharded, local, local_gradient, placement
 from compiled_optim.rule.rule import Declaration, Rule
 from compiled_optim.state import (
@@ -72,7 +72,10 @@ class Member:
 
 @dataclass(eq=False)
 class Plan:
-    """The parameters of one device and one set of static choices; DTensors also share their mesh and placements."""
+    """The parameters of one device and one set of static choices; DTensors also share their mesh and placements.
+
+    ``device`` is where step counts and coefficients are: for meta parameters the CPU.
+    """
 
     rule: Rule
     statics: dict[str, Any]
@@ -87,14 +90,17 @@ class Plan:
         self.buffers = self.rule.present_buffers(self.statics)
         self.params = [m.owner for m in self.members]
         self.sharded = is_sharded(self.params[0])  # whether the parameters are DTensors
-        # Whether the parameters are of a subclass without memory of its own.
-        self.wrapped = torch_internals.wraps_others(self.members[0].param) and not has_memory(self.members[0].param)
+        self.is_meta = self.params[0].is_meta
+        # Whether the parameters have no memory of their own: those of a subclass that wraps others, and meta tensors.
+        is_wrapper = torch_internals.wraps_others(self.members[0].param)
+        self.wrapped = self.is_meta or (is_wrapper and not has_memory(self.members[0].param))
         self._has_own_grad = any(type(p).grad is not Tensor.grad for p in self.params)
         self.grad_dtypes = [p.dtype if (g := grad_of(p)) is None else g.dtype for p in self.params]
         used = sorted({m.group for m in self.members})
         self.groups = [all_groups[i] for i in used]
         self.group_index = [used.index(m.group) for m in self.members]
         self.maximizes = [bool(all_groups[m.group].get("maximize")) for m in self.members]
+        self.recorded_scalars = self._recorded_scalars()
         # Float64 matrices of shape (1 + scalars, tensors): step counts in the first row, then the rule's scalars. Together
         # they have a column for each member, of which its state holds 0-dim views.
         self.scalar_blocks = self._gather_scalars()
@@ -194,6 +200,14 @@ class Plan:
             self.scalar_blocks = [self._gathered(self.members)]
         return self.scalar_blocks[0]
 
+    def _recorded_scalars(self) -> Tensor | None:
+        """The scalars with the graph that a user gave them, for a differentiable step; None where there is none."""
+        given = [m.entries[name] for name in scalar_names(self.rule) for m in self.members]
+        if not (any(g.get("differentiable", False) for g in self.groups) and any(entry.requires_grad for entry in given)):
+            return None
+        with torch.enable_grad():
+            return torch.stack(given).view(-1, len(self.members))
+
     def _gather_scalars(self) -> list[Tensor]:
         """The scalars in as few blocks as possible. Blocks of an earlier plan stay: a graph may be reading them."""
         together: dict[int, tuple[Tensor | None, list[Member]]] = {}
@@ -236,16 +250,23 @@ def partition(
 ) -> list[Plan]:
     """The plans for all parameters that have state or need it now. Missing state is made.
 
-    A parameter without a gradient whose memory, or whose state's memory, was freed is left out until it gets a gradient.
-    ``ValueError`` says which parameter or state cannot be updated, and which state does not fit its parameter.
+    A parameter that cannot be updated, or has no memory, or whose state's memory was freed, is left out until it gets a
+    gradient. ``ValueError`` says which parameter or state cannot be updated, and which state does not fit its parameter.
     """
     found: list[tuple[Member, dict[str, Any]]] = []
     for i, group in enumerate(groups):
-        for j, param in enumerate(group["params"]):
+        for param, j in parameters_of(group).items():
             is_needed = grad_of(param) is not None
             if not (param.requires_grad or is_needed or has_own_entries(rule, state.get(param, {}))):
                 continue
-            own_state, name, choices = state[param], parameter_name(group, i, j), structure(rule, group, param)
+            if param.is_meta and not (is_needed or state.get(param)):
+                continue
+            name = parameter_name(group, i, j)
+            if reason := obstacle(param):
+                if is_needed:
+                    raise ValueError(f"can't optimize '{name}': {reason}")
+                continue
+            own_state, choices = state[param], structure(rule, group, param)
             check_entries(rule, param, own_state, name)
             if not _has_memory(rule, param, own_state, name, needed=is_needed):
                 continue
@@ -261,11 +282,11 @@ def partition(
     together: dict[tuple[Any, ...], list[Member]] = {}
     for (member, choices), turn in zip(found, _turns(written), strict=True):
         param = member.owner
-        kind = (param.device, placement(param), has_memory(member.param), turn)
+        kind = (scalars_device([param]), placement(param), has_memory(member.param), param.is_meta, turn)
         together.setdefault((*kind, *choices.items()), []).append(member)
     return [
         Plan(rule, dict(choices), device, members, groups, grad_of, turn > 0, index == 0)
-        for index, ((device, _, _, turn, *choices), members) in enumerate(together.items())
+        for index, ((device, _, _, _, turn, *choices), members) in enumerate(together.items())
     ]
 
 

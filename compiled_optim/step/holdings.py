@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, cast
 
 import torch
 
 from compiled_optim.checkpoint import state_dict as checkpoint
 from compiled_optim.checkpoint.state_dict import LoadReport
-from compiled_optim.groups.names import check_names, without_aliases
+from compiled_optim.groups.names import parameter_name, repeated, shared_name, without_aliases
 from compiled_optim.groups.param_group import ParamGroup
 from compiled_optim.groups.parameters import check_params, names_and_tensors
 from compiled_optim.groups.watched import Changes
+from compiled_optim.memory.layout import scalars_device
 from compiled_optim.plan.clipping import Clipping
 from compiled_optim.plan.compilations import CompilationLog
 from compiled_optim.plan.schedule import Schedules
@@ -55,18 +57,39 @@ class Holdings:
         values = {**defaults, **param_group}
         if unknown := [k for k in values if k in self.kind.fields and k not in _group_keys(self.kind)]:
             raise TypeError(f"{unknown[0]} is an option of the whole optimizer, not of param_groups[{index}]")
-        names, params, aliases = without_aliases(*names_and_tensors(param_group["params"]))
+        if "params" not in param_group:
+            raise ValueError(f"param_groups[{index}] has no 'params'")
+        given = names_and_tensors(param_group["params"], f"param_groups[{index}]['params']")
+        names, params, aliases = without_aliases(*given)
         values["params"] = params
         if names:
             values["param_names"] = names
         check_params(self.kind, values, index, self.groups)
-        check_names([*names, *aliases], self.groups, self.aliases)
         check_values(self.kind, values, index)
         for key in param_group:
             warn_of_entry(key, ("params", *_group_keys(self.kind)), f"param_groups[{index}]")
+        self._warn(*given, index)
         self.groups.append(self._group(values, index))
-        self.aliases |= aliases
+        every_name = {name for group in self.groups for name in group.get("param_names", ())}
+        self.aliases = {alias: name for alias, name in (self.aliases | aliases).items() if alias not in every_name}
         self.changes.pending = True
+
+    def _warn(self, names: Sequence[str], params: Sequence[Any], index: int) -> None:
+        """Warn of what ``param_groups[index]``, which is about to be added, lists twice."""
+        if (place := repeated(names, params)) is not None:
+            name = parameter_name({"param_names": names}, index, place)
+            warnings.warn(
+                f"optimizer contains a parameter group with duplicate parameters: '{name}' is there before; it is updated "
+                "once per step",
+                stacklevel=2,
+            )
+        firsts, _, aliases = without_aliases(names, params)
+        if (shared := shared_name([*firsts, *aliases], self.groups, self.aliases)) is not None:
+            warnings.warn(
+                f"two parameters are named '{shared}', and checkpoints can tell them apart by their order alone; give the "
+                "names of each model a prefix of its own",
+                stacklevel=2,
+            )
 
     def adopt(self, defaults: Mapping[str, Any], *, checked: bool) -> None:
         """Make groups of the plain dicts that somebody put there, and let all follow their parameters to other devices.
@@ -84,7 +107,7 @@ class Holdings:
         for index, group in enumerate(self.groups):
             check_params(self.kind, group, index, self.groups[:index])
             if group["params"]:
-                group.to(group["params"][0].device)
+                group.to(scalars_device(group["params"]))
         self._let_go()
 
     def _let_go(self) -> None:
@@ -115,12 +138,12 @@ class Holdings:
         return checkpoint.load(self.kind, self.own_groups, self.state, self.aliases, saved, strict, hyperparameters)
 
     def _group(self, values: Mapping[str, Any], index: int) -> ParamGroup:
-        device = values["params"][0].device if values["params"] else torch.get_default_device()
+        params = values["params"] or [torch.empty(0)]  # on the default device
         others = [g for i, g in enumerate(self.groups) if i != index and isinstance(g, ParamGroup)]
         return ParamGroup(
             values,
             self.kind.declaration,
-            device,
+            scalars_device(params),
             f"param_groups[{index}]",
             functools.partial(check_values, self.kind, index=index),
             self.changes,

@@ -36,7 +36,7 @@ class Step:
 
     def __init__(self, holdings: Holdings, clipping: tuple[Any, ...], grad_of: Callable[[Tensor], Tensor | None]) -> None:
         self._holdings = holdings
-        self.params: list[Tensor] = [p for g in holdings.own_groups for p in g["params"]]
+        self.params: list[Tensor] = list(dict.fromkeys(p for g in holdings.own_groups for p in g["params"]))
         self.live = [g.live for g in holdings.own_groups]  # hyperparameters in dicts that compiled code can read
         self.is_recorded = False  # whether a runner captures steps now, so that none is taken
         self._shapes = holdings.shapes()
@@ -146,6 +146,7 @@ class RuleStep(Step):
         place = {id(p): i for i, p in enumerate(self.params)}
         self._positions = [[place[id(p)] for p in plan.params] for plan in plans]
         planned = {i for positions in self._positions for i in positions}
+        self._meta = [p for plan in plans if plan.is_meta for p in plan.params]
         self._stateless = [i for i in range(len(self.params)) if i not in planned]
 
     def _report_shared_memory(self, plans: Sequence[Plan]) -> None:
@@ -174,9 +175,9 @@ class RuleStep(Step):
         return self.lowerings, self._square_sums, self._schedules
 
     def is_current(self) -> bool:
-        """Whether, besides, nobody has ceased to clip."""
+        """Whether, besides, nobody has ceased to clip, and no meta parameter has got memory."""
         clips = self._square_sums is None or self._clipping.measures_norm
-        return clips and super().is_current()
+        return clips and all(p.is_meta for p in self._meta) and super().is_current()
 
     def describes(self, grads: list[Tensor | None] | None) -> bool:
         """Whether the plans still describe parameters and gradients; a parameter without state has none."""

@@ -1106,3 +1106,40 @@ def test_the_list_holds_for_the_interpreted_triton_kernel() -> None:
     done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:]
     assert "passed" in done.stdout
+
+
+class Mixed(nn.Linear):
+    """A layer with parameters beside that no step updates."""
+
+    def __init__(self) -> None:
+        super().__init__(5, 1)
+        self.frozen = nn.Parameter(torch.arange(3, dtype=torch.uint8), requires_grad=False)
+        self.away = nn.Parameter(torch.ones(3, device="meta"))
+
+
+@pytest.mark.usefixtures("simulated")
+@pytest.mark.filterwarnings("ignore:.*duplicate parameters")
+@pytest.mark.parametrize("whole", [False, True])
+def test_parameters_that_are_skipped_and_one_that_is_there_twice(whole: bool) -> None:
+    torch.manual_seed(0)
+    models = [Mixed(), Mixed()]
+    models[1].weight.data.copy_(models[0].weight)
+    models[1].bias.data.copy_(models[0].bias)
+    ours, twin = (co.AdamW([*m.parameters(), m.weight], max_grad_norm=0.1) for m in models)
+
+    def step(x: Tensor, model: nn.Module, optimizer: Any, update: Callable[[], Any]) -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        update()
+
+    runner = (
+        co.CUDAGraphRunner((lambda x: step(x, models[0], ours, ours.step)), optimizers=ours)
+        if whole
+        else co.CUDAGraphRunner(ours)
+    )
+    for i in range(8):
+        runner(batch(i)) if whole else step(batch(i), models[0], ours, runner.step)
+        step(batch(i), models[1], twin, twin.step)
+    assert torch.equal(models[0].weight, models[1].weight)
+    assert torch.equal(models[0].bias, models[1].bias)
+    assert co.compile_report(ours).replays == 5

@@ -381,7 +381,7 @@ def test_fake_and_meta_optimizers_know_their_numbers() -> None:
         assert fake.param_groups[0]["lr"] == 0.25
     meta = co.AdamW([Parameter(torch.ones(2, device="meta"))], lr=0.5, eps=0.125, lowering="eager")
     assert (meta.param_groups[0]["lr"], meta.param_groups[0]["eps"]) == (0.5, 0.125)
-    assert meta.param_groups[0]["lr"].device.type == "meta"
+    assert meta.param_groups[0]["lr"].device.type == "cpu"  # where the numbers outlast the move to a device
 
 
 def test_tensors_without_memory_are_not_taken_for_one() -> None:

@@ -12,8 +12,8 @@ from torch.testing._internal.common_optimizers import optim_db
 
 import compiled_optim as co
 
-# torch's restrictions on its own implementations, which do not exist here, and a warning that is an error here.
-_LIFTED = ("foreach", "fused", "betas must be either both floats or both Tensors", "duplicate parameters.*")
+# torch's restrictions on its own implementations, which do not exist here.
+_LIFTED = ("foreach", "fused", "betas must be either both floats or both Tensors")
 
 # torch.optim.Adafactor words its bounds in a way of its own.
 _REWORDED = {
@@ -101,22 +101,14 @@ def test_parameters() -> None:
     weight = torch.nn.Parameter(torch.randn(3))
     with pytest.raises(ValueError, match="empty parameter list"):
         co.AdamW([])
-    with pytest.raises(ValueError, match=r"duplicate parameters: .*\[1\].* is also .*\[0\]"):
-        co.AdamW([weight, weight])
-    with pytest.raises(ValueError, match="duplicate parameters: 'a' is also 'a'"):
-        co.AdamW([("a", weight), ("a", weight)])
     with pytest.raises(ValueError, match="more than one parameter group: 'b' is also 'a'"):
         co.AdamW([{"params": [("a", weight)]}, {"params": [("b", weight)]}])
-    with pytest.raises(ValueError, match="two parameters are named 'a'; give the names of each model a prefix"):
-        co.AdamW([("a", weight), ("a", torch.nn.Parameter(torch.randn(1)))])
     with pytest.raises(TypeError, match="the name of a parameter must be a string, got 0"):
         co.AdamW([(0, weight)])
     with pytest.raises(ValueError, match=r"more than one parameter group: 'param_groups\[1\]\['params'\]\[0\]' is also"):
         co.AdamW([{"params": [weight]}, {"params": [weight]}])
     with pytest.raises(ValueError, match="can't optimize a non-leaf Tensor: 'w'"):
         co.AdamW([("w", weight * 2)])
-    with pytest.raises(ValueError, match=r"can't optimize 'index': its dtype is torch.int64"):
-        co.AdamW([("index", torch.zeros(3, dtype=torch.int64))])
     with pytest.raises(TypeError, match=r"one of the params is .*int \('w'\)"):
         co.AdamW([("w", 3)])
     with pytest.raises(TypeError, match="an iterable of Tensors or dicts"):
@@ -133,7 +125,7 @@ def test_parameters() -> None:
         {"lr": -1.0},
         {"betas": (0.5, 2.0)},
         {"eps": "small"},
-        {"params": [torch.zeros(2, dtype=torch.int32)]},
+        {"params": [torch.zeros(2, requires_grad=True) * 2]},
         {"lowering": "eager"},
         {"maximize": "no"},
         {"amsgrad": 1},

@@ -16,6 +16,12 @@ from compiled_optim.plan.clipping import Clipping
 from compiled_optim.plan.compilations import CompilationLog
 from compiled_optim.plan.kernel_key import kernel_key
 from compiled_optim.plan.plan import Plan
+from compiled_optim.torch_internals import is_fake
+
+
+def _is_readable(grad: Tensor) -> bool:
+    """Whether the host can look at the indices of a sparse gradient without waiting."""
+    return grad.device.type == "cpu" and not is_fake(grad)
 
 
 class GatheredRowsLowering(TorchLowering):
@@ -50,7 +56,7 @@ class GatheredRowsLowering(TorchLowering):
         super().prepare(grads)
         self._entries = {}
         given = zip(self.plan.members, self._grads, strict=True)
-        self._distinct = [g is not None and g.device.type == "cpu" and has_distinct_rows(g, m.name) for m, g in given]
+        self._distinct = [g is not None and _is_readable(g) and has_distinct_rows(g, m.name) for m, g in given]
 
     def measure(self) -> None:
         """Write the sum of the squares of the prepared gradients, after the entries of each row have been added up."""

@@ -13,7 +13,7 @@ from compiled_optim.checkpoint.forms import group_names, plain, read
 from compiled_optim.checkpoint.saved_values import Unloadable, as_buffer, as_number, naming
 from compiled_optim.checkpoint.state_dict import LoadReport
 from compiled_optim.checkpoint.writing import check_writable
-from compiled_optim.groups.names import canonical_names
+from compiled_optim.groups.names import canonical_names, numbered
 from compiled_optim.optimizers.lbfgs.curvature import restore, rows_by_age
 from compiled_optim.step.holdings import Holdings
 
@@ -29,14 +29,15 @@ def save(holdings: Holdings, memory: Mapping[str, Tensor], flags: Mapping[str, A
     """The state dict, with the values of ``flags`` for run-time flags. Waits for the device."""
     result = holdings.save(flags)
     counts = {name: int(memory[name]) for name in COUNTS}
-    others = {name: value for name, value in result["state"].pop(0, {}).items() if name not in ENTRIES}
+    first = result["param_groups"][0]["params"][0]
+    others = {name: value for name, value in result["state"].pop(first, {}).items() if name not in ENTRIES}
     if counts["func_evals"] or others:
-        result["state"][0] = (counts if counts["func_evals"] else {}) | others
+        result["state"][first] = (counts if counts["func_evals"] else {}) | others
     if counts["n_iter"]:
         count = int(memory["pairs"])
         rows = rows_by_age(count, len(memory["products"]))
         products = memory["products"][rows][:, rows]
-        result["state"][0] |= {
+        result["state"][first] |= {
             **{name: memory[name].clone() for name in (*VECTORS, "H_diag")},
             **{name: memory[name].item() for name in NUMBERS},
             **{name: list(memory[name][rows].unbind()) for name in HISTORY},
@@ -86,9 +87,11 @@ def load(
 def _order(ours: Sequence[str] | None, saved: Mapping[str, Any], count: int) -> list[int] | None:
     """Which of the checkpoint's parameters each of our ``count`` is; None if they are not the same ones."""
     theirs = group_names(saved)
+    places = {param: place for place, param in reversed([*enumerate(saved["params"])])}
     if ours is None or theirs is None:
-        return list(range(count)) if len(saved["params"]) == count else None
-    ours, theirs = canonical_names(ours), canonical_names(theirs)
+        return list(range(count)) if len(places) == count else None
+    theirs = [theirs[place] for place in sorted(places.values())]
+    ours, theirs = numbered(canonical_names(ours)), numbered(canonical_names(theirs))
     return [theirs.index(name) for name in ours] if sorted(ours) == sorted(theirs) else None
 
 

@@ -8,10 +8,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from compiled_optim.checkpoint.state_dict import LoadReport
 from compiled_optim.groups.names import parameter_name
-from compiled_optim.memory.layout import as_real, compute_dtype, real_numel, scalar_dtype
+from compiled_optim.memory.layout import as_real, compute_dtype, obstacle, real_numel, scalar_dtype
 from compiled_optim.memory.sharding import is_sharded
 from compiled_optim.optimizers.lbfgs import state_dict
 from compiled_optim.optimizers.lbfgs.curvature import direction, new_pairs, record, restore, rows_by_age
@@ -47,11 +48,23 @@ class LBFGSStep(Step):
                 f"LBFGS does not support DTensors; '{name}' is one; use an optimizer that does, such as AdamW, or replicate "
                 "the model with DistributedDataParallel"
             )
-        if not sum(map(real_numel, self.params)):
-            raise ValueError("LBFGS needs parameters with at least one element")
         self.devices = (self.params[0].device,)
-        self._sizes = [real_numel(p) for p in self.params]
-        self._dtype = max((compute_dtype(p.dtype) for p in self.params), key=lambda dtype: dtype.itemsize)
+        choices = {**added_choices(holdings.kind), **self._group}
+        self.is_fixed, self._iterations, self._history = (
+            choices[name] for name in ("fixed_iterations", "max_iter", "history_size")
+        )
+        self._captured_lr = self.live[0]["lr"].detach().clone()  # what a runner's graph reads
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        """Say which numbers of the vector belong to which parameter, and make the state for so many."""
+        self._waits = any(map(is_lazy, self.params))  # for the closure's first call, which initializes parameters
+        self._updated = [p for p in self.params if not obstacle(p)]
+        self._sizes = [0 if obstacle(p) else real_numel(p) for p in self.params]
+        if not sum(self._sizes) and not self._waits:
+            raise ValueError("LBFGS needs parameters with at least one element")
+        dtypes = (compute_dtype(p.dtype) for p in self._updated)
+        self._dtype = max(dtypes, key=lambda dtype: dtype.itemsize, default=torch.float32)
         state, fresh = self._memory, self._new_state()
         if "d" not in state or state["d"].shape != fresh["d"].shape:
             state.update(fresh)
@@ -61,11 +74,6 @@ class LBFGSStep(Step):
             state.set_quietly(name, state[name].to(self.devices[0]))
         # A dict that can be traced, of vectors: torch 2.13 loses writes to 0-dim float64 tensors in compiled CPU code.
         self._tensors = {name: state[name].view(1) if state[name].dim() == 0 else state[name] for name in MEMORY}
-        choices = {**added_choices(holdings.kind), **self._group}
-        self.is_fixed, self._iterations, self._history = (
-            choices[name] for name in ("fixed_iterations", "max_iter", "history_size")
-        )
-        self._captured_lr = self.live[0]["lr"].detach().clone()  # what a runner's graph reads
 
     @classmethod
     def check_options(cls, optimizer: type[Declared], options: Mapping[str, Any]) -> None:
@@ -89,7 +97,7 @@ class LBFGSStep(Step):
 
     def _new_state(self) -> dict[str, Tensor]:
         pairs = new_pairs(self._group["history_size"], sum(self._sizes), self._dtype, self.devices[0])
-        vectors = {name: torch.zeros_like(pairs["old_stps"][0]) for name in VECTORS}
+        vectors = {name: pairs["old_stps"].new_zeros(sum(self._sizes)) for name in VECTORS}
         numbers = {name: torch.zeros_like(pairs["H_diag"]) for name in NUMBERS}
         counts = {name: torch.zeros_like(pairs["pairs"]) for name in COUNTS}
         return {**counts, **vectors, **numbers, **pairs}
@@ -111,6 +119,8 @@ class LBFGSStep(Step):
             raise TypeError("a step of LBFGS needs a closure that re-evaluates the model")
         with torch.enable_grad():
             first = closure()
+        if self._waits:
+            self._lay_out()
         is_captured = self.is_recorded and is_capturing(self.devices[0])
         lr = self._captured_lr if is_captured else self.live[0]["lr"]
         with torch.no_grad():
@@ -193,13 +203,13 @@ class LBFGSStep(Step):
     def _line(self, closure: Callable[[], Any]) -> Callable[[float], Trial]:
         """The closure as a function on the line from the present point along ``d``; it leaves the parameters as they are."""
         towards = self._memory["d"]
-        origin = [p.clone(memory_format=torch.preserve_format) for p in self.params]
+        origin = [p.clone(memory_format=torch.preserve_format) for p in self._updated]
 
         def evaluate(length: float) -> Trial:
             self._move(length * towards)
             loss, gradient = self._evaluate(closure)
             value, slope = float(loss), gradient.dot(towards).item()
-            torch._foreach_copy_(self.params, origin)
+            torch._foreach_copy_(self._updated, origin)
             return Trial(length, math.inf if math.isnan(value) else value, gradient, slope)
 
         return evaluate
@@ -211,14 +221,14 @@ class LBFGSStep(Step):
 
     def _gradient(self) -> Tensor:
         grads = []
-        for param in self.params:
+        for param in self._updated:
             grad = torch.zeros_like(param) if param.grad is None else param.grad
             grads.append(grad.to_dense() if grad.layout is not torch.strided else grad)
         return self._flat([as_real(grad.resolve_conj()) for grad in grads])
 
     def _move(self, change: Tensor) -> None:
-        numbers = [as_real(param) for param in self.params]
-        pieces = (self._flat(numbers) + change).split(self._sizes)
+        numbers = [as_real(param) for param in self._updated]
+        pieces = (self._flat(numbers) + change).split([n.numel() for n in numbers])
         torch._foreach_copy_(numbers, [piece.view(n.shape) for n, piece in zip(numbers, pieces, strict=True)])
 
     def _flat(self, tensors: Sequence[Tensor]) -> Tensor:
