@@ -34,6 +34,10 @@ CONFIGURATIONS: list[dict[str, Any]] = [
     {"line_search_fn": "strong_wolfe", "history_size": 2, "max_iter": 5, "lr": 0.1},
     {"line_search_fn": "strong_wolfe", "max_iter": 12, "max_eval": 7},
     {"line_search_fn": "strong_wolfe", "lr": 30.0, "tolerance_grad": 1e-2},
+    {"tolerance_grad": -1.0, "tolerance_change": -1.0, "max_iter": 8},
+    {"line_search_fn": "strong_wolfe", "tolerance_grad": -1.0, "tolerance_change": -1.0, "max_iter": 5},
+    {"max_iter": 0},
+    {"max_eval": 0},
 ]
 
 
@@ -466,11 +470,11 @@ def test_a_refused_checkpoint_changes_nothing(spoil: Callable[[dict[str, Any]], 
     ("arguments", "message"),
     [
         ({"lr": -1.0}, "Invalid learning rate: -1.0"),
-        ({"max_iter": 0}, "max_iter must be an integer >= 1, got 0"),
-        ({"max_eval": 2.5}, "max_eval must be an integer >= 1, got 2.5"),
-        ({"history_size": 0}, "history_size must be an integer >= 1, got 0"),
-        ({"tolerance_grad": -1e-3}, "tolerance_grad must be >= 0, got -0.001"),
-        ({"tolerance_change": math.nan}, "tolerance_change must be >= 0, got nan"),
+        ({"max_iter": -1}, "max_iter must be an integer >= 0, got -1"),
+        ({"max_eval": 2.5}, "max_eval must be an integer >= 0, got 2.5"),
+        ({"history_size": -1}, "history_size must be an integer >= 0, got -1"),
+        ({"tolerance_grad": math.nan}, "tolerance_grad must be a number, got nan"),
+        ({"tolerance_change": math.nan}, "tolerance_change must be a number, got nan"),
         ({"line_search_fn": "armijo"}, "line_search_fn must be None or 'strong_wolfe', got 'armijo'"),
         ({"fixed_iterations": True, "line_search_fn": "strong_wolfe"}, "fixed_iterations=True needs line_search_fn=None"),
         ({"maximize": True}, "LBFGS does not support maximize=True"),

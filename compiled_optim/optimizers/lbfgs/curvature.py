@@ -42,12 +42,13 @@ def record(pairs: Mapping[str, Tensor], step: Tensor, change: Tensor, allowed: T
     """
     curvature = change.dot(step)
     accepted = (curvature > LEAST_CURVATURE) & allowed
-    row = (pairs["pairs"] % len(pairs["products"])).view(1)
-    for name, new in (("old_stps", step), ("old_dirs", change)):
-        ring = pairs[name]
-        ring.index_copy_(0, row, torch.where(accepted, new, ring.index_select(0, row)))
-    column = pairs["old_stps"] @ pairs["old_dirs"].index_select(0, row).view(-1)
-    pairs["products"].index_copy_(1, row, column.view(-1, 1))
+    if size := len(pairs["products"]):
+        row = (pairs["pairs"] % size).view(1)
+        for name, new in (("old_stps", step), ("old_dirs", change)):
+            ring = pairs[name]
+            ring.index_copy_(0, row, torch.where(accepted, new, ring.index_select(0, row)))
+        column = pairs["old_stps"] @ pairs["old_dirs"].index_select(0, row).view(-1)
+        pairs["products"].index_copy_(1, row, column.view(-1, 1))
     pairs["H_diag"].copy_(torch.where(accepted, curvature / change.dot(change), pairs["H_diag"]))
     pairs["pairs"].add_(accepted)
 

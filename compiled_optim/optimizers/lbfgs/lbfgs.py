@@ -20,7 +20,8 @@ class LBFGS(CompiledOptimizer, steps=LBFGSStep):
     A step makes up to ``max_iter`` iterations; see torch.optim.LBFGS for when it stops earlier. With ``fixed_iterations``
     it makes exactly ``max_iter``, of the given ``lr`` and with ``max_iter`` calls of the closure, whatever the tolerances
     and ``max_eval``; such a step never waits for the device, so that a training step with it can be traced and captured.
-    Several parameters count as one vector, a missing gradient as 0, a complex number as two real ones.
+    Several parameters count as one vector, a missing gradient as 0, a complex number as two real ones. A tolerance below 0
+    ends no step. Without history the direction is the gradient's, scaled by the latest curvature.
 
     Differs from torch.optim.LBFGS: the direction takes four products with the whole history in place of four per pair; the
     history is in float32 also for lower-precision parameters; a line search takes NaN for an infinite loss; parameters may
@@ -66,11 +67,11 @@ class LBFGS(CompiledOptimizer, steps=LBFGSStep):
         refuse(statics)
         for name in ("max_iter", "max_eval", "history_size"):
             value = statics[name]
-            if not (isinstance(value, int) and value >= 1) and not (name == "max_eval" and value is None):
-                raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
+            if not (isinstance(value, int) and value >= 0) and not (name == "max_eval" and value is None):
+                raise ValueError(f"{name} must be an integer >= 0, got {value!r}")
         for name in ("tolerance_grad", "tolerance_change"):
-            if not statics[name] >= 0:
-                raise ValueError(f"{name} must be >= 0, got {statics[name]!r}")
+            if not (statics[name] >= 0 or statics[name] < 0):
+                raise ValueError(f"{name} must be a number, got {statics[name]!r}")
         if statics["line_search_fn"] not in (None, "strong_wolfe"):
             raise ValueError(f"line_search_fn must be None or 'strong_wolfe', got {statics['line_search_fn']!r}")
         if statics["fixed_iterations"] and statics["line_search_fn"] is not None:
