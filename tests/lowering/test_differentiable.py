@@ -128,3 +128,44 @@ def test_sparse_gradients_are_refused(optimizer: type[co.CompiledOptimizer]) -> 
         ValueError, match=f"differentiable=True needs dense gradients; {optimizer.__name__} takes sparse ones"
     ):
         optimizer([torch.zeros(3, 2)], differentiable=True)
+
+
+@pytest.mark.parametrize("case", [case for case in FAR if hasattr(torch.optim, case.optimizer.__name__)], ids=str)
+def test_to_state_that_the_caller_put_there(case: Case) -> None:
+    """Where torch.optim has a gradient."""
+    if case.kwargs.get("cautious"):
+        pytest.skip("torch.optim has none")
+    theirs = getattr(torch.optim, case.optimizer.__name__)
+    start, grad = _leaf(0.3, -1.2).detach(), _leaf(0.7, 1.9).detach()
+    source = torch.nn.Parameter(start.clone())
+    before = theirs([source], **case.kwargs)
+    for step in range(7):
+        source.grad = grad * math.cos(step)
+        before.step()
+    found = []
+    for kind in (theirs, case.optimizer):
+        param = start.clone().requires_grad_().clone()
+        param.grad = grad.clone()
+        optimizer = kind([param], differentiable=True, **case.kwargs)
+        names = [name for name in before.state[source] if name != "step"]
+        leaves = {name: torch.as_tensor(before.state[source][name]).double().requires_grad_() for name in names}
+        optimizer.state[param].update({name: leaf.clone() for name, leaf in leaves.items()})
+        if "step" in before.state[source]:
+            optimizer.state[param]["step"] = before.state[source]["step"].double()  # else torch's corrections are float32
+        optimizer.step()
+        found.append(torch.autograd.grad(param.sum(), list(leaves.values()), allow_unused=True) if leaves else ())
+    for theirs_of_one, ours_of_one in zip(*found, strict=True):
+        if theirs_of_one is not None and theirs_of_one.any():
+            torch.testing.assert_close(ours_of_one, theirs_of_one, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_to_mu_product_and_a_fractional_step(dtype: torch.dtype) -> None:
+    leaves = [torch.tensor(value, dtype=dtype, requires_grad=True) for value in (0.9, 10.0)]
+    param = _leaf(0.3, -1.2).clone()
+    param.grad = _leaf(0.7, 1.9).detach()
+    optimizer = co.NAdam([param], differentiable=True)
+    optimizer.state[param].update(mu_product=leaves[0].clone(), step=leaves[1].clone())
+    for _ in range(2):
+        optimizer.step()
+    assert all(g.abs() > 0 for g in torch.autograd.grad(param.square().sum(), leaves))

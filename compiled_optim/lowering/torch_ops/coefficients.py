@@ -29,7 +29,8 @@ class CoefficientStage:
         )
         self._skip = torch.zeros_like(self._sign)
         self._group_index = torch.tensor(plan.group_index, device=plan.device)
-        self._recorded: tuple[int, Tensor] | None = None
+        given = plan.recorded_scalars
+        self._recorded: tuple[int, Tensor] | None = None if given is None else (plan.scalars._version, given)
 
     def connect(self, square_sums: Tensor) -> None:
         """Take the vector whose sum is the sum of the squares of all gradients."""
@@ -46,7 +47,7 @@ class CoefficientStage:
         if not self._clipping.idle:
             factor, skip, present = self._control(present)
         old = self._scalars()
-        step = plan.scalars[0] + 1
+        step = old[0] + 1
         values: dict[str, Any] = {"step": step, "resolution": self._resolution, **plan.statics, **self._hypers()}
         values |= dict(zip(self._scalar_names, old[1:].unbind(), strict=True))
         results = plan.rule.coefficients(**{name: values[name] for name in self._takes})
