@@ -107,20 +107,20 @@ def check_state(
         param, live = ours.content, state.get(ours.content, {})
         own = {name: value for name, value in theirs.content.items() if name in known}
         others = {name: value for name, value in theirs.content.items() if name not in known}
-        reason = obstacle(param)
-        if reason and own:
-            problems.append(f"{ours.name}: {reason}")
-            continue
-        choices = structure(declaration, groups[ours.group], param, group_values.get(ours.group, {}))
-        needed = declaration.present_buffers(choices)
-        has_state = param.requires_grad and not reason
+        values: dict[str, Any] = {}
         try:
-            values = _values(declaration, needed, param, own) if own or (others and has_state) else {}
-            if values or (live and has_state):
-                initial = initial_values(declaration, after[ours.group])
-                new, targets = _targets(declaration, needed, param, live, values, initial)
-                made += [(param, new)] if new else []
-                copies += targets
+            if reason := obstacle(param):
+                if own:
+                    raise Unloadable(reason)
+            else:
+                choices = structure(declaration, groups[ours.group], param, group_values.get(ours.group, {}))
+                needed = declaration.present_buffers(choices)
+                values = _values(declaration, needed, param, own) if own or (others and param.requires_grad) else {}
+                if values or (live and param.requires_grad):
+                    initial = initial_values(declaration, after[ours.group])
+                    new, targets = _targets(declaration, needed, param, live, values, initial)
+                    made += [(param, new)] if new else []
+                    copies += targets
         except Unloadable as problem:
             problems.append(f"{ours.name}: {problem}")
             continue
