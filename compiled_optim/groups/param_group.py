@@ -347,7 +347,7 @@ class ParamGroup(WatchedDict[str, Any]):
 
 
 class _Numbers(tuple[Live, ...]):
-    """The numbers of one hyperparameter of one group, and what was read of them last."""
+    """The numbers of one hyperparameter of one group."""
 
     def __new__(cls, numbers: Iterable[Live], *place: Any) -> _Numbers:
         return super().__new__(cls, numbers)
@@ -355,7 +355,6 @@ class _Numbers(tuple[Live, ...]):
     def __init__(self, numbers: Iterable[Live], group: weakref.ref[ParamGroup], key: str, is_tuple: bool) -> None:
         self.is_tuple = is_tuple
         self._places = [_Place(group, key, i) for i in range(len(self))]
-        self._readings: list[Reading | None] = [None] * len(self)
 
     @quickly_outside_dynamo
     def read(self) -> Any:
@@ -366,17 +365,15 @@ class _Numbers(tuple[Live, ...]):
 
     def read_element(self, index: int) -> Reading | Tensor:
         """A number as it is now; a tensor that requires grad is itself what is read."""
-        live, last = self[index], self._readings[index]
+        live, place = self[index], self._places[index]
         if live.tensor.requires_grad:
             return live.tensor
         number = live.number
-        if last is not None and number is not None and number == last._number:
-            return last
-        if number is None and is_lost(live.tensor):
-            raise ValueError(f"{self._places[index].key} is a tensor whose storage was freed; it has no value")
-        tensor = live.tensor if number is not None else live.tensor.detach().clone()
-        self._readings[index] = reading = reading_of(number, tensor, self._places[index])
-        return reading
+        if number is not None:
+            return reading_of(number, live.tensor, place)
+        if is_lost(live.tensor):
+            raise ValueError(f"{place.key} is a tensor whose storage was freed; it has no value")
+        return reading_of(None, live.tensor.detach().clone(), place)
 
 
 class _Place(NamedTuple):
@@ -391,8 +388,3 @@ class _Place(NamedTuple):
         group = self.group()
         if group is not None:
             group.fill_element(self.key, self.element, value)
-
-    def read(self) -> Tensor | None:
-        """Read the group, if it is there."""
-        group = self.group()
-        return None if group is None else group._numbers[self.key].read_element(self.element)

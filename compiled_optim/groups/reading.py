@@ -17,20 +17,17 @@ class Place(Protocol):
     """Where a reading was read."""
 
     def write(self, value: float | Tensor) -> None:
-        """Write what an in-place method made of the reading."""
-
-    def read(self) -> Tensor | None:
-        """What is read there now; None if the place is gone."""
+        """Write what an in-place method made of the reading, if the place is still there."""
 
 
 class Reading(Tensor):
     """One number of a hyperparameter as it was when it was read: a 0-dim tensor on the parameters' device.
 
-    It never changes. Where the host knows the number, ``float()``, ``item()``, comparisons, hashing, formatting and
+    Nobody else changes it. Where the host knows the number, ``float()``, ``item()``, comparisons, hashing, formatting and
     arithmetic with anything but tensors give what a float gives, and neither wait for the device nor launch anything there.
-    With tensors it computes as a tensor. In-place methods, such as ``fill_``, write to the place that it was read from, and
-    return what is read there then. Operators such as ``*=`` write nothing. Clones and deep copies have no place: their
-    in-place methods change themselves. Pickles are other tensors.
+    With tensors it computes as a tensor. Its own in-place methods, such as ``fill_``, change it and also write what it
+    becomes to the place that it was read from. Operators such as ``*=`` write nothing. Clones, deep copies and pickles have
+    no place.
 
     Args:
         number: the number; None where only the device knows it.
@@ -65,15 +62,16 @@ class Reading(Tensor):
         return self._tensor if self._is_traced else self._tensor.clone()
 
     def _write(self, value: float | Tensor) -> None:
+        """Become ``value``, once the place has taken it."""
         if self._place is not None:
             self._place.write(value)
-        else:
-            self._number, self._tensor = (None, value) if isinstance(value, Tensor) else (value, None)
+        self._number, self._tensor = (None, value) if isinstance(value, Tensor) else (self._rounded(value), None)
 
-    def _now(self) -> Tensor:
-        """What is read where this was read; itself if that is nowhere."""
-        now = None if self._place is None else self._place.read()
-        return self if now is None else now
+    def _rounded(self, number: float) -> float:
+        """``number`` as the dtype has it."""
+        if self.dtype == torch.float64:
+            return number
+        return torch.full((), number, dtype=self.dtype, device="cpu").item()
 
     def clone(self, *, memory_format: Any = None) -> Reading:
         """An equal reading without a place."""
@@ -183,10 +181,9 @@ def _compute(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     written = {id(r): r for r in _written(func, args, kwargs)}
     if written:
         refuse_tracing("a write to a parameter group", "set hyperparameters outside of compiled code")
-    before = {key: reading._now() for key, reading in written.items()}
     given = [x for x in tree_leaves((args, kwargs)) if id(x) not in written]
-    on_host = bool(written) and all(map(_is_on_host, [*given, *before.values()]))
-    targets = {key: _plain(reading, on_host).detach() for key, reading in before.items()}
+    on_host = bool(written) and all(map(_is_on_host, [*given, *written.values()]))
+    targets = {key: _plain(reading, on_host).detach() for key, reading in written.items()}
 
     def plain(value: Any) -> Any:
         return targets[id(value)] if id(value) in targets else _plain(value, on_host)
@@ -194,8 +191,8 @@ def _compute(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     result = func(*tree_map(plain, args), **tree_map(plain, kwargs))
     for key, target in targets.items():
         written[key]._write(target.item() if on_host else target)
-    after = {id(target): written[key]._now() for key, target in targets.items()}
-    return tree_map(lambda value: after.get(id(value), value), result)
+    readings = {id(target): written[key] for key, target in targets.items()}
+    return tree_map(lambda value: readings.get(id(value), value), result)
 
 
 def _plain(value: Any, on_host: bool) -> Any:
@@ -244,25 +241,12 @@ def _operators(operate: Callable[..., Any]) -> tuple[Callable[..., Any], Callabl
     return forward, reverse
 
 
-def _in_place(name: str) -> Callable[..., Tensor]:
-    """The in-place method ``name``, which returns what was written; a tensor's returns the tensor, and a reading stays."""
-    of_tensor: Callable[..., Tensor] = getattr(Tensor, name)
-
-    @quickly_outside_dynamo
-    def method(self: Reading, *args: Any, **kwargs: Any) -> Tensor:
-        """As of other tensors, but for what is returned."""
-        of_tensor(self, *args, **kwargs)
-        return self._now()
-
-    return method
-
-
 @quickly_outside_dynamo
 def _fill(self: Reading, value: Any) -> Tensor:
-    """As any in-place method, but quick where torch's schedulers call it."""
+    """As of other tensors, but quick where torch's schedulers call it."""
     number = value._number if type(value) is Reading else value
     self._write(number) if type(number) is float else Tensor.fill_(self, value)
-    return self._now()
+    return self
 
 
 def _of_float(name: str) -> Callable[..., Any]:
@@ -286,9 +270,8 @@ def _refused(name: str) -> Callable[..., Any]:
 
 
 _OF_MEMORY = ("apply_", "map_", "map2_", "share_memory_", "requires_grad_", "set_", "resize_", "resize_as_", "rename_")
-for _name in dir(Tensor):
-    if _name.endswith("_") and not _name.startswith("_"):
-        setattr(Reading, _name, _refused(_name) if _name in _OF_MEMORY else _in_place(_name))
+for _name in _OF_MEMORY:
+    setattr(Reading, _name, _refused(_name))
 Reading.fill_ = _fill  # type: ignore[assignment, method-assign]
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "divmod"):
     _forward, _reverse = _operators(divmod if _name == "divmod" else getattr(operator, _name))

@@ -233,7 +233,7 @@ def test_it_is_a_tensor() -> None:
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*")
-def test_it_never_changes(write: Callable[[Any], object]) -> None:
+def test_nobody_else_changes_it(write: Callable[[Any], object]) -> None:
     optimizer, _ = twins()
     read = optimizer.param_groups[0]["lr"]
     copied, texts = read.clone(), (str(read), hash(read))
@@ -247,8 +247,9 @@ def test_in_place_methods_write_to_the_group_and_operators_do_not() -> None:
     optimizer, _ = twins()
     group = optimizer.param_groups[0]
     live, address = optimizer.hyperparameter("lr"), optimizer.hyperparameter("lr").data_ptr()
-    assert group["lr"].mul_(2).add_(0.1) == 0.2
-    assert group["lr"] == live == 0.2
+    read = group["lr"]
+    assert read.mul_(2).add_(0.1) is read
+    assert read == group["lr"] == live == 0.2
     group["betas"][1].fill_(0.5)
     assert group["betas"] == (0.9, 0.5)
     read = group["lr"]
@@ -271,7 +272,8 @@ def test_a_reading_outlives_its_group() -> None:
     optimizer, _ = twins()
     read = optimizer.param_groups[0]["lr"]
     del optimizer
-    assert read.fill_(3.0) == read == 0.05
+    assert read.fill_(3.0) is read
+    assert read == 3.0
 
 
 def test_files_hold_plain_tensors() -> None:
@@ -456,18 +458,31 @@ class TestNothingIsShared:
         assert torch.allclose(*stepped, rtol=1e-6)
 
 
-def test_in_place_methods_compute_with_what_the_group_has() -> None:
+def test_in_place_methods_change_the_reading_and_the_group() -> None:
     optimizer, _ = twins()
     group = optimizer.param_groups[0]
     lr = group["lr"]
     for _ in range(3):
         lr.mul_(0.5)
-    assert group["lr"] == 0.00625
+    assert lr == group["lr"] == 0.00625
     for _ in range(2):
         torch._foreach_mul_([lr], 2.0)
-    assert group["lr"] == 0.025
-    torch.mul(group["lr"], 2.0, out=lr)
-    assert group["lr"] == 0.05
+    assert lr == group["lr"] == 0.025
+    assert torch.mul(group["lr"], 2.0, out=lr) is lr
+    assert lr == group["lr"] == 0.05
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_a_mirror_of_a_group_is_written_like_the_group(dtype: torch.dtype) -> None:
+    """As ZeroRedundancyOptimizer does: it keeps entries, which schedulers fill, and assigns them before each step."""
+    optimizer = co.SGD([Parameter(torch.ones(2))], lr=torch.tensor(0.5, dtype=dtype))
+    group = optimizer.param_groups[0]
+    for value in (0.1, torch.tensor(0.3), 0.7):
+        mirror = {key: group[key] for key in ("lr", "momentum")}
+        mirror["lr"].fill_(value)
+        assert mirror["lr"] == group["lr"]
+        group["lr"] = mirror["lr"]
+        assert group["lr"] == pytest.approx(float(value), rel=1e-6)
 
 
 @pytest.mark.parametrize("name", ["share_memory_", "apply_", "map_", "set_", "resize_", "requires_grad_"])
