@@ -61,10 +61,7 @@ class Run:
 
     def _common_device(self) -> torch.device:
         placed: dict[torch.device, str] = {
-            param.device: name
-            for o in self._optimizers
-            for name, param in named_parameters(o.param_groups)
-            if not param.is_meta
+            param.device: name for o in self._optimizers for name, param in named_parameters(o.param_groups)
         }
         if len(placed) != 1:
             where = ", ".join(f"'{name}' on {device}" for device, name in placed.items())

@@ -105,6 +105,8 @@ def check_state(
     problems: list[str] = []
     for ours, theirs in pairs:
         param, live = ours.content, state.get(ours.content, {})
+        if param.is_meta and not any(isinstance(v, Tensor) and v.dim() and not v.is_meta for v in theirs.content.values()):
+            continue  # there is nothing to copy, and nowhere to put it
         own = {name: value for name, value in theirs.content.items() if name in known}
         others = {name: value for name, value in theirs.content.items() if name not in known}
         values: dict[str, Any] = {}

