@@ -227,19 +227,8 @@ class CompiledOptimizer(Declared, Optimizer):
             TypeError, ValueError: a function does not fit; no schedule is changed then.
             IndexError: there is no such group.
         """
-        count = len(self.param_groups)
-        indices = range(count) if group is None else [position(group, count)]
-        hypers = {h.name: h for h in self.fields_of(Hyper)}
-        if unknown := functions.keys() - hypers.keys():
-            raise ValueError(no_hyperparameter(type(self), min(unknown)))
         self._engine.current()
-        holdings = self._engine.holdings
-        schedules = holdings.schedules.copy()
-        for index in indices:
-            for name, function in functions.items():
-                schedules.set(index, holdings.own_groups[index], hypers[name], function)
-        holdings.schedules = schedules
-        holdings.changes.pending = True
+        self._engine.holdings.schedule(group, functions)
 
     def hyperparameter(self, name: str, group: int = 0) -> Tensor | tuple[Tensor, ...]:
         """The live tensor, or tuple of tensors, behind ``param_groups[group][name]``, which steps read where it lies.

@@ -18,8 +18,8 @@ from compiled_optim.groups.watched import Changes
 from compiled_optim.memory.layout import scalars_device
 from compiled_optim.plan.clipping import Clipping
 from compiled_optim.plan.compilations import CompilationLog
-from compiled_optim.plan.schedule import Schedules
-from compiled_optim.rule.declared import Declared, added_choices, state_names
+from compiled_optim.plan.schedule import Schedule, Schedules
+from compiled_optim.rule.declared import Declared, added_choices, no_hyperparameter, state_names
 from compiled_optim.rule.fields import Choice, Hyper, Static
 from compiled_optim.rule.misspelled import warn_of_entry
 from compiled_optim.state import OptimizerState, ParamState
@@ -109,6 +109,19 @@ class Holdings:
             if group["params"]:
                 group.to(scalars_device(group["params"]))
         self._let_go()
+
+    def schedule(self, group: int | None, functions: Mapping[str, Schedule | None]) -> None:
+        """Begin or end schedules of one group or of all; an error, and no change, where one does not fit."""
+        hypers = {h.name: h for h in self.kind.fields_of(Hyper)}
+        if unknown := functions.keys() - hypers.keys():
+            raise ValueError(no_hyperparameter(self.kind, min(unknown)))
+        count = len(self.groups)
+        schedules = self.schedules.copy()
+        for index in range(count) if group is None else [position(group, count)]:
+            for name, function in functions.items():
+                schedules.set(index, self.own_groups[index], hypers[name], function)
+        self.schedules = schedules
+        self.changes.pending = True
 
     def _let_go(self) -> None:
         """Drop the state of parameters that left the groups without ever having been stepped; torch makes none for them.
