@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+from compiled_optim import torch_internals
 from compiled_optim.lowering.interface import Lowering
 from compiled_optim.lowering.multi_tensor import MultiTensorLowering
 from compiled_optim.lowering.sparse.gathered_rows import GatheredRowsLowering
@@ -16,7 +17,6 @@ from compiled_optim.plan.clipping import Clipping
 from compiled_optim.plan.compilations import CompilationLog
 from compiled_optim.plan.plan import Plan
 from compiled_optim.rule.rule import Rule
-from compiled_optim.torch_internals import is_fake
 
 LOWERINGS = ("auto", "multi_tensor", "inductor", "eager")  # what users can ask for
 _refused: dict[tuple[str, Rule], str] = {}  # by device type and rule, why its kernels do not compile in this process
@@ -51,7 +51,7 @@ def lower(plan: Plan, wanted: str, clipping: Clipping, log: CompilationLog, diff
 def _elementwise(plan: Plan, wanted: str, log: CompilationLog) -> str:
     """The name of the lowering that an elementwise rule with dense gradients would have."""
     on_cpu = plan.device.type == "cpu"
-    if wanted == "eager" or plan.is_meta or is_fake(plan.members[0].param):  # there is nothing to compute
+    if wanted == "eager" or plan.is_meta or torch_internals.is_fake(plan.members[0].param):  # there is nothing to compute
         return "eager"
     if plan.wrapped:
         name, kind = plan.members[0].name, type(plan.members[0].param).__name__

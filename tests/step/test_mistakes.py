@@ -126,7 +126,8 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a parameter without a name": (
         lambda: co.AdamW([nn.Parameter(torch.ones(2)) * 2]),
         ValueError,
-        "can't optimize a non-leaf Tensor: 'param_groups[0]['params'][0]'" + NAMED,
+        "can't optimize a non-leaf Tensor: 'param_groups[0]['params'][0]' was computed from another, as .to() does; pass "
+        "the other one, or .detach().requires_grad_() of it" + NAMED,
     ),
     "a sparse gradient of one": (
         _step_with_sparse_gradients,
