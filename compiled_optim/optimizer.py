@@ -93,8 +93,9 @@ class CompiledOptimizer(Declared, Optimizer):
                 hyper.check(number, index, "")
             defaults[hyper.name] = numbers if hyper.is_tuple else numbers[0]
         groups = as_groups(params)
-        for name in handed_over:
-            hand_over(name, options[name], groups)
+        self._engine.given = {name: options[name] for name in handed_over}
+        for name, value in self._engine.given.items():
+            hand_over(name, value, groups)
         self._engine.is_open = True
         super().__init__(cast(ParamsT, groups), defaults)
         self._engine.is_open = False
@@ -289,11 +290,12 @@ class CompiledOptimizer(Declared, Optimizer):
         """The optimizer's state in torch.optim's layout, with ``param_names`` where the parameters have names.
 
         Hyperparameters are Python numbers, step counts and scalars copies on the CPU; buffers are the live tensors, as in
-        torch.optim. Run-time flags have their defaults, whatever the optimizer was made with.
+        torch.optim: to come back to them later, copy the state dict deeply. Run-time flags have their defaults.
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
-        neutral = {name: self.fields[name].default for name in self.group_flags}  # type: ignore[attr-defined]
+        run_time = [name for name in self.group_flags if name != "maximize"]
+        neutral = {name: self.fields[name].default for name in run_time}  # type: ignore[attr-defined]
         with self._engine.lock:
             result = self._engine.current().save(neutral)
         for post_hook in self._optimizer_state_dict_post_hooks.values():

@@ -11,7 +11,7 @@ from torch import Tensor
 from compiled_optim.checkpoint.matching import Pairs
 from compiled_optim.checkpoint.others import Entries, copied
 from compiled_optim.checkpoint.saved_values import Unloadable, as_buffer, as_number, described, naming
-from compiled_optim.checkpoint.writing import Copies, GroupValues, check_writable
+from compiled_optim.checkpoint.writing import Copies, GroupValues, check_writable, is_same
 from compiled_optim.groups.param_group import ROUNDING, ParamGroup
 from compiled_optim.memory.layout import obstacle
 from compiled_optim.rule.rule import Declaration
@@ -167,8 +167,9 @@ def _targets(
 ) -> tuple[dict[str, Tensor], Copies]:
     """The tensors that ``live``, one parameter's state, must get for ``values``, and what to copy into which tensor.
 
-    Without ``values``, the parameter never took a step when the checkpoint was saved, and its state starts anew. A tensor
-    that a differentiable step recorded is replaced, as such a step does.
+    Without ``values``, the parameter never took a step when the checkpoint was saved, and its state starts anew. So it does
+    where the state dict was not copied then, and its buffers are the live ones, which steps have changed. A tensor that a
+    differentiable step recorded is replaced, as such a step does.
     """
     buffers = {b.name: b.shape_for(param) for b in declaration.buffers if b.name in {*needed, *values, *live}}
     new: dict[str, Tensor] = {}
@@ -176,10 +177,13 @@ def _targets(
         with naming("the optimizer's own state"), outside_inference_mode():
             new = missing_entries(declaration, tuple(n for n in buffers if n in needed or n in values), param, live, initial)
     copies: Copies = []
+    was_stepped = values.get("step") == 0 and "step" in live and live["step"].item() != 0
     for name in (*scalar_names(declaration), *buffers):
         if (target := new.get(name, live.get(name))) is None:
             continue
         source = values.get(name, initial[name])
+        if was_stepped and is_same(target, source):
+            source = initial[name]
         check_writable(target, f"the optimizer's own {name}", buffers.get(name), source)
         if target.requires_grad:
             with outside_inference_mode():

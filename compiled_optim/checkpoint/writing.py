@@ -49,7 +49,7 @@ class Writes(NamedTuple):
         A tensor that is its own source is left alone. A source is cloned if it lies in memory that is written, by another
         copy or because it is a hyperparameter.
         """
-        copies = [(target, source) for target, source in self.copies if not _is_same(target, source)]
+        copies = [(target, source) for target, source in self.copies if not is_same(target, source)]
         filled = [
             tensor
             for index, values in self.group_values.items()
@@ -102,7 +102,7 @@ def check_writable(target: Tensor, what: str, shape: tuple[int, ...] | None, sou
             fill(torch.empty(2, dtype=target.dtype), source)
 
 
-def _is_same(a: Tensor, b: float | Tensor) -> bool:
+def is_same(a: Tensor, b: float | Tensor) -> bool:
     """Whether two tensors of one shape are the same numbers in the same memory, on every process that holds a part."""
     if not isinstance(b, Tensor):
         return False

@@ -13,8 +13,8 @@ _WRAPPER_PREFIXES = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.")
 
 def parameter_name(group: Mapping[str, Any], group_index: int, index: int) -> str:
     """The name of a parameter in messages, or its position where it has no name."""
-    names = group.get("param_names")
-    return names[index] if names else f"param_groups[{group_index}]['params'][{index}]"
+    names = group.get("param_names") or ()
+    return names[index] if index < len(names) else f"param_groups[{group_index}]['params'][{index}]"
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ value that compiled code could depend on.
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
@@ -92,7 +93,7 @@ class ParamGroup(WatchedDict[str, Any]):
         self._is_meta = {p.is_meta for p in values["params"]} == {True}
         self._numbers: dict[str, _Numbers] = {}
         self._itself = weakref.ref(self)
-        adopted = {address(n.tensor): n for g in others for ns in g._numbers.values() for n in ns if n.is_adopted}
+        adopted = functools.cache(lambda: _adopted(others))
         for key, value in values.items():
             if key in self._hypers:
                 elements = self._hypers[key].elements(unread(value), label)
@@ -263,14 +264,14 @@ class ParamGroup(WatchedDict[str, Any]):
         for follower in self.followers:
             follower.follow()
 
-    def _adopt(self, element: float | Tensor, adopted: dict[int, Live]) -> Live:
+    def _adopt(self, element: float | Tensor, adopted: Callable[[], dict[int, Live]]) -> Live:
         devices = {self._device} | ({torch.device("meta")} if self._is_meta else set())
         if not isinstance(element, Tensor) or element.device not in devices or not element.is_floating_point():
             return self._fresh(element)
-        known = adopted.get(address(element))
+        known = adopted().get(address(element))
         if known is None or known.tensor.dtype != element.dtype:
             known = Live(element if element.dim() == 0 else element.reshape(()), is_adopted=True)
-            adopted[address(element)] = known
+            adopted()[address(element)] = known
         return known
 
     @outside_inference_mode()
@@ -346,6 +347,11 @@ class ParamGroup(WatchedDict[str, Any]):
         return repr(dict(self))
 
 
+def _adopted(groups: Iterable[ParamGroup]) -> dict[int, Live]:
+    """The numbers in tensors that users gave to ``groups``, by the tensors' addresses."""
+    return {address(n.tensor): n for g in groups for ns in g._numbers.values() for n in ns if n.is_adopted}
+
+
 class _Numbers(tuple[Live, ...]):
     """The numbers of one hyperparameter of one group."""
 
@@ -384,7 +390,7 @@ class _Place(NamedTuple):
     element: int
 
     def write(self, value: float | Tensor) -> None:
-        """Write to the group, if it is there."""
+        """Write to the group, if it is there and has the hyperparameter."""
         group = self.group()
-        if group is not None:
+        if group is not None and self.key in group:
             group.fill_element(self.key, self.element, value)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from compiled_optim.groups.names import advising, named_parameters, parameter_name
+from compiled_optim.groups.names import advising, parameter_name
 from compiled_optim.memory.sharding import is_sharded
 from compiled_optim.rule.declared import Declared
 
@@ -77,20 +77,20 @@ def hand_over(key: str, value: Any, groups: list[dict[str, Any]]) -> None:
 
 @advising()
 def check_params(
-    optimizer: type[Declared], group: Mapping[str, Any], index: int, others: Sequence[Mapping[str, Any]]
+    optimizer: type[Declared], group: Mapping[str, Any], index: int, elsewhere: Mapping[int, str], first: Mapping[str, Any]
 ) -> None:
-    """Raise an error unless ``optimizer`` takes ``group``, which comes at ``index``, after all ``others``.
+    """Raise an error unless ``optimizer`` takes ``group``, which comes at ``index``.
 
-    It takes tensors of certain kinds, none of them in two groups; all groups have names, or none. Tensors that no step can
-    update, as those of integers, are taken: they get no gradients.
+    It takes tensors of certain kinds, none of them ``elsewhere``: the names of those in groups before, by ``id``. All groups
+    have names, as the ``first`` has, or none. Tensors that no step can update, as those of integers, are taken: they get no
+    gradients.
     """
-    elsewhere = {id(param): name for name, param in named_parameters(others)}
     for j, param in enumerate(group["params"]):
         name = parameter_name(group, index, j)
         _check_kind(optimizer, param, name, differentiable=group.get("differentiable", False))
         if (other := elsewhere.get(id(param))) is not None:
             raise ValueError(f"some parameters appear in more than one parameter group: '{name}' is also '{other}'")
-    if any(("param_names" in group) != ("param_names" in other_group) for other_group in others):
+    if ("param_names" in group) != ("param_names" in first):
         with_or_without = "with" if "param_names" in group else "without"
         raise ValueError(
             "all optimizer param groups should be with/without names. "

@@ -77,6 +77,10 @@ class Reading(Tensor):
         """An equal reading without a place."""
         return reading_of(self._number, self if self._number is not None else self.plain)
 
+    def detach(self) -> Reading:
+        """Itself, as a tensor's shares its memory: autograd records nothing of a reading."""
+        return self
+
     @property
     def known(self) -> float | None:
         """The number; None where only the device knows it."""

@@ -60,6 +60,7 @@ class Engine:
         self.launcher: Launcher | None = None  # what steps call in place of Step.launch, if anything
         self.runs = 0  # how many steps were run here, captured ones among them
         self.steps = 0  # how many were taken, replayed ones among them
+        self.given: dict[str, Any] = {}  # hyperparameters that the constructor got as tensors, for every group to adopt
         self._changes.pending = True
         self.holdings = Holdings(kind, lowering, self._changes)
 
@@ -90,17 +91,16 @@ class Engine:
         """Add a parameter group. One that does not fit is taken back."""
         with self.lock:
             holdings = self.holdings
-            known, aliases = list(holdings.state), dict(holdings.aliases)
-            holdings.add(param_group, self._owner.defaults)
+            known, aliases = {*holdings.state}, dict(holdings.aliases)
+            holdings.add(param_group, {**self._owner.defaults, **self.given})
             if self.is_open:
                 return
             try:
                 self.renew()
             except (TypeError, ValueError):
                 holdings.groups.pop()
-                kept = {p: holdings.state[p] for p in known if p in holdings.state}
-                holdings.state.clear()
-                holdings.state.update(kept)
+                for param in [p for p in holdings.state if p not in known]:
+                    holdings.state.drop_quietly(param)
                 holdings.aliases = aliases
                 raise
 

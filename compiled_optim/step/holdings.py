@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, cast
 
@@ -11,7 +12,7 @@ import torch
 
 from compiled_optim.checkpoint import state_dict as checkpoint
 from compiled_optim.checkpoint.state_dict import LoadReport
-from compiled_optim.groups.names import parameter_name, repeated, shared_name, without_aliases
+from compiled_optim.groups.names import named_parameters, parameter_name, repeated, shared_name, without_aliases
 from compiled_optim.groups.param_group import ParamGroup
 from compiled_optim.groups.parameters import check_params, names_and_tensors
 from compiled_optim.groups.watched import Changes
@@ -34,6 +35,7 @@ class Holdings:
         self.lowering = lowering
         self.changes = changes  # where groups and state report writes
         self.groups: list[Any] = []  # param_groups; somebody may put plain dicts there, which `adopt` replaces
+        self._named: list[list[tuple[weakref.ref[Any], str]]] = []  # by group, as it was when the step was made last
         self.aliases: dict[str, str] = {}  # further names of tied parameters -> the names that were kept
         self.state = self.new_state()
         self.hands_out_state = False  # whether somebody may hold state tensors, and so give them other memory
@@ -64,7 +66,8 @@ class Holdings:
         values["params"] = params
         if names:
             values["param_names"] = names
-        check_params(self.kind, values, index, self.groups)
+        elsewhere = {id(param): name for name, param in named_parameters(self.groups)}
+        check_params(self.kind, values, index, elsewhere, (*self.groups, values)[0])
         check_values(self.kind, values, index)
         for key in param_group:
             warn_of_entry(key, ("params", *_group_keys(self.kind)), f"param_groups[{index}]")
@@ -104,11 +107,35 @@ class Holdings:
                 if not checked:
                     check_values(self.kind, values, index)
                 self.groups[index] = self._group(values, index)
-        for index, group in enumerate(self.groups):
-            check_params(self.kind, group, index, self.groups[:index])
+        elsewhere: dict[int, str] = {}
+        for index, group in enumerate(self.own_groups):
+            self._follow_names(group, index)
+            check_params(self.kind, group, index, elsewhere, self.groups[0])
+            elsewhere |= {id(param): parameter_name(group, index, j) for j, param in enumerate(group["params"])}
             if group["params"]:
                 group.to(scalars_device(group["params"]))
+        self._note_names()
         self._let_go()
+
+    def _note_names(self) -> None:
+        """Note whose the names are, for :meth:`_follow_names`."""
+        pairs = [(group["params"], group.get("param_names", ())) for group in self.groups]
+        self._named = [[(weakref.ref(p), name) for p, name in zip(*pair, strict=False)] for pair in pairs]
+
+    def _follow_names(self, group: ParamGroup, index: int) -> None:
+        """Let names stay with parameters where only ``params`` was edited; one in the place of another takes its name."""
+        params, names = group["params"], group.get("param_names")
+        noted = self._named[index] if index < len(self._named) else []
+        if names is None or (len(names) == len(params) and list(names) != [name for _, name in noted]):
+            return
+        known = {id(ref()): name for named in self._named for ref, name in named}
+        taken = {known[id(param)] for param in params if id(param) in known}
+        found = []
+        for j, param in enumerate(params):
+            is_free = j < len(names) and names[j] not in taken
+            found.append(known.get(id(param), names[j] if is_free else parameter_name({}, index, j)))
+        if found != list(names):
+            group.set_quietly("param_names", found)
 
     def schedule(self, group: int | None, functions: Mapping[str, Schedule | None]) -> None:
         """Begin or end schedules of one group or of all; an error, and no change, where one does not fit."""
@@ -148,7 +175,9 @@ class Holdings:
 
     def load(self, saved: Mapping[str, Any], strict: bool, hyperparameters: Literal["checkpoint", "keep"]) -> LoadReport:
         """Copy a state dict into groups and state, or raise before anything is changed."""
-        return checkpoint.load(self.kind, self.own_groups, self.state, self.aliases, saved, strict, hyperparameters)
+        report = checkpoint.load(self.kind, self.own_groups, self.state, self.aliases, saved, strict, hyperparameters)
+        self._note_names()
+        return report
 
     def _group(self, values: Mapping[str, Any], index: int) -> ParamGroup:
         params = values["params"] or [torch.empty(0)]  # on the default device

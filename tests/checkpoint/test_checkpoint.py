@@ -250,6 +250,21 @@ class TestNamesOfTheCheckpoint:
         optimizer.load_state_dict(saved)
         assert not any("param_names" in group for group in optimizer.param_groups)
 
+    def test_stay_with_their_parameters_when_the_list_is_edited(self) -> None:
+        model = _model("abc")
+        optimizer = co.AdamW(_model("xyz").values())
+        optimizer.load_state_dict(co.AdamW(model).state_dict())
+        params = optimizer.param_groups[0]["params"]
+        params.append(nn.Parameter(torch.ones(2, 3)))
+        params.pop(0)
+        twins = dict(zip(("b", "c", "param_groups[0]['params'][2]"), params, strict=True))
+        _train(optimizer, twins, 2)
+        assert co.named_state_dict(optimizer)["param_groups"][0]["params"] == list(twins)
+        params[:2] = (nn.Parameter(torch.ones(2, 3)) for _ in range(2))  # as those who shard parameters do
+        del params[2]
+        optimizer.step()
+        assert co.named_state_dict(optimizer)["param_groups"][0]["params"] == ["b", "c"]
+
     def test_a_refused_checkpoint_gives_none(self) -> None:
         saved = co.AdamW(_model("ab")).state_dict()
         saved["state"][1]["exp_avg"] = torch.zeros(3, 2)
@@ -380,6 +395,40 @@ def test_a_snapshot_of_numbers_does_not_move() -> None:
     _train(optimizer, model, 3, first=1)
     assert snapshot["param_groups"][0]["lr"] == 0.1
     assert snapshot["state"][0]["step"] == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("AdamW", {}), ("Adagrad", {"initial_accumulator_value": 0.5}), ("NAdam", {})]
+)
+def test_what_was_saved_before_the_first_step_starts_anew(name: str, options: dict[str, Any]) -> None:
+    """As in torch.optim also if nobody copied it, and its buffers are those that steps change: searches for a rate do so."""
+    models = []
+    for optim in (co, torch.optim):
+        model = _model("ab")
+        optimizer = getattr(optim, name)(list(model.values()), lr=0.1, **options)
+        start, weights = optimizer.state_dict(), {n: p.detach().clone() for n, p in model.items()}
+        for _ in range(2):
+            _train(optimizer, model, 3)
+            optimizer.load_state_dict(start)
+            with torch.no_grad():
+                for n, p in model.items():
+                    p.copy_(weights[n])
+        _train(optimizer, model, 3)
+        models.append(model)
+    if name == "Adagrad":  # torch's has state from construction, in the state dict as it is
+        models[1] = _model("ab")
+        _train(torch.optim.Adagrad(list(models[1].values()), lr=0.1, **options), models[1], 3)
+    assert relative_error(list(models[0].values()), list(models[1].values())) < 1e-6
+
+
+def test_whether_to_maximize_goes_to_torch() -> None:
+    model = _model("a")
+    theirs = torch.optim.SGD(list(model.values()), maximize=True)
+    theirs.load_state_dict(co.SGD(list(model.values()), maximize=True).state_dict())
+    assert theirs.param_groups[0]["maximize"] is True
+    ours = co.SGD(list(model.values()), maximize=True)
+    ours.load_state_dict(co.SGD(list(model.values())).state_dict())
+    assert ours.param_groups[0]["maximize"] is True
 
 
 def test_frozen_state_survives_and_untrained_state_is_reset() -> None:

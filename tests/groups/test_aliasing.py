@@ -307,6 +307,16 @@ class TestAdoption:
         optimizer.step()
         assert group["params"][0].tolist() == [-3.875] * 3
 
+    def test_a_later_group_adopts_what_the_constructor_got(self) -> None:
+        sides = []
+        for optim in (co, torch.optim):
+            rate = torch.tensor(0.5)
+            optimizer = optim.SGD([Parameter(torch.ones(3))], lr=rate)
+            optimizer.add_param_group({"params": [Parameter(torch.ones(3))]})
+            rate.fill_(0.25)
+            sides.append([group["lr"].item() for group in optimizer.param_groups])
+        assert sides == [[0.25, 0.25]] * 2
+
     @pytest.mark.parametrize("write", [operator.setitem, lambda group, key, value: group.update({key: value})])
     def test_an_adopted_tensor_that_is_written_back_stays_adopted(self, write: Callable[[Any, str, Any], None]) -> None:
         rate = torch.tensor(0.5, dtype=torch.float64)

@@ -213,3 +213,13 @@ class TestRegrouping:
             optimizer.param_groups[0]["params"].append(Parameter(torch.ones(7, dtype=torch.float64)))
         step_both(ours, theirs, 1)
         assert_equal_params(ours, theirs)
+
+
+def test_a_refused_group_leaves_the_state_that_somebody_holds() -> None:
+    param = Parameter(torch.ones(3))
+    optimizer = co.AdamW([param])
+    held = optimizer.state[param]
+    with pytest.raises(ValueError, match="it is expanded"):
+        optimizer.add_param_group({"params": [Parameter(torch.zeros(1).expand(3))]})
+    assert optimizer.state[param] is held
+    assert list(optimizer.state) == [param]

@@ -612,3 +612,15 @@ def test_a_write_is_counted() -> None:
     optimizer.param_groups[0]["lr"].fill_(0.25)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def test_detached_it_writes_as_a_tensor_does() -> None:
+    optimizer, _ = twins()
+    optimizer.param_groups[0]["lr"].detach().fill_(0.9)
+    assert optimizer.param_groups[0]["lr"] == 0.9
+
+
+def test_a_reading_outlives_its_entry() -> None:
+    optimizer, _ = twins()
+    read = optimizer.param_groups[0].pop("lr")
+    assert read.fill_(0.3) == 0.3
