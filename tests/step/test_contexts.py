@@ -121,6 +121,19 @@ class TestMeta:
         assert torch.equal(real, alone)
         assert both.state[away]["step"] == 2
 
+    @pytest.mark.parametrize("lowering", ["auto", "eager"])
+    def test_a_cautious_step_of_both(self, lowering: str) -> None:
+        real, alone = (nn.Parameter(torch.ones(3, 2)) for _ in range(2))
+        away = nn.Parameter(torch.ones(3, 2, device="meta"))
+        sides = [[away, real], [alone]]
+        optimizers = [co.AdamW(params, cautious=True, lowering=lowering) for params in sides]
+        for _ in range(2):
+            for params, optimizer in zip(sides, optimizers, strict=True):
+                for param in params:
+                    param.grad = torch.ones_like(param)
+                optimizer.step()
+        assert torch.equal(real, alone)
+
     def test_a_distributed_checkpoint(self) -> None:
         saved = []
         for kind in PAIR:

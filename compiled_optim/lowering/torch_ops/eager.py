@@ -50,6 +50,8 @@ class EagerLowering(TorchLowering):
                     member.put(name, new) if self._differentiable else member.entries[name].copy_(new)
 
     def _sum_means(self, stage: int, coefficients: Tensor, sums: Tensor) -> None:
+        if self.plan.is_meta:  # there is nothing to sum
+            return
         columns = dict(zip(map(id, self.plan.members), sums.unbind(1), strict=True))
         for member, values in self._present(coefficients):
             expressions = self._averaged[stage](*values)
