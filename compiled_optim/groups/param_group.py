@@ -130,7 +130,8 @@ class ParamGroup(WatchedDict[str, Any]):
 
         The hyperparameter counts as 0 only if a Python 0 was assigned and nothing was written into its tensor since.
         """
-        return self._held(key)[0].written != 0
+        live = self._held(key)[0]
+        return live.written != 0 or live.number not in (0, None)
 
     def drive(self, key: str, *, begin: bool) -> None:
         """Note that the device begins, or has ceased, to write a hyperparameter by itself; no user's tensor is used then."""

@@ -209,13 +209,15 @@ class TestAssignment:
         assert_equal_params(ours, theirs)
 
     @lowerings
-    @pytest.mark.parametrize("way", ["assign", "assign-tensor", "fill"])
+    @pytest.mark.parametrize("way", ["assign", "assign-tensor", "fill", "fill-uncounted"])
     def test_momentum_that_was_zero(self, way: str, lowering: str) -> None:
         ours, theirs = twins(co.SGD, momentum=0.0, dampening=0.0, lowering=lowering)
         step_both(ours, theirs, 0, 1)
         theirs.param_groups[0]["momentum"] = 0.75
         if way == "fill":
             ours.param_groups[0]["momentum"].fill_(0.75)
+        elif way == "fill-uncounted":
+            ours.hyperparameter("momentum").data.fill_(0.75)
         else:
             ours.param_groups[0]["momentum"] = 0.75 if way == "assign" else torch.tensor(0.75)
         step_both(ours, theirs, 2, 3, 4)
