@@ -1,4 +1,4 @@
-"""The command line: ``python -m perf step|first-step|overhead|bandwidth|gates|plot``."""
+"""The command line: ``python -m perf step|first-step|overhead|schedulers|bandwidth|gates|plot``."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from perf import first_step, gates, results
 from perf.competitors import COMPILED, OURS, all_names, optimizers, working
 from perf.measure import dtype_name, measure_bandwidth, measure_overhead, measure_step
 from perf.results import Row
+from perf.schedulers import measure_schedulers
 from perf.workloads import TINY, WORKLOADS
 
 REHEARSAL = {"workload": [TINY], "rounds": 2, "tries": 1, "competitors": [OURS]}
@@ -56,6 +57,14 @@ def _overhead(args: argparse.Namespace) -> int:
     _warn_if_busy()
     rows = [row for w in args.workload for row in measure_overhead(w, args.optimizer, rounds=args.rounds)]
     results.show(rows, "Python per step")
+    _save(rows, args)
+    return 0
+
+
+def _schedulers(args: argparse.Namespace) -> int:
+    _warn_if_busy()
+    rows = measure_schedulers(args.optimizer, args.device, rounds=args.rounds)
+    results.show(rows, f"scheduler step on {results.device_name(args.device)}")
     _save(rows, args)
     return 0
 
@@ -142,6 +151,9 @@ def _parser() -> argparse.ArgumentParser:
     overhead = command("overhead", _overhead, "time the Python part of a step on the CPU", optimizer)
     workloads(overhead, ["small-148", "small-1000"])
     overhead.add_argument("--rounds", type=int, default=101)
+
+    schedulers = command("schedulers", _schedulers, "time a step of torch's schedulers over many groups", optimizer)
+    schedulers.add_argument("--rounds", type=int, default=21)
 
     bandwidth = command("bandwidth", _bandwidth, "how near a step comes to the speed of a copy", optimizer)
     workloads(bandwidth, ["half-billion"])

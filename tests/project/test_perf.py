@@ -79,6 +79,16 @@ def test_step_appends_well_formed_rows_and_plots(tmp_path, capsys):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_schedulers_are_timed_beside_torchs(tmp_path):
+    assert main(["schedulers", "--rounds", "2", "--results", str(tmp_path)]) == 0
+    table = pd.read_csv(tmp_path / "schedulers.csv")
+    assert list(table["competitor"]) == [OURS, FUSED] * 4
+    assert {"LambdaLR", "OneCycleLR"} <= set(table["metric"])
+    assert (table["p50"] > 0).all()
+    ours, theirs = (table.loc[table["competitor"] == name, "p50"].to_numpy() for name in (OURS, FUSED))
+    assert table.loc[table["competitor"] == FUSED, "ratio"].to_numpy() == pytest.approx(ours / theirs, rel=1e-3)
+
+
 def test_no_save_writes_nothing(tmp_path):
     assert main(["overhead", "--workload", "tiny-10", "--rounds", "2", "--no-save", "--results", str(tmp_path)]) == 0
     assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,52 @@
+"""What a step of torch's schedulers costs, with this package's optimizers and with torch.optim's: ``measure_schedulers``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, StepLR
+
+from perf.competitors import OURS, competitor
+from perf.measure import make_params
+from perf.results import Row, percentiles
+
+GROUPS = 24
+STEPS = 50
+"""Scheduler steps in a sample."""
+
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "LambdaLR": lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+    "StepLR": lambda optimizer: StepLR(optimizer, 10),
+    "CosineAnnealingLR": lambda optimizer: CosineAnnealingLR(optimizer, 1000),
+    "OneCycleLR": lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=10**9),  # moves a momentum too
+}
+
+
+def measure_schedulers(optimizer: str, device: torch.device, *, rounds: int) -> list[Row]:
+    """Microseconds of processor time for a scheduler's step over :data:`GROUPS` groups, in turn in one process."""
+    names = (OURS, "torch fused")
+    rows = []
+    for metric, schedule in SCHEDULERS.items():
+        made = {}
+        for name in names:
+            groups = [{"params": [param]} for param in make_params([(2,)] * GROUPS, device)]
+            stepped = competitor(optimizer, name).make(groups)
+            stepped.step()
+            made[name] = schedule(stepped)
+        samples: dict[str, list[float]] = {name: [] for name in names}
+        for _ in range(rounds):
+            for name, scheduler in made.items():
+                begin = time.process_time()
+                for _ in range(STEPS):
+                    scheduler.step()
+                samples[name].append(1e6 * (time.process_time() - begin) / STEPS)
+        ours = percentiles(samples[OURS])[1]
+        for name, values in samples.items():
+            p20, p50, p80 = percentiles(values)
+            rows.append(
+                Row("schedulers", f"{GROUPS} groups", optimizer, name, metric, "us", p20, p50, p80, ours / p50, rounds)
+            )
+    return rows
