@@ -34,8 +34,8 @@ def measure_schedulers(optimizer: str, device: torch.device, *, rounds: int) -> 
         for name in names:
             groups = [{"params": [param]} for param in make_params([(2,)] * GROUPS, device)]
             stepped = competitor(optimizer, name).make(groups)
-            stepped.step()
             made[name] = schedule(stepped)
+            stepped.step()  # or schedulers warn
         samples: dict[str, list[float]] = {name: [] for name in names}
         for _ in range(rounds):
             for name, scheduler in made.items():
