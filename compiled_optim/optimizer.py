@@ -93,9 +93,9 @@ class CompiledOptimizer(Declared, Optimizer):
                 hyper.check(number, index, "")
             defaults[hyper.name] = numbers if hyper.is_tuple else numbers[0]
         groups = as_groups(params)
-        self._engine.given = {name: options[name] for name in handed_over}
-        for name, value in self._engine.given.items():
-            hand_over(name, value, groups)
+        self._engine.given = {name: (defaults[name], options[name]) for name in handed_over}
+        for name in handed_over:
+            hand_over(name, options[name], groups)
         self._engine.is_open = True
         super().__init__(cast(ParamsT, groups), defaults)
         self._engine.is_open = False

@@ -36,8 +36,7 @@ class Live:
         self.groups: WeakValueDictionary[int, Any] = WeakValueDictionary()
         self.is_driven = False
         self._on_host = tensor.device.type == "cpu" and "cpu" not in CAPTURING and type(tensor) is Tensor
-        self._address: int | None = None
-        self._memory: Any = None
+        self._found: tuple[int, Any] = (-1, None)  # where the tensor lay, and its number there
         self._written = number
         self._version = _version(tensor)
 
@@ -52,24 +51,26 @@ class Live:
         """The number; None where only the device knows it. The host waits for nothing."""
         if not self._on_host:
             return self.written
-        if self._has_memory():
-            number: float = self._memory.value
+        if (memory := self._memory()) is not None:
+            number: float = memory.value
             return number
         try:
             return self.tensor.item()
         except (RuntimeError, AssertionError):  # its memory was freed, or a mode makes fakes of all
             return self.written
 
-    def _has_memory(self) -> bool:
-        """Whether the host can read and write the number in :attr:`_memory`, without an operator of torch."""
-        tensor = self.tensor
-        if tensor.data_ptr() != self._address:
-            c_type = None if tensor.is_neg() or is_lost(tensor) else _C_TYPES.get(tensor.dtype)
-            if c_type is None:
-                return False
-            self._memory = c_type.from_address(tensor.data_ptr())
-            self._address = tensor.data_ptr()  # last, whatever interrupts this
-        return True
+    def _memory(self) -> Any:
+        """The number as C has it, to be read and written without an operator of torch; None where it cannot be."""
+        address, memory = self._found  # one object, whatever another thread finds meanwhile
+        if self.tensor.data_ptr() == address:
+            return memory
+        tensor, address = self.tensor, self.tensor.data_ptr()
+        c_type = None if tensor.is_neg() or is_lost(tensor) else _C_TYPES.get(tensor.dtype)
+        if c_type is None:
+            return None
+        memory = c_type.from_address(address)
+        self._found = address, memory
+        return memory
 
     def drive(self, is_driven: bool) -> None:
         """Note whether the device writes by itself; what it wrote, the host does not know afterwards."""
@@ -80,9 +81,14 @@ class Live:
     def write(self, value: float | Tensor) -> None:
         """Let the number be ``value``, which may be a 1-element tensor on any device, by one operation on the device."""
         self._written = None  # until the end, whatever interrupts it
-        if self._on_host and not isinstance(value, Tensor) and not self.tensor.is_inference() and self._has_memory():
+        if (
+            self._on_host
+            and not isinstance(value, Tensor)
+            and not self.tensor.is_inference()
+            and (memory := self._memory()) is not None
+        ):
             increment_version(self.tensor)
-            self._memory.value = value
+            memory.value = value
             self._version, self._written = self.tensor._version, value
             return
         with outside_fakes() if fakes_are_made() and not is_fake(self.tensor) else nullcontext():

@@ -57,7 +57,7 @@ class ParamGroup(WatchedDict[str, Any]):
         declaration: what the optimizer declares.
         device: where the hyperparameter tensors live.
         label: the group's name in error messages.
-        check: called with all entries before a write to a structural key, to raise an error.
+        check: called with all entries before a write to a structural key or a new one, to raise an error.
         changes: where a write to a structural key is reported.
         others: the optimizer's other groups, with which this one may share adopted tensors.
 
@@ -213,9 +213,9 @@ class ParamGroup(WatchedDict[str, Any]):
                 for element, number in zip(self.validated(key, value), self._held(key), strict=True)
             )
             numbers[key] = elements if self._hypers[key].is_tuple else elements[0]
-        if self._structural & (values.keys() - numbers.keys()):
-            self._check({**self, **values})
         others = {key: value for key, value in values.items() if key not in numbers}
+        if self._structural & others.keys() or others.keys() - self.keys():
+            self._check({**self, **values})
         super().update(numbers | others)  # numbers first: choices are checked against them
 
     @quickly_outside_dynamo
@@ -227,6 +227,7 @@ class ParamGroup(WatchedDict[str, Any]):
             self._check({**self, key: value})
             self.report()
         elif key not in self:
+            self._check({**self, key: value})
             warn_of_entry(key, (*self._hypers, *self._structural), self.label)
         self.set_quietly(key, value.clone() if isinstance(value, Reading) else value)  # the copy writes to no group
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from compiled_optim.torch_internals import is_tracing, quickly_outside_dynamo, refuse_tracing
+from compiled_optim.torch_internals import fakes_are_made, is_tracing, outside_fakes, quickly_outside_dynamo, refuse_tracing
 
 
 class Place(Protocol):
@@ -71,7 +72,8 @@ class Reading(Tensor):
         """``number`` as the dtype has it."""
         if self.dtype == torch.float64:
             return number
-        return torch.full((), number, dtype=self.dtype, device="cpu").item()
+        with outside_fakes() if fakes_are_made() else nullcontext():
+            return torch.full((), number, dtype=self.dtype, device="cpu").item()
 
     def clone(self, *, memory_format: Any = None) -> Reading:
         """An equal reading without a place."""
@@ -80,11 +82,6 @@ class Reading(Tensor):
     def detach(self) -> Reading:
         """Itself, as a tensor's shares its memory: autograd records nothing of a reading."""
         return self
-
-    @property
-    def known(self) -> float | None:
-        """The number; None where only the device knows it."""
-        return self._number
 
     def item(self) -> float:
         """The number; waits for the device where only that knows it."""
@@ -154,7 +151,7 @@ _make: Callable[..., Reading] = Tensor._make_wrapper_subclass
 
 
 def reading_of(number: float | None, tensor: Tensor, place: Place | None = None) -> Reading:
-    """A :class:`Reading`, at the least cost: schedulers make two for each group and step."""
+    """A :class:`Reading`, at the least cost: a scheduler reads a group four times in a step."""
     made = _make(Reading, (), dtype=tensor.dtype, device=tensor.device)
     made._number = number
     made._tensor = tensor if number is None else None

@@ -94,6 +94,7 @@ class Plan:
         # Whether the parameters have no memory of their own: those of a subclass that wraps others, and meta tensors.
         is_wrapper = torch_internals.wraps_others(self.members[0].param)
         self.wrapped = self.is_meta or (is_wrapper and not has_memory(self.members[0].param))
+        self._made: list[Tensor | None] | None = None  # gradients of a step, see _looked_at
         self._has_own_grad = any(type(p).grad is not Tensor.grad for p in self.params)
         self.grad_dtypes = [p.dtype if (g := grad_of(p)) is None else g.dtype for p in self.params]
         used = sorted({m.group for m in self.members})
@@ -143,7 +144,7 @@ class Plan:
     def finish(self) -> None:
         """Let the gradients go, and tell autograd that the parameters with gradients were written."""
         self.addresses.finish()
-        self._made: list[Tensor | None] | None = None
+        self._made = None
         if self.sharded:
             present = zip(self.params, self.addresses.present.tolist(), strict=True)
             torch.autograd.graph.increment_version([param for param, there in present if there])
@@ -255,6 +256,8 @@ def partition(
     """
     found: list[tuple[Member, dict[str, Any]]] = []
     for i, group in enumerate(groups):
+        initial = initial_values(rule, ChainMap(group.live, group))
+        begun = {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in initial.items()}
         for param, j in parameters_of(group).items():
             is_needed = grad_of(param) is not None
             if not (param.requires_grad or is_needed or has_own_entries(rule, state.get(param, {}))):
@@ -269,10 +272,9 @@ def partition(
             if not _has_memory(rule, param, own_state, name, needed=is_needed):
                 continue
             buffers = rule.present_buffers(choices)
-            initial = initial_values(rule, ChainMap(group.live, group))
             missing = missing_entries(rule, buffers, param, own_state, initial)
             if not own_state:
-                own_state.initial = {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in initial.items()}
+                own_state.initial = begun
             for entry, tensor in missing.items():
                 own_state.set_quietly(entry, tensor)
             found.append((Member(param, groups, i, j, own_state, (*scalar_names(rule), *buffers)), choices))

@@ -60,7 +60,7 @@ class Engine:
         self.launcher: Launcher | None = None  # what steps call in place of Step.launch, if anything
         self.runs = 0  # how many steps were run here, captured ones among them
         self.steps = 0  # how many were taken, replayed ones among them
-        self.given: dict[str, Any] = {}  # hyperparameters that the constructor got as tensors, for every group to adopt
+        self.given: dict[str, tuple[Any, Any]] = {}  # defaults, and the tensors that they were given as, for groups to adopt
         self._changes.pending = True
         self.holdings = Holdings(kind, lowering, self._changes)
 
@@ -92,7 +92,9 @@ class Engine:
         with self.lock:
             holdings = self.holdings
             known, aliases = {*holdings.state}, dict(holdings.aliases)
-            holdings.add(param_group, {**self._owner.defaults, **self.given})
+            defaults = self._owner.defaults
+            given = {k: tensor for k, (number, tensor) in self.given.items() if defaults.get(k) == number}
+            holdings.add(param_group, {**defaults, **given})
             if self.is_open:
                 return
             try:

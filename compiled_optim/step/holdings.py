@@ -57,8 +57,7 @@ class Holdings:
         """Add a group, with ``defaults`` for missing entries; an error, and no change, where something does not fit."""
         index = len(self.groups)
         values = {**defaults, **param_group}
-        if unknown := [k for k in values if k in self.kind.fields and k not in _group_keys(self.kind)]:
-            raise TypeError(f"{unknown[0]} is an option of the whole optimizer, not of param_groups[{index}]")
+        _check_keys(self.kind, values, index)
         if "params" not in param_group:
             raise ValueError(f"param_groups[{index}] has no 'params'")
         given = names_and_tensors(param_group["params"], f"param_groups[{index}]['params']")
@@ -126,7 +125,8 @@ class Holdings:
         """Let names stay with parameters where only ``params`` was edited; one in the place of another takes its name."""
         params, names = group["params"], group.get("param_names")
         noted = self._named[index] if index < len(self._named) else []
-        if names is None or (len(names) == len(params) and list(names) != [name for _, name in noted]):
+        is_edited = [id(ref()) for ref, _ in noted] != list(map(id, params))
+        if names is None or (len(names) == len(params) and not (is_edited and list(names) == [name for _, name in noted])):
             return
         known = {id(ref()): name for named in self._named for ref, name in named}
         taken = {known[id(param)] for param in params if id(param) in known}
@@ -198,6 +198,12 @@ def _group_keys(kind: type[Declared]) -> list[str]:
     return [f.name for f in (*kind.fields_of(Hyper), *kind.fields_of(Static))] + list(kind.group_flags)
 
 
+def _check_keys(kind: type[Declared], group: Mapping[str, Any], index: int) -> None:
+    """Raise ``TypeError`` where ``param_groups[index]`` has what belongs to the whole optimizer."""
+    if foreign := [key for key in group if key in kind.fields and key not in _group_keys(kind)]:
+        raise TypeError(f"{foreign[0]} is an option of the whole optimizer, not of param_groups[{index}]")
+
+
 def position(group: int, count: int) -> int:
     """Which of ``count`` groups ``group`` is, counted from the start; an ``IndexError`` where there is none."""
     if group not in range(-count, count):
@@ -214,6 +220,7 @@ def group_entries(kind: type[Declared], options: Mapping[str, Any]) -> dict[str,
 
 def check_values(kind: type[Declared], group: Mapping[str, Any], index: int) -> None:
     """Raise an error where an entry of ``param_groups[index]`` is out of range, or does not fit another."""
+    _check_keys(kind, group, index)
     where = f"param_groups[{index}]"
     group = {**added_choices(kind), **group}
     for choice in kind.fields_of(Choice):

@@ -250,6 +250,17 @@ class TestNamesOfTheCheckpoint:
         optimizer.load_state_dict(saved)
         assert not any("param_names" in group for group in optimizer.param_groups)
 
+    def test_of_a_parameter_that_is_listed_twice_stay(self) -> None:
+        p, q = _model("xy").values()
+        with pytest.warns(UserWarning, match="duplicate"):
+            optimizer = co.AdamW([p, q, p])
+        with pytest.warns(UserWarning, match="duplicate"):
+            theirs = torch.optim.AdamW([("a", p), ("b", q), ("c", p)])
+        optimizer.load_state_dict(theirs.state_dict())
+        optimizer.param_groups[0]["maximize"] = True  # the step is made anew
+        optimizer.step()
+        assert optimizer.param_groups[0]["param_names"] == theirs.param_groups[0]["param_names"]
+
     def test_stay_with_their_parameters_when_the_list_is_edited(self) -> None:
         model = _model("abc")
         optimizer = co.AdamW(_model("xyz").values())

@@ -317,6 +317,15 @@ class TestAdoption:
             sides.append([group["lr"].item() for group in optimizer.param_groups])
         assert sides == [[0.25, 0.25]] * 2
 
+    def test_a_later_group_takes_a_default_that_was_changed(self) -> None:
+        rates = []
+        for optim in (co, torch.optim):
+            optimizer = optim.SGD([Parameter(torch.ones(3))], lr=torch.tensor(0.5))
+            optimizer.defaults["lr"] = 0.125
+            optimizer.add_param_group({"params": [Parameter(torch.ones(3))]})
+            rates.append(float(optimizer.param_groups[1]["lr"]))
+        assert rates == [0.125, 0.125]
+
     @pytest.mark.parametrize("write", [operator.setitem, lambda group, key, value: group.update({key: value})])
     def test_an_adopted_tensor_that_is_written_back_stays_adopted(self, write: Callable[[Any, str, Any], None]) -> None:
         rate = torch.tensor(0.5, dtype=torch.float64)

@@ -223,3 +223,14 @@ def test_a_refused_group_leaves_the_state_that_somebody_holds() -> None:
         optimizer.add_param_group({"params": [Parameter(torch.zeros(1).expand(3))]})
     assert optimizer.state[param] is held
     assert list(optimizer.state) == [param]
+
+
+@pytest.mark.parametrize(
+    "write", [lambda g: g.__setitem__("max_grad_norm", 1.0), lambda g: g.update(lr=0.5, lowering="eager")]
+)
+def test_what_belongs_to_the_whole_optimizer_is_refused_in_a_group(write: Callable[[Any], None]) -> None:
+    group = co.AdamW([Parameter(torch.ones(3))], lr=0.25).param_groups[0]
+    before = dict(group)
+    with pytest.raises(TypeError, match=r"is an option of the whole optimizer, not of param_groups\[0\]"):
+        write(group)
+    assert dict(group) == before

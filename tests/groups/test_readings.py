@@ -624,3 +624,11 @@ def test_a_reading_outlives_its_entry() -> None:
     optimizer, _ = twins()
     read = optimizer.param_groups[0].pop("lr")
     assert read.fill_(0.3) == 0.3
+
+
+def test_it_is_rounded_as_the_group_where_fakes_are_made() -> None:
+    optimizer = co.SGD([Parameter(torch.ones(2))], lr=torch.tensor(0.5))
+    read = optimizer.param_groups[0]["lr"]
+    with FakeTensorMode():
+        read.fill_(0.3)
+    assert read == optimizer.param_groups[0]["lr"] == torch.tensor(0.3).item()
