@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import datetime
 import itertools
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import two_processes
 from catalog import ruled, stacked
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -705,25 +704,6 @@ CHECKS: dict[str, Callable[[Path], None]] = {
 }
 
 
-def _worker(rank: int, directory: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{directory}/rendezvous",
-        rank=rank,
-        world_size=2,
-        timeout=datetime.timedelta(seconds=20),
-    )
-    for name, function in CHECKS.items():
-        try:
-            function(directory)
-        except Exception:
-            (directory / f"{rank}.error").write_text(traceback.format_exc())
-            break  # the other process waits for this one, in vain
-        (directory / f"{name}.{rank}.done").touch()
-    dist.destroy_process_group()
-
-
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where both processes have run every check, after one process wrote what they load."""
@@ -739,14 +719,14 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.save(sgd.state_dict(), directory / "whole.pt")
     torch.save(co.named_state_dict(sgd), directory / "whole-named.pt")
     torch.save(_snapshot(sgd)["state"], directory / "whole-expected.pt")
-    torch.multiprocessing.spawn(_worker, (directory,), nprocs=2)
+    two_processes.run(CHECKS, directory)
     return directory
 
 
 @pytest.mark.parametrize("check", CHECKS)
 def test_on_two_processes(check: str, directory: Path) -> None:
-    errors = [path.read_text() for path in sorted(directory.glob("*.error"))]
-    assert len(list(directory.glob(f"{check}.*.done"))) == 2, "\n".join(errors)
+    errors = two_processes.errors(check, directory)
+    assert errors == ["", ""], "\n".join(errors)
 
 
 @pytest.mark.parametrize("form", ["named", "False", "True"])

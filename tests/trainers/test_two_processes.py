@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-import datetime
-import os
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import two_processes
 from small_training import OPTIONS, assert_trained_alike, batches, loss_of, needs, network, weights
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -224,29 +222,12 @@ CHECKS: dict[str, Callable[[Path], None]] = {
 OF_ACCELERATE = [name for name in CHECKS if name.startswith("accelerate")]
 
 
-def _worker(rank: int, directory: Path) -> None:
-    torch.set_num_threads(1)
-    rendezvous, patience = f"file://{directory}/rendezvous", datetime.timedelta(seconds=20)
-    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=2, timeout=patience)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    for name, function in CHECKS.items():
-        try:
-            if name not in OF_ACCELERATE or not needs("accelerate").args[0]:
-                function(directory)
-            failed = ""
-        except Exception:
-            failed = traceback.format_exc()
-        (directory / f"{name}.{rank}").write_text(failed)
-        both: list[Any] = [None, None]
-        dist.all_gather_object(both, failed)  # the other process would wait for this one in the next check
-    dist.destroy_process_group()
-
-
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where both processes wrote what failed."""
     directory = tmp_path_factory.mktemp("two_processes")
-    torch.multiprocessing.spawn(_worker, (directory,), nprocs=2)
+    has_accelerate = not needs("accelerate").args[0]
+    two_processes.run({n: f for n, f in CHECKS.items() if has_accelerate or n not in OF_ACCELERATE}, directory)
     return directory
 
 
@@ -254,5 +235,5 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "check", [pytest.param(name, marks=needs("accelerate")) if name in OF_ACCELERATE else name for name in CHECKS]
 )
 def test_on_two_processes(check: str, directory: Path) -> None:
-    errors = [(directory / f"{check}.{rank}").read_text() for rank in range(2)]
+    errors = two_processes.errors(check, directory)
     assert errors == ["", ""], "\n".join(errors)
