@@ -220,8 +220,8 @@ def group_entries(kind: type[Declared], options: Mapping[str, Any]) -> dict[str,
 
 def check_values(kind: type[Declared], group: Mapping[str, Any], index: int) -> None:
     """Raise an error where an entry of ``param_groups[index]`` is out of range, or does not fit another."""
-    _check_keys(kind, group, index)
     where = f"param_groups[{index}]"
+    given = group
     group = {**added_choices(kind), **group}
     for choice in kind.fields_of(Choice):
         choice.check(group.get(choice.name, choice.default), where)
@@ -229,3 +229,4 @@ def check_values(kind: type[Declared], group: Mapping[str, Any], index: int) -> 
     for hyper in kind.fields_of(Hyper):
         hyper.checked(hypers[hyper.name], where)
     kind.check(hypers, group)
+    _check_keys(kind, given, index)
