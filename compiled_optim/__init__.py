@@ -28,16 +28,19 @@ from compiled_optim.optimizers.adagrad import Adagrad
 from compiled_optim.optimizers.adam import Adam
 from compiled_optim.optimizers.adamax import Adamax
 from compiled_optim.optimizers.adamw import AdamW
+from compiled_optim.optimizers.adan import Adan
 from compiled_optim.optimizers.asgd import ASGD
 from compiled_optim.optimizers.lbfgs.lbfgs import LBFGS
 from compiled_optim.optimizers.lion import Lion
 from compiled_optim.optimizers.muon import Muon
 from compiled_optim.optimizers.nadam import NAdam
 from compiled_optim.optimizers.radam import RAdam
+from compiled_optim.optimizers.ranger import Ranger
 from compiled_optim.optimizers.rmsprop import RMSprop
 from compiled_optim.optimizers.rprop import Rprop
 from compiled_optim.optimizers.sgd import SGD
 from compiled_optim.optimizers.sparse_adam import SparseAdam
+from compiled_optim.optimizers.stable_adamw import StableAdamW
 from compiled_optim.plan.compilations import RecompileError
 from compiled_optim.report import CompileReport, compile_report, no_recompiles
 
@@ -53,6 +56,7 @@ __all__ = [
     "Adam",
     "AdamW",
     "Adamax",
+    "Adan",
     "CUDAGraphRunner",
     "CompileReport",
     "CompiledOptimizer",
@@ -62,9 +66,11 @@ __all__ = [
     "NAdam",
     "RAdam",
     "RMSprop",
+    "Ranger",
     "RecompileError",
     "Rprop",
     "SparseAdam",
+    "StableAdamW",
     "compile_report",
     "load_named_state_dict",
     "named_state_dict",

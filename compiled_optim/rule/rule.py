@@ -62,9 +62,10 @@ class Rule(Declaration):
     ``coefficients(step, <hyperparameters>, <scalars>, <statics>)`` takes float64 vectors with one entry per tensor. It
     returns a dict: the new scalars, and the numbers that ``update`` needs. ``update(param, grad, c, <buffers>, <statics>)``
     finds those numbers as attributes of ``c``. It returns a dict: ``step``, which is subtracted from the parameter, the new
-    buffers, and ``param`` where the parameter is scaled before the step, as decoupled weight decay does. A buffer that
-    depends on the new parameter is returned as a function of it. Both name only what they use, in any order; an absent
-    buffer is ``None``. ``advice`` names the optimizer for gradients of the other kind than ``gradients``.
+    buffers, ``param`` where the parameter is scaled before the step, as decoupled weight decay does, and ``after`` where it
+    is changed after the step: a function. A buffer that depends on the new parameter is returned as a function of it. Both
+    name only what they use, in any order; an absent buffer is ``None``. ``advice`` names the optimizer for gradients of the
+    other kind than ``gradients``.
 
     Each of ``means`` takes what ``update`` takes, before it, and returns a dict of elementwise expressions. Their means over
     each tensor, the whole of one that is spread over processes, are further attributes of ``c``: to ``update`` and to the
@@ -209,12 +210,14 @@ class Rule(Declaration):
     @staticmethod
     def _moved(param: Any, returned: Mapping[str, Any]) -> dict[str, Any]:
         """What ``update`` ``returned`` for ``param``, and what follows from it."""
+        rest = {name: value for name, value in returned.items() if name != "after"}
         new = returned.get("param", param) - returned["step"]
-        return {**{name: value(new) if callable(value) else value for name, value in returned.items()}, "param": new}
+        new = returned["after"](new) if "after" in returned else new
+        return {**{name: value(new) if callable(value) else value for name, value in rest.items()}, "param": new}
 
     def _checked_update(self, values: Mapping[str, Any], present: Sequence[str]) -> dict[str, Any]:
         """:meth:`updated` in a rule that is being made, with the buffers that are ``present``."""
-        known = {"param", "step", *(b.name for b in self.buffers)}
+        known = {"param", "step", "after", *(b.name for b in self.buffers)}
         results = self._run(self.update, values, ("step", *present), known)
         with self._blaming(self.update, values):
             return self._moved(values["param"], results)

@@ -3,7 +3,8 @@
 A module per optimizer, named as its class in lower case, with two functions of one tensor: ``start`` makes its state, and
 ``step`` changes state and parameter in place. ``h`` holds the hyperparameters and choices by name, ``t`` counts the tensor's
 steps from 1 on. The module of an optimizer that torch.optim lacks also has ``FAR``: arguments to try it with, far from its
-defaults, since with those a formula that misplaces a decay passes unnoticed.
+defaults, since with those a formula that misplaces a decay passes unnoticed. A module that has ``KEEPS`` passes its steps
+through ``h.keep(step, grad)``, which is what a cautious optimizer leaves of them.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ class Naive(torch.optim.Optimizer):
     def step(self) -> None:  # type: ignore[override]
         for group in self.param_groups:
             h = SimpleNamespace(**{**group, "maximize": group.get("maximize", False)})
+            h.keep = _cautious_part if group.get("cautious") else lambda step, grad: step
             for param in group["params"]:
                 if param.grad is None:
                     continue
@@ -63,6 +65,12 @@ class Naive(torch.optim.Optimizer):
                 state["step"] += 1
                 buffers = {name: _real(value) for name, value in state.items() if name != "step"}
                 self.module.step(_real(param.detach()), _real(param.grad), buffers, int(state["step"]), h)
+
+
+def _cautious_part(step: Tensor, grad: Tensor) -> Tensor:
+    """What is left of a step where only elements that go down their gradient move (arXiv:2411.16085, as C-AdamW)."""
+    goes_down = step * grad > 0
+    return goes_down * step / max(goes_down.sum().item() / max(goes_down.numel(), 1), 1e-3)
 
 
 def _real(tensor: Tensor) -> Tensor:

@@ -52,7 +52,7 @@ class Case:
     def reference(self) -> Callable[..., torch.optim.Optimizer]:
         """torch.optim's optimizer of the same name, or the naive one that stands for it; cautious where this is."""
         plain = reference_of(self.optimizer)
-        return cautious(plain) if self.kwargs.get("cautious") else plain
+        return cautious(plain) if self.kwargs.get("cautious") and not _keeps(self.optimizer) else plain
 
     @property
     def takes_complex(self) -> bool:
@@ -169,6 +169,11 @@ def reference_of(optimizer: type[CompiledOptimizer]) -> Callable[..., torch.opti
     """What makes torch.optim's optimizer of the same name; of a rule that torch.optim lacks, the naive one."""
     theirs: type[torch.optim.Optimizer] | None = getattr(torch.optim, optimizer.__name__, None)
     return theirs or naive(optimizer)
+
+
+def _keeps(optimizer: type[CompiledOptimizer]) -> bool:
+    """Whether the reference itself can be cautious."""
+    return not hasattr(torch.optim, optimizer.__name__) and hasattr(naive_module(optimizer), "KEEPS")
 
 
 def required(optimizer: type[CompiledOptimizer]) -> dict[str, float]:

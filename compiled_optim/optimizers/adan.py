@@ -1,0 +1,52 @@
+"""Adan."""
+
+from compiled_optim.optimizer import CompiledOptimizer
+from compiled_optim.rule import Number, bias_correction, buffer, hyper, sqrt, static, where
+
+
+class Adan(CompiledOptimizer):
+    """Adan: Adam with an average of the gradient's changes (arXiv:2208.06677, Algorithm 1), without restarts.
+
+    ``betas`` are decay rates, 1 less the paper's. Weight decay divides the parameter after its step, as in the paper, by
+    ``1 + lr * weight_decay``; with ``adam_wd`` it multiplies the parameter before, as in AdamW. torch.optim has no Adan;
+    arguments and defaults are optimi's, where ``adam_wd`` has no effect.
+    """
+
+    lr: Number = hyper(ge=0)
+    betas: tuple[Number, Number, Number] = hyper(default=(0.98, 0.92, 0.99), ge=0, lt=1)
+    weight_decay: Number = hyper(default=2e-2, ge=0)
+    eps: Number = hyper(default=1e-6, ge=0)
+    adam_wd: bool = static(default=False)
+    exp_avg, exp_avg_diff, exp_avg_sq, prev_grad = buffer(), buffer(), buffer(), buffer()
+
+    @staticmethod
+    def coefficients(step, lr, betas, weight_decay, eps):
+        beta1, beta2, beta3 = betas
+        return dict(
+            decay=1 - lr * weight_decay,
+            shrink=1 / (1 + lr * weight_decay),
+            changes=where(step == 1, 0.0, 1.0),
+            grad_size=lr / bias_correction(beta1, step),
+            diff_size=lr * beta2 / bias_correction(beta2, step),
+            beta1=beta1,
+            weight1=1 - beta1,
+            beta2=beta2,
+            weight2=1 - beta2,
+            beta3=beta3,
+            weight3=1 - beta3,
+            correction3=sqrt(bias_correction(beta3, step)),
+            eps=eps,
+        )
+
+    @staticmethod
+    def update(param, grad, c, exp_avg, exp_avg_diff, exp_avg_sq, prev_grad, adam_wd):
+        diff = where(c.changes > 0, grad - prev_grad, 0.0)
+        nesterov = grad + c.beta2 * diff
+        exp_avg = c.beta1 * exp_avg + c.weight1 * grad
+        exp_avg_diff = c.beta2 * exp_avg_diff + c.weight2 * diff
+        exp_avg_sq = c.beta3 * exp_avg_sq + c.weight3 * nesterov * nesterov
+        step = (c.grad_size * exp_avg + c.diff_size * exp_avg_diff) / (sqrt(exp_avg_sq) / c.correction3 + c.eps)
+        averages = dict(exp_avg=exp_avg, exp_avg_diff=exp_avg_diff, exp_avg_sq=exp_avg_sq, prev_grad=grad)
+        if adam_wd:
+            return dict(param=c.decay * param, step=step, **averages)
+        return dict(step=step, after=lambda moved: c.shrink * moved, **averages)

@@ -1,0 +1,46 @@
+"""Ranger."""
+
+from compiled_optim.optimizer import CompiledOptimizer
+from compiled_optim.optimizers.radam import RAdam
+from compiled_optim.rule import Number, bias_correction, buffer, hyper, scalar, sqrt, static, where
+
+
+class Ranger(CompiledOptimizer):
+    """Ranger: RAdam (arXiv:1908.03265, Algorithm 2) within Lookahead (arXiv:1907.08610, Algorithm 1).
+
+    At every ``k``-th step of a parameter, its slow copy moves towards it by ``alpha`` of the distance, and it becomes the
+    slow copy. The slow copy is made at the first step. torch.optim has no Ranger; arguments and defaults are optimi's. As
+    there, and other than in torch's RAdam, ``eps`` is added after the bias correction.
+    """
+
+    lr: Number = hyper(ge=0)
+    betas: tuple[Number, Number] = hyper(default=(0.9, 0.99), ge=0, lt=1)
+    weight_decay: Number = hyper(default=0.0, ge=0)
+    eps: Number = hyper(default=1e-6, ge=0)
+    k: Number = hyper(default=6, ge=1)
+    alpha: Number = hyper(default=0.5, ge=0, le=1)
+    decouple_wd: bool = static(default=True)
+    since_sync = scalar()
+    exp_avg, exp_avg_sq, la_param = buffer(), buffer(), buffer()
+
+    @staticmethod
+    def coefficients(step, lr, betas, weight_decay, eps, k, alpha, since_sync):
+        since_sync = since_sync + 1
+        syncs = since_sync >= k
+        eps = eps * sqrt(bias_correction(betas[1], step))
+        return dict(
+            **RAdam.coefficients(step, lr, betas, eps, weight_decay),
+            since_sync=where(syncs, 0.0, since_sync),
+            begins=step == 1,
+            syncs=syncs,
+            alpha=alpha,
+        )
+
+    @staticmethod
+    def update(param, grad, c, exp_avg, exp_avg_sq, la_param, decouple_wd):
+        slow = where(c.begins > 0, param, la_param)
+        return dict(
+            **RAdam.update(param, grad, c, exp_avg, exp_avg_sq, decouple_wd),
+            after=lambda moved: where(c.syncs > 0, slow + c.alpha * (moved - slow), moved),
+            la_param=lambda new: where(c.syncs > 0, new, slow),
+        )

@@ -1,0 +1,47 @@
+"""StableAdamW."""
+
+from compiled_optim.optimizer import CompiledOptimizer
+from compiled_optim.rule import Number, bias_correction, buffer, hyper, maximum, sqrt
+
+
+class StableAdamW(CompiledOptimizer):
+    """StableAdamW: AdamW whose learning rate is lower for tensors with surprising gradients (arXiv:2304.13013, Algorithm 2).
+
+    The learning rate, also that of the decay, is divided by the root mean square of ``grad / sqrt(exp_avg_sq)`` over the
+    tensor where that is above 1. torch.optim has no StableAdamW; arguments and defaults are optimi's.
+    """
+
+    lr: Number = hyper(ge=0)
+    betas: tuple[Number, Number] = hyper(default=(0.9, 0.99), ge=0, lt=1)
+    weight_decay: Number = hyper(default=1e-2, ge=0)
+    eps: Number = hyper(default=1e-6, gt=0)
+    exp_avg, exp_avg_sq = buffer(), buffer()
+
+    @staticmethod
+    def coefficients(step, lr, betas, weight_decay, eps):
+        beta1, beta2 = betas
+        return dict(
+            shrinkage=lr * weight_decay,
+            step_size=lr / bias_correction(beta1, step),
+            beta1=beta1,
+            weight1=1 - beta1,
+            beta2=beta2,
+            weight2=1 - beta2,
+            correction2=sqrt(bias_correction(beta2, step)),
+            eps=eps,
+        )
+
+    @staticmethod
+    def means(grad, c, exp_avg_sq):
+        exp_avg_sq = c.beta2 * exp_avg_sq + c.weight2 * grad * grad
+        ratio = grad / maximum(sqrt(exp_avg_sq) / c.correction2, c.eps)
+        return dict(mean_square=ratio * ratio)
+
+    @staticmethod
+    def update(param, grad, c, exp_avg, exp_avg_sq):
+        slowdown = maximum(sqrt(c.mean_square), 1.0)
+        param = param - c.shrinkage / slowdown * param
+        exp_avg = c.beta1 * exp_avg + c.weight1 * grad
+        exp_avg_sq = c.beta2 * exp_avg_sq + c.weight2 * grad * grad
+        step = c.step_size / slowdown * (exp_avg / (sqrt(exp_avg_sq) / c.correction2 + c.eps))
+        return dict(param=param, step=step, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
