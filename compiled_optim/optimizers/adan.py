@@ -10,6 +10,15 @@ class Adan(CompiledOptimizer):
     ``betas`` are decay rates, 1 less the paper's. Weight decay divides the parameter after its step, as in the paper, by
     ``1 + lr * weight_decay``; with ``adam_wd`` it multiplies the parameter before, as in AdamW. torch.optim has no Adan;
     arguments and defaults are optimi's, where ``adam_wd`` has no effect.
+
+    Args:
+        lr: learning rate, about as much as an element moves in a step where its gradients agree.
+        betas: how much of the averages of gradients, of their changes and of squares stays from one step to the next.
+        weight_decay: after a step, the parameter is divided by 1 plus ``lr`` times this number.
+        eps: keeps the divisor from 0, in units of the gradient.
+        adam_wd: decay weights as AdamW does.
+
+    The other arguments, and what is raised: :class:`~compiled_optim.optimizer.CompiledOptimizer`.
     """
 
     lr: Number = hyper(ge=0)

@@ -11,6 +11,17 @@ class Ranger(CompiledOptimizer):
     At every ``k``-th step of a parameter, its slow copy moves towards it by ``alpha`` of the distance, and it becomes the
     slow copy. The slow copy is made at the first step. torch.optim has no Ranger; arguments and defaults are optimi's. As
     there, and other than in torch's RAdam, ``eps`` is added after the bias correction.
+
+    Args:
+        lr: learning rate, about as much as an element moves in a step where its gradients agree.
+        betas: how much of the average of gradients, and of their squares, stays from one step to the next.
+        weight_decay: a step takes ``lr`` times this number times the parameter away from the parameter.
+        eps: keeps the divisor from 0, in units of the gradient.
+        k: steps from one synchronization with the slow copy to the next.
+        alpha: how far the slow copy moves towards the parameter then, from 0 to 1.
+        decouple_wd: decay weights as AdamW does; otherwise ``weight_decay`` times the parameter is added to the gradient.
+
+    The other arguments, and what is raised: :class:`~compiled_optim.optimizer.CompiledOptimizer`.
     """
 
     lr: Number = hyper(ge=0)

@@ -9,6 +9,14 @@ class StableAdamW(CompiledOptimizer):
 
     The learning rate, also that of the decay, is divided by the root mean square of ``grad / sqrt(exp_avg_sq)`` over the
     tensor where that is above 1. torch.optim has no StableAdamW; arguments and defaults are optimi's.
+
+    Args:
+        lr: learning rate, about as much as an element moves in a step where its gradients agree.
+        betas: how much of the average of gradients, and of their squares, stays from one step to the next.
+        weight_decay: a step takes its learning rate times this number times the parameter away from the parameter.
+        eps: keeps divisors from 0, in units of the gradient.
+
+    The other arguments, and what is raised: :class:`~compiled_optim.optimizer.CompiledOptimizer`.
     """
 
     lr: Number = hyper(ge=0)
