@@ -7,16 +7,14 @@ from compiled_optim.rule import Number, bias_correction, buffer, hyper, sqrt, st
 class Adan(CompiledOptimizer):
     """Adan: Adam with an average of the gradient's changes (arXiv:2208.06677, Algorithm 1), without restarts.
 
-    ``betas`` are decay rates, 1 less the paper's. Weight decay divides the parameter after its step, as in the paper, by
-    ``1 + lr * weight_decay``; with ``adam_wd`` it multiplies the parameter before, as in AdamW. torch.optim has no Adan;
-    arguments and defaults are optimi's, where ``adam_wd`` has no effect.
+    torch.optim has no Adan; arguments and defaults are optimi's.
 
     Args:
         lr: learning rate, about as much as an element moves in a step where its gradients agree.
-        betas: how much of the averages of gradients, of their changes and of squares stays from one step to the next.
-        weight_decay: after a step, the parameter is divided by 1 plus ``lr`` times this number.
+        betas: decay rates of the averages of gradients, of their changes and of squares: 1 less the paper's.
+        weight_decay: after its step, the parameter is divided by 1 plus ``lr`` times this number, as in the paper.
         eps: keeps the divisor from 0, in units of the gradient.
-        adam_wd: decay weights as AdamW does.
+        adam_wd: decay weights as AdamW does instead; without effect in optimi.
 
     The other arguments, and what is raised: :class:`~compiled_optim.optimizer.CompiledOptimizer`.
     """
@@ -34,7 +32,7 @@ class Adan(CompiledOptimizer):
         return dict(
             decay=1 - lr * weight_decay,
             shrink=1 / (1 + lr * weight_decay),
-            changes=where(step == 1, 0.0, 1.0),
+            follows=step > 1,
             grad_size=lr / bias_correction(beta1, step),
             diff_size=lr * beta2 / bias_correction(beta2, step),
             beta1=beta1,
@@ -49,13 +47,12 @@ class Adan(CompiledOptimizer):
 
     @staticmethod
     def update(param, grad, c, exp_avg, exp_avg_diff, exp_avg_sq, prev_grad, adam_wd):
-        diff = where(c.changes > 0, grad - prev_grad, 0.0)
+        diff = where(c.follows > 0, grad - prev_grad, 0.0)
         nesterov = grad + c.beta2 * diff
         exp_avg = c.beta1 * exp_avg + c.weight1 * grad
         exp_avg_diff = c.beta2 * exp_avg_diff + c.weight2 * diff
         exp_avg_sq = c.beta3 * exp_avg_sq + c.weight3 * nesterov * nesterov
         step = (c.grad_size * exp_avg + c.diff_size * exp_avg_diff) / (sqrt(exp_avg_sq) / c.correction3 + c.eps)
-        averages = dict(exp_avg=exp_avg, exp_avg_diff=exp_avg_diff, exp_avg_sq=exp_avg_sq, prev_grad=grad)
-        if adam_wd:
-            return dict(param=c.decay * param, step=step, **averages)
-        return dict(step=step, after=lambda moved: c.shrink * moved, **averages)
+        decayed = dict(param=c.decay * param) if adam_wd else dict(after=lambda moved: c.shrink * moved)
+        state = dict(exp_avg=exp_avg, exp_avg_diff=exp_avg_diff, exp_avg_sq=exp_avg_sq, prev_grad=grad)
+        return dict(step=step, **decayed, **state)
