@@ -2,7 +2,7 @@
 
 from compiled_optim.optimizer import CompiledOptimizer
 from compiled_optim.optimizers.radam import RAdam
-from compiled_optim.rule import Number, bias_correction, buffer, hyper, scalar, sqrt, static, where
+from compiled_optim.rule import Number, bias_correction, buffer, floor, hyper, product, sqrt, static, where
 
 
 class Ranger(CompiledOptimizer):
@@ -31,20 +31,17 @@ class Ranger(CompiledOptimizer):
     k: Number = hyper(default=6, ge=1)
     alpha: Number = hyper(default=0.5, ge=0, le=1)
     decouple_wd: bool = static(default=True)
-    since_sync = scalar()
     exp_avg, exp_avg_sq, la_param = buffer(), buffer(), buffer()
 
     @staticmethod
-    def coefficients(step, lr, betas, weight_decay, eps, k, alpha, since_sync):
-        since_sync = since_sync + 1
-        syncs = since_sync >= k
+    def coefficients(step, lr, betas, weight_decay, eps, k, alpha):
         eps = eps * sqrt(bias_correction(betas[1], step))
         return dict(
             **RAdam.coefficients(step, lr, betas, eps, weight_decay),
-            since_sync=where(syncs, 0.0, since_sync),
             begins=step == 1,
-            syncs=syncs,
+            syncs=floor(step / k) > floor((step - 1) / k),
             alpha=alpha,
+            kept=1 - alpha,
         )
 
     @staticmethod
@@ -52,6 +49,6 @@ class Ranger(CompiledOptimizer):
         slow = where(c.begins > 0, param, la_param)
         return dict(
             **RAdam.update(param, grad, c, exp_avg, exp_avg_sq, decouple_wd),
-            after=lambda moved: where(c.syncs > 0, slow + c.alpha * (moved - slow), moved),
+            after=lambda moved: where(c.syncs > 0, product(c.kept, slow) + product(c.alpha, moved), moved),
             la_param=lambda new: where(c.syncs > 0, new, slow),
         )

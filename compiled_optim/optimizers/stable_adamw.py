@@ -1,7 +1,7 @@
 """StableAdamW."""
 
 from compiled_optim.optimizer import CompiledOptimizer
-from compiled_optim.rule import Number, bias_correction, buffer, hyper, maximum, sqrt
+from compiled_optim.rule import Number, bias_correction, buffer, hyper, maximum, product, sqrt
 
 
 class StableAdamW(CompiledOptimizer):
@@ -48,7 +48,7 @@ class StableAdamW(CompiledOptimizer):
     @staticmethod
     def update(param, grad, c, exp_avg, exp_avg_sq):
         slowdown = maximum(sqrt(c.mean_square), 1.0)
-        param = param - c.shrinkage / slowdown * param
+        param = param - product(c.shrinkage / slowdown, param)
         exp_avg = c.beta1 * exp_avg + c.weight1 * grad
         exp_avg_sq = c.beta2 * exp_avg_sq + c.weight2 * grad * grad
         step = c.step_size / slowdown * (exp_avg / (sqrt(exp_avg_sq) / c.correction2 + c.eps))

@@ -1,7 +1,18 @@
 """What the file of an optimizer needs to declare its fields and to write its rule."""
 
 from compiled_optim.rule.fields import Number, buffer, fact, hyper, scalar, static
-from compiled_optim.rule.vocabulary import absolute, bias_correction, maximum, minimum, power, product, sign, sqrt, where
+from compiled_optim.rule.vocabulary import (
+    absolute,
+    bias_correction,
+    floor,
+    maximum,
+    minimum,
+    power,
+    product,
+    sign,
+    sqrt,
+    where,
+)
 
 __all__ = [
     "Number",
@@ -9,6 +20,7 @@ __all__ = [
     "bias_correction",
     "buffer",
     "fact",
+    "floor",
     "hyper",
     "maximum",
     "minimum",

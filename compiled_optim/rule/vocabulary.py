@@ -13,7 +13,7 @@ from torch import Tensor
 
 from compiled_optim.rule.symbols import word
 
-__all__ = ["absolute", "bias_correction", "maximum", "minimum", "power", "product", "sign", "sqrt", "where"]
+__all__ = ["absolute", "bias_correction", "floor", "maximum", "minimum", "power", "product", "sign", "sqrt", "where"]
 
 
 @word
@@ -35,6 +35,12 @@ def absolute(x: Tensor) -> Tensor:
 def sign(x: Tensor) -> Tensor:
     """1, 0 or -1; 0 for NaN."""
     return torch.sign(x)
+
+
+@word
+def floor(x: Tensor) -> Tensor:
+    """The largest whole number that is not above ``x``. Its derivative is 0."""
+    return torch.floor(x)
 
 
 @word

@@ -52,7 +52,7 @@ class Naive(torch.optim.Optimizer):
         super().__init__(params, {**defaults, **given})
 
     @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             h = SimpleNamespace(**{**group, "maximize": group.get("maximize", False)})
             h.keep = _cautious_part if group.get("cautious") else lambda step, grad: step

@@ -6,10 +6,10 @@ from typing import Any
 from torch import Tensor
 
 FAR: list[dict[str, Any]] = [
-    {"lr": 0.01, "k": 3},
-    {"lr": 0.07, "betas": (0.6, 0.95), "weight_decay": 0.4, "eps": 0.03, "k": 4, "alpha": 0.3},
-    {"lr": 0.07, "betas": (0.0, 0.9), "weight_decay": 0.4, "eps": 0.1, "k": 1, "decouple_wd": False, "maximize": True},
-    {"lr": 0.3, "betas": (0.9, 0.6), "eps": 0.3, "k": 7, "alpha": 0.9},  # never rectified
+    {"lr": 0.01, "k": 2.5},
+    {"lr": 0.07, "betas": (0.6, 0.95), "weight_decay": 0.4, "eps": 0.03, "k": 3.5, "alpha": 0.3},
+    {"lr": 0.07, "betas": (0.0, 0.9), "weight_decay": 0.4, "eps": 0.1, "k": 1.4, "decouple_wd": False, "maximize": True},
+    {"lr": 0.3, "betas": (0.9, 0.6), "eps": 0.3, "k": 6.5, "alpha": 0.9},  # never rectified
 ]
 KEEPS = True
 
@@ -38,6 +38,6 @@ def step(param: Tensor, grad: Tensor, state: dict[str, Tensor], t: int, h: Any) 
         ratio = (length - 4) * (length - 2) * longest / ((longest - 4) * (longest - 2) * length)
         move = move * math.sqrt(ratio) / (square.sqrt() + h.eps)
     param.sub_(h.keep(move, given))
-    if t % h.k == 0:
+    if math.floor(t / h.k) > math.floor((t - 1) / h.k):
         state["la_param"].add_(h.alpha * (param - state["la_param"]))
         param.copy_(state["la_param"])

@@ -199,8 +199,8 @@ def shifted(optimizer: CompiledOptimizer, hyper: Hyper, share: float) -> tuple[f
     """The values that a hyperparameter had at first, each moved within its range by that share."""
     default = optimizer.defaults[hyper.name]
     values = default if hyper.is_tuple else (default,)
-    moved = tuple((0.5 if v is None or v != v else v) * (1 - share) for v in values)
-    return tuple(1 / v for v in moved) if hyper.ge == 1 else moved
+    given = tuple(0.5 if v is None or v != v else v for v in values)
+    return tuple(v / (1 - share) if hyper.ge == 1 else v * (1 - share) for v in given)
 
 
 _STACKED: dict[str, list[dict[str, Any]]] = {

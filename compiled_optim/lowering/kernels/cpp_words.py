@@ -8,6 +8,7 @@ WORDS = """\
 template <class T> static inline T sqrt_(T x) { return std::sqrt(x); }
 template <class T> static inline T absolute_(T x) { return std::fabs(x); }
 template <class T> static inline T sign_(T x) { return T(x > 0) - T(x < 0); }
+template <class T> static inline T floor_(T x) { return std::floor(x); }
 template <class T> static inline T power_(T x, T y) { return std::pow(x, y); }
 template <class T> static inline T maximum_(T x, T y) { const T r = x > y ? x : y; return x != x ? x : r; }
 template <class T> static inline T minimum_(T x, T y) { const T r = x < y ? x : y; return x != x ? x : r; }

@@ -31,6 +31,11 @@ def sign_(x):
 
 
 @triton.jit
+def floor_(x):
+    return tl.floor(x)
+
+
+@triton.jit
 def power_(x, y):
     base = x + 0.0 * y
     return tl.where(y == 0, 1.0, tl.exp(y * tl.log(base)))

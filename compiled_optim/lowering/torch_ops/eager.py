@@ -52,10 +52,10 @@ class EagerLowering(TorchLowering):
     def _sum_means(self, stage: int, coefficients: Tensor, sums: Tensor) -> None:
         if self.plan.is_meta:  # there is nothing to sum
             return
-        columns = dict(zip(map(id, self.plan.members), sums.unbind(1), strict=True))
+        places = {id(member): i for i, member in enumerate(self.plan.members)}
         for member, values in self._present(coefficients):
             expressions = self._averaged[stage](*values)
-            columns[id(member)].copy_(torch.stack([e.sum(dtype=sums.dtype) for e in expressions]))
+            sums[:, places[id(member)]] = torch.stack([e.sum(dtype=sums.dtype) for e in expressions])
 
     def _present(self, coefficients: Tensor) -> Iterator[tuple[Member, _Values]]:
         """The members that have a prepared gradient, each with what its update takes."""
