@@ -17,11 +17,12 @@ from compiled_optim.groups.parameters import as_groups, hand_over
 from compiled_optim.memory.sharding import traced_part
 from compiled_optim.plan.schedule import Schedule
 from compiled_optim.rule.cautious import cautious
+from compiled_optim.rule.decay import check_decay, decay
 from compiled_optim.rule.declared import Declared, no_hyperparameter
-from compiled_optim.rule.fields import Choice, Hyper, Static, flag, transform
+from compiled_optim.rule.fields import Choice, Hyper, Number, Static, flag, transform
 from compiled_optim.state import OptimizerState
 from compiled_optim.step.engine import Engine, check_closure
-from compiled_optim.step.holdings import group_entries, position
+from compiled_optim.step.holdings import check_read, group_entries, position
 from compiled_optim.step.step import RuleStep, Step
 from compiled_optim.torch_internals import mend_tracing, outside_dynamo, refuse_tracing
 
@@ -40,6 +41,13 @@ class CompiledOptimizer(Declared, Optimizer):
         max_grad_norm: clip the gradients of all parameters together to this norm inside the step, as
             ``torch.nn.utils.clip_grad_norm_`` does before it; a number or a 0-dim tensor. See :attr:`grad_norm`.
         skip_nonfinite: change nothing in a step whose gradients have an infinite or NaN norm. See :attr:`skipped_steps`.
+        decouple_wd: shrink parameters by ``lr * weight_decay`` before their step, as AdamW does, in place of adding decay to
+            the gradient (False). None: as the optimizer does by itself, and True with ``decouple_lr``. Per group, for
+            optimizers that add it. See :func:`~compiled_optim.rule.decay.decay`.
+        decouple_lr: divide ``weight_decay`` by ``max_lr``, so that at that learning rate a step takes ``weight_decay`` of
+            the parameter away, and at others in proportion; per group, for optimizers with ``weight_decay``.
+        max_lr: what ``decouple_lr`` divides by, and 0 for no decay. None: each group's own ``lr`` when it is made. torch's
+            OneCycleLR writes its peak there. It is an entry of groups with ``decouple_lr``, and where it was given.
         cautious: move only elements whose step goes against their gradient, and those the more (arXiv:2411.16085); per
             group, for optimizers that work element by element on dense gradients. See
             :func:`~compiled_optim.rule.cautious.cautious`. Both parts of a complex number are elements.
@@ -63,7 +71,10 @@ class CompiledOptimizer(Declared, Optimizer):
     max_grad_norm: float | Tensor | None = flag(default=None, kw_only=True)
     skip_nonfinite: bool = flag(default=False, kw_only=True)
     lowering: str = flag(default="auto", kw_only=True)
-    cautious: bool = transform(default=False, kw_only=True, by=cautious)
+    decouple_wd: bool | None = transform(default=None, kw_only=True, by=decay, check=check_decay)
+    decouple_lr: bool = transform(default=False, kw_only=True, by=decay, check=check_decay)
+    max_lr: Number | None = transform(default=None, kw_only=True, by=decay, check=check_decay)
+    cautious: bool = transform(default=False, kw_only=True, by=cautious, elementwise=True)
 
     _step_class: ClassVar[type[Step]] = RuleStep
 
@@ -84,7 +95,7 @@ class CompiledOptimizer(Declared, Optimizer):
         self._begin(options["lowering"])
         defaults = group_entries(type(self), options)
         handed_over = []
-        for hyper in self.fields_of(Hyper):
+        for hyper in (h for h in self.fields_of(Hyper) if h.name in defaults):
             elements = hyper.elements(options[hyper.name], "")
             if any(isinstance(e, Tensor) for e in elements):
                 handed_over.append(hyper.name)
@@ -93,6 +104,7 @@ class CompiledOptimizer(Declared, Optimizer):
                 hyper.check(number, index, "")
             defaults[hyper.name] = numbers if hyper.is_tuple else numbers[0]
         groups = as_groups(params)
+        check_read(type(self), options, groups)
         self._engine.given = {name: (defaults[name], options[name]) for name in handed_over}
         for name in handed_over:
             hand_over(name, options[name], groups)
@@ -354,6 +366,7 @@ class CompiledOptimizer(Declared, Optimizer):
             "lowering": own.lowering,
             "aliases": own.aliases,
             "schedules": own.schedules.functions,
+            "unshown": own.unshown(),
             "max_grad_norm": self.max_grad_norm,
             "skip_nonfinite": self.skip_nonfinite,
         }
@@ -361,6 +374,7 @@ class CompiledOptimizer(Declared, Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         before = self._engine.holdings if "_engine" in vars(self) else None
         groups, entries, schedules = state.pop("param_groups"), state.pop("state"), state.pop("schedules", {})
+        unshown = state.pop("unshown", ())
         self.max_grad_norm = state.pop("max_grad_norm", getattr(self, "max_grad_norm", None))
         self.skip_nonfinite = state.pop("skip_nonfinite", getattr(self, "skip_nonfinite", False))
         lowering = state.pop("lowering", "auto" if before is None else before.lowering)
@@ -372,6 +386,8 @@ class CompiledOptimizer(Declared, Optimizer):
         self._engine.holdings.aliases = aliases
         self._engine.holdings.schedules.functions = dict(schedules)
         self._engine.holdings.adopt(self.defaults, checked=True)
+        for group, values in zip(self._engine.holdings.own_groups, unshown, strict=False):
+            group.take_over(values)
 
 
 def engine_of(optimizer: CompiledOptimizer) -> Engine:

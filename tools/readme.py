@@ -27,8 +27,9 @@ def optimizers_table() -> str:
     rows = ["| optimizer | fields and defaults | state per parameter |", "|---|---|---|"]
     for cls in classes:
         summary = inspect.cleandoc(cls.__doc__ or "").split("\n\n")[0].replace("\n", " ")
-        choices = [s for s in cls.fields_of(Static) if s.init and s.name in cls.declared]
-        fields = ", ".join(f"`{_argument(f)}`" for f in (*cls.fields_of(Hyper), *choices))
+        choices = [s for s in cls.fields_of(Static) if s.init]
+        own = [f for f in (*cls.fields_of(Hyper), *choices) if f.name in cls.declared]
+        fields = ", ".join(f"`{_argument(f)}`" for f in own)
         buffers = ", ".join(f"`{b.name}`{_condition(cls, b)}" for b in cls.declaration.buffers)
         scalars = ", ".join(f"`{s.name}`" for s in cls.declaration.scalars)
         state = ", ".join(filter(None, [buffers, scalars])) if hasattr(cls, "rule") else "one for all parameters together"

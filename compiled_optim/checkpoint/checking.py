@@ -54,7 +54,7 @@ def _of_another_optimizer(
     declaration: Declaration, group: ParamGroup, saved_groups: Sequence[Mapping[str, Any]]
 ) -> Iterator[str]:
     """The signs that another kind of optimizer saved the groups."""
-    if absent := [h.name for h in declaration.hypers if any(h.name not in g for g in saved_groups)]:
+    if absent := [h.name for h in declaration.hypers if not h.when and any(h.name not in g for g in saved_groups)]:
         yield f"the checkpoint has no {', '.join(absent)} for it"
     for key in (s.name for s in declaration.statics if not s.init):
         found = (_copied(group, key, g[key]) for g in saved_groups if key in g)

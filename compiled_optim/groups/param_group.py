@@ -12,13 +12,14 @@ import math
 import weakref
 from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
 from contextlib import nullcontext
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from compiled_optim.groups.live import Live, address
-from compiled_optim.groups.reading import Reading, reading_of, unread
+from compiled_optim.groups.numbers import Numbers
+from compiled_optim.groups.reading import Reading, unread
 from compiled_optim.groups.watched import Changes, WatchedDict, WatchedList
 from compiled_optim.memory.layout import is_lost, scalar, scalar_dtype
 from compiled_optim.rule.misspelled import warn_of_entry
@@ -52,8 +53,10 @@ class ParamGroup(WatchedDict[str, Any]):
     ``maximize``, ``differentiable`` and the static choices. A hyperparameter that decides, by being 0 or not, whether a
     buffer exists is not reported, since a write into its tensor cannot be: :meth:`nonzero` is asked before each step.
 
+    A hyperparameter that goes with a choice always has a tensor. Without the choice it is no entry until somebody gives it.
+
     Args:
-        values: the group's entries, every hyperparameter among them.
+        values: the group's entries, every hyperparameter among them that is not like another one.
         declaration: what the optimizer declares.
         device: where the hyperparameter tensors live.
         label: the group's name in error messages.
@@ -91,15 +94,19 @@ class ParamGroup(WatchedDict[str, Any]):
         self._structural = {"params", "maximize", "differentiable", *(s.name for s in declaration.statics)}
         self._device = device
         self._is_meta = {p.is_meta for p in values["params"]} == {True}
-        self._numbers: dict[str, _Numbers] = {}
+        self._numbers: dict[str, Numbers] = {}
         self._itself = weakref.ref(self)
         adopted = functools.cache(lambda: _adopted(others))
         for key, value in values.items():
-            if key in self._hypers:
+            if key not in self._hypers:
+                self.set_quietly(key, value)
+            elif value is not None or not self._hypers[key].like:
                 elements = self._hypers[key].elements(unread(value), label)
                 self._put(key, [self._adopt(e, adopted) for e in elements])
-            else:
-                self.set_quietly(key, value)
+        for hyper in declaration.hypers:
+            if hyper.like and hyper.name not in self:
+                own = self._fresh(_value(self._numbers[hyper.like][0]))
+                self._put(hyper.name, [own], shown=hyper.when is None or bool(values.get(hyper.when)))
 
     def set_quietly(self, key: str, value: Any) -> None:
         """Write without reporting; ``params`` becomes a list that reports."""
@@ -107,16 +114,18 @@ class ParamGroup(WatchedDict[str, Any]):
 
     def __getitem__(self, key: str) -> Any:
         held = dict.__getitem__(self, key)
-        if type(held) is not _Numbers:
+        if type(held) is not Numbers:
             if key not in self._hypers:
                 return held
             held = self._held(key)
         return held.read()
 
-    def _held(self, key: str) -> _Numbers:
+    def _held(self, key: str) -> Numbers:
         """The numbers of a hyperparameter, after an assignment by ``dict.__setitem__``, which goes past this class."""
+        if self._hypers[key].when and key not in self:
+            return self._numbers[key]
         value = super().__getitem__(key)
-        if type(value) is not _Numbers:
+        if type(value) is not Numbers:
             self[key] = value
             return self._numbers[key]
         return value
@@ -124,6 +133,15 @@ class ParamGroup(WatchedDict[str, Any]):
     def tensors(self, key: str) -> tuple[Tensor, ...]:
         """The tensors of one hyperparameter: one for each number that it holds."""
         return tuple(number.tensor for number in self._held(key))
+
+    def unshown(self) -> dict[str, Any]:
+        """The hyperparameters that are no entries, by name, for a copy to :meth:`take_over`."""
+        return {key: unread(n.read()) for key, n in self._numbers.items() if key not in self and self._hypers[key].when}
+
+    def take_over(self, unshown: Mapping[str, float | Tensor]) -> None:
+        """Let the hyperparameters that are no entries be those of the group that this one is a copy of."""
+        for key, value in unshown.items():
+            self._numbers[key][0].write(value)
 
     def nonzero(self, key: str) -> bool:
         """Whether a hyperparameter of one number may differ from 0. The device is not read.
@@ -150,7 +168,8 @@ class ParamGroup(WatchedDict[str, Any]):
 
     def floats(self) -> dict[str, Any]:
         """Every hyperparameter as a Python float or a tuple of them. Waits for the device where only that knows them."""
-        values = {key: tuple(self._float(key, i, n) for i, n in enumerate(self._held(key))) for key in self._hypers}
+        keys = [key for key, hyper in self._hypers.items() if key in self or not hyper.when]
+        values = {key: tuple(self._float(key, i, n) for i, n in enumerate(self._held(key))) for key in keys}
         return {key: v if self._hypers[key].is_tuple else v[0] for key, v in values.items()}
 
     def _float(self, key: str, index: int, live: Live) -> float | None:
@@ -183,6 +202,7 @@ class ParamGroup(WatchedDict[str, Any]):
         """
         for index, element in enumerate(map(self._without_wait, self.validated(key, value, ROUNDING))):
             self._fill(key, index, element)
+        super().set_quietly(key, self._numbers[key])
 
     def fill_element(self, key: str, index: int, value: float | Tensor) -> None:
         """As :meth:`fill`, for one of the numbers of a hyperparameter."""
@@ -230,6 +250,8 @@ class ParamGroup(WatchedDict[str, Any]):
             self._check({**self, key: value})
             warn_of_entry(key, (*self._hypers, *self._structural), self.label)
         self.set_quietly(key, value.clone() if isinstance(value, Reading) else value)  # the copy writes to no group
+        for name in (h.name for h in self._hypers.values() if h.when == key and value):
+            super().set_quietly(name, self._numbers[name])
 
     def _assign(self, key: str, elements: Sequence[float | Tensor]) -> None:
         self._refuse_capture(key)
@@ -250,19 +272,20 @@ class ParamGroup(WatchedDict[str, Any]):
             numbers[index] = self._fresh(value)
             self._put(key, numbers)
 
-    def _put(self, key: str, numbers: Iterable[Live]) -> None:
-        """Let ``numbers`` be those of a hyperparameter."""
+    def _put(self, key: str, numbers: Iterable[Live], *, shown: bool | None = None) -> None:
+        """Let ``numbers`` be those of a hyperparameter: an entry if ``shown``; if that is None, if it was one or is new."""
         for follower in self.followers:
             follower.is_behind = True  # until it followed, whatever interrupts this
         before = self._numbers.get(key, ())
-        held = self._numbers[key] = _Numbers(numbers, self._itself, key, self._hypers[key].is_tuple)
+        held = self._numbers[key] = Numbers(numbers, self._itself, key, self._hypers[key].is_tuple)
         for number in (*before, *held):
             if number.is_adopted:
                 is_here = any(n is number for numbers in self._numbers.values() for n in numbers)
                 number.groups.update({id(self): self}) if is_here else number.groups.pop(id(self), None)
         tensors = tuple(number.tensor for number in held)
         self.live[key] = tensors if self._hypers[key].is_tuple else tensors[0]
-        super().set_quietly(key, held)
+        if shown or (shown is None and (key in self or not before)):
+            super().set_quietly(key, held)
         for follower in self.followers:
             follower.follow()
 
@@ -349,50 +372,14 @@ class ParamGroup(WatchedDict[str, Any]):
         return repr(dict(self))
 
 
+def _value(number: Live) -> float | Tensor:
+    """The number as it is now; NaN where a tensor without memory stands for it."""
+    if number.tensor.is_meta or is_lost(number.tensor):
+        return math.nan
+    known = number.number
+    return number.tensor.detach() if known is None else known
+
+
 def _adopted(groups: Iterable[ParamGroup]) -> dict[int, Live]:
     """The numbers in tensors that users gave to ``groups``, by the tensors' addresses."""
     return {address(n.tensor): n for g in groups for ns in g._numbers.values() for n in ns if n.is_adopted}
-
-
-class _Numbers(tuple[Live, ...]):
-    """The numbers of one hyperparameter of one group."""
-
-    def __new__(cls, numbers: Iterable[Live], *place: Any) -> _Numbers:
-        return super().__new__(cls, numbers)
-
-    def __init__(self, numbers: Iterable[Live], group: weakref.ref[ParamGroup], key: str, is_tuple: bool) -> None:
-        self.is_tuple = is_tuple
-        self._places = [_Place(group, key, i) for i in range(len(self))]
-
-    @quickly_outside_dynamo
-    def read(self) -> Any:
-        """What the hyperparameter is now: a number, or a tuple of them."""
-        if not self.is_tuple:
-            return self.read_element(0)
-        return tuple(self.read_element(i) for i in range(len(self)))
-
-    def read_element(self, index: int) -> Reading | Tensor:
-        """A number as it is now; a tensor that requires grad is itself what is read."""
-        live, place = self[index], self._places[index]
-        if live.tensor.requires_grad:
-            return live.tensor
-        number = live.number
-        if number is not None:
-            return reading_of(number, live.tensor, place)
-        if is_lost(live.tensor):
-            raise ValueError(f"{place.key} is a tensor whose storage was freed; it has no value")
-        return reading_of(None, live.tensor.detach().clone(), place)
-
-
-class _Place(NamedTuple):
-    """One number of a group; the group may be gone."""
-
-    group: weakref.ref[ParamGroup]
-    key: str
-    element: int
-
-    def write(self, value: float | Tensor) -> None:
-        """Write to the group, if it is there and has the hyperparameter."""
-        group = self.group()
-        if group is not None and self.key in group:
-            group.fill_element(self.key, self.element, value)

@@ -30,7 +30,7 @@ class Ranger(CompiledOptimizer):
     eps: Number = hyper(default=1e-6, ge=0)
     k: Number = hyper(default=6, ge=1)
     alpha: Number = hyper(default=0.5, ge=0, le=1)
-    decouple_wd: bool = static(default=True)
+    decouple_wd: bool = static(default=True, kw_only=True)
     exp_avg, exp_avg_sq, la_param = buffer(), buffer(), buffer()
 
     @staticmethod

@@ -87,6 +87,7 @@ class Plan:
     leads: bool  # whether it is the optimizer's first plan, which records norm and skipping of the whole step
 
     def __post_init__(self, all_groups: Sequence[ParamGroup], grad_of: Callable[[Tensor], Tensor | None]) -> None:
+        self.hypers = self.rule.present_hypers(self.statics)
         self.buffers = self.rule.present_buffers(self.statics)
         self.params = [m.owner for m in self.members]
         self.sharded = is_sharded(self.params[0])  # whether the parameters are DTensors

@@ -32,7 +32,8 @@ def cautious(rule: Rule) -> Rule:
         return {**returned, "step": where(_goes_down(returned, values), growth, 0.0) * returned["step"]}
 
     choice = Static(default=False, kw_only=True, name="cautious")
-    return dataclasses.replace(rule, statics=(*rule.statics, choice), means=(*rule.means, means), update=update)
+    statics, added = (*rule.statics, choice), (*rule.added, choice.name)
+    return dataclasses.replace(rule, statics=statics, means=(*rule.means, means), update=update, added=added)
 
 
 def _goes_down(returned: dict[str, Any], values: dict[str, Any]) -> Any:

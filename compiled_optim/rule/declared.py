@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, get_type_hints
 
 import torch
@@ -38,8 +38,8 @@ class Declared:
     """
 
     declared: ClassVar[dict[str, Field]] = {}  # by name: what the bodies of the class and its bases declare
-    fields: ClassVar[dict[str, Field]] = {}  # by name: what is declared, and the choices that transforms add
-    transforms: ClassVar[tuple[Callable[[Rule], Rule], ...]] = ()  # what elementwise rules of dense gradients go through
+    fields: ClassVar[dict[str, Field]] = {}  # by name: what is declared, and what transforms add
+    transforms: ClassVar[tuple[Transform, ...]] = ()  # what rules go through, in this order
     declaration: ClassVar[Declaration]
     rule: ClassVar[Rule]  # the declaration, where it has an update
 
@@ -67,13 +67,13 @@ class Declared:
         own = {name: value for name, value in vars(cls).items() if isinstance(value, Field)}
         for name in own:
             delattr(cls, name)
-        cls.transforms = (*cls.transforms, *(f.by for f in own.values() if isinstance(f, Transform)))
+        cls.transforms = tuple(dict.fromkeys((*cls.transforms, *(f for f in own.values() if isinstance(f, Transform)))))
         fields = {n: dataclasses.replace(f, name=n) for n, f in own.items() if not isinstance(f, Transform)}
         cls.fields = cls.declared = {**cls.declared, **fields}
         cls.declaration = Declaration(cls.__name__, *(cls.fields_of(kind) for kind in (Hyper, Static, Fact, Buffer, Scalar)))
         if hasattr(cls, "update"):
             cls.declaration = cls.rule = cls._made_rule()
-            cls.fields = {**cls.declared, **{s.name: s for s in cls.rule.statics}}
+            cls.fields = {**cls.declared, **{f.name: f for f in (*cls.rule.statics, *cls.rule.hypers)}}
         flags = _torch_flags(cls)
         cls.group_flags = (*flags, *(("maximize",) if hasattr(cls, "update") and "maximize" not in flags else ()))
         positional = [name for name, by_position in flags.items() if by_position]
@@ -142,7 +142,8 @@ class Declared:
             granularity=cls.granularity,
             means=(cls.means,) if hasattr(cls, "means") else (),
         )
-        transforms = cls.transforms if (cls.granularity, cls.gradients) == ("element", "dense") else ()
+        is_elementwise = (cls.granularity, cls.gradients) == ("element", "dense")
+        transforms = [t.by for t in cls.transforms if is_elementwise or not t.elementwise]
         return functools.reduce(lambda transformed, by: by(transformed), transforms, rule)
 
     @staticmethod
@@ -177,13 +178,14 @@ def every_state_name() -> frozenset[str]:
 
 
 def added_choices(cls: type[Declared]) -> dict[str, Any]:
-    """The choices that torch.optim's optimizer of this name lacks, by name, with their defaults.
+    """The choices that torch.optim's optimizer of this name lacks, by name, with their defaults; what goes with them too.
 
     A group has one only where another value was given, so that groups have the keys of torch.optim's. An optimizer that
     torch.optim lacks has declared its choices itself, all but those that transforms add.
     """
     choices = {s.name: s.default for s in cls.fields_of(Static) if s.init}
     choices |= {f.name: f.default for f in cls.fields_of(Flag) if f.name in cls.group_flags}
+    choices |= {h.name: h.default for h in cls.fields_of(Hyper) if h.when}
     known = _torch_arguments(cls.__name__) or cls.declared
     return {name: default for name, default in choices.items() if name not in known}
 
@@ -228,7 +230,7 @@ def _constructor_signature(
     fields: Mapping[str, Any], positional_flags: Sequence[str], hints: Mapping[str, Any]
 ) -> inspect.Signature:
     made = [f for f in fields.values() if isinstance(f, (Hyper, Flag)) or (isinstance(f, Static) and f.init)]
-    keyword = [f for f in made if isinstance(f, Flag) or (isinstance(f, Static) and f.kw_only)]
+    keyword = [f for f in made if isinstance(f, Flag) or (f.when if isinstance(f, Hyper) else f.kw_only)]
     positional = [f for f in made if f not in keyword] + [fields[name] for name in positional_flags]
     either, only = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
     kinds = {f: either for f in positional} | {f: only for f in keyword if f not in positional}

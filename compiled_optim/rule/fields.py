@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -40,6 +40,9 @@ class Hyper(Field):
 
     ``ge``, ``gt``, ``le`` and ``lt`` bound every element, by default to finite numbers. An element whose default is None may
     be None, which is NaN in the tensor. A hyperparameter without a default is a required argument.
+
+    ``when`` names a choice. Only where that is made do rules read the hyperparameter; groups have it there, and where it was
+    given. ``like`` names another hyperparameter: where this one is not given, it is what that one is when a group is made.
     """
 
     default: Any
@@ -47,6 +50,8 @@ class Hyper(Field):
     gt: float | None = -math.inf
     le: float | None = None
     lt: float | None = math.inf
+    when: str | None = None
+    like: str | None = None
 
     @property
     def is_tuple(self) -> bool:
@@ -133,14 +138,18 @@ class Hyper(Field):
 
 @dataclass(frozen=True)
 class Choice(Field):
-    """A Python value, such as a bool, that no rule computes with."""
+    """A Python value, such as a bool, that no rule computes with. One that is ``optional`` is a bool or None."""
 
     default: Any
+    optional: bool = dataclasses.field(default=False, kw_only=True)
 
     def check(self, value: Any, where: str = "") -> None:
-        """Raise ``TypeError`` if ``value`` is no bool where the default is one; ``where`` is as in :meth:`Hyper.check`."""
-        if isinstance(self.default, bool) and not isinstance(value, bool):
-            raise TypeError(f"{_placed(self.name, where)} must be a bool, got {value!r}")
+        """Raise ``TypeError`` if ``value`` must be a bool and is none; ``where`` is as in :meth:`Hyper.check`."""
+        if isinstance(value, bool) or not (self.optional or isinstance(self.default, bool)):
+            return
+        if not self.optional or value is not None:
+            kinds = "a bool or None" if self.optional else "a bool"
+            raise TypeError(f"{_placed(self.name, where)} must be {kinds}, got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -168,9 +177,15 @@ class Flag(Choice):
 
 @dataclass(frozen=True)
 class Transform(Field):
-    """A function from rule to rule, which adds a choice of this name."""
+    """A function from rule to rule, which adds an argument of this name to those rules that it is for.
+
+    It is for all that compute element by element on dense gradients where it is ``elementwise``, else for those that it does
+    not return as they are. ``check`` raises ``ValueError`` where a group's choices do not fit each other.
+    """
 
     by: Callable[[Any], Any]
+    elementwise: bool = False
+    check: Callable[[Mapping[str, Any]], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -213,9 +228,9 @@ def flag(*, default: Any, kw_only: Literal[True]) -> Any:
     return Flag(default)
 
 
-def transform(*, by: Callable[[Any], Any], default: Literal[False], kw_only: Literal[True]) -> Any:
-    """Declare a transform; see :class:`Transform`. Its choice's default and kind are spelled out for type checkers."""
-    return Transform(by)
+def transform(*, by: Callable[[Any], Any], default: Literal[False] | None, kw_only: Literal[True], **about: Any) -> Any:
+    """Declare a transform; see :class:`Transform`. Its argument's default and kind are spelled out for type checkers."""
+    return Transform(by, **about)
 
 
 # No constructor takes these three, so type checkers need not take them for values of another type.

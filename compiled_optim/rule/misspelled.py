@@ -28,7 +28,7 @@ def meant(word: str, known: Collection[str]) -> str | None:
 
 @functools.lru_cache
 def misspelled(word: str, known: tuple[str, ...]) -> str | None:
-    """As :func:`meant`, but None where ``word`` adds something to a known name, as ``lr_scale`` and ``max_lr`` do."""
+    """As :func:`meant`, but None where ``word`` adds something to a known name, as ``lr_scale`` and ``min_lr`` do."""
     lower = word.lower()
     adds = lower not in _OTHER_WORDS and any(name in lower and name != lower and len(name) > 1 for name in known)
     return None if adds else meant(word, known)

@@ -37,6 +37,10 @@ class Declaration:
         conditions = {b.when for b in self.buffers}
         return tuple(h.name for h in self.hypers if h.name in conditions)
 
+    def present_hypers(self, statics: Mapping[str, Any]) -> tuple[Hyper, ...]:
+        """The hyperparameters that a rule may read under these static choices."""
+        return tuple(h for h in self.hypers if h.when is None or statics[h.when])
+
     def present_buffers(self, statics: Mapping[str, Any]) -> tuple[str, ...]:
         """The names of the buffers that exist under these static choices and facts."""
         return tuple(b.name for b in self.buffers if b.when is None or statics[b.when])
@@ -77,7 +81,11 @@ class Rule(Declaration):
     the machine epsilon of each parameter's dtype. With ``"matrix"`` it is (tensors, rows, columns), and ``update`` may
     depend on the numbers of rows and columns.
 
-    Both functions are run when the rule is made, once for every combination of choices.
+    Where ``coefficients`` returns a number named ``weight_decay``, ``update`` adds that number times the parameter to the
+    gradient. ``added`` names the choices that transforms added to those of the rule.
+
+    Both functions are run when the rule is made, once for every combination of its own choices, with the last one that was
+    ``added`` made and the others not.
 
     Raises:
         TypeError: a function takes or returns a name that is not declared, leaves one out, or does what a kernel cannot.
@@ -89,6 +97,7 @@ class Rule(Declaration):
     advice: str = ""
     granularity: Granularity = "element"
     means: tuple[Callable[..., dict[str, Any]], ...] = ()
+    added: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.means and (self.granularity != "element" or self.gradients != "dense"):
@@ -116,10 +125,10 @@ class Rule(Declaration):
         return {"param", "grad", "c", *(f.name for f in (*self.buffers, *self.statics, *self.facts))}
 
     def _situations(self) -> Iterator[dict[str, Any]]:
-        """Every combination of the choices that are yes or no."""
-        free = [s.name for s in self.statics if isinstance(s.default, bool) and s.init]
+        """Every combination of the choices that are yes or no; of those that were added, the last is yes."""
+        free = [s.name for s in self.statics if isinstance(s.default, bool) and s.init and s.name not in self.added]
         free += [*(f.name for f in self.facts), *self.structural_hypers]
-        made = {s.name: s.default for s in self.statics}
+        made = {s.name: s.default for s in self.statics} | dict.fromkeys(self.added[-1:], True)
         for values in itertools.product((False, True), repeat=len(free)):
             yield {**made, **dict(zip(free, values, strict=True))}
 
@@ -146,7 +155,7 @@ class Rule(Declaration):
         """
         code, count = Code(dialect, "c"), itertools.count()
         values: dict[str, Any] = {"step": Symbol(code, "step"), "resolution": Symbol(code, "resolution")}
-        for h in self.hypers:
+        for h in self.present_hypers(statics):
             elements = tuple(Symbol(code, f"hyper{next(count)}") for _ in range(h.length))
             values[h.name] = elements if h.is_tuple else elements[0]
         values |= {s.name: Symbol(code, f"scalar{i}") for i, s in enumerate(self.scalars)}
@@ -190,6 +199,10 @@ class Rule(Declaration):
                 was, now = tuple(values[name].shape), tuple(results[name].shape)
                 raise TypeError(f"{self.name}.update returns a {name} of shape {now} for one of shape {was}")
 
+    def evaluated(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """What ``coefficients`` returns of ``values``, of which it gets those that it takes."""
+        return self.coefficients(**{name: values[name] for name in self._coefficients_take if name in values})
+
     def updated(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """The new ``param`` and the new buffers, by name, of ``values``, by name."""
         return self._moved(values["param"], self.returned(values))
@@ -201,6 +214,12 @@ class Rule(Declaration):
     def averaged(self, stage: int, values: Mapping[str, Any]) -> dict[str, Any]:
         """What one of ``means`` returns of ``values``, of which it gets those that it takes."""
         return self.means[stage](**{name: values[name] for name in self._takes[stage]})
+
+    @functools.cached_property
+    def _coefficients_take(self) -> set[str]:
+        """What ``coefficients`` takes."""
+        everything = {"step", "resolution", *(f.name for f in (*self.hypers, *self.scalars, *self.statics))}
+        return argument_names(self.coefficients, everything)
 
     @functools.cached_property
     def _takes(self) -> list[set[str]]:
@@ -232,7 +251,7 @@ class Rule(Declaration):
         """What ``function`` returns of ``values``: at least the ``needed`` names, and no others than the ``known`` ones."""
         where = self._title(function)
         with self._blaming(function, values):
-            results = function(**{name: values[name] for name in argument_names(function, self._update_values)})
+            results = function(**{name: values[name] for name in argument_names(function, values)})
         if not isinstance(results, dict):
             raise TypeError(f"{where} must return a dict of values by name, got {type(results).__name__}")
         if missing := [name for name in needed if results.get(name) is None]:

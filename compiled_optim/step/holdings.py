@@ -116,6 +116,10 @@ class Holdings:
         self._note_names()
         self._let_go()
 
+    def unshown(self) -> list[dict[str, Any]]:
+        """By group, the hyperparameters that are no entries of it."""
+        return [group.unshown() if isinstance(group, ParamGroup) else {} for group in self.groups]
+
     def _note_names(self) -> None:
         """Note whose the names are, for :meth:`_follow_names`."""
         pairs = [(group["params"], group.get("param_names", ())) for group in self.groups]
@@ -146,6 +150,8 @@ class Holdings:
         schedules = self.schedules.copy()
         for index in range(count) if group is None else [position(group, count)]:
             for name, function in functions.items():
+                if function is not None and name not in self.groups[index]:
+                    raise ValueError(f"param_groups[{index}] has no {name}; it needs {hypers[name].when}=True")
                 schedules.set(index, self.own_groups[index], hypers[name], function)
         self.schedules = schedules
         self.changes.pending = True
@@ -218,6 +224,15 @@ def group_entries(kind: type[Declared], options: Mapping[str, Any]) -> dict[str,
     return {name: value for name, value in found.items() if name not in added or value != added[name]}
 
 
+def check_read(kind: type[Declared], options: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ``ValueError`` where the constructor was given a hyperparameter that none of ``groups`` has a use for."""
+    for hyper in kind.fields_of(Hyper):
+        if hyper.when is None or options[hyper.name] is None:
+            continue
+        if not any(group.get(hyper.when, options[hyper.when]) for group in groups):
+            raise ValueError(f"nothing reads {hyper.name} without {hyper.when}=True, which no group has")
+
+
 def check_values(kind: type[Declared], group: Mapping[str, Any], index: int) -> None:
     """Raise an error where an entry of ``param_groups[index]`` is out of range, or does not fit another."""
     where = f"param_groups[{index}]"
@@ -227,6 +242,9 @@ def check_values(kind: type[Declared], group: Mapping[str, Any], index: int) -> 
         choice.check(group.get(choice.name, choice.default), where)
     hypers = {h.name: group[h.name] for h in kind.fields_of(Hyper)}
     for hyper in kind.fields_of(Hyper):
-        hyper.checked(hypers[hyper.name], where)
+        if hypers[hyper.name] is not None or not hyper.like:
+            hyper.checked(hypers[hyper.name], where)
     kind.check(hypers, group)
+    for check in (t.check for t in kind.transforms if t.check):
+        check(group)
     _check_keys(kind, given, index)

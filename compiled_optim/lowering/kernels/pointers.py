@@ -37,7 +37,7 @@ class HyperPointers:
         self._log = log
         self._clipping = clipping
         self._groups = plan.groups
-        self._names = [h.name for h in plan.rule.hypers]
+        self._names = [h.name for h in plan.hypers]
         self._device = plan.device
         self.is_behind = False
         self._in_groups = self._look()

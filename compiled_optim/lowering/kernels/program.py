@@ -49,7 +49,7 @@ class Program:
         lines, returned = rule.written_coefficients(statics, dialect)
         new_scalars = ["step", *(returned[s.name] for s in rule.scalars)]
         numbers = [returned[name] for name in rule.coefficient_names]
-        hypers = sum(h.length for h in rule.hypers)
+        hypers = sum(h.length for h in rule.present_hypers(statics))
         evaluation = Evaluation(before.lines, factor, norm, skip, hypers, lines, new_scalars, numbers)
         if rule.granularity != "element":
             return cls(evaluation, {}, None)

@@ -10,7 +10,6 @@ from torch import Tensor
 from compiled_optim.lowering.gradient import scaled
 from compiled_optim.plan.clipping import Clipping
 from compiled_optim.plan.plan import Plan
-from compiled_optim.rule.rule import argument_names
 
 
 class CoefficientStage:
@@ -20,7 +19,6 @@ class CoefficientStage:
         self._plan = plan
         self._clipping = clipping
         self._square_sums: Tensor | None = None
-        self._takes = argument_names(plan.rule.coefficients)
         self._scalar_names = [s.name for s in plan.rule.scalars]
         signs = [-1.0 if maximizes else 1.0 for maximizes in plan.maximizes]
         resolutions = [torch.finfo(m.param.dtype).eps for m in plan.members]
@@ -50,7 +48,7 @@ class CoefficientStage:
         step = old[0] + 1
         values: dict[str, Any] = {"step": step, "resolution": self._resolution, **plan.statics, **self._hypers()}
         values |= dict(zip(self._scalar_names, old[1:].unbind(), strict=True))
-        results = plan.rule.coefficients(**{name: values[name] for name in self._takes})
+        results = plan.rule.evaluated(values)
         rows = {
             name: torch.as_tensor(value, dtype=step.dtype, device=step.device).expand_as(step)
             for name, value in results.items()
@@ -77,13 +75,11 @@ class CoefficientStage:
     def _hypers(self) -> dict[str, Tensor | tuple[Tensor, ...]]:
         """The hyperparameters by name, as vectors over the tensors (0-dim where one group holds them all)."""
         plan = self._plan
-        rows = [t for group in plan.groups for h in plan.rule.hypers for t in group.tensors(h.name)]
+        rows = [t for group in plan.groups for h in plan.hypers for t in group.tensors(h.name)]
         same = [t.to(plan.device, plan.scalars.dtype) for t in rows]
         table = torch.stack(same).view(len(plan.groups), -1).t()
         columns = iter((table[:, 0] if len(plan.groups) == 1 else table[:, self._group_index]).unbind())
-        return {
-            h.name: tuple(next(columns) for _ in range(h.length)) if h.is_tuple else next(columns) for h in plan.rule.hypers
-        }
+        return {h.name: tuple(next(columns) for _ in range(h.length)) if h.is_tuple else next(columns) for h in plan.hypers}
 
     def _scalars(self) -> Tensor:
         """The scalars as the last step left them: with its graph if it was recorded and nobody wrote to them since."""

@@ -1,0 +1,77 @@
+"""Weight decay apart from the gradient, and apart from the learning rate, for any rule that decays weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from compiled_optim.rule.fields import Hyper, Static
+from compiled_optim.rule.rule import Rule
+from compiled_optim.rule.vocabulary import where
+
+_TORCHS = "decoupled_weight_decay"  # what torch.optim calls the choice, where an optimizer of it has one
+_WD = Static(default=None, optional=True, kw_only=True, name="decouple_wd")
+_LR = Static(default=False, kw_only=True, name="decouple_lr")
+_MAX_LR = Hyper(default=None, ge=0, when=_LR.name, like="lr", name="max_lr")
+
+
+def decay(rule: Rule) -> Rule:
+    """``rule`` with ``decouple_lr`` and ``max_lr`` and, where it decays weights by the gradient, with ``decouple_wd``.
+
+    With ``decouple_lr`` the rule gets ``weight_decay / max_lr`` for ``weight_decay``, and 0 where ``max_lr`` is 0. Where
+    weights decay apart from the gradient, they then shrink by ``weight_decay * lr / max_lr`` in a step. With ``decouple_wd``
+    a parameter is multiplied by ``1 - lr * weight_decay`` before the step, as in AdamW, and the rule decays no more itself;
+    None is True with ``decouple_lr``. A rule that has such a choice of its own keeps it.
+
+    A rule without ``lr`` or ``weight_decay``, or with names of these, stays as it is.
+    """
+    names = {f.name for f in (*rule.hypers, *rule.statics)}
+    if not {"lr", "weight_decay"} <= names or names & {_LR.name, _MAX_LR.name}:
+        return rule
+    adds_wd = "weight_decay" in rule.coefficient_names and _WD.name not in names
+    scales = adds_wd and _TORCHS not in names  # whether parameters are multiplied here, and not by the rule
+
+    def coefficients(**values: Any) -> dict[str, Any]:
+        if values[_LR.name]:
+            values["weight_decay"] = _over(values["weight_decay"], values[_MAX_LR.name])
+        numbers = rule.evaluated(values)
+        if scales and _is_decoupled(values):
+            numbers["weight_decay"] = 1 - values["lr"] * values["weight_decay"]
+        return numbers
+
+    def update(**values: Any) -> dict[str, Any]:
+        if not (adds_wd and _is_decoupled(values)):
+            return rule.returned(values)
+        if not scales:
+            return rule.returned({**values, _TORCHS: True})
+        numbers, param = values["c"], values["c"].weight_decay * values["param"]
+        return {"param": param, **rule.returned({**values, "param": param, "c": numbers._replace(weight_decay=0.0)})}
+
+    choices = (_WD, _LR) if adds_wd else (_LR,)
+    return dataclasses.replace(
+        rule,
+        hypers=(*rule.hypers, _MAX_LR),
+        statics=(*rule.statics, *choices),
+        coefficients=coefficients,
+        update=update,
+        added=(*rule.added, *(s.name for s in choices)),
+    )
+
+
+def check_decay(choices: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` where one of a group's choices decouples weight decay and the other forbids it."""
+    if choices.get(_TORCHS) and choices.get(_WD.name) is False:
+        raise ValueError(f"{_WD.name}=False does not go with {_TORCHS}=True")
+
+
+def _is_decoupled(choices: Mapping[str, Any]) -> bool:
+    """Whether weights decay apart from the gradient, where that is a choice."""
+    asked = choices[_WD.name]
+    return bool(choices.get(_TORCHS) or (choices[_LR.name] if asked is None else asked))
+
+
+def _over(weight_decay: Any, max_lr: Any) -> Any:
+    """``weight_decay / max_lr``, and 0 where that would be a division by 0."""
+    zero = max_lr == 0
+    return where(zero, 0.0, weight_decay / where(zero, 1.0, max_lr))
