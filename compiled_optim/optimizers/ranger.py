@@ -10,7 +10,8 @@ class Ranger(CompiledOptimizer):
 
     At every ``k``-th step of a parameter, its slow copy moves towards it by ``alpha`` of the distance, and it becomes the
     slow copy. The slow copy is made at the first step. torch.optim has no Ranger; arguments and defaults are optimi's. As
-    there, and other than in torch's RAdam, ``eps`` is added after the bias correction.
+    there, and other than in torch's RAdam, ``eps`` is added after the bias correction, and ``decouple_wd`` is True where it is
+    not given.
 
     Args:
         lr: learning rate, about as much as an element moves in a step where its gradients agree.
@@ -19,7 +20,6 @@ class Ranger(CompiledOptimizer):
         eps: keeps the divisor from 0, in units of the gradient.
         k: steps from one synchronization with the slow copy to the next.
         alpha: how far the slow copy moves towards the parameter then, from 0 to 1.
-        decouple_wd: decay weights as AdamW does; otherwise ``weight_decay`` times the parameter is added to the gradient.
 
     The other arguments, and what is raised: :class:`~compiled_optim.optimizer.CompiledOptimizer`.
     """

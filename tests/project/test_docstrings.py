@@ -27,5 +27,5 @@ def test_every_argument_is_explained(kind: type[co.CompiledOptimizer]) -> None:
     assert "CompiledOptimizer" in kind.__doc__
 
 
-def test_the_common_arguments_are_those_of_an_elementwise_optimizer() -> None:
-    assert set(_explained(co.CompiledOptimizer)) <= set(inspect.signature(co.Lion).parameters)
+def test_the_common_arguments_are_those_of_an_elementwise_optimizer_that_decays_by_the_gradient() -> None:
+    assert set(_explained(co.CompiledOptimizer)) <= set(inspect.signature(co.SGD).parameters)
