@@ -29,20 +29,20 @@ class Adan(CompiledOptimizer):
     @staticmethod
     def coefficients(step, lr, betas, weight_decay, eps):
         beta1, beta2, beta3 = betas
+        correction3 = sqrt(bias_correction(beta3, step))
         return dict(
             decay=1 - lr * weight_decay,
             shrink=1 / (1 + lr * weight_decay),
             follows=step > 1,
-            grad_size=lr / bias_correction(beta1, step),
-            diff_size=lr * beta2 / bias_correction(beta2, step),
+            grad_size=correction3 * lr / bias_correction(beta1, step),
+            diff_size=correction3 * lr * beta2 / bias_correction(beta2, step),
             beta1=beta1,
             weight1=1 - beta1,
             beta2=beta2,
             weight2=1 - beta2,
             beta3=beta3,
             weight3=1 - beta3,
-            correction3=sqrt(bias_correction(beta3, step)),
-            eps=eps,
+            eps=correction3 * eps,
         )
 
     @staticmethod
@@ -52,7 +52,7 @@ class Adan(CompiledOptimizer):
         exp_avg = c.beta1 * exp_avg + c.weight1 * grad
         exp_avg_diff = c.beta2 * exp_avg_diff + c.weight2 * diff
         exp_avg_sq = c.beta3 * exp_avg_sq + c.weight3 * nesterov * nesterov
-        step = (c.grad_size * exp_avg + c.diff_size * exp_avg_diff) / (sqrt(exp_avg_sq) / c.correction3 + c.eps)
+        step = (c.grad_size * exp_avg + c.diff_size * exp_avg_diff) / (sqrt(exp_avg_sq) + c.eps)
         decayed = dict(param=c.decay * param) if adam_wd else dict(after=lambda moved: c.shrink * moved)
         state = dict(exp_avg=exp_avg, exp_avg_diff=exp_avg_diff, exp_avg_sq=exp_avg_sq, prev_grad=grad)
         return dict(step=step, **decayed, **state)

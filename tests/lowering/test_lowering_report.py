@@ -31,6 +31,7 @@ from perf.lowering import results as lowering_results
 from perf.lowering.fake_cuda import fake_cuda
 from perf.lowering.record import recording
 from perf.lowering.report import (
+    KernelReport,
     Report,
     Workload,
     cpu_in_place_of_cuda,
@@ -47,6 +48,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*Profiler.*")
 ROOT = Path(__file__).resolve().parents[2]
 ARCHITECTURES = (80, 90, 100)
 REGISTERS = 80  # at 128 threads a program, six programs fit a multiprocessor of 65536 registers
+ARRAYS = 4  # with which six programs fit: of parameters, gradients and two buffers
 
 
 def _table(rows: list[tuple[Any, ...]]) -> str:
@@ -57,6 +59,17 @@ def _accesses(report: Report) -> str:
     kernels = [k for k in report.kernels if k.loads]
     masked = " masked" if any(k.masked for k in kernels) else ""
     return " ".join(sorted({w for k in kernels for w in (*k.loads, *k.stores)})) + masked
+
+
+def _registers(kernel: KernelReport, dtype: torch.dtype) -> int:
+    """How many registers a kernel may take.
+
+    A thread of an update holds eight values of each array. Where arrays are more than four, fewer programs fit, each with
+    more loads on their way: with six arrays (96 registers) five programs have 30 arrays in flight, in place of 24.
+    """
+    accesses = (kernel.bytes_per_param or 0) / dtype.itemsize
+    arrays = (accesses + 1) / 2  # each is read, and each but the gradient is written
+    return REGISTERS + 8 * max(0, int(arrays) - ARRAYS)
 
 
 def test_every_elementwise_rule_is_reported() -> None:
@@ -76,7 +89,7 @@ def test_multi_tensor_table() -> None:
             assert report.graphs == report.cpp == report.waits == report.operators == 0
             for kernel in report.kernels:
                 assert kernel.resources.spills == 0, kernel
-                assert kernel.resources.registers <= REGISTERS, kernel
+                assert kernel.resources.registers <= _registers(kernel, report.workload.dtype), kernel
                 assert kernel.extern == ()
         (single,) = {(r.launches, _accesses(r)) for r in reports}
         moved = f"{reports[0].moved_operators} ({reports[0].uploads} upload)"
@@ -94,13 +107,16 @@ adagrad | 2 | 1 (1 upload) | 20.0 | 10.0 | v4.b32 masked
 adam | 2 | 1 (1 upload) | 28.0 | 14.0 | v4.b32 masked
 adamax | 2 | 1 (1 upload) | 28.0 | 14.0 | v4.b32 masked
 adamw | 2 | 1 (1 upload) | 28.0 | 14.0 | v4.b32 masked
+adan | 2 | 1 (1 upload) | 44.0 | 22.0 | v4.b32 masked
 asgd | 2 | 1 (1 upload) | 20.0 | 10.0 | v4.b32 masked
 lion | 2 | 1 (1 upload) | 20.0 | 10.0 | v4.b32 masked
 nadam | 2 | 1 (1 upload) | 28.0 | 14.0 | v4.b32 masked
 radam | 2 | 1 (1 upload) | 28.0 | 14.0 | v4.b32 masked
+ranger | 2 | 1 (1 upload) | 36.0 | 18.0 | v4.b32 masked
 rmsprop | 2 | 1 (1 upload) | 20.0 | 10.0 | v4.b32 masked
 rprop | 2 | 1 (1 upload) | 28.0 | 14.0 | v4.b32 masked
 sgd | 2 | 1 (1 upload) | 20.0 | 10.0 | v4.b32 masked
+stableadamw | 4 | 1 (1 upload) | 36.0 | 18.0 | v4.b32 masked
 """,
     )
 
@@ -162,8 +178,10 @@ sparseadam | 2 | 15
 @pytest.mark.parametrize("tensors", [10, 148, 1000, 20_000])
 @pytest.mark.parametrize("name", sorted(elementwise()))
 def test_launches_are_two_for_any_number_of_tensors_and_groups(name: str, tensors: int) -> None:
+    """And two more where the rule has means."""
+    means = ["sums0", "average"] if hasattr(optimizers()[name], "means") else []
     for groups in (1, 8):
-        assert launches(Workload(name, tensors, groups, numel=4)) == ["evaluate", "update"]
+        assert launches(Workload(name, tensors, groups, numel=4)) == ["evaluate", *means, "update"]
 
 
 def test_coefficients_are_evaluated_once_whatever_the_dtypes() -> None:
@@ -335,13 +353,16 @@ adagrad | inductor | 1 | 1 | 14 | 44.51 | b32 v2.b32 masked
 adam | inductor | 1 | 1 | 36 | 52.97 | b32 v2.b32 masked
 adamax | inductor | 1 | 1 | 22 | 52.76 | b32 v2.b32 masked
 adamw | inductor | 1 | 1 | 36 | 52.93 | b32 v2.b32 masked
+adan | inductor | 1 | 1 | 58 | 69.29 | b32 v2.b32 masked
 asgd | inductor | 1 | 1 | 27 | 44.71 | b32 v2.b32 masked
 lion | inductor | 1 | 1 | 14 | 44.70 | b32 v2.b32 masked
 nadam | inductor | 1 | 1 | 45 | 53.11 | b32 v2.b32 masked
 radam | inductor | 1 | 1 | 66 | 53.07 | b32 v2.b32 masked
+ranger | inductor | 1 | 1 | 88 | 61.45 | b32 v2.b32 masked
 rmsprop | inductor | 1 | 1 | 11 | 44.67 | b32 v2.b32 masked
 rprop | inductor | 1 | 1 | 12 | 52.73 | b32 v2.b32 masked
 sgd | inductor | 1 | 1 | 16 | 44.57 | b32 v2.b32 masked
+stableadamw | inductor | 2 | 2 | 47 | 110.03 | b32 v2.b32 masked
 adamw | torch | 1 | 2 | 0 | 28.00 | v4.b32
 sgd | torch | 1 | 1 | 0 | 20.00 | v4.b32
 """,
