@@ -5,10 +5,11 @@ from typing import Any
 
 from torch import Tensor
 
+# A step count is no multiple of k: there, a synchronization jumps to another step when k changes, and has no derivative.
 FAR: list[dict[str, Any]] = [
-    {"lr": 0.01, "k": 2.5},
-    {"lr": 0.07, "betas": (0.6, 0.95), "weight_decay": 0.4, "eps": 0.03, "k": 3.5, "alpha": 0.3},
-    {"lr": 0.07, "betas": (0.0, 0.9), "weight_decay": 0.4, "eps": 0.1, "k": 1.4, "decouple_wd": False, "maximize": True},
+    {"lr": 0.01, "k": 2.3},
+    {"lr": 0.07, "betas": (0.6, 0.95), "weight_decay": 0.4, "eps": 0.03, "k": 3.3, "alpha": 0.3},
+    {"lr": 0.07, "betas": (0.0, 0.9), "weight_decay": 0.4, "eps": 0.1, "k": 1.3, "decouple_wd": False, "maximize": True},
     {"lr": 0.3, "betas": (0.9, 0.6), "eps": 0.3, "k": 6.5, "alpha": 0.9},  # never rectified
 ]
 KEEPS = True
