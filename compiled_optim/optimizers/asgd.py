@@ -20,8 +20,8 @@ class ASGD(CompiledOptimizer):
     """
 
     lr: Number = hyper(default=1e-2, ge=0)
-    lambd: Number = hyper(default=1e-4)
-    alpha: Number = hyper(default=0.75)
+    lambd: Number = hyper(default=1e-4, ge=0)
+    alpha: Number = hyper(default=0.75, ge=0)
     t0: Number = hyper(default=1e6, lt=None)
     weight_decay: Number = hyper(default=0.0, ge=0)
     eta, mu = scalar(init="lr"), scalar(init=1.0)

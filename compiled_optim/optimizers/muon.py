@@ -1,7 +1,7 @@
 """Muon."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -10,7 +10,12 @@ from torch import Tensor
 from compiled_optim.optimizer import CompiledOptimizer
 from compiled_optim.rule import Number, buffer, hyper, maximum, static
 
-_LEARNING_RATES = (None, "original", "match_rms_adamw")
+# What the learning rate of a matrix is multiplied by, by the name of the adjustment.
+_RATIOS: dict[str, Callable[[int, int], float]] = {
+    "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),
+    "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
+    "spectral_unclamped": lambda rows, columns: math.sqrt(rows / columns),
+}
 
 
 def _orthogonalized(stack: Tensor, a: Tensor, b: Tensor, c: Tensor, eps: Tensor, steps: int) -> Tensor:
@@ -30,10 +35,11 @@ class Muon(CompiledOptimizer, granularity="matrix"):
 
     For the matrices of hidden layers; embeddings, biases and the last layer are for AdamW. ``adjust_lr_fn`` scales the
     learning rate with a matrix's shape: ``"original"`` (None) by the root of rows over columns where that is above 1,
-    ``"match_rms_adamw"`` (arXiv:2502.16982, section 2.2) to updates of AdamW's size. The iteration is in bfloat16, as in
-    torch.optim.Muon. Differs from it: all matrices of one shape are one batched product, and an iteration adds its three
-    terms before the last product. DTensors are gathered for a step, by shape, and may have fewer rows than there are
-    processes; their momentum stays spread as they are.
+    ``"match_rms_adamw"`` (arXiv:2502.16982, section 2.2) to updates of AdamW's size, and ``"spectral_unclamped"`` by the
+    root of rows over columns, whatever it is. The iteration is in bfloat16, as in torch.optim.Muon. Differs from it: all
+    matrices of one shape are one batched product, and an iteration adds its three terms before the last product. DTensors
+    are gathered for a step, by shape, and may have fewer rows than there are processes; their momentum stays spread as they
+    are.
 
     Args:
         lr: learning rate: about the spectral norm of a step, before ``adjust_lr_fn``.
@@ -43,7 +49,7 @@ class Muon(CompiledOptimizer, granularity="matrix"):
         ns_coefficients: the polynomial of an iteration: of the first, third and fifth power.
         eps: the least norm that a matrix is divided by.
         ns_steps: iterations.
-        adjust_lr_fn: None, ``"original"`` or ``"match_rms_adamw"``.
+        adjust_lr_fn: None, ``"original"``, ``"match_rms_adamw"`` or ``"spectral_unclamped"``.
 
     The other arguments, and what is raised: :class:`~compiled_optim.optimizer.CompiledOptimizer`.
     """
@@ -68,19 +74,16 @@ class Muon(CompiledOptimizer, granularity="matrix"):
     def update(param, grad, c, momentum_buffer, nesterov, ns_steps, adjust_lr_fn):
         momentum_buffer = grad + c.momentum * (momentum_buffer - grad)
         direction = grad + c.momentum * (momentum_buffer - grad) if nesterov else momentum_buffer
-        rows, columns = param.shape[-2:]
-        ratio = (
-            0.2 * math.sqrt(max(rows, columns)) if adjust_lr_fn == "match_rms_adamw" else math.sqrt(max(1, rows / columns))
-        )
+        ratio = _RATIOS[adjust_lr_fn or "original"](*param.shape[-2:])
         direction = _orthogonalized(direction, c.a, c.b, c.c, c.eps, ns_steps)
         return dict(param=c.decay * param, step=c.lr * ratio * direction, momentum_buffer=momentum_buffer)
 
     @staticmethod
     def check(hypers: Mapping[str, Any], statics: Mapping[str, Any]) -> None:
-        if statics["adjust_lr_fn"] not in _LEARNING_RATES:
+        if statics["adjust_lr_fn"] not in (None, *_RATIOS):
             raise ValueError(
                 f"Adjust learning rate function {statics['adjust_lr_fn']} is not supported; "
-                "adjust_lr_fn must be None, 'original' or 'match_rms_adamw'"
+                "adjust_lr_fn must be None, 'original', 'match_rms_adamw' or 'spectral_unclamped'"
             )
         steps = statics["ns_steps"]
         if not isinstance(steps, int) or not 0 <= steps < 100:

@@ -48,7 +48,7 @@ class Declared:
     advice: ClassVar[str] = ""  # the optimizer to advise where a gradient is of the other kind
     granularity: ClassVar[Granularity] = "element"  # what an update sees at a time; see :class:`Rule`
     group_flags: ClassVar[tuple[str, ...]] = ()
-    """The flags that groups may hold: torch.optim's, so that checkpoints fit both, and ``maximize`` for every rule."""
+    """The flags that groups may hold: torch.optim's, so that checkpoints fit both, and ``maximize``."""
     implied_state: ClassVar[Mapping[str, float]] = {}
     """The state that checkpoints of torch.optim's optimizer of this name leave out, as it is where they hold other state."""
 
@@ -75,7 +75,7 @@ class Declared:
             cls.declaration = cls.rule = cls._made_rule()
             cls.fields = {**cls.declared, **{f.name: f for f in (*cls.rule.statics, *cls.rule.hypers)}}
         flags = _torch_flags(cls)
-        cls.group_flags = (*flags, *(("maximize",) if hasattr(cls, "update") and "maximize" not in flags else ()))
+        cls.group_flags = (*flags, *(("maximize",) if "maximize" not in flags else ()))
         positional = [name for name, by_position in flags.items() if by_position]
         cls._announce(_constructor_signature(cls.fields, positional, _annotations(cls)))
 

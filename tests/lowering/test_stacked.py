@@ -25,6 +25,7 @@ from compiled_optim.rule.fields import Hyper
 MATRICES = [(3, 5), (3, 5), (5, 3), (20, 50), (50, 20), (8, 8), (1, 6)]
 ANY = [*SHAPES, (3, 5), (7,), (1, 4), (4, 1)]
 IN_FLOAT64 = [c for c in stacked_cases() if c.optimizer.granularity == "tensor"]
+NEWER = Case(co.Muon, (("lr", 0.3), ("adjust_lr_fn", "spectral_unclamped")))  # in torch.optim from 2.15 on
 IN_BFLOAT16 = [c for c in stacked_cases() if c.optimizer.granularity == "matrix"]
 FAR_IN_BFLOAT16 = {c.optimizer: c for c in reversed(IN_BFLOAT16) if c.arguments}
 ROUNDED = [(c, torch.float32) for c in IN_BFLOAT16] + [(c, torch.bfloat16) for c in FAR_IN_BFLOAT16.values()]
@@ -124,7 +125,7 @@ def _orthogonalized(matrix: torch.Tensor, coefficients: tuple[float, float, floa
     return x
 
 
-@pytest.mark.parametrize("case", IN_BFLOAT16, ids=str)
+@pytest.mark.parametrize("case", [*IN_BFLOAT16, NEWER], ids=str)
 def test_equals_a_plain_loop_in_float64(case: Case) -> None:
     params = _parameters(case.optimizer, torch.float32)
     values = {**{n: f.default for n, f in case.optimizer.fields.items() if hasattr(f, "default")}, **case.kwargs}
@@ -139,9 +140,11 @@ def test_equals_a_plain_loop_in_float64(case: Case) -> None:
             buffers[i] = values["momentum"] * buffers[i] + (1 - values["momentum"]) * grad
             ahead = values["momentum"] * buffers[i] + (1 - values["momentum"]) * grad if values["nesterov"] else buffers[i]
             rows, columns = param.shape
-            ratio = math.sqrt(max(1.0, rows / columns))
+            ratio = math.sqrt(rows / columns)
             if values["adjust_lr_fn"] == "match_rms_adamw":
                 ratio = 0.2 * math.sqrt(max(rows, columns))
+            elif values["adjust_lr_fn"] != "spectral_unclamped":
+                ratio = max(1.0, ratio)
             moved = _orthogonalized(ahead, values["ns_coefficients"], values["eps"], values["ns_steps"])
             reference[i] = reference[i] * (1 - values["lr"] * values["weight_decay"]) - values["lr"] * ratio * moved
         optimizer.step()

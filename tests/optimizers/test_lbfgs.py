@@ -153,6 +153,28 @@ def test_fixed_iterations_equal_torch_that_never_stops(problem: str, history_siz
         assert _state(optimizer)["func_evals"] == _state(reference)["func_evals"]
 
 
+@pytest.mark.parametrize("configuration", [*CONFIGURATIONS, {"fixed_iterations": True, "max_iter": 5}], ids=str)
+def test_maximizing_is_minimizing_the_negative(configuration: dict[str, Any]) -> None:
+    """Bit for bit; a step returns the loss as the closure has it, and the state is that of the negative."""
+    up, down = _Regression(), _Regression()
+    rising = co.LBFGS(up.parameters(), maximize=True, **configuration)
+    falling = co.LBFGS(down.parameters(), **configuration)
+
+    def negative() -> torch.Tensor:
+        rising.zero_grad()
+        loss = -up()
+        loss.backward()
+        return loss
+
+    for _ in range(4):
+        assert rising.step(negative) == -falling.step(_closure(down, falling))
+        assert torch.equal(_flat(up), _flat(down))
+    assert all(torch.equal(value, _state(falling)[name]) for name, value in _state(rising).items())
+    rising.param_groups[0]["maximize"] = False
+    assert rising.step(_closure(up, rising)) == falling.step(_closure(down, falling))
+    assert torch.equal(_flat(up), _flat(down))
+
+
 def test_fixed_iterations_go_on_where_torch_would_stop() -> None:
     model = _Valley()
     optimizer = co.LBFGS(model.parameters(), max_iter=9, max_eval=2, tolerance_grad=1e9, fixed_iterations=True)
@@ -477,7 +499,6 @@ def test_a_refused_checkpoint_changes_nothing(spoil: Callable[[dict[str, Any]], 
         ({"tolerance_change": math.nan}, "tolerance_change must be a number, got nan"),
         ({"line_search_fn": "armijo"}, "line_search_fn must be None or 'strong_wolfe', got 'armijo'"),
         ({"fixed_iterations": True, "line_search_fn": "strong_wolfe"}, "fixed_iterations=True needs line_search_fn=None"),
-        ({"maximize": True}, "LBFGS does not support maximize=True"),
         ({"differentiable": True}, "LBFGS does not support differentiable=True"),
         ({"max_grad_norm": 1.0}, "LBFGS does not support max_grad_norm=1.0"),
         ({"skip_nonfinite": True}, "LBFGS does not support skip_nonfinite=True"),
@@ -500,8 +521,8 @@ def test_an_assigned_control_is_refused(name: str, value: Any, fixed: bool) -> N
     with pytest.raises(ValueError, match=f"LBFGS does not support {name}={value}"):
         optimizer.step(_closure(model, optimizer))
     assert torch.equal(_flat(model), before)
-    with pytest.raises(ValueError, match="LBFGS does not support maximize=True"):
-        optimizer.param_groups[0]["maximize"] = True
+    with pytest.raises(ValueError, match="LBFGS does not support differentiable=True"):
+        optimizer.param_groups[0]["differentiable"] = True
 
 
 def test_one_group_on_one_device() -> None:

@@ -25,6 +25,7 @@ def step(param: Tensor, grad: Tensor, state: dict[str, Tensor], t: int, h: Any) 
         gram = x @ x.t()
         x = a * x + (b * gram + c * gram @ gram) @ x
     x = x.t() if rows > columns else x
-    ratio = 0.2 * math.sqrt(max(rows, columns)) if h.adjust_lr_fn == "match_rms_adamw" else math.sqrt(max(1, rows / columns))
+    ratio = 0.2 * math.sqrt(max(rows, columns)) if h.adjust_lr_fn == "match_rms_adamw" else math.sqrt(rows / columns)
+    ratio = ratio if h.adjust_lr_fn in ("match_rms_adamw", "spectral_unclamped") else max(1.0, ratio)
     param.mul_(1 - h.lr * h.weight_decay)
     param.sub_(h.lr * ratio * x)

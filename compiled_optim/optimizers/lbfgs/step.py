@@ -50,8 +50,8 @@ class LBFGSStep(Step):
             )
         self.devices = (self.params[0].device,)
         choices = {**added_choices(holdings.kind), **self._group}
-        self.is_fixed, self._iterations, self._history = (
-            choices[name] for name in ("fixed_iterations", "max_iter", "history_size")
+        self.is_fixed, self._iterations, self._history, self._maximizes = (
+            choices[name] for name in ("fixed_iterations", "max_iter", "history_size", "maximize")
         )
         self._captured_lr = self.live[0]["lr"].detach().clone()  # what a runner's graph reads
         self._lay_out()
@@ -124,7 +124,7 @@ class LBFGSStep(Step):
         is_captured = self.is_recorded and is_capturing(self.devices[0])
         lr = self._captured_lr if is_captured else self.live[0]["lr"]
         with torch.no_grad():
-            (self._iterate_fixed if self.is_fixed else self._iterate)(closure, first, lr)
+            (self._iterate_fixed if self.is_fixed else self._iterate)(closure, self._minimized(first), lr)
         return first
 
     def key(self) -> tuple[object, ...]:
@@ -217,14 +217,19 @@ class LBFGSStep(Step):
     def _evaluate(self, closure: Callable[[], Any]) -> tuple[Any, Tensor]:
         with torch.enable_grad():
             loss = closure()
-        return loss, self._gradient()
+        return self._minimized(loss), self._gradient()
+
+    def _minimized(self, value: Any) -> Any:
+        """A loss, or its gradient, as what a step makes smaller."""
+        return -value if self._maximizes else value
 
     def _gradient(self) -> Tensor:
         grads = []
         for param in self._updated:
             grad = torch.zeros_like(param) if param.grad is None else param.grad
             grads.append(grad.to_dense() if grad.layout is not torch.strided else grad)
-        return self._flat([as_real(grad.resolve_conj()) for grad in grads])
+        gradient: Tensor = self._minimized(self._flat([as_real(grad.resolve_conj()) for grad in grads]))
+        return gradient
 
     def _move(self, change: Tensor) -> None:
         numbers = [as_real(param) for param in self._updated]
@@ -245,7 +250,7 @@ class LBFGSStep(Step):
 
 def refuse(options: Mapping[str, Any]) -> None:
     """Raise ``ValueError`` if ``options`` hold one that L-BFGS does not have."""
-    for name in ("maximize", "differentiable", "max_grad_norm", "skip_nonfinite"):
+    for name in ("differentiable", "max_grad_norm", "skip_nonfinite"):
         value = options.get(name)
         if value is not None and value is not False:
             raise ValueError(f"LBFGS does not support {name}={value}")
