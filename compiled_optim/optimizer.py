@@ -102,7 +102,7 @@ class CompiledOptimizer(Declared, Optimizer):
             numbers = tuple(e.item() if isinstance(e, Tensor) else e for e in elements)
             for index, number in enumerate(numbers):
                 hyper.check(number, index, "")
-            defaults[hyper.name] = numbers if hyper.is_tuple else numbers[0]
+            defaults[hyper.name] = hyper.plain(numbers)
         groups = as_groups(params)
         check_read(type(self), options, groups)
         self._engine.given = {name: (defaults[name], options[name]) for name in handed_over}

@@ -169,13 +169,7 @@ class ParamGroup(WatchedDict[str, Any]):
     def floats(self) -> dict[str, Any]:
         """Every hyperparameter as a Python float or a tuple of them. Waits for the device where only that knows them."""
         keys = [key for key, hyper in self._hypers.items() if key in self or not hyper.when]
-        values = {key: tuple(self._float(key, i, n) for i, n in enumerate(self._held(key))) for key in keys}
-        return {key: v if self._hypers[key].is_tuple else v[0] for key, v in values.items()}
-
-    def _float(self, key: str, index: int, live: Live) -> float | None:
-        known = live.number
-        number = live.tensor.item() if known is None else known
-        return None if math.isnan(number) and self._hypers[key].optional(index) else number
+        return {key: self._hypers[key].plain([_float(number) for number in self._held(key)]) for key in keys}
 
     def validated(self, key: str, value: Any, slack: float = 0.0) -> tuple[float | Tensor, ...]:
         """The elements of ``value`` for hyperparameter ``key``.
@@ -383,3 +377,9 @@ def _value(number: Live) -> float | Tensor:
 def _adopted(groups: Iterable[ParamGroup]) -> dict[int, Live]:
     """The numbers in tensors that users gave to ``groups``, by the tensors' addresses."""
     return {address(n.tensor): n for g in groups for ns in g._numbers.values() for n in ns if n.is_adopted}
+
+
+def _float(number: Live) -> float:
+    """A number, from the device where only that knows it."""
+    known: float | None = number.number
+    return number.tensor.item() if known is None else known

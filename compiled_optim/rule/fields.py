@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -77,6 +77,11 @@ class Hyper(Field):
     def optional(self, index: int) -> bool:
         """Whether an element may be None."""
         return self.is_tuple and self.default[index] is None
+
+    def plain(self, numbers: Sequence[float]) -> Any:
+        """``numbers`` as a user writes them: one of them or a tuple, with None for NaN where that is allowed."""
+        values = (None if math.isnan(n) and self.optional(i) else n for i, n in enumerate(numbers))
+        return tuple(values) if self.is_tuple else next(values)
 
     def check(self, value: float, index: int, where: str, slack: float = 0.0) -> None:
         """Raise ``ValueError`` if ``value`` is NaN or out of bounds; inclusive bounds get ``slack``.

@@ -12,7 +12,6 @@ import textwrap
 from pathlib import Path
 
 import pytest
-import torch
 from catalog import registry, ruled, stacked
 
 import compiled_optim as co
@@ -182,19 +181,6 @@ def _without_docstrings(tree: ast.Module) -> ast.Module:
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
             node.body = node.body[1:] or [ast.Pass()]
     return tree
-
-
-@pytest.mark.parametrize("optimizer", [c for c in registry() if hasattr(torch.optim, c.__name__)], ids=lambda c: c.__name__)
-def test_signature_begins_like_torchs(optimizer: type[co.CompiledOptimizer]) -> None:
-    """Names, order, defaults and kinds of torch.optim's parameters; ours add only keyword-only ones."""
-    torch_class = getattr(torch.optim, optimizer.__name__)
-    theirs = list(inspect.signature(torch_class).parameters.values())
-    ours = inspect.signature(optimizer).parameters
-    positional = [p.name for p in theirs if p.kind is p.POSITIONAL_OR_KEYWORD]
-    assert [n for n, p in ours.items() if p.kind is p.POSITIONAL_OR_KEYWORD] == positional
-    for parameter in theirs:
-        assert ours[parameter.name].default == parameter.default, parameter.name
-        assert ours[parameter.name].kind == parameter.kind, parameter.name
 
 
 def test_a_type_checker_sees_the_constructor(tmp_path: Path) -> None:

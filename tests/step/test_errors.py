@@ -7,43 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from catalog import LOWERINGS, registry
-from torch.testing._internal.common_optimizers import optim_db
+from catalog import LOWERINGS
 
 import compiled_optim as co
-
-# torch's restrictions on its own implementations, which do not exist here.
-_LIFTED = ("foreach", "fused", "betas must be either both floats or both Tensors")
-
-# torch.optim.Adafactor words its bounds in a way of its own.
-_REWORDED = {
-    "epsilon1 should be >= 0": r"Invalid epsilon value: .* \(the argument eps\[0\] must be >= 0 and < inf\)",
-    "Clipping threshold d should be >= 1": r"\(the argument d must be >= 1\)",
-    "beta2_decay should be <= 0": r"\(the argument beta2_decay must be > -inf and <= 0\)",
-}
-
-
-def _torch_errors() -> list[Any]:
-    classes = {c.__name__: c for c in registry()}
-    cases = []
-    for info in optim_db:
-        ours = classes.get(info.optim_cls.__name__)
-        for error in info.optim_error_inputs_func(device="cpu", dtype=torch.float32) if ours else ():
-            if not any(word in error.error_regex for word in _LIFTED) and error.error_on.name == "CONSTRUCTION_ERROR":
-                cases.append(pytest.param(ours, error, id=f"{ours.__name__}-{error.optimizer_error_input.desc}"))
-    return cases
-
-
-@pytest.mark.parametrize(("optimizer", "error"), _torch_errors())
-def test_errors_of_torch(optimizer: type[co.CompiledOptimizer], error: Any) -> None:
-    given = error.optimizer_error_input
-    params = given.params if given.params is not None else [torch.nn.Parameter(torch.randn(2, 3))]
-    with pytest.raises(error.error_type, match=_REWORDED.get(error.error_regex, error.error_regex)):
-        optimizer(params, **given.kwargs)
-
-
-def test_torch_lists_errors_for_every_class() -> None:
-    assert {c.values[0] for c in _torch_errors()} == {c for c in registry() if hasattr(torch.optim, c.__name__)}
 
 
 @pytest.fixture
