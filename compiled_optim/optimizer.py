@@ -19,10 +19,10 @@ from compiled_optim.plan.schedule import Schedule
 from compiled_optim.rule.cautious import cautious
 from compiled_optim.rule.decay import check_decay, decay
 from compiled_optim.rule.declared import Declared, no_hyperparameter
-from compiled_optim.rule.fields import Choice, Hyper, Number, Static, flag, transform
+from compiled_optim.rule.fields import Choice, Number, Static, flag, transform
 from compiled_optim.state import OptimizerState
 from compiled_optim.step.engine import Engine, check_closure
-from compiled_optim.step.holdings import check_read, group_entries, position
+from compiled_optim.step.holdings import as_defaults, check_read, group_entries, position
 from compiled_optim.step.step import RuleStep, Step
 from compiled_optim.torch_internals import mend_tracing, outside_dynamo, refuse_tracing
 
@@ -93,16 +93,7 @@ class CompiledOptimizer(Declared, Optimizer):
         self.max_grad_norm = options["max_grad_norm"]
         self.skip_nonfinite = options["skip_nonfinite"]
         self._begin(options["lowering"])
-        defaults = group_entries(type(self), options)
-        handed_over = []
-        for hyper in (h for h in self.fields_of(Hyper) if h.name in defaults):
-            elements = hyper.elements(options[hyper.name], "")
-            if any(isinstance(e, Tensor) for e in elements):
-                handed_over.append(hyper.name)
-            numbers = tuple(e.item() if isinstance(e, Tensor) else e for e in elements)
-            for index, number in enumerate(numbers):
-                hyper.check(number, index, "")
-            defaults[hyper.name] = hyper.plain(numbers)
+        defaults, handed_over = as_defaults(type(self), options)
         groups = as_groups(params)
         check_read(type(self), options, groups)
         self._engine.given = {name: (defaults[name], options[name]) for name in handed_over}
@@ -374,20 +365,18 @@ class CompiledOptimizer(Declared, Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         before = self._engine.holdings if "_engine" in vars(self) else None
         groups, entries, schedules = state.pop("param_groups"), state.pop("state"), state.pop("schedules", {})
-        unshown = state.pop("unshown", ())
         self.max_grad_norm = state.pop("max_grad_norm", getattr(self, "max_grad_norm", None))
         self.skip_nonfinite = state.pop("skip_nonfinite", getattr(self, "skip_nonfinite", False))
         lowering = state.pop("lowering", "auto" if before is None else before.lowering)
         aliases = dict(state.pop("aliases", {} if before is None else before.aliases))
+        unshown = state.pop("unshown", ())
         self._begin(lowering)
         self.param_groups, self.state = groups, entries
         super().__setstate__(state)
         self.defaults = group_entries(type(self), self.defaults)  # torch adds a key
         self._engine.holdings.aliases = aliases
         self._engine.holdings.schedules.functions = dict(schedules)
-        self._engine.holdings.adopt(self.defaults, checked=True)
-        for group, values in zip(self._engine.holdings.own_groups, unshown, strict=False):
-            group.take_over(values)
+        self._engine.holdings.adopt(self.defaults, checked=True, unshown=unshown)
 
 
 def engine_of(optimizer: CompiledOptimizer) -> Engine:

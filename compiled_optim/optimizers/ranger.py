@@ -10,8 +10,8 @@ class Ranger(CompiledOptimizer):
 
     At every ``k``-th step of a parameter, its slow copy moves towards it by ``alpha`` of the distance, and it becomes the
     slow copy. The slow copy is made at the first step. torch.optim has no Ranger; arguments and defaults are optimi's. As
-    there, and other than in torch's RAdam, ``eps`` is added after the bias correction, and ``decouple_wd`` is True where
-    it is not given.
+    there, and other than in torch's RAdam, ``eps`` is added after the bias correction, and ``decouple_wd`` is True by
+    default.
 
     Args:
         lr: learning rate, about as much as an element moves in a step where its gradients agree.

@@ -192,7 +192,7 @@ def added_choices(cls: type[Declared]) -> dict[str, Any]:
 
 def no_hyperparameter(cls: type[Declared], name: str) -> str:
     """The message that an optimizer of this class has no hyperparameter ``name``."""
-    names = [h.name for h in cls.fields_of(Hyper)]
+    names = [h.name for h in cls.fields_of(Hyper) if not h.when]
     return f"{cls.__name__} has no hyperparameter '{name}'; it has {', '.join(names)}{hint(name, names)}"
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, cast
 
 import torch
+from torch import Tensor
 
 from compiled_optim.checkpoint import state_dict as checkpoint
 from compiled_optim.checkpoint.state_dict import LoadReport
@@ -93,10 +94,11 @@ class Holdings:
                 stacklevel=2,
             )
 
-    def adopt(self, defaults: Mapping[str, Any], *, checked: bool) -> None:
+    def adopt(self, defaults: Mapping[str, Any], *, checked: bool, unshown: Iterable[Mapping[str, Any]] = ()) -> None:
         """Make groups of the plain dicts that somebody put there, and let all follow their parameters to other devices.
 
-        A dict takes from ``defaults`` what it lacks; ``checked`` says that the dicts are copies of groups that were checked.
+        A dict takes from ``defaults`` what it lacks; ``checked`` says that the dicts are copies of groups that were checked,
+        whose :meth:`unshown` hyperparameters come along.
         """
         for index, group in enumerate(self.groups):
             if not isinstance(group, ParamGroup):
@@ -106,6 +108,8 @@ class Holdings:
                 if not checked:
                     check_values(self.kind, values, index)
                 self.groups[index] = self._group(values, index)
+        for own, numbers in zip(self.own_groups, unshown, strict=False):
+            own.take_over(numbers)
         elsewhere: dict[int, str] = {}
         for index, group in enumerate(self.own_groups):
             self._follow_names(group, index)
@@ -222,6 +226,24 @@ def group_entries(kind: type[Declared], options: Mapping[str, Any]) -> dict[str,
     added = added_choices(kind)
     found = {name: options[name] for name in _group_keys(kind) if name in options}
     return {name: value for name, value in found.items() if name not in added or value != added[name]}
+
+
+def as_defaults(kind: type[Declared], options: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """:func:`group_entries` with Python numbers for hyperparameters, and the names of those that came in tensors.
+
+    Raises:
+        TypeError, ValueError: a hyperparameter is no number, or out of range.
+    """
+    defaults, in_tensors = group_entries(kind, options), []
+    for hyper in (h for h in kind.fields_of(Hyper) if h.name in defaults):
+        elements = hyper.elements(options[hyper.name], "")
+        if any(isinstance(e, Tensor) for e in elements):
+            in_tensors.append(hyper.name)
+        numbers = tuple(e.item() if isinstance(e, Tensor) else e for e in elements)
+        for index, number in enumerate(numbers):
+            hyper.check(number, index, "")
+        defaults[hyper.name] = hyper.plain(numbers)
+    return defaults, in_tensors
 
 
 def check_read(kind: type[Declared], options: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:

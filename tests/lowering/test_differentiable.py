@@ -18,11 +18,16 @@ def _leaf(*values: float) -> torch.Tensor:
     return tensor.requires_grad_()
 
 
+def _given(case: Case) -> list[Hyper]:
+    """The hyperparameters that have a value of their own."""
+    return [h for h in case.optimizer.fields_of(Hyper) if h.name in case.kwargs or h.default is not None]
+
+
 def _elements(case: Case) -> dict[tuple[str, int], float]:
     """The hyperparameters of ``case`` by name and index, but for those so near 0 that gradcheck would step out of range."""
     return {
         (hyper.name, index): value
-        for hyper in case.optimizer.fields_of(Hyper)
+        for hyper in _given(case)
         for index, value in enumerate(hyper.elements(case.kwargs.get(hyper.name, hyper.default), "the case"))
         if abs(value) > 1e-5
     }
@@ -31,7 +36,7 @@ def _elements(case: Case) -> dict[tuple[str, int], float]:
 def _arguments(case: Case, elements: dict[tuple[str, int], Any]) -> dict[str, Any]:
     """The constructor's arguments with ``elements`` in their places."""
     result = dict(case.kwargs)
-    for hyper in case.optimizer.fields_of(Hyper):
+    for hyper in _given(case):
         given = hyper.elements(case.kwargs.get(hyper.name, hyper.default), "the case")
         values = tuple(elements.get((hyper.name, index), value) for index, value in enumerate(given))
         result[hyper.name] = values if hyper.is_tuple else values[0]

@@ -169,7 +169,8 @@ def written_in_some_way(side: Side, random: Random) -> None:
     """Write a hyperparameter of some group, in one of all ways there are."""
     optimizer = side.optimizer
     index = random.randrange(len(optimizer.param_groups))
-    group, hyper = optimizer.param_groups[index], random.choice(optimizer.fields_of(Hyper))
+    group = optimizer.param_groups[index]
+    hyper = random.choice([h for h in optimizer.fields_of(Hyper) if h.name in group])
     moved = shifted(optimizer, hyper, 0.01 * random.randrange(7))
     value = moved if hyper.is_tuple else moved[0]
 

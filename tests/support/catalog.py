@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from reference import naive, naive_module
 from reference.cautious import cautious
+from reference.decay import decoupled
 
 import compiled_optim as co
 from compiled_optim.optimizer import CompiledOptimizer
@@ -50,8 +51,10 @@ class Case:
 
     @property
     def reference(self) -> Callable[..., torch.optim.Optimizer]:
-        """torch.optim's optimizer of the same name, or the naive one that stands for it; cautious where this is."""
+        """torch.optim's optimizer of the same name, or the naive one in its place; cautious or decoupled as this is."""
         plain = reference_of(self.optimizer)
+        if "max_lr" in self.kwargs:
+            return decoupled(plain, self.optimizer.__name__)
         return cautious(plain) if self.kwargs.get("cautious") and not _keeps(self.optimizer) else plain
 
     @property
@@ -182,11 +185,18 @@ def required(optimizer: type[CompiledOptimizer]) -> dict[str, float]:
 
 
 def configurations(optimizer: type[CompiledOptimizer]) -> list[Case]:
-    """All configurations of a rule: from here, or from the module of its reference, and the second one cautiously too."""
+    """All configurations of a rule: from here, or from the module of its reference.
+
+    The second one is there twice more where the rule can have it so: cautiously, and with decay apart from all else.
+    """
     known = {**_FAR, **_STACKED}
     far = known.get(optimizer.__name__) or naive_module(optimizer).FAR
     if "cautious" in optimizer.fields:
         far = [*far, {**far[1], "cautious": True}]
+    if "decouple_lr" in optimizer.fields:
+        choices = {name: True for name in ("decouple_wd", "decouple_lr") if name in optimizer.fields}
+        choices |= {"decouple_wd": False} if optimizer.__name__ == "Ranger" else {}
+        far = [*far, {**far[1], **choices, "max_lr": 0.2}]
     return [Case(optimizer, tuple(kwargs.items())) for kwargs in far]
 
 
@@ -197,7 +207,7 @@ def cases(gradients: str | None = None) -> list[Case]:
 
 def shifted(optimizer: CompiledOptimizer, hyper: Hyper, share: float) -> tuple[float, ...]:
     """The values that a hyperparameter had at first, each moved within its range by that share."""
-    default = optimizer.defaults[hyper.name]
+    default = optimizer.defaults.get(hyper.name)
     values = default if hyper.is_tuple else (default,)
     given = tuple(0.5 if v is None or v != v else v for v in values)
     return tuple(v / (1 - share) if hyper.ge == 1 else v * (1 - share) for v in given)
