@@ -41,7 +41,8 @@ def naive(optimizer: type[CompiledOptimizer]) -> Callable[..., torch.optim.Optim
 
 def _defaults(optimizer: type[CompiledOptimizer]) -> dict[str, Any]:
     fields = (*optimizer.fields_of(Hyper), *optimizer.fields_of(Static))
-    return {f.name: f.default for f in fields if f.default is not inspect.Parameter.empty}
+    own = (f for f in fields if f.name in optimizer.declared)
+    return {f.name: f.default for f in own if f.default is not inspect.Parameter.empty}
 
 
 class Naive(torch.optim.Optimizer):

@@ -51,7 +51,7 @@ class Case:
 
     @property
     def reference(self) -> Callable[..., torch.optim.Optimizer]:
-        """torch.optim's optimizer of the same name, or the naive one in its place; cautious or decoupled as this is."""
+        """torch.optim's optimizer of the same name, or the naive one that stands for it; cautious or decoupled as it is."""
         plain = reference_of(self.optimizer)
         if "max_lr" in self.kwargs:
             return decoupled(plain, self.optimizer.__name__)
