@@ -114,15 +114,15 @@ def initial_values(declaration: Declaration, group: Mapping[str, Any]) -> dict[s
     return values
 
 
-def new_buffer(field: Buffer, param: Tensor, value: float | Tensor) -> Tensor:
-    """A state buffer of ``param``'s dtype and device, filled with ``value``.
+def new_buffer(field: Buffer, param: Tensor, shape: tuple[int, ...], value: float | Tensor) -> Tensor:
+    """A state buffer of ``shape`` and of ``param``'s dtype and device, filled with ``value``.
 
     A buffer of the parameter's shape also has its memory format and, for a DTensor, its placements.
     """
     if field.shape is None:
         buffer = torch.zeros_like(param, memory_format=torch.preserve_format, requires_grad=False)
     else:
-        buffer = torch.zeros(field.shape_for(param), dtype=param.dtype, device=param.device)
+        buffer = torch.zeros(shape, dtype=param.dtype, device=param.device)
     return buffer if isinstance(value, float) and value == 0.0 else fill(buffer, value)
 
 
@@ -132,8 +132,11 @@ def fill(entry: Tensor, value: float | Tensor) -> Tensor:
     return entry
 
 
-def check_entries(declaration: Declaration, param: Tensor, state: ParamState, name: str) -> None:
-    """Raise ``ValueError`` where a buffer or scalar in ``state`` is not one for ``param``, called ``name``."""
+def check_entries(declaration: Declaration, param: Tensor, state: ParamState, name: str, choices: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` where a buffer or scalar in ``state`` is not one for ``param``, called ``name``.
+
+    ``choices`` are those of :func:`structure`.
+    """
     for scalar in scalar_names(declaration):
         value = state.get(scalar)
         if value is not None and not _is_number(value):
@@ -142,9 +145,10 @@ def check_entries(declaration: Declaration, param: Tensor, state: ParamState, na
     for field in declaration.buffers:
         if (value := state.get(field.name)) is None:
             continue
-        if not isinstance(value, Tensor) or tuple(value.shape) != field.shape_for(param):
+        expected = declaration.shape_of(field, param.shape, choices)
+        if not isinstance(value, Tensor) or tuple(value.shape) != expected:
             got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r}"
-            raise ValueError(f"state '{field.name}' of '{name}' must have shape {field.shape_for(param)}, got {got}")
+            raise ValueError(f"state '{field.name}' of '{name}' must have shape {expected}, got {got}")
         if value.is_complex() != param.is_complex() or value.dtype not in DTYPES:
             raise ValueError(f"state '{field.name}' of '{name}' is {value.dtype} for a parameter of {param.dtype}")
         if value.layout is not torch.strided:
@@ -166,9 +170,11 @@ def missing_entries(
     param: Tensor,
     state: Mapping[str, Any],
     initial: Mapping[str, float | Tensor],
+    choices: Mapping[str, Any],
 ) -> dict[str, Tensor]:
     """New tensors for the entries that ``declaration`` needs and ``state`` lacks or has on another device than ``param``.
 
+    ``choices`` are those of :func:`structure`.
     An entry on another device is copied. A scalar may be a number or a tensor of any dtype, and becomes a float64 tensor.
     """
     device = scalars_device([param])
@@ -186,7 +192,7 @@ def missing_entries(
             continue
         value = state.get(name)
         if value is None or (value.is_meta and not param.is_meta):
-            made[name] = new_buffer(field, param, initial[name])
+            made[name] = new_buffer(field, param, declaration.shape_of(field, param.shape, choices), initial[name])
         elif value.device != param.device:
             made[name] = value.to(param.device)
     return made

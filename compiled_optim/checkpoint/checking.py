@@ -117,10 +117,10 @@ def check_state(
             else:
                 choices = structure(declaration, groups[ours.group], param, group_values.get(ours.group, {}))
                 needed = declaration.present_buffers(choices)
-                values = _values(declaration, needed, param, own) if own or (others and param.requires_grad) else {}
+                values = _values(declaration, needed, param, own, choices) if own or (others and param.requires_grad) else {}
                 if values or (live and param.requires_grad):
                     initial = initial_values(declaration, after[ours.group])
-                    new, targets = _targets(declaration, needed, param, live, values, initial)
+                    new, targets = _targets(declaration, needed, param, live, values, initial, choices)
                     made += [(param, new)] if new else []
                     copies += targets
         except Unloadable as problem:
@@ -136,7 +136,11 @@ def check_state(
 
 
 def _values(
-    declaration: Declaration, needed: tuple[str, ...], param: Tensor, saved: Mapping[str, Any]
+    declaration: Declaration,
+    needed: tuple[str, ...],
+    param: Tensor,
+    saved: Mapping[str, Any],
+    choices: Mapping[str, Any],
 ) -> dict[str, float | Tensor]:
     """What of ``saved`` to copy into one parameter's state: everything that it needs.
 
@@ -145,7 +149,7 @@ def _values(
     """
     scalars = scalar_names(declaration)
     shapes = {
-        b.name: b.shape_for(param)
+        b.name: declaration.shape_of(b, param.shape, choices)
         for b in declaration.buffers
         if b.name in needed or (b.when in declaration.structural_hypers and b.name in saved)
     }
@@ -164,6 +168,7 @@ def _targets(
     live: Mapping[str, Any],
     values: Mapping[str, float | Tensor],
     initial: Mapping[str, float | Tensor],
+    choices: Mapping[str, Any],
 ) -> tuple[dict[str, Tensor], Copies]:
     """The tensors that ``live``, one parameter's state, must get for ``values``, and what to copy into which tensor.
 
@@ -171,11 +176,13 @@ def _targets(
     where the state dict was not copied then, and its buffers are the live ones, which steps have changed. A tensor that a
     differentiable step recorded is replaced, as such a step does.
     """
-    buffers = {b.name: b.shape_for(param) for b in declaration.buffers if b.name in {*needed, *values, *live}}
+    present = {*needed, *values, *live}
+    buffers = {b.name: declaration.shape_of(b, param.shape, choices) for b in declaration.buffers if b.name in present}
     new: dict[str, Tensor] = {}
     if values:
         with naming("the optimizer's own state"), outside_inference_mode():
-            new = missing_entries(declaration, tuple(n for n in buffers if n in needed or n in values), param, live, initial)
+            names = tuple(n for n in buffers if n in needed or n in values)
+            new = missing_entries(declaration, names, param, live, initial, choices)
     copies: Copies = []
     was_stepped = values.get("step") == 0 and "step" in live and live["step"].item() != 0
     for name in (*scalar_names(declaration), *buffers):

@@ -205,9 +205,9 @@ class StackTableLowering(Capturable, StackedLowering):
 class Stack:
     """Tensors of one shape and one dtype each for parameters, gradients and every buffer.
 
-    An update sees (tensors, columns), or (tensors, batch, rows, columns) where a parameter has two dimensions or more;
-    (tensors, rows, columns) where the rule's granularity says that all are matrices. What is stacked of DTensors, here and
-    between steps, is this process's part of them.
+    An update sees (tensors, columns), or (tensors, batch, rows, columns) where a parameter has two dimensions or more, whose
+    axes come in the rule's order; (tensors, rows, columns) where its granularity says that all are matrices. What is
+    stacked of DTensors, here and between steps, is this process's part of them.
     """
 
     def __init__(self, plan: Plan, positions: Sequence[int], key: KernelKey) -> None:
@@ -220,6 +220,8 @@ class Stack:
         self._owner = members[0].owner
         self.numel = len(members) * self._owner.numel()
         self._matrices = plan.rule.granularity == "matrix"
+        axes = plan.rule.axes_of(self._owner.shape, plan.statics)
+        self._axes = None if axes == tuple(range(len(axes))) else axes
         self._index = torch.tensor(positions, device=plan.device)
         self._dtype = compute_dtype(self._params[0].dtype)
         self._buffers = []
@@ -258,9 +260,9 @@ class Stack:
         columns = coefficients.index_select(1, self._index).to(param.device, self._dtype)
         columns = columns.view(*columns.shape, *[1] * (param.dim() - 1))
         new_param, *new_buffers = self.kernel([param, self._seen(grads, self._owner), *buffers, *columns.unbind()])
-        torch._foreach_copy_(self._params, _kept(new_param, self._owner).unbind())
+        torch._foreach_copy_(self._params, self._kept(new_param, self._owner).unbind())
         if self._buffers:  # apart, since tensors of several dtypes are copied one by one
-            torch._foreach_copy_(self._buffers, list(map(_kept, new_buffers, self._entries)))
+            torch._foreach_copy_(self._buffers, list(map(self._kept, new_buffers, self._entries)))
 
     def _seen(self, stacked: Tensor, like: Tensor) -> Tensor:
         """``stacked`` tensors, spread like ``like``, as an update sees them."""
@@ -269,13 +271,18 @@ class Stack:
             return whole
         if self._owner.dim() < 2:
             return whole.view(len(whole), -1)
+        if self._axes:
+            whole = whole.permute(0, *(1 + axis for axis in self._axes)).contiguous()
         batch = math.prod(whole.shape[1:-2])
         return whole.view(len(whole), batch, *whole.shape[-2:])
 
-
-def _kept(seen: Tensor, like: Tensor) -> Tensor:
-    """Of new tensors as an update sees them, and spread like ``like``, what this process holds."""
-    return parts_of_stack(seen.view(len(seen), *like.shape), like)
+    def _kept(self, seen: Tensor, like: Tensor) -> Tensor:
+        """Of new tensors as an update sees them, and spread like ``like``, what this process holds."""
+        if self._axes is None:
+            return parts_of_stack(seen.view(len(seen), *like.shape), like)
+        whole = seen.view(len(seen), *(like.shape[axis] for axis in self._axes))
+        back = (1 + self._axes.index(axis) for axis in range(like.dim()))
+        return parts_of_stack(whole.permute(0, *back), like)
 
 
 def _stack(tensors: Sequence[Tensor]) -> Tensor:
@@ -301,8 +308,9 @@ def _example(key: KernelKey) -> list[Tensor]:
     present = rule.present_buffers(dict(key.statics))
     fields = [b for b in rule.buffers if b.name in present]
     buffers = [
-        torch.ones(count, *field.shape_for(param[0]), dtype=dtype, device=key.device)
+        torch.ones(count, *own, dtype=dtype, device=key.device)
         for field, dtype in zip(fields, key.dtypes[2:], strict=True)
+        for own in [shape if field.shape is None else field.shape(torch.Size(shape))]
     ]
     dtype = compute_dtype(param.dtype)
     column = (count, *[1] * len(shape))

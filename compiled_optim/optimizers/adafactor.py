@@ -1,9 +1,13 @@
 """Adafactor."""
 
+from collections.abc import Mapping
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from compiled_optim.optimizer import CompiledOptimizer
-from compiled_optim.rule import Number, buffer, fact, hyper, maximum, minimum, power, sqrt, where
+from compiled_optim.rule import Number, buffer, fact, hyper, maximum, minimum, power, sqrt, static, where
 
 
 def _root_mean_square(stack: Tensor) -> Tensor:
@@ -25,6 +29,9 @@ class Adafactor(CompiledOptimizer, granularity="tensor"):
         eps: the root of the least second moment, and the least scale of a parameter.
         d: the largest root mean square of a direction; longer ones are shortened to it.
         weight_decay: a step takes ``lr`` times this number times the parameter away from the parameter.
+        factored_dims: the axes whose means stand for the second moment of a parameter that has more than two: ``"last"``,
+            the last two, as torch.optim does; or ``"largest"``, the two largest, of equal ones the later: less state for a
+            convolution, whose kernel sizes come last. A checkpoint of the other choice does not fit.
 
     The other arguments, and what is raised: :class:`~compiled_optim.optimizer.CompiledOptimizer`.
     """
@@ -34,10 +41,24 @@ class Adafactor(CompiledOptimizer, granularity="tensor"):
     eps: tuple[Number | None, Number] = hyper(default=(None, 1e-3), ge=0)
     d: Number = hyper(default=1.0, ge=1, lt=None)
     weight_decay: Number = hyper(default=0.0, ge=0)
+    factored_dims: str = static(default="last", kw_only=True)
     matrix, vector = fact(of=lambda shape: len(shape) > 1), fact(of=lambda shape: len(shape) < 2)
     row_var = buffer(when="matrix", shape=lambda shape: (*shape[:-1], 1))
     col_var = buffer(when="matrix", shape=lambda shape: (*shape[:-2], 1, shape[-1]))
     variance = buffer(when="vector")
+
+    @staticmethod
+    def axes(shape: torch.Size, factored_dims: str) -> list[int]:
+        """The axes in the order in which an update sees them: the factored ones last."""
+        if factored_dims == "last":
+            return list(range(len(shape)))
+        largest = sorted(range(len(shape)), key=lambda axis: (shape[axis], axis))[-2:]
+        return [axis for axis in range(len(shape)) if axis not in largest] + sorted(largest)
+
+    @staticmethod
+    def check(hypers: Mapping[str, Any], statics: Mapping[str, Any]) -> None:
+        if statics["factored_dims"] not in ("last", "largest"):
+            raise ValueError(f"factored_dims must be 'last' or 'largest', got {statics['factored_dims']!r}")
 
     @staticmethod
     def coefficients(step, lr, beta2_decay, eps, d, weight_decay, resolution):

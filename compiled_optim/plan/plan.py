@@ -269,11 +269,11 @@ def partition(
                     raise ValueError(f"can't optimize '{name}': {reason}")
                 continue
             own_state, choices = state[param], structure(rule, group, param)
-            check_entries(rule, param, own_state, name)
+            check_entries(rule, param, own_state, name, choices)
             if not _has_memory(rule, param, own_state, name, needed=is_needed):
                 continue
             buffers = rule.present_buffers(choices)
-            missing = missing_entries(rule, buffers, param, own_state, initial)
+            missing = missing_entries(rule, buffers, param, own_state, initial, choices)
             if not own_state:
                 own_state.initial = begun
             for entry, tensor in missing.items():

@@ -141,6 +141,7 @@ class Declared:
             advice=cls.advice,
             granularity=cls.granularity,
             means=(cls.means,) if hasattr(cls, "means") else (),
+            axes=getattr(cls, "axes", None),
         )
         is_elementwise = (cls.granularity, cls.gradients) == ("element", "dense")
         transforms = [t.by for t in cls.transforms if is_elementwise or not t.elementwise]

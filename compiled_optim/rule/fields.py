@@ -197,6 +197,7 @@ class Transform(Field):
 class Buffer(Field):
     """A state tensor of the parameter's dtype and device, and of its shape or the one that ``shape`` makes of it.
 
+    ``shape`` gets the parameter's as an update sees it: with its axes in the order of :meth:`Rule.axes_of`.
     ``when`` names a static field, a fact or a hyperparameter: the buffer exists only where that is true, or not 0. ``init``
     is the number that fills a new buffer, or the name of a hyperparameter whose value does; both parts of a complex number
     get it.
@@ -205,10 +206,6 @@ class Buffer(Field):
     when: str | None = None
     init: float | str = 0.0
     shape: Callable[[torch.Size], tuple[int, ...]] | None = None
-
-    def shape_for(self, param: Tensor) -> tuple[int, ...]:
-        """The shape of ``param``'s buffer."""
-        return tuple(param.shape) if self.shape is None else self.shape(param.shape)
 
 
 @dataclass(frozen=True)

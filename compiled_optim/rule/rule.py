@@ -45,6 +45,18 @@ class Declaration:
         """The names of the buffers that exist under these static choices and facts."""
         return tuple(b.name for b in self.buffers if b.when is None or statics[b.when])
 
+    def axes_of(self, shape: torch.Size, statics: Mapping[str, Any]) -> tuple[int, ...]:
+        """The axes of a parameter of ``shape`` in the order in which an update sees them, under these static choices."""
+        return tuple(range(len(shape)))
+
+    def shape_of(self, buffer: Buffer, shape: torch.Size, statics: Mapping[str, Any]) -> tuple[int, ...]:
+        """The shape of ``buffer`` of a parameter of ``shape``, under these static choices."""
+        if buffer.shape is None:
+            return tuple(shape)
+        axes = self.axes_of(shape, statics)
+        sizes = dict(zip(axes, buffer.shape(torch.Size(shape[axis] for axis in axes)), strict=True))
+        return tuple(sizes[axis] for axis in range(len(shape)))
+
 
 @dataclass(frozen=True)
 class Written:
@@ -81,6 +93,9 @@ class Rule(Declaration):
     the machine epsilon of each parameter's dtype. With ``"matrix"`` it is (tensors, rows, columns), and ``update`` may
     depend on the numbers of rows and columns.
 
+    With ``"tensor"``, ``axes(shape, <statics>)`` may say in which order the axes of a parameter come, of which the last two
+    are the rows and the columns.
+
     Where ``coefficients`` returns a number named ``weight_decay``, ``update`` adds that number times the parameter to the
     gradient. ``added`` names the choices that transforms added to those of the rule.
 
@@ -98,6 +113,7 @@ class Rule(Declaration):
     granularity: Granularity = "element"
     means: tuple[Callable[..., dict[str, Any]], ...] = ()
     added: tuple[str, ...] = ()
+    axes: Callable[..., Sequence[int]] | None = None
 
     def __post_init__(self) -> None:
         if self.means and (self.granularity != "element" or self.gradients != "dense"):
@@ -115,6 +131,12 @@ class Rule(Declaration):
                 self.written(statics, PLAIN)
             for shape in _STACKS.get(self.granularity, ()):
                 self._check_update(statics, shape)
+
+    def axes_of(self, shape: torch.Size, statics: Mapping[str, Any]) -> tuple[int, ...]:
+        """As above, and as the rule's ``axes`` says."""
+        if self.axes is None:
+            return super().axes_of(shape, statics)
+        return tuple(self.axes(shape, **{name: statics[name] for name in argument_names(self.axes) - {"shape"}}))
 
     def _title(self, function: Callable[..., Any]) -> str:
         kind = "coefficients" if function is self.coefficients else "update" if function is self.update else "means"
