@@ -1,30 +1,63 @@
-"""The state of an optimizer keyed by parameter name instead of by integer."""
+"""The state of optimizers keyed by parameter name instead of by integer."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from compiled_optim.checkpoint.forms import group_names, named, read
-from compiled_optim.checkpoint.state_dict import LoadReport
-from compiled_optim.optimizer import CompiledOptimizer
+from compiled_optim.checkpoint.forms import beside_parameters, group_names, named, read
+from compiled_optim.checkpoint.matching import match
+from compiled_optim.checkpoint.others import known_names
+from compiled_optim.checkpoint.saved_values import described
+from compiled_optim.checkpoint.state_dict import LoadReport, refuse
+from compiled_optim.optimizer import CompiledOptimizer, engine_of, prepared_load
+
+Optimizers = CompiledOptimizer | Sequence[CompiledOptimizer]
 
 
-def named_state_dict(optimizer: CompiledOptimizer) -> dict[str, Any]:
-    """The state dict with parameter names for keys.
+def named_state_dict(optimizer: Optimizers) -> dict[str, Any]:
+    """The state dict with parameter names for keys, of one optimizer or of several together.
 
     ``{"state": {"fc.bias": {...}}, "param_groups": [{"params": ["fc.bias"], "lr": ...}]}``. Prefixes that module wrappers
     insert are removed. Values are those of :meth:`CompiledOptimizer.state_dict`, so ``torch.distributed.checkpoint`` can
     save it, and load into it, as it is.
 
+    Of a list of optimizers for different parameters, such as Muon for the matrices of a model and AdamW for the rest, it has
+    the groups one after another: ``"optimizers"`` lists the optimizers' names, and ``"optimizer"`` in a group is its
+    optimizer's place in that list.
+
+    Args:
+        optimizer: the optimizer, or a list of several.
+
     Raises:
-        ValueError: the optimizer's parameters have no names, or two of them the same.
+        ValueError: the optimizers' parameters have no names, or two of them the same; or a parameter is in two optimizers,
+            or one of several keeps state under the key of no parameter.
     """
-    return named(optimizer.state_dict())
+    if isinstance(optimizer, CompiledOptimizer):
+        return named(optimizer.state_dict())
+    optimizers = _listed(optimizer)
+    _check_disjoint(optimizers)
+    result: dict[str, Any] = {"state": {}, "param_groups": [], "optimizers": [type(o).__name__ for o in optimizers]}
+    owners: dict[str, str] = {}
+    aliases: dict[str, str] = {}
+    for index, each in enumerate(optimizers):
+        label = _label(index, each)
+        with _naming(label):
+            part = named(each.state_dict())
+            _check_alone(part)
+        for name in (*(name for group in part["param_groups"] for name in group["params"]), *part.get("aliases", {})):
+            if (other := owners.setdefault(name, label)) != label:
+                raise ValueError(f"{other} and {label} both have a parameter '{name}'")
+        result["state"] |= part["state"]
+        result["param_groups"] += [{**group, "optimizer": index} for group in part["param_groups"]]
+        result["format_version"] = part["format_version"]
+        aliases |= part.get("aliases", {})
+    return result | ({"aliases": aliases} if aliases else {})
 
 
 def load_named_state_dict(
-    optimizer: CompiledOptimizer,
+    optimizer: Optimizers,
     state_dict: Mapping[str, Any],
     *,
     strict: bool = True,
@@ -32,13 +65,150 @@ def load_named_state_dict(
 ) -> LoadReport:
     """Copy a state dict keyed by parameter name into the live tensors; see :meth:`CompiledOptimizer.load_state_dict`.
 
+    Several optimizers get what their parameters have in it, whichever optimizer had them when it was saved, if its kind of
+    state fits: all of them, or where something does not fit none.
+
+    Args:
+        optimizer: the optimizer, or a list of several for different parameters.
+        state_dict: of :func:`named_state_dict`, whether of one optimizer or of several.
+        strict: as for :meth:`CompiledOptimizer.load_state_dict`.
+        hyperparameters: as there.
+
+    Returns:
+        What was missing, unexpected and mismatched, of all optimizers together.
+
     Raises:
-        ValueError, TypeError: a parameter on either side has no name, or as :meth:`CompiledOptimizer.load_state_dict`.
+        ValueError, TypeError: a parameter on either side has no name, or as :meth:`CompiledOptimizer.load_state_dict`. No
+            optimizer is changed then.
     """
     state_dict = read(state_dict)
-    if not all("param_names" in group for group in optimizer.param_groups):
-        raise ValueError("the optimizer's parameters have no names: make it from named_parameters() or a dict")
+    is_one = isinstance(optimizer, CompiledOptimizer)
+    optimizers = [optimizer] if isinstance(optimizer, CompiledOptimizer) else _listed(optimizer)
+    for index, each in enumerate(optimizers):
+        if not all("param_names" in group for group in each.param_groups):
+            whose = "the optimizer's" if is_one else f"{_label(index, each)}'s"
+            raise ValueError(f"{whose} parameters have no names: make it from named_parameters() or a dict")
     unnamed = next((i for i, group in enumerate(state_dict["param_groups"]) if group_names(group) is None), None)
     if unnamed is not None:
         raise ValueError(f"the state dict has no names for the parameters of param_groups[{unnamed}]")
-    return optimizer.load_state_dict(state_dict, strict=strict, hyperparameters=hyperparameters)
+    if is_one and "optimizers" not in state_dict:
+        return optimizers[0].load_state_dict(state_dict, strict=strict, hyperparameters=hyperparameters)
+    return _load_parts(optimizers, named(_without_places(state_dict)), strict, hyperparameters)
+
+
+def _load_parts(
+    optimizers: list[CompiledOptimizer],
+    saved: Mapping[str, Any],
+    strict: bool,
+    hyperparameters: Literal["checkpoint", "keep"],
+) -> LoadReport:
+    _check_disjoint(optimizers)
+    _check_alone(saved)
+    with contextlib.ExitStack() as locks:
+        for engine in sorted(map(engine_of, optimizers), key=lambda engine: engine.number):
+            locks.enter_context(engine.lock)
+        parts, unexpected = _split(optimizers, saved)
+        prepared = []
+        for index, (optimizer, part) in enumerate(zip(optimizers, parts, strict=True)):
+            with _naming(_label(index, optimizer)):
+                prepared.append(prepared_load(optimizer, part, False, hyperparameters))
+        report = LoadReport(
+            [name for each in prepared for name in each.report.missing],
+            [*unexpected, *(name for each in prepared for name in each.report.unexpected)],
+            [
+                f"optimizers[{index}].{name}" if name.startswith("param_groups[") else name
+                for index, each in enumerate(prepared)
+                for name in each.report.mismatched
+            ],
+        )
+        if strict:
+            refuse(report, ", ".join(type(optimizer).__name__ for optimizer in optimizers))
+        for each in prepared:
+            each.write()
+    for optimizer in optimizers:
+        for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+            post_hook(optimizer)
+    return report
+
+
+def _split(optimizers: Sequence[CompiledOptimizer], saved: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
+    """What of ``saved``, a named state dict, belongs to the parameters of each optimizer, and the names of what is left."""
+    groups: list[Any] = []
+    aliases: dict[str, str] = {}
+    owner_of_group: list[int] = []
+    for index, optimizer in enumerate(optimizers):
+        engine_of(optimizer).current()
+        holdings = engine_of(optimizer).holdings
+        groups += holdings.own_groups
+        owner_of_group += [index] * len(holdings.own_groups)
+        aliases |= holdings.aliases
+    pairs, _, unexpected = match(groups, aliases, saved, {}, known_names())
+    owners = {theirs.name: owner_of_group[ours.group] for ours, theirs in pairs}
+    rest = {key: value for key, value in saved.items() if key not in ("state", "param_groups", "aliases")}
+    parts = []
+    for index in range(len(optimizers)):
+        own = {name for name, owner in owners.items() if owner == index}
+        own_groups = [{**g, "params": [name for name in g["params"] if name in own]} for g in saved["param_groups"]]
+        parts.append(
+            {
+                **rest,
+                "state": {name: entries for name, entries in saved["state"].items() if name in own},
+                "param_groups": [group for group in own_groups if group["params"]],
+                "aliases": {alias: name for alias, name in saved.get("aliases", {}).items() if name in own},
+            }
+        )
+    return parts, unexpected
+
+
+def _listed(optimizers: Any) -> list[CompiledOptimizer]:
+    """``optimizers`` as a list; an error if they are no several optimizers of this package."""
+    result = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
+    if foreign := [each for each in result if not isinstance(each, CompiledOptimizer)]:
+        raise TypeError(f"an optimizer of this package, or a list of some, is needed, got {described(foreign[0])}")
+    if not result:
+        raise ValueError("the list of optimizers is empty")
+    return result
+
+
+def _check_disjoint(optimizers: Sequence[CompiledOptimizer]) -> None:
+    """Raise ``ValueError`` where a parameter is in two of ``optimizers``."""
+    owners: dict[int, str] = {}
+    for index, optimizer in enumerate(optimizers):
+        label = _label(index, optimizer)
+        for group in optimizer.param_groups:
+            for place, param in enumerate(group["params"]):
+                if (other := owners.setdefault(id(param), label)) != label:
+                    name = (group.get("param_names") or {place: place})[place]
+                    raise ValueError(f"{other} and {label} both have the parameter '{name}'")
+
+
+def _check_alone(state_dict: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` where state lies under the key of no parameter: nobody could say of which optimizer it is."""
+    if apart := beside_parameters(state_dict):
+        raise ValueError(
+            f"the state holds {described(next(iter(apart)))}, which is no parameter's and has no place in a state dict of "
+            "several optimizers"
+        )
+
+
+def _without_places(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """``state_dict`` without what says which group is which optimizer's."""
+    if "optimizers" not in state_dict:
+        return dict(state_dict)
+    groups = [{k: v for k, v in group.items() if k != "optimizer"} for group in state_dict["param_groups"]]
+    return {key: value for key, value in state_dict.items() if key != "optimizers"} | {"param_groups": groups}
+
+
+def _label(index: int, optimizer: CompiledOptimizer) -> str:
+    return f"optimizers[{index}] ({type(optimizer).__name__})"
+
+
+@contextlib.contextmanager
+def _naming(label: str) -> Iterator[None]:
+    """Let an error say of which optimizer it is."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        if len(error.args) == 1:
+            error.args = (f"{label}: {error}",)
+        raise

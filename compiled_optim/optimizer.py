@@ -12,7 +12,7 @@ from torch.optim.optimizer import ParamsT
 
 from compiled_optim.checkpoint.forms import plain
 from compiled_optim.checkpoint.saved_values import described
-from compiled_optim.checkpoint.state_dict import LoadReport
+from compiled_optim.checkpoint.state_dict import LoadReport, PreparedLoad
 from compiled_optim.groups.parameters import as_groups, hand_over
 from compiled_optim.memory.sharding import traced_part
 from compiled_optim.plan.schedule import Schedule
@@ -336,16 +336,9 @@ class CompiledOptimizer(Declared, Optimizer):
             ValueError, TypeError: the checkpoint does not match, naming what; the optimizer is then unchanged. Only an
                 interrupt (Ctrl-C) while the tensors are copied can leave part of a load; another load mends that.
         """
-        if hyperparameters not in ("checkpoint", "keep"):
-            raise ValueError(f"hyperparameters must be 'checkpoint' or 'keep', got {hyperparameters!r}")
-        if not isinstance(state_dict, Mapping):
-            raise TypeError(f"state_dict must be a dict, such as torch.load(path) returns, got {described(state_dict)}")
-        saved: dict[str, Any] = plain(state_dict, "the state dict")
-        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
-            replaced = pre_hook(self, saved)
-            saved = saved if replaced is None else replaced
         with self._engine.lock:
-            report = self._engine.current().load(saved, strict, hyperparameters)
+            report, write = prepared_load(self, state_dict, strict, hyperparameters)
+            write()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
         return report
@@ -382,3 +375,18 @@ class CompiledOptimizer(Declared, Optimizer):
 def engine_of(optimizer: CompiledOptimizer) -> Engine:
     """What runs the steps of ``optimizer``: for the rest of the package, which users have no need of."""
     return optimizer._engine
+
+
+def prepared_load(
+    optimizer: CompiledOptimizer, state_dict: Mapping[str, Any], strict: bool, hyperparameters: Any
+) -> PreparedLoad:
+    """Check all of a load, with the hooks that come before it. The caller holds the lock, and runs those that come after."""
+    if hyperparameters not in ("checkpoint", "keep"):
+        raise ValueError(f"hyperparameters must be 'checkpoint' or 'keep', got {hyperparameters!r}")
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"state_dict must be a dict, such as torch.load(path) returns, got {described(state_dict)}")
+    saved: dict[str, Any] = plain(state_dict, "the state dict")
+    for pre_hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        replaced = pre_hook(optimizer, saved)
+        saved = saved if replaced is None else replaced
+    return engine_of(optimizer).current().prepare_load(saved, strict, hyperparameters)

@@ -7,7 +7,7 @@ checks everything. Only then does it write, into the live tensors, so that whate
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -39,6 +39,18 @@ class LoadReport(NamedTuple):
     missing: list[str]
     unexpected: list[str]
     mismatched: list[str]
+
+
+class PreparedLoad(NamedTuple):
+    """A load that was checked, of which nothing is written yet.
+
+    Attributes:
+        report: what it leaves out.
+        write: writes the rest, which cannot fail.
+    """
+
+    report: LoadReport
+    write: Callable[[], None]
 
 
 def save(
@@ -80,7 +92,7 @@ def _snapshot(key: str, value: Any, declaration: Declaration, param: Tensor) -> 
 
 @torch.no_grad()
 @advising()
-def load(
+def prepare_load(
     kind: type[Declared],
     groups: Sequence[ParamGroup],
     state: OptimizerState,
@@ -88,14 +100,14 @@ def load(
     state_dict: Mapping[str, Any],
     strict: bool,
     hyperparameters: Literal["checkpoint", "keep"],
-) -> LoadReport:
-    """Copy ``state_dict``, which is indexed, named, or optimi's, into ``groups`` and ``state`` of an optimizer of ``kind``.
+) -> PreparedLoad:
+    """Check what copies ``state_dict``, of any form, into ``groups`` and ``state`` of an optimizer of ``kind``.
 
     A frozen parameter without state in the checkpoint keeps the state it has; any other starts anew. With names that groups
     take over come the ``aliases``. ``strict`` and ``hyperparameters`` are as in :meth:`CompiledOptimizer.load_state_dict`.
 
     Raises:
-        ValueError, TypeError: the checkpoint is malformed or, with ``strict``, does not match. Nothing is changed then.
+        ValueError, TypeError: the checkpoint is malformed or, with ``strict``, does not match.
     """
     declaration = kind.declaration
     with naming("the state dict", passing=(ValueError, TypeError)):
@@ -109,13 +121,23 @@ def load(
         names = names_to_take(groups, saved["param_groups"])
         writes = Writes(group_values, made, copies, names, entries, others).set_apart(groups)
     report = LoadReport(missing, unexpected + orphans, problems + conflicts)
-    if strict and any(report):
+    if strict:
+        refuse(report, declaration.name)
+
+    @torch.no_grad()
+    def write() -> None:
+        writes.write(groups, state)
+        aliases.update(saved.get("aliases", {}) if names else {})
+
+    return PreparedLoad(report, write)
+
+
+def refuse(report: LoadReport, name: str) -> None:
+    """Raise ``ValueError`` where ``report`` of a load into the optimizer of this name is not empty."""
+    if any(report):
         parts = [f"{kind}: {', '.join(names)}" for kind, names in zip(report._fields, report, strict=True) if names]
-        demand = f"the checkpoint does not match the optimizer, as strict=True demands ({declaration.name})"
+        demand = f"the checkpoint does not match the optimizer, as strict=True demands ({name})"
         raise ValueError(f"{demand}; {'; '.join(parts)}")
-    writes.write(groups, state)
-    aliases.update(saved.get("aliases", {}) if names else {})
-    return report
 
 
 def _read(

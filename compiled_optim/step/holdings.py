@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from compiled_optim.checkpoint import state_dict as checkpoint
-from compiled_optim.checkpoint.state_dict import LoadReport
+from compiled_optim.checkpoint.state_dict import PreparedLoad
 from compiled_optim.groups.names import named_parameters, parameter_name, repeated, shared_name, without_aliases
 from compiled_optim.groups.param_group import ParamGroup
 from compiled_optim.groups.parameters import check_params, names_and_tensors
@@ -183,11 +183,18 @@ class Holdings:
         self.hands_out_state = True
         return checkpoint.save(self.kind.declaration, self.own_groups, self.state, self.aliases, flags)
 
-    def load(self, saved: Mapping[str, Any], strict: bool, hyperparameters: Literal["checkpoint", "keep"]) -> LoadReport:
-        """Copy a state dict into groups and state, or raise before anything is changed."""
-        report = checkpoint.load(self.kind, self.own_groups, self.state, self.aliases, saved, strict, hyperparameters)
-        self._note_names()
-        return report
+    def prepare_load(
+        self, saved: Mapping[str, Any], strict: bool, hyperparameters: Literal["checkpoint", "keep"]
+    ) -> PreparedLoad:
+        """Check what copies a state dict into groups and state; an error where it does not fit."""
+        groups, state, aliases = self.own_groups, self.state, self.aliases
+        report, write = checkpoint.prepare_load(self.kind, groups, state, aliases, saved, strict, hyperparameters)
+
+        def write_and_note() -> None:
+            write()
+            self._note_names()
+
+        return PreparedLoad(report, write_and_note)
 
     def _group(self, values: Mapping[str, Any], index: int) -> ParamGroup:
         params = values["params"] or [torch.empty(0)]  # on the default device

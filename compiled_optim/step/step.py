@@ -9,7 +9,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
-from compiled_optim.checkpoint.state_dict import LoadReport
+from compiled_optim.checkpoint.state_dict import PreparedLoad
 from compiled_optim.lowering.choice import LOWERINGS, lower, refuse
 from compiled_optim.lowering.interface import Capturable
 from compiled_optim.lowering.square_sums import SquareSums
@@ -86,9 +86,11 @@ class Step:
         """The state dict, with the values of ``flags`` for run-time flags."""
         return self._holdings.save(flags)
 
-    def load(self, saved: Mapping[str, Any], strict: bool, hyperparameters: Literal["checkpoint", "keep"]) -> LoadReport:
-        """Copy a state dict into groups and state, or raise before anything is changed."""
-        return self._holdings.load(saved, strict, hyperparameters)
+    def prepare_load(
+        self, saved: Mapping[str, Any], strict: bool, hyperparameters: Literal["checkpoint", "keep"]
+    ) -> PreparedLoad:
+        """Check what copies a state dict into groups and state; an error where it does not fit."""
+        return self._holdings.prepare_load(saved, strict, hyperparameters)
 
     def key(self) -> tuple[object, ...]:
         """What a graph of :meth:`launch` depends on: it is valid for as long as this stays equal."""

@@ -591,10 +591,10 @@ class TestBesideAStep:
     @pytest.mark.parametrize(
         ("kind", "inside", "act"),
         [
-            (co.SGD, "load", lambda o, saved: o.load_state_dict(saved)),
+            (co.SGD, "prepare_load", lambda o, saved: o.load_state_dict(saved)),
             (co.SGD, "save", lambda o, saved: o.state_dict()),
             (co.SGD, "add", lambda o, saved: o.add_param_group({"params": model("z")})),
-            (co.LBFGS, "load", lambda o, saved: o.load_state_dict(saved)),
+            (co.LBFGS, "prepare_load", lambda o, saved: o.load_state_dict(saved)),
         ],
         ids=["load", "save", "add", "LBFGS"],
     )

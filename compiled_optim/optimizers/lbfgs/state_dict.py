@@ -11,7 +11,7 @@ from torch import Tensor
 
 from compiled_optim.checkpoint.forms import group_names, plain, read
 from compiled_optim.checkpoint.saved_values import Unloadable, as_buffer, as_number, naming
-from compiled_optim.checkpoint.state_dict import LoadReport
+from compiled_optim.checkpoint.state_dict import PreparedLoad
 from compiled_optim.checkpoint.writing import check_writable
 from compiled_optim.groups.names import canonical_names, numbered
 from compiled_optim.optimizers.lbfgs.curvature import restore, rows_by_age
@@ -48,7 +48,7 @@ def save(holdings: Holdings, memory: Mapping[str, Tensor], flags: Mapping[str, A
 
 
 @torch.no_grad()
-def load(
+def prepare_load(
     holdings: Holdings,
     memory: Mapping[str, Tensor],
     fresh: Mapping[str, Tensor],
@@ -56,8 +56,8 @@ def load(
     state_dict: Mapping[str, Any],
     strict: bool,
     hyperparameters: Literal["checkpoint", "keep"],
-) -> LoadReport:
-    """Copy a state dict of torch.optim.LBFGS or of this package, or raise before anything is changed.
+) -> PreparedLoad:
+    """Check what copies a state dict of torch.optim.LBFGS or of this package; an error where it does not fit.
 
     ``memory`` is what the step reads and writes, ``fresh`` the like of it at the beginning, to be filled, and ``sizes`` says
     how many numbers each parameter has. The rest is as in ``load_state_dict``.
@@ -76,11 +76,16 @@ def load(
             _unpack(fresh, own, _places(order, sizes))
     for name, value in fresh.items():
         check_writable(memory[name], f"the optimizer's own {name}", tuple(value.shape), value)
-    report = holdings.load(state_dict, strict, hyperparameters)
-    if order is not None:
-        for name, value in fresh.items():
-            memory[name].copy_(value)
-    return report
+    report, write = holdings.prepare_load(state_dict, strict, hyperparameters)
+
+    @torch.no_grad()
+    def write_with_memory() -> None:
+        write()
+        if order is not None:
+            for name, value in fresh.items():
+                memory[name].copy_(value)
+
+    return PreparedLoad(report, write_with_memory)
 
 
 @naming("the state dict", passing=(ValueError, TypeError))

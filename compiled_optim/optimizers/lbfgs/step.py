@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from compiled_optim.checkpoint.state_dict import LoadReport
+from compiled_optim.checkpoint.state_dict import PreparedLoad
 from compiled_optim.groups.names import parameter_name
 from compiled_optim.memory.layout import as_real, compute_dtype, obstacle, real_numel, scalar_dtype
 from compiled_optim.memory.sharding import is_sharded
@@ -243,9 +243,12 @@ class LBFGSStep(Step):
         """The state of torch.optim.LBFGS; see :mod:`~compiled_optim.optimizers.lbfgs.state_dict`."""
         return state_dict.save(self._holdings, self._memory, flags)
 
-    def load(self, saved: Mapping[str, Any], strict: bool, hyperparameters: Literal["checkpoint", "keep"]) -> LoadReport:
-        """Copy such a state into the group and the state."""
-        return state_dict.load(self._holdings, self._memory, self._new_state(), self._sizes, saved, strict, hyperparameters)
+    def prepare_load(
+        self, saved: Mapping[str, Any], strict: bool, hyperparameters: Literal["checkpoint", "keep"]
+    ) -> PreparedLoad:
+        """Check what copies such a state into the group and the state."""
+        holdings, memory, fresh = self._holdings, self._memory, self._new_state()
+        return state_dict.prepare_load(holdings, memory, fresh, self._sizes, saved, strict, hyperparameters)
 
 
 def refuse(options: Mapping[str, Any]) -> None:
