@@ -3,6 +3,7 @@
 The package is a house: a module imports only from its own floor and from floors below. From the top:
 
     capture/             training steps as CUDA graphs
+    model.py             a model's parameters by name: groups for an optimizer, and dtypes
     named.py             state keyed by parameter name
     report.py            no_recompiles and compile_report
     optimizers/          one optimizer per file: its fields and the two functions of its rule
@@ -20,6 +21,7 @@ The package is a house: a module imports only from its own floor and from floors
 
 from compiled_optim.capture.runner import CUDAGraphRunner
 from compiled_optim.checkpoint.state_dict import LoadReport
+from compiled_optim.model import param_groups, to_low_precision
 from compiled_optim.named import load_named_state_dict, named_state_dict
 from compiled_optim.optimizer import CompiledOptimizer
 from compiled_optim.optimizers.adadelta import Adadelta
@@ -75,4 +77,6 @@ __all__ = [
     "load_named_state_dict",
     "named_state_dict",
     "no_recompiles",
+    "param_groups",
+    "to_low_precision",
 ]

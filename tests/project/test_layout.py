@@ -33,7 +33,7 @@ FLOORS = [
     {"lowering"},
     {"step"},
     {"optimizer"},
-    {"optimizers", "named", "report"},
+    {"optimizers", "model", "named", "report"},
     {"capture"},
     {""},
 ]

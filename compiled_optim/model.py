@@ -1,0 +1,185 @@
+"""What is chosen for the parameters of a model by their names: groups for an optimizer, and dtypes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from compiled_optim.groups.parameters import names_and_tensors
+from compiled_optim.groups.patterns import alternatives, first_matches, matches
+
+Model: TypeAlias = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
+Key: TypeAlias = str | type[nn.Module]
+
+
+class _Listed(NamedTuple):
+    """A tensor of a model, with all of its names and the modules that it is in."""
+
+    tensor: Tensor
+    names: list[str]
+    owners: list[nn.Module]
+
+
+def param_groups(model: Model, patterns: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Parameter groups by name, for an optimizer of this package or of torch.optim.
+
+    ``co.AdamW(co.param_groups(model, {"*.bias|*norm*": dict(weight_decay=0), "embed.*": dict(lr=1e-4)}), lr=1e-3)``
+
+    A pattern is one of the shell, whose ``*`` stands for dots too, or several with ``|`` between them; case matters. Names
+    match with and without the prefixes of module wrappers. Each parameter belongs to the one pattern that it matches; what
+    matches none is the last group, which has the optimizer's defaults. So that order never decides silently, a parameter
+    must not match two patterns; only a last pattern ``"*"`` is for what the others leave.
+
+    Args:
+        model: a module, or the names and parameters of one: pairs, or a dict.
+        patterns: pattern -> the options of its group, such as ``lr`` and ``weight_decay``.
+
+    Returns:
+        The groups in the order of their patterns, with ``(name, parameter)`` pairs in the order of the model. Frozen
+        parameters are there too. A tied one is there once, under its first name; any of its names may match.
+
+    Raises:
+        TypeError: something is not of the type that is said here.
+        ValueError: a pattern matches no parameter, two match the same one, or options hold ``params``.
+    """
+    listed = _parameters(model)
+    if not isinstance(patterns, Mapping):
+        raise TypeError(f"patterns must be a dict pattern -> options, got {type(patterns).__name__}")
+    for pattern, options in patterns.items():
+        _check_pattern(pattern)
+        if not isinstance(options, Mapping) or not all(isinstance(key, str) for key in options):
+            raise TypeError(f"the options of the pattern {pattern!r} must be a dict with names, got {options!r}")
+        if taken := {"params", "param_names"} & set(options):
+            raise ValueError(f"the options of the pattern {pattern!r} hold '{min(taken)}', which the model gives")
+    chosen = first_matches(list(patterns), listed, lambda pattern, entry: matches(pattern, entry.names), "parameter")
+    groups = {pattern: {"params": [], **options} for pattern, options in patterns.items()}
+    rest: dict[str, Any] = {"params": []}
+    for name, entry in listed.items():
+        group = groups[chosen[name]] if name in chosen else rest
+        group["params"].append((name, entry.tensor))
+    return [group for group in (*groups.values(), rest) if group["params"]]
+
+
+def to_low_precision(
+    model: nn.Module,
+    dtype: torch.dtype = torch.bfloat16,
+    keep: Key | Iterable[Key] | Mapping[Key, torch.dtype | None] = (),
+) -> nn.Module:
+    """Convert a model's floating-point parameters, their gradients and floating-point buffers to ``dtype``, in place.
+
+    ``co.to_low_precision(model, keep={nn.Embedding: torch.float32, "*norm*": None, "*rotary*": torch.float32})``
+
+    Integers and complex numbers stay as they are. Parameters stay the objects that they are, and tied ones and tied buffers
+    stay tied. Convert before an optimizer is made: the state of one that exists stays in the dtype that it has. While this
+    runs, old and new numbers are both in memory: an error leaves the model as it was.
+
+    Args:
+        model: the module.
+        dtype: of what ``keep`` does not name.
+        keep: what stays in its dtype, or which dtype it gets instead. Keys are patterns of names, as in
+            :func:`param_groups`, and types of modules: for everything inside of a module of the type. Alone, or in a list,
+            a key stands for what stays; in a dict, with None for that or with a dtype.
+
+    Returns:
+        The model.
+
+    Raises:
+        TypeError: something is not of the type that is said here, or a dtype is none of floating-point numbers.
+        ValueError: a key matches nothing, or two with different dtypes match the same.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a module, got {type(model).__name__}")
+    _check_dtype(dtype, "dtype")
+    dtypes = _kept(keep)
+    listed = _entries(model)
+    chosen = first_matches(
+        list(dtypes), listed, _is_kept, "parameter or buffer", lambda first, second: dtypes[first] != dtypes[second]
+    )
+    new: dict[int, tuple[Tensor, Tensor]] = {}  # the old and the new tensor, by the id of the old one
+    for name, entry in listed.items():
+        wanted = dtypes[chosen[name]] if name in chosen else dtype
+        for tensor in (entry.tensor, entry.tensor.grad if isinstance(entry.tensor, nn.Parameter) else None):
+            if tensor is not None and tensor.is_floating_point() and wanted not in (None, tensor.dtype):
+                with torch.no_grad():
+                    new[id(tensor)] = (tensor, tensor.to(wanted))
+
+    def converted(tensor: Tensor) -> Tensor:
+        replacement = new[id(tensor)][1] if id(tensor) in new else tensor
+        return tensor if tensor.dtype == replacement.dtype else replacement
+
+    for module in model.modules():
+        module._apply(converted, recurse=False)  # type: ignore[no-untyped-call]
+    return model
+
+
+def _parameters(model: Model) -> dict[str, _Listed]:
+    """The parameters of ``model`` by their first names."""
+    if isinstance(model, nn.Module):
+        return _by_first_name((name, p, []) for name, p in model.named_parameters(remove_duplicate=False))
+    names, tensors = names_and_tensors(model, "model")
+    if len(names) != len(tensors):
+        raise TypeError("model must be a module, or names and parameters: pairs, as named_parameters() gives, or a dict")
+    if foreign := [name for name, tensor in zip(names, tensors, strict=True) if not isinstance(tensor, Tensor)]:
+        raise TypeError(f"'{foreign[0]}' of the model is no tensor")
+    return _by_first_name((name, tensor, []) for name, tensor in zip(names, tensors, strict=True))
+
+
+def _entries(model: nn.Module) -> dict[str, _Listed]:
+    """The parameters and buffers of ``model`` by their first names."""
+
+    def of(module: nn.Module, prefix: str, above: list[nn.Module]) -> Iterator[tuple[str, Tensor, list[nn.Module]]]:
+        owners = [*above, module]
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                yield prefix + name, tensor, owners
+        for name, child in module._modules.items():
+            if child is not None:
+                yield from of(child, f"{prefix}{name}.", owners)
+
+    return _by_first_name(of(model, "", []))
+
+
+def _by_first_name(entries: Iterable[tuple[str, Tensor, list[nn.Module]]]) -> dict[str, _Listed]:
+    found: dict[int, _Listed] = {}
+    for name, tensor, owners in entries:
+        entry = found.setdefault(id(tensor), _Listed(tensor, [], []))
+        entry.names.append(name)
+        entry.owners.extend(owners)
+    result = {entry.names[0]: entry for entry in found.values()}
+    if len(result) < len(found):
+        names = [entry.names[0] for entry in found.values()]
+        raise ValueError(f"two parameters are named '{next(name for name in names if names.count(name) > 1)}'")
+    return result
+
+
+def _kept(keep: Any) -> dict[Key, torch.dtype | None]:
+    """What ``keep`` says, as a dict from key to dtype; None for what stays."""
+    if isinstance(keep, (str, type)):
+        keep = (keep,)
+    if not isinstance(keep, Iterable):
+        raise TypeError(f"keep must be patterns and types of modules, or a dict from these to dtypes, got {keep!r}")
+    dtypes = dict(keep) if isinstance(keep, Mapping) else dict.fromkeys(keep)
+    for key, dtype in dtypes.items():
+        if not (isinstance(key, type) and issubclass(key, nn.Module)):
+            _check_pattern(key)
+        if dtype is not None:
+            _check_dtype(dtype, f"the dtype of {key!r}")
+    return dtypes
+
+
+def _is_kept(key: Key, entry: _Listed) -> bool:
+    return matches(key, entry.names) if isinstance(key, str) else any(isinstance(owner, key) for owner in entry.owners)
+
+
+def _check_pattern(pattern: Any) -> None:
+    if not isinstance(pattern, str):
+        raise TypeError(f"a pattern must be a string, got {pattern!r}")
+    alternatives(pattern)
+
+
+def _check_dtype(dtype: Any, what: str) -> None:
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise TypeError(f"{what} must be a dtype of floating-point numbers, got {dtype!r}")
