@@ -5,6 +5,7 @@ The package is a house: a module imports only from its own floor and from floors
     capture/             training steps as CUDA graphs
     model.py             a model's parameters by name: groups for an optimizer, and dtypes
     named.py             state keyed by parameter name
+    optimi.py            state for the optimizers of optimi
     report.py            no_recompiles and compile_report
     optimizers/          one optimizer per file: its fields and the two functions of its rule
     optimizer.py         CompiledOptimizer: torch.optim's interface over groups, state and plans
@@ -23,6 +24,7 @@ from compiled_optim.capture.runner import CUDAGraphRunner
 from compiled_optim.checkpoint.state_dict import LoadReport
 from compiled_optim.model import param_groups, to_low_precision
 from compiled_optim.named import load_named_state_dict, named_state_dict
+from compiled_optim.optimi import optimi_state_dict
 from compiled_optim.optimizer import CompiledOptimizer
 from compiled_optim.optimizers.adadelta import Adadelta
 from compiled_optim.optimizers.adafactor import Adafactor
@@ -77,6 +79,7 @@ __all__ = [
     "load_named_state_dict",
     "named_state_dict",
     "no_recompiles",
+    "optimi_state_dict",
     "param_groups",
     "to_low_precision",
 ]

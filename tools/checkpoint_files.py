@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from checkpoint_forms import check_has_no_others, check_lossless, indexed, plain, to_optimi, with_steps
+from checkpoint_forms import check_has_no_others, check_lossless, indexed, plain, with_steps
 from convert_options import FORMS, parse
 from torch import Tensor
 
 from compiled_optim.checkpoint.forms import check, group_names, named
-from compiled_optim.checkpoint.optimi import from_optimi, is_optimi
+from compiled_optim.checkpoint.optimi import from_optimi, is_optimi, to_optimi
 
 
 def read(path: Path, key: str | None = None) -> dict[str, Any]:
@@ -149,7 +149,7 @@ def _read_groups(path: Path) -> dict[str, Any]:
 def _torch_content(state_dict: Mapping[str, Any], form: str) -> dict[str, Any]:
     """What a file of ``torch.save`` holds."""
     if form == "optimi":
-        return indexed(state_dict) if is_optimi(state_dict) else to_optimi(state_dict)
+        return indexed(state_dict) if is_optimi(state_dict) else to_optimi(indexed(state_dict))
     if form == "named":
         return named(with_steps(state_dict, torch.float64))
     if form == "compiled_optim":

@@ -7,7 +7,7 @@ stands.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,11 +22,6 @@ _DTYPES = {
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
 }
 _MAX_DEPTH = 8
-
-_OPTIMI_DEFAULTS: dict[str, Any] = {
-    **dict.fromkeys(("decouple_wd", "decouple_lr", "kahan_sum", "foreach", "triton", "gradient_release"), False),
-    "max_lr": None,
-}
 
 
 def plain(value: Any, where: str = "the state dict", depth: int = _MAX_DEPTH) -> Any:
@@ -127,76 +122,3 @@ def indexed(state_dict: Mapping[str, Any]) -> dict[str, Any]:
         groups.append(options | numbers | ({"param_names": list(names)} if names else {}))
     state = {index[key]: dict(entries) for key, entries in state_dict["state"].items() if key in index}
     return {**state_dict, "state": with_others(state, beside_parameters(state_dict)), "param_groups": groups}
-
-
-def to_optimi(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of ``from_optimi``: an indexed state dict that optimi's optimizer of the same name loads.
-
-    Raises:
-        ValueError: an option or a state entry has no counterpart there.
-    """
-    state_dict = indexed(state_dict)
-    check_has_no_others(state_dict, "optimi")
-    state: dict[int, dict[str, Any]] = {}
-    groups = []
-    for i, group in enumerate(state_dict["param_groups"]):
-        where = f"param_groups[{i}]"
-        entries = {p: state_dict["state"][p] for p in group["params"] if p in state_dict["state"]}
-        _check_counterpart(group, entries.values(), where)
-        step = _common_step(group, entries.values(), where)
-        options, scales = _adam_options(group, step, where) if "betas" in group else (_sgd_options(group, where), {})
-        shared = {k: group[k] for k in ("params", "lr", "weight_decay", "eps", "param_names") if k in group}
-        count = {"setup": step > 0, "step": torch.tensor(int(step), dtype=torch.int32)}
-        groups.append({**count, **_OPTIMI_DEFAULTS, **shared, **options})
-        if step > 0:
-            state |= {param: _optimi_entries(own, scales, f"the state of {param}") for param, own in entries.items()}
-    return {"state": state, "param_groups": groups}
-
-
-def _check_counterpart(group: Mapping[str, Any], entries: Iterable[Mapping[str, Any]], where: str) -> None:
-    """Raise ``ValueError`` for an option that optimi does not know, and for one that it needs and the group lacks."""
-    foreign = {k for own in entries for k in own} - {"step", "exp_avg", "exp_avg_sq", "momentum_buffer"}
-    foreign |= {k for k in ("nesterov", "maximize", "amsgrad") if isinstance(group.get(k), Tensor) or group.get(k)}
-    if foreign:
-        listed = ", ".join(sorted(map(repr, foreign)))
-        raise ValueError(f"{where} has {listed}, which has no counterpart in optimi")
-    needed = ("lr", "weight_decay", *(("eps",) if "betas" in group else ("momentum", "dampening")))
-    if missing := [k for k in needed if k not in group]:
-        raise ValueError(f"{where} has no {', '.join(missing)}, which optimi needs")
-
-
-def _common_step(group: Mapping[str, Any], entries: Iterable[Mapping[str, Any]], where: str) -> float:
-    """The step count of a group. torch.optim.SGD counts no steps and optimi's SGD reads none: 1 says that there is state."""
-    counted = [own.get("step") for own in entries if "step" in own or "betas" in group]
-    steps = {_count(step, f"a step in {where}", below=2**31) for step in counted}
-    if len(steps) > 1:
-        raise ValueError(f"the parameters of {where} took different numbers of steps, {steps}; optimi counts per group")
-    return steps.pop() if steps else float(any(entries))
-
-
-def _adam_options(group: Mapping[str, Any], step: float, where: str) -> tuple[dict[str, Any], dict[str, float]]:
-    """The options of optimi's Adam, and the bias corrections by which it divides its averages."""
-    betas = group["betas"]
-    if not isinstance(betas, (list, tuple)) or len(betas) != 2:
-        raise ValueError(f"{where}['betas'] must be a pair of numbers, got {betas!r}")
-    beta1, beta2 = (_number(beta, f"a beta of {where}", below=1) for beta in betas)
-    options = {"beta1": beta1, "beta2": beta2, "decouple_wd": group.get("decoupled_weight_decay", False)}
-    return options, {"exp_avg": 1 - beta1**step, "exp_avg_sq": 1 - beta2**step}
-
-
-def _sgd_options(group: Mapping[str, Any], where: str) -> dict[str, Any]:
-    momentum, dampening = (_number(group[k], f"{where}[{k!r}]") for k in ("momentum", "dampening"))
-    if dampening not in (0.0, momentum):
-        raise ValueError(f"{where} has dampening {dampening}; optimi knows 0 and the momentum")
-    return {"momentum": momentum, "dampening": dampening != 0, "torch_init": False}
-
-
-def _optimi_entries(entries: Mapping[str, Any], scales: Mapping[str, float], where: str) -> dict[str, Any]:
-    result: dict[str, Any] = {"exp_avg": None, "kahan_comp": None}
-    for key, value in entries.items():
-        if key != "step":
-            if not isinstance(value, Tensor) and value is not None:
-                raise ValueError(f"{where} has a {key} that is no tensor, got {value!r}")
-            scaled = value if value is None else value / scales.get(key, 1)
-            result["exp_avg" if key == "momentum_buffer" else key] = scaled
-    return result

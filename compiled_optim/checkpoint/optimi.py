@@ -1,20 +1,46 @@
-"""Reading the checkpoints of optimi.
+"""The checkpoints of optimi, read and written.
 
 They have the indexed form with another meaning: steps are counted per group, averages are divided by their bias correction,
-and an optimizer without betas calls its momentum ``exp_avg``.
+and an optimizer without betas calls its momentum ``exp_avg``. Lion and SGD count no steps and divide nothing. Adan keeps the
+last gradient negated, and StableAdamW a copy of its ``eps``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from compiled_optim.checkpoint.forms import beside_parameters, with_others
 from compiled_optim.checkpoint.saved_values import Unloadable, as_number, as_tensor, described, naming
+from compiled_optim.groups.names import parameter_name
+from compiled_optim.rule.declared import every_option_name
+from compiled_optim.rule.rule import Declaration
 
-STATE = ("exp_avg", "exp_avg_sq", "kahan_comp")  # of a parameter, besides its step count
+STATE = ("exp_avg", "exp_avg_diff", "exp_avg_sq", "prev_grad", "la_param", "kahan_comp")  # of a parameter, besides its step
 _MARKS = {"setup", "gradient_release", "kahan_sum"}
-_OPTIONS = {*_MARKS, "triton", "foreach", "torch_init", "decouple_lr", "decouple_wd", "max_lr", "step", "beta1", "beta2"}
+_BETAS = ("beta1", "beta2", "beta3")
+_OPTIONS = {*_MARKS, *_BETAS, "triton", "foreach", "torch_init", "decouple_lr", "decouple_wd", "max_lr", "step"}
+_DEBIASED = {2: ("exp_avg", "exp_avg_sq"), 3: ("exp_avg", "exp_avg_diff", "exp_avg_sq")}  # by the number of betas
+_DECOUPLED = ("decoupled_weight_decay", "decouple_wd")  # what optimi's decouple_wd is called here
+
+_FORMS: dict[frozenset[str], tuple[str, ...]] = {
+    frozenset({"momentum", "dampening"}): ("momentum_buffer",),
+    frozenset({"betas"}): ("exp_avg",),
+    frozenset({"betas", "eps"}): ("exp_avg", "exp_avg_sq"),
+    frozenset({"betas", "eps", "k", "alpha"}): ("exp_avg", "exp_avg_sq", "la_param"),
+    frozenset({"betas", "eps", "adam_wd"}): ("exp_avg", "exp_avg_diff", "exp_avg_sq", "prev_grad"),
+}
+"""The buffers of the optimizers that optimi has, by the options that groups of each hold besides :data:`_SHARED`."""
+
+_SHARED = {"lr", "weight_decay", *_DECOUPLED}
+_WITHOUT_EFFECT = ("foreach", "capturable", "differentiable", "fused", "params", "param_names")
+_DEFAULTS: dict[str, Any] = {
+    **dict.fromkeys(("decouple_lr", "kahan_sum", "foreach", "triton", "gradient_release"), False),
+    "max_lr": None,
+}
 
 
 def is_optimi(state_dict: Mapping[str, Any]) -> bool:
@@ -22,32 +48,38 @@ def is_optimi(state_dict: Mapping[str, Any]) -> bool:
     return any(set(group) >= _MARKS for group in state_dict["param_groups"])
 
 
-def from_optimi(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict of optimi with this package's names and meaning.
+def from_optimi(state_dict: Mapping[str, Any], declaration: Declaration | None = None) -> dict[str, Any]:
+    """A state dict of optimi with this package's names and meaning, for the optimizer of ``declaration``, or for any.
 
-    What has no counterpart here, or is not what optimi saves, is :class:`Unloadable`.
+    A parameter without state starts anew, where optimi would count it as old as its group. What has no counterpart here, or
+    is not what optimi saves, is :class:`Unloadable`.
     """
     state: dict[Any, dict[str, Any]] = {}
     groups = []
+    chooses_decay = declaration is not None and any(s.name in _DECOUPLED for s in declaration.statics)
     for i, group in enumerate(state_dict["param_groups"]):
         where = f"param_groups[{i}] of the optimi checkpoint"
         with naming(where):
-            betas = tuple(as_number(group[name], f"{name} of {where}") for name in ("beta1", "beta2") if name in group)
+            betas = tuple(as_number(group[name], f"{name} of {where}") for name in _BETAS if name in group)
             groups.append(_group(group, betas, where))
             for param in group["params"]:
                 if param in state_dict["state"]:
-                    state[param] = _param_state(state_dict["state"][param], group, betas, where)
+                    own = {k: v for k, v in state_dict["state"][param].items() if v is not None and k != "group"}
+                    if not chooses_decay:  # as StableAdamW, whose state would fit those that do
+                        own = {k: v for k, v in own.items() if k not in ("eps_sq", "mean_square")}
+                    state[param] = _param_state(own, group, betas, where)
     return {"state": with_others(state, beside_parameters(state_dict)), "param_groups": groups}
 
 
 def _group(group: Mapping[str, Any], betas: tuple[float, ...], where: str) -> dict[str, Any]:
     values = {key: value for key, value in group.items() if key not in _OPTIONS}
-    decoupled = _is_set(group, "decouple_wd", where)
+    is_decoupled = _is_set(group, "decouple_wd", where)
     if _is_set(group, "decouple_lr", where):
         raise Unloadable(f"{where} has decouple_lr=True, which has no counterpart here")
     if betas:
-        return values | {"betas": betas, "decoupled_weight_decay": decoupled}
-    if decoupled:
+        name = "decouple_wd" if "k" in group else "decoupled_weight_decay"
+        return values | {"betas": betas} | ({name: is_decoupled} if "decouple_wd" in group else {})
+    if is_decoupled:
         raise Unloadable(f"{where} has decouple_wd=True, which has no counterpart here")
     if "dampening" in group:
         values["dampening"] = group.get("momentum", 0.0) if _is_set(group, "dampening", where) else 0.0
@@ -60,15 +92,168 @@ def _is_set(group: Mapping[str, Any], option: str, where: str) -> bool:
 
 
 def _param_state(saved: Mapping[str, Any], group: Mapping[str, Any], betas: tuple[float, ...], where: str) -> dict[str, Any]:
-    kept = {k: v for k, v in saved.items() if v is not None and k not in ("step", "group")}
-    if not _is_set(group, "kahan_sum", where):
+    kept = {key: value for key, value in saved.items() if key != "step"}
+    compensation = kept.get("kahan_comp")
+    is_compensated = _is_set(group, "kahan_sum", where) and getattr(compensation, "itemsize", 2) == 2
+    if not is_compensated or getattr(compensation, "dtype", None) == torch.uint8:
         kept.pop("kahan_comp", None)  # a placeholder for optimi's Triton kernels
     if foreign := [k for k in kept if k not in STATE]:
         raise Unloadable(f"{where} has state {', '.join(map(described, foreign))}, which has no counterpart here")
+    if not kept:
+        return {}
     if (step := saved.get("step", group.get("step"))) is None:
-        return {"momentum_buffer" if k == "exp_avg" and not betas else k: v for k, v in kept.items()}
+        return {"step": 1.0, **{"momentum_buffer" if k == "exp_avg" and not betas else k: v for k, v in kept.items()}}
     count = as_number(step, f"step of {where}")
-    for name, beta in zip(("exp_avg", "exp_avg_sq"), betas, strict=True):
+    for name, beta in zip(_DEBIASED[len(betas)], betas, strict=True):
         if name in kept:
             kept[name] = as_tensor(kept[name], f"{name} of {where}") * (1 - beta**count)
+    if "prev_grad" in kept:
+        kept["prev_grad"] = -as_tensor(kept["prev_grad"], f"prev_grad of {where}")
     return {"step": count, **kept}
+
+
+def has_counterpart(declaration: Declaration) -> bool:
+    """Whether optimi has an optimizer with the options and the state of ``declaration``."""
+    form, hypers = _form({f.name for f in (*declaration.hypers, *declaration.statics)}), {h.name for h in declaration.hypers}
+    if form is None or declaration.scalars or hypers != {"lr", "weight_decay", *form} - {"adam_wd"}:
+        return False
+    return {b.name for b in declaration.buffers} - {"max_exp_avg_sq"} == set(_FORMS[form])
+
+
+def to_optimi(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of :func:`from_optimi`: an indexed state dict that optimi's optimizer of the same name loads.
+
+    It shares no memory with ``state_dict``, which has the indexed form.
+
+    Raises:
+        ValueError: an option or a state entry has no counterpart there.
+    """
+    if apart := beside_parameters(state_dict):
+        raise ValueError(f"the state holds {min(apart, key=str)!r}, which is no parameter's and has no place in optimi")
+    state: dict[int, dict[str, Any]] = {}
+    groups = []
+    for i, group in enumerate(state_dict["param_groups"]):
+        where = f"param_groups[{i}]"
+        names = {p: parameter_name(group, i, j) for j, p in enumerate(group["params"])}
+        entries = {p: dict(own) for p in names if (own := state_dict["state"].get(p))}
+        form = _checked_form(group, {entry for own in entries.values() for entry in own}, where)
+        step = _common_step({names[p]: own for p, own in entries.items()}, "eps" in form, where)
+        groups.append(_optimi_group(group, form, step, where))
+        for param, own in entries.items():
+            if step and _whole(own.get("step", 1), f"the step of '{names[param]}'"):
+                state[param] = _optimi_state(own, form, groups[-1], step, f"the state of '{names[param]}'")
+    return {"state": {param: own for param, own in state.items() if own}, "param_groups": groups}
+
+
+def _form(options: Collection[str]) -> frozenset[str] | None:
+    """The one of :data:`_FORMS` that has most in common with ``options``; None if all have nothing."""
+    common = {form: len(form.intersection(options)) - len(form.difference(options)) for form in _FORMS}
+    return max((form for form in _FORMS if form.intersection(options)), key=lambda form: common[form], default=None)
+
+
+def _checked_form(group: Mapping[str, Any], entries: set[Any], where: str) -> frozenset[str]:
+    """The form of ``group``; ``ValueError`` for an option that it needs and lacks, and what optimi does not know.
+
+    That is an option of another optimizer here, or one of the ``entries`` of its parameters' states.
+    """
+    ours = group.keys() & (every_option_name() | {"maximize"})
+    if (form := _form(ours)) is None:
+        raise ValueError(f"optimi has no optimizer with {', '.join(sorted(ours))}, which {where} has")
+    chosen = {key for key in ours if key not in _WITHOUT_EFFECT and (isinstance(group[key], Tensor) or group[key])}
+    if foreign := sorted(map(described, (chosen - form - _SHARED) | (entries - {"step", *_FORMS[form]}))):
+        raise ValueError(f"{where} has {', '.join(foreign)}, which has no counterpart in optimi")
+    if missing := [key for key in ("lr", "weight_decay", *sorted(form)) if key not in group]:
+        raise ValueError(f"{where} has no {', '.join(missing)}, which optimi needs")
+    if group.get("adam_wd") and group["weight_decay"]:
+        raise ValueError(f"{where} has adam_wd=True, which has no effect in optimi; with weight_decay=0 it has none here")
+    return form
+
+
+def _common_step(entries: Mapping[str, Mapping[str, Any]], counts: bool, where: str) -> int:
+    """The step count of a group with ``entries`` by name. An optimizer of optimi that ``counts`` no steps has 1."""
+    if not counts:
+        return 1
+    steps = {name: _whole(own.get("step"), f"the step of '{name}'") for name, own in entries.items()}
+    first = next(iter(steps), "")
+    if other := next((name for name in steps if steps[name] != steps[first]), None):
+        raise ValueError(
+            f"the parameters of {where} took different numbers of steps, '{first}' {steps[first]} and '{other}' "
+            f"{steps[other]}; optimi counts per group"
+        )
+    return steps.get(first, 0)
+
+
+def _optimi_group(group: Mapping[str, Any], form: frozenset[str], step: int, where: str) -> dict[str, Any]:
+    """``group`` with optimi's options; others than this package's, such as a scheduler's, go along."""
+    numbers = {
+        k: _number(group[k], f"{k} of {where}") for k in ("lr", "weight_decay", *(form & {"eps", "alpha", "momentum"}))
+    }
+    options: dict[str, Any] = {"setup": step > 0, **_DEFAULTS, **numbers}
+    if "eps" in form:
+        options["step"] = torch.tensor(step, dtype=torch.int32)
+    if "betas" in form:
+        count = len(_FORMS[form]) if "adam_wd" in form else 2
+        betas = group["betas"]
+        if not isinstance(betas, (list, tuple)) or len(betas) != min(count, 3):
+            raise ValueError(f"{where}['betas'] must be {min(count, 3)} numbers, got {betas!r}")
+        options |= {name: _number(b, f"a beta of {where}", below=1) for name, b in zip(_BETAS, betas, strict=False)}
+    if "k" in form:
+        options["k"] = _whole(group["k"], f"k of {where}")
+    if "adam_wd" in form:
+        options["adam_wd"] = False
+    if "dampening" in form:
+        options |= _dampening(_number(group["dampening"], f"dampening of {where}", least=-float("inf")), numbers, where)
+    if "dampening" in form or any(key in group for key in _DECOUPLED):
+        options["decouple_wd"] = any(bool(group.get(key)) for key in _DECOUPLED)
+    own = every_option_name() | {"maximize", *_WITHOUT_EFFECT}
+    rest = {key: value for key, value in group.items() if key not in own and key != "params"}
+    names = {"param_names": list(group["param_names"])} if group.get("param_names") else {}
+    return {**rest, **options, "params": list(group["params"]), **names}
+
+
+def _dampening(dampening: float, numbers: Mapping[str, float], where: str) -> dict[str, bool]:
+    """Optimi's options for the part of each gradient that does not get into the momentum, but for the first."""
+    momentum = numbers["momentum"]
+    if momentum and dampening not in (0.0, momentum):
+        raise ValueError(f"{where} has dampening {dampening}; optimi knows 0 and the momentum")
+    is_average = momentum != 0 and dampening != 0
+    return {"dampening": is_average, "torch_init": is_average}
+
+
+def _optimi_state(
+    entries: Mapping[str, Any], form: frozenset[str], group: Mapping[str, Any], step: int, where: str
+) -> dict[str, Any]:
+    """The state that optimi keeps for ``entries``; none where it would make it anew."""
+    buffers = _FORMS[form]
+    found = {name: entries[name] for name in buffers if entries.get(name) is not None}
+    for name, value in found.items():
+        if not isinstance(value, Tensor) or (value.is_complex() and "betas" in form):
+            got = "complex" if isinstance(value, Tensor) else described(value)
+            raise ValueError(f"the {name} in {where} is {got}, which optimi cannot use")
+    if "momentum" in form:
+        return {"exp_avg": found["momentum_buffer"].clone(), "kahan_comp": None} if found else {}
+    if missing := [name for name in buffers if name not in found]:
+        raise ValueError(f"{where} has no {', '.join(missing)}, which optimi needs")
+    betas = [group[name] for name in _BETAS if name in group]
+    scales = {name: 1 - beta**step for name, beta in zip(_DEBIASED[len(betas)], betas, strict=True)} if "eps" in form else {}
+    scales |= {"prev_grad": -1.0}
+    result = {name: value / scales[name] if name in scales else value.clone() for name, value in found.items()}
+    if form == {"betas", "eps"} and "decouple_wd" not in group:
+        like = found["exp_avg"]
+        result["eps_sq"] = torch.tensor(group["eps"] ** 2, dtype=like.dtype, device=like.device)
+    return {**result, "kahan_comp": None}
+
+
+def _number(value: Any, where: str, below: float = float("inf"), least: float = 0.0) -> float:
+    """``value``, a number or a tensor with a single one, as a float that is at least ``least`` and less than ``below``."""
+    number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+    if not isinstance(number, (int, float)) or not least <= number < below:
+        raise ValueError(f"{where} must be a number in [{least}, {below}), got {described(value)}")
+    return float(number)
+
+
+def _whole(value: Any, where: str) -> int:
+    number = _number(value, where, below=2**31)
+    if not number.is_integer():
+        raise ValueError(f"{where} must be a whole number, got {number}; optimi knows no others")
+    return int(number)

@@ -112,7 +112,7 @@ def prepare_load(
     declaration = kind.declaration
     with naming("the state dict", passing=(ValueError, TypeError)):
         known = known_names()
-        saved, others, orphans = _read(state_dict, known, state.others)
+        saved, others, orphans = _read(state_dict, declaration, known, state.others)
         pairs, missing, unexpected = match(groups, aliases, saved, kind.implied_state, known)
         sources = pairs if hyperparameters == "checkpoint" else []
         skipped = {*kind.group_flags, *(s.name for s in declaration.statics), "params", "param_names"}
@@ -141,7 +141,7 @@ def refuse(report: LoadReport, name: str) -> None:
 
 
 def _read(
-    state_dict: Mapping[str, Any], known: frozenset[str], live: Mapping[Any, Any]
+    state_dict: Mapping[str, Any], declaration: Declaration, known: frozenset[str], live: Mapping[Any, Any]
 ) -> tuple[dict[str, Any], dict[Any, Any], list[str]]:
     """A state dict of any form in this package's meaning, what others kept there, and the state that has no parameter.
 
@@ -155,4 +155,4 @@ def _read(
             orphans.append(what)
         else:
             others[key] = copied(value, what)
-    return from_optimi(saved) if is_optimi(saved) else saved, others, orphans
+    return from_optimi(saved, declaration) if is_optimi(saved) else saved, others, orphans

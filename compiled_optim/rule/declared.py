@@ -172,10 +172,19 @@ def state_names(optimizer: type[Declared]) -> frozenset[str]:
 
 def every_state_name() -> frozenset[str]:
     """The entries of a parameter's state that any optimizer has, of this package or made with it."""
+    return frozenset().union(*map(state_names, _every_kind()))
+
+
+def every_option_name() -> frozenset[str]:
+    """The hyperparameters and choices that groups of any optimizer may hold, of this package or made with it."""
+    return frozenset(f.name for kind in _every_kind() for f in (*kind.fields_of(Hyper), *kind.fields_of(Static)))
+
+
+def _every_kind() -> list[type[Declared]]:
     kinds: list[type[Declared]] = [Declared]
     for kind in kinds:
         kinds += kind.__subclasses__()
-    return frozenset().union(*map(state_names, kinds[1:]))
+    return kinds[1:]
 
 
 def added_choices(cls: type[Declared]) -> dict[str, Any]:
