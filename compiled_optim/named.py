@@ -11,7 +11,7 @@ from compiled_optim.checkpoint.matching import match
 from compiled_optim.checkpoint.others import known_names
 from compiled_optim.checkpoint.saved_values import described
 from compiled_optim.checkpoint.state_dict import LoadReport, refuse
-from compiled_optim.optimizer import CompiledOptimizer, engine_of, prepared_load
+from compiled_optim.optimizer import CompiledOptimizer, engine_of
 
 Optimizers = CompiledOptimizer | Sequence[CompiledOptimizer]
 
@@ -111,7 +111,7 @@ def _load_parts(
         prepared = []
         for index, (optimizer, part) in enumerate(zip(optimizers, parts, strict=True)):
             with _naming(_label(index, optimizer)):
-                prepared.append(prepared_load(optimizer, part, False, hyperparameters))
+                prepared.append(engine_of(optimizer).prepare_load(part, False, hyperparameters))
         report = LoadReport(
             [name for each in prepared for name in each.report.missing],
             [*unexpected, *(name for each in prepared for name in each.report.unexpected)],

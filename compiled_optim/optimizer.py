@@ -10,9 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from compiled_optim.checkpoint.forms import plain
-from compiled_optim.checkpoint.saved_values import described
-from compiled_optim.checkpoint.state_dict import LoadReport, PreparedLoad
+from compiled_optim.checkpoint.state_dict import LoadReport
 from compiled_optim.groups.parameters import as_groups, hand_over
 from compiled_optim.memory.sharding import traced_part
 from compiled_optim.plan.schedule import Schedule
@@ -337,7 +335,7 @@ class CompiledOptimizer(Declared, Optimizer):
                 interrupt (Ctrl-C) while the tensors are copied can leave part of a load; another load mends that.
         """
         with self._engine.lock:
-            report, write = prepared_load(self, state_dict, strict, hyperparameters)
+            report, write = self._engine.prepare_load(state_dict, strict, hyperparameters)
             write()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
@@ -375,18 +373,3 @@ class CompiledOptimizer(Declared, Optimizer):
 def engine_of(optimizer: CompiledOptimizer) -> Engine:
     """What runs the steps of ``optimizer``: for the rest of the package, which users have no need of."""
     return optimizer._engine
-
-
-def prepared_load(
-    optimizer: CompiledOptimizer, state_dict: Mapping[str, Any], strict: bool, hyperparameters: Any
-) -> PreparedLoad:
-    """Check all of a load, with the hooks that come before it. The caller holds the lock, and runs those that come after."""
-    if hyperparameters not in ("checkpoint", "keep"):
-        raise ValueError(f"hyperparameters must be 'checkpoint' or 'keep', got {hyperparameters!r}")
-    if not isinstance(state_dict, Mapping):
-        raise TypeError(f"state_dict must be a dict, such as torch.load(path) returns, got {described(state_dict)}")
-    saved: dict[str, Any] = plain(state_dict, "the state dict")
-    for pre_hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
-        replaced = pre_hook(optimizer, saved)
-        saved = saved if replaced is None else replaced
-    return engine_of(optimizer).current().prepare_load(saved, strict, hyperparameters)

@@ -154,6 +154,9 @@ def _torch_content(state_dict: Mapping[str, Any], form: str) -> dict[str, Any]:
         return named(with_steps(state_dict, torch.float64))
     if form == "compiled_optim":
         return indexed(with_steps(state_dict, torch.float64))
+    for i, group in enumerate(state_dict["param_groups"]):
+        if others := [key for key in ("decouple_lr", "decouple_wd") if group.get(key)]:
+            raise ValueError(f"param_groups[{i}] has {others[0]}={group[others[0]]}, which torch.optim has not")
     content = indexed(with_steps(state_dict, torch.float32))
     return {"state": content["state"], "param_groups": content["param_groups"]}
 

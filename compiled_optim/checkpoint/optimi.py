@@ -7,15 +7,17 @@ last gradient negated, and StableAdamW a copy of its ``eps``.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from compiled_optim.checkpoint.forms import beside_parameters, with_others
+from compiled_optim.checkpoint.matching import Pairs
 from compiled_optim.checkpoint.saved_values import Unloadable, as_number, as_tensor, described, naming
 from compiled_optim.groups.names import parameter_name
+from compiled_optim.groups.param_group import ParamGroup
 from compiled_optim.rule.declared import every_option_name
 from compiled_optim.rule.rule import Declaration
 
@@ -35,7 +37,7 @@ _FORMS: dict[frozenset[str], tuple[str, ...]] = {
 }
 """The buffers of the optimizers that optimi has, by the options that groups of each hold besides :data:`_SHARED`."""
 
-_SHARED = {"lr", "weight_decay", *_DECOUPLED}
+_SHARED = {"lr", "weight_decay", *_DECOUPLED, "decouple_lr", "max_lr"}
 _WITHOUT_EFFECT = ("foreach", "capturable", "differentiable", "fused", "params", "param_names")
 _DEFAULTS: dict[str, Any] = {
     **dict.fromkeys(("decouple_lr", "kahan_sum", "foreach", "triton", "gradient_release"), False),
@@ -73,14 +75,14 @@ def from_optimi(state_dict: Mapping[str, Any], declaration: Declaration | None =
 
 def _group(group: Mapping[str, Any], betas: tuple[float, ...], where: str) -> dict[str, Any]:
     values = {key: value for key, value in group.items() if key not in _OPTIONS}
-    is_decoupled = _is_set(group, "decouple_wd", where)
-    if _is_set(group, "decouple_lr", where):
-        raise Unloadable(f"{where} has decouple_lr=True, which has no counterpart here")
+    by_lr = _is_set(group, "decouple_lr", where)
+    values |= {"decouple_lr": True} if by_lr else {}
+    values |= {"max_lr": group["max_lr"]} if group.get("max_lr") is not None else {}
+    if "decouple_wd" in group:
+        name = "decoupled_weight_decay" if betas and "k" not in group else "decouple_wd"
+        values[name] = by_lr or _is_set(group, "decouple_wd", where)
     if betas:
-        name = "decouple_wd" if "k" in group else "decoupled_weight_decay"
-        return values | {"betas": betas} | ({name: is_decoupled} if "decouple_wd" in group else {})
-    if is_decoupled:
-        raise Unloadable(f"{where} has decouple_wd=True, which has no counterpart here")
+        return values | {"betas": betas}
     if "dampening" in group:
         values["dampening"] = group.get("momentum", 0.0) if _is_set(group, "dampening", where) else 0.0
     return values
@@ -112,10 +114,35 @@ def _param_state(saved: Mapping[str, Any], group: Mapping[str, Any], betas: tupl
     return {"step": count, **kept}
 
 
+def decay_conflicts(
+    declaration: Declaration, groups: Sequence[ParamGroup], pairs: Pairs, saved_groups: Sequence[Mapping[str, Any]]
+) -> list[str]:
+    """Where ``groups`` decay weights in another way than the groups of :func:`from_optimi` that they are loaded from.
+
+    These choices stay the optimizer's own, and the ``weight_decay`` that is loaded would mean something else.
+    """
+    names = {s.name for s in declaration.statics}
+    found: dict[str, None] = {}
+    for index, saved_index in dict.fromkeys((ours.group, theirs.group) for ours, theirs in pairs):
+        group, saved = groups[index], saved_groups[saved_index]
+        by_lr, decoupled = bool(saved.get("decouple_lr")), [saved[name] for name in _DECOUPLED if name in saved]
+        if "decouple_lr" in names and by_lr != bool(group.get("decouple_lr")):
+            found[f"{group.label}: decouple_lr is {by_lr} in the checkpoint"] = None
+        if "decouple_wd" in names and decoupled and any(decoupled) != _is_decoupled(group):
+            found[f"{group.label}: decouple_wd is {any(decoupled)} in the checkpoint"] = None
+    return list(found)
+
+
+def _is_decoupled(group: Mapping[str, Any]) -> bool:
+    """Whether ``group``, of an optimizer for which that is a choice, decays weights apart from the gradient."""
+    asked = group.get("decouple_wd")
+    return bool(group.get("decoupled_weight_decay") or (group.get("decouple_lr") if asked is None else asked))
+
+
 def has_counterpart(declaration: Declaration) -> bool:
     """Whether optimi has an optimizer with the options and the state of ``declaration``."""
     form, hypers = _form({f.name for f in (*declaration.hypers, *declaration.statics)}), {h.name for h in declaration.hypers}
-    if form is None or declaration.scalars or hypers != {"lr", "weight_decay", *form} - {"adam_wd"}:
+    if form is None or declaration.scalars or hypers - {"max_lr"} != {"lr", "weight_decay", *form} - {"adam_wd"}:
         return False
     return {b.name for b in declaration.buffers} - {"max_exp_avg_sq"} == set(_FORMS[form])
 
@@ -166,6 +193,12 @@ def _checked_form(group: Mapping[str, Any], entries: set[Any], where: str) -> fr
         raise ValueError(f"{where} has no {', '.join(missing)}, which optimi needs")
     if group.get("adam_wd") and group["weight_decay"]:
         raise ValueError(f"{where} has adam_wd=True, which has no effect in optimi; with weight_decay=0 it has none here")
+    if group.get("decouple_lr") and group.get("decouple_wd") is False and not group.get("decoupled_weight_decay"):
+        raise ValueError(
+            f"{where} has decouple_lr=True with decouple_wd=False; optimi decouples decay from the gradient too"
+        )
+    if group.get("decouple_lr") and group["weight_decay"] and not group.get("max_lr"):
+        raise ValueError(f"{where} has max_lr={group.get('max_lr')}, by which optimi divides")
     return form
 
 
@@ -203,6 +236,8 @@ def _optimi_group(group: Mapping[str, Any], form: frozenset[str], step: int, whe
         options["adam_wd"] = False
     if "dampening" in form:
         options |= _dampening(_number(group["dampening"], f"dampening of {where}", least=-float("inf")), numbers, where)
+    options["decouple_lr"] = bool(group.get("decouple_lr"))
+    options["max_lr"] = None if group.get("max_lr") is None else _number(group["max_lr"], f"max_lr of {where}")
     if "dampening" in form or any(key in group for key in _DECOUPLED):
         options["decouple_wd"] = any(bool(group.get(key)) for key in _DECOUPLED)
     own = every_option_name() | {"maximize", *_WITHOUT_EFFECT}

@@ -16,7 +16,7 @@ from torch import Tensor
 from compiled_optim.checkpoint.checking import check_groups, check_state
 from compiled_optim.checkpoint.forms import FORMAT_VERSION, beside_parameters, read
 from compiled_optim.checkpoint.matching import match, names_to_take
-from compiled_optim.checkpoint.optimi import from_optimi, is_optimi
+from compiled_optim.checkpoint.optimi import decay_conflicts, from_optimi, is_optimi
 from compiled_optim.checkpoint.others import copied, is_lost_state, known_names
 from compiled_optim.checkpoint.saved_values import described, naming
 from compiled_optim.checkpoint.writing import Writes
@@ -112,11 +112,15 @@ def prepare_load(
     declaration = kind.declaration
     with naming("the state dict", passing=(ValueError, TypeError)):
         known = known_names()
-        saved, others, orphans = _read(state_dict, declaration, known, state.others)
+        given = read(state_dict)
+        others, orphans = _beside(given, known, state.others)
+        saved = from_optimi(given, declaration) if is_optimi(given) else given
         pairs, missing, unexpected = match(groups, aliases, saved, kind.implied_state, known)
         sources = pairs if hyperparameters == "checkpoint" else []
         skipped = {*kind.group_flags, *(s.name for s in declaration.statics), "params", "param_names"}
         group_values, conflicts = check_groups(declaration, groups, sources, saved["param_groups"], skipped)
+        if is_optimi(given):
+            conflicts += decay_conflicts(declaration, groups, sources, saved["param_groups"])
         made, copies, entries, problems = check_state(declaration, groups, state, pairs, group_values, known)
         names = names_to_take(groups, saved["param_groups"])
         writes = Writes(group_values, made, copies, names, entries, others).set_apart(groups)
@@ -140,14 +144,11 @@ def refuse(report: LoadReport, name: str) -> None:
         raise ValueError(f"{demand}; {'; '.join(parts)}")
 
 
-def _read(
-    state_dict: Mapping[str, Any], declaration: Declaration, known: frozenset[str], live: Mapping[Any, Any]
-) -> tuple[dict[str, Any], dict[Any, Any], list[str]]:
-    """A state dict of any form in this package's meaning, what others kept there, and the state that has no parameter.
+def _beside(saved: Mapping[str, Any], known: frozenset[str], live: Mapping[Any, Any]) -> tuple[dict[Any, Any], list[str]]:
+    """What others kept beside the state of parameters, and the state that has no parameter.
 
     What others keep in the optimizer itself, which is ``live``, is theirs whatever it looks like.
     """
-    saved = read(state_dict)
     others, orphans = {}, []
     for key, value in beside_parameters(saved).items():
         what = f"the state of {described(key)}"
@@ -155,4 +156,4 @@ def _read(
             orphans.append(what)
         else:
             others[key] = copied(value, what)
-    return from_optimi(saved, declaration) if is_optimi(saved) else saved, others, orphans
+    return others, orphans

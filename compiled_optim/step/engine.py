@@ -11,6 +11,9 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from compiled_optim.checkpoint.forms import plain
+from compiled_optim.checkpoint.saved_values import described
+from compiled_optim.checkpoint.state_dict import PreparedLoad
 from compiled_optim.groups.watched import Changes
 from compiled_optim.memory.addresses import gradient
 from compiled_optim.memory.cpp_library import CompilerError
@@ -41,6 +44,7 @@ class Owner(Protocol):
     skip_nonfinite: bool
     defaults: dict[str, Any]
     _opt_called: bool
+    _optimizer_load_state_dict_pre_hooks: Any
 
 
 class Engine:
@@ -128,6 +132,22 @@ class Engine:
         self._changes.pending = False
         self.holdings.hand_captures.leave()
         return None if grads is None else list(map(grad_of, self.params))
+
+    def prepare_load(self, state_dict: Any, strict: bool, hyperparameters: Any) -> PreparedLoad:
+        """Check all of a load, after the hooks that come before it. The caller holds :attr:`lock` until it is written.
+
+        Raises:
+            TypeError, ValueError: as the optimizer's ``load_state_dict``.
+        """
+        if hyperparameters not in ("checkpoint", "keep"):
+            raise ValueError(f"hyperparameters must be 'checkpoint' or 'keep', got {hyperparameters!r}")
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(f"state_dict must be a dict, such as torch.load(path) returns, got {described(state_dict)}")
+        saved: dict[str, Any] = plain(state_dict, "the state dict")
+        for pre_hook in self._owner._optimizer_load_state_dict_pre_hooks.values():
+            replaced = pre_hook(self._owner, saved)
+            saved = saved if replaced is None else replaced
+        return self.current().prepare_load(saved, strict, hyperparameters)
 
     @outside_dynamo
     def run(self, grads: list[Tensor | None] | None = None, closure: Callable[[], Any] | None = None) -> Any:

@@ -41,6 +41,15 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "Ranger": ("Ranger", {**ADAM, "betas": (0.6, 0.95), "k": 4, "alpha": 0.3}, {}, {}),
     "Ranger L2": ("Ranger", {**ADAM, "betas": (0.6, 0.95), "k": 5, "alpha": 0.9, "decouple_wd": False}, {}, {}),
 }
+BY_LR = {"decouple_lr": True, "max_lr": 0.09}
+CASES |= {
+    "SGD decoupled": ("SGD", {"lr": 0.07, "momentum": 0.7, "weight_decay": 0.4, "decouple_wd": True}, {}, {}),
+    "Adam decouple_wd": ("Adam", {**ADAM, "decouple_wd": True}, {}, {}),
+    **{
+        f"{case} by lr": (CASES[case][0], {**CASES[case][1], **BY_LR}, *CASES[case][2:])
+        for case in ("SGD dampening", "Adam", "AdamW", "RAdam", "Lion", "Adan", "StableAdamW", "Ranger")
+    },
+}
 SHAPES = {"fc.weight": (4, 3), "fc.bias": (4,), "scale": (), "late": (5,)}
 
 
@@ -87,6 +96,7 @@ def _same_future(a: tuple[Any, Any], b: tuple[Any, Any], without: tuple[str, ...
         torch.testing.assert_close(a[1][name], b[1][name], rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.filterwarnings("ignore:You are using weight_decay")
 @pytest.mark.parametrize("steps", [0, 1, 7])
 @pytest.mark.parametrize("case", CASES)
 class TestEveryOptimizer:
@@ -138,7 +148,7 @@ class TestEveryOptimizer:
         for mine, group in zip(saved["param_groups"], expected["param_groups"], strict=True):
             assert mine.keys() - {"step", "param_names"} == group.keys() - {"step"}
             differing = {key for key in group.keys() & mine.keys() - {"step"} if mine[key] != group[key]}
-            assert differing <= {"kahan_sum", "max_lr", "torch_init", "setup"}
+            assert differing <= {"kahan_sum", "torch_init", "setup"}
             is_late = mine["params"] == [3]
             assert is_late or "step" not in group or mine["step"] == group["step"]
 
@@ -272,6 +282,8 @@ def test_an_optimizer_of_ones_own_is_refused() -> None:
         (co.SGD, {"nesterov": True, "momentum": 0.9}, r"param_groups\[0\] has 'nesterov', which has no counterpart"),
         (co.SGD, {"dampening": 0.5, "momentum": 0.9}, r"dampening 0.5; optimi knows 0 and the momentum"),
         (co.Adan, {"adam_wd": True, "weight_decay": 0.1}, r"adam_wd=True, which has no effect in optimi"),
+        (co.AdamW, {"decouple_lr": True, "max_lr": 0.0}, r"param_groups\[0\] has max_lr=0.0, by which optimi divides"),
+        (co.SGD, {"decouple_lr": True, "weight_decay": 0.1, "decouple_wd": False}, "optimi decouples"),
         (co.Ranger, {"k": 2.5}, r"k of param_groups\[0\] must be a whole number, got 2.5"),
     ],
 )
@@ -279,6 +291,30 @@ def test_what_has_no_counterpart_is_refused(kind: Any, options: dict[str, Any], 
     optimizer = kind([nn.Parameter(torch.ones(2))], **{**required(kind), **options})
     with pytest.raises(ValueError, match=message):
         co.optimi_state_dict(optimizer)
+
+
+@pytest.mark.filterwarnings("ignore:You are using weight_decay")
+@pytest.mark.parametrize(
+    ("name", "theirs", "ours", "message"),
+    [
+        ("SGD", {"decouple_wd": True}, {}, "decouple_wd is True in the checkpoint"),
+        ("SGD", {}, {"decouple_wd": True}, "decouple_wd is False in the checkpoint"),
+        ("Adam", {"decouple_wd": True}, {}, "decouple_wd is True in the checkpoint"),
+        ("Adam", {}, {"decoupled_weight_decay": True}, "decouple_wd is False in the checkpoint"),
+        ("Ranger", {}, {"decouple_wd": False}, "decouple_wd is True in the checkpoint"),
+        ("AdamW", {"decouple_lr": True}, {}, "decouple_lr is True in the checkpoint"),
+        ("Lion", {"decouple_lr": True}, {}, "decouple_lr is True in the checkpoint"),
+        ("Adan", {}, {"decouple_lr": True}, "decouple_lr is False in the checkpoint"),
+    ],
+)
+def test_another_way_of_decay_is_refused(name: str, theirs: Any, ours: Any, message: str) -> None:
+    weight = nn.Parameter(torch.ones(2))
+    saved = getattr(optimi, name)([weight], lr=0.1, weight_decay=0.4, **theirs, **LOOPS).state_dict()
+    optimizer = getattr(co, name)([weight], lr=0.2, weight_decay=0.3, **ours)
+    with pytest.raises(ValueError, match=rf"mismatched: param_groups\[0\]: {message}"):
+        optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["lr"] == 0.2
+    assert not any(optimizer.load_state_dict(saved, hyperparameters="keep"))
 
 
 @pytest.mark.parametrize("kind", [co.AdamW, co.Adan, co.Ranger])
