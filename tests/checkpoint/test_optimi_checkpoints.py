@@ -341,6 +341,17 @@ def test_what_hooks_keep_is_refused() -> None:
         co.optimi_state_dict(optimizer)
 
 
+@pytest.mark.parametrize("scale", [{"w": 2.0}, lambda name, param: 2.0])
+def test_a_scale_per_parameter_is_refused(scale: Any) -> None:
+    """But for one number in a group, which is the user's own, as timm's."""
+    optimizer = co.AdamW({"w": nn.Parameter(torch.ones(2))})
+    optimizer.param_groups[0]["lr_scale"] = 0.5
+    assert co.optimi_state_dict(optimizer)["param_groups"][0]["lr_scale"] == 0.5
+    optimizer.param_groups[0]["lr_scale"] = scale
+    with pytest.raises(ValueError, match=r"param_groups\[0\] has 'lr_scale', which has no counterpart in optimi"):
+        co.optimi_state_dict(optimizer)
+
+
 def test_complex_numbers_are_refused() -> None:
     weight = nn.Parameter(torch.ones(2, dtype=torch.complex128))
     weight.grad = torch.ones_like(weight)
