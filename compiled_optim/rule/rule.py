@@ -260,6 +260,8 @@ class Rule(Declaration):
         """:meth:`updated` in a rule that is being made, with the buffers that are ``present``."""
         known = {"param", "step", "after", *(b.name for b in self.buffers)}
         results = self._run(self.update, values, ("step", *present), known)
+        if not callable(results.get("after", callable)):
+            raise TypeError(f"{self.name}.update returns an after that is no function of the parameter")
         with self._blaming(self.update, values):
             return self._moved(values["param"], results)
 

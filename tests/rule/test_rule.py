@@ -10,7 +10,7 @@ import torch
 from catalog import registry
 
 import compiled_optim as co
-from compiled_optim.rule import buffer, hyper, maximum, scalar, sign, sqrt, static
+from compiled_optim.rule import buffer, floor, hyper, maximum, scalar, sign, sqrt, static
 
 
 def make(**body: Any) -> type[co.CompiledOptimizer]:
@@ -103,6 +103,21 @@ class TestWhatWorks:
             made.step()
             assert (param.item(), made.state[param]["last"].item()) == (4.0, 14.0)
 
+    @pytest.mark.parametrize("cautious", [False, True])
+    @pytest.mark.parametrize("lowering", ["multi_tensor", "inductor", "eager"])
+    def test_a_parameter_that_changes_after_its_step(self, lowering: str, cautious: bool) -> None:
+        """Also where the step is left out; what follows the new parameter follows what it is in the end."""
+
+        def update(param, grad, c, last):
+            return dict(step=grad, after=lambda moved: floor(moved / 2), last=lambda new: new + last)
+
+        param = torch.nn.Parameter(torch.tensor([2.0, -8.0]))
+        made = make(update=update, last=buffer(init=10.0))([param], lowering=lowering, cautious=cautious)
+        param.grad = torch.tensor([-3.0, 0.0])
+        made.step()
+        assert param.tolist() == [4.0 if cautious else 2.0, -4.0]  # half of the elements move, twice as far
+        assert made.state[param]["last"].tolist() == [14.0 if cautious else 12.0, 6.0]
+
     def test_a_required_hyperparameter(self) -> None:
         mine = make(lr=hyper(ge=0))
         with pytest.raises(TypeError, match=r"Mine\(\) missing a required argument: 'lr'"):
@@ -155,6 +170,9 @@ def mistakes() -> dict[str, tuple[dict[str, Any], str]]:
     def follower(param, grad, c, average):
         return dict(step=grad, average=lambda new: new.exp())
 
+    def value_after(param, grad, c):
+        return dict(step=grad, after=param)
+
     def constant(param, grad, c):
         return dict(step=param + torch.ones(1))
 
@@ -196,6 +214,7 @@ def mistakes() -> dict[str, tuple[dict[str, Any], str]]:
         "buffer": ({"update": forgotten_buffer, **average}, r"Mine\.update does not return average"),
         "extra": ({"update": unknown_buffer}, r"Mine\.update returns \['average'\], which the class does not declare"),
         "follower": ({"update": follower, **average}, r"Mine\.update uses \.exp of a value"),
+        "after": ({"update": value_after}, r"Mine\.update returns an after that is no function"),
         "step": ({"update": forgotten_step}, r"Mine\.update does not return step"),
         "constant": ({"update": constant}, r"Mine\.update (computes with tensor|calls torch's add)"),
         "absent": (
@@ -256,4 +275,4 @@ def test_flags_are_torchs(optimizer: type[co.CompiledOptimizer]) -> None:
     flags = {"maximize", "foreach", "capturable", "differentiable", "fused"}
     expected = set(theirs([param], lr=0.1).param_groups[0]) & flags
     assert set(group) & flags == expected
-    assert not hasattr(optimizer, "rule") or optimizer([param], lr=0.1, maximize=True).param_groups[0]["maximize"] is True
+    assert optimizer([param], lr=0.1, maximize=True).param_groups[0]["maximize"] is True

@@ -21,7 +21,8 @@ class LBFGS(CompiledOptimizer, steps=LBFGSStep):
     it makes exactly ``max_iter``, of the given ``lr`` and with ``max_iter`` calls of the closure, whatever the tolerances
     and ``max_eval``; such a step never waits for the device, so that a training step with it can be traced and captured.
     Several parameters count as one vector, a missing gradient as 0, a complex number as two real ones. A tolerance below 0
-    ends no step. Without history the direction is the gradient's, scaled by the latest curvature.
+    ends no step. Without history the direction is the gradient's, scaled by the latest curvature. With ``maximize`` a step
+    minimizes the negative of the closure's loss, as torch.optim.LBFGS does from 2.15 on, and returns the loss itself.
 
     Differs from torch.optim.LBFGS: the direction takes four products with the whole history in place of four per pair; the
     history is in float32 also for lower-precision parameters; a line search takes NaN for an infinite loss; parameters may
