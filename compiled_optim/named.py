@@ -91,9 +91,9 @@ def load_named_state_dict(
     unnamed = next((i for i, group in enumerate(state_dict["param_groups"]) if group_names(group) is None), None)
     if unnamed is not None:
         raise ValueError(f"the state dict has no names for the parameters of param_groups[{unnamed}]")
-    if is_one and "optimizers" not in state_dict:
+    if is_one:
         return optimizers[0].load_state_dict(state_dict, strict=strict, hyperparameters=hyperparameters)
-    return _load_parts(optimizers, named(_without_places(state_dict)), strict, hyperparameters)
+    return _load_parts(optimizers, named(state_dict), strict, hyperparameters)
 
 
 def _load_parts(
@@ -189,14 +189,6 @@ def _check_alone(state_dict: Mapping[str, Any]) -> None:
             f"the state holds {described(next(iter(apart)))}, which is no parameter's and has no place in a state dict of "
             "several optimizers"
         )
-
-
-def _without_places(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """``state_dict`` without what says which group is which optimizer's."""
-    if "optimizers" not in state_dict:
-        return dict(state_dict)
-    groups = [{k: v for k, v in group.items() if k != "optimizer"} for group in state_dict["param_groups"]]
-    return {key: value for key, value in state_dict.items() if key != "optimizers"} | {"param_groups": groups}
 
 
 def _label(index: int, optimizer: CompiledOptimizer) -> str:

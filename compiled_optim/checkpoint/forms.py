@@ -2,7 +2,9 @@
 
 The *indexed* form is torch.optim's: ``state`` has integers as keys, and groups have integers as ``params`` and, where
 parameters have names, ``param_names``. The *named* form has names in place of the integers. Both may hold ``aliases``
-(further name -> name), for tied parameters, and ``format_version``. Under other keys of ``state`` lies what others keep.
+(further name -> name), for tied parameters, and ``format_version``. That of several optimizers has their names under
+``optimizers``, and in each group the place of its optimizer among them under ``optimizer``. Under other keys of ``state``
+lies what others keep.
 """
 
 from __future__ import annotations
@@ -39,13 +41,16 @@ def plain(value: Any, what: str) -> Any:
 
 @naming("the state dict", passing=(ValueError, TypeError))
 def read(state_dict: Any) -> dict[str, Any]:
-    """``state_dict`` in new dicts and lists that share its values, after :func:`check`."""
+    """``state_dict`` in new dicts and lists that share its values, after :func:`check`, as if of a single optimizer."""
     result: dict[str, Any] = plain(state_dict, "the state dict")
     if isinstance(result, dict):
         result |= {key: plain(result[key], f"'{key}'") for key in ("state", "param_groups", "aliases") if key in result}
         if isinstance(groups := result.get("param_groups"), list):
             result["param_groups"] = [_plain_group(group, f"param_groups[{i}]") for i, group in enumerate(groups)]
     check(result)
+    if result.pop("optimizers", None) is not None:
+        for group in result["param_groups"]:
+            group.pop("optimizer", None)
     apart = beside_parameters(result)
     own = {key: plain(v, f"the state of {described(key)}") for key, v in result["state"].items() if key not in apart}
     return {**result, "state": own | apart}

@@ -201,6 +201,7 @@ class TestOtherSplits:
             co.load_named_state_dict(second, saved)
         report = co.load_named_state_dict(second, saved, strict=False)
         assert report == co.LoadReport([], ["a.weight", "b.weight"], [])
+        assert "optimizer" not in second.param_groups[0]
         assert _values(second) == _values(first[1])
 
 
