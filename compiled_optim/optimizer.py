@@ -12,17 +12,18 @@ from torch.optim.optimizer import ParamsT
 
 from compiled_optim.checkpoint.state_dict import LoadReport
 from compiled_optim.groups.parameters import as_groups, hand_over
-from compiled_optim.memory.sharding import traced_part
 from compiled_optim.plan.schedule import Schedule
 from compiled_optim.rule.cautious import cautious
 from compiled_optim.rule.decay import check_decay, decay
 from compiled_optim.rule.declared import Declared, no_hyperparameter
-from compiled_optim.rule.fields import Choice, Number, Static, flag, transform
+from compiled_optim.rule.fields import Choice, Number, PerParameter, Static, flag, transform
+from compiled_optim.rule.lr_scale import lr_scaled
 from compiled_optim.state import OptimizerState
 from compiled_optim.step.engine import Engine, check_closure
 from compiled_optim.step.holdings import as_defaults, check_read, group_entries, position
 from compiled_optim.step.step import RuleStep, Step
-from compiled_optim.torch_internals import mend_tracing, outside_dynamo, refuse_tracing
+from compiled_optim.step.traced import record_step
+from compiled_optim.torch_internals import outside_dynamo, refuse_tracing
 
 
 class CompiledOptimizer(Declared, Optimizer):
@@ -49,6 +50,9 @@ class CompiledOptimizer(Declared, Optimizer):
         cautious: move only elements whose step goes against their gradient, and those the more (arXiv:2411.16085); per
             group, for optimizers that work element by element on dense gradients. See
             :func:`~compiled_optim.rule.cautious.cautious`. Both parts of a complex number are elements.
+        lr_scale: a number >= 0 for each parameter, by which its ``lr`` is multiplied: a dict by name, where a name that is
+            absent has 1, or a function of the name, None without names, and the parameter; per group. It is data: neither
+            groups nor kernels are split. A function is asked when groups change. Checkpoints do not hold it.
         lowering: ``"multi_tensor"``, ``"inductor"``, ``"eager"``, or ``"auto"``, the fastest for the device.
 
     Hyperparameters are 0-dim tensors in ``param_groups``, float64 where the device has it; see
@@ -73,6 +77,7 @@ class CompiledOptimizer(Declared, Optimizer):
     decouple_lr: bool = transform(default=False, kw_only=True, by=decay, check=check_decay)
     max_lr: Number | None = transform(default=None, kw_only=True, by=decay, check=check_decay)
     cautious: bool = transform(default=False, kw_only=True, by=cautious, elementwise=True)
+    lr_scale: PerParameter | None = transform(default=None, kw_only=True, by=lr_scaled)
 
     _step_class: ClassVar[type[Step]] = RuleStep
 
@@ -152,7 +157,7 @@ class CompiledOptimizer(Declared, Optimizer):
                 loss = closure()
         with torch.no_grad():
             if torch.compiler.is_compiling():
-                self._step_traced()
+                record_step(self._engine.params, self._engine.number, self.gradients)
             else:
                 self._engine.run()
         return loss
@@ -163,18 +168,6 @@ class CompiledOptimizer(Declared, Optimizer):
 
     # torch's schedulers replace ``step`` on the instance to see that it was called, unless it says that they need not.
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-
-    def _step_traced(self) -> None:
-        """Record the step in the graph that is being traced; reads nothing that Dynamo treats specially."""
-        mend_tracing()
-        owned, number = self._engine.params, self._engine.number
-        if self.gradients == "sparse":
-            torch.ops.compiled_optim.step_own_gradients(owned, number)
-            return
-        positions = [i for i, p in enumerate(owned) if p.grad is not None]
-        params = [owned[i] for i in positions]
-        grads = [traced_part(p.grad, p) for p in params]
-        torch.ops.compiled_optim.step([traced_part(p, p) for p in params], grads, positions, number)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients of all parameters; can be traced.

@@ -23,6 +23,7 @@ from compiled_optim.checkpoint.writing import Writes
 from compiled_optim.groups.names import advising
 from compiled_optim.groups.param_group import ParamGroup
 from compiled_optim.rule.declared import Declared
+from compiled_optim.rule.fields import Scale
 from compiled_optim.rule.rule import Declaration
 from compiled_optim.state import OptimizerState, scalar_names
 
@@ -65,6 +66,7 @@ def save(
     ``neutral`` gives the value to store for each run-time flag, in place of the optimizer's own.
     """
     hypers = {h.name for h in declaration.hypers}
+    read = {s.name for s in declaration.scales}
     packed_groups = []
     packed_state = {}
     first = 0
@@ -72,6 +74,7 @@ def save(
         params = group["params"]
         numbers = {param: number for number, param in enumerate(params, first)}  # the last place of each, as in torch.optim
         packed = {k: neutral.get(k, v) for k, v in group.items() if k not in hypers and k != "params"}
+        packed |= {k: None for k in read & packed.keys() if Scale.is_read(packed[k])}
         packed_groups.append({**group.floats(), **packed, "params": [numbers[param] for param in params]})
         for param, number in numbers.items():
             if entries := state.get(param):
@@ -117,7 +120,8 @@ def prepare_load(
         saved = from_optimi(given, declaration) if is_optimi(given) else given
         pairs, missing, unexpected = match(groups, aliases, saved, kind.implied_state, known)
         sources = pairs if hyperparameters == "checkpoint" else []
-        skipped = {*kind.group_flags, *(s.name for s in declaration.statics), "params", "param_names"}
+        own = (*declaration.statics, *declaration.scales)
+        skipped = {*kind.group_flags, *(choice.name for choice in own), "params", "param_names"}
         group_values, conflicts = check_groups(declaration, groups, sources, saved["param_groups"], skipped)
         if is_optimi(given):
             conflicts += decay_conflicts(declaration, groups, sources, saved["param_groups"])

@@ -50,8 +50,9 @@ class ParamGroup(WatchedDict[str, Any]):
     """One entry of ``optimizer.param_groups``.
 
     A write to a *structural* key is reported, since it changes which parameters are updated or with which code: ``params``,
-    ``maximize``, ``differentiable`` and the static choices. A hyperparameter that decides, by being 0 or not, whether a
-    buffer exists is not reported, since a write into its tensor cannot be: :meth:`nonzero` is asked before each step.
+    ``maximize``, ``differentiable``, ``lr_scale`` and the static choices. A hyperparameter that decides, by being 0 or not,
+    whether a buffer exists is not reported, since a write into its tensor cannot be: :meth:`nonzero` is asked before each
+    step.
 
     A hyperparameter that goes with a choice always has a tensor. Without the choice it is no entry until somebody gives it.
 
@@ -91,7 +92,8 @@ class ParamGroup(WatchedDict[str, Any]):
         self.followers: weakref.WeakSet[Follower] = weakref.WeakSet()
         self._check = check
         self._hypers = {h.name: h for h in declaration.hypers}
-        self._structural = {"params", "maximize", "differentiable", *(s.name for s in declaration.statics)}
+        self._structural = {s.name for s in (*declaration.statics, *declaration.scales)}
+        self._structural |= {"params", "maximize", "differentiable"}
         self._device = device
         self._is_meta = {p.is_meta for p in values["params"]} == {True}
         self._numbers: dict[str, Numbers] = {}

@@ -7,6 +7,7 @@ are data, so groups with different learning rates share one plan.
 from __future__ import annotations
 
 import functools
+import math
 from collections import ChainMap
 from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, field
@@ -18,10 +19,11 @@ from torch import Tensor
 from compiled_optim import torch_internals
 from compiled_optim.groups.names import advising, parameter_name, parameters_of
 from compiled_optim.groups.param_group import ParamGroup
+from compiled_optim.groups.scales import number_of
 from compiled_optim.memory.addresses import Addresses, gradient
 from compiled_optim.memory.layout import has_memory, is_lost, obstacle, scalars_device, span
 from compiled_optim.memory.sharding import as_part_of, is_sharded, local, local_gradient, placement
-from compiled_optim.rule.rule import Declaration, Rule
+from compiled_optim.rule.rule import NUMBERS, Declaration, Rule
 from compiled_optim.state import (
     OptimizerState,
     ParamState,
@@ -47,6 +49,7 @@ class Member:
     index: int  # its own in that group
     state: ParamState
     names: Sequence[str]  # the entries of the state that a step uses
+    lr_scale: float  # by which its learning rate is multiplied
     param: Tensor = field(init=False)  # what a step updates: the parameter, or the local shard of a DTensor
     entries: dict[str, Tensor] = field(init=False)  # as they were when the member was made, or their local shards
 
@@ -196,6 +199,12 @@ class Plan:
         raise TypeError(f"{rule.name} does not support {refused} gradients{advice}; '{name}' has one")
 
     @functools.cached_property
+    def numbers(self) -> dict[str, list[float]]:
+        """The :data:`NUMBERS` of the members, by name."""
+        resolutions = [torch.finfo(m.param.dtype).eps for m in self.members]
+        return dict(zip(NUMBERS, (resolutions, [m.lr_scale for m in self.members]), strict=True))
+
+    @functools.cached_property
     def scalars(self) -> Tensor:
         """Step counts and the rule's scalars in one float64 tensor of shape (1 + scalars, members)."""
         if len(self.scalar_blocks) > 1 or not self._fills(self.scalar_blocks[0], self.members):
@@ -278,7 +287,8 @@ def partition(
                 own_state.initial = begun
             for entry, tensor in missing.items():
                 own_state.set_quietly(entry, tensor)
-            found.append((Member(param, groups, i, j, own_state, (*scalar_names(rule), *buffers)), choices))
+            lr_scale = math.prod(number_of(scale, group, i, j) for scale in rule.scales)
+            found.append((Member(param, groups, i, j, own_state, (*scalar_names(rule), *buffers), lr_scale), choices))
     written = [[m.param, *(m.entries[name] for name in rule.present_buffers(choices))] for m, choices in found]
     together: dict[tuple[Any, ...], list[Member]] = {}
     for (member, choices), turn in zip(found, _turns(written), strict=True):

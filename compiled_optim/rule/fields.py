@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 Number: TypeAlias = float | Tensor  # a hyperparameter as a user may give it: a Python number or a 1-element tensor
+PerParameter: TypeAlias = Mapping[str, float] | Callable[[Any, Tensor], float]
+"""A number for each parameter: by name, or a function of the name, None without names, and the parameter."""
 
 # torch.optim's wording in its own error messages, where it is not "<name> value".
 _LABELS = {"lr": "learning rate", "eps": "epsilon value", "betas": "beta parameter at index {index}"}
@@ -169,6 +171,47 @@ class Static(Choice):
 
 
 @dataclass(frozen=True)
+class Scale(Choice):
+    """A :data:`PerParameter`, of which ``coefficients`` may take the parameter's number, 1 by default. It shapes no code.
+
+    One number in a group is the user's own, as in torch.optim, and no step reads it: timm's schedulers multiply by it.
+    """
+
+    def check(self, value: Any, where: str = "") -> None:
+        """Raise ``TypeError`` if ``value`` is no such choice; ``where`` is as in :meth:`Hyper.check`."""
+        is_own = bool(where) and not isinstance(value, (str, bytes)) and hasattr(value, "__float__")
+        if not (value is None or is_own or self.is_read(value)):
+            wanted = "a dict name -> number or a function (name, parameter) -> number"
+            raise TypeError(f"{_placed(self.name, where)} must be {wanted}, got {value!r}")
+
+    @staticmethod
+    def is_read(value: Any) -> bool:
+        """Whether steps read ``value``: a dict or a function."""
+        return isinstance(value, Mapping) or callable(value)
+
+    def number(self, value: Any, name: str | None, param: Tensor, where: str) -> float:
+        """The number that ``value`` gives ``param``, which is called ``name``, and ``where`` in messages.
+
+        Raises:
+            TypeError, ValueError: it is no number, or not finite and at least 0, or ``name`` is None and ``value`` needs it.
+        """
+        if not self.is_read(value):
+            return 1.0
+        try:
+            number = value.get(name, 1.0) if isinstance(value, Mapping) else value(name, param)
+        except TypeError as error:
+            if name is not None:
+                raise
+            raise TypeError(f"{self.name} of {where}, a parameter without a name, raises: {error}") from error
+        if name is None and isinstance(value, Mapping):
+            raise ValueError(f"{self.name} has numbers by name, and {where} has no name")
+        found = Hyper(1.0, ge=0, name=self.name)
+        (element,) = found.elements(number, where)
+        found.check(float(element), 0, where)
+        return float(element)
+
+
+@dataclass(frozen=True)
 class Fact(Field):
     """A yes or no that shapes the code and follows from a parameter's shape, such as whether it is a matrix."""
 
@@ -230,7 +273,7 @@ def flag(*, default: Any, kw_only: Literal[True]) -> Any:
     return Flag(default)
 
 
-def transform(*, by: Callable[[Any], Any], default: Literal[False] | None, kw_only: Literal[True], **about: Any) -> Any:
+def transform(*, by: Callable[[Any], Any], default: Any, kw_only: Literal[True], **about: Any) -> Any:
     """Declare a transform; see :class:`Transform`. Its argument's default and kind are spelled out for type checkers."""
     return Transform(by, **about)
 

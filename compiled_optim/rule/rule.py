@@ -13,11 +13,14 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from compiled_optim.rule.fields import Buffer, Fact, Hyper, Scalar, Static
+from compiled_optim.rule.fields import Buffer, Fact, Hyper, Scalar, Scale, Static
 from compiled_optim.rule.symbols import PLAIN, Code, Dialect, NotWritable, Symbol
 
 Gradients: TypeAlias = Literal["dense", "sparse"]  # the gradients that an optimizer takes; sparse ones are COO tensors
 Granularity: TypeAlias = Literal["element", "tensor", "matrix"]  # what a rule's update sees at a time
+
+NUMBERS = ("resolution", "lr_scale")
+"""What ``coefficients`` may take of each parameter: the machine epsilon of its dtype, and what its group chose for it."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,7 @@ class Declaration:
     name: str
     hypers: tuple[Hyper, ...]
     statics: tuple[Static, ...]
+    scales: tuple[Scale, ...]
     facts: tuple[Fact, ...]
     buffers: tuple[Buffer, ...]
     scalars: tuple[Scalar, ...]
@@ -118,7 +122,7 @@ class Rule(Declaration):
     def __post_init__(self) -> None:
         if self.means and (self.granularity != "element" or self.gradients != "dense"):
             raise TypeError(f"{self.name}.means is for an elementwise update with dense gradients")
-        declared = {f.name for f in (*self.hypers, *self.scalars, *self.statics)}
+        declared = {f.name for f in (*self.hypers, *self.scalars, *self.statics, *self.scales)}
         resolution = {"resolution"} if self.granularity != "element" else set()
         taken = [(self.coefficients, argument_names(self.coefficients) - {"step"} - declared - resolution)]
         taken += [(f, t - self._update_values) for f, t in zip((*self.means, self.update), self._takes, strict=True)]
@@ -173,10 +177,10 @@ class Rule(Declaration):
     def written_coefficients(self, statics: Mapping[str, Any], dialect: Dialect) -> tuple[list[str], dict[str, str]]:
         """``coefficients`` in another language, under these static choices: the statements, and what it returns.
 
-        It reads ``step``, ``resolution``, ``hyper0``, ``hyper1``, ... and ``scalar0``, ...
+        It reads ``step``, :data:`NUMBERS`, ``hyper0``, ``hyper1``, ... and ``scalar0``, ...
         """
         code, count = Code(dialect, "c"), itertools.count()
-        values: dict[str, Any] = {"step": Symbol(code, "step"), "resolution": Symbol(code, "resolution")}
+        values: dict[str, Any] = {name: Symbol(code, name) for name in ("step", *NUMBERS)}
         for h in self.present_hypers(statics):
             elements = tuple(Symbol(code, f"hyper{next(count)}") for _ in range(h.length))
             values[h.name] = elements if h.is_tuple else elements[0]
@@ -240,8 +244,8 @@ class Rule(Declaration):
     @functools.cached_property
     def _coefficients_take(self) -> set[str]:
         """What ``coefficients`` takes."""
-        everything = {"step", "resolution", *(f.name for f in (*self.hypers, *self.scalars, *self.statics))}
-        return argument_names(self.coefficients, everything)
+        declared = {f.name for f in (*self.hypers, *self.scalars, *self.statics)}
+        return argument_names(self.coefficients, {"step", *NUMBERS, *declared})
 
     @functools.cached_property
     def _takes(self) -> list[set[str]]:

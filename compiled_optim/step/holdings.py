@@ -16,13 +16,14 @@ from compiled_optim.checkpoint.state_dict import PreparedLoad
 from compiled_optim.groups.names import named_parameters, parameter_name, repeated, shared_name, without_aliases
 from compiled_optim.groups.param_group import ParamGroup
 from compiled_optim.groups.parameters import check_params, names_and_tensors
+from compiled_optim.groups.scales import check_names, check_numbers, check_own
 from compiled_optim.groups.watched import Changes
 from compiled_optim.memory.layout import scalars_device
 from compiled_optim.plan.clipping import Clipping
 from compiled_optim.plan.compilations import CompilationLog
 from compiled_optim.plan.schedule import Schedule, Schedules
 from compiled_optim.rule.declared import Declared, added_choices, no_hyperparameter, state_names
-from compiled_optim.rule.fields import Choice, Hyper, Static
+from compiled_optim.rule.fields import Choice, Hyper, Scale, Static
 from compiled_optim.rule.misspelled import warn_of_entry
 from compiled_optim.state import OptimizerState, ParamState
 from compiled_optim.step.hand_captures import HandCaptures
@@ -36,6 +37,7 @@ class Holdings:
         self.lowering = lowering
         self.changes = changes  # where groups and state report writes
         self.groups: list[Any] = []  # param_groups; somebody may put plain dicts there, which `adopt` replaces
+        self._scales: list[Any] = []  # dicts of numbers by name whose names were found to be there
         self._named: list[list[tuple[weakref.ref[Any], str]]] = []  # by group, as it was when the step was made last
         self.aliases: dict[str, str] = {}  # further names of tied parameters -> the names that were kept
         self.state = self.new_state()
@@ -69,6 +71,8 @@ class Holdings:
         elsewhere = {id(param): name for name, param in named_parameters(self.groups)}
         check_params(self.kind, values, index, elsewhere, (*self.groups, values)[0])
         check_values(self.kind, values, index)
+        for scale in self.kind.fields_of(Scale):
+            check_own(scale, values.get(scale.name), defaults.get(scale.name), index)
         for key in param_group:
             warn_of_entry(key, ("params", *_group_keys(self.kind)), f"param_groups[{index}]")
         self._warn(*given, index)
@@ -117,12 +121,22 @@ class Holdings:
             elsewhere |= {id(param): parameter_name(group, index, j) for j, param in enumerate(group["params"])}
             if group["params"]:
                 group.to(scalars_device(group["params"]))
+        self._check_scales()
         self._note_names()
         self._let_go()
 
     def unshown(self) -> list[dict[str, Any]]:
         """By group, the hyperparameters that are no entries of it."""
         return [group.unshown() if isinstance(group, ParamGroup) else {} for group in self.groups]
+
+    def _check_scales(self) -> None:
+        """Raise ``ValueError`` where a dict of numbers that is new has a name which no parameter has."""
+        names = [name for group in self.groups for name in group.get("param_names", ())]
+        pairs = [(scale, group.get(scale.name)) for scale in self.kind.fields_of(Scale) for group in self.groups]
+        for scale, given in pairs:
+            if isinstance(given, Mapping) and not any(given is known for known in self._scales):
+                check_names(scale, given, names, self.aliases)
+        self._scales = [given for _, given in pairs]
 
     def _note_names(self) -> None:
         """Note whose the names are, for :meth:`_follow_names`."""
@@ -212,7 +226,8 @@ class Holdings:
 
 def _group_keys(kind: type[Declared]) -> list[str]:
     """What a group of ``kind`` may hold besides its parameters."""
-    return [f.name for f in (*kind.fields_of(Hyper), *kind.fields_of(Static))] + list(kind.group_flags)
+    kinds = (Hyper, Static, Scale)
+    return [f.name for of_kind in kinds for f in kind.fields_of(of_kind)] + list(kind.group_flags)
 
 
 def _check_keys(kind: type[Declared], group: Mapping[str, Any], index: int) -> None:
@@ -276,4 +291,5 @@ def check_values(kind: type[Declared], group: Mapping[str, Any], index: int) -> 
     kind.check(hypers, group)
     for check in (t.check for t in kind.transforms if t.check):
         check(group)
+    check_numbers(kind.fields_of(Scale), group, index)
     _check_keys(kind, given, index)

@@ -14,7 +14,9 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from compiled_optim.memory.sharding import local
+from compiled_optim.memory.sharding import local, traced_part
+from compiled_optim.rule.rule import Gradients
+from compiled_optim.torch_internals import mend_tracing
 
 
 class Steppable(Protocol):
@@ -37,6 +39,21 @@ def register(optimizer: Steppable) -> int:
     number = next(_numbers)
     _optimizers[number] = optimizer
     return number
+
+
+def record_step(owned: list[Tensor], number: int, gradients: Gradients) -> None:
+    """Record the step of the optimizer of this number in the graph that is being traced.
+
+    It reads nothing that Dynamo treats specially. ``owned`` are the optimizer's parameters.
+    """
+    mend_tracing()
+    if gradients == "sparse":
+        torch.ops.compiled_optim.step_own_gradients(owned, number)
+        return
+    positions = [i for i, p in enumerate(owned) if p.grad is not None]
+    params = [owned[i] for i in positions]
+    grads = [traced_part(p.grad, p) for p in params]
+    torch.ops.compiled_optim.step([traced_part(p, p) for p in params], grads, positions, number)
 
 
 # ``custom_op`` would wrap this in Python once more per dispatch key and count the versions of parameters one by one:

@@ -184,6 +184,15 @@ def test_launches_are_two_for_any_number_of_tensors_and_groups(name: str, tensor
         assert launches(Workload(name, tensors, groups, numel=4)) == ["evaluate", *means, "update"]
 
 
+def test_launches_are_two_for_any_scales_of_the_learning_rate() -> None:
+    numbers = iter(range(1, 10_000))
+    workload = Workload("adamw", 300, options=(("lr_scale", lambda name, param: next(numbers) / 7),))
+    assert launches(workload) == ["evaluate", "update"]
+    assert next(numbers) > 300
+    report = lower("multi_tensor", workload, 90, stand_in=True)
+    assert (report.launches, report.operators, report.bytes_per_param) == (2, 0, 28.0)
+
+
 def test_coefficients_are_evaluated_once_whatever_the_dtypes() -> None:
     with cpu_in_place_of_cuda(90), recording("cpu") as recorder:
         params = [nn.Parameter(torch.zeros(4, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16, torch.float64)]

@@ -1,7 +1,7 @@
 """Runs the multi-tensor lowering's Triton kernels on CPU tensors; a process of its own, with TRITON_INTERPRET=1.
 
-Prints, for every case of the catalogue, the largest relative difference from the eager lowering. The second step is
-clipped, the third one skipped.
+Prints, for every case of the catalogue, the largest relative difference from the eager lowering. Every parameter has a
+scale of its own. The second step is clipped, the third one skipped.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ def main() -> None:
             results = []
             for lowering in ("multi_tensor", "eager"):
                 params = case.parameters(DTYPES[name])
-                optimizer = case.optimizer(params, lowering=lowering, **case.kwargs)
+                scales = {f"p{i}": 1 / (i + 0.5) for i in range(len(params))}
+                named = zip(scales, params, strict=True)
+                optimizer = case.optimizer(named, lowering=lowering, lr_scale=scales, **case.kwargs)
                 for step in range(4):
                     case.give_gradients(params, params, step, absent=3)
                     optimizer.max_grad_norm = 0.7 if step == 1 else None

@@ -20,7 +20,7 @@ from compiled_optim.lowering.kernels.table import CoefficientTable, MeasuredTabl
 from compiled_optim.memory.cpp_library import library
 from compiled_optim.plan.clipping import NAMES
 from compiled_optim.plan.kernel_key import KernelKey
-from compiled_optim.rule.rule import Written
+from compiled_optim.rule.rule import NUMBERS, Written
 from compiled_optim.rule.symbols import Dialect
 
 SERIAL = 32768  # elements below which waking other threads costs more than they save
@@ -46,7 +46,8 @@ def source(key: KernelKey) -> str:
 
 def _evaluation(program: Evaluation) -> str:
     clipping = [f"const T control{i} = *at<const T>(hypers, {i}, 1, 0);" for i in range(len(NAMES))]
-    inputs = ["const T step = *scalar(0) + 1;", f"const T resolution = double_of(owners[{rows.RESOLUTION} * count + t]);"]
+    numbers = {name: f"double_of(owners[{row} * count + t])" for row, name in enumerate(NUMBERS, rows.FIRST_NUMBER)}
+    inputs = ["const T step = *scalar(0) + 1;", *(f"const T {name} = {number};" for name, number in numbers.items())]
     inputs += [f"const T hyper{i} = *at<const T>(hyper, {i}, 1, 0);" for i in range(program.hypers)]
     inputs += [f"const T scalar{i} = *scalar({i + 1});" for i in range(len(program.new_scalars) - 1)]
     results = [f"*scalar({i}) = {value};" for i, value in enumerate(program.new_scalars)]

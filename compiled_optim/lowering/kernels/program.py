@@ -17,9 +17,9 @@ class Evaluation:
     """What happens once for each parameter, as statements over variables that a kernel defines around them.
 
     ``gradient`` reads ``square_sum`` and ``control0``, ``control1``, ... ; its results are the expressions ``factor``,
-    ``norm`` and ``skip``. ``lines`` read ``step``, ``resolution``, ``hyper0``, ``hyper1``, ... and ``scalar0``, ... ; the
-    results are the expressions ``new_scalars``, the step count first, and ``numbers``. A parameter's group has ``hypers``
-    hyperparameters.
+    ``norm`` and ``skip``. ``lines`` read ``step``, the parameter's numbers by name, ``hyper0``, ``hyper1``, ... and
+    ``scalar0``, ... ; the results are the expressions ``new_scalars``, the step count first, and ``numbers``. A parameter's
+    group has ``hypers`` hyperparameters.
     """
 
     gradient: list[str]

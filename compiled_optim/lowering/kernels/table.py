@@ -19,11 +19,13 @@ from compiled_optim.lowering.kernels.pointers import GradientPointers, HyperPoin
 from compiled_optim.plan.clipping import Clipping
 from compiled_optim.plan.compilations import CompilationLog
 from compiled_optim.plan.plan import Plan
+from compiled_optim.rule.rule import NUMBERS
 from compiled_optim.state import scalar_names
 
-GROUP, MAXIMIZE, RESOLUTION, SCALARS = range(4)
-"""Rows of a :class:`CoefficientTable`: the index of the group, whether to maximize, the machine epsilon of the parameter's
-dtype (the bits of a float64), and the addresses of the step count and of the rule's scalars."""
+GROUP, MAXIMIZE, FIRST_NUMBER = range(3)
+SCALARS = FIRST_NUMBER + len(NUMBERS)
+"""Rows of a :class:`CoefficientTable`: the index of the group, whether to maximize, the parameter's :data:`NUMBERS` (bits of
+a float64), and the addresses of the step count and of the rule's scalars."""
 
 PARAM, NUMEL, OWNER, BUFFERS = range(4)
 """Rows of a :class:`TensorTable`: the address, the number of real elements, the owner, and the addresses of the buffers."""
@@ -52,12 +54,11 @@ class CoefficientTable:
 
     def __init__(self, plan: Plan, clipping: Clipping, hypers: HyperPointers, log: CompilationLog) -> None:
         members = plan.members
-        resolutions = np.array([torch.finfo(m.param.dtype).eps for m in members]).view(np.int64)
         self.owners = upload(
             [
                 plan.group_index,
                 plan.maximizes,
-                resolutions.tolist(),
+                *(np.array(plan.numbers[name]).view(np.int64).tolist() for name in NUMBERS),
                 *([m.entries[name].data_ptr() for m in members] for name in scalar_names(plan.rule)),
             ],
             plan.device,

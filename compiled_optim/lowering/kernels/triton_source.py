@@ -16,11 +16,11 @@ from collections.abc import Callable
 import torch
 
 from compiled_optim.lowering.kernels.program import Evaluation, Program
-from compiled_optim.lowering.kernels.table import BUFFERS, GROUP, MAXIMIZE, NUMEL, OWNER, PARAM, RESOLUTION, SCALARS
+from compiled_optim.lowering.kernels.table import BUFFERS, FIRST_NUMBER, GROUP, MAXIMIZE, NUMEL, OWNER, PARAM, SCALARS
 from compiled_optim.lowering.kernels.triton_words import WORDS
 from compiled_optim.plan.clipping import NAMES
 from compiled_optim.plan.kernel_key import KernelKey
-from compiled_optim.rule.rule import Written
+from compiled_optim.rule.rule import NUMBERS, Written
 from compiled_optim.rule.symbols import Dialect
 
 BLOCK = 1024  # elements of a chunk, updated by one program
@@ -45,6 +45,9 @@ def _evaluation(program: Evaluation) -> str:
     scalars = range(len(program.new_scalars))
     clipping = [f"control{i} = control_of(hypers, {i})" for i in range(len(NAMES))]
     lines = [f"scalars{i} = address(owners, {SCALARS + i}, count, t, here, tl.float64)" for i in scalars]
+    for row, name in enumerate(NUMBERS, FIRST_NUMBER):
+        bits = f"tl.load(owners + {row} * count + t, mask=here, other=0)"
+        lines += [f"{name} = {bits}.to(tl.float64, bitcast=True)"]
     lines += ["step = tl.load(scalars0, mask=here, other=0.0) + 1"]
     lines += [f"scalar{i - 1} = tl.load(scalars{i}, mask=here, other=0.0)" for i in scalars[1:]]
     hypers = f"{len(NAMES)} + {program.hypers} * group"
@@ -55,7 +58,6 @@ def _evaluation(program: Evaluation) -> str:
     return _EVALUATION.format(
         group=GROUP,
         maximize=MAXIMIZE,
-        resolution=RESOLUTION,
         gradient=_block(clipping + program.gradient, 1),
         factor=program.factor,
         norm=program.norm,
@@ -186,7 +188,6 @@ def evaluate(
     here = inside & (tl.load(grads + t, mask=inside, other=0) != 0)
     group = tl.load(owners + {group} * count + t, mask=here, other=0)
     maximize = tl.load(owners + {maximize} * count + t, mask=here, other=0)
-    resolution = tl.load(owners + {resolution} * count + t, mask=here, other=0).to(tl.float64, bitcast=True)
     tl.store(out + t, tl.where(maximize != 0, -{factor}, {factor}), mask=here)
 {coefficients}
 """

@@ -21,10 +21,10 @@ class CoefficientStage:
         self._square_sums: Tensor | None = None
         self._scalar_names = [s.name for s in plan.rule.scalars]
         signs = [-1.0 if maximizes else 1.0 for maximizes in plan.maximizes]
-        resolutions = [torch.finfo(m.param.dtype).eps for m in plan.members]
-        self._sign, self._resolution = (
-            torch.tensor(numbers, dtype=plan.scalars.dtype, device=plan.device) for numbers in (signs, resolutions)
+        self._sign, *numbers = (
+            torch.tensor(row, dtype=plan.scalars.dtype, device=plan.device) for row in (signs, *plan.numbers.values())
         )
+        self._numbers = dict(zip(plan.numbers, numbers, strict=True))
         self._skip = torch.zeros_like(self._sign)
         self._group_index = torch.tensor(plan.group_index, device=plan.device)
         given = plan.recorded_scalars
@@ -46,7 +46,7 @@ class CoefficientStage:
             factor, skip, present = self._control(present)
         old = self._scalars()
         step = old[0] + 1
-        values: dict[str, Any] = {"step": step, "resolution": self._resolution, **plan.statics, **self._hypers()}
+        values: dict[str, Any] = {"step": step, **self._numbers, **plan.statics, **self._hypers()}
         values |= dict(zip(self._scalar_names, old[1:].unbind(), strict=True))
         results = plan.rule.evaluated(values)
         rows = {

@@ -19,6 +19,7 @@ from compiled_optim.optimizers.lbfgs.curvature import direction, new_pairs, reco
 from compiled_optim.optimizers.lbfgs.line_search import Trial, strong_wolfe
 from compiled_optim.optimizers.lbfgs.state_dict import COUNTS, HISTORY, MEMORY, NUMBERS, VECTORS
 from compiled_optim.rule.declared import Declared, added_choices
+from compiled_optim.rule.fields import Scale
 from compiled_optim.state import ParamState
 from compiled_optim.step.holdings import Holdings
 from compiled_optim.step.step import Step
@@ -257,6 +258,8 @@ def refuse(options: Mapping[str, Any]) -> None:
         value = options.get(name)
         if value is not None and value is not False:
             raise ValueError(f"LBFGS does not support {name}={value}")
+    if Scale.is_read(options.get("lr_scale")):
+        raise ValueError("LBFGS does not support lr_scale: several parameters count as one vector, which has one lr")
 
 
 def _norm(vector: Tensor) -> float:
