@@ -26,6 +26,7 @@ from compiled_optim.model import param_groups, to_low_precision
 from compiled_optim.named import load_named_state_dict, named_state_dict
 from compiled_optim.optimi import optimi_state_dict
 from compiled_optim.optimizer import CompiledOptimizer
+from compiled_optim.optimizers import mup
 from compiled_optim.optimizers.adadelta import Adadelta
 from compiled_optim.optimizers.adafactor import Adafactor
 from compiled_optim.optimizers.adagrad import Adagrad
@@ -77,6 +78,7 @@ __all__ = [
     "StableAdamW",
     "compile_report",
     "load_named_state_dict",
+    "mup",
     "named_state_dict",
     "no_recompiles",
     "optimi_state_dict",

@@ -199,10 +199,10 @@ class Scale(Choice):
             return 1.0
         try:
             number = value.get(name, 1.0) if isinstance(value, Mapping) else value(name, param)
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             if name is not None:
                 raise
-            raise TypeError(f"{self.name} of {where}, a parameter without a name, raises: {error}") from error
+            raise type(error)(f"{self.name} of {where}, a parameter without a name, raises: {error}") from error
         if name is None and isinstance(value, Mapping):
             raise ValueError(f"{self.name} has numbers by name, and {where} has no name")
         found = Hyper(1.0, ge=0, name=self.name)

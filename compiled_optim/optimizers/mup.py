@@ -1,0 +1,205 @@
+"""Optimizers for u-muP: learning rates that follow the shape, the kind and the depth of each parameter (arXiv:2407.17465).
+
+They read ``mup_type`` and ``mup_scaling_depth`` from the parameters, as unit_scaling's layers write them. Names, arguments
+and scales are unit_scaling.optim's. Other optimizers take one of the two functions as their ``lr_scale``.
+
+FSDP2 and tensor parallelism make new parameters without these: there, numbers by name that were made before are the
+``lr_scale`` of an optimizer that is not from here.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from compiled_optim.optimizers import adam, adamw, sgd
+from compiled_optim.rule.fields import Number, flag, hyper
+
+_TYPES = ("weight", "bias", "norm", "output")
+_CONSTRAINTS = (None, "to_output_scale")
+_MADE_HERE = ("lr_scale", "decouple_lr", "decouple_wd")  # arguments that follow from others
+
+
+def lr_scale_for_adam(name: str | None, param: Tensor, *, allow_non_unit_scaling_params: bool = False) -> float:
+    """What u-muP multiplies the learning rate of ``param`` with, if its steps do not grow with its gradients.
+
+    It is ``fan_in**-0.5`` for weights and 1 for all others, times ``mup_scaling_depth**-0.5``. The fan-in of an embedding is
+    its width. Of a DTensor the whole shape counts.
+
+    Args:
+        name: for messages.
+        param: has ``mup_type`` and ``mup_scaling_depth``.
+        allow_non_unit_scaling_params: 1 for a parameter without these, in place of an error.
+
+    Raises:
+        ValueError: the parameter lacks them, or has a shape or a depth for which there is no scale.
+    """
+    if not _is_tagged(name, param, allow_non_unit_scaling_params):
+        return 1.0
+    return _depth_scale(name, param) * (_fan_in(name, param) ** -0.5 if _type(param) == "weight" else 1)
+
+
+def lr_scale_for_sgd(
+    name: str | None,
+    param: Tensor,
+    *,
+    readout_constraint: str | None = None,
+    allow_non_unit_scaling_params: bool = False,
+) -> float:
+    """What u-muP multiplies the learning rate of ``param`` with, if its steps are in proportion to its gradients.
+
+    With ``readout_constraint="to_output_scale"``, as unit_scaling's ``LinearReadout`` has it, it is ``fan_in**0.5`` for
+    weights, the size of biases and norms, and 1 for outputs, times ``mup_scaling_depth**-0.5``. Else it is as for Adam.
+
+    Raises:
+        ValueError: there is no such constraint, or as :func:`lr_scale_for_adam`, with whose other arguments.
+    """
+    if readout_constraint not in _CONSTRAINTS:
+        raise ValueError(f"readout_constraint must be None or 'to_output_scale', got {readout_constraint!r}")
+    if readout_constraint is None:
+        return lr_scale_for_adam(name, param, allow_non_unit_scaling_params=allow_non_unit_scaling_params)
+    if not _is_tagged(name, param, allow_non_unit_scaling_params):
+        return 1.0
+    kind = _type(param)
+    size = _fan_in(name, param) ** 0.5 if kind == "weight" else 1 if kind == "output" else param.shape[:1].numel()
+    return _depth_scale(name, param) * size
+
+
+def _type(param: Tensor) -> Any:
+    return getattr(param, "mup_type", None)
+
+
+def _is_tagged(name: str | None, param: Tensor, allow_untagged: bool) -> bool:
+    """Whether ``param`` says what u-muP asks of it; ``ValueError`` if it does not and must."""
+    depth = getattr(param, "mup_scaling_depth", 0.0)
+    if _type(param) in _TYPES and (depth is None or isinstance(depth, int)):
+        return True
+    if not allow_untagged:
+        raise ValueError(
+            f"{_called(name, param)} has no mup_type and mup_scaling_depth, as the parameters of unit_scaling's layers have "
+            "them before they are sharded; allow_non_unit_scaling_params=True takes it with scale 1"
+        )
+    return False
+
+
+def _depth_scale(name: str | None, param: Tensor) -> float:
+    depth = param.mup_scaling_depth  # type: ignore[attr-defined]
+    if depth is None:
+        return 1
+    if depth < 1:
+        raise ValueError(f"mup_scaling_depth of {_called(name, param)} must be >= 1, got {depth}")
+    return float(depth**-0.5)
+
+
+def _fan_in(name: str | None, param: Tensor) -> int:
+    """How many numbers make an output: of (outputs, inputs) or (outputs, inputs, width); the size of a vector."""
+    if param.dim() not in (1, 2, 3):
+        raise ValueError(f"u-muP has no fan-in for {param.dim()} dimensions; {_called(name, param)} has them")
+    return max(param.shape[1:].numel() if param.dim() > 1 else len(param), 1)
+
+
+def _called(name: str | None, param: Tensor) -> str:
+    return f"a parameter of shape {tuple(param.shape)}" if name is None else f"'{name}', of shape {tuple(param.shape)},"
+
+
+class _Scaled:
+    """What turns the arguments of unit_scaling's optimizers into this package's."""
+
+    _scale: Callable[..., float]
+    _scale_arguments: tuple[str, ...] = ("allow_non_unit_scaling_params",)
+
+    @classmethod
+    def _arguments(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        arguments: dict[str, Any] = super()._arguments(args, kwargs)  # type: ignore[misc]
+        if given := [name for name in _MADE_HERE if name in kwargs]:
+            raise TypeError(f"{cls.__name__} of u-muP makes {given[0]} itself; pass it to the optimizer of that name")
+        scale = functools.partial(cls._scale, **{name: arguments[name] for name in cls._scale_arguments})
+        adds_decay = "decouple_wd" in arguments and not arguments.get("decoupled_weight_decay")
+        independent = {"decouple_lr": True, **({"decouple_wd": False} if adds_decay else {})}
+        return arguments | {"lr_scale": scale} | (independent if arguments["independent_weight_decay"] else {})
+
+
+class Adam(_Scaled, adam.Adam):
+    """Adam with u-muP's learning rates (arXiv:2407.17465), as unit_scaling.optim's.
+
+    ``lr_scale`` is :func:`lr_scale_for_adam`: parameters share a group whatever their scales. Group and ``add_param_group``
+    take ``lr`` and ``weight_decay`` before scaling.
+
+    Args:
+        lr: learning rate, about as much as an element of scale 1 moves in a step where its gradients agree.
+        betas: how much of the average of gradients, and of their squares, stays from one step to the next.
+        eps: keeps the divisor from 0, in units of the gradient.
+        weight_decay: this number, over the largest scaled ``lr``, times the parameter is added to the gradient.
+        amsgrad: divide by the largest average of squares so far instead of the last one (arXiv:1904.09237).
+        decoupled_weight_decay: decay weights as AdamW does.
+        independent_weight_decay: divide ``weight_decay`` by ``max_lr`` times the scale, as ``decouple_lr`` does. ``max_lr``
+            is the group's first ``lr`` where it is not given: give it where a schedule begins with 0.
+        allow_non_unit_scaling_params: take parameters without ``mup_type``, with scale 1, instead of refusing them.
+
+    ``lr_scale``, ``decouple_lr`` and ``decouple_wd`` follow from these, and are refused. The other arguments, and what else
+    is raised: :class:`~compiled_optim.optimizer.CompiledOptimizer`.
+    """
+
+    independent_weight_decay: bool = flag(default=True, kw_only=True)
+    allow_non_unit_scaling_params: bool = flag(default=False, kw_only=True)
+
+    _scale = staticmethod(lr_scale_for_adam)
+
+
+class AdamW(_Scaled, adamw.AdamW):
+    """AdamW with u-muP's learning rates (arXiv:2407.17465), as unit_scaling.optim's.
+
+    ``lr_scale`` is :func:`lr_scale_for_adam`: parameters share a group whatever their scales. Group and ``add_param_group``
+    take ``lr`` and ``weight_decay`` before scaling. Unlike torch.optim's AdamW it decays no weights by default.
+
+    Args:
+        lr: learning rate, about as much as an element of scale 1 moves in a step where its gradients agree.
+        betas: how much of the average of gradients, and of their squares, stays from one step to the next.
+        eps: keeps the divisor from 0, in units of the gradient.
+        weight_decay: what part of a parameter a step at the largest ``lr`` takes away from it, whatever that and the scale.
+        amsgrad: divide by the largest average of squares so far instead of the last one (arXiv:1904.09237).
+        independent_weight_decay: divide ``weight_decay`` by ``max_lr`` times the scale, as ``decouple_lr`` does. ``max_lr``
+            is the group's first ``lr`` where it is not given: give it where a schedule begins with 0.
+        allow_non_unit_scaling_params: take parameters without ``mup_type``, with scale 1, instead of refusing them.
+
+    ``lr_scale`` and ``decouple_lr`` follow from these, and are refused. The other arguments, and what else is raised:
+    :class:`~compiled_optim.optimizer.CompiledOptimizer`.
+    """
+
+    weight_decay: Number = hyper(default=0.0, ge=0)
+    independent_weight_decay: bool = flag(default=True, kw_only=True)
+    allow_non_unit_scaling_params: bool = flag(default=False, kw_only=True)
+
+    _scale = staticmethod(lr_scale_for_adam)
+
+
+class SGD(_Scaled, sgd.SGD):
+    """SGD with u-muP's learning rates (arXiv:2407.17465), as unit_scaling.optim's.
+
+    ``lr_scale`` is :func:`lr_scale_for_sgd`: parameters share a group whatever their scales. Group and ``add_param_group``
+    take ``lr`` and ``weight_decay`` before scaling.
+
+    Args:
+        lr: learning rate: the step is this number times the scale times the direction.
+        momentum: how much of the buffer stays from one step to the next; 0 for no buffer.
+        dampening: what part of each gradient does not get into the buffer.
+        weight_decay: this number, over the largest scaled ``lr``, times the parameter is added to the gradient.
+        nesterov: step along gradient plus ``momentum`` times buffer; needs momentum, and no dampening.
+        independent_weight_decay: divide ``weight_decay`` by ``max_lr`` times the scale, as ``decouple_lr`` does. ``max_lr``
+            is the group's first ``lr`` where it is not given: give it where a schedule begins with 0.
+        allow_non_unit_scaling_params: take parameters without ``mup_type``, with scale 1, instead of refusing them.
+        readout_constraint: the ``constraint`` of the model's ``LinearReadout``: None or ``"to_output_scale"``.
+
+    ``lr_scale``, ``decouple_lr`` and ``decouple_wd`` follow from these, and are refused. The other arguments, and what else
+    is raised: :class:`~compiled_optim.optimizer.CompiledOptimizer`.
+    """
+
+    independent_weight_decay: bool = flag(default=True, kw_only=True)
+    allow_non_unit_scaling_params: bool = flag(default=False, kw_only=True)
+    readout_constraint: str | None = flag(default=None, kw_only=True)
+
+    _scale = staticmethod(lr_scale_for_sgd)
+    _scale_arguments = ("allow_non_unit_scaling_params", "readout_constraint")
