@@ -19,7 +19,7 @@ def _explained(kind: type) -> list[str]:
     return [name for names in listed for name in names.split(", ")]
 
 
-@pytest.mark.parametrize("kind", registry(), ids=lambda c: c.__name__)
+@pytest.mark.parametrize("kind", [*registry(), co.mup.Adam, co.mup.AdamW, co.mup.SGD], ids=lambda c: c.__qualname__)
 def test_every_argument_is_explained(kind: type[co.CompiledOptimizer]) -> None:
     common = _explained(co.CompiledOptimizer)
     own = [name for name in inspect.signature(kind).parameters if name not in common]
