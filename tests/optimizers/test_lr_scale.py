@@ -23,9 +23,9 @@ from compiled_optim.optimizer import engine_of
 
 SCALED = [c for c in registry() if hasattr(c, "rule")]
 FAR = [configurations(c)[1] for c in SCALED]
-CAUTIOUS = [configurations(c)[-1] for c in (co.AdamW, co.SGD)]
+CHOSEN = [c for kind in (co.AdamW, co.SGD) for c in configurations(kind) if c.kwargs.keys() & {"cautious", "decouple_lr"}]
 # Coefficients come from a kernel or from torch operations, which the lowerings "inductor" and "eager" share.
-WAYS = [(case, lowering) for case in [*FAR, *CAUTIOUS] for lowering in ("multi_tensor", "eager")]
+WAYS = [(case, lowering) for case in [*FAR, *CHOSEN] for lowering in ("multi_tensor", "eager")]
 WAYS += [(case, "inductor") for case in FAR if case.optimizer in (co.AdamW, co.SparseAdam, co.Adafactor)]
 
 
@@ -44,9 +44,10 @@ def _named(params: list[nn.Parameter]) -> dict[str, nn.Parameter]:
     return {f"p{i}": param for i, param in enumerate(params)}
 
 
-def _alone(params: list[nn.Parameter], lr: float) -> list[dict[str, Any]]:
+def _alone(params: list[nn.Parameter], options: dict[str, Any]) -> list[dict[str, Any]]:
     """Groups of one parameter each, as every other package does it."""
-    return [{"params": [p], "lr": lr * _scale(i)} for i, p in enumerate(params)]
+    rates = [(name, options[name]) for name in ("lr", "max_lr") if name in options]
+    return [{"params": [p], **{name: rate * _scale(i) for name, rate in rates}} for i, p in enumerate(params)]
 
 
 def _train(case: Case, ours: list[Any], theirs: list[Any], optimizer: Any, reference: Any, steps: int = 6) -> None:
@@ -76,7 +77,7 @@ def test_equals_groups_of_torch(case: Case, lowering: str) -> None:
     optimizer = case.optimizer(_named(ours), lowering=lowering, lr_scale=scales, **case.kwargs)
     assert len(engine_of(optimizer).step.lowerings) == (2 if case.optimizer is co.Adafactor else 1)  # matrices and others
     with wide_scalars():
-        reference = case.reference(_alone(theirs, case.kwargs["lr"]), **case.kwargs)
+        reference = case.reference(_alone(theirs, case.kwargs), **case.kwargs)
     _train(case, ours, theirs, optimizer, reference)
     if case.optimizer.granularity != "matrix":
         assert relative_error(ours, theirs) < 1e-13
@@ -92,7 +93,7 @@ def test_equals_our_own_groups(case: Case) -> None:
     theirs = copies(ours, ours[0].dtype)
     places = {param: i for i, param in enumerate(ours)}
     optimizer = case.optimizer(ours, lr_scale=lambda name, param: _scale(places[param]), **case.kwargs)
-    reference = case.optimizer(_alone(theirs, case.kwargs["lr"]), **case.kwargs)
+    reference = case.optimizer(_alone(theirs, case.kwargs), **case.kwargs)
     _train(case, ours, theirs, optimizer, reference)
     assert all(torch.equal(p, q) for p, q in zip(ours, theirs, strict=True))
 
