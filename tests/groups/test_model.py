@@ -123,7 +123,7 @@ class TestParamGroups:
             ([("a", torch.ones(1)), ("a", torch.ones(1))], ValueError, "two parameters are named 'a'"),
             (nn.ReLU(), ValueError, r"the pattern 'a\*' matches no parameter$"),
         ],
-        ids=str,
+        ids=["tensors", "number", "no tensors", "equal names", "no parameters"],
     )
     def test_mistaken_models(self, model: Any, error: type[Exception], message: str) -> None:
         with pytest.raises(error, match=message):

@@ -129,6 +129,7 @@ def _orthogonalized(matrix: torch.Tensor, coefficients: tuple[float, float, floa
 def test_equals_a_plain_loop_in_float64(case: Case) -> None:
     params = _parameters(case.optimizer, torch.float32)
     values = {**{n: f.default for n, f in case.optimizer.fields.items() if hasattr(f, "default")}, **case.kwargs}
+    decay = values["weight_decay"] / (values["max_lr"] if values["decouple_lr"] else 1.0)
     reference = [p.detach().double() for p in params]
     buffers = [torch.zeros_like(r) for r in reference]
     optimizer = case.optimizer(params, **case.kwargs)
@@ -146,7 +147,7 @@ def test_equals_a_plain_loop_in_float64(case: Case) -> None:
             elif values["adjust_lr_fn"] != "spectral_unclamped":
                 ratio = max(1.0, ratio)
             moved = _orthogonalized(ahead, values["ns_coefficients"], values["eps"], values["ns_steps"])
-            reference[i] = reference[i] * (1 - values["lr"] * values["weight_decay"]) - values["lr"] * ratio * moved
+            reference[i] = reference[i] * (1 - values["lr"] * decay) - values["lr"] * ratio * moved
         optimizer.step()
     for param, end, begin in zip(params, reference, start, strict=True):
         assert ((param.double() - end).norm() / (end - begin).norm()).item() < 0.05  # products in bfloat16
