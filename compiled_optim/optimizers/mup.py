@@ -3,8 +3,7 @@
 They read ``mup_type`` and ``mup_scaling_depth`` from the parameters, as unit_scaling's layers write them. Names, arguments
 and scales are unit_scaling.optim's. Other optimizers take one of the two functions as their ``lr_scale``.
 
-FSDP2 and tensor parallelism make new parameters without these: there, numbers by name that were made before are the
-``lr_scale`` of an optimizer that is not from here.
+FSDP2 and tensor parallelism make new parameters without these. There, pass ``lr_scale``: numbers by name, made before.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from compiled_optim.rule.fields import Number, flag, hyper
 
 _TYPES = ("weight", "bias", "norm", "output")
 _CONSTRAINTS = (None, "to_output_scale")
-_MADE_HERE = ("lr_scale", "decouple_lr", "decouple_wd")  # arguments that follow from others
+_MADE_HERE = ("decouple_lr", "decouple_wd")  # arguments that follow from others
 
 
 def lr_scale_for_adam(name: str | None, param: Tensor, *, allow_non_unit_scaling_params: bool = False) -> float:
@@ -80,7 +79,7 @@ def _is_tagged(name: str | None, param: Tensor, allow_untagged: bool) -> bool:
     if not allow_untagged:
         raise ValueError(
             f"{_called(name, param)} has no mup_type and mup_scaling_depth, as the parameters of unit_scaling's layers have "
-            "them before they are sharded; allow_non_unit_scaling_params=True takes it with scale 1"
+            "them before they are sharded; pass lr_scale, or allow_non_unit_scaling_params=True for scale 1"
         )
     return False
 
@@ -119,14 +118,15 @@ class _Scaled:
         scale = functools.partial(cls._scale, **{name: arguments[name] for name in cls._scale_arguments})
         adds_decay = "decouple_wd" in arguments and not arguments.get("decoupled_weight_decay")
         independent = {"decouple_lr": True, **({"decouple_wd": False} if adds_decay else {})}
-        return arguments | {"lr_scale": scale} | (independent if arguments["independent_weight_decay"] else {})
+        found = {"lr_scale": scale} if arguments["lr_scale"] is None else {}
+        return arguments | found | (independent if arguments["independent_weight_decay"] else {})
 
 
 class Adam(_Scaled, adam.Adam):
     """Adam with u-muP's learning rates (arXiv:2407.17465), as unit_scaling.optim's.
 
-    ``lr_scale`` is :func:`lr_scale_for_adam`: parameters share a group whatever their scales. Group and ``add_param_group``
-    take ``lr`` and ``weight_decay`` before scaling.
+    ``lr_scale`` is :func:`lr_scale_for_adam` where it is not given: parameters share a group whatever their scales. Groups
+    and ``add_param_group`` take ``lr`` and ``weight_decay`` before scaling.
 
     Args:
         lr: learning rate, about as much as an element of scale 1 moves in a step where its gradients agree.
@@ -139,8 +139,8 @@ class Adam(_Scaled, adam.Adam):
             is the group's first ``lr`` where it is not given: give it where a schedule begins with 0.
         allow_non_unit_scaling_params: take parameters without ``mup_type``, with scale 1, instead of refusing them.
 
-    ``lr_scale``, ``decouple_lr`` and ``decouple_wd`` follow from these, and are refused. The other arguments, and what else
-    is raised: :class:`~compiled_optim.optimizer.CompiledOptimizer`.
+    ``decouple_lr`` and ``decouple_wd`` follow from these, and are refused. The other arguments, and what else is raised:
+    :class:`~compiled_optim.optimizer.CompiledOptimizer`.
     """
 
     independent_weight_decay: bool = flag(default=True, kw_only=True)
@@ -152,8 +152,8 @@ class Adam(_Scaled, adam.Adam):
 class AdamW(_Scaled, adamw.AdamW):
     """AdamW with u-muP's learning rates (arXiv:2407.17465), as unit_scaling.optim's.
 
-    ``lr_scale`` is :func:`lr_scale_for_adam`: parameters share a group whatever their scales. Group and ``add_param_group``
-    take ``lr`` and ``weight_decay`` before scaling. Unlike torch.optim's AdamW it decays no weights by default.
+    ``lr_scale`` is :func:`lr_scale_for_adam` where it is not given: parameters share a group whatever their scales. Groups
+    and ``add_param_group`` take ``lr`` and ``weight_decay`` before scaling. Weights do not decay by default.
 
     Args:
         lr: learning rate, about as much as an element of scale 1 moves in a step where its gradients agree.
@@ -165,7 +165,7 @@ class AdamW(_Scaled, adamw.AdamW):
             is the group's first ``lr`` where it is not given: give it where a schedule begins with 0.
         allow_non_unit_scaling_params: take parameters without ``mup_type``, with scale 1, instead of refusing them.
 
-    ``lr_scale`` and ``decouple_lr`` follow from these, and are refused. The other arguments, and what else is raised:
+    ``decouple_lr`` follows from these, and is refused. The other arguments, and what else is raised:
     :class:`~compiled_optim.optimizer.CompiledOptimizer`.
     """
 
@@ -179,8 +179,8 @@ class AdamW(_Scaled, adamw.AdamW):
 class SGD(_Scaled, sgd.SGD):
     """SGD with u-muP's learning rates (arXiv:2407.17465), as unit_scaling.optim's.
 
-    ``lr_scale`` is :func:`lr_scale_for_sgd`: parameters share a group whatever their scales. Group and ``add_param_group``
-    take ``lr`` and ``weight_decay`` before scaling.
+    ``lr_scale`` is :func:`lr_scale_for_sgd` where it is not given: parameters share a group whatever their scales. Groups
+    and ``add_param_group`` take ``lr`` and ``weight_decay`` before scaling.
 
     Args:
         lr: learning rate: the step is this number times the scale times the direction.
@@ -193,8 +193,8 @@ class SGD(_Scaled, sgd.SGD):
         allow_non_unit_scaling_params: take parameters without ``mup_type``, with scale 1, instead of refusing them.
         readout_constraint: the ``constraint`` of the model's ``LinearReadout``: None or ``"to_output_scale"``.
 
-    ``lr_scale``, ``decouple_lr`` and ``decouple_wd`` follow from these, and are refused. The other arguments, and what else
-    is raised: :class:`~compiled_optim.optimizer.CompiledOptimizer`.
+    ``decouple_lr`` and ``decouple_wd`` follow from these, and are refused. The other arguments, and what else is raised:
+    :class:`~compiled_optim.optimizer.CompiledOptimizer`.
     """
 
     independent_weight_decay: bool = flag(default=True, kw_only=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -237,6 +238,38 @@ def test_300_scales_are_one_group_and_one_plan() -> None:
         torch.testing.assert_close(param, torch.full_like(param, 0.9))
 
 
+@pytest.fixture
+def one_process(tmp_path: Any) -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_process")
+def test_sharded_models_bring_their_scales() -> None:
+    """FSDP2 makes new parameters, without what was noted on the old ones."""
+    from torch.distributed.fsdp import fully_shard
+
+    results = []
+    for shards in (False, True):
+        model = nn.Sequential(uu.Linear(16, 4), uu.Linear(4, 4, bias=True))
+        for i, param in enumerate(model.parameters()):
+            nn.init.constant_(param, 0.1 * (i + 1))
+        scales = {name: co.mup.lr_scale_for_adam(name, param) for name, param in model.named_parameters()}
+        if shards:
+            fully_shard(model)
+            with pytest.raises(
+                ValueError, match=r"'0\.weight', of .* before they are sharded; pass lr_scale, or allow_non_unit"
+            ):
+                co.mup.AdamW(model.named_parameters())
+        optimizer = co.mup.AdamW(model.named_parameters(), weight_decay=0.1, lr_scale=scales if shards else None)
+        for param in model.parameters():
+            param.grad = param.detach().clone()
+        optimizer.step()
+        results.append([p.full_tensor() if shards else p for p in model.parameters()])
+    torch.testing.assert_close(*results)
+
+
 class TestErrors:
     @pytest.mark.parametrize(
         ("param", "said"),
@@ -255,7 +288,7 @@ class TestErrors:
         params = {"p": _tagged((2, 3))}
         with pytest.raises(ValueError, match="readout_constraint must be None or 'to_output_scale', got 'gmean'"):
             co.mup.SGD(params, readout_constraint="gmean")
-        for name, value in {"lr_scale": {}, "decouple_lr": True, "decouple_wd": True}.items():
+        for name, value in {"decouple_lr": True, "decouple_wd": True}.items():
             with pytest.raises(TypeError, match=f"Adam of u-muP makes {name} itself; pass it to the optimizer of that name"):
                 co.mup.Adam(params, **{name: value})
         with pytest.raises(TypeError, match="the argument independent_weight_decay must be a bool, got 1"):
