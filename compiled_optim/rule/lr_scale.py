@@ -19,7 +19,9 @@ def lr_scaled(rule: Rule) -> Rule:
         return rule
 
     def coefficients(**values: Any) -> dict[str, Any]:
-        return rule.evaluated(values | {name: values[name] * values["lr_scale"] for name in rates & values.keys()})
+        scale = values["lr_scale"]
+        scaled = {} if scale is None else {name: values[name] * scale for name in rates & values.keys()}
+        return rule.evaluated(values | scaled)
 
     choice = Scale(default=None, name="lr_scale")
     return dataclasses.replace(rule, scales=(*rule.scales, choice), coefficients=coefficients)

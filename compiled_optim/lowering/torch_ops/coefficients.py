@@ -21,10 +21,9 @@ class CoefficientStage:
         self._square_sums: Tensor | None = None
         self._scalar_names = [s.name for s in plan.rule.scalars]
         signs = [-1.0 if maximizes else 1.0 for maximizes in plan.maximizes]
-        self._sign, *numbers = (
-            torch.tensor(row, dtype=plan.scalars.dtype, device=plan.device) for row in (signs, *plan.numbers.values())
-        )
-        self._numbers = dict(zip(plan.numbers, numbers, strict=True))
+        self._sign = torch.tensor(signs, dtype=plan.scalars.dtype, device=plan.device)
+        # None where all are 1, so that nothing is multiplied by them
+        self._numbers = {n: None if {*row} == {1.0} else self._sign.new_tensor(row) for n, row in plan.numbers.items()}
         self._skip = torch.zeros_like(self._sign)
         self._group_index = torch.tensor(plan.group_index, device=plan.device)
         given = plan.recorded_scalars
