@@ -61,7 +61,8 @@ class ParamGroup(WatchedDict[str, Any]):
         declaration: what the optimizer declares.
         device: where the hyperparameter tensors live.
         label: the group's name in error messages.
-        check: called with all entries before a write to a structural key or a new one, to raise an error.
+        check: called with all entries, as they would be and as they are, before a write to a structural key or a new one, to
+            raise an error.
         changes: where a write to a structural key is reported.
         others: the optimizer's other groups, with which this one may share adopted tensors.
 
@@ -82,7 +83,7 @@ class ParamGroup(WatchedDict[str, Any]):
         declaration: Declaration,
         device: torch.device,
         label: str,
-        check: Callable[[Mapping[str, Any]], None],
+        check: Callable[[Mapping[str, Any], Mapping[str, Any]], None],
         changes: Changes,
         others: Iterable[ParamGroup],
     ) -> None:
@@ -231,7 +232,7 @@ class ParamGroup(WatchedDict[str, Any]):
             numbers[key] = elements if self._hypers[key].is_tuple else elements[0]
         others = {key: value for key, value in values.items() if key not in numbers}
         if self._structural & others.keys() or others.keys() - self.keys():
-            self._check({**self, **values})
+            self._check({**self, **values}, self)
         super().update(numbers | others)  # numbers first: choices are checked against them
 
     @quickly_outside_dynamo
@@ -240,10 +241,10 @@ class ParamGroup(WatchedDict[str, Any]):
             self._assign(key, self.validated(key, value))
             return
         if key in self._structural:
-            self._check({**self, key: value})
+            self._check({**self, key: value}, self)
             self.report()
         elif key not in self:
-            self._check({**self, key: value})
+            self._check({**self, key: value}, self)
             warn_of_entry(key, (*self._hypers, *self._structural), self.label)
         self.set_quietly(key, value.clone() if isinstance(value, Reading) else value)  # the copy writes to no group
         for name in (h.name for h in self._hypers.values() if h.when == key and value):

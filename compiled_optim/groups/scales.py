@@ -33,12 +33,12 @@ def check_numbers(scales: Iterable[Scale], group: Mapping[str, Any], index: int)
                 number_of(scale, group, index, j)
 
 
-def check_own(scale: Scale, chosen: Any, common: Any, index: int) -> None:
-    """Raise ``ValueError`` where a number that no step reads would take the place of the ``common`` choice of all groups."""
-    if scale.is_read(common) and chosen is not None and not scale.is_read(chosen):
+def check_own(scale: Scale, chosen: Any, before: Any, index: int) -> None:
+    """Raise ``ValueError`` where a number that no step reads would take the place of ``before``, which steps read."""
+    if scale.is_read(before) and chosen is not None and not scale.is_read(chosen):
         raise ValueError(
-            f"{scale.name} of param_groups[{index}] is {chosen!r}, which no step reads, in place of the optimizer's own; "
-            "give the group a function, or None for 1"
+            f"{scale.name} of param_groups[{index}] is {chosen!r}, which no step reads, in place of numbers that are read; "
+            "give the group a dict or a function, or None for 1"
         )
 
 

@@ -70,9 +70,7 @@ class Holdings:
             values["param_names"] = names
         elsewhere = {id(param): name for name, param in named_parameters(self.groups)}
         check_params(self.kind, values, index, elsewhere, (*self.groups, values)[0])
-        check_values(self.kind, values, index)
-        for scale in self.kind.fields_of(Scale):
-            check_own(scale, values.get(scale.name), defaults.get(scale.name), index)
+        check_values(self.kind, values, defaults, index)
         for key in param_group:
             warn_of_entry(key, ("params", *_group_keys(self.kind)), f"param_groups[{index}]")
         self._warn(*given, index)
@@ -110,7 +108,7 @@ class Holdings:
                     raise ValueError(f"param_groups[{index}] has no 'params'")
                 values = {**defaults, **group}
                 if not checked:
-                    check_values(self.kind, values, index)
+                    check_values(self.kind, values, defaults, index)
                 self.groups[index] = self._group(values, index)
         for own, numbers in zip(self.own_groups, unshown, strict=False):
             own.take_over(numbers)
@@ -277,8 +275,11 @@ def check_read(kind: type[Declared], options: Mapping[str, Any], groups: Sequenc
             raise ValueError(f"nothing reads {hyper.name} without {hyper.when}=True, which no group has")
 
 
-def check_values(kind: type[Declared], group: Mapping[str, Any], index: int) -> None:
-    """Raise an error where an entry of ``param_groups[index]`` is out of range, or does not fit another."""
+def check_values(kind: type[Declared], group: Mapping[str, Any], before: Mapping[str, Any], index: int) -> None:
+    """Raise an error where an entry of ``param_groups[index]`` is out of range, or does not fit another.
+
+    ``before`` are the entries whose place it takes.
+    """
     where = f"param_groups[{index}]"
     given = group
     group = {**added_choices(kind), **group}
@@ -291,5 +292,7 @@ def check_values(kind: type[Declared], group: Mapping[str, Any], index: int) -> 
     kind.check(hypers, group)
     for check in (t.check for t in kind.transforms if t.check):
         check(group)
+    for scale in kind.fields_of(Scale):
+        check_own(scale, group.get(scale.name), before.get(scale.name), index)
     check_numbers(kind.fields_of(Scale), group, index)
     _check_keys(kind, given, index)

@@ -345,9 +345,15 @@ class TestErrors:
         optimizer.step()
         assert a.item() == 0.0
         assert optimizer.state_dict()["param_groups"][0]["lr_scale"] == 0.5
-        said = r"lr_scale of param_groups\[0\] is 0\.5, which no step reads, in place of the optimizer's own"
+        said = r"lr_scale of param_groups\[0\] is 0\.5, which no step reads, in place of numbers that are read"
         with pytest.raises(ValueError, match=said):
             co.SGD([{"params": [a], "lr_scale": 0.5}], lr_scale=lambda name, param: 2.0)
+        optimizer = co.SGD([a], lr_scale=lambda name, param: 2.0)
+        with pytest.raises(ValueError, match=said):
+            optimizer.param_groups[0]["lr_scale"] = 0.5
+        optimizer.param_groups = [{"params": [a], "lr_scale": 0.5}]
+        with pytest.raises(ValueError, match=said):
+            optimizer.step()
 
     def test_names_are_needed(self) -> None:
         params = [nn.Parameter(torch.ones(2))]
