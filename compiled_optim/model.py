@@ -110,8 +110,7 @@ def to_low_precision(
         replacement = new[id(tensor)][1] if id(tensor) in new else tensor
         return tensor if tensor.dtype == replacement.dtype else replacement
 
-    for module in model.modules():
-        module._apply(converted, recurse=False)  # type: ignore[no-untyped-call]
+    model._apply(converted)  # type: ignore[no-untyped-call]
     return model
 
 

@@ -45,8 +45,9 @@ class CompiledOptimizer(Declared, Optimizer):
             optimizers that add it. See :func:`~compiled_optim.rule.decay.decay`.
         decouple_lr: divide ``weight_decay`` by ``max_lr``, so that at that learning rate a step takes ``weight_decay`` of
             the parameter away, and at others in proportion; per group, for optimizers with ``weight_decay``.
-        max_lr: what ``decouple_lr`` divides by, and 0 for no decay. None: each group's own ``lr`` when it is made. torch's
-            OneCycleLR writes its peak there. It is an entry of groups with ``decouple_lr``, and where it was given.
+        max_lr: what ``decouple_lr`` divides by, and 0 for no decay. None: each group's own ``lr`` when it is made: pass it
+            where a schedule goes above that, or decay is more than ``weight_decay``. torch's OneCycleLR writes its peak
+            there. It is an entry of groups with ``decouple_lr``, and where it was given.
         cautious: move only elements whose step goes against their gradient, and those the more (arXiv:2411.16085); per
             group, for optimizers that work element by element on dense gradients. See
             :func:`~compiled_optim.rule.cautious.cautious`. Both parts of a complex number are elements.

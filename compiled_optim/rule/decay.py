@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -59,10 +60,22 @@ def decay(rule: Rule) -> Rule:
     )
 
 
-def check_decay(choices: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` where one of a group's choices decouples weight decay and the other forbids it."""
-    if choices.get(_TORCHS) and choices.get(_WD.name) is False:
+def check_decay(group: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` where one of a group's choices decouples weight decay and the other forbids it.
+
+    Warn where ``max_lr`` is about to become 0 unasked, by which weights would never decay.
+    """
+    if group.get(_TORCHS) and group.get(_WD.name) is False:
         raise ValueError(f"{_WD.name}=False does not go with {_TORCHS}=True")
+    is_open = group.get(_LR.name) and group.get(_MAX_LR.name) is None
+    if is_open and _is_known_0(group["lr"]) and not _is_known_0(group["weight_decay"]):
+        message = "weights will not decay: max_lr, which decouple_lr divides weight_decay by, is the group's first lr, 0"
+        warnings.warn(f"{message}; pass the learning rate that a schedule reaches as max_lr", UserWarning, stacklevel=2)
+
+
+def _is_known_0(number: Any) -> bool:
+    """Whether ``number`` is 0; a tensor is not read, since that may wait for a device."""
+    return isinstance(number, (int, float)) and number == 0
 
 
 def _is_decoupled(choices: Mapping[str, Any]) -> bool:

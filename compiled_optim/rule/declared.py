@@ -145,9 +145,13 @@ class Declared:
             means=(cls.means,) if hasattr(cls, "means") else (),
             axes=getattr(cls, "axes", None),
         )
+        rule.check()  # what its author wrote, before transforms hide whose mistake it is
         is_elementwise = (cls.granularity, cls.gradients) == ("element", "dense")
         transforms = [t.by for t in cls.transforms if is_elementwise or not t.elementwise]
-        return functools.reduce(lambda transformed, by: by(transformed), transforms, rule)
+        transformed = functools.reduce(lambda before, by: by(before), transforms, rule)
+        if transformed is not rule:
+            transformed.check()
+        return transformed
 
     @staticmethod
     def check(hypers: Mapping[str, Any], statics: Mapping[str, Any]) -> None:

@@ -102,12 +102,6 @@ class Rule(Declaration):
 
     Where ``coefficients`` returns a number named ``weight_decay``, ``update`` adds that number times the parameter to the
     gradient. ``added`` names the choices that transforms added to those of the rule.
-
-    Both functions are run when the rule is made, once for every combination of its own choices, with the last one that was
-    ``added`` made and the others not.
-
-    Raises:
-        TypeError: a function takes or returns a name that is not declared, leaves one out, or does what a kernel cannot.
     """
 
     coefficients: Callable[..., dict[str, Any]]
@@ -119,7 +113,12 @@ class Rule(Declaration):
     added: tuple[str, ...] = ()
     axes: Callable[..., Sequence[int]] | None = None
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Run both functions, once for every combination of the rule's own choices, with the last ``added`` one made.
+
+        Raises:
+            TypeError: a function takes or returns a name that is not declared, leaves one out, or does what a kernel cannot.
+        """
         if self.means and (self.granularity != "element" or self.gradients != "dense"):
             raise TypeError(f"{self.name}.means is for an elementwise update with dense gradients")
         declared = {f.name for f in (*self.hypers, *self.scalars, *self.statics, *self.scales)}

@@ -290,7 +290,7 @@ def check_values(kind: type[Declared], group: Mapping[str, Any], before: Mapping
         if hypers[hyper.name] is not None or not hyper.like:
             hyper.checked(hypers[hyper.name], where)
     kind.check(hypers, group)
-    for check in (t.check for t in kind.transforms if t.check):
+    for check in dict.fromkeys(t.check for t in kind.transforms if t.check):
         check(group)
     for scale in kind.fields_of(Scale):
         check_own(scale, group.get(scale.name), before.get(scale.name), index)

@@ -166,6 +166,14 @@ class TestToLowPrecision:
         for name, value in model.state_dict().items():
             assert torch.equal(value, before[name].to(value.dtype))
 
+    def test_modules_that_convert_in_their_own_way(self) -> None:
+        class Own(nn.Linear):
+            def _apply(self, fn: Any) -> Any:  # type: ignore[override]
+                return super()._apply(fn)
+
+        model = co.to_low_precision(nn.Sequential(nn.Linear(2, 2), Own(2, 2)))
+        assert {p.dtype for p in model.parameters()} == {BF16}
+
     def test_what_is_shared_stays_shared(self) -> None:
         model = Block()
         model.again = nn.Module()

@@ -89,7 +89,10 @@ def test_how_much_is_left_without_gradients(optimizer: type[co.CompiledOptimizer
     params = [Parameter(torch.full((2, 3), 2.0, dtype=torch.float64)) for _ in range(4)]
     groups = [{}, {"lr": 0.01}, {"lr": 0.0}, {"max_lr": 0.0}]
     own = [{"params": [param], **group} for param, group in zip(params, groups, strict=True)]
-    made = optimizer(own, lr=0.1, weight_decay=0.25, decouple_lr=True, **({"lambd": 0.0} if optimizer is co.ASGD else {}))
+    options = {"lr": 0.1, "weight_decay": 0.25, "decouple_lr": True, **({"lambd": 0.0} if optimizer is co.ASGD else {})}
+    with pytest.warns(UserWarning, match="weights will not decay: max_lr, .*, is the group's first lr, 0; pass") as warned:
+        made = optimizer(own, **options)
+    assert len(warned) == 1
     for param in params:
         param.grad = torch.zeros_like(param)
     for _ in range(2):

@@ -186,7 +186,8 @@ class TestWhatUnitScalingDoesWrong:
             results.append(param.detach())
         assert torch.equal(*results)
         twin, plain = _tagged((4, 16)), _tagged((4, 16))
-        without = KINDS[name]([twin], lr=0.0, weight_decay=0.1), KINDS[name]([plain], lr=0.0)  # and no max_lr: no decay
+        with pytest.warns(UserWarning, match="weights will not decay"):
+            without = KINDS[name]([twin], lr=0.0, weight_decay=0.1), KINDS[name]([plain], lr=0.0)
         for optimizer in without:
             optimizer.param_groups[0]["lr"] = 0.1
             optimizer.param_groups[0]["params"][0].grad = torch.ones(4, 16)
