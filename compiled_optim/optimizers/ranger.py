@@ -18,7 +18,7 @@ class Ranger(CompiledOptimizer):
         betas: how much of the average of gradients, and of their squares, stays from one step to the next.
         weight_decay: a step takes ``lr`` times this number times the parameter away from the parameter.
         eps: keeps the divisor from 0, in units of the gradient.
-        k: steps from one synchronization with the slow copy to the next.
+        k: steps from one synchronization with the slow copy to the next, on average where it is no whole number.
         alpha: how far the slow copy moves towards the parameter then, from 0 to 1.
 
     The other arguments, and what is raised: :class:`~compiled_optim.optimizer.CompiledOptimizer`.
