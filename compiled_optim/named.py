@@ -123,6 +123,9 @@ def _load_parts(
         )
         if strict:
             refuse(report, ", ".join(type(optimizer).__name__ for optimizer in optimizers))
+        targets = [target for each in prepared for target in each.targets]
+        for each in prepared:
+            each.set_apart(targets)
         for each in prepared:
             each.write()
     for optimizer in optimizers:

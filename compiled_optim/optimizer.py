@@ -329,11 +329,11 @@ class CompiledOptimizer(Declared, Optimizer):
                 interrupt (Ctrl-C) while the tensors are copied can leave part of a load; another load mends that.
         """
         with self._engine.lock:
-            report, write = self._engine.prepare_load(state_dict, strict, hyperparameters)
-            write()
+            prepared = self._engine.prepare_load(state_dict, strict, hyperparameters)
+            prepared.write()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
-        return report
+        return prepared.report
 
     def __getstate__(self) -> dict[str, Any]:
         own = self._engine.holdings

@@ -7,7 +7,7 @@ checks everything. Only then does it write, into the live tensors, so that whate
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -47,10 +47,14 @@ class PreparedLoad(NamedTuple):
 
     Attributes:
         report: what it leaves out.
+        targets: the tensors that it writes into.
+        set_apart: lets other tensors be written before it, such as the targets of other loads that it may read from.
         write: writes the rest, which cannot fail.
     """
 
     report: LoadReport
+    targets: list[Tensor]
+    set_apart: Callable[[Iterable[Tensor]], None]
     write: Callable[[], None]
 
 
@@ -127,17 +131,24 @@ def prepare_load(
             conflicts += decay_conflicts(declaration, groups, sources, saved["param_groups"])
         made, copies, entries, problems = check_state(declaration, groups, state, pairs, group_values, known)
         names = names_to_take(groups, saved["param_groups"])
-        writes = Writes(group_values, made, copies, names, entries, others).set_apart(groups)
+        writes = Writes(group_values, made, copies, names, entries, others)
+        targets = writes.targets(groups)
+        writes = writes.set_apart(targets)
     report = LoadReport(missing, unexpected + orphans, problems + conflicts)
     if strict:
         refuse(report, declaration.name)
+
+    @torch.no_grad()
+    def set_apart(written: Iterable[Tensor]) -> None:
+        nonlocal writes
+        writes = writes.set_apart(written)
 
     @torch.no_grad()
     def write() -> None:
         writes.write(groups, state)
         aliases.update(saved.get("aliases", {}) if names else {})
 
-    return PreparedLoad(report, write)
+    return PreparedLoad(report, targets, set_apart, write)
 
 
 def refuse(report: LoadReport, name: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -43,22 +43,25 @@ class Writes(NamedTuple):
     entries: list[tuple[Tensor, Entries]]
     others: dict[Any, Any]
 
-    def set_apart(self, groups: Sequence[ParamGroup]) -> Writes:
-        """The same writes with copies whose order does not matter, as where a state dict holds the live tensors.
-
-        A tensor that is its own source is left alone. A source is cloned if it lies in memory that is written, by another
-        copy or because it is a hyperparameter.
-        """
-        copies = [(target, source) for target, source in self.copies if not is_same(target, source)]
+    def targets(self, groups: Sequence[ParamGroup]) -> list[Tensor]:
+        """The tensors that are written into: of hyperparameters and of state, but for those that are their own source."""
         filled = [
             tensor
             for index, values in self.group_values.items()
             for key in values.keys() & groups[index].live.keys()
             for tensor in groups[index].tensors(key)
         ]
-        written = sorted(span(local(t)) for t in (*filled, *(target for target, _ in copies)))
-        starts = [start for start, _ in written]
-        ends = list(itertools.accumulate((end for _, end in written), max))
+        return filled + [target for target, source in self.copies if not is_same(target, source)]
+
+    def set_apart(self, written: Iterable[Tensor]) -> Writes:
+        """The same writes, before or after others into ``written``, as where a state dict holds the live tensors.
+
+        A tensor that is its own source is left alone. A source is cloned if it lies in the memory of ``written``.
+        """
+        copies = [(target, source) for target, source in self.copies if not is_same(target, source)]
+        spans = sorted(span(local(tensor)) for tensor in written)
+        starts = [start for start, _ in spans]
+        ends = list(itertools.accumulate((end for _, end in spans), max))
 
         def is_written(source: Tensor) -> bool:
             start, end = span(local(source))

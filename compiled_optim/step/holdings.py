@@ -200,13 +200,13 @@ class Holdings:
     ) -> PreparedLoad:
         """Check what copies a state dict into groups and state; an error where it does not fit."""
         groups, state, aliases = self.own_groups, self.state, self.aliases
-        report, write = checkpoint.prepare_load(self.kind, groups, state, aliases, saved, strict, hyperparameters)
+        prepared = checkpoint.prepare_load(self.kind, groups, state, aliases, saved, strict, hyperparameters)
 
         def write_and_note() -> None:
-            write()
+            prepared.write()
             self._note_names()
 
-        return PreparedLoad(report, write_and_note)
+        return prepared._replace(write=write_and_note)
 
     def _group(self, values: Mapping[str, Any], index: int) -> ParamGroup:
         params = values["params"] or [torch.empty(0)]  # on the default device

@@ -162,6 +162,22 @@ class TestOtherSplits:
         assert not any(co.load_named_state_dict(second, saved))
         _same_future((first, model), (second, twin))
 
+    @pytest.mark.parametrize("order", [1, -1])
+    def test_state_changes_places(self, order: int) -> None:
+        """The sources are live tensors, which are written too, some of them before they are read."""
+        model = {name: nn.Parameter(torch.ones(3, dtype=torch.float64)) for name in "abc"}
+        optimizers = _adamws(model, ("a", "b"), ("c",))[::order]
+        _train(optimizers, model, range(2))
+        saved = co.named_state_dict(optimizers)
+        before = copy.deepcopy(saved["state"])
+        moved = {"a": "c", "b": "a", "c": "b"}
+        saved["state"] = {name: saved["state"][source] for name, source in moved.items()}
+        assert not any(co.load_named_state_dict(optimizers, saved))
+        after = co.named_state_dict(optimizers)["state"]
+        for name, source in moved.items():
+            assert all(torch.equal(after[name][key], before[source][key]) for key in ("exp_avg", "exp_avg_sq"))
+            assert not torch.equal(after[name]["exp_avg"], before[name]["exp_avg"])
+
     def test_hyperparameters_that_disagree_are_refused(self) -> None:
         model = _model()
         first = _adamws(model, ("a.weight", "a.bias", "norm"), ("b.weight", "scale"))

@@ -76,16 +76,16 @@ def prepare_load(
             _unpack(fresh, own, _places(order, sizes))
     for name, value in fresh.items():
         check_writable(memory[name], f"the optimizer's own {name}", tuple(value.shape), value)
-    report, write = holdings.prepare_load(state_dict, strict, hyperparameters)
+    prepared = holdings.prepare_load(state_dict, strict, hyperparameters)
 
     @torch.no_grad()
     def write_with_memory() -> None:
-        write()
+        prepared.write()
         if order is not None:
             for name, value in fresh.items():
                 memory[name].copy_(value)
 
-    return PreparedLoad(report, write_with_memory)
+    return prepared._replace(targets=[*prepared.targets, *memory.values()], write=write_with_memory)
 
 
 @naming("the state dict", passing=(ValueError, TypeError))
