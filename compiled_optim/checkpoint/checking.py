@@ -10,10 +10,11 @@ from torch import Tensor
 
 from compiled_optim.checkpoint.matching import Pairs
 from compiled_optim.checkpoint.others import Entries, copied
-from compiled_optim.checkpoint.saved_values import Unloadable, as_buffer, as_number, described, naming
+from compiled_optim.checkpoint.saved_values import Unloadable, as_buffer, as_number, described, is_set, naming
 from compiled_optim.checkpoint.writing import Copies, GroupValues, check_writable, is_same
 from compiled_optim.groups.param_group import ROUNDING, ParamGroup
 from compiled_optim.memory.layout import obstacle
+from compiled_optim.rule.fields import Hyper
 from compiled_optim.rule.rule import Declaration
 from compiled_optim.state import OptimizerState, initial_values, missing_entries, scalar_names, structure
 from compiled_optim.torch_internals import outside_inference_mode
@@ -28,6 +29,8 @@ def check_groups(
 ) -> tuple[GroupValues, list[str]]:
     """What each group takes from the saved groups that its parameters were in, except the keys in ``skipped``.
 
+    A hyperparameter that goes with a choice is not taken where only the saved groups made that.
+
     Returns hyperparameters as Python numbers and copies of other values, and where the saved groups of one group disagree. A
     value that cannot be read, or is out of range, is an error.
     """
@@ -39,7 +42,8 @@ def check_groups(
     for index, saved_indices in sources.items():
         group, theirs_of_it = groups[index], [saved_groups[i] for i in saved_indices]
         conflicts += [f"{group.label}: {problem}" for problem in _of_another_optimizer(declaration, group, theirs_of_it)]
-        for key in dict.fromkeys(k for g in theirs_of_it for k in g if k not in skipped):
+        unread = {h.name for h in declaration.hypers if any(_is_read_there_only(h, group, g) for g in theirs_of_it)}
+        for key in dict.fromkeys(k for g in theirs_of_it for k in g if k not in skipped and k not in unread):
             read = _numbers if key in group.live else _copied
             found = [read(group, key, g[key]) for g in theirs_of_it if key in g]
             if all(_equal(value, found[0]) for value in found[1:]):
@@ -48,6 +52,11 @@ def check_groups(
                 shown = ", ".join(map(described, found))
                 conflicts.append(f"{group.label}: its parameters were in groups with different {key}: [{shown}]")
     return values, conflicts
+
+
+def _is_read_there_only(hyper: Hyper, group: ParamGroup, saved: Mapping[str, Any]) -> bool:
+    """Whether only the saved group made the choice with which ``hyper`` goes."""
+    return hyper.when is not None and not group.get(hyper.when) and is_set(saved, hyper.when, group.label)
 
 
 def _of_another_optimizer(

@@ -7,17 +7,16 @@ last gradient negated, and StableAdamW a copy of its ``eps``.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from compiled_optim.checkpoint.decay import DECOUPLED
 from compiled_optim.checkpoint.forms import beside_parameters, with_others
-from compiled_optim.checkpoint.matching import Pairs
-from compiled_optim.checkpoint.saved_values import Unloadable, as_number, as_tensor, described, naming
+from compiled_optim.checkpoint.saved_values import Unloadable, as_number, as_tensor, described, is_set, naming
 from compiled_optim.groups.names import parameter_name
-from compiled_optim.groups.param_group import ParamGroup
 from compiled_optim.rule.declared import every_option_name
 from compiled_optim.rule.rule import Declaration
 
@@ -26,7 +25,6 @@ _MARKS = {"setup", "gradient_release", "kahan_sum"}
 _BETAS = ("beta1", "beta2", "beta3")
 _OPTIONS = {*_MARKS, *_BETAS, "triton", "foreach", "torch_init", "decouple_lr", "decouple_wd", "max_lr", "step"}
 _DEBIASED = {2: ("exp_avg", "exp_avg_sq"), 3: ("exp_avg", "exp_avg_diff", "exp_avg_sq")}  # by the number of betas
-_DECOUPLED = ("decoupled_weight_decay", "decouple_wd")  # what optimi's decouple_wd is called here
 
 _FORMS: dict[frozenset[str], tuple[str, ...]] = {
     frozenset({"momentum", "dampening"}): ("momentum_buffer",),
@@ -37,7 +35,7 @@ _FORMS: dict[frozenset[str], tuple[str, ...]] = {
 }
 """The buffers of the optimizers that optimi has, by the options that groups of each hold besides :data:`_SHARED`."""
 
-_SHARED = {"lr", "weight_decay", *_DECOUPLED, "decouple_lr", "max_lr"}
+_SHARED = {"lr", "weight_decay", *DECOUPLED, "decouple_lr", "max_lr"}
 _WITHOUT_EFFECT = ("foreach", "capturable", "differentiable", "fused", "params", "param_names")
 _DEFAULTS: dict[str, Any] = {
     **dict.fromkeys(("decouple_lr", "kahan_sum", "foreach", "triton", "gradient_release"), False),
@@ -58,7 +56,7 @@ def from_optimi(state_dict: Mapping[str, Any], declaration: Declaration | None =
     """
     state: dict[Any, dict[str, Any]] = {}
     groups = []
-    chooses_decay = declaration is not None and any(s.name in _DECOUPLED for s in declaration.statics)
+    chooses_decay = declaration is not None and any(s.name in DECOUPLED for s in declaration.statics)
     for i, group in enumerate(state_dict["param_groups"]):
         where = f"param_groups[{i}] of the optimi checkpoint"
         with naming(where):
@@ -75,28 +73,23 @@ def from_optimi(state_dict: Mapping[str, Any], declaration: Declaration | None =
 
 def _group(group: Mapping[str, Any], betas: tuple[float, ...], where: str) -> dict[str, Any]:
     values = {key: value for key, value in group.items() if key not in _OPTIONS}
-    by_lr = _is_set(group, "decouple_lr", where)
+    by_lr = is_set(group, "decouple_lr", where)
     values |= {"decouple_lr": True} if by_lr else {}
     values |= {"max_lr": group["max_lr"]} if group.get("max_lr") is not None else {}
     if "decouple_wd" in group:
         name = "decoupled_weight_decay" if betas and "k" not in group else "decouple_wd"
-        values[name] = by_lr or _is_set(group, "decouple_wd", where)
+        values[name] = by_lr or is_set(group, "decouple_wd", where)
     if betas:
         return values | {"betas": betas}
     if "dampening" in group:
-        values["dampening"] = group.get("momentum", 0.0) if _is_set(group, "dampening", where) else 0.0
+        values["dampening"] = group.get("momentum", 0.0) if is_set(group, "dampening", where) else 0.0
     return values
-
-
-def _is_set(group: Mapping[str, Any], option: str, where: str) -> bool:
-    value = group.get(option)
-    return value is not None and as_number(value, f"{option} of {where}") != 0
 
 
 def _param_state(saved: Mapping[str, Any], group: Mapping[str, Any], betas: tuple[float, ...], where: str) -> dict[str, Any]:
     kept = {key: value for key, value in saved.items() if key != "step"}
     compensation = kept.get("kahan_comp")
-    is_compensated = _is_set(group, "kahan_sum", where) and getattr(compensation, "itemsize", 2) == 2
+    is_compensated = is_set(group, "kahan_sum", where) and getattr(compensation, "itemsize", 2) == 2
     if not is_compensated or getattr(compensation, "dtype", None) == torch.uint8:
         kept.pop("kahan_comp", None)  # a placeholder for optimi's Triton kernels
     if foreign := [k for k in kept if k not in STATE]:
@@ -112,31 +105,6 @@ def _param_state(saved: Mapping[str, Any], group: Mapping[str, Any], betas: tupl
     if "prev_grad" in kept:
         kept["prev_grad"] = -as_tensor(kept["prev_grad"], f"prev_grad of {where}")
     return {"step": count, **kept}
-
-
-def decay_conflicts(
-    declaration: Declaration, groups: Sequence[ParamGroup], pairs: Pairs, saved_groups: Sequence[Mapping[str, Any]]
-) -> list[str]:
-    """Where ``groups`` decay weights in another way than the groups of :func:`from_optimi` that they are loaded from.
-
-    These choices stay the optimizer's own, and the ``weight_decay`` that is loaded would mean something else.
-    """
-    names = {s.name for s in declaration.statics}
-    found: dict[str, None] = {}
-    for index, saved_index in dict.fromkeys((ours.group, theirs.group) for ours, theirs in pairs):
-        group, saved = groups[index], saved_groups[saved_index]
-        by_lr, decoupled = bool(saved.get("decouple_lr")), [saved[name] for name in _DECOUPLED if name in saved]
-        if "decouple_lr" in names and by_lr != bool(group.get("decouple_lr")):
-            found[f"{group.label}: decouple_lr is {by_lr} in the checkpoint"] = None
-        if "decouple_wd" in names and decoupled and any(decoupled) != _is_decoupled(group):
-            found[f"{group.label}: decouple_wd is {any(decoupled)} in the checkpoint"] = None
-    return list(found)
-
-
-def _is_decoupled(group: Mapping[str, Any]) -> bool:
-    """Whether ``group``, of an optimizer for which that is a choice, decays weights apart from the gradient."""
-    asked = group.get("decouple_wd")
-    return bool(group.get("decoupled_weight_decay") or (group.get("decouple_lr") if asked is None else asked))
 
 
 def has_counterpart(declaration: Declaration) -> bool:
@@ -238,8 +206,8 @@ def _optimi_group(group: Mapping[str, Any], form: frozenset[str], step: int, whe
         options |= _dampening(_number(group["dampening"], f"dampening of {where}", least=-float("inf")), numbers, where)
     options["decouple_lr"] = bool(group.get("decouple_lr"))
     options["max_lr"] = None if group.get("max_lr") is None else _number(group["max_lr"], f"max_lr of {where}")
-    if "dampening" in form or any(key in group for key in _DECOUPLED):
-        options["decouple_wd"] = any(bool(group.get(key)) for key in _DECOUPLED)
+    if "dampening" in form or any(key in group for key in DECOUPLED):
+        options["decouple_wd"] = any(bool(group.get(key)) for key in DECOUPLED)
     own = every_option_name() | {"maximize", *_WITHOUT_EFFECT}
     rest = {key: value for key, value in group.items() if key not in own and key != "params"}
     names = {"param_names": list(group["param_names"])} if group.get("param_names") else {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import numbers
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -70,6 +70,12 @@ def as_number(value: Any, what: str, *, finite: bool = True) -> float:
         if finite and not math.isfinite(number):
             raise Unloadable(f"{what} is {number}")
     return number
+
+
+def is_set(group: Mapping[str, Any], option: str, where: str) -> bool:
+    """Whether ``option`` of a saved group, called ``where``, is there and neither None nor 0."""
+    value = group.get(option)
+    return value is not None and as_number(value, f"{option} of {where}") != 0
 
 
 def _item(tensor: Tensor, what: str) -> Any:

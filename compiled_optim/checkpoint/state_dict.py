@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from compiled_optim.checkpoint.checking import check_groups, check_state
+from compiled_optim.checkpoint.decay import decay_conflicts
 from compiled_optim.checkpoint.forms import FORMAT_VERSION, beside_parameters, read
 from compiled_optim.checkpoint.matching import match, names_to_take
-from compiled_optim.checkpoint.optimi import decay_conflicts, from_optimi, is_optimi
+from compiled_optim.checkpoint.optimi import from_optimi, is_optimi
 from compiled_optim.checkpoint.others import copied, is_lost_state, known_names
 from compiled_optim.checkpoint.saved_values import described, naming
 from compiled_optim.checkpoint.writing import Writes
@@ -127,8 +128,9 @@ def prepare_load(
         own = (*declaration.statics, *declaration.scales)
         skipped = {*kind.group_flags, *(choice.name for choice in own), "params", "param_names"}
         group_values, conflicts = check_groups(declaration, groups, sources, saved["param_groups"], skipped)
-        if is_optimi(given):
-            conflicts += decay_conflicts(declaration, groups, sources, saved["param_groups"])
+        for index, found in decay_conflicts(declaration, groups, sources, saved["param_groups"]).items():
+            conflicts += found
+            group_values[index] = {k: v for k, v in group_values[index].items() if k not in ("weight_decay", "max_lr")}
         made, copies, entries, problems = check_state(declaration, groups, state, pairs, group_values, known)
         names = names_to_take(groups, saved["param_groups"])
         writes = Writes(group_values, made, copies, names, entries, others)

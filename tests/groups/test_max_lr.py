@@ -186,24 +186,59 @@ class TestCheckpoints:
         optimizer.load_state_dict(self.run(), hyperparameters="keep")
         assert [group["max_lr"] for group in optimizer.param_groups] == [0.9, 0.9]
 
-    def test_the_choice_stays_the_optimizers_own(self) -> None:
-        optimizer = made(2, lr=0.9)
-        optimizer.load_state_dict(self.run())
-        assert decayed(optimizer) == pytest.approx([1 - 0.1 * 0.5, 1 - 0.2 * 0.5])
-        for group in optimizer.param_groups:
-            group["decouple_lr"] = True
-        assert [group["max_lr"] for group in optimizer.param_groups] == [0.1, 0.4]
+    @pytest.mark.parametrize(("kind", "ours"), [(co.AdamW, False), (co.AdamW, True), (torch.optim.AdamW, True)])
+    @pytest.mark.parametrize("decay", [(0.5, 0.0), (0.0, 0.5), (0.5, 0.1)])
+    def test_another_meaning_of_decay_is_refused(self, kind: Any, ours: bool, decay: tuple[float, float]) -> None:
+        """The choice stays the optimizer's own, and so does ``weight_decay`` where the rest is loaded."""
+        choice = {} if ours else {"decouple_lr": True}
+        saved = kind([{"params": [p]} for p in params(2)], lr=0.2, weight_decay=decay[0], **choice).state_dict()
+        optimizer = made(2, lr=0.9, weight_decay=decay[1], decouple_lr=ours)
+        before = optimizer.hyperparameters()
+        message = rf'param_groups\[0\]: decouple_lr is {not ours} in the checkpoint, .* hyperparameters="keep" keeps'
+        with pytest.raises(ValueError, match=message):
+            optimizer.load_state_dict(saved)
+        assert optimizer.hyperparameters() == before
+        assert not any(optimizer.load_state_dict(saved, hyperparameters="keep"))
+        report = optimizer.load_state_dict(saved, strict=False)
+        assert [problem.split(",")[0] for problem in report.mismatched] == [
+            f"param_groups[{i}]: decouple_lr is {not ours} in the checkpoint" for i in range(2)
+        ]
+        assert optimizer.hyperparameters() == [{**group, "lr": 0.2} for group in before]
+        assert all(("max_lr" in group) == ours for group in optimizer.param_groups)
 
-    def test_of_torch_and_for_torch(self) -> None:
+    def test_without_decay_the_choice_stays_the_optimizers_own(self) -> None:
+        saved = made(2, lr=0.2, weight_decay=0.0, decouple_lr=True).state_dict()
+        optimizer = made(2, lr=0.9, weight_decay=0.0)
+        assert not any(optimizer.load_state_dict(saved))
+        assert not any("max_lr" in group for group in optimizer.param_groups)
+        for kind in (torch.optim.AdamW, co.AdamW):
+            optimizer = made(2, lr=0.9, weight_decay=0.0, decouple_lr=True)
+            theirs = kind([{"params": [p]} for p in params(2)], lr=0.2, weight_decay=0.0)
+            assert not any(optimizer.load_state_dict(theirs.state_dict()))
+            assert [(group["lr"], group["max_lr"]) for group in optimizer.param_groups] == [(0.2, 0.9)] * 2
+
+    @pytest.mark.parametrize("ours", [False, True])
+    @pytest.mark.parametrize(("kind", "name"), [(co.SGD, "decouple_wd"), (co.Adam, "decoupled_weight_decay")])
+    def test_decay_apart_from_the_gradient(self, kind: Any, name: str, ours: bool) -> None:
+        def make(is_decoupled: bool, weight_decay: float = 0.3) -> co.CompiledOptimizer:
+            made: co.CompiledOptimizer = kind(params(), lr=0.1, weight_decay=weight_decay, **{name: is_decoupled})
+            return made
+
+        assert not any(make(ours).load_state_dict(make(ours).state_dict()))
+        assert not any(make(ours, 0.0).load_state_dict(make(not ours, 0.0).state_dict()))
+        with pytest.raises(ValueError, match=f"decouple_wd is {not ours} in the checkpoint, .*keep"):
+            make(ours).load_state_dict(make(not ours).state_dict())
+        theirs = getattr(torch.optim, kind.__name__)(params(), lr=0.1, weight_decay=0.3)
+        if ours:
+            with pytest.raises(ValueError, match=r"decouple_wd is False in the checkpoint, .*keep"):
+                make(ours).load_state_dict(theirs.state_dict())
+        else:
+            assert not any(make(ours).load_state_dict(theirs.state_dict()))
+
+    def test_for_torch(self) -> None:
         theirs = torch.optim.AdamW([{"params": [p]} for p in params(2)], lr=0.05)
         theirs.load_state_dict(self.run())
         decayed(theirs)
-        theirs = torch.optim.AdamW([{"params": [p]} for p in params(2)], lr=0.05, weight_decay=0.5)
-        decayed(theirs)
-        optimizer = made(2, decouple_lr=True)
-        optimizer.load_state_dict(theirs.state_dict())
-        assert [(group["lr"], group["max_lr"]) for group in optimizer.param_groups] == [(0.05, 0.1)] * 2
-        assert decayed(optimizer) == pytest.approx([0.75, 0.75])
 
 
 def _assigned(key: str, value: Any) -> None:
