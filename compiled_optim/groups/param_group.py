@@ -336,10 +336,19 @@ class ParamGroup(WatchedDict[str, Any]):
     def values(self) -> ValuesView[Any]:  # type: ignore[override]
         return ValuesView(self)
 
+    def __delitem__(self, key: str) -> None:
+        """As ``dict.__delitem__``; ``ValueError`` where steps would go on to read what is no entry any more."""
+        choice = self._hypers[key].when if key in self._hypers else None
+        if choice and self.get(choice) and key in self:
+            raise ValueError(f"{key} of {self.label} cannot be removed: {choice}=True reads it; set {choice} to False first")
+        super().__delitem__(key)
+
     def pop(self, key: str, *default: Any) -> Any:
-        value = self.get(key)
-        removed = super().pop(key, *default)
-        return value if key in self._hypers and value is not None else removed
+        if key not in self:
+            return super().pop(key, *default)
+        value = self[key]
+        del self[key]
+        return value
 
     def popitem(self) -> tuple[str, Any]:
         key = next(reversed(self))

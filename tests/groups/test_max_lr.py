@@ -268,6 +268,37 @@ def test_mistakes(mistake: str) -> None:
         make()
 
 
+@pytest.mark.parametrize(
+    "remove",
+    [
+        lambda group: group.__delitem__("max_lr"),
+        lambda group: group.pop("max_lr"),
+        lambda group: group.pop("max_lr", None),
+        lambda group: [group.popitem() for _ in range(20)],
+    ],
+    ids=["del", "pop", "pop with a default", "popitem"],
+)
+def test_it_stays_while_steps_read_it(remove: Callable[[Any], Any]) -> None:
+    optimizer = made(decouple_lr=True)
+    group = optimizer.param_groups[0]
+    group["max_lr"] = 0.4
+    with pytest.raises(ValueError, match=r"max_lr of param_groups\[0\] cannot be removed: decouple_lr=True reads it; set"):
+        remove(group)
+    assert optimizer.hyperparameters()[0]["max_lr"] == optimizer.state_dict()["param_groups"][0]["max_lr"] == 0.4
+
+
+def test_it_goes_where_nothing_reads_it() -> None:
+    optimizer = made(decouple_lr=True)
+    group = optimizer.param_groups[0]
+    group["decouple_lr"] = False
+    assert group.pop("max_lr") == 0.1
+    assert "max_lr" not in optimizer.hyperparameters()[0]
+    assert group.pop("max_lr", None) is None
+    with pytest.raises(KeyError, match="max_lr"):
+        del group["max_lr"]
+    assert decayed(optimizer) == pytest.approx([0.95])
+
+
 def test_a_mistake_in_a_group_changes_nothing() -> None:
     optimizer = co.Adam(params(), lr=0.1, decoupled_weight_decay=True)
     with pytest.raises(ValueError, match="decouple_wd=False does not go with"):
