@@ -32,7 +32,7 @@ def named_state_dict(optimizer: Optimizers) -> dict[str, Any]:
 
     Raises:
         ValueError: the optimizers' parameters have no names, or two of them the same; or a parameter is in two optimizers,
-            or one of several keeps state under the key of no parameter.
+            or one of several keeps state under the key of no parameter, or has a group with an entry ``"optimizer"``.
     """
     if isinstance(optimizer, CompiledOptimizer):
         return named(optimizer.state_dict())
@@ -46,6 +46,8 @@ def named_state_dict(optimizer: Optimizers) -> dict[str, Any]:
         with _naming(label):
             part = named(each.state_dict())
             _check_alone(part)
+            if any("optimizer" in group for group in part["param_groups"]):
+                raise ValueError("a group has an entry 'optimizer', which a state dict of several uses itself")
         for name in (*(name for group in part["param_groups"] for name in group["params"]), *part.get("aliases", {})):
             if (other := owners.setdefault(name, label)) != label:
                 raise ValueError(f"{other} and {label} both have a parameter '{name}'")

@@ -298,6 +298,14 @@ class TestMistakes:
         with pytest.raises(ValueError, match=r"the state holds 'lost', which is no parameter's"):
             co.load_named_state_dict(pair, saved)
 
+    def test_an_entry_of_the_same_name(self) -> None:
+        pair = _pair(_model())
+        pair[1].param_groups[1]["optimizer"] = "mine"
+        with pytest.raises(ValueError, match=r"optimizers\[1\] \(AdamW\): a group has an entry 'optimizer', which"):
+            co.named_state_dict(pair)
+        assert co.named_state_dict(pair[1])["param_groups"][1]["optimizer"] == "mine"
+        assert pair[1].param_groups[1]["optimizer"] == "mine"
+
     @pytest.mark.parametrize(
         "call", [co.named_state_dict, lambda o: co.load_named_state_dict(o, {"state": {}, "param_groups": []})]
     )
