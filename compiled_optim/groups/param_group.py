@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from compiled_optim.groups.by_name import kept
 from compiled_optim.groups.live import Live, address
 from compiled_optim.groups.numbers import Numbers
 from compiled_optim.groups.reading import Reading, unread
@@ -93,7 +94,8 @@ class ParamGroup(WatchedDict[str, Any]):
         self.followers: weakref.WeakSet[Follower] = weakref.WeakSet()
         self._check = check
         self._hypers = {h.name: h for h in declaration.hypers}
-        self._structural = {s.name for s in (*declaration.statics, *declaration.scales)}
+        self._scales = {s.name for s in declaration.scales}
+        self._structural = {s.name for s in declaration.statics} | self._scales
         self._structural |= {"params", "maximize", "differentiable"}
         self._device = device
         self._is_meta = {p.is_meta for p in values["params"]} == {True}
@@ -112,7 +114,8 @@ class ParamGroup(WatchedDict[str, Any]):
                 self._put(hyper.name, [own], shown=hyper.when is None or bool(values.get(hyper.when)))
 
     def set_quietly(self, key: str, value: Any) -> None:
-        """Write without reporting; ``params`` becomes a list that reports."""
+        """Write without reporting; ``params`` becomes a list that reports, numbers by name a copy that nobody edits."""
+        value = kept(value) if key in self._scales else value
         super().set_quietly(key, WatchedList(self._changes, value) if key == "params" else value)
 
     def __getitem__(self, key: str) -> Any:

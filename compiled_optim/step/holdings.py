@@ -13,6 +13,7 @@ from torch import Tensor
 
 from compiled_optim.checkpoint import state_dict as checkpoint
 from compiled_optim.checkpoint.state_dict import PreparedLoad
+from compiled_optim.groups.by_name import kept
 from compiled_optim.groups.names import named_parameters, parameter_name, repeated, shared_name, without_aliases
 from compiled_optim.groups.param_group import ParamGroup
 from compiled_optim.groups.parameters import check_params, names_and_tensors
@@ -245,7 +246,9 @@ def group_entries(kind: type[Declared], options: Mapping[str, Any]) -> dict[str,
     """Those of the constructor's ``options`` that groups hold: a choice that torch.optim lacks only where it was made."""
     added = added_choices(kind)
     found = {name: options[name] for name in _group_keys(kind) if name in options}
-    return {name: value for name, value in found.items() if name not in added or value != added[name]}
+    scales = {scale.name for scale in kind.fields_of(Scale)}
+    chosen = {name: value for name, value in found.items() if name not in added or value != added[name]}
+    return {name: kept(value) if name in scales else value for name, value in chosen.items()}
 
 
 def as_defaults(kind: type[Declared], options: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

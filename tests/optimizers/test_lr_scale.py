@@ -6,6 +6,7 @@ import copy
 import functools
 import io
 import math
+import operator
 import pickle
 from collections.abc import Iterator
 from typing import Any
@@ -285,6 +286,37 @@ class TestWhoIsAsked:
                 co.SGD(pairs, lr_scale=scales)
 
 
+class TestDictsAreCopied:
+    """What counts is what was given."""
+
+    def test_edits_of_what_was_given_do_not_count(self) -> None:
+        scales, own = {"a": torch.tensor(0.5), "b": 0.5}, {"b": 0.25}
+        a, b = (nn.Parameter(torch.ones(1)) for _ in range(2))
+        optimizer = co.SGD([{"params": {"a": a}}, {"params": {"b": b}, "lr_scale": own}], lr=1.0, lr_scale=scales)
+        scales["a"].fill_(9.0)
+        own["b"] = -1.0
+        optimizer.param_groups[0]["maximize"] = True  # a change, after which numbers are looked up anew
+        for param in (a, b):
+            param.grad = torch.ones(1)
+        optimizer.step()
+        assert [p.item() for p in (a, b)] == [1.5, 0.75]
+
+    def test_nobody_edits_what_is_there(self) -> None:
+        group = _optimizer(lr_scale={"fc.bias": 0.5}).param_groups[0]
+        edits: list[Any] = [
+            lambda d: d.update(a=1.0),
+            lambda d: d.pop("fc.bias"),
+            lambda d: operator.setitem(d, "fc.bias", 9.0),
+        ]
+        for edit in edits:
+            with pytest.raises(TypeError, match="numbers by name are not edited where they are; assign another dict to"):
+                edit(group["lr_scale"])
+        for twin in (copy.deepcopy(group["lr_scale"]), pickle.loads(pickle.dumps(group["lr_scale"]))):
+            assert twin == {"fc.bias": 0.5}
+        group["lr_scale"] = group["lr_scale"] | {"fc.weight": 0.25}
+        assert group["lr_scale"] == {"fc.bias": 0.5, "fc.weight": 0.25}
+
+
 def _optimizer(**options: Any) -> co.CompiledOptimizer:
     return co.AdamW({"fc.weight": nn.Parameter(torch.ones(2, 2)), "fc.bias": nn.Parameter(torch.ones(2))}, **options)
 
@@ -400,7 +432,7 @@ class TestCheckpoints:
         reference.load_state_dict(saved)
         for theirs in (plain.state_dict(), reference.state_dict(), saved, optimizer.state_dict()):
             optimizer.load_state_dict(theirs)
-            assert optimizer.param_groups[0]["lr_scale"] is scales
+            assert optimizer.param_groups[0]["lr_scale"] == scales
 
     @pytest.mark.parametrize("flatten", [False, True])
     def test_of_torchs_distributed_package(self, flatten: bool) -> None:
