@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from torch import Tensor
+
+from compiled_optim.groups.names import canonical_name
 
 
 class ByName(dict[str, float]):
@@ -17,6 +20,27 @@ class ByName(dict[str, float]):
 
     def __init__(self, numbers: Mapping[str, Any]) -> None:
         super().__init__({k: n.item() if isinstance(n, Tensor) and n.numel() == 1 else n for k, n in numbers.items()})
+
+    def key_of(self, name: str) -> str:
+        """Under what ``name`` stands here: as it is, or else with other prefixes of module wrappers; itself if it does not.
+
+        Raises:
+            ValueError: it stands here with several other prefixes, and with different numbers.
+        """
+        if name in self or not (keys := self._by_short_name.get(canonical_name(name))):
+            return name
+        if len({self[key] for key in keys}) > 1:
+            raise ValueError(f"there are different numbers for '{name}', under {' and '.join(map(repr, keys))}")
+        return keys[0]
+
+    @functools.cached_property
+    def _by_short_name(self) -> dict[str, list[str]]:
+        """The keys that are names, by what they are without the prefixes of module wrappers."""
+        found: dict[str, list[str]] = {}
+        for key in self:
+            if isinstance(key, str):
+                found.setdefault(canonical_name(key), []).append(key)
+        return found
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise TypeError("numbers by name are not edited where they are; assign another dict to the group")

@@ -19,7 +19,7 @@ from torch import Tensor
 from compiled_optim import torch_internals
 from compiled_optim.groups.names import advising, parameter_name, parameters_of
 from compiled_optim.groups.param_group import ParamGroup
-from compiled_optim.groups.scales import number_of
+from compiled_optim.groups.scales import ignores_prefixes, number_of
 from compiled_optim.memory.addresses import Addresses, gradient
 from compiled_optim.memory.layout import has_memory, is_lost, obstacle, scalars_device, span
 from compiled_optim.memory.sharding import as_part_of, is_sharded, local, local_gradient, placement
@@ -265,6 +265,7 @@ def partition(
     ``ValueError`` says which parameter or state cannot be updated, and which state does not fit its parameter.
     """
     found: list[tuple[Member, dict[str, Any]]] = []
+    by_short_name = ignores_prefixes(rule.scales, groups)
     for i, group in enumerate(groups):
         initial = initial_values(rule, ChainMap(group.live, group))
         begun = {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in initial.items()}
@@ -287,7 +288,7 @@ def partition(
                 own_state.initial = begun
             for entry, tensor in missing.items():
                 own_state.set_quietly(entry, tensor)
-            lr_scale = math.prod(number_of(scale, group, i, j) for scale in rule.scales)
+            lr_scale = math.prod(number_of(scale, group, i, j, by_short_name=by_short_name) for scale in rule.scales)
             found.append((Member(param, groups, i, j, own_state, (*scalar_names(rule), *buffers), lr_scale), choices))
     written = [[m.param, *(m.entries[name] for name in rule.present_buffers(choices))] for m, choices in found]
     together: dict[tuple[Any, ...], list[Member]] = {}

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import difflib
 import functools
+import re
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any
 
 _OTHER_WORDS = {
     "learning_rate": "lr",
@@ -38,6 +40,32 @@ def hint(word: str, known: Collection[str]) -> str:
     """``"; did you mean lr?"``, or nothing."""
     found = meant(word, known)
     return f"; did you mean {found}?" if found else ""
+
+
+def mistyped(names: Iterable[str], known: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Each of ``names`` that is a ``known`` one but for the spelling of one word or the signs between words, and that one.
+
+    Other numbers, and words of another first letter such as ``encoder`` and ``decoder``, make another name.
+    """
+    others: dict[Any, list[tuple[str, str]]] = {}
+    for name in known:
+        for word, rest in _words(name):
+            others.setdefault(rest, []).append((word, name))
+    for name in names:
+        for word, rest in _words(name):
+            for other, wanted in others.get(rest, ()):
+                if word == other or _is_close(word, other):
+                    yield name, wanted
+
+
+def _is_close(word: str, other: str) -> bool:
+    return word.isalpha() and word[0] == other[0] and bool(difflib.get_close_matches(word, [other], 1, 0.81))
+
+
+def _words(name: str) -> list[tuple[str, Any]]:
+    """Each word and number in ``name``, with those before it and after it."""
+    words = tuple(re.findall(r"[^\W\d_]+|\d+", name.lower()))
+    return [(word, (words[:i], words[i + 1 :])) for i, word in enumerate(words)]
 
 
 def warn_of_entry(key: str, known: tuple[str, ...], group: str) -> None:

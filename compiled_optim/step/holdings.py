@@ -13,11 +13,11 @@ from torch import Tensor
 
 from compiled_optim.checkpoint import state_dict as checkpoint
 from compiled_optim.checkpoint.state_dict import PreparedLoad
-from compiled_optim.groups.by_name import kept
+from compiled_optim.groups.by_name import ByName, kept
 from compiled_optim.groups.names import named_parameters, parameter_name, repeated, shared_name, without_aliases
 from compiled_optim.groups.param_group import ParamGroup
 from compiled_optim.groups.parameters import check_params, names_and_tensors
-from compiled_optim.groups.scales import check_names, check_numbers, check_own
+from compiled_optim.groups.scales import check_names, check_numbers, check_own, ignores_prefixes
 from compiled_optim.groups.watched import Changes
 from compiled_optim.memory.layout import scalars_device
 from compiled_optim.plan.clipping import Clipping
@@ -129,13 +129,15 @@ class Holdings:
         return [group.unshown() if isinstance(group, ParamGroup) else {} for group in self.groups]
 
     def _check_scales(self) -> None:
-        """Raise ``ValueError`` where a dict of numbers that is new has a name which no parameter has."""
+        """Raise ``ValueError`` where a dict of numbers that is new does not fit the names of parameters."""
         names = [name for group in self.groups for name in group.get("param_names", ())]
-        pairs = [(scale, group.get(scale.name)) for scale in self.kind.fields_of(Scale) for group in self.groups]
-        for scale, given in pairs:
-            if isinstance(given, Mapping) and not any(given is known for known in self._scales):
-                check_names(scale, given, names, self.aliases)
-        self._scales = [given for _, given in pairs]
+        scales = self.kind.fields_of(Scale)
+        by_short_name = ignores_prefixes(scales, self.groups)
+        found = {id(group.get(scale.name)): (scale, group.get(scale.name)) for scale in scales for group in self.groups}
+        for scale, given in found.values():
+            if isinstance(given, ByName) and not any(given is known for known in self._scales):
+                check_names(scale, given, names, self.aliases, by_short_name=by_short_name)
+        self._scales = [given for _, given in found.values()]
 
     def _note_names(self) -> None:
         """Note whose the names are, for :meth:`_follow_names`."""

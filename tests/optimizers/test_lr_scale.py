@@ -8,6 +8,7 @@ import io
 import math
 import operator
 import pickle
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,7 +21,10 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as dcp
 
 import compiled_optim as co
+from compiled_optim.groups.by_name import ByName
+from compiled_optim.groups.scales import check_names
 from compiled_optim.optimizer import engine_of
+from compiled_optim.step import holdings
 
 SCALED = [c for c in registry() if hasattr(c, "rule")]
 FAR = [configurations(c)[1] for c in SCALED]
@@ -286,20 +290,118 @@ class TestWhoIsAsked:
                 co.SGD(pairs, lr_scale=scales)
 
 
+def _numbers(optimizer: co.CompiledOptimizer) -> list[float]:
+    """By parameter, what each step multiplies its learning rate with."""
+    members = [m for lowering in engine_of(optimizer).step.lowerings for m in lowering.plan.members]
+    numbers = [n for lowering in engine_of(optimizer).step.lowerings for n in lowering.plan.numbers["lr_scale"]]
+    by_place = {(m.group, m.index): number for m, number in zip(members, numbers, strict=True)}
+    return [by_place[place] for place in sorted(by_place)]
+
+
+def _params(*names: str) -> dict[str, nn.Parameter]:
+    return {name: nn.Parameter(torch.ones(2)) for name in names}
+
+
+class TestWhichNamesADictMayHave:
+    @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_checkpoint_wrapped_module."])
+    @pytest.mark.parametrize("where", ["constructor", "assigned", "added"])
+    def test_wrappers_do_not_matter(self, prefix: str, where: str) -> None:
+        plain = {"0.weight": 0.5, "0.bias": 0.25}
+        wrapped = {f"{prefix}{name}": number for name, number in plain.items()}
+        for scales, names in ((plain, wrapped), (wrapped, plain)):
+            if where == "constructor":
+                optimizer = co.SGD(_params(*names), lr_scale=scales)
+            elif where == "assigned":
+                optimizer = co.SGD(_params(*names))
+                optimizer.param_groups[0]["lr_scale"] = scales
+                optimizer.step()
+            else:
+                optimizer = co.SGD(_params("x"))
+                optimizer.add_param_group({"params": _params(*names), "lr_scale": scales})
+            assert _numbers(optimizer)[-2:] == [0.5, 0.25]
+
+    def test_where_names_are_apart_by_prefixes_alone(self) -> None:
+        assert _numbers(co.SGD(_params("a", "module.a"), lr_scale={"a": 0.5})) == [0.5, 1.0]
+        assert _numbers(co.SGD(_params("a"), lr_scale={"a": 0.5, "module.a": 0.25})) == [0.5]
+        assert _numbers(co.SGD(_params("module.a"), lr_scale={"a": 0.5, "_orig_mod.a": 0.5})) == [0.5]
+        with pytest.raises(ValueError, match=r"different numbers for 'module\.a', under 'a' and '_orig_mod\.a'"):
+            co.SGD(_params("module.a"), lr_scale={"a": 0.5, "_orig_mod.a": 0.25})
+
+    @pytest.mark.parametrize("prefix", ["", "_orig_mod."])
+    def test_one_dict_for_two_optimizers(self, prefix: str) -> None:
+        """And what comes later finds its number."""
+        model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+        scales = {name: 1 / (2 + i) for i, (name, _) in enumerate(model.named_parameters())}
+        pairs = [(f"{prefix}{name}", param) for name, param in model.named_parameters()]
+        assert _numbers(co.Muon(pairs[::2], lr_scale=scales)) == [1 / 2, 1 / 4]
+        optimizer = co.AdamW(pairs[1:2], lr_scale=scales)
+        assert _numbers(optimizer) == [1 / 3]
+        optimizer.add_param_group({"params": pairs[3:]})
+        assert _numbers(optimizer) == [1 / 3, 1 / 5]
+
+    @pytest.mark.parametrize(
+        ("scales", "names"),
+        [
+            ({"layers.10.weight": 0.5, "x": 0.5}, ["layers.11.weight", "x"]),
+            ({"layers.1.attn.q_proj.bias": 0.5, "x": 0.5}, ["layers.1.attn.q_proj.weight", "x"]),
+            ({"encoder.norm.bias": 0.5, "x": 0.5}, ["decoder.norm.bias", "x"]),
+            ({"layers.0.q_proj": 0.5, "x": 0.5}, ["layers.0.k_proj", "x"]),
+            ({"linear1.weight": 0.5, "x": 0.5}, ["linear2.weight", "x"]),
+            ({"fc.wieght": 0.5, "fc.weight": 0.5}, ["fc.weight"]),  # whose number is there
+        ],
+    )
+    def test_others_of_other_optimizers(self, scales: dict[str, float], names: list[str]) -> None:
+        co.SGD(_params(*names), lr_scale=scales)
+
+    @pytest.mark.parametrize("typo", ["fc.wieght", "fc.weigth", "Fc.weight", "fc_weight", "fc.weights", "module.fc.wight"])
+    def test_misspelled_ones(self, typo: str) -> None:
+        said = re.escape(f"lr_scale has a number for '{typo}', which no parameter is called; did you mean")
+        with pytest.raises(ValueError, match=f"{said} fc.weight?"):
+            _optimizer(lr_scale={"fc.bias": 0.5, typo: 0.5})
+
+    def test_many_names_are_checked_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """However many groups share a dict, and without comparing each name with each other."""
+        compared = checked = 0
+
+        class Name(str):
+            __hash__ = str.__hash__
+
+            def __eq__(self, other: object) -> bool:
+                nonlocal compared
+                compared += 1
+                return str.__eq__(self, other)
+
+        def count(scale: Any, chosen: Any, names: list[str], *args: Any, **kwargs: Any) -> None:
+            nonlocal compared, checked
+            names, compared, checked = [*map(Name, names)], 0, checked + 1
+            check_names(scale, ByName({Name(key): number for key, number in chosen.items()}), names, *args, **kwargs)
+            assert compared < 20 * len(names)
+
+        monkeypatch.setattr(holdings, "check_names", count)
+        pairs = [*_params(*[f"layers.{i}.weight" for i in range(800)]).items()]
+        scales = {name: 0.5 for name, _ in pairs} | {f"other.{i}": 0.5 for i in range(800)}
+        optimizer = co.SGD([{"params": pairs[i::40]} for i in range(40)], lr_scale=scales)
+        assert checked == 1
+        optimizer.param_groups[0]["maximize"] = True
+        optimizer.step()
+        assert checked == 1
+
+
 class TestDictsAreCopied:
     """What counts is what was given."""
 
     def test_edits_of_what_was_given_do_not_count(self) -> None:
-        scales, own = {"a": torch.tensor(0.5), "b": 0.5}, {"b": 0.25}
-        a, b = (nn.Parameter(torch.ones(1)) for _ in range(2))
+        scales, own = {"a": torch.tensor(0.5), "b": 0.5, "c": 0.5}, {"b": 0.25}
+        a, b, c = (nn.Parameter(torch.ones(1)) for _ in range(3))
         optimizer = co.SGD([{"params": {"a": a}}, {"params": {"b": b}, "lr_scale": own}], lr=1.0, lr_scale=scales)
         scales["a"].fill_(9.0)
-        own["b"] = -1.0
+        scales["c"] = own["b"] = -1.0
         optimizer.param_groups[0]["maximize"] = True  # a change, after which numbers are looked up anew
-        for param in (a, b):
+        optimizer.add_param_group({"params": {"c": c}})
+        for param in (a, b, c):
             param.grad = torch.ones(1)
         optimizer.step()
-        assert [p.item() for p in (a, b)] == [1.5, 0.75]
+        assert [p.item() for p in (a, b, c)] == [1.5, 0.75, 0.5]
 
     def test_nobody_edits_what_is_there(self) -> None:
         group = _optimizer(lr_scale={"fc.bias": 0.5}).param_groups[0]
