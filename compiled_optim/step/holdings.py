@@ -120,7 +120,7 @@ class Holdings:
             elsewhere |= {id(param): parameter_name(group, index, j) for j, param in enumerate(group["params"])}
             if group["params"]:
                 group.to(scalars_device(group["params"]))
-        self._check_scales()
+        self._scales = self.check_scales(self.kind.fields_of(Scale), self.groups)
         self._note_names()
         self._let_go()
 
@@ -128,16 +128,21 @@ class Holdings:
         """By group, the hyperparameters that are no entries of it."""
         return [group.unshown() if isinstance(group, ParamGroup) else {} for group in self.groups]
 
-    def _check_scales(self) -> None:
-        """Raise ``ValueError`` where a dict of numbers that is new does not fit the names of parameters."""
-        names = [name for group in self.groups for name in group.get("param_names", ())]
-        scales = self.kind.fields_of(Scale)
-        by_short_name = ignores_prefixes(scales, self.groups)
-        found = {id(group.get(scale.name)): (scale, group.get(scale.name)) for scale in scales for group in self.groups}
+    def check_scales(
+        self, scales: Sequence[Scale], groups: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, Any]] = ()
+    ) -> list[Any]:
+        """Return what ``groups`` choose for ``scales``.
+
+        ``ValueError`` where a dict that is new does not fit the names of parameters, of which ``others`` have some too.
+        """
+        names = [name for group in (*groups, *others) for name in group.get("param_names", ())]
+        by_short_name = ignores_prefixes(scales, [*groups, *others])
+        chosen = [(scale, kept(group.get(scale.name))) for scale in scales for group in groups]
+        found = {id(given): (scale, given) for scale, given in chosen}
         for scale, given in found.values():
             if isinstance(given, ByName) and not any(given is known for known in self._scales):
                 check_names(scale, given, names, self.aliases, by_short_name=by_short_name)
-        self._scales = [given for _, given in found.values()]
+        return [given for _, given in found.values()]
 
     def _note_names(self) -> None:
         """Note whose the names are, for :meth:`_follow_names`."""
@@ -219,10 +224,24 @@ class Holdings:
             self.kind.declaration,
             scalars_device(params),
             f"param_groups[{index}]",
-            functools.partial(check_values, self.kind, index=index),
+            functools.partial(_check_entries, self.kind, weakref.ref(self), index),
             self.changes,
             others,
         )
+
+
+def _check_entries(
+    kind: type[Declared],
+    holdings: weakref.ref[Holdings],
+    index: int,
+    group: Mapping[str, Any],
+    before: Mapping[str, Any],
+) -> None:
+    """:func:`check_values`, and that a new dict of numbers fits the names of all parameters in ``holdings``."""
+    check_values(kind, group, before, index)
+    assigned = [scale for scale in kind.fields_of(Scale) if group.get(scale.name) is not before.get(scale.name)]
+    if assigned and (own := holdings()) is not None:  # which a group may outlive
+        own.check_scales(assigned, [group], [other for other in own.groups if other is not before])
 
 
 def _group_keys(kind: type[Declared]) -> list[str]:

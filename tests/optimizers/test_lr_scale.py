@@ -292,8 +292,9 @@ class TestWhoIsAsked:
 
 def _numbers(optimizer: co.CompiledOptimizer) -> list[float]:
     """By parameter, what each step multiplies its learning rate with."""
-    members = [m for lowering in engine_of(optimizer).step.lowerings for m in lowering.plan.members]
-    numbers = [n for lowering in engine_of(optimizer).step.lowerings for n in lowering.plan.numbers["lr_scale"]]
+    plans = [lowering.plan for lowering in engine_of(optimizer).current().lowerings]
+    members = [m for plan in plans for m in plan.members]
+    numbers = [n for plan in plans for n in plan.numbers["lr_scale"]]
     by_place = {(m.group, m.index): number for m, number in zip(members, numbers, strict=True)}
     return [by_place[place] for place in sorted(by_place)]
 
@@ -440,11 +441,6 @@ MISTAKES: list[tuple[Any, type[Exception], str]] = [
 ]
 
 
-def _assign_and_step(optimizer: co.CompiledOptimizer, chosen: Any) -> None:
-    optimizer.param_groups[0]["lr_scale"] = chosen
-    optimizer.step()
-
-
 class TestErrors:
     @pytest.mark.parametrize(("chosen", "kind", "said"), MISTAKES)
     def test_in_the_constructor(self, chosen: Any, kind: type[Exception], said: str) -> None:
@@ -453,7 +449,7 @@ class TestErrors:
 
     @pytest.mark.parametrize(("chosen", "kind", "said"), MISTAKES)
     def test_in_a_group_and_assigned(self, chosen: Any, kind: type[Exception], said: str) -> None:
-        """Nothing is changed: the group is not there, and steps go on, after an unknown name with another assignment."""
+        """Nothing is changed: the group is not there, the assignment is not made, and steps go on."""
         optimizer = _optimizer(lr_scale={"fc.bias": 0.5})
         said = said.replace("lr_scale must", r"lr_scale of param_groups\[\d\] must").replace("'fc", "'(new|fc)")
         new = {"new.weight": nn.Parameter(torch.ones(2)), "new.bias": nn.Parameter(torch.ones(2))}
@@ -463,9 +459,23 @@ class TestErrors:
         assert len(optimizer.param_groups) == 1
         assert not set(new.values()) & set(optimizer.state)
         with pytest.raises(kind, match=said):
-            _assign_and_step(optimizer, chosen)
-        optimizer.param_groups[0]["lr_scale"] = {"fc.bias": 0.5}
+            optimizer.param_groups[0]["lr_scale"] = chosen
+        with pytest.raises(kind, match=said):
+            optimizer.param_groups[0].update(lr_scale=chosen)
+        assert optimizer.param_groups[0]["lr_scale"] == {"fc.bias": 0.5}
         optimizer.step()
+        optimizer.state_dict()
+
+    def test_assigned_names_are_those_of_all_groups(self) -> None:
+        optimizer = co.SGD([{"params": _params("a")}, {"params": _params("b")}])
+        first, second = optimizer.param_groups
+        for names in ("a", "b", "ab"):
+            second["lr_scale"] = dict.fromkeys(names, 0.5)
+        assert _numbers(optimizer) == [1.0, 0.5]
+        with pytest.raises(ValueError, match="lr_scale has a number for 'typo', which no parameter is called"):
+            second["lr_scale"] = {"typo": 0.5}
+        del optimizer
+        first["lr_scale"] = {"typo": 0.5}  # in a group that outlived the optimizer
 
     def test_a_number_is_no_choice(self) -> None:
         with pytest.raises(TypeError, match="the argument lr_scale must be a dict"):
