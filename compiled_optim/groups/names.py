@@ -22,7 +22,7 @@ def advising() -> Iterator[None]:
     """Let an error that tells a parameter by its position say how to get names."""
     try:
         yield
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, AttributeError) as error:
         if len(error.args) == 1 and re.search(r"param_groups\[\d+\]\['params'\]\[\d+\]", str(error)):
             error.args = (f"{error}; made from model.named_parameters(), the optimizer would tell names",)
         raise

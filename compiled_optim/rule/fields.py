@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -26,7 +27,12 @@ _LABELS = {"lr": "learning rate", "eps": "epsilon value", "betas": "beta paramet
 
 def _placed(name: str, where: str) -> str:
     """``name`` in a message: as an entry of ``where``, or where that is empty, as an argument of the constructor."""
-    return f"{name} of {where}" if where else f"the argument {name}"
+    return f"the argument {name}" if _is_argument(where) else f"{name} of {where}"
+
+
+def _is_argument(where: str) -> bool:
+    """Whether a value is an argument of the constructor, as its place is no group and no schedule."""
+    return not where
 
 
 @dataclass(frozen=True)
@@ -179,8 +185,9 @@ class Scale(Choice):
 
     def check(self, value: Any, where: str = "") -> None:
         """Raise ``TypeError`` if ``value`` is no such choice; ``where`` is as in :meth:`Hyper.check`."""
-        is_own = bool(where) and not isinstance(value, (str, bytes)) and hasattr(value, "__float__")
-        if not (value is None or is_own or self.is_read(value)):
+        is_number = isinstance(value, numbers.Real) or (isinstance(value, Tensor) and value.numel() == 1)
+        is_allowed = value is None or self.is_read(value) or (is_number and not _is_argument(where))
+        if not is_allowed:
             wanted = "a dict name -> number or a function (name, parameter) -> number"
             raise TypeError(f"{_placed(self.name, where)} must be {wanted}, got {value!r}")
 
@@ -193,13 +200,14 @@ class Scale(Choice):
         """The number that ``value`` gives ``param``, which is called ``name``, and ``where`` in messages.
 
         Raises:
-            TypeError, ValueError: it is no number, or not finite and at least 0, or ``name`` is None and ``value`` needs it.
+            TypeError, ValueError, AttributeError: it is no number, or not finite and at least 0, or ``name`` is None and
+                ``value`` needs it.
         """
         if not self.is_read(value):
             return 1.0
         try:
             number = value.get(name, 1.0) if isinstance(value, Mapping) else value(name, param)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, AttributeError) as error:
             if name is not None:
                 raise
             raise type(error)(f"{self.name} of {where}, a parameter without a name, raises: {error}") from error

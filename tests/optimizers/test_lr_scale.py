@@ -10,6 +10,7 @@ import operator
 import pickle
 import re
 from collections.abc import Iterator
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -499,6 +500,17 @@ class TestErrors:
         with pytest.raises(ValueError, match=said):
             optimizer.step()
 
+    @pytest.mark.parametrize("number", [torch.ones(4), torch.ones(0), "0.5", [0.5], 1j])
+    def test_what_is_no_number_in_a_group(self, number: Any) -> None:
+        with pytest.raises(TypeError, match=r"lr_scale of param_groups\[0\] must be a dict name -> number or a function"):
+            co.SGD([{"params": _params("a"), "lr_scale": number}])
+
+    @pytest.mark.parametrize("number", [1, 0.5, torch.tensor(0.5), torch.ones(1), Fraction(1, 2)])
+    def test_what_is_a_number_in_a_group(self, number: Any) -> None:
+        optimizer = co.SGD([{"params": _params("a"), "lr_scale": number}])
+        assert optimizer.param_groups[0]["lr_scale"] is number
+        assert _numbers(optimizer) == [1.0]
+
     def test_names_are_needed(self) -> None:
         params = [nn.Parameter(torch.ones(2))]
         said = (
@@ -511,6 +523,8 @@ class TestErrors:
         )
         with pytest.raises(TypeError, match=said):
             co.AdamW(params, lr_scale=lambda name, param: 0.1 if "head" in name else 1.0)
+        with pytest.raises(AttributeError, match=said.replace("arg", "'NoneType' object has no attribute 'endswith'")):
+            co.AdamW(params, lr_scale=lambda name, param: 0.1 if name.endswith("bias") else 1.0)
 
     def test_lbfgs_has_none(self) -> None:
         params = [nn.Parameter(torch.ones(2))]
