@@ -7,9 +7,8 @@ are data, so groups with different learning rates share one plan.
 from __future__ import annotations
 
 import functools
-import math
 from collections import ChainMap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from typing import Any, NoReturn
 
@@ -49,7 +48,7 @@ class Member:
     index: int  # its own in that group
     state: ParamState
     names: Sequence[str]  # the entries of the state that a step uses
-    lr_scale: float  # by which its learning rate is multiplied
+    numbers: Mapping[str, float]  # what its group chose for it, by the name of the choice
     param: Tensor = field(init=False)  # what a step updates: the parameter, or the local shard of a DTensor
     entries: dict[str, Tensor] = field(init=False)  # as they were when the member was made, or their local shards
 
@@ -200,9 +199,10 @@ class Plan:
 
     @functools.cached_property
     def numbers(self) -> dict[str, list[float]]:
-        """The :data:`NUMBERS` of the members, by name."""
-        resolutions = [torch.finfo(m.param.dtype).eps for m in self.members]
-        return dict(zip(NUMBERS, (resolutions, [m.lr_scale for m in self.members]), strict=True))
+        """The :data:`NUMBERS` of the members, by name, and those of further scales of the rule; 1 where nobody chose."""
+        names = (*NUMBERS, *(scale.name for scale in self.rule.scales))
+        chosen = {name: [m.numbers.get(name, 1.0) for m in self.members] for name in names}
+        return chosen | {"resolution": [torch.finfo(m.param.dtype).eps for m in self.members]}
 
     @functools.cached_property
     def scalars(self) -> Tensor:
@@ -288,8 +288,8 @@ def partition(
                 own_state.initial = begun
             for entry, tensor in missing.items():
                 own_state.set_quietly(entry, tensor)
-            lr_scale = math.prod(number_of(scale, group, i, j, by_short_name=by_short_name) for scale in rule.scales)
-            found.append((Member(param, groups, i, j, own_state, (*scalar_names(rule), *buffers), lr_scale), choices))
+            numbers = {s.name: number_of(s, group, i, j, by_short_name=by_short_name) for s in rule.scales}
+            found.append((Member(param, groups, i, j, own_state, (*scalar_names(rule), *buffers), numbers), choices))
     written = [[m.param, *(m.entries[name] for name in rule.present_buffers(choices))] for m, choices in found]
     together: dict[tuple[Any, ...], list[Member]] = {}
     for (member, choices), turn in zip(found, _turns(written), strict=True):
