@@ -1,7 +1,9 @@
 """Optimizers for u-muP: learning rates that follow the shape, the kind and the depth of each parameter (arXiv:2407.17465).
 
-They read ``mup_type`` and ``mup_scaling_depth`` from the parameters, as unit_scaling's layers write them. Names, arguments
-and scales are unit_scaling.optim's. Other optimizers take one of the two functions as their ``lr_scale``.
+They read ``mup_type`` and ``mup_scaling_depth`` from the parameters, as unit_scaling's layers write them. The classes have
+the names and arguments of unit_scaling.optim's, and the scales are the same numbers. Its functions are called differently:
+:func:`lr_scale_for_adam` is ``lr_scale_func_adam(param)``, and :func:`lr_scale_for_sgd` is
+``lr_scale_func_sgd(readout_constraint)(param)``. Other optimizers take one of the two here as their ``lr_scale``.
 
 FSDP2 and tensor parallelism make new parameters without these. There, pass ``lr_scale``: numbers by name, made before.
 """
