@@ -79,7 +79,7 @@ def save(
         params = group["params"]
         numbers = {param: number for number, param in enumerate(params, first)}  # the last place of each, as in torch.optim
         packed = {k: neutral.get(k, v) for k, v in group.items() if k not in hypers and k != "params"}
-        packed |= {k: None for k in read & packed.keys() if Scale.is_read(packed[k])}
+        packed |= {k: 1.0 for k in read & packed.keys() if Scale.is_read(packed[k])}
         packed_groups.append({**group.floats(), **packed, "params": [numbers[param] for param in params]})
         for param, number in numbers.items():
             if entries := state.get(param):
