@@ -12,6 +12,7 @@ from compiled_optim.checkpoint.matching import Pairs
 from compiled_optim.checkpoint.others import Entries, copied
 from compiled_optim.checkpoint.saved_values import Unloadable, as_buffer, as_number, described, is_set, naming
 from compiled_optim.checkpoint.writing import Copies, GroupValues, check_writable, is_same
+from compiled_optim.groups.numbers import is_own
 from compiled_optim.groups.param_group import ROUNDING, ParamGroup
 from compiled_optim.memory.layout import obstacle
 from compiled_optim.rule.fields import Hyper
@@ -38,14 +39,16 @@ def check_groups(
     for ours, theirs in pairs:
         sources.setdefault(ours.group, {})[theirs.group] = None
     values: GroupValues = {index: {} for index in sources}
+    hypers = {h.name: h for h in declaration.hypers}
     conflicts: list[str] = []
     for index, saved_indices in sources.items():
         group, theirs_of_it = groups[index], [saved_groups[i] for i in saved_indices]
         conflicts += [f"{group.label}: {problem}" for problem in _of_another_optimizer(declaration, group, theirs_of_it)]
         unread = {h.name for h in declaration.hypers if any(_is_read_there_only(h, group, g) for g in theirs_of_it)}
         for key in dict.fromkeys(k for g in theirs_of_it for k in g if k not in skipped and k not in unread):
-            read = _numbers if key in group.live else _copied
-            found = [read(group, key, g[key]) for g in theirs_of_it if key in g]
+            hyper = hypers.get(key)
+            values_of_it = [g[key] for g in theirs_of_it if key in g]
+            found = [(_numbers if hyper and not is_own(hyper, v, group) else _copied)(group, key, v) for v in values_of_it]
             if all(_equal(value, found[0]) for value in found[1:]):
                 values[index][key] = found[0]
             else:

@@ -70,7 +70,6 @@ def save(
 
     ``neutral`` gives the value to store for each run-time flag, in place of the optimizer's own.
     """
-    hypers = {h.name for h in declaration.hypers}
     read = {s.name for s in declaration.scales}
     packed_groups = []
     packed_state = {}
@@ -78,9 +77,10 @@ def save(
     for group in groups:
         params = group["params"]
         numbers = {param: number for number, param in enumerate(params, first)}  # the last place of each, as in torch.optim
-        packed = {k: neutral.get(k, v) for k, v in group.items() if k not in hypers and k != "params"}
+        floats = group.floats()
+        packed = {k: neutral.get(k, v) for k, v in group.items() if k not in floats and k != "params"}
         packed |= {k: 1.0 for k in read & packed.keys() if Scale.is_read(packed[k])}
-        packed_groups.append({**group.floats(), **packed, "params": [numbers[param] for param in params]})
+        packed_groups.append({**floats, **packed, "params": [numbers[param] for param in params]})
         for param, number in numbers.items():
             if entries := state.get(param):
                 packed_state[number] = {k: _snapshot(k, v, declaration, param) for k, v in entries.items()}

@@ -75,7 +75,7 @@ class Writes(NamedTuple):
         for index, values in self.group_values.items():
             group = groups[index]
             for key, value in values.items():
-                group.fill(key, value) if key in group.live else group.set_quietly(key, value)
+                group.load(key, value)
         for group, names in zip(groups, self.names, strict=False):
             group.set_quietly("param_names", names)
         for param, tensors in self.made:

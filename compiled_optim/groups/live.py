@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from contextlib import nullcontext
 from typing import Any
 from weakref import WeakValueDictionary
@@ -45,6 +46,18 @@ class Live:
         """The Python number that was written last; None if that was a tensor, or if somebody else may have written."""
         version = _version(self.tensor)
         return None if self.is_driven or version is None or self._version != version else self._written
+
+    def value(self) -> float | Tensor:
+        """The number as it is now, in a tensor where only the device knows it; NaN where a tensor without memory stands."""
+        if self.tensor.is_meta or is_lost(self.tensor):
+            return math.nan
+        known = self.number
+        return self.tensor.detach() if known is None else known
+
+    def as_float(self) -> float:
+        """The number, from the device where only that knows it."""
+        known = self.number
+        return self.tensor.item() if known is None else known
 
     @property
     def number(self) -> float | None:

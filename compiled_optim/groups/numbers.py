@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from compiled_optim.groups.live import Live
 from compiled_optim.groups.reading import Reading, reading_of
 from compiled_optim.memory.layout import is_lost
+from compiled_optim.rule.fields import Hyper
 from compiled_optim.torch_internals import quickly_outside_dynamo
 
 
@@ -42,6 +43,15 @@ class Numbers(tuple[Live, ...]):
         if is_lost(live.tensor):
             raise ValueError(f"{place.key} is a tensor whose storage was freed; it has no value")
         return reading_of(None, live.tensor.detach().clone(), place)
+
+
+def is_own(hyper: Hyper, value: Any, group: Mapping[str, Any]) -> bool:
+    """Whether ``value`` under the name of ``hyper`` is the user's own: no number, where ``group`` has no use for one."""
+    if hyper.when is None or group.get(hyper.when):
+        return False
+    if isinstance(value, Tensor):
+        return value.numel() != 1
+    return isinstance(value, (str, bytes)) or not hasattr(value, "__float__")
 
 
 class _Place(NamedTuple):

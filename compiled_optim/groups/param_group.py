@@ -8,7 +8,6 @@ value that compiled code could depend on.
 from __future__ import annotations
 
 import functools
-import math
 import weakref
 from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
 from contextlib import nullcontext
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from compiled_optim.groups.by_name import kept
 from compiled_optim.groups.live import Live, address
-from compiled_optim.groups.numbers import Numbers
+from compiled_optim.groups.numbers import Numbers, is_own
 from compiled_optim.groups.reading import Reading, unread
 from compiled_optim.groups.watched import Changes, WatchedDict, WatchedList
 from compiled_optim.memory.layout import is_lost, scalar, scalar_dtype
@@ -55,7 +54,8 @@ class ParamGroup(WatchedDict[str, Any]):
     whether a buffer exists is not reported, since a write into its tensor cannot be: :meth:`nonzero` is asked before each
     step.
 
-    A hyperparameter that goes with a choice always has a tensor. Without the choice it is no entry until somebody gives it.
+    A hyperparameter that goes with a choice always has a tensor. Without the choice it is no entry until somebody gives it,
+    and what a checkpoint has under its name may be no number.
 
     Args:
         values: the group's entries, every hyperparameter among them that is not like another one.
@@ -103,14 +103,14 @@ class ParamGroup(WatchedDict[str, Any]):
         self._itself = weakref.ref(self)
         adopted = functools.cache(lambda: _adopted(others))
         for key, value in values.items():
-            if key not in self._hypers:
+            if key not in self._hypers or (value is not None and is_own(self._hypers[key], value, values)):
                 self.set_quietly(key, value)
             elif value is not None or not self._hypers[key].like:
                 elements = self._hypers[key].elements(unread(value), label)
                 self._put(key, [self._adopt(e, adopted) for e in elements])
         for hyper in declaration.hypers:
-            if hyper.like and hyper.name not in self:
-                own = self._fresh(_value(self._numbers[hyper.like][0]))
+            if hyper.like and hyper.name not in self._numbers:
+                own = self._fresh(self._numbers[hyper.like][0].value())
                 self._put(hyper.name, [own], shown=hyper.when is None or bool(values.get(hyper.when)))
 
     def set_quietly(self, key: str, value: Any) -> None:
@@ -121,7 +121,7 @@ class ParamGroup(WatchedDict[str, Any]):
     def __getitem__(self, key: str) -> Any:
         held = dict.__getitem__(self, key)
         if type(held) is not Numbers:
-            if key not in self._hypers:
+            if key not in self._hypers or is_own(self._hypers[key], held, self):
                 return held
             held = self._held(key)
         return held.read()
@@ -132,7 +132,8 @@ class ParamGroup(WatchedDict[str, Any]):
             return self._numbers[key]
         value = super().__getitem__(key)
         if type(value) is not Numbers:
-            self[key] = value
+            if not is_own(self._hypers[key], value, self):
+                self[key] = value
             return self._numbers[key]
         return value
 
@@ -142,7 +143,12 @@ class ParamGroup(WatchedDict[str, Any]):
 
     def unshown(self) -> dict[str, Any]:
         """The hyperparameters that are no entries, by name, for a copy to :meth:`take_over`."""
-        return {key: unread(n.read()) for key, n in self._numbers.items() if key not in self and self._hypers[key].when}
+        return {key: unread(n.read()) for key, n in self._numbers.items() if not self._shows(key)}
+
+    def _shows(self, key: str) -> bool:
+        """Whether a hyperparameter is an entry, as all are that go with no choice."""
+        hyper = self._hypers[key]
+        return hyper.when is None or (key in self and not is_own(hyper, dict.__getitem__(self, key), self))
 
     def take_over(self, unshown: Mapping[str, float | Tensor]) -> None:
         """Let the hyperparameters that are no entries be those of the group that this one is a copy of."""
@@ -174,8 +180,8 @@ class ParamGroup(WatchedDict[str, Any]):
 
     def floats(self) -> dict[str, Any]:
         """Every hyperparameter as a Python float or a tuple of them. Waits for the device where only that knows them."""
-        keys = [key for key, hyper in self._hypers.items() if key in self or not hyper.when]
-        return {key: self._hypers[key].plain([_float(number) for number in self._held(key)]) for key in keys}
+        keys = [key for key in self._hypers if self._shows(key)]
+        return {key: self._hypers[key].plain([number.as_float() for number in self._held(key)]) for key in keys}
 
     def validated(self, key: str, value: Any, slack: float = 0.0) -> tuple[float | Tensor, ...]:
         """The elements of ``value`` for hyperparameter ``key``.
@@ -203,6 +209,11 @@ class ParamGroup(WatchedDict[str, Any]):
         for index, element in enumerate(map(self._without_wait, self.validated(key, value, ROUNDING))):
             self._fill(key, index, element)
         super().set_quietly(key, self._numbers[key])
+
+    def load(self, key: str, value: Any) -> None:
+        """Write a value of a checkpoint: as :meth:`fill` where that is a hyperparameter's, else without reporting."""
+        is_hyper = key in self._hypers and not is_own(self._hypers[key], value, self)
+        self.fill(key, value) if is_hyper else self.set_quietly(key, value)
 
     def fill_element(self, key: str, index: int, value: float | Tensor) -> None:
         """As :meth:`fill`, for one of the numbers of a hyperparameter."""
@@ -284,7 +295,7 @@ class ParamGroup(WatchedDict[str, Any]):
                 number.groups.update({id(self): self}) if is_here else number.groups.pop(id(self), None)
         tensors = tuple(number.tensor for number in held)
         self.live[key] = tensors if self._hypers[key].is_tuple else tensors[0]
-        if shown or (shown is None and (key in self or not before)):
+        if shown or (shown is None and (type(dict.get(self, key)) is Numbers or not before)):
             super().set_quietly(key, held)
         for follower in self.followers:
             follower.follow()
@@ -381,20 +392,6 @@ class ParamGroup(WatchedDict[str, Any]):
         return repr(dict(self))
 
 
-def _value(number: Live) -> float | Tensor:
-    """The number as it is now; NaN where a tensor without memory stands for it."""
-    if number.tensor.is_meta or is_lost(number.tensor):
-        return math.nan
-    known = number.number
-    return number.tensor.detach() if known is None else known
-
-
 def _adopted(groups: Iterable[ParamGroup]) -> dict[int, Live]:
     """The numbers in tensors that users gave to ``groups``, by the tensors' addresses."""
     return {address(n.tensor): n for g in groups for ns in g._numbers.values() for n in ns if n.is_adopted}
-
-
-def _float(number: Live) -> float:
-    """A number, from the device where only that knows it."""
-    known: float | None = number.number
-    return number.tensor.item() if known is None else known

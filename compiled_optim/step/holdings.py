@@ -15,6 +15,7 @@ from compiled_optim.checkpoint import state_dict as checkpoint
 from compiled_optim.checkpoint.state_dict import PreparedLoad
 from compiled_optim.groups.by_name import ByName, kept
 from compiled_optim.groups.names import named_parameters, parameter_name, repeated, shared_name, without_aliases
+from compiled_optim.groups.numbers import is_own
 from compiled_optim.groups.param_group import ParamGroup
 from compiled_optim.groups.parameters import check_params, names_and_tensors
 from compiled_optim.groups.scales import check_names, check_numbers, check_own, ignores_prefixes
@@ -311,8 +312,10 @@ def check_values(kind: type[Declared], group: Mapping[str, Any], before: Mapping
         choice.check(group.get(choice.name, choice.default), where)
     hypers = {h.name: group[h.name] for h in kind.fields_of(Hyper)}
     for hyper in kind.fields_of(Hyper):
-        if hypers[hyper.name] is not None or not hyper.like:
-            hyper.checked(hypers[hyper.name], where)
+        value = hypers[hyper.name]
+        was_own = hyper.name in before and is_own(hyper, value, group)  # from a checkpoint
+        if (value is not None or not hyper.like) and not was_own:
+            hyper.checked(value, where)
     kind.check(hypers, group)
     for check in dict.fromkeys(t.check for t in kind.transforms if t.check):
         check(group)

@@ -235,6 +235,27 @@ class TestCheckpoints:
         else:
             assert not any(make(ours).load_state_dict(theirs.state_dict()))
 
+    @pytest.mark.parametrize("value", [[0.1, 0.2], "high", None, torch.ones(2)], ids=["list", "text", "None", "tensor"])
+    def test_a_users_own_entry_of_that_name(self, value: Any) -> None:
+        theirs = torch.optim.AdamW(params(), lr=0.2, weight_decay=0.5)
+        theirs.param_groups[0]["max_lr"] = value
+        optimizer = made()
+        before = optimizer.hyperparameters()
+        assert not any(optimizer.load_state_dict(theirs.state_dict()))
+        group = optimizer.param_groups[0]
+        again = pickle.loads(pickle.dumps(optimizer)).param_groups[0].get("max_lr")
+        for held in (group["max_lr"], optimizer.state_dict()["param_groups"][0]["max_lr"], again, dict(group)["max_lr"]):
+            assert str(held) == str(value)
+        assert optimizer.hyperparameters() == [{**before[0], "lr": 0.2}]
+        assert decayed(optimizer) == pytest.approx([0.9])
+        group["amsgrad"] = True
+        other = made()
+        assert not any(other.load_state_dict({**optimizer.state_dict(), "state": {}}))
+        assert str(other.param_groups[0]["max_lr"]) == str(value)
+        del group["max_lr"]
+        group["decouple_lr"] = True
+        assert group["max_lr"] == 0.1
+
     def test_for_torch(self) -> None:
         theirs = torch.optim.AdamW([{"params": [p]} for p in params(2)], lr=0.05)
         theirs.load_state_dict(self.run())
