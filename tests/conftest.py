@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -53,6 +54,14 @@ def fresh_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for module in (inductor, multi_tensor, stacked):
         monkeypatch.setattr(module, "_kernels", {})
+
+
+@pytest.fixture
+def one_process(tmp_path: Path) -> Iterator[None]:
+    """Be the only process of a process group."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from typing import Any
 from compiled_optim.checkpoint.matching import Pairs
 from compiled_optim.checkpoint.saved_values import as_number, is_set
 from compiled_optim.groups.param_group import ParamGroup
+from compiled_optim.rule.decay import is_decoupled
 from compiled_optim.rule.rule import Declaration
 
 DECOUPLED = ("decoupled_weight_decay", "decouple_wd")  # torch.optim's name and optimi's
@@ -50,11 +51,5 @@ def _differing(group: ParamGroup, saved: Mapping[str, Any], defaults: Mapping[st
         yield _BY_LR, choices[_BY_LR]
     torchs, wd = DECOUPLED
     is_unknown = torchs in defaults and not saved.keys() & {*DECOUPLED}  # torch.optim did not always note it
-    if wd in defaults and not is_unknown and _is_decoupled(choices) != _is_decoupled(group):
-        yield wd, _is_decoupled(choices)
-
-
-def _is_decoupled(choices: Mapping[str, Any]) -> bool:
-    """Whether weights decay apart from the gradient, for an optimizer for which that is a choice."""
-    asked = choices.get(DECOUPLED[1])
-    return bool(choices.get(DECOUPLED[0]) or (choices.get(_BY_LR) if asked is None else asked))
+    if wd in defaults and not is_unknown and is_decoupled(choices) != is_decoupled(group):
+        yield wd, is_decoupled(choices)

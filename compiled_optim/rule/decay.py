@@ -37,12 +37,12 @@ def decay(rule: Rule) -> Rule:
         if values[_LR.name]:
             values["weight_decay"] = _over(values["weight_decay"], values[_MAX_LR.name])
         numbers = rule.evaluated(values)
-        if scales and _is_decoupled(values):
+        if scales and is_decoupled(values):
             numbers["weight_decay"] = 1 - values["lr"] * values["weight_decay"]
         return numbers
 
     def update(**values: Any) -> dict[str, Any]:
-        if not (adds_wd and _is_decoupled(values)):
+        if not (adds_wd and is_decoupled(values)):
             return rule.returned(values)
         if not scales:
             return rule.returned({**values, _TORCHS: True})
@@ -78,10 +78,10 @@ def _is_known_0(number: Any) -> bool:
     return isinstance(number, (int, float)) and number == 0
 
 
-def _is_decoupled(choices: Mapping[str, Any]) -> bool:
+def is_decoupled(choices: Mapping[str, Any]) -> bool:
     """Whether weights decay apart from the gradient, where that is a choice."""
-    asked = choices[_WD.name]
-    return bool(choices.get(_TORCHS) or (choices[_LR.name] if asked is None else asked))
+    asked = choices.get(_WD.name)
+    return bool(choices.get(_TORCHS) or (choices.get(_LR.name) if asked is None else asked))
 
 
 def _over(weight_decay: Any, max_lr: Any) -> Any:

@@ -10,7 +10,6 @@ import math
 import operator
 import pickle
 import re
-from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
@@ -591,13 +590,6 @@ class TestCheckpoints:
                 torch.testing.assert_close(param, torch.full((2,), 0.5))
                 twin.add_param_group({"params": {"new": nn.Parameter(torch.ones(1))}})
                 assert "lr_scale" in twin.param_groups[1]
-
-
-@pytest.fixture
-def one_process(tmp_path: Any) -> Iterator[None]:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.usefixtures("one_process")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -237,13 +236,6 @@ def test_300_scales_are_one_group_and_one_plan() -> None:
     optimizer.step()
     for param in params.values():  # decay is independent of the scale
         torch.testing.assert_close(param, torch.full_like(param, 0.9))
-
-
-@pytest.fixture
-def one_process(tmp_path: Any) -> Iterator[None]:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.usefixtures("one_process")
