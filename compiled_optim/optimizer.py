@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, cast, overload
 
 import torch
@@ -18,6 +18,7 @@ from compiled_optim.rule.decay import check_decay, decay
 from compiled_optim.rule.declared import Declared, no_hyperparameter
 from compiled_optim.rule.fields import Choice, Number, PerParameter, Static, flag, transform
 from compiled_optim.rule.lr_scale import lr_scaled
+from compiled_optim.rule.storage import StateDtype, stored
 from compiled_optim.state import OptimizerState
 from compiled_optim.step.engine import Engine, check_closure
 from compiled_optim.step.holdings import as_defaults, check_read, group_entries, position
@@ -79,6 +80,11 @@ class CompiledOptimizer(Declared, Optimizer):
     max_lr: Number | None = transform(default=None, kw_only=True, by=decay, check=check_decay)
     cautious: bool = transform(default=False, kw_only=True, by=cautious, elementwise=True)
     lr_scale: PerParameter | None = transform(default=None, kw_only=True, by=lr_scaled)
+    weights: str | None = transform(default=None, kw_only=True, by=stored, elementwise=True)
+    kahan_sum: bool | None = transform(default=False, kw_only=True, by=stored, elementwise=True)
+    state_dtype: StateDtype = transform(default=None, kw_only=True, by=stored, elementwise=True)
+    exclude: Sequence[str] = transform(default=(), kw_only=True, by=stored, elementwise=True)
+    rounding_seed: int = transform(default=0, kw_only=True, by=stored, elementwise=True)
 
     _step_class: ClassVar[type[Step]] = RuleStep
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from compiled_optim.groups.options import choices_of
 from compiled_optim.groups.param_group import ParamGroup
 from compiled_optim.groups.watched import Changes, WatchedDict
 from compiled_optim.memory.layout import DTYPES, as_real, is_lost, scalar_dtype, scalars_device
-from compiled_optim.memory.sharding import local
+from compiled_optim.memory.sharding import local, zeros_spread_like
 from compiled_optim.rule.fields import Buffer, Scalar
 from compiled_optim.rule.rule import Declaration, Rule
 from compiled_optim.torch_internals import is_fake
@@ -114,15 +115,19 @@ def initial_values(declaration: Declaration, group: Mapping[str, Any]) -> dict[s
     return values
 
 
-def new_buffer(field: Buffer, param: Tensor, shape: tuple[int, ...], value: float | Tensor) -> Tensor:
-    """A state buffer of ``shape`` and of ``param``'s dtype and device, filled with ``value``.
+def new_buffer(
+    field: Buffer, param: Tensor, shape: tuple[int, ...], dtype: torch.dtype, value: float | Tensor
+) -> Tensor:
+    """A state buffer of ``shape``, ``dtype`` and ``param``'s device, filled with ``value``.
 
-    A buffer of the parameter's shape also has its memory format and, for a DTensor, its placements.
+    A buffer of the parameter's shape also has its memory format. That and a grouped one have a DTensor's placements.
     """
-    if field.shape is None:
-        buffer = torch.zeros_like(param, memory_format=torch.preserve_format, requires_grad=False)
+    if field.grouped:
+        buffer = zeros_spread_like(param, shape, dtype)
+    elif field.shape is None:
+        buffer = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format, requires_grad=False)
     else:
-        buffer = torch.zeros(shape, dtype=param.dtype, device=param.device)
+        buffer = torch.zeros(shape, dtype=dtype, device=param.device)
     return buffer if isinstance(value, float) and value == 0.0 else fill(buffer, value)
 
 
@@ -149,7 +154,9 @@ def check_entries(declaration: Declaration, param: Tensor, state: ParamState, na
         if not isinstance(value, Tensor) or tuple(value.shape) != expected:
             got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r}"
             raise ValueError(f"state '{field.name}' of '{name}' must have shape {expected}, got {got}")
-        if value.is_complex() != param.is_complex() or value.dtype not in DTYPES:
+        wanted = declaration.dtype_of(field, param.dtype, choices)
+        fits = value.dtype == wanted if wanted not in DTYPES else value.dtype in DTYPES
+        if value.is_complex() != param.is_complex() or not fits:
             raise ValueError(f"state '{field.name}' of '{name}' is {value.dtype} for a parameter of {param.dtype}")
         if value.layout is not torch.strided:
             raise ValueError(f"state '{field.name}' of '{name}' is {value.layout}, not dense")
@@ -192,7 +199,8 @@ def missing_entries(
             continue
         value = state.get(name)
         if value is None or (value.is_meta and not param.is_meta):
-            made[name] = new_buffer(field, param, declaration.shape_of(field, param.shape, choices), initial[name])
+            dtype = declaration.dtype_of(field, param.dtype, choices)
+            made[name] = new_buffer(field, param, declaration.shape_of(field, param.shape, choices), dtype, initial[name])
         elif value.device != param.device:
             made[name] = value.to(param.device)
     return made
@@ -208,16 +216,21 @@ def _scalar_of(value: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def structure(
-    declaration: Declaration, group: ParamGroup, param: Tensor, loaded: Mapping[str, Any] | None = None
+    declaration: Declaration,
+    groups: Sequence[ParamGroup],
+    group_index: int,
+    index: int,
+    loaded: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """What shapes the code and the state of ``param``, by name.
+    """What shapes the code and the state of a parameter, by name: of the one at ``index`` of the group at ``group_index``.
 
-    Its items are static choices, facts, and for each structural hyperparameter whether it may differ from 0, in ``group`` or
-    among the numbers that are going to be ``loaded`` into it.
+    Its items are static choices, what follows from options, facts, and for each structural hyperparameter whether it may
+    differ from 0, in its group or among the numbers that are going to be ``loaded`` into that.
     """
-    numbers = loaded or {}
+    numbers, group = loaded or {}, groups[group_index]
     choices = {s.name: group.get(s.name, s.default) for s in declaration.statics}
-    choices |= {f.name: f.of(param.shape) for f in declaration.facts}
+    choices |= choices_of(declaration.options, group, group_index, index)
+    choices |= {f.name: f.of(group["params"][index].shape) for f in declaration.facts}
     return choices | {
         name: numbers[name] != 0 if name in numbers else group.nonzero(name) for name in declaration.structural_hypers
     }

@@ -127,7 +127,7 @@ def check_state(
                 if own:
                     raise Unloadable(reason)
             else:
-                choices = structure(declaration, groups[ours.group], param, group_values.get(ours.group, {}))
+                choices = structure(declaration, groups, ours.group, ours.index, group_values.get(ours.group, {}))
                 needed = declaration.present_buffers(choices)
                 values = _values(declaration, needed, param, own, choices) if own or (others and param.requires_grad) else {}
                 if values or (live and param.requires_grad):

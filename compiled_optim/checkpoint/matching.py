@@ -23,6 +23,7 @@ class Listed(Generic[T]):
 
     names: tuple[str, ...]  # its name, then its aliases
     group: int  # the index of its group
+    index: int  # its own in that group
     content: T  # in the optimizer the parameter itself; in a checkpoint its state, empty where it never had any
 
     @property
@@ -97,9 +98,9 @@ def _listed(
     for i, group in enumerate(groups):
         names = group_names(group) or [parameter_name(group, i, j) for j in range(len(group["params"]))]
         of_group: dict[Any, Listed[T]] = {}
-        for name, param in zip(names, group["params"], strict=True):
+        for j, (name, param) in enumerate(zip(names, group["params"], strict=True)):
             if param not in of_group:
-                of_group[param] = Listed((name, *further.get(name, ())), i, content_of(param))
+                of_group[param] = Listed((name, *further.get(name, ())), i, j, content_of(param))
             elif name not in of_group[param].names:
                 of_group[param].names += (name,)
         listed += of_group.values()

@@ -125,7 +125,7 @@ def prepare_load(
         saved = from_optimi(given, declaration) if is_optimi(given) else given
         pairs, missing, unexpected = match(groups, aliases, saved, kind.implied_state, known)
         sources = pairs if hyperparameters == "checkpoint" else []
-        own = (*declaration.statics, *declaration.scales)
+        own = (*declaration.statics, *declaration.scales, *declaration.options)
         skipped = {*kind.group_flags, *(choice.name for choice in own), "params", "param_names"}
         group_values, conflicts = check_groups(declaration, groups, sources, saved["param_groups"], skipped)
         for index, found in decay_conflicts(declaration, groups, sources, saved["param_groups"]).items():

@@ -95,7 +95,7 @@ class ParamGroup(WatchedDict[str, Any]):
         self._check = check
         self._hypers = {h.name: h for h in declaration.hypers}
         self._scales = {s.name for s in declaration.scales}
-        self._structural = {s.name for s in declaration.statics} | self._scales
+        self._structural = {s.name for s in (*declaration.statics, *declaration.options)} | self._scales
         self._structural |= {"params", "maximize", "differentiable"}
         self._device = device
         self._is_meta = {p.is_meta for p in values["params"]} == {True}

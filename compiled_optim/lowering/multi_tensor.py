@@ -163,7 +163,8 @@ class PlanTensors:
         self._orders = [MemoryOrder(m.param) for m in members]
         for member, order in zip(members, self._orders, strict=True):
             for name in plan.buffers:
-                member.put(name, order.arranged(member.entries[name]))
+                grouped = name in plan.grouped_buffers
+                member.put(name, order.arranged_state(member.entries[name], grouped=grouped))
         self.numels = [real_numel(m.param) for m in members]  # real numbers in each; of a DTensor in this process's part
         self.whole_numels = [real_numel(m.owner) for m in members]  # the same, of a DTensor in all parts
         self.table = upload(

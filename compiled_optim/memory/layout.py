@@ -39,6 +39,12 @@ class MemoryOrder:
         copied.copy_(tensor)
         return copied
 
+    def arranged_state(self, entry: Tensor, *, grouped: bool) -> Tensor:
+        """:meth:`arranged` of a state tensor; one with a number for each group of elements is in the groups' order."""
+        if not grouped:
+            return self.arranged(entry)
+        return entry if entry.is_contiguous() and is_plain(entry) else plain_copy(entry)
+
     def load(self) -> None:
         """Copy the parameter into its stand-in, if it has one."""
         if self.stand_in is not None:

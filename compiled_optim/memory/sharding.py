@@ -53,6 +53,15 @@ def as_part_of(tensor: Tensor, like: Any) -> Tensor:
     )
 
 
+def zeros_spread_like(like: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros of ``shape``, on the device of ``like``; a DTensor with its placements where it is one."""
+    if not is_sharded(like):
+        return torch.zeros(shape, dtype=dtype, device=like.device)
+    from torch.distributed import tensor
+
+    return tensor.zeros(shape, dtype=dtype, device_mesh=like.device_mesh, placements=like.placements)
+
+
 def whole_stack(parts: Tensor, like: Any) -> Tensor:
     """Whole tensors, stacked, of what this process holds of them, stacked too: ``parts``. All are spread like ``like``.
 

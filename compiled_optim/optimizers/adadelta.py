@@ -20,7 +20,7 @@ class Adadelta(CompiledOptimizer):
     rho: Number = hyper(default=0.9, ge=0, le=1)
     eps: Number = hyper(default=1e-6, ge=0)
     weight_decay: Number = hyper(default=0.0, ge=0)
-    square_avg, acc_delta = buffer(), buffer()
+    square_avg, acc_delta = buffer(int8="unsigned"), buffer(int8="unsigned")
 
     @staticmethod
     def coefficients(lr, rho, eps, weight_decay):

@@ -27,7 +27,8 @@ class Adam(CompiledOptimizer, advice="SparseAdam"):
     weight_decay: Number = hyper(default=0.0, ge=0)
     amsgrad: bool = static(default=False)
     decoupled_weight_decay: bool = static(default=False, kw_only=True)
-    exp_avg, exp_avg_sq, max_exp_avg_sq = buffer(), buffer(), buffer(when="amsgrad")
+    exp_avg, exp_avg_sq = buffer(int8="signed"), buffer(int8="unsigned")
+    max_exp_avg_sq = buffer(when="amsgrad", int8="unsigned")
 
     @staticmethod
     def coefficients(step, lr, betas, eps, weight_decay):

@@ -20,7 +20,7 @@ class Adamax(CompiledOptimizer):
     betas: tuple[Number, Number] = hyper(default=(0.9, 0.999), ge=0, lt=1)
     eps: Number = hyper(default=1e-8, ge=0)
     weight_decay: Number = hyper(default=0.0, ge=0)
-    exp_avg, exp_inf = buffer(), buffer()
+    exp_avg, exp_inf = buffer(int8="signed"), buffer(int8="unsigned")
 
     @staticmethod
     def coefficients(step, lr, betas, eps, weight_decay):

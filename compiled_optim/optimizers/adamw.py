@@ -26,7 +26,8 @@ class AdamW(Adam):
     weight_decay: Number = hyper(default=1e-2, ge=0)
     amsgrad: bool = static(default=False)
     decoupled_weight_decay: bool = static(default=True, init=False)
-    exp_avg, exp_avg_sq, max_exp_avg_sq = buffer(), buffer(), buffer(when="amsgrad")
+    exp_avg, exp_avg_sq = buffer(int8="signed"), buffer(int8="unsigned")
+    max_exp_avg_sq = buffer(when="amsgrad", int8="unsigned")
 
     @staticmethod
     def coefficients(step, lr, betas, eps, weight_decay):

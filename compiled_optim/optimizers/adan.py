@@ -24,7 +24,8 @@ class Adan(CompiledOptimizer):
     weight_decay: Number = hyper(default=2e-2, ge=0)
     eps: Number = hyper(default=1e-6, ge=0)
     adam_wd: bool = static(default=False)
-    exp_avg, exp_avg_diff, exp_avg_sq, prev_grad = buffer(), buffer(), buffer(), buffer()
+    exp_avg, exp_avg_diff = buffer(int8="signed"), buffer(int8="signed")
+    exp_avg_sq, prev_grad = buffer(int8="unsigned"), buffer(int8="signed")
 
     @staticmethod
     def coefficients(step, lr, betas, weight_decay, eps):

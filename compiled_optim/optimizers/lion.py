@@ -20,7 +20,7 @@ class Lion(CompiledOptimizer):
     lr: Number = hyper(ge=0)
     betas: tuple[Number, Number] = hyper(default=(0.9, 0.99), ge=0, lt=1)
     weight_decay: Number = hyper(default=0.0, ge=0)
-    exp_avg = buffer()
+    exp_avg = buffer(int8="signed")
 
     @staticmethod
     def coefficients(lr, betas, weight_decay):

@@ -28,7 +28,7 @@ class NAdam(CompiledOptimizer):
     momentum_decay: Number = hyper(default=4e-3, ge=0)
     decoupled_weight_decay: bool = static(default=False)
     mu_product = scalar(init=1.0)
-    exp_avg, exp_avg_sq = buffer(), buffer()
+    exp_avg, exp_avg_sq = buffer(int8="signed"), buffer(int8="unsigned")
 
     @staticmethod
     def coefficients(step, lr, betas, eps, weight_decay, momentum_decay, mu_product):

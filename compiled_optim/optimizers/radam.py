@@ -24,7 +24,7 @@ class RAdam(CompiledOptimizer):
     eps: Number = hyper(default=1e-8, ge=0)
     weight_decay: Number = hyper(default=0.0, ge=0)
     decoupled_weight_decay: bool = static(default=False)
-    exp_avg, exp_avg_sq = buffer(), buffer()
+    exp_avg, exp_avg_sq = buffer(int8="signed"), buffer(int8="unsigned")
 
     @staticmethod
     def coefficients(step, lr, betas, eps, weight_decay):

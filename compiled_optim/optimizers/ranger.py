@@ -31,7 +31,7 @@ class Ranger(CompiledOptimizer):
     k: Number = hyper(default=6, ge=1)
     alpha: Number = hyper(default=0.5, ge=0, le=1)
     decouple_wd: bool = static(default=True, kw_only=True)
-    exp_avg, exp_avg_sq, la_param = buffer(), buffer(), buffer()
+    exp_avg, exp_avg_sq, la_param = buffer(int8="signed"), buffer(int8="unsigned"), buffer()
 
     @staticmethod
     def coefficients(step, lr, betas, weight_decay, eps, k, alpha):

@@ -28,7 +28,8 @@ class RMSprop(CompiledOptimizer):
     weight_decay: Number = hyper(default=0.0, ge=0)
     momentum: Number = hyper(default=0.0, ge=0)
     centered: bool = static(default=False)
-    square_avg, momentum_buffer, grad_avg = buffer(), buffer(when="momentum"), buffer(when="centered")
+    square_avg, momentum_buffer = buffer(int8="unsigned"), buffer(when="momentum", int8="signed")
+    grad_avg = buffer(when="centered")
 
     @staticmethod
     def coefficients(lr, alpha, eps, weight_decay, momentum):

@@ -30,7 +30,7 @@ class SGD(CompiledOptimizer):
     dampening: Number = hyper(default=0.0)
     weight_decay: Number = hyper(default=0.0, ge=0)
     nesterov: bool = static(default=False)
-    momentum_buffer = buffer(when="momentum")
+    momentum_buffer = buffer(when="momentum", int8="signed")
     implied_state: ClassVar[Mapping[str, float]] = {"step": 1.0}
 
     @staticmethod

@@ -23,7 +23,7 @@ class StableAdamW(CompiledOptimizer):
     betas: tuple[Number, Number] = hyper(default=(0.9, 0.99), ge=0, lt=1)
     weight_decay: Number = hyper(default=1e-2, ge=0)
     eps: Number = hyper(default=1e-6, gt=0)
-    exp_avg, exp_avg_sq = buffer(), buffer()
+    exp_avg, exp_avg_sq = buffer(int8="signed"), buffer(int8="unsigned")
 
     @staticmethod
     def coefficients(step, lr, betas, weight_decay, eps):

@@ -7,6 +7,7 @@ are data, so groups with different learning rates share one plan.
 from __future__ import annotations
 
 import functools
+import zlib
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from compiled_optim import torch_internals
-from compiled_optim.groups.names import advising, parameter_name, parameters_of
+from compiled_optim.groups.names import advising, canonical_name, parameter_name, parameters_of
 from compiled_optim.groups.param_group import ParamGroup
 from compiled_optim.groups.scales import ignores_prefixes, number_of
 from compiled_optim.memory.addresses import Addresses, gradient
@@ -92,6 +93,7 @@ class Plan:
         self.hypers = self.rule.present_hypers(self.statics)
         self.buffers = self.rule.present_buffers(self.statics)
         self.params = [m.owner for m in self.members]
+        self.grouped_buffers = self.rule.grouped_buffers(self.statics)
         self.sharded = is_sharded(self.params[0])  # whether the parameters are DTensors
         self.is_meta = self.params[0].is_meta
         # Whether the parameters have no memory of their own: those of a subclass that wraps others, and meta tensors.
@@ -278,7 +280,7 @@ def partition(
                 if is_needed:
                     raise ValueError(f"can't optimize '{name}': {reason}")
                 continue
-            own_state, choices = state[param], structure(rule, group, param)
+            own_state, choices = state[param], structure(rule, groups, i, j)
             check_entries(rule, param, own_state, name, choices)
             if not _has_memory(rule, param, own_state, name, needed=is_needed):
                 continue
@@ -289,6 +291,7 @@ def partition(
             for entry, tensor in missing.items():
                 own_state.set_quietly(entry, tensor)
             numbers = {s.name: number_of(s, group, i, j, by_short_name=by_short_name) for s in rule.scales}
+            numbers["seed"] = _seed(group, i, j)
             found.append((Member(param, groups, i, j, own_state, (*scalar_names(rule), *buffers), numbers), choices))
     written = [[m.param, *(m.entries[name] for name in rule.present_buffers(choices))] for m, choices in found]
     together: dict[tuple[Any, ...], list[Member]] = {}
@@ -300,6 +303,12 @@ def partition(
         Plan(rule, dict(choices), device, members, groups, grad_of, turn > 0, index == 0)
         for index, ((device, _, _, _, turn, *choices), members) in enumerate(together.items())
     ]
+
+
+def _seed(group: Mapping[str, Any], group_index: int, index: int) -> float:
+    """A whole number below 2**24 for a parameter, by its name where it has one: equal on replicas and after a resume."""
+    place = canonical_name(parameter_name(group, group_index, index))
+    return float((zlib.crc32(place.encode()) + group.get("rounding_seed", 0)) % (1 << 24))
 
 
 def _has_memory(rule: Declaration, param: Tensor, state: ParamState, name: str, *, needed: bool) -> bool:

@@ -18,6 +18,7 @@ from compiled_optim.rule.fields import (
     Field,
     Flag,
     Hyper,
+    Option,
     Scalar,
     Scale,
     Static,
@@ -71,11 +72,13 @@ class Declared:
         cls.transforms = tuple(dict.fromkeys((*cls.transforms, *(f for f in own.values() if isinstance(f, Transform)))))
         fields = {n: dataclasses.replace(f, name=n) for n, f in own.items() if not isinstance(f, Transform)}
         cls.fields = cls.declared = {**cls.declared, **fields}
-        kinds = (Hyper, Static, Scale, Fact, Buffer, Scalar)
+        kinds = (Hyper, Static, Scale, Option, Fact, Buffer, Scalar)
         cls.declaration = Declaration(cls.__name__, *map(cls.fields_of, kinds))
         if hasattr(cls, "update"):
             cls.declaration = cls.rule = cls._made_rule()
-            cls.fields = {**cls.declared, **{f.name: f for f in (*cls.rule.statics, *cls.rule.hypers, *cls.rule.scales)}}
+            rule = cls.rule
+            added = (*rule.statics, *rule.hypers, *rule.scales, *rule.options)
+            cls.fields = {**cls.declared, **{f.name: f for f in added}}
         flags = _torch_flags(cls)
         cls.group_flags = (*flags, *(("maximize",) if "maximize" not in flags else ()))
         positional = [name for name, by_position in flags.items() if by_position]
@@ -129,7 +132,7 @@ class Declared:
             if wanted := misspelled(name, tuple(arguments)):
                 warnings.warn(f"nothing reads {cls.__name__}.{name}; did you mean {wanted}?", UserWarning, stacklevel=3)
             return
-        in_group = isinstance(cls.fields.get(name), (Hyper, Static, Scale)) or name in cls.group_flags
+        in_group = isinstance(cls.fields.get(name), (Hyper, Static, Scale, Option)) or name in cls.group_flags
         way = f"assign param_groups[i]['{name}']" if in_group else "pass it to the constructor"
         warnings.warn(f"nothing reads {cls.__name__}.{name}; {way}", UserWarning, stacklevel=3)
 
@@ -200,7 +203,7 @@ def added_choices(cls: type[Declared]) -> dict[str, Any]:
     torch.optim lacks has declared its choices itself, all but those that transforms add.
     """
     choices = {s.name: s.default for s in cls.fields_of(Static) if s.init}
-    choices |= {s.name: s.default for s in cls.fields_of(Scale)}
+    choices |= {s.name: s.default for kind in (Scale, Option) for s in cls.fields_of(kind)}
     choices |= {f.name: f.default for f in cls.fields_of(Flag) if f.name in cls.group_flags}
     choices |= {h.name: h.default for h in cls.fields_of(Hyper) if h.when}
     known = _torch_arguments(cls.__name__) or cls.declared
@@ -246,8 +249,8 @@ def _annotations(cls: type[Declared]) -> Mapping[str, Any]:
 def _constructor_signature(
     fields: Mapping[str, Any], positional_flags: Sequence[str], hints: Mapping[str, Any]
 ) -> inspect.Signature:
-    made = [f for f in fields.values() if isinstance(f, (Hyper, Flag, Scale)) or (isinstance(f, Static) and f.init)]
-    keyword = [f for f in made if isinstance(f, (Flag, Scale)) or (f.when if isinstance(f, Hyper) else f.kw_only)]
+    made = [f for f in fields.values() if isinstance(f, (Hyper, Flag, Scale, Option)) or (isinstance(f, Static) and f.init)]
+    keyword = [f for f in made if isinstance(f, (Flag, Scale, Option)) or (f.when if isinstance(f, Hyper) else f.kw_only)]
     positional = [f for f in made if f not in keyword] + [fields[name] for name in positional_flags]
     either, only = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
     kinds = {f: either for f in positional} | {f: only for f in keyword if f not in positional}

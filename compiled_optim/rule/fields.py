@@ -10,7 +10,7 @@ import dataclasses
 import inspect
 import math
 import numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -220,6 +220,23 @@ class Scale(Choice):
 
 
 @dataclass(frozen=True)
+class Option(Choice):
+    """A choice of a group from which follows what shapes the code and the state of each of its parameters.
+
+    ``of`` gets the group's entries, the spellings of the parameter's name, none without names, the parameter, and what to
+    call it in messages. It returns a hashable value, or None where the choice says nothing about this parameter, and raises
+    ``TypeError`` or ``ValueError`` where it does not fit. ``valid`` raises these for the choice alone.
+    """
+
+    of: Callable[[Mapping[str, Any], Collection[str], Tensor, str], Any]
+    valid: Callable[[Any, str], None]
+
+    def check(self, value: Any, where: str = "") -> None:
+        """Raise ``TypeError`` or ``ValueError`` if ``value`` is no such choice; ``where`` is as in :meth:`Hyper.check`."""
+        self.valid(value, _placed(self.name, where))
+
+
+@dataclass(frozen=True)
 class Fact(Field):
     """A yes or no that shapes the code and follows from a parameter's shape, such as whether it is a matrix."""
 
@@ -249,14 +266,27 @@ class Buffer(Field):
     """A state tensor of the parameter's dtype and device, and of its shape or the one that ``shape`` makes of it.
 
     ``shape`` gets the parameter's as an update sees it: with its axes in the order of :meth:`Rule.axes_of`.
-    ``when`` names a static field, a fact or a hyperparameter: the buffer exists only where that is true, or not 0. ``init``
-    is the number that fills a new buffer, or the name of a hyperparameter whose value does; both parts of a complex number
-    get it.
+    ``when`` names a static field, a fact or a hyperparameter: the buffer exists only where that is true, or not 0; or it is
+    a function of the choices. ``init`` is the number that fills a new buffer, or the name of a hyperparameter whose value
+    does; both parts of a complex number get it.
+
+    ``int8`` says that 8 bits can hold the buffer, and of what: of ``"signed"`` numbers or of ``"unsigned"`` ones, which are
+    divided by or whose roots are. Such a buffer starts at 0, and steps replace or average it: 8 bits would lose what is
+    added to a sum. ``dtype`` makes another dtype of the choices, or None
+    for the parameter's. A ``grouped`` buffer has a number for each group of elements, see
+    :func:`~compiled_optim.rule.vocabulary.group_max`.
     """
 
-    when: str | None = None
+    when: str | Callable[[Mapping[str, Any]], bool] | None = None
     init: float | str = 0.0
     shape: Callable[[torch.Size], tuple[int, ...]] | None = None
+    int8: Literal["signed", "unsigned"] | None = None
+    dtype: Callable[[Mapping[str, Any]], torch.dtype | None] | None = None
+    grouped: bool = False
+
+    def is_present(self, choices: Mapping[str, Any]) -> bool:
+        """Whether the buffer exists under these choices."""
+        return self.when is None or bool(self.when(choices) if callable(self.when) else choices[self.when])
 
 
 @dataclass(frozen=True)

@@ -7,20 +7,25 @@ import contextlib
 import functools
 import inspect
 import itertools
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import torch
 
-from compiled_optim.rule.fields import Buffer, Fact, Hyper, Scalar, Scale, Static
-from compiled_optim.rule.symbols import PLAIN, Code, Dialect, NotWritable, Symbol
+from compiled_optim.rule.fields import Buffer, Fact, Hyper, Option, Scalar, Scale, Static
+from compiled_optim.rule.symbols import PLAIN, Code, Dialect, Kind, NotWritable, Statement, Symbol
+from compiled_optim.rule.vocabulary import GROUP
 
 Gradients: TypeAlias = Literal["dense", "sparse"]  # the gradients that an optimizer takes; sparse ones are COO tensors
 Granularity: TypeAlias = Literal["element", "tensor", "matrix"]  # what a rule's update sees at a time
 
-NUMBERS = ("resolution", "lr_scale")
-"""What ``coefficients`` may take of each parameter: the machine epsilon of its dtype, and what its group chose for it."""
+NUMBERS = ("resolution", "lr_scale", "seed")
+"""What ``coefficients`` may take of each parameter: the machine epsilon of its dtype, what its group chose for it, and a whole
+number for random numbers."""
+
+INDEX = "index"  # what ``update`` may take besides: which element of the parameter it sees, in the order of memory
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,7 @@ class Declaration:
     hypers: tuple[Hyper, ...]
     statics: tuple[Static, ...]
     scales: tuple[Scale, ...]
+    options: tuple[Option, ...]
     facts: tuple[Fact, ...]
     buffers: tuple[Buffer, ...]
     scalars: tuple[Scalar, ...]
@@ -38,7 +44,7 @@ class Declaration:
     @functools.cached_property
     def structural_hypers(self) -> tuple[str, ...]:
         """The hyperparameters that decide, by being 0 or not, whether a buffer exists."""
-        conditions = {b.when for b in self.buffers}
+        conditions = {b.when for b in self.buffers if isinstance(b.when, str)}
         return tuple(h.name for h in self.hypers if h.name in conditions)
 
     def present_hypers(self, statics: Mapping[str, Any]) -> tuple[Hyper, ...]:
@@ -47,14 +53,28 @@ class Declaration:
 
     def present_buffers(self, statics: Mapping[str, Any]) -> tuple[str, ...]:
         """The names of the buffers that exist under these static choices and facts."""
-        return tuple(b.name for b in self.buffers if b.when is None or statics[b.when])
+        return tuple(b.name for b in self.buffers if b.is_present(statics))
+
+    def grouped_buffers(self, statics: Mapping[str, Any]) -> tuple[str, ...]:
+        """Those of :meth:`present_buffers` that have a number for each group of elements."""
+        return tuple(b.name for b in self.buffers if b.grouped and b.is_present(statics))
+
+    def dtype_of(self, buffer: Buffer, param_dtype: torch.dtype, statics: Mapping[str, Any]) -> torch.dtype:
+        """The dtype of ``buffer`` of a parameter of ``param_dtype``, under these choices."""
+        return (buffer.dtype and buffer.dtype(statics)) or param_dtype
 
     def axes_of(self, shape: torch.Size, statics: Mapping[str, Any]) -> tuple[int, ...]:
         """The axes of a parameter of ``shape`` in the order in which an update sees them, under these static choices."""
         return tuple(range(len(shape)))
 
     def shape_of(self, buffer: Buffer, shape: torch.Size, statics: Mapping[str, Any]) -> tuple[int, ...]:
-        """The shape of ``buffer`` of a parameter of ``shape``, under these static choices."""
+        """The shape of ``buffer`` of a parameter of ``shape``, under these static choices.
+
+        A grouped buffer is shaped like the parameter, with fewer columns, where groups end with its rows, and else a vector.
+        """
+        if buffer.grouped:
+            columns = shape[-1] if shape else 1
+            return (*shape[:-1], columns // GROUP) if columns % GROUP == 0 else (-(-math.prod(shape) // GROUP),)
         if buffer.shape is None:
             return tuple(shape)
         axes = self.axes_of(shape, statics)
@@ -66,13 +86,23 @@ class Declaration:
 class Written:
     """What one of a rule's functions does to an element, in another language: statements, and what it returns by name.
 
-    They read ``param``, ``grad``, ``buffer0``, ... of the buffers that are present, and ``k0``, ... for ``numbers``, the
-    attributes of ``c``. The results of ``update`` are the new parameter and then the new buffers.
+    They read ``param``, ``grad``, ``buffer0``, ... of the buffers that are present, ``index``, and ``k0``, ... for ``numbers``,
+    the attributes of ``c``. The results of ``update`` are the new parameter and then the new buffers.
     """
 
     numbers: tuple[str, ...]
-    lines: list[str]
+    statements: list[Statement]
     results: dict[str, str]
+
+    @property
+    def lines(self) -> list[str]:
+        """The text of the statements."""
+        return [statement.text for statement in self.statements]
+
+    @property
+    def reads_index(self) -> bool:
+        """Whether the statements read the element's :data:`INDEX`."""
+        return any(INDEX in statement.reads for statement in self.statements)
 
 
 @dataclass(frozen=True)
@@ -147,7 +177,8 @@ class Rule(Declaration):
 
     @functools.cached_property
     def _update_values(self) -> set[str]:
-        return {"param", "grad", "c", *(f.name for f in (*self.buffers, *self.statics, *self.facts))}
+        own = (f.name for f in (*self.buffers, *self.statics, *self.options, *self.facts))
+        return {"param", "grad", "c", INDEX, *own}
 
     def _situations(self) -> Iterator[dict[str, Any]]:
         """Every combination of the choices that are yes or no; of those that were added, the last is yes."""
@@ -157,16 +188,20 @@ class Rule(Declaration):
         for values in itertools.product((False, True), repeat=len(free)):
             yield {**made, **dict(zip(free, values, strict=True))}
 
-    @functools.cached_property
-    def coefficient_names(self) -> tuple[str, ...]:
-        """What ``coefficients`` returns besides the scalars, in the order of the kernels' tables."""
+    def coefficient_names(self, statics: Mapping[str, Any] | None = None) -> tuple[str, ...]:
+        """What ``coefficients`` returns besides the scalars, in the order of the kernels' tables, under static choices.
+
+        Without ``statics`` these are as the optimizer's author left them.
+        """
         scalars = {s.name for s in self.scalars}
-        _, returned = self.written_coefficients(next(self._situations()), PLAIN)
+        _, returned = self.written_coefficients(next(self._situations()) if statics is None else statics, PLAIN)
         return tuple(name for name in returned if name not in scalars)
 
     def number_names(self, statics: Mapping[str, Any]) -> list[tuple[str, ...]]:
         """The attributes of ``c`` for each of ``means`` and then for ``update``, which is also their order."""
-        return [stage.numbers for stage in self.written(statics, PLAIN)] if self.means else [self.coefficient_names]
+        if self.means:
+            return [stage.numbers for stage in self.written(statics, PLAIN)]
+        return [self.coefficient_names(statics)]
 
     def mean_stages(self, statics: Mapping[str, Any]) -> dict[int, slice]:
         """Those of ``means`` that return something, and where that is among the attributes of ``c``."""
@@ -184,28 +219,31 @@ class Rule(Declaration):
             elements = tuple(Symbol(code, f"hyper{next(count)}") for _ in range(h.length))
             values[h.name] = elements if h.is_tuple else elements[0]
         values |= {s.name: Symbol(code, f"scalar{i}") for i, s in enumerate(self.scalars)}
-        values |= {s.name: statics[s.name] for s in self.statics}
+        values |= statics
         results = self._run(self.coefficients, values, [s.name for s in self.scalars])
         return code.lines, {name: code.operand(value) for name, value in results.items()}
 
     def written(self, statics: Mapping[str, Any], dialect: Dialect) -> list[Written]:
         """Each of ``means`` and then ``update`` of an elementwise rule in another language, under these static choices."""
-        present, names, stages = self.present_buffers(statics), self.coefficient_names, []
+        present, names, stages = self.present_buffers(statics), self.coefficient_names(statics), []
         for function in self.means:
             code = Code(dialect, "e")
             found = self._run(function, self._element(statics, code, names))
             if taken := set(found) & set(names):
                 raise TypeError(f"{self.name}.means returns {sorted(taken)}, which c has already")
-            stages.append(Written(names, code.lines, {name: code.operand(value) for name, value in found.items()}))
+            stages.append(Written(names, code.statements, {name: code.operand(value) for name, value in found.items()}))
             names = (*names, *found)
         code = Code(dialect, "e")
         results = self._checked_update(self._element(statics, code, names), present)
-        return [*stages, Written(names, code.lines, {name: code.operand(results[name]) for name in ("param", *present)})]
+        return [*stages, Written(names, code.statements, {name: code.operand(results[name]) for name in ("param", *present)})]
 
     def _element(self, statics: Mapping[str, Any], code: Code, numbers: tuple[str, ...]) -> dict[str, Any]:
         """What ``update`` sees of an element in ``code``, if ``c`` has the attributes ``numbers``."""
         values: dict[str, Any] = {**statics, **dict.fromkeys(b.name for b in self.buffers)}
-        values |= {name: Symbol(code, f"buffer{i}") for i, name in enumerate(self.present_buffers(statics))}
+        grouped = self.grouped_buffers(statics)
+        for i, name in enumerate(self.present_buffers(statics)):
+            values[name] = Symbol(code, f"buffer{i}", Kind(shared=name in grouped))
+        values[INDEX] = Symbol(code, INDEX, Kind(whole=True))
         c = number_type(numbers)(*(Symbol(code, f"k{i}") for i in range(len(numbers))))
         return {**values, "param": Symbol(code, "param"), "grad": Symbol(code, "grad"), "c": c}
 
@@ -217,7 +255,8 @@ class Rule(Declaration):
         for b in self.buffers:
             own = shape[1:] if b.shape is None else b.shape(torch.Size(shape[1:]))
             values[b.name] = torch.ones(shape[0], *own) if b.name in present else None
-        c = number_type(self.coefficient_names)(*[one] * len(self.coefficient_names))
+        names = self.coefficient_names(statics)
+        c = number_type(names)(*[one] * len(names))
         results = self._checked_update({**choices, **values, "c": c}, present)
         for name in ("param", *present):
             if results[name].shape != values[name].shape:
@@ -234,16 +273,16 @@ class Rule(Declaration):
 
     def returned(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """What ``update`` returns of ``values``, of which it gets those that it takes."""
-        return self.update(**{name: values[name] for name in self._takes[-1]})
+        return self.update(**{name: values[name] for name in self._takes[-1] if name in values})
 
     def averaged(self, stage: int, values: Mapping[str, Any]) -> dict[str, Any]:
         """What one of ``means`` returns of ``values``, of which it gets those that it takes."""
-        return self.means[stage](**{name: values[name] for name in self._takes[stage]})
+        return self.means[stage](**{name: values[name] for name in self._takes[stage] if name in values})
 
     @functools.cached_property
     def _coefficients_take(self) -> set[str]:
         """What ``coefficients`` takes."""
-        declared = {f.name for f in (*self.hypers, *self.scalars, *self.statics)}
+        declared = {f.name for f in (*self.hypers, *self.scalars, *self.statics, *self.options)}
         return argument_names(self.coefficients, {"step", *NUMBERS, *declared})
 
     @functools.cached_property

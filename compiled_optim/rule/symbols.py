@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, NamedTuple, NoReturn, TypeVar, cast
 
 from typing_extensions import ParamSpec
 
@@ -71,18 +71,33 @@ def _operator(sign: str, *, swapped: bool = False) -> Any:
     return lambda symbol, other: symbol._binary(sign, other, swapped=swapped)
 
 
+class Kind(NamedTuple):
+    """What a value of generated code is.
+
+    ``whole`` says that it is a 32-bit integer. ``shared`` says that there is one for each group of elements, see
+    :func:`~compiled_optim.rule.vocabulary.group_max`, and ``late`` that it depends on all elements of its group.
+    """
+
+    whole: bool = False
+    shared: bool = False
+    late: bool = False
+
+
 class Symbol:
     """A value in generated code. Operators on symbols append statements to the code they belong to."""
 
-    __slots__ = ("code", "name")
+    __slots__ = ("code", "kind", "name")
 
-    def __init__(self, code: Code, name: str) -> None:
+    def __init__(self, code: Code, name: str, kind: Kind = Kind()) -> None:  # noqa: B008 (immutable)
         self.code = code
         self.name = name
+        self.kind = kind
 
     def _binary(self, operator: str, other: Any, *, swapped: bool = False) -> Symbol:
-        left, right = self.code.operand(self), self.code.operand(other)
-        return self.code.assign(f"{right} {operator} {left}" if swapped else f"{left} {operator} {right}")
+        whole = self.code.whole(self, other)
+        left, right = self.code.operand(self), self.code.operand(other, whole=whole)
+        text = f"{right} {operator} {left}" if swapped else f"{left} {operator} {right}"
+        return self.code.assign(text, self, other, whole=whole and operator in _WHOLE)
 
     __add__, __sub__, __mul__, __truediv__ = map(_operator, "+-*/")
     __radd__, __rsub__, __rmul__, __rtruediv__ = (_operator(sign, swapped=True) for sign in "+-*/")
@@ -98,13 +113,18 @@ class Symbol:
         return self.code.call("absolute", self)
 
     def __neg__(self) -> Symbol:
-        return self.code.assign(f"-{self.name}")
+        return self.code.assign(f"-{self.name}", self)
 
     def __and__(self, other: Any) -> Symbol:
-        return self._binary(self.code.dialect.both, other)
+        return self._binary("&" if self.kind.whole else self.code.dialect.both, other)
 
     def __or__(self, other: Any) -> Symbol:
-        return self._binary(self.code.dialect.either, other)
+        return self._binary("|" if self.kind.whole else self.code.dialect.either, other)
+
+    __xor__, __lshift__ = map(_operator, ("^", "<<"))
+
+    def __rshift__(self, other: int) -> Symbol:
+        return self.code.call("shift_right", self, other)
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -122,46 +142,92 @@ class Symbol:
         raise NotWritable(f"calls torch's {function.__name__}; {_advice(function.__name__)}")
 
 
+_WHOLE = {"+", "-", "*", "&", "|", "^", "<<"}  # operators that make integers of integers
+_MAKES_WHOLE = {"bits": True, "integer": True, "from_bits": False, "number": False}  # of words that make one of the other
+
+
 @dataclass(frozen=True)
 class Dialect:
     """How one language writes statements, numbers and logic; ``{}`` stands for the parts.
 
-    In every language a word of the vocabulary is a function with an underscore behind its name, such as ``sqrt_``.
+    In every language a word of the vocabulary is a function with an underscore behind its name, such as ``sqrt_``. In
+    ``calls`` are words that take more there.
     """
 
     statement: str
     number: str
     both: str
     either: str
+    integer: str = "{}"
+    calls: tuple[tuple[str, str], ...] = ()
 
 
 PLAIN = Dialect("{} = {}", "{}", "and", "or")  # a language for checking rules, which nobody reads
+
+
+@dataclass(frozen=True)
+class Statement:
+    """The statement that defines ``name``, what kind of value that is, and which names it reads."""
+
+    text: str
+    name: str
+    kind: Kind
+    reads: tuple[str, ...]
 
 
 class Code:
     """The statements of one generated function body, in single assignment form."""
 
     def __init__(self, dialect: Dialect, prefix: str) -> None:
-        self.lines: list[str] = []
+        self.statements: list[Statement] = []
         self.dialect = dialect
         self._prefix = prefix
 
-    def operand(self, value: Any) -> str:
-        """How ``value``, a symbol or a Python number, is written inside an expression."""
+    @property
+    def lines(self) -> list[str]:
+        """The text of the statements."""
+        return [statement.text for statement in self.statements]
+
+    @staticmethod
+    def whole(*values: Any) -> bool:
+        """Whether one of ``values`` is an integer of the generated code."""
+        return any(isinstance(value, Symbol) and value.kind.whole for value in values)
+
+    def operand(self, value: Any, *, whole: bool = False) -> str:
+        """How ``value``, a symbol or a Python number, is written inside an expression: of integers if ``whole``."""
         if isinstance(value, Symbol):
             return value.name
+        if whole and isinstance(value, int):
+            return self.dialect.integer.format(value)
         if isinstance(value, (int, float)):
             return self.dialect.number.format(repr(float(value)))
         if value is None:
             raise NotWritable("computes with None, which stands for a buffer that is absent")
         raise NotWritable(f"computes with {value!r}; a constant is a Python number")
 
-    def assign(self, expression: str) -> Symbol:
-        """Append a statement that defines a new name, and return the symbol of that name."""
-        name = f"{self._prefix}{len(self.lines)}"
-        self.lines.append(self.dialect.statement.format(name, expression))
-        return Symbol(self, name)
+    def assign(self, expression: str, *operands: Any, whole: bool = False, kind: Kind | None = None) -> Symbol:
+        """Append a statement that defines a new name by its ``operands``, and return the symbol of that name.
+
+        Without a ``kind`` the value is shared if all operands are, and late if one is.
+        """
+        read = [value for value in operands if isinstance(value, Symbol)]
+        if kind is None:
+            shared = bool(read) and all(value.kind.shared for value in read)
+            kind = Kind(whole, shared, any(value.kind.late for value in read))
+        name = f"{self._prefix}{len(self.statements)}"
+        text = self.dialect.statement.format(name, expression)
+        self.statements.append(Statement(text, name, kind, tuple(value.name for value in read)))
+        return Symbol(self, name, kind)
 
     def call(self, name: str, *values: Any) -> Symbol:
         """Append a call of a word of the vocabulary, and return the symbol of its result."""
-        return self.assign(f"{name}_({', '.join(map(self.operand, values))})")
+        whole = self.whole(*values)
+        arguments = ", ".join(self.operand(value, whole=whole) for value in values)
+        text = dict(self.dialect.calls).get(name, f"{name}_({{}})").format(arguments)
+        makes_whole = _MAKES_WHOLE.get(name, whole)
+        if name == "group_max":
+            return self.assign(text, *values, kind=Kind(makes_whole, shared=True, late=True))
+        if name == "spread":
+            late = any(isinstance(value, Symbol) and value.kind.late for value in values)
+            return self.assign(text, *values, kind=Kind(makes_whole, shared=False, late=late))
+        return self.assign(text, *values, whole=makes_whole)

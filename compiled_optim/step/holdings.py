@@ -16,6 +16,7 @@ from compiled_optim.checkpoint.state_dict import PreparedLoad
 from compiled_optim.groups.by_name import ByName, kept
 from compiled_optim.groups.names import named_parameters, parameter_name, repeated, shared_name, without_aliases
 from compiled_optim.groups.numbers import is_own
+from compiled_optim.groups.options import check_options
 from compiled_optim.groups.param_group import ParamGroup
 from compiled_optim.groups.parameters import check_params, names_and_tensors
 from compiled_optim.groups.scales import check_names, check_numbers, check_own, ignores_prefixes
@@ -25,7 +26,7 @@ from compiled_optim.plan.clipping import Clipping
 from compiled_optim.plan.compilations import CompilationLog
 from compiled_optim.plan.schedule import Schedule, Schedules
 from compiled_optim.rule.declared import Declared, added_choices, no_hyperparameter, state_names
-from compiled_optim.rule.fields import Choice, Hyper, Scale, Static
+from compiled_optim.rule.fields import Choice, Hyper, Option, Scale, Static
 from compiled_optim.rule.misspelled import warn_of_entry
 from compiled_optim.state import OptimizerState, ParamState
 from compiled_optim.step.hand_captures import HandCaptures
@@ -247,7 +248,7 @@ def _check_entries(
 
 def _group_keys(kind: type[Declared]) -> list[str]:
     """What a group of ``kind`` may hold besides its parameters."""
-    kinds = (Hyper, Static, Scale)
+    kinds = (Hyper, Static, Scale, Option)
     return [f.name for of_kind in kinds for f in kind.fields_of(of_kind)] + list(kind.group_flags)
 
 
@@ -322,4 +323,5 @@ def check_values(kind: type[Declared], group: Mapping[str, Any], before: Mapping
     for scale in kind.fields_of(Scale):
         check_own(scale, group.get(scale.name), before.get(scale.name), index)
     check_numbers(kind.fields_of(Scale), group, index)
+    check_options(kind.fields_of(Option), group, index)
     _check_keys(kind, given, index)

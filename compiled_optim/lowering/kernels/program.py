@@ -48,7 +48,7 @@ class Program:
         factor, norm, skip = map(before.operand, scaled(Symbol(before, "square_sum"), **clipping))
         lines, returned = rule.written_coefficients(statics, dialect)
         new_scalars = ["step", *(returned[s.name] for s in rule.scalars)]
-        numbers = [returned[name] for name in rule.coefficient_names]
+        numbers = [returned[name] for name in rule.coefficient_names(statics)]
         hypers = sum(h.length for h in rule.present_hypers(statics))
         evaluation = Evaluation(before.lines, factor, norm, skip, hypers, lines, new_scalars, numbers)
         if rule.granularity != "element":

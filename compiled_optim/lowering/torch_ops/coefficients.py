@@ -19,6 +19,7 @@ class CoefficientStage:
         self._plan = plan
         self._clipping = clipping
         self._square_sums: Tensor | None = None
+        self._names = plan.rule.coefficient_names(plan.statics)
         self._scalar_names = [s.name for s in plan.rule.scalars]
         signs = [-1.0 if maximizes else 1.0 for maximizes in plan.maximizes]
         self._sign = torch.tensor(signs, dtype=plan.scalars.dtype, device=plan.device)
@@ -52,7 +53,7 @@ class CoefficientStage:
             name: torch.as_tensor(value, dtype=step.dtype, device=step.device).expand_as(step)
             for name, value in results.items()
         }
-        coefficients = torch.stack([factor, skip, *(rows[name] for name in plan.rule.coefficient_names)])
+        coefficients = torch.stack([factor, skip, *(rows[name] for name in self._names)])
         self._store(torch.stack([step, *(rows[name] for name in self._scalar_names)]), old, present)
         return coefficients
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from compiled_optim.lowering.torch_ops.rule_step import rule_means, rule_step
+from compiled_optim.lowering.torch_ops.rule_step import reads_index, rule_means, rule_step
 from compiled_optim.lowering.torch_ops.torch_lowering import TorchLowering
-from compiled_optim.memory.layout import as_real, compute_dtype
+from compiled_optim.memory.layout import MemoryOrder, as_real, compute_dtype, flat, real_numel
 from compiled_optim.plan.clipping import Clipping
 from compiled_optim.plan.plan import Member, Plan
+from compiled_optim.rule.vocabulary import GROUP
 
-_Values: TypeAlias = tuple[Tensor, Tensor, Sequence[Tensor], Sequence[Tensor]]
+_Values: TypeAlias = tuple[Any, ...]  # what an update takes
 
 
 class EagerLowering(TorchLowering):
@@ -32,6 +33,7 @@ class EagerLowering(TorchLowering):
         self._update = rule_step(plan.rule, plan.statics)
         self._averaged = [rule_means(plan.rule, plan.statics, stage) for stage in range(len(plan.rule.means))]
         self._differentiable = differentiable
+        self._orders = self._in_memory_order()
 
     is_compiled = True
 
@@ -43,6 +45,9 @@ class EagerLowering(TorchLowering):
             coefficients, _ = self._advance()
             for member, values in self._present(coefficients):
                 new_param, new_buffers = self._update(*values)
+                if self._orders is not None:
+                    self._store(member, new_param, new_buffers)
+                    continue
                 if member.param.is_complex():
                     new_param, *new_buffers = (torch.view_as_complex(t) for t in (new_param, *new_buffers))
                 member.param.copy_(new_param)
@@ -54,17 +59,62 @@ class EagerLowering(TorchLowering):
             return
         places = {id(member): i for i, member in enumerate(self.plan.members)}
         for member, values in self._present(coefficients):
-            expressions = self._averaged[stage](*values)
-            sums[:, places[id(member)]] = torch.stack([e.sum(dtype=sums.dtype) for e in expressions])
+            expressions = self._averaged[stage](*values[:4])
+            count = real_numel(member.param)  # without what fills up the last group
+            flat_sums = [e.flatten()[:count].sum(dtype=sums.dtype) for e in expressions]
+            sums[:, places[id(member)]] = torch.stack(flat_sums)
 
     def _present(self, coefficients: Tensor) -> Iterator[tuple[Member, _Values]]:
         """The members that have a prepared gradient, each with what its update takes."""
         names = self.plan.buffers
         for member, grad, column in zip(self.plan.members, self._grads, coefficients.unbind(1), strict=True):
-            if grad is not None:
-                old = member.param.clone() if self._differentiable else member.param
-                if self.plan.wrapped:
-                    old = old * 1  # a plain tensor where the class lacks operations that the step takes
-                buffers = [as_real(member.entries[n]) for n in names]
-                numbers = column.to(compute_dtype(old.dtype)).unbind()
-                yield member, (as_real(old), as_real(grad.resolve_conj()), buffers, numbers)
+            if grad is None:
+                continue
+            numbers = column.to(compute_dtype(member.param.dtype)).unbind()
+            if self._orders is not None:
+                yield member, (*self._in_order(member, grad), numbers, self._index(member))
+                continue
+            old = member.param.clone() if self._differentiable else member.param
+            if self.plan.wrapped:
+                old = old * 1  # a plain tensor where the class lacks operations that the step takes
+            buffers = [as_real(member.entries[n]) for n in names]
+            yield member, (as_real(old), as_real(grad.resolve_conj()), buffers, numbers)
+
+    def _in_memory_order(self) -> dict[int, MemoryOrder] | None:
+        """The orders of members, by their ``id``, where the rule goes by the order of memory; None where it does not."""
+        plan = self.plan
+        if not plan.grouped_buffers and not reads_index(plan.rule, plan.statics):
+            return None
+        orders = {id(m): MemoryOrder(m.param) for m in plan.members}
+        for m in plan.members:
+            for name in plan.buffers:
+                grouped = name in plan.grouped_buffers
+                m.put(name, orders[id(m)].arranged_state(m.entries[name], grouped=grouped))
+        return orders
+
+    def _in_order(self, member: Member, grad: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """Parameter, gradient and buffers as vectors in the order of memory, with zeros that fill up the last group."""
+        assert self._orders is not None
+        order = self._orders[id(member)]
+        order.load()
+        param, grad = (_filled(flat(t)) for t in (order.target, order.arranged(grad)))
+        entries = ((name, flat(member.entries[name])) for name in self.plan.buffers)
+        return param, grad, [e if name in self.plan.grouped_buffers else _filled(e) for name, e in entries]
+
+    def _index(self, member: Member) -> Tensor:
+        count = -(-member.param.numel() // GROUP) * GROUP
+        return torch.arange(count, device=member.param.device).to(torch.int32)
+
+    def _store(self, member: Member, new_param: Tensor, new_buffers: Sequence[Tensor]) -> None:
+        """Write what :meth:`_in_order` read."""
+        assert self._orders is not None
+        order = self._orders[id(member)]
+        for target, new in zip((order.target, *(member.entries[n] for n in self.plan.buffers)), (new_param, *new_buffers), strict=True):
+            written = flat(target)
+            written.copy_(new[: len(written)])
+        order.store()
+
+
+def _filled(vector: Tensor) -> Tensor:
+    """``vector`` with zeros up to a whole number of groups."""
+    return torch.nn.functional.pad(vector, (0, -len(vector) % GROUP))

@@ -231,7 +231,8 @@ class InPlace:
         self._layouts = [MemoryOrder(m.param) for m in members]
         for member, layout in zip(members, self._layouts, strict=True):
             for name in plan.buffers:
-                member.put(name, layout.arranged(member.entries[name]))
+                grouped = name in plan.grouped_buffers
+                member.put(name, layout.arranged_state(member.entries[name], grouped=grouped))
         self._flat = [
             [flat(t) for t in (layout.target, *(m.entries[name] for name in plan.buffers))]
             for m, layout in zip(members, self._layouts, strict=True)

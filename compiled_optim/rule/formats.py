@@ -1,0 +1,157 @@
+"""How numbers of 32 bits are stored in fewer, and beside each other: written once, for tensors and for generated code.
+
+A parameter of 16 bits is followed by what is left of its number of 32 bits, which is its *rest*. All arithmetic is on bits, so
+that compilers cannot leave a rounding away, and every lowering stores the same. What is not a number stays that, and infinity
+stays infinite.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from compiled_optim.rule.vocabulary import (
+    absolute,
+    bits,
+    floor,
+    from_bits,
+    group_max,
+    integer,
+    maximum,
+    minimum,
+    number,
+    spread,
+    sqrt,
+    where,
+)
+
+_SIGN, _MAGNITUDE = -(1 << 31), (1 << 31) - 1
+_INFINITY = 0x7F800000  # the bits of infinity
+_NOT_A_NUMBER = 0x7FC00000
+_LOWER = {"bfloat16": 16, "float16": 13}  # how many bits of a float32 follow those that the dtype has
+_SHRINK = {"bfloat16": 1.0, "float16": 2.0**-112}  # what gives a float32 the exponents of the dtype
+_LARGEST = {"bfloat16": 0x7F80, "float16": 0x7C00}  # the bits of infinity in the dtype
+
+
+def _magnitude(x: Any, dtype: str) -> Any:
+    """The bits of ``|x|`` with the exponents of ``dtype``: its own bits, and behind them those that it lacks."""
+    if dtype == "bfloat16":
+        return bits(x) & _MAGNITUDE
+    return bits(absolute(x) * _SHRINK[dtype])
+
+
+def _value(magnitude: Any, like: Any, dtype: str) -> Any:
+    """The float32 of this :func:`_magnitude`, with the sign of ``like``."""
+    sign = bits(like) & _SIGN
+    if dtype == "bfloat16":
+        return from_bits(magnitude | sign)
+    return from_bits(bits(from_bits(magnitude) * (1 / _SHRINK[dtype])) | sign)
+
+
+def _cut(magnitude: Any, lower: int) -> Any:
+    """``magnitude`` without its ``lower`` bits, rounded to nearest, ties to even."""
+    if not lower:
+        return magnitude
+    return (magnitude + ((1 << (lower - 1)) - 1) + ((magnitude >> lower) & 1)) >> lower
+
+
+def nearest(x: Any, dtype: str) -> Any:
+    """``x`` rounded to ``dtype``, ties to even, as a float32."""
+    lower = _LOWER[dtype]
+    rounded = minimum(_cut(_magnitude(x, dtype), lower), _LARGEST[dtype])
+    return where(x == x, _value(rounded << lower, x, dtype), x)
+
+
+def randomly_rounded(x: Any, noise: Any, dtype: str) -> Any:
+    """``x`` rounded to one of its two neighbours in ``dtype``, to each the more often the nearer it is, as a float32.
+
+    ``noise`` is a whole number of 24 random bits.
+    """
+    lower = _LOWER[dtype]
+    cut = (_magnitude(x, dtype) + (noise & ((1 << lower) - 1))) >> lower
+    return where(x - x == 0, _value(minimum(cut, _LARGEST[dtype]) << lower, x, dtype), x)
+
+
+def _kept(dtype: str, rest_bits: int) -> tuple[int, int]:
+    """How many bits of a magnitude a rest of so many bits cannot hold, and how many it does hold."""
+    held = min(rest_bits, _LOWER[dtype])
+    return _LOWER[dtype] - held, held
+
+
+def split(x: Any, dtype: str, rest_bits: int) -> tuple[Any, Any]:
+    """``x`` as its nearest number of ``dtype``, as a float32, and a rest, an integer of ``rest_bits`` bits.
+
+    The rest counts in units of the last bit that both hold together. That is all of a float32 in 32 bits; of fewer it is
+    rounded to nearest first, ties to even. Halfway between two numbers of ``dtype`` the larger magnitude is taken.
+    """
+    lost, held = _kept(dtype, rest_bits)
+    both = _cut(_magnitude(x, dtype), lost)
+    upper = (both + (1 << (held - 1))) >> held
+    rest = both - (upper << held)
+    finite = x - x == 0
+    if dtype == "float16":  # whose infinity begins where a float32 goes on
+        rest, upper = where(integer_below(upper, _LARGEST[dtype]), rest, 0), minimum(upper, _LARGEST[dtype])
+    return where(finite, _value(upper << _LOWER[dtype], x, dtype), x), where(finite, rest, 0)
+
+
+def integer_below(x: Any, limit: int) -> Any:
+    """Whether an integer is below ``limit``, in languages that know no order of bits."""
+    return minimum(x, limit - 1) == x
+
+
+def joined(param: Any, rest: Any, dtype: str, rest_bits: int) -> Any:
+    """The float32 that :func:`split` took apart. Of a parameter that was written meanwhile it is within half a unit."""
+    lost, _ = _kept(dtype, rest_bits)
+    magnitude = maximum(_magnitude(param, dtype) + (integer(rest) << lost), 0)
+    return where(param - param == 0, _value(magnitude, param, dtype), param) if dtype == "float16" else _value(
+        magnitude, param, dtype
+    )
+
+
+def noise_of(key: Any, index: Any) -> Any:
+    """24 random bits of a counter: of ``key``, a whole number below 2**24, and ``index``, an integer."""
+    x = index ^ (integer(key) << 7)
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x46CA68B5), (16, 0x5BD1E995)):
+        x = (x ^ ((x >> shift) & ((1 << (32 - shift)) - 1))) * factor
+    return (x ^ (x >> 15)) & ((1 << 24) - 1)
+
+
+_SMALLEST = 0x0D800000  # the bits of 2**-100, the least scale: its inverse is finite
+
+
+def scale_of(value: Any) -> Any:
+    """The least bfloat16 that no magnitude of a group exceeds, one for each group; 0 where all are 0.
+
+    It is not a number, or infinite, where one of the group is.
+    """
+    peak = minimum(group_max(bits(value) & _MAGNITUDE), _NOT_A_NUMBER)
+    upper = ((maximum(peak, _SMALLEST) + 0xFFFF) >> 16) << 16
+    return from_bits(where(peak == 0, 0, upper))
+
+
+_LEVELS = {"signed": 127.0, "unsigned": 255.0}
+
+
+def encoded(value: Any, scale: Any, kind: str) -> Any:
+    """The code of ``value``: a whole number, the square root of its part of its group's ``scale``, with its sign.
+
+    A positive number of ``unsigned`` ones gets at least 1: something is divided by its square root.
+    """
+    levels = _LEVELS[kind]
+    inverse = spread(where(scale == 0, 0.0, levels * levels / where(scale == 0, 1.0, scale)))
+    code = floor(sqrt(absolute(value) * inverse) + 0.5)
+    if kind == "unsigned":
+        return where(value > 0, maximum(code, 1.0), code)
+    return from_bits(bits(code) | (bits(value) & _SIGN))
+
+
+def decoded(code: Any, scale: Any, kind: str) -> Any:
+    """The number with this code; see :func:`encoded`."""
+    levels = _LEVELS[kind]
+    magnitude = code * code if kind == "unsigned" else code * absolute(code)
+    return magnitude * spread(scale * (1 / (levels * levels)))
+
+
+def key_of(step: Any, seed: Any) -> Any:
+    """A whole number below 2**24 for each step of each seed, itself a whole number below 2**24; in float64."""
+    mixed = step * 10619863.0 + seed
+    return mixed - floor(mixed / float(1 << 24)) * float(1 << 24)

@@ -1,0 +1,286 @@
+"""Parameters and state in fewer bytes, for any elementwise rule: ``weights`` and ``state_dtype``.
+
+A step decodes what is stored, does what the rule says, and encodes the results. So everything that the rule does to the
+parameter, weight decay and lookahead too, is done to a number of 32 bits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from compiled_optim.rule import formats
+from compiled_optim.rule.fields import Buffer, Option
+from compiled_optim.rule.misspelled import hint
+from compiled_optim.rule.rule import INDEX, Rule
+from compiled_optim.rule.vocabulary import where
+
+MODES = ("kahan", "stochastic", "split8", "split16", "master")
+REST_BITS = {"split8": 8, "split16": 16}
+INT8 = "int8"
+MINIMUM = 4096
+"""Elements below which a parameter keeps full state and weights, as those of :data:`EXCLUDE` do."""
+
+_HALVES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+_STATE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_CODES = {"signed": torch.int8, "unsigned": torch.uint8}
+_RESTS = {"split8": torch.int8, "split16": torch.int16}
+
+StateDtype: TypeAlias = "torch.dtype | str | Mapping[str, torch.dtype | str] | None"
+
+
+def scale_name(buffer: str) -> str:
+    """The state entry that holds the scales of a buffer's codes."""
+    return f"{buffer}_scale"
+
+
+def _mode(choices: Mapping[str, Any]) -> str | None:
+    """How the parameter is stored under these choices; None where it is only rounded."""
+    chosen = choices.get("weights")
+    return None if chosen is None else chosen[0]
+
+
+def _codes(choices: Mapping[str, Any]) -> set[str]:
+    """The buffers that are stored in 8 bits under these choices."""
+    return {name for name, dtype in choices.get("state_dtype", ()) if dtype == INT8}
+
+
+def _dtype(buffer: Buffer) -> Callable[[Mapping[str, Any]], torch.dtype | None]:
+    """The dtype of a buffer of the rule, as ``state_dtype`` says."""
+
+    def dtype(choices: Mapping[str, Any]) -> torch.dtype | None:
+        chosen = dict(choices.get("state_dtype", ())).get(buffer.name)
+        if chosen == INT8:
+            assert buffer.int8
+            return _CODES[buffer.int8]
+        return None if chosen is None else getattr(torch, chosen)
+
+    return dtype
+
+
+_PARTS = (
+    Buffer(lambda c: _mode(c) == "kahan", name="kahan_comp"),
+    Buffer(lambda c: _mode(c) in REST_BITS, dtype=lambda c: _RESTS[_mode(c) or ""], name="remainder"),
+    Buffer(lambda c: _mode(c) == "master", dtype=lambda c: torch.float32, name="master_param"),
+)
+PARTS = tuple(part.name for part in _PARTS)
+"""The state entries that hold what a parameter's own dtype cannot."""
+
+
+def stored(rule: Rule) -> Rule:
+    """``rule`` with the options ``weights``, ``kahan_sum``, ``state_dtype`` and ``exclude``.
+
+    ``weights`` says how parameters of 16 bits keep the bits that their dtype cannot: ``None``, rounded as in torch.optim;
+    ``"kahan"``, a compensation in the parameter's dtype; ``"stochastic"``, rounded at random, without bias;
+    ``"split8"`` and ``"split16"``, a remainder of 8 or 16 bits; ``"master"``, a copy in float32. ``kahan_sum``, optimi's
+    spelling: None and True are ``"kahan"`` for parameters of 16 bits, and nothing for others.
+
+    ``state_dtype`` is the dtype of buffers, ``"int8"`` for codes of 8 bits with a scale for each group of elements, or a dict
+    by the name of the buffer.
+    """
+    signs = {b.name: b.int8 for b in rule.buffers if b.int8}
+    scales = tuple(
+        Buffer(
+            lambda c, b=b: b.is_present(c) and b.name in _codes(c),  # type: ignore[misc]
+            dtype=lambda c: torch.bfloat16,
+            grouped=True,
+            name=scale_name(b.name),
+        )
+        for b in rule.buffers
+        if b.int8
+    )
+
+    def opened(values: Mapping[str, Any]) -> dict[str, Any]:
+        """``values`` with decoded numbers."""
+        found = dict(values)
+        for name in _codes(values):
+            if values.get(name) is not None:
+                found[name] = formats.decoded(values[name], values[scale_name(name)], signs[name] or "")
+        if (mode := _mode(values)) is not None:
+            found["param"] = whole(values["param"], values, mode, values["weights"][1])
+        return found
+
+    def coefficients(**values: Any) -> dict[str, Any]:
+        numbers = rule.evaluated(values)
+        return numbers | {"noise": formats.key_of(values["step"], values["seed"])} if _mode(values) == "stochastic" else numbers
+
+    def update(**values: Any) -> dict[str, Any]:
+        coded, mode = _codes(values), _mode(values)
+        if mode is None and not coded:
+            return rule.returned(values)
+        new = rule.updated(opened(values))
+        if mode is not None:
+            new |= parts_of(new["param"], values, mode, values["weights"][1])
+        for name in coded & new.keys():
+            if values.get(name) is not None:
+                new[scale_name(name)] = scale = formats.scale_of(new[name])
+                new[name] = formats.encoded(new[name], scale, signs[name] or "")
+        return {**new, "step": 0.0}
+
+    return dataclasses.replace(
+        rule,
+        options=(*rule.options, *_options(rule, signs)),
+        buffers=(*(dataclasses.replace(b, dtype=_dtype(b)) for b in rule.buffers), *_PARTS, *scales),
+        coefficients=coefficients,
+        means=tuple(_opening(rule, stage, opened) for stage in range(len(rule.means))),
+        update=update,
+    )
+
+
+def _opening(rule: Rule, stage: int, opened: Callable[[Mapping[str, Any]], dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """One of the rule's means, of decoded numbers."""
+
+    def mean(**values: Any) -> dict[str, Any]:
+        return rule.averaged(stage, opened(values))
+
+    return mean
+
+
+def whole(param: Any, parts: Mapping[str, Any], mode: str, dtype: str) -> Any:
+    """The float32 of a parameter that is stored in ``mode`` with its ``parts``, by name."""
+    if mode == "kahan":
+        return param + parts["kahan_comp"]
+    if mode in REST_BITS:
+        return formats.joined(param, parts["remainder"], dtype, REST_BITS[mode])
+    if mode == "master":  # unless somebody wrote into the parameter meanwhile
+        return where(formats.nearest(parts["master_param"], dtype) == param, parts["master_param"], param)
+    return param
+
+
+def parts_of(value: Any, values: Mapping[str, Any], mode: str, dtype: str) -> dict[str, Any]:
+    """What is stored of ``value``, a parameter's float32, in ``mode``: ``param``, as a float32, and its parts, by name.
+
+    ``values`` are what ``update`` gets.
+    """
+    if mode == "stochastic":
+        return {"param": formats.randomly_rounded(value, formats.noise_of(values["c"].noise, values[INDEX]), dtype)}
+    if mode in REST_BITS:
+        param, rest = formats.split(value, dtype, REST_BITS[mode])
+        return {"param": param, "remainder": rest}
+    param = formats.nearest(value, dtype)
+    if mode == "master":
+        return {"param": param, "master_param": value}
+    return {"param": param, "kahan_comp": where(param - param == 0, value - param, 0.0)}
+
+
+def _options(rule: Rule, signs: Mapping[str, Any]) -> tuple[Option, ...]:
+    buffers = [b.name for b in rule.buffers]
+
+    def valid_state(value: Any, what: str) -> None:
+        _check_state_dtype(value, what, buffers, signs, rule.name)
+
+    def state_dtype(group: Mapping[str, Any], names: Collection[str], param: Tensor, where: str) -> Any:
+        return _state_dtypes(group, names, param, where, buffers, signs)
+
+    return (
+        Option(None, of=_weights, valid=_check_weights, name="weights"),
+        Option(False, of=_nothing, valid=_check_kahan_sum, name="kahan_sum"),
+        Option(None, of=state_dtype, valid=valid_state, name="state_dtype"),
+        Option((), of=_nothing, valid=_check_exclude, name="exclude"),
+        Option(0, of=_nothing, valid=_check_seed, name="rounding_seed"),
+    )
+
+
+def _nothing(*_: Any) -> None:
+    return None
+
+
+def _check_weights(value: Any, what: str) -> None:
+    if value is not None and value not in MODES:
+        near = hint(value, MODES) if isinstance(value, str) else ""
+        raise ValueError(f"{what} must be None or one of {', '.join(map(repr, MODES))}, got {value!r}{near}")
+
+
+def _check_kahan_sum(value: Any, what: str) -> None:
+    if value is not None and not isinstance(value, bool):
+        raise TypeError(f"{what} must be a bool or None, got {value!r}")
+
+
+def _check_seed(value: Any, what: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{what} must be a whole number, got {value!r}")
+    if not 0 <= value < 1 << 24:
+        raise ValueError(f"{what} must be >= 0 and < 2**24, got {value!r}")
+
+
+def _check_exclude(value: Any, what: str) -> None:
+    if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(v, str) and v for v in value):
+        raise TypeError(f"{what} must be a sequence of patterns of names, such as ('*.bias', 'lm_head.*'), got {value!r}")
+
+
+def _check_state_dtype(
+    value: Any, what: str, buffers: Sequence[str], signs: Mapping[str, Any], optimizer: str
+) -> None:
+    chosen = value if isinstance(value, Mapping) else dict.fromkeys(signs or buffers, value)
+    for name, dtype in chosen.items():
+        where = f"{what}[{name!r}]" if isinstance(value, Mapping) else what
+        if name not in buffers:
+            raise ValueError(f"{where}: {optimizer} has no buffer of this name; it has {', '.join(buffers) or 'none'}")
+        if dtype is None or dtype in _STATE_DTYPES:
+            continue
+        if dtype != INT8:
+            kinds = ", ".join(str(d) for d in _STATE_DTYPES)
+            raise ValueError(f"{where} must be one of {kinds}, or 'int8' for 8-bit codes with scales, got {dtype!r}")
+        if name not in signs:
+            raise ValueError(
+                f"{where}: '{name}' of {optimizer} does not fit into 8 bits, which would lose what a step adds to it; "
+                "choose torch.bfloat16 or torch.float32 for it"
+            )
+    if value == INT8 and not signs:
+        raise ValueError(f"{what}='int8': {optimizer} has no state that 8 bits can hold")
+
+
+def _is_excluded(group: Mapping[str, Any], names: Collection[str], param: Tensor, where: str) -> bool:
+    parts = [part for pattern in group.get("exclude") or () for part in pattern.split("|")]
+    if parts and not names:
+        raise ValueError(f"exclude has patterns of names, and {where} has no name")
+    return param.numel() < MINIMUM or any(fnmatchcase(name, part) for part in parts for name in names)
+
+
+def _weights(group: Mapping[str, Any], names: Collection[str], param: Tensor, where: str) -> tuple[str, str] | None:
+    mode, kahan_sum = group.get("weights"), group.get("kahan_sum", False)
+    if mode not in (None, "kahan") and kahan_sum is not False:
+        raise ValueError(f"kahan_sum={kahan_sum} of {where} does not go with weights={mode!r}")
+    half = _HALVES.get(param.dtype)
+    if mode is None and (kahan_sum is False or half is None):
+        return None
+    if group.get("differentiable"):
+        raise ValueError(f"weights={mode or 'kahan'!r} of {where} does not go with differentiable=True")
+    if _is_excluded(group, names, param, where):
+        return None if half is None else ("master", half)
+    if half is None:
+        reason = "is for parameters in bfloat16 or float16"
+        raise ValueError(f"weights={mode!r} {reason}; {where} is {param.dtype}: name it in exclude=")
+    return mode or "kahan", half
+
+
+def _state_dtypes(
+    group: Mapping[str, Any],
+    names: Collection[str],
+    param: Tensor,
+    where: str,
+    buffers: Sequence[str],
+    signs: Mapping[str, Any],
+) -> tuple[tuple[str, str], ...] | None:
+    chosen = group.get("state_dtype")
+    if chosen is None:
+        return None
+    if not isinstance(chosen, Mapping):
+        chosen = {b: chosen if b in signs or chosen != INT8 else None for b in buffers}
+    full = torch.float32 if param.dtype in _HALVES else param.dtype
+    if _is_excluded(group, names, param, where):
+        chosen = dict.fromkeys(chosen, full)
+    elif group.get("differentiable"):
+        raise ValueError(f"state_dtype of {where} does not go with differentiable=True")
+    elif param.is_complex():
+        raise ValueError(f"state_dtype is for real parameters; {where} is {param.dtype}: name it in exclude=")
+    elif INT8 in chosen.values() and param.dtype == torch.float64:
+        raise ValueError(f"state_dtype='int8' is not for parameters in float64; {where} is one: name it in exclude=")
+    dtypes = {b: full if dtype is None else dtype for b, dtype in chosen.items()}
+    named = {b: INT8 if dtype == INT8 else str(dtype).removeprefix("torch.") for b, dtype in dtypes.items()}
+    return tuple((b, named[b]) for b in buffers if b in named and dtypes[b] != param.dtype) or None
