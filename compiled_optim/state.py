@@ -115,9 +115,7 @@ def initial_values(declaration: Declaration, group: Mapping[str, Any]) -> dict[s
     return values
 
 
-def new_buffer(
-    field: Buffer, param: Tensor, shape: tuple[int, ...], dtype: torch.dtype, value: float | Tensor
-) -> Tensor:
+def new_buffer(field: Buffer, param: Tensor, shape: tuple[int, ...], dtype: torch.dtype, value: float | Tensor) -> Tensor:
     """A state buffer of ``shape``, ``dtype`` and ``param``'s device, filled with ``value``.
 
     A buffer of the parameter's shape also has its memory format. That and a grouped one have a DTensor's placements.

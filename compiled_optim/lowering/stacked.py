@@ -314,7 +314,9 @@ def _example(key: KernelKey) -> list[Tensor]:
     ]
     dtype = compute_dtype(param.dtype)
     column = (count, *[1] * len(shape))
-    columns = [torch.ones(column, dtype=dtype, device=key.device) for _ in range(len(rule.coefficient_names(dict(key.statics))) + 2)]
+    columns = [
+        torch.ones(column, dtype=dtype, device=key.device) for _ in range(len(rule.coefficient_names(dict(key.statics))) + 2)
+    ]
     return [param, grad, *buffers, *columns]
 
 

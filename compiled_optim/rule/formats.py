@@ -1,8 +1,8 @@
 """How numbers of 32 bits are stored in fewer, and beside each other: written once, for tensors and for generated code.
 
-A parameter of 16 bits is followed by what is left of its number of 32 bits, which is its *rest*. All arithmetic is on bits, so
-that compilers cannot leave a rounding away, and every lowering stores the same. What is not a number stays that, and infinity
-stays infinite.
+A parameter of 16 bits is followed by what is left of its number of 32 bits, which is its *rest*. All arithmetic is on bits,
+so that compilers cannot leave a rounding away, and every lowering stores the same. What is not a number stays that, and
+infinity stays infinite.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from compiled_optim.rule.vocabulary import (
     integer,
     maximum,
     minimum,
-    number,
     spread,
     sqrt,
     where,
@@ -102,8 +101,10 @@ def joined(param: Any, rest: Any, dtype: str, rest_bits: int) -> Any:
     """The float32 that :func:`split` took apart. Of a parameter that was written meanwhile it is within half a unit."""
     lost, _ = _kept(dtype, rest_bits)
     magnitude = maximum(_magnitude(param, dtype) + (integer(rest) << lost), 0)
-    return where(param - param == 0, _value(magnitude, param, dtype), param) if dtype == "float16" else _value(
-        magnitude, param, dtype
+    return (
+        where(param - param == 0, _value(magnitude, param, dtype), param)
+        if dtype == "float16"
+        else _value(magnitude, param, dtype)
     )
 
 

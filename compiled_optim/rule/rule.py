@@ -22,8 +22,8 @@ Gradients: TypeAlias = Literal["dense", "sparse"]  # the gradients that an optim
 Granularity: TypeAlias = Literal["element", "tensor", "matrix"]  # what a rule's update sees at a time
 
 NUMBERS = ("resolution", "lr_scale", "seed")
-"""What ``coefficients`` may take of each parameter: the machine epsilon of its dtype, what its group chose for it, and a whole
-number for random numbers."""
+"""What ``coefficients`` may take of each parameter: the machine epsilon of its dtype, what its group chose for it, and a
+whole number for random numbers."""
 
 INDEX = "index"  # what ``update`` may take besides: which element of the parameter it sees, in the order of memory
 
@@ -86,8 +86,8 @@ class Declaration:
 class Written:
     """What one of a rule's functions does to an element, in another language: statements, and what it returns by name.
 
-    They read ``param``, ``grad``, ``buffer0``, ... of the buffers that are present, ``index``, and ``k0``, ... for ``numbers``,
-    the attributes of ``c``. The results of ``update`` are the new parameter and then the new buffers.
+    They read ``param``, ``grad``, ``buffer0``, ... of the buffers that are present, ``index``, and ``k0``, ... for
+    ``numbers``, the attributes of ``c``. The results of ``update`` are the new parameter and then the new buffers.
     """
 
     numbers: tuple[str, ...]
@@ -235,7 +235,10 @@ class Rule(Declaration):
             names = (*names, *found)
         code = Code(dialect, "e")
         results = self._checked_update(self._element(statics, code, names), present)
-        return [*stages, Written(names, code.statements, {name: code.operand(results[name]) for name in ("param", *present)})]
+        return [
+            *stages,
+            Written(names, code.statements, {name: code.operand(results[name]) for name in ("param", *present)}),
+        ]
 
     def _element(self, statics: Mapping[str, Any], code: Code, numbers: tuple[str, ...]) -> dict[str, Any]:
         """What ``update`` sees of an element in ``code``, if ``c`` has the attributes ``numbers``."""

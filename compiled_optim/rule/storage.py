@@ -80,8 +80,8 @@ def stored(rule: Rule) -> Rule:
     ``"split8"`` and ``"split16"``, a remainder of 8 or 16 bits; ``"master"``, a copy in float32. ``kahan_sum``, optimi's
     spelling: None and True are ``"kahan"`` for parameters of 16 bits, and nothing for others.
 
-    ``state_dtype`` is the dtype of buffers, ``"int8"`` for codes of 8 bits with a scale for each group of elements, or a dict
-    by the name of the buffer.
+    ``state_dtype`` is the dtype of buffers, ``"int8"`` for codes of 8 bits with a scale for each group of elements, or a
+    dict by the name of the buffer.
     """
     signs = {b.name: b.int8 for b in rule.buffers if b.int8}
     scales = tuple(
@@ -100,14 +100,16 @@ def stored(rule: Rule) -> Rule:
         found = dict(values)
         for name in _codes(values):
             if values.get(name) is not None:
-                found[name] = formats.decoded(values[name], values[scale_name(name)], signs[name] or "")
+                found[name] = formats.decoded(values[name], values[scale_name(name)], signs[name])
         if (mode := _mode(values)) is not None:
             found["param"] = whole(values["param"], values, mode, values["weights"][1])
         return found
 
     def coefficients(**values: Any) -> dict[str, Any]:
         numbers = rule.evaluated(values)
-        return numbers | {"noise": formats.key_of(values["step"], values["seed"])} if _mode(values) == "stochastic" else numbers
+        return (
+            numbers | {"noise": formats.key_of(values["step"], values["seed"])} if _mode(values) == "stochastic" else numbers
+        )
 
     def update(**values: Any) -> dict[str, Any]:
         coded, mode = _codes(values), _mode(values)
@@ -119,7 +121,7 @@ def stored(rule: Rule) -> Rule:
         for name in coded & new.keys():
             if values.get(name) is not None:
                 new[scale_name(name)] = scale = formats.scale_of(new[name])
-                new[name] = formats.encoded(new[name], scale, signs[name] or "")
+                new[name] = formats.encoded(new[name], scale, signs[name])
         return {**new, "step": 0.0}
 
     return dataclasses.replace(
@@ -213,9 +215,7 @@ def _check_exclude(value: Any, what: str) -> None:
         raise TypeError(f"{what} must be a sequence of patterns of names, such as ('*.bias', 'lm_head.*'), got {value!r}")
 
 
-def _check_state_dtype(
-    value: Any, what: str, buffers: Sequence[str], signs: Mapping[str, Any], optimizer: str
-) -> None:
+def _check_state_dtype(value: Any, what: str, buffers: Sequence[str], signs: Mapping[str, Any], optimizer: str) -> None:
     chosen = value if isinstance(value, Mapping) else dict.fromkeys(signs or buffers, value)
     for name, dtype in chosen.items():
         where = f"{what}[{name!r}]" if isinstance(value, Mapping) else what

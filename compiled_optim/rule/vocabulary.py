@@ -111,7 +111,7 @@ def number(x: Tensor) -> Tensor:
 @word
 def group_max(x: Tensor) -> Tensor:
     """The largest of the integers of each :data:`GROUP` elements, at least 0: one number for each of these groups."""
-    return x.unflatten(-1, (-1, GROUP)).amax(-1)
+    return x.view(*x.shape[:-1], -1, GROUP).amax(-1)
 
 
 @word

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from compiled_optim.lowering.kernels import table as rows
+from compiled_optim.lowering.kernels.cpp_chunk import CHUNK, Result, Sums, block, chunk, storage
 from compiled_optim.lowering.kernels.cpp_words import WORDS
 from compiled_optim.lowering.kernels.program import Evaluation, Program
 from compiled_optim.lowering.kernels.table import CoefficientTable, MeasuredTable, TensorTable
@@ -22,17 +23,10 @@ from compiled_optim.plan.clipping import NAMES
 from compiled_optim.plan.kernel_key import KernelKey
 from compiled_optim.rule.rule import NUMBERS, Written
 from compiled_optim.rule.symbols import Dialect
+from compiled_optim.rule.vocabulary import GROUP
 
 SERIAL = 32768  # elements below which waking other threads costs more than they save
-CHUNK = 8192  # elements that one thread updates at a time
-
-_STORAGE = {"float32": "float", "float64": "double", "bfloat16": "bfloat16", "float16": "float16"}
-
-# Elements share no memory. Between more than five tensors gcc does not check that itself, and does not vectorize. (With
-# "omp simd" it makes slow code of 16-bit tensors: temporaries of a class become arrays.)
-_INDEPENDENT = "#pragma GCC ivdep"
-
-_DIALECT = Dialect("const auto {} = {};", "T({})", "&&", "||")
+_DIALECT = Dialect("const auto {} = {};", "T({})", "&&", "||", "uint32_t({})")
 
 
 def source(key: KernelKey) -> str:
@@ -53,7 +47,7 @@ def _evaluation(program: Evaluation) -> str:
     results = [f"*scalar({i}) = {value};" for i, value in enumerate(program.new_scalars)]
     results += [f"out[{i + 1} * count] = {value};" for i, value in enumerate(program.numbers)]
     return _EVALUATION.format(
-        clipping=_block([*clipping, *program.gradient], 2),
+        clipping=block([*clipping, *program.gradient], 2),
         factor=program.factor,
         norm=program.norm,
         skip=program.skip,
@@ -62,66 +56,28 @@ def _evaluation(program: Evaluation) -> str:
         group=rows.GROUP,
         maximize=rows.MAXIMIZE,
         scalars=rows.SCALARS,
-        coefficients=_block([*inputs, *program.lines, *results], 2),
-    )
-
-
-def _storage(key: KernelKey) -> list[str]:
-    return [_STORAGE[d] for d in (key.param_dtype, key.grad_dtype, *key.buffer_dtypes)]
-
-
-def _chunk(key: KernelKey, name: str, written: Written, stores: list[str], **around: str) -> str:
-    """A function that does what is ``written`` and then ``stores``, for each element of a chunk; with more ``around`` it."""
-    param, grad, *buffers = _storage(key)
-    pointers = [
-        f"{param}* __restrict params = at<{param}>(tensors, {rows.PARAM}, count, t) + start;",
-        f"const {grad}* __restrict grad_values = at<const {grad}>(grads, 0, count, t) + start;",
-        *(
-            f"{b}* __restrict buffers{i} = at<{b}>(tensors, {rows.BUFFERS + i}, count, t) + start;"
-            for i, b in enumerate(buffers)
-        ),
-        "const T factor = T(k[0]);",
-        *(f"const T k{i} = T(k[{i + 1} * owners]);" for i in range(len(written.numbers))),
-    ]
-    loads = ["const T param = T(params[i]);", "const T grad = factor * T(grad_values[i]);"]
-    loads += [f"const T buffer{i} = T(buffers{i}[i]);" for i in range(len(buffers))]
-    return _CHUNK.format(
-        name=name,
-        compute="double" if key.param_dtype == "float64" else "float",
-        numel=rows.NUMEL,
-        size=CHUNK,
-        pointers=_block(pointers, 2),
-        elements=_block([*loads, *written.lines, *stores], 4),
-        **{"sums": "", "before": _block([_INDEPENDENT], 2), "after": "", **around},
+        coefficients=block([*inputs, *program.lines, *results], 2),
     )
 
 
 def _means(key: KernelKey, stage: int, written: Written) -> str:
     sums = {f"sum{i}": expression for i, expression in enumerate(written.results.values())}
-    zeros, reduction = [f"double {name} = 0;" for name in sums], f"#pragma omp simd reduction(+ : {', '.join(sums)})"
-    chunk = _chunk(
-        key,
-        f"sums{stage}_of_chunk",
-        written,
-        [f"{name} += double({expression});" for name, expression in sums.items()],
-        sums=", double* sums, int64_t chunk_count",
-        before=_block([*zeros, reduction], 2),
-        after=_block([f"sums[{i} * chunk_count] = {name};" for i, name in enumerate(sums)], 2),
-    )
-    return chunk + _MEANS.format(stage=stage, first=len(written.numbers) + 1, width=len(sums), owner=rows.OWNER)
+    added = [Result(expression, f"{name} += double({{}});") for name, expression in sums.items()]
+    text = chunk(key, f"sums{stage}_of_chunk", written, added, Sums(list(sums)))
+    return text + _MEANS.format(stage=stage, first=len(written.numbers) + 1, width=len(sums), owner=rows.OWNER)
 
 
 def _update(key: KernelKey, written: Written) -> str:
-    param, grad, *buffers = _storage(key)
+    statics = dict(key.statics)
+    param, grad, *buffers = storage(key)
     new_param, *new_buffers = written.results.values()
-    stores = [f"params[i] = {param}({new_param});"]
-    stores += [f"buffers{i}[i] = {b}({v});" for i, (b, v) in enumerate(zip(buffers, new_buffers, strict=True))]
-    chunk = _chunk(key, "update_chunk", written, stores)
-    return chunk + _UPDATE.format(grad=grad, numel=rows.NUMEL, owner=rows.OWNER, chunk=CHUNK)
-
-
-def _block(lines: Sequence[str], indent: int) -> str:
-    return "\n".join(" " * indent + line for line in lines)
+    results = [Result(new_param, f"params[i] = {param}({{}});")]
+    for i, (name, kind, value) in enumerate(zip(key.rule.present_buffers(statics), buffers, new_buffers, strict=True)):
+        shared = name in key.rule.grouped_buffers(statics)
+        place = f"g / {GROUP}" if shared else "i"
+        results.append(Result(value, f"buffers{i}[{place}] = {kind}({{}});", shared))
+    text = chunk(key, "update_chunk", written, results)
+    return text + _UPDATE.format(grad=grad, numel=rows.NUMEL, owner=rows.OWNER, chunk=CHUNK)
 
 
 _EVALUATION = """
@@ -160,22 +116,6 @@ OURS void evaluate(const int64_t* owners, const int64_t* grads, int64_t count, c
   if (outcome[1]) return;
   for (int64_t t = 0; t < count; t++)
     if (grads[t]) coefficients_of(owners, hypers, k + t, factor, count, t);
-}}
-"""
-
-_CHUNK = """
-static void {name}(const int64_t* tensors, const int64_t* grads, const double* k, int64_t owners, int64_t count, int64_t t,
-                   int64_t chunk{sums}) {{
-  using T = {compute};
-  const int64_t start = chunk * {size};
-  const int64_t left = tensors[{numel} * count + t] - start;
-  const int64_t size = left < {size} ? left : {size};
-{pointers}
-{before}
-  for (int64_t i = 0; i < size; i++) {{
-{elements}
-  }}
-{after}
 }}
 """
 

@@ -5,6 +5,15 @@ WORDS = """\
 #include <cstdint>
 #include <cstring>
 
+// Integers of 32 bits wrap around. Where their sign matters, it is that of two's complement.
+static inline uint32_t shift_right_(uint32_t x, uint32_t count) { return uint32_t(int32_t(x) >> count); }
+static inline uint32_t maximum_(uint32_t x, uint32_t y) { return int32_t(x) > int32_t(y) ? x : y; }
+static inline uint32_t minimum_(uint32_t x, uint32_t y) { return int32_t(x) < int32_t(y) ? x : y; }
+static inline uint32_t integer_(float x) { return uint32_t(int32_t(x)); }
+static inline float number_(uint32_t x) { return float(int32_t(x)); }
+template <class T> static inline T spread_(T x) { return x; }
+template <int64_t N> struct Known { constexpr operator int64_t() const { return N; } };  // a number that loops know
+
 template <class T> static inline T sqrt_(T x) { return std::sqrt(x); }
 template <class T> static inline T absolute_(T x) { return std::fabs(x); }
 template <class T> static inline T sign_(T x) { return T(x > 0) - T(x < 0); }
@@ -19,6 +28,9 @@ template <class T> static inline T bias_correction_(T beta, T step) { return -st
 static inline double double_of(int64_t bits) { double x; std::memcpy(&x, &bits, 8); return x; }
 static inline float from_bits(uint32_t bits) { float x; std::memcpy(&x, &bits, 4); return x; }
 static inline uint32_t to_bits(float x) { uint32_t bits; std::memcpy(&bits, &x, 4); return bits; }
+
+static inline float from_bits_(uint32_t bits) { return from_bits(bits); }
+static inline uint32_t bits_(float x) { return to_bits(x); }
 
 struct bfloat16 {
   uint16_t bits;

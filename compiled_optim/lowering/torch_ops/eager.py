@@ -109,7 +109,9 @@ class EagerLowering(TorchLowering):
         """Write what :meth:`_in_order` read."""
         assert self._orders is not None
         order = self._orders[id(member)]
-        for target, new in zip((order.target, *(member.entries[n] for n in self.plan.buffers)), (new_param, *new_buffers), strict=True):
+        for target, new in zip(
+            (order.target, *(member.entries[n] for n in self.plan.buffers)), (new_param, *new_buffers), strict=True
+        ):
             written = flat(target)
             written.copy_(new[: len(written)])
         order.store()

@@ -17,7 +17,7 @@ Averaged = Callable[[Tensor, Tensor, Sequence[Tensor], Sequence[Tensor]], list[T
 
 
 def rule_step(rule: Rule, statics: Mapping[str, Any]) -> Step:
-    """The function ``(param, grad, buffers, coefficients, index) -> (new param, new buffers)`` for one set of static choices.
+    """The function ``(param, grad, buffers, coefficients, index) -> (new param, new buffers)`` for one set of choices.
 
     Arithmetic is in float32 for float32 and lower, in float64 for float64; results are rounded to each tensor's dtype.
     ``coefficients``, of the dtype of the arithmetic, broadcast against the parameter: the factor of the gradient, a mark
