@@ -214,12 +214,11 @@ class Rule(Declaration):
         It reads ``step``, :data:`NUMBERS`, ``hyper0``, ``hyper1``, ... and ``scalar0``, ...
         """
         code, count = Code(dialect, "c"), itertools.count()
-        values: dict[str, Any] = {name: Symbol(code, name) for name in ("step", *NUMBERS)}
+        values: dict[str, Any] = {**statics, **{name: Symbol(code, name) for name in ("step", *NUMBERS)}}
         for h in self.present_hypers(statics):
             elements = tuple(Symbol(code, f"hyper{next(count)}") for _ in range(h.length))
             values[h.name] = elements if h.is_tuple else elements[0]
         values |= {s.name: Symbol(code, f"scalar{i}") for i, s in enumerate(self.scalars)}
-        values |= statics
         results = self._run(self.coefficients, values, [s.name for s in self.scalars])
         return code.lines, {name: code.operand(value) for name, value in results.items()}
 
