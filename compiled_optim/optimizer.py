@@ -55,6 +55,18 @@ class CompiledOptimizer(Declared, Optimizer):
         lr_scale: a number >= 0 for each parameter, by which its ``lr`` is multiplied: a dict by name, where a name that is
             absent has 1, or a function of the name, None without names, and the parameter; per group. It is data: neither
             groups nor kernels are split. A function is asked when groups change. Checkpoints do not hold it.
+        weights: how parameters in bfloat16 or float16 keep the bits that their dtype lacks, per group. None rounds them as
+            torch.optim does. ``"kahan"`` keeps a compensation of the same dtype beside them, ``"split8"`` and ``"split16"``
+            a remainder of 8 or 16 bits (24 or all 32 bits in all), ``"master"`` a copy in float32. ``"stochastic"`` keeps
+            nothing and rounds at random, without bias. See :func:`~compiled_optim.rule.storage.stored`. Parameters of other
+            dtypes must be in ``exclude``. This and the next four are for optimizers that work element by element.
+        kahan_sum: optimi's spelling: True and None are ``weights="kahan"`` for parameters of 16 bits. False says nothing.
+        state_dtype: the dtype of state tensors in place of the parameter's, per group; ``"int8"`` for codes of 8 bits with a
+            scale for each 64 elements; or a dict by the name of the state tensor.
+        exclude: shell-style patterns of names, such as ``("*.bias", "lm_head.*")``, per group. Parameters that match keep
+            full state and weights: in float32, where they have 16 bits. So do all of fewer than 4096 elements.
+        rounding_seed: a whole number >= 0 and below 2**24, per group, of which, with the step and the parameter's name,
+            ``"stochastic"`` makes its random numbers. They are the same in every process and after a resume.
         lowering: ``"multi_tensor"``, ``"inductor"``, ``"eager"``, or ``"auto"``, the fastest for the device.
 
     Hyperparameters are 0-dim tensors in ``param_groups``, float64 where the device has it; see
