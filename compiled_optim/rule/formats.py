@@ -120,13 +120,13 @@ _SMALLEST = 0x0D800000  # the bits of 2**-100, the least scale: its inverse is f
 
 
 def scale_of(value: Any) -> Any:
-    """The least bfloat16 that no magnitude of a group exceeds, one for each group; 0 where all are 0.
+    """The largest magnitude of each group, at least 2**-100; 0 where all are 0.
 
-    It is not a number, or infinite, where one of the group is.
+    It has all bits of a float32: rounded up to fewer, the scale of a slow average would rise and never fall. It is not a
+    number, or infinite, where one of the group is.
     """
     peak = minimum(group_max(bits(value) & _MAGNITUDE), _NOT_A_NUMBER)
-    upper = ((maximum(peak, _SMALLEST) + 0xFFFF) >> 16) << 16
-    return from_bits(where(peak == 0, 0, upper))
+    return from_bits(where(peak == 0, 0, maximum(peak, _SMALLEST)))
 
 
 _LEVELS = {"signed": 127.0, "unsigned": 255.0}
@@ -146,10 +146,10 @@ def encoded(value: Any, scale: Any, kind: str) -> Any:
 
 
 def decoded(code: Any, scale: Any, kind: str) -> Any:
-    """The number with this code; see :func:`encoded`."""
+    """The number with this code; see :func:`encoded`. That of the largest code is the scale itself."""
     levels = _LEVELS[kind]
     magnitude = code * code if kind == "unsigned" else code * absolute(code)
-    return magnitude * spread(scale * (1 / (levels * levels)))
+    return magnitude * (1 / (levels * levels)) * spread(scale)
 
 
 def key_of(step: Any, seed: Any) -> Any:

@@ -87,7 +87,7 @@ def stored(rule: Rule) -> Rule:
     scales = tuple(
         Buffer(
             lambda c, b=b: b.is_present(c) and b.name in _codes(c),  # type: ignore[misc]
-            dtype=lambda c: torch.bfloat16,
+            dtype=lambda c: torch.float32,
             grouped=True,
             name=scale_name(b.name),
         )
