@@ -28,6 +28,8 @@ _INFINITY = 0x7F800000  # the bits of infinity
 _NOT_A_NUMBER = 0x7FC00000
 _LOWER = {"bfloat16": 16, "float16": 13}  # how many bits of a float32 follow those that the dtype has
 _SHRINK = {"bfloat16": 1.0, "float16": 2.0**-112}  # what gives a float32 the exponents of the dtype
+_HALF = {"bfloat16": 2.0**-8, "float16": 2.0**-11}  # half a unit in the last place of 1
+_LEAST_HALF = {"bfloat16": 2.0**-134, "float16": 2.0**-25}  # and of the smallest number
 _LARGEST = {"bfloat16": 0x7F80, "float16": 0x7C00}  # the bits of infinity in the dtype
 
 
@@ -43,7 +45,8 @@ def _value(magnitude: Any, like: Any, dtype: str) -> Any:
     sign = bits(like) & _SIGN
     if dtype == "bfloat16":
         return from_bits(magnitude | sign)
-    return from_bits(bits(from_bits(magnitude) * (1 / _SHRINK[dtype])) | sign)
+    size = from_bits(magnitude) * (1 / _SHRINK[dtype])
+    return from_bits(bits(where(size >= 65536.0, size * 2.0**127, size)) | sign)  # infinity's is 65536 there
 
 
 def _cut(magnitude: Any, lower: int) -> Any:
@@ -79,33 +82,32 @@ def _kept(dtype: str, rest_bits: int) -> tuple[int, int]:
 def split(x: Any, dtype: str, rest_bits: int) -> tuple[Any, Any]:
     """``x`` as its nearest number of ``dtype``, as a float32, and a rest, an integer of ``rest_bits`` bits.
 
-    The rest counts in units of the last bit that both hold together. That is all of a float32 in 32 bits; of fewer it is
-    rounded to nearest first, ties to even. Halfway between two numbers of ``dtype`` the larger magnitude is taken.
+    The rest counts in units of the last bit that both hold together. That is all of a float32 in 32 bits, but for what
+    float16 has no exponents for; of fewer it is rounded to nearest first, ties to even. Halfway between two numbers of
+    ``dtype`` the larger magnitude is taken. What is infinite in ``dtype`` has no rest.
     """
     lost, held = _kept(dtype, rest_bits)
     both = _cut(_magnitude(x, dtype), lost)
     upper = (both + (1 << (held - 1))) >> held
-    rest = both - (upper << held)
-    finite = x - x == 0
-    if dtype == "float16":  # whose infinity begins where a float32 goes on
-        rest, upper = where(integer_below(upper, _LARGEST[dtype]), rest, 0), minimum(upper, _LARGEST[dtype])
-    return where(finite, _value(upper << _LOWER[dtype], x, dtype), x), where(finite, rest, 0)
-
-
-def integer_below(x: Any, limit: int) -> Any:
-    """Whether an integer is below ``limit``, in languages that know no order of bits."""
-    return minimum(x, limit - 1) == x
+    limited = minimum(upper, _LARGEST[dtype]) if dtype == "float16" else upper  # where a float32 goes on
+    param = where(x == x, _value(limited << _LOWER[dtype], x, dtype), x)
+    return param, where(param - param == 0, both - (upper << held), 0)
 
 
 def joined(param: Any, rest: Any, dtype: str, rest_bits: int) -> Any:
     """The float32 that :func:`split` took apart. Of a parameter that was written meanwhile it is within half a unit."""
     lost, _ = _kept(dtype, rest_bits)
     magnitude = maximum(_magnitude(param, dtype) + (integer(rest) << lost), 0)
-    return (
-        where(param - param == 0, _value(magnitude, param, dtype), param)
-        if dtype == "float16"
-        else _value(magnitude, param, dtype)
-    )
+    return where(param - param == 0, _value(magnitude, param, dtype), param)
+
+
+def compensated(param: Any, compensation: Any, dtype: str) -> Any:
+    """``param`` and what rounding took from it; ``param`` alone where that is more than rounding takes.
+
+    That is so where somebody wrote a smaller number into the parameter meanwhile, such as 0.
+    """
+    half_unit = maximum(from_bits(bits(param) & _INFINITY) * _HALF[dtype], _LEAST_HALF[dtype])
+    return where(absolute(compensation) <= half_unit, param + compensation, param)
 
 
 def noise_of(key: Any, index: Any) -> Any:

@@ -146,7 +146,7 @@ def _opening(rule: Rule, stage: int, opened: Callable[[Mapping[str, Any]], dict[
 def whole(param: Any, parts: Mapping[str, Any], mode: str, dtype: str) -> Any:
     """The float32 of a parameter that is stored in ``mode`` with its ``parts``, by name."""
     if mode == "kahan":
-        return param + parts["kahan_comp"]
+        return formats.compensated(param, parts["kahan_comp"], dtype)
     if mode in REST_BITS:
         return formats.joined(param, parts["remainder"], dtype, REST_BITS[mode])
     if mode == "master":  # unless somebody wrote into the parameter meanwhile
