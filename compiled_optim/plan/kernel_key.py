@@ -53,8 +53,9 @@ class KernelKey:
         if not self.updates:
             return self
         statics = dict(self.statics) | dict.fromkeys(self.rule.structural_hypers, True)
-        dtypes = dict(zip(self.rule.present_buffers(dict(self.statics)), self.buffer_dtypes, strict=True))
-        buffers = tuple(dtypes.get(name, self.param_dtype) for name in self.rule.present_buffers(statics))
+        here = dict(zip(self.rule.present_buffers(dict(self.statics)), self.buffer_dtypes, strict=True))
+        there = [b for b in self.rule.buffers if b.is_present(statics)]
+        buffers = tuple(here.get(b.name) or _name(self.rule.dtype_of(b, self.dtypes[0], statics)) for b in there)
         return dataclasses.replace(self, statics=tuple(statics.items()), buffer_dtypes=buffers)
 
     def changes_from(self, old: KernelKey) -> list[str]:
@@ -71,10 +72,14 @@ class KernelKey:
         return changes + [f"{k} {before[k]} -> {v}" for k, v in self.statics if before.get(k) != v]
 
 
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def kernel_key(plan: Plan, member: Member, grad_dtype: torch.dtype, arrangement: str) -> KernelKey:
     """The key of the kernel that updates ``member`` with a gradient of ``grad_dtype``."""
     dtypes = [member.param.dtype, grad_dtype, *(member.entries[name].dtype for name in plan.buffers)]
-    param, grad, *buffers = (str(real_dtype(d)).removeprefix("torch.") for d in dtypes)
+    param, grad, *buffers = (_name(real_dtype(d)) for d in dtypes)
     # Triton runs a multi-tensor kernel on the current device; Inductor writes the device's number into its code.
     device = plan.device.type if arrangement == MULTI_TENSOR else str(plan.device)
     return KernelKey(plan.rule, tuple(plan.statics.items()), device, arrangement, param, grad, tuple(buffers))
