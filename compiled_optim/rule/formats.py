@@ -134,14 +134,15 @@ def scale_of(value: Any) -> Any:
 _LEVELS = {"signed": 127.0, "unsigned": 255.0}
 
 
-def encoded(value: Any, scale: Any, kind: str) -> Any:
+def encoded(value: Any, scale: Any, kind: str, threshold: Any = 0.5) -> Any:
     """The code of ``value``: a whole number, the square root of its part of its group's ``scale``, with its sign.
 
-    A positive number of ``unsigned`` ones gets at least 1: something is divided by its square root.
+    It is rounded up from ``1 - threshold`` on: to nearest, or with a :func:`threshold_of` each step, right on average. A
+    positive number of ``unsigned`` ones gets at least 1: something is divided by its square root.
     """
     levels = _LEVELS[kind]
     inverse = spread(where(scale == 0, 0.0, levels * levels / where(scale == 0, 1.0, scale)))
-    code = floor(sqrt(absolute(value) * inverse) + 0.5)
+    code = minimum(floor(sqrt(absolute(value) * inverse) + threshold), levels)
     if kind == "unsigned":
         return where(value > 0, maximum(code, 1.0), code)
     return from_bits(bits(code) | (bits(value) & _SIGN))
@@ -158,3 +159,13 @@ def key_of(step: Any, seed: Any) -> Any:
     """A whole number below 2**24 for each step of each seed, itself a whole number below 2**24; in float64."""
     mixed = step * 10619863.0 + seed
     return mixed - floor(mixed / float(1 << 24)) * float(1 << 24)
+
+
+def threshold_of(step: Any) -> Any:
+    """A number in [0, 1) for each step, spread evenly over any steps that follow each other; in float64.
+
+    Rounded to nearest, an average that a step changes by less than half a code would never change: squares that are averaged
+    with 0.999 would rise with large gradients, and never fall with small ones.
+    """
+    place = step * 0.6180339887498949  # the golden ratio's fraction
+    return place - floor(place)

@@ -107,9 +107,11 @@ def stored(rule: Rule) -> Rule:
 
     def coefficients(**values: Any) -> dict[str, Any]:
         numbers = rule.evaluated(values)
-        return (
-            numbers | {"noise": formats.key_of(values["step"], values["seed"])} if _mode(values) == "stochastic" else numbers
-        )
+        if _mode(values) == "stochastic":
+            numbers["noise"] = formats.key_of(values["step"], values["seed"])
+        if any(signs[name] == "unsigned" for name in _codes(values)):
+            numbers["threshold"] = formats.threshold_of(values["step"])
+        return numbers
 
     def update(**values: Any) -> dict[str, Any]:
         coded, mode = _codes(values), _mode(values)
@@ -121,7 +123,8 @@ def stored(rule: Rule) -> Rule:
         for name in coded & new.keys():
             if values.get(name) is not None:
                 new[scale_name(name)] = scale = formats.scale_of(new[name])
-                new[name] = formats.encoded(new[name], scale, signs[name])
+                threshold = values["c"].threshold if signs[name] == "unsigned" else 0.5
+                new[name] = formats.encoded(new[name], scale, signs[name], threshold)
         return {**new, "step": 0.0}
 
     return dataclasses.replace(
