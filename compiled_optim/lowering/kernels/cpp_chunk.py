@@ -107,23 +107,26 @@ def _grouped(key: KernelKey, written: Written, results: Sequence[Result], pragma
     """Two loops over each group: up to the largest values of the group, and from there on."""
     kinds = {s.name: s.kind for s in written.statements}
     loads = _loads(written, grouped)
-    early = [s for s in written.statements if not s.kind.late and not s.kind.shared]
-    late = [s for s in written.statements if s.kind.late and not s.kind.shared]
-    peaks = [s for s in written.statements if s.kind.shared and s.kind.late and not kinds.get(s.reads[0], Kind()).shared]
-    of_group = [s for s in written.statements if s.kind.shared and s not in peaks]
 
     def is_late(result: Result) -> bool:
         return kinds.get(result.expression, Kind()).late
 
     late_results = [r for r in results if is_late(r) and not r.shared]
-    kept = _kept(late, late_results, {s.name: s for s in early}, loads)
+    of_elements = [s for s in written.statements if not s.kind.shared]
+    peaks = [s for s in written.statements if s.kind.shared and s.kind.late and not kinds.get(s.reads[0], Kind()).shared]
+    of_group = [s for s in written.statements if s.kind.shared and s not in peaks]
+    early = _early(of_elements, {s.reads[0] for s in peaks} | {r.expression for r in results if not is_late(r)})
+    late = [s for s in of_elements if s not in early]
+    needed = [name for s in late for name in s.reads] + [r.expression for r in late_results]
+    known = {*loads, *(s.name for s in early)}
+    kept = [name for name in dict.fromkeys(needed) if name in known]
     types = {name: "uint32_t" if kinds.get(name, Kind(name == INDEX)).whole else "T" for name in kept}
     shared = [f"const T buffer{i} = T(buffers{i}[g / {GROUP}]);" for i, is_shared in enumerate(grouped) if is_shared]
     first = [
         *loads.values(),
         *(s.text for s in early),
         *(f"{name}_of[i - g] = {name};" for name in kept),
-        *(f"{s.name}_most = maximum_({s.name}_most, {s.reads[0]});" for s in peaks),
+        *(f"{s.name}_most = {s.reads[0]} > {s.name}_most ? {s.reads[0]} : {s.name}_most;" for s in peaks),
         *(_stored(r) for r in results if not is_late(r) and not r.shared),
     ]
     second = [f"const {types[name]} {name} = {name}_of[i - g];" for name in kept]
@@ -142,12 +145,14 @@ def _grouped(key: KernelKey, written: Written, results: Sequence[Result], pragma
     )
 
 
-def _kept(
-    late: Sequence[Statement], results: Sequence[Result], early: dict[str, Statement], loads: dict[str, str]
-) -> list[str]:
-    """The names of the values of elements that are known early and needed late."""
-    needed = [name for s in late for name in s.reads] + [r.expression for r in results]
-    return [name for name in dict.fromkeys(needed) if name in early or name in loads]
+def _early(statements: Sequence[Statement], needed: set[str]) -> list[Statement]:
+    """Those of ``statements`` without which the ``needed`` values are not known: nothing that waits for a group."""
+    needed, found = set(needed), []
+    for statement in reversed(statements):
+        if statement.name in needed:
+            needed |= {*statement.reads}
+            found.append(statement)
+    return found[::-1]
 
 
 _CHUNK = """
@@ -165,11 +170,12 @@ static void {name}(const int64_t* tensors, const int64_t* grads, const double* k
 
 _GROUPED = """\
   const auto update_group = [&](const int64_t g, const auto group_size) __attribute__((always_inline)) {{
+    const int64_t end = g + group_size;
 {shared}
 {kept}
 {peaks}
     {pragma}
-    for (int64_t i = g; i < g + group_size; i++) {{
+    for (int64_t i = g; i < end; i++) {{
 {first}
     }}
 {between}
@@ -180,7 +186,7 @@ _GROUPED = """\
 
 _SECOND = """\
     {pragma}
-    for (int64_t i = g; i < g + group_size; i++) {{
+    for (int64_t i = g; i < end; i++) {{
 {lines}
     }}
 """
