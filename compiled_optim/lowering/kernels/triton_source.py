@@ -6,12 +6,14 @@ the rule's means there is one like it that adds up a chunk, and ``average`` adds
 read addresses from tables in device memory, so they are compiled once per key whatever the tensors are.
 
 Elements are accessed 16 bytes at a time where the addresses and the number of elements are multiples of that, otherwise one
-by one. A program finds out which when it runs.
+by one. A program finds out which when it runs. Where dtypes differ, a thread accesses as many elements of each as it can
+write at a time of the largest one. Otherwise threads would exchange elements, by way of shared memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -20,15 +22,14 @@ from compiled_optim.lowering.kernels.table import BUFFERS, FIRST_NUMBER, GROUP, 
 from compiled_optim.lowering.kernels.triton_words import WORDS
 from compiled_optim.plan.clipping import NAMES
 from compiled_optim.plan.kernel_key import KernelKey
-from compiled_optim.rule.rule import NUMBERS, Written
+from compiled_optim.rule.rule import INDEX, NUMBERS, Written
 from compiled_optim.rule.symbols import Dialect
 
 BLOCK = 1024  # elements of a chunk, updated by one program
 PART = 512  # elements of a chunk that are updated at a time where they are accessed one by one, which takes registers
 STRETCH = 16384  # bytes of a gradient whose squares a program adds up at a time: the memory's latency is paid once for all
 
-_DIALECT = Dialect("{} = {}", "{}", "&", "|")
-_STORAGE = {"float32": "tl.float32", "float64": "tl.float64", "bfloat16": "tl.bfloat16", "float16": "tl.float16"}
+_DIALECT = Dialect("{} = {}", "{}", "&", "|", calls=(("group_max", "group_max_({}, inside)"),))
 
 
 def source(key: KernelKey) -> str:
@@ -66,11 +67,73 @@ def _evaluation(program: Evaluation) -> str:
     )
 
 
-def _storage(key: KernelKey) -> dict[str, str]:
-    """The pointers to an element's values, and their dtypes."""
-    names = ("params", "grad_values", *(f"buffers{i}" for i in range(len(key.buffer_dtypes))))
-    dtypes = (key.param_dtype, key.grad_dtype, *key.buffer_dtypes)
-    return {name: _STORAGE[dtype] for name, dtype in zip(names, dtypes, strict=True)}
+@dataclass(frozen=True)
+class _Tensor:
+    """One of a parameter's tensors: its row of a table, its dtype, and the variables of its address and of an element.
+
+    It is ``shared`` if it has a number for each group of elements.
+    """
+
+    row: str
+    dtype: str
+    address: str
+    element: str
+    shared: bool = False
+
+
+def _tensors(key: KernelKey) -> list[_Tensor]:
+    """Parameter, gradient and buffers."""
+    statics = dict(key.statics)
+    shared = key.rule.grouped_buffers(statics)
+    buffers = zip(key.rule.present_buffers(statics), key.buffer_dtypes, strict=True)
+    return [
+        _Tensor(f"tensors + {PARAM}", key.param_dtype, "params", "param"),
+        _Tensor("grads + 0", key.grad_dtype, "grad_values", "grad"),
+        *(
+            _Tensor(f"tensors + {BUFFERS + i}", dtype, f"buffers{i}", f"buffer{i}", name in shared)
+            for i, (name, dtype) in enumerate(buffers)
+        ),
+    ]
+
+
+@dataclass(frozen=True)
+class _Path:
+    """One of two ways through a chunk: from element ``start`` on, ``size`` at a time, of which ``left`` are there.
+
+    A thread accesses ``row`` elements at a time, which are one behind the other.
+    """
+
+    start: str
+    left: str
+    size: str
+    row: int
+
+    def load(self, tensor: _Tensor, compute: str) -> str:
+        """The statement that defines an element."""
+        if tensor.shared:
+            return f"{tensor.element} = load_shared({self._of_groups(tensor)}, {self.size}).to({compute})"
+        return f"{tensor.element} = tl.load({self._pointer(tensor)} + at, mask=inside).to({compute})"
+
+    def store(self, tensor: _Tensor, value: str) -> str:
+        """The statement that stores a ``value``."""
+        rounded = f"rounded({value}, tl.{tensor.dtype})"
+        if tensor.shared:
+            return f"store_shared({self._of_groups(tensor)}, {rounded}, {self.row})"
+        return f"tl.store({self._pointer(tensor)} + at, {rounded}, mask=inside)"
+
+    def _pointer(self, tensor: _Tensor) -> str:
+        if self.row == 1:
+            return f"narrow({tensor.address}, tl.{tensor.dtype})"
+        return f"wide({tensor.address}, tl.{tensor.dtype}, {min(16, self.row * _size(tensor.dtype))})"
+
+    def _of_groups(self, tensor: _Tensor) -> str:
+        return f"narrow({tensor.address}, tl.{tensor.dtype}), {self.start}, {self.left}"
+
+
+def _paths(tensors: Sequence[_Tensor]) -> dict[str, _Path]:
+    """Both, by their names in a kernel."""
+    row = 16 // max(_size(t.dtype) for t in tensors if t.element != "grad" and not t.shared)
+    return {"wide": _Path("start", "left", "BLOCK", row), "narrow": _Path("start + part", "left - part", "PART", 1)}
 
 
 def _compute(key: KernelKey) -> str:
@@ -79,34 +142,32 @@ def _compute(key: KernelKey) -> str:
 
 def _numbers(key: KernelKey, count: int) -> list[str]:
     """What defines the addresses of a tensor and its owner's first ``count`` numbers."""
-    buffers = range(len(key.buffer_dtypes))
-    rows = (f"tensors + {PARAM}", "grads + 0", *(f"tensors + {BUFFERS + i}" for i in buffers))
-    lines = [f"{name} = tl.load({row} * count + t)" for name, row in zip(_storage(key), rows, strict=True)]
+    lines = [f"{tensor.address} = tl.load({tensor.row} * count + t)" for tensor in _tensors(key)]
     owner = f"owner = tl.load(tensors + {OWNER} * count + t)"
     lines += [owner, f"factor = tl.load(coefficients + owner).to({_compute(key)})"]
     numbers = (f"tl.load(coefficients + {i + 1} * owner_count + owner).to({_compute(key)})" for i in range(count))
     return [*lines, *(f"k{i} = {number}" for i, number in enumerate(numbers))]
 
 
-def _loads(key: KernelKey, pointer: str) -> list[str]:
-    values = ("param", "grad", *(f"buffer{i}" for i in range(len(key.buffer_dtypes))))
-    loads = [
-        f"{value} = tl.load({pointer}({name}, {dtype}) + at, mask=inside).to({_compute(key)})"
-        for value, (name, dtype) in zip(values, _storage(key).items(), strict=True)
-    ]
-    return [*loads, "grad = factor * grad"]
-
-
 def _chunk(key: KernelKey, name: str, written: Written, stores: Callable[[str], list[str]], **around: str) -> str:
     """A kernel that does what is ``written``, and then ``stores``, for the elements of a chunk; with more ``around`` it."""
+    tensors = _tensors(key)
+    index = [f"{INDEX} = at.to(tl.int32)"] if written.reads_index else []
+
+    def block(path: str, way: _Path) -> list[str]:
+        loads = [way.load(tensor, _compute(key)) for tensor in tensors]
+        return [*index, *loads, "grad = factor * grad", *written.lines, *stores(path)]
+
+    blocks = {path: block(path, way) for path, way in _paths(tensors).items()}
+    elementwise = [tensor for tensor in tensors if not tensor.shared]
     return _CHUNK.format(
         name=name,
         numel=NUMEL,
-        addresses=" | ".join(_storage(key)),
-        lanes=_lanes(key.param_dtype, key.grad_dtype, *key.buffer_dtypes),
+        addresses=" | ".join(tensor.address for tensor in elementwise),
+        lanes=_lanes(*(tensor.dtype for tensor in elementwise)),
         numbers=_block(_numbers(key, len(written.numbers)), 2),
-        wide=_block([*_loads(key, "wide"), *written.lines, *stores("wide")], 3),
-        narrow=_block([*_loads(key, "narrow"), *written.lines, *stores("narrow")], 4),
+        wide=_block(blocks["wide"], 3),
+        narrow=_block(blocks["narrow"], 4),
         **{"sums": "", "before": "", "after": "", **around},
     )
 
@@ -125,21 +186,19 @@ def _means(key: KernelKey, stage: int, written: Written) -> str:
 
 
 def _update(key: KernelKey, written: Written) -> str:
-    storage, compute = _storage(key), _compute(key)
-    results = dict(zip((n for n in storage if n != "grad_values"), written.results.values(), strict=True))
+    compute, tensors = _compute(key), _tensors(key)
+    written_to = [t for t in tensors if t.element != "grad"]
+    paths = _paths(tensors)
 
-    def stores(pointer: str) -> list[str]:
-        return [
-            f"tl.store({pointer}({name}, {storage[name]}) + at, rounded({value}, {storage[name]}), mask=inside)"
-            for name, value in results.items()
-        ]
+    def stores(path: str) -> list[str]:
+        return [paths[path].store(t, value) for t, value in zip(written_to, written.results.values(), strict=True)]
 
     blocks = range(0, stretch_of(key.grad_dtype), BLOCK)
     squares = [f"grad{i} = tl.load(grad_values + {i} + at, mask=at < left - {i}, other=0.0)" for i in blocks]
     squares += [f"squares += square(grad{i}.to({compute}))" for i in blocks]
     square_sums = _SQUARE_SUMS.format(
         numel=NUMEL,
-        grad=storage["grad_values"],
+        grad=f"tl.{key.grad_dtype}",
         compute=compute,
         stretch=stretch_of(key.grad_dtype),
         grad_bytes=_size(key.grad_dtype),
@@ -254,7 +313,7 @@ def square_sums(tensors, grads, stretches, sums, count, stretch_count, BLOCK: tl
         at = tl.arange(0, BLOCK)
         if (address % 16 == 0) & (left % {grad_lanes} == 0):
             left = left // {grad_lanes} * {grad_lanes}  # itself, now known to be a multiple
-            grad_values = wide(address, {grad})
+            grad_values = wide(address, {grad}, 16)
 {squares}
         else:
             for part in range(0, left, BLOCK):

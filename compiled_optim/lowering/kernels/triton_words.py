@@ -1,8 +1,12 @@
 """The vocabulary of rules as Triton, and how kernels read tables and elements."""
 
-WORDS = """\
+from compiled_optim.rule.vocabulary import GROUP
+
+WORDS = f"""\
 import triton
 import triton.language as tl
+
+GROUP = tl.constexpr({GROUP})
 
 
 @triton.jit
@@ -53,6 +57,41 @@ def product_(x, y):
 
 
 @triton.jit
+def bits_(x):
+    return x.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def from_bits_(x):
+    return x.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def integer_(x):
+    return x.to(tl.int32)
+
+
+@triton.jit
+def number_(x):
+    return x.to(tl.float32)
+
+
+@triton.jit
+def shift_right_(x, count):
+    return x >> count
+
+
+@triton.jit
+def group_max_(x, inside):
+    return tl.max(tl.reshape(tl.where(inside, x, 0), [inside.shape[0] // GROUP, GROUP]), axis=1)
+
+
+@triton.jit
+def spread_(x):
+    return tl.reshape(tl.broadcast_to(x[:, None], [x.shape[0], GROUP]), [x.shape[0] * GROUP])
+
+
+@triton.jit
 def bias_correction_(beta, step):
     x = step * tl.log(beta)
     power = tl.exp(x)
@@ -91,6 +130,22 @@ def narrow(address, dtype: tl.constexpr):
 
 
 @triton.jit
-def wide(address, dtype: tl.constexpr):
-    return tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
+def wide(address, dtype: tl.constexpr, multiple: tl.constexpr):
+    return tl.multiple_of(address.to(tl.pointer_type(dtype)), multiple)
+
+
+@triton.jit
+def load_shared(pointer, start, left, size: tl.constexpr):
+    group = tl.arange(0, size // GROUP)
+    return tl.load(pointer + start // GROUP + group, mask=group * GROUP < left)
+
+
+# Of the threads that have a group's number, the one with the group's first element stores it; a thread has ``row`` elements
+# in a row. As a vector of one number for each group, the numbers would change threads, by way of shared memory.
+@triton.jit
+def store_shared(pointer, start, left, x, row: tl.constexpr):
+    elements = spread_(x)
+    rows = tl.max(tl.reshape(elements, [elements.shape[0] // row, row]), axis=1)
+    at = tl.arange(0, rows.shape[0]) * row
+    tl.store(pointer + start // GROUP + at // GROUP, rows, mask=(at % GROUP == 0) & (at < left))
 """
