@@ -141,7 +141,7 @@ def encoded(value: Any, scale: Any, kind: str, threshold: Any = 0.5) -> Any:
     positive number of ``unsigned`` ones gets at least 1: something is divided by its square root.
     """
     levels = _LEVELS[kind]
-    inverse = spread(where(scale == 0, 0.0, levels * levels / where(scale == 0, 1.0, scale)))
+    inverse = spread(where(scale == 0, 0.0, 1.0 / where(scale == 0, 1.0, scale) * (levels * levels)))
     code = minimum(floor(sqrt(absolute(value) * inverse) + threshold), levels)
     if kind == "unsigned":
         return where(value > 0, maximum(code, 1.0), code)
