@@ -18,8 +18,8 @@ from compiled_optim.rule.vocabulary import (
     integer,
     maximum,
     minimum,
+    root,
     spread,
-    sqrt,
     where,
 )
 
@@ -142,7 +142,7 @@ def encoded(value: Any, scale: Any, kind: str, threshold: Any = 0.5) -> Any:
     """
     levels = _LEVELS[kind]
     inverse = spread(where(scale == 0, 0.0, 1.0 / where(scale == 0, 1.0, scale) * (levels * levels)))
-    code = minimum(floor(sqrt(absolute(value) * inverse) + threshold), levels)
+    code = minimum(floor(root(absolute(value) * inverse) + threshold), levels)
     if kind == "unsigned":
         return where(value > 0, maximum(code, 1.0), code)
     return from_bits(bits(code) | (bits(value) & _SIGN))

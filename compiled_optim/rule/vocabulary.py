@@ -29,6 +29,12 @@ def sqrt(x: Tensor) -> Tensor:
 
 
 @word
+def root(x: Tensor) -> Tensor:
+    """The square root of a float32, of which GPUs may miss the last bit: a fifth of the instructions."""
+    return sqrt(x)
+
+
+@word
 def absolute(x: Tensor) -> Tensor:
     """The absolute value."""
     return torch.abs(x)

@@ -15,6 +15,7 @@ template <class T> static inline T spread_(T x) { return x; }
 template <int64_t N> struct Known { constexpr operator int64_t() const { return N; } };  // a number that loops know
 
 template <class T> static inline T sqrt_(T x) { return std::sqrt(x); }
+template <class T> static inline T root_(T x) { return sqrt_(x); }
 template <class T> static inline T absolute_(T x) { return std::fabs(x); }
 template <class T> static inline T sign_(T x) { return T(x > 0) - T(x < 0); }
 template <class T> static inline T floor_(T x) { return std::floor(x); }

@@ -15,6 +15,11 @@ def sqrt_(x):
 
 
 @triton.jit
+def root_(x):
+    return tl.sqrt(x)
+
+
+@triton.jit
 def maximum_(x, y):
     return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
 
