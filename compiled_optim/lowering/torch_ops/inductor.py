@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 
 from compiled_optim.lowering.torch_ops.recent import Recent
-from compiled_optim.lowering.torch_ops.rule_step import rule_means, rule_step
+from compiled_optim.lowering.torch_ops.rule_step import reads_index, rule_means, rule_step
 from compiled_optim.lowering.torch_ops.torch_lowering import TorchLowering
 from compiled_optim.memory.layout import MemoryOrder, compute_dtype, flat, real_numel
 from compiled_optim.plan.clipping import Clipping
 from compiled_optim.plan.compilations import CompilationLog
 from compiled_optim.plan.kernel_key import KernelKey, kernel_key
 from compiled_optim.plan.plan import Plan
+from compiled_optim.rule.vocabulary import GROUP
 from compiled_optim.torch_internals import compile_graph, without_memory
 
 Graph: TypeAlias = Callable[[int, list[Tensor]], Any]
@@ -73,9 +74,10 @@ class InductorLowering(TorchLowering):
         self._log = log
         positions: dict[tuple[KernelKey, bool], list[int]] = {}
         for i, (member, grad_dtype) in enumerate(zip(plan.members, plan.grad_dtypes, strict=True)):
-            if member.param.numel() > 0:
-                small = member.param.numel() < PACKED_LIMIT
-                key = kernel_key(plan, member, grad_dtype, "packed" if small else "in place")
+            if (count := member.param.numel()) > 0:
+                # A last group that is not whole needs memory behind it, which the rows of packed tensors have.
+                is_packed = count < PACKED_LIMIT or (plan.grouped_buffers and count % GROUP)
+                key = kernel_key(plan, member, grad_dtype, "packed" if is_packed else "in place")
                 fits = fits_indices(plan.device, real_numel(member.param))
                 positions.setdefault((key, fits), []).append(i)
         self._parts = {_LAYOUTS[s.arrangement](plan, where, s): fits for (s, fits), where in positions.items()}
@@ -105,7 +107,7 @@ class InductorLowering(TorchLowering):
 
 
 class Packed:
-    """Tensors copied through (rows, ROW) buffers, in which each owns whole rows and keeps its state.
+    """Tensors copied through (rows, ROW) buffers, in which each owns whole rows and keeps its state, in its memory order.
 
     One spare row at the end keeps the number of rows above one, where Inductor's code for any size begins.
     """
@@ -116,6 +118,7 @@ class Packed:
         self.kernel: Kernel | None = None
         members = [plan.members[i] for i in positions]
         self._params = [m.param.detach() for m in members]
+        self._strides = [MemoryOrder(p).target.stride() for p in self._params]
         self._rows = [-(-real_numel(p) // ROW) for p in self._params]
         count = sum(self._rows) + 1
         owners = torch.tensor([*positions, positions[-1]], device="cpu")
@@ -123,16 +126,22 @@ class Packed:
         self._owner = owners.repeat_interleave(repeats, output_size=count).to(plan.device)
         left = [n for p in self._params for n in range(real_numel(p), 0, -ROW)]
         self._left = torch.tensor([*left, 0], device=plan.device).unsqueeze(1)
+        first = [[*(n for p in self._params for n in range(0, real_numel(p), ROW)), 0]] if _reads_index(key) else []
+        self._first = [torch.tensor(f, dtype=torch.int32, device=plan.device).unsqueeze(1) for f in first]
         self._param, self._grad = (
             torch.zeros(count, ROW, dtype=getattr(torch, d), device=plan.device) for d in (key.param_dtype, key.grad_dtype)
         )
-        self._buffers = [torch.zeros(count, ROW, dtype=getattr(torch, d), device=plan.device) for d in key.buffer_dtypes]
+        self._buffers = [
+            torch.zeros(count, *row, dtype=getattr(torch, d), device=plan.device)
+            for row, d in zip(_row_shapes(key)[1:], key.buffer_dtypes, strict=True)
+        ]
         self._param_views = self._views(self._param)
         self._grad_views = self._views(self._grad)
         for name, packed in zip(plan.buffers, self._buffers, strict=True):
-            views = self._views(packed)
-            for member, view in zip(members, views, strict=True):
-                member.put(name, view.copy_(member.entries[name]))
+            grouped = name in plan.grouped_buffers
+            for member, view in zip(members, self._pieces(packed) if grouped else self._views(packed), strict=True):
+                old = member.entries[name]
+                member.put(name, (view[: old.numel()].view_as(old) if grouped else view).copy_(old))
         self._dtype = compute_dtype(self._param.dtype)
         self._subsets: Recent[tuple[int, ...], Tensor] = Recent(256)
         self._places: Recent[tuple[int, ...], tuple[Tensor, Tensor]] = Recent(256)
@@ -145,7 +154,8 @@ class Packed:
         tensors, rows = self._packed(here, grads)
         owner = self._owner if rows is None else self._owner[rows]
         columns = coefficients.to(self._dtype).index_select(1, owner).unsqueeze(2).unbind()
-        self.kernel[UPDATE](len(owner), [*tensors, *columns])
+        first = self._first if rows is None else [t[rows] for t in self._first]
+        self.kernel[UPDATE](len(owner), [*tensors, *columns, *first])
         if rows is not None:
             for full, part in zip((self._param, *self._buffers), (tensors[0], *tensors[2:]), strict=True):
                 full.index_copy_(0, rows, part)
@@ -166,12 +176,19 @@ class Packed:
     @staticmethod
     def example(key: KernelKey, stage: int) -> tuple[list[Tensor], list[bool]]:
         """Tensors to compile a stage with, and which of them have a first size that varies."""
-        tensors = [torch.zeros(64, ROW, dtype=dtype, device=key.device) for dtype in key.dtypes]
+        rows = zip(_row_shapes(key, 2), key.dtypes, strict=True)
+        tensors = [torch.zeros(64, *row, dtype=dtype, device=key.device) for row, dtype in rows]
         dtype = compute_dtype(tensors[0].dtype)
         tensors += [torch.ones(64, 1, dtype=dtype, device=key.device) for _ in _columns(key, stage)]
-        if stage != UPDATE:
-            tensors.append(torch.ones(64, 1, dtype=torch.int64, device=key.device))
+        if stage != UPDATE or _reads_index(key):
+            of_rows = torch.int32 if stage == UPDATE else torch.int64
+            tensors.append(torch.ones(64, 1, dtype=of_rows, device=key.device))
         return tensors, [True] * len(tensors)
+
+    @staticmethod
+    def index(param: Tensor, rest: Sequence[Tensor]) -> Tensor:
+        """Which element of its tensor each is."""
+        return rest[-1] + torch.arange(ROW, device=param.device).to(torch.int32)
 
     @staticmethod
     def sums(expressions: Sequence[Tensor], rest: Sequence[Tensor]) -> list[Tensor]:
@@ -209,18 +226,19 @@ class Packed:
         rows = [r for k in here for r in range(starts[k], starts[k + 1])]
         return torch.tensor([*rows, starts[-1]], device=self._owner.device)
 
+    def _pieces(self, packed: Tensor) -> list[Tensor]:
+        """The rows of each tensor, one behind the other."""
+        return [rows.flatten() for rows in torch.split(packed[:-1], self._rows)]
+
     def _views(self, packed: Tensor) -> list[Tensor]:
-        pieces = torch.split(packed.view(-1)[: sum(self._rows) * ROW], [r * ROW for r in self._rows])
-        return [
-            torch.view_as_complex(piece[: 2 * p.numel()].view(*p.shape, 2))
-            if p.is_complex()
-            else piece[: p.numel()].view(p.shape)
-            for p, piece in zip(self._params, pieces, strict=True)
-        ]
+        pieces = zip(self._params, self._pieces(packed), strict=True)
+        elements = [torch.view_as_complex(piece.view(-1, 2)) if p.is_complex() else piece for p, piece in pieces]
+        triples = zip(self._params, self._strides, elements, strict=True)
+        return [piece[: p.numel()].as_strided(p.shape, stride) for p, stride, piece in triples]
 
 
 class InPlace:
-    """Tensors updated one by one where they are, as 1-D views in memory order."""
+    """Tensors updated one by one where they are, as views in memory order: 1-D, or with a row for each group."""
 
     def __init__(self, plan: Plan, positions: Sequence[int], key: KernelKey) -> None:
         self.positions = tuple(positions)
@@ -233,10 +251,11 @@ class InPlace:
             for name in plan.buffers:
                 grouped = name in plan.grouped_buffers
                 member.put(name, layout.arranged_state(member.entries[name], grouped=grouped))
-        self._flat = [
-            [flat(t) for t in (layout.target, *(m.entries[name] for name in plan.buffers))]
-            for m, layout in zip(members, self._layouts, strict=True)
+        self._rows = _row_shapes(key)
+        written = [
+            (lay.target, *(m.entries[n] for n in plan.buffers)) for m, lay in zip(members, self._layouts, strict=True)
         ]
+        self._written = [[_in_rows(t, row) for t, row in zip(tensors, self._rows, strict=True)] for tensors in written]
         self._dtype = compute_dtype(getattr(torch, key.param_dtype))
         count = len(_columns(key, UPDATE))
         self._coefficients = torch.empty(count, len(positions), dtype=self._dtype, device=plan.device)
@@ -263,19 +282,25 @@ class InPlace:
     ) -> Iterator[tuple[int, MemoryOrder, list[Tensor]]]:
         """The tensors that have a gradient: their positions, their order in memory, and what a kernel takes."""
         for position, layout, (target, *buffers), column in zip(
-            self.positions, self._layouts, self._flat, columns, strict=True
+            self.positions, self._layouts, self._written, columns, strict=True
         ):
             if (grad := grads[position]) is not None:
                 layout.load()
-                yield position, layout, [target, flat(layout.arranged(grad)), *buffers, *column]
+                yield position, layout, [target, _in_rows(layout.arranged(grad), self._rows[0]), *buffers, *column]
 
     @staticmethod
     def example(key: KernelKey, stage: int) -> tuple[list[Tensor], list[bool]]:
         """As :meth:`Packed.example`."""
-        tensors = [torch.zeros(64 * ROW, dtype=dtype, device=key.device) for dtype in key.dtypes]
+        rows = zip(_row_shapes(key, 2), key.dtypes, strict=True)
+        tensors = [torch.zeros(64 * ROW, *row, dtype=dtype, device=key.device) for row, dtype in rows]
         dtype = compute_dtype(tensors[0].dtype)
         scalars = [torch.ones((), dtype=dtype, device=key.device) for _ in _columns(key, stage)]
         return tensors + scalars, [True] * len(tensors) + [False] * len(scalars)
+
+    @staticmethod
+    def index(param: Tensor, rest: Sequence[Tensor]) -> Tensor:
+        """As :meth:`Packed.index`."""
+        return torch.arange(param.numel(), device=param.device).to(torch.int32).view(param.shape)
 
     @staticmethod
     def sums(expressions: Sequence[Tensor], rest: Sequence[Tensor]) -> list[Tensor]:
@@ -284,6 +309,25 @@ class InPlace:
 
 
 _LAYOUTS: dict[str, type[Packed | InPlace]] = {"packed": Packed, "in place": InPlace}
+
+
+def _row_shapes(key: KernelKey, first: int = 1) -> list[tuple[int, ...]]:
+    """The shapes of a row of the parameter, ``first`` times, and of each buffer. In place a row is a group or an element."""
+    grouped = key.rule.grouped_buffers(dict(key.statics))
+    columns = ROW if key.arrangement == "packed" else GROUP if grouped else 0
+    row: tuple[int, ...] = (columns,) if columns else ()
+    buffers = key.rule.present_buffers(dict(key.statics))
+    return [row] * first + [(columns // GROUP,) if name in grouped else row for name in buffers]
+
+
+def _in_rows(tensor: Tensor, row: tuple[int, ...]) -> Tensor:
+    """A view of a dense tensor in memory order, as rows of that shape."""
+    return flat(tensor).view(-1, *row)
+
+
+def _reads_index(key: KernelKey) -> bool:
+    """Whether the update depends on which element it sees."""
+    return reads_index(key.rule, dict(key.statics))
 
 
 def _columns(key: KernelKey, stage: int) -> tuple[str, ...]:
@@ -328,11 +372,13 @@ def _functions(key: KernelKey) -> dict[int, Callable[..., Any]]:
 
 def _update_function(key: KernelKey) -> Callable[..., Any]:
     update = rule_step(key.rule, dict(key.statics))
-    count = len(key.buffer_dtypes)
+    count, end = len(key.buffer_dtypes), len(key.buffer_dtypes) + len(_columns(key, UPDATE))
+    index_of = _LAYOUTS[key.arrangement].index if _reads_index(key) else None
 
     def kernel(param: Tensor, grad: Tensor, *rest: Tensor) -> None:
         buffers = rest[:count]
-        new_param, new_buffers = update(param, grad, buffers, rest[count:])
+        index = None if index_of is None else index_of(param, rest)
+        new_param, new_buffers = update(param, grad, buffers, rest[count:end], index)
         param.copy_(new_param)
         for old, new in zip(buffers, new_buffers, strict=True):
             old.copy_(new)
