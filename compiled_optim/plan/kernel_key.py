@@ -68,8 +68,8 @@ class KernelKey:
         ]
         if old.buffer_dtypes != self.buffer_dtypes:
             changes.append(f"state dtypes {old.buffer_dtypes} -> {self.buffer_dtypes}")
-        before = dict(old.statics)
-        return changes + [f"{k} {before[k]} -> {v}" for k, v in self.statics if before.get(k) != v]
+        before, now = dict(old.statics), dict(self.statics)
+        return changes + [f"{k} {before.get(k)} -> {now.get(k)}" for k in {**before, **now} if before.get(k) != now.get(k)]
 
 
 def _name(dtype: torch.dtype) -> str:
