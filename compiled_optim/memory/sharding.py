@@ -62,6 +62,36 @@ def zeros_spread_like(like: Any, shape: tuple[int, ...], dtype: torch.dtype) -> 
     return tensor.zeros(shape, dtype=dtype, device_mesh=like.device_mesh, placements=like.placements)
 
 
+def has_whole_groups(tensor: Any, size: int) -> bool:
+    """Whether every process holds whole groups of ``size`` elements that lie one after the other; so of no DTensor.
+
+    Then numbers of the groups, in the shape of the tensor with fewer columns or else in a vector, have its placements too.
+    """
+    if not is_sharded(tensor):
+        return True
+    parts: dict[int, int] = {}
+    for count, kind in zip(tensor.device_mesh.shape, tensor.placements, strict=True):
+        if (dim := getattr(kind, "dim", None)) is not None and count > 1:
+            parts[dim] = parts.get(dim, 1) * count
+    if not (tensor.is_contiguous() and parts):
+        return not parts
+    shape = tensor.shape
+    if shape[-1] % size == 0:
+        return bool(shape[-1] // size % parts.get(len(shape) - 1, 1) == 0)
+    first = parts.get(0, 1)
+    return parts.keys() == {0} and shape[0] % first == 0 and tensor.numel() // first % size == 0
+
+
+def part_number(tensor: Any) -> int:
+    """A number of the part of a DTensor that this process holds, the same for all copies of it; 0 for any other tensor."""
+    number = 0
+    if is_sharded(tensor):
+        for dim, kind in enumerate(tensor.placements):
+            if not kind.is_replicate():
+                number = number * tensor.device_mesh.size(dim) + tensor.device_mesh.get_local_rank(dim)
+    return number
+
+
 def whole_stack(parts: Tensor, like: Any) -> Tensor:
     """Whole tensors, stacked, of what this process holds of them, stacked too: ``parts``. All are spread like ``like``.
 

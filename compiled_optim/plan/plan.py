@@ -22,8 +22,17 @@ from compiled_optim.groups.param_group import ParamGroup
 from compiled_optim.groups.scales import ignores_prefixes, number_of
 from compiled_optim.memory.addresses import Addresses, gradient
 from compiled_optim.memory.layout import has_memory, is_lost, obstacle, scalars_device, span
-from compiled_optim.memory.sharding import as_part_of, is_sharded, local, local_gradient, placement
+from compiled_optim.memory.sharding import (
+    as_part_of,
+    has_whole_groups,
+    is_sharded,
+    local,
+    local_gradient,
+    part_number,
+    placement,
+)
 from compiled_optim.rule.rule import NUMBERS, Declaration, Rule
+from compiled_optim.rule.vocabulary import GROUP
 from compiled_optim.state import (
     OptimizerState,
     ParamState,
@@ -97,8 +106,7 @@ class Plan:
         self.sharded = is_sharded(self.params[0])  # whether the parameters are DTensors
         self.is_meta = self.params[0].is_meta
         # Whether the parameters have no memory of their own: those of a subclass that wraps others, and meta tensors.
-        is_wrapper = torch_internals.wraps_others(self.members[0].param)
-        self.wrapped = self.is_meta or (is_wrapper and not has_memory(self.members[0].param))
+        self.wrapped = self.is_meta or _only_wraps(self.members[0].param)
         self._made: list[Tensor | None] | None = None  # gradients of a step, see _looked_at
         self._has_own_grad = any(type(p).grad is not Tensor.grad for p in self.params)
         self.grad_dtypes = [p.dtype if (g := grad_of(p)) is None else g.dtype for p in self.params]
@@ -281,6 +289,7 @@ def partition(
                     raise ValueError(f"can't optimize '{name}': {reason}")
                 continue
             own_state, choices = state[param], structure(rule, groups, i, j)
+            _check_order(rule, param, name, choices)
             check_entries(rule, param, own_state, name, choices)
             if not _has_memory(rule, param, own_state, name, needed=is_needed):
                 continue
@@ -306,9 +315,32 @@ def partition(
 
 
 def _seed(group: Mapping[str, Any], group_index: int, index: int) -> float:
-    """A whole number below 2**24 for a parameter, by its name where it has one: equal on replicas and after a resume."""
+    """A whole number below 2**24 for a parameter, by its name where it has one: equal on replicas and after a resume.
+
+    The parts of a DTensor, whose elements are counted from 0 each, have different ones.
+    """
     place = canonical_name(parameter_name(group, group_index, index))
-    return float((zlib.crc32(place.encode()) + group.get("rounding_seed", 0)) % (1 << 24))
+    part = part_number(group["params"][index])
+    return float((zlib.crc32(place.encode(), part) + group.get("rounding_seed", 0)) % (1 << 24))
+
+
+def _only_wraps(param: Tensor) -> bool:
+    """Whether ``param`` is of a subclass that wraps other tensors, and has no memory of its own."""
+    return torch_internals.wraps_others(param) and not has_memory(param)
+
+
+def _check_order(rule: Rule, param: Tensor, name: str, choices: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` where ``rule`` goes by the order of memory, and this process's part of ``param`` has none."""
+    if rule.grouped_buffers(choices) and not has_whole_groups(param, GROUP):
+        raise ValueError(
+            f"can't optimize '{name}' with 8-bit state: processes would share groups of {GROUP} elements of shape "
+            f"{tuple(param.shape)} with {placement(param)[1]}; name it in exclude="  # type: ignore[index]
+        )
+    if _only_wraps(local(param)) and rule.goes_by_memory(choices):
+        raise ValueError(
+            f"can't optimize '{name}' with 8-bit state or stochastic rounding, which go by the order of elements in memory: "
+            f"a {type(param).__name__} has no memory of its own; name it in exclude="
+        )
 
 
 def _has_memory(rule: Declaration, param: Tensor, state: ParamState, name: str, *, needed: bool) -> bool:

@@ -208,6 +208,14 @@ class Rule(Declaration):
         places = itertools.pairwise(map(len, self.number_names(statics)))
         return {stage: slice(start, end) for stage, (start, end) in enumerate(places) if start < end}
 
+    def reads_index(self, statics: Mapping[str, Any]) -> bool:
+        """Whether the update of an elementwise rule depends on which element it sees."""
+        return self.granularity == "element" and self.written(statics, PLAIN)[-1].reads_index
+
+    def goes_by_memory(self, statics: Mapping[str, Any]) -> bool:
+        """Whether the update depends on the order of elements in memory: by their groups, or by :data:`INDEX`."""
+        return bool(self.grouped_buffers(statics)) or self.reads_index(statics)
+
     def written_coefficients(self, statics: Mapping[str, Any], dialect: Dialect) -> tuple[list[str], dict[str, str]]:
         """``coefficients`` in another language, under these static choices: the statements, and what it returns.
 

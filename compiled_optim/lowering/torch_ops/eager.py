@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from compiled_optim.lowering.torch_ops.rule_step import reads_index, rule_means, rule_step
+from compiled_optim.lowering.torch_ops.rule_step import rule_means, rule_step
 from compiled_optim.lowering.torch_ops.torch_lowering import TorchLowering
 from compiled_optim.memory.layout import MemoryOrder, as_real, compute_dtype, flat, real_numel
 from compiled_optim.plan.clipping import Clipping
@@ -83,7 +83,7 @@ class EagerLowering(TorchLowering):
     def _in_memory_order(self) -> dict[int, MemoryOrder] | None:
         """The orders of members, by their ``id``, where the rule goes by the order of memory; None where it does not."""
         plan = self.plan
-        if not plan.grouped_buffers and not reads_index(plan.rule, plan.statics):
+        if not plan.rule.goes_by_memory(plan.statics):
             return None
         orders = {id(m): MemoryOrder(m.param) for m in plan.members}
         for m in plan.members:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from compiled_optim.lowering.torch_ops.recent import Recent
-from compiled_optim.lowering.torch_ops.rule_step import reads_index, rule_means, rule_step
+from compiled_optim.lowering.torch_ops.rule_step import rule_means, rule_step
 from compiled_optim.lowering.torch_ops.torch_lowering import TorchLowering
 from compiled_optim.memory.layout import MemoryOrder, compute_dtype, flat, real_numel
 from compiled_optim.plan.clipping import Clipping
@@ -327,7 +327,7 @@ def _in_rows(tensor: Tensor, row: tuple[int, ...]) -> Tensor:
 
 def _reads_index(key: KernelKey) -> bool:
     """Whether the update depends on which element it sees."""
-    return reads_index(key.rule, dict(key.statics))
+    return key.rule.reads_index(dict(key.statics))
 
 
 def _columns(key: KernelKey, stage: int) -> tuple[str, ...]:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from compiled_optim.memory.layout import compute_dtype
 from compiled_optim.rule.rule import INDEX, Rule, number_type
-from compiled_optim.rule.symbols import PLAIN
 
 Step = Callable[..., tuple[Tensor, list[Tensor]]]
 Averaged = Callable[[Tensor, Tensor, Sequence[Tensor], Sequence[Tensor]], list[Tensor]]
@@ -22,8 +21,8 @@ def rule_step(rule: Rule, statics: Mapping[str, Any]) -> Step:
     Arithmetic is in float32 for float32 and lower, in float64 for float64; results are rounded to each tensor's dtype.
     ``coefficients``, of the dtype of the arithmetic, broadcast against the parameter: the factor of the gradient, a mark
     that is not 0 where everything stays as it is, the rule's own, and its means. ``index``, int32 of the parameter's shape,
-    counts elements in the order of memory, for a rule that :func:`reads_index`. With buffers that are grouped, the last
-    dimension holds elements in that order, whole groups of them.
+    counts elements in the order of memory, for a rule that reads it. With buffers that are grouped, the last dimension holds
+    elements in that order, whole groups of them.
     """
     present = rule.present_buffers(statics)
     values_of = _values_of(rule, statics, -1)
@@ -44,11 +43,6 @@ def rule_step(rule: Rule, statics: Mapping[str, Any]) -> Step:
         return chosen(new["param"], param), [chosen(new[name], old) for name, old in zip(present, buffers, strict=True)]
 
     return step
-
-
-def reads_index(rule: Rule, statics: Mapping[str, Any]) -> bool:
-    """Whether the update of an elementwise rule depends on which element it sees."""
-    return rule.granularity == "element" and rule.written(statics, PLAIN)[-1].reads_index
 
 
 def rule_means(rule: Rule, statics: Mapping[str, Any], stage: int) -> Averaged:
