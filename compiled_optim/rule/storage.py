@@ -51,10 +51,15 @@ def _codes(choices: Mapping[str, Any]) -> set[str]:
 
 
 def _dtype(buffer: Buffer) -> Callable[[Mapping[str, Any]], torch.dtype | None]:
-    """The dtype of a buffer of the rule, as ``state_dtype`` says."""
+    """The dtype of a buffer of the rule, as ``state_dtype`` says.
+
+    Where it says nothing, a buffer to which a step adds little has all bits if the parameter has: slow weights, sums.
+    """
 
     def dtype(choices: Mapping[str, Any]) -> torch.dtype | None:
         chosen = dict(choices.get("state_dtype", ())).get(buffer.name)
+        if chosen is None and _mode(choices) is not None and not buffer.int8:
+            return torch.float32
         if chosen == INT8:
             assert buffer.int8
             return _CODES[buffer.int8]
