@@ -56,6 +56,11 @@ def _cut(magnitude: Any, lower: int) -> Any:
     return (magnitude + ((1 << (lower - 1)) - 1) + ((magnitude >> lower) & 1)) >> lower
 
 
+def _cut_randomly(magnitude: Any, lower: int, noise: Any) -> Any:
+    """``magnitude`` without its ``lower`` bits, rounded up the more often the larger they are, by 24 bits of ``noise``."""
+    return (magnitude + (noise >> (24 - lower))) >> lower
+
+
 def nearest(x: Any, dtype: str) -> Any:
     """``x`` rounded to ``dtype``, ties to even, as a float32."""
     lower = _LOWER[dtype]
@@ -66,10 +71,10 @@ def nearest(x: Any, dtype: str) -> Any:
 def randomly_rounded(x: Any, noise: Any, dtype: str) -> Any:
     """``x`` rounded to one of its two neighbours in ``dtype``, to each the more often the nearer it is, as a float32.
 
-    ``noise`` is a whole number of 24 random bits.
+    ``noise`` is an integer of 24 random bits.
     """
     lower = _LOWER[dtype]
-    cut = (_magnitude(x, dtype) + (noise & ((1 << lower) - 1))) >> lower
+    cut = _cut_randomly(_magnitude(x, dtype), lower, noise)
     return where(x - x == 0, _value(minimum(cut, _LARGEST[dtype]) << lower, x, dtype), x)
 
 
@@ -79,15 +84,17 @@ def _kept(dtype: str, rest_bits: int) -> tuple[int, int]:
     return _LOWER[dtype] - held, held
 
 
-def split(x: Any, dtype: str, rest_bits: int) -> tuple[Any, Any]:
+def split(x: Any, dtype: str, rest_bits: int, noise: Any = None) -> tuple[Any, Any]:
     """``x`` as its nearest number of ``dtype``, as a float32, and a rest, an integer of ``rest_bits`` bits.
 
     The rest counts in units of the last bit that both hold together. That is all of a float32 in 32 bits, but for what
-    float16 has no exponents for; of fewer it is rounded to nearest first, ties to even. Halfway between two numbers of
-    ``dtype`` the larger magnitude is taken. What is infinite in ``dtype`` has no rest.
+    float16 has no exponents for; of fewer it is rounded first: at random with ``noise``, an integer of 24 random bits, and
+    else to nearest, ties to even. Halfway between two numbers of ``dtype`` the larger magnitude is taken. What is infinite
+    in ``dtype`` has no rest.
     """
     lost, held = _kept(dtype, rest_bits)
-    both = _cut(_magnitude(x, dtype), lost)
+    whole = _magnitude(x, dtype)
+    both = _cut(whole, lost) if noise is None or not lost else _cut_randomly(whole, lost, noise)
     upper = (both + (1 << (held - 1))) >> held
     limited = minimum(upper, _LARGEST[dtype]) if dtype == "float16" else upper  # where a float32 goes on
     param = where(x == x, _value(limited << _LOWER[dtype], x, dtype), x)
@@ -156,7 +163,10 @@ def decoded(code: Any, scale: Any, kind: str) -> Any:
 
 
 def key_of(step: Any, seed: Any) -> Any:
-    """A whole number below 2**24 for each step of each seed, itself a whole number below 2**24; in float64."""
+    """A whole number below 2**24 for each step of each seed, itself a whole number below 2**24; in float64.
+
+    Those of consecutive steps are spread evenly, more so than random numbers.
+    """
     mixed = step * 10619863.0 + seed
     return mixed - floor(mixed / float(1 << 24)) * float(1 << 24)
 

@@ -18,10 +18,11 @@ from compiled_optim.rule import formats
 from compiled_optim.rule.fields import Buffer, Option
 from compiled_optim.rule.misspelled import hint
 from compiled_optim.rule.rule import INDEX, Rule
-from compiled_optim.rule.vocabulary import where
+from compiled_optim.rule.vocabulary import integer, where
 
 MODES = ("kahan", "stochastic", "split8", "split16", "master")
 REST_BITS = {"split8": 8, "split16": 16}
+_ROUNDED = ("stochastic", "kahan", "split8")  # by numbers of each step
 INT8 = "int8"
 MINIMUM = 4096
 """Elements below which a parameter keeps full state and weights, as those of :data:`EXCLUDE` do."""
@@ -112,7 +113,7 @@ def stored(rule: Rule) -> Rule:
 
     def coefficients(**values: Any) -> dict[str, Any]:
         numbers = rule.evaluated(values)
-        if _mode(values) == "stochastic":
+        if _mode(values) in _ROUNDED:
             numbers["noise"] = formats.key_of(values["step"], values["seed"])
         if any(signs[name] == "unsigned" for name in _codes(values)):
             numbers["threshold"] = formats.threshold_of(values["step"])
@@ -165,17 +166,21 @@ def whole(param: Any, parts: Mapping[str, Any], mode: str, dtype: str) -> Any:
 def parts_of(value: Any, values: Mapping[str, Any], mode: str, dtype: str) -> dict[str, Any]:
     """What is stored of ``value``, a parameter's float32, in ``mode``: ``param``, as a float32, and its parts, by name.
 
-    ``values`` are what ``update`` gets.
+    ``values`` are what ``update`` gets; without them what is beside the parameter is rounded to nearest. In a step a rest of
+    few bits is rounded up or down by a number of the step, the same for all elements: rounded to nearest, steps that are
+    little more than its unit would all be too small, or too large.
     """
     if mode == "stochastic":
         return {"param": formats.randomly_rounded(value, formats.noise_of(values["c"].noise, values[INDEX]), dtype)}
+    noise = integer(values["c"].noise) if mode in _ROUNDED and values else None
     if mode in REST_BITS:
-        param, rest = formats.split(value, dtype, REST_BITS[mode])
+        param, rest = formats.split(value, dtype, REST_BITS[mode], noise)
         return {"param": param, "remainder": rest}
     param = formats.nearest(value, dtype)
     if mode == "master":
         return {"param": param, "master_param": value}
-    return {"param": param, "kahan_comp": where(param - param == 0, value - param, 0.0)}
+    comp = where(param - param == 0, value - param, 0.0)
+    return {"param": param, "kahan_comp": comp if noise is None else formats.randomly_rounded(comp, noise, dtype)}
 
 
 def _options(rule: Rule, signs: Mapping[str, Any]) -> tuple[Option, ...]:
