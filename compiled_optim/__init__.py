@@ -6,7 +6,7 @@ The package is a house: a module imports only from its own floor and from floors
     model.py             a model's parameters by name: groups for an optimizer, and dtypes
     named.py             state keyed by parameter name
     optimi.py            state for the optimizers of optimi
-    report.py            no_recompiles and compile_report
+    report.py            no_recompiles, compile_report and memory_report
     optimizers/          one optimizer per file: its fields and the two functions of its rule
     optimizer.py         CompiledOptimizer: torch.optim's interface over groups, state and plans
     step/                what a step uses, made anew when groups or state change, and what runs it
@@ -47,7 +47,7 @@ from compiled_optim.optimizers.sgd import SGD
 from compiled_optim.optimizers.sparse_adam import SparseAdam
 from compiled_optim.optimizers.stable_adamw import StableAdamW
 from compiled_optim.plan.compilations import RecompileError
-from compiled_optim.report import CompileReport, compile_report, no_recompiles
+from compiled_optim.report import CompileReport, MemoryReport, compile_report, memory_report, no_recompiles
 
 __version__ = "0.1.0"
 
@@ -67,6 +67,7 @@ __all__ = [
     "CompiledOptimizer",
     "Lion",
     "LoadReport",
+    "MemoryReport",
     "Muon",
     "NAdam",
     "RAdam",
@@ -78,6 +79,7 @@ __all__ = [
     "StableAdamW",
     "compile_report",
     "load_named_state_dict",
+    "memory_report",
     "mup",
     "named_state_dict",
     "no_recompiles",

@@ -1,16 +1,21 @@
-"""Guards against recompilation, and the report of what was compiled."""
+"""Guards against recompilation, and reports: of what was compiled, and of what is stored."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 
+from compiled_optim.memory.addresses import gradient
 from compiled_optim.memory.cache import cache_directory
+from compiled_optim.memory.sharding import local
 from compiled_optim.optimizer import CompiledOptimizer, engine_of
 from compiled_optim.plan.compilations import Compilation, RecompileError, forbidding_recompilation
+from compiled_optim.rule.storage import PARTS
 
 
 @contextlib.contextmanager
@@ -109,8 +114,7 @@ def compile_report(optimizer: CompiledOptimizer) -> CompileReport:
     Raises:
         TypeError: ``optimizer`` is not one of this package.
     """
-    if not isinstance(optimizer, CompiledOptimizer):
-        raise TypeError(f"compile_report takes an optimizer of compiled_optim, got {type(optimizer).__name__}")
+    _check_kind(optimizer, "compile_report")
     engine = engine_of(optimizer)
     log = engine.holdings.log
     return CompileReport(
@@ -125,3 +129,111 @@ def compile_report(optimizer: CompiledOptimizer) -> CompileReport:
         log.table_refreshes,
         str(cache_directory()),
     )
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """The bytes that training with an optimizer takes on this process, without activations and what autograd keeps.
+
+    Attributes:
+        optimizer: the class name.
+        elements: how many numbers the parameters have, of DTensors this process's part.
+        weights: bytes of the parameters.
+        gradients: bytes of the gradients that are there now.
+        state: bytes of the state by entry, such as ``exp_avg``; what a parameter's own dtype cannot hold is under
+            ``kahan_comp``, ``remainder`` or ``master_param``.
+        tables: bytes of all else that steps read and write: addresses, coefficients, hyperparameters.
+    """
+
+    optimizer: str
+    elements: int
+    weights: int
+    gradients: int
+    state: Mapping[str, int]
+    tables: int
+
+    @property
+    def remainders(self) -> int:
+        """Bytes of what the parameters' own dtypes cannot hold."""
+        return sum(self.state.get(name, 0) for name in PARTS)
+
+    @property
+    def total(self) -> int:
+        """Bytes of everything."""
+        return self.weights + self.gradients + sum(self.state.values()) + self.tables
+
+    @property
+    def per_parameter(self) -> float:
+        """Bytes of everything for each number of the parameters; 0 where there are none."""
+        return self.total / self.elements if self.elements else 0.0
+
+    def __str__(self) -> str:
+        rows = {"weights": self.weights, **self.state, "gradients": self.gradients, "tables": self.tables}
+        rows["total"] = self.total
+        width = max(map(len, rows))
+        lines = [f"{self.optimizer}: {self.per_parameter:.2f} bytes for each of {self.elements:,} parameters"]
+        lines += [f"  {name:<{width}} {size / max(self.elements, 1):8.3f} {size:16,} bytes" for name, size in rows.items()]
+        return "\n".join(lines)
+
+
+def memory_report(optimizer: CompiledOptimizer) -> MemoryReport:
+    """The report for ``optimizer``, as it is now: gradients that ``zero_grad`` dropped take nothing.
+
+    Raises:
+        TypeError: ``optimizer`` is not one of this package.
+    """
+    _check_kind(optimizer, "memory_report")
+    engine = engine_of(optimizer)
+    step = engine.current()
+    params = [p for p in step.params if not torch.nn.parameter.is_lazy(p)]
+    grads = [grad for p in params if (grad := gradient(p)) is not None]
+    state: dict[str, int] = {}
+    named = (item for p in step.params for item in engine.holdings.state.get(p, {}).items())
+    entries = [(name, entry) for name, entry in named if isinstance(entry, Tensor)]
+    for name, entry in entries:
+        state[name] = state.get(name, 0) + _bytes(entry)
+    known = {_storage(part) for tensor in (*params, *grads, *(e for _, e in entries)) for part in _parts(tensor)}
+    others = {_storage(t): t.untyped_storage().nbytes() for t in _tensors_in(step) if _storage(t) not in known}
+    elements = sum(local(p).numel() for p in params)
+    weights, gradients = sum(map(_bytes, params)), sum(map(_bytes, grads))
+    return MemoryReport(type(optimizer).__name__, elements, weights, gradients, state, sum(others.values()))
+
+
+def _check_kind(optimizer: Any, function: str) -> None:
+    if not isinstance(optimizer, CompiledOptimizer):
+        raise TypeError(f"{function} takes an optimizer of compiled_optim, got {type(optimizer).__name__}")
+
+
+def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The dense tensors that this process holds of ``tensor``."""
+    tensor = local(tensor.detach())
+    return (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return sum(part.numel() * part.element_size() for part in _parts(tensor))
+
+
+def _storage(tensor: Tensor) -> int:
+    """What identifies the memory of a dense tensor."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _tensors_in(root: object) -> Iterator[Tensor]:
+    """The dense tensors with memory in containers and in objects of this package that ``root`` refers to."""
+    seen: set[int] = set()
+    left: list[Any] = [root]
+    while left:
+        found = left.pop()
+        if id(found) in seen:
+            continue
+        seen.add(id(found))
+        if isinstance(found, Tensor):
+            if found.layout is torch.strided and found.device.type != "meta" and type(found) in (Tensor, torch.nn.Parameter):
+                yield found
+        elif isinstance(found, Mapping):
+            left += found.values()
+        elif isinstance(found, (list, tuple)):
+            left += found
+        elif type(found).__module__.startswith("compiled_optim."):
+            left += getattr(found, "__dict__", {}).values()
