@@ -6,6 +6,7 @@ The package is a house: a module imports only from its own floor and from floors
     model.py             a model's parameters by name: groups for an optimizer, and dtypes
     named.py             state keyed by parameter name
     optimi.py            state for the optimizers of optimi
+    release.py           updates inside of backward, after which gradients are freed
     report.py            no_recompiles, compile_report and memory_report
     optimizers/          one optimizer per file: its fields and the two functions of its rule
     optimizer.py         CompiledOptimizer: torch.optim's interface over groups, state and plans
@@ -47,6 +48,7 @@ from compiled_optim.optimizers.sgd import SGD
 from compiled_optim.optimizers.sparse_adam import SparseAdam
 from compiled_optim.optimizers.stable_adamw import StableAdamW
 from compiled_optim.plan.compilations import RecompileError
+from compiled_optim.release import prepare_for_gradient_release, remove_gradient_release
 from compiled_optim.report import CompileReport, MemoryReport, compile_report, memory_report, no_recompiles
 
 __version__ = "0.1.0"
@@ -85,5 +87,7 @@ __all__ = [
     "no_recompiles",
     "optimi_state_dict",
     "param_groups",
+    "prepare_for_gradient_release",
+    "remove_gradient_release",
     "to_low_precision",
 ]

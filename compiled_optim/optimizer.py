@@ -21,13 +21,14 @@ from compiled_optim.rule.lr_scale import lr_scaled
 from compiled_optim.rule.storage import StateDtype, stored
 from compiled_optim.state import OptimizerState
 from compiled_optim.step.engine import Engine, check_closure
+from compiled_optim.step.guarded import Guarded
 from compiled_optim.step.holdings import as_defaults, check_read, group_entries, position
 from compiled_optim.step.step import RuleStep, Step
 from compiled_optim.step.traced import record_step
 from compiled_optim.torch_internals import outside_dynamo, refuse_tracing
 
 
-class CompiledOptimizer(Declared, Optimizer):
+class CompiledOptimizer(Guarded, Declared, Optimizer):
     """Base of all optimizers of the package; a subclass declares fields, ``coefficients`` and ``update``.
 
     Args:
@@ -176,6 +177,8 @@ class CompiledOptimizer(Declared, Optimizer):
                 loss = closure()
         with torch.no_grad():
             if torch.compiler.is_compiling():
+                if self._engine.release is not None:
+                    raise RuntimeError("compiled code cannot hold a step with gradient release: its backward runs no hooks")
                 record_step(self._engine.params, self._engine.number, self.gradients)
             else:
                 self._engine.run()
@@ -196,6 +199,8 @@ class CompiledOptimizer(Declared, Optimizer):
         """
         if not torch.compiler.is_compiling():
             self._engine.current()
+            if self._engine.release is not None:
+                self._engine.release.zero_grad()
         for param in self._engine.params:
             if set_to_none:
                 param.grad = None  # unread, so that compiled code does not depend on whether there was one

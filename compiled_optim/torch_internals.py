@@ -66,6 +66,19 @@ def default_cache_directory() -> str:
     return os.path.abspath(default_cache_dir())
 
 
+def backward_number() -> int:
+    """The number of the backward that runs on this thread, other than that of every other one; -1 where none does."""
+    return torch._C._current_graph_task_id()
+
+
+def after_backward(function: Callable[[], object]) -> None:
+    """Call ``function`` when the backward that runs on this thread ends, unless it fails.
+
+    The current streams are then those of whoever called it, and wait for all gradients.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(function)  # type: ignore
+
+
 def is_fake(tensor: Tensor) -> bool:
     """Whether ``tensor`` is one of FakeTensorMode's. Such a tensor warns when its address is asked for."""
     module = sys.modules.get("torch._subclasses.fake_tensor")

@@ -45,11 +45,11 @@ class RecordedStep:
         self._scalers: list[tuple[Any, Any]] = []
 
     @contextlib.contextmanager
-    def capturing(self, steps: Sequence[int]) -> Iterator[None]:
-        """Watch a capture of so many steps of each optimizer."""
+    def capturing(self, launches: Sequence[int]) -> Iterator[None]:
+        """Watch a capture of so many launches of each optimizer."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(watching_zero_grad(self._optimizers, self._gradients.dropped.report))
-            for engine, count in zip(self._engines, steps, strict=True):
+            for engine, count in zip(self._engines, launches, strict=True):
                 stack.enter_context(graph_of(engine.step).reserve(count))
             yield
         self._gradients.leave()

@@ -47,7 +47,7 @@ class FunctionRun(Run):
         if stream is not None:
             self._kept_graphs.adopt(Surroundings(optimizers, modules).all_params)
         self._dropped: set[int] = set()
-        self._steps: list[int] = []
+        self._launches: list[int] = []
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One training step."""
@@ -108,12 +108,12 @@ class FunctionRun(Run):
         """Run the function as it is, and note what its capture is to find."""
         self._pending = max(self._pending - 1, 0)
         dropped = DroppedGradients([p for engine in self._engines for p in engine.params])
-        runs = [engine.runs for engine in self._engines]
+        launches = [engine.launches for engine in self._engines]
         around = Surroundings(self._optimizers, self._modules)
         with self._kept_graphs.watching(around.all_params), watching_zero_grad(self._optimizers, dropped.report):
             outputs = graph.warm_up(self._call)
         self._dropped = dropped.ids
-        self._steps = [engine.runs - before for engine, before in zip(self._engines, runs, strict=True)]
+        self._launches = [engine.launches - before for engine, before in zip(self._engines, launches, strict=True)]
         self._warmed = Surroundings(self._optimizers, self._modules)
         return outputs
 
@@ -122,8 +122,8 @@ class FunctionRun(Run):
 
         It is an error if somebody keeps the graph of an uncaptured step, since no capture is possible then.
         """
-        stepped = zip(self._engines, self._steps, strict=True)
-        known = all(followed(engine) is not None for engine, steps in stepped if steps)  # else the capture refuses
+        stepped = zip(self._engines, self._launches, strict=True)
+        known = all(followed(engine) is not None for engine, launches in stepped if launches)  # else the capture refuses
         if not known or self._warmed is None or self._warmed.change():
             return False
         return self._kept_graphs.allow_capture(self._warmed.all_params, self._warmed.names)
@@ -132,7 +132,7 @@ class FunctionRun(Run):
         recorded = RecordedStep(self._optimizers, self._modules, self._dropped)
         torch.clear_autocast_cache()  # weights that were cast outside would not be cast again by a replay
         try:
-            with recorded.capturing(self._steps):
+            with recorded.capturing(self._launches):
                 self._outputs = graph.capture(self._record)
             recorded.check()
         except BaseException:

@@ -109,7 +109,7 @@ class Plan:
         self.wrapped = self.is_meta or _only_wraps(self.members[0].param)
         self._made: list[Tensor | None] | None = None  # gradients of a step, see _looked_at
         self._has_own_grad = any(type(p).grad is not Tensor.grad for p in self.params)
-        self.grad_dtypes = [p.dtype if (g := grad_of(p)) is None else g.dtype for p in self.params]
+        self.grad_dtypes = [_grad_dtype(p) if (g := grad_of(p)) is None else g.dtype for p in self.params]
         used = sorted({m.group for m in self.members})
         self.groups = [all_groups[i] for i in used]
         self.group_index = [used.index(m.group) for m in self.members]
@@ -259,6 +259,12 @@ class Plan:
             for column, member in enumerate(members):
                 member.put(name, scalars[row, column])
         return scalars
+
+
+def _grad_dtype(param: Tensor) -> torch.dtype:
+    """The dtype to expect of a gradient."""
+    chosen: torch.dtype | None = param.grad_dtype if param.is_leaf else None
+    return chosen or param.dtype
 
 
 def _parts(grad: Tensor) -> tuple[Tensor, ...]:

@@ -47,6 +47,19 @@ class Owner(Protocol):
     _optimizer_load_state_dict_pre_hooks: Any
 
 
+class Released(Protocol):
+    """What updates parameters inside of backward, in place of :meth:`Engine.run`."""
+
+    def step(self, grads: list[Tensor | None] | None) -> None:
+        """End an update. ``grads`` are None, or gradients that compiled code hands over."""
+
+    def zero_grad(self) -> None:
+        """Note that somebody is about to drop all gradients."""
+
+    def refuse(self, name: str, value: object) -> None:
+        """Raise ``ValueError`` where ``value``, assigned as the optimizer's ``name``, needs all gradients together."""
+
+
 class Engine:
     """Makes the step of an optimizer, which it does not keep alive, anew when groups or state changed, and runs it."""
 
@@ -62,6 +75,8 @@ class Engine:
         """Own nothing yet, for an optimizer that is being made, or copied."""
         self.step: Step | None = None  # the one that was made last
         self.launcher: Launcher | None = None  # what steps call in place of Step.launch, if anything
+        self.release: Released | None = None  # what updates parameters inside of backward, if anything
+        self.launches = 0  # how many updates of some parameters or of all were launched here
         self.runs = 0  # how many steps were run here, captured ones among them
         self.steps = 0  # how many were taken, replayed ones among them
         self.given: dict[str, tuple[Any, Any]] = {}  # defaults, and the tensors that they were given as, for groups to adopt
@@ -153,10 +168,22 @@ class Engine:
     def run(self, grads: list[Tensor | None] | None = None, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters, without hooks; see :meth:`prepare` and :meth:`Step.launch`. One thread at a time does."""
         with self.lock:
+            if self.release is not None:
+                return self.release.step(grads)
             step = self.prepare(grads)
             loss = step.launch(closure) if self.launcher is None else self.launcher(step, closure)
             self.finish(step)
         return loss
+
+    def update(self, grads: list[Tensor | None] | None, *, goes_on: bool) -> None:
+        """Update those parameters that have an entry in ``grads``, or a gradient where that is None.
+
+        ``goes_on`` says that this goes on with the step whose first part was launched last.
+        """
+        with self.lock:
+            step = self.prepare(grads)
+            step.launch_part(first=not goes_on)
+            self.finish(step, counts=not goes_on)
 
     def prepare(self, grads: list[Tensor | None] | None = None) -> Step:
         """The host's part of a step, which may be a new one; nothing is updated yet. ``grads`` as in :meth:`Step.prepare`.
@@ -164,7 +191,7 @@ class Engine:
         Raises:
             TypeError, ValueError, RecompileError, RuntimeError: as the optimizer's ``step``.
         """
-        owner, step, clipping = self._owner, self.step, self.clipping
+        step, clipping = self.step, self.clipping
         if step is not None and any(map(is_capturing, step.devices)):
             self._check_capture(step, grads, clipping)
         if fakes_are_made() and not all(map(is_fake, self.params)):
@@ -172,7 +199,7 @@ class Engine:
                 "a step of real parameters under FakeTensorMode would compute with fake tensors; leave the mode, or make "
                 "the parameters in it"
             )
-        owner._opt_called = True  # torch's schedulers ask
+        self.mark_stepped()
         self.holdings.clipping.take(*clipping)
         if step is None or not step.is_current() or not step.describes(grads):
             grads = self.renew(grads)
@@ -186,11 +213,16 @@ class Engine:
             return self.prepare(grads)
         return step
 
-    def finish(self, step: Step) -> None:
-        """End a step that was launched."""
-        self.runs += 1
+    def mark_stepped(self) -> None:
+        """Let torch's schedulers know that there was a step."""
+        self._owner._opt_called = True
+
+    def finish(self, step: Step, *, counts: bool = True) -> None:
+        """End a step that was launched, or a part of one, of which the first ``counts``."""
+        self.launches += 1
+        self.runs += counts
         if not step.is_recorded:
-            self.steps += 1
+            self.steps += counts
             self.holdings.log.has_stepped = True
         step.finish()
 

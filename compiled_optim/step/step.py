@@ -79,6 +79,10 @@ class Step:
         """Update the parameters. Where the step re-evaluates the model itself, return what ``closure`` returned first."""
         raise NotImplementedError
 
+    def launch_part(self, *, first: bool) -> None:
+        """Update those parameters that have a prepared gradient, of which the ``first`` part of a step has some."""
+        raise NotImplementedError
+
     def finish(self) -> None:
         """Let go of the gradients."""
 
@@ -219,7 +223,11 @@ class RuleStep(Step):
 
     def launch(self, closure: Callable[[], Any] | None = None) -> None:
         """Evaluate the schedules, measure the gradients where that is needed, and update."""
-        self._schedules.evaluate()
+        self.launch_part(first=True)
+
+    def launch_part(self, *, first: bool) -> None:
+        if first:  # after it, some parameters have counted the step
+            self._schedules.evaluate()
         if self._square_sums is not None:
             self._square_sums.measure()
         for lowering in self.lowerings:

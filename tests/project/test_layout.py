@@ -33,7 +33,7 @@ FLOORS = [
     {"lowering"},
     {"step"},
     {"optimizer"},
-    {"optimizers", "model", "named", "optimi", "report"},
+    {"optimizers", "model", "named", "optimi", "release", "report"},
     {"capture"},
     {""},
 ]
