@@ -50,7 +50,7 @@ def prepare_for_gradient_release(
         ignore_existing_hooks: accept parameters that have post-accumulate-grad hooks of somebody else. Hooks run in the
             order of their registration, so later ones may find no gradient.
         bucket_cap_mb: how many MiB of whole gradients, counted as their parameters' size, wait for a common update; 0 for
-            none, by which every parameter is updated by itself. None: 1, or a 32nd of all parameters if that is more.
+            none, by which every parameter is updated by itself. None: 4, or a 32nd of all parameters if that is more.
 
     Raises:
         TypeError: ``model`` is no module, or ``optimizer`` none of this package.
@@ -73,7 +73,7 @@ def prepare_for_gradient_release(
         raise ValueError(f"bucket_cap_mb must be >= 0, got {bucket_cap_mb}")
     engine = engine_of(optimizer)
     params = _params_of(model, optimizer)
-    cap = max(_MIB, sum(p.nbytes for p in params.values()) // _SHARE) if bucket_cap_mb is None else bucket_cap_mb * _MIB
+    cap = max(4 * _MIB, sum(p.nbytes for p in params.values()) // _SHARE) if bucket_cap_mb is None else bucket_cap_mb * _MIB
     before = engine.release
     release = before if isinstance(before, GradientRelease) else GradientRelease(engine)
     for name, value in zip(NAMES, engine.clipping, strict=True):

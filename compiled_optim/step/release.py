@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import is_
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,7 +16,8 @@ from compiled_optim.groups.names import named_parameters
 from compiled_optim.memory.sharding import local
 from compiled_optim.plan.clipping import NAMES
 from compiled_optim.step.engine import Engine
-from compiled_optim.torch_internals import after_backward, backward_number, outside_dynamo, refuse_tracing
+from compiled_optim.step.step import Step
+from compiled_optim.torch_internals import after_backward, backward_number, quickly_outside_dynamo
 
 _WHY = {
     "max_grad_norm": "the norm of all gradients is not known before the last of them, when the others are used and freed",
@@ -25,6 +26,8 @@ _WHY = {
     "found_inf": "gradients were used in backward, before a gradient scaler could look at them; use bfloat16 without one",
 }
 assert set(_WHY) == set(NAMES)
+
+_Waiting: TypeAlias = tuple[Tensor, torch.Stream | None]  # a parameter, and the stream that its gradient was made on
 
 
 class GradientRelease:
@@ -41,8 +44,10 @@ class GradientRelease:
     def __init__(self, engine: Engine) -> None:
         self._engine = weakref.ref(engine)
         self.cap = 0.0
-        self._waiting: list[tuple[Tensor, torch.Stream | None]] = []  # and the stream that the gradient was made on
+        self._waiting: dict[int, _Waiting] = {}  # by id
         self._bytes = 0
+        self._step: Callable[[], Step | None] = lambda: None  # of which the next are the places of parameters, by id
+        self._places: dict[int, int] = {}
         self._taken: set[int] = set()  # ids of the parameters that this step has taken
         self._has_begun = False  # whether some are updated
         self._open: set[int] = set()  # the numbers of backwards that have not ended
@@ -61,10 +66,11 @@ class GradientRelease:
             RuntimeError: it was taken before in this step.
             TypeError, ValueError, RecompileError: as the optimizer's ``step``.
         """
-        refuse_tracing("a backward with gradient release", "leave backward outside of compiled autograd")
+        if torch.compiler.is_compiling():
+            raise RuntimeError("compiled autograd cannot hold a backward with gradient release")
         self._take(param)
 
-    @outside_dynamo
+    @quickly_outside_dynamo
     def _take(self, param: Tensor) -> None:
         if (engine := self.engine) is None or param.grad is None:
             return
@@ -75,7 +81,7 @@ class GradientRelease:
                     "gradient release, call opt.step() after each backward, and do not accumulate gradients"
                 )
             self._taken.add(id(param))
-            self._waiting.append((param, _current_stream(param.device)))
+            self._waiting[id(param)] = param, _current_stream(param.device)
             self._bytes += param.nbytes
             number = backward_number()
             if number not in self._open and number >= 0:
@@ -127,10 +133,11 @@ class GradientRelease:
             raise ValueError(f"{name} does not go with gradient release: {_WHY[name]}")
 
     def _forget(self) -> None:
-        self._waiting, self._bytes, self._has_begun = [], 0, False
-        for collection in (self._taken, self._open, self._last):
+        self._bytes, self._has_begun = 0, False
+        for collection in (self._waiting, self._taken, self._open, self._last):
             collection.clear()
 
+    @quickly_outside_dynamo
     def _end(self, number: int) -> None:
         """Update what waits at the end of a backward."""
         if (engine := self.engine) is not None:
@@ -145,19 +152,28 @@ class GradientRelease:
         """Update what waits, and free its gradients. Where that is an error, it goes on waiting."""
         for name, value in zip(NAMES, engine.clipping, strict=True):
             self.refuse(name, value)
-        waiting = {id(p): (p, stream) for p, stream in self._waiting if p.grad is not None}
-        if waiting:
-            grads = [p.grad if id(p) in waiting else None for p in engine.current().params]
-            with self._after_streams(list(waiting.values()), stay=ended):
+        places = self._placed(engine.current())
+        waiting = [(param, stream) for at, (param, stream) in self._waiting.items() if at in places]
+        grads: list[Tensor | None] = [None] * len(places)
+        for param, _ in waiting:
+            grads[places[id(param)]] = param.grad
+        if any(grad is not None for grad in grads):
+            with self._after_streams(waiting, stay=ended):
                 engine.update(grads, goes_on=self._has_begun)
             self._has_begun = True
-            for param, grad in zip(engine.params, grads, strict=True):
-                if grad is not None:
-                    param.grad = None
-        self._waiting, self._bytes = [], 0
+        for param, _ in waiting:
+            param.grad = None
+        self._waiting.clear()
+        self._bytes = 0
+
+    def _placed(self, step: Step) -> dict[int, int]:
+        """The place of each parameter in ``step``, by id."""
+        if self._step() is not step:
+            self._step, self._places = weakref.ref(step), {id(param): i for i, param in enumerate(step.params)}
+        return self._places
 
     @contextlib.contextmanager
-    def _after_streams(self, waiting: Sequence[tuple[Tensor, torch.Stream | None]], *, stay: bool) -> Iterator[None]:
+    def _after_streams(self, waiting: Sequence[_Waiting], *, stay: bool) -> Iterator[None]:
         """Work on the gradients' streams, for which autograd waits, or ``stay`` on the current ones, if it has waited.
 
         An update follows the one before, since it writes the same tables.
