@@ -14,39 +14,39 @@ from compiled_optim.rule.vocabulary import (
     bits,
     floor,
     from_bits,
+    from_upper,
     group_max,
     integer,
     maximum,
     minimum,
-    root,
+    number,
     spread,
+    sqrt,
     where,
 )
 
 _SIGN, _MAGNITUDE = -(1 << 31), (1 << 31) - 1
-_INFINITY = 0x7F800000  # the bits of infinity
 _NOT_A_NUMBER = 0x7FC00000
 _LOWER = {"bfloat16": 16, "float16": 13}  # how many bits of a float32 follow those that the dtype has
 _SHRINK = {"bfloat16": 1.0, "float16": 2.0**-112}  # what gives a float32 the exponents of the dtype
 _HALF = {"bfloat16": 2.0**-8, "float16": 2.0**-11}  # half a unit in the last place of 1
-_LEAST_HALF = {"bfloat16": 2.0**-134, "float16": 2.0**-25}  # and of the smallest number
+_LEAST_HALF = 2.0**-25  # and of float16's smallest numbers, which weights come near
 _LARGEST = {"bfloat16": 0x7F80, "float16": 0x7C00}  # the bits of infinity in the dtype
 
 
 def _magnitude(x: Any, dtype: str) -> Any:
     """The bits of ``|x|`` with the exponents of ``dtype``: its own bits, and behind them those that it lacks."""
     if dtype == "bfloat16":
-        return bits(x) & _MAGNITUDE
+        return minimum(bits(x) & _MAGNITUDE, _NOT_A_NUMBER)
     return bits(absolute(x) * _SHRINK[dtype])
 
 
-def _value(magnitude: Any, like: Any, dtype: str) -> Any:
-    """The float32 of this :func:`_magnitude`, with the sign of ``like``."""
-    sign = bits(like) & _SIGN
+def _value(upper: Any, like: Any, dtype: str) -> Any:
+    """The float32 of these bits of a magnitude in ``dtype``, with the sign of ``like``."""
     if dtype == "bfloat16":
-        return from_bits(magnitude | sign)
-    size = from_bits(magnitude) * (1 / _SHRINK[dtype])
-    return from_bits(bits(where(size >= 65536.0, size * 2.0**127, size)) | sign)  # infinity's is 65536 there
+        return from_upper(upper | ((bits(like) >> 16) & 0x8000))
+    size = from_bits(upper << _LOWER[dtype]) * (1 / _SHRINK[dtype])
+    return from_bits(bits(where(size >= 65536.0, size * 2.0**127, size)) | (bits(like) & _SIGN))  # infinity's is 65536 there
 
 
 def _cut(magnitude: Any, lower: int) -> Any:
@@ -63,9 +63,7 @@ def _cut_randomly(magnitude: Any, lower: int, noise: Any) -> Any:
 
 def nearest(x: Any, dtype: str) -> Any:
     """``x`` rounded to ``dtype``, ties to even, as a float32."""
-    lower = _LOWER[dtype]
-    rounded = minimum(_cut(_magnitude(x, dtype), lower), _LARGEST[dtype])
-    return where(x == x, _value(rounded << lower, x, dtype), x)
+    return _limited(_cut(_magnitude(x, dtype), _LOWER[dtype]), x, dtype)
 
 
 def randomly_rounded(x: Any, noise: Any, dtype: str) -> Any:
@@ -73,9 +71,14 @@ def randomly_rounded(x: Any, noise: Any, dtype: str) -> Any:
 
     ``noise`` is an integer of 24 random bits.
     """
-    lower = _LOWER[dtype]
-    cut = _cut_randomly(_magnitude(x, dtype), lower, noise)
-    return where(x - x == 0, _value(minimum(cut, _LARGEST[dtype]) << lower, x, dtype), x)
+    return _limited(_cut_randomly(_magnitude(x, dtype), _LOWER[dtype], noise), x, dtype)
+
+
+def _limited(upper: Any, x: Any, dtype: str) -> Any:
+    """The float32 of these bits of a magnitude in ``dtype``, with the sign of ``x``, and not a number where that is none."""
+    if dtype == "bfloat16":
+        return _value(upper, x, dtype)
+    return where(x == x, _value(minimum(upper, _LARGEST[dtype]), x, dtype), x)
 
 
 def _kept(dtype: str, rest_bits: int) -> tuple[int, int]:
@@ -96,16 +99,15 @@ def split(x: Any, dtype: str, rest_bits: int, noise: Any = None) -> tuple[Any, A
     whole = _magnitude(x, dtype)
     both = _cut(whole, lost) if noise is None or not lost else _cut_randomly(whole, lost, noise)
     upper = (both + (1 << (held - 1))) >> held
-    limited = minimum(upper, _LARGEST[dtype]) if dtype == "float16" else upper  # where a float32 goes on
-    param = where(x == x, _value(limited << _LOWER[dtype], x, dtype), x)
-    return param, where(param - param == 0, both - (upper << held), 0)
+    return _limited(upper, x, dtype), both - (upper << held)
 
 
 def joined(param: Any, rest: Any, dtype: str, rest_bits: int) -> Any:
     """The float32 that :func:`split` took apart. Of a parameter that was written meanwhile it is within half a unit."""
     lost, _ = _kept(dtype, rest_bits)
     magnitude = maximum(_magnitude(param, dtype) + (integer(rest) << lost), 0)
-    return where(param - param == 0, _value(magnitude, param, dtype), param)
+    size = from_bits(magnitude) * (1 / _SHRINK[dtype]) if dtype == "float16" else from_bits(magnitude)
+    return where(param - param == 0, from_bits(bits(size) | (bits(param) & _SIGN)), param)
 
 
 def compensated(param: Any, compensation: Any, dtype: str) -> Any:
@@ -113,8 +115,9 @@ def compensated(param: Any, compensation: Any, dtype: str) -> Any:
 
     That is so where somebody wrote a smaller number into the parameter meanwhile, such as 0.
     """
-    half_unit = maximum(from_bits(bits(param) & _INFINITY) * _HALF[dtype], _LEAST_HALF[dtype])
-    return where(absolute(compensation) <= half_unit, param + compensation, param)
+    most = absolute(param) * _HALF[dtype]
+    most = maximum(most, _LEAST_HALF) if dtype == "float16" else most
+    return where(absolute(compensation) <= most, param + compensation, param)
 
 
 def noise_of(key: Any, index: Any) -> Any:
@@ -138,28 +141,46 @@ def scale_of(value: Any) -> Any:
     return from_bits(where(peak == 0, 0, maximum(peak, _SMALLEST)))
 
 
-_LEVELS = {"signed": 127.0, "unsigned": 255.0}
+_LEVELS = 255.0  # the largest code of what is unsigned
+_OFFSET, _OFFSET_BITS = 0.06875, 0x3D8CCCCD
+_STEP = 18  # the codes of what is signed are as far apart as 2**18 float32s; 127 of them lead from the offset to 1 more
 
 
 def encoded(value: Any, scale: Any, kind: str, threshold: Any = 0.5) -> Any:
-    """The code of ``value``: a whole number, the square root of its part of its group's ``scale``, with its sign.
+    """The code of ``value``, an integer: of its part of its group's ``scale``, the largest magnitude.
 
-    It is rounded up from ``1 - threshold`` on: to nearest, or with a :func:`threshold_of` each step, right on average. A
-    positive number of ``unsigned`` ones gets at least 1: something is divided by its square root.
+    That of an ``"unsigned"`` one is the square root of its part. It is rounded up from ``1 - threshold`` on: to nearest, or
+    with a :func:`threshold_of` each step, right on average. A positive number gets at least 1: something is divided by its
+    square root. That of a ``"signed"`` one is linear up to a sixteenth of the scale, and logarithmic from there on: the bits
+    of the number and an offset, to nearest.
     """
-    levels = _LEVELS[kind]
-    inverse = spread(where(scale == 0, 0.0, 1.0 / where(scale == 0, 1.0, scale) * (levels * levels)))
-    code = minimum(floor(root(absolute(value) * inverse) + threshold), levels)
     if kind == "unsigned":
-        return where(value > 0, maximum(code, 1.0), code)
-    return from_bits(bits(code) | (bits(value) & _SIGN))
+        root = sqrt(value)
+        code = integer(root * spread(_inverse(scale, _LEVELS, of_root=True)) + threshold)
+        return minimum(maximum(code, minimum(bits(root), 1)), int(_LEVELS))
+    part = absolute(value) * spread(_inverse(scale, 1.0))
+    code = minimum((bits(part + _OFFSET) - (_OFFSET_BITS - (1 << (_STEP - 1)))) >> _STEP, 127)
+    return _signed(code, bits(value) >> 31)
+
+
+def _inverse(scale: Any, levels: float, *, of_root: bool = False) -> Any:
+    divisor = where(scale == 0, 1.0, scale)
+    return where(scale == 0, 0.0, levels / (sqrt(divisor) if of_root else divisor))
+
+
+def _signed(size: Any, negative: Any) -> Any:
+    """``size``, or its negative where ``negative`` is -1 and not 0."""
+    return (size ^ negative) - negative
 
 
 def decoded(code: Any, scale: Any, kind: str) -> Any:
     """The number with this code; see :func:`encoded`. That of the largest code is the scale itself."""
-    levels = _LEVELS[kind]
-    magnitude = code * code if kind == "unsigned" else code * absolute(code)
-    return magnitude * (1 / (levels * levels)) * spread(scale)
+    code = integer(code)
+    if kind == "unsigned":
+        root = number(code)
+        return root * root * (1 / (_LEVELS * _LEVELS)) * spread(scale)
+    part = from_bits((_signed(code, code >> 31) << _STEP) + _OFFSET_BITS) - _OFFSET
+    return from_bits(bits(part * spread(scale)) | (code & _SIGN))
 
 
 def key_of(step: Any, seed: Any) -> Any:

@@ -252,10 +252,20 @@ class Rule(Declaration):
         values: dict[str, Any] = {**statics, **dict.fromkeys(b.name for b in self.buffers)}
         grouped = self.grouped_buffers(statics)
         for i, name in enumerate(self.present_buffers(statics)):
-            values[name] = Symbol(code, f"buffer{i}", Kind(shared=name in grouped))
+            whole = self._is_whole(name, statics)
+            values[name] = Symbol(code, f"buffer{i}", Kind(whole, shared=name in grouped))
         values[INDEX] = Symbol(code, INDEX, Kind(whole=True))
         c = number_type(numbers)(*(Symbol(code, f"k{i}") for i in range(len(numbers))))
         return {**values, "param": Symbol(code, "param"), "grad": Symbol(code, "grad"), "c": c}
+
+    def _is_whole(self, buffer: str, statics: Mapping[str, Any]) -> bool:
+        """Whether a buffer holds integers."""
+        field = next(b for b in self.buffers if b.name == buffer)
+        return not self.dtype_of(field, torch.float32, statics).is_floating_point
+
+    def whole_buffers(self, statics: Mapping[str, Any]) -> tuple[str, ...]:
+        """Those of the buffers that are present that hold integers, which an update sees as such."""
+        return tuple(name for name in self.present_buffers(statics) if self._is_whole(name, statics))
 
     def _check_update(self, statics: Mapping[str, Any], shape: tuple[int, ...]) -> None:
         choices = {**statics, **{f.name: f.of(torch.Size(shape[1:])) for f in self.facts}}
@@ -304,7 +314,8 @@ class Rule(Declaration):
     def _moved(param: Any, returned: Mapping[str, Any]) -> dict[str, Any]:
         """What ``update`` ``returned`` for ``param``, and what follows from it."""
         rest = {name: value for name, value in returned.items() if name != "after"}
-        new = returned.get("param", param) - returned["step"]
+        new, step = returned.get("param", param), returned["step"]
+        new = new if isinstance(step, float) and step == 0.0 else new - step
         new = returned["after"](new) if "after" in returned else new
         return {**{name: value(new) if callable(value) else value for name, value in rest.items()}, "param": new}
 

@@ -179,7 +179,7 @@ def parts_of(value: Any, values: Mapping[str, Any], mode: str, dtype: str) -> di
     param = formats.nearest(value, dtype)
     if mode == "master":
         return {"param": param, "master_param": value}
-    comp = where(param - param == 0, value - param, 0.0)
+    comp = value - param
     return {"param": param, "kahan_comp": comp if noise is None else formats.randomly_rounded(comp, noise, dtype)}
 
 

@@ -143,7 +143,13 @@ class Symbol:
 
 
 _WHOLE = {"+", "-", "*", "&", "|", "^", "<<"}  # operators that make integers of integers
-_MAKES_WHOLE = {"bits": True, "integer": True, "from_bits": False, "number": False}  # of words that make one of the other
+_MAKES_WHOLE = {
+    "bits": True,
+    "integer": True,
+    "from_bits": False,
+    "from_upper": False,
+    "number": False,
+}  # of words that make one of the other
 
 
 @dataclass(frozen=True)
@@ -167,12 +173,13 @@ PLAIN = Dialect("{} = {}", "{}", "and", "or")  # a language for checking rules, 
 
 @dataclass(frozen=True)
 class Statement:
-    """The statement that defines ``name``, what kind of value that is, and which names it reads."""
+    """The statement that defines ``name``, what kind of value that is, which names it reads, and the word that it calls."""
 
     text: str
     name: str
     kind: Kind
     reads: tuple[str, ...]
+    word: str
 
 
 class Code:
@@ -180,6 +187,7 @@ class Code:
 
     def __init__(self, dialect: Dialect, prefix: str) -> None:
         self.statements: list[Statement] = []
+        self._known: dict[str, Symbol] = {}  # by the expression that defines it
         self.dialect = dialect
         self._prefix = prefix
 
@@ -205,29 +213,36 @@ class Code:
             raise NotWritable("computes with None, which stands for a buffer that is absent")
         raise NotWritable(f"computes with {value!r}; a constant is a Python number")
 
-    def assign(self, expression: str, *operands: Any, whole: bool = False, kind: Kind | None = None) -> Symbol:
+    def assign(
+        self, expression: str, *operands: Any, whole: bool = False, kind: Kind | None = None, word: str = ""
+    ) -> Symbol:
         """Append a statement that defines a new name by its ``operands``, and return the symbol of that name.
 
         Without a ``kind`` the value is shared if all operands are, and late if one is.
         """
+        if expression in self._known:
+            return self._known[expression]
         read = [value for value in operands if isinstance(value, Symbol)]
         if kind is None:
             shared = bool(read) and all(value.kind.shared for value in read)
             kind = Kind(whole, shared, any(value.kind.late for value in read))
         name = f"{self._prefix}{len(self.statements)}"
         text = self.dialect.statement.format(name, expression)
-        self.statements.append(Statement(text, name, kind, tuple(value.name for value in read)))
-        return Symbol(self, name, kind)
+        self.statements.append(Statement(text, name, kind, tuple(value.name for value in read), word))
+        self._known[expression] = Symbol(self, name, kind)
+        return self._known[expression]
 
     def call(self, name: str, *values: Any) -> Symbol:
         """Append a call of a word of the vocabulary, and return the symbol of its result."""
         whole = self.whole(*values)
+        if name == "integer" and whole:
+            return cast(Symbol, values[0])
         arguments = ", ".join(self.operand(value, whole=whole) for value in values)
         text = dict(self.dialect.calls).get(name, f"{name}_({{}})").format(arguments)
         makes_whole = _MAKES_WHOLE.get(name, whole)
         if name == "group_max":
-            return self.assign(text, *values, kind=Kind(makes_whole, shared=True, late=True))
+            return self.assign(text, *values, kind=Kind(makes_whole, shared=True, late=True), word=name)
         if name == "spread":
             late = any(isinstance(value, Symbol) and value.kind.late for value in values)
-            return self.assign(text, *values, kind=Kind(makes_whole, shared=False, late=late))
-        return self.assign(text, *values, whole=makes_whole)
+            return self.assign(text, *values, kind=Kind(makes_whole, shared=False, late=late), word=name)
+        return self.assign(text, *values, whole=makes_whole, word=name)

@@ -29,12 +29,6 @@ def sqrt(x: Tensor) -> Tensor:
 
 
 @word
-def root(x: Tensor) -> Tensor:
-    """The square root of a float32, of which GPUs may miss the last bit: a fifth of the instructions."""
-    return sqrt(x)
-
-
-@word
 def absolute(x: Tensor) -> Tensor:
     """The absolute value."""
     return torch.abs(x)
@@ -100,6 +94,12 @@ def bits(x: Tensor) -> Tensor:
 def from_bits(x: Tensor) -> Tensor:
     """The float32 of these :func:`bits`."""
     return x.view(torch.float32)
+
+
+@word
+def from_upper(x: Tensor) -> Tensor:
+    """The float32 whose upper 16 :func:`bits` are these, and whose others are 0: a number that bfloat16 has."""
+    return (x << 16).view(torch.float32)
 
 
 @word

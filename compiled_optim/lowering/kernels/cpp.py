@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from compiled_optim.lowering.kernels import table as rows
-from compiled_optim.lowering.kernels.cpp_chunk import CHUNK, Result, Sums, block, chunk, storage
+from compiled_optim.lowering.kernels.cpp_chunk import CHUNK, Result, Sums, block, chunk, storage, stored
 from compiled_optim.lowering.kernels.cpp_words import WORDS
 from compiled_optim.lowering.kernels.program import Evaluation, Program
 from compiled_optim.lowering.kernels.table import CoefficientTable, MeasuredTable, TensorTable
@@ -71,11 +71,11 @@ def _update(key: KernelKey, written: Written) -> str:
     statics = dict(key.statics)
     param, grad, *buffers = storage(key)
     new_param, *new_buffers = written.results.values()
-    results = [Result(new_param, f"params[i] = {param}({{}});")]
+    results = [stored(written, new_param, "params[i]", param)]
     for i, (name, kind, value) in enumerate(zip(key.rule.present_buffers(statics), buffers, new_buffers, strict=True)):
         shared = name in key.rule.grouped_buffers(statics)
         place = f"g / {GROUP}" if shared else "i"
-        results.append(Result(value, f"buffers{i}[{place}] = {kind}({{}});", shared))
+        results.append(stored(written, value, f"buffers{i}[{place}]", kind, shared=shared))
     text = chunk(key, "update_chunk", written, results)
     return text + _UPDATE.format(grad=grad, numel=rows.NUMEL, owner=rows.OWNER, chunk=CHUNK)
 

@@ -32,6 +32,14 @@ class Result:
     shared: bool = False
 
 
+def stored(written: Written, value: str, place: str, kind: str, *, shared: bool = False) -> Result:
+    """What stores a ``value`` as one of the C++ type ``kind``, without rounding it again where it is its upper bits."""
+    defined = {s.name: s for s in written.statements}.get(value)
+    if defined is not None and defined.word == "from_upper" and kind == "bfloat16":
+        return Result(defined.reads[0], f"{place} = bfloat16::of_bits({{}});", shared)
+    return Result(value, f"{place} = {kind}({{}});", shared)
+
+
 @dataclass(frozen=True)
 class Sums:
     """Numbers that a chunk adds up: the C++ names of the totals."""
@@ -87,10 +95,17 @@ def _pointers(key: KernelKey, written: Written, grouped: Sequence[bool]) -> list
     ]
 
 
-def _loads(written: Written, grouped: Sequence[bool]) -> dict[str, str]:
+def _loads(key: KernelKey, written: Written, grouped: Sequence[bool]) -> dict[str, str]:
     """What defines the values of an element, by name."""
     loads = {"param": "const T param = T(params[i]);", "grad": "const T grad = factor * T(grad_values[i]);"}
-    loads |= {f"buffer{i}": f"const T buffer{i} = T(buffers{i}[i]);" for i, shared in enumerate(grouped) if not shared}
+    for i, (shared, kind) in enumerate(zip(grouped, storage(key)[2:], strict=True)):
+        whole = kind.endswith("int8_t") or kind.endswith("int16_t")
+        text = (
+            f"const uint32_t buffer{i} = uint32_t(int32_t(buffers{i}[i]));"
+            if whole
+            else f"const T buffer{i} = T(buffers{i}[i]);"
+        )
+        loads |= {} if shared else {f"buffer{i}": text}
     return loads | ({INDEX: f"const uint32_t {INDEX} = uint32_t(start + i);"} if written.reads_index else {})
 
 
@@ -99,14 +114,14 @@ def _stored(result: Result) -> str:
 
 
 def _plain(key: KernelKey, written: Written, results: Sequence[Result], pragma: str, grouped: Sequence[bool]) -> str:
-    lines = [*_loads(written, grouped).values(), *written.lines, *map(_stored, results)]
+    lines = [*_loads(key, written, grouped).values(), *written.lines, *map(_stored, results)]
     return f"  {pragma}\n  for (int64_t i = 0; i < size; i++) {{\n{block(lines, 4)}\n  }}"
 
 
 def _grouped(key: KernelKey, written: Written, results: Sequence[Result], pragma: str, grouped: Sequence[bool]) -> str:
     """Two loops over each group: up to the largest values of the group, and from there on."""
     kinds = {s.name: s.kind for s in written.statements}
-    loads = _loads(written, grouped)
+    loads = _loads(key, written, grouped)
 
     def is_late(result: Result) -> bool:
         return kinds.get(result.expression, Kind()).late

@@ -15,7 +15,6 @@ template <class T> static inline T spread_(T x) { return x; }
 template <int64_t N> struct Known { constexpr operator int64_t() const { return N; } };  // a number that loops know
 
 template <class T> static inline T sqrt_(T x) { return std::sqrt(x); }
-template <class T> static inline T root_(T x) { return sqrt_(x); }
 template <class T> static inline T absolute_(T x) { return std::fabs(x); }
 template <class T> static inline T sign_(T x) { return T(x > 0) - T(x < 0); }
 template <class T> static inline T floor_(T x) { return std::floor(x); }
@@ -31,12 +30,14 @@ static inline float from_bits(uint32_t bits) { float x; std::memcpy(&x, &bits, 4
 static inline uint32_t to_bits(float x) { uint32_t bits; std::memcpy(&bits, &x, 4); return bits; }
 
 static inline float from_bits_(uint32_t bits) { return from_bits(bits); }
+static inline float from_upper_(uint32_t bits) { return from_bits(bits << 16); }
 static inline uint32_t bits_(float x) { return to_bits(x); }
 
 struct bfloat16 {
   uint16_t bits;
   operator float() const { return from_bits(uint32_t(bits) << 16); }
   bfloat16() = default;
+  static bfloat16 of_bits(uint32_t bits) { bfloat16 x; x.bits = uint16_t(bits); return x; }
   explicit bfloat16(float x) {  // round to nearest, ties to even
     const uint32_t u = to_bits(x);
     const uint32_t rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;

@@ -112,7 +112,8 @@ class _Path:
         """The statement that defines an element."""
         if tensor.shared:
             return f"{tensor.element} = load_shared({self._of_groups(tensor)}, {self.size}).to({compute})"
-        return f"{tensor.element} = tl.load({self._pointer(tensor)} + at, mask=inside).to({compute})"
+        kind = compute if getattr(torch, tensor.dtype).is_floating_point else "tl.int32"
+        return f"{tensor.element} = tl.load({self._pointer(tensor)} + at, mask=inside).to({kind})"
 
     def store(self, tensor: _Tensor, value: str) -> str:
         """The statement that stores a ``value``."""

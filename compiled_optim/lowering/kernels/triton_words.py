@@ -15,11 +15,6 @@ def sqrt_(x):
 
 
 @triton.jit
-def root_(x):
-    return tl.sqrt(x)
-
-
-@triton.jit
 def maximum_(x, y):
     return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
 
@@ -69,6 +64,11 @@ def bits_(x):
 @triton.jit
 def from_bits_(x):
     return x.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def from_upper_(x):
+    return (x << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit

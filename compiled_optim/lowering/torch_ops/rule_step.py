@@ -64,6 +64,7 @@ def rule_means(rule: Rule, statics: Mapping[str, Any], stage: int) -> Averaged:
 def _values_of(rule: Rule, statics: Mapping[str, Any], stage: int) -> Callable[..., dict[str, Any]]:
     """What makes the values that a rule's functions take of tensors."""
     present = rule.present_buffers(statics)
+    whole = rule.whole_buffers(statics)
     given = {**dict.fromkeys(b.name for b in rule.buffers), **statics}
     numbers_of = number_type(rule.number_names(statics)[stage])
 
@@ -71,6 +72,7 @@ def _values_of(rule: Rule, statics: Mapping[str, Any], stage: int) -> Callable[.
         dtype = compute_dtype(param.dtype)
         factor, _, *numbers = coefficients
         values = {**given, "param": param.to(dtype), "grad": factor * grad.to(dtype), "c": numbers_of(*numbers)}
-        return values | {name: buffer.to(dtype) for name, buffer in zip(present, buffers, strict=True)}
+        dtypes = {name: torch.int32 if name in whole else dtype for name in present}
+        return values | {name: buffer.to(dtypes[name]) for name, buffer in zip(present, buffers, strict=True)}
 
     return values_of
