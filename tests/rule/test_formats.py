@@ -109,7 +109,7 @@ class TestCodes:
 
     @staticmethod
     def scales() -> Tensor:
-        bits = torch.arange(formats._SMALLEST, formats._INFINITY, 40009, dtype=torch.int32)  # all exponents from 2**-100
+        bits = torch.arange(formats._SMALLEST, 0x7F800000, 40009, dtype=torch.int32)  # all exponents from 2**-100
         return bits.view(torch.float32)
 
     @pytest.mark.parametrize("kind", LEVELS)
@@ -121,7 +121,7 @@ class TestCodes:
             values = formats.decoded(group, scales, kind)
             again = formats.scale_of(values)
             assert torch.equal(again, scales)
-            assert torch.equal(formats.encoded(values, again, kind), group)
+            assert torch.equal(formats.encoded(values, again, kind).float(), group)
 
     @pytest.mark.parametrize("kind", LEVELS)
     def test_codes_rise_with_values(self, kind: str) -> None:
@@ -131,20 +131,31 @@ class TestCodes:
             values = formats.decoded(codes, torch.full((len(codes) // GROUP,), scale), kind)
             assert all(a < b for a, b in pairwise(values[: len(self.LEVELS[kind])].tolist()))
 
-    @pytest.mark.parametrize("kind", LEVELS)
-    def test_errors_are_within_half_a_level_of_the_root(self, kind: str) -> None:
+    def test_errors_of_squares_are_within_half_a_level_of_the_root(self) -> None:
         """And so, relative to the value, within one over its code."""
+        values, scale, codes, found = self.random_values("unsigned")
+        steps = (values.sqrt() - found.sqrt()).abs() / spread(scale).sqrt() * 255
+        assert steps[codes > 1].max() <= 0.5001
+        assert steps.max() <= 1  # the least is 1
+
+    def test_errors_of_signed_numbers_are_within_a_64th(self) -> None:
+        """Of the number and a sixteenth of the scale, or less."""
+        values, scale, _, found = self.random_values("signed")
+        parts = values.double().abs() / spread(scale)
+        errors = (values.double() - found).abs() / spread(scale)
+        assert (errors <= (parts + 0.06875) / 64 + 1e-6).all()
+        assert errors[parts < 0.05].max() <= 2**-4 / 64 + 1e-6
+        assert ((found == 0) | (found.sign() == values.sign())).all()
+
+    @staticmethod
+    def random_values(kind: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Numbers of many sizes, their scales, their codes, and what these stand for."""
         values = torch.randn(GROUP * 4096, generator=torch.Generator().manual_seed(0)) ** 3
         values = values if kind == "signed" else values.abs()
         scale = formats.scale_of(values)
         assert torch.equal(scale, values.abs().view(-1, GROUP).amax(-1))
         codes = formats.encoded(values, scale, kind)
-        found = formats.decoded(codes, scale, kind)
-        levels = max(self.LEVELS[kind])
-        steps = (values.abs().sqrt() - found.abs().sqrt()).abs() / spread(scale).sqrt() * levels
-        assert steps[codes.abs() > 1].max() <= 0.5001
-        assert steps.max() <= (0.5001 if kind == "signed" else 1)  # the least of the unsigned is 1
-        assert ((found == 0) | (found.sign() == values.sign())).all()
+        return values, scale, codes, formats.decoded(codes, scale, kind)
 
     def test_positive_numbers_stay_positive(self) -> None:
         tiny = torch.tensor([2.0**-149, 2.0**-126, 1e-30, 1e-12])
@@ -184,6 +195,23 @@ class TestCodes:
             scale = formats.scale_of(average)
             average = formats.decoded(formats.encoded(average, scale, "unsigned"), scale, "unsigned")
         assert (average / exact).median() == pytest.approx(1, abs=0.1)
+
+    def test_averages_fall_beside_others_that_stay(self) -> None:
+        """With the threshold of each step. To nearest, the roots of such averages were 3.8 times too large."""
+        generator = torch.Generator().manual_seed(0)
+        average, exact = torch.zeros(GROUP * 64), torch.zeros(GROUP * 64)
+        sizes = torch.ones(GROUP * 64)
+        for step in range(4000):
+            sizes[::2] = 1 if step < 1000 else 0.01
+            squares = torch.randn(average.shape, generator=generator).square() * sizes
+            exact = 0.999 * exact + 0.001 * squares
+            average = 0.999 * average + 0.001 * squares
+            scale = formats.scale_of(average)
+            threshold = formats.threshold_of(torch.tensor(float(step), dtype=torch.float64)).float()
+            average = formats.decoded(formats.encoded(average, scale, "unsigned", threshold), scale, "unsigned")
+        roots = (average / exact).sqrt()
+        assert roots[::2].median() == pytest.approx(1, abs=0.05)
+        assert roots[1::2].median() == pytest.approx(1, abs=0.01)
 
 
 class TestNoise:
