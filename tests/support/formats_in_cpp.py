@@ -19,12 +19,13 @@ from compiled_optim.rule.symbols import Code, Symbol
 
 _TWICE = "size(x) < NORMAL && size(n - q) <= 2 * TINY && size(x - n) <= TINY + LOST"  # where it is rounded twice
 _ROUNDED8 = "2 * half8 + 2 * LOST"  # how much farther from x than the nearest a parameter may be that 8 more bits are to fit
-_RESTS_STAY = "(p - p != 0 || r == rr) && (p8 - p8 != 0 || r8 == rr8)"  # beside an infinite parameter they mean nothing
+# Beside an infinite parameter they mean nothing.
+_RESTS_STAY = "(p - p != 0 || r == rr) && (p8 - p8 != 0 || r8 == rr8)"
 INVARIANTS = {
     "the parameter is a number of the dtype": "same(p, H(p)) && same(p8, H(p8))",
     "the rests fit": "int32_t(r) == int16_t(r) && int32_t(r8) == int8_t(r8)",
     "signs stay": "nan || ((to_bits(p) ^ u) >> 31 == 0 && (to_bits(w) ^ u) >> 31 == 0 && (to_bits(w8) ^ u) >> 31 == 0)",
-    "what is not a number stays that, as arithmetic makes it": "!quiet || (p != p && p8 != p8 && w != w && w8 != w8 && n != n)",
+    "what is no number stays that": "!quiet || (p != p && p8 != p8 && w != w && w8 != w8 && n != n)",
     "infinity stays infinite, and has no rest": "!infinite || (p == x && p8 == x && w == x && w8 == x && !r && !r8)",
     "the parameter is the nearest": "!finite || size(x - p) <= size(x - q) + 2 * LOST",
     "the parameter is the nearest, with 8 bits more": f"!finite || size(x - p8) <= size(x - q) + {_ROUNDED8}",
@@ -117,7 +118,8 @@ extern "C" void check(int64_t first, int64_t stride, int64_t count, int64_t* fou
       joined8(p8, float(int8_t(r8)), w8);
       split16(w, pp, rr);
       split8(w8, pp8, rr8);
-      const bool nan = x != x, quiet = nan && (u & 0x400000u), infinite = (x - x != 0) & !nan, finite = (p8 - p8 == 0) & (q - q == 0);
+      const bool nan = x != x, quiet = nan & (u >> 22);
+      const bool infinite = (x - x != 0) & !nan, finite = (p8 - p8 == 0) & (q - q == 0);
       const float half8 = HALF8;
       (void)scaled;
 {checks}
