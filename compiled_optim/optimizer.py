@@ -21,14 +21,14 @@ from compiled_optim.rule.lr_scale import lr_scaled
 from compiled_optim.rule.storage import StateDtype, stored
 from compiled_optim.state import OptimizerState
 from compiled_optim.step.engine import Engine, check_closure
-from compiled_optim.step.guarded import Guarded
 from compiled_optim.step.holdings import as_defaults, check_read, group_entries, position
 from compiled_optim.step.step import RuleStep, Step
 from compiled_optim.step.traced import record_step
+from compiled_optim.step.use_of_gradients import UsesGradients
 from compiled_optim.torch_internals import outside_dynamo, refuse_tracing
 
 
-class CompiledOptimizer(Guarded, Declared, Optimizer):
+class CompiledOptimizer(UsesGradients, Declared, Optimizer):
     """Base of all optimizers of the package; a subclass declares fields, ``coefficients`` and ``update``.
 
     Args:
@@ -191,28 +191,6 @@ class CompiledOptimizer(Guarded, Declared, Optimizer):
     # torch's schedulers replace ``step`` on the instance to see that it was called, unless it says that they need not.
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients of all parameters; can be traced.
-
-        Args:
-            set_to_none: set them to None instead of to zero.
-        """
-        if not torch.compiler.is_compiling():
-            self._engine.current()
-            if self._engine.release is not None:
-                self._engine.release.zero_grad()
-        for param in self._engine.params:
-            if set_to_none:
-                param.grad = None  # unread, so that compiled code does not depend on whether there was one
-            elif param.grad is not None:
-                if param.grad.requires_grad and torch.compiler.is_compiling():
-                    param.grad = param.grad.detach()
-                elif param.grad.grad_fn is not None:
-                    param.grad.detach_()
-                else:
-                    param.grad.requires_grad_(False)
-                param.grad.zero_()
-
     @property
     def grad_norm(self) -> Tensor | None:
         """The norm of all gradients in the last step, unscaled and before clipping: a 0-dim tensor, on the device.
@@ -296,6 +274,7 @@ class CompiledOptimizer(Guarded, Declared, Optimizer):
         holdings.changes.pending = True
         holdings.hands_out_state = bool(values)
         holdings.state = holdings.new_state()
+        holdings.accumulated.forget()
         holdings.state.update(values)
 
     def hyperparameters(self) -> list[dict[str, Any]]:
@@ -360,6 +339,7 @@ class CompiledOptimizer(Guarded, Declared, Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         own = self._engine.holdings
+        own.accumulated.check_ended("copied")
         return {
             **super().__getstate__(),
             "lowering": own.lowering,

@@ -1,7 +1,7 @@
 """Adam."""
 
 from compiled_optim.optimizer import CompiledOptimizer
-from compiled_optim.rule import Number, bias_correction, buffer, hyper, maximum, product, sqrt, static
+from compiled_optim.rule import Accumulation, Number, bias_correction, buffer, hyper, maximum, product, sqrt, static
 
 
 class Adam(CompiledOptimizer, advice="SparseAdam"):
@@ -29,6 +29,7 @@ class Adam(CompiledOptimizer, advice="SparseAdam"):
     decoupled_weight_decay: bool = static(default=False, kw_only=True)
     exp_avg, exp_avg_sq = buffer(int8="signed"), buffer(int8="unsigned")
     max_exp_avg_sq = buffer(when="amsgrad", int8="unsigned")
+    accumulation = Accumulation(kept=("beta1", "beta2"))
 
     @staticmethod
     def coefficients(step, lr, betas, eps, weight_decay):

@@ -1,7 +1,7 @@
 """RAdam."""
 
 from compiled_optim.optimizer import CompiledOptimizer
-from compiled_optim.rule import Number, bias_correction, buffer, hyper, product, sqrt, static, where
+from compiled_optim.rule import Accumulation, Number, bias_correction, buffer, hyper, product, sqrt, static, where
 
 
 class RAdam(CompiledOptimizer):
@@ -25,6 +25,7 @@ class RAdam(CompiledOptimizer):
     weight_decay: Number = hyper(default=0.0, ge=0)
     decoupled_weight_decay: bool = static(default=False)
     exp_avg, exp_avg_sq = buffer(int8="signed"), buffer(int8="unsigned")
+    accumulation = Accumulation(kept=("beta1", "beta2"))
 
     @staticmethod
     def coefficients(step, lr, betas, eps, weight_decay):

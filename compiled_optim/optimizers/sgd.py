@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from compiled_optim.optimizer import CompiledOptimizer
-from compiled_optim.rule import Number, buffer, hyper, product, static, where
+from compiled_optim.rule import Accumulation, Number, buffer, hyper, product, static, where
 
 
 class SGD(CompiledOptimizer):
@@ -31,6 +31,7 @@ class SGD(CompiledOptimizer):
     weight_decay: Number = hyper(default=0.0, ge=0)
     nesterov: bool = static(default=False)
     momentum_buffer = buffer(when="momentum", int8="signed")
+    accumulation = Accumulation(kept=("momentum",), unless=("nesterov",))
     implied_state: ClassVar[Mapping[str, float]] = {"step": 1.0}
 
     @staticmethod

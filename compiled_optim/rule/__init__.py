@@ -1,5 +1,6 @@
 """What the file of an optimizer needs to declare its fields and to write its rule."""
 
+from compiled_optim.rule.accumulation import Accumulation
 from compiled_optim.rule.fields import Number, buffer, fact, hyper, scalar, static
 from compiled_optim.rule.vocabulary import (
     absolute,
@@ -15,6 +16,7 @@ from compiled_optim.rule.vocabulary import (
 )
 
 __all__ = [
+    "Accumulation",
     "Number",
     "absolute",
     "bias_correction",

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, get_type_hints
 import torch
 from typing_extensions import dataclass_transform
 
+from compiled_optim.rule.accumulation import Accumulation
 from compiled_optim.rule.fields import (
     Buffer,
     Fact,
@@ -47,6 +48,8 @@ class Declared:
 
     gradients: ClassVar[Gradients] = "dense"
     """The gradients that the optimizer takes. Of a sparse one it updates the rows that the gradient names."""
+    accumulation: ClassVar[Accumulation | None] = None
+    """How the state takes several gradients for one step; None where it cannot."""
     advice: ClassVar[str] = ""  # the optimizer to advise where a gradient is of the other kind
     granularity: ClassVar[Granularity] = "element"  # what an update sees at a time; see :class:`Rule`
     group_flags: ClassVar[tuple[str, ...]] = ()

@@ -17,10 +17,12 @@ from compiled_optim.checkpoint.state_dict import PreparedLoad
 from compiled_optim.groups.watched import Changes
 from compiled_optim.memory.addresses import gradient
 from compiled_optim.memory.cpp_library import CompilerError
+from compiled_optim.plan.clipping import NAMES
 from compiled_optim.rule.declared import Declared
 from compiled_optim.step import traced
 from compiled_optim.step.holdings import Holdings
 from compiled_optim.step.step import Step
+from compiled_optim.step.use_of_gradients import refuse_whole
 from compiled_optim.torch_internals import (
     current_capture,
     fakes_are_made,
@@ -50,8 +52,8 @@ class Owner(Protocol):
 class Released(Protocol):
     """What updates parameters inside of backward, in place of :meth:`Engine.run`."""
 
-    def step(self, grads: list[Tensor | None] | None) -> None:
-        """End an update. ``grads`` are None, or gradients that compiled code hands over."""
+    def step(self, given: list[Tensor | None] | None) -> None:
+        """End an update. ``given`` are None, or gradients that compiled code hands over."""
 
     def zero_grad(self) -> None:
         """Note that somebody is about to drop all gradients."""
@@ -170,20 +172,47 @@ class Engine:
         with self.lock:
             if self.release is not None:
                 return self.release.step(grads)
+            if self.holdings.accumulated.was_on:
+                return self._take_or_end(grads)
             step = self.prepare(grads)
             loss = step.launch(closure) if self.launcher is None else self.launcher(step, closure)
             self.finish(step)
         return loss
 
-    def update(self, grads: list[Tensor | None] | None, *, goes_on: bool) -> None:
-        """Update those parameters that have an entry in ``grads``, or a gradient where that is None.
+    def update(self, grads: list[Tensor | None], *, goes_on: bool) -> None:
+        """Update those parameters that have a gradient in ``grads``, one entry for each.
 
         ``goes_on`` says that this goes on with the step whose first part was launched last.
         """
         with self.lock:
-            step = self.prepare(grads)
-            step.launch_part(first=not goes_on)
-            self.finish(step, counts=not goes_on)
+            step, accumulated = self.prepare(grads), self.holdings.accumulated
+            with accumulated.launching(step.params, grads, self.holdings.state):
+                step.launch_part(first=not goes_on)
+            self.finish(step, counts=not (goes_on or accumulated.is_on))
+
+    def accumulate(self, on: bool) -> None:
+        """Let the next gradients be taken by the state, or let parameters move again.
+
+        Raises:
+            ValueError: the state cannot take several gradients for one step, which is then as before.
+        """
+        accumulated = self.holdings.accumulated
+        if on:
+            for name, value in zip(NAMES, self.clipping, strict=True):
+                refuse_whole(name, value, "optimizer accumulation")
+            self.current()
+            accumulated.check(self.holdings.own_groups)
+            if not accumulated.was_on:
+                self._changes.pending = accumulated.was_on = True
+        accumulated.is_on = on
+
+    def _take_or_end(self, grads: list[Tensor | None] | None) -> None:
+        """Take the gradients of a micro-batch, or move all parameters that took some."""
+        if self.launcher is not None and isinstance(refusal := self.current().graph, str):
+            raise ValueError(refusal)
+        params = self.current().params
+        found = list(map(gradient, params)) if grads is None else grads
+        self.update(self.holdings.accumulated.rest(params, found), goes_on=False)
 
     def prepare(self, grads: list[Tensor | None] | None = None) -> Step:
         """The host's part of a step, which may be a new one; nothing is updated yet. ``grads`` as in :meth:`Step.prepare`.

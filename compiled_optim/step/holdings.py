@@ -29,6 +29,7 @@ from compiled_optim.rule.declared import Declared, added_choices, no_hyperparame
 from compiled_optim.rule.fields import Choice, Hyper, Option, Scale, Static
 from compiled_optim.rule.misspelled import warn_of_entry
 from compiled_optim.state import OptimizerState, ParamState
+from compiled_optim.step.accumulation import AccumulatedSteps
 from compiled_optim.step.hand_captures import HandCaptures
 
 
@@ -46,6 +47,7 @@ class Holdings:
         self.state = self.new_state()
         self.hands_out_state = False  # whether somebody may hold state tensors, and so give them other memory
         self.schedules = Schedules()
+        self.accumulated = AccumulatedSteps(kind)
         self.clipping = Clipping(torch.device("cpu"))
         self.log = CompilationLog()
         self.hand_captures = HandCaptures()
@@ -202,6 +204,7 @@ class Holdings:
 
     def save(self, flags: Mapping[str, Any]) -> dict[str, Any]:
         """The state dict, with the values of ``flags`` for run-time flags."""
+        self.accumulated.check_ended("saved")
         self.hands_out_state = True
         return checkpoint.save(self.kind.declaration, self.own_groups, self.state, self.aliases, flags)
 
@@ -214,6 +217,7 @@ class Holdings:
 
         def write_and_note() -> None:
             prepared.write()
+            self.accumulated.forget()
             self._note_names()
 
         return prepared._replace(write=write_and_note)

@@ -17,15 +17,8 @@ from compiled_optim.memory.sharding import local
 from compiled_optim.plan.clipping import NAMES
 from compiled_optim.step.engine import Engine
 from compiled_optim.step.step import Step
+from compiled_optim.step.use_of_gradients import refuse_whole
 from compiled_optim.torch_internals import after_backward, backward_number, quickly_outside_dynamo
-
-_WHY = {
-    "max_grad_norm": "the norm of all gradients is not known before the last of them, when the others are used and freed",
-    "skip_nonfinite": "whether all gradients are finite is not known before the last of them, when the others are used",
-    "grad_scale": "gradients were used in backward, before a gradient scaler could unscale them; use bfloat16 without one",
-    "found_inf": "gradients were used in backward, before a gradient scaler could look at them; use bfloat16 without one",
-}
-assert set(_WHY) == set(NAMES)
 
 _Waiting: TypeAlias = tuple[Tensor, torch.Stream | None]  # a parameter, and the stream that its gradient was made on
 
@@ -80,7 +73,8 @@ class GradientRelease:
                     f"'{_names([param], engine)}' was updated in backward and has another gradient before opt.step(): with "
                     "gradient release, call opt.step() after each backward, and do not accumulate gradients"
                 )
-            self._taken.add(id(param))
+            if not engine.holdings.accumulated.is_on:
+                self._taken.add(id(param))
             self._waiting[id(param)] = param, _current_stream(param.device)
             self._bytes += param.nbytes
             number = backward_number()
@@ -90,7 +84,7 @@ class GradientRelease:
             if self._bytes > self.cap or number < 0:
                 self._flush(engine)
 
-    def step(self, grads: list[Tensor | None] | None) -> None:
+    def step(self, given: list[Tensor | None] | None) -> None:
         """End a step: update what waits, and parameters that have a gradient which no backward has taken.
 
         Raises:
@@ -99,7 +93,7 @@ class GradientRelease:
         """
         engine = self.engine
         assert engine is not None
-        if grads is not None:
+        if given is not None:
             raise RuntimeError(
                 "this step was compiled before gradient release was switched on, and so was its backward; compile the "
                 "function again, or call co.remove_gradient_release(model)"
@@ -117,8 +111,9 @@ class GradientRelease:
                 f"'{_names(again, engine)}' was updated in backward and then got a gradient: something goes on with whole "
                 "gradients, as DistributedDataParallel does, with which gradient release does not go"
             )
-        if left:
-            engine.update(None, goes_on=self._has_begun)
+        grads = engine.holdings.accumulated.rest(params, [p.grad for p in params])
+        if any(grad is not None for grad in grads):
+            engine.update(grads, goes_on=self._has_begun)
         engine.mark_stepped()
         self._forget()
 
@@ -129,8 +124,7 @@ class GradientRelease:
 
     def refuse(self, name: str, value: object) -> None:
         """As :meth:`Released.refuse`."""
-        if name in _WHY and value is not None and value is not False:
-            raise ValueError(f"{name} does not go with gradient release: {_WHY[name]}")
+        refuse_whole(name, value, "gradient release")
 
     def _forget(self) -> None:
         self._bytes, self._has_begun = 0, False

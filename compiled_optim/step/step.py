@@ -132,7 +132,9 @@ class RuleStep(Step):
     def __init__(self, holdings: Holdings, clipping: tuple[Any, ...], grad_of: Callable[[Tensor], Tensor | None]) -> None:
         super().__init__(holdings, clipping, grad_of)
         groups = holdings.own_groups
-        plans = partition(holdings.kind.rule, groups, holdings.state, grad_of)
+        if holdings.accumulated.was_on:
+            holdings.accumulated.check(groups)
+        plans = partition(holdings.accumulated.rule, groups, holdings.state, grad_of)
         self.devices = tuple(dict.fromkeys(plan.device for plan in plans))
         if plans and holdings.clipping.device != plans[0].device:
             holdings.clipping = Clipping(plans[0].device)
@@ -259,6 +261,8 @@ class RuleStep(Step):
     @property
     def graph(self) -> Step | str:
         """Itself, or which parameter is updated by something that no graph can hold."""
+        if self._holdings.accumulated.was_on:
+            return "a CUDA graph repeats one micro-batch, and optimizer_accumulation tells them apart in Python"
         for lowering in self.lowerings:
             if not isinstance(lowering, Capturable):
                 return (
