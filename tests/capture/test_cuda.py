@@ -616,3 +616,30 @@ def test_a_process_with_nccl_in_its_graph_ends(tmp_path: Path) -> None:
     command = [sys.executable, "-c", _WITH_NCCL, str(tmp_path / "store")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("cap", [0.0, None])
+def test_gradient_release(cap: float | None, captured: bool) -> None:
+    """Hooks run on another thread, on the stream of their gradients."""
+    ours, twin = pair()
+    co.prepare_for_gradient_release(ours.model, ours.optimizer, bucket_cap_mb=cap)
+
+    def step(x: Tensor) -> Tensor:
+        loss = ours.model(x).square().mean()
+        loss.backward()
+        assert all(p.grad is None for p in ours.model.parameters())
+        ours.optimizer.step()
+        return loss
+
+    runner = co.CUDAGraphRunner(step, optimizers=ours.optimizer, modules=ours.model, warmup=2) if captured else step
+    for i in range(STEPS):
+        for side in (ours, twin):
+            side.optimizer.param_groups[0]["lr"] = 0.1 / (i + 1)
+        with torch.cuda.stream(torch.cuda.Stream() if not captured and DEVICE == "cuda" else None):
+            runner(batch(i))
+            torch.cuda.synchronize()
+        train(twin, batch(i))
+        twin.optimizer.zero_grad()
+        assert_equal(ours, twin, i)
+    assert co.compile_report(ours.optimizer).replays == (STEPS - 2 if captured else 0)

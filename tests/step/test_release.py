@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import pickle
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import compiled_optim as co
 from compiled_optim.optimizer import CompiledOptimizer, engine_of
+from compiled_optim.step import release
 
 RELEASING = [kind for kind in registry() if hasattr(kind, "rule")]
 
@@ -514,6 +517,80 @@ class TestFailures:
         parallel(next(inputs())).sum().backward()
         with pytest.raises(RuntimeError, match="as DistributedDataParallel does"):
             optimizer.step()
+
+
+class TestThreads:
+    def test_backwards_on_several_threads(self) -> None:
+        """Which update parts of one optimizer, one at a time."""
+        models = [layers(8), layers(8)]
+        optimizers = [adamw(model) for model in models]
+        co.prepare_for_gradient_release(models[0], optimizers[0], bucket_cap_mb=0)
+        failures: list[BaseException] = []
+
+        def part(layer: nn.Module, x: Tensor) -> None:
+            try:
+                layer(x).square().mean().backward()
+            except BaseException as error:
+                failures.append(error)
+
+        for x in inputs(12):
+            threads = [threading.Thread(target=part, args=(layer, x)) for layer in models[0]]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(60)
+            for layer in models[1]:
+                part(layer, x)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        assert not failures
+        assert_same(*models)
+
+    def test_an_update_waits_for_the_streams_of_its_gradients_and_of_the_last_one(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """And memory that another stream gave is not used again before it; streams are recorded here."""
+        happened: list[tuple[str, str, str]] = []
+        current = ["caller"]
+
+        class Stream:
+            def __init__(self, name: str) -> None:
+                self.name = name
+
+            def __eq__(self, other: object) -> bool:
+                return isinstance(other, Stream) and other.name == self.name
+
+            __hash__ = None  # type: ignore[assignment]
+
+            def wait_stream(self, other: Stream) -> None:
+                happened.append((self.name, "waits for", other.name))
+
+        @contextlib.contextmanager
+        def on(stream: Stream) -> Iterator[None]:
+            current.append(stream.name)
+            yield
+            current.pop()
+
+        monkeypatch.setattr(release, "_current_stream", lambda device: Stream(current[-1]))
+        monkeypatch.setattr(torch.cuda, "stream", on)
+        monkeypatch.setattr(torch.Tensor, "record_stream", lambda t, s: happened.append(("gradient", "used by", s.name)))
+        model = layers(3)
+        optimizer = adamw(model)
+        co.prepare_for_gradient_release(model, optimizer, bucket_cap_mb=(8 * 8 + 8) * 4 / 2**20)
+        for i, layer in enumerate(model):
+
+            def switch(grad: Tensor, name: str = f"layer {i}") -> None:
+                current[-1] = name
+
+            layer[0].weight.register_hook(switch)
+            layer[0].bias.register_hook(switch)
+        model(next(inputs())).square().mean().backward()
+        # The third gradient exceeds the cap, and with it the update of the first three runs, of two layers.
+        assert set(happened[:4]) == {("layer 1", "waits for", "layer 2"), ("gradient", "used by", "layer 1")}
+        assert ("layer 0", "waits for", "layer 1") in happened
+        optimizer.step()
+        assert happened.count(("gradient", "used by", "layer 1")) == 2
 
 
 class TestCompiled:
