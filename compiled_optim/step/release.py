@@ -44,7 +44,7 @@ class GradientRelease:
         self._taken: set[int] = set()  # ids of the parameters that this step has taken
         self._has_begun = False  # whether some are updated
         self._open: set[int] = set()  # the numbers of backwards that have not ended
-        self._last: dict[torch.device, torch.Stream] = {}  # where the last update in a backward that has not ended ran
+        self._last: dict[torch.device, torch.Stream] = {}  # where the last update of this step ran
 
     @property
     def engine(self) -> Engine | None:
@@ -138,8 +138,6 @@ class GradientRelease:
             with engine.lock:
                 self._open.discard(number)
                 self._flush(engine, ended=True)
-                if not self._open:
-                    self._last.clear()  # whatever comes now waits for this stream, as it would for a step
 
     @torch.no_grad()
     def _flush(self, engine: Engine, *, ended: bool = False) -> None:

@@ -591,6 +591,9 @@ class TestThreads:
         assert ("layer 0", "waits for", "layer 1") in happened
         optimizer.step()
         assert happened.count(("gradient", "used by", "layer 1")) == 2
+        happened.clear()
+        model(next(inputs())).square().mean().backward()
+        assert all(other != "caller" for _, _, other in happened)  # which a graph that is captured could not wait for
 
 
 class TestCompiled:
