@@ -34,10 +34,10 @@ def prepare_for_gradient_release(
 
     ``opt.step()`` ends a step: schedulers find it called as always. It also updates, as without release, those parameters of
     the optimizer that have a gradient which no backward took: others than the model's, and those that were frozen here,
-    until this is called again. ``opt.zero_grad()`` finds nothing to do. Numbers are the same bit for bit as without release,
-    and so are checkpoints; each backward uses the hyperparameters of that time, as :meth:`~torch.optim.Optimizer.step`
-    would. Several optimizers can each release their part of a model. A copy of an optimizer, or an unpickled one, does not
-    release. ``del opt`` ends it too.
+    until this is called again. ``opt.zero_grad()`` finds nothing to do. Numbers are the same as without release, bit for bit
+    where an optimizer works element by element, and so are checkpoints; each backward uses the hyperparameters of its time.
+    Several optimizers can each release their part of a model. A copy of an optimizer, or an unpickled one, does not release.
+    ``del opt`` ends it too.
 
     A parameter is updated once per step, when all of its uses in one backward have added their part. So a step may consist
     of several backwards through different parameters. After a backward that failed, some parameters are updated; call
@@ -61,10 +61,12 @@ def prepare_for_gradient_release(
 
     Later, ``ValueError`` is raised where ``max_grad_norm`` or ``skip_nonfinite`` is assigned, or a ``GradScaler`` steps.
     ``RuntimeError`` is raised by a second backward through a parameter without ``opt.step()`` in between, as in gradient
-    accumulation; by a step after DistributedDataParallel added gradients, and by a function under ``torch.compile`` that
-    steps: leave the step out of it, or backward and step. Outside, ``torch.compile`` of the model works, but hands over the
-    gradients of a compiled part together. FSDP2 works: shard the model first. ``co.CUDAGraphRunner`` captures a whole
-    training step as always. Gradients that are clipped or read between backward and step are not there any more.
+    accumulation, for which there is ``opt.optimizer_accumulation``, and by a step after DistributedDataParallel added
+    gradients. Code that reads or clips gradients between backward and step finds none.
+
+    ``torch.compile`` of the model works; a compiled part hands over its gradients together. A function under
+    ``torch.compile`` that steps runs uncompiled, and with ``fullgraph=True`` it is an error. FSDP2 works: shard the model
+    first. ``co.CUDAGraphRunner`` captures a whole training step as always.
     """
     _check_module(model)
     if not isinstance(optimizer, CompiledOptimizer):
