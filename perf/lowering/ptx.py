@@ -1,22 +1,26 @@
 """What a compiled kernel does, read from its PTX: the memory traffic of one program, and what the assembler makes of it.
 
-Accesses whose address depends on the thread belong to elements; the others read a table, once per program. The path that
-counts is the one with the fewest masked accesses, on which a program finds a whole chunk of elements, well aligned.
+Accesses whose address depends on the thread belong to elements; the others read a table, once per program. Where several
+threads access one address, as they do where elements share a number, memory moves it once. The path that counts is the one
+with the fewest masked accesses, on which a program finds a whole chunk of elements, well aligned.
 """
 
 from __future__ import annotations
 
 import functools
+import operator
 import os
 import re
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
 
 _LABEL = re.compile(r"^(\$\w+):")
 _INSTRUCTION = re.compile(r"^(?:@!?(%p\d+)\s+)?([a-z][\w.:]*)\s*([^;]*);")
 _BRANCH = re.compile(r"\$L\w*BB\w+")
-_REGISTER = re.compile(r"%(?!p\d)\w+(?:\.\w+)?")
 _ACCESS = re.compile(r"^(ld|st|atom|red)\.(?:[\w:]+\.)*?global(?:\.[\w:]+)*$")
 
 
@@ -29,19 +33,29 @@ class Access:
         lanes: registers it moves.
         bits: size of each.
         masked: whether it is predicated.
-        elementwise: whether its address differs between threads.
+        addresses: how many different ones the threads of a program access.
     """
 
     kind: str
     lanes: int
     bits: int
     masked: bool
-    elementwise: bool
+    addresses: int
 
     @property
     def bytes(self) -> int:
-        """Bytes moved."""
+        """Bytes that a thread moves."""
         return self.lanes * self.bits // 8
+
+    @property
+    def elementwise(self) -> bool:
+        """Whether its address differs between threads."""
+        return self.addresses > 1
+
+    @property
+    def program_bytes(self) -> int:
+        """Bytes that a program moves between memory and all its threads: what threads share counts once."""
+        return self.bytes * self.addresses
 
     def __str__(self) -> str:
         return f"{self.kind}.v{self.lanes}.b{self.bits}" if self.lanes > 1 else f"{self.kind}.b{self.bits}"
@@ -51,6 +65,7 @@ class Access:
 class _Block:
     accesses: list[Access]
     successors: list[int]
+    barriers: int = 0
 
 
 @dataclass(frozen=True)
@@ -99,6 +114,16 @@ def full_path(ptx: str) -> list[Access]:
 
     A loop counts as one turn of it: its blocks are on the path once.
     """
+    return [access for block in _full_path(ptx) for access in block.accesses]
+
+
+def barriers(ptx: str) -> int:
+    """How often the threads of a program wait for each other on the :func:`full_path`, as to exchange numbers."""
+    return sum(block.barriers for block in _full_path(ptx))
+
+
+@functools.lru_cache(maxsize=1024)
+def _full_path(ptx: str) -> tuple[_Block, ...]:
     blocks = _blocks(ptx)
 
     def best(i: int) -> dict[bool, tuple[int, int, list[int]]]:
@@ -116,7 +141,7 @@ def full_path(ptx: str) -> list[Access]:
 
     known: dict[int, dict[bool, tuple[int, int, list[int]]]] = {}
     ways = best(0)
-    return [a for i in ways[max(ways)][2] for a in blocks[i].accesses]
+    return tuple(blocks[i] for i in ways[max(ways)][2])
 
 
 def accesses(ptx: str) -> list[Access]:
@@ -126,7 +151,7 @@ def accesses(ptx: str) -> list[Access]:
 
 def _blocks(ptx: str) -> list[_Block]:
     instructions = list(_instructions(ptx))
-    by_thread = _dependent_on_thread(instructions)
+    by_thread = _by_thread(instructions, threads(ptx))
     starts = {label: i for i, (label, *_) in enumerate(instructions) if label}
     blocks: list[_Block] = []
     heads: dict[int, int] = {}
@@ -143,7 +168,8 @@ def _blocks(ptx: str) -> list[_Block]:
         if label:
             continue
         if _ACCESS.match(op):
-            blocks[-1].accesses.append(_access(predicate, op, operands, by_thread))
+            blocks[-1].accesses.append(_access(predicate, op, operands, by_thread, threads(ptx)))
+        blocks[-1].barriers += op.startswith("bar.sync")
         if op.startswith("bra"):
             target = _BRANCH.search(operands)
             assert target is not None, operands
@@ -170,27 +196,99 @@ def _instructions(ptx: str) -> Iterator[tuple[str, str, str, str]]:
             yield "", found[1] or "", found[2], found[3]
 
 
-def _access(predicate: str, op: str, operands: str, by_thread: set[str]) -> Access:
+def _access(predicate: str, op: str, operands: str, by_thread: Mapping[str, _Value], threads: int) -> Access:
     found = re.search(r"\[([^\]]*)\]", operands)
     assert found is not None, operands
     size, lanes = re.search(r"\.[bfsu](\d+)$", op), re.search(r"\.v(\d)", op)
     assert size is not None, op
-    elementwise = any(r in by_thread for r in _REGISTER.findall(found[1]))
-    return Access(op.partition(".")[0], int(lanes[1]) if lanes else 1, int(size[1]), bool(predicate), elementwise)
+    (address,) = [by_thread.get(register, _ALIKE) for register in _NAME.findall(found[1])]
+    addresses = threads if address.offsets is None else len(np.unique(address.offsets))
+    return Access(op.partition(".")[0], int(lanes[1]) if lanes else 1, int(size[1]), bool(predicate), addresses)
 
 
-def _dependent_on_thread(instructions: Sequence[tuple[str, str, str, str]]) -> set[str]:
-    """The registers whose value depends on the thread's index."""
-    dependent = {"%tid.x", "%laneid"}
+@dataclass(frozen=True, eq=False)
+class _Value:
+    """What is known of a register in the threads of a program.
+
+    Attributes:
+        offsets: one number for each thread, or one for all of them, to which a number is added that threads have in common;
+            None if it is not known how threads differ.
+        exact: whether that number is 0.
+    """
+
+    offsets: npt.NDArray[np.int64] | None
+    exact: bool = False
+
+    def merged(self, other: _Value) -> _Value:
+        """What is known of a register that is this or the other."""
+        if self.offsets is None or other.offsets is None:
+            return _UNKNOWN
+        apart = self.offsets - other.offsets
+        if (apart != apart[0]).any():
+            return _UNKNOWN
+        return _Value(self.offsets, self.exact and other.exact and apart[0] == 0)
+
+
+_ALIKE, _UNKNOWN = _Value(np.zeros(1, np.int64)), _Value(None)
+# What is known of results, by the operation and how much it reads. An "or" adds what has no bits in common with a number.
+_EXACT: dict[tuple[str, int], Callable[..., npt.NDArray[np.int64]]] = {
+    ("mov", 1): operator.pos,
+    ("cvt", 1): operator.pos,
+    ("add", 2): operator.add,
+    ("mul", 2): operator.mul,
+    ("and", 2): operator.and_,
+    ("or", 2): operator.or_,
+    ("shr", 2): operator.rshift,
+    ("shl", 2): operator.lshift,
+    ("bfe", 3): lambda x, start, length: (x >> start) & ((1 << length) - 1),
+}
+_LINEAR = {("mov", 1): operator.pos, ("cvt", 1): operator.pos, ("add", 2): operator.add, ("or", 2): operator.add}
+_SCALING = {("mul", 2), ("shl", 2)}
+_NAME = re.compile(r"%\w+(?:\.\w+)?")
+
+
+def _by_thread(instructions: Sequence[tuple[str, str, str, str]], threads: int) -> dict[str, _Value]:
+    """What is known of registers."""
+    known = {"%tid.x": _Value(np.arange(threads), exact=True), "%laneid": _Value(np.arange(threads) % 32, exact=True)}
     while True:
-        before = len(dependent)
+        before = dict(known)
         for _, _, op, operands in instructions:
-            if not op or op.startswith(("st.", "bra")):
+            written, sources = _operands(operands)
+            if op.startswith(("st.", "bra")) or not written:
                 continue
-            names = _REGISTER.findall(operands)
-            group = re.match(r"\s*\{([^}]*)\}", operands)
-            written = _REGISTER.findall(group[1]) if group else names[:1]
-            if any(n in dependent for n in names[len(written) :]):
-                dependent.update(written)
-        if len(dependent) == before:
-            return dependent
+            value = _result(op, [known.get(source, _ALIKE) if "%" in source else _constant(source) for source in sources])
+            for name in written:
+                known[name] = known[name].merged(value) if name in known else value
+        if known.keys() == before.keys() and all(_same(known[name], before[name]) for name in known):
+            return known
+
+
+def _operands(operands: str) -> tuple[list[str], list[str]]:
+    """The registers that an instruction writes, and what it reads: registers and constants."""
+    written, _, read = operands.partition("}") if operands.startswith("{") else operands.partition(",")
+    sources = (part for part in re.split(r"[,\[\]{}+]", read) if part.strip())
+    return _NAME.findall(written), [part.strip() for part in sources]
+
+
+def _constant(text: str) -> _Value:
+    return _Value(np.array([int(text, 0)]), exact=True) if re.fullmatch(r"-?(0x[0-9a-fA-F]+|\d+)", text) else _ALIKE
+
+
+def _result(op: str, sources: Sequence[_Value]) -> _Value:
+    """What is known of the result of an instruction."""
+    if op.startswith("mad."):
+        return _result("add", [_result("mul", sources[:2]), sources[2]])
+    kind, offsets = (op.partition(".")[0], len(sources)), [source.offsets for source in sources]
+    if any(o is None for o in offsets):
+        return _UNKNOWN
+    if kind in _EXACT and all(source.exact for source in sources):
+        return _Value(_EXACT[kind](*offsets), exact=True)
+    if kind in _LINEAR:
+        return _Value(_LINEAR[kind](*offsets))
+    if kind in _SCALING and sources[1].exact and offsets[1].size == 1:
+        return _Value(_EXACT[kind](*offsets))
+    return _ALIKE if all((o == o[0]).all() for o in offsets) else _UNKNOWN
+
+
+def _same(value: _Value, other: _Value) -> bool:
+    return value.exact == other.exact and (value.offsets is None) == (other.offsets is None)

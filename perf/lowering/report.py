@@ -77,6 +77,7 @@ class KernelReport:
         loads, stores: widths of the element accesses on the full path, ``v4.b32``.
         masked: whether the full path has predicated element accesses.
         extern: functions it calls and does not contain.
+        barriers: how often the threads of a program wait for each other on the full path.
     """
 
     name: str
@@ -87,6 +88,7 @@ class KernelReport:
     stores: tuple[str, ...]
     masked: bool
     extern: tuple[str, ...]
+    barriers: int
 
 
 @dataclass(frozen=True)
@@ -172,7 +174,7 @@ def _multi_tensor(workload: Workload, arch: int, stand_in: bool) -> Report:
     device = "cpu" if stand_in else "cuda"
     with cpu_in_place_of_cuda(arch) if stand_in else fake_cuda(arch):
         steps = _steps(_ours(workload, device, "multi_tensor"), device)
-    per_program = _elements_per_program(workload.optimizer, workload.dtype, workload.options)
+    per_program = _elements_per_program(workload.optimizer, workload.dtype, workload.options, arch)
     kernels = []
     for name in dict.fromkeys(launch.name for launch in steps.steady.launches):
         launches = [launch for launch in steps.steady.launches if launch.name == name]
@@ -351,10 +353,12 @@ def cpu_in_place_of_cuda(arch: int) -> Iterator[None]:
 
 
 @functools.cache
-def _elements_per_program(optimizer: str, dtype: torch.dtype, options: tuple[tuple[str, Any], ...]) -> Mapping[str, float]:
+def _elements_per_program(
+    optimizer: str, dtype: torch.dtype, options: tuple[tuple[str, Any], ...], arch: int
+) -> Mapping[str, float]:
     """For each kernel whose number of programs grows with the elements: how many elements a program has."""
     programs: list[dict[str, int]] = []
-    with cpu_in_place_of_cuda(80):
+    with cpu_in_place_of_cuda(arch):
         for numel in _PROBES:
             steps = _steps(_ours(Workload(optimizer, 1, 1, dtype, numel, options), "cpu", "multi_tensor"), "cpu")
             programs.append({launch.name: launch.programs for launch in steps.steady.launches})
@@ -369,8 +373,9 @@ def _kernel(name: str, launches: int, kernel: Any, arch: int, elements: float | 
     made = ptx.resources(text, arch)
     resources = ptx.Resources(made.registers, made.spills, max(made.shared, kernel.metadata.shared))
     path: list[Access] = [] if elements is None else [a for a in ptx.full_path(text) if a.elementwise]
-    moved = None if elements is None else sum(a.bytes for a in path) * ptx.threads(text) / elements
-    return KernelReport(name, launches, moved, resources, *_widths(path), tuple(ptx.external_functions(text)))
+    moved = None if elements is None else sum(a.program_bytes for a in path) / elements
+    extern = tuple(ptx.external_functions(text))
+    return KernelReport(name, launches, moved, resources, *_widths(path), extern, ptx.barriers(text))
 
 
 def _widths(path: Sequence[Access]) -> tuple[tuple[str, ...], tuple[str, ...], bool]:
@@ -388,7 +393,9 @@ def _compiled_kernel(name: str, text: str, launches: int, arch: int) -> KernelRe
         tuner = getattr(PyCodeCache.load(text), name)
         tuner.precompile(warm_cache_only=True)
         kernel = tuner.compile_results[0].kernel
-    made = ptx.resources(kernel.asm["ptx"], arch)
-    path = [a for a in ptx.full_path(kernel.asm["ptx"]) if a.elementwise]
+    text = kernel.asm["ptx"]
+    made = ptx.resources(text, arch)
+    path = [a for a in ptx.full_path(text) if a.elementwise]
     resources = ptx.Resources(made.registers, made.spills, max(made.shared, kernel.metadata.shared))
-    return KernelReport(name, launches, None, resources, *_widths(path), tuple(ptx.external_functions(kernel.asm["ptx"])))
+    extern = tuple(ptx.external_functions(text))
+    return KernelReport(name, launches, None, resources, *_widths(path), extern, ptx.barriers(text))

@@ -343,6 +343,20 @@ def test_a_loop_in_ptx_counts_as_one_turn() -> None:
     assert ptx.full_path(looped) == ptx.full_path(PTX)
 
 
+def test_what_threads_share_is_moved_once() -> None:
+    """Eight threads after each other load one number, in place of 16 bytes each; and wait for each other."""
+    shared = PTX.replace(
+        "	ld.global.v4.b32 { %r2, %r3, %r4, %r5 }, [ %rd3 + 0 ];",
+        """	bfe.u32 	%r6, %r1, 3, 4;
+	mad.wide.u32 	%rd5, %r6, 4, %rd1;
+	ld.global.b32 { %r2 }, [ %rd5 + 0 ];
+	bar.sync 	0;""",
+    )
+    moved = [[access.program_bytes for access in ptx.full_path(text)] for text in (PTX, shared)]
+    assert moved == [[8, 128 * 16, 128 * 16], [8, 16 * 4, 128 * 16]]
+    assert [ptx.barriers(text) for text in (PTX, shared)] == [0, 1]
+
+
 def test_inductor_table() -> None:
     """torch.compile's own route: graphs, launches, operators, bytes per parameter, width of the accesses."""
     rows: list[tuple[Any, ...]] = []
