@@ -1,0 +1,135 @@
+"""Runs the Triton kernels of weights and state in few bytes on CPU tensors; a process of its own, with TRITON_INTERPRET=1.
+
+Prints what of the parameters and the state differs from the eager lowering in any bit, for every case. Prints how many
+float32 numbers, of all exponents, come back from a weight and its remainder otherwise than promised.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import quick_interpreter
+import torch
+from stored_cases import CASES, MINIMUM, Case
+from torch import Tensor, nn
+from triton import language
+from triton.runtime import interpreter
+
+import compiled_optim as co
+from compiled_optim.lowering import multi_tensor
+from compiled_optim.lowering.kernels import triton
+from compiled_optim.rule import storage
+
+HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def main() -> None:
+    quick_interpreter.install()
+    convert_bfloat16()
+    leave_undefined()
+    multi_tensor.BACKENDS["cpu"] = triton.build
+    warnings.filterwarnings("ignore", category=RuntimeWarning)  # numpy's, of what is infinite
+    broken = {f"{mode} {name}": broken_promises(mode, dtype) for mode in storage.REST_BITS for name, dtype in HALVES.items()}
+    with mock.patch.object(storage, "MINIMUM", MINIMUM):
+        unlike = {name: differences(case) for name, case in CASES.items()}
+    json.dump({"differences": unlike, "broken promises": broken}, sys.stdout)
+
+
+def convert_bfloat16() -> None:
+    """Let the interpreter convert between float32 and bfloat16 as a GPU does. It cuts, and mistakes subnormal numbers."""
+    cast = interpreter.InterpreterBuilder.cast_impl
+
+    def converted(self: Any, source: Any, dtype: Any) -> Any:
+        kinds = source.dtype.scalar, dtype.scalar
+        if kinds not in ((language.float32, language.bfloat16), (language.bfloat16, language.float32)):
+            return cast(self, source, dtype)
+        values = torch.from_numpy(np.ascontiguousarray(source.data))
+        if kinds[0] == language.float32:
+            return interpreter.TensorHandle(values.bfloat16().view(torch.uint16).numpy(), kinds[1])
+        return interpreter.TensorHandle(values.view(torch.bfloat16).float().numpy(), kinds[1])
+
+    interpreter.InterpreterBuilder.cast_impl = converted
+
+
+def leave_undefined() -> None:
+    """Let what a masked load does not read be large numbers, not 0: on a GPU it may be anything."""
+    load = interpreter.InterpreterBuilder.create_masked_load
+
+    def filled(self: Any, pointers: Any, mask: Any, other: Any, *options: Any) -> Any:
+        if other is None:
+            dtype = pointers.get_element_ty()
+            numbers = np.empty(pointers.data.shape, dtype=interpreter._get_np_dtype(dtype))
+            numbers.view(np.uint8).fill(0x7E)
+            other = interpreter.TensorHandle(numbers, dtype)
+        return load(self, pointers, mask, other, *options)
+
+    interpreter.InterpreterBuilder.create_masked_load = filled
+
+
+def root(x: Tensor, exact: Callable[[Tensor], Tensor] = torch.sqrt) -> Tensor:
+    """The nearest number to the root. Torch's root of float32 is the next one for a number in five, on a CPU."""
+    return exact(x.double()).to(x.dtype)
+
+
+def differences(case: Case) -> dict[str, int]:
+    """How many numbers of each tensor differ; what is not a number is alike."""
+    with mock.patch.object(torch, "sqrt", root):
+        ours, expected = (case.run(lowering) for lowering in ("multi_tensor", "eager"))
+    counts = {name: int((~alike(tensor, expected[name])).sum()) for name, tensor in ours.items()}
+    return {name: count for name, count in counts.items() if count}
+
+
+def alike(tensor: Tensor, other: Tensor) -> Tensor:
+    """Where numbers are equal; what is not a number is alike."""
+    return (tensor == other) | ((tensor != tensor) & (other != other))
+
+
+def every_exponent() -> Tensor:
+    """Float32 numbers of all exponents and both signs, among them such as are halfway between others."""
+    generator = torch.Generator().manual_seed(0)
+    halfway = torch.tensor([0, 1, 0x7F, 0x80, 0x81, 0x180, 0xFFF, 0x1000, 0x1001, 0x7FFF, 0x8000, 0x8001, 0x18000, 0x7FFFFF])
+    mantissas = torch.cat([halfway, torch.randint(1 << 23, (18,), generator=generator)])
+    bits = (torch.arange(512)[:, None] << 23) | mantissas
+    return bits.to(torch.int32).flatten().view(torch.float32)
+
+
+def broken_promises(mode: str, dtype: torch.dtype) -> dict[str, int]:
+    """How many numbers break a promise, by what it says; a step writes them into weights, another one moves nothing."""
+    numbers = every_exponent()
+    param = nn.Parameter(torch.zeros(len(numbers), dtype=dtype))
+    param.grad_dtype = torch.float32
+    optimizer = co.SGD([param], lr=1.0, weights=mode, lowering="multi_tensor")
+    written = []
+    for grad in (-numbers, torch.zeros_like(numbers)):
+        param.grad = grad
+        optimizer.step()
+        written.append((param.detach().clone(), optimizer.state[param]["remainder"].clone()))
+    (narrow, rest), again = written
+    whole = storage.whole(narrow.float(), {"remainder": rest.float()}, mode, str(dtype).removeprefix("torch."))
+    to_whole = (whole.view(torch.int32) - numbers.view(torch.int32)).abs()
+    smallest, largest = torch.finfo(dtype).smallest_normal, torch.finfo(dtype).max
+    lower = {torch.bfloat16: 16, torch.float16: 13}[dtype]  # bits of a float32 behind those of the weight
+    held = min(lower, storage.REST_BITS[mode])
+    unit = 1 << (lower - held)  # what both hold together, in units of a float32's last bit
+    normal = (numbers.abs() >= smallest) & (numbers.abs() <= largest)
+    subnormal = numbers.abs() < smallest
+    to_weight = (narrow.float().view(torch.int32) - numbers.view(torch.int32)).abs()
+    promises = {
+        "all bits that both hold": ~normal | (to_whole <= unit // 2),
+        "the nearest weight": ~normal | (to_weight <= (1 << (lower - 1)) + unit // 2),
+        "a subnormal within a unit": ~subnormal | ((whole - numbers).abs() <= smallest * 2.0 ** (lower - held - 23)),
+        "infinite stays so": ~numbers.isinf() | (narrow == numbers),
+        "no number stays none": ~numbers.isnan() | narrow.isnan(),
+        "what does not move stays": alike(narrow, again[0]) & alike(rest, again[1]),
+    }
+    return {promise: int((~kept).sum()) for promise, kept in promises.items() if not kept.all()}
+
+
+if __name__ == "__main__":
+    main()
