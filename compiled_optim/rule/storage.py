@@ -46,9 +46,9 @@ def _mode(choices: Mapping[str, Any]) -> str | None:
     return None if chosen is None else chosen[0]
 
 
-def _codes(choices: Mapping[str, Any]) -> set[str]:
-    """The buffers that are stored in 8 bits under these choices."""
-    return {name for name, dtype in choices.get("state_dtype", ()) if dtype == INT8}
+def _codes(choices: Mapping[str, Any]) -> tuple[str, ...]:
+    """The buffers that are stored in 8 bits under these choices, always in one order: that of generated code."""
+    return tuple(name for name, dtype in choices.get("state_dtype", ()) if dtype == INT8)
 
 
 def _dtype(buffer: Buffer) -> Callable[[Mapping[str, Any]], torch.dtype | None]:
@@ -126,8 +126,8 @@ def stored(rule: Rule) -> Rule:
         new = rule.updated(opened(values))
         if mode is not None:
             new |= parts_of(new["param"], values, mode, values["weights"][1])
-        for name in coded & new.keys():
-            if values.get(name) is not None:
+        for name in coded:
+            if name in new and values.get(name) is not None:
                 new[scale_name(name)] = scale = formats.scale_of(new[name])
                 threshold = values["c"].threshold if signs[name] == "unsigned" else 0.5
                 new[name] = formats.encoded(new[name], scale, signs[name], threshold)
