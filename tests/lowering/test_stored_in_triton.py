@@ -11,6 +11,7 @@ import torch
 from new_process import printed_by
 from stored_cases import CASES, MODES
 
+from compiled_optim.rule.symbols import PLAIN
 from perf.lowering.report import KernelReport, Report, Workload, elementwise, lower, optimizers
 
 pytest.importorskip("triton")
@@ -85,6 +86,18 @@ def test_every_optimizer_has_a_kernel_of_the_smallest_formats(name: str) -> None
         assert kernel.resources.spills == 0
         assert kernel.extern == ()
     assert _update(report).barriers == 0
+
+
+def test_buffers_are_coded_in_the_order_of_their_declaration() -> None:
+    """In the order of a set, which differs between processes, each process would have to compile kernels of its own."""
+    rule = optimizers()["adan"].rule
+    coded = tuple(buffer.name for buffer in rule.buffers if buffer.int8)
+    statics = {static.name: static.default for static in rule.statics}
+    update = rule.written({**statics, "state_dtype": tuple((name, "int8") for name in coded)}, PLAIN)[-1]
+    names = [statement.name for statement in update.statements]
+    places = [names.index(update.results[name]) for name in coded]
+    assert len(places) == 4
+    assert places == sorted(places)
 
 
 @pytest.fixture(scope="module")

@@ -121,12 +121,12 @@ def broken_promises(mode: str, dtype: torch.dtype) -> dict[str, int]:
     subnormal = numbers.abs() < smallest
     to_weight = (narrow.float().view(torch.int32) - numbers.view(torch.int32)).abs()
     promises = {
-        "all bits that both hold": ~normal | (to_whole <= unit // 2),
-        "the nearest weight": ~normal | (to_weight <= (1 << (lower - 1)) + unit // 2),
+        "all bits that both hold": ~normal | (to_whole < unit),
+        "the nearest weight": ~normal | (to_weight < (1 << (lower - 1)) + unit),
         "a subnormal within a unit": ~subnormal | ((whole - numbers).abs() <= smallest * 2.0 ** (lower - held - 23)),
         "infinite stays so": ~numbers.isinf() | (narrow == numbers),
         "no number stays none": ~numbers.isnan() | narrow.isnan(),
-        "what does not move stays": alike(narrow, again[0]) & alike(rest, again[1]),
+        "what does not move stays": alike(narrow, again[0]) & (~narrow.isfinite() | (rest == again[1])),
     }
     return {promise: int((~kept).sum()) for promise, kept in promises.items() if not kept.all()}
 
