@@ -12,6 +12,7 @@ write at a time of the largest one. Otherwise threads would exchange elements, b
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -30,11 +31,15 @@ PART = 512  # elements of a chunk that are updated at a time where they are acce
 STRETCH = 16384  # bytes of a gradient whose squares a program adds up at a time: the memory's latency is paid once for all
 
 _DIALECT = Dialect("{} = {}", "{}", "&", "|", calls=(("group_max", "group_max_({}, inside)"),))
+_NEAR = dataclasses.replace(
+    _DIALECT, calls=(*_DIALECT.calls, ("sqrt", "near_sqrt_({})"))
+)  # for state of 8 bits: near enough
 
 
 def source(key: KernelKey) -> str:
     """The text of a module with the kernels for one key."""
-    program = Program.of(key.rule, dict(key.statics), _DIALECT)
+    statics = dict(key.statics)
+    program = Program.of(key.rule, statics, _NEAR if key.rule.grouped_buffers(statics) else _DIALECT)
     text = WORDS + _evaluation(program.evaluation)
     if program.update is None:
         return text

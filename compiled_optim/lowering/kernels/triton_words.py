@@ -14,6 +14,13 @@ def sqrt_(x):
     return tl.sqrt_rn(x) if x.dtype == tl.float32 else tl.sqrt(x)
 
 
+# Within a unit in the last place, in half the instructions and without branches.
+@triton.jit
+def near_sqrt_(x):
+    tiny = x < 2.0**-126  # which the instruction would take for 0
+    return tl.sqrt(tl.where(tiny, x * 2.0**24, x)) * tl.where(tiny, 2.0**-12, 1.0)
+
+
 @triton.jit
 def maximum_(x, y):
     return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
