@@ -31,15 +31,14 @@ PART = 512  # elements of a chunk that are updated at a time where they are acce
 STRETCH = 16384  # bytes of a gradient whose squares a program adds up at a time: the memory's latency is paid once for all
 
 _DIALECT = Dialect("{} = {}", "{}", "&", "|", calls=(("group_max", "group_max_({}, inside)"),))
-_NEAR = dataclasses.replace(
-    _DIALECT, calls=(*_DIALECT.calls, ("sqrt", "near_sqrt_({})"))
-)  # for state of 8 bits: near enough
+# State of 8 bits is further from exact than a root that is not rounded to nearest.
+_ROUGHER = dataclasses.replace(_DIALECT, calls=(*_DIALECT.calls, ("sqrt", "near_sqrt_({})")))
 
 
 def source(key: KernelKey) -> str:
     """The text of a module with the kernels for one key."""
     statics = dict(key.statics)
-    program = Program.of(key.rule, statics, _NEAR if key.rule.grouped_buffers(statics) else _DIALECT)
+    program = Program.of(key.rule, statics, _ROUGHER if key.rule.grouped_buffers(statics) else _DIALECT)
     text = WORDS + _evaluation(program.evaluation)
     if program.update is None:
         return text
