@@ -1,0 +1,153 @@
+"""Two processes with gloo: parameters that processes share out, in fewer bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import two_processes
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+
+import compiled_optim as co
+from compiled_optim.memory.sharding import has_whole_groups
+
+pytestmark = [
+    pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo"),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
+]
+
+SPLIT8 = {"weights": "split8", "state_dtype": "int8"}
+MODES: list[dict[str, Any]] = [
+    {"weights": "kahan"},
+    SPLIT8,
+    {"weights": "split16", "state_dtype": torch.float32},
+    {"weights": "master", "state_dtype": "int8"},
+]
+
+
+def _build(sharded: bool = True) -> nn.Module:
+    """Weights with rows of whole groups, an odd number of them, and with groups that end with every second row; biases."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 97), nn.Linear(96, 128)).bfloat16()
+    return fully_shard(model) if sharded else model
+
+
+def _adamw(model: nn.Module, mode: dict[str, Any], **options: Any) -> co.AdamW:
+    return co.AdamW(model.named_parameters(), **{"lr": 0.01, "weight_decay": 0.1, **mode, **options})
+
+
+def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        for param in model.parameters():
+            grad = torch.randn(param.shape, generator=generator).bfloat16()
+            is_spread = isinstance(param, DTensor)
+            param.grad = distribute_tensor(grad, param.device_mesh, param.placements) if is_spread else grad
+        optimizer.step()
+
+
+def _full(tensor: torch.Tensor) -> torch.Tensor:
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return tensor.int().full_tensor().to(tensor.dtype) if tensor.dtype == torch.int16 else tensor.full_tensor()
+
+
+def _stored(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    found = {name: _full(param.detach()).clone() for name, param in model.named_parameters()}
+    for name, param in model.named_parameters():
+        found |= {f"{name}.{key}": _full(entry.detach()).clone() for key, entry in optimizer.state[param].items()}
+    return found
+
+
+def _assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert tensor.dtype == theirs[name].dtype, name
+        assert torch.equal(tensor, theirs[name]), name
+
+
+def shards_step_as_whole_parameters(directory: Path) -> None:
+    for mode in MODES:
+        for lowering in ("auto", "eager"):
+            sharded, whole = _build(), _build(sharded=False)
+            ours, theirs = _adamw(sharded, mode, lowering=lowering), _adamw(whole, mode, lowering=lowering)
+            _train(sharded, ours, range(4))
+            _train(whole, theirs, range(4))
+            _assert_same(_stored(sharded, ours), _stored(whole, theirs))
+            for param in sharded.parameters():
+                entries = {name: e for name, e in ours.state[param].items() if name != "step"}
+                assert all(entry.placements == param.placements for entry in entries.values())
+
+
+def parts_have_random_numbers_of_their_own(directory: Path) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    found: dict[Placement, list[Any]] = {}
+    for placement in (Shard(0), Replicate()):
+        param = nn.Parameter(distribute_tensor(torch.ones(128, 64, dtype=torch.bfloat16), mesh, [placement]))
+        optimizer = co.SGD([("w", param)], lr=1e-3, weights="stochastic")
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+        parts: list[Any] = [None, None]
+        dist.all_gather_object(parts, param.to_local().detach())
+        assert 0.2 < (parts[0] < 1).float().mean() < 0.3  # a quarter of the distance to the next number
+        found[placement] = parts
+    assert not torch.equal(*found[Shard(0)])
+    assert torch.equal(*found[Replicate()])
+
+
+def groups_that_processes_share_are_refused(directory: Path) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    cases: list[tuple[tuple[int, ...], Placement, bool]] = [
+        ((97, 64), Shard(0), True),
+        ((128, 96), Shard(0), True),
+        ((64, 128), Shard(1), True),
+        ((64, 192), Shard(1), False),  # 96 columns each
+        ((64, 96), Shard(1), False),
+        ((97, 96), Shard(0), False),
+        ((8192,), Shard(0), True),
+        ((4160,), Shard(0), False),  # 65 groups
+        ((97, 96), Replicate(), True),
+    ]
+    for shape, placement, fits in cases:
+        param = nn.Parameter(distribute_tensor(torch.ones(shape, dtype=torch.bfloat16), mesh, [placement]))
+        assert has_whole_groups(param, 64) == fits, (shape, placement)
+        if fits:
+            optimizer = co.Lion([("w", param)], lr=0.01, **SPLIT8)
+        else:
+            with pytest.raises(ValueError, match=r"can't optimize 'w' with 8-bit state: .*; name it in exclude="):
+                co.Lion([("w", param)], lr=0.01, **SPLIT8)
+            optimizer = co.Lion([("w", param)], lr=0.01, **SPLIT8, exclude=("w",))
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+        assert (_full(param.detach()) < 1).all()
+
+
+CHECKS: dict[str, Callable[[Path], None]] = {
+    function.__name__: function
+    for function in (
+        shards_step_as_whole_parameters,
+        parts_have_random_numbers_of_their_own,
+        groups_that_processes_share_are_refused,
+    )
+}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where both processes have run every check."""
+    directory = tmp_path_factory.mktemp("shards")
+    two_processes.run(CHECKS, directory)
+    return directory
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_on_two_processes(check: str, directory: Path) -> None:
+    errors = two_processes.errors(check, directory)
+    assert errors == ["", ""], "\n".join(errors)
