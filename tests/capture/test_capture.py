@@ -19,7 +19,10 @@ from typing import Any
 import pytest
 import torch
 from capture_scenarios import (
+    IN_16_BITS,
     KINDS,
+    LOW_PRECISION,
+    OTHER_MODES,
     SCENARIOS,
     Scenario,
     Side,
@@ -41,6 +44,7 @@ from torch import Tensor, nn
 import compiled_optim as co
 from compiled_optim import torch_internals
 from compiled_optim.optimizer import engine_of
+from compiled_optim.rule import storage
 
 STEPS = 24
 
@@ -48,6 +52,7 @@ STEPS = 24
 @pytest.fixture
 def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch)
+    monkeypatch.setattr(storage, "MINIMUM", 1)
 
 
 def train(side: Side, x: Tensor, side_used: bool = False) -> Tensor:
@@ -93,6 +98,16 @@ class TestStep:
         assert len(report.captures) == 1 + report.recaptures
         assert report.replays >= STEPS - 3 - 2 * report.recaptures
         assert all(report.captures[1:])
+
+    @pytest.mark.parametrize("kind", LOW_PRECISION, ids=kind_name)
+    @pytest.mark.parametrize("scenario", IN_16_BITS, ids=_names)
+    def test_low_precision_equals_uncaptured(self, scenario: Scenario, kind: dict[str, Any]) -> None:
+        self.test_equals_uncaptured(scenario, kind)
+
+    @pytest.mark.parametrize("kind", OTHER_MODES, ids=kind_name)
+    @pytest.mark.parametrize("scenario", [unchanged, every_hyperparameter, state_rebound], ids=_names)
+    def test_every_mode_equals_uncaptured(self, scenario: Scenario, kind: dict[str, Any]) -> None:
+        self.test_equals_uncaptured(scenario, kind)
 
     @pytest.mark.parametrize("case", cases("dense"), ids=str)
     def test_two_hundred_steps_of_every_optimizer(self, case: Any) -> None:
@@ -381,6 +396,11 @@ class TestTrainingStep:
         assert report.recaptures == recaptures_of(scenario, kind) + 2 * (scenario.__name__ == "frozen_and_thawed")
         assert report.replays >= STEPS - 3 - 2 * report.recaptures
         assert len(report.captures) == 1 + report.recaptures
+
+    @pytest.mark.parametrize("kind", LOW_PRECISION, ids=kind_name)
+    @pytest.mark.parametrize("scenario", IN_16_BITS, ids=_names)
+    def test_low_precision_equals_uncaptured(self, scenario: Scenario, kind: dict[str, Any]) -> None:
+        self.test_equals_uncaptured(scenario, kind)
 
     @pytest.mark.parametrize("optimizer", [*ruled("dense"), *stacked()], ids=lambda c: c.__name__)
     def test_fifty_steps_while_every_hyperparameter_moves(self, optimizer: type[co.CompiledOptimizer]) -> None:
@@ -840,7 +860,7 @@ def _capture_by_hand(work: Callable[[], Any]) -> SimulatedGraph:
 class TestByHand:
     """A step in a graph that the user captures."""
 
-    @pytest.mark.parametrize("kind", KINDS, ids=kind_name)
+    @pytest.mark.parametrize("kind", [*KINDS, *LOW_PRECISION, *OTHER_MODES], ids=kind_name)
     def test_replays_follow_writes_in_place_and_eager_steps_between(self, kind: dict[str, Any]) -> None:
         ours, twin = make(**kind), make(**kind)
         for side in (ours, twin):
@@ -1101,7 +1121,8 @@ def test_the_list_holds_for_the_interpreted_triton_kernel() -> None:
         "a_step_equals_an_uncaptured_one and (maximize or False]) and not max_grad_norm and not skip_nonfinite",
         "a_training_step_equals_an_uncaptured_one and max_grad_norm",
     ]
-    selected = " or ".join(f"({part})" for part in parts)
+    modes = [kind["weights"] for kind in (*LOW_PRECISION, *OTHER_MODES)]
+    selected = f"({' or '.join(f'({part})' for part in parts)}) and not ({' or '.join(modes)})"
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, sparse, "-k", selected]
     done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:]

@@ -59,10 +59,16 @@ class Net(nn.Module):
         return self.outer(h)
 
 
-def make(optimizer: type[CompiledOptimizer] = co.AdamW, groups: int = 2, device: str = "cpu", **kwargs: Any) -> Side:
+def make(
+    optimizer: type[CompiledOptimizer] = co.AdamW,
+    groups: int = 2,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    **kwargs: Any,
+) -> Side:
     """One side; every call makes the same one."""
     torch.manual_seed(4)
-    model = Net(bias=optimizer.granularity != "matrix").to(device)
+    model = Net(bias=optimizer.granularity != "matrix").to(device, dtype)
     given = {**required(optimizer), **kwargs}
     named = list(model.named_parameters())
     if groups == 1:
@@ -261,7 +267,7 @@ def module_moved(side: Side, i: int) -> None:
 
 def group_added(side: Side, i: int) -> None:
     if i == 6:
-        extra = nn.Parameter(torch.full((3, 2), 0.5, device=side.model.gate.device))
+        extra = nn.Parameter(torch.full((3, 2), 0.5, device=side.model.gate.device, dtype=side.model.gate.dtype))
         side.optimizer.add_param_group({"params": [("extra", extra)], "lr": 0.3})
 
 
@@ -333,6 +339,9 @@ SCENARIOS: list[Scenario] = [
     eager_step_between,
 ]
 
+IN_16_BITS = [scenario for scenario in SCENARIOS if scenario not in (module_moved, checkpoint_loaded)]
+"""Those that leave parameters in a dtype in which they can be stored in fewer bytes."""
+
 RECAPTURES = {
     "scheduled_on_device": 2,
     "clip_norm": 4,  # two of them only where the graph holds the copying of a float32 bound
@@ -372,8 +381,18 @@ KINDS: list[dict[str, Any]] = [{"optimizer": co.AdamW}, {"optimizer": co.Adafact
 """An optimizer of every granularity; Muon with one step of its iteration, which compiles sooner."""
 
 
+_INT8 = {"optimizer": co.AdamW, "dtype": torch.bfloat16, "state_dtype": "int8"}
+
+LOW_PRECISION: list[dict[str, Any]] = [{**_INT8, "weights": mode} for mode in ("split8", "stochastic")]
+"""Parameters and state in fewer bytes, where even those of few elements are."""
+
+OTHER_MODES: list[dict[str, Any]] = [
+    {"optimizer": co.AdamW, "dtype": torch.float16, "weights": mode} for mode in ("kahan", "split16", "master")
+]
+
+
 def kind_name(kwargs: dict[str, Any]) -> str:
-    return str(kwargs["optimizer"].__name__)
+    return "-".join([kwargs["optimizer"].__name__, *([kwargs["weights"]] if "weights" in kwargs else [])])
 
 
 def recaptures_of(scenario: Scenario, kind: dict[str, Any]) -> int:
