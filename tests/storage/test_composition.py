@@ -73,10 +73,7 @@ def _assert_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_lowerings_store_the_same(mode: str) -> None:
-    """Bit for bit, where the rule's own arithmetic leaves no choice; a compiler cannot leave a rounding away.
-
-    On a CPU torch.sqrt is not rounded to nearest, and so some 8-bit codes of the eager lowering are the next ones.
-    """
+    """Bit for bit, where the rule's own arithmetic leaves no choice; a compiler cannot leave a rounding away."""
     stored = {}
     for lowering in (low for m, low in IN_LOWERINGS if m == mode):
         params = _parameters()
@@ -84,13 +81,9 @@ def test_lowerings_store_the_same(mode: str) -> None:
         _train(params, optimizer, range(6))
         stored[lowering] = _stored(params, optimizer)
         assert not co.compile_report(optimizer).fallbacks
-    _assert_equal(stored["multi_tensor"], stored.get("inductor", stored["multi_tensor"]))
-    if MODES[mode].get("state_dtype") != "int8":
-        _assert_equal(stored["multi_tensor"], stored["eager"])
-        return
-    for name, entry in stored["eager"].items():
-        assert (entry != stored["multi_tensor"][name]).sum() <= 0.002 * entry.numel(), name
-    assert "0.momentum_buffer_scale" in stored["eager"]
+    for other in stored.values():
+        _assert_equal(other, stored["eager"])
+    assert ("0.momentum_buffer_scale" in stored["eager"]) == (MODES[mode].get("state_dtype") == "int8")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
