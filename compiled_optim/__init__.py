@@ -9,6 +9,7 @@ The package is a house: a module imports only from its own floor and from floors
     release.py           updates inside of backward, after which gradients are freed
     report.py            no_recompiles, compile_report and memory_report
     optimizers/          one optimizer per file: its fields and the two functions of its rule
+    several.py           several optimizers of one model
     optimizer.py         CompiledOptimizer: torch.optim's interface over groups, state and plans
     step/                what a step uses, made anew when groups or state change, and what runs it
     lowering/            how the step of a plan runs: kernels, torch operations, stacks, sparse rows

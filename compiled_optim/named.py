@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from compiled_optim.checkpoint.forms import beside_parameters, group_names, named, read
@@ -12,8 +11,7 @@ from compiled_optim.checkpoint.others import known_names
 from compiled_optim.checkpoint.saved_values import described
 from compiled_optim.checkpoint.state_dict import LoadReport, refuse
 from compiled_optim.optimizer import CompiledOptimizer, engine_of
-
-Optimizers = CompiledOptimizer | Sequence[CompiledOptimizer]
+from compiled_optim.several import Optimizers, check_disjoint, label_of, listed, locked, naming
 
 
 def named_state_dict(optimizer: Optimizers) -> dict[str, Any]:
@@ -36,14 +34,14 @@ def named_state_dict(optimizer: Optimizers) -> dict[str, Any]:
     """
     if isinstance(optimizer, CompiledOptimizer):
         return named(optimizer.state_dict())
-    optimizers = _listed(optimizer)
-    _check_disjoint(optimizers)
+    optimizers = listed(optimizer)
+    check_disjoint(optimizers)
     result: dict[str, Any] = {"state": {}, "param_groups": [], "optimizers": [type(o).__name__ for o in optimizers]}
     owners: dict[str, str] = {}
     aliases: dict[str, str] = {}
     for index, each in enumerate(optimizers):
-        label = _label(index, each)
-        with _naming(label):
+        label = label_of(index, each)
+        with naming(label):
             part = named(each.state_dict())
             _check_alone(part)
             if any("optimizer" in group for group in part["param_groups"]):
@@ -85,10 +83,10 @@ def load_named_state_dict(
     """
     state_dict = read(state_dict)
     is_one = isinstance(optimizer, CompiledOptimizer)
-    optimizers = [optimizer] if isinstance(optimizer, CompiledOptimizer) else _listed(optimizer)
+    optimizers = [optimizer] if isinstance(optimizer, CompiledOptimizer) else listed(optimizer)
     for index, each in enumerate(optimizers):
         if not all("param_names" in group for group in each.param_groups):
-            whose = "the optimizer's" if is_one else f"{_label(index, each)}'s"
+            whose = "the optimizer's" if is_one else f"{label_of(index, each)}'s"
             raise ValueError(f"{whose} parameters have no names: make it from named_parameters() or a dict")
     unnamed = next((i for i, group in enumerate(state_dict["param_groups"]) if group_names(group) is None), None)
     if unnamed is not None:
@@ -104,15 +102,13 @@ def _load_parts(
     strict: bool,
     hyperparameters: Literal["checkpoint", "keep"],
 ) -> LoadReport:
-    _check_disjoint(optimizers)
+    check_disjoint(optimizers)
     _check_alone(saved)
-    with contextlib.ExitStack() as locks:
-        for engine in sorted(map(engine_of, optimizers), key=lambda engine: engine.number):
-            locks.enter_context(engine.lock)
+    with locked(optimizers):
         parts, unexpected = _split(optimizers, saved)
         prepared = []
         for index, (optimizer, part) in enumerate(zip(optimizers, parts, strict=True)):
-            with _naming(_label(index, optimizer)):
+            with naming(label_of(index, optimizer)):
                 prepared.append(engine_of(optimizer).prepare_load(part, False, hyperparameters))
         report = LoadReport(
             [name for each in prepared for name in each.report.missing],
@@ -165,28 +161,6 @@ def _split(optimizers: Sequence[CompiledOptimizer], saved: Mapping[str, Any]) ->
     return parts, unexpected
 
 
-def _listed(optimizers: Any) -> list[CompiledOptimizer]:
-    """``optimizers`` as a list; an error if they are no several optimizers of this package."""
-    result = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
-    if foreign := [each for each in result if not isinstance(each, CompiledOptimizer)]:
-        raise TypeError(f"an optimizer of this package, or a list of some, is needed, got {described(foreign[0])}")
-    if not result:
-        raise ValueError("the list of optimizers is empty")
-    return result
-
-
-def _check_disjoint(optimizers: Sequence[CompiledOptimizer]) -> None:
-    """Raise ``ValueError`` where a parameter is in two of ``optimizers``."""
-    owners: dict[int, str] = {}
-    for index, optimizer in enumerate(optimizers):
-        label = _label(index, optimizer)
-        for group in optimizer.param_groups:
-            for place, param in enumerate(group["params"]):
-                if (other := owners.setdefault(id(param), label)) != label:
-                    name = (group.get("param_names") or {place: place})[place]
-                    raise ValueError(f"{other} and {label} both have the parameter '{name}'")
-
-
 def _check_alone(state_dict: Mapping[str, Any]) -> None:
     """Raise ``ValueError`` where state lies under the key of no parameter: nobody could say of which optimizer it is."""
     if apart := beside_parameters(state_dict):
@@ -194,18 +168,3 @@ def _check_alone(state_dict: Mapping[str, Any]) -> None:
             f"the state holds {described(next(iter(apart)))}, which is no parameter's and has no place in a state dict of "
             "several optimizers"
         )
-
-
-def _label(index: int, optimizer: CompiledOptimizer) -> str:
-    return f"optimizers[{index}] ({type(optimizer).__name__})"
-
-
-@contextlib.contextmanager
-def _naming(label: str) -> Iterator[None]:
-    """Let an error say of which optimizer it is."""
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        if len(error.args) == 1:
-            error.args = (f"{label}: {error}",)
-        raise

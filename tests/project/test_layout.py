@@ -33,6 +33,7 @@ FLOORS = [
     {"lowering"},
     {"step"},
     {"optimizer"},
+    {"several"},
     {"optimizers", "model", "named", "optimi", "release", "report"},
     {"capture"},
     {""},
