@@ -16,6 +16,7 @@ The package is a house: a module imports only from its own floor and from floors
     plan/                which parameters are updated together; keys of kernels, clipping, schedules
     checkpoint/          state dicts: read, match, check, write; the checkpoints of other packages
     state.py             what belongs to a parameter
+    conversion.py        state that is stored in one way, brought to another
     groups/              what belongs to a group: hyperparameter tensors, names, parameters
     rule/                what an optimizer's file is written with: fields, vocabulary; what it becomes
     memory/              addresses, memory order, shards, compiled C++ and its cache

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compiled_optim.conversion import converted
 from compiled_optim.groups.options import choices_of
 from compiled_optim.groups.param_group import ParamGroup
 from compiled_optim.groups.watched import Changes, WatchedDict
@@ -160,6 +161,37 @@ def check_entries(declaration: Declaration, param: Tensor, state: ParamState, na
             raise ValueError(f"state '{field.name}' of '{name}' is {value.layout}, not dense")
         if is_fake(value) and not is_fake(param):
             raise ValueError(f"state '{field.name}' of '{name}' has no memory: it is a FakeTensor")
+
+
+def convert(declaration: Declaration, param: Tensor, state: ParamState, name: str, choices: Mapping[str, Any]) -> None:
+    """Bring the entries in ``state`` of ``param``, called ``name``, that are stored as other choices said to ``choices``.
+
+    So an option may be assigned while there is state, a parameter get another order of memory, and numbers be assigned in
+    place of codes. ``choices`` are those of :func:`structure`. What :func:`check_entries` refuses is left to it.
+
+    Raises:
+        ValueError: codes have no scales of theirs, or a weight has two of the entries that hold what its dtype cannot.
+    """
+    fields = {b.name: b for b in declaration.buffers if state.get(b.name) is not None}
+    if not fields or not all(_is_readable(field, state[entry], param) for entry, field in fields.items()):
+        return
+    try:
+        changes = converted(declaration, param, {entry: state[entry] for entry in fields}, choices)
+    except ValueError as error:
+        raise ValueError(f"the state of '{name}' does not fit: {error}") from error
+    for entry, field in fields.items():
+        if entry not in changes and (dtype := field.dtype and field.dtype(choices)) not in (None, state[entry].dtype):
+            changes[entry] = state[entry].detach().to(dtype)
+    for entry, tensor in changes.items():
+        state.drop_quietly(entry) if tensor is None else state.set_quietly(entry, tensor)
+
+
+def _is_readable(field: Buffer, value: Any, param: Tensor) -> bool:
+    """Whether the entry ``value`` can be converted if need be."""
+    if not isinstance(value, Tensor) or value.layout is not torch.strided or is_lost(local(value)):
+        return False
+    has_shape = field.grouped or field.shape is not None or value.shape == param.shape
+    return has_shape and is_fake(value) == is_fake(param)
 
 
 def _is_number(value: Any) -> bool:

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from compiled_optim.checkpoint.forms import check, group_names, named
 from compiled_optim.checkpoint.optimi import from_optimi, is_optimi, to_optimi
+from compiled_optim.rule.storage import PARTS, scale_name
 
 
 def read(path: Path, key: str | None = None) -> dict[str, Any]:
@@ -158,6 +159,12 @@ def _torch_content(state_dict: Mapping[str, Any], form: str) -> dict[str, Any]:
         if others := [key for key in ("decouple_lr", "decouple_wd") if group.get(key)]:
             raise ValueError(f"param_groups[{i}] has {others[0]}={group[others[0]]}, which torch.optim has not")
     content = indexed(with_steps(state_dict, torch.float32))
+    for param, entries in content["state"].items():
+        if others := [name for name in entries if name in PARTS or scale_name(str(name)) in entries]:
+            raise ValueError(
+                f"the state of {param!r} has {others[0]!r} in a form that torch.optim has not; load it into an optimizer "
+                "of compiled_optim without weights and state_dtype, whose state torch.optim loads"
+            )
     return {"state": content["state"], "param_groups": content["param_groups"]}
 
 
@@ -221,6 +228,8 @@ def _save_safetensors(tensors: dict[str, Tensor], path: Path) -> None:
 def _json_value(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.tolist()
+    if isinstance(value, torch.dtype):  # of state_dtype, which no load takes over
+        return str(value)
     raise ValueError(f"a parameter group holds a {type(value).__name__}, which JSON cannot hold: {value!r}")
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compiled_optim.checkpoint.conversion import as_chosen
 from compiled_optim.checkpoint.matching import Pairs
 from compiled_optim.checkpoint.others import Entries, copied
 from compiled_optim.checkpoint.saved_values import Unloadable, as_buffer, as_number, described, is_set, naming
@@ -17,6 +18,7 @@ from compiled_optim.groups.param_group import ROUNDING, ParamGroup
 from compiled_optim.memory.layout import obstacle
 from compiled_optim.rule.fields import Hyper
 from compiled_optim.rule.rule import Declaration
+from compiled_optim.rule.storage import PARTS
 from compiled_optim.state import OptimizerState, initial_values, missing_entries, scalar_names, structure
 from compiled_optim.torch_internals import outside_inference_mode
 
@@ -129,6 +131,7 @@ def check_state(
             else:
                 choices = structure(declaration, groups, ours.group, ours.index, group_values.get(ours.group, {}))
                 needed = declaration.present_buffers(choices)
+                own = as_chosen(declaration, param, own, choices)
                 values = _values(declaration, needed, param, own, choices) if own or (others and param.requires_grad) else {}
                 if values or (live and param.requires_grad):
                     initial = initial_values(declaration, after[ours.group])
@@ -156,21 +159,22 @@ def _values(
 ) -> dict[str, float | Tensor]:
     """What of ``saved`` to copy into one parameter's state: everything that it needs.
 
-    A buffer that a hyperparameter other than 0 makes necessary may be there without need, from when that was not 0. An entry
-    that is absent, or not what it must be, is :class:`Unloadable`.
+    A buffer that a hyperparameter other than 0 makes necessary may be there without need, from when that was not 0. The part
+    of a weight may be absent. Another entry that is absent, or one that is not what it must be, is :class:`Unloadable`.
     """
     scalars = scalar_names(declaration)
-    shapes = {
-        b.name: declaration.shape_of(b, param.shape, choices)
-        for b in declaration.buffers
-        if b.name in needed or (b.when in declaration.structural_hypers and b.name in saved)
-    }
-    if absent := [name for name in (*scalars, *needed) if name not in saved]:
+    fields = [
+        b for b in declaration.buffers if b.name in needed or (b.when in declaration.structural_hypers and b.name in saved)
+    ]
+    if absent := [name for name in (*scalars, *needed) if name not in saved and name not in PARTS]:
         raise Unloadable(f"the checkpoint has no {', '.join(absent)} for it")
     values: dict[str, float | Tensor] = {name: as_number(saved[name], name) for name in scalars}
     if values.get("step", 0) < 0:
         raise Unloadable(f"step is {values['step']}")
-    return values | {name: as_buffer(saved[name], name, shape, param.dtype) for name, shape in shapes.items()}
+    for b in (b for b in fields if b.name in saved):
+        shape, dtype = declaration.shape_of(b, param.shape, choices), declaration.dtype_of(b, param.dtype, choices)
+        values[b.name] = as_buffer(saved[b.name], b.name, shape, dtype)
+    return values
 
 
 def _targets(
@@ -186,7 +190,8 @@ def _targets(
 
     Without ``values``, the parameter never took a step when the checkpoint was saved, and its state starts anew. So it does
     where the state dict was not copied then, and its buffers are the live ones, which steps have changed. A tensor that a
-    differentiable step recorded is replaced, as such a step does.
+    differentiable step recorded is replaced, as such a step does. The part of a weight of which ``values`` say nothing
+    stays: a step knows whether it fits ``param``.
     """
     present = {*needed, *values, *live}
     buffers = {b.name: declaration.shape_of(b, param.shape, choices) for b in declaration.buffers if b.name in present}
@@ -199,6 +204,8 @@ def _targets(
     was_stepped = values.get("step") == 0 and "step" in live and live["step"].item() != 0
     for name in (*scalar_names(declaration), *buffers):
         if (target := new.get(name, live.get(name))) is None:
+            continue
+        if name in PARTS and name not in values:
             continue
         source = values.get(name, initial[name])
         if was_stepped and is_same(target, source):

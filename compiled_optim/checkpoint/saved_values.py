@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import numbers
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from compiled_optim.memory.layout import is_lost, is_plain, plain_copy
 from compiled_optim.memory.sharding import is_sharded, local
 from compiled_optim.torch_internals import shape_of_part
 
-_COPYABLE = {
+FLOATING = {
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex32, torch.complex64, torch.complex128),
     *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e8m0fnu),
 }
@@ -86,8 +86,8 @@ def _item(tensor: Tensor, what: str) -> Any:
     return full.detach().item()
 
 
-def as_tensor(value: Any, what: str) -> Tensor:
-    """``value``, called ``what``, as a floating-point or complex tensor that ``copy_`` can read.
+def as_tensor(value: Any, what: str, dtypes: Collection[torch.dtype] = FLOATING) -> Tensor:
+    """``value``, called ``what``, as a tensor of one of these dtypes that ``copy_`` can read.
 
     The result shares memory with a DTensor or a tensor of torch's own classes; a tensor of any other class is copied.
     What is something else, or torch cannot copy, is :class:`Unloadable`.
@@ -96,7 +96,7 @@ def as_tensor(value: Any, what: str) -> Tensor:
         raise Unloadable(f"{what} is not a tensor")
     with naming(what):
         check_memory(value, what)
-        if value.dtype not in _COPYABLE:
+        if value.dtype not in dtypes:
             raise Unloadable(f"{what} is {value.dtype}")
         if is_sharded(value) or (type(value) in _OWN_TYPES and is_plain(value)):
             return value.detach()
@@ -104,8 +104,8 @@ def as_tensor(value: Any, what: str) -> Tensor:
 
 
 def as_buffer(value: Any, what: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """:func:`as_tensor` of ``shape``, and complex exactly if ``dtype`` is."""
-    tensor = as_tensor(value, what)
+    """:func:`as_tensor` of ``shape``: of ``dtype`` where that is of integers, else complex exactly if ``dtype`` is."""
+    tensor = as_tensor(value, what, FLOATING if dtype in FLOATING else {dtype})
     if tuple(tensor.shape) != shape:
         raise Unloadable(f"{what} has shape {tuple(tensor.shape)} instead of {shape}")
     if tensor.is_complex() != dtype.is_complex:

@@ -100,7 +100,11 @@ def check_writable(target: Tensor, what: str, shape: tuple[int, ...] | None, sou
             raise Unloadable(f"{what} has elements that share memory")
         if target.is_inference() and not torch.is_inference_mode_enabled():
             raise Unloadable(f"{what} was made in inference mode")
-        if not isinstance(source, Tensor):
+        if isinstance(source, Tensor):
+            is_rounded = target.dtype.is_floating_point or target.dtype.is_complex
+            if target.dtype != source.dtype and not is_rounded:
+                raise Unloadable(f"{what} is {target.dtype} instead of {source.dtype}")
+        else:
             # Two elements: a single one takes a number that is too large for its dtype, as infinity.
             fill(torch.empty(2, dtype=target.dtype), source)
 

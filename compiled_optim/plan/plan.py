@@ -37,6 +37,7 @@ from compiled_optim.state import (
     OptimizerState,
     ParamState,
     check_entries,
+    convert,
     has_own_entries,
     initial_values,
     missing_entries,
@@ -296,6 +297,7 @@ def partition(
                 continue
             own_state, choices = state[param], structure(rule, groups, i, j)
             _check_order(rule, param, name, choices)
+            convert(rule, param, own_state, name, choices)
             check_entries(rule, param, own_state, name, choices)
             if not _has_memory(rule, param, own_state, name, needed=is_needed):
                 continue

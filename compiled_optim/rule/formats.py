@@ -120,6 +120,29 @@ def compensated(param: Any, compensation: Any, dtype: str) -> Any:
     return where(absolute(compensation) <= most, param + compensation, param)
 
 
+def rest_beside(value: Any, param: Any, dtype: str, rest_bits: int) -> Any:
+    """The rest with which ``param``, a number of ``dtype`` that is there already, comes nearest to ``value``.
+
+    It is that of :func:`split` where that would take ``param``.
+    """
+    lost, held = _kept(dtype, rest_bits)
+    both = _cut(_magnitude(value, dtype), lost)
+    signed = where(bits(value) & _SIGN == bits(param) & _SIGN, both, 0 - both)
+    rest = signed - ((_magnitude(param, dtype) >> _LOWER[dtype]) << held)
+    limit = 1 << (rest_bits - 1)
+    return where((value - value == 0) & (param - param == 0), maximum(minimum(rest, limit - 1), -limit), 0)
+
+
+def copy_beside(value: Any, param: Any, dtype: str) -> Any:
+    """``value``, or where its :func:`nearest` is not ``param``, the number next to it of which it is.
+
+    They are next to each other where ``value`` lies halfway between ``param`` and another number of ``dtype``.
+    """
+    most = (1 << (_LOWER[dtype] - 1)) - 1  # of the last bit of a float32, less than half a unit of ``dtype``
+    rest = minimum(maximum(rest_beside(value, param, dtype, 16), -most), most)
+    return where(nearest(value, dtype) == param, value, joined(param, rest, dtype, 16))
+
+
 def noise_of(key: Any, index: Any) -> Any:
     """24 random bits of a counter: of ``key``, a whole number below 2**24, and ``index``, an integer."""
     x = index ^ (integer(key) << 7)

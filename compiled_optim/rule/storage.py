@@ -183,6 +183,19 @@ def parts_of(value: Any, values: Mapping[str, Any], mode: str, dtype: str) -> di
     return {"param": param, "kahan_comp": comp if noise is None else formats.randomly_rounded(comp, noise, dtype)}
 
 
+def parts_beside(param: Any, value: Any, mode: str, dtype: str) -> dict[str, Any]:
+    """The parts, by name, with which ``param``, as it is, stands for ``value`` in ``mode``; both are float32.
+
+    They are those of :func:`parts_of` where that would give this ``param``. Of a ``value`` further away than half a unit
+    of ``param``, a remainder and a copy in float32 hold as much as they can, and a compensation is not read.
+    """
+    if mode in REST_BITS:
+        return {"remainder": formats.rest_beside(value, param, dtype, REST_BITS[mode])}
+    if mode == "master":
+        return {"master_param": formats.copy_beside(value, param, dtype)}
+    return {"kahan_comp": where((value - value == 0) & (param - param == 0), value - param, 0.0)} if mode == "kahan" else {}
+
+
 def _options(rule: Rule, signs: Mapping[str, Any]) -> tuple[Option, ...]:
     buffers = [b.name for b in rule.buffers]
 
@@ -286,7 +299,7 @@ def _state_dtypes(
     if not isinstance(chosen, Mapping):
         chosen = {b: chosen if b in signs or chosen != INT8 else None for b in buffers}
     full = torch.float32 if param.dtype in _HALVES else param.dtype
-    if _is_excluded(group, names, param, where):
+    if is_excluded := _is_excluded(group, names, param, where):
         chosen = dict.fromkeys(chosen, full)
     elif group.get("differentiable"):
         raise ValueError(f"state_dtype of {where} does not go with differentiable=True")
@@ -296,4 +309,6 @@ def _state_dtypes(
         raise ValueError(f"state_dtype='int8' is not for parameters in float64; {where} is one: name it in exclude=")
     dtypes = {b: full if dtype is None else dtype for b, dtype in chosen.items()}
     named = {b: INT8 if dtype == INT8 else str(dtype).removeprefix("torch.") for b, dtype in dtypes.items()}
-    return tuple((b, named[b]) for b in buffers if b in named and dtypes[b] != param.dtype) or None
+    if is_excluded and full == param.dtype:  # and stays with those of groups that choose nothing
+        return None
+    return tuple((b, named[b]) for b in buffers if b in named) or None

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FLOORS = [
     {"torch_internals"},
     {"memory", "rule"},
-    {"groups"},
+    {"groups", "conversion"},
     {"state"},
     {"checkpoint", "plan"},
     {"lowering.gradient"},

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from compiled_optim.conversion import filled
 from compiled_optim.lowering.torch_ops.rule_step import rule_means, rule_step
 from compiled_optim.lowering.torch_ops.torch_lowering import TorchLowering
 from compiled_optim.memory.layout import MemoryOrder, as_real, compute_dtype, flat, real_numel
@@ -97,9 +98,9 @@ class EagerLowering(TorchLowering):
         assert self._orders is not None
         order = self._orders[id(member)]
         order.load()
-        param, grad = (_filled(flat(t)) for t in (order.target, order.arranged(grad)))
+        param, grad = (filled(flat(t)) for t in (order.target, order.arranged(grad)))
         entries = ((name, flat(member.entries[name])) for name in self.plan.buffers)
-        return param, grad, [e if name in self.plan.grouped_buffers else _filled(e) for name, e in entries]
+        return param, grad, [e if name in self.plan.grouped_buffers else filled(e) for name, e in entries]
 
     def _index(self, member: Member) -> Tensor:
         count = -(-member.param.numel() // GROUP) * GROUP
@@ -115,8 +116,3 @@ class EagerLowering(TorchLowering):
             written = flat(target)
             written.copy_(new[: len(written)])
         order.store()
-
-
-def _filled(vector: Tensor) -> Tensor:
-    """``vector`` with zeros up to a whole number of groups."""
-    return torch.nn.functional.pad(vector, (0, -len(vector) % GROUP))
