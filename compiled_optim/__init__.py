@@ -5,6 +5,7 @@ The package is a house: a module imports only from its own floor and from floors
     capture/             training steps as CUDA graphs
     model.py             a model's parameters by name: groups for an optimizer, and dtypes
     named.py             state keyed by parameter name
+    full_precision.py    weights with all the bits that optimizers keep of them
     optimi.py            state for the optimizers of optimi
     release.py           updates inside of backward, after which gradients are freed
     report.py            no_recompiles, compile_report and memory_report
@@ -25,6 +26,7 @@ The package is a house: a module imports only from its own floor and from floors
 
 from compiled_optim.capture.runner import CUDAGraphRunner
 from compiled_optim.checkpoint.state_dict import LoadReport
+from compiled_optim.full_precision import full_precision_state_dict, load_full_precision_state_dict
 from compiled_optim.model import param_groups, to_low_precision
 from compiled_optim.named import load_named_state_dict, named_state_dict
 from compiled_optim.optimi import optimi_state_dict
@@ -82,6 +84,8 @@ __all__ = [
     "SparseAdam",
     "StableAdamW",
     "compile_report",
+    "full_precision_state_dict",
+    "load_full_precision_state_dict",
     "load_named_state_dict",
     "memory_report",
     "mup",

@@ -34,7 +34,7 @@ FLOORS = [
     {"step"},
     {"optimizer"},
     {"several"},
-    {"optimizers", "model", "named", "optimi", "release", "report"},
+    {"optimizers", "model", "named", "full_precision", "optimi", "release", "report"},
     {"capture"},
     {""},
 ]

@@ -1,0 +1,172 @@
+"""A model's weights with all the bits that its optimizers keep of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from compiled_optim.checkpoint.forms import plain
+from compiled_optim.checkpoint.saved_values import FLOATING, Unloadable, as_tensor, described
+from compiled_optim.checkpoint.writing import check_writable
+from compiled_optim.conversion import mode_of, own_part, part_of, spread_part, weight
+from compiled_optim.groups.names import parameters_of
+from compiled_optim.memory.sharding import local, spread_like
+from compiled_optim.optimizer import CompiledOptimizer, engine_of
+from compiled_optim.rule.storage import parts_of
+from compiled_optim.several import Optimizers, check_disjoint, listed, locked
+from compiled_optim.state import structure
+from compiled_optim.torch_internals import outside_dynamo
+
+
+class _Stored(NamedTuple):
+    """A weight in two parts: the parameter and an entry of its state."""
+
+    param: Tensor
+    name: str  # of the entry
+    part: Tensor
+    half: str  # the parameter's dtype
+
+    @property
+    def mode(self) -> str:
+        return mode_of(self.name, self.part)
+
+
+@outside_dynamo
+@torch.no_grad()
+def full_precision_state_dict(model: nn.Module, optimizer: Optimizers) -> dict[str, Any]:
+    """The state dict of a model, with weights in float32 where an optimizer keeps more bits of them than the model has.
+
+    ``torch.save(co.full_precision_state_dict(model, opt), path)`` writes what a model in float32 loads. Those weights are
+    copies: of all 32 bits with ``weights="split16"`` and ``"master"``, of 24 with ``"split8"``, and of at least as many with
+    ``"kahan"``. Everything else is as in ``model.state_dict()``: buffers, frozen parameters, and parameters that
+    are only rounded. A parameter with several names is one tensor under all of them; DTensors stay DTensors.
+
+    Args:
+        model: the module; one that wraps it gives names with its prefixes, as its own ``state_dict()`` does.
+        optimizer: the optimizer, or a list of several for different parameters, which may have others than the model's.
+
+    Raises:
+        TypeError: ``model`` is no module, or ``optimizer`` none of this package.
+        ValueError: no parameter of the model is in the optimizer, or a parameter is in two optimizers.
+    """
+    optimizers = _checked(model, optimizer)
+    with locked(optimizers):
+        stored = _stored(model, optimizers)
+        result: dict[str, Any] = model.state_dict(keep_vars=True)
+        whole: dict[int, Tensor] = {}
+        for name, entry in list(result.items()):
+            if (own := stored.get(id(entry))) is not None:
+                if id(entry) not in whole:
+                    found = weight(own.param, {own.name: own.part}, own.mode, own.half)
+                    whole[id(entry)] = spread_part(found, own.param)
+                result[name] = whole[id(entry)]
+            elif isinstance(entry, Tensor):
+                result[name] = entry.detach()
+    return result
+
+
+@outside_dynamo
+@torch.no_grad()
+def load_full_precision_state_dict(model: nn.Module, optimizer: Optimizers, state_dict: Mapping[str, Any]) -> None:
+    """Load weights in float32 into a model and what its optimizers keep beside it, as much of them as both can hold.
+
+    It takes what :func:`full_precision_state_dict` gives, or the state dict of the same model in float32. All of it is
+    copied, buffers too, into the tensors that are there; the rest of the optimizers' state stays as it is. A checkpoint of
+    an optimizer may be loaded before or after this: what it has beside the weights belongs to the same weights.
+
+    Args:
+        model: the module.
+        optimizer: as for :func:`full_precision_state_dict`.
+        state_dict: an entry for each of ``model.state_dict()``, and no others. It is not modified. A tensor in place of a
+            DTensor must be whole, and the same on every process.
+
+    Raises:
+        TypeError: as :func:`full_precision_state_dict`, or ``state_dict`` is no dict.
+        ValueError: an entry is missing, unexpected, or not what it must be, such as of another shape; nothing is changed
+            then. Or as :func:`full_precision_state_dict`.
+    """
+    optimizers = _checked(model, optimizer)
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"state_dict must be a dict, got {described(state_dict)}")
+    given: dict[str, Any] = plain(state_dict, "the state dict")
+    with locked(optimizers):
+        stored = _stored(model, optimizers)
+        live = {id(t) for t in (*model.parameters(), *model.buffers())}
+        entries: dict[str, Any] = model.state_dict(keep_vars=True)
+        others = {name for name, entry in entries.items() if id(entry) not in live}
+        values = _read(entries, given, others)
+        copies: list[tuple[Tensor, Tensor]] = []
+        for name, value in values.items():
+            own = stored.get(id(entries[name]))
+            copies += [(entries[name], value)] if own is None else _parts(own, value)
+        if others:  # such as what modules add with get_extra_state; this may fail
+            model.load_state_dict({name: given[name] for name in others}, strict=False)
+        for target, source in copies:
+            target.copy_(spread_like(source, target))
+
+
+def _checked(model: Any, optimizer: Any) -> list[CompiledOptimizer]:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a module, got {described(model)}")
+    optimizers = listed(optimizer)
+    check_disjoint(optimizers)
+    return optimizers
+
+
+def _stored(model: nn.Module, optimizers: Sequence[CompiledOptimizer]) -> dict[int, _Stored]:
+    """The parameters of which the optimizers keep more bits than the model, by their ``id``."""
+    params = {id(param) for param in model.parameters()}
+    found: dict[int, _Stored] = {}
+    is_known = False
+    for optimizer in optimizers:
+        engine = engine_of(optimizer)
+        engine.current()
+        groups, state = engine.holdings.own_groups, engine.holdings.state
+        for i, group in enumerate(groups):
+            for param, j in parameters_of(group).items():
+                is_known |= id(param) in params
+                choices = structure(engine.holdings.kind.declaration, groups, i, j)
+                name = part_of(choices)
+                if name is not None and (part := state.get(param, {}).get(name)) is not None:
+                    found[id(param)] = _Stored(param, name, part, choices["weights"][1])
+    if not is_known:
+        raise ValueError("no parameter of the model is in the optimizer")
+    return found
+
+
+def _read(entries: Mapping[str, Any], given: Mapping[str, Any], others: set[str]) -> dict[str, Tensor]:
+    """What of ``given`` goes into the tensors in ``entries``; a ``ValueError`` that names all that does not fit them."""
+    problems = {
+        "missing": [name for name in entries if name not in given],
+        "unexpected": [str(name) for name in given if name not in entries],
+    }
+    values: dict[str, Tensor] = {}
+    for name, entry in entries.items():
+        if name in given and name not in others:
+            try:
+                values[name] = _as_value(given[name], name, entry)
+            except Unloadable as problem:
+                problems.setdefault("mismatched", []).append(str(problem))
+    if any(problems.values()):
+        parts = [f"{kind}: {', '.join(found)}" for kind, found in problems.items() if found]
+        raise ValueError(f"the state dict does not match the model; {'; '.join(parts)}")
+    return values
+
+
+def _as_value(value: Any, name: str, entry: Tensor) -> Tensor:
+    found = as_tensor(value, name, FLOATING if entry.dtype in FLOATING else {entry.dtype})
+    if found.shape != entry.shape:
+        raise Unloadable(f"{name} has shape {tuple(found.shape)} instead of {tuple(entry.shape)}")
+    if found.is_complex() != entry.is_complex():
+        raise Unloadable(f"{name} is {found.dtype} instead of {entry.dtype}")
+    check_writable(entry, f"the model's own {name}", tuple(entry.shape), found)
+    return found
+
+
+def _parts(own: _Stored, value: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """What to copy into which tensor, so that parameter and part together are ``value``."""
+    new = parts_of(own_part(value, own.param).float(), {}, own.mode, own.half)
+    return [(local(own.param), new["param"]), (local(own.part), new[own.name])]
