@@ -2,7 +2,7 @@
 
 They have the indexed form with another meaning: steps are counted per group, averages are divided by their bias correction,
 and an optimizer without betas calls its momentum ``exp_avg``. Lion and SGD count no steps and divide nothing. Adan keeps the
-last gradient negated, and StableAdamW a copy of its ``eps``.
+last gradient negated, and StableAdamW a copy of its ``eps``. Its ``kahan_comp`` is ours.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from compiled_optim.checkpoint.saved_values import Unloadable, as_number, as_ten
 from compiled_optim.groups.names import parameter_name
 from compiled_optim.rule.declared import every_option_name
 from compiled_optim.rule.rule import Declaration
+from compiled_optim.rule.storage import PARTS
 
 STATE = ("exp_avg", "exp_avg_diff", "exp_avg_sq", "prev_grad", "la_param", "kahan_comp")  # of a parameter, besides its step
 _MARKS = {"setup", "gradient_release", "kahan_sum"}
@@ -36,6 +37,8 @@ _FORMS: dict[frozenset[str], tuple[str, ...]] = {
 """The buffers of the optimizers that optimi has, by the options that groups of each hold besides :data:`_SHARED`."""
 
 _SHARED = {"lr", "weight_decay", *DECOUPLED, "decouple_lr", "max_lr"}
+_STORAGE = {"weights", "kahan_sum", "state_dtype", "exclude", "rounding_seed"}  # which optimi has in other ways, or not
+_COMPENSATION = "kahan_comp"
 _WITHOUT_EFFECT = ("foreach", "capturable", "differentiable", "fused", "params", "param_names")
 _DEFAULTS: dict[str, Any] = {
     **dict.fromkeys(("decouple_lr", "kahan_sum", "foreach", "triton", "gradient_release"), False),
@@ -112,13 +115,15 @@ def has_counterpart(declaration: Declaration) -> bool:
     form, hypers = _form({f.name for f in (*declaration.hypers, *declaration.statics)}), {h.name for h in declaration.hypers}
     if form is None or declaration.scalars or hypers - {"max_lr"} != {"lr", "weight_decay", *form} - {"adam_wd"}:
         return False
-    return {b.name for b in declaration.buffers} - {"max_exp_avg_sq"} == set(_FORMS[form])
+    buffers = {b.name for b in declaration.buffers if not b.grouped and b.name not in PARTS}
+    return buffers - {"max_exp_avg_sq"} == set(_FORMS[form])
 
 
 def to_optimi(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """The inverse of :func:`from_optimi`: an indexed state dict that optimi's optimizer of the same name loads.
 
-    It shares no memory with ``state_dict``, which has the indexed form.
+    It shares no memory with ``state_dict``, which has the indexed form, buffers in floating point, and compensations as the
+    only parts of weights.
 
     Raises:
         ValueError: an option or a state entry has no counterpart there.
@@ -134,6 +139,7 @@ def to_optimi(state_dict: Mapping[str, Any]) -> dict[str, Any]:
         form = _checked_form(group, {entry for own in entries.values() for entry in own}, where)
         step = _common_step({names[p]: own for p, own in entries.items()}, "eps" in form, where)
         groups.append(_optimi_group(group, form, step, where))
+        groups[-1]["kahan_sum"] = any(own.get(_COMPENSATION) is not None for own in entries.values())
         for param, own in entries.items():
             if step and _whole(own.get("step", 1), f"the step of '{names[param]}'"):
                 state[param] = _optimi_state(own, form, groups[-1], step, f"the state of '{names[param]}'")
@@ -155,7 +161,8 @@ def _checked_form(group: Mapping[str, Any], entries: set[Any], where: str) -> fr
     if (form := _form(ours)) is None:
         raise ValueError(f"optimi has no optimizer with {', '.join(sorted(ours))}, which {where} has")
     chosen = {key for key in ours if key not in _WITHOUT_EFFECT and (isinstance(group[key], Tensor) or group[key])}
-    if foreign := sorted(map(described, (chosen - form - _SHARED) | (entries - {"step", *_FORMS[form]}))):
+    known = {"step", _COMPENSATION, *_FORMS[form]}
+    if foreign := sorted(map(described, (chosen - form - _SHARED - _STORAGE) | (entries - known))):
         raise ValueError(f"{where} has {', '.join(foreign)}, which has no counterpart in optimi")
     if missing := [key for key in ("lr", "weight_decay", *sorted(form)) if key not in group]:
         raise ValueError(f"{where} has no {', '.join(missing)}, which optimi needs")
@@ -233,8 +240,11 @@ def _optimi_state(
         if not isinstance(value, Tensor) or (value.is_complex() and "betas" in form):
             got = "complex" if isinstance(value, Tensor) else described(value)
             raise ValueError(f"the {name} in {where} is {got}, which optimi cannot use")
+    comp = entries.get(_COMPENSATION)
+    compensation = {_COMPENSATION: None if comp is None else comp.clone()}
     if "momentum" in form:
-        return {"exp_avg": found["momentum_buffer"].clone(), "kahan_comp": None} if found else {}
+        buffer = found["momentum_buffer"].clone() if found else None
+        return {} if buffer is None and comp is None else {"exp_avg": buffer, **compensation}
     if missing := [name for name in buffers if name not in found]:
         raise ValueError(f"{where} has no {', '.join(missing)}, which optimi needs")
     betas = [group[name] for name in _BETAS if name in group]
@@ -244,7 +254,7 @@ def _optimi_state(
     if form == {"betas", "eps"} and "decouple_wd" not in group:
         like = found["exp_avg"]
         result["eps_sq"] = torch.tensor(group["eps"] ** 2, dtype=like.dtype, device=like.device)
-    return {**result, "kahan_comp": None}
+    return {**result, **compensation}
 
 
 def _number(value: Any, where: str, below: float = float("inf"), least: float = 0.0) -> float:

@@ -189,7 +189,8 @@ def every_state_name() -> frozenset[str]:
 
 def every_option_name() -> frozenset[str]:
     """The hyperparameters and choices that groups of any optimizer may hold, of this package or made with it."""
-    return frozenset(f.name for kind in _every_kind() for f in (*kind.fields_of(Hyper), *kind.fields_of(Static)))
+    kinds = (Hyper, Static, Option)
+    return frozenset(f.name for kind in _every_kind() for of_kind in kinds for f in kind.fields_of(of_kind))
 
 
 def _every_kind() -> list[type[Declared]]:
