@@ -54,6 +54,7 @@ from compiled_optim.optimizers.stable_adamw import StableAdamW
 from compiled_optim.plan.compilations import RecompileError
 from compiled_optim.release import prepare_for_gradient_release, remove_gradient_release
 from compiled_optim.report import CompileReport, MemoryReport, compile_report, memory_report, no_recompiles
+from compiled_optim.step.numerics import NumericsReport
 
 __version__ = "0.1.0"
 
@@ -76,6 +77,7 @@ __all__ = [
     "MemoryReport",
     "Muon",
     "NAdam",
+    "NumericsReport",
     "RAdam",
     "RMSprop",
     "Ranger",

@@ -22,6 +22,7 @@ from compiled_optim.rule.storage import StateDtype, stored
 from compiled_optim.state import OptimizerState
 from compiled_optim.step.engine import Engine, check_closure
 from compiled_optim.step.holdings import as_defaults, check_read, group_entries, position
+from compiled_optim.step.numerics import NumericsReport
 from compiled_optim.step.step import RuleStep, Step
 from compiled_optim.step.traced import record_step
 from compiled_optim.step.use_of_gradients import UsesGradients
@@ -206,6 +207,15 @@ class CompiledOptimizer(UsesGradients, Declared, Optimizer):
         clipping = self._engine.holdings.clipping
         return clipping.outcome(clipping.device)[2]
 
+    @outside_dynamo
+    def check_numerics(self) -> NumericsReport:
+        """Which parameters the next step is too small to move, by name; changes nothing, and waits for the device.
+
+        The step is estimated with the gradients that are there, unscaled ones, or from momentum without them. See
+        :class:`~compiled_optim.step.numerics.NumericsReport`. ``NotImplementedError`` where steps need a closure.
+        """
+        return self._engine.current().check_numerics()
+
     def schedule(self, group: int | None = None, **functions: Schedule | None) -> None:
         """Make hyperparameters functions of the step count, evaluated on the device as part of every step.
 
@@ -338,17 +348,8 @@ class CompiledOptimizer(UsesGradients, Declared, Optimizer):
         return prepared.report
 
     def __getstate__(self) -> dict[str, Any]:
-        own = self._engine.holdings
-        own.accumulated.check_ended("copied")
-        return {
-            **super().__getstate__(),
-            "lowering": own.lowering,
-            "aliases": own.aliases,
-            "schedules": own.schedules.functions,
-            "unshown": own.unshown(),
-            "max_grad_norm": self.max_grad_norm,
-            "skip_nonfinite": self.skip_nonfinite,
-        }
+        own = {"max_grad_norm": self.max_grad_norm, "skip_nonfinite": self.skip_nonfinite}
+        return {**super().__getstate__(), **self._engine.holdings.pickled(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         before = self._engine.holdings if "_engine" in vars(self) else None
@@ -362,9 +363,7 @@ class CompiledOptimizer(UsesGradients, Declared, Optimizer):
         self.param_groups, self.state = groups, entries
         super().__setstate__(state)
         self.defaults = group_entries(type(self), self.defaults)  # torch adds a key
-        self._engine.holdings.aliases = aliases
-        self._engine.holdings.schedules.functions = dict(schedules)
-        self._engine.holdings.adopt(self.defaults, checked=True, unshown=unshown)
+        self._engine.holdings.restore(aliases, schedules, self.defaults, unshown)
 
 
 def engine_of(optimizer: CompiledOptimizer) -> Engine:

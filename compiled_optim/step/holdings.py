@@ -128,6 +128,24 @@ class Holdings:
         self._note_names()
         self._let_go()
 
+    def pickled(self) -> dict[str, Any]:
+        """What :meth:`restore` and a new optimizer take, besides groups and state."""
+        self.accumulated.check_ended("copied")
+        functions = self.schedules.functions
+        return {"lowering": self.lowering, "aliases": self.aliases, "schedules": functions, "unshown": self.unshown()}
+
+    def restore(
+        self,
+        aliases: Mapping[str, str],
+        schedules: Mapping[Any, Schedule],
+        defaults: Mapping[str, Any],
+        unshown: Iterable[Mapping[str, Any]],
+    ) -> None:
+        """Take what was :meth:`pickled`; groups and state are there already."""
+        self.aliases = dict(aliases)
+        self.schedules.functions = dict(schedules)
+        self.adopt(defaults, checked=True, unshown=unshown)
+
     def unshown(self) -> list[dict[str, Any]]:
         """By group, the hyperparameters that are no entries of it."""
         return [group.unshown() if isinstance(group, ParamGroup) else {} for group in self.groups]

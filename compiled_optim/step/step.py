@@ -18,6 +18,7 @@ from compiled_optim.plan.clipping import Clipping
 from compiled_optim.plan.plan import Plan, partition
 from compiled_optim.rule.declared import Declared
 from compiled_optim.step.holdings import Holdings
+from compiled_optim.step.numerics import NumericsReport, check_numerics
 
 
 class Step:
@@ -55,6 +56,10 @@ class Step:
     def graph(self) -> Step | str:
         """Itself, or why no CUDA graph can hold it."""
         return self
+
+    def check_numerics(self) -> NumericsReport:
+        """Which parameters the next step is too small to move. ``NotImplementedError`` where that cannot be foreseen."""
+        raise NotImplementedError(f"{self._holdings.kind.__name__} cannot check its numerics: its steps need a closure")
 
     def is_current(self) -> bool:
         """Whether nobody has reported a change, or replaced a group behind the optimizer's back."""
@@ -181,6 +186,9 @@ class RuleStep(Step):
     def memory(self) -> object:
         """Tables, coefficients and scheduled hyperparameters."""
         return self.lowerings, self._square_sums, self._schedules
+
+    def check_numerics(self) -> NumericsReport:
+        return check_numerics(self._holdings.kind.__name__, [lowering.plan for lowering in self.lowerings])
 
     def is_current(self) -> bool:
         """Whether, besides, nobody has ceased to clip, and no meta parameter has got memory."""

@@ -18,6 +18,7 @@ READ = "what users read and write between steps, as README.md says"
 DECLARED = "what the body or the statement of a class declares, for whoever writes an optimizer"
 
 BEYOND_TORCH = {
+    "check_numerics": READ,
     "grad_norm": READ,
     "hyperparameter": READ,
     "hyperparameters": READ,

@@ -1,0 +1,173 @@
+"""Which parameters a step is too small to move, as they are stored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compiled_optim.lowering.choice import lower
+from compiled_optim.memory.addresses import gradient
+from compiled_optim.memory.layout import as_real, flat
+from compiled_optim.memory.sharding import local_gradient
+from compiled_optim.plan.clipping import Clipping
+from compiled_optim.plan.compilations import CompilationLog
+from compiled_optim.plan.plan import Member, Plan
+from compiled_optim.rule import formats
+from compiled_optim.rule.storage import INT8, PARTS, scale_name, whole
+from compiled_optim.rule.vocabulary import GROUP
+from compiled_optim.state import ParamState
+
+_CHOICES = ("weights", "state_dtype")  # how things are stored
+_AT_RANDOM = ("stochastic", "kahan", "split8")  # rounded so that steps of any size add up
+
+
+@dataclass(frozen=True)
+class StuckParameter:
+    """A parameter of which a step moves less than half of the elements that the rule would move.
+
+    Attributes:
+        name: of the parameter.
+        share: how many of the elements that the rule would move stay, from 0.5 to 1.
+        lr: the learning rate of its group.
+        weight: the magnitude of those elements; this and the next two are medians.
+        needed: the least step that moves them: half of the distance to the next number that can be stored.
+        available: the step that they are given.
+        remedy: what would move them.
+    """
+
+    name: str
+    share: float
+    lr: float
+    weight: float
+    needed: float
+    available: float
+    remedy: str
+
+    def __str__(self) -> str:
+        return (
+            f"'{self.name}': at lr {self.lr:.3g}, {self.share:.0%} of it stays: a weight of {self.weight:.2g} moves by "
+            f"{self.needed:.2g} at least, and gets {self.available:.2g}; {self.remedy}"
+        )
+
+
+@dataclass(frozen=True)
+class NumericsReport:
+    """What an optimizer's ``check_numerics`` found.
+
+    Attributes:
+        optimizer: the class name.
+        checked: the names of the parameters that a step would move.
+        stuck: those that it moves too little, the worst first.
+    """
+
+    optimizer: str
+    checked: tuple[str, ...]
+    stuck: tuple[StuckParameter, ...]
+
+    def __str__(self) -> str:
+        head = f"{self.optimizer}: the next step is too small for {len(self.stuck)} of {len(self.checked)} parameters"
+        return "\n".join([head, *(f"  {stuck}" for stuck in self.stuck)])
+
+
+@torch.no_grad()
+def check_numerics(optimizer: str, plans: Sequence[Plan]) -> NumericsReport:
+    """Take the next step of ``plans`` on copies in float64, one parameter at a time, and compare it with what is stored."""
+    checked, stuck = [], []
+    for plan in plans:
+        for member in plan.members:
+            grad = _gradient(plan, member)
+            if grad is None or plan.is_meta:
+                continue
+            before, after = (as_real(t) for t in _next(plan, member, grad))
+            step = (after - before).abs()
+            moved = (step > 0) & step.isfinite()
+            if not moved.any():
+                continue
+            checked.append(member.name)
+            half_unit = _half_unit(before, plan, member)
+            stays = moved & (step < half_unit)
+            share = (stays.sum() / moved.sum()).item()
+            if share > 0.5:
+                lr = float(member.groups[member.group]["lr"])
+                weight, needed, available = (t[stays].median().item() for t in (before.abs(), half_unit, step))
+                stuck.append(StuckParameter(member.name, share, lr, weight, needed, available, _remedy(plan, member)))
+    stuck.sort(key=lambda found: -found.needed / found.available)
+    return NumericsReport(optimizer, tuple(checked), tuple(stuck))
+
+
+def _gradient(plan: Plan, member: Member) -> Tensor | None:
+    """The gradient of the next step: that which is there, or zeros, of which state alone makes a step."""
+    grad = gradient(member.owner)
+    if grad is not None:
+        return grad if plan.rule.gradients == "sparse" else local_gradient(grad, member.owner)
+    return None if plan.rule.gradients == "sparse" else torch.zeros_like(member.param)
+
+
+def _next(plan: Plan, member: Member, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """The parameter with all its bits before and after its next step, which is neither clipped nor rounded."""
+    before = _wide(_whole(plan, member))
+    copy = before.clone()
+    statics = {name: choice for name, choice in plan.statics.items() if name not in _CHOICES}
+    entries = {name: entry.clone() for name, entry in member.entries.items() if name not in plan.buffers}
+    entries |= dict(_buffers(plan, member, statics))
+    shadow = Member(copy, member.groups, member.group, member.index, ParamState(entries), tuple(entries), member.numbers)
+    shadows = Plan(plan.rule, statics, plan.device, [shadow], member.groups, lambda _: grad, False, False)
+    lowering = lower(shadows, "eager", Clipping(plan.device), CompilationLog(), False)
+    lowering.compile()
+    shadows.settle([grad])
+    lowering.prepare([grad])
+    lowering.launch()
+    lowering.finish()
+    return before, copy
+
+
+def _whole(plan: Plan, member: Member) -> Tensor:
+    param, choice = member.param.detach(), plan.statics.get("weights")
+    if choice is None:
+        return param
+    parts = {name: member.entries[name].float() for name in PARTS if name in member.entries}
+    value: Tensor = whole(param.float(), parts, *choice)
+    return value
+
+
+def _buffers(plan: Plan, member: Member, statics: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """The rule's own buffers, decoded."""
+    codes = {name for name, dtype in plan.statics.get("state_dtype", ()) if dtype == INT8}
+    kinds = {b.name: b.int8 for b in plan.rule.buffers}
+    for name in plan.rule.present_buffers(statics):
+        entry = member.entries[name]
+        if name not in codes:
+            yield name, _wide(entry)
+            continue
+        numbers = flat(entry).float()
+        filled = torch.nn.functional.pad(numbers, (0, -len(numbers) % GROUP))
+        found = formats.decoded(filled, flat(member.entries[scale_name(name)]), kinds[name] or "")
+        wide = torch.empty_like(entry, dtype=torch.float64)
+        flat(wide).copy_(found[: len(numbers)])
+        yield name, wide
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64, copy=True)
+
+
+def _half_unit(value: Tensor, plan: Plan, member: Member) -> Tensor:
+    """Half of the distance from each number to the next that can be stored; 0 where steps of any size add up."""
+    mode, _ = plan.statics.get("weights") or (None, None)
+    if mode in _AT_RANDOM:
+        return torch.zeros_like(value)
+    kept = torch.finfo(torch.float32 if mode else member.param.dtype)
+    power = torch.frexp(value.abs().clamp(min=torch.finfo(member.param.dtype).smallest_normal)).exponent - 1
+    return torch.ldexp(torch.full_like(value, kept.eps / 2), power)
+
+
+def _remedy(plan: Plan, member: Member) -> str:
+    is_half = member.param.dtype in (torch.bfloat16, torch.float16)
+    if is_half and "weights" not in plan.statics:
+        elementwise = plan.rule.granularity == "element" and plan.rule.gradients == "dense"
+        return "use weights='split8', 'kahan' or 'stochastic'" if elementwise else "keep it in float32"
+    return "use a larger lr: it has all bits of float32"

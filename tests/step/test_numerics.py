@@ -1,0 +1,121 @@
+"""Which parameters a step is too small to move: what is said is what the next steps do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from catalog import registry, required
+from torch import Tensor
+from torch.nn import Parameter
+
+import compiled_optim as co
+
+DEVIATIONS = {"small": 1e-4, "wide": 0.02, "large": 1.0, "zero": 0.0}
+
+
+def trained(
+    optimizer: type[co.CompiledOptimizer], lr: float, dtype: torch.dtype = torch.bfloat16, **options: Any
+) -> tuple[co.CompiledOptimizer, dict[str, Parameter]]:
+    """After three steps, with gradients for the next one."""
+    generator = torch.Generator().manual_seed(0)
+    params = {n: Parameter((torch.randn(64, 128, generator=generator) * d).to(dtype)) for n, d in DEVIATIONS.items()}
+    made = optimizer(params, lr=lr, **options)
+    for _ in range(4):
+        made.step()
+        for param in params.values():
+            param.grad = torch.randn(64, 128, generator=generator).to(dtype)
+    return made, params
+
+
+def stuck(made: co.CompiledOptimizer) -> set[str]:
+    return {found.name for found in made.check_numerics().stuck}
+
+
+@pytest.mark.parametrize("optimizer", [co.AdamW, co.SGD, co.Lion, co.StableAdamW], ids=lambda c: c.__name__)
+@pytest.mark.parametrize("lr", [1e-2, 1e-4, 1e-6])
+def test_the_next_step_moves_what_is_not_named(optimizer: type[co.CompiledOptimizer], lr: float) -> None:
+    made, params = trained(optimizer, lr)
+    found = made.check_numerics()
+    before = {name: param.detach().clone() for name, param in params.items()}
+    made.step()
+    stays = {name: (param == before[name]).double().mean().item() for name, param in params.items()}
+    assert {s.name for s in found.stuck} == {name for name, share in stays.items() if share > 0.5}
+    assert {s.name: s.share for s in found.stuck} == pytest.approx({s.name: stays[s.name] for s in found.stuck}, abs=0.02)
+    assert found.checked == tuple(params)
+
+
+@pytest.mark.parametrize("mode", ["kahan", "stochastic", "split8", "split16", "master"])
+def test_the_remedy_is_one(mode: str) -> None:
+    assert stuck(trained(co.AdamW, 1e-6)[0]) == {"wide", "large"}
+    assert stuck(trained(co.AdamW, 1e-6, weights=mode, state_dtype="int8")[0]) == set()
+
+
+def test_float32_has_limits_too() -> None:
+    made, _ = trained(co.AdamW, 1e-10, torch.float32)
+    assert stuck(made) == {"wide", "large"}
+    assert "larger lr" in str(made.check_numerics())
+    assert stuck(trained(co.AdamW, 1e-10, weights="split16")[0]) == {"wide", "large"}
+
+
+def test_what_it_says() -> None:
+    made, _ = trained(co.SGD, 1e-5, torch.float16)
+    first = made.check_numerics().stuck[0]
+    assert (first.name, first.lr) == ("large", 1e-5)
+    assert first.share == pytest.approx(0.98, abs=0.005)
+    assert 0.5 < first.weight < 1
+    assert first.needed == 2.0**-12  # half of the distance between numbers from 0.5 to 1
+    assert first.available == pytest.approx(0.67e-5, rel=0.1)
+    head, line = str(made.check_numerics()).splitlines()
+    assert head == "SGD: the next step is too small for 1 of 4 parameters"
+    assert line.startswith("  'large': at lr 1e-05, 98% of it stays: a weight of 0.6")
+    assert line.endswith("use weights='split8', 'kahan' or 'stochastic'")
+
+
+def test_the_lr_counts_as_it_is_now() -> None:
+    made, _ = trained(co.AdamW, 1e-6)
+    made.param_groups[0]["lr"] = 0.1
+    assert stuck(made) == set()
+
+
+def test_without_gradients_momentum_makes_a_step() -> None:
+    made, _ = trained(co.AdamW, 1e-6)
+    made.zero_grad()
+    assert stuck(made) == {"wide", "large"}
+    plain, _ = trained(co.SGD, 1e-6)
+    plain.zero_grad()
+    assert plain.check_numerics() == co.NumericsReport("SGD", (), ())  # nothing would move
+
+
+@pytest.mark.parametrize("options", [{}, {"weights": "split8", "state_dtype": "int8"}, {"weights": "master"}], ids=str)
+@pytest.mark.parametrize("lowering", ["multi_tensor", "eager"])
+def test_it_changes_nothing(lowering: str, options: dict[str, Any]) -> None:
+    """Not even of channels-last parameters, whose codes are in the order of memory."""
+    image = Parameter(torch.randn(64, 8, 4, 4).to(memory_format=torch.channels_last).bfloat16())
+    made = co.AdamW([image], lr=1e-3, lowering=lowering, **options)
+    twin = Parameter(image.detach().clone())
+    other = co.AdamW([twin], lr=1e-3, lowering=lowering, **options)
+    for _ in range(3):
+        image.grad = torch.randn_like(image)
+        twin.grad = image.grad.clone()
+        made.check_numerics()
+        made.step()
+        other.step()
+    tensors: list[list[Tensor]] = [[p, *o.state[p].values()] for o, p in ((made, image), (other, twin))]
+    assert all(map(torch.equal, *tensors))
+
+
+@pytest.mark.parametrize("optimizer", registry(), ids=lambda c: c.__name__)
+def test_of_every_optimizer(optimizer: type[co.CompiledOptimizer]) -> None:
+    param = Parameter(torch.ones(8, 4))
+    made = optimizer([param], **required(optimizer) | {"lr": 1e-12})
+    dense = torch.full((8, 4), 0.1)
+    param.grad = dense.to_sparse(1) if optimizer.gradients == "sparse" else dense
+    if optimizer is co.LBFGS:
+        with pytest.raises(NotImplementedError, match="LBFGS cannot check its numerics"):
+            made.check_numerics()
+        return
+    assert [s.name for s in made.check_numerics().stuck] in ([], ["param_groups[0]['params'][0]"])
+    if optimizer not in (co.Rprop, co.Adafactor):  # whose first steps are larger than lr
+        assert made.check_numerics().stuck
