@@ -1,4 +1,4 @@
-"""The command line: ``python -m perf step|first-step|overhead|schedulers|bandwidth|gates|plot``."""
+"""The command line: ``python -m perf step|first-step|overhead|schedulers|bandwidth|low-memory|convergence|gates|plot``."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import torch
 
 from perf import first_step, gates, results
 from perf.competitors import COMPILED, OURS, all_names, optimizers, working
+from perf.convergence import SEEDS, TASKS, measure_convergence
+from perf.low_memory import measure_low_memory
 from perf.measure import dtype_name, measure_bandwidth, measure_overhead, measure_step
 from perf.results import Row
 from perf.schedulers import measure_schedulers
@@ -74,6 +76,24 @@ def _bandwidth(args: argparse.Namespace) -> int:
     for workload, dtype in itertools.product(args.workload, args.dtype):
         rows = measure_bandwidth(workload, args.optimizer, args.device, dtype=DTYPES[dtype], rounds=args.rounds)
         results.show(rows, f"bandwidth on {results.device_name(args.device)}")
+        _save(rows, args)
+    return 0
+
+
+def _low_memory(args: argparse.Namespace) -> int:
+    _warn_if_busy()
+    for workload in args.workload:
+        rows = measure_low_memory(workload, args.device, rounds=args.rounds)
+        results.show(rows, f"low precision on {results.device_name(args.device)}, {torch.get_num_threads()} threads")
+        _save(rows, args)
+    return 0
+
+
+def _convergence(args: argparse.Namespace) -> int:
+    steps, seeds = (4, SEEDS[:2]) if args.rehearse else (args.steps, SEEDS)
+    for task in args.task:
+        rows = measure_convergence(task, steps=steps, seeds=seeds)
+        results.show(rows, f"losses at the end of training, {len(seeds)} seeds")
         _save(rows, args)
     return 0
 
@@ -159,6 +179,14 @@ def _parser() -> argparse.ArgumentParser:
     workloads(bandwidth, ["half-billion"])
     bandwidth.add_argument("--rounds", type=int, default=21)
     bandwidth.add_argument("--dtype", nargs="+", choices=list(DTYPES), default=["float32"], help="of the parameters")
+
+    low = command("low-memory", _low_memory, "time steps of low precision beside torch's on float32, and count bytes")
+    workloads(low, ["gpt2-124m"])
+    low.add_argument("--rounds", type=int, default=21)
+
+    ends = command("convergence", _convergence, "compare the ends of training with low precision and in float32")
+    ends.add_argument("--task", nargs="+", choices=list(TASKS), default=list(TASKS))
+    ends.add_argument("--steps", type=int, default=220)
 
     checked = command("gates", _gates, "check the promised numbers; exit status 1 if one is missed")
     benchmarks = ["step", "bandwidth", "first-step", "overhead"]

@@ -32,10 +32,11 @@ HYPERPARAMETERS: dict[str, dict[str, Any]] = {"sgd": {"lr": 1e-3, "momentum": 0.
 
 @dataclass(frozen=True)
 class Competitor:
-    """A named way to make an optimizer for some parameters."""
+    """A named way to make an optimizer for some parameters, which have a ``dtype``."""
 
     name: str
     make: Callable[[Sequence[Tensor]], Optimizer]
+    dtype: torch.dtype = torch.float32
 
 
 def optimizers() -> dict[str, tuple[type[Optimizer], type[Optimizer] | None]]:

@@ -48,26 +48,27 @@ def step_times(
 ) -> Samples:
     """Seconds of every step, by competitor; entry ``i`` of each list is from the same round.
 
-    All optimizers share the gradients' memory and step in turn, each round in another order. With ``gradients="fresh"``
-    every step gets new tensor objects at other addresses than the step before, as after ``zero_grad()``; making them is
-    not timed.
+    All optimizers of parameters of one dtype share the gradients' memory. They step in turn, each round in another order.
+    With ``gradients="fresh"`` every step gets new tensor objects at other addresses than the step before, as after
+    ``zero_grad()``; making them is not timed.
     """
     from torch._inductor import config
 
     config.compile_threads = 1  # workers would import torch beside the first seconds of the benchmark
-    pools = [make_gradients(sizes, device, seed) for seed in ((1, 2) if gradients == "fresh" else (1,))]
+    seeds = (1, 2) if gradients == "fresh" else (1,)
+    pools = {d: [make_gradients(sizes, device, seed, d) for seed in seeds] for d in {c.dtype for c in competitors}}
     entrants: list[Entrant] = []
     for c in competitors:
-        params = make_params(sizes, device)
+        params = make_params(sizes, device, c.dtype)
         entrants.append((c.name, params, c.make(params)))
-        for param, grad in zip(params, pools[0], strict=True):
+        for param, grad in zip(params, pools[c.dtype][0], strict=True):
             param.grad = grad
     samples: Samples = {c.name: [] for c in competitors}
     with _no_garbage_collection():
         for index in range(-warmup, rounds):
-            pool = pools[index % len(pools)]
             for name, params, optimizer in _turns(entrants, index):
                 if gradients == "fresh":
+                    pool = pools[params[0].dtype][index % len(seeds)]
                     for param, grad in zip(params, pool, strict=True):
                         param.grad = grad.view_as(grad)
                 seconds = _timed(optimizer.step, device)

@@ -1,0 +1,144 @@
+"""Whether training with low precision ends as well as in float32: :func:`measure_convergence`.
+
+Both sides have the same hyperparameters, batches and first weights. The claim is about the storage of weights and state, and
+about the ends of runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pydoc_data.topics import topics
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import compiled_optim as co
+from perf.results import Row, percentiles
+from tools.demo.model import VisionTransformer
+
+SEEDS = range(8)  # the first eight, not picked
+FLOAT32 = "float32"
+PRECISIONS: dict[str, dict[str, Any]] = {
+    FLOAT32: {},
+    "split8, int8": {"weights": "split8", "state_dtype": "int8"},
+    "kahan, bfloat16": {"weights": "kahan"},
+    "stochastic, bfloat16": {"weights": "stochastic"},
+}
+"""By name, the options of an optimizer for bfloat16 parameters, besides float32 ones."""
+
+QUANTILE = 1.895  # of Student's t with 7 degrees of freedom: 95 %
+CONTEXT, BATCH, WIDTH = 64, 16, 64
+
+Batch = tuple[Tensor, Tensor]
+Task = Callable[[int, int], tuple[nn.Module, Iterator[Batch], list[Batch]]]
+
+
+class LanguageModel(nn.Module):
+    """A transformer over the characters of ASCII that guesses the next one; two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.characters, self.places = nn.Embedding(128, WIDTH), nn.Embedding(CONTEXT, WIDTH)
+        self.mixed = nn.Conv1d(WIDTH, WIDTH, 4)
+        self.blocks = nn.ModuleList(_Causal(WIDTH) for _ in range(2))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 128)
+
+    def forward(self, text: Tensor) -> Tensor:
+        """The logits ``(batch, characters, 128)`` for what follows each character."""
+        tokens = self.characters(text) + self.places.weight
+        tokens = tokens + self.mixed(functional.pad(tokens.transpose(1, 2), (3, 0))).transpose(1, 2)
+        for block in self.blocks:
+            tokens = block(tokens)
+        return self.head(self.norm(tokens))
+
+
+class _Causal(nn.Module):
+    """Self-attention to what came before, and a perceptron."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.attention_norm, self.perceptron_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.packed, self.attended = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.perceptron = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        packed = self.packed(self.attention_norm(tokens))
+        queries, keys, values = packed.unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        heads = functional.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+        tokens = tokens + self.attended(heads.transpose(1, 2).flatten(-2))
+        return tokens + self.perceptron(self.perceptron_norm(tokens))
+
+
+def _text(steps: int, seed: int) -> tuple[nn.Module, Iterator[Batch], list[Batch]]:
+    """Python's own documentation; its last tenth is for the final loss."""
+    text = torch.tensor(list("".join(topics.values()).encode("ascii", "replace")))
+    limit = len(text) * 9 // 10
+    generator = torch.Generator().manual_seed(seed)
+
+    def batch(text: Tensor, count: int, generator: torch.Generator) -> Batch:
+        starts = torch.randint(len(text) - CONTEXT, (count,), generator=generator)
+        cut = text[starts[:, None] + torch.arange(CONTEXT + 1)]
+        return cut[:, :-1], cut[:, 1:]
+
+    batches = (batch(text[:limit], BATCH, generator) for _ in range(steps))
+    return LanguageModel(), batches, [batch(text[limit:], 256, torch.Generator().manual_seed(1))]
+
+
+def _digits(steps: int, seed: int) -> tuple[nn.Module, Iterator[Batch], list[Batch]]:
+    """The images and the model of the demo."""
+    from tools.demo import data  # scikit-learn is needed here only
+
+    train, test = data.load()
+    epochs = -(-steps // data.batches_per_epoch(train))
+    batches = data.batches(train, epochs, torch.Generator().manual_seed(seed))
+    return VisionTransformer(), (tuple(batch) for _, batch in zip(range(steps), batches, strict=False)), [tuple(test)]
+
+
+TASKS: dict[str, Task] = {"digits": _digits, "text": _text}
+
+
+def final_loss(task: str, precision: str, seed: int, steps: int) -> float:
+    """The loss on what was held back, in nats, after ``steps`` of AdamW whose learning rate rises and falls."""
+    torch.manual_seed(seed)
+    model, batches, held_back = TASKS[task](steps, seed)
+    dtype = torch.float32 if precision == FLOAT32 else torch.bfloat16
+    model = model.to(dtype)
+    optimizer = co.AdamW(model.named_parameters(), lr=0.0, weight_decay=0.1, **PRECISIONS[precision])
+    optimizer.schedule(lr=lambda step: 3e-3 * torch.minimum(step / (0.1 * steps), (1.02 - step / steps) / 0.9))
+
+    def loss_of(batch: Batch) -> Tensor:
+        inputs, targets = batch
+        logits = model(inputs.to(dtype) if inputs.is_floating_point() else inputs)
+        return functional.cross_entropy(logits.float().flatten(0, -2), targets.flatten())
+
+    for batch in batches:
+        loss_of(batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        return sum(loss_of(batch).item() for batch in held_back) / len(held_back)
+
+
+def bound(differences: Sequence[float]) -> float:
+    """Below which the mean difference is, one-sided, with a confidence of 95 % for eight of them."""
+    values = torch.tensor(differences, dtype=torch.float64)
+    return (values.mean() + QUANTILE * values.std() / math.sqrt(len(values))).item()
+
+
+def measure_convergence(task: str, *, steps: int, seeds: Sequence[int] = SEEDS) -> list[Row]:
+    """Final losses of every precision over the seeds, how much they are above float32's, and the bound of that."""
+    losses = {name: [final_loss(task, name, seed, steps) for seed in seeds] for name in PRECISIONS}
+    rows = []
+    for name, values in losses.items():
+        above = [low - full for low, full in zip(values, losses[FLOAT32], strict=True)]
+        metrics = {"final loss": percentiles(values)}
+        if name != FLOAT32:
+            metrics |= {"above float32": percentiles(above), "above float32, at most (95 %)": (bound(above),) * 3}
+        for metric, found in metrics.items():
+            rows.append(
+                Row("convergence", f"{task}, {steps} steps", "adamw", name, metric, "nats", *found, None, len(values))
+            )
+    return rows

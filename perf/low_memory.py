@@ -1,0 +1,59 @@
+"""What low precision costs and saves, beside torch's fused AdamW on float32: :func:`measure_low_memory`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+import compiled_optim as co
+from perf.competitors import FUSED, OURS, Competitor
+from perf.convergence import FLOAT32, PRECISIONS
+from perf.measure import make_gradients, make_params, step_times
+from perf.results import Row, percentiles
+from perf.workloads import elements, shapes
+
+
+def _maker(options: dict[str, Any]) -> Callable[[Sequence[Tensor]], Optimizer]:
+    return lambda params: co.AdamW(params, lr=1e-3, **options)
+
+
+def competitors() -> list[Competitor]:
+    """Torch's fused AdamW, this package's, and that of each precision."""
+    dtypes = {name: torch.float32 if name == FLOAT32 else torch.bfloat16 for name in PRECISIONS}
+    ours = [Competitor(f"{OURS}[{name}]", _maker(options), dtypes[name]) for name, options in PRECISIONS.items()]
+    return [Competitor(FUSED, lambda params: torch.optim.AdamW(params, lr=1e-3, fused=True)), *ours]
+
+
+def measure_low_memory(workload: str, device: torch.device, *, rounds: int) -> list[Row]:
+    """Step times in turn, each as a share of torch's in the same round, and bytes for each parameter with its gradient."""
+    entered = competitors()
+    samples = step_times(shapes(workload), entered, device, rounds=rounds, warmup=3, gradients="fresh")
+    rows = []
+    for c in entered:
+        milliseconds = percentiles([1e3 * s for s in samples[c.name]])
+        shares = percentiles([own / theirs for own, theirs in zip(samples[c.name], samples[FUSED], strict=True)])
+        taken = _bytes(c, workload, device) / elements(workload)
+        for metric, unit, values in (
+            ("step", "ms", milliseconds),
+            ("share of torch's step on float32", "ratio", shares),
+            ("memory", "bytes/parameter", (taken, taken, taken)),
+        ):
+            rows.append(Row("low_memory", workload, "adamw", c.name, metric, unit, *values, None, rounds))
+    return rows
+
+
+def _bytes(competitor: Competitor, workload: str, device: torch.device) -> int:
+    """Of parameters, gradients, state and tables after a step."""
+    params = make_params(shapes(workload), device, competitor.dtype)
+    for param, grad in zip(params, make_gradients(shapes(workload), device, 1, competitor.dtype), strict=True):
+        param.grad = grad
+    made = competitor.make(params)
+    made.step()
+    if isinstance(made, co.CompiledOptimizer):
+        return co.memory_report(made).total
+    tensors = [t for p in params for t in (p, p.grad, *made.state[p].values()) if t is not None]
+    return sum(t.numel() * t.element_size() for t in tensors)
