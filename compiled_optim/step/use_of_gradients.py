@@ -75,7 +75,7 @@ class UsesGradients:
         them: with two micro-batches ``exp_avg`` becomes ``beta1 * exp_avg + (1 - beta1) * (g1 + g2)``, and ``exp_avg_sq``
         ``beta2 * exp_avg_sq + (1 - beta2) * (g1 * g1 + g2 * g2)``. The last one moves every parameter that had a gradient in
         any of them, and decays weights; decay that goes into the gradient goes into this one. A step of one micro-batch is
-        as always.
+        as always. (The others may write a parameter with ``weights="kahan"`` as another sum, of the same value.)
 
         So divide the loss by the number of micro-batches, as for gradients that are summed. SGD with momentum then does what
         it does with those. Sums of squares are smaller than squares of sums where micro-batches agree, and steps larger: as

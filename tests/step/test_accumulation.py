@@ -140,6 +140,22 @@ def test_a_step_of_one_gradient_is_as_always(dtype: torch.dtype) -> None:
             assert torch.equal(ours.state[a][name], entry)
 
 
+@pytest.mark.parametrize("weights", [None, "kahan", "split8", "stochastic", "master"])
+def test_parameters_in_fewer_bytes_keep_their_value(weights: str | None) -> None:
+    param = nn.Parameter(torch.randn(64, 64).bfloat16())
+    optimizer = co.AdamW([param], lr=1e-2, weights=weights)
+    for i in range(18):
+        entries = optimizer.state[param]
+        before = [t.clone() for t in (param.detach(), *(entries[n] for n in ("kahan_comp", "remainder") if n in entries))]
+        param.grad = torch.randn_like(param)
+        optimizer.optimizer_accumulation = i % 3 != 2
+        optimizer.step()
+        after = [param.detach(), *(entries[n] for n in ("kahan_comp", "remainder") if n in entries)]
+        if weights == "kahan":
+            before, after = ([sum(t.float() for t in parts)] for parts in (before, after))
+        assert all(map(torch.equal, before, after)) == (i % 3 != 2)
+
+
 def test_momentum_does_what_it_does_with_summed_gradients() -> None:
     models = [Weights(), Weights()]
     ours = co.SGD(models[0].parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)

@@ -193,6 +193,18 @@ class TestSameTraining:
                 optimizer.step(closure)
         assert_same(*models)
 
+    @pytest.mark.parametrize(
+        "options", [{"weights": "kahan"}, {"weights": "split8", "state_dtype": "int8"}, {"weights": "stochastic"}], ids=str
+    )
+    def test_in_fewer_bytes(self, options: dict[str, Any]) -> None:
+        models = [layers(2, 64).bfloat16(), layers(2, 64).bfloat16()]
+        optimizers = [adamw(model, **options) for model in models]
+        co.prepare_for_gradient_release(models[0], optimizers[0], bucket_cap_mb=0)
+        for x in inputs(size=64):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                train(model, optimizer, x.bfloat16())
+        assert_same(*models)
+
     @pytest.mark.usefixtures("one_process")
     def test_of_a_sharded_model(self) -> None:
         """FSDP2 calls the hooks itself when it has reduced gradients."""
