@@ -30,7 +30,7 @@ def optimizers_table() -> str:
         choices = [s for s in cls.fields_of(Static) if s.init]
         own = [f for f in (*cls.fields_of(Hyper), *choices) if f.name in cls.declared]
         fields = ", ".join(f"`{_argument(f)}`" for f in own)
-        buffers = ", ".join(f"`{b.name}`{_condition(cls, b)}" for b in cls.declaration.buffers)
+        buffers = ", ".join(f"`{b.name}`{_condition(cls, b)}" for b in cls.declaration.buffers if b.name in cls.declared)
         scalars = ", ".join(f"`{s.name}`" for s in cls.declaration.scalars)
         state = ", ".join(filter(None, [buffers, scalars])) if hasattr(cls, "rule") else "one for all parameters together"
         rows.append(f"| `{cls.__name__}`: {summary.partition(': ')[2] or summary} | {fields} | {state} |")
@@ -41,6 +41,7 @@ def _condition(cls: type[co.CompiledOptimizer], field: Buffer) -> str:
     """In which case a buffer exists: of a parameter of some shape, or with an argument."""
     if field.when is None:
         return ""
+    assert isinstance(field.when, str), "an optimizer says by name when its state exists"
     return f" (of a {field.when})" if isinstance(cls.fields[field.when], Fact) else f" (with `{field.when}`)"
 
 

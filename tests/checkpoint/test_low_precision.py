@@ -472,7 +472,7 @@ class TestBadInput:
             ),
             (lambda entries: entries.update(kahan_comp=torch.zeros(80, 64)), "it has both kahan_comp and remainder"),
         ],
-        ids=str,
+        ids=lambda value: value if isinstance(value, str) else "damage",
     )
     def test_changes_nothing(self, damage: Callable[[dict[str, Any]], None], message: str, options: dict[str, Any]) -> None:
         saved = _by_torch(_run(weights="split8", state_dtype="int8")[0].state_dict())
