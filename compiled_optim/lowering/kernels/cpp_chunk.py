@@ -99,14 +99,18 @@ def _loads(key: KernelKey, written: Written, grouped: Sequence[bool]) -> dict[st
     """What defines the values of an element, by name."""
     loads = {"param": "const T param = T(params[i]);", "grad": "const T grad = factor * T(grad_values[i]);"}
     for i, (shared, kind) in enumerate(zip(grouped, storage(key)[2:], strict=True)):
-        whole = kind.endswith("int8_t") or kind.endswith("int16_t")
         text = (
             f"const uint32_t buffer{i} = uint32_t(int32_t(buffers{i}[i]));"
-            if whole
+            if _is_whole(kind)
             else f"const T buffer{i} = T(buffers{i}[i]);"
         )
         loads |= {} if shared else {f"buffer{i}": text}
     return loads | ({INDEX: f"const uint32_t {INDEX} = uint32_t(start + i);"} if written.reads_index else {})
+
+
+def _is_whole(kind: str) -> bool:
+    """Whether a buffer holds integers."""
+    return kind.endswith(("int8_t", "int16_t"))
 
 
 def _stored(result: Result) -> str:
@@ -135,7 +139,8 @@ def _grouped(key: KernelKey, written: Written, results: Sequence[Result], pragma
     needed = [name for s in late for name in s.reads] + [r.expression for r in late_results]
     known = {*loads, *(s.name for s in early)}
     kept = [name for name in dict.fromkeys(needed) if name in known]
-    types = {name: "uint32_t" if kinds.get(name, Kind(name == INDEX)).whole else "T" for name in kept}
+    wholes = {INDEX, *(f"buffer{i}" for i, kind in enumerate(storage(key)[2:]) if _is_whole(kind))}
+    types = {name: "uint32_t" if kinds.get(name, Kind(name in wholes)).whole else "T" for name in kept}
     shared = [f"const T buffer{i} = T(buffers{i}[g / {GROUP}]);" for i, is_shared in enumerate(grouped) if is_shared]
     first = [
         *loads.values(),
