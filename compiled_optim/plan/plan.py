@@ -45,6 +45,8 @@ from compiled_optim.state import (
     structure,
 )
 
+_SEEDS = 0x9E3779  # how far apart the seeds of the parts of a DTensor are
+
 
 @dataclass(eq=False)
 class Member:
@@ -213,6 +215,9 @@ class Plan:
         """The :data:`NUMBERS` of the members, by name, and those of further scales of the rule; 1 where nobody chose."""
         names = (*NUMBERS, *(scale.name for scale in self.rule.scales))
         chosen = {name: [m.numbers.get(name, 1.0) for m in self.members] for name in names}
+        if self.sharded and self.rule.reads_index(self.statics):  # which counts the elements of each part from 0 on
+            shift = _SEEDS * part_number(self.params[0])
+            chosen["seed"] = [(seed + shift) % (1 << 24) for seed in chosen["seed"]]
         return chosen | {"resolution": [torch.finfo(m.param.dtype).eps for m in self.members]}
 
     @functools.cached_property
@@ -323,13 +328,9 @@ def partition(
 
 
 def _seed(group: Mapping[str, Any], group_index: int, index: int) -> float:
-    """A whole number below 2**24 for a parameter, by its name where it has one: equal on replicas and after a resume.
-
-    The parts of a DTensor, whose elements are counted from 0 each, have different ones.
-    """
+    """A whole number below 2**24 for a parameter, by its name where it has one: equal on replicas and after a resume."""
     place = canonical_name(parameter_name(group, group_index, index))
-    part = part_number(group["params"][index])
-    return float((zlib.crc32(place.encode(), part) + group.get("rounding_seed", 0)) % (1 << 24))
+    return float((zlib.crc32(place.encode()) + group.get("rounding_seed", 0)) % (1 << 24))
 
 
 def _only_wraps(param: Tensor) -> bool:
