@@ -30,9 +30,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def _parameters() -> list[nn.Parameter]:
-    """In bfloat16: with rows of whole groups, without, in another order, with gaps; small, empty, and too large to pack."""
+    """In bfloat16: with rows of whole groups, without, in another order, with gaps; small, empty, and large of both."""
     generator = torch.Generator().manual_seed(0)
-    shapes = [(96, 64), (4999,), (16, 8, 6, 6), (70, 128), (3, 5), (0, 64), (300, 64)]
+    shapes = [(96, 64), (4999,), (16, 8, 6, 6), (70, 128), (3, 5), (0, 64), (300, 64), (129, 131)]
     made = [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
     made[2] = made[2].contiguous(memory_format=torch.channels_last)
     made[3] = made[3][:, :70]
