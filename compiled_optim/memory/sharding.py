@@ -125,7 +125,8 @@ def spread_like(tensor: Any, target: Any) -> Tensor:
     is a DTensor and ``target`` is none or on another mesh.
     """
     if is_sharded(tensor) and not (is_sharded(target) and tensor.device_mesh == target.device_mesh):
-        tensor = tensor.full_tensor()
+        sent = tensor.to(torch.int32) if tensor.dtype == torch.int16 else tensor  # which neither NCCL nor gloo sends
+        tensor = sent.full_tensor().to(tensor.dtype)
     if is_sharded(target) and not is_sharded(tensor):
         from torch.distributed.tensor import distribute_tensor
 

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import two_processes
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
@@ -129,12 +131,60 @@ def groups_that_processes_share_are_refused(directory: Path) -> None:
         assert (_full(param.detach()) < 1).all()
 
 
+def checkpoints_go_on(directory: Path) -> None:
+    """In torch's forms, of parts and of whole tensors, and loaded whole into parts."""
+    for mode in (SPLIT8, {"weights": "kahan"}, {"weights": "stochastic", "state_dtype": "int8"}):
+        for options in (
+            StateDictOptions(),
+            StateDictOptions(flatten_optimizer_state_dict=True),
+            StateDictOptions(full_state_dict=True),
+        ):
+            model = _build()
+            optimizer = _adamw(model, mode)
+            _train(model, optimizer, range(2))
+            saved = get_optimizer_state_dict(model, optimizer, options=options)
+            fresh = _build()
+            fresh.load_state_dict(model.state_dict())
+            resumed = _adamw(fresh, mode)
+            set_optimizer_state_dict(fresh, resumed, saved, options=options)
+            _assert_same(_stored(fresh, resumed), _stored(model, optimizer))
+            _train(model, optimizer, range(2, 4))
+            _train(fresh, resumed, range(2, 4))
+            _assert_same(_stored(fresh, resumed), _stored(model, optimizer))
+
+
+def parts_load_into_whole_parameters(directory: Path) -> None:
+    """Remainders of 16 bits too, which no backend sends as they are."""
+    mode = MODES[2]
+    sharded, whole = _build(), _build(sharded=False)
+    ours, theirs = _adamw(sharded, mode), _adamw(whole, mode)
+    _train(sharded, ours, range(2))
+    co.load_named_state_dict(theirs, co.named_state_dict(ours))
+    with torch.no_grad():
+        for param, part in zip(whole.parameters(), sharded.parameters(), strict=True):
+            param.copy_(_full(part))
+    _assert_same(_stored(whole, theirs), _stored(sharded, ours))
+
+
+def saved_on_two_processes_for_one(directory: Path) -> None:
+    model = _build()
+    optimizer = _adamw(model, SPLIT8)
+    _train(model, optimizer, range(3))
+    dcp.save({"model": model.state_dict(), "optimizer": co.named_state_dict(optimizer)}, checkpoint_id=directory / "two")
+    expected = _stored(model, optimizer)
+    if dist.get_rank() == 0:
+        torch.save(expected, directory / "two-expected.pt")
+
+
 CHECKS: dict[str, Callable[[Path], None]] = {
     function.__name__: function
     for function in (
         shards_step_as_whole_parameters,
         parts_have_random_numbers_of_their_own,
         groups_that_processes_share_are_refused,
+        parts_load_into_whole_parameters,
+        checkpoints_go_on,
+        saved_on_two_processes_for_one,
     )
 }
 
@@ -151,3 +201,13 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_on_two_processes(check: str, directory: Path) -> None:
     errors = two_processes.errors(check, directory)
     assert errors == ["", ""], "\n".join(errors)
+
+
+def test_saved_on_two_processes_and_loaded_on_one(directory: Path) -> None:
+    model = _build(sharded=False)
+    optimizer = _adamw(model, SPLIT8)
+    state = {"model": model.state_dict(), "optimizer": co.named_state_dict(optimizer)}
+    dcp.load(state, checkpoint_id=directory / "two", no_dist=True)
+    model.load_state_dict(state["model"])
+    co.load_named_state_dict(optimizer, state["optimizer"])
+    _assert_same(_stored(model, optimizer), torch.load(directory / "two-expected.pt"))

@@ -339,7 +339,7 @@ SCENARIOS: list[Scenario] = [
     eager_step_between,
 ]
 
-IN_16_BITS = [scenario for scenario in SCENARIOS if scenario not in (module_moved, checkpoint_loaded)]
+IN_16_BITS = [scenario for scenario in SCENARIOS if scenario is not module_moved]
 """Those that leave parameters in a dtype in which they can be stored in fewer bytes."""
 
 RECAPTURES = {
