@@ -25,7 +25,7 @@ from checkpoint_forms import check_has_no_others, check_lossless, indexed, plain
 from convert_options import FORMS, parse
 from torch import Tensor
 
-from compiled_optim.checkpoint.forms import check, group_names, named
+from compiled_optim.checkpoint.forms import beside_parameters, check, group_names, named
 from compiled_optim.checkpoint.optimi import from_optimi, is_optimi, to_optimi
 from compiled_optim.rule.storage import PARTS, scale_name
 
@@ -159,7 +159,8 @@ def _torch_content(state_dict: Mapping[str, Any], form: str) -> dict[str, Any]:
         if others := [key for key in ("decouple_lr", "decouple_wd") if group.get(key)]:
             raise ValueError(f"param_groups[{i}] has {others[0]}={group[others[0]]}, which torch.optim has not")
     content = indexed(with_steps(state_dict, torch.float32))
-    for param, entries in content["state"].items():
+    apart = beside_parameters(content)
+    for param, entries in ((key, value) for key, value in content["state"].items() if key not in apart):
         if others := [name for name in entries if name in PARTS or scale_name(str(name)) in entries]:
             raise ValueError(
                 f"the state of {param!r} has {others[0]!r} in a form that torch.optim has not; load it into an optimizer "
