@@ -6,7 +6,7 @@ import torch
 
 pytest.importorskip("matplotlib")
 
-from perf import gates, measure, results
+from perf import convergence, gates, measure, results
 from perf.__main__ import main
 from perf.competitors import FUSED, OURS, optimizers, working
 from perf.measure import measure_bandwidth, step_rows
@@ -187,3 +187,35 @@ def test_a_promise_may_be_a_least_number():
 def test_a_promise_that_is_not_a_number_is_missed():
     (verdict,) = gates.judge([check_of(*[float("nan")] * 3)])
     assert not verdict.kept
+
+
+def test_low_memory_appends_times_and_bytes(tmp_path) -> None:
+    assert main(["low-memory", "--rehearse", "--results", str(tmp_path)]) == 0
+    table = pd.read_csv(tmp_path / "low_memory.csv")
+    assert set(table["metric"]) == {"step", "share of torch's step on float32", "memory"}
+    assert set(table["competitor"]) == {FUSED, *(f"{OURS}[{name}]" for name in convergence.PRECISIONS)}
+    assert (table.loc[table["competitor"] == FUSED, "p50"].to_numpy()[1:] == [1, 16.25]).all()  # 0.25 of it for step counts
+
+
+def test_convergence_appends_losses_and_bounds(tmp_path) -> None:
+    assert main(["convergence", "--task", "digits", "--rehearse", "--results", str(tmp_path)]) == 0
+    table = pd.read_csv(tmp_path / "convergence.csv")
+    assert len(table) == len(convergence.PRECISIONS) * 3 - 2
+    assert (table["p20"] <= table["p80"]).all()
+
+
+@pytest.mark.parametrize("task", convergence.TASKS)
+def test_low_precision_trains_as_well(task: str) -> None:
+    """Two seeds and few steps; perf/results/convergence.csv has the eight of whole runs."""
+    losses = {
+        name: [convergence.final_loss(task, name, seed, 22) for seed in convergence.SEEDS[:2]]
+        for name in convergence.PRECISIONS
+    }
+    full = losses.pop(convergence.FLOAT32)
+    for name, values in losses.items():
+        assert max(low - exact for low, exact in zip(values, full, strict=True)) < 0.03, name
+
+
+def test_a_bound_is_above_the_mean() -> None:
+    assert convergence.bound([1.0] * 8) == 1.0
+    assert convergence.bound([0.0, 2.0] * 4) == pytest.approx(1 + 1.895 * (8 / 7) ** 0.5 / 8**0.5)
