@@ -214,7 +214,8 @@ class CompiledOptimizer(UsesGradients, Declared, Optimizer):
         The step is estimated with the gradients that are there, unscaled ones, or from momentum without them. See
         :class:`~compiled_optim.step.numerics.NumericsReport`. ``NotImplementedError`` where steps need a closure.
         """
-        return self._engine.current().check_numerics()
+        with self._engine.lock:
+            return self._engine.current().check_numerics()
 
     def schedule(self, group: int | None = None, **functions: Schedule | None) -> None:
         """Make hyperparameters functions of the step count, evaluated on the device as part of every step.
