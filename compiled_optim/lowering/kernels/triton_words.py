@@ -16,7 +16,7 @@ def sqrt_(x):
 
 # Within a unit in the last place, in half the instructions and without branches.
 @triton.jit
-def near_sqrt_(x):
+def near_sqrt(x):
     tiny = x < 2.0**-126  # which the instruction would take for 0
     return tl.sqrt(tl.where(tiny, x * 2.0**24, x)) * tl.where(tiny, 2.0**-12, 1.0)
 
@@ -89,8 +89,8 @@ def number_(x):
 
 
 @triton.jit
-def shift_right_(x, count):
-    return x >> count
+def shift_right_(whole, count):
+    return whole >> count
 
 
 @triton.jit
