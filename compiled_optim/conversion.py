@@ -16,10 +16,10 @@ from torch import Tensor
 from compiled_optim.memory.layout import MemoryOrder, flat
 from compiled_optim.memory.sharding import as_part_of, is_sharded, local, placement, spread_like, zeros_spread_like
 from compiled_optim.rule import formats
+from compiled_optim.rule.bits import GROUP
 from compiled_optim.rule.fields import Buffer
 from compiled_optim.rule.rule import Declaration
 from compiled_optim.rule.storage import PARTS, parts_beside, parts_of, scale_name, whole
-from compiled_optim.rule.vocabulary import GROUP
 
 CODES = {torch.int8: "signed", torch.uint8: "unsigned"}
 """The dtypes of codes, and the numbers that they stand for."""

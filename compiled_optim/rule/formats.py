@@ -9,21 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from compiled_optim.rule.vocabulary import (
-    absolute,
-    bits,
-    floor,
-    from_bits,
-    from_upper,
-    group_max,
-    integer,
-    maximum,
-    minimum,
-    number,
-    spread,
-    sqrt,
-    where,
-)
+from compiled_optim.rule.bits import bits, from_bits, from_upper, group_max, integer, number, spread
+from compiled_optim.rule.vocabulary import absolute, floor, maximum, minimum, sqrt, where
 
 _SIGN, _MAGNITUDE = -(1 << 31), (1 << 31) - 1
 _NOT_A_NUMBER = 0x7FC00000

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from compiled_optim.rule import formats
+from compiled_optim.rule.bits import integer
 from compiled_optim.rule.fields import Buffer, Option
 from compiled_optim.rule.misspelled import hint
 from compiled_optim.rule.rule import INDEX, Rule
-from compiled_optim.rule.vocabulary import integer, where
+from compiled_optim.rule.vocabulary import where
 
 MODES = ("kahan", "stochastic", "split8", "split16", "master")
 REST_BITS = {"split8": 8, "split16": 16}

@@ -75,7 +75,7 @@ class Kind(NamedTuple):
     """What a value of generated code is.
 
     ``whole`` says that it is a 32-bit integer. ``shared`` says that there is one for each group of elements, see
-    :func:`~compiled_optim.rule.vocabulary.group_max`, and ``late`` that it depends on all elements of its group.
+    :func:`~compiled_optim.rule.bits.group_max`, and ``late`` that it depends on all elements of its group.
     """
 
     whole: bool = False

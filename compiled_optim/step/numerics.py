@@ -17,8 +17,8 @@ from compiled_optim.plan.clipping import Clipping
 from compiled_optim.plan.compilations import CompilationLog
 from compiled_optim.plan.plan import Member, Plan
 from compiled_optim.rule import formats
+from compiled_optim.rule.bits import GROUP
 from compiled_optim.rule.storage import INT8, PARTS, scale_name, whole
-from compiled_optim.rule.vocabulary import GROUP
 from compiled_optim.state import ParamState
 
 _CHOICES = ("weights", "state_dtype")  # how things are stored

@@ -13,8 +13,8 @@ from torch import Tensor
 
 import compiled_optim as co
 from compiled_optim.rule import formats
+from compiled_optim.rule.bits import GROUP, spread
 from compiled_optim.rule.storage import parts_of, whole
-from compiled_optim.rule.vocabulary import GROUP, spread
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 INF, NAN = float("inf"), float("nan")

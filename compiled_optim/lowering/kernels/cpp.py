@@ -21,9 +21,9 @@ from compiled_optim.lowering.kernels.table import CoefficientTable, MeasuredTabl
 from compiled_optim.memory.cpp_library import library
 from compiled_optim.plan.clipping import NAMES
 from compiled_optim.plan.kernel_key import KernelKey
+from compiled_optim.rule.bits import GROUP
 from compiled_optim.rule.rule import NUMBERS, Written
 from compiled_optim.rule.symbols import Dialect
-from compiled_optim.rule.vocabulary import GROUP
 
 SERIAL = 32768  # elements below which waking other threads costs more than they save
 _DIALECT = Dialect("const auto {} = {};", "T({})", "&&", "||", "uint32_t({})")

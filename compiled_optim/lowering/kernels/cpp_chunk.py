@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from compiled_optim.lowering.kernels import table as rows
 from compiled_optim.plan.kernel_key import KernelKey
+from compiled_optim.rule.bits import GROUP
 from compiled_optim.rule.rule import INDEX, Written
 from compiled_optim.rule.symbols import Kind, Statement
-from compiled_optim.rule.vocabulary import GROUP
 
 CHUNK = 8192  # elements that one thread updates at a time
 

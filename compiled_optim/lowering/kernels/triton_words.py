@@ -1,6 +1,6 @@
 """The vocabulary of rules as Triton, and how kernels read tables and elements."""
 
-from compiled_optim.rule.vocabulary import GROUP
+from compiled_optim.rule.bits import GROUP
 
 WORDS = f"""\
 import triton

@@ -14,7 +14,7 @@ from compiled_optim.lowering.torch_ops.torch_lowering import TorchLowering
 from compiled_optim.memory.layout import MemoryOrder, as_real, compute_dtype, flat, real_numel
 from compiled_optim.plan.clipping import Clipping
 from compiled_optim.plan.plan import Member, Plan
-from compiled_optim.rule.vocabulary import GROUP
+from compiled_optim.rule.bits import GROUP
 
 _Values: TypeAlias = tuple[Any, ...]  # what an update takes
 

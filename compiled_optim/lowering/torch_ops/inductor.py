@@ -24,7 +24,7 @@ from compiled_optim.plan.clipping import Clipping
 from compiled_optim.plan.compilations import CompilationLog
 from compiled_optim.plan.kernel_key import KernelKey, kernel_key
 from compiled_optim.plan.plan import Plan
-from compiled_optim.rule.vocabulary import GROUP
+from compiled_optim.rule.bits import GROUP
 from compiled_optim.torch_internals import compile_graph, without_memory
 
 Graph: TypeAlias = Callable[[int, list[Tensor]], Any]
