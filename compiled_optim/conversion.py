@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compiled_optim.memory import sharding
 from compiled_optim.memory.layout import MemoryOrder, flat
 from compiled_optim.memory.sharding import as_part_of, is_sharded, local, placement, spread_like, zeros_spread_like
 from compiled_optim.rule import formats
@@ -116,7 +117,7 @@ def _decoded(codes: Tensor, scales: Tensor, param: Tensor) -> Tensor:
     """The numbers of codes: a DTensor, where they are spread like ``param``, or else whole."""
     if placement(codes) == placement(scales) == placement(param):
         return spread_part(decoded(local(codes), local(scales)), param)
-    return decoded(_full(codes), _full(scales))
+    return decoded(sharding.whole(codes), sharding.whole(scales))
 
 
 def decoded(codes: Tensor, scales: Tensor) -> Tensor:
@@ -225,12 +226,8 @@ def adds_nothing(param: Tensor, name: str, part: Tensor) -> bool:
 def own_part(tensor: Tensor, param: Tensor) -> Tensor:
     """This process's part of ``tensor``, on the device of ``param``, if it is spread like ``param`` or whole."""
     if placement(tensor) != placement(param):
-        tensor = spread_like(_full(tensor), param)
+        tensor = spread_like(sharding.whole(tensor), param)
     return local(tensor.detach()).to(param.device)
-
-
-def _full(tensor: Any) -> Tensor:
-    return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[no-any-return]
 
 
 def spread_part(tensor: Tensor, param: Tensor) -> Tensor:

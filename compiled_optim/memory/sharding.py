@@ -125,13 +125,21 @@ def spread_like(tensor: Any, target: Any) -> Tensor:
     is a DTensor and ``target`` is none or on another mesh.
     """
     if is_sharded(tensor) and not (is_sharded(target) and tensor.device_mesh == target.device_mesh):
-        sent = tensor.to(torch.int32) if tensor.dtype == torch.int16 else tensor  # which neither NCCL nor gloo sends
-        tensor = sent.full_tensor().to(tensor.dtype)
+        tensor = whole(tensor)
     if is_sharded(target) and not is_sharded(tensor):
         from torch.distributed.tensor import distribute_tensor
 
         tensor = distribute_tensor(tensor.detach(), target.device_mesh, target.placements, src_data_rank=None)
     return tensor  # type: ignore[no-any-return]
+
+
+def whole(tensor: Any) -> Tensor:
+    """All of a DTensor, for which all processes that hold parts must call this together; any other tensor itself."""
+    if not is_sharded(tensor):
+        return cast(Tensor, tensor)
+    if tensor.dtype == torch.int16:  # which neither gloo nor NCCL sends
+        return cast(Tensor, tensor.int().full_tensor().short())
+    return cast(Tensor, tensor.full_tensor())
 
 
 def placement(tensor: Any) -> tuple[Any, ...] | None:

@@ -13,9 +13,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from catalog import required, ruled
 from loading import content
+from test_load_fuzz import ODD
 from torch import Tensor, nn
 
 import compiled_optim as co
+from compiled_optim.rule import storage
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -498,3 +500,27 @@ class TestBadInput:
             with pytest.raises(ValueError, match=f"{entry}.* in a form that torch.optim has not"):
                 files.write(_run(**options)[0].state_dict(), tmp_path / "state.pt", "torch")
         files.write(_run(state_dtype=torch.float32)[0].state_dict(), tmp_path / "state.pt", "torch")
+
+
+@pytest.mark.parametrize("entry", ["exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale", "remainder", "step"])
+def test_whatever_an_entry_is(entry: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It loads and the optimizer steps on, or it is refused and nothing is changed."""
+    monkeypatch.setattr(storage, "MINIMUM", 1)
+    model = {"w": nn.Parameter(torch.randn(2, 64).bfloat16())}
+    options = {"weights": "split8", "state_dtype": "int8"}
+    source, _ = _run(model, 2, **options)
+    refused = 0
+    for odd in ODD:
+        for loading in (options, {"weights": "kahan"}):
+            optimizer, twin = _run(_twin(model), 1, **loading)
+            before, saved = content(optimizer), source.state_dict()
+            own = saved["state"][0]
+            own[entry] = odd(tuple(own[entry].shape))
+            try:
+                optimizer.load_state_dict(saved)
+            except (ValueError, TypeError):
+                refused += 1
+                assert content(optimizer) == before
+                continue
+            _train(optimizer, twin, range(2, 3))
+    assert refused > len(ODD)
