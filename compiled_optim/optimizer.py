@@ -326,7 +326,7 @@ class CompiledOptimizer(UsesGradients, Declared, Optimizer):
         Static choices and run-time flags stay the optimizer's own. A frozen parameter without state in the checkpoint keeps
         what it has; any other starts anew. A step of another thread waits.
 
-        State comes from other ``weights`` and ``state_dtype`` too: codes, numbers and what is kept beside weights become what
+        State may come from other ``weights`` and ``state_dtype``: codes, numbers and what is beside weights become what
         the optimizer's own choices say. Load the model first: what is beside a weight is converted for the weight as it is.
         An optimizer that keeps nothing there reports it as mismatched, unless the weight has those bits itself; where the
         checkpoint has nothing, what is there stays.

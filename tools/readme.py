@@ -122,6 +122,22 @@ def lowering_table() -> str:
     return "\n".join([*rows, "", source])
 
 
+def memory_table() -> str:
+    """Of each precision the bytes for each parameter, and the step as a share of torch's fused AdamW on float32."""
+    with MEMORY.open() as file:
+        rows = list(csv.DictReader(file))
+    found: dict[str, dict[str, dict[str, str]]] = {}
+    for row in rows:
+        found.setdefault(row["competitor"], {})[row["metric"]] = row
+    table = ["| AdamW | bytes per parameter, with its gradient | step |", "|---|--:|--:|"]
+    for name, by_metric in found.items():
+        share = next(row for metric, row in by_metric.items() if metric.startswith("share"))
+        table.append(f"| {name} | {float(by_metric['memory']['p50']):.2f} | {float(share['p50']):.2f} |")
+    last = rows[-1]
+    where = f"{last['workload']}; {last['device']}, {last['threads']} threads, torch {last['torch']}"
+    return "\n".join([*table, "", f"The step's time as a share of torch's, {where}; from `perf/results/low_memory.csv`."])
+
+
 def example_rule() -> str:
     """A whole file of an optimizer, the shortest."""
     return f"```python\n{inspect.getsource(inspect.getmodule(co.Lion)).strip()}\n```"  # type: ignore[arg-type]
@@ -137,6 +153,7 @@ _PARTS = {
     "optimizers": optimizers_table,
     "speed": speed_table,
     "lowering": lowering_table,
+    "memory": memory_table,
     "rule": example_rule,
     "floors": floor_plan,
 }
