@@ -18,6 +18,7 @@ from compiled_optim.rule.fields import Buffer, Fact, Hyper, Static
 README = Path(__file__).resolve().parent.parent / "README.md"
 RESULTS = README.parent / "perf" / "results" / "step.csv"
 LOWERED = README.parent / "perf" / "results" / "lowering.csv"
+MEMORY = README.parent / "perf" / "results" / "low_memory.csv"
 _BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
