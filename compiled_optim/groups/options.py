@@ -11,9 +11,14 @@ from compiled_optim.groups.names import advising, canonical_name, parameter_name
 from compiled_optim.rule.fields import Option
 
 
-@advising()
 def choices_of(options: Iterable[Option], group: Mapping[str, Any], group_index: int, index: int) -> dict[str, Any]:
     """What the options of a group choose for one of its parameters, by name; ``ValueError`` where one does not fit it."""
+    own = [option for option in options if option.name in group]
+    return _chosen(own, group, group_index, index) if own else {}
+
+
+@advising()
+def _chosen(options: Sequence[Option], group: Mapping[str, Any], group_index: int, index: int) -> dict[str, Any]:
     names = group.get("param_names") or ()
     spellings = {names[index], canonical_name(names[index])} if index < len(names) else ()
     where = f"'{parameter_name(group, group_index, index)}'"
