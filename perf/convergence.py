@@ -24,8 +24,8 @@ FLOAT32 = "float32"
 PRECISIONS: dict[str, dict[str, Any]] = {
     FLOAT32: {},
     "split8, int8": {"weights": "split8", "state_dtype": "int8"},
-    "kahan, bfloat16": {"weights": "kahan"},
-    "stochastic, bfloat16": {"weights": "stochastic"},
+    "kahan, bfloat16": {"weights": "kahan", "state_dtype": torch.bfloat16},
+    "stochastic, bfloat16": {"weights": "stochastic", "state_dtype": torch.bfloat16},
 }
 """By name, the options of an optimizer for bfloat16 parameters, besides float32 ones."""
 

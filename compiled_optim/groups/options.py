@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch.nn.parameter import is_lazy
 
 from compiled_optim.groups.names import advising, canonical_name, parameter_name
+from compiled_optim.groups.patterns import alternatives, matches
 from compiled_optim.rule.fields import Option
 
 
-def choices_of(options: Iterable[Option], group: Mapping[str, Any], group_index: int, index: int) -> dict[str, Any]:
+def choices_of(options: Sequence[Option], group: Mapping[str, Any], group_index: int, index: int) -> dict[str, Any]:
     """What the options of a group choose for one of its parameters, by name; ``ValueError`` where one does not fit it."""
-    own = [option for option in options if option.name in group]
-    return _chosen(own, group, group_index, index) if own else {}
+    return _chosen(options, group, group_index, index) if any(o.name in group for o in options) else {}
 
 
 @advising()
@@ -33,3 +34,14 @@ def check_options(options: Sequence[Option], group: Mapping[str, Any], index: in
     for j, param in enumerate(group["params"]):
         if not is_lazy(param):
             choices_of(options, group, index, j)
+
+
+def warn_of_patterns(groups: Sequence[Mapping[str, Any]], known: Collection[str]) -> set[str]:
+    """Warn of patterns in ``exclude`` of ``groups`` that match no parameter, but for those ``known``; return all."""
+    patterns = {part for group in groups for pattern in group.get("exclude") or () for part in alternatives(pattern)}
+    if new := sorted(patterns - {*known}):
+        names = [name for group in groups for name in group.get("param_names") or ()]
+        for pattern in new:
+            if not any(matches(pattern, [name]) for name in names):
+                warnings.warn(f"exclude: the pattern {pattern!r} matches no parameter", UserWarning, stacklevel=2)
+    return patterns

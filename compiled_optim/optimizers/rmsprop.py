@@ -1,5 +1,8 @@
 """RMSprop."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from compiled_optim.optimizer import CompiledOptimizer
 from compiled_optim.rule import Number, buffer, hyper, product, sqrt, static, where
 
@@ -30,6 +33,14 @@ class RMSprop(CompiledOptimizer):
     centered: bool = static(default=False)
     square_avg, momentum_buffer = buffer(int8="unsigned"), buffer(when="momentum", int8="signed")
     grad_avg = buffer(when="centered")
+
+    @staticmethod
+    def check(hypers: Mapping[str, Any], statics: Mapping[str, Any]) -> None:
+        """Raise ``ValueError`` where the small difference of two averages would be that of their roundings."""
+        chosen = statics.get("state_dtype")
+        chosen = chosen.get("square_avg") if isinstance(chosen, Mapping) else chosen
+        if statics["centered"] and chosen == "int8":
+            raise ValueError("state_dtype='int8' of square_avg does not go with centered=True; choose torch.float32 for it")
 
     @staticmethod
     def coefficients(lr, alpha, eps, weight_decay, momentum):

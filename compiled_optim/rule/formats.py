@@ -162,15 +162,21 @@ def encoded(value: Any, scale: Any, kind: str, threshold: Any = 0.5) -> Any:
     That of an ``"unsigned"`` one is the square root of its part. It is rounded up from ``1 - threshold`` on: to nearest, or
     with a :func:`threshold_of` each step, right on average. A positive number gets at least 1: something is divided by its
     square root. That of a ``"signed"`` one is linear up to a sixteenth of the scale, and logarithmic from there on: the bits
-    of the number and an offset, to nearest.
+    of the number and an offset, rounded likewise.
     """
     if kind == "unsigned":
         root = sqrt(value)
         code = integer(root * spread(_inverse(scale, _LEVELS, of_root=True)) + threshold)
         return minimum(maximum(code, minimum(bits(root), 1)), int(_LEVELS))
     part = absolute(value) * spread(_inverse(scale, 1.0))
-    code = minimum((bits(part + _OFFSET) - (_OFFSET_BITS - (1 << (_STEP - 1)))) >> _STEP, 127)
+    added = parts_in(threshold, _STEP)
+    code = minimum((bits(part + _OFFSET) + added - _OFFSET_BITS) >> _STEP, 127)
     return _signed(code, bits(value) >> 31)
+
+
+def parts_in(share: Any, count: int) -> Any:
+    """How many of ``2**count`` parts a number in [0, 1) is, an integer below that."""
+    return int(share * 2**count) if isinstance(share, float) else integer(share * (2.0**count - 1))
 
 
 def _inverse(scale: Any, levels: float, *, of_root: bool = False) -> Any:
@@ -206,7 +212,7 @@ def threshold_of(step: Any) -> Any:
     """A number in [0, 1) for each step, spread evenly over any steps that follow each other; in float64.
 
     Rounded to nearest, an average that a step changes by less than half a code would never change: squares that are averaged
-    with 0.999 would rise with large gradients, and never fall with small ones.
+    with 0.999 would rise with large gradients, and never fall with small ones; momentum would go on without gradients.
     """
     place = step * 0.6180339887498949  # the golden ratio's fraction
     return place - floor(place)

@@ -52,6 +52,15 @@ def _codes(choices: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(name for name, dtype in choices.get("state_dtype", ()) if dtype == INT8)
 
 
+def _rounded_by_step(choices: Mapping[str, Any], signs: Mapping[str, Any]) -> dict[str, str]:
+    """The averages whose ``state_dtype`` is chosen and has less than 32 bits, in one order, with that.
+
+    They are rounded by a number of each step, see :func:`formats.threshold_of`.
+    """
+    few = (INT8, *_HALVES.values())
+    return {name: dtype for name, dtype in choices.get("state_dtype", ()) if dtype in few and name in signs}
+
+
 def _dtype(buffer: Buffer) -> Callable[[Mapping[str, Any]], torch.dtype | None]:
     """The dtype of a buffer of the rule, as ``state_dtype`` says.
 
@@ -116,22 +125,25 @@ def stored(rule: Rule) -> Rule:
         numbers = rule.evaluated(values)
         if _mode(values) in _ROUNDED:
             numbers["noise"] = formats.key_of(values["step"], values["seed"])
-        if any(signs[name] == "unsigned" for name in _codes(values)):
+        if _rounded_by_step(values, signs):
             numbers["threshold"] = formats.threshold_of(values["step"])
         return numbers
 
     def update(**values: Any) -> dict[str, Any]:
-        coded, mode = _codes(values), _mode(values)
-        if mode is None and not coded:
+        stored, mode = _rounded_by_step(values, signs), _mode(values)
+        if mode is None and not stored:
             return rule.returned(values)
         new = rule.updated(opened(values))
         if mode is not None:
             new |= parts_of(new["param"], values, mode, values["weights"][1])
-        for name in coded:
-            if name in new and values.get(name) is not None:
-                new[scale_name(name)] = scale = formats.scale_of(new[name])
-                threshold = values["c"].threshold if signs[name] == "unsigned" else 0.5
-                new[name] = formats.encoded(new[name], scale, signs[name], threshold)
+        for name, dtype in stored.items():
+            if values.get(name) is None:
+                continue
+            if dtype != INT8:
+                new[name] = formats.randomly_rounded(new[name], formats.parts_in(values["c"].threshold, 24), dtype)
+                continue
+            new[scale_name(name)] = scale = formats.scale_of(new[name])
+            new[name] = formats.encoded(new[name], scale, signs[name], values["c"].threshold)
         return {**new, "step": 0.0}
 
     return dataclasses.replace(
@@ -255,11 +267,13 @@ def _check_state_dtype(value: Any, what: str, buffers: Sequence[str], signs: Map
             raise ValueError(f"{where} must be one of {kinds}, or 'int8' for 8-bit codes with scales, got {dtype!r}")
         if name not in signs:
             raise ValueError(
-                f"{where}: '{name}' of {optimizer} does not fit into 8 bits, which would lose what a step adds to it; "
+                f"{where}: 8 bits are too few for '{name}' of {optimizer}, to which steps add or which they subtract; "
                 "choose torch.bfloat16 or torch.float32 for it"
             )
-    if value == INT8 and not signs:
-        raise ValueError(f"{what}='int8': {optimizer} has no state that 8 bits can hold")
+    if value in (INT8, *_HALVES) and not isinstance(value, Mapping) and not signs:
+        raise ValueError(
+            f"{what}={value!r}: {optimizer} has no state that so few bits hold well; choose it by name, in a dict"
+        )
 
 
 def _is_excluded(group: Mapping[str, Any], names: Collection[str], param: Tensor, where: str) -> bool:
@@ -296,9 +310,12 @@ def _state_dtypes(
 ) -> tuple[tuple[str, str], ...] | None:
     chosen = group.get("state_dtype")
     if chosen is None:
-        return None
+        if _weights(group, names, param, where) is None or not _is_excluded(group, names, param, where):
+            return None
+        chosen = torch.float32
     if not isinstance(chosen, Mapping):
-        chosen = {b: chosen if b in signs or chosen != INT8 else None for b in buffers}
+        is_low = chosen in (INT8, *_HALVES)  # too few bits for anything but averages
+        chosen = {b: chosen if b in signs or not is_low else None for b in buffers}
     full = torch.float32 if param.dtype in _HALVES else param.dtype
     if is_excluded := _is_excluded(group, names, param, where):
         chosen = dict.fromkeys(chosen, full)

@@ -213,6 +213,18 @@ class TestCodes:
         assert roots[::2].median() == pytest.approx(1, abs=0.05)
         assert roots[1::2].median() == pytest.approx(1, abs=0.01)
 
+    def test_momentum_ends_beside_others_that_goes_on(self) -> None:
+        """With the threshold of each step. To nearest, a hundredth of the scale would stay for ever."""
+        average, grads = torch.zeros(GROUP), torch.ones(GROUP)
+        for step in range(3000):
+            grads[::2] = 1 if step < 500 else 0
+            average = 0.99 * average + 0.01 * grads
+            scale = formats.scale_of(average)
+            threshold = formats.threshold_of(torch.tensor(float(step), dtype=torch.float64)).float()
+            average = formats.decoded(formats.encoded(average, scale, "signed", threshold), scale, "signed")
+        assert not average[::2].any()
+        assert average[1::2].mean() == pytest.approx(1, abs=0.02)
+
 
 class TestNoise:
     """Stochastic rounding: random, without bias, and the same everywhere."""
