@@ -186,8 +186,10 @@ class Engine:
         """
         with self.lock:
             step, accumulated = self.prepare(grads), self.holdings.accumulated
+            if not goes_on:  # after it, some parameters have counted the step
+                self.holdings.schedules.evaluate()  # outside of `launching`, where step counts are not whole
             with accumulated.launching(step.params, grads, self.holdings.state):
-                step.launch_part(first=not goes_on)
+                step.launch_part(first=False)
             self.finish(step, counts=not (goes_on or accumulated.is_on))
 
     def accumulate(self, on: bool) -> None:

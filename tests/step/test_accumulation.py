@@ -122,6 +122,22 @@ def test_as_a_naive_loop(kind: type[CompiledOptimizer], options: dict[str, Any],
     assert co.compile_report(optimizer).steps == len(MICRO)
 
 
+@pytest.mark.parametrize("released", [False, True], ids=["", "released"])
+def test_schedules_see_the_number_of_the_step(released: bool) -> None:
+    """The same whole number in each of its micro-batches."""
+    model = Weights()
+    optimizer = co.AdamW(model.parameters(), lr=1.0)
+    optimizer.schedule(lr=lambda step: 0.5 * step)
+    if released:
+        co.prepare_for_gradient_release(model, optimizer, bucket_cap_mb=0)
+    for i in range(9):
+        optimizer.optimizer_accumulation = i % 3 != 2
+        model.backward(model.gradients(3))
+        optimizer.step()
+        optimizer.zero_grad()
+        assert float(optimizer.param_groups[0]["lr"]) == 0.5 * (i // 3 + 1)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_step_of_one_gradient_is_as_always(dtype: torch.dtype) -> None:
     models = [Weights(dtype), Weights(dtype)]
