@@ -70,10 +70,10 @@ class AccumulatedSteps:
         self, params: Sequence[Tensor], grads: Sequence[Tensor | None], state: Mapping[Any, Any]
     ) -> Iterator[None]:
         """Say in step counts what a launch inside a ``with`` block is to do to those ``params`` that have ``grads``."""
-        if not (self.is_on or self._open):
+        present = [p for p, grad in zip(params, grads, strict=True) if grad is not None]
+        if not present or not (self.is_on or self._open):
             yield
             return
-        present = [p for p, grad in zip(params, grads, strict=True) if grad is not None]
         marks = [GOES_ON * (id(p) in self._open) + STAYS * self.is_on for p in present]
         counts = [state[p]["step"] for p in present]
         torch._foreach_add_(counts, marks)

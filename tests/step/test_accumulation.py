@@ -207,6 +207,27 @@ def test_the_order_of_gradients_does_not_matter(kind: type[CompiledOptimizer]) -
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.parametrize("released", [False, True], ids=["", "released"])
+def test_micro_batches_without_gradients(released: bool) -> None:
+    """Change nothing, first or later; nor does a step of none but such ones."""
+    model = Weights()
+    naive = [Naive(co.AdamW, ADAM, p) for p in model.params]
+    optimizer = co.AdamW(model.parameters(), **ADAM)
+    if released:
+        co.prepare_for_gradient_release(model, optimizer)
+    grads = [torch.ones_like(p) for p in model.params]
+    for on, given in ((True, False), (True, True), (True, False), (False, True), (True, False), (False, False)):
+        optimizer.optimizer_accumulation = on
+        if given:
+            model.backward(grads)
+        optimizer.step()
+        optimizer.zero_grad()
+    for p, reference, grad in zip(model.params, naive, grads, strict=True):
+        reference.step([grad, grad])
+        torch.testing.assert_close(p.detach(), reference.param, rtol=1e-9, atol=1e-11)
+        assert optimizer.state[p]["step"] == 1
+
+
 REFUSED: list[tuple[type[CompiledOptimizer], dict[str, Any], str]] = [
     *((k, {}, "needs whole gradients") for k in registry() if not getattr(k, "accumulation", None)),
     (co.SGD, {}, r"param_groups\[0\]\['momentum'\]=0: there is no state to take gradients"),
