@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ class AccumulatedSteps:
         self._kind = kind
         self.was_on = False  # once, from when on the rule is another one
         self.is_on = False  # whether the next gradients are not the last ones of their step
-        self._open: set[int] = set()  # ids of the parameters
+        self._open: set[int] = set()  # ids of these parameters, all of which the optimizer has
 
     @property
     def rule(self) -> Rule:
@@ -57,6 +57,10 @@ class AccumulatedSteps:
     def forget(self) -> None:
         """Note that all state is that of whole steps, since it was replaced."""
         self._open.clear()
+
+    def keep(self, params: Iterable[Tensor]) -> None:
+        """Note that the optimizer has ``params`` alone now, which it keeps alive until this is called again."""
+        self._open.intersection_update(map(id, params))
 
     def rest(self, params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """``grads``, with zeros for those of ``params`` that took part in earlier gradients of a step that is to end."""

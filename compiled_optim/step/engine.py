@@ -145,6 +145,7 @@ class Engine:
             return given[id(param)] if id(param) in given else gradient(param)
 
         self.holdings.adopt(self._owner.defaults, checked=self.step is None)
+        self.holdings.accumulated.keep(p for group in self.holdings.own_groups for p in group["params"])
         self.step = self._make(self.holdings, self.clipping, grad_of)
         self._changes.pending = False
         self.holdings.hand_captures.leave()

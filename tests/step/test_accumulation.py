@@ -288,6 +288,28 @@ def test_state_is_saved_and_copied_between_steps_only() -> None:
     assert all(float(e["step"]) == 1 for e in optimizer.state_dict()["state"].values())
 
 
+def test_a_parameter_that_leaves_within_a_step() -> None:
+    """Takes no part in the rest of it. The step ends with the others, and one in its place begins anew."""
+    params = [nn.Parameter(torch.ones(3, dtype=torch.float64)) for _ in range(3)]
+    optimizer = co.AdamW([{"params": [p]} for p in params], **ADAM)
+    optimizer.optimizer_accumulation = True
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    new = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    naive = Naive(co.AdamW, ADAM, new)
+    del optimizer.param_groups[2], params[2]
+    optimizer.param_groups[1]["params"] = [new]
+    new.grad = torch.ones_like(new)
+    optimizer.optimizer_accumulation = False
+    optimizer.step()
+    naive.step([new.grad])
+    torch.testing.assert_close(new.detach(), naive.param, rtol=1e-12, atol=0)
+    assert optimizer.state_dict()["state"].keys() == {0, 1}
+    assert optimizer.state[params[0]]["step"] == 1
+    copy.deepcopy(optimizer)
+
+
 def test_a_step_that_fails_is_none() -> None:
     model = Weights()
     optimizer = co.AdamW(model.parameters())
