@@ -29,8 +29,13 @@ class AccumulatedSteps:
         rule, accumulation = self._kind.rule, self._kind.accumulation
         return accumulating(rule, accumulation) if self.was_on and accumulation else rule
 
-    def check(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Raise ``ValueError`` where the state of a group's parameters cannot take several gradients for one step."""
+    def check(self, groups: Sequence[Mapping[str, Any]], *, begins: bool = False) -> None:
+        """Raise ``ValueError`` where the state of a group's parameters cannot take several gradients for one step.
+
+        Nothing is raised where steps have one gradient each, unless that ``begins`` to be otherwise.
+        """
+        if not (begins or self.is_on or self._open):
+            return
         name, accumulation = self._kind.__name__, self._kind.accumulation
         if accumulation is None:
             raise ValueError(

@@ -204,7 +204,7 @@ class Engine:
             for name, value in zip(NAMES, self.clipping, strict=True):
                 refuse_whole(name, value, "optimizer accumulation")
             self.current()
-            accumulated.check(self.holdings.own_groups)
+            accumulated.check(self.holdings.own_groups, begins=True)
             if not accumulated.was_on:
                 self._changes.pending = accumulated.was_on = True
         accumulated.is_on = on

@@ -267,6 +267,32 @@ def test_what_is_refused_later() -> None:
         co.CUDAGraphRunner(optimizer).step()
 
 
+def test_where_it_is_off_again_nothing_is_refused() -> None:
+    """But within a step, and where it is switched on again."""
+    models = [Weights(), Weights()]
+    ours, plain = (co.AdamW(m.params[:1], **ADAM) for m in models)
+    for on in (True, False):
+        ours.optimizer_accumulation = on
+        with pytest.raises(ValueError, match=r"param_groups\[1\]\['cautious'\]=True"):
+            ours.add_param_group({"params": models[0].params[1:], "cautious": True})
+        models[0].params[0].grad = torch.zeros(3, 5, dtype=torch.float64)
+        ours.step()
+        ours.zero_grad()
+    models[1].params[0].grad = torch.zeros(3, 5, dtype=torch.float64)
+    plain.step()
+    plain.zero_grad()
+    for model, optimizer in zip(models, (ours, plain), strict=True):
+        optimizer.add_param_group({"params": model.params[1:], "cautious": True})
+        for seed in range(4):
+            model.backward(model.gradients(seed))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(map(torch.equal, models[0].params, models[1].params))
+    with pytest.raises(ValueError, match=r"param_groups\[1\]\['cautious'\]=True"):
+        ours.optimizer_accumulation = True
+    assert not ours.optimizer_accumulation
+
+
 def test_state_is_saved_and_copied_between_steps_only() -> None:
     model = Weights()
     optimizer = co.AdamW(model.parameters())
