@@ -53,11 +53,11 @@ def prepare_for_gradient_release(
             none, by which every parameter is updated by itself. None: 4, or a 32nd of all parameters if that is more.
 
     Raises:
-        TypeError: ``model`` is no module, or ``optimizer`` none of this package.
-        ValueError: the optimizer has no parameter of the model, needs all gradients at once (``max_grad_norm``,
-            ``skip_nonfinite``, ``differentiable=True``, LBFGS), or another optimizer releases a parameter; a parameter has
-            hooks; the model is wrapped in DistributedDataParallel, which reduces gradients later and keeps memory for all of
-            them. Nothing is changed then.
+        TypeError: ``model`` is no module, ``optimizer`` none of this package, or ``bucket_cap_mb`` no number.
+        ValueError: ``bucket_cap_mb`` is negative or NaN; the optimizer has no parameter of the model, or needs all gradients
+            at once (``max_grad_norm``, ``skip_nonfinite``, ``differentiable=True``, LBFGS); another optimizer releases a
+            parameter; a parameter has hooks; the model is wrapped in DistributedDataParallel, which reduces gradients later
+            and keeps memory for all of them. Nothing is changed then.
 
     Later, ``ValueError`` is raised where ``max_grad_norm`` or ``skip_nonfinite`` is assigned, or a ``GradScaler`` steps.
     ``RuntimeError`` is raised by a second backward through a parameter without ``opt.step()`` in between, as in gradient
@@ -71,7 +71,9 @@ def prepare_for_gradient_release(
     _check_module(model)
     if not isinstance(optimizer, CompiledOptimizer):
         raise TypeError(f"optimizer must be one of compiled_optim, got {type(optimizer).__name__}")
-    if bucket_cap_mb is not None and not bucket_cap_mb >= 0:
+    if bucket_cap_mb is not None and not isinstance(bucket_cap_mb, (int, float)):
+        raise TypeError(f"bucket_cap_mb must be a number or None, got {bucket_cap_mb!r}")
+    if bucket_cap_mb is not None and not bucket_cap_mb >= 0:  # nor NaN
         raise ValueError(f"bucket_cap_mb must be >= 0, got {bucket_cap_mb}")
     engine = engine_of(optimizer)
     params = _params_of(model, optimizer)

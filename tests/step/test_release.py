@@ -497,6 +497,8 @@ class TestFailures:
             (lambda m: {"optimizer": adamw(m, differentiable=True)}, "differentiable=True"),
             (lambda m: {"optimizer": adamw(layers())}, "has none of the model's parameters"),
             (lambda m: {"bucket_cap_mb": -1.0}, "bucket_cap_mb must be >= 0"),
+            (lambda m: {"bucket_cap_mb": float("nan")}, "bucket_cap_mb must be >= 0, got nan"),
+            (lambda m: {"bucket_cap_mb": "4"}, "bucket_cap_mb must be a number or None, got '4'"),
         ],
     )
     def test_arguments(self, change: Callable[[nn.Module], dict[str, Any]], message: str) -> None:
