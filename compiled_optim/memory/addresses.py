@@ -172,18 +172,6 @@ def gradient(tensor: Tensor) -> Tensor | None:
     return tensor.grad if tensor.is_leaf or tensor.retains_grad else None
 
 
-def set_to_zero(param: Tensor) -> None:
-    """Set the gradient of ``param``, which has one, to zero, without what autograd recorded for it; can be traced."""
-    assert param.grad is not None
-    if param.grad.requires_grad and torch.compiler.is_compiling():
-        param.grad = param.grad.detach()
-    elif param.grad.grad_fn is not None:
-        param.grad.detach_()
-    else:
-        param.grad.requires_grad_(False)
-    param.grad.zero_()
-
-
 def _forms(tensors: Sequence[Tensor]) -> list[object]:
     """What must stay as it is for a tensor to count as unmoved."""
     return [(t.data_ptr(), t.dtype, t.shape, t.stride(), is_plain(t)) for t in tensors]
