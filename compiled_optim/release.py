@@ -62,7 +62,9 @@ def prepare_for_gradient_release(
     Later, ``ValueError`` is raised where ``max_grad_norm`` or ``skip_nonfinite`` is assigned, or a ``GradScaler`` steps.
     ``RuntimeError`` is raised by a second backward through a parameter without ``opt.step()`` in between, as in gradient
     accumulation, for which there is ``opt.optimizer_accumulation``, and by a step after DistributedDataParallel added
-    gradients. Code that reads or clips gradients between backward and step finds none.
+    gradients. The last two, scaler and DistributedDataParallel, come after the backward has moved parameters, by gradients
+    that were scaled, or of one process: load model and optimizer again. Code that reads or clips gradients between backward
+    and step finds none.
 
     ``torch.compile`` of the model works; a compiled part hands over its gradients together. A function under
     ``torch.compile`` that steps runs uncompiled, and with ``fullgraph=True`` it is an error. FSDP2 works: shard the model

@@ -109,7 +109,8 @@ class GradientRelease:
         if again := [p for p in left if id(p) in self._taken]:
             raise RuntimeError(
                 f"'{_names(again, engine)}' was updated in backward and then got a gradient: something goes on with whole "
-                "gradients, as DistributedDataParallel does, with which gradient release does not go"
+                "gradients, as DistributedDataParallel does, with which gradient release does not go; load model and "
+                "optimizer again"
             )
         grads = engine.holdings.accumulated.rest(params, [p.grad for p in params])
         if any(grad is not None for grad in grads):
