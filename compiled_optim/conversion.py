@@ -213,8 +213,9 @@ def adds_nothing(param: Tensor, name: str, part: Tensor) -> bool:
     value = value.float()
     for half in [_HALVES[param.dtype]] if param.dtype in _HALVES else _HALVES.values():
         if mode == "kahan":
-            low = value - found.float()
-            is_held = low == formats.nearest(low, half) if param.dtype not in _HALVES else found == 0
+            low = formats.nearest(value - found.float(), half)
+            both = low + found.float()  # or one bit less, in full_precision_state_dict
+            is_held = (value == both) | (value == both.nextafter(low)) if param.dtype not in _HALVES else found == 0
         else:
             new = parts_of(value, {}, mode, half)[name]
             is_held = new == found

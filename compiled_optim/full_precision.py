@@ -60,8 +60,7 @@ def full_precision_state_dict(model: nn.Module, optimizer: Optimizers) -> dict[s
         for name, entry in list(result.items()):
             if (own := stored.get(id(entry))) is not None:
                 if id(entry) not in whole:
-                    found = weight(own.param, {own.name: own.part}, own.mode, own.half)
-                    whole[id(entry)] = spread_part(found, own.param)
+                    whole[id(entry)] = spread_part(_whole(own), own.param)
                 result[name] = whole[id(entry)]
             elif isinstance(entry, Tensor):
                 result[name] = entry.detach()
@@ -74,8 +73,9 @@ def load_full_precision_state_dict(model: nn.Module, optimizer: Optimizers, stat
     """Load weights in float32 into a model and what its optimizers keep beside it, as much of them as both can hold.
 
     It takes what :func:`full_precision_state_dict` gives, or the state dict of the same model in float32. All of it is
-    copied, buffers too, into the tensors that are there; the rest of the optimizers' state stays as it is. A checkpoint of
-    an optimizer may be loaded before or after this: what it has beside the weights belongs to the same weights.
+    copied, buffers too, into the tensors that are there; the rest of the optimizers' state stays as it is. A checkpoint that
+    an optimizer saved together with these weights may be loaded before this. It may be loaded after this too where both
+    optimizers have the same ``weights=``: what it has beside the weights belongs to the same numbers of 16 bits then.
 
     Args:
         model: the module.
@@ -135,6 +135,20 @@ def _stored(model: nn.Module, optimizers: Sequence[CompiledOptimizer]) -> dict[i
     if not is_known:
         raise ValueError("no parameter of the model is in the optimizer")
     return found
+
+
+def _whole(own: _Stored) -> Tensor:
+    """The float32 of a weight: this process's part of it.
+
+    Where a compensation of half a unit makes it halfway between its parameter and another number, it is one bit nearer to
+    the parameter. So a load finds the same parameter again, and the same compensation.
+    """
+    found = weight(own.param, {own.name: own.part}, own.mode, own.half)
+    if own.mode != "kahan":
+        return found
+    param = local(own.param.detach())
+    nearer = torch.nextafter(found, param.float())
+    return torch.where((found.to(param.dtype) != param) & (nearer.to(param.dtype) == param), nearer, found)
 
 
 def _read(entries: Mapping[str, Any], given: Mapping[str, Any], others: set[str]) -> dict[str, Tensor]:

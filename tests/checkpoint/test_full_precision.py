@@ -151,6 +151,38 @@ def test_a_checkpoint_beside_it() -> None:
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_compensations_of_half_a_unit(dtype: torch.dtype) -> None:
+    """A load finds the same parameter and compensation, and so do both orders with the optimizer's checkpoint."""
+
+    def made() -> tuple[nn.Module, co.SGD]:
+        model = nn.Linear(70, 70, bias=False).to(dtype)
+        return model, co.SGD(model.parameters(), lr=0.1, weights="kahan", lowering="eager")
+
+    unit = torch.finfo(dtype).eps
+    model, optimizer = made()
+    with torch.no_grad():  # those of odd numbers of units from 1 on, rounded to even ones, would be others
+        model.weight.copy_((1 + unit * (torch.arange(4900) % 64)).view(70, 70) * torch.tensor([1, -1]).repeat(35))
+        comp = optimizer.state[model.weight]["kahan_comp"]
+        comp.copy_(unit / 2 * torch.tensor([1, 1, 0, -1, -1, 0.5, 1]).repeat(10))
+        comp[model.weight.abs() == 1] = 0
+    full, state = copy.deepcopy((co.full_precision_state_dict(model, optimizer), optimizer.state_dict()))
+    for order in ("full", "full state", "state full"):
+        twin, other = made()
+        for loaded in order.split():
+            co.load_full_precision_state_dict(twin, other, full) if loaded == "full" else other.load_state_dict(state)
+        assert torch.equal(twin.weight, model.weight)
+        assert torch.equal(other.state[twin.weight]["kahan_comp"], comp)
+    both = model.weight.double() + comp.double()
+    torch.testing.assert_close(full["weight"].double(), both, rtol=2.0**-23, atol=0)
+    wide = nn.Linear(70, 70, bias=False)
+    wide.load_state_dict(full)
+    co.SGD(wide.parameters(), lr=0.1).load_state_dict(state)  # has no compensation, and needs none
+    wide.weight.data *= 1 + 2.0**-13
+    with pytest.raises(ValueError, match="has no kahan_comp"):
+        co.SGD(wide.parameters(), lr=0.1).load_state_dict(state)
+
+
 def _without(name: str) -> Callable[[dict[str, Any]], Any]:
     return lambda full: full.pop(name)
 
