@@ -106,11 +106,13 @@ def _order(tensor: Tensor) -> list[tuple[int, int]]:
 def _are_full(codes: Tensor, scales: Tensor) -> bool:
     """Whether each group, in the order of memory of ``codes``, holds the largest code or nothing, as steps leave it.
 
-    So codes are known that a file format brought into another order than that of their scales.
+    So codes are known that a file format brought into another order than that of their scales. Those of an infinite scale
+    tell nothing.
     """
     vector = _vector(codes).int().abs().view(-1, GROUP).amax(1)
-    is_zero = scales.detach().reshape(-1).to(vector.device) == 0
-    return bool((vector == torch.where(is_zero, 0, torch.iinfo(codes.dtype).max)).all())
+    scales = scales.detach().reshape(-1).to(vector.device)
+    largest = torch.where(scales == 0, 0, torch.iinfo(codes.dtype).max)
+    return bool(((vector == largest) | scales.isinf()).all())
 
 
 def _decoded(codes: Tensor, scales: Tensor, param: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from compiled_optim.checkpoint.saved_values import FLOATING, Unloadable, as_buffer, as_tensor
@@ -24,7 +25,7 @@ def as_chosen(
     by itself what it adds. What is converted is in memory until the load is written.
 
     Raises:
-        Unloadable: an entry that must be converted is not what it must be, such as a scale that is no finite number >= 0.
+        Unloadable: an entry that must be converted is not what it must be, such as a negative scale.
     """
     try:
         name = stored_part({part: value for part, value in saved.items() if value is not None})
@@ -59,11 +60,19 @@ def _buffer(
             raise Unloadable(f"{name} has codes of 8 bits, and the checkpoint has no {scale} for them")
         codes, scales = as_buffer(saved[name], name, shape, dtype), as_tensor(saved[scale], scale)
         check_codes(field, codes, scales)
-        part = local(scales)
-        if not bool(((part >= 0) & (part - part == 0)).all()):
-            raise Unloadable(f"{scale} has numbers that are no scales: negative, infinite or NaN")
+        _check_numbers(codes, name, scales, scale)
         return {name: codes, scale: scales}
     if dtype in FLOATING and scale in saved:
         raise Unloadable(f"{scale} belongs to codes of 8 bits, and {name} is {dtype}")
     is_coded = declaration.dtype_of(field, param.dtype, choices) in CODES
     return {name: as_buffer(saved[name], name, shape, param.dtype)} if is_coded else {}
+
+
+def _check_numbers(codes: Tensor, name: str, scales: Tensor, scale: str) -> None:
+    """Raise :class:`Unloadable` where codes or scales are none that a step makes; an overflow makes infinite scales."""
+    given = local(scales).double()
+    stored = given.float()
+    if not bool(((stored >= 0) & (stored.isinf() == given.isinf())).all()):
+        raise Unloadable(f"{scale} has numbers that are no scales: negative, NaN, or beyond float32's range")
+    if codes.dtype == torch.int8 and bool((local(codes) == -128).any()):
+        raise Unloadable(f"{name} has -128, which is no code")
