@@ -50,12 +50,13 @@ def full_precision_state_dict(model: nn.Module, optimizer: Optimizers) -> dict[s
 
     Raises:
         TypeError: ``model`` is no module, or ``optimizer`` none of this package.
-        ValueError: no parameter of the model is in the optimizer, or a parameter is in two optimizers.
+        ValueError: no parameter of the model is in the optimizer, or a parameter is in two optimizers; or a hook of
+            the model gives another name or shape to one of those weights in its state dict, or leaves it out.
     """
     optimizers = _checked(model, optimizer)
     with locked(optimizers):
         stored = _stored(model, optimizers)
-        result: dict[str, Any] = model.state_dict(keep_vars=True)
+        result = _entries(model, stored)
         whole: dict[int, Tensor] = {}
         for name, entry in list(result.items()):
             if (own := stored.get(id(entry))) is not None:
@@ -95,7 +96,7 @@ def load_full_precision_state_dict(model: nn.Module, optimizer: Optimizers, stat
     with locked(optimizers):
         stored = _stored(model, optimizers)
         live = {id(t) for t in (*model.parameters(), *model.buffers())}
-        entries: dict[str, Any] = model.state_dict(keep_vars=True)
+        entries = _entries(model, stored)
         others = {name for name, entry in entries.items() if id(entry) not in live}
         values = _read(entries, given, others)
         copies: list[tuple[Tensor, Tensor]] = []
@@ -135,6 +136,18 @@ def _stored(model: nn.Module, optimizers: Sequence[CompiledOptimizer]) -> dict[i
     if not is_known:
         raise ValueError("no parameter of the model is in the optimizer")
     return found
+
+
+def _entries(model: nn.Module, stored: Mapping[int, _Stored]) -> dict[str, Any]:
+    """The state dict of ``model`` with its own tensors, also in place of what hooks made of the ``stored`` parameters."""
+    entries: dict[str, Any] = model.state_dict(keep_vars=True)
+    named = [(name, p) for name, p in model.named_parameters(remove_duplicate=False) if id(p) in stored]
+    entries |= {name: p for name, p in named if getattr(entries.get(name), "shape", None) == p.shape}
+    found = {id(entry) for entry in entries.values()}
+    for name, param in named:
+        if id(param) not in found:
+            raise ValueError(f"the model's state dict does not have the parameter '{name}' as it is: a hook changes it")
+    return entries
 
 
 def _whole(own: _Stored) -> Tensor:

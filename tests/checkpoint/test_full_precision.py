@@ -183,6 +183,34 @@ def test_compensations_of_half_a_unit(dtype: torch.dtype) -> None:
         co.SGD(wide.parameters(), lr=0.1).load_state_dict(state)
 
 
+def _hooked(model: nn.Module, change: Callable[[Any], Any]) -> None:
+    def hook(module: Any, entries: dict[str, Any], prefix: str, metadata: Any) -> None:
+        entries.update({name: change(entry) for name, entry in entries.items()})
+
+    model.register_state_dict_post_hook(hook)
+
+
+def test_hooks_that_copy() -> None:
+    """A copy in the model's state dict stands for the parameter of its name."""
+    model, optimizer = _low("split16")
+    _hooked(model, lambda entry: entry.clone() if isinstance(entry, torch.Tensor) else entry)
+    full = Model().state_dict()
+    co.load_full_precision_state_dict(model, optimizer, full)
+    found = co.full_precision_state_dict(model, optimizer)
+    assert found["last.weight"] is found["first.weight"]
+    for name in ("first.weight", "norm.bias", "norm.running_mean"):
+        assert torch.equal(found[name], full[name]), (name, found[name].dtype)
+
+
+def test_hooks_that_hide_a_parameter() -> None:
+    model, optimizer = _low("split16")
+    _hooked(model, lambda entry: entry[:-1] if isinstance(entry, torch.Tensor) and entry.dim() == 2 else entry)
+    with pytest.raises(ValueError, match=r"does not have the parameter 'first.weight' as it is: a hook changes it"):
+        co.full_precision_state_dict(model, optimizer)
+    with pytest.raises(ValueError, match=r"does not have the parameter 'first.weight'"):
+        co.load_full_precision_state_dict(model, optimizer, Model().state_dict())
+
+
 def _without(name: str) -> Callable[[dict[str, Any]], Any]:
     return lambda full: full.pop(name)
 
