@@ -75,7 +75,11 @@ class NumericsReport:
 
 @torch.no_grad()
 def check_numerics(optimizer: str, plans: Sequence[Plan]) -> NumericsReport:
-    """Take the next step of ``plans`` on copies in float64, one parameter at a time, and compare it with what is stored."""
+    """Take the next step of ``plans`` on copies in float64, one parameter at a time, and compare it with what is stored.
+
+    Raises:
+        TypeError, ValueError: a step cannot take a gradient, as :meth:`Plan.read` says.
+    """
     checked, stuck = [], []
     for plan in plans:
         for member in plan.members:
@@ -116,6 +120,7 @@ def _next(plan: Plan, member: Member, grad: Tensor) -> tuple[Tensor, Tensor]:
     entries |= dict(_buffers(plan, member, statics))
     shadow = Member(copy, member.groups, member.group, member.index, ParamState(entries), tuple(entries), member.numbers)
     shadows = Plan(plan.rule, statics, plan.device, [shadow], member.groups, lambda _: grad, False, False)
+    shadows.read([grad], state=False, keep_alive=True)  # an error where a step would raise one
     lowering = lower(shadows, "eager", Clipping(plan.device), CompilationLog(), False)
     lowering.compile()
     shadows.settle([grad])

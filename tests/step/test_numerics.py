@@ -119,3 +119,14 @@ def test_of_every_optimizer(optimizer: type[co.CompiledOptimizer]) -> None:
     assert [s.name for s in made.check_numerics().stuck] in ([], ["param_groups[0]['params'][0]"])
     if optimizer not in (co.Rprop, co.Adafactor):  # whose first steps are larger than lr
         assert made.check_numerics().stuck
+
+
+@pytest.mark.parametrize("optimizer", [co.SparseAdam, co.AdamW], ids=lambda c: c.__name__)
+def test_gradients_that_a_step_refuses(optimizer: type[co.CompiledOptimizer]) -> None:
+    """The error is that of a step."""
+    param = Parameter(torch.ones(8, 4))
+    made = optimizer([("table", param)])
+    param.grad = torch.ones(8, 4) if optimizer is co.SparseAdam else torch.ones(8, 4).to_sparse(1)
+    for call in (made.step, made.check_numerics):
+        with pytest.raises(TypeError, match=r"does not support (dense|sparse) gradients.*'table' has one"):
+            call()
