@@ -45,7 +45,7 @@ def converted(
     for field in declaration.buffers:
         if field.int8 and field.name in entries:
             found |= _converted_buffer(declaration, field, param, entries, choices)
-    return found | _converted_part(param, entries, choices.get("weights"))
+    return found | _converted_part(declaration, param, entries, choices)
 
 
 def _converted_buffer(
@@ -56,7 +56,7 @@ def _converted_buffer(
     gone: dict[str, Tensor | None] = {scale: None} if scale in entries else {}
     if wanted not in CODES and value.dtype not in CODES:
         return gone
-    shape = _scales_shape(declaration, scale, param, choices)
+    shape = declaration.shape_of(_field(declaration, scale), param.shape, choices)
     if value.dtype in CODES:
         scales = check_codes(field, value, entries.get(scale))
         if wanted == value.dtype and _are_in_place(value, scales, param):
@@ -65,13 +65,12 @@ def _converted_buffer(
         value = _decoded(value, scales, param)
     if wanted not in CODES:
         return {field.name: value.to(wanted), **gone}
-    codes, scales = encoded(own_part(value, param), local(param), CODES[wanted])
+    codes, scales = encoded(own_part(value, param), local(param), wanted)
     return {field.name: spread_part(codes, param), scale: _as_scales(scales, param, shape)}
 
 
-def _scales_shape(declaration: Declaration, name: str, param: Tensor, choices: Mapping[str, Any]) -> tuple[int, ...]:
-    field = next(b for b in declaration.buffers if b.name == name)
-    return declaration.shape_of(field, param.shape, choices)
+def _field(declaration: Declaration, name: str) -> Buffer:
+    return next(b for b in declaration.buffers if b.name == name)
 
 
 def check_codes(field: Buffer, codes: Tensor, scales: Tensor | None) -> Tensor:
@@ -138,14 +137,13 @@ def _vector(codes: Tensor) -> Tensor:
     return filled(flat(order.target))
 
 
-def encoded(value: Tensor, param: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """The codes of ``value``, of the given kind, in the order of memory of ``param``, and a vector of their scales."""
+def encoded(value: Tensor, param: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The codes of ``value``, of this dtype, in the order of memory of ``param``, and a vector of their scales."""
     order = MemoryOrder(param)
     vector = filled(flat(order.arranged(value.detach().float())))
     scales = formats.scale_of(vector)
-    dtype = next(dtype for dtype, of in CODES.items() if of == kind)
     codes = torch.empty_like(order.target, dtype=dtype, requires_grad=False)
-    flat(codes).copy_(formats.encoded(vector, scales, kind)[: codes.numel()])
+    flat(codes).copy_(formats.encoded(vector, scales, CODES[dtype])[: codes.numel()])
     return codes, scales
 
 
@@ -155,26 +153,22 @@ def filled(vector: Tensor) -> Tensor:
 
 
 def _converted_part(
-    param: Tensor, entries: Mapping[str, Tensor], chosen: tuple[str, str] | None
+    declaration: Declaration, param: Tensor, entries: Mapping[str, Tensor], choices: Mapping[str, Any]
 ) -> dict[str, Tensor | None]:
     if (name := stored_part(entries)) is None:
         return {}
-    mode, half = chosen or (None, "")
+    mode, half = choices.get("weights") or ("", "")
     stored = mode_of(name, entries[name])
     if stored == mode:
         return {}
     found: dict[str, Tensor | None] = {name: None}
-    if mode in _PART_OF:
+    if (new := part_of(choices)) is not None:
         values = weight(param, {name: entries[name]}, stored, half)
-        new = parts_beside(local(param.detach()).float(), values, mode, half)[_PART_OF[mode]]
-        dtype = {"kahan": param.dtype, "master": torch.float32}.get(mode) or _dtype_of_split(mode)
-        part = torch.empty_like(local(param.detach()), dtype=dtype, requires_grad=False).copy_(new)
-        found[_PART_OF[mode]] = spread_part(part, param)
+        value = parts_beside(local(param.detach()).float(), values, mode, half)[new]
+        dtype = declaration.dtype_of(_field(declaration, new), param.dtype, choices)
+        part = torch.empty_like(local(param.detach()), dtype=dtype, requires_grad=False).copy_(value)
+        found[new] = spread_part(part, param)
     return found
-
-
-def _dtype_of_split(mode: str) -> torch.dtype:
-    return next(dtype for dtype, split in SPLITS.items() if split == mode)
 
 
 def part_of(choices: Mapping[str, Any]) -> str | None:

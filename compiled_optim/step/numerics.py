@@ -9,16 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compiled_optim.conversion import decoded, weight
 from compiled_optim.lowering.choice import lower
 from compiled_optim.memory.addresses import gradient
-from compiled_optim.memory.layout import as_real, flat
+from compiled_optim.memory.layout import as_real
 from compiled_optim.memory.sharding import local_gradient
 from compiled_optim.plan.clipping import Clipping
 from compiled_optim.plan.compilations import CompilationLog
 from compiled_optim.plan.plan import Member, Plan
-from compiled_optim.rule import formats
-from compiled_optim.rule.bits import GROUP
-from compiled_optim.rule.storage import INT8, PARTS, scale_name, whole
+from compiled_optim.rule.storage import INT8, scale_name
 from compiled_optim.state import ParamState
 
 _CHOICES = ("weights", "state_dtype")  # how things are stored
@@ -132,28 +131,15 @@ def _next(plan: Plan, member: Member, grad: Tensor) -> tuple[Tensor, Tensor]:
 
 def _whole(plan: Plan, member: Member) -> Tensor:
     param, choice = member.param.detach(), plan.statics.get("weights")
-    if choice is None:
-        return param
-    parts = {name: member.entries[name].float() for name in PARTS if name in member.entries}
-    value: Tensor = whole(param.float(), parts, *choice)
-    return value
+    return param if choice is None else weight(param, member.entries, *choice)
 
 
 def _buffers(plan: Plan, member: Member, statics: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
     """The rule's own buffers, decoded."""
     codes = {name for name, dtype in plan.statics.get("state_dtype", ()) if dtype == INT8}
-    kinds = {b.name: b.int8 for b in plan.rule.buffers}
     for name in plan.rule.present_buffers(statics):
         entry = member.entries[name]
-        if name not in codes:
-            yield name, _wide(entry)
-            continue
-        numbers = flat(entry).float()
-        filled = torch.nn.functional.pad(numbers, (0, -len(numbers) % GROUP))
-        found = formats.decoded(filled, flat(member.entries[scale_name(name)]), kinds[name] or "")
-        wide = torch.empty_like(entry, dtype=torch.float64)
-        flat(wide).copy_(found[: len(numbers)])
-        yield name, wide
+        yield name, _wide(decoded(entry, member.entries[scale_name(name)]) if name in codes else entry)
 
 
 def _wide(tensor: Tensor) -> Tensor:
