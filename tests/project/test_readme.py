@@ -24,7 +24,7 @@ def test_generated_parts_are_fresh() -> None:
 @pytest.mark.filterwarnings("ignore:.*Profiler.*", "ignore:.*uncaptured.*:RuntimeWarning")
 def test_code_runs(capsys: pytest.CaptureFixture[str]) -> None:
     blocks = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
-    assert len(blocks) == 6
+    assert len(blocks) == 7
     namespace: dict[str, object] = {}
     with torch._dynamo.config.patch(trace_autograd_ops=False):  # put back what the README sets
         for block in blocks:
