@@ -383,12 +383,13 @@ KINDS: list[dict[str, Any]] = [{"optimizer": co.AdamW}, {"optimizer": co.Adafact
 
 _INT8 = {"optimizer": co.AdamW, "dtype": torch.bfloat16, "state_dtype": "int8"}
 
-LOW_PRECISION: list[dict[str, Any]] = [{**_INT8, "weights": mode} for mode in ("split8", "stochastic")]
-"""Parameters and state in fewer bytes, where even those of few elements are."""
+_HALF = {"optimizer": co.AdamW, "dtype": torch.float16}
 
-OTHER_MODES: list[dict[str, Any]] = [
-    {"optimizer": co.AdamW, "dtype": torch.float16, "weights": mode} for mode in ("kahan", "split16", "master")
+LOW_PRECISION: list[dict[str, Any]] = [
+    *({**_INT8, "weights": mode} for mode in ("split8", "stochastic")),
+    *({**_HALF, "weights": mode} for mode in ("kahan", "split16", "master")),
 ]
+"""Parameters and state in fewer bytes, where even those of few elements are."""
 
 
 def kind_name(kwargs: dict[str, Any]) -> str:
