@@ -20,14 +20,13 @@ from compiled_optim.rule import formats
 from compiled_optim.rule.bits import GROUP
 from compiled_optim.rule.fields import Buffer
 from compiled_optim.rule.rule import Declaration
-from compiled_optim.rule.storage import PARTS, parts_beside, parts_of, scale_name, whole
+from compiled_optim.rule.storage import CODE_DTYPES, HALVES, PARTS, REST_DTYPES, parts_beside, parts_of, scale_name, whole
 
-CODES = {torch.int8: "signed", torch.uint8: "unsigned"}
+CODES = {dtype: kind for kind, dtype in CODE_DTYPES.items()}
 """The dtypes of codes, and the numbers that they stand for."""
 
 _PART_OF = {"kahan": "kahan_comp", "split8": "remainder", "split16": "remainder", "master": "master_param"}
-SPLITS = {torch.int8: "split8", torch.int16: "split16"}
-_HALVES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+SPLITS = {dtype: mode for mode, dtype in REST_DTYPES.items()}
 
 
 def converted(
@@ -155,20 +154,22 @@ def filled(vector: Tensor) -> Tensor:
 def _converted_part(
     declaration: Declaration, param: Tensor, entries: Mapping[str, Tensor], choices: Mapping[str, Any]
 ) -> dict[str, Tensor | None]:
+    mode, half = choices.get("weights") or ("", "")
+    new = part_of(choices)
+    if (
+        new is not None and new in entries and mode_of(new, entries[new]) == mode
+    ):  # an interrupted conversion may have left another one
+        return {name: None for name in PARTS if name in entries and name != new}
     if (name := stored_part(entries)) is None:
         return {}
-    mode, half = choices.get("weights") or ("", "")
-    stored = mode_of(name, entries[name])
-    if stored == mode:
-        return {}
-    found: dict[str, Tensor | None] = {name: None}
-    if (new := part_of(choices)) is not None:
-        values = weight(param, {name: entries[name]}, stored, half)
-        value = parts_beside(local(param.detach()).float(), values, mode, half)[new]
-        dtype = declaration.dtype_of(_field(declaration, new), param.dtype, choices)
-        part = torch.empty_like(local(param.detach()), dtype=dtype, requires_grad=False).copy_(value)
-        found[new] = spread_part(part, param)
-    return found
+    gone: dict[str, Tensor | None] = {name: None}
+    if new is None:
+        return gone
+    values = weight(param, {name: entries[name]}, mode_of(name, entries[name]), half)
+    value = parts_beside(local(param.detach()).float(), values, mode, half)[new]
+    dtype = declaration.dtype_of(_field(declaration, new), param.dtype, choices)
+    part = torch.empty_like(local(param.detach()), dtype=dtype, requires_grad=False).copy_(value)
+    return gone | {new: spread_part(part, param)}
 
 
 def part_of(choices: Mapping[str, Any]) -> str | None:
@@ -207,11 +208,11 @@ def adds_nothing(param: Tensor, name: str, part: Tensor) -> bool:
     if value.is_complex():
         return False
     value = value.float()
-    for half in [_HALVES[param.dtype]] if param.dtype in _HALVES else _HALVES.values():
+    for half in [HALVES[param.dtype]] if param.dtype in HALVES else HALVES.values():
         if mode == "kahan":
             low = formats.nearest(value - found.float(), half)
             both = low + found.float()  # or one bit less, in full_precision_state_dict
-            is_held = (value == both) | (value == both.nextafter(low)) if param.dtype not in _HALVES else found == 0
+            is_held = (value == both) | (value == both.nextafter(low)) if param.dtype not in HALVES else found == 0
         else:
             new = parts_of(value, {}, mode, half)[name]
             is_held = new == found

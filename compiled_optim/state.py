@@ -182,8 +182,9 @@ def convert(declaration: Declaration, param: Tensor, state: ParamState, name: st
     for entry, field in fields.items():
         if entry not in changes and (dtype := field.dtype and field.dtype(choices)) not in (None, state[entry].dtype):
             changes[entry] = state[entry].detach().to(dtype)
-    for entry, tensor in changes.items():
-        state.drop_quietly(entry) if tensor is None else state.set_quietly(entry, tensor)
+    state.update_quietly({entry: tensor for entry, tensor in changes.items() if tensor is not None})
+    for entry in [entry for entry, tensor in changes.items() if tensor is None]:
+        state.drop_quietly(entry)
 
 
 def _is_readable(field: Buffer, value: Any, param: Tensor) -> bool:

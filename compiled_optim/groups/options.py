@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.nn.parameter import is_lazy
 
-from compiled_optim.groups.names import advising, canonical_name, parameter_name
+from compiled_optim.groups.names import advising, parameter_name
 from compiled_optim.groups.patterns import alternatives, matches
 from compiled_optim.rule.fields import Option
 
@@ -20,10 +20,15 @@ def choices_of(options: Sequence[Option], group: Mapping[str, Any], group_index:
 
 @advising()
 def _chosen(options: Sequence[Option], group: Mapping[str, Any], group_index: int, index: int) -> dict[str, Any]:
-    names = group.get("param_names") or ()
-    spellings = {names[index], canonical_name(names[index])} if index < len(names) else ()
+    names = (group.get("param_names") or ())[index : index + 1]
     where = f"'{parameter_name(group, group_index, index)}'"
-    found = {o.name: o.of(group, spellings, group["params"][index], where) for o in options}
+
+    def is_matched(patterns: Sequence[str]) -> bool:
+        if patterns and not names:
+            raise ValueError(f"{where} has no name for the pattern {patterns[0]!r}")
+        return any(matches(pattern, names) for pattern in patterns)
+
+    found = {o.name: o.of(group, is_matched, group["params"][index], where) for o in options}
     return {name: choice for name, choice in found.items() if choice is not None}
 
 

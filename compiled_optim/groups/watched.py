@@ -61,6 +61,10 @@ class WatchedDict(dict[K, V], Generic[K, V]):
         """Write without reporting, which the package does where nothing is to be derived anew."""
         super().__setitem__(key, value)
 
+    def update_quietly(self, values: Mapping[K, V]) -> None:
+        """Write all of ``values`` without reporting: all or none, whatever interrupts it."""
+        dict.update(self, values)
+
     def drop_quietly(self, key: K) -> None:
         """Remove without reporting."""
         super().__delitem__(key)

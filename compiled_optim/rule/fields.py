@@ -10,7 +10,7 @@ import dataclasses
 import inspect
 import math
 import numbers
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -223,12 +223,12 @@ class Scale(Choice):
 class Option(Choice):
     """A choice of a group from which follows what shapes the code and the state of each of its parameters.
 
-    ``of`` gets the group's entries, the spellings of the parameter's name, none without names, the parameter, and what to
+    ``of`` gets the group's entries, whether one of some patterns matches the parameter's name, the parameter, and what to
     call it in messages. It returns a hashable value, or None where the choice says nothing about this parameter, and raises
     ``TypeError`` or ``ValueError`` where it does not fit. ``valid`` raises these for the choice alone.
     """
 
-    of: Callable[[Mapping[str, Any], Collection[str], Tensor, str], Any]
+    of: Callable[[Mapping[str, Any], Callable[[Sequence[str]], bool], Tensor, str], Any]
     valid: Callable[[Any, str], None]
 
     def check(self, value: Any, where: str = "") -> None:

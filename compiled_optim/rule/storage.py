@@ -7,8 +7,7 @@ parameter, weight decay and lookahead too, is done to a number of 32 bits.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -23,16 +22,18 @@ from compiled_optim.rule.vocabulary import where
 
 MODES = ("kahan", "stochastic", "split8", "split16", "master")
 REST_BITS = {"split8": 8, "split16": 16}
-_ROUNDED = ("stochastic", "kahan", "split8")  # by numbers of each step
+ROUNDED = ("stochastic", "kahan", "split8")
+"""The modes that round by numbers of each step, so that steps of any size add up."""
 INT8 = "int8"
 MINIMUM = 4096
-"""Elements below which a parameter keeps full state and weights, as those of :data:`EXCLUDE` do."""
+"""Elements below which a parameter keeps full state and weights, as if ``exclude`` named it."""
 
-_HALVES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+HALVES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _STATE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-_CODES = {"signed": torch.int8, "unsigned": torch.uint8}
-_RESTS = {"split8": torch.int8, "split16": torch.int16}
+CODE_DTYPES = {"signed": torch.int8, "unsigned": torch.uint8}
+REST_DTYPES = {"split8": torch.int8, "split16": torch.int16}
 
+_Matcher: TypeAlias = Callable[[Sequence[str]], bool]  # whether one of some patterns matches a parameter's name
 StateDtype: TypeAlias = "torch.dtype | str | Mapping[str, torch.dtype | str] | None"
 
 
@@ -57,7 +58,7 @@ def _rounded_by_step(choices: Mapping[str, Any], signs: Mapping[str, Any]) -> di
 
     They are rounded by a number of each step, see :func:`formats.threshold_of`.
     """
-    few = (INT8, *_HALVES.values())
+    few = (INT8, *HALVES.values())
     return {name: dtype for name, dtype in choices.get("state_dtype", ()) if dtype in few and name in signs}
 
 
@@ -73,7 +74,7 @@ def _dtype(buffer: Buffer) -> Callable[[Mapping[str, Any]], torch.dtype | None]:
             return torch.float32
         if chosen == INT8:
             assert buffer.int8
-            return _CODES[buffer.int8]
+            return CODE_DTYPES[buffer.int8]
         return None if chosen is None else getattr(torch, chosen)
 
     return dtype
@@ -81,7 +82,7 @@ def _dtype(buffer: Buffer) -> Callable[[Mapping[str, Any]], torch.dtype | None]:
 
 _PARTS = (
     Buffer(lambda c: _mode(c) == "kahan", name="kahan_comp"),
-    Buffer(lambda c: _mode(c) in REST_BITS, dtype=lambda c: _RESTS[_mode(c) or ""], name="remainder"),
+    Buffer(lambda c: _mode(c) in REST_BITS, dtype=lambda c: REST_DTYPES[_mode(c) or ""], name="remainder"),
     Buffer(lambda c: _mode(c) == "master", dtype=lambda c: torch.float32, name="master_param"),
 )
 PARTS = tuple(part.name for part in _PARTS)
@@ -123,7 +124,7 @@ def stored(rule: Rule) -> Rule:
 
     def coefficients(**values: Any) -> dict[str, Any]:
         numbers = rule.evaluated(values)
-        if _mode(values) in _ROUNDED:
+        if _mode(values) in ROUNDED:
             numbers["noise"] = formats.key_of(values["step"], values["seed"])
         if _rounded_by_step(values, signs):
             numbers["threshold"] = formats.threshold_of(values["step"])
@@ -185,7 +186,7 @@ def parts_of(value: Any, values: Mapping[str, Any], mode: str, dtype: str) -> di
     """
     if mode == "stochastic":
         return {"param": formats.randomly_rounded(value, formats.noise_of(values["c"].noise, values[INDEX]), dtype)}
-    noise = integer(values["c"].noise) if mode in _ROUNDED and values else None
+    noise = integer(values["c"].noise) if mode in ROUNDED and values else None
     if mode in REST_BITS:
         param, rest = formats.split(value, dtype, REST_BITS[mode], noise)
         return {"param": param, "remainder": rest}
@@ -215,8 +216,8 @@ def _options(rule: Rule, signs: Mapping[str, Any]) -> tuple[Option, ...]:
     def valid_state(value: Any, what: str) -> None:
         _check_state_dtype(value, what, buffers, signs, rule.name)
 
-    def state_dtype(group: Mapping[str, Any], names: Collection[str], param: Tensor, where: str) -> Any:
-        return _state_dtypes(group, names, param, where, buffers, signs)
+    def state_dtype(group: Mapping[str, Any], is_matched: _Matcher, param: Tensor, where: str) -> Any:
+        return _state_dtypes(group, is_matched, param, where, buffers, signs)
 
     return (
         Option(None, of=_weights, valid=_check_weights, name="weights"),
@@ -270,29 +271,26 @@ def _check_state_dtype(value: Any, what: str, buffers: Sequence[str], signs: Map
                 f"{where}: 8 bits are too few for '{name}' of {optimizer}, to which steps add or which they subtract; "
                 "choose torch.bfloat16 or torch.float32 for it"
             )
-    if value in (INT8, *_HALVES) and not isinstance(value, Mapping) and not signs:
+    if value in (INT8, *HALVES) and not isinstance(value, Mapping) and not signs:
         raise ValueError(
             f"{what}={value!r}: {optimizer} has no state that so few bits hold well; choose it by name, in a dict"
         )
 
 
-def _is_excluded(group: Mapping[str, Any], names: Collection[str], param: Tensor, where: str) -> bool:
-    parts = [part for pattern in group.get("exclude") or () for part in pattern.split("|")]
-    if parts and not names:
-        raise ValueError(f"exclude has patterns of names, and {where} has no name")
-    return param.numel() < MINIMUM or any(fnmatchcase(name, part) for part in parts for name in names)
+def _is_excluded(group: Mapping[str, Any], is_matched: _Matcher, param: Tensor) -> bool:
+    return is_matched(group.get("exclude") or ()) or param.numel() < MINIMUM
 
 
-def _weights(group: Mapping[str, Any], names: Collection[str], param: Tensor, where: str) -> tuple[str, str] | None:
+def _weights(group: Mapping[str, Any], is_matched: _Matcher, param: Tensor, where: str) -> tuple[str, str] | None:
     mode, kahan_sum = group.get("weights"), group.get("kahan_sum", False)
     if mode not in (None, "kahan") and kahan_sum is not False:
         raise ValueError(f"kahan_sum={kahan_sum} of {where} does not go with weights={mode!r}")
-    half = _HALVES.get(param.dtype)
+    half = HALVES.get(param.dtype)
     if mode is None and (kahan_sum is False or half is None):
         return None
     if group.get("differentiable"):
         raise ValueError(f"weights={mode or 'kahan'!r} of {where} does not go with differentiable=True")
-    if _is_excluded(group, names, param, where):
+    if _is_excluded(group, is_matched, param):
         return None if half is None else ("master", half)
     if half is None:
         reason = "is for parameters in bfloat16 or float16"
@@ -302,7 +300,7 @@ def _weights(group: Mapping[str, Any], names: Collection[str], param: Tensor, wh
 
 def _state_dtypes(
     group: Mapping[str, Any],
-    names: Collection[str],
+    is_matched: _Matcher,
     param: Tensor,
     where: str,
     buffers: Sequence[str],
@@ -310,15 +308,15 @@ def _state_dtypes(
 ) -> tuple[tuple[str, str], ...] | None:
     chosen = group.get("state_dtype")
     if chosen is None:
-        if _weights(group, names, param, where) is None or not _is_excluded(group, names, param, where):
+        if _weights(group, is_matched, param, where) is None or not _is_excluded(group, is_matched, param):
             return None
         chosen = torch.float32
     if not isinstance(chosen, Mapping):
-        is_low = chosen in (INT8, *_HALVES)  # too few bits for anything but averages
+        is_low = chosen in (INT8, *HALVES)  # too few bits for anything but averages
         chosen = {b: chosen if b in signs or not is_low else None for b in buffers}
-    full = torch.float32 if param.dtype in _HALVES else param.dtype
-    if is_excluded := _is_excluded(group, names, param, where):
-        chosen = dict.fromkeys(chosen, full)
+    full = torch.float32 if param.dtype in HALVES else param.dtype
+    if is_excluded := _is_excluded(group, is_matched, param):
+        chosen = dict.fromkeys(buffers, full)
     elif group.get("differentiable"):
         raise ValueError(f"state_dtype of {where} does not go with differentiable=True")
     elif param.is_complex():

@@ -17,11 +17,10 @@ from compiled_optim.memory.sharding import local_gradient
 from compiled_optim.plan.clipping import Clipping
 from compiled_optim.plan.compilations import CompilationLog
 from compiled_optim.plan.plan import Member, Plan
-from compiled_optim.rule.storage import INT8, scale_name
+from compiled_optim.rule.storage import HALVES, INT8, ROUNDED, scale_name
 from compiled_optim.state import ParamState
 
 _CHOICES = ("weights", "state_dtype")  # how things are stored
-_AT_RANDOM = ("stochastic", "kahan", "split8")  # rounded so that steps of any size add up
 
 
 @dataclass(frozen=True)
@@ -149,7 +148,7 @@ def _wide(tensor: Tensor) -> Tensor:
 def _half_unit(value: Tensor, plan: Plan, member: Member) -> Tensor:
     """Half of the distance from each number to the next that can be stored; 0 where steps of any size add up."""
     mode, _ = plan.statics.get("weights") or (None, None)
-    if mode in _AT_RANDOM:
+    if mode in ROUNDED:
         return torch.zeros_like(value)
     kept = torch.finfo(torch.float32 if mode else member.param.dtype)
     power = torch.frexp(value.abs().clamp(min=torch.finfo(member.param.dtype).smallest_normal)).exponent - 1
@@ -157,7 +156,7 @@ def _half_unit(value: Tensor, plan: Plan, member: Member) -> Tensor:
 
 
 def _remedy(plan: Plan, member: Member) -> str:
-    is_half = member.param.dtype in (torch.bfloat16, torch.float16)
+    is_half = member.param.dtype in HALVES
     if is_half and "weights" not in plan.statics:
         elementwise = plan.rule.granularity == "element" and plan.rule.gradients == "dense"
         return "use weights='split8', 'kahan' or 'stochastic'" if elementwise else "keep it in float32"

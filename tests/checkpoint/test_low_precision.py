@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import math
 from collections.abc import Callable, Mapping
@@ -408,6 +409,22 @@ class TestAssignedOptions:
                 if target in PARTS and source in PARTS:
                     assert _ulps(param, difference) <= UNITS[target]
             _train(optimizer, model, range(2, 3))
+
+    @pytest.mark.parametrize("source", PARTS)
+    @pytest.mark.parametrize("target", PARTS)
+    def test_an_interrupt_between_two_writes_loses_no_bit(self, source: str, target: str) -> None:
+        """A new part is there before the old one goes, and counts from then on."""
+        optimizer, model = _run(weights=source)
+        param, finished = model["rows"], copy.deepcopy(optimizer)
+        finished.param_groups[0]["weights"] = target
+        finished.state_dict()
+        wanted = finished.state[finished.param_groups[0]["params"][0]]
+        if PARTS[source] != PARTS[target]:
+            optimizer.state[param][PARTS[target]] = wanted[PARTS[target]].clone()
+        optimizer.param_groups[0]["weights"] = target
+        optimizer.state_dict()
+        assert optimizer.state[param].keys() == wanted.keys()
+        assert torch.equal(optimizer.state[param][PARTS[target]], wanted[PARTS[target]])
 
     def test_the_step_that_follows(self) -> None:
         """It is that of an optimizer with the option, which loaded the state."""

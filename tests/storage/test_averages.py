@@ -69,6 +69,12 @@ def test_excluded_parameters_have_full_state_without_a_choice_of_dtype() -> None
     assert optimizer.state[params["other"]]["exp_avg"].dtype == torch.bfloat16
 
 
+def test_excluded_parameters_have_all_of_their_state_full() -> None:
+    param = torch.nn.Parameter(torch.zeros(4096, dtype=torch.bfloat16))
+    optimizer = co.AdamW({"kept": param}, state_dtype={"exp_avg": "int8"}, exclude=["kept"])
+    assert {optimizer.state[param][name].dtype for name in ("exp_avg", "exp_avg_sq")} == {torch.float32}
+
+
 def test_patterns_that_match_nothing_are_warnings() -> None:
     param = torch.nn.Parameter(torch.zeros(4096, dtype=torch.bfloat16))
     with pytest.warns(UserWarning, match="exclude: the pattern 'lm_hed' matches no parameter"):
