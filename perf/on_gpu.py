@@ -27,11 +27,12 @@ LIMIT = 570.0
 TIMINGS = {
     "step --workload gpt2-124m --rounds 51": 90.0,
     "bandwidth --dtype float32 bfloat16": 80.0,
+    "low-memory --rounds 51": 50.0,
     "step --workload small-148 small-1000 --rounds 51": 80.0,
-    "step --optimizer muon --workload gpt-matrices --rounds 51": 70.0,
-    "step --optimizer adafactor --workload gpt-matrices --rounds 51": 50.0,
+    "step --optimizer muon --workload gpt-matrices --rounds 31": 50.0,
+    "step --optimizer adafactor --workload gpt-matrices --rounds 31": 35.0,
     "step --optimizer sgd --workload gpt2-124m --rounds 51": 30.0,
-    "gates --only step bandwidth": 60.0,
+    "gates --only step bandwidth": 50.0,
     "gates --only first-step --tries 1": 100.0,
 }
 """Commands of ``python -m perf`` with their seconds, those worth most first."""

@@ -728,8 +728,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("check", CHECKS)
 def test_on_two_processes(check: str, directory: Path) -> None:
-    errors = two_processes.errors(check, directory)
-    assert errors == ["", ""], "\n".join(errors)
+    two_processes.passed(check, directory)
 
 
 @pytest.mark.parametrize("form", ["named", "False", "True"])

@@ -131,5 +131,4 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("check", CHECKS)
 def test_on_two_processes(check: str, directory: Path) -> None:
-    errors = two_processes.errors(check, directory)
-    assert errors == ["", ""], "\n".join(errors)
+    two_processes.passed(check, directory)

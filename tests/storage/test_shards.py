@@ -199,8 +199,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("check", CHECKS)
 def test_on_two_processes(check: str, directory: Path) -> None:
-    errors = two_processes.errors(check, directory)
-    assert errors == ["", ""], "\n".join(errors)
+    two_processes.passed(check, directory)
 
 
 def test_saved_on_two_processes_and_loaded_on_one(directory: Path) -> None:

@@ -26,35 +26,35 @@ class Case:
     dtype: torch.dtype = torch.bfloat16
     hard: bool = field(default=False, kw_only=True)
 
-    def run(self, lowering: str) -> dict[str, Tensor]:
+    def run(self, lowering: str, device: str = "cpu") -> dict[str, Tensor]:
         """Parameters and state after four steps: one is clipped and lacks a gradient, one is skipped.
 
         Parameters are in two groups. One has rows of whole groups of elements, one ends inside of such a group and of 16
         bytes, one is at an address that is no multiple of 16, and a small one has full state. A gradient is at such an
         address too, once.
         """
-        params = {name: nn.Parameter(values) for name, values in _tensors(self.dtype, 0).items()}
+        params = {name: nn.Parameter(values) for name, values in _tensors(self.dtype, 0, device).items()}
         first, *others = params.items()
         groups = [{"params": [first]}, {"params": others, "lr": 0.03, "weight_decay": 0.3}]
         optimizer = self.optimizer(groups, lr=0.1, lowering=lowering, **self.options)
         for step in range(4):
-            for i, (name, grad) in enumerate(_tensors(self.dtype, 1 + step).items()):
+            for i, (name, grad) in enumerate(_tensors(self.dtype, 1 + step, device).items()):
                 grad = _clipped(grad) if step == 1 else grad
                 params[name].grad = None if (step, i) == (1, 1) else _shifted(grad) if (step, i) == (3, 0) else grad
             optimizer.max_grad_norm = 0.7 if step == 1 else None
             rows = params["rows"].grad
             optimizer.skip_nonfinite = step == 2
             if step == 2 or (self.hard and step == 0):
-                rows.view(-1)[:300:100] = torch.tensor([INFINITE, -INFINITE, NOT_A_NUMBER], dtype=rows.dtype)
+                rows.view(-1)[:300:100] = rows.new_tensor([INFINITE, -INFINITE, NOT_A_NUMBER])
             optimizer.step()
         assert optimizer.skipped_steps.item() == 1
         found = {f"{name} param": param.detach() for name, param in params.items()}
         return found | {f"{n} {entry}": v for n, param in params.items() for entry, v in optimizer.state[param].items()}
 
 
-def _tensors(dtype: torch.dtype, seed: int) -> dict[str, Tensor]:
+def _tensors(dtype: torch.dtype, seed: int, device: str) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    made = {name: torch.randn(*shape, generator=generator).to(dtype) for name, shape in _SHAPES.items()}
+    made = {name: torch.randn(*shape, generator=generator).to(device, dtype) for name, shape in _SHAPES.items()}
     return made | {"unaligned": _shifted(made["unaligned"])}
 
 
@@ -64,7 +64,7 @@ _SHAPES = {"rows": (18, 64), "ragged": (1063,), "unaligned": (1040,), "small": (
 def _clipped(grad: Tensor) -> Tensor:
     """A gradient like ``grad`` whose norm no rounding changes: 1024 numbers are 1 or -1, the others 0."""
     count = min(1024, grad.numel())
-    return torch.cat([grad.flatten()[:count].sign(), torch.zeros(grad.numel() - count, dtype=grad.dtype)]).view_as(grad)
+    return torch.cat([grad.flatten()[:count].sign(), grad.new_zeros(grad.numel() - count)]).view_as(grad)
 
 
 def _shifted(tensor: Tensor) -> Tensor:

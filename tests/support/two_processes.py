@@ -14,13 +14,14 @@ import torch.distributed as dist
 
 
 def run(checks: Mapping[str, Callable[[Path], None]], directory: Path) -> None:
-    """Call each of ``checks``, functions of a module, with ``directory``, where :func:`errors` finds what failed."""
+    """Call each of ``checks``, functions of a module, with ``directory``, where :func:`passed` finds what failed."""
     torch.multiprocessing.spawn(_worker, (dict(checks), directory), nprocs=2)
 
 
-def errors(check: str, directory: Path) -> list[str]:
-    """The traceback of a check on each process, or an empty string."""
-    return [(directory / f"{check}.{rank}").read_text() for rank in range(2)]
+def passed(check: str, directory: Path) -> None:
+    """Fail with the tracebacks of a check that failed on a process."""
+    errors = [(directory / f"{check}.{rank}").read_text() for rank in range(2)]
+    assert errors == ["", ""], "\n".join(errors)
 
 
 def _worker(rank: int, checks: Mapping[str, Callable[[Path], None]], directory: Path) -> None:

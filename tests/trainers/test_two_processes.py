@@ -235,5 +235,4 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "check", [pytest.param(name, marks=needs("accelerate")) if name in OF_ACCELERATE else name for name in CHECKS]
 )
 def test_on_two_processes(check: str, directory: Path) -> None:
-    errors = two_processes.errors(check, directory)
-    assert errors == ["", ""], "\n".join(errors)
+    two_processes.passed(check, directory)
