@@ -156,9 +156,8 @@ def _converted_part(
 ) -> dict[str, Tensor | None]:
     mode, half = choices.get("weights") or ("", "")
     new = part_of(choices)
-    if (
-        new is not None and new in entries and mode_of(new, entries[new]) == mode
-    ):  # an interrupted conversion may have left another one
+    is_there = new is not None and new in entries and mode_of(new, entries[new]) == mode
+    if is_there:  # beside what an interrupted conversion left
         return {name: None for name in PARTS if name in entries and name != new}
     if (name := stored_part(entries)) is None:
         return {}
