@@ -86,6 +86,16 @@ class Capturable:
         """Make hyperparameters that were assigned known to kernels that run without being prepared."""
         self._hypers.refresh()
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether :meth:`settle` has nothing to do, as far as that can be seen without looking at hyperparameters."""
+        return self._table.gradients.reserved > 0
+
+    def settle(self) -> None:
+        """Make what a launch, which may be captured, uses and what outlives it, after it was compiled."""
+        self._hypers.refresh()
+        self._table.gradients.reserve(1)
+
     def copied(self) -> list[int]:
         """The addresses of the hyperparameters and clipping that preparing copies, since kernels cannot read them."""
         return self._hypers.copied()

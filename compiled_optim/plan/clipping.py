@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from compiled_optim.memory.layout import scalar, scalar_dtype
+from compiled_optim.torch_internals import outside_inference_mode
 
 NAMES = ("max_grad_norm", "grad_scale", "found_inf", "skip_nonfinite")
 """The numbers of one step, in the order in which kernels and :func:`~compiled_optim.lowering.gradient.scaled` take them."""
@@ -20,12 +21,17 @@ _NEUTRAL = {"max_grad_norm": math.inf, "grad_scale": 1.0, "found_inf": 0.0, "ski
 
 
 class Clipping:
-    """The clipping of one optimizer, as 0-dim tensors, and what its last step made of them. Numbers go to ``device``."""
+    """The clipping of one optimizer, as 0-dim tensors, and what its last step made of them. Numbers go to ``device``.
+
+    Numbers that are assigned as ``max_grad_norm`` are written into one tensor, which whoever reads it then follows.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         # The arguments of `take` and the tensors made of them. One assignment replaces both, so no interrupt parts them.
         self._taken: tuple[tuple[Any, ...], dict[str, Tensor]] = ((None, None, None, False), {})
+        with outside_inference_mode():
+            self._number = scalar(math.inf, device)  # of every max_grad_norm that is no tensor, with one address for life
         self._neutral: dict[torch.device, dict[str, Tensor]] = {}
         self._outcomes: dict[torch.device, Tensor] = {}
 
@@ -56,6 +62,9 @@ class Clipping:
             raise ValueError(f"max_grad_norm must be >= 0, got {float(max_grad_norm)}")
         if skip_nonfinite:
             values["skip_nonfinite"] = self._values.get("skip_nonfinite", self._tensor("skip_nonfinite", 1.0))
+        if values.get("max_grad_norm") is self._number and max_grad_norm is not self._given[0]:
+            self._taken = ((object(), *self._given[1:]), self._values)  # until the number is written, whatever interrupts it
+            self._number.fill_(float(max_grad_norm))
         self._taken = (given, values)
 
     @property
@@ -109,7 +118,7 @@ class Clipping:
             return value  # itself, so that it is followed wherever its owner puts its memory
         if isinstance(value, (str, bytes, bool)) or not hasattr(value, "__float__"):
             raise TypeError(f"{name} must be a number, a 1-element tensor or None, got {value!r}")
-        return scalar(float(value), self.device)
+        return self._number if name == "max_grad_norm" else scalar(float(value), self.device)
 
 
 def _plain(tensor: Tensor) -> Tensor:

@@ -151,6 +151,24 @@ class Engine:
         self.holdings.hand_captures.leave()
         return None if grads is None else list(map(grad_of, self.params))
 
+    @outside_inference_mode()
+    def settle(self) -> Step:
+        """The step, with everything that it needs, so that taking it allocates nothing that stays; see :meth:`Step.settle`.
+
+        Raises:
+            TypeError, ValueError, RecompileError: as the optimizer's ``step``.
+        """
+        with self.lock:
+            step = self.current()
+            if not step.describes([None] * len(step.params)):  # a parameter or its state moved
+                self.renew()
+            assert self.step is not None
+            try:
+                self.step.settle(self.clipping)
+            except CompilerError:  # which lets the plans have another lowering
+                return self.settle()
+            return self.step
+
     def prepare_load(self, state_dict: Any, strict: bool, hyperparameters: Any) -> PreparedLoad:
         """Check all of a load, after the hooks that come before it. The caller holds :attr:`lock` until it is written.
 

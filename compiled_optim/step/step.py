@@ -73,6 +73,13 @@ class Step:
         """Why a graph that is being captured cannot hold this step; empty if it can."""
         return "" if self.is_current() else "groups or state changed since the last step"
 
+    def settle(self, clipping: tuple[Any, ...]) -> None:
+        """Make everything that :meth:`launch` uses, so that preparing and launching allocate nothing that stays.
+
+        That holds until groups, state or clipping change, for gradients of the dtypes that they had last, or of their
+        parameters', and for one launch that is captured. ``CompilerError`` as :meth:`prepare`.
+        """
+
     def prepare(self, grads: list[Tensor | None] | None) -> None:
         """Take ``grads``, one entry for each of ``params``, or their own; follow what was assigned. Nothing is updated yet.
 
@@ -212,9 +219,24 @@ class RuleStep(Step):
             return [None] * len(self.lowerings)
         return [list(map(grads.__getitem__, positions)) for positions in self._positions]
 
+    def settle(self, clipping: tuple[Any, ...]) -> None:
+        self._clipping.take(*clipping)
+        self._make(self._by_plan([None] * len(self.params)))
+        for lowering in self.lowerings:
+            self._clipping.outcome(lowering.plan.device)
+            if isinstance(lowering, Capturable):
+                lowering.settle()
+
     def prepare(self, grads: list[Tensor | None] | None) -> None:
         """Compile what is not compiled yet, and let every lowering take its gradients and what was assigned."""
-        changes, by_plan = self._holdings.changes, self._by_plan(grads)
+        by_plan = self._by_plan(grads)
+        self._make(by_plan)
+        for lowering, own in zip(self.lowerings, by_plan, strict=True):
+            lowering.prepare(own)
+
+    def _make(self, by_plan: Sequence[list[Tensor | None] | None]) -> None:
+        """Make what the lowerings and the norm need and what does not exist yet; ``by_plan`` are their gradients."""
+        changes = self._holdings.changes
         for lowering, own in zip(self.lowerings, by_plan, strict=True):
             if not lowering.is_compiled:
                 changes.pending = True  # to the end, whatever interrupts it
@@ -228,8 +250,6 @@ class RuleStep(Step):
         if self._clipping.measures_norm and self._square_sums is None:
             self._square_sums = SquareSums(self.lowerings)
             self._holdings.hand_captures.leave()
-        for lowering, own in zip(self.lowerings, by_plan, strict=True):
-            lowering.prepare(own)
 
     def launch(self, closure: Callable[[], Any] | None = None) -> None:
         """Evaluate the schedules, measure the gradients where that is needed, and update."""
@@ -246,6 +266,11 @@ class RuleStep(Step):
     def finish(self) -> None:
         for lowering in self.lowerings:
             lowering.finish()
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether a launch that is captured finds memory for what it alone may read."""
+        return all(lowering.is_settled for lowering in self.lowerings if isinstance(lowering, Capturable))
 
     def obstacle(self, grads: list[Tensor | None] | None, clipping: tuple[Any, ...]) -> str:
         """What a graph could not hold: anything but the work of a step like the last one."""

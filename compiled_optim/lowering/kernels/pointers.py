@@ -148,7 +148,7 @@ class GradientPointers:
         self._is_known = True  # whether the memory of the device has what the host's has
         self.pointers = self._own
         self._spares: list[tuple[Tensor, Tensor]] = []  # memory for a captured step, and where the host writes
-        self._reserve(1)
+        self.reserve(1)
         self._captured: list[tuple[Tensor, Tensor]] = []  # read by every replay
         self._later: list[tuple[Tensor, Tensor]] | None = None  # captured ones that are uploaded after the capture
 
@@ -164,7 +164,7 @@ class GradientPointers:
             self.pointers = self._own
             if self._device.type != "cpu":
                 self.pointers.copy_(torch.from_numpy(self._host).pin_memory(), non_blocking=True)
-            self._reserve(1)
+            self.reserve(1)
             self._is_known = True
 
     def publish_marks(self, marks: Sequence[bool]) -> None:
@@ -178,7 +178,7 @@ class GradientPointers:
         Args:
             steps: how many steps are captured at most; memory for them cannot be made meanwhile.
         """
-        self._reserve(steps)
+        self.reserve(steps)
         self._later = []
         try:
             yield
@@ -187,7 +187,13 @@ class GradientPointers:
         finally:
             self._later = None
 
-    def _reserve(self, steps: int) -> None:
+    @property
+    def reserved(self) -> int:
+        """How many steps can be captured, each with memory of its own, which is made outside of captures."""
+        return len(self._spares)
+
+    def reserve(self, steps: int) -> None:
+        """Let :attr:`reserved` be at least ``steps``."""
         while len(self._spares) < steps:
             self._spares.append((torch.empty_like(self._own), self._host_memory()))
 
