@@ -183,7 +183,8 @@ class CompiledOptimizer(UsesGradients, Declared, Optimizer):
             if torch.compiler.is_compiling():
                 if self._engine.release is not None:
                     raise RuntimeError("compiled code cannot hold a step with gradient release: its backward runs no hooks")
-                record_step(self._engine.params, self._engine.number, self.gradients)
+                scaled = getattr(self, "grad_scale", None) is not None or getattr(self, "found_inf", None) is not None
+                record_step(self._engine, self.gradients, scaled=scaled)
             else:
                 self._engine.run()
         return loss

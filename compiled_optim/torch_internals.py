@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import ctypes
 import functools
@@ -18,6 +19,7 @@ from torch._compile import _disable_dynamo
 from torch._guards import TracingContext
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 outside_dynamo = _disable_dynamo  # decorator: never traced; unlike torch.compiler.disable it does not import the compiler
 
@@ -139,6 +141,50 @@ def is_capturing(device: torch.device) -> bool:
     return ask is not None and ask() is not None
 
 
+def can_capture(device: torch.device) -> bool:
+    """Whether graphs of ``device`` can hold its work."""
+    return device.type in CAPTURING
+
+
+def inductor_captures(device: torch.device) -> bool:
+    """Whether the capture that records the current stream of ``device`` is one of Inductor's own."""
+    trees = sys.modules.get("torch._inductor.cudagraph_trees")
+    if trees is None or device.type != "cuda" or not is_capturing(device):
+        return False
+    manager = trees.get_manager(device.index or 0, create_if_none_exists=False)
+    return manager is not None and torch.cuda.current_stream(device) == manager.stream
+
+
+def beside_graphs(function: Callable[[], T], device: torch.device) -> T:
+    """Call ``function`` on a thread of its own, and return what it returned when its work on ``device`` is done.
+
+    This thread may be recording a graph, or running what is to be recorded next in the memory of that graph. Neither holds
+    for another thread: what it makes stays.
+    """
+
+    def call() -> T:
+        if device.type != "cuda":
+            return function()
+        with torch.cuda.device(device):
+            made = function()
+            torch.cuda.current_stream(device).synchronize()
+            return made
+
+    if device.type == "cuda" and not is_capturing(device):  # a capture begins when all other work is done
+        torch.cuda.default_stream(device).wait_stream(torch.cuda.current_stream(device))
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        return thread.submit(call).result()
+
+
+def let_stay(tensor: Tensor) -> None:
+    """Tell compilers that ``tensor``, an input of what they compile, stays where it is from call to call.
+
+    Inductor's CUDA graphs then read and write it there, in place of a copy, and are recorded again should it move.
+    It is what ``torch._dynamo.mark_static_address`` does, without importing the compiler.
+    """
+    tensor._dynamo_static_input_type = "unguarded"  # type: ignore[attr-defined]
+
+
 def any_stream_captures() -> bool:
     """Whether the current stream or the one that ``torch.cuda.graph`` takes is being captured; nothing tells of others."""
     by_default = torch.cuda.graph.default_capture_stream
@@ -194,6 +240,17 @@ def refuse_tracing(what: str, advice: str) -> None:
         raise Unsupported(f"{what} cannot be traced by torch.compile; {advice}")
 
 
+def called_while_tracing(function: F) -> F:
+    """Decorator: Dynamo calls the function while it traces, and takes what it returns for a constant.
+
+    What it traced is valid for as long as arguments that are objects are the same ones. It is what
+    ``torch.compiler.assume_constant_result`` does, without importing the compiler.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@called_while_tracing
 def mend_tracing() -> None:
     """Undo the damage that tracing a training step does to later traces.
 
@@ -203,10 +260,6 @@ def mend_tracing() -> None:
     from torch._dynamo.variables import ConstantVariable
 
     ConstantVariable.create(None).source = None
-
-
-# What torch.compiler.assume_constant_result does, without importing the compiler: Dynamo calls it while it traces.
-mend_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def without_memory() -> contextlib.AbstractContextManager[Any]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from compiled_optim.groups.watched import Changes
 from compiled_optim.memory.layout import is_lost
 from compiled_optim.torch_internals import CAPTURING, fakes_are_made, is_fake, outside_fakes
 
@@ -28,6 +29,7 @@ class Live:
 
     Attributes:
         groups: those that an adopted tensor stands in, by their ids.
+        changes: where to report that the number became 0 or ceased to be; None where that shapes no step.
         is_driven: whether the device writes the number by itself, in a step or a graph, so that the host never knows it.
     """
 
@@ -35,6 +37,7 @@ class Live:
         self.tensor = tensor
         self.is_adopted = is_adopted
         self.groups: WeakValueDictionary[int, Any] = WeakValueDictionary()
+        self.changes: Changes | None = None
         self.is_driven = False
         self._on_host = tensor.device.type == "cpu" and "cpu" not in CAPTURING and type(tensor) is Tensor
         self._found: tuple[int, Any] = (-1, None)  # where the tensor lay, and its number there
@@ -93,6 +96,14 @@ class Live:
 
     def write(self, value: float | Tensor) -> None:
         """Let the number be ``value``, which may be a 1-element tensor on any device, by one operation on the device."""
+        if self.changes is None or (self.written == 0) == (not isinstance(value, Tensor) and value == 0):
+            self._write(value)
+            return
+        self.changes.pending = True
+        self._write(value)
+        self.changes.pending = True  # another thread may have rebuilt in between
+
+    def _write(self, value: float | Tensor) -> None:
         self._written = None  # until the end, whatever interrupts it
         if (
             self._on_host

@@ -97,6 +97,7 @@ class ParamGroup(WatchedDict[str, Any]):
         self._scales = {s.name for s in declaration.scales}
         self._structural = {s.name for s in (*declaration.statics, *declaration.options)} | self._scales
         self._structural |= {"params", "maximize", "differentiable"}
+        self._shaping = frozenset(declaration.structural_hypers)
         self._device = device
         self._is_meta = {p.is_meta for p in values["params"]} == {True}
         self._numbers: dict[str, Numbers] = {}
@@ -290,6 +291,7 @@ class ParamGroup(WatchedDict[str, Any]):
         before = self._numbers.get(key, ())
         held = self._numbers[key] = Numbers(numbers, self._itself, key, self._hypers[key].is_tuple)
         for number in (*before, *held):
+            number.changes = self._changes if key in self._shaping else number.changes
             if number.is_adopted:
                 is_here = any(n is number for numbers in self._numbers.values() for n in numbers)
                 number.groups.update({id(self): self}) if is_here else number.groups.pop(id(self), None)

@@ -140,6 +140,12 @@ class Plan:
         """Whether somebody gave a state tensor other memory with ``.data =``, for example to offload it."""
         return self.addresses.others_moved()
 
+    def memory(self) -> list[object]:
+        """What holds the memory of state and hyperparameters, also once somebody gave such a tensor other memory."""
+        tensors = [t for m in self.members for t in m.entries.values()]
+        tensors += [t for group in self.groups for h in self.hypers for t in group.tensors(h.name)]
+        return [t.untyped_storage() for t in tensors if has_memory(t)]
+
     def read(self, grads: list[Tensor | None] | None, *, state: bool, keep_alive: bool) -> bool:
         """Look at parameters and ``grads``, None for their own gradients, and say whether the plan still describes them.
 

@@ -24,10 +24,14 @@ from compiled_optim.step.holdings import Holdings
 from compiled_optim.step.step import Step
 from compiled_optim.step.use_of_gradients import refuse_whole
 from compiled_optim.torch_internals import (
+    beside_graphs,
+    can_capture,
     current_capture,
     fakes_are_made,
+    inductor_captures,
     is_capturing,
     is_fake,
+    let_stay,
     outside_dynamo,
     outside_inference_mode,
 )
@@ -81,6 +85,7 @@ class Engine:
         self.launches = 0  # how many updates of some parameters or of all were launched here
         self.runs = 0  # how many steps were run here, captured ones among them
         self.steps = 0  # how many were taken, replayed ones among them
+        self._is_in_graphs = False  # whether compiled code may hold CUDA graphs of steps
         self.given: dict[str, tuple[Any, Any]] = {}  # defaults, and the tensors that they were given as, for groups to adopt
         self._changes.pending = True
         self.holdings = Holdings(kind, lowering, self._changes)
@@ -89,6 +94,11 @@ class Engine:
     def params(self) -> list[Tensor]:
         """All parameters, group by group, as they were when the step was made last."""
         return [] if self.step is None else self.step.params
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """Where steps work."""
+        return () if self.step is None else self.step.devices
 
     @property
     def live(self) -> list[dict[str, Any]]:
@@ -151,7 +161,11 @@ class Engine:
         self.holdings.hand_captures.leave()
         return None if grads is None else list(map(grad_of, self.params))
 
-    @outside_inference_mode()
+    @property
+    def is_outdated(self) -> bool:
+        """Whether groups, state or clipping changed, so that :attr:`step` will be made anew."""
+        return self._changes.pending
+
     def settle(self) -> Step:
         """The step, with everything that it needs, so that taking it allocates nothing that stays; see :meth:`Step.settle`.
 
@@ -159,15 +173,55 @@ class Engine:
             TypeError, ValueError, RecompileError: as the optimizer's ``step``.
         """
         with self.lock:
-            step = self.current()
-            if not step.describes([None] * len(step.params)):  # a parameter or its state moved
-                self.renew()
+            self._settle([None] * len(self.current().params))
             assert self.step is not None
-            try:
-                self.step.settle(self.clipping)
-            except CompilerError:  # which lets the plans have another lowering
-                return self.settle()
             return self.step
+
+    @outside_inference_mode()
+    def _settle(self, grads: list[Tensor | None]) -> list[Tensor | None]:
+        """:meth:`settle` for gradients like ``grads``, which are returned in the order in which the parameters are now."""
+        step = self.step
+        if step is None or not step.is_current() or not step.describes(grads):
+            found = self.renew(grads)
+            assert found is not None
+            grads = found
+        assert self.step is not None
+        try:
+            self.step.settle(self.clipping)
+        except CompilerError:  # which lets the plans have another lowering
+            return self._settle(grads)
+        return grads
+
+    def settle_for_graphs(self) -> bool:
+        """Make the step current, and settled where a compiler's CUDA graph can hold it. Whether one can."""
+        with self.lock:
+            if not self._fits_graphs(self.current()):
+                return False
+            step = self.settle()
+            for param in step.params:
+                let_stay(param)
+            self._is_in_graphs = self._fits_graphs(step)
+            return self._is_in_graphs
+
+    def follow_clipping(self) -> None:
+        """Let CUDA graphs of compiled code know what of clipping was assigned, since replays ask nobody; or leave them.
+
+        Raises:
+            TypeError, ValueError: what was assigned does not fit.
+        """
+        if not self._is_in_graphs or any(map(is_capturing, self.devices)):
+            return
+        with self.lock:
+            if self.current().follow(self.clipping) is None:
+                self._changes.pending = True
+
+    def _fits_graphs(self, step: Step) -> bool:
+        """Whether replays do all that steps must do, for as long as nothing is reported."""
+        is_plain = self.release is None and self.launcher is None and isinstance(step.graph, Step) and not step.only_whole
+        limit, grad_scale, found_inf, _ = self.clipping
+        is_near = not isinstance(limit, Tensor) or [limit.device] == [*step.devices]
+        is_captured = bool(step.devices) and all(map(can_capture, step.devices))
+        return is_plain and is_captured and is_near and grad_scale is None and found_inf is None
 
     def prepare_load(self, state_dict: Any, strict: bool, hyperparameters: Any) -> PreparedLoad:
         """Check all of a load, after the hooks that come before it. The caller holds :attr:`lock` until it is written.
@@ -197,6 +251,29 @@ class Engine:
             loss = step.launch(closure) if self.launcher is None else self.launcher(step, closure)
             self.finish(step)
         return loss
+
+    def run_in_graph(self, grads: list[Tensor | None]) -> None:
+        """Do as :meth:`run` in compiled code, which a compiler may be recording in a CUDA graph, or be about to.
+
+        What is made meanwhile would lie in the graph's memory, so what is missing is made apart from it.
+        """
+        with self.lock:
+            step = self.step
+            assert step is not None
+            captures = [device for device in step.devices if is_capturing(device)]
+            if captures and not all(map(inductor_captures, captures)):
+                self.run(grads)  # somebody else's capture
+                return
+            if step.obstacle(grads, self.clipping) or not step.is_settled:
+                own = grads
+                grads = beside_graphs(lambda: self._settle(own), step.devices[0])
+                step = self.step
+                assert step is not None
+            if captures and isinstance(refusal := step.graph, str):
+                raise RuntimeError(refusal)
+            step = self.prepare(grads, by_inductor=True)
+            step.launch()
+            self.finish(step)
 
     def update(self, grads: list[Tensor | None], *, goes_on: bool) -> None:
         """Update those parameters that have a gradient in ``grads``, one entry for each.
@@ -235,14 +312,16 @@ class Engine:
         found = list(map(gradient, params)) if grads is None else grads
         self.update(self.holdings.accumulated.rest(params, found), goes_on=False)
 
-    def prepare(self, grads: list[Tensor | None] | None = None) -> Step:
+    def prepare(self, grads: list[Tensor | None] | None = None, *, by_inductor: bool = False) -> Step:
         """The host's part of a step, which may be a new one; nothing is updated yet. ``grads`` as in :meth:`Step.prepare`.
+
+        ``by_inductor`` says that a capture, if there is one, is Inductor's: it drops its graphs when the step is made anew.
 
         Raises:
             TypeError, ValueError, RecompileError, RuntimeError: as the optimizer's ``step``.
         """
         step, clipping = self.step, self.clipping
-        if step is not None and any(map(is_capturing, step.devices)):
+        if step is not None and not by_inductor and any(map(is_capturing, step.devices)):
             self._check_capture(step, grads, clipping)
         if fakes_are_made() and not all(map(is_fake, self.params)):
             raise RuntimeError(

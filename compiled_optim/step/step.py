@@ -80,6 +80,11 @@ class Step:
         parameters', and for one launch that is captured. ``CompilerError`` as :meth:`prepare`.
         """
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether there is memory that only a launch which is captured reads."""
+        return True
+
     def prepare(self, grads: list[Tensor | None] | None) -> None:
         """Take ``grads``, one entry for each of ``params``, or their own; follow what was assigned. Nothing is updated yet.
 
@@ -163,6 +168,7 @@ class RuleStep(Step):
         self._schedules = holdings.schedules
         self._schedules.follow(groups, plans)
         self._square_sums: SquareSums | None = None
+        self._pinned: list[object] = []  # what graphs may use for as long as this step is the present one
         place = {id(p): i for i, p in enumerate(self.params)}
         self._positions = [[place[id(p)] for p in plan.params] for plan in plans]
         planned = {i for positions in self._positions for i in positions}
@@ -226,6 +232,7 @@ class RuleStep(Step):
             self._clipping.outcome(lowering.plan.device)
             if isinstance(lowering, Capturable):
                 lowering.settle()
+        self._pinned = [memory for lowering in self.lowerings for memory in lowering.plan.memory()]
 
     def prepare(self, grads: list[Tensor | None] | None) -> None:
         """Compile what is not compiled yet, and let every lowering take its gradients and what was assigned."""
@@ -269,7 +276,6 @@ class RuleStep(Step):
 
     @property
     def is_settled(self) -> bool:
-        """Whether a launch that is captured finds memory for what it alone may read."""
         return all(lowering.is_settled for lowering in self.lowerings if isinstance(lowering, Capturable))
 
     def obstacle(self, grads: list[Tensor | None] | None, clipping: tuple[Any, ...]) -> str:

@@ -7,8 +7,9 @@ hyperparameters belong to the optimizer, which the operator finds by its number.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from operator import is_
-from typing import Protocol
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from compiled_optim.memory.sharding import local, traced_part
 from compiled_optim.rule.rule import Gradients
-from compiled_optim.torch_internals import mend_tracing
+from compiled_optim.torch_internals import called_while_tracing, mend_tracing
 
 
 class Steppable(Protocol):
@@ -26,8 +27,26 @@ class Steppable(Protocol):
     def params(self) -> list[Tensor]:
         """The parameters, in the order the operator's positions refer to."""
 
+    @property
+    def number(self) -> int:
+        """What :func:`register` returned."""
+
+    @property
+    def step(self) -> object:
+        """What runs steps now; another object when groups, state or clipping changed."""
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether :attr:`step` is about to be another object."""
+
+    def settle_for_graphs(self) -> bool:
+        """Make :attr:`step` current, and all that it needs where a compiler's CUDA graph can hold it. Whether one can."""
+
     def run(self, grads: list[Tensor | None] | None = None) -> None:
         """Update the parameters from ``grads``, one entry for each, or from their own."""
+
+    def run_in_graph(self, grads: list[Tensor | None]) -> None:
+        """Do so where a compiler may be recording a CUDA graph, or be about to."""
 
 
 _optimizers: WeakValueDictionary[int, Steppable] = WeakValueDictionary()
@@ -41,19 +60,43 @@ def register(optimizer: Steppable) -> int:
     return number
 
 
-def record_step(owned: list[Tensor], number: int, gradients: Gradients) -> None:
-    """Record the step of the optimizer of this number in the graph that is being traced.
+@called_while_tracing
+def settle(engine: Steppable) -> bool:
+    """:meth:`Steppable.settle_for_graphs`."""
+    return engine.settle_for_graphs()
 
-    It reads nothing that Dynamo treats specially. ``owned`` are the optimizer's parameters.
+
+@called_while_tracing
+def depend_on(step: object) -> None:
+    """Let what is traced be valid for as long as ``step`` is the same object."""
+
+
+def record_step(engine: Any, gradients: Gradients, *, scaled: bool) -> None:
+    """Record a step in the graph that is being traced.
+
+    It reads nothing that Dynamo treats specially. ``engine`` is a :class:`Steppable`; ``scaled`` says that a gradient scaler
+    calls the step, with tensors that are other ones each time.
     """
     mend_tracing()
+    stays = settle(engine)
+    owned, number = engine.params, engine.number
     if gradients == "sparse":
         torch.ops.compiled_optim.step_own_gradients(owned, number)
         return
     positions = [i for i, p in enumerate(owned) if p.grad is not None]
     params = [owned[i] for i in positions]
     grads = [traced_part(p.grad, p) for p in params]
-    torch.ops.compiled_optim.step([traced_part(p, p) for p in params], grads, positions, number)
+    updated = [traced_part(p, p) for p in params]
+    if stays and not scaled:
+        # A replay runs nothing of the host's, so whatever it depends on is guarded.
+        depend_on(engine.step)
+        for group in engine.holdings.groups:  # somebody may replace one without a report
+            depend_on(group)
+        if engine.is_outdated or engine.launcher is not None:
+            raise RuntimeError("the step changed while it was traced")
+        torch.ops.compiled_optim.step_in_graph(updated, grads, positions, number)
+    else:
+        torch.ops.compiled_optim.step(updated, grads, positions, number)
 
 
 # ``custom_op`` would wrap this in Python once more per dispatch key and count the versions of parameters one by one:
@@ -62,19 +105,32 @@ _library = torch.library.Library("compiled_optim", "FRAGMENT")  # type: ignore[n
 
 
 def _step(params: list[Tensor], grads: list[Tensor], positions: list[int], optimizer: int) -> None:
+    _run_with(_optimizers[optimizer].run, params, grads, positions, optimizer)
+
+
+def _step_in_graph(params: list[Tensor], grads: list[Tensor], positions: list[int], optimizer: int) -> None:
+    _run_with(_optimizers[optimizer].run_in_graph, params, grads, positions, optimizer)
+
+
+def _run_with(
+    run: Callable[[list[Tensor | None]], None],
+    params: list[Tensor],
+    grads: list[Tensor],
+    positions: list[int],
+    optimizer: int,
+) -> None:
     """Update ``params``, which are those at ``positions``, ascending, of the optimizer's parameters, from ``grads``.
 
     A compiler may hand over copies of the parameters and copy them back later; they then get the new values too.
     """
-    owner = _optimizers[optimizer]
-    owned = owner.params
+    owned = _optimizers[optimizer].params
     given: list[Tensor | None] = [*grads]
     if len(positions) < len(owned):
         given = [None] * len(owned)
         for position, grad in zip(positions, grads, strict=True):
             given[position] = grad
         owned = [owned[position] for position in positions]
-    owner.run(given)
+    run(given)
     _hand_over(owned, params)
 
 
@@ -98,12 +154,15 @@ def _hand_over(owned: list[Tensor], given: list[Tensor]) -> None:
                 torch.autograd.graph.increment_version(stand_in)
 
 
-for _schema, _run in (
-    ("step(Tensor(a!)[] params, Tensor[] grads, int[] positions, int optimizer) -> ()", _step),
-    ("step_own_gradients(Tensor(a!)[] params, int optimizer) -> ()", _step_own_gradients),
+_HOSTED = (torch.Tag.cudagraph_unsafe,)
+"""Of an operator whose host's half must run every time, so that no compiler may put it into a CUDA graph."""
+
+for _schema, _run, _tags in (
+    ("step(Tensor(a!)[] params, Tensor[] grads, int[] positions, int optimizer) -> ()", _step, _HOSTED),
+    ("step_in_graph(Tensor(a!)[] params, Tensor[] grads, int[] positions, int optimizer) -> ()", _step_in_graph, ()),
+    ("step_own_gradients(Tensor(a!)[] params, int optimizer) -> ()", _step_own_gradients, _HOSTED),
 ):
-    # The host's half of a step must run every time, so no compiler may put the operator into a CUDA graph.
-    _library.define(_schema, tags=(torch.Tag.cudagraph_unsafe,))  # type: ignore[no-untyped-call]
+    _library.define(_schema, tags=_tags)  # type: ignore[no-untyped-call]
     _name = _schema.partition("(")[0]
     _library.impl(_name, _run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"compiled_optim::{_name}", lambda *args: None, lib=_library)

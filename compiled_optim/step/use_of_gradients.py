@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from compiled_optim.plan.clipping import NAMES
+from compiled_optim.step.traced import settle
 
 _WHY = {
     "max_grad_norm": "the norm of all gradients is not known before the last of them, when the others are used and freed",
@@ -38,7 +39,19 @@ class UsesGradients:
                 engine.release.refuse(name, value)
             if engine.holdings.accumulated.was_on:
                 refuse_whole(name, value, "optimizer accumulation")
+        before = vars(self).get(name)
         super().__setattr__(name, value)
+        if name in ("max_grad_norm", "skip_nonfinite") and engine is not None:
+            try:
+                engine.follow_clipping()
+            except (TypeError, ValueError):
+                super().__setattr__(name, before)
+                raise
+
+    def __delattr__(self, name: str) -> None:
+        super().__delattr__(name)
+        if name in NAMES:
+            self._engine.follow_clipping()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients of all parameters; can be traced.
@@ -46,7 +59,9 @@ class UsesGradients:
         Args:
             set_to_none: set them to None instead of to zero.
         """
-        if not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            settle(self._engine)
+        else:
             self._engine.current()
             if self._engine.release is not None:
                 self._engine.release.zero_grad()

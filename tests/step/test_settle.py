@@ -2,45 +2,20 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import pytest
 import simulated_graph
 import torch
 from catalog import Case, cases, parameters, stacked_cases
+from kept_memory import Made
 from simulated_graph import SimulatedGraph
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import compiled_optim as co
 from compiled_optim.optimizer import engine_of
 
 OPTIONS: dict[str, dict[str, Any]] = {"plain": {}, "clipping": {"max_grad_norm": 0.5, "skip_nonfinite": True}}
-
-
-class Made(TorchDispatchMode):
-    """Notes the memory of all tensors that are made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._storages: dict[int, StorageWeakRef] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        known = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
-        result = func(*args, **(kwargs or {}))
-        for made in tree_leaves(result):
-            if isinstance(made, torch.Tensor) and made.untyped_storage()._cdata not in known:
-                self._storages[made.untyped_storage()._cdata] = StorageWeakRef(made.untyped_storage())
-        return result
-
-    @property
-    def kept(self) -> int:
-        """How much of it is still there."""
-        gc.collect()
-        return sum(not storage.expired() for storage in self._storages.values())
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -60,7 +35,7 @@ def test_steps_of_a_settled_optimizer_keep_no_memory(case: Case, options: str, m
         engine_of(optimizer).run([*grads])
     assert graph.nodes
     graph.release()
-    assert made.kept == 0
+    assert made.kept() == 0
 
 
 def test_the_number_of_clipping_has_one_address() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,7 @@ from compiled_optim.lowering import multi_tensor, stacked
 from compiled_optim.lowering.kernels import cpp, triton
 from compiled_optim.lowering.kernels.table import Kernel
 from compiled_optim.plan.kernel_key import KernelKey
+from compiled_optim.step import traced
 from compiled_optim.torch_internals import wraps_others
 
 _COEFFICIENTS = ("owners", "hypers", "coefficients", "all_square_sums", "outcome")
@@ -38,10 +40,17 @@ def _pieces(tree: Any) -> list[Tensor]:
     return [piece for x in found for piece in ((x._indices(), x._values()) if x.is_sparse else (x,))]
 
 
+def own_operator(func: Any) -> Callable[..., None] | None:
+    """What runs an operator of the package, whose work is what it launches; None of another one."""
+    namespace, _, name = func.name().partition("::")
+    return getattr(traced, f"_{name}") if namespace == "compiled_optim" else None
+
+
 class SimulatedGraph(TorchDispatchMode):
     """See the module's docstring."""
 
     recording: SimulatedGraph | None = None
+    thread = 0  # which records
 
     def __init__(self, device: torch.device, stream: object = None) -> None:
         super().__init__()
@@ -65,7 +74,7 @@ class SimulatedGraph(TorchDispatchMode):
         """Record what happens inside."""
         self.release()
         random = torch.get_rng_state()
-        SimulatedGraph.recording = self
+        SimulatedGraph.recording, SimulatedGraph.thread = self, threading.get_ident()
         try:
             with self:
                 yield
@@ -120,6 +129,9 @@ class SimulatedGraph(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is torch.ops.aten._local_scalar_dense.default:
             raise RuntimeError("operation not permitted when stream is capturing")
+        if (operator := own_operator(func)) is not None:
+            with self:
+                return operator(*args)
         inputs = _pieces((args, kwargs))
         memory = {x.untyped_storage().data_ptr() for x in inputs}
         if func._schema.is_mutable:
@@ -221,10 +233,15 @@ def _build(signature: KernelKey) -> Kernel:
     return RecordedKernel((triton if interpreted else cpp).build(signature))
 
 
+def recording_here() -> SimulatedGraph | None:
+    """The graph that this thread records."""
+    return SimulatedGraph.recording if SimulatedGraph.thread == threading.get_ident() else None
+
+
 def install(patch: Any) -> None:
     """Let CPU tensors have graphs, for as long as the monkeypatch ``patch`` lasts."""
     patch.setitem(graphs.GRAPHS, "cpu", SimulatedGraph)
-    patch.setitem(torch_internals.CAPTURING, "cpu", lambda: SimulatedGraph.recording)
+    patch.setitem(torch_internals.CAPTURING, "cpu", recording_here)
     patch.setitem(multi_tensor.BACKENDS, "cpu", _build)
     patch.setattr(multi_tensor, "_kernels", {})
     make = stacked._make
