@@ -31,7 +31,6 @@ from compiled_optim.torch_internals import (
     inductor_captures,
     is_capturing,
     is_fake,
-    let_stay,
     outside_dynamo,
     outside_inference_mode,
 )
@@ -195,11 +194,10 @@ class Engine:
     def settle_for_graphs(self) -> bool:
         """Make the step current, and settled where a compiler's CUDA graph can hold it. Whether one can."""
         with self.lock:
-            if not self._fits_graphs(self.current()):
-                return False
+            fits = self._fits_graphs(self.current())
+            if not fits or any(map(is_capturing, self.devices)):  # where nothing could be made
+                return fits
             step = self.settle()
-            for param in step.params:
-                let_stay(param)
             self._is_in_graphs = self._fits_graphs(step)
             return self._is_in_graphs
 

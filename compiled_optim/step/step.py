@@ -19,6 +19,7 @@ from compiled_optim.plan.plan import Plan, partition
 from compiled_optim.rule.declared import Declared
 from compiled_optim.step.holdings import Holdings
 from compiled_optim.step.numerics import NumericsReport, check_numerics
+from compiled_optim.torch_internals import can_capture, let_stay
 
 
 class Step:
@@ -168,6 +169,9 @@ class RuleStep(Step):
         self._schedules = holdings.schedules
         self._schedules.follow(groups, plans)
         self._square_sums: SquareSums | None = None
+        for param in self.params:
+            if can_capture(param.device) and not isinstance(param, torch.nn.Parameter):  # those stay by themselves
+                let_stay(param)
         self._pinned: list[object] = []  # what graphs may use for as long as this step is the present one
         place = {id(p): i for i, p in enumerate(self.params)}
         self._positions = [[place[id(p)] for p in plan.params] for plan in plans]

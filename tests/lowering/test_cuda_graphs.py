@@ -33,9 +33,13 @@ def decisions(monkeypatch: pytest.MonkeyPatch) -> Iterator[Decisions]:
 class Training:
     """A linear model, whose backward is written out: autograd's needs a GPU that is there."""
 
-    def __init__(self, optimizer: Any, groups: int = 1, dtype: torch.dtype = torch.float32, **options: Any) -> None:
+    def __init__(
+        self, optimizer: Any, groups: int = 1, dtype: torch.dtype = torch.float32, wrapped: bool = True, **options: Any
+    ) -> None:
         shapes = [(8, 4), (6, 8), (2, 6)]
-        self.weights = [nn.Parameter(torch.empty(s, device="cuda", dtype=dtype)) for s in shapes]
+        self.weights = [torch.empty(s, device="cuda", dtype=dtype, requires_grad=True) for s in shapes]
+        if wrapped:
+            self.weights = list(map(nn.Parameter, self.weights))
         split = [{"params": self.weights[:1]}, {"params": self.weights[1:]}] if groups > 1 else self.weights
         self.optimizer = optimizer(split, **options)
         engine_of(self.optimizer).settle()
@@ -77,6 +81,11 @@ def one_graph(decisions: Decisions, inputs: int, copied: int) -> None:
 def test_one_graph_holds_forward_backward_and_step(optimizer: Any, decisions: Decisions) -> None:
     Training(optimizer, 1 if optimizer is co.AdamW else 2, **required(optimizer)).compile()
     one_graph(decisions, 4, copied=1)  # the batch
+
+
+def test_tensors_that_are_no_parameters_of_a_module_stay_too(decisions: Decisions) -> None:
+    Training(co.AdamW, wrapped=False).compile()
+    one_graph(decisions, 4, copied=1)
 
 
 @pytest.mark.parametrize("options", [{"max_grad_norm": 0.5, "skip_nonfinite": True}, {"weights": "stochastic"}], ids=str)

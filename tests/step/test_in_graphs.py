@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import simulated_graph
 import torch
+from simulated_graph import SimulatedGraph
 from simulated_trees import SimulatedTrees
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -185,3 +187,61 @@ def test_two_steps_in_one_recording(trees: SimulatedTrees) -> None:
             twin.train(X * (1 + i))
         equal(ours, twin)
     assert (trees.compiled, trees.recordings, trees.replays) == (1, 1, 4)
+
+
+class TestOtherGraphs:
+    """A compiled step in graphs that are not the compiler's."""
+
+    @pytest.fixture(autouse=True)
+    def simulated(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        torch._dynamo.reset()
+        simulated_graph.install(monkeypatch)
+        with torch._dynamo.config.patch(trace_autograd_ops=True), torch.set_grad_enabled(True):
+            yield  # an error leaves gradients switched off by compiled code
+        torch._dynamo.reset()
+
+    def sides(self) -> tuple[Side, Side, Callable[[Tensor], Tensor]]:
+        ours = Side(adamw)
+        return ours, Side(adamw), torch.compile(ours._train, backend="eager", fullgraph=True)
+
+    def test_a_runner(self) -> None:
+        ours, twin, compiled = self.sides()
+        with co.CUDAGraphRunner(compiled, optimizers=ours.optimizer) as runner:
+            for i in range(9):
+                if i == 5:
+                    for side in (ours, twin):
+                        side.optimizer.param_groups[0]["lr"] = 0.5
+                runner(X * (1 + i))
+                twin.train(X * (1 + i))
+                equal(ours, twin)
+
+    def test_a_runner_that_was_not_told_of_the_optimizer(self) -> None:
+        _, twin, compiled = self.sides()
+        runner = co.CUDAGraphRunner(lambda x: (compiled(x), twin._train(x)), optimizers=twin.optimizer, warmup=1)
+        runner(X)
+        with runner, pytest.raises(RuntimeError, match="AdamW is stepped in a function that a CUDAGraphRunner captures"):
+            runner(X)
+
+    def test_a_capture_by_hand(self) -> None:
+        ours, twin, compiled = self.sides()
+        graph = SimulatedGraph(torch.device("cpu"))
+        compiled(X)
+        with graph.capturing():
+            compiled(X)
+        twin.train(X)
+        for i in range(5):
+            for side in (ours, twin):
+                side.optimizer.param_groups[1]["betas"] = (0.1 * i, 0.5)
+            graph.replay()
+            twin.train(X)
+            equal(ours, twin)
+        with pytest.warns(RuntimeWarning, match="changed after step\\(\\) was captured"):
+            ours.optimizer.add_param_group({"params": [("late", nn.Parameter(torch.ones(2)))]})
+
+    def test_a_capture_by_hand_that_comes_too_early(self) -> None:
+        ours, _, compiled = self.sides()
+        compiled(X)
+        ours.model[0].weight.data = ours.model[0].weight.data.clone()
+        graph = SimulatedGraph(torch.device("cpu"))
+        with pytest.raises(RuntimeError, match=r"cannot be captured .* now: a parameter moved"), graph.capturing():
+            compiled(X)

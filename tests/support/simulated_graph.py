@@ -62,6 +62,11 @@ class SimulatedGraph(TorchDispatchMode):
         self._found: dict[int, list[Tensor]] = {}
         self.captured = False
 
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Yes: what Dynamo compiled runs under it."""
+        return True
+
     def warm_up(self, work: Callable[[], Any]) -> Any:
         return work()
 
