@@ -55,7 +55,7 @@ class CompileReport:
         kernels: the keys of the kernels its step calls.
         compilations: the kernels that were compiled for it, in order; those found already compiled are not among them.
         fallbacks: why anything runs uncompiled.
-        captures: why each graph of a ``co.CUDAGraphRunner`` was captured; empty for a first one.
+        captures: why each graph of a ``co.CUDAGraphRunner``, or of the compiler's own, was captured; empty for a first one.
         replays: how often such graphs were replayed.
         table_refreshes: how often addresses in a kernel's table were written, which compiles nothing.
         cache: the directory that keeps compiled C++ for other processes, or for this one where no other can be trusted.

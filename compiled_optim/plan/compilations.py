@@ -55,7 +55,7 @@ class CompilationLog:
     has_stepped: bool = False  # what is compiled from then on has a cause
     compilations: list[Compilation] = field(default_factory=list)
     fallbacks: dict[str, str] = field(default_factory=dict)
-    captures: list[str] = field(default_factory=list)  # the cause of each, empty for a first one
+    captures: list[str] = field(default_factory=list)  # the cause of each, empty for a first one; a compiler's too
     replays: int = 0
     table_refreshes: int = 0
     keys: dict[tuple[str, bool], KernelKey] = field(default_factory=dict)  # by parameter, and whether the kernel updates it

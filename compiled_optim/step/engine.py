@@ -18,6 +18,7 @@ from compiled_optim.groups.watched import Changes
 from compiled_optim.memory.addresses import gradient
 from compiled_optim.memory.cpp_library import CompilerError
 from compiled_optim.plan.clipping import NAMES
+from compiled_optim.plan.compilations import spend
 from compiled_optim.rule.declared import Declared
 from compiled_optim.step import traced
 from compiled_optim.step.holdings import Holdings
@@ -84,7 +85,7 @@ class Engine:
         self.launches = 0  # how many updates of some parameters or of all were launched here
         self.runs = 0  # how many steps were run here, captured ones among them
         self.steps = 0  # how many were taken, replayed ones among them
-        self._is_in_graphs = False  # whether compiled code may hold CUDA graphs of steps
+        self._in_graphs: weakref.ref[Step] | None = None  # what compiled code holds CUDA graphs of, or held
         self.given: dict[str, tuple[Any, Any]] = {}  # defaults, and the tensors that they were given as, for groups to adopt
         self._changes.pending = True
         self.holdings = Holdings(kind, lowering, self._changes)
@@ -93,11 +94,6 @@ class Engine:
     def params(self) -> list[Tensor]:
         """All parameters, group by group, as they were when the step was made last."""
         return [] if self.step is None else self.step.params
-
-    @property
-    def devices(self) -> tuple[torch.device, ...]:
-        """Where steps work."""
-        return () if self.step is None else self.step.devices
 
     @property
     def live(self) -> list[dict[str, Any]]:
@@ -194,12 +190,19 @@ class Engine:
     def settle_for_graphs(self) -> bool:
         """Make the step current, and settled where a compiler's CUDA graph can hold it. Whether one can."""
         with self.lock:
-            fits = self._fits_graphs(self.current())
-            if not fits or any(map(is_capturing, self.devices)):  # where nothing could be made
-                return fits
+            step = self.current()
+            if not self._fits_graphs(step) or any(map(is_capturing, step.devices)):  # where nothing could be made
+                return self._fits_graphs(step)
             step = self.settle()
-            self._is_in_graphs = self._fits_graphs(step)
-            return self._is_in_graphs
+            fits = self._fits_graphs(step)
+            before, log = self._in_graphs, self.holdings.log
+            if fits and (before is None or before() is not step):
+                cause = before and "groups, state or clipping changed, or a tensor moved, and compiled code holds the step"
+                if cause:
+                    spend(f"{self.holdings.kind.__name__} would capture its step again: {cause}")
+                log.captures.append(cause or "")
+                self._in_graphs = weakref.ref(step)
+            return fits
 
     def follow_clipping(self) -> None:
         """Let CUDA graphs of compiled code know what of clipping was assigned, since replays ask nobody; or leave them.
@@ -207,7 +210,7 @@ class Engine:
         Raises:
             TypeError, ValueError: what was assigned does not fit.
         """
-        if not self._is_in_graphs or any(map(is_capturing, self.devices)):
+        if self._in_graphs is None or any(map(is_capturing, self.current().devices)):
             return
         with self.lock:
             if self.current().follow(self.clipping) is None:
@@ -218,8 +221,8 @@ class Engine:
         is_plain = self.release is None and self.launcher is None and isinstance(step.graph, Step) and not step.only_whole
         limit, grad_scale, found_inf, _ = self.clipping
         is_near = not isinstance(limit, Tensor) or [limit.device] == [*step.devices]
-        is_captured = bool(step.devices) and all(map(can_capture, step.devices))
-        return is_plain and is_captured and is_near and grad_scale is None and found_inf is None
+        is_there = len(step.devices) == 1 and can_capture(step.devices[0])
+        return is_plain and is_there and is_near and grad_scale is None and found_inf is None
 
     def prepare_load(self, state_dict: Any, strict: bool, hyperparameters: Any) -> PreparedLoad:
         """Check all of a load, after the hooks that come before it. The caller holds :attr:`lock` until it is written.

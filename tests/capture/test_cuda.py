@@ -466,8 +466,11 @@ def test_step_beside_make_graphed_callables() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores .* not enabled:UserWarning")
-def test_reduce_overhead_runs_the_step_between_its_graphs() -> None:
+def test_reduce_overhead_holds_the_step_in_its_one_graph() -> None:
+    from torch._dynamo.utils import counters
+
     ours, twin = pair()
+    counters["inductor"].clear()
 
     @torch.compile(mode="reduce-overhead", fullgraph=True)
     def compiled(x: Tensor) -> Tensor:
@@ -480,6 +483,31 @@ def test_reduce_overhead_runs_the_step_between_its_graphs() -> None:
             torch.compiler.cudagraph_mark_step_begin()
             torch.testing.assert_close(compiled(batch(i)).clone(), train(twin, batch(i)), rtol=1e-4, atol=1e-5)
     assert all(s["step"] == 12 for s in ours.optimizer.state.values() if s["step"] > 0)
+    assert counters["inductor"]["cudagraph_skips"] == 0
+
+
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores .* not enabled:UserWarning")
+@pytest.mark.parametrize("change", ["a group is added", "a parameter moves", "clipping", "a state tensor", "a step outside"])
+def test_reduce_overhead_follows_changes(change: str) -> None:
+    ours, twin = pair()
+    compiled = torch.compile(lambda x: train(ours, x).detach(), mode="reduce-overhead", fullgraph=True)
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        for i in range(14):
+            for side in (ours, twin) if i in (5, 9) else ():
+                optimizer = side.optimizer
+                param = optimizer.param_groups[0]["params"][0]
+                if change == "a group is added":
+                    optimizer.add_param_group({"params": [(f"late{i}", nn.Parameter(torch.ones(2, device=DEVICE)))]})
+                elif change == "a parameter moves":
+                    param.data = param.data.clone()
+                elif change == "clipping":
+                    optimizer.max_grad_norm = 0.01 * i if i == 5 else None
+                elif change == "a state tensor":
+                    optimizer.state[param]["exp_avg"] = torch.full_like(param, 0.1)
+                else:
+                    train(side, batch(i))
+            torch.compiler.cudagraph_mark_step_begin()
+            torch.testing.assert_close(compiled(batch(i)).clone(), train(twin, batch(i)), rtol=1e-4, atol=1e-5)
 
 
 def _on_device(case: Any, dtype: torch.dtype, **options: Any) -> float:

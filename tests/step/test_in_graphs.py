@@ -245,3 +245,17 @@ class TestOtherGraphs:
         graph = SimulatedGraph(torch.device("cpu"))
         with pytest.raises(RuntimeError, match=r"cannot be captured .* now: a parameter moved"), graph.capturing():
             compiled(X)
+
+
+def test_a_change_that_traces_the_step_again_is_reported(trees: SimulatedTrees) -> None:
+    ours = Side(adamw, trees)
+    for _ in range(3):
+        ours.train(X)
+    with co.no_recompiles():
+        ours.optimizer.param_groups[0]["lr"] = 0.3
+        ours.train(X)
+    ours.optimizer.state[ours.model[0].weight]["exp_avg"] = torch.ones(8, 4)
+    with co.no_recompiles(), pytest.raises(co.RecompileError, match="AdamW would capture its step again: groups, state"):
+        ours.train(X)
+    ours.train(X)
+    assert co.compile_report(ours.optimizer).recaptures == 1

@@ -169,14 +169,15 @@ def test_gradients_cleared_first_in_one_graph_that_leaves_no_trace() -> None:
     assert stepped.state_dict()["state"][0]["step"] == 1
 
 
-def test_operator_is_well_formed() -> None:
+@pytest.mark.parametrize("name", ["step", "step_in_graph"])
+def test_operator_is_well_formed(name: str) -> None:
     model = _model()
     optimizer = co.AdamW(model.named_parameters(), lr=0.1)
     params = [p.detach() for p in model.parameters()]
     grads = [torch.ones_like(p) for p in params]
     arguments = (params, grads, list(range(len(params))), engine_of(optimizer).number)
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
-    torch.library.opcheck(torch.ops.compiled_optim.step.default, arguments, test_utils=checks)
+    torch.library.opcheck(getattr(torch.ops.compiled_optim, name).default, arguments, test_utils=checks)
 
 
 def test_copies_of_parameters_get_the_new_values() -> None:
@@ -260,10 +261,12 @@ def test_hyperparameters_in_one_graph() -> None:
     assert optimizer.hyperparameter("lr", 2) == optimizer.param_groups[2]["lr"] == 0.75
 
 
-def test_no_compiler_puts_the_operator_into_a_cuda_graph() -> None:
-    """Its host half must run in every step; Inductor ends its graphs before the operator and begins new ones after it."""
+def test_no_compiler_puts_an_operator_whose_host_half_must_run_into_a_cuda_graph() -> None:
+    """Inductor ends its graphs before the operator and begins new ones after it."""
     from torch._inductor.utils import is_cudagraph_unsafe_fx_node
 
     graph = torch.fx.Graph()
     assert is_cudagraph_unsafe_fx_node(graph.call_function(torch.ops.compiled_optim.step.default))
+    assert is_cudagraph_unsafe_fx_node(graph.call_function(torch.ops.compiled_optim.step_own_gradients.default))
+    assert not is_cudagraph_unsafe_fx_node(graph.call_function(torch.ops.compiled_optim.step_in_graph.default))
     assert not is_cudagraph_unsafe_fx_node(graph.call_function(torch.ops.aten.mul.Tensor))
