@@ -155,6 +155,10 @@ def inductor_captures(device: torch.device) -> bool:
     return manager is not None and torch.cuda.current_stream(device) == manager.stream
 
 
+BESIDE_GRAPHS = "beside-graphs"
+"""How the names of threads begin that :func:`beside_graphs` makes."""
+
+
 def beside_graphs(function: Callable[[], T], device: torch.device) -> T:
     """Call ``function`` on a thread of its own, and return what it returned when its work on ``device`` is done.
 
@@ -172,7 +176,7 @@ def beside_graphs(function: Callable[[], T], device: torch.device) -> T:
 
     if device.type == "cuda" and not is_capturing(device):  # a capture begins when all other work is done
         torch.cuda.default_stream(device).wait_stream(torch.cuda.current_stream(device))
-    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+    with concurrent.futures.ThreadPoolExecutor(1, BESIDE_GRAPHS) as thread:
         return thread.submit(call).result()
 
 

@@ -50,7 +50,6 @@ class SimulatedGraph(TorchDispatchMode):
     """See the module's docstring."""
 
     recording: SimulatedGraph | None = None
-    thread = 0  # which records
 
     def __init__(self, device: torch.device, stream: object = None) -> None:
         super().__init__()
@@ -79,7 +78,7 @@ class SimulatedGraph(TorchDispatchMode):
         """Record what happens inside."""
         self.release()
         random = torch.get_rng_state()
-        SimulatedGraph.recording, SimulatedGraph.thread = self, threading.get_ident()
+        SimulatedGraph.recording = self
         try:
             with self:
                 yield
@@ -239,8 +238,9 @@ def _build(signature: KernelKey) -> Kernel:
 
 
 def recording_here() -> SimulatedGraph | None:
-    """The graph that this thread records."""
-    return SimulatedGraph.recording if SimulatedGraph.thread == threading.get_ident() else None
+    """The graph that records this thread: any that works on the stream of the capture, and none that works beside it."""
+    beside = threading.current_thread().name.startswith(torch_internals.BESIDE_GRAPHS)
+    return None if beside else SimulatedGraph.recording
 
 
 def install(patch: Any) -> None:
