@@ -483,12 +483,13 @@ def test_reduce_overhead_holds_the_step_in_its_one_graph() -> None:
             torch.compiler.cudagraph_mark_step_begin()
             torch.testing.assert_close(compiled(batch(i)).clone(), train(twin, batch(i)), rtol=1e-4, atol=1e-5)
     assert all(s["step"] == 12 for s in ours.optimizer.state.values() if s["step"] > 0)
-    assert counters["inductor"]["cudagraph_skips"] == 0
+    assert DEVICE == "cpu" or counters["inductor"]["cudagraph_skips"] == 0
 
 
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores .* not enabled:UserWarning")
 @pytest.mark.parametrize("change", ["a group is added", "a parameter moves", "clipping", "a state tensor", "a step outside"])
 def test_reduce_overhead_follows_changes(change: str) -> None:
+    torch._dynamo.reset()  # its limit is for all cases together
     ours, twin = pair()
     compiled = torch.compile(lambda x: train(ours, x).detach(), mode="reduce-overhead", fullgraph=True)
     with torch._dynamo.config.patch(trace_autograd_ops=True):
