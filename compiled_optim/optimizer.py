@@ -20,12 +20,12 @@ from compiled_optim.rule.fields import Choice, Number, PerParameter, Static, fla
 from compiled_optim.rule.lr_scale import lr_scaled
 from compiled_optim.rule.storage import StateDtype, stored
 from compiled_optim.state import OptimizerState
-from compiled_optim.step.engine import Engine, check_closure
+from compiled_optim.step.engine import Engine
 from compiled_optim.step.holdings import as_defaults, check_read, group_entries, position
 from compiled_optim.step.numerics import NumericsReport
 from compiled_optim.step.step import RuleStep, Step
 from compiled_optim.step.traced import record_step
-from compiled_optim.step.use_of_gradients import UsesGradients
+from compiled_optim.step.use_of_gradients import UsesGradients, check_closure
 from compiled_optim.torch_internals import outside_dynamo, refuse_tracing
 
 
@@ -183,8 +183,8 @@ class CompiledOptimizer(UsesGradients, Declared, Optimizer):
             if torch.compiler.is_compiling():
                 if self._engine.release is not None:
                     raise RuntimeError("compiled code cannot hold a step with gradient release: its backward runs no hooks")
-                scaled = getattr(self, "grad_scale", None) is not None or getattr(self, "found_inf", None) is not None
-                record_step(self._engine, self.gradients, scaled=scaled)
+                scaler = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+                record_step(self._engine, self.gradients, scaler)
             else:
                 self._engine.run()
         return loss

@@ -254,6 +254,12 @@ def called_while_tracing(function: F) -> F:
     return function
 
 
+def let_compilers_trace(function: Callable[..., Any]) -> None:
+    """Where traced code calls ``function``, let Dynamo call it on stand-ins, and whoever compiles the graph trace it."""
+    torch.compiler.allow_in_graph(function)  # type: ignore[no-untyped-call]
+    torch.fx.has_side_effect(function)
+
+
 @called_while_tracing
 def mend_tracing() -> None:
     """Undo the damage that tracing a training step does to later traces.

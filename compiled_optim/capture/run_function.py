@@ -17,7 +17,7 @@ from compiled_optim.capture.recorded_step import RecordedStep, followed, watchin
 from compiled_optim.capture.run import Run
 from compiled_optim.capture.surroundings import Surroundings
 from compiled_optim.optimizer import CompiledOptimizer
-from compiled_optim.step.engine import recorded_by_runner
+from compiled_optim.step.hand_captures import recorded_by_runner
 
 
 class FunctionRun(Run):

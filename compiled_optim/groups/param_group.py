@@ -75,6 +75,7 @@ class ParamGroup(WatchedDict[str, Any]):
     Attributes:
         live: the tensors of the hyperparameters, 0-dim and of :func:`scalar_dtype` unless adopted: one tensor, or a tuple
             of them, by name. Compiled code can read this dict.
+        vectors: the same tensors as vectors of one element: torch 2.13 traces a float64 of the CPU as a Python number.
         followers: called, for as long as they exist, when a tensor in ``live`` was replaced.
     """
 
@@ -91,6 +92,7 @@ class ParamGroup(WatchedDict[str, Any]):
         super().__init__(changes=changes)
         self.label = label
         self.live: dict[str, Any] = {}
+        self.vectors: dict[str, tuple[Tensor, ...]] = {}
         self.followers: weakref.WeakSet[Follower] = weakref.WeakSet()
         self._check = check
         self._hypers = {h.name: h for h in declaration.hypers}
@@ -297,6 +299,7 @@ class ParamGroup(WatchedDict[str, Any]):
                 number.groups.update({id(self): self}) if is_here else number.groups.pop(id(self), None)
         tensors = tuple(number.tensor for number in held)
         self.live[key] = tensors if self._hypers[key].is_tuple else tensors[0]
+        self.vectors[key] = tuple(tensor.detach().view(1) for tensor in tensors)
         if shown or (shown is None and (type(dict.get(self, key)) is Numbers or not before)):
             super().set_quietly(key, held)
         for follower in self.followers:

@@ -82,6 +82,11 @@ class Clipping:
         return known and (not skip_nonfinite[0] or "skip_nonfinite" in self._values)
 
     @property
+    def chosen(self) -> list[Tensor | None]:
+        """The tensors of what users assigned, ``max_grad_norm`` and ``skip_nonfinite``; None where there is none."""
+        return [self._values.get("max_grad_norm"), self._values.get("skip_nonfinite")]
+
+    @property
     def scaler(self) -> tuple[Any, Any]:
         """``grad_scale`` and ``found_inf`` as they were taken."""
         return self._given[1], self._given[2]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -79,13 +79,21 @@ class Schedules:
 
     def evaluate(self) -> None:
         """Write the values for the next step into the groups' tensors, whatever was assigned. The host waits for nothing."""
+        if self._scheduled:
+            self.write(self._counts, {where: self._groups[where[0]].tensors(where[1]) for where in self._scheduled})
+
+    def write(self, counts: Sequence[Tensor], tensors: Mapping[tuple[int, str], Sequence[Tensor]]) -> None:
+        """Write the values for the step after ``counts``, step counts on one or more devices, into ``tensors``.
+
+        These are the tensors of hyperparameters by group and name, of which those that have no schedule stay.
+        """
         if not self._scheduled:
             return
-        device = self._counts[0].device
-        count = torch.stack([steps.amax().to(device) for steps in self._counts]).amax() + 1
-        for index, name in self._scheduled:
-            hyper, function = self.functions[index, name]
-            values = hyper.elements(function(count), f"the schedule of {name}")
-            for tensor, value in zip(self._groups[index].tensors(name), values, strict=True):
-                live = tensor.detach()
-                live.copy_(value) if isinstance(value, Tensor) else live.fill_(value)
+        device = counts[0].device
+        count = torch.stack([steps.amax().to(device) for steps in counts]).amax() + 1
+        for where in self._scheduled:
+            hyper, function = self.functions[where]
+            values = hyper.elements(function(count), f"the schedule of {hyper.name}")
+            for tensor, value in zip(tensors[where], values, strict=True):
+                live = tensor.detach().view(1)  # compiled code of torch 2.13 loses what is written to a single float64
+                live.copy_(value.view(1)) if isinstance(value, Tensor) else live.fill_(value)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
-import torch
 from torch import Tensor
 
 from compiled_optim.checkpoint.forms import plain
@@ -21,13 +19,14 @@ from compiled_optim.plan.clipping import NAMES
 from compiled_optim.plan.compilations import spend
 from compiled_optim.rule.declared import Declared
 from compiled_optim.step import traced
+from compiled_optim.step.hand_captures import is_recorded_by_runner
 from compiled_optim.step.holdings import Holdings
+from compiled_optim.step.inlined import InlinedStep
 from compiled_optim.step.step import Step
 from compiled_optim.step.use_of_gradients import refuse_whole
 from compiled_optim.torch_internals import (
     beside_graphs,
     can_capture,
-    current_capture,
     fakes_are_made,
     inductor_captures,
     is_capturing,
@@ -86,6 +85,7 @@ class Engine:
         self.runs = 0  # how many steps were run here, captured ones among them
         self.steps = 0  # how many were taken, replayed ones among them
         self._in_graphs: weakref.ref[Step] | None = None  # what compiled code holds CUDA graphs of, or held
+        self.inlined: InlinedStep | None = None  # what compiled code may hold in place of an operator
         self.given: dict[str, tuple[Any, Any]] = {}  # defaults, and the tensors that they were given as, for groups to adopt
         self._changes.pending = True
         self.holdings = Holdings(kind, lowering, self._changes)
@@ -204,16 +204,35 @@ class Engine:
                 self._in_graphs = weakref.ref(step)
             return fits
 
+    def settle_inlined(self) -> bool:
+        """Make the step current, and :attr:`inlined` of it. Whether compiled code can hold that."""
+        with self.lock:
+            if self.release is not None or self.launcher is not None or self.holdings.accumulated.was_on:
+                return False
+            step = self.current()
+            if not step.describes([None] * len(step.params)):  # a parameter or its state moved
+                self.renew()
+                step = self.current()
+            inlined = step.inlined(self.clipping)
+            if isinstance(inlined, str):
+                return False
+            self.mark_stepped()
+            self.inlined = inlined
+            return True
+
     def follow_clipping(self) -> None:
         """Let CUDA graphs of compiled code know what of clipping was assigned, since replays ask nobody; or leave them.
 
         Raises:
             TypeError, ValueError: what was assigned does not fit.
         """
-        if self._in_graphs is None or any(map(is_capturing, self.current().devices)):
+        if (self._in_graphs or self.inlined) is None or any(map(is_capturing, self.current().devices)):
             return
         with self.lock:
-            if self.current().follow(self.clipping) is None:
+            if self.inlined is not None:
+                self.holdings.clipping.take(*self.clipping)
+                self._changes.pending |= not self.inlined.follows(self.holdings.clipping)
+            if self._in_graphs is not None and self.current().follow(self.clipping) is None:
                 self._changes.pending = True
 
     def _fits_graphs(self, step: Step) -> bool:
@@ -359,7 +378,7 @@ class Engine:
     def _check_capture(self, step: Step, grads: list[Tensor | None] | None, clipping: tuple[Any, ...]) -> None:
         """Refuse to capture a step that needs more than a graph can hold; warn of assignments after one that is captured."""
         name = self.holdings.kind.__name__
-        if not step.is_recorded and any(current_capture(device) in _runner_captures for device in step.devices):
+        if not step.is_recorded and any(map(is_recorded_by_runner, step.devices)):
             raise RuntimeError(
                 f"{name} is stepped in a function that a CUDAGraphRunner captures, but is not one of the "
                 "runner's optimizers; name it there"
@@ -371,26 +390,3 @@ class Engine:
             )
         if not step.is_recorded:
             self.holdings.hand_captures.keep(step.memory)
-
-
-def check_closure(closure: Any) -> None:
-    """Raise ``TypeError`` unless ``closure`` can be called."""
-    if not callable(closure):
-        raise TypeError(
-            f"step() takes nothing, or a function that evaluates the loss, got a {type(closure).__name__}; call "
-            "loss.backward() and then step()"
-        )
-
-
-_runner_captures: set[object] = set()
-
-
-@contextlib.contextmanager
-def recorded_by_runner(device: torch.device) -> Iterator[None]:
-    """Refuse steps that are captured meanwhile, on any thread, of optimizers that the runner was not told of."""
-    capture = current_capture(device)
-    _runner_captures.add(capture)
-    try:
-        yield
-    finally:
-        _runner_captures.discard(capture)

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
+from collections.abc import Iterator
+
+import torch
+
+from compiled_optim.torch_internals import current_capture
 
 
 class HandCaptures:
@@ -28,3 +34,22 @@ class HandCaptures:
                 RuntimeWarning,
                 stacklevel=3,
             )
+
+
+_runner_captures: set[object] = set()
+
+
+@contextlib.contextmanager
+def recorded_by_runner(device: torch.device) -> Iterator[None]:
+    """Refuse steps that are captured meanwhile, on any thread, of optimizers that the runner was not told of."""
+    capture = current_capture(device)
+    _runner_captures.add(capture)
+    try:
+        yield
+    finally:
+        _runner_captures.discard(capture)
+
+
+def is_recorded_by_runner(device: torch.device) -> bool:
+    """Whether a runner captures what this thread does on ``device``."""
+    return current_capture(device) in _runner_captures

@@ -13,11 +13,13 @@ from compiled_optim.checkpoint.state_dict import PreparedLoad
 from compiled_optim.lowering.choice import LOWERINGS, lower, refuse
 from compiled_optim.lowering.interface import Capturable
 from compiled_optim.lowering.square_sums import SquareSums
+from compiled_optim.lowering.torch_ops.inductor import InductorLowering
 from compiled_optim.memory.cpp_library import CompilerError
 from compiled_optim.plan.clipping import Clipping
 from compiled_optim.plan.plan import Plan, partition
 from compiled_optim.rule.declared import Declared
 from compiled_optim.step.holdings import Holdings
+from compiled_optim.step.inlined import InlinedStep, obstacle
 from compiled_optim.step.numerics import NumericsReport, check_numerics
 from compiled_optim.torch_internals import can_capture, let_stay
 
@@ -40,6 +42,7 @@ class Step:
         self._holdings = holdings
         self.params: list[Tensor] = list(dict.fromkeys(p for g in holdings.own_groups for p in g["params"]))
         self.live = [g.live for g in holdings.own_groups]  # hyperparameters in dicts that compiled code can read
+        self.vectors = [g.vectors for g in holdings.own_groups]
         self.is_recorded = False  # whether a runner captures steps now, so that none is taken
         self._shapes = holdings.shapes()
 
@@ -80,6 +83,10 @@ class Step:
         That holds until groups, state or clipping change, for gradients of the dtypes that they had last, or of their
         parameters', and for one launch that is captured. ``CompilerError`` as :meth:`prepare`.
         """
+
+    def inlined(self, clipping: tuple[Any, ...]) -> InlinedStep | str:
+        """The step as operations of a graph that is being traced, or why it is an operator there."""
+        return "its steps are not made of a rule"
 
     @property
     def is_settled(self) -> bool:
@@ -173,6 +180,7 @@ class RuleStep(Step):
             if can_capture(param.device) and not isinstance(param, torch.nn.Parameter):  # those stay by themselves
                 let_stay(param)
         self._pinned: list[object] = []  # what graphs may use for as long as this step is the present one
+        self._inlined: InlinedStep | None = None
         place = {id(p): i for i, p in enumerate(self.params)}
         self._positions = [[place[id(p)] for p in plan.params] for plan in plans]
         planned = {i for positions in self._positions for i in positions}
@@ -228,6 +236,21 @@ class RuleStep(Step):
         if grads is None:
             return [None] * len(self.lowerings)
         return [list(map(grads.__getitem__, positions)) for positions in self._positions]
+
+    def inlined(self, clipping: tuple[Any, ...]) -> InlinedStep | str:
+        self._clipping.take(*clipping)
+        plans = [lowering.plan for lowering in self.lowerings]
+        reason = "" if self.name == InductorLowering.name else f"it is lowered to {self.name}"
+        if reason := reason or obstacle(plans, self._clipping):
+            return reason
+        made = self._inlined
+        if made is None or not made.follows(self._clipping) or self._clipping.idle == bool(made.clipping):
+            made = InlinedStep(plans, self._positions, self._clipping, self._schedules)
+            hypers = [vector for group, name in made.hypers for vector in self.vectors[group][name]]
+            for tensor in (*made.tensors, *made.clipping, *hypers):
+                let_stay(tensor)
+        self._inlined = made
+        return made
 
     def settle(self, clipping: tuple[Any, ...]) -> None:
         self._clipping.take(*clipping)

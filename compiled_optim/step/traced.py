@@ -7,7 +7,7 @@ hyperparameters belong to the optimizer, which the operator finds by its number.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import is_
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
@@ -17,7 +17,8 @@ from torch import Tensor
 
 from compiled_optim.memory.sharding import local, traced_part
 from compiled_optim.rule.rule import Gradients
-from compiled_optim.torch_internals import called_while_tracing, mend_tracing
+from compiled_optim.step.inlined import InlinedStep
+from compiled_optim.torch_internals import called_while_tracing, let_compilers_trace, mend_tracing
 
 
 class Steppable(Protocol):
@@ -38,6 +39,13 @@ class Steppable(Protocol):
     @property
     def is_outdated(self) -> bool:
         """Whether :attr:`step` is about to be another object."""
+
+    @property
+    def inlined(self) -> InlinedStep | None:
+        """The step as a function of tensors, if compiled code holds that."""
+
+    def settle_inlined(self) -> bool:
+        """Make :attr:`step` current, and :attr:`inlined` of it where compiled code can hold that. Whether it can."""
 
     def settle_for_graphs(self) -> bool:
         """Make :attr:`step` current, and all that it needs where a compiler's CUDA graph can hold it. Whether one can."""
@@ -67,17 +75,77 @@ def settle(engine: Steppable) -> bool:
 
 
 @called_while_tracing
+def settle_inlined(engine: Steppable) -> bool:
+    """:meth:`Steppable.settle_inlined`."""
+    let_compilers_trace(run_inlined)
+    return engine.settle_inlined()
+
+
+@called_while_tracing
 def depend_on(step: object) -> None:
     """Let what is traced be valid for as long as ``step`` is the same object."""
 
 
-def record_step(engine: Any, gradients: Gradients, *, scaled: bool) -> None:
+def record_step(engine: Any, gradients: Gradients, scaler: tuple[Tensor | None, Tensor | None]) -> None:
     """Record a step in the graph that is being traced.
 
-    It reads nothing that Dynamo treats specially. ``engine`` is a :class:`Steppable`; ``scaled`` says that a gradient scaler
-    calls the step, with tensors that are other ones each time.
+    It reads nothing that Dynamo treats specially. ``engine`` is a :class:`Steppable`. ``scaler`` has ``grad_scale`` and
+    ``found_inf`` of a gradient scaler that calls the step, with tensors that are other ones each time.
     """
     mend_tracing()
+    if settle_inlined(engine):
+        _record_operations(engine, scaler)
+    else:
+        _record_operator(engine, gradients, is_scaled=scaler != (None, None))
+
+
+def _record_operations(engine: Any, scaler: tuple[Tensor | None, Tensor | None]) -> None:
+    _guard(engine)
+    inlined, owned = engine.inlined, engine.params
+    positions = [i for i, p in enumerate(owned) if p.grad is not None]
+    grads = [traced_part(owned[i].grad, owned[i]) for i in positions]
+    params = [traced_part(p, p) for p in owned]
+    hypers = [engine.step.vectors[group][name] for group, name in inlined.hypers]
+    clipping = inlined.clipping
+    if clipping:
+        max_grad_norm, grad_scale, found_inf, skip_nonfinite = clipping
+        grad_scale = grad_scale if scaler[0] is None else scaler[0]
+        found_inf = found_inf if scaler[1] is None else scaler[1]
+        clipping = [max_grad_norm, grad_scale, found_inf, skip_nonfinite]
+    run_inlined(params, grads, positions, inlined.tensors, hypers, clipping, engine.number)
+
+
+def run_inlined(
+    params: list[Tensor],
+    grads: list[Tensor],
+    positions: list[int],
+    tensors: list[Tensor],
+    hypers: list[Sequence[Tensor]],
+    clipping: list[Tensor],
+    optimizer: int,
+) -> None:
+    """Update ``params`` by :meth:`InlinedStep.run` of an optimizer; ``grads`` are of those at ``positions``.
+
+    Compilers call it on stand-ins of the tensors.
+    """
+    given = dict(zip(positions, grads, strict=True))
+    numbers = [[vector.view(()) for vector in vectors] for vectors in hypers]
+    inlined = _optimizers[optimizer].inlined
+    assert inlined is not None
+    single = [vector.view(()) for vector in clipping]
+    inlined.run(params, [given.get(i) for i in range(len(params))], tensors, numbers, single)
+
+
+def _guard(engine: Any) -> None:
+    """Let what is traced be valid for as long as the step is; nothing of the host's runs when compiled code does."""
+    depend_on(engine.step)
+    for group in engine.holdings.groups:  # somebody may replace one without a report
+        depend_on(group)
+    if engine.is_outdated or engine.launcher is not None:
+        raise RuntimeError("the step changed while it was traced")
+
+
+def _record_operator(engine: Any, gradients: Gradients, *, is_scaled: bool) -> None:
     stays = settle(engine)
     owned, number = engine.params, engine.number
     if gradients == "sparse":
@@ -87,13 +155,8 @@ def record_step(engine: Any, gradients: Gradients, *, scaled: bool) -> None:
     params = [owned[i] for i in positions]
     grads = [traced_part(p.grad, p) for p in params]
     updated = [traced_part(p, p) for p in params]
-    if stays and not scaled:
-        # A replay runs nothing of the host's, so whatever it depends on is guarded.
-        depend_on(engine.step)
-        for group in engine.holdings.groups:  # somebody may replace one without a report
-            depend_on(group)
-        if engine.is_outdated or engine.launcher is not None:
-            raise RuntimeError("the step changed while it was traced")
+    if stays and not is_scaled:
+        _guard(engine)
         torch.ops.compiled_optim.step_in_graph(updated, grads, positions, number)
     else:
         torch.ops.compiled_optim.step(updated, grads, positions, number)

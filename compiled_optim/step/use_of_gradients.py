@@ -27,6 +27,15 @@ def refuse_whole(name: str, value: object, where: str) -> None:
         raise ValueError(f"{name} does not go with {where}: {_WHY[name]}")
 
 
+def check_closure(closure: Any) -> None:
+    """Raise ``TypeError`` unless ``closure`` can be called."""
+    if not callable(closure):
+        raise TypeError(
+            f"step() takes nothing, or a function that evaluates the loss, got a {type(closure).__name__}; call "
+            "loss.backward() and then step()"
+        )
+
+
 class UsesGradients:
     """The part of an optimizer that says when gradients are used, and refuses what then cannot be."""
 

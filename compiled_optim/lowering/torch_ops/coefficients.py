@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,6 +11,39 @@ from torch import Tensor
 from compiled_optim.lowering.gradient import scaled
 from compiled_optim.plan.clipping import Clipping
 from compiled_optim.plan.plan import Plan
+
+
+class Given(NamedTuple):
+    """What the coefficients of a plan are made of.
+
+    Attributes:
+        scalars: as :attr:`~compiled_optim.plan.plan.Plan.scalars`, before the step.
+        hypers: the hyperparameters of each of the plan's groups, one group after the other.
+        clipping: the numbers called :data:`~compiled_optim.plan.clipping.NAMES`; none where gradients are used as they are.
+        constants: :attr:`CoefficientStage.constants`.
+        group_index: which of the plan's groups each tensor is in.
+    """
+
+    scalars: Tensor
+    hypers: Sequence[Tensor]
+    clipping: Sequence[Tensor]
+    constants: Tensor
+    group_index: Tensor
+
+
+class Found(NamedTuple):
+    """What a step makes of them.
+
+    Attributes:
+        rows: the coefficients, with one entry per tensor: the factor of the gradient, 1 where the step is skipped, else 0,
+            and what the rule's update takes. Entries of absent tensors have no meaning.
+        scalars: those after the step.
+        outcome: the norm of all gradients, and 1 where the step is skipped; None without clipping.
+    """
+
+    rows: list[Tensor]
+    scalars: Tensor
+    outcome: Tensor | None
 
 
 class CoefficientStage:
@@ -22,11 +56,13 @@ class CoefficientStage:
         self._names = plan.rule.coefficient_names(plan.statics)
         self._scalar_names = [s.name for s in plan.rule.scalars]
         signs = [-1.0 if maximizes else 1.0 for maximizes in plan.maximizes]
-        self._sign = torch.tensor(signs, dtype=plan.scalars.dtype, device=plan.device)
         # None where all are 1, so that nothing is multiplied by them
-        self._numbers = {n: None if {*row} == {1.0} else self._sign.new_tensor(row) for n, row in plan.numbers.items()}
-        self._skip = torch.zeros_like(self._sign)
-        self._group_index = torch.tensor(plan.group_index, device=plan.device)
+        numbers = {name: None if {*row} == {1.0} else row for name, row in plan.numbers.items()}
+        self._rows = [name for name, row in numbers.items() if row is not None]
+        self._neutral = dict.fromkeys(numbers.keys() - self._rows)
+        rows = [signs, *(row for row in numbers.values() if row is not None)]
+        self.constants = torch.tensor(rows, dtype=plan.scalars.dtype, device="cpu").to(plan.device)
+        self.group_index = torch.tensor(plan.group_index, device="cpu").to(plan.device)
         given = plan.recorded_scalars
         self._recorded: tuple[int, Tensor] | None = None if given is None else (plan.scalars._version, given)
 
@@ -37,48 +73,59 @@ class CoefficientStage:
     def advance(self, present: Tensor | None) -> Tensor:
         """Count a step for the tensors where ``present`` is true (all if None) and return their coefficients.
 
-        Returns a (2 + coefficients, tensors) matrix: the factor of the gradient, 1 where the step is skipped
-        and else 0, and what the rule's update takes. The columns of absent tensors hold values of no meaning.
+        Returns a (2 + coefficients, tensors) matrix, see :attr:`Found.rows`.
         """
-        plan = self._plan
-        factor, skip = self._sign, self._skip
-        if not self._clipping.idle:
-            factor, skip, present = self._control(present)
-        old = self._scalars()
+        plan, clipping = self._plan, self._clipping
+        hypers = [t for group in plan.groups for h in plan.hypers for t in group.tensors(h.name)]
+        numbers = () if clipping.idle else clipping.tensors(plan.device)
+        given = Given(self._scalars(), hypers, numbers, self.constants, self.group_index)
+        found = self.evaluate(given, None if self._square_sums is None else self._square_sums.sum(), present)
+        coefficients = torch.stack(found.rows)
+        if found.outcome is not None:
+            note_outcome(clipping.outcome(plan.device), found.outcome.detach(), counts=plan.leads)
+        plan.scalars.copy_(found.scalars.detach())
+        self._recorded = (plan.scalars._version, found.scalars) if found.scalars.requires_grad else None
+        return coefficients
+
+    def evaluate(self, given: Given, square_sum: Tensor | None, present: Tensor | None) -> Found:
+        """Count a step as :meth:`advance`, of what is ``given``, and write nothing.
+
+        ``square_sum`` is that of all gradients; None where nobody needs it.
+        """
+        plan, old = self._plan, given.scalars
+        factor, outcome = given.constants[0], None
+        skip = torch.zeros_like(factor)
+        if given.clipping:
+            clipping = [t.to(plan.device, old.dtype) for t in given.clipping]
+            total = torch.zeros_like(clipping[0]) if square_sum is None else square_sum
+            clip, norm, skipped = scaled(total, *clipping)
+            skipped = torch.as_tensor(skipped, dtype=old.dtype, device=plan.device)
+            outcome = torch.stack([norm, skipped])
+            live = (skipped == 0).expand_as(factor)
+            present = live if present is None else present & live
+            factor, skip = factor * clip, skipped.expand_as(factor)
         step = old[0] + 1
-        values: dict[str, Any] = {"step": step, **self._numbers, **plan.statics, **self._hypers()}
+        numbers = self._neutral | dict(zip(self._rows, given.constants[1:].unbind(), strict=True))
+        values: dict[str, Any] = {"step": step, **numbers, **plan.statics, **self._hypers(given)}
         values |= dict(zip(self._scalar_names, old[1:].unbind(), strict=True))
         results = plan.rule.evaluated(values)
         rows = {
             name: torch.as_tensor(value, dtype=step.dtype, device=step.device).expand_as(step)
             for name, value in results.items()
         }
-        coefficients = torch.stack([factor, skip, *(rows[name] for name in self._names)])
-        self._store(torch.stack([step, *(rows[name] for name in self._scalar_names)]), old, present)
-        return coefficients
+        new = torch.stack([step, *(rows[name] for name in self._scalar_names)])
+        new = new if present is None else torch.where(present, new, old)
+        return Found([factor, skip, *(rows[name] for name in self._names)], new, outcome)
 
-    def _control(self, present: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Factor and skip mark per tensor, and which tensors are present and not skipped."""
-        plan = self._plan
-        dtype = self._sign.dtype
-        clipping = [t.to(plan.device, dtype) for t in self._clipping.tensors(plan.device)]
-        square_sum = torch.zeros_like(clipping[0]) if self._square_sums is None else self._square_sums.sum()
-        factor, norm, skip = scaled(square_sum, *clipping)
-        skip = torch.as_tensor(skip, dtype=dtype, device=plan.device)
-        outcome = self._clipping.outcome(plan.device)
-        outcome[:2] = torch.stack([norm, skip]).detach()
-        if plan.leads:
-            outcome[2] += skip.detach()
-        live = (skip == 0).expand_as(self._sign)
-        return self._sign * factor, skip.expand_as(self._sign), live if present is None else present & live
-
-    def _hypers(self) -> dict[str, Tensor | tuple[Tensor, ...]]:
+    def _hypers(self, given: Given) -> dict[str, Tensor | tuple[Tensor, ...]]:
         """The hyperparameters by name, as vectors over the tensors (0-dim where one group holds them all)."""
         plan = self._plan
-        rows = [t for group in plan.groups for h in plan.hypers for t in group.tensors(h.name)]
-        same = [t.to(plan.device, plan.scalars.dtype) for t in rows]
-        table = torch.stack(same).view(len(plan.groups), -1).t()
-        columns = iter((table[:, 0] if len(plan.groups) == 1 else table[:, self._group_index]).unbind())
+        same = [t.to(plan.device, plan.scalars.dtype) for t in given.hypers]
+        if len(plan.groups) == 1:
+            columns = iter(same)
+        else:
+            table = torch.stack(same).view(len(plan.groups), -1).t()
+            columns = iter(table[:, given.group_index].unbind())
         return {h.name: tuple(next(columns) for _ in range(h.length)) if h.is_tuple else next(columns) for h in plan.hypers}
 
     def _scalars(self) -> Tensor:
@@ -87,7 +134,9 @@ class CoefficientStage:
             return self._recorded[1]
         return self._plan.scalars.clone() if torch.is_grad_enabled() else self._plan.scalars
 
-    def _store(self, new: Tensor, old: Tensor, present: Tensor | None) -> None:
-        new = new if present is None else torch.where(present, new, old)
-        self._plan.scalars.copy_(new.detach())
-        self._recorded = (self._plan.scalars._version, new) if new.requires_grad else None
+
+def note_outcome(outcome: Tensor, found: Tensor, *, counts: bool) -> None:
+    """Write :attr:`Found.outcome` to what :meth:`Clipping.outcome` returned; ``counts`` where this plan counts the skips."""
+    outcome[:2] = found
+    if counts:
+        outcome[2] += found[1]

@@ -1,9 +1,8 @@
 """The lowering through torch.compile and Inductor: C++ on a CPU, Triton on a GPU.
 
 One kernel per :class:`KernelKey` serves every tensor and every optimizer of the process. Its first dimension may have any
-size, so neither the number of tensors nor their shapes compile anything. Small tensors are packed: their state lives in
-rows of a few shared buffers, parameters and gradients are copied through two more, and one call updates them all. Large
-tensors are updated where they are.
+size, so neither the number of tensors nor their shapes compile anything. Small tensors are packed: they are copied through
+the rows of a few shared buffers, and one call updates them all. Large tensors are updated where they are.
 """
 
 from __future__ import annotations
@@ -107,7 +106,7 @@ class InductorLowering(TorchLowering):
 
 
 class Packed:
-    """Tensors copied through (rows, ROW) buffers, in which each owns whole rows and keeps its state, in its memory order.
+    """Tensors copied through (rows, ROW) buffers, in which each owns whole rows, in its memory order.
 
     One spare row at the end keeps the number of rows above one, where Inductor's code for any size begins.
     """
@@ -137,11 +136,13 @@ class Packed:
         ]
         self._param_views = self._views(self._param)
         self._grad_views = self._views(self._grad)
-        for name, packed in zip(plan.buffers, self._buffers, strict=True):
-            grouped = name in plan.grouped_buffers
-            for member, view in zip(members, self._pieces(packed) if grouped else self._views(packed), strict=True):
-                old = member.entries[name]
-                member.put(name, (view[: old.numel()].view_as(old) if grouped else view).copy_(old))
+        self._entries = [[m.entries[name] for m in members] for name in plan.buffers]
+        self._entry_views = []
+        for name, packed, entries in zip(plan.buffers, self._buffers, self._entries, strict=True):
+            pieces = self._pieces(packed) if name in plan.grouped_buffers else self._views(packed)
+            self._entry_views.append(
+                [p[: e.numel()].view_as(e) if p.dim() == 1 else p for p, e in zip(pieces, entries, strict=True)]
+            )
         self._dtype = compute_dtype(self._param.dtype)
         self._subsets: Recent[tuple[int, ...], Tensor] = Recent(256)
         self._places: Recent[tuple[int, ...], tuple[Tensor, Tensor]] = Recent(256)
@@ -160,6 +161,8 @@ class Packed:
             for full, part in zip((self._param, *self._buffers), (tensors[0], *tensors[2:]), strict=True):
                 full.index_copy_(0, rows, part)
         torch._foreach_copy_(self._of(here, self._params), self._of(here, self._param_views))
+        for entries, views in zip(self._entries, self._entry_views, strict=True):
+            torch._foreach_copy_(self._of(here, entries), self._of(here, views))
 
     def sum_means(self, stage: int, grads: Sequence[Tensor | None], coefficients: Tensor, sums: Tensor) -> None:
         """Write to ``sums``, (expressions, tensors of the plan), what a stage of the rule's means is over each tensor."""
@@ -205,6 +208,8 @@ class Packed:
     def _packed(self, here: tuple[int, ...], grads: Sequence[Tensor | None]) -> tuple[list[Tensor], Tensor | None]:
         """The rows of parameters, gradients and buffers of those ``here``, and which rows they are; None for all."""
         torch._foreach_copy_(self._of(here, self._param_views), self._of(here, self._params))
+        for views, entries in zip(self._entry_views, self._entries, strict=True):
+            torch._foreach_copy_(self._of(here, views), self._of(here, entries))
         new = [grad for i in self.positions if (grad := grads[i]) is not None]
         torch._foreach_copy_(self._of(here, self._grad_views), new)
         tensors = [self._param, self._grad, *self._buffers]

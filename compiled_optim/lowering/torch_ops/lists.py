@@ -1,0 +1,136 @@
+"""A rule's functions over lists of tensors, in torch operations that Inductor fuses across the lists.
+
+On a GPU Inductor makes one kernel of all that a ``torch._foreach`` operation returns, and joins to it the list operations on
+the same tensors. What comes in between is computed again by whoever needs it, until an expression has read or computed too
+much: then it becomes a kernel of its own for each tensor. So expressions end in list operations before that happens.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from compiled_optim.rule import bits, vocabulary
+from compiled_optim.rule.rule import Rule, Written
+from compiled_optim.rule.symbols import Dialect, Statement
+
+Values: TypeAlias = dict[str, list[Any]]
+"""By a name in generated code, what stands for it for each tensor of the lists."""
+
+Store: TypeAlias = Callable[[str, list[Tensor]], list[Tensor]]
+
+TORCH = Dialect("{1}", "{}", "&", "|")
+"""Python expressions of tensors."""
+
+_WORDS: dict[str, Any] = {
+    **{f"{name}_": getattr(module, name) for module in (vocabulary, bits) for name in module.__all__},
+    "shift_right_": operator.rshift,
+    "inf": math.inf,
+    "nan": math.nan,
+}
+
+# Of an expression that is computed again. Inductor realizes one alone that reads more than 8 numbers, or 4 if several read
+# it, or that reads and computes more than 30; what a step adds to the last expression of a rule has to fit, too.
+_READS, _SHARED_READS, _OPERATIONS = 7, 4, 24
+
+
+@functools.cache
+def programs(rule: Rule, statics: tuple[tuple[str, Any], ...], ends: bool) -> list[ListProgram]:
+    """Each of a rule's means and then its update. ``ends`` says whether expressions end where Inductor would end them."""
+    return [ListProgram(written, ends) for written in rule.written(dict(statics), TORCH)]
+
+
+class ListProgram:
+    """One of a rule's functions, statement by statement, each for all tensors of the lists."""
+
+    def __init__(self, written: Written, ends: bool) -> None:
+        self._results = written.results
+        own = ["param", *(f"buffer{i}" for i in range(len(written.results) - 1))]
+        self._unchanged = {name for name, old in zip(written.results, own, strict=False) if written.results[name] == old}
+        self._lines = [_line(s) for s in written.statements]
+        last = {name: i for i, line in enumerate(self._lines) for name in line.reads}
+        place = {line.name: i for i, line in enumerate(self._lines)}
+        # Results that nothing after them depends on the old value of, by the statements that define them.
+        self._replaceable = {
+            text: name
+            for (name, text), old in zip(written.results.items(), own, strict=False)
+            if text in place and last.get(old, -1) <= place[text] and old not in written.results.values()
+        }
+        self._ends = _ends(written, self._replaceable) if ends else frozenset()
+
+    def run(self, values: Values, store: Store | None = None, exact: Collection[str] = ()) -> Values:
+        """The results by name, of ``values``: ``param``, ``grad``, ``buffer0``, ..., ``k0``, ... and ``index``.
+
+        ``store`` takes each result of an update that is not the old value, and returns what is there then. The rest of the
+        program goes on with that where it is one of the ``exact`` results: those that lose nothing where they are stored.
+        """
+        values = dict(values)
+        early = {text: name for text, name in self._replaceable.items() if store is not None and name in exact}
+        for line in self._lines:
+            found = [line.evaluate(*each) for each in zip(*(values[name] for name in line.reads), strict=True)]
+            if line.name in early:
+                assert store is not None
+                found = store(early[line.name], found)
+            elif line.name in self._ends and found[0].dtype != torch.bool:
+                found = list(torch._foreach_mul(found, 1))
+            values[line.name] = found
+        results = {name: self._result(text, values) for name, text in self._results.items()}
+        if store is not None:
+            for name in results.keys() - self._unchanged - set(early.values()):
+                store(name, results[name])
+        return results
+
+    def _result(self, text: str, values: Values) -> list[Tensor]:
+        if text not in values:  # a number
+            return [torch.full_like(param, eval(text, dict(_WORDS))) for param in values["param"]]
+        is_given = text in ("param", "grad") or text.startswith("buffer")
+        return [value.clone() for value in values[text]] if is_given else values[text]
+
+
+class _Line(NamedTuple):
+    name: str
+    reads: tuple[str, ...]
+    evaluate: Callable[..., Any]
+
+
+def _line(statement: Statement) -> _Line:
+    reads = tuple(dict.fromkeys(statement.reads))
+    return _Line(statement.name, reads, eval(f"lambda {', '.join(reads)}: {statement.text}", dict(_WORDS)))
+
+
+def _ends(written: Written, stored: Collection[str]) -> frozenset[str]:
+    """The statements whose values end an expression; those that are ``stored`` do."""
+    ends = set(stored)
+    while (found := _too_long(written, ends)) is not None:
+        ends.add(found)
+    return frozenset(ends)
+
+
+def _too_long(written: Written, ends: Collection[str]) -> str | None:
+    """The first statement that must end an expression, and that ``ends`` does not name."""
+    users = [name for s in written.statements for name in set(s.reads)] + list(set(written.results.values()))
+    words = {s.name for s in written.statements if s.word}
+    reads: dict[str, frozenset[str]] = {}  # what an expression that is not ended reads, and the statements in it
+    computes: dict[str, frozenset[str]] = {}
+
+    def length(read: Collection[str], computed: Collection[str]) -> int:
+        numbers = sum(name.startswith("k") for name in read)  # which are unpacked and converted
+        return len(read) + 2 * numbers + len(computed) + len(words.intersection(computed))
+
+    for s in written.statements:
+        read = frozenset[str]().union(*(reads.get(name, {name}) for name in s.reads))
+        computed = frozenset({s.name}).union(*(computes.get(name, frozenset()) for name in s.reads))
+        inner = [name for name in s.reads if computes.get(name)]
+        if inner and (len(read) > _READS or length(read, computed) > _OPERATIONS):
+            return max(inner, key=lambda name: length(reads[name], computes[name]))
+        if s.name not in ends and users.count(s.name) > 1 and len(read) > _SHARED_READS:
+            return s.name
+        is_end = s.name in ends
+        reads[s.name], computes[s.name] = (frozenset({s.name}), frozenset()) if is_end else (read, computed)
+    return None
