@@ -21,6 +21,7 @@ The package is a house: a module imports only from its own floor and from floors
     groups/              what belongs to a group: hyperparameter tensors, names, parameters
     rule/                what an optimizer's file is written with: fields, vocabulary; what it becomes
     memory/              addresses, memory order, shards, compiled C++ and its cache
+    torch_compiler.py    functions that Inductor compiles, and how its code runs without it
     torch_internals.py   the parts of torch without a public name
 """
 

@@ -6,12 +6,14 @@ import concurrent.futures
 import contextlib
 import ctypes
 import functools
+import getpass
 import os
+import re
 import sys
-import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -21,12 +23,23 @@ from torch._guards import TracingContext
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
-outside_dynamo = _disable_dynamo  # decorator: never traced; unlike torch.compiler.disable it does not import the compiler
+
+def outside_dynamo(function: F) -> F:
+    """A decorator: never traced. Unlike ``torch.compiler.disable`` it does not import the compiler, called or not."""
+    outside: Callable[..., Any] = _disable_dynamo(function)
+    is_at_work = torch._C._dynamo.eval_frame.get_eval_frame_callback
+    is_traced = torch.compiler.is_dynamo_compiling
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return outside(*args, **kwargs) if is_traced() or is_at_work() is not None else function(*args, **kwargs)
+
+    return cast("F", call)
 
 
 def quickly_outside_dynamo(function: F) -> F:
-    """As :data:`outside_dynamo`, at less cost where Dynamo is not at work."""
-    outside: Callable[..., Any] = outside_dynamo(function)
+    """As :func:`outside_dynamo`, at less cost where Dynamo is not at work."""
+    outside: Callable[..., Any] = _disable_dynamo(function)
     is_at_work = torch._C._dynamo.eval_frame.get_eval_frame_callback
     is_traced = torch.compiler.is_dynamo_compiling
 
@@ -63,9 +76,12 @@ def build_identity() -> str:
 
 def default_cache_directory() -> str:
     """Where Inductor keeps its code by default. It writes this path into ``TORCHINDUCTOR_CACHE_DIR`` itself."""
-    from torch._inductor.runtime.runtime_utils import default_cache_dir  # type: ignore[attr-defined]
-
-    return os.path.abspath(default_cache_dir())
+    try:
+        user = getpass.getuser()
+    except (KeyError, ModuleNotFoundError, OSError):
+        user = f"uid_{os.getuid()}"
+    name = re.sub(r'[\\/:*?"<>|]', "_", user)
+    return os.path.abspath(os.path.join(tempfile.gettempdir(), f"torchinductor_{name}"))
 
 
 def backward_number() -> int:
@@ -270,104 +286,3 @@ def mend_tracing() -> None:
     from torch._dynamo.variables import ConstantVariable
 
     ConstantVariable.create(None).source = None
-
-
-def without_memory() -> contextlib.AbstractContextManager[Any]:
-    """A context in which new tensors have no memory. They are enough to compile with, whatever their size."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    return contextlib.nullcontext() if fakes_are_made() else FakeTensorMode()
-
-
-def compile_graph(
-    function: Callable[..., Any],
-    args: list[Tensor],
-    dynamic: Sequence[Sequence[int]],
-    options: dict[str, Any],
-    *,
-    from_one: bool = False,
-    decompositions: Mapping[Any, Callable[..., Any]] | None = None,
-) -> Callable[[Mapping[int, int], list[Tensor]], list[Tensor]] | str:
-    """Compile ``function(*args)``, which writes into its arguments or returns a tuple of new tensors, with Inductor.
-
-    Args:
-        function: traced once; it must have a code object of its own.
-        args: example tensors, no two the same object; see :func:`without_memory`.
-        dynamic: for each argument, the dimensions that may have any size; those of equal size stay equal.
-        options: Inductor options.
-        from_one: whether "any size" includes 1; otherwise it begins with 2.
-        decompositions: by operator, a function of other operators that replaces it; None for Inductor's own.
-
-    Returns:
-        ``run(sizes, args)``, or a text that says why there is none: compilation is switched off for the process, or fails on
-        this machine. ``run`` calls Inductor's code without Dynamo's guards, so the caller must pass tensors with the dtypes,
-        devices, strides and other sizes of the example. ``sizes`` maps the example's sizes of dynamic dimensions to those of
-        ``args``.
-    """
-    from torch._dynamo import mark_dynamic
-    from torch._dynamo.exc import BackendCompilerFailed
-    from torch._inductor import config
-    from torch.fx.experimental import _config as symbolic_shapes
-
-    for arg, dimensions in zip(args, dynamic, strict=True):
-        for dimension in dimensions:
-            mark_dynamic(arg, dimension)
-    graphs: list[_Graph] = []
-    backend = functools.partial(_noting_backend, graphs, args, decompositions)
-    oblivious = symbolic_shapes.patch(backed_size_oblivious=from_one)  # type: ignore[attr-defined]
-    # The CPU's own word for its vector instructions is trusted: to try them out takes several seconds in a fresh cache.
-    trusting = config.patch({"cpp.vec_isa_ok": True, **options})
-    with torch.no_grad(), torch.compiler.set_stance("default"), trusting, oblivious:
-        try:
-            results = torch.compile(function, backend=backend, fullgraph=True)(*args)
-        except BackendCompilerFailed as error:
-            return f"Inductor failed: {_message(error.inner_exception)}"
-    if not graphs:
-        return "torch.compile is switched off"
-    code, order, outputs = graphs[0]
-    returned = [next(i for i, o in enumerate(outputs) if o is r) for r in results or ()]
-
-    def run(sizes: Mapping[int, int], tensors: list[Tensor]) -> list[Tensor]:
-        made = code(*[tensors[i] if is_tensor else sizes[i] for is_tensor, i in order])
-        return [made[i] for i in returned]
-
-    return run
-
-
-class _Graph(NamedTuple):
-    """What Inductor compiled: its code, for each input whether it is a tensor and which one, and stand-ins for outputs."""
-
-    code: Callable[..., Any]
-    order: list[tuple[bool, int]]
-    outputs: list[Tensor]
-
-
-def _noting_backend(
-    graphs: list[_Graph],
-    args: list[Tensor],
-    decompositions: Mapping[Any, Callable[..., Any]] | None,
-    module: torch.fx.GraphModule,
-    example: list[Any],
-) -> Callable[..., Any]:
-    """A backend of Dynamo that compiles with Inductor, and notes its code in ``graphs`` in place of running it."""
-    from torch._dynamo import lookup_backend
-
-    options = {} if decompositions is None else {"decompositions": decompositions}
-    code = lookup_backend("inductor")(module, example, **options)
-    count = len(cast("Sequence[Any]", module.graph.output_node().args[0]))
-
-    def first_call(*inputs: Any) -> Any:
-        # Dynamo orders inputs by first use; the tensors themselves tell which is which, a size is an int.
-        order = [
-            (True, next(i for i, a in enumerate(args) if a is x)) if isinstance(x, Tensor) else (False, int(x))
-            for x in inputs
-        ]
-        graphs.append(_Graph(code, order, [torch.empty(0) for _ in range(count)]))
-        return graphs[-1].outputs
-
-    return first_call
-
-
-def _message(error: Exception) -> str:
-    """The beginning of a message: of the compiler's own, where one failed, else of the error's."""
-    return textwrap.shorten(getattr(error, "output", "") or str(error), 500, placeholder=" ...")

@@ -9,6 +9,7 @@ anything. It compiles a rule on matrices once for each of their shapes, for any 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -24,13 +25,13 @@ from compiled_optim.lowering.partial_sums import decompositions
 from compiled_optim.lowering.torch_ops.inductor import OPTIONS, fits_indices, say_too_large
 from compiled_optim.lowering.torch_ops.rule_step import rule_step
 from compiled_optim.lowering.torch_ops.torch_lowering import TorchLowering
+from compiled_optim.memory.kept_graph import obtain_graph
 from compiled_optim.memory.layout import compute_dtype, is_plain, plain_copy
 from compiled_optim.memory.sharding import parts_of_stack, whole_stack
 from compiled_optim.plan.clipping import Clipping
 from compiled_optim.plan.compilations import CompilationLog
 from compiled_optim.plan.kernel_key import KernelKey, coefficient_key, kernel_key
 from compiled_optim.plan.plan import Plan
-from compiled_optim.torch_internals import compile_graph, without_memory
 
 StackKernel = Callable[[list[Tensor]], Sequence[Tensor]]
 
@@ -298,45 +299,44 @@ def _square_sum(stack: Tensor) -> Tensor:
     return norms.double().square().sum()
 
 
-def _example(key: KernelKey) -> list[Tensor]:
-    """Tensors to compile a kernel of ``key`` with, none the same object."""
+def _example(key: KernelKey, device: str) -> tuple[list[Tensor], list[list[int]]]:
+    """Tensors to compile a kernel of ``key`` with, none the same object, and for each its dimensions of any size."""
     rule = key.rule
     kind = key.arrangement.removeprefix("stacks of ")
     examples = _EXAMPLES if key.device in _SEQUENTIAL else _LARGE_EXAMPLES
     count, *shape = examples[kind] if kind in examples else (_COUNT, *map(int, kind.split(" x ")))
-    param, grad = (torch.ones(count, *shape, dtype=dtype, device=key.device) for dtype in key.dtypes[:2])
+    param, grad = (torch.ones(count, *shape, dtype=dtype, device=device) for dtype in key.dtypes[:2])
     present = rule.present_buffers(dict(key.statics))
     fields = [b for b in rule.buffers if b.name in present]
     buffers = [
-        torch.ones(count, *own, dtype=dtype, device=key.device)
+        torch.ones(count, *own, dtype=dtype, device=device)
         for field, dtype in zip(fields, key.dtypes[2:], strict=True)
         for own in [shape if field.shape is None else field.shape(torch.Size(shape))]
     ]
     dtype = compute_dtype(param.dtype)
     column = (count, *[1] * len(shape))
     columns = [
-        torch.ones(column, dtype=dtype, device=key.device) for _ in range(len(rule.coefficient_names(dict(key.statics))) + 2)
+        torch.ones(column, dtype=dtype, device=device) for _ in range(len(rule.coefficient_names(dict(key.statics))) + 2)
     ]
-    return [param, grad, *buffers, *columns]
+    tensors = [param, grad, *buffers, *columns]
+    of_any_size = slice(0, 1 if rule.granularity == "matrix" else None)
+    return tensors, [[d for d in range(t.dim())[of_any_size] if t.shape[d] > 1] for t in tensors]
 
 
 def _make(key: KernelKey) -> StackKernel | str:
-    matrices = key.rule.granularity == "matrix"
-    function, options = _stack_function(key), OPTIONS | _OPTIONS
     sequential = key.device in _SEQUENTIAL
-    with without_memory():
-        tensors = _example(key)
-        dynamic = [[d for d, size in enumerate(t.shape) if size > 1 and not (matrices and d)] for t in tensors]
-        staged = None if sequential else decompositions()
-        graph = compile_graph(function, tensors, dynamic, options, from_one=True, decompositions=staged)
+    staged = None if sequential else decompositions()
+    example = functools.partial(_example, key)
+    graph = obtain_graph(_stack_function(key), example, key.device, OPTIONS | _OPTIONS, from_one=True, decompositions=staged)
     if isinstance(graph, str):
         return graph
-    sizes = tensors[0].shape
+    (param, *_), (any_size, *_) = example("meta")
 
     def run(tensors: list[Tensor]) -> Sequence[Tensor]:
-        return graph({sizes[0]: len(tensors[0])} if matrices else dict(zip(sizes, tensors[0].shape, strict=True)), tensors)
+        return graph.run({param.shape[d]: tensors[0].shape[d] for d in any_size}, tensors)
 
     if not sequential:
+        tensors, _ = example("meta")
         kinds = [(t.shape[1:], t.dtype) for t in tensors]
         ones = {kind: torch.ones(1, *kind[0], dtype=kind[1], device=key.device) for kind in set(kinds)}
         run([ones[kind] for kind in kinds])  # loads and tunes what a capture could not

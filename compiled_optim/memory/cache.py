@@ -62,6 +62,8 @@ def _private_directory() -> Path:
 
 
 def _refuse(directory: Path, error: OSError) -> None:
+    if directory in _refused:
+        return
     _refused.add(directory)
     warnings.warn(
         f"compiled_optim: compiled code is not kept in {directory}: {error.strerror or error}; every process compiles it "

@@ -48,7 +48,7 @@ def library(text: str, flags: Sequence[str] = (), kind: type[ctypes.CDLL] = ctyp
     A ``CompilerError`` has the compiler's or the system's message.
     """
     command = compiler()
-    origin = [text, *command, *_FLAGS, *flags, _version(command), _processor()]
+    origin = [text, *command, *_FLAGS, *flags, _version(command), processor()]
     key = hashlib.sha256("\0".join(origin).encode(errors="surrogateescape")).hexdigest()[:32]
     try:
         return load_kept(f"{key}.so", lambda: _compiled(command, text, flags), lambda path: kind(str(path)))
@@ -92,7 +92,8 @@ def _version(command: Sequence[str]) -> str:
 
 
 @functools.cache
-def _processor() -> str:
+def processor() -> str:
+    """A text that differs between two kinds of processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

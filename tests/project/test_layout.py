@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # A folder, or a module of the package itself, imports from itself and from rows above its own.
 FLOORS = [
     {"torch_internals"},
+    {"torch_compiler"},
     {"memory", "rule"},
     {"groups", "conversion"},
     {"state"},

@@ -18,13 +18,14 @@ from torch import Tensor
 from compiled_optim.lowering.torch_ops.recent import Recent
 from compiled_optim.lowering.torch_ops.rule_step import rule_means, rule_step
 from compiled_optim.lowering.torch_ops.torch_lowering import TorchLowering
+from compiled_optim.memory.kept_graph import obtain_graph
 from compiled_optim.memory.layout import MemoryOrder, compute_dtype, flat, real_numel
 from compiled_optim.plan.clipping import Clipping
 from compiled_optim.plan.compilations import CompilationLog
 from compiled_optim.plan.kernel_key import KernelKey, kernel_key
 from compiled_optim.plan.plan import Plan
 from compiled_optim.rule.bits import GROUP
-from compiled_optim.torch_internals import compile_graph, without_memory
+from compiled_optim.torch_compiler import CompiledGraph
 
 Graph: TypeAlias = Callable[[int, list[Tensor]], Any]
 """Compiled code: it takes the size of the first dimension, and the tensors."""
@@ -177,16 +178,16 @@ class Packed:
         sums[:, positions] = of_rows.to(sums.dtype)[:, places].sum(2)
 
     @staticmethod
-    def example(key: KernelKey, stage: int) -> tuple[list[Tensor], list[bool]]:
-        """Tensors to compile a stage with, and which of them have a first size that varies."""
+    def example(key: KernelKey, stage: int, device: str) -> tuple[list[Tensor], list[list[int]]]:
+        """Tensors to compile a stage with, and the dimensions of each that vary: the first, or none."""
         rows = zip(_row_shapes(key, 2), key.dtypes, strict=True)
-        tensors = [torch.zeros(64, *row, dtype=dtype, device=key.device) for row, dtype in rows]
+        tensors = [torch.zeros(64, *row, dtype=dtype, device=device) for row, dtype in rows]
         dtype = compute_dtype(tensors[0].dtype)
-        tensors += [torch.ones(64, 1, dtype=dtype, device=key.device) for _ in _columns(key, stage)]
+        tensors += [torch.ones(64, 1, dtype=dtype, device=device) for _ in _columns(key, stage)]
         if stage != UPDATE or _reads_index(key):
             of_rows = torch.int32 if stage == UPDATE else torch.int64
-            tensors.append(torch.ones(64, 1, dtype=of_rows, device=key.device))
-        return tensors, [True] * len(tensors)
+            tensors.append(torch.ones(64, 1, dtype=of_rows, device=device))
+        return tensors, [[0]] * len(tensors)
 
     @staticmethod
     def index(param: Tensor, rest: Sequence[Tensor]) -> Tensor:
@@ -294,13 +295,13 @@ class InPlace:
                 yield position, layout, [target, _in_rows(layout.arranged(grad), self._rows[0]), *buffers, *column]
 
     @staticmethod
-    def example(key: KernelKey, stage: int) -> tuple[list[Tensor], list[bool]]:
+    def example(key: KernelKey, stage: int, device: str) -> tuple[list[Tensor], list[list[int]]]:
         """As :meth:`Packed.example`."""
         rows = zip(_row_shapes(key, 2), key.dtypes, strict=True)
-        tensors = [torch.zeros(64 * ROW, *row, dtype=dtype, device=key.device) for row, dtype in rows]
+        tensors = [torch.zeros(64 * ROW, *row, dtype=dtype, device=device) for row, dtype in rows]
         dtype = compute_dtype(tensors[0].dtype)
-        scalars = [torch.ones((), dtype=dtype, device=key.device) for _ in _columns(key, stage)]
-        return tensors + scalars, [True] * len(tensors) + [False] * len(scalars)
+        scalars = [torch.ones((), dtype=dtype, device=device) for _ in _columns(key, stage)]
+        return tensors + scalars, [[0]] * len(tensors) + [[]] * len(scalars)
 
     @staticmethod
     def index(param: Tensor, rest: Sequence[Tensor]) -> Tensor:
@@ -342,17 +343,16 @@ def _columns(key: KernelKey, stage: int) -> tuple[str, ...]:
 def _make(key: KernelKey) -> Kernel | str:
     graphs: dict[int, Graph] = {}
     for stage, function in _functions(key).items():
-        with without_memory():
-            tensors, dynamic = _LAYOUTS[key.arrangement].example(key, stage)
-            graph = compile_graph(function, tensors, [[0] if d else [] for d in dynamic], OPTIONS)
+        example = functools.partial(_LAYOUTS[key.arrangement].example, key, stage)
+        graph = obtain_graph(function, example, key.device, OPTIONS)
         if isinstance(graph, str):
             return graph
-        graphs[stage] = functools.partial(_run, graph, len(tensors[0]))
+        graphs[stage] = functools.partial(_run, graph, len(example("meta")[0][0]))
     return graphs
 
 
-def _run(graph: Callable[..., Any], example: int, size: int, tensors: list[Tensor]) -> Any:
-    return graph({example: size}, tensors)
+def _run(graph: CompiledGraph, example: int, size: int, tensors: list[Tensor]) -> Any:
+    return graph.run({example: size}, tensors)
 
 
 def _uncompiled(key: KernelKey) -> Kernel:

@@ -1,0 +1,342 @@
+"""Functions that Inductor compiles, and how its code runs in processes that do not import it."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import contextlib
+import dis
+import functools
+import importlib.util
+import inspect
+import math
+import os
+import sys
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from pathlib import Path
+from types import BuiltinFunctionType, CodeType, ModuleType, SimpleNamespace
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from compiled_optim.torch_internals import fakes_are_made
+
+
+def without_memory() -> contextlib.AbstractContextManager[Any]:
+    """A context in which new tensors have no memory. They are enough to compile with, whatever their size."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return contextlib.nullcontext() if fakes_are_made() else FakeTensorMode()
+
+
+class StandaloneCode(NamedTuple):
+    """What Inductor compiled, in a form that runs without it: the text of a function that takes all inputs in a list."""
+
+    text: str
+    libraries: dict[str, str]
+    """By name in the text, the path of an extension module with a function ``kernel``."""
+
+
+class CompiledGraph(NamedTuple):
+    """What Inductor compiled for ``compile_graph``.
+
+    ``code`` takes a list of ``order``: for each input, whether it is a tensor, and which of the arguments or which size of
+    the example. ``returned`` are the positions of the function's results among those of ``code``. ``standalone`` is None
+    where the code runs in this process alone.
+    """
+
+    code: Callable[[list[Any]], Sequence[Any]]
+    order: Sequence[tuple[bool, int]]
+    returned: Sequence[int]
+    standalone: StandaloneCode | None = None
+
+    def run(self, sizes: Mapping[int, int], tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The function's results. ``sizes`` maps the example's sizes of dynamic dimensions to those of ``tensors``."""
+        made = self.code([tensors[i] if is_tensor else sizes[i] for is_tensor, i in self.order])
+        return [made[i] for i in self.returned]
+
+
+def compile_graph(
+    function: Callable[..., Any],
+    args: list[Tensor],
+    dynamic: Sequence[Sequence[int]],
+    options: dict[str, Any],
+    *,
+    from_one: bool = False,
+    decompositions: Mapping[Any, Callable[..., Any]] | None = None,
+) -> CompiledGraph | str:
+    """Compile ``function(*args)``, which writes into its arguments or returns a tuple of new tensors, with Inductor.
+
+    Args:
+        function: traced once; it must have a code object of its own.
+        args: example tensors, no two the same object; see :func:`without_memory`.
+        dynamic: for each argument, the dimensions that may have any size; those of equal size stay equal.
+        options: Inductor options.
+        from_one: whether "any size" includes 1; otherwise it begins with 2.
+        decompositions: by operator, a function of other operators that replaces it; None for Inductor's own.
+
+    Returns:
+        What it compiled, or a text that says why there is nothing: compilation is switched off for the process, or fails on
+        this machine. It runs without Dynamo's guards, so the caller must pass tensors with the dtypes, devices, strides and
+        other sizes of the example.
+    """
+    from torch._dynamo import mark_dynamic
+    from torch._dynamo.exc import BackendCompilerFailed
+    from torch._functorch import config as functorch
+    from torch._inductor import config
+    from torch.fx.experimental import _config as symbolic_shapes
+
+    for arg, dimensions in zip(args, dynamic, strict=True):
+        for dimension in dimensions:
+            mark_dynamic(arg, dimension)
+    backend = _Backend(args, decompositions)
+    oblivious = symbolic_shapes.patch(backed_size_oblivious=from_one)  # type: ignore[attr-defined]
+    # The CPU's own word for its vector instructions is trusted: to try them out takes several seconds in a fresh cache.
+    trusting = config.patch({"cpp.vec_isa_ok": True, **options})
+    # A hit in the cache of AOTAutograd would come without Inductor's code.
+    uncached = functorch.patch(enable_autograd_cache=not backend.is_standalone)
+    with torch.no_grad(), torch.compiler.set_stance("default"), trusting, oblivious, uncached:
+        try:
+            results = torch.compile(function, backend=backend, fullgraph=True)(*args)
+        except BackendCompilerFailed as error:
+            return f"Inductor failed: {_message(error.inner_exception)}"
+    return backend.compiled(results or ()) or "torch.compile is switched off"
+
+
+class _Backend:
+    """A backend of Dynamo that compiles one graph with Inductor, and notes how it is called in place of running it."""
+
+    def __init__(self, args: list[Tensor], decompositions: Mapping[Any, Callable[..., Any]] | None) -> None:
+        self.is_standalone = all(arg.device.type == "cpu" for arg in args)
+        self._args = args
+        self._options = {} if decompositions is None else {"decompositions": decompositions}
+        self._written: list[Any] = []  # what Inductor returned for AOTAutograd's graphs, with the number of their outputs
+        self._calls: list[tuple[Callable[[list[Any]], Any], list[tuple[bool, int]], list[Tensor]]] = []
+
+    def __call__(self, module: torch.fx.GraphModule, example: list[Any]) -> Callable[..., Any]:
+        from torch._dynamo import lookup_backend
+
+        options = {**self._options, "inner_compile": self._compile} if self.is_standalone else self._options
+        code = lookup_backend("inductor")(module, example, **options)
+        count = _output_count(module)
+
+        def first_call(*inputs: Any) -> Any:
+            if len(self._written) == 1 and (results := self._call_within(code, inputs)) is not None:
+                return results
+            return self._note(lambda values: code(*values), count, inputs)
+
+        return first_call
+
+    def compiled(self, results: Sequence[Tensor]) -> CompiledGraph | None:
+        """What was compiled for a function with these ``results``; None if nothing was."""
+        if not self._calls:
+            return None
+        code, order, outputs = self._calls[-1]
+        returned = [next(i for i, o in enumerate(outputs) if o is r) for r in results]
+        return CompiledGraph(code, order, returned, standalone_code(code))
+
+    def _compile(self, module: torch.fx.GraphModule, example: Sequence[Any], **kwargs: Any) -> Any:
+        from torch._inductor.compile_fx import compile_fx_inner
+
+        written = compile_fx_inner(module, example, **kwargs)
+        self._written.append((written, _output_count(module)))
+        return written
+
+    def _note(self, code: Callable[[list[Any]], Any], count: int, inputs: Sequence[Any]) -> list[Tensor]:
+        """Note that ``code`` is called. Tensors themselves tell which is which, a size is an int; results are stand-ins."""
+        order = [
+            (True, next(i for i, a in enumerate(self._args) if a is x)) if isinstance(x, Tensor) else (False, int(x))
+            for x in inputs
+        ]
+        self._calls.append((code, order, [torch.empty(0) for _ in range(count)]))
+        return self._calls[-1][2]
+
+    def _call_within(self, code: Callable[..., Any], inputs: Sequence[Any]) -> Any:
+        """Note how AOTAutograd calls Inductor's code; None if it does more than to pass tensors on."""
+        ((written, count),) = self._written
+        inner = written.current_callable
+        written.current_callable = functools.partial(self._note, inner, count)
+        try:
+            results = code(*inputs)
+        finally:
+            written.current_callable = inner
+        passed_on = self._calls and len(results) == count and all(any(r is o for o in self._calls[-1][2]) for r in results)
+        return results if passed_on else None
+
+
+def _output_count(module: torch.fx.GraphModule) -> int:
+    return len(cast("Sequence[Any]", module.graph.output_node().args[0]))
+
+
+def _message(error: Exception) -> str:
+    """The beginning of a message: of the compiler's own, where one failed, else of the error's."""
+    return textwrap.shorten(getattr(error, "output", "") or str(error), 500, placeholder=" ...")
+
+
+def standalone_code(function: Callable[..., Any]) -> StandaloneCode | None:
+    """The code of ``function``, where it is a module's that Inductor wrote and needs nothing but :func:`_names`."""
+    written = getattr(function, "__func__", None)
+    if written is None:
+        return None
+    text = textwrap.dedent(inspect.getsource(written))
+    offered, used = _names(), written.__globals__
+    libraries: dict[str, str] = {}
+    for name in _global_names(written.__code__):
+        value = used.get(name)
+        if isinstance(value, BuiltinFunctionType) and value.__name__ == _ENTRY:
+            libraries[name] = str(cast("ModuleType", value.__self__).__file__)
+        elif name == "extern_kernels":
+            called = {n.attr for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Attribute) and _is_name(n.value, name)}
+            if any(getattr(value, c, None) is not getattr(offered[name], c, name) for c in called):
+                return None
+        elif value is not offered.get(name, vars(builtins).get(name)) or (value is None and name not in vars(builtins)):
+            return None
+    return None if any(_is_name(node, "self") for node in ast.walk(ast.parse(text))) else StandaloneCode(text, libraries)
+
+
+def load_standalone(text: str, kernels: Mapping[str, Callable[..., Any]]) -> Callable[[list[Any]], Sequence[Any]]:
+    """The function of standalone code with the ``kernels`` of its libraries. Inductor is not imported."""
+    names = _names() | dict(kernels)
+    exec(compile(text, "<kept code of Inductor>", "exec"), names)
+    return functools.partial(names["call"], None)
+
+
+def compiler_settings() -> str | None:
+    """A text that differs where Inductor would compile the same function differently; None where it is not to compile."""
+    switched = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")
+    dynamo = sys.modules.get("torch._dynamo.config")
+    if any(os.environ.get(name, "0") != "0" for name in switched) or getattr(dynamo, "disable", False):
+        return None
+    of_process = [
+        torch.get_num_threads(),
+        torch.backends.cpu.get_cpu_capability(),
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.backends.mkldnn.enabled,
+        torch.get_default_dtype(),
+        sorted((k, v) for k, v in os.environ.items() if k.startswith("TORCHINDUCTOR_") and k != "TORCHINDUCTOR_CACHE_DIR"),
+    ]
+    return repr([sys.version, *of_process, *_changed_settings()])
+
+
+def _changed_settings() -> list[tuple[str, Any]]:
+    """What was written to Inductor's settings since it was imported, other than what they are by default."""
+    settings = sys.modules.get("torch._inductor.config")
+    found = []
+    for name, entry in sorted(getattr(settings, "_config", {}).items()):
+        written = entry.user_override
+        value = written.get() if isinstance(written, ContextVar) else written
+        default = entry.default if _is_unset(entry.env_value_default) else entry.env_value_default
+        if not _is_unset(value) and value != default:
+            found.append((name, value))
+    return found
+
+
+def _is_unset(value: Any) -> bool:
+    return type(value) is object  # what stands for nothing among torch's settings
+
+
+_ENTRY = "kernel"  # the name of the function in Inductor's extension modules
+
+
+def _names() -> dict[str, Any]:
+    """What the code of Inductor's modules for CPUs may refer to, by the names that it uses."""
+    guards = torch._C._dynamo.guards
+    own = ("assert_size_stride", "assert_alignment")
+    under = ("empty_strided_cpu", "reinterpret_tensor")
+    products = {name: getattr(torch, name) for name in ("mm", "bmm", "addmm", "baddbmm")}
+    return {
+        **{name: getattr(guards, name) for name in own},
+        **{name: getattr(guards, f"_{name}") for name in under},
+        "aten": torch.ops.aten,
+        "inductor_ops": torch.ops.inductor,
+        "torch": torch,
+        "math": math,
+        "inf": math.inf,
+        "nan": math.nan,
+        "device": torch.device,
+        "empty_strided": torch.empty_strided,
+        "extern_kernels": SimpleNamespace(**products),
+    }
+
+
+def load_library(path: Path) -> Callable[..., Any]:
+    """The function of a library of :class:`StandaloneCode`, whose file must be named by its content.
+
+    Raises:
+        OSError: it cannot be loaded.
+    """
+    address = torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr  # type: ignore[attr-defined]
+    os.environ["_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"] = str(address)  # as Inductor does, whose code reads it once
+    spec = importlib.util.spec_from_file_location(f"{path.stem}.{_ENTRY}", path)
+    if spec is None or spec.loader is None:
+        raise OSError(f"{path} is not an extension module")
+    try:
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        entry: Callable[..., Any] = getattr(module, _ENTRY)
+    except (ImportError, AttributeError) as error:
+        raise OSError(f"{path} cannot be loaded: {error}") from error
+    return entry
+
+
+def _global_names(code: CodeType) -> set[str]:
+    """The global names that ``code`` and the functions in it read."""
+    inner = [_global_names(c) for c in code.co_consts if isinstance(c, CodeType)]
+    return {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}.union(*inner)
+
+
+def _is_name(node: ast.AST, name: str) -> bool:
+    return isinstance(node, ast.Name) and node.id == name
+
+
+def operations_of(function: Callable[..., Any], tensors: Sequence[Tensor]) -> str:
+    """What ``function`` does with ``tensors``, operation by operation, and which ones it returns, in words.
+
+    Raises:
+        Exception: it does what tensors without memory cannot, or reads other tensors than these.
+    """
+    operations = _Operations(tensors)
+    with torch.no_grad(), operations:
+        returned = function(*tensors)
+    return operations.result(returned)
+
+
+class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Writes down torch's operations on ``tensors`` and on what these return."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._known: dict[int, tuple[Tensor, str]] = {}
+        self._lines = [self._described(tensor) for tensor in tensors]
+
+    def result(self, returned: Any) -> str:
+        """All that was written down, and which tensors were ``returned``."""
+        return "\n".join([*self._lines, self._text(returned)])
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No, which would import it."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = self._text((args, kwargs or {}))
+        results = func(*args, **(kwargs or {}))
+        made = [self._described(t) for t in tree_leaves(results) if isinstance(t, Tensor) and id(t) not in self._known]
+        self._lines.append(f"{self._text(results)} {made} = {func} {given}")
+        return results
+
+    def _described(self, tensor: Tensor) -> str:
+        """A name for a new ``tensor``, and all that there is to know of it."""
+        name = f"t{len(self._known)}"
+        self._known[id(tensor)] = tensor, name
+        return f"{name} {tensor.dtype} {tuple(tensor.shape)} {tensor.stride()} {tensor.storage_offset()}"
+
+    def _text(self, value: Any) -> str:
+        """``value`` in words, tensors by their names. A ``KeyError`` says that one comes from elsewhere, with numbers."""
+        return repr(tree_map_only(Tensor, lambda tensor: self._known[id(tensor)][1], value))
