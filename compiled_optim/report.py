@@ -53,7 +53,8 @@ class CompileReport:
         lowering: how its steps run: ``multi_tensor``, ``inductor``, ``stacked``, ``eager``, or several of them.
         steps: how many steps it has taken.
         kernels: the keys of the kernels its step calls.
-        compilations: the kernels that were compiled for it, in order; those found already compiled are not among them.
+        compilations: the kernels that were compiled or loaded for it, in order, with the seconds that each took; those
+            that the process had already are not among them.
         fallbacks: why anything runs uncompiled.
         captures: why each graph of a ``co.CUDAGraphRunner``, or of the compiler's own, was captured; empty for a first one.
         replays: how often such graphs were replayed.
@@ -79,8 +80,13 @@ class CompileReport:
 
     @property
     def compiles(self) -> int:
-        """How many kernels were compiled for the optimizer, at any time."""
+        """How many kernels were compiled for the optimizer, or loaded, at any time."""
         return len(self.compilations)
+
+    @property
+    def loaded(self) -> int:
+        """How many of them came from the cache, where another process had compiled them."""
+        return sum(c.loaded for c in self.compilations)
 
     @property
     def recompiles(self) -> int:
@@ -89,23 +95,31 @@ class CompileReport:
 
     @property
     def seconds(self) -> float:
-        """The time spent compiling."""
+        """The time spent compiling and loading, with what had to be imported for that."""
         return sum(c.seconds for c in self.compilations)
 
     def __str__(self) -> str:
         lines = [
             f"{self.optimizer}: {self.lowering} lowering, {self.steps} steps, {self.compiles} compiles "
-            f"({self.seconds:.1f} s), {self.recompiles} recompiles, {self.table_refreshes} table refreshes"
+            f"({self.seconds:.2f} s; {self.loaded} loaded from the cache), {self.recompiles} recompiles, "
+            f"{self.table_refreshes} table refreshes"
         ]
         if self.captures:
             lines.append(f"  {len(self.captures)} captures, {self.recaptures} re-captures, {self.replays} replays")
-        lines += [f"  kernel {kernel}" for kernel in self.kernels]
+        lines += [f"  kernel {kernel}{self._spent(kernel)}" for kernel in self.kernels]
         lines += [f"  recompiled: {c.cause}" for c in self.compilations if c.cause]
         lines += [f"  captured again: {cause}" for cause in self.captures if cause]
         lines += [f"  fallback: {reason}" for reason in self.fallbacks]
         if self.kernels:
             lines.append(f"  compiled C++ is kept in {self.cache}")
         return "\n".join(lines)
+
+    def _spent(self, kernel: str) -> str:
+        """How long it took to have ``kernel``, in words; empty if the process had it already."""
+        found = [c for c in self.compilations if c.kernel == kernel]
+        seconds = sum(c.seconds for c in found)
+        how = "loaded" if all(c.loaded for c in found) else "compiled"
+        return f": {how} in {seconds:.3f} s" if found else ""
 
 
 def compile_report(optimizer: CompiledOptimizer) -> CompileReport:

@@ -12,6 +12,7 @@ import stat
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,6 +20,16 @@ from compiled_optim.torch_internals import default_cache_directory
 
 T = TypeVar("T")
 
+
+@dataclass
+class Uses:
+    """How many files this process took from the cache as they were, and how many it had to make."""
+
+    taken: int = 0
+    made: int = 0
+
+
+uses = Uses()
 _refused: set[Path] = set()  # directories that could not be trusted or used in this process
 
 
@@ -79,7 +90,10 @@ def _load(directory: Path, name: str, make: Callable[[], bytes], load: Callable[
         path = opened / name
         if _is_sound(path):
             with contextlib.suppress(OSError):
-                return load(path)
+                loaded = load(path)
+                uses.taken += 1
+                return loaded
+        uses.made += 1
         _write(path, make())
         return load(path)
 

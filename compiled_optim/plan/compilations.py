@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from compiled_optim.memory.cache import uses
 from compiled_optim.plan.kernel_key import KernelKey
 
 K = TypeVar("K")
@@ -20,11 +22,19 @@ class RecompileError(RuntimeError):
 
 @dataclass(frozen=True)
 class Compilation:
-    """One kernel compiled for one optimizer. ``cause`` is empty for a first compilation."""
+    """One kernel compiled for one optimizer, or loaded where another process had compiled it.
+
+    Attributes:
+        kernel: its key.
+        seconds: how long that took, with whatever had to be imported for it.
+        cause: why it was needed after the first step; empty for a first compilation.
+        loaded: whether all of its code came from the cache.
+    """
 
     kernel: str
     seconds: float
     cause: str = ""
+    loaded: bool = False
 
 
 _budgets: list[int] = []  # what the open forbidding_recompilation() blocks still allow
@@ -71,9 +81,10 @@ class CompilationLog:
                 spend(f"{key.rule.name} would recompile its step: {cause}")
             for wanted in dict.fromkeys((key, key.grown())):
                 if wanted not in cache:
-                    started = time.perf_counter()
+                    started, before = time.perf_counter(), dataclasses.replace(uses)
                     cache[wanted] = make(wanted)
-                    self.compilations.append(Compilation(str(wanted), time.perf_counter() - started, cause))
+                    loaded = uses.made == before.made and uses.taken > before.taken
+                    self.compilations.append(Compilation(str(wanted), time.perf_counter() - started, cause, loaded))
         self.keys.update(dict.fromkeys(((name, key.updates) for name in names), key))
         return cache[key]
 
