@@ -24,7 +24,7 @@ from perf.measure import make_gradients, make_params
 from perf.results import Row, percentiles
 from perf.workloads import shapes
 
-WORKLOADS = ("small-10", "small-148", "small-1000")
+WORKLOADS = ("small-10", "small-148", "small-1000", "gpt-matrices")
 COMPETITORS = (OURS, f"{OURS}[inductor]", "torch fused", "torch foreach")
 COMPILED_LIMIT = 10
 """Tensors beyond which ``torch.compile(torch.optim...step)`` is not tried: it unrolls and takes minutes."""
@@ -38,8 +38,8 @@ def measure_first_step(
     """Seconds in a fresh process with an empty compiler cache, and in a second process that finds it filled.
 
     Each repetition goes through all workloads and competitors, so that a slow spell of the machine meets them alike.
-    Importing torch and this package is not timed. The import of ``torch._dynamo`` is, as part of ``construct``: the first
-    optimizer of a process causes it, torch.optim's too. ``compiling`` is the report's sum, of this package's own optimizers.
+    Importing torch and this package is not timed. The import of ``torch._dynamo`` is, as part of ``construct`` where
+    torch.optim's optimizers cause it. ``compiling`` is the report's sum, of this package's own optimizers.
     """
     samples: dict[tuple[str, str, str], list[float]] = {}
     for _ in range(repeats):
