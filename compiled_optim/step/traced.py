@@ -1,7 +1,7 @@
-"""The step as an operator, for training steps that the user compiles whole.
+"""The step in the graph of a function that the user compiles: as operations of the graph, or as an operator.
 
 An operator's schema declares what a graph can see of a step: the parameters change, the gradients are read. State and
-hyperparameters belong to the optimizer, which the operator finds by its number.
+hyperparameters belong to the optimizer, which the operator finds by its number, and so do compilers that look at operations.
 """
 
 from __future__ import annotations
