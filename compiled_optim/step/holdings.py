@@ -20,7 +20,7 @@ from compiled_optim.groups.options import check_options, warn_of_patterns
 from compiled_optim.groups.param_group import ParamGroup
 from compiled_optim.groups.parameters import check_params, names_and_tensors
 from compiled_optim.groups.scales import check_names, check_numbers, check_own, ignores_prefixes
-from compiled_optim.groups.watched import Changes
+from compiled_optim.groups.watched import Changes, WatchedList
 from compiled_optim.memory.layout import scalars_device
 from compiled_optim.plan.clipping import Clipping
 from compiled_optim.plan.compilations import CompilationLog
@@ -40,7 +40,7 @@ class Holdings:
         self.kind = kind  # the optimizer's class
         self.lowering = lowering
         self.changes = changes  # where groups and state report writes
-        self.groups: list[Any] = []  # param_groups; somebody may put plain dicts there, which `adopt` replaces
+        self.groups = []
         self._scales: list[Any] = []  # dicts of numbers by name whose names were found to be there
         self._excluding: set[str] = set()  # patterns of `exclude` that were looked at
         self._named: list[list[tuple[weakref.ref[Any], str]]] = []  # by group, as it was when the step was made last
@@ -56,6 +56,17 @@ class Holdings:
     def new_state(self) -> OptimizerState:
         """An empty state, which reports writes of what a step looks at."""
         return OptimizerState(changes=self.changes, names=state_names(self.kind))
+
+    @property
+    def groups(self) -> list[Any]:
+        """``param_groups``. Somebody may put plain dicts there, which :meth:`adopt` replaces."""
+        return self._groups
+
+    @groups.setter
+    def groups(self, groups: Iterable[Any]) -> None:
+        self.changes.pending = True
+        self._groups = WatchedList(self.changes, groups)
+        self.changes.pending = True
 
     @property
     def own_groups(self) -> list[ParamGroup]:

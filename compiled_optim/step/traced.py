@@ -82,6 +82,12 @@ def settle_inlined(engine: Steppable) -> bool:
 
 
 @called_while_tracing
+def number_of(engine: Steppable) -> int:
+    """:attr:`Steppable.number`, as a constant: Dynamo takes an attribute that was another number before for a variable."""
+    return engine.number
+
+
+@called_while_tracing
 def depend_on(step: object) -> None:
     """Let what is traced be valid for as long as ``step`` is the same object."""
 
@@ -112,7 +118,7 @@ def _record_operations(engine: Any, scaler: tuple[Tensor | None, Tensor | None])
         grad_scale = grad_scale if scaler[0] is None else scaler[0]
         found_inf = found_inf if scaler[1] is None else scaler[1]
         clipping = [max_grad_norm, grad_scale, found_inf, skip_nonfinite]
-    run_inlined(params, grads, positions, inlined.tensors, hypers, clipping, engine.number)
+    run_inlined(params, grads, positions, inlined.tensors, hypers, clipping, number_of(engine))
 
 
 def run_inlined(
@@ -139,8 +145,6 @@ def run_inlined(
 def _guard(engine: Any) -> None:
     """Let what is traced be valid for as long as the step is; nothing of the host's runs when compiled code does."""
     depend_on(engine.step)
-    for group in engine.holdings.groups:  # somebody may replace one without a report
-        depend_on(group)
     if engine.is_outdated or engine.launcher is not None:
         raise RuntimeError("the step changed while it was traced")
 

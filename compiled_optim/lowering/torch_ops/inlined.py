@@ -29,7 +29,7 @@ def obstacle(plan: Plan) -> str:
         f"'{name}' has no memory of its own": plan.wrapped,
         f"'{name}' shares memory with another parameter": plan.shares_memory,
         f"'{name}' has complex numbers, which Inductor does not compile": plan.members[0].param.is_complex(),
-        f"{rule.name} takes means over all parts of '{name}'": plan.sharded and bool(rule.means),
+        f"{rule.name} takes means over all parts of '{name}'": plan.sharded and bool(rule.mean_stages(plan.statics)),
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
 
