@@ -241,6 +241,8 @@ class RuleStep(Step):
         self._clipping.take(*clipping)
         plans = [lowering.plan for lowering in self.lowerings]
         reason = "" if self.name == InductorLowering.name else f"it is lowered to {self.name}"
+        if not reason and (name := self._holdings.unreported()):
+            reason = f"{name} is 0, and who has its tensor may write another number to it"
         if reason := reason or obstacle(plans, self._clipping):
             return reason
         made = self._inlined
