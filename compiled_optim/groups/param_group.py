@@ -97,8 +97,7 @@ class ParamGroup(WatchedDict[str, Any]):
         self._check = check
         self._hypers = {h.name: h for h in declaration.hypers}
         self._scales = {s.name for s in declaration.scales}
-        self._structural = {s.name for s in (*declaration.statics, *declaration.options)} | self._scales
-        self._structural |= {"params", "maximize", "differentiable"}
+        self._structural = declaration.structural_entries
         self._shaping = frozenset(declaration.structural_hypers)
         self._device = device
         self._is_meta = {p.is_meta for p in values["params"]} == {True}
@@ -382,8 +381,7 @@ class ParamGroup(WatchedDict[str, Any]):
     __hash__ = None  # type: ignore[assignment]
 
     def copy(self) -> dict[str, Any]:
-        values: dict[str, Any] = unread(dict(self))
-        return values
+        return {**unread(dict(self))}
 
     __copy__ = copy
 

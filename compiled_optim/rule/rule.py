@@ -47,6 +47,12 @@ class Declaration:
         conditions = {b.when for b in self.buffers if isinstance(b.when, str)}
         return tuple(h.name for h in self.hypers if h.name in conditions)
 
+    @functools.cached_property
+    def structural_entries(self) -> frozenset[str]:
+        """The entries of a group that shape its steps."""
+        chosen = (field.name for field in (*self.statics, *self.options, *self.scales))
+        return frozenset({"params", "maximize", "differentiable", *chosen})
+
     def present_hypers(self, statics: Mapping[str, Any]) -> tuple[Hyper, ...]:
         """The hyperparameters that a rule may read under these static choices."""
         return tuple(h for h in self.hypers if h.when is None or statics[h.when])
