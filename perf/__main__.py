@@ -1,4 +1,4 @@
-"""The command line: ``python -m perf step|first-step|overhead|schedulers|bandwidth|low-memory|convergence|gates|plot``."""
+"""The command line: ``python -m perf``, with one of the commands that ``--help`` lists."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 
 from perf import first_step, gates, results
 from perf.competitors import COMPILED, OURS, all_names, optimizers, working
+from perf.compiled_steps import measure_compiled_step, measure_training_step
 from perf.convergence import SEEDS, TASKS, measure_convergence
 from perf.low_memory import measure_low_memory
 from perf.measure import dtype_name, measure_bandwidth, measure_overhead, measure_step
@@ -85,6 +86,23 @@ def _low_memory(args: argparse.Namespace) -> int:
     for workload in args.workload:
         rows = measure_low_memory(workload, args.device, rounds=args.rounds)
         results.show(rows, f"low precision on {results.device_name(args.device)}, {torch.get_num_threads()} threads")
+        _save(rows, args)
+    return 0
+
+
+def _training_step(args: argparse.Namespace) -> int:
+    _warn_if_busy()
+    rows = measure_training_step(args.device, rounds=args.rounds)
+    results.show(rows, f"compiled training step on {results.device_name(args.device)}, {torch.get_num_threads()} threads")
+    _save(rows, args)
+    return 0
+
+
+def _compiled_step(args: argparse.Namespace) -> int:
+    _warn_if_busy()
+    for workload in args.workload:
+        rows = measure_compiled_step(workload, args.device, rounds=args.rounds)
+        results.show(rows, f"compiled step on {results.device_name(args.device)}, {torch.get_num_threads()} threads")
         _save(rows, args)
     return 0
 
@@ -183,6 +201,13 @@ def _parser() -> argparse.ArgumentParser:
     low = command("low-memory", _low_memory, "time steps of low precision beside torch's on float32, and count bytes")
     workloads(low, ["gpt2-124m"])
     low.add_argument("--rounds", type=int, default=21)
+
+    training = command("training-step", _training_step, "time a training step that is compiled as one graph")
+    training.add_argument("--rounds", type=int, default=201)
+
+    compiled = command("compiled-step", _compiled_step, "time compiled steps, with the compiler's CUDA graphs on a GPU too")
+    workloads(compiled, ["small-10"])
+    compiled.add_argument("--rounds", type=int, default=51)
 
     ends = command("convergence", _convergence, "compare the ends of training with low precision and in float32")
     ends.add_argument("--task", nargs="+", choices=list(TASKS), default=list(TASKS))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, TypeAlias
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeAlias, TypeVar
 from unittest import mock
 
 import torch
@@ -25,6 +25,7 @@ from perf.workloads import Shapes, shapes
 Gradients: TypeAlias = Literal["fresh", "same"]
 Samples: TypeAlias = dict[str, list[float]]
 Entrant: TypeAlias = tuple[str, list[Tensor], Optimizer]
+T = TypeVar("T")
 
 
 def make_params(sizes: Shapes, device: torch.device, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -72,6 +73,23 @@ def step_times(
                     for param, grad in zip(params, pool, strict=True):
                         param.grad = grad.view_as(grad)
                 seconds = _timed(optimizer.step, device)
+                if index >= 0:
+                    samples[name].append(seconds)
+    return samples
+
+
+def in_turn(calls: Mapping[str, Callable[[], object]], device: torch.device, *, rounds: int, warmup: int) -> Samples:
+    """Seconds of each call, each round in another order; entry ``i`` of each list is from the same round.
+
+    On a CPU they are those of processors, so that other work on the machine counts little.
+    """
+    clock = time.process_time if device.type == "cpu" else time.perf_counter
+    samples: Samples = {name: [] for name in calls}
+    entrants = list(calls.items())
+    with _no_garbage_collection():
+        for index in range(-warmup, rounds):
+            for name, call in _turns(entrants, index):
+                seconds = _timed(call, device, clock)
                 if index >= 0:
                     samples[name].append(seconds)
     return samples
@@ -269,19 +287,19 @@ def _remove_kernels(optimizer: CompiledOptimizer) -> None:
             part.kernel = _NoKernel()
 
 
-def _turns(entrants: Sequence[Entrant], index: int) -> Iterator[Entrant]:
+def _turns(entrants: Sequence[T], index: int) -> Iterator[T]:
     """``entrants`` rotated by ``index``, and reversed every other time round so that neighbours change."""
     count = len(entrants)
     order = [entrants[(index + i) % count] for i in range(count)]
     yield from reversed(order) if (index // count) % 2 else order
 
 
-def _timed(function: Callable[[], object], device: torch.device) -> float:
+def _timed(function: Callable[[], object], device: torch.device, clock: Callable[[], float] = time.perf_counter) -> float:
     _synchronize(device)
-    started = time.perf_counter()
+    started = clock()
     function()
     _synchronize(device)
-    return time.perf_counter() - started
+    return clock() - started
 
 
 def _synchronize(device: torch.device) -> None:

@@ -1,7 +1,7 @@
-"""What to run on a GPU, in two calls that end within ten minutes each: ``perf/gpu timings`` and ``perf/gpu tests``.
+"""What to run on a GPU, in three calls that end within ten minutes each: ``perf/gpu timings``, ``compiled`` and ``tests``.
 
-``perf/gpu timings [DIRECTORY]`` appends to the tables in DIRECTORY (default: perf/results), ``perf/gpu tests [DIRECTORY]``
-writes pytest's reports there. Both write all that is printed to a file of their own, and say what was out of time. They run
+``perf/gpu timings [DIRECTORY]`` appends to the tables in DIRECTORY (default: perf/results), and so does ``perf/gpu compiled
+[DIRECTORY]``, for steps in functions that torch.compile compiles. ``perf/gpu tests [DIRECTORY]`` writes pytest's reports there. Both write all that is printed to a file of their own, and say what was out of time. They run
 in the environment of the Python that starts them, which needs torch, triton, numpy, pandas and pytest; with pytest-xdist the
 tests run on several processes, with pytest-timeout one that hangs ends after two minutes.
 
@@ -16,7 +16,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from perf.budget import ROOT, Part, run
@@ -36,6 +36,13 @@ TIMINGS = {
     "gates --only first-step --tries 1": 100.0,
 }
 """Commands of ``python -m perf`` with their seconds, those worth most first."""
+
+COMPILED = {
+    "training-step --rounds 101": 150.0,
+    "compiled-step --workload gpt2-124m --rounds 51": 330.0,
+    "compiled-step --workload small-10 --rounds 101": 80.0,
+}
+"""Those of functions that the user compiles; nearly all of their time goes into compiling."""
 
 FILES = ["tests/capture/test_cuda.py", "tests/capture/test_capture_surroundings.py"]
 """All that hold tests marked ``cuda``."""
@@ -85,8 +92,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def timings(directory: Path, device: str, name: str, rehearsal: bool) -> list[Part]:
     """The measurements of ``perf/gpu timings``."""
+    return _measurements(TIMINGS, directory, device, rehearsal)
+
+
+def compiled(directory: Path, device: str, name: str, rehearsal: bool) -> list[Part]:
+    """The measurements of ``perf/gpu compiled``."""
+    return _measurements(COMPILED, directory, device, rehearsal)
+
+
+def _measurements(commands: Mapping[str, float], directory: Path, device: str, rehearsal: bool) -> list[Part]:
     options = ["--device", device, "--results", str(directory), *(["--rehearse"] if rehearsal else [])]
-    return [Part(seconds, ["-m", "perf", *command.split(), *options]) for command, seconds in TIMINGS.items()]
+    return [Part(seconds, ["-m", "perf", *command.split(), *options]) for command, seconds in commands.items()]
 
 
 def tests(directory: Path, device: str, name: str, rehearsal: bool) -> list[Part]:
@@ -113,7 +129,11 @@ def _is_installed(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
 
 
-PLANS: dict[str, Callable[[Path, str, str, bool], list[Part]]] = {"timings": timings, "tests": tests}
+PLANS: dict[str, Callable[[Path, str, str, bool], list[Part]]] = {
+    "timings": timings,
+    "compiled": compiled,
+    "tests": tests,
+}
 
 
 def _parser() -> argparse.ArgumentParser:

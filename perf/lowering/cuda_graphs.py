@@ -37,8 +37,13 @@ class Decisions:
     """What was decided, in order."""
 
     recorded: list[Recorded] = field(default_factory=list)
-    functions: int = 0  # how many were compiled
+    sources: list[str] = field(default_factory=list)  # what Inductor wrote, function by function
     skipped: list[str] = field(default_factory=list)  # why functions are to run without
+
+    @property
+    def functions(self) -> int:
+        """How many were compiled."""
+        return len(self.sources)
 
 
 @contextlib.contextmanager
@@ -48,11 +53,9 @@ def deciding() -> Iterator[Decisions]:
     from torch._inductor.graph import GraphLowering
 
     decisions = Decisions()
-    sources: list[str] = []
 
     def load(graph: GraphLowering, code: Any) -> types.SimpleNamespace:
-        sources.append(code.value)
-        decisions.functions += 1
+        decisions.sources.append(code.value)
 
         def apply(functions: Sequence[Any]) -> None:
             for function in functions:
@@ -66,7 +69,7 @@ def deciding() -> Iterator[Decisions]:
 
     def cudagraphify(model: Any, static_input_idxs: Sequence[int] = (), **kwargs: Any) -> Any:
         inputs, written = len(kwargs["placeholders"]), tuple(kwargs["mutated_input_idxs"])
-        decisions.recorded.append(Recorded(inputs, tuple(static_input_idxs), written, sources[-1]))
+        decisions.recorded.append(Recorded(inputs, tuple(static_input_idxs), written, decisions.sources[-1]))
         return model
 
     with (

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 _KERNEL = re.compile(r"^(\w+) = async_compile\.triton\('\w+', '''\n(.*?)^'''", re.MULTILINE | re.DOTALL)
 _RUN = re.compile(r"^\s+(\w+)\.run\(", re.MULTILINE)
-_EXTERN = re.compile(r"^\s+(?:\w+ = )?((?:extern_kernels\.|torch\.ops\.|aten\.)[\w.]+)\(", re.MULTILINE)
+_EXTERN = re.compile(r"^\s+(?:\w+ = )?((?:extern_kernels\.|torch\.ops\.|aten\.)[\w.]+|\w+\.copy_)\(", re.MULTILINE)
 _CPP = re.compile(r"^\s+(cpp_\w+)\(", re.MULTILINE)
 _WAIT = re.compile(r"\.item\(\)|\.tolist\(\)|\.cpu\(\)|\.synchronize\(\)")
 _ACCESS = re.compile(r"tl\.(load|store)\((\w+) \+ \(")
+_PARTITION = re.compile(r"^def partition_\d+\(", re.MULTILINE)
 _BITS = re.compile(r"(\d+)$")
 
 
@@ -22,11 +23,12 @@ class Module:
 
     Attributes:
         launches: Triton kernels in the order of their launches.
-        externs: library calls and operators.
+        externs: library calls, operators and copies.
         cpp: calls of C++ kernels.
         waits: places where the host reads a value of the device.
         kernels: text of each Triton kernel.
         bytes: moved by all launches together; None where that was not asked.
+        outside: how many launches, externs and C++ kernels are in no partition that a CUDA graph can hold.
     """
 
     launches: list[str]
@@ -35,18 +37,22 @@ class Module:
     waits: list[str]
     kernels: Mapping[str, str]
     bytes: float | None
+    outside: int
 
 
 def read(source: str, elements: int | None) -> Module:
     """Read a module; ``elements`` is the size of a kernel whose text leaves it open, None not to count bytes."""
     kernels = {name: text for name, text in _KERNEL.findall(source)}
-    calls = source[source.index("def call(") :]
+    partition = _PARTITION.search(source)
+    outer = source[source.index("def call(") :]
+    calls = outer if partition is None else source[partition.start() :]
     launches = [name for name in _RUN.findall(calls) if name in kernels]
+    outside = sum(len(pattern.findall(outer)) for pattern in (_RUN, _EXTERN, _CPP))
     moved = None
     if elements is not None:
         each = {name: _kernel_bytes(text, elements) for name, text in kernels.items()}
         moved = sum(each[name] for name in launches)
-    return Module(launches, _EXTERN.findall(calls), _CPP.findall(calls), _WAIT.findall(calls), kernels, moved)
+    return Module(launches, _EXTERN.findall(calls), _CPP.findall(calls), _WAIT.findall(calls), kernels, moved, outside)
 
 
 def _kernel_bytes(text: str, elements: int) -> float:

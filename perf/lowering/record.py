@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from perf.lowering.cuda_graphs import Decisions, deciding
+
 _WAITS = {"_local_scalar_dense", "nonzero", "equal", "masked_select", "unique2"}
 _WRITE_ONLY = {"copy_", "_foreach_copy_", "fill_", "zero_"}
 _WITHOUT_LAUNCH = {"empty", "empty_strided", "empty_like", "new_empty", "lift_fresh", "_pin_memory"}
@@ -47,10 +49,17 @@ class Operator:
 
 @dataclass(frozen=True)
 class Graph:
-    """One run of a graph that Inductor compiled: the text of its module, and the elements of its largest input."""
+    """One run of a graph that Inductor compiled.
+
+    Attributes:
+        source: the text of its module.
+        elements: of its largest input.
+        cuda_graphs: what Inductor decided about CUDA graphs.
+    """
 
     source: str
     elements: int
+    cuda_graphs: Decisions
 
 
 @dataclass
@@ -111,12 +120,13 @@ def recording(device: str) -> Iterator[Recorder]:
         return kernel
 
     def record_graph(module: Any, inputs: Any, *args: Any, **kwargs: Any) -> Callable[..., Any]:
-        with recorder.paused():
-            sources = inductor_sources(compile_graph, module, inputs, *args, **kwargs)
+        itself = mock.patch.object(compile_fx, "compile_fx", compile_graph)  # which it calls again with its options
+        with recorder.paused(), deciding() as decisions, itself:
+            compile_graph(module, inputs, *args, **kwargs)
 
         def run(*values: Any) -> Any:
             elements = max((v.numel() for v in values if isinstance(v, Tensor)), default=0)
-            recorder.record.graphs.extend(Graph(source, elements) for source in sources)
+            recorder.record.graphs.extend(Graph(source, elements, decisions) for source in decisions.sources)
             with recorder.paused():
                 return module(*values)
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
-import math
 import resource
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,56 +11,24 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 import compiled_optim
 from compiled_optim.lowering import multi_tensor, stacked
 from compiled_optim.lowering.kernels import triton
 from compiled_optim.lowering.torch_ops import inductor
-from perf.competitors import arguments
+from compiled_optim.optimizer import engine_of
 from perf.lowering import inductor_source, ptx
+from perf.lowering.cuda_graphs import Decisions
 from perf.lowering.fake_cuda import fake_cuda, triton_target
 from perf.lowering.ptx import Access
 from perf.lowering.record import Record, recording
+from perf.lowering.workload import Workload, gradient, ours, stock
 
-NUMEL = 4096  # elements of each tensor of a workload: whole chunks
-STOCK_LIMIT = 10  # tensors above which Inductor takes long, up to minutes, for torch.optim
-REGION_LIMIT = 148  # tensors above which the passes over a graph with the step in it take minutes
+_OWN = {"operator": "multi_tensor", "inlined": "inductor"}
+"""The lowerings of steps in functions that the user compiles."""
 
 _PROBES = (1 << 14, 1 << 15)
-_ENTRIES = 5  # of a sparse gradient
-_WITHOUT_HOST = {"lbfgs": {"fixed_iterations": True, "max_iter": 1}}  # for what else it does, a host has to decide
-
-
-@dataclass(frozen=True)
-class Workload:
-    """What is stepped.
-
-    Attributes:
-        optimizer: lower-case name.
-        tensors: their number.
-        groups: parameter groups they are spread over.
-        dtype: of parameters, gradients and state.
-        numel: elements of each tensor.
-        options: further arguments of this package's optimizer.
-    """
-
-    optimizer: str
-    tensors: int
-    groups: int = 1
-    dtype: torch.dtype = torch.float32
-    numel: int = NUMEL
-    options: tuple[tuple[str, Any], ...] = ()
-
-    def split(self, params: Sequence[Tensor]) -> list[dict[str, Any]]:
-        """``params`` as groups."""
-        return [{"params": list(params[i :: self.groups])} for i in range(self.groups)]
-
-    @property
-    def elements(self) -> int:
-        """Real numbers in all parameters."""
-        return self.tensors * self.numel
 
 
 @dataclass(frozen=True)
@@ -109,6 +75,10 @@ class Report:
         kernels: the distinct Triton kernels; empty if they were not compiled.
         sources: their text, and that of the modules around them.
         seconds: of processors, for the first step, compiling included.
+        partitions: CUDA graphs that Inductor makes of a step with ``mode="reduce-overhead"``; None of steps that the user
+            does not compile, and so the following two.
+        copied: tensors that are copied into those before each replay.
+        cuda_graph: what they hold, or why there are none.
     """
 
     lowering: str
@@ -125,27 +95,18 @@ class Report:
     kernels: tuple[KernelReport, ...]
     sources: tuple[str, ...]
     seconds: float
-
-
-def optimizers() -> dict[str, type[compiled_optim.CompiledOptimizer]]:
-    """The package's optimizers by lower-case name."""
-    exported = (getattr(compiled_optim, name) for name in compiled_optim.__all__)
-    classes = [c for c in exported if isinstance(c, type) and issubclass(c, compiled_optim.CompiledOptimizer)]
-    return {c.__name__.lower(): c for c in classes if c is not compiled_optim.CompiledOptimizer}
-
-
-def elementwise() -> list[str]:
-    """The names of those that are an elementwise rule over dense gradients; the others have the lowering ``auto`` only."""
-    ruled = {name: c for name, c in optimizers().items() if hasattr(c, "rule") and c.gradients == "dense"}
-    return [name for name, c in ruled.items() if c.granularity == "element"]
+    partitions: int | None = None
+    copied: int | None = None
+    cuda_graph: str = ""
 
 
 def lower(lowering: str, workload: Workload, arch: int, *, stand_in: bool = False) -> Report:
     """What ``workload`` lowers to.
 
     Args:
-        lowering: ``multi_tensor`` or ``inductor``; ``torch``, torch.optim with foreach and compiled; ``region``, the step
-            in a function that the user compiles whole; ``auto``, the only one of optimizers that are not elementwise.
+        lowering: ``multi_tensor`` or ``inductor``, called as usual; ``operator`` or ``inlined``, these two in a function
+            that the user compiles whole; ``torch``, torch.optim with foreach and compiled; ``auto``, the only one of
+            optimizers that are not elementwise.
         workload: what is stepped.
         arch: compute capability, 90 for sm_90.
         stand_in: let CPU tensors stand in for those of the GPU, much faster where tensors are many. The launches are the
@@ -156,15 +117,13 @@ def lower(lowering: str, workload: Workload, arch: int, *, stand_in: bool = Fals
     """
     if lowering == "multi_tensor":
         return _multi_tensor(workload, arch, stand_in)
-    if lowering == "auto":
-        return _auto(workload, arch)
     return _through_inductor(lowering, workload, arch)
 
 
 def launches(workload: Workload, arch: int = 90) -> list[str]:
     """The Triton kernels that one step of the multi-tensor lowering launches, in order; CPU tensors stand in for a GPU's."""
     with cpu_in_place_of_cuda(arch):
-        optimizer = _ours(workload, "cpu", "multi_tensor")
+        optimizer = ours(workload, "cpu", "multi_tensor")
         with recording("cpu") as recorder:
             optimizer.step()
             return [launch.name for launch in recorder.take().launches]
@@ -173,12 +132,9 @@ def launches(workload: Workload, arch: int = 90) -> list[str]:
 def _multi_tensor(workload: Workload, arch: int, stand_in: bool) -> Report:
     device = "cpu" if stand_in else "cuda"
     with cpu_in_place_of_cuda(arch) if stand_in else fake_cuda(arch):
-        steps = _steps(_ours(workload, device, "multi_tensor"), device)
+        steps = _steps(ours(workload, device, "multi_tensor"), device)
     per_program = _elements_per_program(workload.optimizer, workload.dtype, workload.options, arch)
-    kernels = []
-    for name in dict.fromkeys(launch.name for launch in steps.steady.launches):
-        launches = [launch for launch in steps.steady.launches if launch.name == name]
-        kernels.append(_kernel(name, len(launches), launches[0].kernel, arch, per_program.get(name)))
+    kernels = _launched(steps.steady, arch, per_program)
     return Report(
         lowering="multi_tensor",
         workload=workload,
@@ -197,68 +153,68 @@ def _multi_tensor(workload: Workload, arch: int, stand_in: bool) -> Report:
     )
 
 
+def _launched(record: Record, arch: int, per_program: Mapping[str, float]) -> list[KernelReport]:
+    """The kernels that the package launched itself."""
+    kernels = []
+    for name in dict.fromkeys(launch.name for launch in record.launches):
+        launches = [launch for launch in record.launches if launch.name == name]
+        kernels.append(_kernel(name, len(launches), launches[0].kernel, arch, per_program.get(name)))
+    return kernels
+
+
 def _through_inductor(lowering: str, workload: Workload, arch: int) -> Report:
-    with fake_cuda(arch):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(fake_cuda(arch))
+        for module in (inductor, multi_tensor, stacked):
+            stack.enter_context(mock.patch.object(module, "_kernels", {}))
         torch._dynamo.reset()
-        own = {"inductor": "inductor", "region": "auto"}
-        optimizer = _stock(workload) if lowering == "torch" else _ours(workload, "cuda", own[lowering])
-        with mock.patch.object(inductor, "_kernels", {}):
-            steps = _steps(optimizer, "cuda", compiled=lowering != "inductor", whole=lowering == "region")
-        modules = [inductor_source.read(g.source, g.elements) for g in steps.steady.graphs]
-        kernels = tuple(
+        optimizer = stock(workload) if lowering == "torch" else ours(workload, "cuda", _OWN.get(lowering, lowering))
+        compiled = lowering in ("operator", "inlined", "torch")
+        steps = _steps(optimizer, "cuda", compiled=compiled, inlined=lowering == "inlined")
+        graphs = steps.steady.graphs
+        modules = [inductor_source.read(g.source, g.elements if lowering != "auto" else None) for g in graphs]
+        kernels = [
             _compiled_kernel(name, text, sum(m.launches.count(name) for m in modules), arch)
             for name, text in {n: t for m in modules for n, t in m.kernels.items()}.items()
-        )
+        ]
     torch._dynamo.reset()
-    opaque = any(m.externs for m in modules)
+    per_program = {}
+    if lowering == "operator":
+        per_program = _elements_per_program(workload.optimizer, workload.dtype, workload.options, arch)
+    own = _launched(steps.steady, arch, per_program)
+    operators = len(steps.steady.operators) + sum(len(m.externs) for m in modules)
     moved = sum(m.bytes or 0 for m in modules) + sum(o.bytes for o in steps.steady.operators)
-    sources = tuple(dict.fromkeys(g.source for g in steps.steady.graphs))
+    moved += sum((k.bytes_per_param or 0) * k.launches for k in own) * workload.elements
+    is_known = lowering != "auto" and all("compiled_optim" in name for m in modules for name in m.externs)
+    decided = list({id(g.cuda_graphs): g.cuda_graphs for g in graphs}.values())
+    held = [part for decisions in decided for part in decisions.recorded]
     return Report(
         lowering=lowering,
         workload=workload,
         arch=f"sm_{arch}",
-        graphs=len(sources),
-        launches=sum(len(m.launches) for m in modules),
-        operators=len(steps.steady.operators) + sum(len(m.externs) for m in modules),
-        cpp=sum(len(m.cpp) for m in modules),
-        waits=sum(o.waits for o in steps.moved.operators) + sum(len(m.waits) for m in modules),
-        uploads=sum(o.crosses for o in steps.moved.operators),
-        moved_operators=len(steps.moved.operators) + sum(len(m.externs) for m in modules),
-        bytes_per_param=None if opaque else moved / workload.elements,
-        kernels=kernels,
-        sources=sources,
-        seconds=steps.first,
-    )
-
-
-def _auto(workload: Workload, arch: int) -> Report:
-    with fake_cuda(arch), mock.patch.object(stacked, "_kernels", {}), mock.patch.object(multi_tensor, "_kernels", {}):
-        torch._dynamo.reset()
-        steps = _steps(_ours(workload, "cuda", "auto"), "cuda")
-        modules = [inductor_source.read(g.source, None) for g in steps.steady.graphs]
-        kernels = [
-            _compiled_kernel(name, text, m.launches.count(name), arch) for m in modules for name, text in m.kernels.items()
-        ]
-    for name in dict.fromkeys(launch.name for launch in steps.steady.launches):
-        own = [launch for launch in steps.steady.launches if launch.name == name]
-        kernels.append(_kernel(name, len(own), own[0].kernel, arch, None))
-    torch._dynamo.reset()
-    return Report(
-        lowering="auto",
-        workload=workload,
-        arch=f"sm_{arch}",
-        graphs=len(modules),
+        graphs=len({g.source for g in graphs}),
         launches=len(steps.steady.launches) + sum(len(m.launches) for m in modules),
-        operators=len(steps.steady.operators) + sum(len(m.externs) for m in modules),
+        operators=operators,
         cpp=sum(len(m.cpp) for m in modules),
         waits=sum(o.waits for o in steps.moved.operators) + sum(len(m.waits) for m in modules),
         uploads=sum(o.crosses for o in steps.moved.operators),
         moved_operators=len(steps.moved.operators) + sum(len(m.externs) for m in modules),
-        bytes_per_param=None,
-        kernels=tuple(kernels),
-        sources=tuple(g.source for g in steps.steady.graphs),
+        bytes_per_param=moved / workload.elements if is_known else None,
+        kernels=(*kernels, *own),
+        sources=tuple(dict.fromkeys(g.source for g in graphs)),
         seconds=steps.first,
+        partitions=len(held) if compiled else None,
+        copied=sum(len(part.copied) for part in held) if compiled else None,
+        cuda_graph=_decision(decided, sum(m.outside for m in modules)) if compiled else "",
     )
+
+
+def _decision(decided: Sequence[Decisions], outside: int) -> str:
+    """What CUDA graphs hold of a step, of which so many calls are ``outside``; or why there are none."""
+    reasons = [reason for decisions in decided for reason in decisions.skipped]
+    if reasons:
+        return "; ".join(dict.fromkeys(reasons))
+    return f"all but {outside} calls" if outside else "all"
 
 
 @dataclass(frozen=True)
@@ -270,22 +226,29 @@ class _Steps:
     moved: Record
 
 
-def _steps(optimizer: Optimizer, device: str, *, compiled: bool = False, whole: bool = False) -> _Steps:
-    """Three steps, compiled by the caller where ``compiled``; ``whole`` allows no graph break."""
-    step = torch.compile(optimizer.step, fullgraph=whole) if compiled else optimizer.step
+def _steps(optimizer: Optimizer, device: str, *, compiled: bool = False, inlined: bool = False) -> _Steps:
+    """Three steps, ``compiled`` by the caller, in ours whole; ``inlined``, as operations of the caller's graph."""
+    is_own = isinstance(optimizer, compiled_optim.CompiledOptimizer)
+    step = torch.compile(optimizer.step, fullgraph=is_own, mode="reduce-overhead") if compiled else optimizer.step
     if isinstance(optimizer, compiled_optim.LBFGS):
         step = functools.partial(step, lambda: torch.empty((), device=device))
     with recording(device) as record:
         started = processor_seconds()
+        if compiled and is_own:  # what Dynamo has done while it traces, when nothing can be made on such a device
+            settled = engine_of(optimizer).settle_inlined() if inlined else engine_of(optimizer).settle_for_graphs()
+            assert settled, "the step has another form"
         step()
         first = processor_seconds() - started
         record.take()
         step()
         steady = record.take()
+        if compiled and is_own and not inlined:
+            optimizer.step()  # what the operator does, of which the graph has the name alone
+            steady.launches += record.take().launches
         with record.paused():
             for group in optimizer.param_groups:
                 for param in group["params"]:
-                    param.grad = _gradient(param, type(optimizer))
+                    param.grad = gradient(param, type(optimizer))
         step()
         return _Steps(first, steady, record.take())
 
@@ -294,51 +257,6 @@ def processor_seconds() -> float:
     """The time that processors spent on this process and those it waited for, in seconds."""
     usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(u.ru_utime + u.ru_stime for u in usage)
-
-
-def _parameters(workload: Workload, device: str) -> list[Tensor]:
-    """Vectors for elementwise optimizers, square matrices for others."""
-    side = math.isqrt(workload.numel)
-    shape = [workload.numel] if workload.optimizer in elementwise() else [side, side]
-    params = [torch.empty(shape, dtype=workload.dtype, device=device) for _ in range(workload.tensors)]
-    cls = optimizers()[workload.optimizer]
-    for param in params:
-        param.grad = _gradient(param, cls)
-    return params
-
-
-def _gradient(param: Tensor, optimizer: type[Optimizer]) -> Tensor:
-    if getattr(optimizer, "gradients", "dense") == "dense":
-        return torch.empty_like(param)
-    indices = torch.empty(1, _ENTRIES, dtype=torch.int64, device=param.device)
-    values = torch.empty(_ENTRIES, *param.shape[1:], dtype=param.dtype, device=param.device)
-    return torch.sparse_coo_tensor(indices, values, param.shape, check_invariants=False)
-
-
-def _ours(workload: Workload, device: str, lowering: str) -> Optimizer:
-    made = [p.requires_grad_() for p in _parameters(workload, device)]
-    cls = optimizers()[workload.optimizer]
-    options = {**arguments(cls), **_WITHOUT_HOST.get(workload.optimizer, {})}
-    options |= {**dict(workload.options), "lowering": lowering}
-    optimizer: Optimizer = cls(workload.split(made), **options)
-    return optimizer
-
-
-def _stock(workload: Workload) -> Optimizer:
-    """torch.optim's optimizer, foreach, with state and learning rate on the device; a first step made the state."""
-    cls = getattr(torch.optim, optimizers()[workload.optimizer].__name__, None)
-    if cls is None:
-        raise ValueError(f"torch.optim has no {workload.optimizer}")
-    if workload.options:
-        raise ValueError(f"torch.optim's step has no {', '.join(name for name, _ in workload.options)}")
-    options: dict[str, Any] = {name: True for name in ("foreach", "capturable") if name in inspect.signature(cls).parameters}
-    made = [p.requires_grad_() for p in _parameters(workload, "cuda")]
-    optimizer: Optimizer = cls(workload.split(made), **options, **arguments(cls))
-    optimizer.step()
-    if "capturable" in options:
-        for group in optimizer.param_groups:
-            group["lr"] = torch.empty((), device="cuda")
-    return optimizer
 
 
 @contextlib.contextmanager
@@ -360,7 +278,7 @@ def _elements_per_program(
     programs: list[dict[str, int]] = []
     with cpu_in_place_of_cuda(arch):
         for numel in _PROBES:
-            steps = _steps(_ours(Workload(optimizer, 1, 1, dtype, numel, options), "cpu", "multi_tensor"), "cpu")
+            steps = _steps(ours(Workload(optimizer, 1, 1, dtype, numel, options), "cpu", "multi_tensor"), "cpu")
             programs.append({launch.name: launch.programs for launch in steps.steady.launches})
     small, large = programs
     growing = [n for n in small if large[n] != small[n]]

@@ -12,10 +12,14 @@ from perf.lowering.report import Report
 from perf.results import RESULTS, stamp
 
 PATH = RESULTS / "lowering.csv"
+LATER = ["shapes", "partitions", "copied", "cuda_graph", "repeats"]  # columns that old rows got
 
 
-def rows(reports: Sequence[Report]) -> list[dict[str, Any]]:
-    """One row per report, its kernels' figures taken together: most registers, all spills, narrowest accesses."""
+def rows(reports: Sequence[Report], repeats: int = 1) -> list[dict[str, Any]]:
+    """One row per report, its kernels' figures taken together: most registers, all spills, narrowest accesses.
+
+    ``repeats`` says of how many times ``seconds`` are the median.
+    """
     return [
         {
             "optimizer": r.workload.optimizer,
@@ -38,12 +42,22 @@ def rows(reports: Sequence[Report]) -> list[dict[str, Any]]:
             "shared": max((k.resources.shared for k in r.kernels), default=None),
             "accesses": " ".join(sorted({w for k in r.kernels for w in (*k.loads, *k.stores)})),
             "seconds": round(r.seconds, 2),
+            "shapes": r.workload.shapes,
+            "partitions": _whole(r.partitions),
+            "copied": _whole(r.copied),
+            "cuda_graph": r.cuda_graph,
+            "repeats": repeats,
         }
         for r in reports
     ]
 
 
-def append(reports: Sequence[Report], path: Path = PATH) -> None:
+def _whole(number: int | None) -> str:
+    """A whole number where another row has none, which pandas would make a fraction."""
+    return "" if number is None else str(number)
+
+
+def append(reports: Sequence[Report], repeats: int = 1, path: Path = PATH) -> None:
     """Append ``reports`` to the table, with the versions that made them.
 
     Raises:
@@ -51,8 +65,9 @@ def append(reports: Sequence[Report], path: Path = PATH) -> None:
     """
     import triton
 
-    table = stamp(pd.DataFrame(rows(reports)))
+    table = stamp(pd.DataFrame(rows(reports, repeats)))
     table["triton"] = triton.__version__
+    table = table[[name for name in table.columns if name not in LATER] + LATER]
     if path.exists() and (there := list(pd.read_csv(path, nrows=0).columns)) != list(table.columns):
         raise ValueError(f"{path} has the columns {there}, not {list(table.columns)}")
     table.to_csv(path, mode="a", header=not path.exists(), index=False)

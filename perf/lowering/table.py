@@ -18,7 +18,8 @@ def show(reports: Sequence[Report], skipped: Mapping[str, str]) -> None:
     if reports:
         first = reports[0]
         work = first.workload
-        title = f"{work.optimizer}, {work.tensors} tensors, {work.groups} groups, {str(work.dtype)[6:]}, {first.arch}"
+        tensors = f"{work.tensors} tensors ({work.shapes} shapes), {work.groups} groups"
+        title = f"{work.optimizer}, {tensors}, {str(work.dtype)[6:]}, {first.arch}"
         console.print(_steps(reports, title))
         console.print(_kernels(reports))
     for name, reason in skipped.items():
@@ -35,12 +36,18 @@ def _steps(reports: Sequence[Report], title: str) -> Table:
         "C++",
         "waits",
         "bytes/param",
+        "registers",
         "first step CPU s",
+        "CUDA graphs",
+        "copied into",
     ):
         table.add_column(heading, justify="right")
+    table.add_column("hold")
     for r in reports:
         numbers = (r.graphs, r.launches, r.operators, r.moved_operators, r.cpp, r.waits)
-        table.add_row(r.lowering, *map(str, numbers), _decimals(r.bytes_per_param), f"{r.seconds:.1f}")
+        registers = _count(max((k.resources.registers for k in r.kernels), default=None))
+        costs = (_decimals(r.bytes_per_param), registers, f"{r.seconds:.1f}")
+        table.add_row(r.lowering, *map(str, numbers), *costs, _count(r.partitions), _count(r.copied), r.cuda_graph)
     return table
 
 
@@ -62,6 +69,10 @@ def _kernels(reports: Sequence[Report]) -> Table:
                 " ".join(k.stores) + mask,
             )
     return table
+
+
+def _count(value: int | None) -> str:
+    return "" if value is None else str(value)
 
 
 def _decimals(value: float | None) -> str:
