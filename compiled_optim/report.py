@@ -51,7 +51,7 @@ class CompileReport:
     Attributes:
         optimizer: the class name.
         lowering: how its steps run: ``multi_tensor``, ``inductor``, ``stacked``, ``eager``, or several of them.
-        steps: how many steps it has taken.
+        steps: how many steps it has taken, but for those in ``its own operations`` of compiled code.
         kernels: the keys of the kernels its step calls.
         compilations: the kernels that were compiled or loaded for it, in order, with the seconds that each took; those
             that the process had already are not among them.
@@ -59,6 +59,8 @@ class CompileReport:
         captures: why each graph of a ``co.CUDAGraphRunner``, or of the compiler's own, was captured; empty for a first one.
         replays: how often such graphs were replayed.
         table_refreshes: how often addresses in a kernel's table were written, which compiles nothing.
+        compiled_step: what code under ``torch.compile`` holds of its steps: ``its own operations``, or an operator, and why;
+            empty where no code was traced.
         cache: the directory that keeps compiled C++ for other processes, or for this one where no other can be trusted.
     """
 
@@ -71,6 +73,7 @@ class CompileReport:
     captures: tuple[str, ...]
     replays: int
     table_refreshes: int
+    compiled_step: str
     cache: str
 
     @property
@@ -110,6 +113,8 @@ class CompileReport:
         lines += [f"  recompiled: {c.cause}" for c in self.compilations if c.cause]
         lines += [f"  captured again: {cause}" for cause in self.captures if cause]
         lines += [f"  fallback: {reason}" for reason in self.fallbacks]
+        if self.compiled_step:
+            lines.append(f"  compiled code holds {self.compiled_step}")
         if self.kernels:
             lines.append(f"  compiled C++ is kept in {self.cache}")
         return "\n".join(lines)
@@ -141,6 +146,7 @@ def compile_report(optimizer: CompiledOptimizer) -> CompileReport:
         tuple(log.captures),
         log.replays,
         log.table_refreshes,
+        log.compiled_step,
         str(cache_directory()),
     )
 

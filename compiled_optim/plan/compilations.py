@@ -68,6 +68,7 @@ class CompilationLog:
     captures: list[str] = field(default_factory=list)  # the cause of each, empty for a first one; a compiler's too
     replays: int = 0
     table_refreshes: int = 0
+    compiled_step: str = ""  # what traced code holds
     keys: dict[tuple[str, bool], KernelKey] = field(default_factory=dict)  # by parameter, and whether the kernel updates it
 
     def obtain(self, cache: dict[KernelKey, K], key: KernelKey, names: Sequence[str], make: Callable[[KernelKey], K]) -> K:

@@ -243,7 +243,9 @@ class RuleStep(Step):
         reason = "" if self.name == InductorLowering.name else f"it is lowered to {self.name}"
         if not reason and (name := self._holdings.unreported()):
             reason = f"{name} is 0, and who has its tensor may write another number to it"
-        if reason := reason or obstacle(plans, self._clipping):
+        reason = reason or obstacle(plans, self._clipping)
+        self._holdings.log.compiled_step = f"an operator: {reason}" if reason else "its own operations"
+        if reason:
             return reason
         made = self._inlined
         if made is None or not made.follows(self._clipping) or self._clipping.idle == bool(made.clipping):

@@ -1,0 +1,262 @@
+"""Compiled training steps that hold the step's own operations, with lowering='inductor'."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from catalog import configurations, copies, relative_error, ruled, shifted, wide_scalars
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from traced_graphs import Graphs
+
+import compiled_optim as co
+from compiled_optim.rule.fields import Hyper
+
+X = torch.linspace(-1, 1, 24, dtype=torch.float64).view(6, 4)
+Y = X.sum(1, keepdim=True)
+
+
+@pytest.fixture(autouse=True)
+def traced_backward() -> Iterator[None]:
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        yield
+    torch._dynamo.reset()
+
+
+class Side:
+    """A model of two groups and its training, compiled or not."""
+
+    def __init__(self, optimizer: Callable[..., Any], backend: Any = None, **options: Any) -> None:
+        torch.manual_seed(3)
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+        first, second = ([*self.model[i].named_parameters(f"model.{i}")] for i in (0, 2))
+        groups = [{"params": first}, {"params": second, "lr": 0.02}]
+        lowering = "eager" if backend is None else "inductor"
+        self.optimizer = optimizer(groups, **{"lr": 0.05, "lowering": lowering, **options})
+        self.absent: tuple[int, ...] = ()
+        self.train = self._train if backend is None else torch.compile(self._train, backend=backend, fullgraph=True)
+
+    def _train(self, x: Tensor) -> Tensor:
+        loss = (self.model(x) - Y).square().mean()
+        loss.backward()
+        for i in self.absent:
+            self.model[i].weight.grad = None
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+
+def sides(optimizer: Callable[..., Any], backend: Any, **options: Any) -> tuple[Side, Side]:
+    """The same training, compiled and eager."""
+    return Side(optimizer, backend, **options), Side(optimizer, **options)
+
+
+def equal(ours: Side, twin: Side) -> None:
+    """Check that parameters and state are those of an eager step."""
+    for p, q in zip(ours.model.parameters(), twin.model.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-14)
+        found, expected = ours.optimizer.state[p], twin.optimizer.state[q]
+        assert found.keys() == expected.keys()
+        for name, entry in found.items():
+            torch.testing.assert_close(entry, expected[name], rtol=1e-12, atol=1e-14, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def is_inlined(side: Side) -> bool:
+    return co.compile_report(side.optimizer).compiled_step == "its own operations"
+
+
+@pytest.mark.parametrize("optimizer", ruled("dense"), ids=lambda c: c.__name__)
+def test_one_graph_of_own_operations_while_everything_moves(optimizer: type[co.CompiledOptimizer]) -> None:
+    graphs = Graphs()
+    momentum = dict.fromkeys(optimizer.rule.structural_hypers, 0.5)
+    ours, twin = both = sides(optimizer, graphs, max_grad_norm=0.7, skip_nonfinite=True, **momentum)
+    saved = [side.optimizer.state_dict() for side in both]
+    schedulers: list[Any] = []
+    for i in range(50):
+        for place, side in enumerate(both):
+            side.train(X * (1 + i % 5 if i != 7 else float("inf")))
+            if i == 0:
+                schedulers.append(torch.optim.lr_scheduler.ExponentialLR(side.optimizer, 0.97))
+            else:
+                schedulers[place].step()
+            _move(side.optimizer, i)
+            if i == 20:
+                side.optimizer.load_state_dict(saved[place])
+        torch.testing.assert_close(ours.optimizer.grad_norm, twin.optimizer.grad_norm, equal_nan=True)
+    assert graphs.compiled == 1
+    assert graphs.namespaces <= {"aten", "prims"}
+    assert not graphs.operators & {"aten::_local_scalar_dense", "aten::item", "aten::nonzero"}
+    assert ours.optimizer.skipped_steps == twin.optimizer.skipped_steps == 1
+    assert all(state["step"] == 29 for state in ours.optimizer.state.values())
+    equal(ours, twin)
+
+
+def _move(optimizer: co.CompiledOptimizer, step: int) -> None:
+    """Change every hyperparameter a little, within its range, by assignment on even steps and in place on odd ones."""
+    optimizer.max_grad_norm = 0.3 + 0.1 * (step % 5)
+    for group in optimizer.param_groups:
+        for hyper in optimizer.fields_of(Hyper):
+            moved = shifted(optimizer, hyper, 0.01 * (step % 7))
+            if step % 2:
+                group[hyper.name] = moved if hyper.is_tuple else moved[0]
+            else:
+                for tensor, value in zip(group.tensors(hyper.name), moved, strict=True):
+                    tensor.fill_(value)
+
+
+def _tensors(seed: int) -> list[Tensor]:
+    """0-dim, empty, and in the order of other dimensions; float32 and float64."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((3, 5), (), (0, 3), (4, 3, 2, 2))
+    strided, scalar, empty, last = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    return [strided.float().t(), scalar.float(), empty, last.contiguous(memory_format=torch.channels_last)]
+
+
+@pytest.mark.parametrize("optimizer", ruled("dense"), ids=lambda c: c.__name__)
+def test_every_configuration_equals_its_reference(optimizer: type[co.CompiledOptimizer]) -> None:
+    """All of them in one graph, each with two groups and tensors of two dtypes."""
+    cases = configurations(optimizer)
+    ours, references = [], []
+    for case in cases:
+        params = [nn.Parameter(t) for t in _tensors(0)]
+        twins = copies(params, torch.float64)
+        for made, own, kind, options in (
+            (ours, params, optimizer, {"lowering": "inductor"}),
+            (references, twins, case.reference, {}),
+        ):
+            groups = [{"params": own[:3]}, {"params": own[3:], "lr": 0.03}]
+            made.append((own, kind(groups, **case.kwargs, **options)))
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def step() -> None:
+        for _, each in ours:
+            each.step()
+
+    for i in range(4):
+        for (params, _), (twins, _) in zip(ours, references, strict=True):
+            for j, (p, twin, grad) in enumerate(zip(params, twins, _tensors(1 + i), strict=True)):
+                p.grad, twin.grad = (None, None) if (i, j) == (2, 1) else (grad, grad.to(torch.float64, copy=True))
+        step()
+        with wide_scalars():
+            for _, each in references:
+                each.step()
+    for case, (params, _), (twins, _) in zip(cases, ours, references, strict=True):
+        assert relative_error(params[:2], twins[:2]) < 1e-6, case
+        assert relative_error(params[3:], twins[3:]) < 1e-14, case
+
+
+def adamw(groups: Any, **options: Any) -> co.AdamW:
+    return co.AdamW(groups, weight_decay=0.3, betas=(0.6, 0.8), eps=0.03, **options)
+
+
+def sgd(groups: Any, **options: Any) -> co.SGD:
+    return co.SGD(groups, weight_decay=0.3, **options)
+
+
+def _scale(side: Side, scale: Tensor | None, found_inf: Tensor) -> None:
+    side.optimizer.grad_scale, side.optimizer.found_inf = scale, found_inf
+
+
+KEEPS: dict[str, Callable[[Side], object]] = {
+    "a scheduler begins": lambda side: torch.optim.lr_scheduler.OneCycleLR(side.optimizer, 0.1, 10),
+    "a parameter moves": lambda side: setattr(side.model[2].weight, "data", side.model[2].weight.data.clone()),
+    "state moves": lambda side: setattr(
+        side.optimizer.state[side.model[0].weight]["exp_avg"], "data", torch.ones(8, 4, dtype=torch.float64)
+    ),
+    "a checkpoint is loaded": lambda side: side.optimizer.load_state_dict(copy.deepcopy(side.optimizer.state_dict())),
+    "an eager step": lambda side: side._train(X),
+    "a tensor is assigned": lambda side: side.optimizer.param_groups[0].update(weight_decay=torch.tensor(0.7)),
+}
+REPLACES: dict[str, Callable[[Side], object]] = {
+    "a group is added": lambda side: side.optimizer.add_param_group(
+        {"params": [("late", nn.Parameter(torch.ones(2)))], "lr": 0.5}
+    ),
+    "a group is replaced": lambda side: side.optimizer.param_groups.__setitem__(
+        0, {**side.optimizer.param_groups[0], "weight_decay": 0.9}
+    ),
+    "groups are replaced": lambda side: setattr(
+        side.optimizer, "param_groups", [{**group, "weight_decay": 0.9} for group in side.optimizer.param_groups]
+    ),
+    "a choice is made": lambda side: side.optimizer.param_groups[1].update(amsgrad=True),
+    "a sign changes": lambda side: side.optimizer.param_groups[0].update(maximize=True),
+    "state is replaced": lambda side: side.optimizer.state[side.model[0].weight].update(
+        exp_avg=torch.ones(8, 4, dtype=torch.float64)
+    ),
+    "clipping begins": lambda side: setattr(side.optimizer, "max_grad_norm", 0.01),
+    "skipping begins": lambda side: setattr(side.optimizer, "skip_nonfinite", True),
+    "a gradient is absent": lambda side: setattr(side, "absent", (0,)),
+    "a scaler comes": lambda side: _scale(side, torch.tensor(8.0, dtype=torch.float64), torch.tensor(0.0)),
+    "a scaler skips": lambda side: _scale(side, None, torch.tensor(1.0)),
+    "steps are scheduled": lambda side: side.optimizer.schedule(lr=lambda step: 0.1 / step, betas=lambda step: (0.9 / step, 0.5)),
+}
+
+
+@pytest.mark.parametrize("change", [*KEEPS, *REPLACES])
+def test_a_change_is_followed(change: str) -> None:
+    counter = CompileCounterWithBackend("eager")
+    ours, twin = sides(adamw, counter)
+    for i in range(6):
+        for side in (ours, twin):
+            if i == 3:
+                {**KEEPS, **REPLACES}[change](side)
+            side.train(X * (1 + i))
+        equal(ours, twin)
+    assert is_inlined(ours)
+    assert counter.frame_count == 1 + (change in REPLACES)
+
+
+def test_the_number_of_clipping_is_data() -> None:
+    counter = CompileCounterWithBackend("eager")
+    ours, twin = sides(adamw, counter, max_grad_norm=0.5)
+    for i in range(6):
+        for side in (ours, twin):
+            side.optimizer.max_grad_norm = 0.5 / (1 + i)
+            side.train(X * (1 + i))
+        equal(ours, twin)
+    assert counter.frame_count == 1
+    for limit in (torch.tensor(0.3), None):
+        for side in (ours, twin):
+            side.optimizer.max_grad_norm = limit
+            side.train(X)
+            side.train(X * 2)
+        equal(ours, twin)
+    assert counter.frame_count == 3
+
+
+WAYS: dict[str, Callable[[Side, float], object]] = {
+    "assigned": lambda side, number: side.optimizer.param_groups[0].update(momentum=number),
+    "written to a reading": lambda side, number: side.optimizer.param_groups[0]["momentum"].fill_(number),
+    "written": lambda side, number: side.optimizer.hyperparameter("momentum").fill_(number),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_momentum_that_begins_and_ends(way: str) -> None:
+    """It asks for a buffer, which a step without momentum has not."""
+    ours, twin = sides(sgd, "eager")
+    for i in range(8):
+        for side in (ours, twin):
+            if i in (2, 3, 6):
+                WAYS[way](side, 0.9 / i if i < 6 else 0.0)
+            side.train(X * (1 + i))
+        equal(ours, twin)
+
+
+def test_a_compile_for_each_pattern_of_absent_gradients() -> None:
+    counter = CompileCounterWithBackend("eager")
+    ours, twin = sides(adamw, counter, max_grad_norm=0.3)
+    for i, absent in enumerate([(), (0,), (2,), (0, 2), (), (2,), (0,), (0, 2), ()]):
+        kept = [ours.model[j].weight for j in absent]
+        before = [[p.detach().clone(), *(t.clone() for t in ours.optimizer.state[p].values())] for p in kept]
+        for side in (ours, twin):
+            side.absent = absent
+            side.train(X * (1 + i))
+        equal(ours, twin)
+        for p, tensors in zip(kept, before, strict=True):
+            assert all(map(torch.equal, tensors, [p, *ours.optimizer.state[p].values()]))
+    assert counter.frame_count == 4
