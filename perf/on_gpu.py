@@ -1,9 +1,10 @@
 """What to run on a GPU, in three calls that end within ten minutes each: ``perf/gpu timings``, ``compiled`` and ``tests``.
 
-``perf/gpu timings [DIRECTORY]`` appends to the tables in DIRECTORY (default: perf/results), and so does ``perf/gpu compiled
-[DIRECTORY]``, for steps in functions that torch.compile compiles. ``perf/gpu tests [DIRECTORY]`` writes pytest's reports there. Both write all that is printed to a file of their own, and say what was out of time. They run
-in the environment of the Python that starts them, which needs torch, triton, numpy, pandas and pytest; with pytest-xdist the
-tests run on several processes, with pytest-timeout one that hangs ends after two minutes.
+``perf/gpu timings [DIRECTORY]`` and ``perf/gpu compiled [DIRECTORY]``, for steps in functions that torch.compile compiles,
+append to the tables in DIRECTORY (default: perf/results); ``perf/gpu tests [DIRECTORY]`` writes pytest's reports there. All
+write what is printed to a file of their own, and say what was out of time. They run in the environment of the Python that
+starts them, which needs torch, triton, numpy, pandas and pytest; with pytest-xdist the tests run on several processes, with
+pytest-timeout one that hangs ends after two minutes.
 
 ``--rehearse`` runs the same commands with tiny tensors and a few tests, on the CPU where there is no GPU.
 """

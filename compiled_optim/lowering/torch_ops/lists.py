@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence, Set
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -33,6 +33,14 @@ _WORDS: dict[str, Any] = {
     "shift_right_": operator.rshift,
     "inf": math.inf,
     "nan": math.nan,
+}
+
+_LIST_OPERATIONS: dict[str, Callable[..., Any]] = {
+    "{0} + {1}": torch._foreach_add,
+    "{0} - {1}": torch._foreach_sub,
+    "{0} * {1}": torch._foreach_mul,
+    "{0} / {1}": torch._foreach_div,
+    "sqrt_({0})": torch._foreach_sqrt,
 }
 
 # Of an expression that is computed again. Inductor realizes one alone that reads more than 8 numbers, or 4 if several read
@@ -63,6 +71,7 @@ class ListProgram:
             if text in place and last.get(old, -1) <= place[text] and old not in written.results.values()
         }
         self._ends = _ends(written, self._replaceable) if ends else frozenset()
+        self._fuses_lists = ends
 
     def run(self, values: Values, store: Store | None = None, exact: Collection[str] = ()) -> Values:
         """The results by name, of ``values``: ``param``, ``grad``, ``buffer0``, ..., ``k0``, ... and ``index``.
@@ -72,8 +81,14 @@ class ListProgram:
         """
         values = dict(values)
         early = {text: name for text, name in self._replaceable.items() if store is not None and name in exact}
+        together = _together(self._lines, self._ends - early.keys()) if self._fuses_lists else ()
         for line in self._lines:
-            found = [line.evaluate(*each) for each in zip(*(values[name] for name in line.reads), strict=True)]
+            given = [values[name] for name in line.reads]
+            if line.name in together:
+                assert line.list_operation is not None
+                found = list(line.list_operation(*given))
+            else:
+                found = [line.evaluate(*each) for each in zip(*given, strict=True)]
             if line.name in early:
                 assert store is not None
                 found = store(early[line.name], found)
@@ -97,11 +112,28 @@ class _Line(NamedTuple):
     name: str
     reads: tuple[str, ...]
     evaluate: Callable[..., Any]
+    list_operation: Callable[..., Any] | None
+    """What evaluates it for all tensors of the lists at once, where torch has that."""
 
 
 def _line(statement: Statement) -> _Line:
     reads = tuple(dict.fromkeys(statement.reads))
-    return _Line(statement.name, reads, eval(f"lambda {', '.join(reads)}: {statement.text}", dict(_WORDS)))
+    forms = {t.format(*reads): made for t, made in _LIST_OPERATIONS.items() if t.count("{") == len(reads)}
+    evaluate = eval(f"lambda {', '.join(reads)}: {statement.text}", dict(_WORDS))
+    return _Line(statement.name, reads, evaluate, forms.get(statement.text))
+
+
+def _together(lines: Sequence[_Line], ends: Set[str]) -> frozenset[str]:
+    """Those of ``lines`` that are one operation over lists, which is quicker to compile than one for each tensor.
+
+    Inductor ends an expression at a list operation that anything else reads, and there only: so at each of ``ends``.
+    """
+    together: set[str] = set()
+    for line in reversed(lines):
+        users = {other.name for other in lines if line.name in other.reads}
+        if line.list_operation is not None and not ends & {*line.reads} and (line.name in ends or users <= together):
+            together.add(line.name)
+    return frozenset(together)
 
 
 def _ends(written: Written, stored: Collection[str]) -> frozenset[str]:
