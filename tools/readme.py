@@ -18,6 +18,7 @@ from compiled_optim.rule.fields import Buffer, Fact, Hyper, Static
 README = Path(__file__).resolve().parent.parent / "README.md"
 RESULTS = README.parent / "perf" / "results" / "step.csv"
 LOWERED = README.parent / "perf" / "results" / "lowering.csv"
+TRAINING = README.parent / "perf" / "results" / "training_step.csv"
 MEMORY = README.parent / "perf" / "results" / "low_memory.csv"
 _BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -92,35 +93,78 @@ def _speed_rows(times: dict[tuple[str, str], dict[str, float]]) -> list[str]:
     return [*rows, "", *others]
 
 
-_WAYS = {"multi_tensor": "multi_tensor", "inductor": "inductor", "torch": "torch.optim, foreach, compiled"}
-_SHOWN = [("multi_tensor", n) for n in (10, 148, 1000, 20000)] + [(w, n) for w in ("inductor", "torch") for n in (10, 148)]
+_FORMS = {
+    "multi_tensor": "`multi_tensor`, called",
+    "operator": "`multi_tensor`, in a compiled function",
+    "inlined": "`inductor`, in a compiled function",
+    "inductor": "`inductor`, called",
+    "torch": "torch.optim, foreach, compiled",
+}
+_SHAPES = {
+    ("gpt2", 148): "GPT-2's 148",
+    **{("mixed", count): f"{count}, four shapes" for count in (10, 148, 1000)},
+    ("equal", 20000): "20000, one shape",
+}
+
+
+def _lowered() -> list[dict[str, str]]:
+    """Rows of one group in float32 on sm_90, without options."""
+    with LOWERED.open() as file:
+        rows = list(csv.DictReader(file))
+    return [r for r in rows if (r["dtype"], r["options"], r["arch"], r["groups"]) == ("float32", "", "sm_90", "1")]
+
+
+def _latest() -> dict[tuple[str, str, int], dict[str, str]]:
+    """AdamW's last rows by lowering, shapes and number of tensors."""
+    return {(r["lowering"], r["shapes"], int(r["tensors"])): r for r in _lowered() if r["optimizer"] == "adamw"}
 
 
 def lowering_table() -> str:
     """What a step on a GPU consists of: a Markdown row per way to run AdamW and number of tensors, then the other kinds."""
-    with LOWERED.open() as file:
-        table = [
-            row
-            for row in csv.DictReader(file)
-            if (row["dtype"], row["options"], row["arch"], row["groups"]) == ("float32", "", "sm_90", "1")
-        ]
-    found = [row for row in table if row["optimizer"] == "adamw"]
+    table, latest = _lowered(), _latest()
     others = {(row["optimizer"], int(row["tensors"])): row for row in table if row["lowering"] == "auto"}
-    latest = {(row["lowering"], int(row["tensors"])): row for row in found}
-    rows = [
-        "| AdamW on sm_90 | tensors | Triton launches | torch operators | bytes/parameter | registers | compiling |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for way, tensors in _SHOWN:
-        row = latest[way, tensors]
-        numbers = [row["launches"], row["operators"], f"{float(row['bytes_per_param']):.2f}", row["registers"].split(".")[0]]
-        rows.append(f"| {_WAYS[way]} | {tensors} | {' | '.join(numbers)} | {float(row['seconds']):.2g} s |")
+    headings = ["AdamW on sm_90", "tensors", "launches", "operators", "bytes/parameter", "registers", "compiling"]
+    headings += ["CUDA graphs", "hold", "copied"]
+    rows = [f"| {' | '.join(headings)} |", "|---|---" + "|--:" * 5 + "|--:|---|--:|"]
+    for (shapes, tensors), name in _SHAPES.items():
+        for form, title in _FORMS.items():
+            if (row := latest.get((form, shapes, tensors))) is not None:
+                figures = [row["launches"], row["operators"], f"{float(row['bytes_per_param']):.2f}"]
+                figures += [row["registers"].split(".")[0], f"{float(row['seconds']):.2g} s"]
+                figures += [row["partitions"], row["cuda_graph"], row["copied"]]
+                rows.append(f"| {title} | {name} | {' | '.join(figures)} |")
     rows += ["", "| optimizer, equal shapes | tensors | Triton launches | torch operators |", "|---|---|---|---|"]
     rows += [f"| {name} | {tensors} | {row['launches']} | {row['operators']} |" for (name, tensors), row in others.items()]
     last = table[-1]
-    compiling = "Compiling: CPU time of the first step, without a GPU"
+    compiling = "Compiling: processor time of the first step, without a GPU"
     source = f"{compiling}; torch {last['torch']}, triton {last['triton']}; from `perf/results/lowering.csv`."
     return "\n".join([*rows, "", source])
+
+
+def choice() -> str:
+    """Which lowering to choose, with what each costs for GPT-2's tensors, and in a training step on a CPU."""
+    latest = _latest()
+    launches = {form: latest[form, "gpt2", 148]["launches"] for form in _FORMS}
+    seconds = {form: f"{float(latest[form, 'gpt2', 148]['seconds']):.2g} s" for form in _FORMS}
+    with TRAINING.open() as file:
+        last = {r["competitor"]: r for r in csv.DictReader(file) if r["metric"] == "training step, default"}
+    step = {name: f"{float(r['p50']):.3g} ms" for name, r in last.items()}
+    machine = last["compiled_optim"]
+    text = f"""
+        Leave it at `"auto"`: `"multi_tensor"` is {launches["multi_tensor"]} launches for GPT-2's 148 tensors on a GPU, is
+        compiled in {seconds["multi_tensor"]}, and follows every change; in a function that you compile it is one operator,
+        whose host's half runs each time outside of CUDA graphs. Take `"inductor"` if the step shall be operations of your
+        compiled function, which the compiler fuses with others and of which nothing is left to the host: then it is
+        {launches["inlined"]} launches and compiled in {seconds["inlined"]} ({seconds["torch"]} for torch.optim's AdamW), and
+        the function is traced again when groups, state or the set of gradients change, but not when numbers do. Take
+        `"eager"` for derivatives through a step, or to look into one.
+
+        On a CPU a compiled training step of the demo's model takes {step["compiled_optim"]} with the operator,
+        {step["compiled_optim[inductor]"]} with the step's operations inlined, and {step["torch foreach"]} with torch.optim's
+        ({machine["device"]}, {machine["threads"]} thread; medians from `perf/results/training_step.csv`).
+    """
+    paragraphs = inspect.cleandoc(text).split("\n\n")
+    return "\n\n".join(textwrap.fill(" ".join(p.split()), 125, break_long_words=False) for p in paragraphs)
 
 
 def memory_table() -> str:
@@ -153,6 +197,7 @@ def floor_plan() -> str:
 _PARTS = {
     "optimizers": optimizers_table,
     "speed": speed_table,
+    "choice": choice,
     "lowering": lowering_table,
     "memory": memory_table,
     "rule": example_rule,

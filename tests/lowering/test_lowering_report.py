@@ -6,11 +6,13 @@ import gc
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import expecttest
+import pandas as pd
 import pytest
 import torch
 from catalog import cases, ruled
@@ -27,7 +29,9 @@ from compiled_optim.optimizer import engine_of
 from compiled_optim.plan.kernel_key import kernel_key
 from perf.lowering import __main__ as command
 from perf.lowering import inductor_source, ptx
+from perf.lowering import report as report_module
 from perf.lowering import results as lowering_results
+from perf.lowering.cuda_graphs import Decisions
 from perf.lowering.fake_cuda import fake_cuda
 from perf.lowering.record import recording
 from perf.lowering.report import (
@@ -390,6 +394,57 @@ sgd | torch | 1 | 1 | 0 | 20.00 | v4.b32
     )
 
 
+def test_table_of_steps_in_functions_that_users_compile() -> None:
+    """As one operator, as operations, and torch.optim's: launches, operators, and what Inductor's CUDA graphs hold of them."""
+    rows: list[tuple[Any, ...]] = []
+    for name in ("operator", "inlined", "torch"):
+        report = lower(name, Workload("adamw", 8, shapes="mixed"), 90)
+        assert report.cpp == report.waits == report.uploads == 0
+        assert report.graphs == 1
+        assert report.moved_operators == report.operators
+        assert all(k.resources.spills == 0 for k in report.kernels)
+        moved = f"{report.bytes_per_param:.2f}"
+        decided = (report.partitions, report.cuda_graph, report.copied)
+        rows.append((name, report.launches, report.operators, moved, *decided))
+    expecttest.assert_expected_inline(
+        _table([("form", "launches", "operators", "bytes", "CUDA graphs", "hold", "copied"), *rows]),
+        """\
+""",
+    )
+
+
+def test_mixed_shapes_and_gpt2s_are_those() -> None:
+    assert Workload("adamw", 6, shapes="mixed").sizes[3:] == [(768, 768), (64, 64), (4096,)]
+    gpt2 = Workload("adamw", 148, shapes="gpt2")
+    assert (len(gpt2.sizes), gpt2.elements) == (148, 124_439_808)
+    assert Workload("muon", 2).sizes == [(64, 64)] * 2
+
+
+@pytest.mark.parametrize("crosses", [False, True])
+def test_what_cuda_graphs_do_not_hold_is_counted(crosses: bool) -> None:
+    with fake_cuda(90), recording("cuda") as recorder:
+        x = torch.zeros(64, device="cuda")
+        host = torch.zeros(64)
+
+        @torch.compile(mode="reduce-overhead")
+        def step() -> None:
+            x.add_(1)
+            if crosses:
+                host.add_(1)
+            x.sin_()
+
+        step()
+        (graph,) = recorder.take().graphs
+    module = inductor_source.read(graph.source, 0)
+    assert (module.outside > 0) == crosses
+    assert report_module._decision([graph.cuda_graphs], module.outside) == ("all but 1 calls" if crosses else "all")
+
+
+def test_reasons_without_cuda_graphs_are_named_once() -> None:
+    decided = [Decisions(skipped=["skipping cudagraphs due to a reason"])] * 2
+    assert report_module._decision(decided, 3) == "skipping cudagraphs due to a reason"
+
+
 def test_traffic_of_inductor_counts_every_access() -> None:
     """A step that writes its update to memory before applying it moves four bytes more, both ways."""
     with fake_cuda(90), recording("cuda") as recorder:
@@ -492,10 +547,36 @@ def test_command_prints_the_table_and_the_source(
     assert "ask with --lowering torch" in capsys.readouterr().out
 
 
+def test_command_reports_the_median_of_repeats_in_turn(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    turns: list[tuple[str, int]] = []
+    seconds = iter([9.0, 9.0, 5.0, 1.0, 3.0, 2.0, 4.0, 6.0])
+
+    def timed(name: str, workload: Workload, *args: Any, **kwargs: Any) -> Report:
+        turns.append((name, workload.tensors))
+        return replace(lower("multi_tensor", Workload("sgd", 1), 90), lowering=name, seconds=next(seconds))
+
+    monkeypatch.setattr(command, "lower", timed)
+    arguments = ["lowering", "sgd", "--lowering", "operator", "torch", "--repeats", "3", "--save"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    assert command.main() == 0
+    assert turns == [
+        *(("torch", 2), ("operator", 2)),  # loads the compilers
+        *(("operator", 10), ("torch", 10), ("torch", 10), ("operator", 10), ("operator", 10), ("torch", 10)),
+    ]
+    table = pd.read_csv(results)
+    assert list(zip(table["lowering"], table["seconds"], table["repeats"], strict=True)) == [
+        ("operator", 4.0, 3),  # of 5, 2 and 4
+        ("torch", 3.0, 3),  # of 1, 3 and 6
+    ]
+
+
 def test_command_names_what_there_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["lowering", "adamv"])
     assert command.main() == 2
     assert "adamw" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["lowering", "adamw", "--shapes", "gpt2"])
+    assert command.main() == 2
+    assert "148" in capsys.readouterr().err
 
 
 def test_torch_is_not_compared_where_it_lacks_the_option() -> None:

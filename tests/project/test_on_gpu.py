@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import subprocess
@@ -51,7 +52,8 @@ def test_the_parts_of_a_call_fit_into_ten_minutes(call: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("rehearsal", [False, True])
 def test_every_measurement_is_a_command(rehearsal: bool, tmp_path: Path) -> None:
-    for part in on_gpu.timings(tmp_path, "cuda", "a GPU", rehearsal):
+    parts = [on_gpu.PLANS[call](tmp_path, "cuda", "a GPU", rehearsal) for call in ("timings", "compiled")]
+    for part in itertools.chain(*parts):
         args = _parser().parse_args(part.command[2:])
         assert (args.device.type, args.results, args.rehearse) == ("cuda", tmp_path, rehearsal)
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import functools
+
 import pandas as pd
 import pytest
 import torch
@@ -9,6 +11,7 @@ pytest.importorskip("matplotlib")
 from perf import convergence, gates, measure, results
 from perf.__main__ import main
 from perf.competitors import FUSED, OURS, optimizers, working
+from perf.compiled_steps import NAMES
 from perf.measure import measure_bandwidth, step_rows
 from perf.plot import plot_ratios
 from perf.workloads import TINY, WORKLOADS, elements, shapes
@@ -87,6 +90,47 @@ def test_schedulers_are_timed_beside_torchs(tmp_path):
     assert (table["p50"] > 0).all()
     ours, theirs = (table.loc[table["competitor"] == name, "p50"].to_numpy() for name in (OURS, FUSED))
     assert table.loc[table["competitor"] == FUSED, "ratio"].to_numpy() == pytest.approx(ours / theirs, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("command", "file"), [(["training-step"], "training_step"), (["compiled-step", "--workload", TINY], "compiled_step")]
+)
+def test_steps_that_users_compile_are_timed_beside_torchs(command, file, tmp_path, monkeypatch):
+    compiled = []
+    monkeypatch.setattr(torch, "compile", lambda function, **options: compiled.append((function, options)) or function)
+    assert main([*command, "--rounds", "2", "--results", str(tmp_path)]) == 0
+    table = pd.read_csv(tmp_path / f"{file}.csv")
+    assert list(table["competitor"]) == [*NAMES, *NAMES[1:]]
+    assert list(table["unit"]) == ["ms"] * 3 + ["ratio"] * 2
+    assert (table["p50"] > 0).all()
+    assert len({id(function.__code__) for function, _ in compiled}) == len(NAMES)  # none checks the guards of another
+    assert [options["fullgraph"] for _, options in compiled] == [True, True, False]
+
+
+def test_calls_in_turn_are_timed_together():
+    called = []
+    calls = {name: functools.partial(called.append, name) for name in "abc"}
+    samples = measure.in_turn(calls, CPU, rounds=4, warmup=1)
+    assert {name: len(seconds) for name, seconds in samples.items()} == dict.fromkeys("abc", 4)
+    turns = ["".join(called[i : i + 3]) for i in range(0, len(called), 3)]
+    assert all(sorted(turn) == ["a", "b", "c"] for turn in turns)
+    assert len({*turns}) > 2
+
+
+def test_a_recorded_inlined_step_is_as_promised():
+    """AdamW in a function that the user compiles, over GPT-2's tensors, as ``tools/lowering`` wrote it down last."""
+    table = pd.read_csv(results.RESULTS / "lowering.csv")
+    chosen = (table["optimizer"] == "adamw") & (table["shapes"] == "gpt2") & (table["arch"] == "sm_90")
+    inlined, stock = (table[chosen & (table["lowering"] == name)].iloc[-1] for name in ("inlined", "torch"))
+    assert inlined["tensors"] == 148
+    assert inlined["launches"] <= 11
+    assert inlined["bytes_per_param"] == 28.0
+    assert inlined["graphs"] == inlined["partitions"] == 1
+    assert inlined["cuda_graph"] == "all"
+    assert inlined[["operators", "cpp", "waits", "uploads", "spills"]].tolist() == [0] * 5
+    assert inlined["repeats"] >= 2
+    assert inlined["seconds"] <= stock["seconds"]
+    assert (inlined["commit"], inlined["repeats"]) == (stock["commit"], stock["repeats"])
 
 
 def test_no_save_writes_nothing(tmp_path):
