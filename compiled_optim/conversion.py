@@ -148,7 +148,8 @@ def encoded(value: Tensor, param: Tensor, dtype: torch.dtype) -> tuple[Tensor, T
 
 def filled(vector: Tensor) -> Tensor:
     """``vector`` with zeros up to a whole number of groups."""
-    return torch.nn.functional.pad(vector, (0, -len(vector) % GROUP))
+    missing = -vector.shape[0] % GROUP
+    return torch.nn.functional.pad(vector, (0, missing)) if missing else vector
 
 
 def _converted_part(

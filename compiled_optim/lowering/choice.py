@@ -12,6 +12,7 @@ from compiled_optim.lowering.sparse.row_table import RowTableLowering
 from compiled_optim.lowering.stacked import StackedLowering, StackTableLowering
 from compiled_optim.lowering.torch_ops.eager import EagerLowering
 from compiled_optim.lowering.torch_ops.inductor import InductorLowering
+from compiled_optim.lowering.torch_ops.listed import ListLowering
 from compiled_optim.memory import cpp_library
 from compiled_optim.plan.clipping import Clipping
 from compiled_optim.plan.compilations import CompilationLog
@@ -44,8 +45,9 @@ def lower(plan: Plan, wanted: str, clipping: Clipping, log: CompilationLog, diff
         return StackedLowering(plan, clipping, log, compiled=name != "eager")
     if name == "eager":
         return EagerLowering(plan, clipping, differentiable=differentiable)
-    lowering = MultiTensorLowering if name == "multi_tensor" else InductorLowering
-    return lowering(plan, clipping, log)
+    if name == "multi_tensor":
+        return MultiTensorLowering(plan, clipping, log)
+    return (InductorLowering if plan.device.type == "cpu" else ListLowering)(plan, clipping, log)
 
 
 def _elementwise(plan: Plan, wanted: str, log: CompilationLog) -> str:

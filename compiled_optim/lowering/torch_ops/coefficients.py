@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from compiled_optim.lowering.gradient import scaled
 from compiled_optim.plan.clipping import Clipping
 from compiled_optim.plan.plan import Plan
+from compiled_optim.rule.rule import Rule
 
 
 class Given(NamedTuple):
@@ -54,7 +55,6 @@ class CoefficientStage:
         self._clipping = clipping
         self._square_sums: Tensor | None = None
         self._names = plan.rule.coefficient_names(plan.statics)
-        self._scalar_names = [s.name for s in plan.rule.scalars]
         signs = [-1.0 if maximizes else 1.0 for maximizes in plan.maximizes]
         # None where all are 1, so that nothing is multiplied by them
         numbers = {name: None if {*row} == {1.0} else row for name, row in plan.numbers.items()}
@@ -79,12 +79,12 @@ class CoefficientStage:
         hypers = [t for group in plan.groups for h in plan.hypers for t in group.tensors(h.name)]
         numbers = () if clipping.idle else clipping.tensors(plan.device)
         given = Given(self._scalars(), hypers, numbers, self.constants, self.group_index)
-        found = self.evaluate(given, None if self._square_sums is None else self._square_sums.sum(), present)
-        coefficients = torch.stack(found.rows)
-        if found.outcome is not None:
-            note_outcome(clipping.outcome(plan.device), found.outcome.detach(), counts=plan.leads)
-        plan.scalars.copy_(found.scalars.detach())
-        self._recorded = (plan.scalars._version, found.scalars) if found.scalars.requires_grad else None
+        result = self.evaluate(given, None if self._square_sums is None else self._square_sums.sum(), present)
+        coefficients = torch.stack(result.rows)
+        if result.outcome is not None:
+            note_outcome(clipping.outcome(plan.device), result.outcome.detach(), counts=plan.leads)
+        plan.scalars.copy_(result.scalars.detach())
+        self._recorded = (plan.scalars._version, result.scalars) if result.scalars.requires_grad else None
         return coefficients
 
     def evaluate(self, given: Given, square_sum: Tensor | None, present: Tensor | None) -> Found:
@@ -92,30 +92,14 @@ class CoefficientStage:
 
         ``square_sum`` is that of all gradients; None where nobody needs it.
         """
-        plan, old = self._plan, given.scalars
-        factor, outcome = given.constants[0], None
-        skip = torch.zeros_like(factor)
-        if given.clipping:
-            clipping = [t.to(plan.device, old.dtype) for t in given.clipping]
-            total = torch.zeros_like(clipping[0]) if square_sum is None else square_sum
-            clip, norm, skipped = scaled(total, *clipping)
-            skipped = torch.as_tensor(skipped, dtype=old.dtype, device=plan.device)
-            outcome = torch.stack([norm, skipped])
-            live = (skipped == 0).expand_as(factor)
-            present = live if present is None else present & live
-            factor, skip = factor * clip, skipped.expand_as(factor)
-        step = old[0] + 1
-        numbers = self._neutral | dict(zip(self._rows, given.constants[1:].unbind(), strict=True))
-        values: dict[str, Any] = {"step": step, **numbers, **plan.statics, **self._hypers(given)}
-        values |= dict(zip(self._scalar_names, old[1:].unbind(), strict=True))
-        results = plan.rule.evaluated(values)
-        rows = {
-            name: torch.as_tensor(value, dtype=step.dtype, device=step.device).expand_as(step)
-            for name, value in results.items()
-        }
-        new = torch.stack([step, *(rows[name] for name in self._scalar_names)])
-        new = new if present is None else torch.where(present, new, old)
-        return Found([factor, skip, *(rows[name] for name in self._names)], new, outcome)
+        plan = self._plan
+        signs, *rows = given.constants.unbind()
+        numbers = self._neutral | dict(zip(self._rows, rows, strict=True))
+        clipping = [t.to(plan.device, given.scalars.dtype) for t in given.clipping]
+        hypers, rule = self._hypers(given), plan.rule
+        return found(
+            rule, self._names, plan.statics, given.scalars, hypers, numbers, signs, clipping, square_sum, present
+        )
 
     def _hypers(self, given: Given) -> dict[str, Tensor | tuple[Tensor, ...]]:
         """The hyperparameters by name, as vectors over the tensors (0-dim where one group holds them all)."""
@@ -133,6 +117,45 @@ class CoefficientStage:
         if self._recorded is not None and self._recorded[0] == self._plan.scalars._version:
             return self._recorded[1]
         return self._plan.scalars.clone() if torch.is_grad_enabled() else self._plan.scalars
+
+
+def found(
+    rule: Rule,
+    names: Sequence[str],
+    statics: Mapping[str, Any],
+    scalars: Tensor,
+    hypers: Mapping[str, Tensor | tuple[Tensor, ...]],
+    numbers: Mapping[str, Tensor | None],
+    signs: Tensor,
+    clipping: Sequence[Tensor],
+    square_sum: Tensor | None,
+    present: Tensor | None,
+) -> Found:
+    """What a step makes of ``scalars``; vectors have an entry for each tensor.
+
+    ``names`` are the rule's :meth:`~Rule.coefficient_names`. ``hypers`` and ``numbers`` are what the rule's ``coefficients`` read, by name, ``signs`` factors of the gradients.
+    ``clipping``, ``square_sum`` and ``present`` are as for :meth:`CoefficientStage.evaluate`.
+    """
+    factor, outcome, skip = signs, None, torch.zeros_like(signs)
+    if clipping:
+        total = torch.zeros_like(clipping[0]) if square_sum is None else square_sum
+        clip, norm, skipped = scaled(total, *clipping)
+        skipped = torch.as_tensor(skipped, dtype=scalars.dtype, device=scalars.device)
+        outcome = torch.stack([norm, skipped])
+        live = (skipped == 0).expand_as(factor)
+        present = live if present is None else present & live
+        factor, skip = factor * clip, skipped.expand_as(factor)
+    step = scalars[0] + 1
+    own = [s.name for s in rule.scalars]
+    values: dict[str, Any] = {"step": step, **numbers, **statics, **hypers}
+    values |= dict(zip(own, scalars[1:].unbind(), strict=True))
+    rows = {
+        name: torch.as_tensor(value, dtype=step.dtype, device=step.device).expand_as(step)
+        for name, value in rule.evaluated(values).items()
+    }
+    new = torch.stack([step, *(rows[name] for name in own)])
+    new = new if present is None else torch.where(present, new, scalars)
+    return Found([factor, skip, *(rows[name] for name in names)], new, outcome)
 
 
 def note_outcome(outcome: Tensor, found: Tensor, *, counts: bool) -> None:

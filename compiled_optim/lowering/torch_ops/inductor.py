@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -34,6 +34,8 @@ Kernel: TypeAlias = Mapping[int, Graph]
 """The code of one key: by stage the rule's means, whose results are elementwise or sums of rows, and the update."""
 
 UPDATE = -1  # what stands for a stage where a kernel updates
+
+PACKED, IN_PLACE = "packed", "in place"  # arrangements of tensors
 
 ROW = 128  # elements in a row of packed tensors: one tensor's coefficients hold for a whole row
 PACKED_LIMIT = 16384  # elements below which copying a tensor costs less than a call of its own
@@ -74,20 +76,29 @@ class InductorLowering(TorchLowering):
         self._log = log
         positions: dict[tuple[KernelKey, bool], list[int]] = {}
         for i, (member, grad_dtype) in enumerate(zip(plan.members, plan.grad_dtypes, strict=True)):
-            if (count := member.param.numel()) > 0:
-                # A last group that is not whole needs memory behind it, which the rows of packed tensors have.
-                is_packed = count < PACKED_LIMIT or (plan.grouped_buffers and count % GROUP)
-                key = kernel_key(plan, member, grad_dtype, "packed" if is_packed else "in place")
+            if member.param.numel() > 0:
                 fits = fits_indices(plan.device, real_numel(member.param))
+                key = kernel_key(plan, member, grad_dtype, self._arrangement(member.param) if fits else IN_PLACE)
                 positions.setdefault((key, fits), []).append(i)
-        self._parts = {_LAYOUTS[s.arrangement](plan, where, s): fits for (s, fits), where in positions.items()}
+        self._parts = {self._part(plan, where, s): fits for (s, fits), where in positions.items()}
+
+    def _arrangement(self, param: Tensor) -> str:
+        # A last group that is not whole needs memory behind it, which the rows of packed tensors have.
+        is_packed = param.numel() < PACKED_LIMIT or (self.plan.grouped_buffers and param.numel() % GROUP)
+        return PACKED if is_packed else IN_PLACE
+
+    def _part(self, plan: Plan, positions: Sequence[int], key: KernelKey) -> Part:
+        return _LAYOUTS[key.arrangement](plan, positions, key)
+
+    def _kernel(self, key: KernelKey, names: Sequence[str]) -> Kernel:
+        return obtain_kernel(self._log, key, names)
 
     def compile(self) -> None:
         for part, fits in self._parts.items():
             if part.kernel is None:
                 names = [self.plan.members[i].name for i in part.positions]
                 if fits:
-                    part.kernel = obtain_kernel(self._log, part.key, names)
+                    part.kernel = self._kernel(part.key, names)
                 else:
                     say_too_large(self._log, names[0])
                     part.kernel = _uncompiled(part.key)
@@ -104,6 +115,20 @@ class InductorLowering(TorchLowering):
     def _sum_means(self, stage: int, coefficients: Tensor, sums: Tensor) -> None:
         for part in self._parts:
             part.sum_means(stage, self._grads, coefficients, sums)
+
+
+class Part(Protocol):
+    """Some tensors of a plan, ``positions``, which share a kernel from compiling on."""
+
+    positions: tuple[int, ...]
+    key: KernelKey
+    kernel: Kernel | None
+
+    def step(self, grads: Sequence[Tensor | None], coefficients: Tensor) -> None:
+        """Update the tensors whose entry in ``grads``, over the whole plan, is not None."""
+
+    def sum_means(self, stage: int, grads: Sequence[Tensor | None], coefficients: Tensor, sums: Tensor) -> None:
+        """Write to ``sums``, (expressions, tensors of the plan), what a stage of the rule's means is over each tensor."""
 
 
 class Packed:
@@ -314,13 +339,13 @@ class InPlace:
         return [expression.clone() for expression in expressions]
 
 
-_LAYOUTS: dict[str, type[Packed | InPlace]] = {"packed": Packed, "in place": InPlace}
+_LAYOUTS: dict[str, type[Packed | InPlace]] = {PACKED: Packed, IN_PLACE: InPlace}
 
 
 def _row_shapes(key: KernelKey, first: int = 1) -> list[tuple[int, ...]]:
     """The shapes of a row of the parameter, ``first`` times, and of each buffer. In place a row is a group or an element."""
     grouped = key.rule.grouped_buffers(dict(key.statics))
-    columns = ROW if key.arrangement == "packed" else GROUP if grouped else 0
+    columns = ROW if key.arrangement == PACKED else GROUP if grouped else 0
     row: tuple[int, ...] = (columns,) if columns else ()
     buffers = key.rule.present_buffers(dict(key.statics))
     return [row] * first + [(columns // GROUP,) if name in grouped else row for name in buffers]

@@ -18,7 +18,7 @@ from compiled_optim.lowering.torch_ops.lists import Values, programs
 from compiled_optim.memory.layout import compute_dtype, scalar_dtype
 from compiled_optim.plan.clipping import Clipping
 from compiled_optim.plan.plan import Plan
-from compiled_optim.rule.rule import INDEX
+from compiled_optim.rule.rule import INDEX, Rule
 
 
 def obstacle(plan: Plan) -> str:
@@ -83,7 +83,7 @@ class InlinedPlan:
         columns = [[row[i] for i in here] for row in rows]
         signs = [-1.0 if self.plan.maximizes[i] else 1.0 for i in here]
         scales, skips = columns[:2] if clipping else (signs if -1.0 in signs else None, None)
-        lists = _Lists(self.plan, [[tensors[i] for i in here] for tensors in (params, *buffers)], skips)
+        lists = Lists(self.plan.rule, self.plan.statics, [[tensors[i] for i in here] for tensors in (params, *buffers)], skips)
         lists.update(self._programs, [grads[i] for i in here], scales, columns[2:] if clipping else columns)
 
     def _columns(self, rows: Sequence[Tensor], params: Sequence[Tensor]) -> list[list[Tensor]]:
@@ -103,22 +103,26 @@ class InlinedPlan:
         return [row.unbind() for pair in zip(*halves, strict=True) for row in pair][: len(rows)]
 
 
-class _Lists:
-    """One update of some tensors of a plan.
+class Lists:
+    """One update of some tensors by a rule, under static choices.
 
     Args:
         targets: the parameters, and then the tensors of each buffer.
         skips: numbers that are not 0 where everything stays as it is; None where nothing does.
     """
 
-    def __init__(self, plan: Plan, targets: Sequence[list[Tensor]], skips: Sequence[Tensor] | None) -> None:
-        self._plan = plan
-        self._targets = dict(zip(("param", *plan.buffers), targets, strict=True))
+    def __init__(
+        self, rule: Rule, statics: Mapping[str, Any], targets: Sequence[list[Tensor]], skips: Sequence[Tensor] | None
+    ) -> None:
+        self._buffers = rule.present_buffers(statics)
+        self._targets = dict(zip(("param", *self._buffers), targets, strict=True))
         self._skips = skips
         self._dtypes = [compute_dtype(p.dtype) for p in targets[0]]
-        self._whole = plan.rule.whole_buffers(plan.statics)
+        self._whole = rule.whole_buffers(statics)
+        self._grouped = rule.grouped_buffers(statics)
+        self._reads_index = rule.reads_index(statics)
         # Where the rule takes groups of elements: the dimensions of each parameter, by falling strides.
-        self._orders = [_order(p) for p in targets[0]] if plan.grouped_buffers else None
+        self._orders = [_order(p) for p in targets[0]] if self._grouped else None
 
     def update(
         self, stages: Sequence[Any], grads: Sequence[Any], scales: Sequence[Any] | None, numbers: Sequence[Any]
@@ -127,13 +131,7 @@ class _Lists:
 
         ``scales`` are factors of the gradients, ``numbers`` the rule's coefficients, each with a list over the tensors.
         """
-        values: Values = {"param": self._seen("param"), "grad": self._seen("grad", grads)}
-        if scales is not None:
-            values["grad"] = [scale * grad for scale, grad in zip(scales, values["grad"], strict=True)]
-        values |= {f"buffer{i}": self._seen(name) for i, name in enumerate(self._plan.buffers)}
-        values |= {f"k{i}": list(column) for i, column in enumerate(numbers)}
-        if self._plan.rule.reads_index(self._plan.statics):
-            values[INDEX] = list(map(self._index, values["param"], self._targets["param"]))
+        values = self.values(grads, scales, numbers)
         for stage in stages[:-1]:
             count = sum(name.startswith("k") for name in values)
             for expressions in stage.run(values).values():
@@ -141,6 +139,17 @@ class _Lists:
                 count += 1
         exact = {name for name in self._targets if self._keeps_all_bits(name)}
         stages[-1].run(values, self._store, exact)
+
+    def values(self, grads: Sequence[Any], scales: Sequence[Any] | None, numbers: Sequence[Any]) -> Values:
+        """What a program takes; the arguments are those of :meth:`update`."""
+        values: Values = {"param": self._seen("param"), "grad": self._seen("grad", grads)}
+        if scales is not None:
+            values["grad"] = [scale * grad for scale, grad in zip(scales, values["grad"], strict=True)]
+        values |= {f"buffer{i}": self._seen(name) for i, name in enumerate(self._buffers)}
+        values |= {f"k{i}": list(column) for i, column in enumerate(numbers)}
+        if self._reads_index:
+            values[INDEX] = list(map(self._index, values["param"], self._targets["param"]))
+        return values
 
     def _index(self, seen: Tensor, target: Tensor) -> Tensor:
         """Which element of ``target``, in the order of memory, each element of what the rule sees of it is."""
@@ -157,16 +166,17 @@ class _Lists:
     def _seen(self, name: str, tensors: Sequence[Tensor] | None = None) -> list[Tensor]:
         """The targets called ``name``, or ``tensors`` in their place, as the rule sees them."""
         tensors = self._targets[name] if tensors is None else tensors
-        if name in self._plan.grouped_buffers:
+        if name in self._grouped:
             tensors = [t.reshape(-1) for t in tensors]
         elif self._orders is not None:
-            tensors = [filled(t.permute(order).reshape(-1)) for t, order in zip(tensors, self._orders, strict=True)]
+            tensors = [t.permute(order).reshape(-1) for t, order in zip(tensors, self._orders, strict=True)]
+            tensors = [filled(t) for t in tensors] if self._grouped else tensors
         return [t.to(kind) for t, kind in zip(tensors, self._kinds(name), strict=True)]
 
     def _store(self, name: str, new: Sequence[Tensor]) -> list[Tensor]:
         """Store ``new`` values where nothing is skipped; what is there then, as the rule sees it."""
         targets = self._targets[name]
-        if self._orders is not None and name not in self._plan.grouped_buffers:
+        if self._orders is not None and name not in self._grouped:
             new = list(map(_out_of_order, new, targets, self._orders))
         new = [n.to(t.dtype).view_as(t) for n, t in zip(new, targets, strict=True)]
         if self._skips is not None:
