@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 _KERNEL = re.compile(r"^(\w+) = async_compile\.triton\('\w+', '''\n(.*?)^'''", re.MULTILINE | re.DOTALL)
 _RUN = re.compile(r"^\s+(\w+)\.run\(", re.MULTILINE)
@@ -40,8 +41,8 @@ class Module:
     outside: int
 
 
-def read(source: str, elements: int | None) -> Module:
-    """Read a module; ``elements`` is the size of a kernel whose text leaves it open, None not to count bytes."""
+def read(source: str, inputs: Sequence[int | tuple[int, ...]] | None) -> Module:
+    """Read a module; ``inputs`` are the shapes of its inputs, or sizes, None not to count bytes."""
     kernels = {name: text for name, text in _KERNEL.findall(source)}
     partition = _PARTITION.search(source)
     outer = source[source.index("def call(") :]
@@ -49,23 +50,43 @@ def read(source: str, elements: int | None) -> Module:
     launches = [name for name in _RUN.findall(calls) if name in kernels]
     outside = sum(len(pattern.findall(outer)) for pattern in (_RUN, _EXTERN, _CPP))
     moved = None
-    if elements is not None:
-        each = {name: _kernel_bytes(text, elements) for name, text in kernels.items()}
-        moved = sum(each[name] for name in launches)
+    if inputs is not None:
+        moved = sum(_kernel_bytes(kernels[name], sizes) for name, sizes in _sizes(calls, kernels, inputs))
     return Module(launches, _EXTERN.findall(calls), _CPP.findall(calls), _WAIT.findall(calls), kernels, moved, outside)
 
 
-def _kernel_bytes(text: str, elements: int) -> float:
+def _sizes(
+    calls: str, kernels: Mapping[str, str], inputs: Sequence[int | tuple[int, ...]]
+) -> Iterator[tuple[str, Mapping[str, int]]]:
+    """Each launch of a kernel, with the sizes that its text leaves open."""
+    known: dict[str, Any] = {}
+    for line in calls.splitlines():
+        if given := re.match(r"\s+((?:\w+, )*\w+),? = args$", line):
+            known.update(zip(given[1].split(", "), inputs, strict=True))
+        elif shape := re.match(r"\s+(\w+)_size = \1\.size\(\)$", line):
+            known[f"{shape[1]}_size"] = known[shape[1]]
+        elif made := re.match(r"\s+(s\d+|\w+_xnumel(?:_\d+)?) = (.*)$", line):
+            known[made[1]] = eval(made[2], {}, known)
+        elif (run := re.match(r"\s+(\w+)\.run\((.*), stream=", line)) and run[1] in kernels:
+            parameters = re.search(rf"^def {run[1]}\((.*)\):", kernels[run[1]], re.MULTILINE)
+            assert parameters is not None, run[1]
+            pairs = zip(parameters[1].split(", "), run[2].split(", "), strict=False)
+            yield run[1], {name: eval(text, {}, known) for name, text in pairs if name.startswith("xnumel")}
+
+
+def _kernel_bytes(text: str, given: Mapping[str, int]) -> float:
     """Bytes one launch moves: every load and store, over the elements of its section, counted once each."""
     sizes = {name: _size(kind) for name, kind in re.findall(r"'(\w+)': '\*(\w+)'", text)}
     body = text[text.index("\ndef ") :]
-    count: float = elements
+    count: float = given.get("xnumel", 0)
     indices: dict[str, float] = {}
     moved = 0.0
     found = 0
     for line in body.splitlines():
         if size := re.match(r"\s+xnumel = (\d+)$", line):
             count = int(size[1])
+        elif section := re.search(r"xmask = xindex < (xnumel_\d+)$", line):
+            count = given[section[1]]
         if index := re.match(r"\s+(x\d+) = (.*)$", line):
             indices[index[1]] = _distinct(index[2], count)
         if access := _ACCESS.search(line):

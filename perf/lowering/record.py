@@ -53,12 +53,12 @@ class Graph:
 
     Attributes:
         source: the text of its module.
-        elements: of its largest input.
+        inputs: the shapes of its inputs, or sizes.
         cuda_graphs: what Inductor decided about CUDA graphs.
     """
 
     source: str
-    elements: int
+    inputs: tuple[int | tuple[int, ...], ...]
     cuda_graphs: Decisions
 
 
@@ -125,8 +125,8 @@ def recording(device: str) -> Iterator[Recorder]:
             compile_graph(module, inputs, *args, **kwargs)
 
         def run(*values: Any) -> Any:
-            elements = max((v.numel() for v in values if isinstance(v, Tensor)), default=0)
-            recorder.record.graphs.extend(Graph(source, elements, decisions) for source in decisions.sources)
+            shapes = tuple(tuple(v.shape) if isinstance(v, Tensor) else int(v) for v in values)
+            recorder.record.graphs.extend(Graph(source, shapes, decisions) for source in decisions.sources)
             with recorder.paused():
                 return module(*values)
 

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 import compiled_optim
 from compiled_optim.lowering import multi_tensor, stacked
 from compiled_optim.lowering.kernels import triton
-from compiled_optim.lowering.torch_ops import inductor
+from compiled_optim.lowering.torch_ops import coefficient_graph, listed
 from compiled_optim.optimizer import engine_of
 from perf.lowering import inductor_source, ptx
 from perf.lowering.cuda_graphs import Decisions
@@ -165,14 +165,15 @@ def _launched(record: Record, arch: int, per_program: Mapping[str, float]) -> li
 def _through_inductor(lowering: str, workload: Workload, arch: int) -> Report:
     with contextlib.ExitStack() as stack:
         stack.enter_context(fake_cuda(arch))
-        for module in (inductor, multi_tensor, stacked):
+        stack.enter_context(mock.patch.object(coefficient_graph, "_graphs", {}))
+        for module in (listed, multi_tensor, stacked):
             stack.enter_context(mock.patch.object(module, "_kernels", {}))
         torch._dynamo.reset()
         optimizer = stock(workload) if lowering == "torch" else ours(workload, "cuda", _OWN.get(lowering, lowering))
         compiled = lowering in ("operator", "inlined", "torch")
         steps = _steps(optimizer, "cuda", compiled=compiled, inlined=lowering == "inlined")
         graphs = steps.steady.graphs
-        modules = [inductor_source.read(g.source, g.elements if lowering != "auto" else None) for g in graphs]
+        modules = [inductor_source.read(g.source, g.inputs if lowering != "auto" else None) for g in graphs]
         kernels = [
             _compiled_kernel(name, text, sum(m.launches.count(name) for m in modules), arch)
             for name, text in {n: t for m in modules for n, t in m.kernels.items()}.items()

@@ -192,7 +192,9 @@ REPLACES: dict[str, Callable[[Side], object]] = {
     "a gradient is absent": lambda side: setattr(side, "absent", (0,)),
     "a scaler comes": lambda side: _scale(side, torch.tensor(8.0, dtype=torch.float64), torch.tensor(0.0)),
     "a scaler skips": lambda side: _scale(side, None, torch.tensor(1.0)),
-    "steps are scheduled": lambda side: side.optimizer.schedule(lr=lambda step: 0.1 / step, betas=lambda step: (0.9 / step, 0.5)),
+    "steps are scheduled": lambda side: side.optimizer.schedule(
+        lr=lambda step: 0.1 / step, betas=lambda step: (0.9 / step, 0.5)
+    ),
 }
 
 

@@ -59,14 +59,19 @@ class CoefficientGraph:
             self._graph = self._log.obtain_or_fall_back(_graphs, self._key, names, _make, _function)
 
     def connect(self, square_sums: Tensor) -> None:
-        """As :meth:`CoefficientStage.connect`."""
+        """As :meth:`Stage.connect`."""
         self._square_sums = square_sums
 
     def advance(self, present: Tensor | None) -> Tensor:
-        """As :meth:`CoefficientStage.advance`."""
+        """As :meth:`Stage.advance`."""
         plan, clipping = self._plan, self._clipping
         assert self._graph is not None
-        hypers = [t.to(plan.device, plan.scalars.dtype) for group in plan.groups for h in plan.hypers for t in group.tensors(h.name)]
+        hypers = [
+            t.to(plan.device, plan.scalars.dtype)
+            for group in plan.groups
+            for h in plan.hypers
+            for t in group.tensors(h.name)
+        ]
         table = torch.stack(hypers).view(len(plan.groups), -1)
         total = self._nothing if clipping.idle or self._square_sums is None else self._square_sums.sum()
         numbers = [t.to(plan.device, plan.scalars.dtype) for t in clipping.tensors(plan.device)]
@@ -86,10 +91,10 @@ def _make(key: KernelKey) -> Graph | str:
     device, rule = torch.device(key.device), key.rule
     run, numbers = _function(key), sum(h.length for h in rule.present_hypers(dict(key.statics)))
 
-    def traced(tensors: list[Tensor]) -> tuple[Tensor, ...]:
+    def traced(tensors: list[Tensor]) -> Sequence[Tensor]:
         return run(tensors)
 
-    def coefficients(*tensors: Tensor) -> tuple[Tensor, ...]:
+    def coefficients(*tensors: Tensor) -> Sequence[Tensor]:
         return traced(list(tensors))
 
     let_compilers_trace(traced)
@@ -121,8 +126,9 @@ def _function(key: KernelKey) -> Graph:
         signs, *rows = constants.unbind()
         numbers = dict(zip(_number_names(rule), rows, strict=True))
         result = found(rule, names, statics, scalars, values, numbers, signs, clipping, total, present)
+        coefficients = torch.stack(result.rows)  # before the scalars change, of which a coefficient may be a view
         scalars.copy_(result.scalars)
         assert result.outcome is not None
-        return torch.stack(result.rows), result.outcome
+        return coefficients, result.outcome
 
     return run

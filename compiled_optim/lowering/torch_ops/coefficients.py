@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -47,6 +47,19 @@ class Found(NamedTuple):
     outcome: Tensor | None
 
 
+class Stage(Protocol):
+    """What evaluates the coefficients of a plan's steps."""
+
+    def connect(self, square_sums: Tensor) -> None:
+        """Take the vector whose sum is the sum of the squares of all gradients."""
+
+    def advance(self, present: Tensor | None) -> Tensor:
+        """Count a step for the tensors where ``present`` is true (all if None) and return their coefficients.
+
+        Returns a (2 + coefficients, tensors) matrix, see :attr:`Found.rows`.
+        """
+
+
 class CoefficientStage:
     """Evaluates a rule's ``coefficients`` for all tensors of a plan at once, in float64 where the device has it."""
 
@@ -67,14 +80,11 @@ class CoefficientStage:
         self._recorded: tuple[int, Tensor] | None = None if given is None else (plan.scalars._version, given)
 
     def connect(self, square_sums: Tensor) -> None:
-        """Take the vector whose sum is the sum of the squares of all gradients."""
+        """As :meth:`Stage.connect`."""
         self._square_sums = square_sums
 
     def advance(self, present: Tensor | None) -> Tensor:
-        """Count a step for the tensors where ``present`` is true (all if None) and return their coefficients.
-
-        Returns a (2 + coefficients, tensors) matrix, see :attr:`Found.rows`.
-        """
+        """As :meth:`Stage.advance`."""
         plan, clipping = self._plan, self._clipping
         hypers = [t for group in plan.groups for h in plan.hypers for t in group.tensors(h.name)]
         numbers = () if clipping.idle else clipping.tensors(plan.device)
@@ -97,9 +107,7 @@ class CoefficientStage:
         numbers = self._neutral | dict(zip(self._rows, rows, strict=True))
         clipping = [t.to(plan.device, given.scalars.dtype) for t in given.clipping]
         hypers, rule = self._hypers(given), plan.rule
-        return found(
-            rule, self._names, plan.statics, given.scalars, hypers, numbers, signs, clipping, square_sum, present
-        )
+        return found(rule, self._names, plan.statics, given.scalars, hypers, numbers, signs, clipping, square_sum, present)
 
     def _hypers(self, given: Given) -> dict[str, Tensor | tuple[Tensor, ...]]:
         """The hyperparameters by name, as vectors over the tensors (0-dim where one group holds them all)."""
@@ -133,8 +141,9 @@ def found(
 ) -> Found:
     """What a step makes of ``scalars``; vectors have an entry for each tensor.
 
-    ``names`` are the rule's :meth:`~Rule.coefficient_names`. ``hypers`` and ``numbers`` are what the rule's ``coefficients`` read, by name, ``signs`` factors of the gradients.
-    ``clipping``, ``square_sum`` and ``present`` are as for :meth:`CoefficientStage.evaluate`.
+    ``names`` are the rule's :meth:`~Rule.coefficient_names`. ``hypers`` and ``numbers`` are what its ``coefficients`` read,
+    by name, ``signs`` factors of the gradients. ``clipping``, ``square_sum`` and ``present`` are as for
+    :meth:`CoefficientStage.evaluate`.
     """
     factor, outcome, skip = signs, None, torch.zeros_like(signs)
     if clipping:

@@ -27,8 +27,8 @@ from compiled_optim.plan.plan import Plan
 from compiled_optim.rule.bits import GROUP
 from compiled_optim.torch_compiler import CompiledGraph
 
-Graph: TypeAlias = Callable[[int, list[Tensor]], Any]
-"""Compiled code: it takes the size of the first dimension, and the tensors."""
+Graph: TypeAlias = Callable[[Any, list[Tensor]], Any]
+"""Compiled code: it takes the size of the first dimension, of lists those of each list, and the tensors."""
 
 Kernel: TypeAlias = Mapping[int, Graph]
 """The code of one key: by stage the rule's means, whose results are elementwise or sums of rows, and the update."""

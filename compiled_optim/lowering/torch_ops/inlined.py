@@ -71,7 +71,7 @@ class InlinedPlan:
         scalars, constants, group_index, *rest = tensors
         numbers = [number for where in self.hypers for number in hypers[where]]
         buffers = [rest[i : i + len(params)] for i in range(0, len(rest), len(params))]
-        given = Given(scalars, numbers, clipping, constants, group_index)
+        given = Given(scalars.clone(), numbers, clipping, constants, group_index)  # a coefficient may be a view of it
         found = self._stage.evaluate(given, square_sum, _marks(grads, scalars.device))
         scalars.copy_(found.scalars)
         if found.outcome is not None:
@@ -83,7 +83,9 @@ class InlinedPlan:
         columns = [[row[i] for i in here] for row in rows]
         signs = [-1.0 if self.plan.maximizes[i] else 1.0 for i in here]
         scales, skips = columns[:2] if clipping else (signs if -1.0 in signs else None, None)
-        lists = Lists(self.plan.rule, self.plan.statics, [[tensors[i] for i in here] for tensors in (params, *buffers)], skips)
+        lists = Lists(
+            self.plan.rule, self.plan.statics, [[tensors[i] for i in here] for tensors in (params, *buffers)], skips
+        )
         lists.update(self._programs, [grads[i] for i in here], scales, columns[2:] if clipping else columns)
 
     def _columns(self, rows: Sequence[Tensor], params: Sequence[Tensor]) -> list[list[Tensor]]:

@@ -1,7 +1,7 @@
 """The lowering of accelerators through torch.compile and Inductor: a launch updates a list of tensors where they are.
 
-A list has a fixed number of tensors of any sizes, so that one kernel per :class:`KernelKey` serves every list of the process:
-neither the number of tensors, nor their shapes, nor which of them have gradients compile anything.
+A list has a fixed number of tensors of any sizes, so that one kernel per :class:`KernelKey` serves every list of the
+process: neither the number of tensors, nor their shapes, nor which of them have gradients compile anything.
 """
 
 from __future__ import annotations
@@ -108,9 +108,7 @@ class Listed:
     def _sizes_of(self, here: Sequence[int]) -> list[int]:
         return [*(self._sizes[k] for k in here), *[1] * (COUNT - len(here))]
 
-    def _lists(
-        self, grads: Sequence[Tensor | None], coefficients: Tensor
-    ) -> Iterator[tuple[Sequence[int], list[Tensor]]]:
+    def _lists(self, grads: Sequence[Tensor | None], coefficients: Tensor) -> Iterator[tuple[Sequence[int], list[Tensor]]]:
         """The tensors that have a gradient, list by list: which of them, and what a kernel takes."""
         present = tuple(k for k, i in enumerate(self.positions) if grads[i] is not None)
         if not present:
@@ -182,7 +180,8 @@ def _compilable(key: KernelKey, run: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def traced(tensors: list[Tensor]) -> tuple[Tensor, ...]:
-        return run((), tensors)
+        results: tuple[Tensor, ...] = run((), tensors)
+        return results
 
     def kernel(*tensors: Tensor) -> tuple[Tensor, ...]:
         return traced(list(tensors))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from compiled_optim.lowering.gradient import square_sum
-from compiled_optim.lowering.torch_ops.coefficients import CoefficientStage
+from compiled_optim.lowering.torch_ops.coefficients import CoefficientStage, Stage
 from compiled_optim.lowering.torch_ops.recent import Recent
 from compiled_optim.memory.layout import real_numel
 from compiled_optim.memory.sharding import add_over_shards
@@ -24,7 +24,7 @@ class TorchLowering:
 
     def __init__(self, plan: Plan, clipping: Clipping) -> None:
         self.plan = plan
-        self._stage = CoefficientStage(plan, clipping)
+        self._stage: Stage = CoefficientStage(plan, clipping)
         self._grads: Sequence[Tensor | None] = ()
         self._stages = plan.rule.mean_stages(plan.statics)
         self._masks: Recent[tuple[bool, ...], Tensor] = Recent(256)  # a new one waits for the device
