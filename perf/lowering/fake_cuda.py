@@ -23,7 +23,7 @@ _PLACES: dict[int, int] = {}  # of storages, by their own number
 
 _MULTIPROCESSORS = {80: 108, 90: 132, 100: 148}
 _DEVICE_TYPES = 22  # entries of c10's registry of device guards
-_CUDA, _META = 1, 14  # positions in it
+_CUDA, _MPS, _META = 1, 13, 14  # positions in it
 
 
 class _Driver:
@@ -191,16 +191,16 @@ class _RealHost(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def _device_guard() -> Iterator[None]:
+def _device_guard(device: int = _CUDA) -> Iterator[None]:
     """Let a CPU build of torch enter a CUDA device: with the guard of the meta device, which does nothing."""
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     guards = (ctypes.c_void_p * _DEVICE_TYPES).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
-    before = guards[_CUDA]
-    guards[_CUDA] = guards[_META]
+    before = guards[device]
+    guards[device] = guards[_META]
     try:
         yield
     finally:
-        guards[_CUDA] = before
+        guards[device] = before
 
 
 def _is_not_fake(tensor: Tensor) -> bool:
