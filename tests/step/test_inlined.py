@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from catalog import configurations, copies, relative_error, ruled, shifted, wide_scalars
+from simulated_trees import SimulatedTrees
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from traced_graphs import Graphs
@@ -262,3 +264,112 @@ def test_a_compile_for_each_pattern_of_absent_gradients() -> None:
         for p, tensors in zip(kept, before, strict=True):
             assert all(map(torch.equal, tensors, [p, *ours.optimizer.state[p].values()]))
     assert counter.frame_count == 4
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
+def test_a_copy_of_an_optimizer_that_was_compiled(copied: Callable[[Any], Any]) -> None:
+    """One function has stepped the one, and then steps the other."""
+    ours, twin = sides(adamw, "eager")
+    run = torch.compile(lambda side, x: side._train(x), backend="eager", fullgraph=True)
+    for i in range(4):
+        if i == 2:
+            kept = copied((ours.model, ours.optimizer))
+            run(ours, X)
+            ours.model, ours.optimizer = kept
+        run(ours, X * (1 + i))
+        twin._train(X * (1 + i))
+        equal(ours, twin)
+    assert is_inlined(ours)
+
+
+def test_two_optimizers_and_two_steps_in_one_graph() -> None:
+    graphs = Graphs()
+    pairs = [sides(adamw, graphs), sides(sgd, graphs, momentum=0.9)]
+
+    @torch.compile(backend=graphs, fullgraph=True)
+    def run(x: Tensor) -> None:
+        for _ in range(2):
+            for ours, _ in pairs:
+                ours._train(x)
+
+    for i in range(3):
+        run(X * (1 + i))
+        for ours, twin in pairs:
+            for _ in range(2):
+                twin.train(X * (1 + i))
+            equal(ours, twin)
+    assert graphs.compiled == 1
+    assert graphs.namespaces <= {"aten", "prims"}
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize(
+    ("options", "held"),
+    [
+        ({}, "its own operations"),
+        ({"max_grad_norm": 0.5}, "an operator: the norm of gradients is taken over several processes"),
+        ({"cautious": True}, "an operator: AdamW takes means over all parts of 'weight'"),
+    ],
+    ids=["plain", "clipped", "cautious"],
+)
+def test_sharded_parameters(options: dict[str, Any], held: str) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (1,))
+    values, *grads = (torch.randn(4, 3, dtype=torch.float64) for _ in range(4))
+    param, twin = nn.Parameter(distribute_tensor(values, mesh, [Shard(0)])), nn.Parameter(values.clone())
+    ours = adamw([("weight", param)], lowering="inductor", **options)
+    theirs = adamw([("weight", twin)], lowering="eager", **options)
+    counter = CompileCounterWithBackend("aot_eager")
+    step = torch.compile(ours.step, backend=counter, fullgraph=True)
+    for grad in grads:
+        param.grad, twin.grad = distribute_tensor(grad, mesh, [Shard(0)]), grad.clone()
+        step()
+        theirs.step()
+        torch.testing.assert_close(param.full_tensor(), twin.detach(), rtol=1e-12, atol=0)
+    assert counter.frame_count == 1
+    assert co.compile_report(ours).compiled_step == held
+
+
+@pytest.mark.parametrize(
+    ("tensors", "reason"),
+    [
+        (lambda w: [w.to(torch.complex128)], "'param_groups[0]['params'][0]' has complex numbers"),
+        (lambda w: [w, w[:2]], "shares memory with another parameter"),
+    ],
+    ids=["complex", "shared memory"],
+)
+@pytest.mark.filterwarnings("ignore:.*share memory with other parameters:RuntimeWarning")
+def test_other_steps_are_an_operator(tensors: Callable[[Tensor], list[Tensor]], reason: str) -> None:
+    results = []
+    for lowering in ("inductor", "eager"):
+        params = [nn.Parameter(t) for t in tensors(torch.linspace(-1, 1, 6, dtype=torch.float64))]
+        optimizer = adamw(params, lowering=lowering)
+        step = (
+            torch.compile(optimizer.step, backend="aot_eager", fullgraph=True) if lowering == "inductor" else optimizer.step
+        )
+        for _ in range(3):
+            for param in params:
+                param.grad = torch.ones_like(param)
+            step()
+        results.append(params)
+        if lowering == "inductor":
+            report = co.compile_report(optimizer)
+            assert report.compiled_step.startswith("an operator: ")
+            assert reason in report.compiled_step
+            assert f"compiled code holds {report.compiled_step}" in str(report)
+    torch.testing.assert_close(*results, rtol=1e-12, atol=0)
+
+
+def test_graphs_of_a_compiler_copy_no_tensor_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    trees = SimulatedTrees(monkeypatch)
+    ours, twin = sides(adamw, trees, max_grad_norm=0.5)
+    for i in range(8):
+        for side in (ours, twin):
+            side.optimizer.param_groups[0].update(lr=0.1 / (1 + i), betas=(0.5, 0.6 + 0.01 * i))
+            side.optimizer.max_grad_norm = 0.5 + 0.1 * i
+            side.train(X * (1 + i))
+        equal(ours, twin)
+    assert (trees.compiled, trees.recordings, trees.replays, trees.left) == (1, 1, 7, 0)
+    assert trees.copied == [[(6, 4), (6, 1)]]  # x and Y

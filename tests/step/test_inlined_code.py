@@ -1,0 +1,94 @@
+"""Steps whose own operations compiled code holds: in every mode of storage, and as code for a GPU, without one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import expecttest
+import pytest
+import torch
+from stored_cases import CASES, MINIMUM
+from torch import nn
+
+import compiled_optim as co
+from compiled_optim.optimizer import engine_of
+from compiled_optim.rule import storage
+from perf.lowering import inductor_source
+from perf.lowering.fake_cuda import fake_cuda
+from perf.lowering.record import recording
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*Profiler.*")
+
+STORED = [
+    "AdamW None int8",
+    "AdamW kahan int8",
+    "AdamW stochastic None",
+    "AdamW split16 int8",
+    "AdamW master None",
+    "AdamW cautious",
+    "AdamW float16 split8",
+    "AdamW hard",
+    "AdamW mixed",
+    "StableAdamW",
+]
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Any:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_no_bit_of_weights_and_state_in_few_bytes_differs_from_eager(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "MINIMUM", MINIMUM)
+    case = CASES[name]
+    expected = case.run("eager")
+    found = case.run("inductor", compiled=True)
+    assert found.keys() == expected.keys()
+    for entry, tensor in found.items():
+        torch.testing.assert_close(
+            tensor, expected[entry], rtol=0, atol=0, equal_nan=True, msg=lambda m, e=entry: f"{e}: {m}"
+        )
+
+
+ROWS: list[tuple[type[co.CompiledOptimizer], dict[str, Any]]] = [
+    (co.AdamW, {}),
+    (co.ASGD, {}),
+    (co.SGD, {"momentum": 0.9}),
+    (co.StableAdamW, {}),
+]
+
+
+def test_table_of_ten_tensors_on_a_gpu() -> None:
+    """Launches and bytes per parameter; there are no operators besides, no copies and no waits."""
+    lines = ["optimizer | launches | bytes"]
+    for optimizer, options in ROWS:
+        torch._dynamo.reset()
+        with fake_cuda(90):
+            shapes = [(64, 64), (4096,), (768,), (768, 768)] * 3
+            params = [nn.Parameter(torch.empty(shape, device="cuda")) for shape in shapes[:10]]
+            for param in params:
+                param.grad = torch.empty_like(param)
+            stepped = optimizer(params, lr=0.1, lowering="inductor", **options)
+            assert engine_of(stepped).settle_inlined()  # while Dynamo traces, the device that is none makes no tensors
+            with recording("cuda") as recorder:
+                torch.compile(stepped.step, fullgraph=True)()
+        record = recorder.take()
+        (graph,) = record.graphs
+        module = inductor_source.read(graph.source, graph.elements)
+        assert record.operators == []
+        assert [module.externs, module.cpp, module.waits] == [[], [], []]
+        moved = module.bytes / sum(param.numel() for param in params)
+        lines.append(f"{optimizer.__name__} | {len(module.launches)} | {moved:.2f}")
+    expecttest.assert_expected_inline(
+        "\n".join(lines) + "\n",
+        """\
+optimizer | launches | bytes
+AdamW | 3 | 28.00
+ASGD | 4 | 20.00
+SGD | 3 | 20.00
+StableAdamW | 16 | 40.00
+""",
+    )
