@@ -9,6 +9,7 @@ from torch import Tensor
 from compiled_optim.lowering.gradient import square_sum
 from compiled_optim.lowering.sparse.entries import Entries, entries_of, has_distinct_rows
 from compiled_optim.lowering.torch_ops import inductor
+from compiled_optim.lowering.torch_ops.arranged import UPDATE, Kernel
 from compiled_optim.lowering.torch_ops.rule_step import rule_step
 from compiled_optim.lowering.torch_ops.torch_lowering import TorchLowering
 from compiled_optim.memory.layout import compute_dtype
@@ -35,7 +36,7 @@ class GatheredRowsLowering(TorchLowering):
         self.name = "inductor" if compiled else "eager"
         self._log = log
         self._compiled = compiled
-        self._kernels: list[inductor.Kernel] = []
+        self._kernels: list[Kernel] = []
         self._entries: dict[int, Entries] = {}
         self._update = rule_step(plan.rule, plan.statics)
 
@@ -91,7 +92,7 @@ class GatheredRowsLowering(TorchLowering):
         rows = [t[entries.index].contiguous() for t in tensors]
         if self._compiled:
             flat = [t.view(-1) for t in (rows[0], grad, *rows[1:])]
-            self._kernels[position][inductor.UPDATE](grad.numel(), [*flat, *coefficients])
+            self._kernels[position][UPDATE](grad.numel(), [*flat, *coefficients])
         else:
             param, buffers = self._update(rows[0], grad, rows[1:], coefficients)
             rows = [param, *buffers]

@@ -18,7 +18,8 @@ from compiled_optim.plan.compilations import CompilationLog
 from compiled_optim.plan.kernel_key import KernelKey, coefficient_key
 from compiled_optim.plan.plan import Plan
 from compiled_optim.rule.rule import NUMBERS, Rule
-from compiled_optim.torch_internals import compile_graph, let_compilers_trace, without_memory
+from compiled_optim.torch_compiler import CompiledGraph, compile_graph, without_memory
+from compiled_optim.torch_internals import let_compilers_trace
 
 Graph: TypeAlias = Callable[[list[Tensor]], Sequence[Tensor]]
 
@@ -110,8 +111,8 @@ def _make(key: KernelKey) -> Graph | str:
     return graph if isinstance(graph, str) else functools.partial(_run, graph)
 
 
-def _run(graph: Callable[..., list[Tensor]], tensors: list[Tensor]) -> list[Tensor]:
-    return graph({_TENSORS: tensors[0].shape[1], _GROUPS: len(tensors[1])}, tensors)
+def _run(graph: CompiledGraph, tensors: list[Tensor]) -> list[Tensor]:
+    return graph.run({_TENSORS: tensors[0].shape[1], _GROUPS: len(tensors[1])}, tensors)
 
 
 def _function(key: KernelKey) -> Graph:

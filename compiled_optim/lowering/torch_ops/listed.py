@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compiled_optim.lowering.torch_ops.arranged import PACKED, UPDATE, Kernel, Part
 from compiled_optim.lowering.torch_ops.coefficient_graph import CoefficientGraph
-from compiled_optim.lowering.torch_ops.inductor import PACKED, UPDATE, InductorLowering, Kernel, Part
+from compiled_optim.lowering.torch_ops.inductor import InductorLowering
 from compiled_optim.lowering.torch_ops.inlined import Lists
 from compiled_optim.lowering.torch_ops.lists import programs
 from compiled_optim.lowering.torch_ops.recent import Recent
@@ -25,7 +26,8 @@ from compiled_optim.plan.compilations import CompilationLog
 from compiled_optim.plan.kernel_key import KernelKey
 from compiled_optim.plan.plan import Plan
 from compiled_optim.rule.bits import GROUP
-from compiled_optim.torch_internals import compile_graph, let_compilers_trace, without_memory
+from compiled_optim.torch_compiler import CompiledGraph, compile_graph, without_memory
+from compiled_optim.torch_internals import let_compilers_trace
 
 COUNT = 16  # tensors in a list; those that are missing at its end are stood in for
 
@@ -169,8 +171,8 @@ def _make(key: KernelKey) -> Kernel | str:
     return graphs
 
 
-def _run(graph: Callable[..., Any], example: Sequence[int], sizes: Sequence[int], tensors: list[Tensor]) -> Any:
-    return graph(dict(zip(example, sizes, strict=True)), tensors)
+def _run(graph: CompiledGraph, example: Sequence[int], sizes: Sequence[int], tensors: list[Tensor]) -> Any:
+    return graph.run(dict(zip(example, sizes, strict=True)), tensors)
 
 
 def _compilable(key: KernelKey, run: Callable[..., Any]) -> Callable[..., Any]:
