@@ -129,6 +129,7 @@ def test_neither_sizes_nor_numbers_nor_absent_gradients_compile_anything() -> No
                 param.grad = torch.empty_like(param)
             co.AdamW(others, lr=0.5, lowering="inductor").step()
             params[0].grad, params[5].grad = torch.empty_like(params[0]), torch.empty_like(params[5])
+            optimizer.step()  # the first with this pattern of gradients, which is uploaded
             recorder.take()
             optimizer.step()
             record = recorder.take()

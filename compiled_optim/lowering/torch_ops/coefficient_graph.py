@@ -39,7 +39,9 @@ class CoefficientGraph:
         self._clipping = clipping
         self._log = log
         self._square_sums: Tensor | None = None
-        self._key = dataclasses.replace(coefficient_key(plan), device=str(plan.device))
+        # Whether a hyperparameter is 0 is no choice of this code.
+        statics = tuple((k, v) for k, v in plan.statics.items() if k not in plan.rule.structural_hypers)
+        self._key = dataclasses.replace(coefficient_key(plan), statics=statics, device=str(plan.device))
         self._graph: Graph | None = None
         signs = [-1.0 if maximizes else 1.0 for maximizes in plan.maximizes]
         rows = [signs, *(plan.numbers[name] for name in _number_names(plan.rule))]
