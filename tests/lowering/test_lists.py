@@ -14,7 +14,7 @@ from torch import nn
 import compiled_optim as co
 from compiled_optim import torch_internals
 from compiled_optim.lowering import choice
-from compiled_optim.lowering.torch_ops import coefficient_graph, listed
+from compiled_optim.lowering.torch_ops import coefficient_graph, inductor, listed
 from compiled_optim.lowering.torch_ops.listed import ListLowering
 from compiled_optim.optimizer import engine_of
 from perf.lowering import fake_cuda as fake
@@ -38,6 +38,7 @@ def on_cpu(fresh_kernels: None) -> Iterator[None]:
 def uncompiled() -> Iterator[None]:
     """Run what would be compiled."""
     with (
+        mock.patch.object(inductor, "_make", inductor._uncompiled),
         mock.patch.object(listed, "_make", listed._functions),
         mock.patch.object(coefficient_graph, "_make", coefficient_graph._function),
     ):
