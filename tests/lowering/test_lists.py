@@ -75,9 +75,21 @@ def _assert_alike(case: Case, dtype: torch.dtype = torch.float32) -> None:
     assert {type(lowering) for lowering in engine_of(optimizer).step.lowerings} == {ListLowering}
     assert engine_of(optimizer).holdings.log.fallbacks == {}
     for param, other in zip(params, wanted, strict=True):
-        torch.testing.assert_close(param, other, rtol=2e-6, atol=1e-7)
+        _assert_close(case, param.detach(), other.detach(), 1e-7)
         for name, entry in reference.state[other].items():
-            torch.testing.assert_close(optimizer.state[param][name], entry, rtol=2e-6, atol=1e-6)
+            _assert_close(case, optimizer.state[param][name], entry, 1e-6)
+
+
+def _assert_close(case: Case, found: torch.Tensor, expected: torch.Tensor, atol: float) -> None:
+    """``found`` and ``expected`` are equal but for rounding, of which codes of 8 bits make a whole code in few elements."""
+    if case.kwargs.get("state_dtype") == "int8":
+        differs = ~torch.isclose(found, expected, rtol=2e-6, atol=atol)
+        assert differs.sum() <= max(found.numel() // 1000, 1)
+        torch.testing.assert_close(
+            found[differs], expected[differs], rtol=0.03, atol=1.0 if found.dtype.itemsize == 1 else 1e-3
+        )
+    else:
+        torch.testing.assert_close(found, expected, rtol=2e-6, atol=atol)
 
 
 @pytest.mark.parametrize("case", cases("dense"), ids=str)

@@ -53,6 +53,24 @@ def test_no_bit_of_weights_and_state_in_few_bytes_differs_from_eager(name: str, 
         )
 
 
+@pytest.mark.parametrize("size", [128, 100])
+def test_the_last_elements_of_a_group_are_not_lost(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor of torch 2.13 reads 0 in place of them."""
+    monkeypatch.setattr(storage, "MINIMUM", 16)
+    grads, sides = torch.randn(2, size), []
+    for lowering in ("inductor", "eager"):
+        param = nn.Parameter(torch.ones(size))
+        optimizer = co.SGD([("w", param)], lr=0.1, momentum=0.9, state_dtype="int8", lowering=lowering)
+        step = torch.compile(optimizer.step, fullgraph=True) if lowering == "inductor" else optimizer.step
+        for grad in grads:
+            param.grad = grad
+            step()
+        sides.append(param.detach())
+        if lowering == "inductor":
+            assert (co.compile_report(optimizer).compiled_step == "its own operations") == (size == 128)
+    torch.testing.assert_close(*sides, rtol=1e-5, atol=1e-6)
+
+
 ROWS: list[tuple[type[co.CompiledOptimizer], dict[str, Any]]] = [
     (co.AdamW, {}),
     (co.ASGD, {}),

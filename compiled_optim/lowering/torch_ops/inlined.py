@@ -18,13 +18,16 @@ from compiled_optim.lowering.torch_ops.lists import Values, programs
 from compiled_optim.memory.layout import compute_dtype, scalar_dtype
 from compiled_optim.plan.clipping import Clipping
 from compiled_optim.plan.plan import Plan
+from compiled_optim.rule.bits import GROUP
 from compiled_optim.rule.rule import INDEX, Rule
 
 
 def obstacle(plan: Plan) -> str:
     """Why a step of ``plan`` cannot be inlined; empty if it can."""
     rule, name = plan.rule, plan.members[0].name
+    ends_early = plan.grouped_buffers and any(m.param.numel() % GROUP for m in plan.members)
     reasons = {
+        f"a parameter like '{name}' ends inside of a group of elements, and Inductor loses what is there": ends_early,
         f"{rule.name} does not work element by element": rule.granularity != "element" or rule.gradients != "dense",
         f"'{name}' has no memory of its own": plan.wrapped,
         f"'{name}' shares memory with another parameter": plan.shares_memory,
