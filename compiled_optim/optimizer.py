@@ -72,14 +72,12 @@ class CompiledOptimizer(UsesGradients, Declared, Optimizer):
             that matches none is a warning.
         rounding_seed: a whole number >= 0 and below 2**24, per group, of which, with the step and the parameter's name,
             ``"stochastic"`` makes its random numbers. They are the same in every process and after a resume.
-        lowering: how a step runs. ``"multi_tensor"``: one kernel for all tensors. In a function that the user compiles it is
-            one operator, whose host's half runs each time: it checks for changes and uploads addresses that moved.
-            ``"inductor"``: torch.compile's code. A function that the user compiles holds the step inlined, as operations of
-            its own that fuse with others, and nothing of it runs on the host: replays read hyperparameters, state and
-            clipping from the tensors where these are, so numbers may change, and the function is traced again after a
-            change of groups, of which gradients there are, or of what a step is made of. A step that cannot be inlined
-            (matrices, sparse or complex gradients, shared memory) is the operator. ``"eager"``: plain torch operations.
-            ``"auto"``: the fastest for the device.
+        lowering: how a step runs. ``"multi_tensor"``: one kernel for all tensors; an operator in a function that the user
+            compiles. ``"inductor"``: torch.compile's code. A function that the user compiles holds its operations, nothing
+            of it runs on the host, numbers are read where they are, and the function is traced again after a change of
+            groups, of what gradients there are, or of what a step is made of; a step that cannot be inlined (matrices,
+            sparse or complex gradients, shared memory) is the operator. ``"eager"``: plain torch operations. ``"auto"``: the
+            fastest for the device.
 
     Hyperparameters are 0-dim tensors in ``param_groups``, float64 where the device has it; see
     :class:`~compiled_optim.groups.param_group.ParamGroup` for what assigning to them means. State exists from construction

@@ -95,7 +95,7 @@ def test_table_of_ten_tensors_on_a_gpu() -> None:
                 torch.compile(stepped.step, fullgraph=True)()
         record = recorder.take()
         (graph,) = record.graphs
-        module = inductor_source.read(graph.source, graph.elements)
+        module = inductor_source.read(graph.source, graph.inputs)
         assert record.operators == []
         assert [module.externs, module.cpp, module.waits] == [[], [], []]
         moved = module.bytes / sum(param.numel() for param in params)
