@@ -62,7 +62,9 @@ def _sizes(
     known: dict[str, Any] = {}
     for line in calls.splitlines():
         if given := re.match(r"\s+((?:\w+, )*\w+),? = args$", line):
-            known.update(zip(given[1].split(", "), inputs, strict=True))
+            names = given[1].split(", ")
+            if len(names) == len(inputs):  # else they are those of a part of the graph, whose sizes are in its text
+                known.update(zip(names, inputs, strict=True))
         elif shape := re.match(r"\s+(\w+)_size = \1\.size\(\)$", line):
             known[f"{shape[1]}_size"] = known[shape[1]]
         elif made := re.match(r"\s+(s\d+|\w+_xnumel(?:_\d+)?) = (.*)$", line):

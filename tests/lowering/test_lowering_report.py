@@ -360,15 +360,15 @@ def test_what_threads_share_is_moved_once() -> None:
 
 
 def test_inductor_table() -> None:
-    """torch.compile's own route: graphs, launches, operators, bytes per parameter, width of the accesses."""
+    """torch.compile's own route: graphs, launches, operators, bytes per parameter, spilled bytes, width of the accesses."""
     rows: list[tuple[Any, ...]] = []
     for name, kind in [(n, "inductor") for n in sorted(elementwise())] + [("adamw", "torch"), ("sgd", "torch")]:
         report = lower(kind, Workload(name, 10), 90)
         assert report.cpp == report.waits == report.uploads == 0
-        assert all(k.resources.spills == 0 for k in report.kernels)
+        spills = max(k.resources.spills for k in report.kernels)
         moved = f"{report.bytes_per_param:.2f}"
-        rows.append((name, kind, report.graphs, report.launches, report.operators, moved, _accesses(report)))
-    heading = ("optimizer", "lowering", "graphs", "launches", "operators", "bytes", "accesses")
+        rows.append((name, kind, report.graphs, report.launches, report.operators, moved, spills, _accesses(report)))
+    heading = ("optimizer", "lowering", "graphs", "launches", "operators", "bytes", "spills", "accesses")
     expecttest.assert_expected_inline(
         _table([heading, *rows]),
         """\

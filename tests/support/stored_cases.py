@@ -26,22 +26,23 @@ class Case:
     dtype: torch.dtype = torch.bfloat16
     hard: bool = field(default=False, kw_only=True)
 
-    def run(self, lowering: str, device: str = "cpu", *, compiled: bool = False) -> dict[str, Tensor]:
+    def run(self, lowering: str, device: str = "cpu", *, compiled: bool = False, whole: bool = False) -> dict[str, Tensor]:
         """Parameters and state after four steps: one is clipped and lacks a gradient, one is skipped.
 
-        Steps may be ``compiled`` as far as Dynamo does.
+        Steps may be ``compiled`` as far as Dynamo does, so that code is made of the step's own operations. All parameters
+        have ``whole`` groups of elements, or some do not.
 
         Parameters are in two groups. One has rows of whole groups of elements, one ends inside of such a group and of 16
         bytes, one is at an address that is no multiple of 16, and a small one has full state. A gradient is at such an
         address too, once.
         """
-        params = {name: nn.Parameter(values) for name, values in _tensors(self.dtype, 0, device).items()}
+        params = {name: nn.Parameter(values) for name, values in _tensors(self.dtype, 0, device, whole).items()}
         first, *others = params.items()
         groups = [{"params": [first]}, {"params": others, "lr": 0.03, "weight_decay": 0.3}]
         optimizer = self.optimizer(groups, lr=0.1, lowering=lowering, **self.options)
         run = torch.compile(optimizer.step, backend="eager", fullgraph=True) if compiled else optimizer.step
         for step in range(4):
-            for i, (name, grad) in enumerate(_tensors(self.dtype, 1 + step, device).items()):
+            for i, (name, grad) in enumerate(_tensors(self.dtype, 1 + step, device, whole).items()):
                 grad = _clipped(grad) if step == 1 else grad
                 params[name].grad = None if (step, i) == (1, 1) else _shifted(grad) if (step, i) == (3, 0) else grad
             optimizer.max_grad_norm = 0.7 if step == 1 else None
@@ -50,14 +51,17 @@ class Case:
             if step == 2 or (self.hard and step == 0):
                 rows.view(-1)[:300:100] = rows.new_tensor([INFINITE, -INFINITE, NOT_A_NUMBER])
             run()
+        if compiled:
+            assert co.compile_report(optimizer).compiled_step == "its own operations"
         assert optimizer.skipped_steps.item() == 1
         found = {f"{name} param": param.detach() for name, param in params.items()}
         return found | {f"{n} {entry}": v for n, param in params.items() for entry, v in optimizer.state[param].items()}
 
 
-def _tensors(dtype: torch.dtype, seed: int, device: str) -> dict[str, Tensor]:
+def _tensors(dtype: torch.dtype, seed: int, device: str, whole: bool) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    made = {name: torch.randn(*shape, generator=generator).to(device, dtype) for name, shape in _SHAPES.items()}
+    shapes = {**_SHAPES, "ragged": (1088,), "unaligned": (1088,)} if whole else _SHAPES
+    made = {name: torch.randn(*shape, generator=generator).to(device, dtype) for name, shape in shapes.items()}
     return made | {"unaligned": _shifted(made["unaligned"])}
 
 
