@@ -73,6 +73,7 @@ def test_the_last_elements_of_a_group_are_not_lost(size: int, monkeypatch: pytes
 
 ROWS: list[tuple[type[co.CompiledOptimizer], dict[str, Any]]] = [
     (co.AdamW, {}),
+    (co.AdamW, {"max_grad_norm": 1.0}),
     (co.ASGD, {}),
     (co.SGD, {"momentum": 0.9}),
     (co.StableAdamW, {}),
@@ -80,7 +81,7 @@ ROWS: list[tuple[type[co.CompiledOptimizer], dict[str, Any]]] = [
 
 
 def test_table_of_ten_tensors_on_a_gpu() -> None:
-    """Launches and bytes per parameter; there are no operators besides, no copies and no waits."""
+    """Launches and bytes per parameter; there is no operator but the norm of the gradients, no copy and no wait."""
     lines = ["optimizer | launches | bytes"]
     for optimizer, options in ROWS:
         torch._dynamo.reset()
@@ -97,16 +98,19 @@ def test_table_of_ten_tensors_on_a_gpu() -> None:
         (graph,) = record.graphs
         module = inductor_source.read(graph.source, graph.inputs)
         assert record.operators == []
-        assert [module.externs, module.cpp, module.waits] == [[], [], []]
+        norm = ["torch.ops.aten._foreach_norm.Scalar"] if "max_grad_norm" in options else []
+        assert [module.externs, module.cpp, module.waits] == [norm, [], []]
         moved = module.bytes / sum(param.numel() for param in params)
-        lines.append(f"{optimizer.__name__} | {len(module.launches)} | {moved:.2f}")
+        name = " ".join([optimizer.__name__, *options])
+        lines.append(f"{name} | {len(module.launches)} | {moved:.2f}")
     expecttest.assert_expected_inline(
         "\n".join(lines) + "\n",
         """\
 optimizer | launches | bytes
 AdamW | 3 | 28.00
+AdamW max_grad_norm | 7 | 28.00
 ASGD | 4 | 20.00
-SGD | 3 | 20.00
+SGD momentum | 3 | 20.00
 StableAdamW | 16 | 40.00
 """,
     )

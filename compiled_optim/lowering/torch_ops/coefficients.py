@@ -169,6 +169,5 @@ def found(
 
 def note_outcome(outcome: Tensor, found: Tensor, *, counts: bool) -> None:
     """Write :attr:`Found.outcome` to what :meth:`Clipping.outcome` returned; ``counts`` where this plan counts the skips."""
-    outcome[:2] = found
-    if counts:
-        outcome[2] += found[1]
+    skipped = outcome[2:] + found[1:] if counts else outcome[2:]
+    outcome.copy_(torch.cat([found, skipped]))
