@@ -11,6 +11,7 @@ from stored_cases import CASES, MINIMUM
 from torch import nn
 
 import compiled_optim as co
+from compiled_optim.lowering.torch_ops.inlined import InlinedPlan
 from compiled_optim.optimizer import engine_of
 from compiled_optim.rule import storage
 from perf.lowering import inductor_source
@@ -114,3 +115,27 @@ SGD momentum | 3 | 20.00
 StableAdamW | 16 | 40.00
 """,
     )
+
+
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.5}, {"cautious": True}], ids=str)
+@pytest.mark.parametrize("optimizer", [co.AdamW, co.Adan, co.ASGD, co.Ranger, co.SGD], ids=lambda c: c.__name__)
+def test_code_for_a_gpu_computes_what_that_for_a_cpu_does(
+    optimizer: type[co.CompiledOptimizer], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With coefficients in pairs, and expressions that end in operations over lists; on a CPU."""
+    monkeypatch.setattr(InlinedPlan, "fuses_lists", staticmethod(lambda device: True))
+    torch.manual_seed(0)
+    grads = [[torch.randn(shape) for shape in ((5, 3), (7,), ())] for _ in range(4)]
+    sides = []
+    for lowering in ("inductor", "eager"):
+        torch.manual_seed(1)
+        params = [nn.Parameter(torch.randn(grad.shape)) for grad in grads[0]]
+        groups = [{"params": params[:1]}, {"params": params[1:], "lr": 0.07, "weight_decay": 0.4}]
+        stepped = optimizer(groups, lr=0.2, weight_decay=0.3, lowering=lowering, **options)
+        step = torch.compile(stepped.step, backend="aot_eager", fullgraph=True) if lowering == "inductor" else stepped.step
+        for now in grads:
+            for param, grad in zip(params, now, strict=True):
+                param.grad = grad.clone()
+            step()
+        sides.append([*(p.detach() for p in params), *(v for p in params for v in stepped.state[p].values())])
+    torch.testing.assert_close(*sides, rtol=1e-6, atol=1e-7)

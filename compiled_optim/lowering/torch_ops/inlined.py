@@ -43,13 +43,18 @@ class InlinedPlan:
     def __init__(self, plan: Plan, clipping: Clipping) -> None:
         self.plan = plan
         self._stage = CoefficientStage(plan, clipping)
-        self._fuses_lists = plan.device.type != "cpu"
+        self._fuses_lists = self.fuses_lists(plan.device)
         self._programs = programs(plan.rule, tuple(plan.statics.items()), self._fuses_lists)
         buffers = [m.entries[name] for name in plan.buffers for m in plan.members]
         self.tensors = [plan.scalars, self._stage.constants, self._stage.group_index, *buffers]
         """What :meth:`run` reads and writes besides parameters, gradients, hyperparameters and clipping."""
         self.hypers = [(i, h.name) for i in sorted({m.group for m in plan.members}) for h in plan.hypers]
         """Which hyperparameters it reads: the indices of their groups, and their names."""
+
+    @staticmethod
+    def fuses_lists(device: torch.device) -> bool:
+        """Whether Inductor fuses operations over lists on ``device``."""
+        return device.type != "cpu"
 
     @staticmethod
     def counts(tensors: Sequence[Tensor]) -> Tensor:
