@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import expecttest
 import pytest
 import torch
+from new_process import printed_by
 from stored_cases import CASES, MINIMUM
 from torch import nn
 
@@ -16,7 +19,7 @@ from compiled_optim.optimizer import engine_of
 from compiled_optim.rule import storage
 from perf.lowering import inductor_source
 from perf.lowering.fake_cuda import fake_cuda
-from perf.lowering.record import recording
+from perf.lowering.record import Graph, recording
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*Profiler.*")
 
@@ -81,27 +84,34 @@ ROWS: list[tuple[type[co.CompiledOptimizer], dict[str, Any]]] = [
 ]
 
 
+def _source(
+    optimizer: type[co.CompiledOptimizer], options: dict[str, Any], shapes: list[tuple[int, ...]]
+) -> tuple[Graph, int]:
+    """The one graph that Inductor makes of a step for a GPU, and the elements of all parameters."""
+    torch._dynamo.reset()
+    with fake_cuda(90):
+        params = [nn.Parameter(torch.empty(shape, device="cuda")) for shape in shapes]
+        for param in params:
+            param.grad = torch.empty_like(param)
+        stepped = optimizer(params, lr=0.1, lowering="inductor", **options)
+        assert engine_of(stepped).settle_inlined()  # while Dynamo traces, the device that is none makes no tensors
+        with recording("cuda") as recorder:
+            torch.compile(stepped.step, fullgraph=True)()
+    record = recorder.take()
+    assert record.operators == []
+    (graph,) = record.graphs
+    return graph, sum(param.numel() for param in params)
+
+
 def test_table_of_ten_tensors_on_a_gpu() -> None:
     """Launches and bytes per parameter; there is no operator but the norm of the gradients, no copy and no wait."""
     lines = ["optimizer | launches | bytes"]
     for optimizer, options in ROWS:
-        torch._dynamo.reset()
-        with fake_cuda(90):
-            shapes = [(64, 64), (4096,), (768,), (768, 768)] * 3
-            params = [nn.Parameter(torch.empty(shape, device="cuda")) for shape in shapes[:10]]
-            for param in params:
-                param.grad = torch.empty_like(param)
-            stepped = optimizer(params, lr=0.1, lowering="inductor", **options)
-            assert engine_of(stepped).settle_inlined()  # while Dynamo traces, the device that is none makes no tensors
-            with recording("cuda") as recorder:
-                torch.compile(stepped.step, fullgraph=True)()
-        record = recorder.take()
-        (graph,) = record.graphs
+        graph, elements = _source(optimizer, options, [(64, 64), (4096,), (768,), (768, 768)] * 2 + [(64, 64), (4096,)])
         module = inductor_source.read(graph.source, graph.inputs)
-        assert record.operators == []
         norm = ["torch.ops.aten._foreach_norm.Scalar"] if "max_grad_norm" in options else []
         assert [module.externs, module.cpp, module.waits] == [norm, [], []]
-        moved = module.bytes / sum(param.numel() for param in params)
+        moved = module.bytes / elements
         name = " ".join([optimizer.__name__, *options])
         lines.append(f"{name} | {len(module.launches)} | {moved:.2f}")
     expecttest.assert_expected_inline(
@@ -139,3 +149,15 @@ def test_code_for_a_gpu_computes_what_that_for_a_cpu_does(
             step()
         sides.append([*(p.detach() for p in params), *(v for p in params for v in stepped.state[p].values())])
     torch.testing.assert_close(*sides, rtol=1e-6, atol=1e-7)
+
+
+def test_kernels_for_a_gpu_compute_what_eager_steps_do(tmp_path: Path) -> None:
+    """Those that Inductor writes, in Triton's interpreter."""
+    names, shapes = ("AdamW", "Adan", "RAdam", "SGD"), [(64, 64), (4096,), (7, 11)]
+    for name in names:
+        (tmp_path / f"{name}.txt").write_text(_source(getattr(co, name), {}, shapes)[0].source)
+    found = json.loads(
+        printed_by("interpreted_inlined", FOLDER=str(tmp_path), SHAPES=json.dumps(shapes), TRITON_INTERPRET="1")
+    )
+    assert found.keys() == set(names)
+    assert max(found.values()) < 1e-6, found
