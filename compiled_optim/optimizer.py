@@ -75,9 +75,8 @@ class CompiledOptimizer(UsesGradients, Declared, Optimizer):
         lowering: how a step runs. ``"multi_tensor"``: one kernel for all tensors; an operator in a function that the user
             compiles. ``"inductor"``: torch.compile's code. A function that the user compiles holds its operations, nothing
             of it runs on the host, numbers are read where they are, and the function is traced again after a change of
-            groups, of what gradients there are, or of what a step is made of; a step that cannot be inlined (matrices,
-            sparse or complex gradients, shared memory) is the operator. ``"eager"``: plain torch operations. ``"auto"``: the
-            fastest for the device.
+            groups, of what gradients there are, or of what a step is made of; a step that cannot be inlined is the operator.
+            ``"eager"``: plain torch operations. ``"auto"``: the fastest for the device.
 
     Hyperparameters are 0-dim tensors in ``param_groups``, float64 where the device has it; see
     :class:`~compiled_optim.groups.param_group.ParamGroup` for what assigning to them means. State exists from construction
