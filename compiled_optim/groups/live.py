@@ -96,7 +96,8 @@ class Live:
 
     def write(self, value: float | Tensor) -> None:
         """Let the number be ``value``, which may be a 1-element tensor on any device, by one operation on the device."""
-        if self.changes is None or (self.written == 0) == (not isinstance(value, Tensor) and value == 0):
+        is_asked = self.changes is not None and self.changes.is_guarded
+        if self.changes is None or not is_asked or (self.written == 0) == (not isinstance(value, Tensor) and value == 0):
             self._write(value)
             return
         self.changes.pending = True

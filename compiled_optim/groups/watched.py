@@ -18,6 +18,7 @@ class Changes:
     """Whether there were changes. Dicts and lists that report, and the optimizer that asks, share one such object."""
 
     pending = True
+    is_guarded = False  # whether compiled code asks, and nobody else does before it runs
 
 
 def _reporting(method: Any) -> Callable[..., Any]:

@@ -200,6 +200,7 @@ class Engine:
                 cause = before and "groups, state or clipping changed, or a tensor moved, and compiled code holds the step"
                 if cause:
                     spend(f"{self.holdings.kind.__name__} would capture its step again: {cause}")
+                self._changes.is_guarded = True
                 log.captures.append(cause or "")
                 self._in_graphs = weakref.ref(step)
             return fits
@@ -217,6 +218,7 @@ class Engine:
             if isinstance(inlined, str):
                 return False
             self.mark_stepped()
+            self._changes.is_guarded = True
             self.inlined = inlined
             return True
 

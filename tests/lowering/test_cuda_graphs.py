@@ -104,9 +104,8 @@ def test_a_step_alone_copies_gradients_which_backward_puts_anywhere(decisions: D
     one_graph(decisions, 6, copied=3)
 
 
-@pytest.mark.parametrize("name", ["inductor", "eager"])
-def test_a_step_that_no_graph_can_hold_runs_between_graphs(name: str, decisions: Decisions) -> None:
-    Training(co.AdamW, lowering=name).compile()
+def test_a_step_that_no_graph_can_hold_runs_between_graphs(decisions: Decisions) -> None:
+    Training(co.AdamW, lowering="eager").compile()
     (recorded,) = decisions.recorded
     part = recorded.source[recorded.source.index("def partition_0") :].partition("async_compile.wait")[0]
     assert "torch.ops.compiled_optim" not in part

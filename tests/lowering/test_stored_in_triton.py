@@ -12,7 +12,8 @@ from new_process import printed_by
 from stored_cases import CASES, MODES
 
 from compiled_optim.rule.symbols import PLAIN
-from perf.lowering.report import KernelReport, Report, Workload, elementwise, lower, optimizers
+from perf.lowering.report import KernelReport, Report, lower
+from perf.lowering.workload import Workload, elementwise, optimizers
 
 pytest.importorskip("triton")
 

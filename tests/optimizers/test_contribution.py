@@ -17,7 +17,8 @@ from torch import Tensor
 import compiled_optim as co
 from compiled_optim.rule import Number, absolute, buffer, hyper, sign, sqrt, static, where
 from perf import competitors
-from perf.lowering.report import Workload, elementwise, lower
+from perf.lowering.report import lower
+from perf.lowering.workload import Workload, elementwise
 
 
 class Toy(co.CompiledOptimizer):
