@@ -238,7 +238,7 @@ class Holdings:
         """Note that somebody gets the tensors of a hyperparameter, and may write to them without a report."""
         if name in self.kind.declaration.structural_hypers and name not in self._writable:
             self._writable.add(name)
-            self.changes.pending = True
+            self.changes.pending |= self.changes.is_guarded
 
     def unreported(self) -> str:
         """The name of a hyperparameter that steps now do without, and that may cease to be 0 without a report, if any."""
