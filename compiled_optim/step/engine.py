@@ -73,6 +73,7 @@ class Engine:
         self._make = make
         self.lock = threading.RLock()  # held by whoever steps, saves, loads or makes the step anew
         self.number = traced.register(self)  # under which the traced operator finds the engine
+        self.key = str(self.number)  # the same as a text
         self.is_open = False  # whether more groups come before the first step is made
         self._changes = Changes()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, cast
 
@@ -23,6 +24,8 @@ from compiled_optim.step.inlined import InlinedStep, obstacle
 from compiled_optim.step.numerics import NumericsReport, check_numerics
 from compiled_optim.torch_internals import can_capture, let_stay
 
+_identities = itertools.count()
+
 
 class Step:
     """One way to update the parameters, for as long as groups and state are what it was made from.
@@ -40,6 +43,7 @@ class Step:
 
     def __init__(self, holdings: Holdings, clipping: tuple[Any, ...], grad_of: Callable[[Tensor], Tensor | None]) -> None:
         self._holdings = holdings
+        self.identity = str(next(_identities))
         self.params: list[Tensor] = list(dict.fromkeys(p for g in holdings.own_groups for p in g["params"]))
         self.live = [g.live for g in holdings.own_groups]  # hyperparameters in dicts that compiled code can read
         self.vectors = [g.vectors for g in holdings.own_groups]

@@ -69,26 +69,26 @@ def register(optimizer: Steppable) -> int:
 
 
 @called_while_tracing
-def settle(engine: Steppable) -> bool:
+def settle(key: str) -> bool:
     """:meth:`Steppable.settle_for_graphs`."""
-    return engine.settle_for_graphs()
+    return _optimizers[int(key)].settle_for_graphs()
 
 
 @called_while_tracing
-def settle_inlined(engine: Steppable) -> bool:
+def settle_inlined(key: str) -> bool:
     """:meth:`Steppable.settle_inlined`."""
     let_compilers_trace(run_inlined)
-    return engine.settle_inlined()
+    return _optimizers[int(key)].settle_inlined()
 
 
 @called_while_tracing
-def number_of(engine: Steppable) -> int:
+def number_of(key: str) -> int:
     """:attr:`Steppable.number`, as a constant: Dynamo takes an attribute that was another number before for a variable."""
-    return engine.number
+    return int(key)
 
 
 @called_while_tracing
-def depend_on(step: object) -> None:
+def depend_on(identity: str) -> None:
     """Let what is traced be valid for as long as ``step`` is the same object."""
 
 
@@ -99,10 +99,10 @@ def record_step(engine: Any, gradients: Gradients, scaler: tuple[Tensor | None, 
     ``found_inf`` of a gradient scaler that calls the step, with tensors that are other ones each time.
     """
     mend_tracing()
-    if settle_inlined(engine):
+    if settle_inlined(engine.key):
         _record_operations(engine, scaler)
     else:
-        _record_operator(engine, gradients, is_scaled=scaler != (None, None))
+        _record_operator(engine, gradients, is_scaled=scaler[0] is not None or scaler[1] is not None)
 
 
 def _record_operations(engine: Any, scaler: tuple[Tensor | None, Tensor | None]) -> None:
@@ -118,7 +118,7 @@ def _record_operations(engine: Any, scaler: tuple[Tensor | None, Tensor | None])
         grad_scale = grad_scale if scaler[0] is None else scaler[0]
         found_inf = found_inf if scaler[1] is None else scaler[1]
         clipping = [max_grad_norm, grad_scale, found_inf, skip_nonfinite]
-    run_inlined(params, grads, positions, inlined.tensors, hypers, clipping, number_of(engine))
+    run_inlined(params, grads, positions, inlined.tensors, hypers, clipping, number_of(engine.key))
 
 
 def run_inlined(
@@ -144,14 +144,14 @@ def run_inlined(
 
 def _guard(engine: Any) -> None:
     """Let what is traced be valid for as long as the step is; nothing of the host's runs when compiled code does."""
-    depend_on(engine.step)
+    depend_on(engine.step.identity)
     if engine.is_outdated or engine.launcher is not None:
         raise RuntimeError("the step changed while it was traced")
 
 
 def _record_operator(engine: Any, gradients: Gradients, *, is_scaled: bool) -> None:
-    stays = settle(engine)
-    owned, number = engine.params, engine.number
+    stays = settle(engine.key)
+    owned, number = engine.params, number_of(engine.key)
     if gradients == "sparse":
         torch.ops.compiled_optim.step_own_gradients(owned, number)
         return

@@ -69,7 +69,7 @@ class UsesGradients:
             set_to_none: set them to None instead of to zero.
         """
         if torch.compiler.is_compiling():
-            settle(self._engine)
+            settle(self._engine.key)
         else:
             self._engine.current()
             if self._engine.release is not None:

@@ -47,6 +47,7 @@ class TritonKernel:
                 len(table.stretches),
                 BLOCK,
                 num_warps=WARPS,
+                enable_fp_fusion=True,
             )
 
     def evaluate(self, coefficients: CoefficientTable) -> None:
@@ -63,6 +64,7 @@ class TritonKernel:
             int(coefficients.leads),
             TENSORS,
             BLOCK,
+            enable_fp_fusion=True,
         )
 
     def average(self, stage: int, table: MeasuredTable, coefficients: CoefficientTable) -> None:
@@ -79,6 +81,7 @@ class TritonKernel:
             1 + places.start,
             BLOCK,
             num_warps=WARPS,
+            enable_fp_fusion=True,
         )
 
     def update(self, table: TensorTable, coefficients: CoefficientTable) -> None:
@@ -98,6 +101,7 @@ class TritonKernel:
                 BLOCK,
                 PART,
                 num_warps=WARPS,
+                enable_fp_fusion=True,
             )
 
     def step(self, table: TensorTable, coefficients: CoefficientTable) -> None:
