@@ -41,13 +41,18 @@ def decay(rule: Rule) -> Rule:
             numbers["weight_decay"] = 1 - values["lr"] * values["weight_decay"]
         return numbers
 
-    def update(**values: Any) -> dict[str, Any]:
+    def seen(values: dict[str, Any]) -> dict[str, Any]:
+        """What the rule finds in place of ``values``: its own choice made, or a parameter that has decayed."""
         if not (adds_wd and is_decoupled(values)):
-            return rule.returned(values)
+            return values
         if not scales:
-            return rule.returned({**values, _TORCHS: True})
-        numbers, param = values["c"], values["c"].weight_decay * values["param"]
-        return {"param": param, **rule.returned({**values, "param": param, "c": numbers._replace(weight_decay=0.0)})}
+            return {**values, _TORCHS: True}
+        numbers = values["c"]
+        return {**values, "param": numbers.weight_decay * values["param"], "c": numbers._replace(weight_decay=0.0)}
+
+    def update(**values: Any) -> dict[str, Any]:
+        found = seen(values)
+        return {"param": found["param"], **rule.returned(found)}
 
     choices = (_WD, _LR) if adds_wd else (_LR,)
     return dataclasses.replace(
@@ -55,6 +60,7 @@ def decay(rule: Rule) -> Rule:
         hypers=(*rule.hypers, _MAX_LR),
         statics=(*rule.statics, *choices),
         coefficients=coefficients,
+        means=rule.means_of(seen),
         update=update,
         added=(*rule.added, *(s.name for s in choices)),
     )

@@ -77,6 +77,7 @@ class Declared:
         cls.fields = cls.declared = {**cls.declared, **fields}
         kinds = (Hyper, Static, Scale, Option, Fact, Buffer, Scalar)
         cls.declaration = Declaration(cls.__name__, *map(cls.fields_of, kinds))
+        cls.declaration.check_fields()
         if hasattr(cls, "update"):
             cls.declaration = cls.rule = cls._made_rule()
             rule = cls.rule

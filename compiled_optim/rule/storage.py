@@ -152,18 +152,9 @@ def stored(rule: Rule) -> Rule:
         options=(*rule.options, *_options(rule, signs)),
         buffers=(*(dataclasses.replace(b, dtype=_dtype(b)) for b in rule.buffers), *_PARTS, *scales),
         coefficients=coefficients,
-        means=tuple(_opening(rule, stage, opened) for stage in range(len(rule.means))),
+        means=rule.means_of(opened),
         update=update,
     )
-
-
-def _opening(rule: Rule, stage: int, opened: Callable[[Mapping[str, Any]], dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """One of the rule's means, of decoded numbers."""
-
-    def mean(**values: Any) -> dict[str, Any]:
-        return rule.averaged(stage, opened(values))
-
-    return mean
 
 
 def whole(param: Any, parts: Mapping[str, Any], mode: str, dtype: str) -> Any:

@@ -16,6 +16,7 @@ from typing_extensions import ParamSpec
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _words: dict[str, Callable[..., Any]] = {}
+_REDUCTIONS = {"dot", "linalg_vector_norm", "mean", "norm", "std", "sum", "var", "vector_norm"}
 # What torch and Python call a word of the vocabulary, where that is another name.
 _SPELLINGS = {
     "abs": "absolute",
@@ -39,6 +40,11 @@ def word(function: Callable[_P, _R]) -> Callable[_P, _R]:
     Called with tensors and numbers, the word runs ``function``; called with symbols, it writes down a call of itself.
     """
     _words[function.__name__] = function
+    return word_of_formats(function)
+
+
+def word_of_formats(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """As :func:`word`, for a word that no optimizer needs, so that messages do not name it."""
 
     @functools.wraps(function)
     def spoken(*values: _P.args, **named: _P.kwargs) -> _R:
@@ -53,6 +59,8 @@ def word(function: Callable[_P, _R]) -> Callable[_P, _R]:
 def _advice(name: str) -> str:
     plain = name.strip("_")
     wanted = _SPELLINGS.get(plain, plain if plain in _words else None)
+    if plain in _REDUCTIONS:
+        return "return the expression from means, and read its mean over the tensor from c"
     if wanted is None:
         return f"the vocabulary has {', '.join(sorted(_words))}"
     return f"write {wanted}" if wanted not in _words else f"the vocabulary has {wanted}"

@@ -182,6 +182,9 @@ def mistakes() -> dict[str, tuple[dict[str, Any], str]]:
     def exponential(param, grad, c):
         return dict(step=param.exp())
 
+    def norm(param, grad, c):
+        return dict(step=grad / grad.norm())
+
     def only_with_choice(param, grad, c, choice):
         return dict(step=torch.sign(grad) if choice else grad)
 
@@ -202,7 +205,7 @@ def mistakes() -> dict[str, tuple[dict[str, Any], str]]:
         "another name": ({"update": torch_abs}, r"Mine\.update calls torch's abs; the vocabulary has absolute"),
         "math": (
             {"update": python_math},
-            r"Mine\.update makes a Python number of a value; the vocabulary has absolute, ",
+            r"Mine\.update makes a Python number of a value; the vocabulary has absolute, bias_correction, floor, maximum, ",
         ),
         "branch": ({"update": branch}, r"Mine\.update cannot branch on a value; use where\(\), or a static field"),
         "coefficient": (
@@ -223,8 +226,18 @@ def mistakes() -> dict[str, tuple[dict[str, Any], str]]:
         ),
         "no word": (
             {"update": exponential},
-            r"Mine\.update uses \.exp of a value; the vocabulary has absolute, ",
+            r"Mine\.update uses \.exp of a value; the vocabulary has absolute, bias_correction, floor, maximum, ",
         ),
+        "reduction": ({"update": norm}, r"Mine\.update uses \.norm of a value; return the expression from means"),
+        "when": (
+            {**average, "average": buffer(when="nesterof"), "nesterov": static(default=False)},
+            r"Mine\.average: when='nesterof' must be one of nesterov, lr; did you mean nesterov\?",
+        ),
+        "init": ({"average": buffer(init="lrr")}, r"Mine\.average: init='lrr' must be one of lr"),
+        "init of a scalar": ({"total": scalar(init="lrr")}, r"Mine\.total: init='lrr' must be one of lr"),
+        "int8": ({"average": buffer(int8="sined")}, r"Mine\.average: int8='sined' must be one of signed, unsigned; did you"),
+        "hyper's choice": ({"far": hyper(default=0.1, when="nesterov")}, r"Mine\.far: when='nesterov' names nothing"),
+        "like": ({"far": hyper(default=None, like="lrr")}, r"Mine\.far: like='lrr' must be one of lr"),
         "choice": ({"update": only_with_choice, "choice": static(default=False)}, r"Mine\.update calls torch's sign"),
         "coefficients": ({"coefficients": coefficients_tuple}, r"Mine\.coefficients must return a dict"),
         "scalar": ({"coefficients": forgotten_scalar, "total": scalar()}, r"Mine\.coefficients does not return total"),

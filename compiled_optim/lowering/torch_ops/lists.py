@@ -60,17 +60,18 @@ class ListProgram:
     def __init__(self, written: Written, ends: bool) -> None:
         self._results = written.results
         own = ["param", *(f"buffer{i}" for i in range(len(written.results) - 1))]
-        self._unchanged = {name for name, old in zip(written.results, own, strict=False) if written.results[name] == old}
+        self._old = dict(zip(written.results, own, strict=False))
+        self._unchanged = {name for name, text in written.results.items() if text == self._old.get(name)}
         self._lines = [_line(s) for s in written.statements]
-        last = {name: i for i, line in enumerate(self._lines) for name in line.reads}
-        place = {line.name: i for i, line in enumerate(self._lines)}
-        # Results that nothing after them depends on the old value of, by the statements that define them.
-        self._replaceable = {
-            text: name
-            for (name, text), old in zip(written.results.items(), own, strict=False)
-            if text in place and last.get(old, -1) <= place[text] and old not in written.results.values()
-        }
-        self._ends = _ends(written, self._replaceable) if ends else frozenset()
+        defined = {line.name for line in self._lines}
+        # The results that may be stored as soon as they are computed, by the statements that define them.
+        self._replaceable = {text: name for name, text in written.results.items() if text in defined and name in self._old}
+        while True:
+            self._ends = _ends(written, self._replaceable) if ends else frozenset[str]()
+            self._inputs = self._inputs_of_expressions()
+            if (text := next(filter(self._is_read_after, self._replaceable), None)) is None:
+                break
+            del self._replaceable[text]
         self._fuses_lists = ends
 
     def run(self, values: Values, store: Store | None = None, exact: Collection[str] = ()) -> Values:
@@ -97,9 +98,32 @@ class ListProgram:
             values[line.name] = found
         results = {name: self._result(text, values) for name, text in self._results.items()}
         if store is not None:
-            for name in results.keys() - self._unchanged - set(early.values()):
+            late = [name for name in results if name not in self._unchanged and name not in early.values()]
+            for i, name in enumerate(late if self._fuses_lists else ()):
+                if not self._inputs_of(self._results[name]).isdisjoint(self._old[other] for other in late[:i]):
+                    results[name] = list(torch._foreach_mul(results[name], 1))
+            for name in late:
                 store(name, results[name])
         return results
+
+    def _inputs_of_expressions(self) -> dict[str, frozenset[str]]:
+        """What Inductor reads wherever it needs a statement's value: what the program is given, and ended expressions."""
+        inputs: dict[str, frozenset[str]] = {}
+        for line in self._lines:
+            is_end = line.name in self._ends or line.name in self._replaceable
+            read = frozenset[str]().union(*(inputs.get(name, {name}) for name in line.reads))
+            inputs[line.name] = frozenset({line.name}) if is_end else read
+        return inputs
+
+    def _inputs_of(self, text: str) -> frozenset[str]:
+        return self._inputs.get(text, frozenset({text}))
+
+    def _is_read_after(self, text: str) -> bool:
+        """Whether the old value of the result that ``text`` defines is read after it; what is used then is computed then."""
+        old = self._old[self._replaceable[text]]
+        after = self._lines[[line.name for line in self._lines].index(text) + 1 :]
+        later = [*(name for line in after for name in line.reads), *self._results.values()]
+        return any(old in self._inputs_of(name) for name in later)
 
     def _result(self, text: str, values: Values) -> list[Tensor]:
         if text not in values:  # a number

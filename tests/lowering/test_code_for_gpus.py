@@ -1,0 +1,90 @@
+"""What Inductor writes for a GPU computes what eager steps do; there need be no GPU: Triton's interpreter runs it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gpu_code_cases import CASES, MINIMUM, GPUCase, Written, in_lists_of_two
+from new_process import printed_by
+from torch import nn
+
+from compiled_optim.optimizer import engine_of
+from compiled_optim.rule import storage
+from compiled_optim.torch_compiler import CompiledGraph, compile_graph
+from perf.lowering.fake_cuda import fake_cuda
+from perf.lowering.record import Recorder, recording
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*Profiler.*")
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(storage, "MINIMUM", MINIMUM)
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def _on_gpu(case: GPUCase) -> tuple[list[nn.Parameter], Any]:
+    params, optimizer = case.make("inductor", "cuda")
+    for param in params:
+        param.grad = torch.empty_like(param)
+    return params, optimizer
+
+
+def _inlined(case: GPUCase) -> str:
+    """The module that Inductor writes for a function that holds the step's operations."""
+    torch._dynamo.reset()
+    with fake_cuda(90):
+        _, optimizer = _on_gpu(case)
+        assert engine_of(optimizer).settle_inlined()  # while Dynamo traces, the device that is none makes no tensors
+        with recording("cuda") as recorder:
+            torch.compile(optimizer.step, fullgraph=True)()
+    (graph,) = recorder.take().graphs
+    return graph.source
+
+
+def _called(case: GPUCase) -> list[Written]:
+    """What Inductor writes for called steps, in the order in which it is compiled."""
+    torch._dynamo.reset()
+    compiled: list[tuple[CompiledGraph, list[str]]] = []
+
+    def noting(*args: Any, **kwargs: Any) -> CompiledGraph:
+        graph = compile_graph(*args, **kwargs)
+        assert isinstance(graph, CompiledGraph)
+        sources: list[str] = []
+        compiled.append((graph, sources))
+
+        def code(values: list[Any]) -> Any:
+            before = len(recorder.record.graphs)
+            found = graph.code(values)
+            sources.extend(g.source for g in recorder.record.graphs[before:])
+            return found
+
+        return graph._replace(code=code)
+
+    with fake_cuda(90), in_lists_of_two(noting):
+        _, optimizer = _on_gpu(case)
+        recorder: Recorder
+        with recording("cuda") as recorder:
+            optimizer.step()
+    return [Written(sources[0], list(graph.order), list(graph.returned)) for graph, sources in compiled]
+
+
+GROUPS = sorted({name.split()[0] for name in CASES})
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_code_for_a_gpu_does_what_eager_steps_do(group: str, tmp_path: Path) -> None:
+    """Of every rule under every choice, and of every way to store it: inlined in a compiled function, and called."""
+    names = [name for name in CASES if name.split()[0] == group]
+    for name in names:
+        written = {"inlined": _inlined(CASES[name]), "called": _called(CASES[name])}
+        (tmp_path / f"{name}.json").write_text(json.dumps(written))
+    found = json.loads(printed_by("interpreted_inlined", FOLDER=str(tmp_path), TRITON_INTERPRET="1"))
+    assert found == {f"{name} {way}": [] for name in names for way in ("inlined", "called")}
