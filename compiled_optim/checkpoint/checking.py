@@ -14,7 +14,7 @@ from compiled_optim.checkpoint.others import Entries, copied
 from compiled_optim.checkpoint.saved_values import Unloadable, as_buffer, as_number, described, is_set, naming
 from compiled_optim.checkpoint.writing import Copies, GroupValues, check_writable, is_same
 from compiled_optim.groups.numbers import is_own
-from compiled_optim.groups.param_group import ROUNDING, ParamGroup
+from compiled_optim.groups.param_group import ParamGroup
 from compiled_optim.memory.layout import obstacle
 from compiled_optim.rule.fields import Hyper
 from compiled_optim.rule.rule import Declaration
@@ -77,13 +77,13 @@ def _of_another_optimizer(
 
 
 def _numbers(group: ParamGroup, key: str, value: Any) -> Any:
-    """The hyperparameter ``value`` as Python numbers, as far out of range at most as a scheduler's rounding takes it."""
+    """The hyperparameter ``value`` as Python numbers, in their range or not: a scheduler may have written the last ones."""
     what = f"{key} of {group.label}"
     with naming(what):
         elements = tuple(value) if isinstance(value, (tuple, list)) else (value,)
     plain = tuple(None if e is None else as_number(e, what, finite=False) for e in elements)
     numbers = plain if isinstance(value, (tuple, list)) else plain[0]
-    for tensor, number in zip(group.tensors(key), group.validated(key, numbers, ROUNDING), strict=True):
+    for tensor, number in zip(group.tensors(key), group.validated(key, numbers), strict=True):
         check_writable(tensor, what, (), number)
     return numbers
 

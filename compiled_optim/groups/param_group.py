@@ -33,7 +33,7 @@ from compiled_optim.torch_internals import (
     quickly_outside_dynamo,
 )
 
-ROUNDING = 1e-9
+ROUNDING = 1e-12
 """How far a number that a scheduler computed may be out of range."""
 
 
@@ -77,6 +77,8 @@ class ParamGroup(WatchedDict[str, Any]):
             of them, by name. Compiled code can read this dict.
         vectors: the same tensors as vectors of one element: torch 2.13 traces a float64 of the CPU as a Python number.
         followers: called, for as long as they exist, when a tensor in ``live`` was replaced.
+        out_of_range: what is wrong with numbers that were written, by key and index. Schedulers write such numbers after the
+            last step, and no other: so the step that would use one refuses it.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class ParamGroup(WatchedDict[str, Any]):
         self.live: dict[str, Any] = {}
         self.vectors: dict[str, tuple[Tensor, ...]] = {}
         self.followers: weakref.WeakSet[Follower] = weakref.WeakSet()
+        self.out_of_range: dict[tuple[str, int], str] = {}
         self._check = check
         self._hypers = {h.name: h for h in declaration.hypers}
         self._scales = {s.name for s in declaration.scales}
@@ -130,7 +133,7 @@ class ParamGroup(WatchedDict[str, Any]):
 
     def _held(self, key: str) -> Numbers:
         """The numbers of a hyperparameter, after an assignment by ``dict.__setitem__``, which goes past this class."""
-        if self._hypers[key].when and key not in self:
+        if key not in self:
             return self._numbers[key]
         value = super().__getitem__(key)
         if type(value) is not Numbers:
@@ -185,31 +188,42 @@ class ParamGroup(WatchedDict[str, Any]):
         keys = [key for key in self._hypers if self._shows(key)]
         return {key: self._hypers[key].plain([number.as_float() for number in self._held(key)]) for key in keys}
 
-    def validated(self, key: str, value: Any, slack: float = 0.0) -> tuple[float | Tensor, ...]:
-        """The elements of ``value`` for hyperparameter ``key``.
+    def validated(self, key: str, value: Any) -> tuple[float | Tensor, ...]:
+        """The elements of ``value`` for hyperparameter ``key``, whatever their range.
 
         Raises:
             TypeError: an element is not a number.
-            ValueError: an element is not a single number, or out of its range, whose inclusive bounds are wider by
-                ``slack``, or a tensor without memory. A tensor on an accelerator is not read, since that would wait for the
-                device.
+            ValueError: an element is not a single number, or a tensor without memory.
         """
-        hyper, value = self._hypers[key], unread(value)
-        for index, element in enumerate(hyper.elements(value, self.label)):
+        hyper = self._hypers[key]
+        elements = hyper.elements(unread(value), self.label)
+        for index, element in enumerate(elements):
             without_memory = isinstance(element, Tensor) and (element.is_meta or is_fake(element) or is_lost(element))
             if without_memory and not fakes_are_made():
                 raise ValueError(f"{hyper.element(index)} of {self.label} must be a number, got a tensor without memory")
-        return hyper.checked(value, self.label, slack)
+        return elements
+
+    def _judge(self, key: str, index: int, value: float | Tensor) -> None:
+        """Note whether a number that is about to be written is out of range."""
+        try:
+            if not isinstance(value, Tensor):
+                self._hypers[key].check(value, index, self.label, ROUNDING)
+        except ValueError as error:
+            self.out_of_range[key, index] = str(error)
+            self._changes.refuse()
+        else:
+            if self.out_of_range:
+                self.out_of_range.pop((key, index), None)
 
     def fill(self, key: str, value: Any) -> None:
         """Write ``value`` into the tensors, also into adopted ones, except where another group shares them.
 
         Raises:
-            TypeError, ValueError: as :meth:`validated`, with a slack of :data:`ROUNDING`.
+            TypeError, ValueError: as :meth:`validated`.
             RuntimeError: a graph is being captured.
         """
-        for index, element in enumerate(map(self._without_wait, self.validated(key, value, ROUNDING))):
-            self._fill(key, index, element)
+        for index, element in enumerate(map(self._without_wait, self.validated(key, value))):
+            self.fill_element(key, index, element)
         super().set_quietly(key, self._numbers[key])
 
     def load(self, key: str, value: Any) -> None:
@@ -219,13 +233,9 @@ class ParamGroup(WatchedDict[str, Any]):
 
     def fill_element(self, key: str, index: int, value: float | Tensor) -> None:
         """As :meth:`fill`, for one of the numbers of a hyperparameter."""
-        if not isinstance(value, Tensor):
-            self._hypers[key].check(value, index, self.label, ROUNDING)
-        self._fill(key, index, value)
-
-    def _fill(self, key: str, index: int, value: float | Tensor) -> None:
         self._refuse_capture(key)
         number = self._held(key)[index]
+        self._judge(key, index, value)
         if number.is_adopted and self._shares(number):
             self._replace(key, index, value)
         else:
@@ -249,18 +259,26 @@ class ParamGroup(WatchedDict[str, Any]):
         others = {key: value for key, value in values.items() if key not in numbers}
         if self._structural & others.keys() or others.keys() - self.keys():
             self._check({**self, **values}, self)
-        super().update(numbers | others)  # numbers first: choices are checked against them
+        for key in values:
+            if key in numbers:
+                self._assign(key, self.validated(key, numbers[key]))
+            else:
+                self._set(key, values[key])
 
     @quickly_outside_dynamo
     def __setitem__(self, key: str, value: Any) -> None:
         if key in self._hypers:
             self._assign(key, self.validated(key, value))
             return
-        if key in self._structural:
+        if key in self._structural or key not in self:
             self._check({**self, key: value}, self)
+        self._set(key, value)
+
+    def _set(self, key: str, value: Any) -> None:
+        """Write an entry that is no hyperparameter, and was checked."""
+        if key in self._structural:
             self.report()
         elif key not in self:
-            self._check({**self, key: value}, self)
             warn_of_entry(key, (*self._hypers, *self._structural), self.label)
         self.set_quietly(key, value.clone() if isinstance(value, Reading) else value)  # the copy writes to no group
         for name in (h.name for h in self._hypers.values() if h.when == key and value):
@@ -273,6 +291,7 @@ class ParamGroup(WatchedDict[str, Any]):
         for index, (number, element, value) in enumerate(zip(self._numbers[key], elements, values, strict=True)):
             if element is number.tensor:
                 continue
+            self._judge(key, index, value)
             if number.is_adopted or (isinstance(value, Tensor) and value.requires_grad):
                 self._replace(key, index, value)
             else:

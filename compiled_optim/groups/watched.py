@@ -19,6 +19,12 @@ class Changes:
 
     pending = True
     is_guarded = False  # whether compiled code asks, and nobody else does before it runs
+    is_refused = False  # whether a group may hold a number that no step can use
+
+    def refuse(self) -> None:
+        """Let the next step look for numbers that it cannot use."""
+        self.is_refused = True
+        self.pending |= self.is_guarded
 
 
 def _reporting(method: Any) -> Callable[..., Any]:

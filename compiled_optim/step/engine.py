@@ -157,6 +157,14 @@ class Engine:
         self.holdings.hand_captures.leave()
         return None if grads is None else list(map(grad_of, self.params))
 
+    def check_numbers(self) -> None:
+        """Raise ``ValueError`` where a number that was written to a group is out of range."""
+        if self._changes.is_refused:
+            for group in self.holdings.own_groups:
+                for message in group.out_of_range.values():
+                    raise ValueError(message)
+            self._changes.is_refused = False
+
     @property
     def is_outdated(self) -> bool:
         """Whether groups, state or clipping changed, so that :attr:`step` will be made anew."""
@@ -191,6 +199,7 @@ class Engine:
     def settle_for_graphs(self) -> bool:
         """Make the step current, and settled where a compiler's CUDA graph can hold it. Whether one can."""
         with self.lock:
+            self.check_numbers()
             step = self.current()
             if not self._fits_graphs(step) or any(map(is_capturing, step.devices)):  # where nothing could be made
                 return self._fits_graphs(step)
@@ -211,6 +220,7 @@ class Engine:
         with self.lock:
             if self.release is not None or self.launcher is not None or self.holdings.accumulated.was_on:
                 return False
+            self.check_numbers()
             step = self.current()
             if not step.describes([None] * len(step.params)):  # a parameter or its state moved
                 self.renew()
@@ -351,6 +361,7 @@ class Engine:
                 "a step of real parameters under FakeTensorMode would compute with fake tensors; leave the mode, or make "
                 "the parameters in it"
             )
+        self.check_numbers()
         self.mark_stepped()
         self.holdings.clipping.take(*clipping)
         if step is None or not step.is_current() or not step.describes(grads):

@@ -43,7 +43,7 @@ class Holdings:
         self.groups = []
         self._scales: list[Any] = []  # dicts of numbers by name whose names were found to be there
         self._excluding: set[str] = set()  # patterns of `exclude` that were looked at
-        self._named: list[list[tuple[weakref.ref[Any], str]]] = []  # by group, as it was when the step was made last
+        self._named: list[list[tuple[Tensor, str]]] = []  # by group, as it was when the step was made last
         self.aliases: dict[str, str] = {}  # further names of tied parameters -> the names that were kept
         self.state = self.new_state()
         self.hands_out_state = False  # whether somebody may hold state tensors, and so give them other memory
@@ -181,18 +181,18 @@ class Holdings:
         return [given for _, given in found.values()]
 
     def _note_names(self) -> None:
-        """Note whose the names are, for :meth:`_follow_names`."""
+        """Note whose the names are, for :meth:`_follow_names`. torch swaps no tensors that have weak references."""
         pairs = [(group["params"], group.get("param_names", ())) for group in self.groups]
-        self._named = [[(weakref.ref(p), name) for p, name in zip(*pair, strict=False)] for pair in pairs]
+        self._named = [list(zip(*pair, strict=False)) for pair in pairs]
 
     def _follow_names(self, group: ParamGroup, index: int) -> None:
         """Let names stay with parameters where only ``params`` was edited; one in the place of another takes its name."""
         params, names = group["params"], group.get("param_names")
         noted = self._named[index] if index < len(self._named) else []
-        is_edited = [id(ref()) for ref, _ in noted] != list(map(id, params))
+        is_edited = [id(param) for param, _ in noted] != list(map(id, params))
         if names is None or (len(names) == len(params) and not (is_edited and list(names) == [name for _, name in noted])):
             return
-        known = {id(ref()): name for named in self._named for ref, name in named}
+        known = {id(param): name for named in self._named for param, name in named}
         taken = {known[id(param)] for param in params if id(param) in known}
         found = []
         for j, param in enumerate(params):

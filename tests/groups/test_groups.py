@@ -215,6 +215,42 @@ class TestRegrouping:
         assert_equal_params(ours, theirs)
 
 
+@pytest.mark.parametrize("key", ["lr", "betas", "amsgrad", "params", "lr_scale"])
+def test_a_group_that_is_cleared_takes_back_what_it_held(key: str) -> None:
+    """As torch.optim.swap_in_optimizer_params_and_state does when it leaves; the entries may come in any order."""
+    params = [(name, Parameter(torch.ones(3))) for name in "ab"]
+    optimizer = co.AdamW(params, lr=0.2, betas=(0.5, 0.9), amsgrad=True, lr_scale={"a": 0.5})
+    group, live = optimizer.param_groups[0], optimizer.hyperparameter("betas")
+    before, saved = list(group), dict(group)
+    twin = co.AdamW(
+        [(n, Parameter(torch.ones(3))) for n in "ab"], **{k: saved[k] for k in ("lr", "betas", "amsgrad", "lr_scale")}
+    )
+    for step in range(3):
+        for o in (optimizer, twin):
+            for param in o.param_groups[0]["params"]:
+                param.grad = torch.full((3,), 1.0 + turn)
+            o.step()
+        group.clear()
+        group.update({key: saved[key], **saved} if turn else saved)
+    assert sorted(group) == sorted(before)
+    assert all(map(torch.equal, group["params"], twin.param_groups[0]["params"]))
+    assert all(a is b for a, b in zip(optimizer.hyperparameter("betas"), live, strict=True))
+
+
+def test_parameters_and_state_that_are_swapped_in_are_swapped_out_again() -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = co.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    fresh = {n: torch.zeros_like(p) for n, p in model.named_parameters()}
+    with torch.optim.swap_in_optimizer_params_and_state(optimizer, fresh, optimizer.state_dict()):
+        optimizer.step()
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+    optimizer.step()
+    assert optimizer.state[model.weight]["step"] == 2
+
+
 def test_a_refused_group_leaves_the_state_that_somebody_holds() -> None:
     param = Parameter(torch.ones(3))
     optimizer = co.AdamW([param])

@@ -263,7 +263,9 @@ class TestCheckpoints:
 
 
 def _assigned(key: str, value: Any) -> None:
-    made(decouple_lr=True).param_groups[0][key] = value
+    optimizer = made(decouple_lr=True)
+    optimizer.param_groups[0][key] = value
+    optimizer.step()
 
 
 MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {

@@ -422,3 +422,26 @@ class TestMessages:
         model.requires_grad_(True)
         _step(optimizer)
         assert len(optimizer.state_dict()["state"]) == 2
+
+
+@pytest.mark.parametrize("lowering", ["eager", "multi_tensor"])
+def test_parameters_can_be_swapped(lowering: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch swaps parameters where a module that holds wrappers is converted, or where it is told to."""
+    monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    wide = copy.deepcopy(model).double()
+    x = torch.randn(4, 3)
+    kept = model.weight
+    ours = co.AdamW(model.named_parameters(), lr=0.1, weight_decay=0.3, lowering=lowering)
+    theirs = torch.optim.AdamW(wide.parameters(), lr=0.1, weight_decay=0.3)
+    for turn in range(4):
+        if turn == 2:
+            model.double()
+        for net, optimizer in ((model, ours), (wide, theirs)):
+            optimizer.zero_grad()
+            net(x.to(net.weight.dtype)).square().mean().backward()
+            optimizer.step()
+    assert model.weight is kept
+    assert ours.param_groups[0]["param_names"] == ["weight", "bias"]
+    torch.testing.assert_close(model.weight, wide.weight, rtol=1e-6, atol=1e-6)

@@ -261,9 +261,10 @@ def test_in_place_methods_write_to_the_group_and_operators_do_not() -> None:
     assert copied.mul_(3) == copied
     assert copied == pytest.approx(0.6)
     assert group["lr"] == 0.2
+    group["lr"].fill_(-1.0)
     with pytest.raises(ValueError, match=r"lr of param_groups\[0\] must be >= 0"):
-        group["lr"].fill_(-1.0)
-    assert group["lr"] == 0.2
+        optimizer.step()
+    group["lr"].fill_(0.2)
     assert optimizer.hyperparameter("lr") is live
     assert live.data_ptr() == address
 

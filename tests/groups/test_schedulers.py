@@ -146,6 +146,38 @@ def expected(name: str, scheduler: str, groups: str) -> list[list[tuple[float, .
     return history
 
 
+PAST_THE_END: dict[str, Callable[[Optimizer, int], Any]] = {
+    "linear": lambda o, n: lr_scheduler.OneCycleLR(o, 0.07, total_steps=n, anneal_strategy="linear", cycle_momentum=False),
+    "three phases": lambda o, n: lr_scheduler.OneCycleLR(
+        o, 0.07, total_steps=n, anneal_strategy="linear", three_phase=True, cycle_momentum=False
+    ),
+    "momentum": lambda o, n: lr_scheduler.OneCycleLR(
+        o, 0.07, total_steps=n, anneal_strategy="linear", base_momentum=0.2, max_momentum=0.999
+    ),
+    "lambda": lambda o, n: lr_scheduler.LambdaLR(o, lambda t: 1 - t / (n - 1)),
+}
+
+
+@optimizers
+@pytest.mark.parametrize("scheduler", PAST_THE_END)
+def test_what_a_scheduler_writes_after_the_last_step_ends_no_training(scheduler: str, name: str) -> None:
+    """It may be out of range, as with torch.optim; no step is taken with it, and checkpoints hold it."""
+    cls, reference, kwargs = OPTIMIZERS[name]
+    ours, theirs = make(cls, "one-group", kwargs), make(reference, "one-group", kwargs)
+    histories = [train(o, PAST_THE_END[scheduler](o, 10), range(10)) for o in (ours, theirs)]
+    assert histories[0] == histories[1]
+    resumed = make(cls, "one-group", kwargs)
+    resumed.load_state_dict(ours.state_dict())
+    for optimizer in (ours, resumed):
+        before = [p.detach().clone() for p in optimizer.param_groups[0]["params"]]
+        with pytest.raises(ValueError, match=r"(lr|betas\[0\]|momentum) of param_groups\[0\] must be"):
+            step(optimizer, 10)
+        assert all(map(torch.equal, before, optimizer.param_groups[0]["params"]))
+        optimizer.param_groups[0].update(lr=0.1, **({"betas": (0.9, 0.99)} if "betas" in kwargs else {"momentum": 0.5}))
+        with co.no_recompiles():
+            step(optimizer, 10)
+
+
 def test_every_scheduler_of_torch_is_tested() -> None:
     public = set(lr_scheduler.__all__) - {"LRScheduler"}
     assert public == {key.split("-")[0] for key in SCHEDULERS}
