@@ -11,6 +11,7 @@ FSDP2 and tensor parallelism make new parameters without these. There, pass ``lr
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -122,6 +123,11 @@ class _Scaled:
         independent = {"decouple_lr": True, **({"decouple_wd": False} if adds_decay else {})}
         found = {"lr_scale": scale} if arguments["lr_scale"] is None else {}
         return arguments | found | (independent if arguments["independent_weight_decay"] else {})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "decouple_wd=False with decouple_lr=True")  # which is u-muP's way
+            super().add_param_group(param_group)  # type: ignore[misc]
 
 
 class Adam(_Scaled, adam.Adam):

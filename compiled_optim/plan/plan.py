@@ -85,6 +85,10 @@ class Member:
         return entry if self.param is self.owner else local(entry)
 
 
+class GradientLayoutError(TypeError, RuntimeError):
+    """A gradient is sparse where dense ones are taken, or the other way round; torch.optim raises ``RuntimeError``."""
+
+
 @dataclass(eq=False)
 class Plan:
     """The parameters of one device and one set of static choices; DTensors also share their mesh and placements.
@@ -153,7 +157,7 @@ class Plan:
         :meth:`Addresses.read`.
 
         Raises:
-            TypeError: a gradient is sparse and the rule takes dense ones, or the other way round.
+            GradientLayoutError: a gradient is sparse and the rule takes dense ones, or the other way round.
             ValueError: a gradient has another shape than its parameter, or no memory.
         """
         self.addresses.read(self._looked_at(grads), others=state, keep_alive=keep_alive)
@@ -214,7 +218,7 @@ class Plan:
         name = next(m.name for m, g in pairs if g is not None and g.is_sparse != takes_sparse)
         advice = f", please consider {rule.advice} instead" if rule.advice else ""
         refused = "dense" if takes_sparse else "sparse"
-        raise TypeError(f"{rule.name} does not support {refused} gradients{advice}; '{name}' has one")
+        raise GradientLayoutError(f"{rule.name} does not support {refused} gradients{advice}; '{name}' has one")
 
     @functools.cached_property
     def numbers(self) -> dict[str, list[float]]:

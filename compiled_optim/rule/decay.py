@@ -14,6 +14,7 @@ from compiled_optim.rule.vocabulary import where
 _TORCHS = "decoupled_weight_decay"  # what torch.optim calls the choice, where an optimizer of it has one
 _WD = Static(default=None, optional=True, kw_only=True, name="decouple_wd")
 _LR = Static(default=False, kw_only=True, name="decouple_lr")
+LARGEST = 5e-3  # as in optimi: the weight decay with decouple_lr above which there is a warning
 _MAX_LR = Hyper(default=None, ge=0, when=_LR.name, like="lr", name="max_lr")
 
 
@@ -69,11 +70,20 @@ def decay(rule: Rule) -> Rule:
 def check_decay(group: Mapping[str, Any]) -> None:
     """Raise ``ValueError`` where one of a group's choices decouples weight decay and the other forbids it.
 
-    Warn where ``max_lr`` is about to become 0 unasked, by which weights would never decay.
+    Warn where ``max_lr`` is about to become 0 unasked, by which weights would never decay; where weights would decay by
+    more than :data:`LARGEST` in a step; and where ``decouple_wd=False`` means other than in optimi, which ignores it there.
     """
     if group.get(_TORCHS) and group.get(_WD.name) is False:
         raise ValueError(f"{_WD.name}=False does not go with {_TORCHS}=True")
-    is_open = group.get(_LR.name) and group.get(_MAX_LR.name) is None
+    if not group.get(_LR.name):
+        return
+    if group.get(_WD.name) is False:
+        message = f"{_WD.name}=False with {_LR.name}=True adds weight_decay / max_lr times the parameter to the gradient"
+        warnings.warn(f"{message}; leave {_WD.name} out to shrink parameters, as optimi does", UserWarning, stacklevel=2)
+    if isinstance(wd := group["weight_decay"], (int, float)) and wd > LARGEST:
+        message = f"with {_LR.name}=True a step at max_lr takes {wd:g} of a parameter away, whatever the learning rate"
+        warnings.warn(f"{message}; usual values of weight_decay are then 1e-6 to 1e-4", UserWarning, stacklevel=2)
+    is_open = group.get(_MAX_LR.name) is None
     if is_open and _is_known_0(group["lr"]) and not _is_known_0(group["weight_decay"]):
         message = "weights will not decay: max_lr, which decouple_lr divides weight_decay by, is the group's first lr, 0"
         warnings.warn(f"{message}; pass the learning rate that a schedule reaches as max_lr", UserWarning, stacklevel=2)

@@ -335,6 +335,7 @@ def as_defaults(kind: type[Declared], options: Mapping[str, Any]) -> tuple[dict[
         for index, number in enumerate(numbers):
             hyper.check(number, index, "")
         defaults[hyper.name] = hyper.plain(numbers)
+    kind.check({**options, **defaults}, options)
     return defaults, in_tensors
 
 
@@ -362,7 +363,7 @@ def check_values(kind: type[Declared], group: Mapping[str, Any], before: Mapping
         value = hypers[hyper.name]
         was_own = hyper.name in before and is_own(hyper, value, group)  # from a checkpoint
         if (value is not None or not hyper.like) and not was_own:
-            hyper.checked(value, where)
+            hyper.elements(value, where) if before else hyper.checked(value, where)  # groups refuse a number in the step
     kind.check(hypers, group)
     for check in dict.fromkeys(t.check for t in kind.transforms if t.check):
         check(group)

@@ -222,10 +222,8 @@ def test_a_group_that_is_cleared_takes_back_what_it_held(key: str) -> None:
     optimizer = co.AdamW(params, lr=0.2, betas=(0.5, 0.9), amsgrad=True, lr_scale={"a": 0.5})
     group, live = optimizer.param_groups[0], optimizer.hyperparameter("betas")
     before, saved = list(group), dict(group)
-    twin = co.AdamW(
-        [(n, Parameter(torch.ones(3))) for n in "ab"], **{k: saved[k] for k in ("lr", "betas", "amsgrad", "lr_scale")}
-    )
-    for step in range(3):
+    twin = co.AdamW([(n, Parameter(torch.ones(3))) for n in "ab"], 0.2, (0.5, 0.9), amsgrad=True, lr_scale={"a": 0.5})
+    for turn in range(3):
         for o in (optimizer, twin):
             for param in o.param_groups[0]["params"]:
                 param.grad = torch.full((3,), 1.0 + turn)
