@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -92,7 +93,7 @@ def test_how_much_is_left_without_gradients(optimizer: type[co.CompiledOptimizer
     options = {"lr": 0.1, "weight_decay": 0.25, "decouple_lr": True, **({"lambd": 0.0} if optimizer is co.ASGD else {})}
     with pytest.warns(UserWarning, match="weights will not decay: max_lr, .*, is the group's first lr, 0; pass") as warned:
         made = optimizer(own, **options)
-    assert len(warned) == 1
+    assert sum("will not decay" in str(w.message) for w in warned) == 1
     for param in params:
         param.grad = torch.zeros_like(param)
     for _ in range(2):
@@ -100,6 +101,35 @@ def test_how_much_is_left_without_gradients(optimizer: type[co.CompiledOptimizer
     left = 1 / 1.25 if optimizer is co.Adan else 0.75
     for param, factor in zip(params, (left, left, 1.0, 1.0), strict=True):
         torch.testing.assert_close(param.detach(), torch.full_like(param, 2 * factor**2), rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("optimizer", DECAYING, ids=lambda c: c.__name__)
+@pytest.mark.parametrize(("weight_decay", "warns"), [(4e-3, False), (6e-3, True)])
+def test_a_weight_decay_that_is_large_whatever_the_rate(
+    optimizer: type[co.CompiledOptimizer], weight_decay: float, warns: bool
+) -> None:
+    """The constructor's, and that of a group; without ``decouple_lr`` it is multiplied by the rate."""
+    kwargs = {"lr": 1e-3, "weight_decay": weight_decay}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer([Parameter(torch.ones(2, 3))], **kwargs)
+        assert not caught
+        optimizer([Parameter(torch.ones(2, 3))], decouple_lr=True, **kwargs)
+        optimizer([{"params": [Parameter(torch.ones(2, 3))], **kwargs}], lr=1.0, weight_decay=0.0, decouple_lr=True)
+    assert [str(w.message).split(",")[0] for w in caught] == [
+        "with decouple_lr=True a step at max_lr takes 0.006 of a parameter away"
+    ] * (2 * warns)
+
+
+def test_a_choice_of_optimis_that_means_other_than_there() -> None:
+    made = {"lr": 0.1, "weight_decay": 1e-3, "decouple_lr": True}
+    with pytest.warns(UserWarning, match="decouple_wd=False with decouple_lr=True adds .* leave decouple_wd out"):
+        co.SGD([Parameter(torch.ones(3))], **made, decouple_wd=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        co.SGD([Parameter(torch.ones(3))], **made)
+        co.SGD([Parameter(torch.ones(3))], **made, decouple_wd=True)
+        co.mup.SGD([Parameter(torch.ones(3))], lr=0.1, weight_decay=1e-3, allow_non_unit_scaling_params=True)
 
 
 @OF_OPTIMI
