@@ -43,4 +43,5 @@ def square_sum(grads: Sequence[Tensor | None], device: torch.device) -> Tensor:
     reals = [as_real(grad) for grad in grads if grad is not None and grad.numel()]
     if not reals:
         return torch.zeros((), dtype=dtype, device=device)
-    return torch.stack(torch._foreach_norm(reals, 2, dtype=dtype)).square().sum()
+    norms = torch._foreach_norm(reals, 2, dtype=dtype)
+    return torch.stack(torch._foreach_mul(norms, norms)).sum()  # of a list: Inductor copies what is stacked one by one
