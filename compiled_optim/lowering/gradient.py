@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_optim.memory.layout import as_real, compute_dtype, scalar_dtype
+from compiled_optim.memory.layout import as_real, scalar_dtype
 from compiled_optim.rule.vocabulary import sqrt, where
 
 
@@ -25,20 +25,23 @@ def scaled(
         max_grad_norm: the largest norm allowed, or infinity.
         grad_scale: the factor of the loss.
         found_inf: other than 0 if a gradient scaler saw an infinite or NaN gradient.
-        skip_nonfinite: other than 0 to skip when the norm is infinite or NaN.
+        skip_nonfinite: to skip when the norm after clipping is above it or NaN; 0 for no such limit.
     """
     norm = sqrt(square_sum) / grad_scale
     bound = norm + 1e-6
     clip = where(bound <= max_grad_norm, 1.0, max_grad_norm / bound)
-    skip = where((found_inf != 0) | ((skip_nonfinite != 0) & (norm - norm != 0)), 1.0, 0.0)
-    return clip / grad_scale, norm, skip
+    within = (skip_nonfinite == 0) | (norm * clip <= skip_nonfinite)
+    return clip / grad_scale, norm, where((found_inf == 0) & within, 0.0, 1.0)
 
 
-def square_sum(grads: Sequence[Tensor | None]) -> Tensor | float:
-    """The sum of the squares of ``grads`` in torch operations; 0 if there are none."""
-    alike: dict[torch.dtype, list[Tensor]] = {}
-    for grad in grads:
-        if grad is not None:
-            alike.setdefault(compute_dtype(grad.dtype), []).append(as_real(grad))
-    norms = [torch.stack(torch._foreach_norm(reals, 2, dtype=dtype)) for dtype, reals in alike.items()]
-    return sum((n.to(scalar_dtype(n.device)).square().sum() for n in norms), 0.0)
+def square_sum(grads: Sequence[Tensor | None], device: torch.device) -> Tensor:
+    """The sum of the squares of ``grads``, all on ``device``, in torch operations over lists.
+
+    In float64 no square of a float32 number overflows or underflows. A device without it, MPS, has norms from 1e-22 to 1e19.
+    """
+    dtype = scalar_dtype(device)
+    reals = [as_real(grad) for grad in grads if grad is not None and grad.numel()]
+    if not reals:
+        return torch.zeros((), dtype=dtype, device=device)
+    norms = torch._foreach_norm(reals, 2, dtype=dtype)
+    return torch.stack(torch._foreach_mul(norms, norms)).sum()  # of a list: Inductor copies what is stacked one by one

@@ -293,10 +293,10 @@ def _stack(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _square_sum(stack: Tensor) -> Tensor:
-    """The sum of the squares of ``stack``, equal bit for bit wherever it lies."""
+    """As :func:`~compiled_optim.lowering.gradient.square_sum`, and equal bit for bit wherever ``stack`` lies."""
     rows = stack.view(len(stack), math.prod(stack.shape[1:]))
-    norms: Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=compute_dtype(stack.dtype))
-    return norms.double().square().sum()
+    norms: Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
+    return norms.square().sum()
 
 
 def _example(key: KernelKey, device: str) -> tuple[list[Tensor], list[list[int]]]:

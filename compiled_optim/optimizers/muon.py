@@ -68,12 +68,12 @@ class Muon(CompiledOptimizer, granularity="matrix"):
     @staticmethod
     def coefficients(step, lr, weight_decay, momentum, ns_coefficients, eps):
         a, b, c = ns_coefficients
-        return dict(lr=lr, decay=1 - lr * weight_decay, momentum=momentum, a=a, b=b, c=c, eps=eps)
+        return dict(lr=lr, decay=1 - lr * weight_decay, weight=1 - momentum, a=a, b=b, c=c, eps=eps)
 
     @staticmethod
     def update(param, grad, c, momentum_buffer, nesterov, ns_steps, adjust_lr_fn):
-        momentum_buffer = grad + c.momentum * (momentum_buffer - grad)
-        direction = grad + c.momentum * (momentum_buffer - grad) if nesterov else momentum_buffer
+        momentum_buffer = torch.lerp(momentum_buffer, grad, c.weight)
+        direction = torch.lerp(momentum_buffer, grad, c.weight) if nesterov else momentum_buffer
         ratio = _RATIOS[adjust_lr_fn or "original"](*param.shape[-2:])
         direction = _orthogonalized(direction, c.a, c.b, c.c, c.eps, ns_steps)
         return dict(param=c.decay * param, step=c.lr * ratio * direction, momentum_buffer=momentum_buffer)

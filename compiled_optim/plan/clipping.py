@@ -6,12 +6,13 @@ All of it is data on the device: nothing recompiles when it changes, and a step 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from compiled_optim.memory.layout import scalar, scalar_dtype
+from compiled_optim.memory.layout import compute_dtype, scalar, scalar_dtype
 from compiled_optim.torch_internals import outside_inference_mode
 
 NAMES = ("max_grad_norm", "grad_scale", "found_inf", "skip_nonfinite")
@@ -32,8 +33,13 @@ class Clipping:
         self._taken: tuple[tuple[Any, ...], dict[str, Tensor]] = ((None, None, None, False), {})
         with outside_inference_mode():
             self._number = scalar(math.inf, device)  # of every max_grad_norm that is no tensor, with one address for life
+            self._largest_norm = scalar(math.inf, device)  # that is no reason to skip a step
         self._neutral: dict[torch.device, dict[str, Tensor]] = {}
         self._outcomes: dict[torch.device, Tensor] = {}
+
+    def skip_overflow(self, dtypes: Iterable[torch.dtype]) -> None:
+        """Let ``skip_nonfinite`` skip norms whose square is infinite where parameters of one of ``dtypes`` are updated."""
+        self._largest_norm.fill_(math.sqrt(min(torch.finfo(compute_dtype(dtype)).max for dtype in dtypes)))
 
     def take(self, max_grad_norm: Any, grad_scale: Any, found_inf: Any, skip_nonfinite: Any) -> None:
         """Take the values for the next steps: numbers, or 0-dim tensors that are then followed; None where there is none.
@@ -61,7 +67,7 @@ class Clipping:
         if readable and max_grad_norm is not None and max_grad_norm is not self._given[0] and not max_grad_norm >= 0:
             raise ValueError(f"max_grad_norm must be >= 0, got {float(max_grad_norm)}")
         if skip_nonfinite:
-            values["skip_nonfinite"] = self._values.get("skip_nonfinite", self._tensor("skip_nonfinite", 1.0))
+            values["skip_nonfinite"] = self._largest_norm
         if values.get("max_grad_norm") is self._number and max_grad_norm is not self._given[0]:
             self._taken = ((object(), *self._given[1:]), self._values)  # until the number is written, whatever interrupts it
             self._number.fill_(float(max_grad_norm))

@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from operator import is_
 
-import torch
 from torch import Tensor
 
+from compiled_optim.lowering.gradient import square_sum
 from compiled_optim.lowering.torch_ops import inlined
 from compiled_optim.lowering.torch_ops.inlined import InlinedPlan
-from compiled_optim.memory.layout import as_real
 from compiled_optim.plan.clipping import Clipping
 from compiled_optim.plan.plan import Plan
 from compiled_optim.plan.schedule import Schedules
@@ -78,17 +77,7 @@ class InlinedStep:
             given.append(rest[: len(plan.tensors)])
             rest = rest[len(plan.tensors) :]
         self._schedules.write([plan.counts(own) for plan, own in zip(self._plans, given, strict=True)], values)
-        total = _square_sum(grads, outcome) if self._measures else None
+        total = square_sum(grads, outcome.device) if self._measures else None
         for plan, own, places in zip(self._plans, given, self._positions, strict=True):
             own_params, own_grads = [params[i] for i in places], [grads[i] for i in places]
             plan.run(own_params, own_grads, own, values, clipping, outcome, total)
-
-
-def _square_sum(grads: Sequence[Tensor | None], like: Tensor) -> Tensor:
-    """The sum of the squares of ``grads``, on the device of ``like`` and in its dtype, in operations over lists."""
-    present = [as_real(grad) for grad in grads if grad is not None and grad.numel()]
-    if not present:
-        return torch.zeros((), dtype=like.dtype, device=like.device)
-    dtype = torch.float64 if torch.float64 in {grad.dtype for grad in present} else torch.float32
-    norms = [norm.to(like.dtype) for norm in torch._foreach_norm(present, 2, dtype=dtype)]
-    return torch.stack(torch._foreach_mul(norms, norms)).sum()

@@ -165,8 +165,10 @@ class RuleStep(Step):
             holdings.accumulated.check(groups)
         plans = partition(holdings.accumulated.rule, groups, holdings.state, grad_of)
         self.devices = tuple(dict.fromkeys(plan.device for plan in plans))
-        if plans and holdings.clipping.device != plans[0].device:
-            holdings.clipping = Clipping(plans[0].device)
+        if plans:
+            if holdings.clipping.device != plans[0].device:
+                holdings.clipping = Clipping(plans[0].device)
+            holdings.clipping.skip_overflow({param.dtype for plan in plans for param in plan.params})
         self._clipping = holdings.clipping
         self._clipping.take(*clipping)
         differentiable = any(g.get("differentiable", False) for g in groups)

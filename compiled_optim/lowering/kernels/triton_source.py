@@ -191,7 +191,7 @@ def _means(key: KernelKey, stage: int, written: Written) -> str:
 
 
 def _update(key: KernelKey, written: Written) -> str:
-    compute, tensors = _compute(key), _tensors(key)
+    tensors = _tensors(key)
     written_to = [t for t in tensors if t.element != "grad"]
     paths = _paths(tensors)
 
@@ -200,11 +200,10 @@ def _update(key: KernelKey, written: Written) -> str:
 
     blocks = range(0, stretch_of(key.grad_dtype), BLOCK)
     squares = [f"grad{i} = tl.load(grad_values + {i} + at, mask=at < left - {i}, other=0.0)" for i in blocks]
-    squares += [f"squares += square(grad{i}.to({compute}))" for i in blocks]
+    squares += [f"squares += square_sums_of_rows(grad{i}, {_lanes(key.grad_dtype)})" for i in blocks]
     square_sums = _SQUARE_SUMS.format(
         numel=NUMEL,
         grad=f"tl.{key.grad_dtype}",
-        compute=compute,
         stretch=stretch_of(key.grad_dtype),
         grad_bytes=_size(key.grad_dtype),
         grad_lanes=_lanes(key.grad_dtype),
@@ -304,7 +303,7 @@ _SQUARE_SUMS = """
 
 @triton.jit(do_not_specialize=["count", "stretch_count"])
 def square_sums(tensors, grads, stretches, sums, count, stretch_count, BLOCK: tl.constexpr):
-    squares = tl.zeros([BLOCK], {compute})
+    squares = tl.zeros([BLOCK // {grad_lanes}], tl.float64)
     share = stretch_count // tl.num_programs(0)
     longer = stretch_count % tl.num_programs(0)
     first = tl.program_id(0) * share + tl.minimum(tl.program_id(0), longer)
@@ -323,6 +322,6 @@ def square_sums(tensors, grads, stretches, sums, count, stretch_count, BLOCK: tl
         else:
             for part in range(0, left, BLOCK):
                 grad = tl.load(narrow(address, {grad}) + part + at, mask=at < left - part, other=0.0)
-                squares += square(grad.to({compute}))
-    tl.store(sums + tl.program_id(0), tl.sum(squares.to(tl.float64), axis=0))
+                squares += square_sums_of_rows(grad, {grad_lanes})
+    tl.store(sums + tl.program_id(0), tl.sum(squares, axis=0))
 """

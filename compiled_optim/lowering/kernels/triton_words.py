@@ -137,6 +137,26 @@ def square(x):
 
 
 @triton.jit
+def by_size(square_sum, if_large, otherwise, if_small):
+    return tl.where(square_sum > 2.0**100, if_large, tl.where(square_sum < 2.0**-100, if_small, otherwise))
+
+
+@triton.jit
+def row_sums(x, row: tl.constexpr):
+    return tl.sum(tl.reshape(x, [x.shape[0] // row, row]), axis=1)
+
+
+# In float64, for ``row`` elements each. Most GPUs are slow in float64, so squares are in float32: large and small ones in
+# units that bring them into its range.
+@triton.jit
+def square_sums_of_rows(x, row: tl.constexpr):
+    x = x if x.dtype == tl.float64 else x.to(tl.float32)
+    plain = row_sums(square(x), row)
+    sums = by_size(plain, row_sums(square(x * 2.0**-66), row), plain, row_sums(square(x * 2.0**90), row))
+    return sums.to(tl.float64) * by_size(plain, 2.0**132, 1.0, 2.0**-180)
+
+
+@triton.jit
 def narrow(address, dtype: tl.constexpr):
     return address.to(tl.pointer_type(dtype))
 

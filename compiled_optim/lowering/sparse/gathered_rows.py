@@ -62,7 +62,7 @@ class GatheredRowsLowering(TorchLowering):
     def measure(self) -> None:
         """Write the sum of the squares of the prepared gradients, after the entries of each row have been added up."""
         self._add_up()
-        self._square_sum.fill_(square_sum([entries.sums for entries in self._entries.values()]))
+        self._square_sum.fill_(square_sum([entries.sums for entries in self._entries.values()], self.plan.device))
 
     def launch(self) -> None:
         """Update the rows that the gradients name, and count a step of every parameter that has a gradient."""

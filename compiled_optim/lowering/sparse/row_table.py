@@ -116,7 +116,7 @@ class RowTableLowering(Capturable):
 
     def measure(self) -> None:
         self._gather()
-        self._square_sum.fill_(square_sum([part.batch.sums for part in self._parts]))
+        self._square_sum.fill_(square_sum([part.batch.sums for part in self._parts], self.plan.device))
 
     def launch(self) -> None:
         """Update the rows that the gradients name, and count a step of every parameter that has a gradient."""

@@ -37,7 +37,7 @@ class TorchLowering:
         self._grads = self.plan.gradients(grads)
 
     def measure(self) -> None:
-        self._square_sum.fill_(square_sum(self._grads))
+        self._square_sum.fill_(square_sum(self._grads, self.plan.device))
 
     def finish(self) -> None:
         self.plan.finish()
