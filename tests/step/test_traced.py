@@ -175,7 +175,7 @@ def test_operator_is_well_formed(name: str) -> None:
     optimizer = co.AdamW(model.named_parameters(), lr=0.1)
     params = [p.detach() for p in model.parameters()]
     grads = [torch.ones_like(p) for p in params]
-    arguments = (params, grads, list(range(len(params))), engine_of(optimizer).number)
+    arguments = (params, grads, list(range(len(params))), engine_of(optimizer).name)
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
     torch.library.opcheck(getattr(torch.ops.compiled_optim, name).default, arguments, test_utils=checks)
 
@@ -185,7 +185,7 @@ def test_copies_of_parameters_get_the_new_values() -> None:
     optimizer = co.SGD([weight, other], lr=0.5)
     kept = other.grad = torch.ones(2)
     stand_in = weight.detach().clone()
-    torch.ops.compiled_optim.step([stand_in], [torch.ones(3)], [0], engine_of(optimizer).number)
+    torch.ops.compiled_optim.step([stand_in], [torch.ones(3)], [0], engine_of(optimizer).name)
     assert torch.equal(stand_in, torch.full((3,), 0.5))
     assert torch.equal(weight, stand_in)
     assert torch.equal(other, torch.ones(2))
@@ -199,7 +199,7 @@ def test_operator_counts_a_version_of_every_parameter_once() -> None:
     optimizer = co.SGD(params, lr=0.5)
     versions = [p._version for p in params]
     with torch.no_grad():
-        torch.ops.compiled_optim.step([params[1]], [torch.ones(3)], [1], engine_of(optimizer).number)
+        torch.ops.compiled_optim.step([params[1]], [torch.ones(3)], [1], engine_of(optimizer).name)
     assert [p._version for p in params] == [versions[0], versions[1] + 1]
     assert all(p.grad is None for p in params)
 
