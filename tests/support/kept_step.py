@@ -1,4 +1,4 @@
-"""A compiled training step in the file ``KEPT_STEP``: one process keeps it, another, with more optimizers, goes on with it."""
+"""A compiled training step in the file ``KEPT_STEP``: one process keeps it, another goes on with it."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def keep(path: Path) -> None:
 
 
 def go_on(path: Path) -> dict[str, Any]:
-    """What becomes of a model, of others that have optimizers, and of one whose optimizer is another than the kept step's."""
+    """What becomes of a model, and of others with optimizers; and what is said where one of these is handed to the step."""
     others = [model_of(8, 5), model_of(9, 5), model_of(8, 5)]
-    before = [[p.detach().clone() for p in other.parameters()] for other in others]
+    before = [[param.detach().clone() for param in other.parameters()] for other in others]
     optimizers = [optimizer_of(*each) for each in zip(others, (co.SGD, co.AdamW, co.AdamW), strict=True)]
     model, twin = model_of(8, 3), model_of(8, 3)
     optimizer, expected = optimizer_of(model), optimizer_of(twin, torch.optim.AdamW)
@@ -58,7 +58,7 @@ def go_on(path: Path) -> dict[str, Any]:
         error = ""
     except RuntimeError as raised:
         error = str(raised)
-    stay = [all(map(torch.equal, other.parameters(), kept)) for other, kept in zip(others, before, strict=True)]
+    stay = [all(map(torch.equal, other.parameters(), values)) for other, values in zip(others, before, strict=True)]
     return {"trained": trained, "stay": stay, "error": error}
 
 
