@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 import subprocess
 import sys
 import venv
@@ -16,26 +17,38 @@ ROOT = Path(__file__).resolve().parent.parent
 # Installed without its requirements. Others bring them but for torchvision, which as an index has it fits no torch for CPUs.
 ALONE = {"test": ["timm"]}
 
+# With another torch than the constraints': what the tests of compiled code need. Triton 3.6's interpreter needs this numpy.
+FEW = ("expecttest", "hypothesis", "pandas", "pytest", "pytest-xdist", "numpy<2.4")
+TRITON = {"2.11": "3.6.0", "2.12": "3.7.1", "2.13": "3.7.1", "2.14": "3.8.0", "2.15": "3.9.0"}
 
-def python_with(extra: str) -> Path:
+
+def python_with(extra: str, torch: str = "") -> Path:
     """The interpreter of a virtual environment that holds the package, editable, with one of its extras.
+
+    With a version of ``torch`` it has that one, the triton that goes with it, and :data:`FEW` in place of the extra.
 
     The environment is made, or brought up to date, only if ``pyproject.toml`` or the constraints changed since. Processes
     that are started from here on keep their bytecode, whatever ``PYTHONDONTWRITEBYTECODE`` says: nothing was compiled at
     the installation, and torch alone takes seconds to compile.
     """
     constraints = ROOT / "tools" / "constraints.txt"
-    directory = ROOT / f".venv-{extra}"
+    directory = ROOT / (f".venv-{extra}-{torch}" if torch else f".venv-{extra}")
     python = directory / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python")
     stamp = directory / "installed"
-    wanted = hashlib.sha256((ROOT / "pyproject.toml").read_bytes() + constraints.read_bytes()).hexdigest()
-    with _one_at_a_time(directory.with_suffix(".lock")):
+    packages, alone, pins = [f"{ROOT}[{extra}]"], ALONE.get(extra), constraints.read_text()
+    if torch:
+        packages, alone = [str(ROOT), *FEW], None
+        pins = re.sub(r"^(torch|triton|numpy)==.*\n", "", pins, flags=re.MULTILINE)
+        pins += f"torch=={torch}\ntriton=={TRITON[torch.rpartition('.')[0]]}\n"
+    wanted = hashlib.sha256((ROOT / "pyproject.toml").read_bytes() + repr((pins, packages[1:])).encode()).hexdigest()
+    with _one_at_a_time(directory.parent / f"{directory.name}.lock"):
         if not stamp.exists() or stamp.read_text() != wanted:
             print(f"installing into {directory.name} (once)", flush=True)
             venv.create(directory, with_pip=True)
-            install = [python, "-m", "pip", "install", "--quiet", "--no-compile", "-c", constraints]
-            subprocess.run([*install, "-e", f"{ROOT}[{extra}]"], check=True)
-            if alone := ALONE.get(extra):
+            (directory / "constraints.txt").write_text(pins)
+            install = [python, "-m", "pip", "install", "--quiet", "--no-compile", "-c", directory / "constraints.txt"]
+            subprocess.run([*install, "-e", *packages], check=True)
+            if alone:
                 subprocess.run([*install, "--no-deps", *alone], check=True)
             stamp.write_text(wanted)
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

@@ -12,6 +12,7 @@ from torch import Tensor
 from compiled_optim.checkpoint.forms import plain
 from compiled_optim.checkpoint.saved_values import described
 from compiled_optim.checkpoint.state_dict import PreparedLoad
+from compiled_optim.groups.names import named_parameters
 from compiled_optim.groups.watched import Changes
 from compiled_optim.memory.addresses import gradient
 from compiled_optim.memory.cpp_library import CompilerError
@@ -72,8 +73,9 @@ class Engine:
         self._optimizer = weakref.ref(optimizer)
         self._make = make
         self.lock = threading.RLock()  # held by whoever steps, saves, loads or makes the step anew
-        self.number = traced.register(self)  # under which the traced operator finds the engine
+        self.number = traced.register(self)  # under which the engine is found in this process
         self.key = str(self.number)  # the same as a text
+        self.name = ""  # under which the traced operator finds it, in another process too
         self.is_open = False  # whether more groups come before the first step is made
         self._changes = Changes()
 
@@ -153,6 +155,7 @@ class Engine:
         self.holdings.adopt(self._owner.defaults, checked=self.step is None)
         self.holdings.accumulated.keep(p for group in self.holdings.own_groups for p in group["params"])
         self.step = self._make(self.holdings, self.clipping, grad_of)
+        self.name = traced.named(self, self.holdings.kind.__qualname__, named_parameters(self.holdings.groups))
         self._changes.pending = False
         self.holdings.hand_captures.leave()
         return None if grads is None else list(map(grad_of, self.params))

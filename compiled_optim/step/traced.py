@@ -1,13 +1,15 @@
 """The step in the graph of a function that the user compiles: as operations of the graph, or as an operator.
 
 An operator's schema declares what a graph can see of a step: the parameters change, the gradients are read. State and
-hyperparameters belong to the optimizer, which the operator finds by its number, and so do compilers that look at operations.
+hyperparameters belong to the optimizer, which the operator finds by a name, and so do compilers that look at operations.
+The name says what the optimizer is, since compiled code can be kept and run by another process.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import is_
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
@@ -31,6 +33,10 @@ class Steppable(Protocol):
     @property
     def number(self) -> int:
         """What :func:`register` returned."""
+
+    @property
+    def name(self) -> str:
+        """What :func:`named` returned last; empty before."""
 
     @property
     def step(self) -> object:
@@ -68,6 +74,67 @@ def register(optimizer: Steppable) -> int:
     return number
 
 
+_named: WeakValueDictionary[str, Steppable] = WeakValueDictionary()
+
+
+def named(optimizer: Steppable, kind: str, params: Iterable[tuple[str, Tensor]]) -> str:
+    """The name by which operators find ``optimizer``, for as long as it lives and has ``params``.
+
+    It is made of what every process knows that makes this optimizer, so that caches of compiled code serve all of them. The
+    last part counts those that are alive and equal in all else.
+    """
+    facts = [(name, tuple(param.shape), str(param.dtype)) for name, param in params]
+    first = f"{facts[0][0]} {facts[0][1]}" if facts else "nothing"
+    digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+    description = f"{kind} of {first}, {len(facts)} in all, {digest}"
+    if _described(optimizer.name) == description:
+        return optimizer.name
+    _named.pop(optimizer.name, None)
+    names = (f"{description} #{place}" for place in itertools.count())
+    return next(name for name in names if _named.setdefault(name, optimizer) is optimizer)
+
+
+def _described(name: str) -> str:
+    return name.rpartition(" #")[0]
+
+
+def _found(name: str, params: Sequence[Tensor], positions: Sequence[int]) -> Steppable:
+    """The optimizer of this name, and of ``params``, which are those at ``positions`` of its parameters.
+
+    Of several that differ in the last part of their names alone it is the one whose parameters these are. The last part
+    counts where they are nobody's, but a compiler's copies.
+
+    Raises:
+        RuntimeError: there is no such optimizer, or the parameters are another one's.
+    """
+    found = _named.get(name)
+    if found is not None and all(map(is_, _at(found, positions), params)):
+        return found
+    live = [optimizer for ref in _named.valuerefs() if (optimizer := ref()) is not None]
+    owned = {_place(param) for optimizer in live for param in optimizer.params}
+    known = [(i, place) for i, place in zip(positions, map(_place, params), strict=True) if place in owned]
+    alike = [optimizer for optimizer in live if _described(optimizer.name) == _described(name)]
+    fitting = [each for each in alike if all(_place(each.params[i]) == place for i, place in known)]
+    if found in fitting:
+        return found
+    if known and len(fitting) == 1:
+        return fitting[0]
+    there = "; ".join(sorted(optimizer.name for optimizer in live)) or "none"
+    reason = "the parameters are another optimizer's" if alike and known else "it is not in this process"
+    raise RuntimeError(f"this code was compiled for the optimizer [{name}], but {reason}; there are: {there}")
+
+
+def _at(optimizer: Steppable, positions: Sequence[int]) -> list[Tensor]:
+    owned = optimizer.params
+    return owned if len(positions) == len(owned) else [owned[position] for position in positions]
+
+
+def _place(tensor: Tensor) -> tuple[int, int]:
+    """Where ``tensor`` lies, whether it has memory or not."""
+    part = local(tensor)
+    return part.untyped_storage()._cdata, part.storage_offset()  # type: ignore[return-value]
+
+
 @called_while_tracing
 def settle(key: str) -> bool:
     """:meth:`Steppable.settle_for_graphs`."""
@@ -79,12 +146,6 @@ def settle_inlined(key: str) -> bool:
     """:meth:`Steppable.settle_inlined`."""
     let_compilers_trace(run_inlined)
     return _optimizers[int(key)].settle_inlined()
-
-
-@called_while_tracing
-def number_of(key: str) -> int:
-    """:attr:`Steppable.number`, as a constant: Dynamo takes an attribute that was another number before for a variable."""
-    return int(key)
 
 
 @called_while_tracing
@@ -118,7 +179,7 @@ def _record_operations(engine: Any, scaler: tuple[Tensor | None, Tensor | None])
         grad_scale = grad_scale if scaler[0] is None else scaler[0]
         found_inf = found_inf if scaler[1] is None else scaler[1]
         clipping = [max_grad_norm, grad_scale, found_inf, skip_nonfinite]
-    run_inlined(params, grads, positions, inlined.tensors, hypers, clipping, number_of(engine.key))
+    run_inlined(params, grads, positions, inlined.tensors, hypers, clipping, engine.name)
 
 
 def run_inlined(
@@ -128,7 +189,7 @@ def run_inlined(
     tensors: list[Tensor],
     hypers: list[Sequence[Tensor]],
     clipping: list[Tensor],
-    optimizer: int,
+    optimizer: str,
 ) -> None:
     """Update ``params`` by :meth:`InlinedStep.run` of an optimizer; ``grads`` are of those at ``positions``.
 
@@ -136,7 +197,7 @@ def run_inlined(
     """
     given = dict(zip(positions, grads, strict=True))
     numbers = [[vector.view(()) for vector in vectors] for vectors in hypers]
-    inlined = _optimizers[optimizer].inlined
+    inlined = _found(optimizer, [], []).inlined  # all that belongs to the one or the other is handed in
     assert inlined is not None
     single = [vector.view(()) for vector in clipping]
     inlined.run(params, [given.get(i) for i in range(len(params))], tensors, numbers, single)
@@ -151,9 +212,9 @@ def _guard(engine: Any) -> None:
 
 def _record_operator(engine: Any, gradients: Gradients, *, is_scaled: bool) -> None:
     stays = settle(engine.key)
-    owned, number = engine.params, number_of(engine.key)
+    owned, name = engine.params, engine.name
     if gradients == "sparse":
-        torch.ops.compiled_optim.step_own_gradients(owned, number)
+        torch.ops.compiled_optim.step_own_gradients(owned, name)
         return
     positions = [i for i, p in enumerate(owned) if p.grad is not None]
     params = [owned[i] for i in positions]
@@ -161,9 +222,9 @@ def _record_operator(engine: Any, gradients: Gradients, *, is_scaled: bool) -> N
     updated = [traced_part(p, p) for p in params]
     if stays and not is_scaled:
         _guard(engine)
-        torch.ops.compiled_optim.step_in_graph(updated, grads, positions, number)
+        torch.ops.compiled_optim.step_in_graph(updated, grads, positions, name)
     else:
-        torch.ops.compiled_optim.step(updated, grads, positions, number)
+        torch.ops.compiled_optim.step(updated, grads, positions, name)
 
 
 # ``custom_op`` would wrap this in Python once more per dispatch key and count the versions of parameters one by one:
@@ -171,42 +232,43 @@ def _record_operator(engine: Any, gradients: Gradients, *, is_scaled: bool) -> N
 _library = torch.library.Library("compiled_optim", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
-def _step(params: list[Tensor], grads: list[Tensor], positions: list[int], optimizer: int) -> None:
-    _run_with(_optimizers[optimizer].run, params, grads, positions, optimizer)
+def _step(params: list[Tensor], grads: list[Tensor], positions: list[int], optimizer: str) -> None:
+    found = _found(optimizer, params, positions)
+    _run_with(found.run, found, params, grads, positions)
 
 
-def _step_in_graph(params: list[Tensor], grads: list[Tensor], positions: list[int], optimizer: int) -> None:
-    _run_with(_optimizers[optimizer].run_in_graph, params, grads, positions, optimizer)
+def _step_in_graph(params: list[Tensor], grads: list[Tensor], positions: list[int], optimizer: str) -> None:
+    found = _found(optimizer, params, positions)
+    _run_with(found.run_in_graph, found, params, grads, positions)
 
 
 def _run_with(
     run: Callable[[list[Tensor | None]], None],
+    optimizer: Steppable,
     params: list[Tensor],
     grads: list[Tensor],
     positions: list[int],
-    optimizer: int,
 ) -> None:
     """Update ``params``, which are those at ``positions``, ascending, of the optimizer's parameters, from ``grads``.
 
     A compiler may hand over copies of the parameters and copy them back later; they then get the new values too.
     """
-    owned = _optimizers[optimizer].params
+    owned = _at(optimizer, positions)
     given: list[Tensor | None] = [*grads]
-    if len(positions) < len(owned):
-        given = [None] * len(owned)
+    if len(positions) < len(optimizer.params):
+        given = [None] * len(optimizer.params)
         for position, grad in zip(positions, grads, strict=True):
             given[position] = grad
-        owned = [owned[position] for position in positions]
     run(given)
     _hand_over(owned, params)
 
 
-def _step_own_gradients(params: list[Tensor], optimizer: int) -> None:
+def _step_own_gradients(params: list[Tensor], optimizer: str) -> None:
     """Update ``params``, all of the optimizer's parameters, from the gradients that they have when the graph runs.
 
     For gradients that a graph cannot hold: Dynamo refuses to read sparse ones.
     """
-    owner = _optimizers[optimizer]
+    owner = _found(optimizer, params, range(len(params)))
     owner.run()
     _hand_over(owner.params, params)
 
@@ -225,9 +287,9 @@ _HOSTED = (torch.Tag.cudagraph_unsafe,)
 """Of an operator whose host's half must run every time, so that no compiler may put it into a CUDA graph."""
 
 for _schema, _run, _tags in (
-    ("step(Tensor(a!)[] params, Tensor[] grads, int[] positions, int optimizer) -> ()", _step, _HOSTED),
-    ("step_in_graph(Tensor(a!)[] params, Tensor[] grads, int[] positions, int optimizer) -> ()", _step_in_graph, ()),
-    ("step_own_gradients(Tensor(a!)[] params, int optimizer) -> ()", _step_own_gradients, _HOSTED),
+    ("step(Tensor(a!)[] params, Tensor[] grads, int[] positions, str optimizer) -> ()", _step, _HOSTED),
+    ("step_in_graph(Tensor(a!)[] params, Tensor[] grads, int[] positions, str optimizer) -> ()", _step_in_graph, ()),
+    ("step_own_gradients(Tensor(a!)[] params, str optimizer) -> ()", _step_own_gradients, _HOSTED),
 ):
     _library.define(_schema, tags=_tags)  # type: ignore[no-untyped-call]
     _name = _schema.partition("(")[0]

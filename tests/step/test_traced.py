@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import json
+import re
+import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from catalog import ruled, shifted, stacked
+from new_process import printed_by
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -175,7 +182,7 @@ def test_operator_is_well_formed(name: str) -> None:
     optimizer = co.AdamW(model.named_parameters(), lr=0.1)
     params = [p.detach() for p in model.parameters()]
     grads = [torch.ones_like(p) for p in params]
-    arguments = (params, grads, list(range(len(params))), engine_of(optimizer).number)
+    arguments = (params, grads, list(range(len(params))), engine_of(optimizer).name)
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
     torch.library.opcheck(getattr(torch.ops.compiled_optim, name).default, arguments, test_utils=checks)
 
@@ -185,7 +192,7 @@ def test_copies_of_parameters_get_the_new_values() -> None:
     optimizer = co.SGD([weight, other], lr=0.5)
     kept = other.grad = torch.ones(2)
     stand_in = weight.detach().clone()
-    torch.ops.compiled_optim.step([stand_in], [torch.ones(3)], [0], engine_of(optimizer).number)
+    torch.ops.compiled_optim.step([stand_in], [torch.ones(3)], [0], engine_of(optimizer).name)
     assert torch.equal(stand_in, torch.full((3,), 0.5))
     assert torch.equal(weight, stand_in)
     assert torch.equal(other, torch.ones(2))
@@ -199,9 +206,128 @@ def test_operator_counts_a_version_of_every_parameter_once() -> None:
     optimizer = co.SGD(params, lr=0.5)
     versions = [p._version for p in params]
     with torch.no_grad():
-        torch.ops.compiled_optim.step([params[1]], [torch.ones(3)], [1], engine_of(optimizer).number)
+        torch.ops.compiled_optim.step([params[1]], [torch.ones(3)], [1], engine_of(optimizer).name)
     assert [p._version for p in params] == [versions[0], versions[1] + 1]
     assert all(p.grad is None for p in params)
+
+
+def _step_by_hand(name: str, params: list[torch.Tensor]) -> None:
+    with torch.no_grad():
+        torch.ops.compiled_optim.step(params, [torch.ones_like(p) for p in params], [*range(len(params))], name)
+
+
+def _twins() -> tuple[list[list[nn.Parameter]], list[co.CompiledOptimizer]]:
+    params = [[nn.Parameter(torch.full((3,), i)), nn.Parameter(torch.full((2,), i))] for i in (1.0, 2.0)]
+    return params, [co.SGD(each, lr=0.5) for each in params]
+
+
+@pytest.mark.parametrize("copied", [False, True], ids=["own parameters", "copies of some"])
+@pytest.mark.parametrize("called", [0, 1])
+@pytest.mark.parametrize("given", [0, 1])
+def test_of_equal_optimizers_the_parameters_choose(given: int, called: int, copied: bool) -> None:
+    params, optimizers = _twins()
+    names = [engine_of(optimizer).name for optimizer in optimizers]
+    assert names[0] != names[1]
+    handed = [params[given][0].detach().clone() if copied else params[given][0], params[given][1]]
+    _step_by_hand(names[called], handed)
+    for i, side in enumerate(params):
+        expected = 1.0 + i - 0.5 * (i == given)
+        assert all((p == expected).all() for p in side)
+    assert all((tensor == 0.5 + given).all() for tensor in handed)
+
+
+@pytest.mark.parametrize("called", [0, 1])
+def test_of_equal_optimizers_the_name_chooses_where_all_parameters_are_copies(called: int) -> None:
+    params, optimizers = _twins()
+    names = [engine_of(optimizer).name for optimizer in optimizers]
+    copies = [p.detach().clone() for p in params[called]]
+    _step_by_hand(names[called], copies)
+    assert [side[0][0].item() for side in params] == [1.0 - 0.5 * (called == 0), 2.0 - 0.5 * (called == 1)]
+    del optimizers[called]
+    with pytest.raises(RuntimeError, match=re.escape(f"compiled for the optimizer [{names[called]}], but it is not in")):
+        _step_by_hand(names[called], copies)
+    assert [side[0][0].item() for side in params] == [1.0 - 0.5 * (called == 0), 2.0 - 0.5 * (called == 1)]
+
+
+def test_parameters_of_another_optimizer_are_refused() -> None:
+    (mine, others), (optimizer, _) = _twins()
+    others[1].data = torch.ones(7)
+    name = engine_of(optimizer).name
+    late = nn.Parameter(torch.ones(3))
+    other = co.Lion([("late", late), *((f"{i}", p) for i, p in enumerate(mine[1:]))], lr=0.5)
+    with pytest.raises(RuntimeError, match=r"the parameters are another optimizer's; there are: .*Lion of late") as raised:
+        _step_by_hand(name, [late, mine[1]])
+    assert all(engine_of(each).name in str(raised.value) for each in (optimizer, other))
+    assert all((p == 1).all() for p in (late, *mine))
+
+
+def test_a_name_says_what_the_optimizer_is() -> None:
+    def named(optimizer: co.CompiledOptimizer) -> str:
+        engine_of(optimizer).current()
+        return engine_of(optimizer).name
+
+    first = co.AdamW(_model().named_parameters(), lr=0.1)
+    before = named(first)
+    assert before.startswith("AdamW of 0.weight (8, 4), 4 in all, ")
+    others = [
+        co.SGD(_model().named_parameters()),
+        co.AdamW(_model().double().named_parameters()),
+        co.AdamW(_model().parameters()),
+        co.AdamW(_model(bias=False).named_parameters()),
+    ]
+    again = copy.deepcopy(first)
+    assert len({named(each) for each in (first, again, *others)}) == 6
+    assert all(named(each).endswith(" #0") for each in others)
+    assert named(again) == before.replace(" #0", " #1")
+    reference = weakref.ref(engine_of(first))
+    gc.disable()
+    try:
+        del first
+        assert reference() is None
+    finally:
+        gc.enable()
+    again.param_groups[0].update(lr=0.3, betas=(0.1, 0.2))
+    again.load_state_dict(again.state_dict())
+    again.max_grad_norm = 0.5
+    again.step()
+    assert named(again) == before.replace(" #0", " #1")
+    assert named(co.AdamW(_model().named_parameters(), lr=0.2)) == before
+    again.add_param_group({"params": [("late", nn.Parameter(torch.ones(2)))]})
+    assert named(again).startswith("AdamW of 0.weight (8, 4), 5 in all, ")
+
+
+def test_names_that_change_cost_a_compile_and_step_the_right_one() -> None:
+    counter = CompileCounterWithBackend("aot_eager")  # which hands over copies
+    optimizers = [co.AdamW(_model().named_parameters(), lr=0.1) for _ in range(2)]
+    twins = copy.deepcopy(optimizers)
+
+    def step(optimizer: co.CompiledOptimizer) -> None:
+        optimizer.step()
+
+    compiled = torch.compile(step, backend=counter, fullgraph=True)
+    for i in range(4):
+        for ours, twin in zip(optimizers, twins, strict=True):
+            if i == 2:
+                for each in (ours, twin):
+                    each.add_param_group({"params": [("late", nn.Parameter(torch.ones(2)))]})
+            owned = [[p for group in each.param_groups for p in group["params"]] for each in (ours, twin)]
+            for j, pair in enumerate(zip(*owned, strict=True)):
+                for p in pair:
+                    p.grad = torch.full_like(p, 1.0 + i * j)
+            compiled(ours)
+            twin.step()
+            for p, q in zip(*owned, strict=True):
+                torch.testing.assert_close(p, q)
+    assert counter.frame_count == 4
+
+
+def test_a_kept_step_in_a_process_with_other_optimizers(tmp_path: Path) -> None:
+    place = str(tmp_path / "step")
+    printed_by("kept_step", KEPT_STEP=place)
+    found = json.loads(printed_by("kept_step", KEPT_STEP=place))
+    assert found["trained"]
+    assert found["stay"] == [True, True, True]
+    assert re.match(r"this code was compiled for the optimizer \[AdamW of .* but the parameters are another", found["error"])
 
 
 def _reads(optimizer: co.CompiledOptimizer) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
