@@ -65,6 +65,11 @@ def pointer_offset() -> int | None:
     return found[0] if len(found) == 1 else None
 
 
+def fuses_means_with_lists() -> bool:
+    """Whether Inductor compiles sums over tensors beside operations over lists: torch 2.11 fails to reorder their loops."""
+    return tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
+
+
 def build_identity() -> str:
     """A text that differs between two builds of torch, also of one version."""
     built = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
