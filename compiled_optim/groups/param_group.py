@@ -68,7 +68,6 @@ class ParamGroup(WatchedDict[str, Any]):
         others: the optimizer's other groups, with which this one may share adopted tensors.
 
     A write with ``dict.__setitem__(group, key, value)`` goes past this class, and is noticed when the key is read.
-
     A hyperparameter that is already a floating tensor on ``device`` is adopted: later in-place writes by its owner are seen,
     by all groups that got it. A group that is assigned that hyperparameter then has a tensor of its own.
 
@@ -302,9 +301,8 @@ class ParamGroup(WatchedDict[str, Any]):
                 is_here = any(n is number for numbers in self._numbers.values() for n in numbers)
                 number.groups.update({id(self): self}) if is_here else number.groups.pop(id(self), None)
         tensors = tuple(number.tensor for number in held)
-        live, vectors = self.for_compiled_code
-        live[key] = tensors if self._hypers[key].is_tuple else tensors[0]
-        vectors[key] = tuple(tensor.detach().view(1) for tensor in tensors)
+        self.for_compiled_code[0][key] = tensors if self._hypers[key].is_tuple else tensors[0]
+        self.for_compiled_code[1][key] = tuple(tensor.detach().view(1) for tensor in tensors)
         if shown or (shown is None and (type(dict.get(self, key)) is Numbers or not before)):
             super().set_quietly(key, held)
         for follower in self.followers:
@@ -347,7 +345,6 @@ class ParamGroup(WatchedDict[str, Any]):
             )
 
     # A dict reads its own entries past __getitem__, also for dict(group) unless there is an __iter__ of the class.
-
     def __iter__(self) -> Iterator[str]:
         return super().__iter__()
 
