@@ -259,7 +259,7 @@ class CompiledOptimizer(UsesGradients, Declared, Optimizer):
             self._engine.current()
             if name not in self._engine.live[position(group, len(self._engine.live))]:
                 raise KeyError(no_hyperparameter(type(self), name))
-            self._engine.holdings.hand_out(name)
+            self._engine.holdings.own_groups[group].tensors(name)
         value: Tensor | tuple[Tensor, ...] = self._engine.live[group][name]
         return value
 

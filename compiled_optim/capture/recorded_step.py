@@ -170,6 +170,6 @@ def _hypers_of(optimizer: CompiledOptimizer) -> dict[str, Tensor]:
         for i, group in enumerate(optimizer.param_groups)
         for name in names
         if (i, name) not in scheduled
-        for tensors in (group.tensors(name),)  # type: ignore[attr-defined]
+        for tensors in (group.read_only(name),)  # type: ignore[attr-defined]
         for k, tensor in enumerate(tensors)
     }

@@ -83,7 +83,7 @@ def _numbers(group: ParamGroup, key: str, value: Any) -> Any:
         elements = tuple(value) if isinstance(value, (tuple, list)) else (value,)
     plain = tuple(None if e is None else as_number(e, what, finite=False) for e in elements)
     numbers = plain if isinstance(value, (tuple, list)) else plain[0]
-    for tensor, number in zip(group.tensors(key), group.validated(key, numbers), strict=True):
+    for tensor, number in zip(group.read_only(key), group.validated(key, numbers), strict=True):
         check_writable(tensor, what, (), number)
     return numbers
 

@@ -48,8 +48,8 @@ class Writes(NamedTuple):
         filled = [
             tensor
             for index, values in self.group_values.items()
-            for key in values.keys() & groups[index].live.keys()
-            for tensor in groups[index].tensors(key)
+            for key in values.keys() & groups[index].for_compiled_code[0].keys()
+            for tensor in groups[index].read_only(key)
         ]
         return filled + [target for target, source in self.copies if not is_same(target, source)]
 

@@ -30,6 +30,7 @@ class Live:
     Attributes:
         groups: those that an adopted tensor stands in, by their ids.
         changes: where to report that the number became 0 or ceased to be; None where that shapes no step.
+        is_handed_out: whether somebody has the tensor, and may write to it without a report.
         is_driven: whether the device writes the number by itself, in a step or a graph, so that the host never knows it.
     """
 
@@ -39,6 +40,7 @@ class Live:
         self.groups: WeakValueDictionary[int, Any] = WeakValueDictionary()
         self.changes: Changes | None = None
         self.is_driven = False
+        self.is_handed_out = is_adopted
         self._on_host = tensor.device.type == "cpu" and "cpu" not in CAPTURING and type(tensor) is Tensor
         self._found: tuple[int, Any] = (-1, None)  # where the tensor lay, and its number there
         self._written = number
@@ -93,6 +95,17 @@ class Live:
         if self.is_driven or is_driven:
             self._written = None
         self.is_driven = is_driven
+
+    @property
+    def nonzero(self) -> bool:
+        """Whether the number may differ from 0: unless a Python 0 was written, and nothing since. The device is not read."""
+        return self.written != 0 or self.number not in (0, None)
+
+    def hand_out(self) -> None:
+        """Note that somebody gets the tensor."""
+        if self.changes is not None and not self.is_handed_out:
+            self.changes.pending |= self.changes.is_guarded
+        self.is_handed_out = True
 
     def write(self, value: float | Tensor) -> None:
         """Let the number be ``value``, which may be a 1-element tensor on any device, by one operation on the device."""

@@ -68,15 +68,13 @@ class ParamGroup(WatchedDict[str, Any]):
         others: the optimizer's other groups, with which this one may share adopted tensors.
 
     A write with ``dict.__setitem__(group, key, value)`` goes past this class, and is noticed when the key is read.
-
     A hyperparameter that is already a floating tensor on ``device`` is adopted: later in-place writes by its owner are seen,
     by all groups that got it. A group that is assigned that hyperparameter then has a tensor of its own.
 
     Attributes:
-        live: the tensors of the hyperparameters, 0-dim and of :func:`scalar_dtype` unless adopted: one tensor, or a tuple
-            of them, by name. Compiled code can read this dict.
-        vectors: the same tensors as vectors of one element: torch 2.13 traces a float64 of the CPU as a Python number.
-        followers: called, for as long as they exist, when a tensor in ``live`` was replaced.
+        for_compiled_code: the tensors of hyperparameters by name, to be read only: in one dict a 0-dim tensor, or a tuple of
+            them; in the other vectors of one element, since torch 2.13 traces a float64 of the CPU as a Python number.
+        followers: called, for as long as they exist, when a tensor was replaced.
         out_of_range: what is wrong with numbers that were written, by key and index. Schedulers write such numbers after the
             last step, and no other: so the step that would use one refuses it.
     """
@@ -93,8 +91,7 @@ class ParamGroup(WatchedDict[str, Any]):
     ) -> None:
         super().__init__(changes=changes)
         self.label = label
-        self.live: dict[str, Any] = {}
-        self.vectors: dict[str, tuple[Tensor, ...]] = {}
+        self.for_compiled_code: tuple[dict[str, Any], dict[str, tuple[Tensor, ...]]] = {}, {}
         self.followers: weakref.WeakSet[Follower] = weakref.WeakSet()
         self.out_of_range: dict[tuple[str, int], str] = {}
         self._check = check
@@ -106,7 +103,8 @@ class ParamGroup(WatchedDict[str, Any]):
         self._is_meta = {p.is_meta for p in values["params"]} == {True}
         self._numbers: dict[str, Numbers] = {}
         self._itself = weakref.ref(self)
-        adopted = functools.cache(lambda: _adopted(others))
+        given = (n for g in others for numbers in g._numbers.values() for n in numbers if n.is_adopted)
+        adopted = functools.cache(lambda: {address(n.tensor): n for n in given})
         for key, value in values.items():
             if key not in self._hypers or (value is not None and is_own(self._hypers[key], value, values)):
                 self.set_quietly(key, value)
@@ -143,7 +141,13 @@ class ParamGroup(WatchedDict[str, Any]):
         return value
 
     def tensors(self, key: str) -> tuple[Tensor, ...]:
-        """The tensors of one hyperparameter: one for each number that it holds."""
+        """The tensors of one hyperparameter, one for each number that it holds, for somebody who may write to them."""
+        for number in self._held(key):
+            number.hand_out()
+        return self.read_only(key)
+
+    def read_only(self, key: str) -> tuple[Tensor, ...]:
+        """As :meth:`tensors`, for somebody who reports what he writes."""
         return tuple(number.tensor for number in self._held(key))
 
     def unshown(self) -> dict[str, Any]:
@@ -161,12 +165,12 @@ class ParamGroup(WatchedDict[str, Any]):
             self._numbers[key][0].write(value)
 
     def nonzero(self, key: str) -> bool:
-        """Whether a hyperparameter of one number may differ from 0. The device is not read.
+        """:attr:`Live.nonzero` of a hyperparameter of one number."""
+        return self._held(key)[0].nonzero
 
-        The hyperparameter counts as 0 only if a Python 0 was assigned and nothing was written into its tensor since.
-        """
-        live = self._held(key)[0]
-        return live.written != 0 or live.number not in (0, None)
+    def is_unreported(self, key: str) -> bool:
+        """Whether a hyperparameter of one number counts as 0, and somebody may write another one without a report."""
+        return self._held(key)[0].is_handed_out and not self.nonzero(key)
 
     def drive(self, key: str, *, begin: bool) -> None:
         """Note that the device begins, or has ceased, to write a hyperparameter by itself; no user's tensor is used then."""
@@ -316,8 +320,8 @@ class ParamGroup(WatchedDict[str, Any]):
                 is_here = any(n is number for numbers in self._numbers.values() for n in numbers)
                 number.groups.update({id(self): self}) if is_here else number.groups.pop(id(self), None)
         tensors = tuple(number.tensor for number in held)
-        self.live[key] = tensors if self._hypers[key].is_tuple else tensors[0]
-        self.vectors[key] = tuple(tensor.detach().view(1) for tensor in tensors)
+        self.for_compiled_code[0][key] = tensors if self._hypers[key].is_tuple else tensors[0]
+        self.for_compiled_code[1][key] = tuple(tensor.detach().view(1) for tensor in tensors)
         if shown or (shown is None and (type(dict.get(self, key)) is Numbers or not before)):
             super().set_quietly(key, held)
         for follower in self.followers:
@@ -360,7 +364,6 @@ class ParamGroup(WatchedDict[str, Any]):
             )
 
     # A dict reads its own entries past __getitem__, also for dict(group) unless there is an __iter__ of the class.
-
     def __iter__(self) -> Iterator[str]:
         return super().__iter__()
 
@@ -412,8 +415,3 @@ class ParamGroup(WatchedDict[str, Any]):
 
     def __repr__(self) -> str:
         return repr(dict(self))
-
-
-def _adopted(groups: Iterable[ParamGroup]) -> dict[int, Live]:
-    """The numbers in tensors that users gave to ``groups``, by the tensors' addresses."""
-    return {address(n.tensor): n for g in groups for ns in g._numbers.values() for n in ns if n.is_adopted}

@@ -6,7 +6,7 @@ All of it is data on the device: nothing recompiles when it changes, and a step 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,9 @@ from compiled_optim.torch_internals import outside_inference_mode
 
 NAMES = ("max_grad_norm", "grad_scale", "found_inf", "skip_nonfinite")
 """The numbers of one step, in the order in which kernels and :func:`~compiled_optim.lowering.gradient.scaled` take them."""
+
+CHOSEN = ("max_grad_norm", "skip_nonfinite")
+"""Those that users assign; the others are a gradient scaler's, in the steps that it calls."""
 
 _NEUTRAL = {"max_grad_norm": math.inf, "grad_scale": 1.0, "found_inf": 0.0, "skip_nonfinite": 0.0}
 
@@ -89,8 +92,8 @@ class Clipping:
 
     @property
     def chosen(self) -> list[Tensor | None]:
-        """The tensors of what users assigned, ``max_grad_norm`` and ``skip_nonfinite``; None where there is none."""
-        return [self._values.get("max_grad_norm"), self._values.get("skip_nonfinite")]
+        """The tensors of :data:`CHOSEN`; None where there is none."""
+        return [self._values.get(name) for name in CHOSEN]
 
     @property
     def scaler(self) -> tuple[Any, Any]:
@@ -100,21 +103,19 @@ class Clipping:
     @property
     def measures_norm(self) -> bool:
         """Whether a step needs the norm of all gradients."""
-        return "max_grad_norm" in self._values or "skip_nonfinite" in self._values
+        return any(name in self._values for name in CHOSEN)
 
     @property
     def idle(self) -> bool:
         """Whether a step uses its gradients as they are."""
         return not self._values
 
-    def tensors(self, device: torch.device) -> list[Tensor]:
-        """The numbers called ``NAMES``; those that nobody set are neutral ones on ``device``."""
+    def tensors(self, device: torch.device, names: Sequence[str] = NAMES) -> list[Tensor]:
+        """The numbers called ``NAMES``; those that nobody set, or that are none of ``names``, are neutral on ``device``."""
         if device not in self._neutral:
             self._neutral[device] = {name: scalar(value, device) for name, value in _NEUTRAL.items()}
-        neutral = self._neutral[device]
-        if self.idle:
-            return list(neutral.values())
-        return [_plain(self._values.get(name, neutral[name])) for name in NAMES]
+        given = {name: _plain(self._values[name]) for name in names if name in self._values}
+        return list({**self._neutral[device], **given}.values())
 
     def outcome(self, device: torch.device) -> Tensor:
         """A (3,) float64 tensor on ``device`` that the step writes: norm, whether it was skipped, how many were skipped."""

@@ -147,7 +147,7 @@ class Plan:
     def memory(self) -> list[object]:
         """What holds the memory of state and hyperparameters, also once somebody gave such a tensor other memory."""
         tensors = [t for m in self.members for t in m.entries.values()]
-        tensors += [t for group in self.groups for h in self.hypers for t in group.tensors(h.name)]
+        tensors += [t for group in self.groups for h in self.hypers for t in group.read_only(h.name)]
         return [t.untyped_storage() for t in tensors if has_memory(t)]
 
     def read(self, grads: list[Tensor | None] | None, *, state: bool, keep_alive: bool) -> bool:
@@ -299,7 +299,7 @@ def partition(
     found: list[tuple[Member, dict[str, Any]]] = []
     by_short_name = ignores_prefixes(rule.scales, groups)
     for i, group in enumerate(groups):
-        initial = initial_values(rule, ChainMap(group.live, group))
+        initial = initial_values(rule, ChainMap(group.for_compiled_code[0], group))
         begun = {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in initial.items()}
         for param, j in parameters_of(group).items():
             is_needed = grad_of(param) is not None

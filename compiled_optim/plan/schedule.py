@@ -25,12 +25,12 @@ class Schedules:
         self.functions: dict[tuple[int, str], tuple[Hyper, Schedule]] = {}
         self._groups: Sequence[ParamGroup] = ()
         self._counts: list[Tensor] = []
-        self._scheduled: list[tuple[int, str]] = []
+        self.scheduled: list[tuple[int, str]] = []  # what steps write
 
     def copy(self) -> Schedules:
         """The same schedules, before they follow any group."""
         other = Schedules()
-        other.functions, other._scheduled = dict(self.functions), self._scheduled
+        other.functions, other.scheduled = dict(self.functions), self.scheduled
         return other
 
     def set(self, index: int, group: ParamGroup, hyper: Hyper, function: Schedule | None) -> None:
@@ -53,7 +53,7 @@ class Schedules:
                 "it must not look at the value of the step count: torch.where instead of if, torch.cos instead of math.cos"
             )
             raise ValueError(f"{where} cannot run on the device: {advice} ({error})") from error
-        first_step = scalar(1, group.tensors(hyper.name)[0].device)
+        first_step = scalar(1, group.read_only(hyper.name)[0].device)
         values, again = ([float(v) for v in hyper.elements(function(first_step), where)] for _ in range(2))
         for i, value in enumerate(values):
             hyper.check(value, i, where)
@@ -66,32 +66,35 @@ class Schedules:
             )
         self.functions[index, hyper.name] = hyper, function
 
-    def follow(self, groups: Sequence[ParamGroup], plans: Sequence[Plan]) -> None:
-        """Write into the tensors of ``groups`` from now on, by the step counts of ``plans``."""
+    def follow(self, groups: Sequence[ParamGroup]) -> None:
+        """Write into the tensors of ``groups`` from now on; plans that are made of these later expect any number there."""
         self._groups = groups
-        self._counts = [block[0] for plan in plans for block in plan.scalar_blocks]
-        for index, name in self._scheduled:
+        for index, name in self.scheduled:
             if index < len(groups):
                 groups[index].drive(name, begin=False)
-        self._scheduled = [(i, name) for i, name in self.functions if plans and i < len(groups)]
-        for index, name in self._scheduled:
+        self.scheduled = [(i, name) for i, name in self.functions if i < len(groups)]
+        for index, name in self.scheduled:
             groups[index].drive(name, begin=True)
+
+    def count(self, plans: Sequence[Plan]) -> None:
+        """Go by the step counts of ``plans`` from now on."""
+        self._counts = [block[0] for plan in plans for block in plan.scalar_blocks]
 
     def evaluate(self) -> None:
         """Write the values for the next step into the groups' tensors, whatever was assigned. The host waits for nothing."""
-        if self._scheduled:
-            self.write(self._counts, {where: self._groups[where[0]].tensors(where[1]) for where in self._scheduled})
+        if self.scheduled:
+            self.write(self._counts, {where: self._groups[where[0]].read_only(where[1]) for where in self.scheduled})
 
     def write(self, counts: Sequence[Tensor], tensors: Mapping[tuple[int, str], Sequence[Tensor]]) -> None:
         """Write the values for the step after ``counts``, step counts on one or more devices, into ``tensors``.
 
         These are the tensors of hyperparameters by group and name, of which those that have no schedule stay.
         """
-        if not self._scheduled:
+        if not (self.scheduled and counts):
             return
         device = counts[0].device
         count = torch.stack([steps.amax().to(device) for steps in counts]).amax() + 1
-        for where in self._scheduled:
+        for where in self.scheduled:
             hyper, function = self.functions[where]
             values = hyper.elements(function(count), f"the schedule of {hyper.name}")
             for tensor, value in zip(tensors[where], values, strict=True):

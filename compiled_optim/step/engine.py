@@ -218,15 +218,19 @@ class Engine:
                 self._in_graphs = weakref.ref(step)
             return fits
 
-    def settle_inlined(self) -> bool:
-        """Make the step current, and :attr:`inlined` of it. Whether compiled code can hold that."""
+    def settle_inlined(self, present: Sequence[int]) -> bool:
+        """Make the step current, and :attr:`inlined` of it. Whether compiled code can hold that.
+
+        ``present`` are the positions of the parameters that have a gradient.
+        """
         with self.lock:
             if self.release is not None or self.launcher is not None or self.holdings.accumulated.was_on:
                 return False
             self.check_numbers()
             step = self.current()
-            if not step.describes([None] * len(step.params)):  # a parameter or its state moved
-                self.renew()
+            given = [p if i in {*present} else None for i, p in enumerate(step.params)]  # for gradients, which are fake
+            if step.wakes(given) or not step.describes([None] * len(given)):  # or a parameter or its state moved
+                self.renew(given)
                 step = self.current()
             inlined = step.inlined(self.clipping)
             if isinstance(inlined, str):

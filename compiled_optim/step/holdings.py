@@ -47,7 +47,6 @@ class Holdings:
         self.aliases: dict[str, str] = {}  # further names of tied parameters -> the names that were kept
         self.state = self.new_state()
         self.hands_out_state = False  # whether somebody may hold state tensors, and so give them other memory
-        self._writable: set[str] = set()  # hyperparameters that shape steps, and that somebody has the tensors of
         self.schedules = Schedules()
         self.accumulated = AccumulatedSteps(kind)
         self.clipping = Clipping(torch.device("cpu"))
@@ -234,15 +233,10 @@ class Holdings:
             for g in self.groups
         ]
 
-    def hand_out(self, name: str) -> None:
-        """Note that somebody gets the tensors of a hyperparameter, and may write to them without a report."""
-        if name in self.kind.declaration.structural_hypers and name not in self._writable:
-            self._writable.add(name)
-            self.changes.pending |= self.changes.is_guarded
-
     def unreported(self) -> str:
         """The name of a hyperparameter that steps now do without, and that may cease to be 0 without a report, if any."""
-        return next((n for n in sorted(self._writable) if not all(g.nonzero(n) for g in self.own_groups)), "")
+        names = self.kind.declaration.structural_hypers
+        return next((name for group in self.own_groups for name in names if group.is_unreported(name)), "")
 
     def save(self, flags: Mapping[str, Any]) -> dict[str, Any]:
         """The state dict, with the values of ``flags`` for run-time flags."""

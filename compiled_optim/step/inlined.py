@@ -14,7 +14,7 @@ from torch import Tensor
 from compiled_optim.lowering.gradient import square_sum
 from compiled_optim.lowering.torch_ops import inlined
 from compiled_optim.lowering.torch_ops.inlined import InlinedPlan
-from compiled_optim.plan.clipping import Clipping
+from compiled_optim.plan.clipping import CHOSEN, Clipping
 from compiled_optim.plan.plan import Plan
 from compiled_optim.plan.schedule import Schedules
 
@@ -35,9 +35,10 @@ class InlinedStep:
 
     Attributes:
         tensors: those that it reads and writes besides parameters, gradients, hyperparameters and clipping.
-        hypers: which hyperparameters it reads: the indices of their groups, and their names.
-        clipping: the numbers called :data:`~compiled_optim.plan.clipping.NAMES`, as vectors of one element; none
-            where gradients are used as they are.
+        hypers: which hyperparameters it reads or writes: the indices of their groups, and their names.
+        clipping: the numbers called :data:`~compiled_optim.plan.clipping.NAMES`, as vectors of one element; those of a
+            gradient scaler are neutral, since each step that one calls has tensors of its own.
+        clips: whether users assigned one of them, so that steps without a scaler use them too.
     """
 
     def __init__(
@@ -46,10 +47,11 @@ class InlinedStep:
         self._plans = [InlinedPlan(plan, clipping) for plan in plans]
         self._positions = positions
         self._schedules = schedules
-        self._measures = clipping.measures_norm
+        self.clips = clipping.measures_norm
         self._chosen = clipping.chosen
-        self.hypers = list(dict.fromkeys(where for plan in self._plans for where in plan.hypers))
-        self.clipping = [] if clipping.idle else [t.view(1) for t in clipping.tensors(plans[0].device)]
+        used = [where for plan in self._plans for where in plan.hypers]
+        self.hypers = list(dict.fromkeys([*used, *schedules.scheduled]))
+        self.clipping = [t.view(1) for t in clipping.tensors(plans[0].device, CHOSEN)]
         self._outcome = clipping.outcome(plans[0].device)
         self.tensors = [self._outcome, *(t for plan in self._plans for t in plan.tensors)]
 
@@ -68,7 +70,8 @@ class InlinedStep:
         """Update those of ``params`` that have a gradient.
 
         There is a parameter and an entry of ``grads`` for each of the optimizer's parameters. The others stand for the
-        attributes of these names; of a hyperparameter there are one or more numbers.
+        attributes of these names; of a hyperparameter there are one or more numbers. ``clipping`` is empty where gradients
+        are used as they are.
         """
         outcome, *rest = tensors
         values = dict(zip(self.hypers, hypers, strict=True))
@@ -77,7 +80,7 @@ class InlinedStep:
             given.append(rest[: len(plan.tensors)])
             rest = rest[len(plan.tensors) :]
         self._schedules.write([plan.counts(own) for plan, own in zip(self._plans, given, strict=True)], values)
-        total = square_sum(grads, outcome.device) if self._measures else None
+        total = square_sum(grads, outcome.device) if self.clips else None
         for plan, own, places in zip(self._plans, given, self._positions, strict=True):
             own_params, own_grads = [params[i] for i in places], [grads[i] for i in places]
             plan.run(own_params, own_grads, own, values, clipping, outcome, total)

@@ -45,8 +45,8 @@ class Step:
         self._holdings = holdings
         self.identity = str(next(_identities))
         self.params: list[Tensor] = list(dict.fromkeys(p for g in holdings.own_groups for p in g["params"]))
-        self.live = [g.live for g in holdings.own_groups]  # hyperparameters in dicts that compiled code can read
-        self.vectors = [g.vectors for g in holdings.own_groups]
+        self.live = [g.for_compiled_code[0] for g in holdings.own_groups]
+        self.vectors = [g.for_compiled_code[1] for g in holdings.own_groups]
         self.is_recorded = False  # whether a runner captures steps now, so that none is taken
         self._shapes = holdings.shapes()
 
@@ -76,6 +76,10 @@ class Step:
     def describes(self, grads: list[Tensor | None] | None) -> bool:
         """Look at all parameters and gradients, their own or ``grads``; whether the step can be taken with them."""
         return True
+
+    def wakes(self, grads: list[Tensor | None] | None) -> bool:
+        """Whether a parameter without state has a gradient, so that the step must be made anew."""
+        return False
 
     def obstacle(self, grads: list[Tensor | None] | None, clipping: tuple[Any, ...]) -> str:
         """Why a graph that is being captured cannot hold this step; empty if it can."""
@@ -159,8 +163,9 @@ class RuleStep(Step):
     """The step of an optimizer that has a rule: plans, each with a lowering that runs it."""
 
     def __init__(self, holdings: Holdings, clipping: tuple[Any, ...], grad_of: Callable[[Tensor], Tensor | None]) -> None:
-        super().__init__(holdings, clipping, grad_of)
         groups = holdings.own_groups
+        holdings.schedules.follow(groups)
+        super().__init__(holdings, clipping, grad_of)
         if holdings.accumulated.was_on:
             holdings.accumulated.check(groups)
         plans = partition(holdings.accumulated.rule, groups, holdings.state, grad_of)
@@ -180,7 +185,7 @@ class RuleStep(Step):
             plan.settle(None)
         self._report_shared_memory(plans)
         self._schedules = holdings.schedules
-        self._schedules.follow(groups, plans)
+        self._schedules.count(plans)
         self._square_sums: SquareSums | None = None
         for param in self.params:
             if can_capture(param.device) and not isinstance(param, torch.nn.Parameter):  # those stay by themselves
@@ -228,14 +233,13 @@ class RuleStep(Step):
 
     def describes(self, grads: list[Tensor | None] | None) -> bool:
         """Whether the plans still describe parameters and gradients; a parameter without state has none."""
-        if self._wakes(grads):
+        if self.wakes(grads):
             return False
         state, runs_user_code = self._holdings.hands_out_state, bool(self._schedules.functions)
         by_plan = zip(self.lowerings, self._by_plan(grads), strict=True)
         return all([lowering.plan.read(own, state=state, keep_alive=runs_user_code) for lowering, own in by_plan])
 
-    def _wakes(self, grads: list[Tensor | None] | None) -> bool:
-        """Whether a parameter without state has a gradient."""
+    def wakes(self, grads: list[Tensor | None] | None) -> bool:
         return any((self.params[i].grad if grads is None else grads[i]) is not None for i in self._stateless)
 
     def _by_plan(self, grads: list[Tensor | None] | None) -> Sequence[list[Tensor | None] | None]:
@@ -254,7 +258,7 @@ class RuleStep(Step):
         if reason:
             return reason
         made = self._inlined
-        if made is None or not made.follows(self._clipping) or self._clipping.idle == bool(made.clipping):
+        if made is None or not made.follows(self._clipping):
             made = InlinedStep(plans, self._positions, self._clipping, self._schedules)
             hypers = [vector for group, name in made.hypers for vector in self.vectors[group][name]]
             for tensor in (*made.tensors, *made.clipping, *hypers):
@@ -321,7 +325,7 @@ class RuleStep(Step):
         clips = clipping[0] is not None or clipping[-1]
         reasons = {
             "groups or state changed since the last step": not self.is_current(),
-            "a parameter got its first gradient": self._wakes(grads),
+            "a parameter got its first gradient": self.wakes(grads),
             "its kernels are not compiled yet": not self._is_compiled,
             "clipping was switched on or off": clips != (self._square_sums is not None),
             "max_grad_norm or skip_nonfinite was assigned": not self._clipping.are_tensors(*clipping),

@@ -50,8 +50,14 @@ class Steppable(Protocol):
     def inlined(self) -> InlinedStep | None:
         """The step as a function of tensors, if compiled code holds that."""
 
-    def settle_inlined(self) -> bool:
-        """Make :attr:`step` current, and :attr:`inlined` of it where compiled code can hold that. Whether it can."""
+    def current(self) -> object:
+        """:attr:`step`, made anew if groups or state changed."""
+
+    def settle_inlined(self, present: Sequence[int]) -> bool:
+        """Make :attr:`step` current, and :attr:`inlined` of it where compiled code can hold that. Whether it can.
+
+        ``present`` are the positions of the parameters that have a gradient.
+        """
 
     def settle_for_graphs(self) -> bool:
         """Make :attr:`step` current, and all that it needs where a compiler's CUDA graph can hold it. Whether one can."""
@@ -142,10 +148,16 @@ def settle(key: str) -> bool:
 
 
 @called_while_tracing
-def settle_inlined(key: str) -> bool:
+def settle_groups(key: str) -> None:
+    """:meth:`Steppable.current`."""
+    _optimizers[int(key)].current()
+
+
+@called_while_tracing
+def settle_inlined(key: str, present: Sequence[int]) -> bool:
     """:meth:`Steppable.settle_inlined`."""
     let_compilers_trace(run_inlined)
-    return _optimizers[int(key)].settle_inlined()
+    return _optimizers[int(key)].settle_inlined(present)
 
 
 @called_while_tracing
@@ -160,25 +172,28 @@ def record_step(engine: Any, gradients: Gradients, scaler: tuple[Tensor | None, 
     ``found_inf`` of a gradient scaler that calls the step, with tensors that are other ones each time.
     """
     mend_tracing()
-    if settle_inlined(engine.key):
-        _record_operations(engine, scaler)
+    settle_groups(engine.key)
+    # Dynamo refuses to read sparse gradients; no step with such is inlined.
+    positions = [] if gradients == "sparse" else [i for i, p in enumerate(engine.params) if p.grad is not None]
+    is_scaled = scaler[0] is not None or scaler[1] is not None
+    if settle_inlined(engine.key, positions):
+        _record_operations(engine, positions, scaler, is_scaled=is_scaled)
     else:
-        _record_operator(engine, gradients, is_scaled=scaler[0] is not None or scaler[1] is not None)
+        _record_operator(engine, gradients, positions, is_scaled=is_scaled)
 
 
-def _record_operations(engine: Any, scaler: tuple[Tensor | None, Tensor | None]) -> None:
+def _record_operations(
+    engine: Any, positions: list[int], scaler: tuple[Tensor | None, Tensor | None], *, is_scaled: bool
+) -> None:
     _guard(engine)
     inlined, owned = engine.inlined, engine.params
-    positions = [i for i, p in enumerate(owned) if p.grad is not None]
     grads = [traced_part(owned[i].grad, owned[i]) for i in positions]
     params = [traced_part(p, p) for p in owned]
     hypers = [engine.step.vectors[group][name] for group, name in inlined.hypers]
-    clipping = inlined.clipping
-    if clipping:
-        max_grad_norm, grad_scale, found_inf, skip_nonfinite = clipping
-        grad_scale = grad_scale if scaler[0] is None else scaler[0]
-        found_inf = found_inf if scaler[1] is None else scaler[1]
-        clipping = [max_grad_norm, grad_scale, found_inf, skip_nonfinite]
+    clipping = []
+    if inlined.clips or is_scaled:
+        given = (None, *scaler, None)
+        clipping = [own if new is None else new for own, new in zip(inlined.clipping, given, strict=True)]
     run_inlined(params, grads, positions, inlined.tensors, hypers, clipping, engine.name)
 
 
@@ -210,13 +225,12 @@ def _guard(engine: Any) -> None:
         raise RuntimeError("the step changed while it was traced")
 
 
-def _record_operator(engine: Any, gradients: Gradients, *, is_scaled: bool) -> None:
+def _record_operator(engine: Any, gradients: Gradients, positions: list[int], *, is_scaled: bool) -> None:
     stays = settle(engine.key)
     owned, name = engine.params, engine.name
     if gradients == "sparse":
         torch.ops.compiled_optim.step_own_gradients(owned, name)
         return
-    positions = [i for i, p in enumerate(owned) if p.grad is not None]
     params = [owned[i] for i in positions]
     grads = [traced_part(p.grad, p) for p in params]
     updated = [traced_part(p, p) for p in params]

@@ -89,6 +89,21 @@ def test_a_skipped_step_does_not_advance_the_schedule() -> None:
     assert optimizer.hyperparameters()[0]["lr"] == pytest.approx(0.2)
 
 
+@pytest.mark.parametrize("lowering", LOWERINGS)
+def test_a_momentum_that_was_zero_is_scheduled_from_the_first_step(lowering: str) -> None:
+    """It asks for a buffer, which a step without momentum has not."""
+    param, twin = (torch.nn.Parameter(torch.ones(3, dtype=torch.float64)) for _ in range(2))
+    optimizer, reference = co.SGD([param], lr=0.3, lowering=lowering), torch.optim.SGD([twin], lr=0.3, momentum=0.0)
+    for step in range(1, 6):
+        if step == 3:
+            optimizer.schedule(momentum=lambda step: 0.9 / step)
+        reference.param_groups[0]["momentum"] = 0.9 / step if step >= 3 else 0.0
+        param.grad, twin.grad = (torch.full_like(param, step) for _ in range(2))
+        optimizer.step()
+        reference.step()
+        torch.testing.assert_close(param.detach(), twin.detach(), rtol=1e-12, atol=0)
+
+
 def test_schedules_go_on_after_loading_and_in_copies() -> None:
     params, twins, others = (parameters(torch.float32) for _ in range(3))
     optimizer, twin = (co.AdamW(ps, lr=1.0) for ps in (params, twins))

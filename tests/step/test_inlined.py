@@ -214,6 +214,20 @@ def test_a_change_is_followed(change: str) -> None:
     assert counter.frame_count == 1 + (change in REPLACES)
 
 
+def test_a_group_that_has_no_state_is_scheduled() -> None:
+    ours, twin = sides(adamw, "eager")
+    for side in (ours, twin):
+        side.model[0].requires_grad_(False)
+        side.optimizer.state.clear()
+        side.optimizer.schedule(lr=lambda step: 0.1 / step)
+    for i in range(3):
+        for side in (ours, twin):
+            side.train(X * (1 + i))
+        equal(ours, twin)
+        assert ours.optimizer.hyperparameters() == twin.optimizer.hyperparameters()
+    assert is_inlined(ours)
+
+
 def test_the_number_of_clipping_is_data() -> None:
     counter = CompileCounterWithBackend("eager")
     ours, twin = sides(adamw, counter, max_grad_norm=0.5)
@@ -236,6 +250,7 @@ WAYS: dict[str, Callable[[Side, float], object]] = {
     "assigned": lambda side, number: side.optimizer.param_groups[0].update(momentum=number),
     "written to a reading": lambda side, number: side.optimizer.param_groups[0]["momentum"].fill_(number),
     "written": lambda side, number: side.optimizer.hyperparameter("momentum").fill_(number),
+    "written in the group": lambda side, number: side.optimizer.param_groups[0].tensors("momentum")[0].fill_(number),
 }
 
 
@@ -249,6 +264,45 @@ def test_momentum_that_begins_and_ends(way: str) -> None:
                 WAYS[way](side, 0.9 / i if i < 6 else 0.0)
             side.train(X * (1 + i))
         equal(ours, twin)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.01}, {"skip_nonfinite": True}], ids=str)
+def test_steps_after_those_that_a_scaler_calls(options: dict[str, Any]) -> None:
+    """The first of them overflows, as a first loss scale often is too large."""
+    counter = CompileCounterWithBackend("eager")
+    ours, twin = sides(adamw, counter, **options)
+    for i in range(9):
+        for side in (ours, twin):
+            is_scaled = i // 3 != 1  # on, off, and on again
+            if is_scaled:
+                _scale(side, torch.tensor(4.0 * 2**i, dtype=torch.float64), torch.tensor(float(i == 0)))
+            side.train(X * (float("inf") if i == 0 else 1 + i))
+            if is_scaled:
+                del side.optimizer.grad_scale, side.optimizer.found_inf
+        equal(ours, twin)
+    assert ours.optimizer.skipped_steps == 1
+    assert counter.frame_count == 2
+
+
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.01}], ids=str)
+def test_a_parameter_that_was_frozen_when_the_optimizer_was_made(options: dict[str, Any]) -> None:
+    ours, twin = sides(adamw, "eager", **options)
+    for side in (ours, twin):
+        late = nn.Parameter(torch.ones(8, dtype=torch.float64), requires_grad=False)
+        side.model[1].register_parameter("late", late)
+        side.optimizer.add_param_group({"params": [("late", late)], "lr": 0.3})
+        side.model[1].register_forward_hook(lambda module, args, out: out * module.late)
+        for module in (side.model[0], side.model[1]):
+            module.requires_grad_(False)
+        side.optimizer.state.clear()
+    for i in range(8):
+        for side in (ours, twin):
+            if i in (2, 4):
+                side.model[i // 2 - 1].requires_grad_(True)
+            side.train(X * (1 + i))
+        equal(ours, twin)
+        assert (ours.model[1].late == 1).all() == (i < 4)
+    assert is_inlined(ours)
 
 
 def test_a_compile_for_each_pattern_of_absent_gradients() -> None:

@@ -1,9 +1,10 @@
-"""The soak, in a short form."""
+"""The soak and its walks, in a short form."""
 
 from __future__ import annotations
 
 import pytest
 from soak import EVENTS, OPTIMIZERS, soak
+from walks import walk
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -17,3 +18,9 @@ def test_steps_stay_right(name: str) -> None:
 @pytest.mark.parametrize("name", ["AdamW", "SparseAdam"])
 def test_steps_of_other_lowerings_stay_right(name: str, lowering: str) -> None:
     soak(name, steps=100, seed=2, lowering=lowering)
+
+
+@pytest.mark.parametrize("seed", [0, 11, 23, 1000])
+def test_ways_to_step_stay_equal(seed: int) -> None:
+    """Always the same walks, so that one which fails does so for the change at hand; ``tools/soak --walks`` goes others."""
+    walk(seed)

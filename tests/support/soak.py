@@ -23,6 +23,7 @@ import torch
 from interruptions import Interruption
 from reference import naive_module
 from torch import Tensor, nn
+from walks import walks
 
 import compiled_optim as co
 from compiled_optim.optimizer import CompiledOptimizer
@@ -374,7 +375,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--optimizer", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
     parser.add_argument("--lowering", default="auto", choices=("auto", "multi_tensor", "inductor", "eager"))
+    parser.add_argument("--walks", type=int, default=0, help="go so many random walks, from --seed on, in place of that")
     args = parser.parse_args()
+    if args.walks:
+        return min(walks(args.walks, args.seed), 1)
     for name in args.optimizer:
         happened = soak(name, args.steps, args.seed, args.lowering)
         print(

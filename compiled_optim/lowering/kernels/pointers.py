@@ -107,11 +107,11 @@ class HyperPointers:
         return self._clipping.tensors(self._device) + self._in_groups
 
     def _look(self) -> list[Tensor]:
-        return [t for group in self._groups for name in self._names for t in group.tensors(name)]
+        return [t for group in self._groups for name in self._names for t in group.read_only(name)]
 
     def _check(self, tensors: Sequence[Tensor]) -> None:
         """Raise ``ValueError`` where a tensor of :meth:`_read` has no number."""
-        names = [*NAMES, *(f"{g.label}[{name!r}]" for g in self._groups for name in self._names for _ in g.tensors(name))]
+        names = [*NAMES, *(f"{g.label}[{name!r}]" for g in self._groups for name in self._names for _ in g.read_only(name))]
         for name, tensor in zip(names, tensors, strict=True):
             if torch_internals.is_fake(tensor) or tensor.is_meta or is_lost(tensor):
                 raise ValueError(f"{name} is a tensor without memory, or its storage was freed; it has no value")

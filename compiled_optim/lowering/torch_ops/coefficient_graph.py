@@ -73,7 +73,7 @@ class CoefficientGraph:
             t.to(plan.device, plan.scalars.dtype)
             for group in plan.groups
             for h in plan.hypers
-            for t in group.tensors(h.name)
+            for t in group.read_only(h.name)
         ]
         table = torch.stack(hypers).view(len(plan.groups), -1)
         total = self._nothing if clipping.idle or self._square_sums is None else self._square_sums.sum()

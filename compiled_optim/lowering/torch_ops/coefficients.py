@@ -86,7 +86,7 @@ class CoefficientStage:
     def advance(self, present: Tensor | None) -> Tensor:
         """As :meth:`Stage.advance`."""
         plan, clipping = self._plan, self._clipping
-        hypers = [t for group in plan.groups for h in plan.hypers for t in group.tensors(h.name)]
+        hypers = [t for group in plan.groups for h in plan.hypers for t in group.read_only(h.name)]
         numbers = () if clipping.idle else clipping.tensors(plan.device)
         given = Given(self._scalars(), hypers, numbers, self.constants, self.group_index)
         result = self.evaluate(given, None if self._square_sums is None else self._square_sums.sum(), present)
