@@ -42,8 +42,8 @@ def prepare_for_gradient_release(
     A parameter is updated once per step, when all of its uses in one backward have added their part. So a step may consist
     of several backwards through different parameters. After a backward that failed, also in an update, some parameters are
     updated; call ``opt.zero_grad()`` before the next one. A parameter that is used in a reentrant checkpoint
-    (``use_reentrant=True``) and outside of it gets its gradient in parts, which is an error. A forward that reads a parameter
-    as ``weight.data`` and as ``weight`` may get gradients at the updated value: autograd does not notice, as it does with
+    (``use_reentrant=True``) and outside of it gets its gradient in parts, which is an error. A forward that reads one as
+    ``weight.data`` and as ``weight`` may get gradients at the updated value: autograd does not notice, as it does with
     ``weight.detach()``.
 
     Args:

@@ -225,11 +225,13 @@ class Option(Choice):
 
     ``of`` gets the group's entries, whether one of some patterns matches the parameter's name, the parameter, and what to
     call it in messages. It returns a hashable value, or None where the choice says nothing about this parameter, and raises
-    ``TypeError`` or ``ValueError`` where it does not fit. ``valid`` raises these for the choice alone.
+    ``TypeError`` or ``ValueError`` where it does not fit. ``valid`` raises these for the choice alone. ``suits`` says
+    whether the choice, another than the default, is of use for a parameter whose name no pattern excludes.
     """
 
     of: Callable[[Mapping[str, Any], Callable[[Sequence[str]], bool], Tensor, str], Any]
     valid: Callable[[Any, str], None]
+    suits: Callable[[Any, Tensor], bool] = lambda value, param: True
 
     def check(self, value: Any, where: str = "") -> None:
         """Raise ``TypeError`` or ``ValueError`` if ``value`` is no such choice; ``where`` is as in :meth:`Hyper.check`."""

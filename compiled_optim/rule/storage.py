@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -221,14 +222,16 @@ def _options(rule: Rule, signs: Mapping[str, Any]) -> tuple[Option, ...]:
 
     def valid_state(value: Any, what: str) -> None:
         _check_state_dtype(value, what, buffers, signs, rule.name)
+        if isinstance(value, Mapping):
+            _warn_of_wide(value, [b for b in rule.buffers if b.int8 and (b.when is None or b.name in value)])
 
     def state_dtype(group: Mapping[str, Any], is_matched: _Matcher, param: Tensor, where: str) -> Any:
         return _state_dtypes(group, is_matched, param, where, buffers, signs)
 
     return (
-        Option(None, of=_weights, valid=_check_weights, name="weights"),
+        Option(None, of=_weights, valid=_check_weights, suits=_suits_weights, name="weights"),
         Option(False, of=_nothing, valid=_check_kahan_sum, name="kahan_sum"),
-        Option(None, of=state_dtype, valid=valid_state, name="state_dtype"),
+        Option(None, of=state_dtype, valid=valid_state, suits=_suits_state, name="state_dtype"),
         Option((), of=_nothing, valid=_check_exclude, name="exclude"),
         Option(0, of=_nothing, valid=_check_seed, name="rounding_seed"),
     )
@@ -236,6 +239,14 @@ def _options(rule: Rule, signs: Mapping[str, Any]) -> tuple[Option, ...]:
 
 def _nothing(*_: Any) -> None:
     return None
+
+
+def _suits_weights(value: Any, param: Tensor) -> bool:
+    return param.dtype in HALVES and (value == "master" or param.numel() >= MINIMUM)
+
+
+def _suits_state(value: Any, param: Tensor) -> bool:
+    return value == torch.float32 or param.numel() >= MINIMUM
 
 
 def _check_weights(value: Any, what: str) -> None:
@@ -280,6 +291,23 @@ def _check_state_dtype(value: Any, what: str, buffers: Sequence[str], signs: Map
     if value in (INT8, *HALVES) and not isinstance(value, Mapping) and not signs:
         raise ValueError(
             f"{what}={value!r}: {optimizer} has no state that so few bits hold well; choose it by name, in a dict"
+        )
+
+
+def _warn_of_wide(chosen: Mapping[str, Any], buffers: Sequence[Buffer]) -> None:
+    """Warn of averages in codes beside squares that are not.
+
+    Both in codes, an element's square is not 0 where its average is not. Otherwise a small element beside large ones has an
+    average of 0, and in some steps one of a whole code, which is divided by its own small root: a kick of many ``lr``.
+    """
+    coded = [b.name for b in buffers if b.int8 == "signed" and chosen.get(b.name) == INT8]
+    wide = [b.name for b in buffers if b.int8 == "unsigned" and chosen.get(b.name) != INT8]
+    if coded and wide:
+        warnings.warn(
+            f"state_dtype: with 'int8' for '{coded[0]}' and more bits for '{wide[0]}', by which steps are divided, elements "
+            "with small gradients beside large ones may take steps of many lr; choose 'int8' for both, or torch.bfloat16",
+            UserWarning,
+            stacklevel=2,
         )
 
 

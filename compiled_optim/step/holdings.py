@@ -16,7 +16,7 @@ from compiled_optim.checkpoint.state_dict import PreparedLoad
 from compiled_optim.groups.by_name import ByName, kept
 from compiled_optim.groups.names import named_parameters, parameter_name, repeated, shared_name, without_aliases
 from compiled_optim.groups.numbers import is_own
-from compiled_optim.groups.options import check_options, warn_of_patterns
+from compiled_optim.groups.options import check_options, warn_of_unused
 from compiled_optim.groups.param_group import ParamGroup
 from compiled_optim.groups.parameters import check_params, names_and_tensors
 from compiled_optim.groups.scales import check_names, check_numbers, check_own, ignores_prefixes
@@ -42,7 +42,7 @@ class Holdings:
         self.changes = changes  # where groups and state report writes
         self.groups = []
         self._scales: list[Any] = []  # dicts of numbers by name whose names were found to be there
-        self._excluding: set[str] = set()  # patterns of `exclude` that were looked at
+        self._unused: set[str] = set()  # options without use, and patterns of `exclude`, that were looked at
         self._named: list[list[tuple[weakref.ref[Any], str]]] = []  # by group, as it was when the step was made last
         self.aliases: dict[str, str] = {}  # further names of tied parameters -> the names that were kept
         self.state = self.new_state()
@@ -138,7 +138,7 @@ class Holdings:
             if group["params"]:
                 group.to(scalars_device(group["params"]))
         self._scales = self.check_scales(self.kind.fields_of(Scale), self.groups)
-        self._excluding = warn_of_patterns(self.groups, self._excluding)
+        self._unused = warn_of_unused(self.kind.declaration.options, self.groups, self._unused)
         self._note_names()
         self._let_go()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -140,7 +141,7 @@ def test_excluded_parameters_have_full_state_without_a_choice_of_dtype() -> None
 
 def test_excluded_parameters_have_all_of_their_state_full() -> None:
     param = torch.nn.Parameter(torch.zeros(4096, dtype=torch.bfloat16))
-    optimizer = co.AdamW({"kept": param}, state_dtype={"exp_avg": "int8"}, exclude=["kept"])
+    optimizer = co.AdamW({"kept": param}, state_dtype={"exp_avg_sq": "int8"}, exclude=["kept"])
     assert {optimizer.state[param][name].dtype for name in ("exp_avg", "exp_avg_sq")} == {torch.float32}
 
 
@@ -148,6 +149,47 @@ def test_patterns_that_match_nothing_are_warnings() -> None:
     param = torch.nn.Parameter(torch.zeros(4096, dtype=torch.bfloat16))
     with pytest.warns(UserWarning, match="exclude: the pattern 'lm_hed' matches no parameter"):
         optimizer = co.AdamW({"lm_head": param}, weights="kahan", exclude=["lm_hed|lm_head"])
+    optimizer.param_groups[0]["weight_decay"] = 0.1  # and only once
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "state_dtype", "warns"),
+    [
+        (co.AdamW, {"exp_avg": "int8", "exp_avg_sq": torch.float32}, True),
+        (co.StableAdamW, {"exp_avg": "int8"}, True),
+        (co.Adamax, {"exp_avg": "int8", "exp_inf": torch.bfloat16}, True),
+        (co.AdamW, {"exp_avg": "int8", "exp_avg_sq": "int8"}, False),
+        (co.AdamW, {"exp_avg_sq": "int8"}, False),
+        (co.Lion, {"exp_avg": "int8"}, False),
+    ],
+)
+def test_codes_over_wider_denominators_are_warned_of(
+    optimizer: type[co.CompiledOptimizer], state_dtype: dict[str, Any], warns: bool
+) -> None:
+    param = torch.nn.Parameter(torch.zeros(4096))
+    match = r"state_dtype: with 'int8' for 'exp_avg' and more bits for 'exp_\w+', by which .* many lr"
+    with pytest.warns(UserWarning, match=match) if warns else nullcontext():
+        optimizer({"p": param}, lr=0.1, state_dtype=state_dtype)
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype", "size", "warned"),
+    [
+        ({"weights": "split8"}, torch.float32, 64, "weights='split8'"),
+        ({"weights": "split8"}, torch.bfloat16, 64, "weights='split8'"),
+        ({"state_dtype": "int8"}, torch.float32, 4095, "state_dtype='int8'"),
+        ({"weights": "master", "state_dtype": torch.float32}, torch.bfloat16, 64, None),
+        ({"weights": "split8", "state_dtype": "int8", "exclude": ["p"]}, torch.float32, 64, None),
+        ({"weights": "split8", "state_dtype": "int8"}, torch.bfloat16, 4096, None),
+    ],
+)
+def test_options_that_apply_to_no_parameter_are_warnings(
+    options: dict[str, Any], dtype: torch.dtype, size: int, warned: str | None
+) -> None:
+    params = {"p": torch.nn.Parameter(torch.zeros(size, dtype=dtype)), "q": torch.nn.Parameter(torch.zeros(1, dtype=dtype))}
+    with pytest.warns(UserWarning, match=f"{warned} applies to no parameter") if warned else nullcontext():
+        optimizer = co.AdamW(params, **options)
     optimizer.param_groups[0]["weight_decay"] = 0.1  # and only once
     optimizer.step()
 
