@@ -122,7 +122,7 @@ def test_prefixes_and_several_optimizers() -> None:
     wrapped = nn.ModuleDict({"module": model})
     optimizers = [
         co.AdamW({"w": model.first.weight}, weights="split16", lowering="eager"),
-        co.SGD([model.first.bias, model.norm.weight, model.norm.bias], lr=0.1, weights="kahan", lowering="eager"),
+        co.SGD([model.first.bias, model.norm.weight, model.norm.bias], lr=0.1, weights="master", lowering="eager"),
     ]
     full = {f"module.{name}": value for name, value in Model().state_dict().items()}
     co.load_full_precision_state_dict(wrapped, optimizers, full)
@@ -245,7 +245,7 @@ def test_bad_input_changes_nothing(damage: Callable[[dict[str, Any]], Any], mess
 
 def test_live_tensors_in_another_order() -> None:
     """Float32 parameters and buffers, which the state dict holds as they are."""
-    model = nn.Sequential(nn.BatchNorm1d(8), nn.BatchNorm1d(8), nn.Linear(8, 8, dtype=torch.bfloat16))
+    model = nn.Sequential(nn.BatchNorm1d(8), nn.BatchNorm1d(8), nn.Linear(64, 64, dtype=torch.bfloat16))
     optimizer = co.AdamW(model.named_parameters(), weights="split8")
     with torch.no_grad():
         for i, tensor in enumerate([*model.state_dict().values()]):
