@@ -42,8 +42,7 @@ class CompiledOptimizer(UsesGradients, Declared, Optimizer):
         foreach, capturable, fused: accepted for torch.optim's sake and without effect.
         max_grad_norm: clip the gradients of all parameters together to this norm inside the step, as
             ``torch.nn.utils.clip_grad_norm_`` does before it; a number or a 0-dim tensor. See :attr:`grad_norm`.
-        skip_nonfinite: change nothing in a step whose gradients have an infinite or NaN norm. See :attr:`skipped_steps`. A
-            finite gradient whose square is infinite in float32, above 1.8e19, may else stop an element for ever.
+        skip_nonfinite: change nothing in a step whose gradients have an infinite or NaN norm. See :attr:`skipped_steps`.
         decouple_wd: shrink parameters by ``lr * weight_decay`` before their step, as AdamW does, in place of adding decay to
             the gradient (False). None: as the optimizer does by itself, and True with ``decouple_lr``. Per group, for
             optimizers that add it. See :func:`~compiled_optim.rule.decay.decay`.
@@ -54,31 +53,25 @@ class CompiledOptimizer(UsesGradients, Declared, Optimizer):
             there. It is an entry of groups with ``decouple_lr``, and where it was given.
         cautious: move only elements whose step goes against their gradient, and those the more (arXiv:2411.16085); per
             group, for optimizers that work element by element on dense gradients. See
-            :func:`~compiled_optim.rule.cautious.cautious`. Both parts of a complex number are elements. Where
-            2 of 5000 elements move, they move 1000 times as far.
+            :func:`~compiled_optim.rule.cautious.cautious`. Both parts of a complex number are elements.
         lr_scale: a number >= 0 for each parameter, by which its ``lr`` is multiplied: a dict by name, where a name that is
             absent has 1, or a function of the name, None without names, and the parameter; per group. It is data: neither
             groups nor kernels are split. A function is asked when groups change. Checkpoints do not hold it.
         weights: how parameters in bfloat16 or float16 keep the bits that their dtype lacks, per group. None rounds them as
             torch.optim does. ``"kahan"`` keeps a compensation of the same dtype beside them, ``"split8"`` and ``"split16"``
             a remainder of 8 or 16 bits (24 or all 32 bits in all), ``"master"`` a copy in float32. ``"stochastic"`` keeps
-            nothing and rounds at random, without bias. ``"split8"`` is within 1/256 of the parameter's last place. A
-            compensation in float16 is a multiple of 2**-24, so that ``"kahan"`` keeps fewer bits of small weights. See
-            :func:`~compiled_optim.rule.storage.stored`. Parameters of other dtypes must be in ``exclude``. This and the next
-            four are for optimizers that work element by element.
+            nothing and rounds at random, without bias. See :func:`~compiled_optim.rule.storage.stored`. Parameters of other
+            dtypes must be in ``exclude``. This and the next four are for optimizers that work element by element.
         kahan_sum: optimi's spelling: True and None are ``weights="kahan"`` for parameters of 16 bits. False says nothing.
         state_dtype: the dtype of averages in place of the parameter's, per group; ``"int8"`` for codes of 8 bits with a
             scale for each 64 elements, of which one that is infinite or NaN spoils the others; or a dict by the name of the
             state tensor, for sums too. Averages in 16 bits or fewer are rounded by a number of each step and tensor, so that
-            slow ones follow what they average; without this choice they are rounded to nearest, as in torch.optim. With
-            ``"int8"``, elements with gradients more than 10 times smaller than others of their 64 are slowed:
-            :meth:`check_numerics` names them, and bfloat16 keeps them.
+            slow ones follow what they average; without this choice they are rounded to nearest, as in torch.optim.
         exclude: shell-style patterns of names, such as ``("*.bias", "lm_head.*")``, per group. Parameters that match keep
             full state and weights: in float32, where they have 16 bits. So do all of fewer than 4096 elements. A pattern
             that matches none is a warning.
         rounding_seed: a whole number >= 0 and below 2**24, per group, of which, with the step and the parameter's name,
-            random numbers are made. They are the same in every process and after a resume, and those of other seeds have
-            nothing to do with them.
+            random numbers are made. They are the same in every process and after a resume.
         lowering: how a step runs. ``"multi_tensor"``: one kernel for all tensors; an operator in a function that the user
             compiles. ``"inductor"``: torch.compile's code. A function that the user compiles holds its operations, nothing
             of it runs on the host, numbers are read where they are, and the function is traced again after a change of
@@ -360,8 +353,7 @@ class CompiledOptimizer(UsesGradients, Declared, Optimizer):
 
         Raises:
             ValueError, TypeError: the checkpoint does not match, naming what; the optimizer is then unchanged. Only an
-                interrupt (Ctrl-C), or an operator that fails, while tensors are copied can leave part of a load; another
-                load mends that.
+                interrupt or an operator that fails while tensors are copied can leave part of a load; another mends that.
         """
         with self._engine.lock:
             prepared = self._engine.prepare_load(state_dict, strict, hyperparameters)

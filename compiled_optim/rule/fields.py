@@ -219,6 +219,11 @@ class Scale(Choice):
         return float(element)
 
 
+def _suits_every(value: Any, param: Tensor) -> bool:
+    """Yes."""
+    return True
+
+
 @dataclass(frozen=True)
 class Option(Choice):
     """A choice of a group from which follows what shapes the code and the state of each of its parameters.
@@ -231,7 +236,7 @@ class Option(Choice):
 
     of: Callable[[Mapping[str, Any], Callable[[Sequence[str]], bool], Tensor, str], Any]
     valid: Callable[[Any, str], None]
-    suits: Callable[[Any, Tensor], bool] = lambda value, param: True
+    suits: Callable[[Any, Tensor], bool] = _suits_every
 
     def check(self, value: Any, where: str = "") -> None:
         """Raise ``TypeError`` or ``ValueError`` if ``value`` is no such choice; ``where`` is as in :meth:`Hyper.check`."""

@@ -101,6 +101,9 @@ def stored(rule: Rule) -> Rule:
     ``"split8"`` and ``"split16"``, a remainder of 8 or 16 bits; ``"master"``, a copy in float32. ``kahan_sum``, optimi's
     spelling: None and True are ``"kahan"`` for parameters of 16 bits, and nothing for others.
 
+    ``"split8"`` is within 1/256 of the parameter's last place. A compensation in float16 is a multiple of 2**-24, so that
+    ``"kahan"`` keeps fewer bits of small weights.
+
     ``state_dtype`` is the dtype of buffers, ``"int8"`` for codes of 8 bits with a scale for each group of elements, or a
     dict by the name of the buffer.
     """
