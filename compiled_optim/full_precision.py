@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from compiled_optim.checkpoint.forms import plain
 from compiled_optim.checkpoint.saved_values import FLOATING, Unloadable, as_tensor, described
-from compiled_optim.checkpoint.writing import check_writable
+from compiled_optim.checkpoint.writing import Copies, check_writable, set_apart
 from compiled_optim.conversion import mode_of, own_part, part_of, spread_part, weight
 from compiled_optim.groups.names import parameters_of
 from compiled_optim.memory.sharding import local, spread_like
@@ -99,13 +99,13 @@ def load_full_precision_state_dict(model: nn.Module, optimizer: Optimizers, stat
         entries = _entries(model, stored)
         others = {name for name, entry in entries.items() if id(entry) not in live}
         values = _read(entries, given, others)
-        copies: list[tuple[Tensor, Tensor]] = []
+        copies: Copies = []
         for name, value in values.items():
             own = stored.get(id(entries[name]))
             copies += [(entries[name], value)] if own is None else _parts(own, value)
         if others:  # such as what modules add with get_extra_state; this may fail
             model.load_state_dict({name: given[name] for name in others}, strict=False)
-        for target, source in copies:
+        for target, source in set_apart(copies, [target for target, _ in copies]):
             target.copy_(spread_like(source, target))
 
 
@@ -171,10 +171,14 @@ def _read(entries: Mapping[str, Any], given: Mapping[str, Any], others: set[str]
         "unexpected": [str(name) for name in given if name not in entries],
     }
     values: dict[str, Tensor] = {}
+    first: dict[int, str] = {}
     for name, entry in entries.items():
         if name in given and name not in others:
             try:
-                values[name] = _as_value(given[name], name, entry)
+                values[name] = value = _as_value(given[name], name, entry)
+                tied = first.setdefault(id(entry), name)
+                if value is not values[tied] and not value.to(values[tied]).allclose(values[tied], 0, 0, equal_nan=True):
+                    raise Unloadable(f"{name} is not equal to {tied}, which is the same tensor in the model")
             except Unloadable as problem:
                 problems.setdefault("mismatched", []).append(str(problem))
     if any(problems.values()):

@@ -65,13 +65,13 @@ class CompiledOptimizer(UsesGradients, Declared, Optimizer):
         kahan_sum: optimi's spelling: True and None are ``weights="kahan"`` for parameters of 16 bits. False says nothing.
         state_dtype: the dtype of averages in place of the parameter's, per group; ``"int8"`` for codes of 8 bits with a
             scale for each 64 elements, of which one that is infinite or NaN spoils the others; or a dict by the name of the
-            state tensor, for sums too. Averages in 16 bits or fewer are rounded by a number of each step, so that slow ones
-            follow what they average; without this choice they are rounded to nearest, as in torch.optim.
+            state tensor, for sums too. Averages in 16 bits or fewer are rounded by a number of each step and tensor, so that
+            slow ones follow what they average; without this choice they are rounded to nearest, as in torch.optim.
         exclude: shell-style patterns of names, such as ``("*.bias", "lm_head.*")``, per group. Parameters that match keep
             full state and weights: in float32, where they have 16 bits. So do all of fewer than 4096 elements. A pattern
             that matches none is a warning.
         rounding_seed: a whole number >= 0 and below 2**24, per group, of which, with the step and the parameter's name,
-            ``"stochastic"`` makes its random numbers. They are the same in every process and after a resume.
+            random numbers are made. They are the same in every process and after a resume.
         lowering: how a step runs. ``"multi_tensor"``: one kernel for all tensors; an operator in a function that the user
             compiles. ``"inductor"``: torch.compile's code. A function that the user compiles holds its operations, nothing
             of it runs on the host, numbers are read where they are, and the function is traced again after a change of
@@ -353,7 +353,7 @@ class CompiledOptimizer(UsesGradients, Declared, Optimizer):
 
         Raises:
             ValueError, TypeError: the checkpoint does not match, naming what; the optimizer is then unchanged. Only an
-                interrupt (Ctrl-C) while the tensors are copied can leave part of a load; another load mends that.
+                interrupt or an operator that fails while tensors are copied can leave part of a load; another mends that.
         """
         with self._engine.lock:
             prepared = self._engine.prepare_load(state_dict, strict, hyperparameters)

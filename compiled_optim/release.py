@@ -40,8 +40,11 @@ def prepare_for_gradient_release(
     ``del opt`` ends it too.
 
     A parameter is updated once per step, when all of its uses in one backward have added their part. So a step may consist
-    of several backwards through different parameters. After a backward that failed, some parameters are updated; call
-    ``opt.zero_grad()`` before the next one.
+    of several backwards through different parameters. After a backward that failed, also in an update, some parameters are
+    updated; call ``opt.zero_grad()`` before the next one. A parameter that is used in a reentrant checkpoint
+    (``use_reentrant=True``) and outside of it gets its gradient in parts, which is an error. A forward that reads one as
+    ``weight.data`` and as ``weight`` may get gradients at the updated value: autograd does not notice, as it does with
+    ``weight.detach()``.
 
     Args:
         model: the module that holds the parameters. Those that require no gradient, or that ``optimizer`` has not, are left

@@ -38,7 +38,7 @@ def check_disjoint(optimizers: Sequence[CompiledOptimizer]) -> None:
 def locked(optimizers: Sequence[CompiledOptimizer]) -> Iterator[None]:
     """Let steps, saves and loads of other threads wait during a ``with`` block."""
     with contextlib.ExitStack() as locks:
-        for engine in sorted(map(engine_of, optimizers), key=lambda engine: engine.number):
+        for engine in sorted(map(engine_of, optimizers), key=lambda engine: int(engine.key)):
             locks.enter_context(engine.lock)
         yield
 

@@ -124,7 +124,7 @@ def followed(engine: Engine, scaler: tuple[Any, Any] | None = None) -> tuple[obj
     """
     if engine.step is None:
         return None
-    engine.check_numbers()
+    engine.holdings.check_numbers()
     graph = graph_of(engine.step)
     max_grad_norm, *_, skip_nonfinite = engine.clipping
     return graph.follow((max_grad_norm, *(scaler or graph.scaler), skip_nonfinite))

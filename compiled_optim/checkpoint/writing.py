@@ -54,21 +54,8 @@ class Writes(NamedTuple):
         return filled + [target for target, source in self.copies if not is_same(target, source)]
 
     def set_apart(self, written: Iterable[Tensor]) -> Writes:
-        """The same writes, before or after others into ``written``, as where a state dict holds the live tensors.
-
-        A tensor that is its own source is left alone. A source is cloned if it lies in the memory of ``written``.
-        """
-        copies = [(target, source) for target, source in self.copies if not is_same(target, source)]
-        spans = sorted(span(local(tensor)) for tensor in written)
-        starts = [start for start, _ in spans]
-        ends = list(itertools.accumulate((end for _, end in spans), max))
-
-        def is_written(source: Tensor) -> bool:
-            start, end = span(local(source))
-            before = bisect.bisect_left(starts, end)
-            return before > 0 and ends[before - 1] > start
-
-        return self._replace(copies=[(t, s.clone() if isinstance(s, Tensor) and is_written(s) else s) for t, s in copies])
+        """The same writes, before or after others into ``written``: see :func:`set_apart`."""
+        return self._replace(copies=set_apart(self.copies, written))
 
     def write(self, groups: Sequence[ParamGroup], state: OptimizerState) -> None:
         """Write. DTensors are spread over the processes as they are copied, one at a time."""
@@ -85,6 +72,24 @@ class Writes(NamedTuple):
         state.replace_others(self.others)
         for target, source in self.copies:
             target.copy_(spread_like(source, target)) if isinstance(source, Tensor) else fill(target, source)
+
+
+def set_apart(copies: Copies, written: Iterable[Tensor]) -> Copies:
+    """``copies``, targets with their sources, before or after writes into ``written``, as of live tensors of a state dict.
+
+    A tensor that is its own source is left alone. A source is cloned if it lies in the memory of ``written``.
+    """
+    spans = sorted(span(local(tensor)) for tensor in written)
+    starts = [start for start, _ in spans]
+    ends = list(itertools.accumulate((end for _, end in spans), max))
+
+    def is_written(source: Tensor) -> bool:
+        start, end = span(local(source))
+        before = bisect.bisect_left(starts, end)
+        return before > 0 and ends[before - 1] > start
+
+    apart = [(target, source) for target, source in copies if not is_same(target, source)]
+    return [(t, s.clone() if isinstance(s, Tensor) and is_written(s) else s) for t, s in apart]
 
 
 def check_writable(target: Tensor, what: str, shape: tuple[int, ...] | None, source: float | Tensor) -> None:

@@ -41,8 +41,40 @@ def check_options(options: Sequence[Option], group: Mapping[str, Any], index: in
             choices_of(options, group, index, j)
 
 
-def warn_of_patterns(groups: Sequence[Mapping[str, Any]], known: Collection[str]) -> set[str]:
-    """Warn of patterns in ``exclude`` of ``groups`` that match no parameter, but for those ``known``; return all."""
+def warn_of_unused(options: Sequence[Option], groups: Sequence[Mapping[str, Any]], known: Collection[str]) -> set[str]:
+    """Warn of options of ``groups`` and patterns in ``exclude`` that apply to no parameter, but for those ``known``.
+
+    Returns all that is known then.
+    """
+    return _warn_of_patterns(groups, known) | _warn_of_options(options, groups, known)
+
+
+def _warn_of_options(options: Sequence[Option], groups: Sequence[Mapping[str, Any]], known: Collection[str]) -> set[str]:
+    told = {*known} & {option.name for option in options}
+    for option in options:
+        chosen = [group for group in groups if group.get(option.name, option.default) != option.default]
+        params = [(group, j, param) for group in chosen for j, param in enumerate(group["params"])]
+        if option.name in told or not params or any(_may_apply(option, *place) for place in params):
+            continue
+        value = chosen[0][option.name]
+        warnings.warn(
+            f"{option.name}={value!r} applies to no parameter: all are small (fewer than 4096 elements), or of other dtypes",
+            UserWarning,
+            stacklevel=2,
+        )
+        told.add(option.name)
+    return told
+
+
+def _may_apply(option: Option, group: Mapping[str, Any], index: int, param: Any) -> bool:
+    """Whether an option may be of use for a parameter, or the user excluded it by name."""
+    if is_lazy(param) or option.suits(group[option.name], param):
+        return True
+    names = (group.get("param_names") or ())[index : index + 1]
+    return any(matches(pattern, names) for pattern in group.get("exclude") or ())
+
+
+def _warn_of_patterns(groups: Sequence[Mapping[str, Any]], known: Collection[str]) -> set[str]:
     patterns = {part for group in groups for pattern in group.get("exclude") or () for part in alternatives(pattern)}
     if new := sorted(patterns - {*known}):
         names = [name for group in groups for name in group.get("param_names") or ()]

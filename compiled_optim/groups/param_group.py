@@ -33,17 +33,16 @@ from compiled_optim.torch_internals import (
     quickly_outside_dynamo,
 )
 
-ROUNDING = 1e-12
-"""How far a number that a scheduler computed may be out of range."""
+ROUNDING = 1e-12  # how far a number that a scheduler computed may be out of range
 
 
 class Follower(Protocol):
-    """Somebody who knows where the hyperparameters of groups lie; is behind if one may lie elsewhere now."""
+    """Somebody who knows where hyperparameters lie, and looks again when one lies elsewhere; is behind until then."""
 
     is_behind: bool
 
     def follow(self) -> None:
-        """Look again: a hyperparameter lies elsewhere now."""
+        """Look again."""
 
 
 class ParamGroup(WatchedDict[str, Any]):
@@ -51,9 +50,7 @@ class ParamGroup(WatchedDict[str, Any]):
 
     A write to a *structural* key is reported, since it changes which parameters are updated or with which code: ``params``,
     ``maximize``, ``differentiable``, ``lr_scale`` and the static choices. A hyperparameter that decides, by being 0 or not,
-    whether a buffer exists is not reported, since a write into its tensor cannot be: :meth:`nonzero` is asked before each
-    step.
-
+    whether a buffer exists is not, since a write into its tensor cannot be: each step asks :meth:`nonzero`.
     A hyperparameter that goes with a choice always has a tensor. Without the choice it is no entry until somebody gives it,
     and what a checkpoint has under its name may be no number.
 
@@ -62,8 +59,7 @@ class ParamGroup(WatchedDict[str, Any]):
         declaration: what the optimizer declares.
         device: where the hyperparameter tensors live.
         label: the group's name in error messages.
-        check: called with all entries, as they would be and as they are, before a write to a structural key or a new one, to
-            raise an error.
+        check: refuses a write to a structural or a new key; called with all entries as they would be, and as they are.
         changes: where a write to a structural key is reported.
         others: the optimizer's other groups, with which this one may share adopted tensors.
 
@@ -75,8 +71,7 @@ class ParamGroup(WatchedDict[str, Any]):
         for_compiled_code: the tensors of hyperparameters by name, to be read only: in one dict a 0-dim tensor, or a tuple of
             them; in the other vectors of one element, since torch 2.13 traces a float64 of the CPU as a Python number.
         followers: called, for as long as they exist, when a tensor was replaced.
-        out_of_range: what is wrong with numbers that were written, by key and index. Schedulers write such numbers after the
-            last step, and no other: so the step that would use one refuses it.
+        out_of_range: what is wrong with numbers that were written, by key and index; the step that would use one refuses it.
     """
 
     def __init__(
@@ -189,8 +184,7 @@ class ParamGroup(WatchedDict[str, Any]):
 
     def floats(self) -> dict[str, Any]:
         """Every hyperparameter as a Python float or a tuple of them. Waits for the device where only that knows them."""
-        keys = [key for key in self._hypers if self._shows(key)]
-        return {key: self._hypers[key].plain([number.as_float() for number in self._held(key)]) for key in keys}
+        return {k: self._hypers[k].plain([n.as_float() for n in self._held(k)]) for k in self._hypers if self._shows(k)}
 
     def validated(self, key: str, value: Any) -> tuple[float | Tensor, ...]:
         """The elements of ``value`` for hyperparameter ``key``, whatever their range.
@@ -201,30 +195,25 @@ class ParamGroup(WatchedDict[str, Any]):
         """
         hyper = self._hypers[key]
         elements = hyper.elements(unread(value), self.label)
-        for index, element in enumerate(elements):
-            without_memory = isinstance(element, Tensor) and (element.is_meta or is_fake(element) or is_lost(element))
-            if without_memory and not fakes_are_made():
+        for index, element in enumerate(() if fakes_are_made() else elements):
+            if isinstance(element, Tensor) and (element.is_meta or is_fake(element) or is_lost(element)):
                 raise ValueError(f"{hyper.element(index)} of {self.label} must be a number, got a tensor without memory")
         return elements
 
     def _judge(self, key: str, index: int, value: float | Tensor) -> None:
         """Note whether a number that is about to be written is out of range."""
+        self.out_of_range.pop((key, index), None)
         try:
             if not isinstance(value, Tensor):
                 self._hypers[key].check(value, index, self.label, ROUNDING)
         except ValueError as error:
             self.out_of_range[key, index] = str(error)
             self._changes.refuse()
-        else:
-            if self.out_of_range:
-                self.out_of_range.pop((key, index), None)
 
     def fill(self, key: str, value: Any) -> None:
         """Write ``value`` into the tensors, also into adopted ones, except where another group shares them.
 
-        Raises:
-            TypeError, ValueError: as :meth:`validated`.
-            RuntimeError: a graph is being captured.
+        ``TypeError`` and ``ValueError`` as :meth:`validated`, ``RuntimeError`` while a graph is captured.
         """
         for index, element in enumerate(map(self._without_wait, self.validated(key, value))):
             self.fill_element(key, index, element)
@@ -253,21 +242,12 @@ class ParamGroup(WatchedDict[str, Any]):
     def update(self, *args: Any, **kwargs: Any) -> None:
         """As ``dict.update``, but nothing is written if one of the values is refused."""
         values = dict(*args, **kwargs)
-        numbers = {key: value for key, value in values.items() if key in self._hypers}
-        for key, value in numbers.items():
-            elements = tuple(
-                element if element is number.tensor else self._without_wait(element)
-                for element, number in zip(self.validated(key, value), self._held(key), strict=True)
-            )
-            numbers[key] = elements if self._hypers[key].is_tuple else elements[0]
-        others = {key: value for key, value in values.items() if key not in numbers}
-        if self._structural & others.keys() or others.keys() - self.keys():
+        numbers = {key: self._snapshot(key, values[key]) for key in values if key in self._hypers}
+        others = values.keys() - numbers.keys()
+        if self._structural & others or others - self.keys():
             self._check({**self, **values}, self)
-        for key in values:
-            if key in numbers:
-                self._assign(key, self.validated(key, numbers[key]))
-            else:
-                self._set(key, values[key])
+        for key, value in values.items():
+            self._assign(key, numbers[key]) if key in numbers else self._set(key, value)
 
     @quickly_outside_dynamo
     def __setitem__(self, key: str, value: Any) -> None:
@@ -287,6 +267,10 @@ class ParamGroup(WatchedDict[str, Any]):
         self.set_quietly(key, value.clone() if isinstance(value, Reading) else value)  # the copy writes to no group
         for name in (h.name for h in self._hypers.values() if h.when == key and value):
             super().set_quietly(name, self._numbers[name])
+
+    def _snapshot(self, key: str, value: Any) -> list[float | Tensor]:
+        pairs = zip(self.validated(key, value), self._held(key), strict=True)
+        return [e if e is number.tensor else self._without_wait(e) for e, number in pairs]
 
     def _assign(self, key: str, elements: Sequence[float | Tensor]) -> None:
         self._refuse_capture(key)
@@ -358,10 +342,8 @@ class ParamGroup(WatchedDict[str, Any]):
 
     def _refuse_capture(self, key: str) -> None:
         if is_capturing(self._device):
-            raise RuntimeError(
-                f"{self.label}[{key!r}] is assigned while a CUDA graph is being captured, and no replay would do that "
-                "again; set hyperparameters outside"
-            )
+            where = f"{self.label}[{key!r}] is assigned while a CUDA graph is being captured"
+            raise RuntimeError(f"{where}, and no replay would do that again; set hyperparameters outside")
 
     # A dict reads its own entries past __getitem__, also for dict(group) unless there is an __iter__ of the class.
     def __iter__(self) -> Iterator[str]:

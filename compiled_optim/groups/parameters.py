@@ -64,9 +64,14 @@ def names_and_tensors(params: Any, what: str) -> tuple[list[str], list[Any]]:
     pairs = [e for e in entries if isinstance(e, tuple)]
     if pairs and len(pairs) != len(entries):
         raise ValueError("all optimizer params should be with/without names. Some param names are missing")
-    if foreign := [name for name, _ in pairs if not isinstance(name, str)]:
-        raise TypeError(f"the name of a parameter must be a string, got {foreign[0]!r}")
+    if foreign := next((pair for pair in pairs if len(pair) != 2 or not isinstance(pair[0], str)), None):
+        raise TypeError(f"pairs are (name, parameter); got ({', '.join(map(_form, foreign))})")
     return [name for name, _ in pairs], [tensor for _, tensor in pairs] if pairs else entries
+
+
+def _form(value: Any) -> str:
+    shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
+    return f"{type(value).__name__}{shape}"
 
 
 def hand_over(key: str, value: Any, groups: list[dict[str, Any]]) -> None:

@@ -10,6 +10,9 @@ class StableAdamW(CompiledOptimizer):
     The learning rate, also that of the decay, is divided by the root mean square of ``grad / sqrt(exp_avg_sq)`` over the
     tensor where that is above 1. torch.optim has no StableAdamW; arguments and defaults are optimi's.
 
+    Averages are plain, and divided by ``1 - beta**step`` where they are used. While ``betas`` stay as they are this is
+    Algorithm 2, and optimi's step; after they changed it is another.
+
     Args:
         lr: learning rate, about as much as an element moves in a step where its gradients agree.
         betas: how much of the average of gradients, and of their squares, stays from one step to the next.

@@ -7,7 +7,7 @@ are data, so groups with different learning rates share one plan.
 from __future__ import annotations
 
 import functools
-import zlib
+import hashlib
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
@@ -340,7 +340,8 @@ def partition(
 def _seed(group: Mapping[str, Any], group_index: int, index: int) -> float:
     """A whole number below 2**24 for a parameter, by its name where it has one: equal on replicas and after a resume."""
     place = canonical_name(parameter_name(group, group_index, index))
-    return float((zlib.crc32(place.encode()) + group.get("rounding_seed", 0)) % (1 << 24))
+    text = f"{group.get('rounding_seed', 0)} {place}"
+    return float(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=3).digest(), "big"))
 
 
 def _only_wraps(param: Tensor) -> bool:

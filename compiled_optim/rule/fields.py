@@ -219,17 +219,24 @@ class Scale(Choice):
         return float(element)
 
 
+def _suits_every(value: Any, param: Tensor) -> bool:
+    """Yes."""
+    return True
+
+
 @dataclass(frozen=True)
 class Option(Choice):
     """A choice of a group from which follows what shapes the code and the state of each of its parameters.
 
     ``of`` gets the group's entries, whether one of some patterns matches the parameter's name, the parameter, and what to
     call it in messages. It returns a hashable value, or None where the choice says nothing about this parameter, and raises
-    ``TypeError`` or ``ValueError`` where it does not fit. ``valid`` raises these for the choice alone.
+    ``TypeError`` or ``ValueError`` where it does not fit. ``valid`` raises these for the choice alone. ``suits`` says
+    whether the choice, another than the default, is of use for a parameter whose name no pattern excludes.
     """
 
     of: Callable[[Mapping[str, Any], Callable[[Sequence[str]], bool], Tensor, str], Any]
     valid: Callable[[Any, str], None]
+    suits: Callable[[Any, Tensor], bool] = _suits_every
 
     def check(self, value: Any, where: str = "") -> None:
         """Raise ``TypeError`` or ``ValueError`` if ``value`` is no such choice; ``where`` is as in :meth:`Hyper.check`."""

@@ -131,9 +131,13 @@ def copy_beside(value: Any, param: Any, dtype: str) -> Any:
 
 
 def noise_of(key: Any, index: Any) -> Any:
-    """24 random bits of a counter: of ``key``, a whole number below 2**24, and ``index``, an integer."""
-    x = index ^ (integer(key) << 7)
-    for shift, factor in ((16, 0x7FEB352D), (15, 0x46CA68B5), (16, 0x5BD1E995)):
+    """24 random bits of a counter: of ``key``, a whole number below 2**24, and ``index``, an integer.
+
+    The key comes after a first round of mixing: before it, other keys would give the same numbers in another order.
+    """
+    x = index
+    for after, (shift, factor) in enumerate(((16, 0x7FEB352D), (15, 0x46CA68B5), (16, 0x5BD1E995))):
+        x = x ^ (integer(key) << 7) if after == 1 else x
         x = (x ^ ((x >> shift) & ((1 << (32 - shift)) - 1))) * factor
     return (x ^ (x >> 15)) & ((1 << 24) - 1)
 
@@ -199,20 +203,45 @@ def decoded(code: Any, scale: Any, kind: str) -> Any:
     return from_bits(bits(part * spread(scale)) | (code & _SIGN))
 
 
-def key_of(step: Any, seed: Any) -> Any:
-    """A whole number below 2**24 for each step of each seed, itself a whole number below 2**24; in float64.
+_KEYS = float(1 << 24)
+_GOLDEN = 0.6180339887498949
+_BLOCK = 1024.0  # steps
+_QUOTIENTS = 4.0
 
-    Those of consecutive steps are spread evenly, more so than random numbers.
+
+def key_of(count: Any, seed: Any) -> Any:
+    """A whole number below 2**24 for each count, such as a step, of each seed, itself a whole number below 2**24.
+
+    In float64, where every number on the way is exact, so that no compiler changes it.
     """
-    mixed = step * 10619863.0 + seed
-    return mixed - floor(mixed / float(1 << 24)) * float(1 << 24)
+    x = _below(count * 10619863.0 + seed, _KEYS)
+    return _below(floor(x * x * 2.0**-12) + count * 7296283.0, _KEYS)
 
 
-def threshold_of(step: Any) -> Any:
-    """A number in [0, 1) for each step, spread evenly over any steps that follow each other; in float64.
+def threshold_of(step: Any, seed: Any) -> Any:
+    """A number in [0, 1) for each step of each seed, spread evenly over steps that follow each other; in float64.
 
     Rounded to nearest, an average that a step changes by less than half a code would never change: squares that are averaged
     with 0.999 would rise with large gradients, and never fall with small ones; momentum would go on without gradients.
+
+    Multiples of an irrational number of small partial quotients are spread evenly, but those of steps a Fibonacci number
+    apart are near each other, if it is the golden ratio: what gradients do so often would be rounded alike for long. So
+    every block of steps begins at random, and has one of 16 such numbers.
     """
-    place = step * 0.6180339887498949  # the golden ratio's fraction
+    block = floor(step * (1 / _BLOCK))
+    key = key_of(block, seed)
+    first = _below(key, _QUOTIENTS)
+    second = _below(floor(key * (1 / _QUOTIENTS)), _QUOTIENTS)
+    ratio = floor(_KEYS / (1.0 + first + 1.0 / (1.0 + second + _GOLDEN)))
+    return _below((step - block * _BLOCK) * ratio + key, _KEYS) * (1 / _KEYS)
+
+
+def another(threshold: Any) -> Any:
+    """A threshold of another phase, for a second use in the same step."""
+    place = threshold + int(_GOLDEN * _KEYS) / _KEYS
     return place - floor(place)
+
+
+def _below(x: Any, limit: float) -> Any:
+    """What is left of a whole number that is divided by ``limit``, a power of 2."""
+    return x - floor(x * (1 / limit)) * limit

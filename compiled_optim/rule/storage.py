@@ -7,6 +7,8 @@ parameter, weight decay and lookahead too, is done to a number of 32 bits.
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -14,7 +16,6 @@ import torch
 from torch import Tensor
 
 from compiled_optim.rule import formats
-from compiled_optim.rule.bits import integer
 from compiled_optim.rule.fields import Buffer, Option
 from compiled_optim.rule.misspelled import hint
 from compiled_optim.rule.rule import INDEX, Rule
@@ -24,6 +25,9 @@ MODES = ("kahan", "stochastic", "split8", "split16", "master")
 REST_BITS = {"split8": 8, "split16": 16}
 ROUNDED = ("stochastic", "kahan", "split8")
 """The modes that round by numbers of each step, so that steps of any size add up."""
+_THRESHOLDS = ("threshold0", "threshold1")
+"""The coefficients by which averages are rounded in a step, in turn: no more, since each takes a register of a kernel."""
+_PART_THRESHOLD = _THRESHOLDS[1]
 INT8 = "int8"
 MINIMUM = 4096
 """Elements below which a parameter keeps full state and weights, as if ``exclude`` named it."""
@@ -56,7 +60,7 @@ def _codes(choices: Mapping[str, Any]) -> tuple[str, ...]:
 def _rounded_by_step(choices: Mapping[str, Any], signs: Mapping[str, Any]) -> dict[str, str]:
     """The averages whose ``state_dtype`` is chosen and has less than 32 bits, in one order, with that.
 
-    They are rounded by a number of each step, see :func:`formats.threshold_of`.
+    They are rounded by numbers of each step, see :func:`formats.threshold_of`.
     """
     few = (INT8, *HALVES.values())
     return {name: dtype for name, dtype in choices.get("state_dtype", ()) if dtype in few and name in signs}
@@ -97,6 +101,9 @@ def stored(rule: Rule) -> Rule:
     ``"split8"`` and ``"split16"``, a remainder of 8 or 16 bits; ``"master"``, a copy in float32. ``kahan_sum``, optimi's
     spelling: None and True are ``"kahan"`` for parameters of 16 bits, and nothing for others.
 
+    ``"split8"`` is within 1/256 of the parameter's last place. A compensation in float16 is a multiple of 2**-24, so that
+    ``"kahan"`` keeps fewer bits of small weights.
+
     ``state_dtype`` is the dtype of buffers, ``"int8"`` for codes of 8 bits with a scale for each group of elements, or a
     dict by the name of the buffer.
     """
@@ -124,10 +131,12 @@ def stored(rule: Rule) -> Rule:
 
     def coefficients(**values: Any) -> dict[str, Any]:
         numbers = rule.evaluated(values)
-        if _mode(values) in ROUNDED:
-            numbers["noise"] = formats.key_of(values["step"], values["seed"])
-        if _rounded_by_step(values, signs):
-            numbers["threshold"] = formats.threshold_of(values["step"])
+        mode, step, seed = _mode(values), values["step"], values["seed"]
+        if mode == "stochastic":
+            numbers["noise"] = formats.key_of(step, seed)
+        if (mode in ROUNDED and mode != "stochastic") or _rounded_by_step(values, signs):
+            threshold = formats.threshold_of(step, seed)
+            numbers |= dict(zip(_THRESHOLDS, (threshold, formats.another(threshold)), strict=True))
         return numbers
 
     def update(**values: Any) -> dict[str, Any]:
@@ -137,14 +146,15 @@ def stored(rule: Rule) -> Rule:
         new = rule.updated(opened(values))
         if mode is not None:
             new |= parts_of(new["param"], values, mode, values["weights"][1])
-        for name, dtype in stored.items():
+        for (name, dtype), number in zip(stored.items(), itertools.cycle(_THRESHOLDS), strict=False):
             if values.get(name) is None:
                 continue
+            threshold = getattr(values["c"], number)
             if dtype != INT8:
-                new[name] = formats.randomly_rounded(new[name], formats.parts_in(values["c"].threshold, 24), dtype)
+                new[name] = formats.randomly_rounded(new[name], formats.parts_in(threshold, 24), dtype)
                 continue
             new[scale_name(name)] = scale = formats.scale_of(new[name])
-            new[name] = formats.encoded(new[name], scale, signs[name], values["c"].threshold)
+            new[name] = formats.encoded(new[name], scale, signs[name], threshold)
         return {**new, "step": 0.0}
 
     return dataclasses.replace(
@@ -172,12 +182,12 @@ def parts_of(value: Any, values: Mapping[str, Any], mode: str, dtype: str) -> di
     """What is stored of ``value``, a parameter's float32, in ``mode``: ``param``, as a float32, and its parts, by name.
 
     ``values`` are what ``update`` gets; without them what is beside the parameter is rounded to nearest. In a step a rest of
-    few bits is rounded up or down by a number of the step, the same for all elements: rounded to nearest, steps that are
-    little more than its unit would all be too small, or too large.
+    few bits is rounded up or down by a number of the step and the tensor, the same for all elements: rounded to nearest,
+    steps that are little more than its unit would all be too small, or too large.
     """
     if mode == "stochastic":
         return {"param": formats.randomly_rounded(value, formats.noise_of(values["c"].noise, values[INDEX]), dtype)}
-    noise = integer(values["c"].noise) if mode in ROUNDED and values else None
+    noise = formats.parts_in(getattr(values["c"], _PART_THRESHOLD), 24) if mode in ROUNDED and values else None
     if mode in REST_BITS:
         param, rest = formats.split(value, dtype, REST_BITS[mode], noise)
         return {"param": param, "remainder": rest}
@@ -206,14 +216,16 @@ def _options(rule: Rule, signs: Mapping[str, Any]) -> tuple[Option, ...]:
 
     def valid_state(value: Any, what: str) -> None:
         _check_state_dtype(value, what, buffers, signs, rule.name)
+        if isinstance(value, Mapping):
+            _warn_of_wide(value, [b for b in rule.buffers if b.int8 and (b.when is None or b.name in value)])
 
     def state_dtype(group: Mapping[str, Any], is_matched: _Matcher, param: Tensor, where: str) -> Any:
         return _state_dtypes(group, is_matched, param, where, buffers, signs)
 
     return (
-        Option(None, of=_weights, valid=_check_weights, name="weights"),
+        Option(None, of=_weights, valid=_check_weights, suits=_suits_weights, name="weights"),
         Option(False, of=_nothing, valid=_check_kahan_sum, name="kahan_sum"),
-        Option(None, of=state_dtype, valid=valid_state, name="state_dtype"),
+        Option(None, of=state_dtype, valid=valid_state, suits=_suits_state, name="state_dtype"),
         Option((), of=_nothing, valid=_check_exclude, name="exclude"),
         Option(0, of=_nothing, valid=_check_seed, name="rounding_seed"),
     )
@@ -221,6 +233,14 @@ def _options(rule: Rule, signs: Mapping[str, Any]) -> tuple[Option, ...]:
 
 def _nothing(*_: Any) -> None:
     return None
+
+
+def _suits_weights(value: Any, param: Tensor) -> bool:
+    return param.dtype in HALVES and (value == "master" or param.numel() >= MINIMUM)
+
+
+def _suits_state(value: Any, param: Tensor) -> bool:
+    return value == torch.float32 or param.numel() >= MINIMUM
 
 
 def _check_weights(value: Any, what: str) -> None:
@@ -265,6 +285,23 @@ def _check_state_dtype(value: Any, what: str, buffers: Sequence[str], signs: Map
     if value in (INT8, *HALVES) and not isinstance(value, Mapping) and not signs:
         raise ValueError(
             f"{what}={value!r}: {optimizer} has no state that so few bits hold well; choose it by name, in a dict"
+        )
+
+
+def _warn_of_wide(chosen: Mapping[str, Any], buffers: Sequence[Buffer]) -> None:
+    """Warn of averages in codes beside squares that are not.
+
+    Both in codes, an element's square is not 0 where its average is not. Otherwise a small element beside large ones has an
+    average of 0, and in some steps one of a whole code, which is divided by its own small root: a kick of many ``lr``.
+    """
+    coded = [b.name for b in buffers if b.int8 == "signed" and chosen.get(b.name) == INT8]
+    wide = [b.name for b in buffers if b.int8 == "unsigned" and chosen.get(b.name) != INT8]
+    if coded and wide:
+        warnings.warn(
+            f"state_dtype: with 'int8' for '{coded[0]}' and more bits for '{wide[0]}', by which steps are divided, elements "
+            "with small gradients beside large ones may take steps of many lr; choose 'int8' for both, or torch.bfloat16",
+            UserWarning,
+            stacklevel=2,
         )
 
 

@@ -73,8 +73,7 @@ class Engine:
         self._optimizer = weakref.ref(optimizer)
         self._make = make
         self.lock = threading.RLock()  # held by whoever steps, saves, loads or makes the step anew
-        self.number = traced.register(self)  # under which the engine is found in this process
-        self.key = str(self.number)  # the same as a text
+        self.key = traced.register(self)  # under which the engine is found in this process
         self.name = ""  # under which the traced operator finds it, in another process too
         self.is_open = False  # whether more groups come before the first step is made
         self._changes = Changes()
@@ -160,14 +159,6 @@ class Engine:
         self.holdings.hand_captures.leave()
         return None if grads is None else list(map(grad_of, self.params))
 
-    def check_numbers(self) -> None:
-        """Raise ``ValueError`` where a number that was written to a group is out of range."""
-        if self._changes.is_refused:
-            for group in self.holdings.own_groups:
-                for message in group.out_of_range.values():
-                    raise ValueError(message)
-            self._changes.is_refused = False
-
     @property
     def is_outdated(self) -> bool:
         """Whether groups, state or clipping changed, so that :attr:`step` will be made anew."""
@@ -202,7 +193,7 @@ class Engine:
     def settle_for_graphs(self) -> bool:
         """Make the step current, and settled where a compiler's CUDA graph can hold it. Whether one can."""
         with self.lock:
-            self.check_numbers()
+            self.holdings.check_numbers()
             step = self.current()
             if not self._fits_graphs(step) or any(map(is_capturing, step.devices)):  # where nothing could be made
                 return self._fits_graphs(step)
@@ -219,16 +210,12 @@ class Engine:
             return fits
 
     def settle_inlined(self, present: Sequence[int]) -> bool:
-        """Make the step current, and :attr:`inlined` of it. Whether compiled code can hold that.
-
-        ``present`` are the positions of the parameters that have a gradient.
-        """
+        """Make the step current, and :attr:`inlined` of it, for gradients at ``present``. Whether code can hold that."""
         with self.lock:
             if self.release is not None or self.launcher is not None or self.holdings.accumulated.was_on:
                 return False
-            self.check_numbers()
-            step = self.current()
-            given = [p if i in {*present} else None for i, p in enumerate(step.params)]  # for gradients, which are fake
+            step, there = self.current(), {*present}
+            given = [p if i in there else None for i, p in enumerate(step.params)]  # for gradients, which are fake
             if step.wakes(given) or not step.describes([None] * len(given)):  # or a parameter or its state moved
                 self.renew(given)
                 step = self.current()
@@ -368,7 +355,6 @@ class Engine:
                 "a step of real parameters under FakeTensorMode would compute with fake tensors; leave the mode, or make "
                 "the parameters in it"
             )
-        self.check_numbers()
         self.mark_stepped()
         self.holdings.clipping.take(*clipping)
         if step is None or not step.is_current() or not step.describes(grads):
@@ -384,7 +370,8 @@ class Engine:
         return step
 
     def mark_stepped(self) -> None:
-        """Let torch's schedulers know that there was a step."""
+        """Let torch's schedulers know that there was a step, unless a number is out of range."""
+        self.holdings.check_numbers()
         self._owner._opt_called = True
 
     def finish(self, step: Step, *, counts: bool = True) -> None:

@@ -16,7 +16,7 @@ from compiled_optim.checkpoint.state_dict import PreparedLoad
 from compiled_optim.groups.by_name import ByName, kept
 from compiled_optim.groups.names import named_parameters, parameter_name, repeated, shared_name, without_aliases
 from compiled_optim.groups.numbers import is_own
-from compiled_optim.groups.options import check_options, warn_of_patterns
+from compiled_optim.groups.options import check_options, warn_of_unused
 from compiled_optim.groups.param_group import ParamGroup
 from compiled_optim.groups.parameters import check_params, names_and_tensors
 from compiled_optim.groups.scales import check_names, check_numbers, check_own, ignores_prefixes
@@ -42,7 +42,7 @@ class Holdings:
         self.changes = changes  # where groups and state report writes
         self.groups = []
         self._scales: list[Any] = []  # dicts of numbers by name whose names were found to be there
-        self._excluding: set[str] = set()  # patterns of `exclude` that were looked at
+        self._unused: set[str] = set()  # options without use, and patterns of `exclude`, that were looked at
         self._named: list[list[tuple[Tensor, str]]] = []  # by group, as it was when the step was made last
         self.aliases: dict[str, str] = {}  # further names of tied parameters -> the names that were kept
         self.state = self.new_state()
@@ -137,7 +137,7 @@ class Holdings:
             if group["params"]:
                 group.to(scalars_device(group["params"]))
         self._scales = self.check_scales(self.kind.fields_of(Scale), self.groups)
-        self._excluding = warn_of_patterns(self.groups, self._excluding)
+        self._unused = warn_of_unused(self.kind.declaration.options, self.groups, self._unused)
         self._note_names()
         self._let_go()
 
@@ -224,6 +224,14 @@ class Holdings:
         gone = [p for p, entries in self.state.items() if isinstance(entries, ParamState) and p not in present]
         for param in [p for p in gone if self.state[p].is_initial()]:
             del self.state[param]
+
+    def check_numbers(self) -> None:
+        """Raise ``ValueError`` where a number that was written to a group is out of range."""
+        if self.changes.is_refused:
+            for group in self.own_groups:
+                for message in group.out_of_range.values():
+                    raise ValueError(message)
+            self.changes.is_refused = False
 
     def shapes(self) -> list[tuple[Any, ...]]:
         """What of the groups may change unreported: identity, length, a write into a hyperparameter that was 0."""

@@ -71,11 +71,12 @@ class GradientRelease:
             if id(param) in self._taken and any(param is p for p in engine.current().params):
                 raise RuntimeError(
                     f"'{_names([param], engine)}' was updated in backward and has another gradient before opt.step(): with "
-                    "gradient release, call opt.step() after each backward, and do not accumulate gradients"
+                    "gradient release, call opt.step() after each backward, and do not accumulate gradients; after a "
+                    "backward that failed, call opt.zero_grad(); reentrant checkpoints are backwards of their own"
                 )
+            self._waiting[id(param)] = param, _current_stream(param.device)  # before what zero_grad() then forgets too
             if not engine.holdings.accumulated.is_on:
                 self._taken.add(id(param))
-            self._waiting[id(param)] = param, _current_stream(param.device)
             self._bytes += param.nbytes
             number = backward_number()
             if number not in self._open and number >= 0:
@@ -108,9 +109,9 @@ class GradientRelease:
         left = [p for p in params if p.grad is not None]
         if again := [p for p in left if id(p) in self._taken]:
             raise RuntimeError(
-                f"'{_names(again, engine)}' was updated in backward and then got a gradient: something goes on with whole "
-                "gradients, as DistributedDataParallel does, with which gradient release does not go; load model and "
-                "optimizer again"
+                f"'{_names(again, engine)}' was updated in backward and then got a gradient: a backward failed, after which "
+                "opt.zero_grad() must come before the next one, or something goes on with whole gradients, as "
+                "DistributedDataParallel does, with which gradient release does not go; load model and optimizer again"
             )
         grads = engine.holdings.accumulated.rest(params, [p.grad for p in params])
         if any(grad is not None for grad in grads):
@@ -119,8 +120,8 @@ class GradientRelease:
         self._forget()
 
     def zero_grad(self) -> None:
-        """Let a backward that failed be followed by another one without a step in between."""
-        if self._open and backward_number() < 0:
+        """Let a backward that failed, or its update, be followed by another one without a step in between."""
+        if (self._open or self._waiting) and backward_number() < 0:
             self._forget()
 
     def refuse(self, name: str, value: object) -> None:

@@ -31,10 +31,6 @@ class Steppable(Protocol):
         """The parameters, in the order the operator's positions refer to."""
 
     @property
-    def number(self) -> int:
-        """What :func:`register` returned."""
-
-    @property
     def name(self) -> str:
         """What :func:`named` returned last; empty before."""
 
@@ -69,15 +65,15 @@ class Steppable(Protocol):
         """Do so where a compiler may be recording a CUDA graph, or be about to."""
 
 
-_optimizers: WeakValueDictionary[int, Steppable] = WeakValueDictionary()
+_optimizers: WeakValueDictionary[str, Steppable] = WeakValueDictionary()
 _numbers = itertools.count()
 
 
-def register(optimizer: Steppable) -> int:
-    """The number under which the operator finds ``optimizer``, for as long as it lives."""
-    number = next(_numbers)
-    _optimizers[number] = optimizer
-    return number
+def register(optimizer: Steppable) -> str:
+    """The number, as a text, under which this process finds ``optimizer`` for as long as it lives."""
+    key = str(next(_numbers))
+    _optimizers[key] = optimizer
+    return key
 
 
 _named: WeakValueDictionary[str, Steppable] = WeakValueDictionary()
@@ -144,20 +140,20 @@ def _place(tensor: Tensor) -> tuple[int, int]:
 @called_while_tracing
 def settle(key: str) -> bool:
     """:meth:`Steppable.settle_for_graphs`."""
-    return _optimizers[int(key)].settle_for_graphs()
+    return _optimizers[key].settle_for_graphs()
 
 
 @called_while_tracing
 def settle_groups(key: str) -> None:
     """:meth:`Steppable.current`."""
-    _optimizers[int(key)].current()
+    _optimizers[key].current()
 
 
 @called_while_tracing
 def settle_inlined(key: str, present: Sequence[int]) -> bool:
     """:meth:`Steppable.settle_inlined`."""
     let_compilers_trace(run_inlined)
-    return _optimizers[int(key)].settle_inlined(present)
+    return _optimizers[key].settle_inlined(present)
 
 
 @called_while_tracing

@@ -122,7 +122,7 @@ def test_prefixes_and_several_optimizers() -> None:
     wrapped = nn.ModuleDict({"module": model})
     optimizers = [
         co.AdamW({"w": model.first.weight}, weights="split16", lowering="eager"),
-        co.SGD([model.first.bias, model.norm.weight, model.norm.bias], lr=0.1, weights="kahan", lowering="eager"),
+        co.SGD([model.first.bias, model.norm.weight, model.norm.bias], lr=0.1, weights="master", lowering="eager"),
     ]
     full = {f"module.{name}": value for name, value in Model().state_dict().items()}
     co.load_full_precision_state_dict(wrapped, optimizers, full)
@@ -226,6 +226,7 @@ def _without(name: str) -> Callable[[dict[str, Any]], Any]:
         (lambda full: full.update({"first.weight": torch.zeros(70, 70, dtype=torch.int8)}), "first.weight is torch.int8"),
         (lambda full: full.update({"frozen": torch.zeros(70, 70, dtype=torch.complex64)}), "frozen is torch.complex64"),
         (lambda full: full.update({"frozen": torch.zeros(70, 70, device="meta")}), "frozen is a meta tensor"),
+        (lambda full: full.update({"last.weight": torch.zeros(70, 70)}), "last.weight is not equal to first.weight"),
     ],
 )
 def test_bad_input_changes_nothing(damage: Callable[[dict[str, Any]], Any], message: str) -> None:
@@ -240,6 +241,20 @@ def test_bad_input_changes_nothing(damage: Callable[[dict[str, Any]], Any], mess
         co.load_full_precision_state_dict(model, optimizer, {**Model().state_dict(), "_extra_state": 3})
     assert content(optimizer) == before
     assert all(torch.equal(a, weights[n]) for n, a in model.state_dict().items() if n != "_extra_state")
+
+
+def test_live_tensors_in_another_order() -> None:
+    """Float32 parameters and buffers, which the state dict holds as they are."""
+    model = nn.Sequential(nn.BatchNorm1d(8), nn.BatchNorm1d(8), nn.Linear(64, 64, dtype=torch.bfloat16))
+    optimizer = co.AdamW(model.named_parameters(), weights="split8")
+    with torch.no_grad():
+        for i, tensor in enumerate([*model.state_dict().values()]):
+            tensor.fill_(i)
+    found = co.full_precision_state_dict(model, optimizer)
+    swapped = {name: found[{"0": "1", "1": "0"}.get(name[0], name[0]) + name[1:]] for name in found}
+    expected = {name: entry.clone() for name, entry in swapped.items()}
+    co.load_full_precision_state_dict(model, optimizer, swapped)
+    assert all(torch.equal(entry, expected[name].to(entry.dtype)) for name, entry in model.state_dict().items())
 
 
 def test_wrong_arguments() -> None:

@@ -144,7 +144,7 @@ def _by_dcp(saved: Any, target: Any, path: Any) -> Any:
 class TestResume:
     """A resumed run equals an uninterrupted one, bit for bit."""
 
-    @pytest.mark.parametrize("state_dtype", [None, "int8", torch.bfloat16, {"exp_avg": "int8"}], ids=str)
+    @pytest.mark.parametrize("state_dtype", [None, "int8", torch.bfloat16, {"exp_avg_sq": "int8"}], ids=str)
     @pytest.mark.parametrize("weights", MODES)
     def test_by_torch(self, weights: str | None, state_dtype: Any) -> None:
         options = {"weights": weights, "state_dtype": state_dtype}

@@ -88,7 +88,7 @@ def test_tensors_that_are_no_parameters_of_a_module_stay_too(decisions: Decision
     one_graph(decisions, 4, copied=1)
 
 
-@pytest.mark.parametrize("options", [{"max_grad_norm": 0.5, "skip_nonfinite": True}, {"weights": "stochastic"}], ids=str)
+@pytest.mark.parametrize("options", [{"max_grad_norm": 0.5, "skip_nonfinite": True}, {"weights": "master"}], ids=str)
 def test_one_graph_holds_clipping_and_low_precision(options: Any, decisions: Decisions) -> None:
     dtype = torch.bfloat16 if "weights" in options else torch.float32
     Training(co.AdamW, 2, dtype, **options).compile()

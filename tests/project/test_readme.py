@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +29,12 @@ def test_code_runs(capsys: pytest.CaptureFixture[str]) -> None:
     namespace: dict[str, object] = {}
     with torch._dynamo.config.patch(trace_autograd_ops=False):  # put back what the README sets
         for block in blocks:
+            before: Any = namespace.get("opt")
+            lr = before and float(before.param_groups[0]["lr"])
             exec(block, namespace)
+            if "sched.step()" in block:
+                opt: Any = namespace["opt"]
+                assert float(opt.param_groups[0]["lr"]) != (lr if opt is before else opt.defaults["lr"]), block
     assert "100 steps" in capsys.readouterr().out
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from itertools import pairwise
 
 import formats_in_cpp
 import numpy as np
@@ -63,7 +63,7 @@ def test_rests_rounded_at_random_are_one_of_two_neighbours(dtype: str) -> None:
     unit = 2.0 ** (values.log2().floor()) * torch.finfo(DTYPES[dtype]).eps / 256
     total = torch.zeros(len(values), dtype=torch.float64)
     for step in range(1, 401):
-        noise = formats.key_of(torch.tensor(float(step), dtype=torch.float64), 3.0).to(torch.int32)
+        noise = formats.parts_in(formats.threshold_of(torch.tensor(float(step), dtype=torch.float64), 3.0).float(), 24)
         param, rest = formats.split(values, dtype, 8, noise)
         assert torch.equal(rest, rest.to(torch.int8).int())
         found = formats.joined(param, rest, dtype, 8)
@@ -129,7 +129,7 @@ class TestCodes:
         codes = torch.cat([codes, codes[-1].repeat(-len(codes) % GROUP)])
         for scale in self.scales()[::997].tolist():
             values = formats.decoded(codes, torch.full((len(codes) // GROUP,), scale), kind)
-            assert all(a < b for a, b in pairwise(values[: len(self.LEVELS[kind])].tolist()))
+            assert all(a < b for a, b in itertools.pairwise(values[: len(self.LEVELS[kind])].tolist()))
 
     def test_errors_of_squares_are_within_half_a_level_of_the_root(self) -> None:
         """And so, relative to the value, within one over its code."""
@@ -207,7 +207,7 @@ class TestCodes:
             exact = 0.999 * exact + 0.001 * squares
             average = 0.999 * average + 0.001 * squares
             scale = formats.scale_of(average)
-            threshold = formats.threshold_of(torch.tensor(float(step), dtype=torch.float64)).float()
+            threshold = formats.threshold_of(torch.tensor(float(step), dtype=torch.float64), 5.0).float()
             average = formats.decoded(formats.encoded(average, scale, "unsigned", threshold), scale, "unsigned")
         roots = (average / exact).sqrt()
         assert roots[::2].median() == pytest.approx(1, abs=0.05)
@@ -220,7 +220,7 @@ class TestCodes:
             grads[::2] = 1 if step < 500 else 0
             average = 0.99 * average + 0.01 * grads
             scale = formats.scale_of(average)
-            threshold = formats.threshold_of(torch.tensor(float(step), dtype=torch.float64)).float()
+            threshold = formats.threshold_of(torch.tensor(float(step), dtype=torch.float64), 5.0).float()
             average = formats.decoded(formats.encoded(average, scale, "signed", threshold), scale, "signed")
         assert not average[::2].any()
         assert average[1::2].mean() == pytest.approx(1, abs=0.02)
@@ -251,6 +251,12 @@ class TestNoise:
         for shift in (0, 1, 64, 4096):
             assert abs(_correlation(mine, theirs.roll(shift))) < 5 / math.sqrt(len(mine)), shift
         assert (mine == theirs).double().mean() < 1e-3
+
+    def test_no_two_steps_or_seeds_have_the_same_numbers_in_another_order(self) -> None:
+        blocks: dict[tuple[float, ...], tuple[int, int]] = {}
+        for drawn in itertools.product(range(1, 6), (0, 1, 2, 3, 4096)):
+            for block in self.bits(*drawn).view(-1, 128).sort().values[:, :3].tolist():
+                assert blocks.setdefault(tuple(block), drawn) == drawn
 
     def test_elements_have_nothing_to_do_with_each_other(self) -> None:
         noise = self.bits(5)

@@ -59,6 +59,30 @@ def test_float32_has_limits_too() -> None:
     assert stuck(trained(co.AdamW, 1e-10, weights="split16")[0]) == {"wide", "large"}
 
 
+@pytest.mark.parametrize("optimizer", [co.AdamW, co.Lion], ids=lambda c: c.__name__)
+def test_groups_whose_elements_differ_too_much_for_8_bits(optimizer: type[co.CompiledOptimizer]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    sizes = {name: torch.ones(64, 128) for name in ("even", "columns", "spread", "transposed")}
+    sizes["columns"][:16, 5] = 300  # one element of every second group in a quarter of the rows
+    sizes["spread"] = (2 * torch.randn(64, 128, generator=generator)).exp()
+    sizes["transposed"][:, 5] = 300  # all of one group: in memory the rows are columns
+    params = {n: Parameter(torch.randn(64, 128, generator=generator).bfloat16()) for n in sizes}
+    params["transposed"] = Parameter(params["transposed"].detach().t().contiguous().t())
+    found = {}
+    for state_dtype in ("int8", torch.bfloat16):
+        made = optimizer(params, lr=1e-2, weights="split8", state_dtype=state_dtype)
+        for _ in range(4):
+            for name, param in params.items():
+                param.grad = (torch.randn(64, 128, generator=generator) * sizes[name]).bfloat16()
+            made.step()
+        found[state_dtype] = made.check_numerics()
+    uneven = dict(found["int8"].uneven)
+    assert uneven.pop("spread") > 0.99
+    assert uneven == {"columns": pytest.approx(0.125, abs=0.01)}
+    assert "'columns': in 12% of the groups of 64, half of the gradients" in str(found["int8"])
+    assert not found[torch.bfloat16].uneven
+
+
 def test_what_it_says() -> None:
     made, _ = trained(co.SGD, 1e-5, torch.float16)
     first = made.check_numerics().stuck[0]

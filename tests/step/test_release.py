@@ -465,6 +465,46 @@ class TestFailures:
         train(twin, adamw(twin), x)
         assert_same(model, twin)
 
+    @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+    @pytest.mark.parametrize("cap", [None, 0.0])
+    def test_zero_grad_after_an_update_that_failed(
+        self, error: type[BaseException], cap: float | None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        model, optimizer = released(cap)
+
+        def fail(*_: Any, **__: Any) -> None:
+            raise error
+
+        before = copies(model)
+        with monkeypatch.context() as patch:
+            patch.setattr(engine_of(optimizer), "update", fail)
+            with pytest.raises(error):
+                model(next(inputs())).sum().backward()
+        assert_same(model, before)
+        twin = layers()
+        reference = adamw(twin)
+        optimizer.zero_grad()
+        for x in inputs():
+            train(model, optimizer, x)
+            train(twin, reference, x)
+        assert_same(model, twin)
+
+    def test_no_zero_grad_after_a_backward_that_failed(self) -> None:
+        model, optimizer = released()
+
+        def fail(grad: Tensor) -> None:
+            raise OverflowError
+
+        handle = model[1][0].weight.register_hook(fail)
+        with pytest.raises(OverflowError):
+            model(next(inputs())).sum().backward()
+        handle.remove()
+        model.zero_grad()
+        with pytest.raises(RuntimeError, match=r"after a backward that failed, call opt\.zero_grad\(\)"):
+            model(next(inputs())).sum().backward()
+        with pytest.raises(RuntimeError, match=r"a backward failed, after which opt\.zero_grad\(\) must come"):
+            optimizer.step()
+
     @pytest.mark.parametrize(("name", "value"), [("max_grad_norm", 1.0), ("skip_nonfinite", True)])
     def test_what_needs_all_gradients(self, name: str, value: object) -> None:
         model = layers()

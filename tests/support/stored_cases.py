@@ -96,7 +96,7 @@ CASES |= {
     "AdamW float16 stochastic": Case(co.AdamW, {**_ADAMW, "weights": "stochastic", "rounding_seed": 7}, torch.float16),
     "AdamW float32": Case(co.AdamW, {**_ADAMW, "state_dtype": "int8"}, torch.float32),
     "AdamW hard": Case(co.AdamW, {**_ADAMW, **_SMALLEST}, hard=True),
-    "AdamW mixed": Case(co.AdamW, {"weights": "kahan", "state_dtype": {"exp_avg": "int8", "exp_avg_sq": torch.float32}}),
+    "AdamW mixed": Case(co.AdamW, {"weights": "kahan", "state_dtype": {"exp_avg": torch.float32, "exp_avg_sq": "int8"}}),
     "Lion": Case(co.Lion, {**_SMALLEST}),
     "SGD": Case(co.SGD, {**_SMALLEST, "momentum": 0.9, "decouple_wd": True}),
     "SGD hard": Case(co.SGD, {"weights": "kahan"}, hard=True),
