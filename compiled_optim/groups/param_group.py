@@ -360,8 +360,7 @@ class ParamGroup(WatchedDict[str, Any]):
 
     def __delitem__(self, key: str) -> None:
         """As ``dict.__delitem__``; ``ValueError`` where steps would go on to read what is no entry any more."""
-        choice = self._hypers[key].when if key in self._hypers else None
-        if choice and self.get(choice) and key in self:
+        if key in self and (choice := key in self._hypers and self._hypers[key].when) and self.get(choice):
             raise ValueError(f"{key} of {self.label} cannot be removed: {choice}=True reads it; set {choice} to False first")
         super().__delitem__(key)
 
@@ -373,8 +372,7 @@ class ParamGroup(WatchedDict[str, Any]):
         return value
 
     def popitem(self) -> tuple[str, Any]:
-        key = next(reversed(self))
-        return key, self.pop(key)
+        return (key := next(reversed(self))), self.pop(key)
 
     def __eq__(self, other: object) -> bool:
         return dict(self) == other
