@@ -214,8 +214,9 @@ class Plan:
     @advising()
     def _refuse(self, grads: Sequence[Tensor | None]) -> NoReturn:
         rule, takes_sparse = self.rule, self.rule.gradients == "sparse"
-        pairs = zip(self.members, grads, strict=True)
-        name = next(m.name for m, g in pairs if g is not None and g.is_sparse != takes_sparse)
+        name = next(
+            m.name for m, g in zip(self.members, grads, strict=True) if g is not None and g.is_sparse != takes_sparse
+        )
         advice = f", please consider {rule.advice} instead" if rule.advice else ""
         refused = "dense" if takes_sparse else "sparse"
         raise GradientLayoutError(f"{rule.name} does not support {refused} gradients{advice}; '{name}' has one")
