@@ -219,7 +219,9 @@ class Plan:
         )
         advice = f", please consider {rule.advice} instead" if rule.advice else ""
         refused = "dense" if takes_sparse else "sparse"
-        raise GradientLayoutError(f"{rule.name} does not support {refused} gradients{advice}; '{name}' has one")
+        raise GradientLayoutError(
+            f"{rule.name} does not support {'sparse' if is_sparse else 'dense'} gradients{advice}; '{name}' has one"
+        )
 
     @functools.cached_property
     def numbers(self) -> dict[str, list[float]]:
