@@ -214,14 +214,10 @@ class Plan:
     @advising()
     def _refuse(self, grads: Sequence[Tensor | None]) -> NoReturn:
         rule, takes_sparse = self.rule, self.rule.gradients == "sparse"
-        name = next(
-            m.name for m, g in zip(self.members, grads, strict=True) if g is not None and g.is_sparse != takes_sparse
-        )
+        wrong = (m.name for m, g in zip(self.members, grads, strict=True) if g is not None and g.is_sparse != takes_sparse)
         advice = f", please consider {rule.advice} instead" if rule.advice else ""
-        refused = "dense" if takes_sparse else "sparse"
-        raise GradientLayoutError(
-            f"{rule.name} does not support {'sparse' if is_sparse else 'dense'} gradients{advice}; '{name}' has one"
-        )
+        kind = "dense" if takes_sparse else "sparse"
+        raise GradientLayoutError(f"{rule.name} does not support {kind} gradients{advice}; '{next(wrong)}' has one")
 
     @functools.cached_property
     def numbers(self) -> dict[str, list[float]]:
