@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, get_type_hints
 
 import torch
@@ -77,7 +77,7 @@ class Declared:
         cls.fields = cls.declared = {**cls.declared, **fields}
         kinds = (Hyper, Static, Scale, Option, Fact, Buffer, Scalar)
         cls.declaration = Declaration(cls.__name__, *map(cls.fields_of, kinds))
-        cls.declaration.check_fields()
+        _check_references(cls.declaration)
         if hasattr(cls, "update"):
             cls.declaration = cls.rule = cls._made_rule()
             rule = cls.rule
@@ -176,6 +176,24 @@ class Declared:
     def fields_of(cls, kind: type[Any]) -> tuple[Any, ...]:
         """The declared fields of one kind, in declared order."""
         return tuple(f for f in cls.fields.values() if isinstance(f, kind))
+
+
+def _check_references(declaration: Declaration) -> None:
+    """Raise ``TypeError`` where a field names another one that is not there, or is of no kind that there is."""
+    statics, hypers = [s.name for s in declaration.statics], [h.name for h in declaration.hypers]
+    choices = [*statics, *hypers, *(f.name for f in declaration.facts)]
+    named: list[tuple[Field, str, Any, Collection[str]]] = [
+        *((b, "when", b.when, choices) for b in declaration.buffers),
+        *((b, "int8", b.int8, ("signed", "unsigned")) for b in declaration.buffers),
+        *((b, "init", b.init, hypers) for b in declaration.buffers),
+        *((s, "init", s.init, hypers) for s in declaration.scalars),
+        *((h, "when", h.when, statics) for h in declaration.hypers),
+        *((h, "like", h.like, hypers) for h in declaration.hypers),
+    ]
+    for field, argument, name, known in named:
+        if isinstance(name, str) and name not in known:
+            there = f"must be one of {', '.join(known)}" if known else "names nothing that the class declares"
+            raise TypeError(f"{declaration.name}.{field.name}: {argument}={name!r} {there}{hint(name, known)}")
 
 
 def state_names(optimizer: type[Declared]) -> frozenset[str]:

@@ -15,8 +15,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from compiled_optim.rule.bits import GROUP
-from compiled_optim.rule.fields import Buffer, Fact, Field, Hyper, Option, Scalar, Scale, Static
-from compiled_optim.rule.misspelled import hint
+from compiled_optim.rule.fields import Buffer, Fact, Hyper, Option, Scalar, Scale, Static
 from compiled_optim.rule.symbols import PLAIN, Code, Dialect, Kind, NotWritable, Statement, Symbol
 
 Gradients: TypeAlias = Literal["dense", "sparse"]  # the gradients that an optimizer takes; sparse ones are COO tensors
@@ -41,23 +40,6 @@ class Declaration:
     facts: tuple[Fact, ...]
     buffers: tuple[Buffer, ...]
     scalars: tuple[Scalar, ...]
-
-    def check_fields(self) -> None:
-        """Raise ``TypeError`` where a field names another one that is not there, or is of no kind that there is."""
-        statics, hypers = [s.name for s in self.statics], [h.name for h in self.hypers]
-        choices = [*statics, *hypers, *(f.name for f in self.facts)]
-        named: list[tuple[Field, str, Any, Collection[str]]] = [
-            *((b, "when", b.when, choices) for b in self.buffers),
-            *((b, "int8", b.int8, ("signed", "unsigned")) for b in self.buffers),
-            *((b, "init", b.init, hypers) for b in self.buffers),
-            *((s, "init", s.init, hypers) for s in self.scalars),
-            *((h, "when", h.when, statics) for h in self.hypers),
-            *((h, "like", h.like, hypers) for h in self.hypers),
-        ]
-        for field, argument, name, known in named:
-            if isinstance(name, str) and name not in known:
-                there = f"must be one of {', '.join(known)}" if known else "names nothing that the class declares"
-                raise TypeError(f"{self.name}.{field.name}: {argument}={name!r} {there}{hint(name, known)}")
 
     @functools.cached_property
     def structural_hypers(self) -> tuple[str, ...]:

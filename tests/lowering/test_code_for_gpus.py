@@ -41,8 +41,10 @@ def _inlined(case: GPUCase) -> str:
     """The module that Inductor writes for a function that holds the step's operations."""
     torch._dynamo.reset()
     with fake_cuda(90):
-        _, optimizer = _on_gpu(case)
-        assert engine_of(optimizer).settle_inlined()  # while Dynamo traces, the device that is none makes no tensors
+        params, optimizer = _on_gpu(case)
+        assert engine_of(optimizer).settle_inlined(
+            range(len(params))
+        )  # while Dynamo traces, the device that is none makes no tensors
         with recording("cuda") as recorder:
             torch.compile(optimizer.step, fullgraph=True)()
     (graph,) = recorder.take().graphs
