@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import inspect
+import pkgutil
 import typing
 from typing import Any
 
@@ -52,6 +54,22 @@ def _public(optimizer: torch.optim.Optimizer) -> set[str]:
 
 def _made(kind: type[co.CompiledOptimizer]) -> co.CompiledOptimizer:
     return kind([nn.Parameter(torch.ones(2, 2))], **required(kind))
+
+
+def test_every_optimizer_is_exported() -> None:
+    """One whose file is there and that is not imported, or not in ``__all__``, would be in no test and no table."""
+    modules = [m.name for m in pkgutil.walk_packages(co.optimizers.__path__, "compiled_optim.optimizers.")]
+    defined = {
+        kind.__name__
+        for name in modules
+        if name != "compiled_optim.optimizers.mup"  # whose optimizers are exported as co.mup's
+        for kind in vars(importlib.import_module(name)).values()
+        if isinstance(kind, type) and issubclass(kind, co.CompiledOptimizer) and kind.__module__ == name
+    }
+    assert defined
+    assert defined == {kind.__name__ for kind in registry()}
+    imported = {n for n, v in vars(co).items() if isinstance(v, type) and issubclass(v, co.CompiledOptimizer)}
+    assert imported <= {*co.__all__}
 
 
 def test_nothing_without_a_reason() -> None:

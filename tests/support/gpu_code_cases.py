@@ -13,6 +13,7 @@ from unittest import mock
 
 import torch
 from catalog import cases
+from lamb import Lamb
 from torch import Tensor, nn
 
 import compiled_optim as co
@@ -136,6 +137,7 @@ _FAR = {"betas": (0.6, 0.8), "weight_decay": 0.4}
 _NARROW = {"first": torch.bfloat16, "second": torch.bfloat16}
 _BITS = {"weights": "split8", "state_dtype": "int8"}
 CASES = _of_catalogue() | {
+    "means": GPUCase(Lamb, {**_FAR, "decouple_wd": True}),
     "rotating": GPUCase(Rotating),
     "late": GPUCase(Late),
     "rotating clipped": GPUCase(Rotating, {"max_grad_norm": 0.5, "skip_nonfinite": True}),
