@@ -242,9 +242,9 @@ def choose(side: Side, random: Random) -> None:
 
 
 def load(side: Side, random: Random) -> None:
-    """A state dict with other numbers."""
+    """A state dict with other numbers. State that no step has used may be there or not: a graph needs it in advance."""
     saved = copy.deepcopy(side.optimizer.state_dict())
-    for entries in saved["state"].values():
+    for entries in (e for e in saved["state"].values() if e["step"]):
         for name, entry in entries.items():
             entries[name] = entry + 3 if name == "step" else entry * 0.5
     saved["param_groups"][0]["lr"] = random.uniform(0.01, 0.1)
