@@ -65,7 +65,7 @@ def pointer_offset() -> int | None:
     return found[0] if len(found) == 1 else None
 
 
-def fuses_means_with_lists() -> bool:
+def compiles_means_with_lists() -> bool:
     """Whether Inductor compiles sums over tensors beside operations over lists: torch 2.11 fails to reorder their loops."""
     return tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
 

@@ -236,7 +236,11 @@ def _steps(optimizer: Optimizer, device: str, *, compiled: bool = False, inlined
     with recording(device) as record:
         started = processor_seconds()
         if compiled and is_own:  # what Dynamo has done while it traces, when nothing can be made on such a device
-            settled = engine_of(optimizer).settle_inlined() if inlined else engine_of(optimizer).settle_for_graphs()
+            settled = (
+                engine_of(optimizer).settle_inlined(range(len(params)))
+                if inlined
+                else engine_of(optimizer).settle_for_graphs()
+            )
             assert settled, "the step has another form"
         step()
         first = processor_seconds() - started

@@ -20,7 +20,7 @@ from compiled_optim.plan.clipping import Clipping
 from compiled_optim.plan.plan import Plan
 from compiled_optim.rule.bits import GROUP
 from compiled_optim.rule.rule import INDEX, Rule
-from compiled_optim.torch_internals import fuses_means_with_lists
+from compiled_optim.torch_internals import compiles_means_with_lists
 
 
 def obstacle(plan: Plan) -> str:
@@ -36,7 +36,7 @@ def obstacle(plan: Plan) -> str:
         f"'{name}' has complex numbers, which Inductor does not compile": plan.members[0].param.is_complex(),
         f"{rule.name} takes means over all parts of '{name}'": plan.sharded and has_means,
         f"{rule.name} takes means, with which Inductor fails before torch 2.12": (
-            has_means and InlinedPlan.fuses_lists(plan.device) and not fuses_means_with_lists()
+            has_means and InlinedPlan.fuses_lists(plan.device) and not compiles_means_with_lists()
         ),
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
