@@ -236,11 +236,8 @@ def _steps(optimizer: Optimizer, device: str, *, compiled: bool = False, inlined
     with recording(device) as record:
         started = processor_seconds()
         if compiled and is_own:  # what Dynamo has done while it traces, when nothing can be made on such a device
-            settled = (
-                engine_of(optimizer).settle_inlined(range(len(params)))
-                if inlined
-                else engine_of(optimizer).settle_for_graphs()
-            )
+            engine = engine_of(optimizer)
+            settled = engine.settle_inlined(range(len(engine.params))) if inlined else engine.settle_for_graphs()
             assert settled, "the step has another form"
         step()
         first = processor_seconds() - started
