@@ -31,7 +31,7 @@ from compiled_optim.rule import storage
 from compiled_optim.torch_compiler import CompiledGraph
 
 _numbers = itertools.count()
-PROGRAMS = 64  # more than there are blocks; the others find nothing to do
+PROGRAMS = 8  # more than there are blocks; the others find nothing to do
 _KERNEL = re.compile(r"^(\w+) = async_compile\.triton\('\w+', '''\n(.*?)^'''", re.MULTILINE | re.DOTALL)
 _HEAD = "import triton\nimport triton.language as tl\nfrom torch._inductor.runtime import triton_helpers\n"
 _HEAD += "from torch._inductor.runtime.triton_helpers import math as tl_math\n\n"
