@@ -134,6 +134,7 @@ def _of_catalogue() -> dict[str, GPUCase]:
 
 
 _FAR = {"betas": (0.6, 0.8), "weight_decay": 0.4}
+_HALF = {"state_dtype": torch.bfloat16}  # averages are rounded by numbers of the step, in operations on bits
 _NARROW = {"first": torch.bfloat16, "second": torch.bfloat16}
 _BITS = {"weights": "split8", "state_dtype": "int8"}
 CASES = _of_catalogue() | {
@@ -143,11 +144,11 @@ CASES = _of_catalogue() | {
     "rotating clipped": GPUCase(Rotating, {"max_grad_norm": 0.5, "skip_nonfinite": True}),
     "Lion skipped": GPUCase(co.Lion, {**_FAR, "max_grad_norm": 0.5, "skip_nonfinite": True, "maximize": True}),
     "rotating stored": GPUCase(Rotating, {"weights": "kahan", "state_dtype": _NARROW}, torch.bfloat16),
-    "AdamW kahan": GPUCase(co.AdamW, {**_FAR, "weights": "kahan", "state_dtype": torch.bfloat16}, torch.bfloat16),
-    "Lion stochastic": GPUCase(co.Lion, {**_FAR, "weights": "stochastic", "rounding_seed": 3}, torch.bfloat16),
-    "Ranger split16": GPUCase(co.Ranger, {**_FAR, "weights": "split16"}, torch.float16),
+    "AdamW kahan": GPUCase(co.AdamW, {**_FAR, **_HALF, "weights": "kahan"}, torch.bfloat16),
+    "Lion stochastic": GPUCase(co.Lion, {**_FAR, **_HALF, "weights": "stochastic", "rounding_seed": 3}, torch.bfloat16),
+    "Ranger split16": GPUCase(co.Ranger, {**_FAR, "state_dtype": torch.float32, "weights": "split16"}, torch.float16),
     "SGD split8 int8": GPUCase(co.SGD, {**_BITS, "momentum": 0.8, "weight_decay": 0.4}, torch.bfloat16),
     "Lion split8 int8": GPUCase(co.Lion, {**_FAR, **_BITS, "cautious": True}, torch.bfloat16),
-    "AdamW master": GPUCase(co.AdamW, {**_FAR, "weights": "master", "amsgrad": True}, torch.bfloat16),
+    "AdamW master": GPUCase(co.AdamW, {**_FAR, **_HALF, "weights": "master", "amsgrad": True}, torch.bfloat16),
     "AdamW int8": GPUCase(co.AdamW, {**_FAR, "state_dtype": "int8"}),
 }

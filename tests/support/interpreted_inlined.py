@@ -31,7 +31,7 @@ from compiled_optim.rule import storage
 from compiled_optim.torch_compiler import CompiledGraph
 
 _numbers = itertools.count()
-PROGRAMS = 8  # more than there are blocks; the others find nothing to do
+BLOCK = 128
 _KERNEL = re.compile(r"^(\w+) = async_compile\.triton\('\w+', '''\n(.*?)^'''", re.MULTILINE | re.DOTALL)
 _HEAD = "import triton\nimport triton.language as tl\nfrom torch._inductor.runtime import triton_helpers\n"
 _HEAD += "from torch._inductor.runtime.triton_helpers import math as tl_math\n\n"
@@ -63,10 +63,15 @@ class _Kernel:
         spec.loader.exec_module(module)
         vars(module)["libdevice"] = _Functions()
         self._function = getattr(module, name)
-        self._has_block = "XBLOCK :" in body[: body.index("):\n")]
+        self._lists = len({*re.findall(r"num_xblocks_\d+", body)})
+        self._arguments = [a.split(":")[0].strip() for a in body[body.index("(") + 1 : body.index("):\n")].split(",")]
 
     def run(self, *values: Any, stream: int) -> None:
-        self._function[(PROGRAMS,)](*values, **({"XBLOCK": 128} if self._has_block else {}))
+        block = {"XBLOCK": BLOCK} if "XBLOCK" in self._arguments else {}
+        given = dict(zip(self._arguments, values, strict=False))
+        # Each tensor of a kernel of lists is a block, or less.
+        programs = -(-given["xnumel"] // (BLOCK if block else 1)) if "xnumel" in given else self._lists
+        self._function[(programs,)](*values, **block)
 
 
 def _loaded(source: str, folder: Path) -> Callable[[list[Tensor]], Any]:

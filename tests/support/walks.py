@@ -160,7 +160,9 @@ def assign(side: Side, random: Random) -> None:
 
 def write_to_a_reading(side: Side, random: Random) -> None:
     index, name, value = _hyper(side, random)
-    side.optimizer.param_groups[index][name].fill_(value)
+    read: Any = side.optimizer.param_groups[index][name]
+    if isinstance(read, Tensor):  # not in a dict that took the place of a group, until the next step
+        read.fill_(value)
 
 
 def write_where_it_lies(side: Side, random: Random) -> None:

@@ -101,7 +101,8 @@ class ListProgram:
             late = [name for name in results if name not in self._unchanged and name not in early.values()]
             for i, name in enumerate(late if self._fuses_lists else ()):
                 if not self._inputs_of(self._results[name]).isdisjoint(self._old[other] for other in late[:i]):
-                    results[name] = list(torch._foreach_mul(results[name], 1))
+                    ended = torch._foreach_mul(results[name], 1)
+                    results[name] = [t.as_strided(t.shape, t.stride()) for t in ended]  # which has to be in memory
             for name in late:
                 store(name, results[name])
         return results
