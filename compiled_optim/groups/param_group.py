@@ -200,21 +200,18 @@ class ParamGroup(WatchedDict[str, Any]):
                 raise ValueError(f"{hyper.element(index)} of {self.label} must be a number, got a tensor without memory")
         return elements
 
-    def _judge(self, key: str, index: int, value: float | Tensor) -> None:
-        """Note whether a number that is about to be written is out of range."""
+    def _judge(self, key: str, index: int, value: float | Tensor | None) -> None:
+        """Note whether a number is out of range."""
         self.out_of_range.pop((key, index), None)
         try:
-            if not isinstance(value, Tensor):
+            if isinstance(value, float):
                 self._hypers[key].check(value, index, self.label, ROUNDING)
         except ValueError as error:
             self.out_of_range[key, index] = str(error)
             self._changes.refuse()
 
     def fill(self, key: str, value: Any) -> None:
-        """Write ``value`` into the tensors, also into adopted ones, except where another group shares them.
-
-        ``TypeError`` and ``ValueError`` as :meth:`validated`, ``RuntimeError`` while a graph is captured.
-        """
+        """Write ``value``, if it is :meth:`validated`, into the tensors; into adopted ones if no other group shares them."""
         for index, element in enumerate(map(self._without_wait, self.validated(key, value))):
             self.fill_element(key, index, element)
         super().set_quietly(key, self._numbers[key])
@@ -308,6 +305,8 @@ class ParamGroup(WatchedDict[str, Any]):
         self.for_compiled_code[1][key] = tuple(tensor.detach().view(1) for tensor in tensors)
         if shown or (shown is None and (type(dict.get(self, key)) is Numbers or not before)):
             super().set_quietly(key, held)
+        for index, number in enumerate(held if key in self else ()):
+            self._judge(key, index, number.written)
         for follower in self.followers:
             follower.follow()
 

@@ -365,7 +365,8 @@ def check_values(kind: type[Declared], group: Mapping[str, Any], before: Mapping
         value = hypers[hyper.name]
         was_own = hyper.name in before and is_own(hyper, value, group)  # from a checkpoint
         if (value is not None or not hyper.like) and not was_own:
-            hyper.elements(value, where) if before else hyper.checked(value, where)  # groups refuse a number in the step
+            is_written = isinstance(before, ParamGroup)  # which refuses a number out of range in the next step
+            hyper.elements(value, where) if is_written else hyper.checked(value, where)
     kind.check(hypers, group)
     for check in dict.fromkeys(t.check for t in kind.transforms if t.check):
         check(group)

@@ -323,10 +323,6 @@ def _foreign(saved: dict[str, Any]) -> None:
     saved["state"][1]["momentum_buffer"] = torch.zeros(2, 3)
 
 
-def _negative(saved: dict[str, Any]) -> None:
-    saved["param_groups"][0]["lr"] = -1.0
-
-
 def _future(saved: dict[str, Any]) -> None:
     saved["format_version"] = 99
 
@@ -349,7 +345,6 @@ def _twice(saved: dict[str, Any]) -> None:
         (_drop, "b: the checkpoint has no exp_avg for it"),
         (_reshape, r"b: exp_avg has shape \(3, 2\) instead of \(2, 3\)"),
         (_foreign, "b: the optimizer has no momentum_buffer for it"),
-        (_negative, r"Invalid learning rate: -1.0 \(lr of param_groups\[0\] must be >= 0 and < inf\)"),
         (_future, "format_version 99; this release reads up to 1"),
         (_no_groups, "must be a dict with 'state' and 'param_groups'"),
         (_text, "b: exp_avg is not a tensor"),
