@@ -17,6 +17,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from compiled_optim.memory.layout import is_lazy
 from compiled_optim.memory.sharding import local, traced_part
 from compiled_optim.rule.rule import Gradients
 from compiled_optim.step.inlined import InlinedStep
@@ -85,7 +86,7 @@ def named(optimizer: Steppable, kind: str, params: Iterable[tuple[str, Tensor]])
     It is made of what every process knows that makes this optimizer, so that caches of compiled code serve all of them. The
     last part counts those that are alive and equal in all else.
     """
-    facts = [(name, tuple(param.shape), str(param.dtype)) for name, param in params]
+    facts = [(name, None if is_lazy(param) else tuple(param.shape), str(param.dtype)) for name, param in params]
     first = f"{facts[0][0]} {facts[0][1]}" if facts else "nothing"
     digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
     description = f"{kind} of {first}, {len(facts)} in all, {digest}"
