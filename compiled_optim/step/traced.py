@@ -16,8 +16,8 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
-from compiled_optim.memory.layout import is_lazy
 from compiled_optim.memory.sharding import local, traced_part
 from compiled_optim.rule.rule import Gradients
 from compiled_optim.step.inlined import InlinedStep
