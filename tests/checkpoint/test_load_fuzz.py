@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import random
+import re
 import threading
 from collections.abc import Callable
 from types import MappingProxyType
@@ -179,7 +180,7 @@ def _load(case: Case, lowering: str, number: int) -> bool:
     saved = _lists(co.named_state_dict(source) if named else source.state_dict())
     for _ in range(draw.choice([1, 1, 2, 3])):
         _mutate(draw, saved, [t for _, t in live_tensors(optimizer)])
-    before, places = content(optimizer), addresses(optimizer)
+    before, places, numbers = content(optimizer), addresses(optimizer), optimizer.hyperparameters()
     load = co.load_named_state_dict if named else type(optimizer).load_state_dict
     options = {"strict": draw.random() < 0.5, "hyperparameters": draw.choice(["checkpoint", "checkpoint", "keep"])}
     try:
@@ -190,9 +191,21 @@ def _load(case: Case, lowering: str, number: int) -> bool:
     else:
         assert addresses(optimizer).items() >= places.items()
         taken = True
+    _refuses_what_is_out_of_range(optimizer, numbers)
     train(optimizer)
     copy.deepcopy(optimizer.state_dict())
     return taken
+
+
+def _refuses_what_is_out_of_range(optimizer: co.CompiledOptimizer, numbers: list[dict[str, Any]]) -> None:
+    """A step refuses numbers that were loaded and no step can use; ``numbers`` are those to go on with."""
+    groups: list[Any] = optimizer.param_groups
+    if not (messages := [message for group in groups for message in group.out_of_range.values()]):
+        return
+    with pytest.raises(ValueError, match=re.escape(messages[0])):
+        train(optimizer)
+    for group, own in zip(groups, numbers, strict=True):
+        group.update({key: own[key] for key, _ in group.out_of_range})
 
 
 @pytest.mark.usefixtures("one_thread")
