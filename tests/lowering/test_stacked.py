@@ -385,6 +385,7 @@ def test_none_stands_for_the_epsilon_of_each_dtype() -> None:
     for bad, error in (((0.1, None), TypeError), ((-1.0, 0.1), ValueError), ((0.1, math.nan), ValueError)):
         with pytest.raises(error, match="eps"):
             optimizer.param_groups[0]["eps"] = bad
+            optimizer.step()
 
 
 def test_parameters_of_several_dtypes_have_their_own_epsilon_and_skip_once() -> None:
