@@ -41,8 +41,9 @@ def full_precision_state_dict(model: nn.Module, optimizer: Optimizers) -> dict[s
 
     ``torch.save(co.full_precision_state_dict(model, opt), path)`` writes what a model in float32 loads. Those weights are
     copies: of all 32 bits with ``weights="split16"`` and ``"master"``, of 24 with ``"split8"``, and of at least as many with
-    ``"kahan"``. Everything else is as in ``model.state_dict()``: buffers, frozen parameters, and parameters that
-    are only rounded. A parameter with several names is one tensor under all of them; DTensors stay DTensors.
+    ``"kahan"``; in float16 below 2**-14, only ``"master"`` has them all. Everything else is as in ``model.state_dict()``:
+    buffers, frozen parameters, and parameters that are only rounded. A parameter with several names is one tensor under all
+    of them; DTensors stay DTensors.
 
     Args:
         model: the module; one that wraps it gives names with its prefixes, as its own ``state_dict()`` does.

@@ -107,6 +107,12 @@ class Live:
             self.changes.pending |= self.changes.is_guarded
         self.is_handed_out = True
 
+    def rounds(self, value: float | Tensor) -> bool:
+        """Whether a user's tensor would hold another number where ``value``, a number, is written."""
+        if not self.is_adopted or isinstance(value, Tensor) or math.isnan(value):
+            return False
+        return torch.tensor(value, dtype=self.tensor.dtype, device="cpu").item() != value
+
     def write(self, value: float | Tensor) -> None:
         """Let the number be ``value``, which may be a 1-element tensor on any device, by one operation on the device."""
         is_asked = self.changes is not None and self.changes.is_guarded

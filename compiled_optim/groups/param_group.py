@@ -211,9 +211,9 @@ class ParamGroup(WatchedDict[str, Any]):
             self._changes.refuse()
 
     def fill(self, key: str, value: Any) -> None:
-        """Write ``value``, if it is :meth:`validated`, into the tensors; into adopted ones if no other group shares them."""
+        """Write ``value``, if :meth:`validated`, into the tensors; into adopted ones that hold it and are not shared."""
         for index, element in enumerate(map(self._without_wait, self.validated(key, value))):
-            self.fill_element(key, index, element)
+            (self._replace if self._held(key)[index].rounds(element) else self.fill_element)(key, index, element)
         super().set_quietly(key, self._numbers[key])
 
     def load(self, key: str, value: Any) -> None:

@@ -439,3 +439,17 @@ class TestAdoption:
         second.param_groups[0]["lr"] = first.param_groups[0]["lr"]
         second.param_groups[0]["lr"] *= 0.5
         assert first.param_groups[0]["lr"].item() == 0.5
+
+
+@pytest.mark.parametrize("number", [0.003, 0.25])
+def test_a_loaded_number_is_the_checkpoints(number: float) -> None:
+    """The group gets a tensor of its own where the user's, in float32, cannot hold it; else what holds the tensor stays."""
+    given = torch.tensor(0.5)
+    optimizer = co.AdamW([Parameter(torch.ones(2))], lr=given)
+    before = optimizer.hyperparameter("lr")
+    saved = co.AdamW([Parameter(torch.ones(2))], lr=number).state_dict()
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["lr"] == number
+    assert optimizer.state_dict()["param_groups"][0]["lr"] == number
+    assert (optimizer.hyperparameter("lr") is before) == (number == 0.25)
+    assert given == (0.5 if number == 0.003 else number)

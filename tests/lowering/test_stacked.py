@@ -382,10 +382,14 @@ def test_none_stands_for_the_epsilon_of_each_dtype() -> None:
     assert optimizer.hyperparameters()[0]["eps"] == (0.5, 0.1)
     optimizer.param_groups[0]["eps"] = (None, 0.1)
     assert optimizer.hyperparameters()[0]["eps"] == (None, 0.1)
+
+    def use(eps: Any) -> None:
+        optimizer.param_groups[0]["eps"] = eps
+        optimizer.step()
+
     for bad, error in (((0.1, None), TypeError), ((-1.0, 0.1), ValueError), ((0.1, math.nan), ValueError)):
         with pytest.raises(error, match="eps"):
-            optimizer.param_groups[0]["eps"] = bad
-            optimizer.step()
+            use(bad)
 
 
 def test_parameters_of_several_dtypes_have_their_own_epsilon_and_skip_once() -> None:
