@@ -75,7 +75,7 @@ def _called(case: GPUCase) -> list[Written]:
         recorder: Recorder
         with recording("cuda") as recorder:
             optimizer.step()
-    return [Written(sources[0], list(graph.order), list(graph.returned)) for graph, sources in compiled]
+    return [Written("".join(sources[:1]), list(graph.order), list(graph.returned)) for graph, sources in compiled]
 
 
 GROUPS = sorted({name.split()[0] for name in CASES})
