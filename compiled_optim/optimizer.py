@@ -42,7 +42,7 @@ class CompiledOptimizer(UsesGradients, Declared, Optimizer):
         foreach, capturable, fused: accepted for torch.optim's sake and without effect.
         max_grad_norm: clip the gradients of all parameters together to this norm inside the step, as
             ``torch.nn.utils.clip_grad_norm_`` does before it; a number or a 0-dim tensor. See :attr:`grad_norm`.
-        skip_nonfinite: skip steps whose norm, clipped, is NaN or > 1.8e19 (float64: 1.3e154): its square would be infinite.
+        skip_nonfinite: skip steps whose norm, unscaled, is NaN or > 1.8e19 (float64: 1.3e154): its square would be infinite.
         decouple_wd: shrink parameters by ``lr * weight_decay`` before their step, as AdamW does, in place of adding decay to
             the gradient (False). None: as the optimizer does by itself, and True with ``decouple_lr``. Per group, for
             optimizers that add it. See :func:`~compiled_optim.rule.decay.decay`.

@@ -103,7 +103,7 @@ class Live:
 
     def hand_out(self) -> None:
         """Note that somebody gets the tensor."""
-        if self.changes is not None and not self.is_handed_out:
+        if self.changes is not None and not (self.is_handed_out or self.nonzero):
             self.changes.pending |= self.changes.is_guarded
         self.is_handed_out = True
 

@@ -25,13 +25,14 @@ def scaled(
         max_grad_norm: the largest norm allowed, or infinity.
         grad_scale: the factor of the loss.
         found_inf: other than 0 if a gradient scaler saw an infinite or NaN gradient.
-        skip_nonfinite: to skip when the norm after clipping is above it or NaN; 0 for no such limit.
+        skip_nonfinite: to skip when the norm is above it, infinite or NaN; 0 for no such limit.
     """
     norm = sqrt(square_sum) / grad_scale
     bound = norm + 1e-6
     clip = where(bound <= max_grad_norm, 1.0, max_grad_norm / bound)
-    within = (skip_nonfinite == 0) | (norm * clip <= skip_nonfinite)
-    return clip / grad_scale, norm, where((found_inf == 0) & within, 0.0, 1.0)
+    is_over = (norm > skip_nonfinite) | (norm - norm != 0)
+    skip = where((found_inf != 0) | ((skip_nonfinite != 0) & is_over), 1.0, 0.0)
+    return clip / grad_scale, norm, skip
 
 
 def square_sum(grads: Sequence[Tensor | None], device: torch.device) -> Tensor:
