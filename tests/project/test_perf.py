@@ -239,6 +239,7 @@ def test_a_promise_that_is_not_a_number_is_missed():
     assert not verdict.kept
 
 
+@pytest.mark.filterwarnings("ignore:.* applies to no parameter:UserWarning")  # of a rehearsal, whose tensors are small
 def test_low_memory_appends_times_and_bytes(tmp_path) -> None:
     assert main(["low-memory", "--rehearse", "--results", str(tmp_path)]) == 0
     table = pd.read_csv(tmp_path / "low_memory.csv")
