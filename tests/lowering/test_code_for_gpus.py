@@ -16,6 +16,7 @@ from torch import nn
 from compiled_optim.optimizer import engine_of
 from compiled_optim.rule import storage
 from compiled_optim.torch_compiler import CompiledGraph, compile_graph
+from compiled_optim.torch_internals import compiles_means_with_lists
 from perf.lowering.fake_cuda import fake_cuda
 from perf.lowering.record import Recorder, recording
 
@@ -38,13 +39,14 @@ def _on_gpu(case: GPUCase) -> tuple[list[nn.Parameter], Any]:
 
 
 def _inlined(case: GPUCase) -> str:
-    """The module that Inductor writes for a function that holds the step's operations."""
+    """The module that Inductor writes for a function that holds the step's operations; empty where it holds an operator."""
     torch._dynamo.reset()
     with fake_cuda(90):
         params, optimizer = _on_gpu(case)
-        assert engine_of(optimizer).settle_inlined(
-            range(len(params))
-        )  # while Dynamo traces, the device that is none makes no tensors
+        engine = engine_of(optimizer)
+        if not engine.settle_inlined(range(len(params))):  # while Dynamo traces, the device that is none makes no tensors
+            assert "takes means, with which Inductor fails" in engine.step.inlined(engine.clipping)
+            return ""
         with recording("cuda") as recorder:
             torch.compile(optimizer.step, fullgraph=True)()
     (graph,) = recorder.take().graphs
@@ -85,8 +87,10 @@ GROUPS = sorted({name.split()[0] for name in CASES})
 def test_code_for_a_gpu_does_what_eager_steps_do(group: str, tmp_path: Path) -> None:
     """Of every rule under every choice, and of every way to store it: inlined in a compiled function, and called."""
     names = [name for name in CASES if name.split()[0] == group]
-    for name in names:
-        written = {"inlined": _inlined(CASES[name]), "called": _called(CASES[name])}
+    modules = {name: {"inlined": _inlined(CASES[name]), "called": _called(CASES[name])} for name in names}
+    for name, written in modules.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(written))
     found = json.loads(printed_by("interpreted_inlined", FOLDER=str(tmp_path), TRITON_INTERPRET="1"))
-    assert found == {f"{name} {way}": [] for name in names for way in ("inlined", "called")}
+    ways = {name: [way for way in ("inlined", "called") if written[way]] for name, written in modules.items()}
+    assert all("inlined" in ways[name] or not compiles_means_with_lists() for name in names)
+    assert found == {f"{name} {way}": [] for name in names for way in ways[name]}

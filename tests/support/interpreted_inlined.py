@@ -161,7 +161,8 @@ def main() -> None:
     for path in sorted(folder.glob("*.json")):
         written = json.loads(path.read_text())
         case = CASES[path.stem]
-        found[f"{path.stem} inlined"] = _differences(case, _inlined(case, written["inlined"], folder))
+        if written["inlined"]:
+            found[f"{path.stem} inlined"] = _differences(case, _inlined(case, written["inlined"], folder))
         found[f"{path.stem} called"] = _differences(case, _called(case, [Written(*w) for w in written["called"]], folder))
     print(json.dumps(found))
 
