@@ -20,7 +20,17 @@ from compiled_optim.rule import formats
 from compiled_optim.rule.bits import GROUP
 from compiled_optim.rule.fields import Buffer
 from compiled_optim.rule.rule import Declaration
-from compiled_optim.rule.storage import CODE_DTYPES, HALVES, PARTS, REST_DTYPES, parts_beside, parts_of, scale_name, whole
+from compiled_optim.rule.storage import (
+    CODE_DTYPES,
+    HALVES,
+    PARTS,
+    REST_DTYPES,
+    code_name,
+    parts_beside,
+    parts_of,
+    scale_name,
+    whole,
+)
 
 CODES = {dtype: kind for kind, dtype in CODE_DTYPES.items()}
 """The dtypes of codes, and the numbers that they stand for."""
@@ -42,30 +52,40 @@ def converted(
     """
     found: dict[str, Tensor | None] = {}
     for field in declaration.buffers:
-        if field.int8 and field.name in entries:
+        if field.int8 and held_name(field, entries):
             found |= _converted_buffer(declaration, field, param, entries, choices)
     return found | _converted_part(declaration, param, entries, choices)
+
+
+def held_name(field: Buffer, entries: Mapping[str, Any]) -> str | None:
+    """The entry that holds the buffer ``field``, if one does; of two the plain one, which somebody put beside the codes.
+
+    That may hold codes too: checkpoints of before have them there.
+    """
+    return next((name for name in (field.name, code_name(field.name)) if name in entries), None)
 
 
 def _converted_buffer(
     declaration: Declaration, field: Buffer, param: Tensor, entries: Mapping[str, Tensor], choices: Mapping[str, Any]
 ) -> dict[str, Tensor | None]:
-    value, scale = entries[field.name], scale_name(field.name)
-    wanted = declaration.dtype_of(field, param.dtype, choices)
-    gone: dict[str, Tensor | None] = {scale: None} if scale in entries else {}
+    coded, scale, held = code_name(field.name), scale_name(field.name), held_name(field, entries)
+    assert held is not None
+    value, wanted = entries[held], declaration.dtype_of(field, param.dtype, choices)
+    gone: dict[str, Tensor | None] = {name: None for name in (field.name, coded, scale) if name in entries}
     if wanted not in CODES and value.dtype not in CODES:
-        return gone
+        return {name: None for name in gone if name != held}
     shape = declaration.shape_of(_field(declaration, scale), param.shape, choices)
     if value.dtype in CODES:
         scales = check_codes(field, value, entries.get(scale))
         if wanted == value.dtype and _are_in_place(value, scales, param):
             is_shaped = tuple(scales.shape) == shape or is_sharded(scales)
-            return {} if is_shaped else {scale: scales.reshape(shape)}
+            new = {coded: value, scale: scales if is_shaped else scales.reshape(shape)}
+            return {name: tensor for name, tensor in {**gone, **new}.items() if tensor is not entries.get(name)}
         value = _decoded(value, scales, param)
     if wanted not in CODES:
-        return {field.name: value.to(wanted), **gone}
+        return {**gone, field.name: value.to(wanted)}
     codes, scales = encoded(own_part(value, param), local(param), wanted)
-    return {field.name: spread_part(codes, param), scale: _as_scales(scales, param, shape)}
+    return {**gone, coded: spread_part(codes, param), scale: _as_scales(scales, param, shape)}
 
 
 def _field(declaration: Declaration, name: str) -> Buffer:
@@ -75,9 +95,9 @@ def _field(declaration: Declaration, name: str) -> Buffer:
 def check_codes(field: Buffer, codes: Tensor, scales: Tensor | None) -> Tensor:
     """The ``scales`` of ``codes`` of the buffer ``field``; ``ValueError`` where they do not belong together."""
     if CODES[codes.dtype] != field.int8:
-        raise ValueError(f"{field.name} is {codes.dtype}; its codes are of {field.int8} numbers")
+        raise ValueError(f"{code_name(field.name)} is {codes.dtype}; its codes are of {field.int8} numbers")
     if scales is None or not scales.is_floating_point():
-        raise ValueError(f"{field.name} has codes of 8 bits without {scale_name(field.name)}, their scales")
+        raise ValueError(f"{code_name(field.name)} has codes of 8 bits without {scale_name(field.name)}, their scales")
     groups = -(-codes.numel() // GROUP)
     if scales.numel() != groups and not is_sharded(codes):
         raise ValueError(f"{scale_name(field.name)} has {scales.numel()} numbers for {groups} groups of {GROUP} codes")

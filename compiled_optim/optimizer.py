@@ -63,10 +63,10 @@ class CompiledOptimizer(UsesGradients, Declared, Optimizer):
             nothing and rounds at random, without bias. See :func:`~compiled_optim.rule.storage.stored`. Parameters of other
             dtypes must be in ``exclude``. This and the next four are for optimizers that work element by element.
         kahan_sum: optimi's spelling: True and None are ``weights="kahan"`` for parameters of 16 bits. False says nothing.
-        state_dtype: the dtype of averages in place of the parameter's, per group; ``"int8"`` for codes of 8 bits with a
-            scale for each 64 elements, of which one that is infinite or NaN spoils the others; or a dict by the name of the
-            state tensor, for sums too. Averages in 16 bits or fewer are rounded by a number of each step and tensor, so that
-            slow ones follow what they average; without this choice they are rounded to nearest, as in torch.optim.
+        state_dtype: the dtype of averages in place of the parameter's, per group; ``"int8"`` for codes of 8 bits
+            (``exp_avg_int8``) with a scale for each 64 elements, of which one that is infinite or NaN spoils the others; or
+            a dict by the name of the state tensor, for sums too. Averages in 16 bits or fewer are rounded by a number of a
+            step and tensor, so that slow ones follow what they average; without this choice to nearest, as in torch.optim.
         exclude: shell-style patterns of names, such as ``("*.bias", "lm_head.*")``, per group. Parameters that match keep
             full state and weights: in float32, where they have 16 bits. So do all of fewer than 4096 elements. A pattern
             that matches none is a warning.

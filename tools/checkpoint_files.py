@@ -27,7 +27,7 @@ from torch import Tensor
 
 from compiled_optim.checkpoint.forms import beside_parameters, check, group_names, named
 from compiled_optim.checkpoint.optimi import from_optimi, is_optimi, to_optimi
-from compiled_optim.rule.storage import PARTS, scale_name
+from compiled_optim.rule.storage import INT8, PARTS, scale_name
 
 
 def read(path: Path, key: str | None = None) -> dict[str, Any]:
@@ -161,7 +161,9 @@ def _torch_content(state_dict: Mapping[str, Any], form: str) -> dict[str, Any]:
     content = indexed(with_steps(state_dict, torch.float32))
     apart = beside_parameters(content)
     for param, entries in ((key, value) for key, value in content["state"].items() if key not in apart):
-        if others := [name for name in entries if name in PARTS or scale_name(str(name)) in entries]:
+        if others := [
+            name for name in entries if name in PARTS or scale_name(str(name).removesuffix(f"_{INT8}")) in entries
+        ]:
             raise ValueError(
                 f"the state of {param!r} has {others[0]!r} in a form that torch.optim has not; load it into an optimizer "
                 "of compiled_optim without weights and state_dtype, whose state torch.optim loads"

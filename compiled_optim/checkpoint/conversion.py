@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from compiled_optim.checkpoint.saved_values import FLOATING, Unloadable, as_buffer, as_tensor
-from compiled_optim.conversion import CODES, SPLITS, adds_nothing, check_codes, converted, part_of, stored_part
+from compiled_optim.conversion import CODES, SPLITS, adds_nothing, check_codes, converted, held_name, part_of, stored_part
 from compiled_optim.memory.sharding import local
 from compiled_optim.rule.fields import Buffer
 from compiled_optim.rule.rule import Declaration
-from compiled_optim.rule.storage import scale_name
+from compiled_optim.rule.storage import CODE_DTYPES, code_name, scale_name
 
 
 def as_chosen(
@@ -31,8 +31,8 @@ def as_chosen(
         name = stored_part({part: value for part, value in saved.items() if value is not None})
         stored = {} if name is None else {name: _part(name, param, saved[name])}
         for field in declaration.buffers:
-            if field.int8 and field.name in saved:
-                stored |= _buffer(declaration, field, param, saved, choices)
+            if field.int8 and (held := held_name(field, saved)):
+                stored |= _buffer(declaration, field, held, param, saved, choices)
         changes = converted(declaration, param, stored, choices)
         if name is not None and part_of(choices) is None and not adds_nothing(param, name, stored[name]):
             del changes[name]
@@ -50,15 +50,18 @@ def _part(name: str, param: Tensor, value: Any) -> Tensor:
 
 
 def _buffer(
-    declaration: Declaration, field: Buffer, param: Tensor, saved: Mapping[str, Any], choices: Mapping[str, Any]
+    declaration: Declaration, field: Buffer, name: str, param: Tensor, saved: Mapping[str, Any], choices: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """What of ``saved`` stores the buffer ``field``, if that is in codes or must become codes."""
-    name, scale, shape = field.name, scale_name(field.name), tuple(param.shape)
+    """What of ``saved`` stores the buffer ``field`` under ``name``, if that is in codes or must become codes."""
+    coded, scale, shape = code_name(field.name), scale_name(field.name), tuple(param.shape)
+    if name != coded and coded in saved:
+        raise Unloadable(f"it has both {name} and {coded}")
     dtype = getattr(saved[name], "dtype", None)
-    if dtype in CODES:
+    if name == coded or dtype in CODES:
         if scale not in saved:
             raise Unloadable(f"{name} has codes of 8 bits, and the checkpoint has no {scale} for them")
-        codes, scales = as_buffer(saved[name], name, shape, dtype), as_tensor(saved[scale], scale)
+        kind = dtype if dtype in CODES else CODE_DTYPES[field.int8 or ""]
+        codes, scales = as_buffer(saved[name], name, shape, kind), as_tensor(saved[scale], scale)
         check_codes(field, codes, scales)
         _check_numbers(codes, name, scales, scale)
         return {name: codes, scale: scales}

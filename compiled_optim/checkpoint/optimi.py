@@ -19,7 +19,7 @@ from compiled_optim.checkpoint.saved_values import Unloadable, as_number, as_ten
 from compiled_optim.groups.names import parameter_name
 from compiled_optim.rule.declared import every_option_name
 from compiled_optim.rule.rule import Declaration
-from compiled_optim.rule.storage import PARTS
+from compiled_optim.rule.storage import PARTS, code_name
 
 STATE = ("exp_avg", "exp_avg_diff", "exp_avg_sq", "prev_grad", "la_param", "kahan_comp")  # of a parameter, besides its step
 _MARKS = {"setup", "gradient_release", "kahan_sum"}
@@ -115,8 +115,9 @@ def has_counterpart(declaration: Declaration) -> bool:
     form, hypers = _form({f.name for f in (*declaration.hypers, *declaration.statics)}), {h.name for h in declaration.hypers}
     if form is None or declaration.scalars or hypers - {"max_lr"} != {"lr", "weight_decay", *form} - {"adam_wd"}:
         return False
+    codes = {code_name(b.name) for b in declaration.buffers}
     buffers = {b.name for b in declaration.buffers if not b.grouped and b.name not in PARTS}
-    return buffers - {"max_exp_avg_sq"} == set(_FORMS[form])
+    return buffers - codes - {"max_exp_avg_sq"} == set(_FORMS[form])
 
 
 def to_optimi(state_dict: Mapping[str, Any]) -> dict[str, Any]:

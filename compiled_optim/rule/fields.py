@@ -274,8 +274,9 @@ class Buffer(Field):
 
     ``shape`` gets the parameter's as an update sees it: with its axes in the order of :meth:`Rule.axes_of`.
     ``when`` names a static field, a fact or a hyperparameter: the buffer exists only where that is true, or not 0; or it is
-    a function of the choices. ``init`` is the number that fills a new buffer, or the name of a hyperparameter whose value
-    does; both parts of a complex number get it.
+    a function of the choices. It does not exist where the function ``unless`` is true: other buffers store it then.
+    ``init`` is the number that fills a new buffer, or the name of a hyperparameter whose value does; both parts of a complex
+    number get it.
 
     ``int8`` says that 8 bits can hold the buffer, and of what: of ``"signed"`` numbers or of ``"unsigned"`` ones, which are
     divided by or whose roots are. Such a buffer starts at 0, and steps replace or average it: 8 bits would lose what is
@@ -290,9 +291,12 @@ class Buffer(Field):
     int8: Literal["signed", "unsigned"] | None = None
     dtype: Callable[[Mapping[str, Any]], torch.dtype | None] | None = None
     grouped: bool = False
+    unless: Callable[[Mapping[str, Any]], bool] | None = None
 
     def is_present(self, choices: Mapping[str, Any]) -> bool:
         """Whether the buffer exists under these choices."""
+        if self.unless is not None and self.unless(choices):
+            return False
         return self.when is None or bool(self.when(choices) if callable(self.when) else choices[self.when])
 
 

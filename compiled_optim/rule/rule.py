@@ -157,6 +157,9 @@ class Rule(Declaration):
         """
         if self.means and (self.granularity != "element" or self.gradients != "dense"):
             raise TypeError(f"{self.name}.means is for an elementwise update with dense gradients")
+        for name, count in collections.Counter(field.name for field in (*self.scalars, *self.buffers)).items():
+            if count > 1:
+                raise TypeError(f"{self.name}.{name} is also what the package calls a part of the state; name it otherwise")
         declared = {f.name for f in (*self.hypers, *self.scalars, *self.statics, *self.scales)}
         resolution = {"resolution"} if self.granularity != "element" else set()
         taken = [(self.coefficients, argument_names(self.coefficients) - {"step"} - declared - resolution)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -39,6 +39,11 @@ REST_DTYPES = {"split8": torch.int8, "split16": torch.int16}
 
 _Matcher: TypeAlias = Callable[[Sequence[str]], bool]  # whether one of some patterns matches a parameter's name
 StateDtype: TypeAlias = "torch.dtype | str | Mapping[str, torch.dtype | str] | None"
+
+
+def code_name(buffer: str) -> str:
+    """The state entry that holds a buffer's codes, which no other optimizer takes for numbers."""
+    return f"{buffer}_{INT8}"
 
 
 def scale_name(buffer: str) -> str:
@@ -84,6 +89,22 @@ def _dtype(buffer: Buffer) -> Callable[[Mapping[str, Any]], torch.dtype | None]:
     return dtype
 
 
+def _stored_buffer(buffer: Buffer) -> Iterator[Buffer]:
+    """What stores a buffer of the rule: numbers under its own name, or codes with their scales."""
+
+    def is_coded(choices: Mapping[str, Any]) -> bool:
+        return buffer.name in _codes(choices)
+
+    def has_codes(choices: Mapping[str, Any]) -> bool:
+        return is_coded(choices) and buffer.is_present(choices)
+
+    dtype = _dtype(buffer)
+    yield dataclasses.replace(buffer, dtype=dtype, unless=is_coded if buffer.int8 else None)
+    if buffer.int8:
+        yield Buffer(has_codes, dtype=dtype, name=code_name(buffer.name))
+        yield Buffer(has_codes, dtype=lambda c: torch.float32, grouped=True, name=scale_name(buffer.name))
+
+
 _PARTS = (
     Buffer(lambda c: _mode(c) == "kahan", name="kahan_comp"),
     Buffer(lambda c: _mode(c) in REST_BITS, dtype=lambda c: REST_DTYPES[_mode(c) or ""], name="remainder"),
@@ -108,23 +129,14 @@ def stored(rule: Rule) -> Rule:
     dict by the name of the buffer.
     """
     signs = {b.name: b.int8 for b in rule.buffers if b.int8}
-    scales = tuple(
-        Buffer(
-            lambda c, b=b: b.is_present(c) and b.name in _codes(c),  # type: ignore[misc]
-            dtype=lambda c: torch.float32,
-            grouped=True,
-            name=scale_name(b.name),
-        )
-        for b in rule.buffers
-        if b.int8
-    )
+    buffers = [buffer for b in rule.buffers for buffer in _stored_buffer(b)]
 
     def opened(values: Mapping[str, Any]) -> dict[str, Any]:
         """``values`` with decoded numbers."""
         found = dict(values)
         for name in _codes(values):
-            if values.get(name) is not None:
-                found[name] = formats.decoded(values[name], values[scale_name(name)], signs[name])
+            if values.get(code_name(name)) is not None:
+                found[name] = formats.decoded(values[code_name(name)], values[scale_name(name)], signs[name])
         if (mode := _mode(values)) is not None:
             found["param"] = whole(values["param"], values, mode, values["weights"][1])
         return found
@@ -147,20 +159,21 @@ def stored(rule: Rule) -> Rule:
         if mode is not None:
             new |= parts_of(new["param"], values, mode, values["weights"][1])
         for (name, dtype), number in zip(stored.items(), itertools.cycle(_THRESHOLDS), strict=False):
-            if values.get(name) is None:
+            entry = code_name(name) if dtype == INT8 else name
+            if values.get(entry) is None:
                 continue
             threshold = getattr(values["c"], number)
             if dtype != INT8:
                 new[name] = formats.randomly_rounded(new[name], formats.parts_in(threshold, 24), dtype)
                 continue
             new[scale_name(name)] = scale = formats.scale_of(new[name])
-            new[name] = formats.encoded(new[name], scale, signs[name], threshold)
+            new[entry] = formats.encoded(new.pop(name), scale, signs[name], threshold)
         return {**new, "step": 0.0}
 
     return dataclasses.replace(
         rule,
         options=(*rule.options, *_options(rule, signs)),
-        buffers=(*(dataclasses.replace(b, dtype=_dtype(b)) for b in rule.buffers), *_PARTS, *scales),
+        buffers=(*(b for b in buffers if not b.grouped), *_PARTS, *(b for b in buffers if b.grouped)),
         coefficients=coefficients,
         means=rule.means_of(opened),
         update=update,

@@ -18,7 +18,7 @@ from compiled_optim.plan.clipping import Clipping
 from compiled_optim.plan.compilations import CompilationLog
 from compiled_optim.plan.plan import Member, Plan
 from compiled_optim.rule.bits import GROUP
-from compiled_optim.rule.storage import HALVES, INT8, ROUNDED, scale_name
+from compiled_optim.rule.storage import HALVES, INT8, ROUNDED, code_name, scale_name
 from compiled_optim.state import ParamState
 
 _CHOICES = ("weights", "state_dtype")  # how things are stored
@@ -162,7 +162,7 @@ def _buffers(plan: Plan, member: Member, statics: dict[str, Any]) -> Iterator[tu
     """The rule's own buffers, decoded."""
     codes = {name for name, dtype in plan.statics.get("state_dtype", ()) if dtype == INT8}
     for name in plan.rule.present_buffers(statics):
-        entry = member.entries[name]
+        entry = member.entries[code_name(name) if name in codes else name]
         yield name, _wide(decoded(entry, member.entries[scale_name(name)]) if name in codes else entry)
 
 

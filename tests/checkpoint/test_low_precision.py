@@ -16,6 +16,7 @@ from catalog import required, ruled
 from loading import content
 from test_load_fuzz import ODD
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 import compiled_optim as co
 from compiled_optim.rule import storage
@@ -85,8 +86,10 @@ def _numbers(codes: Tensor, scales: Tensor) -> np.ndarray[Any, Any]:
 
 def _tensor(state: Mapping[str, Tensor]) -> Tensor:
     """The numbers of ``exp_avg`` of the images, in the shape and order of memory that it has."""
-    numbers = torch.empty_like(state["exp_avg"], dtype=torch.float64)
-    numbers.as_strided((numbers.numel(),), (1,)).copy_(torch.from_numpy(_numbers(state["exp_avg"], state["exp_avg_scale"])))
+    numbers = torch.empty_like(state["exp_avg_int8"], dtype=torch.float64)
+    numbers.as_strided((numbers.numel(),), (1,)).copy_(
+        torch.from_numpy(_numbers(state["exp_avg_int8"], state["exp_avg_scale"]))
+    )
     return numbers
 
 
@@ -294,11 +297,12 @@ class TestCodes:
 
     def _checked(self, state: Mapping[str, Tensor], numbers: Mapping[str, Tensor]) -> None:
         for entry, expected in numbers.items():
-            ours, wanted = _numbers(state[entry], state[f"{entry}_scale"]), _in_memory_order(expected).double().numpy()
+            stored = state[f"{entry}_int8"]
+            ours, wanted = _numbers(stored, state[f"{entry}_scale"]), _in_memory_order(expected).double().numpy()
             groups = np.pad(np.abs(wanted), (0, -len(wanted) % 64)).reshape(-1, 64)
             peak = np.repeat(groups.max(1), 64)[: len(wanted)]
-            codes = np.abs(_in_memory_order(state[entry]).numpy().astype(np.int64))
-            if state[entry].dtype == torch.uint8:  # nearest root, and no positive number is 0
+            codes = np.abs(_in_memory_order(stored).numpy().astype(np.int64))
+            if stored.dtype == torch.uint8:  # nearest root, and no positive number is 0
                 root = np.sqrt(np.abs(wanted) / peak)
                 assert np.all((np.abs(root * 255 - codes) <= 0.501) | ((codes == 1) & (root > 0)))
             else:
@@ -314,8 +318,9 @@ class TestCodes:
         other.load_state_dict(_by_torch(optimizer.state_dict()))
         for name in ("rows", "vector", "images"):
             state = other.state[twin[name]]
-            assert state["exp_avg"].stride() == twin[name].stride()
-            assert state["exp_avg"].dtype == torch.int8
+            assert state["exp_avg_int8"].stride() == twin[name].stride()
+            assert state["exp_avg_int8"].dtype == torch.int8
+            assert "exp_avg" not in state
             self._checked(state, {entry: optimizer.state[model[name]][entry] for entry in ("exp_avg", "exp_avg_sq")})
         _train(other, twin, range(3, 4))
 
@@ -328,7 +333,7 @@ class TestCodes:
             ours, theirs = optimizer.state[model[name]], other.state[twin[name]]
             assert set(theirs) == {"step", "exp_avg", "exp_avg_sq"}
             for entry in ("exp_avg", "exp_avg_sq"):
-                wanted = _numbers(ours[entry], ours[f"{entry}_scale"])
+                wanted = _numbers(ours[f"{entry}_int8"], ours[f"{entry}_scale"])
                 np.testing.assert_allclose(_in_memory_order(theirs[entry]).double(), wanted, rtol=3e-7, atol=0)
         again = _adamw(_twin(model), state_dtype="int8")
         again.load_state_dict(other.state_dict())
@@ -369,6 +374,88 @@ class TestCodes:
         _same((optimizer, model), (other, twin))
 
 
+def _renamed(saved: dict[str, Any]) -> dict[str, Any]:
+    """A state dict as it was when codes had the names of numbers."""
+    state = {
+        param: {entry.removesuffix("_int8"): value for entry, value in entries.items()}
+        for param, entries in saved["state"].items()
+    }
+    assert {*state[next(iter(state))]} >= {"exp_avg", "exp_avg_scale"}
+    return {**saved, "state": state}
+
+
+class TestNamesOfCodes:
+    """Codes have names that no other optimizer takes for numbers."""
+
+    @pytest.mark.parametrize(("package", "missing"), [("torch.optim", "exp_avg"), ("optimi", "kahan_sum")])
+    def test_another_package_does_not_step_on_codes(self, package: str, missing: str) -> None:
+        """Groups of optimi's own are not there either: ``co.optimi_state_dict`` makes them, and numbers of codes."""
+        optimizer, model = _run(_model(torch.float32), state_dtype="int8", exclude=["small"])
+        twin = _twin(model)
+        theirs = pytest.importorskip(package).AdamW(list(twin.values()), lr=1e-3)
+
+        def load_and_step() -> None:
+            theirs.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            _train(theirs, twin, range(3, 4))
+
+        with pytest.raises(KeyError, match=f"'{missing}'"):
+            load_and_step()
+        assert torch.equal(twin["rows"], model["rows"])
+
+    @pytest.mark.parametrize("kind", ruled("dense"), ids=lambda kind: kind.__name__)
+    def test_every_optimizer(self, kind: Any) -> None:
+        """No integers lie under the name of a buffer; and where there are codes, there are their scales."""
+        if not any(b.int8 for b in kind.declaration.buffers):
+            pytest.skip("has no state that 8 bits can hold")
+        options = {**required(kind), "state_dtype": "int8", "lowering": "eager"}
+        options |= {"momentum": 0.9} if kind.__name__ in ("SGD", "RMSprop") else {}
+        model = _model()
+        optimizer = kind(model, **options)
+        _train(optimizer, model, range(2))
+        for entries in (optimizer.state_dict()["state"][0], optimizer.state[model["rows"]]):
+            integers = {name for name, value in entries.items() if not value.is_floating_point()}
+            assert integers == {
+                f"{b.name}_int8" for b in kind.declaration.buffers if b.int8 and f"{b.name}_scale" in entries
+            }
+            assert integers
+
+    @pytest.mark.parametrize("named", [False, True], ids=["indexed", "named"])
+    @pytest.mark.parametrize("target", ["int8", torch.bfloat16, None], ids=str)
+    def test_codes_under_the_names_of_numbers_load(self, target: Any, named: bool) -> None:
+        """As the package saved them once."""
+        optimizer, model = _run(weights="split8", state_dtype="int8")
+        save: Any = co.named_state_dict if named else co.CompiledOptimizer.state_dict
+        load: Any = co.load_named_state_dict if named else co.CompiledOptimizer.load_state_dict
+        runs = []
+        for change in (lambda saved: saved, _renamed):
+            twin = _twin(model)
+            runs.append((_adamw(twin, weights="split8", state_dtype=target), twin))
+            assert not any(load(runs[-1][0], change(_by_torch(save(optimizer)))))
+        _same(*runs)
+
+    def test_codes_under_the_names_of_numbers_are_found_in_pickles(self) -> None:
+        optimizer, model = _run(state_dtype="int8")
+        other = copy.deepcopy(optimizer)
+        twin = dict(zip(SHAPES, other.param_groups[0]["params"], strict=True))
+        other.state = _renamed({"state": dict(other.state)})["state"]
+        for each, params in ((optimizer, model), (other, twin)):
+            _train(each, params, range(3, 5))
+        _same((optimizer, model), (other, twin))
+
+    @pytest.mark.parametrize("flatten", [False, True])
+    @pytest.mark.parametrize("weights", [None, "split8"])
+    def test_torchs_distributed_state_dicts(self, weights: str | None, flatten: bool) -> None:
+        """torch looks for what a flattened one holds under the names of the live state."""
+        options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+        modules = [nn.ParameterDict(_model()) for _ in range(2)]
+        runs = [(_adamw(dict(m.named_parameters()), weights=weights, state_dtype="int8"), dict(m.items())) for m in modules]
+        _train(*runs[0], range(3))
+        modules[1].load_state_dict(modules[0].state_dict())
+        saved = copy.deepcopy(get_optimizer_state_dict(modules[0], runs[0][0], options=options))
+        set_optimizer_state_dict(modules[1], runs[1][0], saved, options=options)
+        _same(*runs)
+
+
 class TestAssignedOptions:
     """Options that are assigned while there is state."""
 
@@ -387,8 +474,8 @@ class TestAssignedOptions:
             for name in ("rows", "vector", "images"):
                 state = optimizer.state[model[name]]
                 assert state["exp_avg"].dtype == torch.float32
-                assert "exp_avg_scale" not in state
-        assert coded["rows"]["exp_avg"].dtype == torch.int8
+                assert not {"exp_avg_int8", "exp_avg_scale"} & state.keys()
+        assert coded["rows"]["exp_avg_int8"].dtype == torch.int8
         optimizer.param_groups[0]["state_dtype"] = torch.bfloat16
         optimizer.state_dict()
         assert optimizer.state[model["rows"]]["exp_avg_sq"].dtype == torch.bfloat16
@@ -455,7 +542,7 @@ class TestAssignedOptions:
         optimizer.state_dict()
         TestCodes()._checked(optimizer.state[model["rows"]], {"exp_avg": new})
         del optimizer.state[model["rows"]]["exp_avg_scale"]
-        with pytest.raises(ValueError, match="the state of 'rows' does not fit: exp_avg has codes of 8 bits without"):
+        with pytest.raises(ValueError, match="the state of 'rows' does not fit: exp_avg_int8 has codes of 8 bits without"):
             optimizer.state_dict()
 
     def test_codes_where_numbers_belong(self) -> None:
@@ -489,18 +576,30 @@ class TestBadInput:
                 _entry("exp_avg_scale", lambda t: t.double().index_fill(0, torch.tensor([3]), 1e39)),
                 "exp_avg_scale has numbers that are no scales: negative, NaN, or beyond float32's range",
             ),
-            (_entry("exp_avg", lambda t: t.index_fill(0, torch.tensor([3]), -128)), "exp_avg has -128, which is no code"),
+            (
+                _entry("exp_avg_int8", lambda t: t.index_fill(0, torch.tensor([3]), -128)),
+                "exp_avg_int8 has -128, which is no code",
+            ),
             (_entry("exp_avg_sq_scale", lambda t: -t), "exp_avg_sq_scale has numbers that are no scales"),
             (_entry("exp_avg_scale", lambda t: t[:-1]), "exp_avg_scale has 79 numbers for 80 groups"),
             (_entry("exp_avg_scale", lambda t: t.int()), "exp_avg_scale is torch.int32"),
-            (_entry("exp_avg", lambda t: t[:-1]), r"exp_avg has shape \(79, 64\) instead of \(80, 64\)"),
-            (_entry("exp_avg", lambda t: t.to(torch.uint8)), "exp_avg is torch.uint8; its codes are of signed numbers"),
-            (_entry("exp_avg", lambda t: t.int()), "exp_avg is torch.int32"),
-            (_entry("exp_avg", lambda t: t.float()), "exp_avg_scale belongs to codes of 8 bits"),
+            (_entry("exp_avg_int8", lambda t: t[:-1]), r"exp_avg_int8 has shape \(79, 64\) instead of \(80, 64\)"),
+            (
+                _entry("exp_avg_int8", lambda t: t.to(torch.uint8)),
+                "exp_avg_int8 is torch.uint8; its codes are of signed numbers",
+            ),
+            (_entry("exp_avg_int8", lambda t: t.int()), "exp_avg_int8 is torch.int32"),
+            (_entry("exp_avg_int8", lambda t: t.float()), "exp_avg_int8 is torch.float32"),
+            (
+                lambda entries: entries.update(exp_avg=entries.pop("exp_avg_int8").float()),
+                "exp_avg_scale belongs to codes of 8 bits",
+            ),
+            (lambda entries: entries.update(exp_avg=entries["exp_avg_int8"].float()), "both exp_avg and exp_avg_int8"),
+            (lambda entries: entries.update(exp_avg=entries["exp_avg_int8"]), "both exp_avg and exp_avg_int8"),
             (lambda entries: entries.pop("exp_avg_scale"), "the checkpoint has no exp_avg_scale for"),
             (
-                lambda entries: entries.pop("exp_avg"),
-                "no exp_avg for it|the optimizer has no exp_avg_scale",
+                lambda entries: entries.pop("exp_avg_int8"),
+                "no exp_avg(_int8)? for it|the optimizer has no exp_avg_scale",
             ),
             (lambda entries: entries.update(kahan_comp=torch.zeros(80, 64)), "it has both kahan_comp and remainder"),
         ],
@@ -532,7 +631,9 @@ class TestBadInput:
         files.write(_run(state_dtype=torch.float32)[0].state_dict(), tmp_path / "state.pt", "torch")
 
 
-@pytest.mark.parametrize("entry", ["exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale", "remainder", "step"])
+@pytest.mark.parametrize(
+    "entry", ["exp_avg_int8", "exp_avg_scale", "exp_avg_sq_int8", "exp_avg_sq_scale", "remainder", "step"]
+)
 def test_whatever_an_entry_is(entry: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It loads and the optimizer steps on, or it is refused and nothing is changed."""
     monkeypatch.setattr(storage, "MINIMUM", 1)

@@ -80,8 +80,7 @@ def shards_from_whole_tensors(directory: Path) -> None:
         _same(_whole(found), torch.load(directory / "decoded.pt"))
         again = _adamw(model, **LOW)
         again.load_state_dict(other.state_dict())
-        dtypes = {name: entries["exp_avg"].dtype for name, entries in _state(again).items()}
-        assert dtypes == {name: entries["exp_avg"].dtype for name, entries in _by_name(saved).items()}
+        assert _dtypes(_state(again)) == _dtypes(_by_name(saved))
 
 
 def full_precision(directory: Path) -> None:
@@ -99,6 +98,10 @@ def full_precision(directory: Path) -> None:
     _train(model, optimizer, range(3, 5))
     for name, value in _whole(co.full_precision_state_dict(model, optimizer)).items():  # parts round by other numbers
         torch.testing.assert_close(value, saved["later"][name], rtol=0, atol=1e-5)
+
+
+def _dtypes(state: Any) -> Any:
+    return {(name, entry): value.dtype for name, entries in state.items() for entry, value in entries.items()}
 
 
 def _spread(value: torch.Tensor, like: Any) -> DTensor:

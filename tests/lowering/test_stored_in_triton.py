@@ -96,7 +96,7 @@ def test_buffers_are_coded_in_the_order_of_their_declaration() -> None:
     statics = {static.name: static.default for static in rule.statics}
     update = rule.written({**statics, "state_dtype": tuple((name, "int8") for name in coded)}, PLAIN)[-1]
     names = [statement.name for statement in update.statements]
-    places = [names.index(update.results[name]) for name in coded]
+    places = [names.index(update.results[f"{name}_int8"]) for name in coded]
     assert len(places) == 4
     assert places == sorted(places)
 

@@ -55,7 +55,7 @@ def test_adamw_on_gpt2(dtype: torch.dtype, options: dict[str, Any], most: float)
 def test_remainders_and_scales_are_listed() -> None:
     param = Parameter(torch.zeros(64, 64, dtype=torch.bfloat16))
     found = co.memory_report(co.AdamW([param], weights="split8", state_dtype="int8"))
-    exact = {"step": 8, "exp_avg": 4096, "exp_avg_sq": 4096, "remainder": 4096}
+    exact = {"step": 8, "exp_avg_int8": 4096, "exp_avg_sq_int8": 4096, "remainder": 4096}
     assert found.state == {**exact, "exp_avg_scale": 256, "exp_avg_sq_scale": 256}
     assert found.remainders == 4096
     assert found.gradients == 0
@@ -106,7 +106,7 @@ def test_of_dtensors_this_process_has_its_part() -> None:
     made.step()
     found = co.memory_report(made)
     assert (found.elements, found.weights, found.gradients) == (8192, 32768, 32768)
-    assert found.state["exp_avg"] == 8192
+    assert found.state["exp_avg_int8"] == 8192
     assert found.tables < 4096
 
 

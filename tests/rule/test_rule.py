@@ -158,6 +158,9 @@ def mistakes() -> dict[str, tuple[dict[str, Any], str]]:
     def unknown_name(param, grad, c):
         return dict(step=sgn(grad))  # noqa: F821
 
+    def codes_of_its_own(param, grad, c, average, average_int8):
+        return dict(average=grad, average_int8=grad, step=grad)
+
     def forgotten_buffer(param, grad, c, average):
         return dict(step=average)
 
@@ -236,6 +239,10 @@ def mistakes() -> dict[str, tuple[dict[str, Any], str]]:
         "init": ({"average": buffer(init="lrr")}, r"Mine\.average: init='lrr' must be one of lr"),
         "init of a scalar": ({"total": scalar(init="lrr")}, r"Mine\.total: init='lrr' must be one of lr"),
         "int8": ({"average": buffer(int8="sined")}, r"Mine\.average: int8='sined' must be one of signed, unsigned; did you"),
+        "name of codes": (
+            {"update": codes_of_its_own, "average": buffer(int8="signed"), "average_int8": buffer()},
+            r"Mine\.average_int8 is also what the package calls a part of the state",
+        ),
         "hyper's choice": ({"far": hyper(default=0.1, when="nesterov")}, r"Mine\.far: when='nesterov' names nothing"),
         "like": ({"far": hyper(default=None, like="lrr")}, r"Mine\.far: like='lrr' must be one of lr"),
         "choice": ({"update": only_with_choice, "choice": static(default=False)}, r"Mine\.update calls torch's sign"),
