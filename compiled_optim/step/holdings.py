@@ -6,7 +6,7 @@ import functools
 import warnings
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -70,8 +70,8 @@ class Holdings:
 
     @property
     def own_groups(self) -> list[ParamGroup]:
-        """``groups``, after :meth:`adopt`."""
-        return cast("list[ParamGroup]", self.groups)
+        """``groups``, after :meth:`adopt`; one that is listed again, once."""
+        return list({id(group): group for group in self.groups}.values())
 
     def add(self, param_group: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
         """Add a group, with ``defaults`` for missing entries; an error, and no change, where something does not fit."""
@@ -119,14 +119,17 @@ class Holdings:
         A dict takes from ``defaults`` what it lacks; ``checked`` says that the dicts are copies of groups that were checked,
         whose :meth:`unshown` hyperparameters come along.
         """
+        made: dict[int, ParamGroup] = {}  # of one dict that is listed twice, one group
         for index, group in enumerate(self.groups):
-            if not isinstance(group, ParamGroup):
+            if id(group) in made:
+                self.groups[index] = made[id(group)]
+            elif not isinstance(group, ParamGroup):
                 if "params" not in group:
                     raise ValueError(f"param_groups[{index}] has no 'params'")
                 values = {**defaults, **group}
                 if not checked:
                     check_values(self.kind, values, defaults, index)
-                self.groups[index] = self._group(values, index)
+                self.groups[index] = made[id(group)] = self._group(values, index)
         for own, numbers in zip(self.own_groups, unshown, strict=False):
             own.take_over(numbers)
         elsewhere: dict[int, str] = {}
@@ -161,7 +164,7 @@ class Holdings:
 
     def unshown(self) -> list[dict[str, Any]]:
         """By group, the hyperparameters that are no entries of it."""
-        return [group.unshown() if isinstance(group, ParamGroup) else {} for group in self.groups]
+        return [group.unshown() if isinstance(group, ParamGroup) else {} for group in self.own_groups]
 
     def check_scales(
         self, scales: Sequence[Scale], groups: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, Any]] = ()
@@ -205,13 +208,14 @@ class Holdings:
         hypers = {h.name: h for h in self.kind.fields_of(Hyper)}
         if unknown := functions.keys() - hypers.keys():
             raise ValueError(no_hyperparameter(self.kind, min(unknown)))
-        count = len(self.groups)
+        groups = self.own_groups
+        count = len(groups)
         schedules = self.schedules.copy()
         for index in range(count) if group is None else [position(group, count)]:
             for name, function in functions.items():
-                if function is not None and name not in self.groups[index]:
+                if function is not None and name not in groups[index]:
                     raise ValueError(f"param_groups[{index}] has no {name}; it needs {hypers[name].when}=True")
-                schedules.set(index, self.own_groups[index], hypers[name], function)
+                schedules.set(index, groups[index], hypers[name], function)
         self.schedules = schedules
         self.changes.pending = True
 

@@ -253,6 +253,58 @@ class TestTwiceInOneGroup:
                 kind([{"params": [weight]}, {"params": [weight]}])
 
 
+@pytest.mark.parametrize("names", [True, False])
+class TestRepeatedGroups:
+    """``param_groups.extend(param_groups)``: torch.optim steps twice then, and numbers each parameter once."""
+
+    @staticmethod
+    def _pair(names: bool) -> list[Any]:
+        def make(kind: type[Any]) -> Any:
+            model = nn.Sequential(nn.Linear(2, 3, bias=False), nn.Linear(3, 2))
+            params = list(model.named_parameters() if names else model.parameters())
+            return kind([{"params": params[:1]}, {"params": params[1:], "lr": 0.02}], lr=0.1)
+
+        once, repeated = (_twins(make)[1] for _ in range(2))
+        repeated.param_groups.extend(repeated.param_groups)
+        return [once, repeated]
+
+    def test_are_updated_once(self, names: bool) -> None:
+        once, repeated = self._pair(names)
+        for optimizer in (once, repeated):
+            optimizer.max_grad_norm = 0.5
+            _step(optimizer, 3)
+        schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) for optimizer in (once, repeated)]
+        for optimizer, scheduler in zip((once, repeated), schedulers, strict=True):
+            scheduler.step()
+            optimizer.schedule(weight_decay=lambda step: 0.1 / step, group=1)
+            torch.compile(optimizer.step, fullgraph=True, backend="eager")()
+        assert [float(group["lr"]) for group in repeated.param_groups] == [0.05, 0.01, 0.05, 0.01]
+        for ours, theirs in zip(_params(once), _params(repeated), strict=True):
+            assert torch.equal(ours, theirs)
+
+    def test_are_saved_once(self, names: bool) -> None:
+        once, repeated = self._pair(names)
+        for optimizer in (once, repeated):
+            _step(optimizer)
+        assert repeated.state_dict()["param_groups"] == once.state_dict()["param_groups"]
+        (loaded, again) = self._pair(names)
+        for optimizer in (loaded, again, copy.deepcopy(repeated)):
+            assert not any(optimizer.load_state_dict(_file(repeated.state_dict())))
+            _step(optimizer)
+            assert all(s["step"] == 2 for s in optimizer.state.values())
+
+    def test_a_parameter_of_two_groups_is_refused(self, names: bool) -> None:
+        _, repeated = self._pair(names)
+        group = repeated.param_groups[0]
+        repeated.param_groups.append({key: group[key] for key in ("params", "param_names") if key in group})
+        with pytest.raises(ValueError, match="some parameters appear in more than one parameter group"):
+            repeated.step()
+
+
+def _params(optimizer: Any) -> list[torch.Tensor]:
+    return [param for group in optimizer.param_groups[:2] for param in group["params"]]
+
+
 SHARED = "two parameters are named 'weight'"
 
 
