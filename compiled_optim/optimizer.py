@@ -20,11 +20,11 @@ from compiled_optim.rule.fields import Choice, Number, PerParameter, Static, fla
 from compiled_optim.rule.lr_scale import lr_scaled
 from compiled_optim.rule.storage import StateDtype, stored
 from compiled_optim.state import OptimizerState
+from compiled_optim.step import traced
 from compiled_optim.step.engine import Engine
 from compiled_optim.step.holdings import as_defaults, check_read, group_entries, position
 from compiled_optim.step.numerics import NumericsReport
 from compiled_optim.step.step import RuleStep, Step
-from compiled_optim.step.traced import record_step
 from compiled_optim.step.use_of_gradients import UsesGradients, check_closure
 from compiled_optim.torch_internals import outside_dynamo, refuse_tracing
 
@@ -188,7 +188,7 @@ class CompiledOptimizer(UsesGradients, Declared, Optimizer):
                 if self._engine.release is not None:
                     raise RuntimeError("compiled code cannot hold a step with gradient release: its backward runs no hooks")
                 scaler = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-                record_step(self._engine, self.gradients, scaler)
+                traced.record_step(self._engine, self.gradients, scaler)
             else:
                 self._engine.run()
         return loss
@@ -260,6 +260,8 @@ class CompiledOptimizer(UsesGradients, Declared, Optimizer):
             if name not in self._engine.live[position(group, len(self._engine.live))]:
                 raise KeyError(no_hyperparameter(type(self), name))
             self._engine.holdings.own_groups[group].tensors(name)
+        else:
+            traced.let_read(self._engine.key)
         value: Tensor | tuple[Tensor, ...] = self._engine.live[group][name]
         return value
 

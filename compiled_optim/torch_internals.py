@@ -24,15 +24,20 @@ F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
 
+is_traced = torch.compiler.is_dynamo_compiling
+"""Whether Dynamo traces the caller."""
+
+compiler_at_work = torch._C._dynamo.eval_frame.get_eval_frame_callback
+"""What looks at each frame before it runs; None where nothing does."""
+
+
 def outside_dynamo(function: F) -> F:
     """A decorator: never traced. Unlike ``torch.compiler.disable`` it does not import the compiler, called or not."""
     outside: Callable[..., Any] = _disable_dynamo(function)
-    is_at_work = torch._C._dynamo.eval_frame.get_eval_frame_callback
-    is_traced = torch.compiler.is_dynamo_compiling
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return outside(*args, **kwargs) if is_traced() or is_at_work() is not None else function(*args, **kwargs)
+        return outside(*args, **kwargs) if is_traced() or compiler_at_work() is not None else function(*args, **kwargs)
 
     return cast("F", call)
 
@@ -40,13 +45,11 @@ def outside_dynamo(function: F) -> F:
 def quickly_outside_dynamo(function: F) -> F:
     """As :func:`outside_dynamo`, at less cost where Dynamo is not at work."""
     outside: Callable[..., Any] = _disable_dynamo(function)
-    is_at_work = torch._C._dynamo.eval_frame.get_eval_frame_callback
-    is_traced = torch.compiler.is_dynamo_compiling
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         # A compiler that calls what Dynamo has traced has modes of its own, which must stay.
-        if is_traced() or (is_at_work() is not None and TracingContext.try_get() is None):
+        if is_traced() or (compiler_at_work() is not None and TracingContext.try_get() is None):
             return outside(*args, **kwargs)
         return function(*args, **kwargs)
 
@@ -250,11 +253,6 @@ def shape_of_part(tensor: Any) -> tuple[int, ...]:
 def assert_on_device(condition: Tensor, message: str) -> None:
     """Fail as a wrong index does if ``condition``, a single bool, is false. The host does not wait for an accelerator."""
     torch._assert_async(condition, message)
-
-
-def is_tracing() -> bool:
-    """Whether a compiler traces now."""
-    return TracingContext.try_get() is not None
 
 
 def refuse_tracing(what: str, advice: str) -> None:

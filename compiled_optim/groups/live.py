@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import warnings
 from contextlib import nullcontext
 from typing import Any
 from weakref import WeakValueDictionary
@@ -22,6 +23,9 @@ _C_TYPES: dict[torch.dtype, Any] = {torch.float64: ctypes.c_double, torch.float3
 class Live:
     """One number of a hyperparameter in a 0-dim tensor, which compiled steps and captured graphs read where it lies.
 
+    On an accelerator, a Python number waits for the next step, which sends all that wait in one copy; but not where somebody
+    may read the tensor before that.
+
     Args:
         tensor: the tensor.
         number: what it holds, where the host knows; None where it does not.
@@ -29,28 +33,52 @@ class Live:
 
     Attributes:
         groups: those that an adopted tensor stands in, by their ids.
-        changes: where to report that the number became 0 or ceased to be; None where that shapes no step.
+        changes: where to report that the number became 0 or ceased to be, and which numbers wait.
+        shapes: whether a step depends on the number being 0.
+        is_tensor: whether users read the tensor itself, since they gave one.
         is_handed_out: whether somebody has the tensor, and may write to it without a report.
         is_driven: whether the device writes the number by itself, in a step or a graph, so that the host never knows it.
+        memory: the number as C has it, where the tensor lay when that was looked for; None on other devices.
+        written_last: the Python number that was written last; None if that was a tensor.
     """
 
     def __init__(self, tensor: Tensor, number: float | None = None, *, is_adopted: bool = False) -> None:
         self.tensor = tensor
-        self.is_adopted = is_adopted
+        self.is_adopted = self.is_tensor = self.is_handed_out = is_adopted
         self.groups: WeakValueDictionary[int, Any] = WeakValueDictionary()
-        self.changes: Changes | None = None
-        self.is_driven = False
-        self.is_handed_out = is_adopted
+        self.changes = Changes()
+        self.shapes = self.is_driven = False
         self._on_host = tensor.device.type == "cpu" and "cpu" not in CAPTURING and type(tensor) is Tensor
-        self._found: tuple[int, Any] = (-1, None)  # where the tensor lay, and its number there
-        self._written = number
+        self._can_wait = tensor.device.type not in ("cpu", "meta") and not is_fake(tensor)
+        self.memory: Any = None
+        self._address = -1
+        self.written_last = number
         self._version = _version(tensor)
+        self._copy: Tensor | None = None  # what was read last while the device writes the number
+
+    @property
+    def is_private(self) -> bool:
+        """Whether the number is a Python number that was written here, and nobody else can write another one."""
+        return self.written_last is not None and not (self.is_handed_out or self.is_driven)
 
     @property
     def written(self) -> float | None:
         """The Python number that was written last; None if that was a tensor, or if somebody else may have written."""
         version = _version(self.tensor)
-        return None if self.is_driven or version is None or self._version != version else self._written
+        return None if self.is_driven or version is None or self._version != version else self.written_last
+
+    @property
+    def number(self) -> float | None:
+        """The number, of the kind that was written; None where only the device knows it. The host waits for nothing."""
+        if not self._on_host:
+            return self.written
+        if (memory := self._memory()) is not None:
+            number: float = memory.value
+            return self.written_last if number == self.written_last else number
+        try:
+            return self.tensor.item()
+        except (RuntimeError, AssertionError):  # its memory was freed, or a mode makes fakes of all
+            return self.written
 
     def value(self) -> float | Tensor:
         """The number as it is now, in a tensor where only the device knows it; NaN where a tensor without memory stands."""
@@ -62,39 +90,53 @@ class Live:
     def as_float(self) -> float:
         """The number, from the device where only that knows it."""
         known = self.number
-        return self.tensor.item() if known is None else known
+        return self.tensor.item() if known is None else float(known)
 
-    @property
-    def number(self) -> float | None:
-        """The number; None where only the device knows it. The host waits for nothing."""
-        if not self._on_host:
-            return self.written
-        if (memory := self._memory()) is not None:
-            number: float = memory.value
-            return number
-        try:
-            return self.tensor.item()
-        except (RuntimeError, AssertionError):  # its memory was freed, or a mode makes fakes of all
-            return self.written
+    def read(self, label: str) -> float | Tensor:
+        """What users read: a number, for which the host may wait, or a tensor. ``label`` names it in messages.
+
+        Raises:
+            ValueError: the tensor's storage was freed.
+        """
+        if self.is_tensor:
+            return self.tensor
+        if self.is_driven:
+            self.warn_of_lost_write(label)
+            self._copy = self.tensor.detach().clone()
+            return self._copy
+        if (known := self.number) is not None:
+            return known
+        if is_lost(self.tensor):
+            raise ValueError(f"{label} is a tensor whose storage was freed; it has no value")
+        if is_fake(self.tensor):
+            return self.tensor.detach().clone()
+        self.written_last, self._version = self.tensor.item(), _version(self.tensor)
+        return self.written_last
+
+    def warn_of_lost_write(self, label: str) -> None:
+        """Warn where somebody wrote to a tensor that was read while the device writes the number."""
+        if self._copy is not None and not self._copy.is_inference() and self._copy._version:
+            self._copy = None
+            warn_of_driven(label)
 
     def _memory(self) -> Any:
         """The number as C has it, to be read and written without an operator of torch; None where it cannot be."""
-        address, memory = self._found  # one object, whatever another thread finds meanwhile
-        if self.tensor.data_ptr() == address:
-            return memory
+        if self.tensor.data_ptr() == self._address:
+            return self.memory
         tensor, address = self.tensor, self.tensor.data_ptr()
         c_type = None if tensor.is_neg() or is_lost(tensor) else _C_TYPES.get(tensor.dtype)
         if c_type is None:
             return None
-        memory = c_type.from_address(address)
-        self._found = address, memory
-        return memory
+        self.memory = c_type.from_address(address)
+        self._address = address  # afterwards, since another thread may look
+        return self.memory
 
     def drive(self, is_driven: bool) -> None:
         """Note whether the device writes by itself; what it wrote, the host does not know afterwards."""
         if self.is_driven or is_driven:
-            self._written = None
+            self.written_last = self._copy = None
         self.is_driven = is_driven
+        self.is_tensor &= not is_driven
 
     @property
     def nonzero(self) -> bool:
@@ -103,9 +145,10 @@ class Live:
 
     def hand_out(self) -> None:
         """Note that somebody gets the tensor."""
-        if self.changes is not None and not (self.is_handed_out or self.nonzero):
+        if self.shapes and not (self.is_handed_out or self.nonzero):
             self.changes.pending |= self.changes.is_guarded
         self.is_handed_out = True
+        self.send(self.changes)
 
     def rounds(self, value: float | Tensor) -> bool:
         """Whether a user's tensor would hold another number where ``value``, a number, is written."""
@@ -114,17 +157,28 @@ class Live:
         return torch.tensor(value, dtype=self.tensor.dtype, device="cpu").item() != value
 
     def write(self, value: float | Tensor) -> None:
-        """Let the number be ``value``, which may be a 1-element tensor on any device, by one operation on the device."""
-        is_asked = self.changes is not None and self.changes.is_guarded
-        if self.changes is None or not is_asked or (self.written == 0) == (not isinstance(value, Tensor) and value == 0):
+        """Let the number be ``value``, which may be a 1-element tensor on any device."""
+        is_zero = not isinstance(value, Tensor) and value == 0
+        if not (self.shapes and self.changes.is_guarded) or (self.written == 0) == is_zero:
             self._write(value)
             return
         self.changes.pending = True
         self._write(value)
         self.changes.pending = True  # another thread may have rebuilt in between
 
+    def wait(self, value: float) -> bool:
+        """Let a number wait for the next step, if it can."""
+        if not self._can_wait or self.changes.are_numbers_read or self.is_handed_out or self.is_driven or fakes_are_made():
+            return False
+        self.written_last, self._version = value, _version(self.tensor)
+        self.changes.unsent[id(self)] = self
+        return True
+
     def _write(self, value: float | Tensor) -> None:
-        self._written = None  # until the end, whatever interrupts it
+        self.written_last = None  # until the end, whatever interrupts it
+        if not isinstance(value, Tensor) and self.wait(value):
+            return
+        self.changes.unsent.pop(id(self), None)
         if (
             self._on_host
             and not isinstance(value, Tensor)
@@ -133,7 +187,7 @@ class Live:
         ):
             increment_version(self.tensor)
             memory.value = value
-            self._version, self._written = self.tensor._version, value
+            self._version, self.written_last = self.tensor._version, value
             return
         with outside_fakes() if fakes_are_made() and not is_fake(self.tensor) else nullcontext():
             live = self.tensor.detach() if self.tensor.requires_grad else self.tensor
@@ -142,7 +196,31 @@ class Live:
                 return
             live.fill_(value)
         self._version = _version(self.tensor)
-        self._written = value
+        self.written_last = value
+
+    @staticmethod
+    def send(changes: Changes) -> None:
+        """Bring the numbers that wait to where steps read them, by one copy to a device. The host does not wait for it."""
+        waiting, changes.unsent = list(changes.unsent.values()), {}
+        by_place: dict[tuple[torch.device, torch.dtype], list[Live]] = {}
+        for live in waiting:
+            by_place.setdefault((live.tensor.device, live.tensor.dtype), []).append(live)
+        for (device, dtype), lives in by_place.items():
+            numbers = torch.tensor([live.written_last for live in lives], dtype=dtype, device="cpu")
+            sent = numbers.pin_memory().to(device, non_blocking=True)
+            torch._foreach_copy_([live.tensor for live in lives], list(sent.unbind()))
+            for live in lives:
+                live._version = _version(live.tensor)
+
+
+def warn_of_driven(label: str) -> None:
+    """Warn of a write that the next step overrides."""
+    name = label.partition(" of ")[0].partition("[")[0]
+    warnings.warn(
+        f"{label} is what opt.schedule makes of it in each step, so that what was written is lost; "
+        f"opt.schedule({name}=None) ends that schedule",
+        stacklevel=2,
+    )
 
 
 def _version(tensor: Tensor) -> int | None:

@@ -1,48 +1,72 @@
-"""The numbers of one hyperparameter of a group, and how each is read and written."""
+"""The numbers of one hyperparameter of a group."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
 from compiled_optim.groups.live import Live
-from compiled_optim.groups.reading import Reading, reading_of
-from compiled_optim.memory.layout import is_lost
 from compiled_optim.rule.fields import Hyper
-from compiled_optim.torch_internals import quickly_outside_dynamo
 
 
 class Numbers(tuple[Live, ...]):
-    """The numbers of one hyperparameter of one group."""
+    """The numbers of one hyperparameter of one group.
 
-    def __new__(cls, numbers: Iterable[Live], *place: Any) -> Numbers:
+    Attributes:
+        entry: what stands in the group's dict for them, if anything.
+    """
+
+    entry: Any = None
+
+    def __new__(cls, numbers: Iterable[Live], hyper: Hyper) -> Numbers:
         return super().__new__(cls, numbers)
 
-    def __init__(self, numbers: Iterable[Live], group: weakref.ref[Any], key: str, is_tuple: bool) -> None:
-        self.is_tuple = is_tuple
-        self._places = [_Place(group, key, i) for i in range(len(self))]
+    def __init__(self, numbers: Iterable[Live], hyper: Hyper) -> None:
+        self._hyper = hyper
+        self._least, self._most = hyper.span
 
-    @quickly_outside_dynamo
-    def read(self) -> Any:
-        """What the hyperparameter is now: a number, or a tuple of them."""
-        if not self.is_tuple:
-            return self.read_element(0)
-        return tuple(self.read_element(i) for i in range(len(self)))
+    @property
+    def are_private(self) -> bool:
+        """Whether they are what was written last, for nobody else can write others; see :attr:`Live.is_private`."""
+        return all(n.is_private for n in self)
 
-    def read_element(self, index: int) -> Reading | Tensor:
-        """A number as it is now; a tensor that requires grad is itself what is read."""
-        live, place = self[index], self._places[index]
-        if live.tensor.requires_grad:
-            return live.tensor
-        number = live.number
-        if number is not None:
-            return reading_of(number, live.tensor, place)
-        if is_lost(live.tensor):
-            raise ValueError(f"{place.key} is a tensor whose storage was freed; it has no value")
-        return reading_of(None, live.tensor.detach().clone(), place)
+    @property
+    def are_plain(self) -> bool:
+        """Whether, besides, a write of numbers in range changes nothing else."""
+        return self.are_private and not any(n.shapes for n in self) and all(map(self._is_in_range, self))
+
+    def _is_in_range(self, number: Live) -> bool:
+        return number.written is not None and self._least <= number.written <= self._most
+
+    @property
+    def shown(self) -> Any:
+        """What users read, as far as the host knows it; tensors where it does not."""
+        return self._hyper.plain([n.tensor if n.is_tensor or (known := n.number) is None else known for n in self])
+
+    def read(self, where: str) -> Any:
+        """What users read: a number or a tensor, or a tuple of them."""
+        return self._hyper.plain([n.read(f"{self._hyper.element(i)} of {where}") for i, n in enumerate(self)])
+
+    def write_quickly(self, value: Any) -> bool:
+        """Write ``value`` where :attr:`are_plain`, at the cost that schedulers expect; whether it is one that can be."""
+        if type(value) is float and len(self) == 1:
+            return self._least <= value <= self._most and _write(self[0], value)
+        if type(value) is not tuple or len(value) != len(self) or not self._hyper.is_tuple:
+            return False
+        for number in value:
+            if type(number) is not float or not self._least <= number <= self._most:
+                return False
+        return all([_write(live, number) for live, number in zip(self, value, strict=True)])
+
+
+def _write(live: Live, value: float) -> bool:
+    """Write a number where :attr:`Live.is_private`, without what others would look for; whether that can be done."""
+    if (memory := live.memory) is None:
+        return live.wait(value)
+    memory.value = live.written_last = value
+    return True
 
 
 def is_own(hyper: Hyper, value: Any, group: Mapping[str, Any]) -> bool:
@@ -52,17 +76,3 @@ def is_own(hyper: Hyper, value: Any, group: Mapping[str, Any]) -> bool:
     if isinstance(value, Tensor):
         return value.numel() != 1
     return isinstance(value, (str, bytes)) or not hasattr(value, "__float__")
-
-
-class _Place(NamedTuple):
-    """One number of a group; the group may be gone."""
-
-    group: weakref.ref[Any]
-    key: str
-    element: int
-
-    def write(self, value: float | Tensor) -> None:
-        """Write to the group, if it is there and has the hyperparameter."""
-        group = self.group()
-        if group is not None and self.key in group:
-            group.fill_element(self.key, self.element, value)

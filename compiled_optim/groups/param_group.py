@@ -1,8 +1,7 @@
 """The parameter group: a dict whose hyperparameters lie on the device, and what reading and assigning them means.
 
-A step reads the tensors of :class:`~compiled_optim.groups.live.Live`, whose addresses stay. What somebody reads in the group
-is a value, a :class:`~compiled_optim.groups.reading.Reading`. An assignment fills the tensors. None of this changes a Python
-value that compiled code could depend on.
+A step reads the tensors of :class:`~compiled_optim.groups.live.Live`, whose addresses stay. What users read in the group is
+what they gave: a Python number, or a tensor. An assignment fills the live tensors.
 """
 
 from __future__ import annotations
@@ -17,21 +16,25 @@ import torch
 from torch import Tensor
 
 from compiled_optim.groups.by_name import kept
-from compiled_optim.groups.live import Live, address
+from compiled_optim.groups.live import Live, address, warn_of_driven
 from compiled_optim.groups.numbers import Numbers, is_own
-from compiled_optim.groups.reading import Reading, unread
 from compiled_optim.groups.watched import Changes, WatchedDict, WatchedList
 from compiled_optim.memory.layout import is_lost, scalar, scalar_dtype
 from compiled_optim.rule.misspelled import warn_of_entry
 from compiled_optim.rule.rule import Declaration
 from compiled_optim.torch_internals import (
+    compiler_at_work,
     fakes_are_made,
     is_capturing,
     is_fake,
+    is_traced,
     outside_fakes,
     outside_inference_mode,
     quickly_outside_dynamo,
 )
+
+_NOT_KNOWN = object()
+_entry, _enter = dict.__getitem__, dict.__setitem__
 
 ROUNDING = 1e-12  # how far a number that a scheduler computed may be out of range
 
@@ -97,14 +100,15 @@ class ParamGroup(WatchedDict[str, Any]):
         self._device = device
         self._is_meta = {p.is_meta for p in values["params"]} == {True}
         self._numbers: dict[str, Numbers] = {}
-        self._itself = weakref.ref(self)
+        self._known: dict[str, Any] = {}  # what users read of hyperparameters, while nobody else can write to those
+        self._quick: dict[str, Numbers] = {}  # what can be written at once
         given = (n for g in others for numbers in g._numbers.values() for n in numbers if n.is_adopted)
         adopted = functools.cache(lambda: {address(n.tensor): n for n in given})
         for key, value in values.items():
             if key not in self._hypers or (value is not None and is_own(self._hypers[key], value, values)):
                 self.set_quietly(key, value)
             elif value is not None or not self._hypers[key].like:
-                elements = self._hypers[key].elements(unread(value), label)
+                elements = self._hypers[key].elements(value, label)
                 self._put(key, [self._adopt(e, adopted) for e in elements])
         for hyper in declaration.hypers:
             if hyper.like and hyper.name not in self._numbers:
@@ -117,47 +121,66 @@ class ParamGroup(WatchedDict[str, Any]):
         super().set_quietly(key, WatchedList(self._changes, value) if key == "params" else value)
 
     def __getitem__(self, key: str) -> Any:
+        held = _entry(self, key)
+        return held if held is self._known.get(key, held) else self._read(key)
+
+    @quickly_outside_dynamo
+    def _read(self, key: str) -> Any:
         held = dict.__getitem__(self, key)
-        if type(held) is not Numbers:
-            if key not in self._hypers or is_own(self._hypers[key], held, self):
-                return held
-            held = self._held(key)
-        return held.read()
+        if is_own(self._hypers[key], held, self):
+            return held
+        found = self._held(key).read(self.label)
+        self._show(key)
+        return self._known[key] if self._numbers[key].are_private else found
 
     def _held(self, key: str) -> Numbers:
         """The numbers of a hyperparameter, after an assignment by ``dict.__setitem__``, which goes past this class."""
-        if key not in self:
-            return self._numbers[key]
-        value = super().__getitem__(key)
-        if type(value) is not Numbers:
-            if not is_own(self._hypers[key], value, self):
+        if key in self:
+            value = dict.__getitem__(self, key)
+            if value is not self._numbers[key].entry and not is_own(self._hypers[key], value, self):
                 self[key] = value
-            return self._numbers[key]
-        return value
+        return self._numbers[key]
 
     def tensors(self, key: str) -> tuple[Tensor, ...]:
         """The tensors of one hyperparameter, one for each number that it holds, for somebody who may write to them."""
-        for number in self._held(key):
+        numbers = self._held(key)
+        for number in numbers:
             number.hand_out()
+        self._show(key)
         return self.read_only(key)
 
     def read_only(self, key: str) -> tuple[Tensor, ...]:
         """As :meth:`tensors`, for somebody who reports what he writes."""
         return tuple(number.tensor for number in self._held(key))
 
+    def _show(self, key: str, *, new: bool = False) -> None:
+        """Let the entry of a hyperparameter, if it is one or is to be a ``new`` one, be what users read."""
+        numbers = self._numbers[key]
+        shown = numbers.shown
+        self._known[key] = shown if numbers.are_private else _NOT_KNOWN
+        self._quick.pop(key, None)
+        if numbers.are_plain:
+            self._quick[key] = numbers
+        if new or self._is_entry(key):
+            numbers.entry = shown
+            super().set_quietly(key, shown)
+
     def unshown(self) -> dict[str, Any]:
         """The hyperparameters that are no entries, by name, for a copy to :meth:`take_over`."""
-        return {key: unread(n.read()) for key, n in self._numbers.items() if not self._shows(key)}
+        return {key: numbers[0].value() for key, numbers in self._numbers.items() if not self._shows(key)}
 
     def _shows(self, key: str) -> bool:
         """Whether a hyperparameter is an entry, as all are that go with no choice."""
-        hyper = self._hypers[key]
-        return hyper.when is None or (key in self and not is_own(hyper, dict.__getitem__(self, key), self))
+        return self._hypers[key].when is None or self._is_entry(key)
+
+    def _is_entry(self, key: str) -> bool:
+        return key in self and not is_own(self._hypers[key], dict.__getitem__(self, key), self)
 
     def take_over(self, unshown: Mapping[str, float | Tensor]) -> None:
         """Let the hyperparameters that are no entries be those of the group that this one is a copy of."""
         for key, value in unshown.items():
             self._numbers[key][0].write(value)
+            self._show(key)
 
     def nonzero(self, key: str) -> bool:
         """:attr:`Live.nonzero` of a hyperparameter of one number."""
@@ -173,6 +196,15 @@ class ParamGroup(WatchedDict[str, Any]):
             if begin and number.is_adopted:
                 self._replace(key, index, number.tensor)
             self._numbers[key][index].drive(begin)
+        self._show(key)
+
+    def warn_of_lost_writes(self, key: str) -> None:
+        """Warn where somebody wrote to what he read of a hyperparameter that the device writes."""
+        for index, number in enumerate(self._numbers[key]):
+            number.warn_of_lost_write(self._element(key, index))
+
+    def _element(self, key: str, index: int) -> str:
+        return f"{self._hypers[key].element(index)} of {self.label}"
 
     def to(self, device: torch.device) -> None:
         """Move the hyperparameters to ``device``, after their parameters moved there."""
@@ -180,7 +212,11 @@ class ParamGroup(WatchedDict[str, Any]):
             return
         self._device = device
         for key in self._hypers:
-            self._put(key, [self._fresh(n.tensor if n.written is None else n.written) for n in self._held(key)])
+            held = self._held(key)
+            self._put(key, [self._fresh(n.tensor if n.written is None else n.written) for n in held])
+            for number, before in zip(self._numbers[key], held, strict=True):
+                number.is_tensor = number.is_handed_out = before.is_tensor
+            self._show(key)
 
     def floats(self) -> dict[str, Any]:
         """Every hyperparameter as a Python float or a tuple of them. Waits for the device where only that knows them."""
@@ -194,42 +230,37 @@ class ParamGroup(WatchedDict[str, Any]):
             ValueError: an element is not a single number, or a tensor without memory.
         """
         hyper = self._hypers[key]
-        elements = hyper.elements(unread(value), self.label)
+        elements = hyper.elements(value, self.label)
         for index, element in enumerate(() if fakes_are_made() else elements):
             if isinstance(element, Tensor) and (element.is_meta or is_fake(element) or is_lost(element)):
-                raise ValueError(f"{hyper.element(index)} of {self.label} must be a number, got a tensor without memory")
+                raise ValueError(f"{self._element(key, index)} must be a number, got a tensor without memory")
         return elements
 
     def _judge(self, key: str, index: int, value: float | Tensor | None) -> None:
         """Note whether a number is out of range."""
         self.out_of_range.pop((key, index), None)
         try:
-            if isinstance(value, float):
+            if value is not None and not isinstance(value, Tensor):
                 self._hypers[key].check(value, index, self.label, ROUNDING)
         except ValueError as error:
             self.out_of_range[key, index] = str(error)
             self._changes.refuse()
 
-    def fill(self, key: str, value: Any) -> None:
-        """Write ``value``, if :meth:`validated`, into the tensors; into adopted ones that hold it and are not shared."""
-        for index, element in enumerate(map(self._without_wait, self.validated(key, value))):
-            (self._replace if self._held(key)[index].rounds(element) else self.fill_element)(key, index, element)
-        super().set_quietly(key, self._numbers[key])
-
     def load(self, key: str, value: Any) -> None:
-        """Write a value of a checkpoint: as :meth:`fill` where that is a hyperparameter's, else without reporting."""
-        is_hyper = key in self._hypers and not is_own(self._hypers[key], value, self)
-        self.fill(key, value) if is_hyper else self.set_quietly(key, value)
-
-    def fill_element(self, key: str, index: int, value: float | Tensor) -> None:
-        """As :meth:`fill`, for one of the numbers of a hyperparameter."""
+        """Write a value of a checkpoint, without reporting; into an adopted tensor if that holds it and is not shared."""
+        if key not in self._hypers or is_own(self._hypers[key], value, self):
+            self.set_quietly(key, value)
+            return
         self._refuse_capture(key)
-        number = self._held(key)[index]
-        self._judge(key, index, value)
-        if number.is_adopted and self._shares(number):
-            self._replace(key, index, value)
-        else:
-            number.write(self._without_wait(value))
+        for index, element in enumerate(map(self._without_wait, self.validated(key, value))):
+            number = self._held(key)[index]
+            self._judge(key, index, element)
+            if number.rounds(element) or (number.is_adopted and self._shares(number)):
+                self._replace(key, index, element)
+            else:
+                number.is_tensor &= isinstance(element, Tensor)
+                number.write(element)
+        self._show(key, new=True)
 
     def _shares(self, number: Live) -> bool:
         """Whether an adopted number stands in another place too, here or in another group."""
@@ -246,8 +277,16 @@ class ParamGroup(WatchedDict[str, Any]):
         for key, value in values.items():
             self._assign(key, numbers[key]) if key in numbers else self._set(key, value)
 
-    @quickly_outside_dynamo
     def __setitem__(self, key: str, value: Any) -> None:
+        numbers = self._quick.get(key)
+        if numbers is None or is_traced() or compiler_at_work() is not None or not numbers.write_quickly(value):
+            self._write(key, value)
+        else:
+            _enter(self, key, value)
+            numbers.entry = self._known[key] = value
+
+    @quickly_outside_dynamo
+    def _write(self, key: str, value: Any) -> None:
         if key in self._hypers:
             self._assign(key, self.validated(key, value))
             return
@@ -261,26 +300,35 @@ class ParamGroup(WatchedDict[str, Any]):
             self.report()
         elif key not in self:
             warn_of_entry(key, (*self._hypers, *self._structural), self.label)
-        self.set_quietly(key, value.clone() if isinstance(value, Reading) else value)  # the copy writes to no group
+        self.set_quietly(key, value)
         for name in (h.name for h in self._hypers.values() if h.when == key and value):
-            super().set_quietly(name, self._numbers[name])
+            self._show(name, new=True)
 
     def _snapshot(self, key: str, value: Any) -> list[float | Tensor]:
         pairs = zip(self.validated(key, value), self._held(key), strict=True)
-        return [e if e is number.tensor else self._without_wait(e) for e, number in pairs]
+        return [
+            e.clone() if isinstance(e, Tensor) and not (e is number.tensor or e.requires_grad or is_fake(e)) else e
+            for e, number in pairs
+        ]
 
     def _assign(self, key: str, elements: Sequence[float | Tensor]) -> None:
         self._refuse_capture(key)
-        super().set_quietly(key, self._numbers[key])
         values = list(map(self._without_wait, elements))
         for index, (number, element, value) in enumerate(zip(self._numbers[key], elements, values, strict=True)):
             if element is number.tensor:
+                number.is_tensor = True
                 continue
+            if number.is_driven:
+                warn_of_driven(self._element(key, index))
             self._judge(key, index, value)
             if number.is_adopted or (isinstance(value, Tensor) and value.requires_grad):
                 self._replace(key, index, value)
             else:
+                number.is_tensor = isinstance(element, Tensor) and not number.is_driven
                 number.write(value)
+            if number.is_tensor:
+                number.hand_out()
+        self._show(key, new=True)
 
     def _replace(self, key: str, index: int, value: float | Tensor) -> None:
         """Let a hyperparameter have a tensor of its own in place of one of those it has."""
@@ -294,17 +342,18 @@ class ParamGroup(WatchedDict[str, Any]):
         for follower in self.followers:
             follower.is_behind = True  # until it followed, whatever interrupts this
         before = self._numbers.get(key, ())
-        held = self._numbers[key] = Numbers(numbers, self._itself, key, self._hypers[key].is_tuple)
+        is_entry = shown or (shown is None and (not before or self._is_entry(key)))
+        for number in (numbers := list(numbers)):
+            number.changes, number.shapes = self._changes, number.shapes or key in self._shaping
+        held = self._numbers[key] = Numbers(numbers, self._hypers[key])
         for number in (*before, *held):
-            number.changes = self._changes if key in self._shaping else number.changes
             if number.is_adopted:
                 is_here = any(n is number for numbers in self._numbers.values() for n in numbers)
                 number.groups.update({id(self): self}) if is_here else number.groups.pop(id(self), None)
         tensors = tuple(number.tensor for number in held)
         self.for_compiled_code[0][key] = tensors if self._hypers[key].is_tuple else tensors[0]
         self.for_compiled_code[1][key] = tuple(tensor.detach().view(1) for tensor in tensors)
-        if shown or (shown is None and (type(dict.get(self, key)) is Numbers or not before)):
-            super().set_quietly(key, held)
+        self._show(key, new=is_entry)
         for index, number in enumerate(held if key in self else ()):
             self._judge(key, index, number.written)
         for follower in self.followers:
@@ -313,7 +362,9 @@ class ParamGroup(WatchedDict[str, Any]):
     def _adopt(self, element: float | Tensor, adopted: Callable[[], dict[int, Live]]) -> Live:
         devices = {self._device} | ({torch.device("meta")} if self._is_meta else set())
         if not isinstance(element, Tensor) or element.device not in devices or not element.is_floating_point():
-            return self._fresh(element)
+            made = self._fresh(element)
+            made.is_tensor = made.is_handed_out = isinstance(element, Tensor)
+            return made
         known = adopted().get(address(element))
         if known is None or known.tensor.dtype != element.dtype:
             known = Live(element if element.dim() == 0 else element.reshape(()), is_adopted=True)
@@ -380,14 +431,6 @@ class ParamGroup(WatchedDict[str, Any]):
         return dict(self) != other
 
     __hash__ = None  # type: ignore[assignment]
-
-    def copy(self) -> dict[str, Any]:
-        return {**unread(dict(self))}
-
-    __copy__ = copy
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return dict, (self.copy(),)
 
     def __or__(self, other: Any) -> Any:
         return dict(self) | other

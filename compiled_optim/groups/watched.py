@@ -20,6 +20,10 @@ class Changes:
     pending = True
     is_guarded = False  # whether compiled code asks, and nobody else does before it runs
     is_refused = False  # whether a group may hold a number that no step can use
+    are_numbers_read = False  # whether somebody but a called step reads numbers on the device
+
+    def __init__(self) -> None:
+        self.unsent: dict[int, Any] = {}  # numbers that wait to be sent to a device
 
     def refuse(self) -> None:
         """Let the next step look for numbers that it cannot use."""

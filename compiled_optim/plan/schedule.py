@@ -82,6 +82,8 @@ class Schedules:
 
     def evaluate(self) -> None:
         """Write the values for the next step into the groups' tensors, whatever was assigned. The host waits for nothing."""
+        for index, name in self.scheduled:
+            self._groups[index].warn_of_lost_writes(name)
         if self.scheduled:
             self.write(self._counts, {where: self._groups[where[0]].read_only(where[1]) for where in self.scheduled})
 

@@ -86,9 +86,16 @@ class Hyper(Field):
         """Whether an element may be None."""
         return self.is_tuple and self.default[index] is None
 
-    def plain(self, numbers: Sequence[float]) -> Any:
+    @property
+    def span(self) -> tuple[float, float]:
+        """The least and the greatest number that is in range."""
+        least = self.ge if self.ge is not None else math.nextafter(-math.inf if self.gt is None else self.gt, math.inf)
+        most = self.le if self.le is not None else math.nextafter(math.inf if self.lt is None else self.lt, -math.inf)
+        return least, most
+
+    def plain(self, numbers: Sequence[float | Tensor]) -> Any:
         """``numbers`` as a user writes them: one of them or a tuple, with None for NaN where that is allowed."""
-        values = (None if math.isnan(n) and self.optional(i) else n for i, n in enumerate(numbers))
+        values = (None if isinstance(n, float) and math.isnan(n) and self.optional(i) else n for i, n in enumerate(numbers))
         return tuple(values) if self.is_tuple else next(values)
 
     def check(self, value: float, index: int, where: str, slack: float = 0.0) -> None:
@@ -110,7 +117,10 @@ class Hyper(Field):
             raise ValueError(f"Invalid {label}: {value} ({_placed(self.element(index), where)} must be {self.allowed})")
 
     def elements(self, value: Any, where: str) -> tuple[float | Tensor, ...]:
-        """``value`` as a tuple of ``length`` floats or 1-element tensors; ``TypeError`` or ``ValueError`` if it is none."""
+        """``value`` as a tuple of ``length`` numbers or 1-element tensors; ``TypeError`` or ``ValueError`` if it is none.
+
+        Numbers are Python's: integers stay such, all others become floats.
+        """
         if not self.is_tuple:
             return (self._number(value, 0, where),)
         if not isinstance(value, (tuple, list)):
@@ -144,8 +154,9 @@ class Hyper(Field):
         if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
             raise TypeError(f"{_placed(name, where)} must be a number or a 1-element tensor, got {value!r}")
         try:
-            return float(value)
-        except (TypeError, ValueError):
+            number = float(value)
+            return int(value) if isinstance(value, numbers.Integral) and number == value else number
+        except (TypeError, ValueError, OverflowError):
             raise ValueError(f"{_placed(name, where)} must be a single number, got {value!r}") from None
 
 

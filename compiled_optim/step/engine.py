@@ -12,6 +12,7 @@ from torch import Tensor
 from compiled_optim.checkpoint.forms import plain
 from compiled_optim.checkpoint.saved_values import described
 from compiled_optim.checkpoint.state_dict import PreparedLoad
+from compiled_optim.groups.live import Live
 from compiled_optim.groups.names import named_parameters
 from compiled_optim.groups.watched import Changes
 from compiled_optim.memory.addresses import gradient
@@ -152,6 +153,7 @@ class Engine:
             return given[id(param)] if id(param) in given else gradient(param)
 
         self.holdings.adopt(self._owner.defaults, checked=self.step is None)
+        Live.send(self._changes)
         self.holdings.accumulated.keep(p for group in self.holdings.own_groups for p in group["params"])
         self.step = self._make(self.holdings, self.clipping, grad_of)
         self.name = traced.named(self, self.holdings.kind.__qualname__, named_parameters(self.holdings.groups))
@@ -204,7 +206,7 @@ class Engine:
                 cause = before and "groups, state or clipping changed, or a tensor moved, and compiled code holds the step"
                 if cause:
                     spend(f"{self.holdings.kind.__name__} would capture its step again: {cause}")
-                self._changes.is_guarded = True
+                self._guard()
                 log.captures.append(cause or "")
                 self._in_graphs = weakref.ref(step)
             return fits
@@ -223,9 +225,19 @@ class Engine:
             if isinstance(inlined, str):
                 return False
             self.mark_stepped()
-            self._changes.is_guarded = True
+            self._guard()
             self.inlined = inlined
             return True
+
+    def _guard(self) -> None:
+        """Note that compiled code may hold the step, which then asks nobody before it runs."""
+        self._changes.is_guarded = True
+        self.let_read()
+
+    def let_read(self) -> None:
+        """Note that somebody reads numbers where they lie, at any time: none of them waits for a step from now on."""
+        self._changes.are_numbers_read = True
+        Live.send(self._changes)
 
     def follow_clipping(self) -> None:
         """Let CUDA graphs of compiled code know what of clipping was assigned, since replays ask nobody; or leave them.
@@ -356,6 +368,7 @@ class Engine:
                 "the parameters in it"
             )
         self.mark_stepped()
+        Live.send(self._changes)
         self.holdings.clipping.take(*clipping)
         if step is None or not step.is_current() or not step.describes(grads):
             grads = self.renew(grads)
@@ -398,3 +411,4 @@ class Engine:
             )
         if not step.is_recorded:
             self.holdings.hand_captures.keep(step.memory)
+            self.let_read()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from compiled_optim.checkpoint.state_dict import PreparedLoad
+from compiled_optim.groups.live import Live
 from compiled_optim.lowering.choice import LOWERINGS, lower, refuse
 from compiled_optim.lowering.interface import Capturable
 from compiled_optim.lowering.square_sums import SquareSums
@@ -268,6 +269,7 @@ class RuleStep(Step):
 
     def settle(self, clipping: tuple[Any, ...]) -> None:
         self._clipping.take(*clipping)
+        Live.send(self._holdings.changes)
         self._make(self._by_plan([None] * len(self.params)))
         for lowering in self.lowerings:
             self._clipping.outcome(lowering.plan.device)
@@ -328,6 +330,7 @@ class RuleStep(Step):
             "a parameter got its first gradient": self.wakes(grads),
             "its kernels are not compiled yet": not self._is_compiled,
             "clipping was switched on or off": clips != (self._square_sums is not None),
+            "a hyperparameter was assigned since the last step": bool(self._holdings.changes.unsent),
             "max_grad_norm or skip_nonfinite was assigned": not self._clipping.are_tensors(*clipping),
             "max_grad_norm is a tensor on another device": elsewhere and not self.is_recorded,
         }
@@ -380,6 +383,7 @@ class RuleStep(Step):
         self._clipping.take(*clipping)
         if self._clipping.measures_norm != (self._square_sums is not None):
             return None
+        Live.send(self._holdings.changes)
         for lowering in self._capturable:
             lowering.upload_hyperparameters()
         return (self._square_sums, *self.lowerings, *(lowering.copied() for lowering in self._capturable))

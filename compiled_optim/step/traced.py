@@ -59,6 +59,9 @@ class Steppable(Protocol):
     def settle_for_graphs(self) -> bool:
         """Make :attr:`step` current, and all that it needs where a compiler's CUDA graph can hold it. Whether one can."""
 
+    def let_read(self) -> None:
+        """Let hyperparameters be where they are read at any time, not only in steps."""
+
     def run(self, grads: list[Tensor | None] | None = None) -> None:
         """Update the parameters from ``grads``, one entry for each, or from their own."""
 
@@ -148,6 +151,12 @@ def settle(key: str) -> bool:
 def settle_groups(key: str) -> None:
     """:meth:`Steppable.current`."""
     _optimizers[key].current()
+
+
+@called_while_tracing
+def let_read(key: str) -> None:
+    """:meth:`Steppable.let_read`."""
+    _optimizers[key].let_read()
 
 
 @called_while_tracing

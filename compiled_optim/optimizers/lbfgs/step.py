@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from compiled_optim.checkpoint.state_dict import PreparedLoad
+from compiled_optim.groups.live import Live
 from compiled_optim.groups.names import parameter_name
 from compiled_optim.memory.layout import as_real, compute_dtype, obstacle, real_numel, scalar_dtype
 from compiled_optim.memory.sharding import is_sharded
@@ -135,6 +136,7 @@ class LBFGSStep(Step):
         """Hand an assigned learning rate over."""
         if not self.is_current():
             return None
+        Live.send(self._holdings.changes)
         self._captured_lr.copy_(self.live[0]["lr"])
         return self.key()
 
