@@ -29,7 +29,7 @@ SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
 def _trained(optim: Any, scheduler: str = "one cycle", steps: int = 4) -> Iterator[tuple[Optimizer, Any]]:
     """An optimizer of two groups and its scheduler, after each step of both."""
     groups = [{"params": [torch.nn.Parameter(torch.ones(2))], "lr": lr} for lr in (0.1, 0.02)]
-    optimizer = optim.AdamW(groups, betas=(0.8, 0.95), weight_decay=0)
+    optimizer = optim.AdamW(groups, betas=(0.8, 0.95), weight_decay=0.25)
     schedule = SCHEDULERS[scheduler](optimizer)
     for t in range(steps):
         step(optimizer, t)
@@ -155,24 +155,27 @@ def test_tables(written: Callable[[Any], Any]) -> None:
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_files(scheduler: str, dump: Callable[[Any], str], load: Callable[[str], Any]) -> None:
     """A group, the rates of a scheduler, and its state: written, read, and loaded into another one."""
-    texts = []
+    sides = []
     for optim in (co, torch.optim):
         *_, (optimizer, schedule) = _trained(optim, scheduler)
-        groups = [dict(sorted(without_params(group).items())) for group in optimizer.param_groups]
-        texts.append(
-            [dump(groups), dump(schedule.get_last_lr()), dump(schedule.state_dict()), dump(_rows(optim, scheduler))]
-        )
+        written = {
+            "groups": dump([without_params(group) for group in optimizer.param_groups]),
+            "rates": dump(schedule.get_last_lr()),
+            "scheduler": dump(schedule.state_dict()),
+            "rows": dump(_rows(optim, scheduler)),
+        }
+        read = {what: load(text) for what, text in written.items()}
         fresh, loaded = next(_trained(optim, scheduler))
-        for group, text in zip(fresh.param_groups, load(texts[-1][0]), strict=True):
-            group.update({**text, "betas": tuple(text["betas"])})
-        loaded.load_state_dict(load(texts[-1][2]))
+        for group, values in zip(fresh.param_groups, read["groups"], strict=True):
+            group.update({**values, "betas": tuple(values["betas"])})
+        loaded.load_state_dict(read["scheduler"])
         for each, its in ((optimizer, schedule), (fresh, loaded)):
             step(each, 5)
             advance(its, 5)
         rates = [[typed(group["lr"]) for group in each.param_groups] for each in (optimizer, fresh)]
         assert rates[0] == rates[1]
-        texts[-1].append(rates)
-    assert texts[0] == texts[1]
+        sides.append((json.dumps(read, sort_keys=True), rates))
+    assert sides[0] == sides[1]
 
 
 def _lightning_wandb(directory: Path) -> tuple[Any, Callable[[], Any]]:
@@ -231,7 +234,7 @@ def test_learning_rate_monitor(of: Callable[[Path], tuple[Any, Callable[[], Any]
             return loss_of(self.net, x)
 
         def configure_optimizers(self) -> Any:
-            optimizer = self.optim.AdamW(self.net.parameters(), lr=0.1, weight_decay=0)
+            optimizer = self.optim.AdamW(self.net.parameters(), lr=0.1, weight_decay=0.25)
             schedule = lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9)
             return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
