@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import io
-import math
+import json
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -14,130 +15,32 @@ import pytest
 import torch
 from catalog import LOWERINGS
 from torch.optim import Optimizer, lr_scheduler
+from torch_schedulers import GROUPS, OPTIMIZERS, SCHEDULERS, STEPS, advance, live, make, moved, step, typed
 
 import compiled_optim as co
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-STEPS = 30
-
-
-def each(optimizer: Optimizer, value: float) -> list[float]:
-    """One value per group, no two alike."""
-    return [value * 0.7**i for i in range(len(optimizer.param_groups))]
-
-
-def sequential(optimizer: Optimizer) -> Any:
-    parts = [
-        lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=5),
-        lr_scheduler.CosineAnnealingLR(optimizer, T_max=8, eta_min=1e-4),
-        lr_scheduler.ExponentialLR(optimizer, 0.93),
-    ]
-    return lr_scheduler.SequentialLR(optimizer, parts, milestones=[5, 14])
-
-
-def chained(optimizer: Optimizer) -> Any:
-    parts = [
-        lr_scheduler.ConstantLR(optimizer, factor=0.3, total_iters=7),
-        lr_scheduler.ExponentialLR(optimizer, 0.97),
-        lr_scheduler.MultiplicativeLR(optimizer, lambda t: 1 - 0.1 / (t + 1)),
-    ]
-    return lr_scheduler.ChainedScheduler(parts, optimizer)
-
-
-SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
-    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, [lambda t, k=k: 1 / (1 + k * t) for k in each(o, 0.3)]),
-    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda t: 0.9 + 0.003 * t),
-    "StepLR": lambda o: lr_scheduler.StepLR(o, step_size=4, gamma=0.7),
-    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, milestones=[3, 7, 7, 21], gamma=0.3),
-    "ConstantLR": lambda o: lr_scheduler.ConstantLR(o, factor=0.3, total_iters=9),
-    "LinearLR": lambda o: lr_scheduler.LinearLR(o, start_factor=0.1, end_factor=0.9, total_iters=17),
-    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.93),
-    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, T_max=11, eta_min=3e-4),
-    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, T_0=4, T_mult=2, eta_min=3e-4),
-    "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, total_iters=23, power=1.7),
-    "CyclicLR": lambda o: lr_scheduler.CyclicLR(
-        o, each(o, 1e-3), each(o, 0.07), step_size_up=4, step_size_down=7, mode="exp_range", gamma=0.98, cycle_momentum=False
-    ),
-    "CyclicLR-momentum": lambda o: lr_scheduler.CyclicLR(
-        o, each(o, 1e-3), each(o, 0.07), step_size_up=5, mode="triangular2", base_momentum=0.63, max_momentum=0.91
-    ),
-    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(
-        o, each(o, 0.07), total_steps=STEPS + 2, base_momentum=0.63, max_momentum=0.91
-    ),
-    "OneCycleLR-linear": lambda o: lr_scheduler.OneCycleLR(
-        o, each(o, 0.07), total_steps=STEPS + 2, anneal_strategy="linear", three_phase=True, cycle_momentum=False
-    ),
-    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, factor=0.3, patience=2, cooldown=1, min_lr=1e-5),
-    "SequentialLR": sequential,
-    "ChainedScheduler": chained,
-}
-
-GROUPS: dict[str, list[dict[str, Any]]] = {
-    "one-group": [{}],
-    "shared-lr": [{}, {"weight_decay": 0.05}],
-    "own-lr": [{"lr": 0.02}, {"lr": 0.003}],
-}
-
-OPTIMIZERS: dict[str, tuple[type[Optimizer], type[Optimizer], dict[str, Any]]] = {
-    "AdamW": (co.AdamW, torch.optim.AdamW, {"lr": 0.01, "betas": (0.87, 0.95)}),
-    "SGD": (co.SGD, torch.optim.SGD, {"lr": 0.01, "momentum": 0.87}),
-}
 
 schedulers = pytest.mark.parametrize("scheduler", SCHEDULERS)
 groupings = pytest.mark.parametrize("groups", GROUPS)
 optimizers = pytest.mark.parametrize("name", OPTIMIZERS)
 
 
-def make(cls: type[Optimizer], groups: str, kwargs: dict[str, Any]) -> Optimizer:
-    """An optimizer over new parameters, two to a group."""
-    generator = torch.Generator().manual_seed(3)
-    own = [
-        {"params": [torch.nn.Parameter(torch.randn(n, generator=generator)) for n in (5, 2)], **entries}
-        for entries in GROUPS[groups]
-    ]
-    return cls(own, **kwargs)
-
-
-def step(optimizer: Optimizer, t: int) -> None:
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            param.grad = torch.full_like(param, math.sin(t + 1))
-    optimizer.step()
-
-
-def advance(scheduler: Any, t: int) -> None:
-    """Step the scheduler; the loss it may want improves for 5 steps and stays for 6, in turn."""
-    if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
-        scheduler.step(1.0 / (1 + min(t % 11, 5) + 5 * (t // 11)))
-    else:
-        scheduler.step()
-
-
-def values(optimizer: Optimizer) -> list[tuple[float, ...]]:
-    """What schedulers move: the learning rate and the momentum or betas of every group."""
-    result = []
-    for group in optimizer.param_groups:
-        moments = group["betas"] if "betas" in group else (group["momentum"],)
-        result.append((float(group["lr"]), *map(float, moments)))
-    return result
-
-
-def train(optimizer: Optimizer, scheduler: Any, steps: range) -> list[list[tuple[float, ...]]]:
+def train(optimizer: Optimizer, scheduler: Any, steps: range) -> list[Any]:
     history = []
     with contextlib.ExitStack() as guard:
         for t in steps:
             step(optimizer, t)
-            history.append(values(optimizer))
+            history.append(moved(optimizer))
             advance(scheduler, t)
             if t == steps[0]:
                 guard.enter_context(co.no_recompiles())
-    return [*history, values(optimizer)]
+    return [*history, moved(optimizer)]
 
 
 @functools.cache
-def expected(name: str, scheduler: str, groups: str) -> list[list[tuple[float, ...]]]:
-    """The sequences of torch.optim with Python floats, whose scheduler is made at the start."""
+def expected(name: str, scheduler: str, groups: str) -> list[Any]:
+    """The sequences of torch.optim with Python floats, and their types, whose scheduler is made at the start."""
     _, cls, kwargs = OPTIMIZERS[name]
     reference = make(cls, groups, kwargs)
     history = train(reference, SCHEDULERS[scheduler](reference), range(STEPS))
@@ -194,7 +97,36 @@ def test_sequences_are_bit_equal_to_torch(scheduler: str, made: str, groups: str
         step(optimizer, 0)
     history = train(optimizer, SCHEDULERS[scheduler](optimizer), range(STEPS))
     assert history == expected(name, scheduler, groups)
+    assert live(optimizer) == history[-1]
     assert co.compile_report(optimizer).recompiles == 0
+
+
+@optimizers
+@schedulers
+def test_the_live_tensors_follow_at_once(scheduler: str, name: str) -> None:
+    optimizer = make(OPTIMIZERS[name][0], "own-lr", OPTIMIZERS[name][2])
+    made = SCHEDULERS[scheduler](optimizer)
+    for t in range(STEPS):
+        assert live(optimizer) == expected(name, scheduler, "own-lr")[t]
+        step(optimizer, t)
+        advance(made, t)
+
+
+@schedulers
+def test_what_schedulers_keep_is_what_they_keep_with_torch(scheduler: str) -> None:
+    """In the groups (``initial_lr``, ``max_lr``, ``base_momentum``, ...), in ``get_last_lr()`` and in their own state."""
+    kept = []
+    for cls in OPTIMIZERS["AdamW"][:2]:
+        optimizer = make(cls, "own-lr", OPTIMIZERS["AdamW"][2])
+        made = SCHEDULERS[scheduler](optimizer)
+        train(optimizer, made, range(5))
+        saved = made.state_dict()
+        for state in (saved, *saved.get("_schedulers", ())):
+            for key in ("lr_lambdas", "_scale_fn_ref", "_scale_fn_custom"):
+                state.pop(key, None)
+        groups = [{k: typed(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        kept.append((groups, typed(made.get_last_lr()), json.dumps(saved, sort_keys=True)))
+    assert kept[0] == kept[1]
 
 
 @pytest.mark.parametrize("lowering", LOWERINGS)
@@ -231,7 +163,7 @@ def test_save_and_resume_goes_on_bit_equal(scheduler: str, groups: str, name: st
     second_scheduler = SCHEDULERS[scheduler](second)
     second.load_state_dict(saved["optimizer"])
     second_scheduler.load_state_dict(saved["scheduler"])
-    assert values(second) == history[-1]
+    assert moved(second) == live(second) == history[-1]
     history[-1:] = train(second, second_scheduler, range(half, STEPS))
     assert history == expected(name, scheduler, groups)
 
@@ -265,8 +197,8 @@ def test_logged_rates_do_not_change_later(scheduler: str, groups: str) -> None:
             step(optimizer, t)
             advance(made, t)
             logged.append(made.get_last_lr())
-            at_once.append([float(lr) for lr in logged[-1]])
-        assert [[float(lr) for lr in rates] for rates in logged] == at_once
+            at_once.append(typed(copy.copy(logged[-1])))
+        assert [typed(rates) for rates in logged] == at_once
         histories.append(at_once)
     assert histories[0] == histories[1]
 
@@ -280,8 +212,9 @@ def test_a_scheduler_keeps_the_tensors_of_the_groups(scheduler: str) -> None:
     for i, (group, rate, address) in enumerate(zip(optimizer.param_groups, rates, addresses, strict=True)):
         assert optimizer.hyperparameter("lr", i) is rate
         assert rate.data_ptr() == address
-        assert rate == group["lr"]
-        assert all(isinstance(beta, torch.Tensor) and beta.dtype == torch.float64 for beta in group["betas"])
+        assert rate.dtype == torch.float64
+        assert typed(rate.item()) == typed(group["lr"])
+        assert all(map(torch.is_tensor, optimizer.hyperparameter("betas", i)))
 
 
 @pytest.mark.parametrize("form", ["StepLR", "ExponentialLR", "CosineAnnealingLR", "PolynomialLR", "LinearLR"])
@@ -295,7 +228,7 @@ def test_stepping_to_an_epoch_is_bit_equal(form: str) -> None:
             step(optimizer, epoch)
             with pytest.warns(UserWarning, match="epoch parameter"):
                 made.step(epoch)
-            history.append(values(optimizer))
+            history.append(moved(optimizer))
         histories.append(history)
     assert histories[0] == histories[1]
 
@@ -327,7 +260,7 @@ def test_a_scheduler_made_after_the_first_step_does_not_warn() -> None:
         warnings.simplefilter("error")
         scheduler = lr_scheduler.ExponentialLR(optimizer, 0.5)
         scheduler.step()
-    assert values(optimizer)[0][0] == 0.05
+    assert moved(optimizer)[0][0] == typed(0.05)
 
 
 def test_step_stays_a_bound_method() -> None:
@@ -372,7 +305,7 @@ def test_schedulers_of_others(cls: Callable[[Optimizer, int], Any], groups: str,
     histories = []
     for optimizer in (make(ours, groups, kwargs), make(theirs, groups, kwargs)):
         histories.append(train(optimizer, cls(optimizer, STEPS + 5), range(STEPS)))
-        initial = [float(group["initial_lr"]) for group in optimizer.param_groups]
+        initial = [typed(group["initial_lr"]) for group in optimizer.param_groups]
         assert initial == [group[0] for group in histories[-1][0]], "initial_lr moved"
     assert histories[0] == histories[1]
 
@@ -383,6 +316,6 @@ def test_a_group_added_later_has_the_constructor_rate() -> None:
     step(optimizer, 0)
     scheduler.step()
     optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
-    assert [group[0] for group in values(optimizer)] == [0.05, 0.1]
+    assert [group[0] for group in moved(optimizer)] == [typed(0.05), typed(0.1)]
     scheduler.step()
-    assert values(optimizer)[0][0] == 0.025
+    assert moved(optimizer)[0][0] == typed(0.025)

@@ -223,8 +223,6 @@ def test_fabric_checkpoints(first: Any, second: Any, tmp_path: Path) -> None:
     torch.testing.assert_close(weights(other_model), weights(model), rtol=1e-10, atol=1e-12)
 
 
-# The monitor calls torch.tensor with what it reads, which is a tensor.
-@pytest.mark.filterwarnings("ignore:To copy construct from a tensor:UserWarning")
 def test_learning_rate_monitor() -> None:
     from lightning.pytorch.callbacks import LearningRateMonitor
     from lightning.pytorch.loggers import Logger

@@ -29,14 +29,21 @@ def _sentences() -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": row, "labels": row} for row in tokens]
 
 
-def _trainer(directory: Path, model: Any, optimizers: Any = (None, None), of_class: Any = None, **options: Any) -> Any:
+def _trainer(
+    directory: Path,
+    model: Any,
+    optimizers: Any = (None, None),
+    of_class: Any = None,
+    of_trainer: Any = None,
+    **options: Any,
+) -> Any:
     from transformers import Trainer, TrainingArguments
 
     defaults = dict(max_steps=6, per_device_train_batch_size=4, logging_steps=1, logging_nan_inf_filter=False)
     quiet = dict(report_to="none", disable_tqdm=True, use_cpu=True, save_strategy="no", output_dir=directory)
     arguments = TrainingArguments(**{**defaults, **quiet, **options})
     data = dict(train_dataset=_sentences(), eval_dataset=_sentences()[:4])
-    return Trainer(model, arguments, **data, optimizers=optimizers, optimizer_cls_and_kwargs=of_class)
+    return (of_trainer or Trainer)(model, arguments, **data, optimizers=optimizers, optimizer_cls_and_kwargs=of_class)
 
 
 def _logged(trainer: Any) -> list[tuple[float, float, float]]:
@@ -119,6 +126,36 @@ def test_a_checkpoint_resumes(first: Any, second: Any, tmp_path: Path) -> None:
     exact = {"rtol": 0, "atol": 0} if first is second else {"rtol": 1e-9, "atol": 1e-12}
     torch.testing.assert_close(_logged(resumed), _logged(whole), **exact)
     torch.testing.assert_close(weights(resumed.model), weights(whole.model), **exact)
+
+
+@pytest.mark.parametrize("scheduler", ["cosine", "reduce_lr_on_plateau"])
+def test_rates_that_users_log_are_in_the_checkpoints(scheduler: str, tmp_path: Path) -> None:
+    """The trainer writes its log into each checkpoint, and goes on with it: of a group, of the scheduler, and its own."""
+    from transformers import Trainer
+
+    class Logging(Trainer):
+        def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+            group = self.optimizer.param_groups[0]
+            logs |= {"rate": group["lr"], "betas": group["betas"], "last": self.lr_scheduler.get_last_lr()}
+            super().log(logs, *args, **kwargs)
+
+    plateau = {"lr_scheduler_kwargs": PLATEAU, "eval_strategy": "steps", "eval_steps": 1} if scheduler != "cosine" else {}
+    options = dict(lr_scheduler_type=scheduler, save_strategy="steps", save_steps=3, **plateau)
+    of_time = ("runtime", "per_second")
+
+    def train(optim: Any) -> Any:
+        directory = tmp_path / optim.__name__
+        histories = []
+        for resumed in (None, str(directory / "checkpoint-3")):
+            trainer = _trainer(directory, _llama(), of_class=(optim.AdamW, OPTIONS), of_trainer=Logging, **options)
+            trainer.train(resume_from_checkpoint=resumed)
+            saved = json.loads((directory / "checkpoint-6" / "trainer_state.json").read_text())["log_history"]
+            assert {type(row["rate"]) for row in saved} == {float}
+            histories.append([{k: v for k, v in row.items() if not k.endswith(of_time)} for row in saved])
+        assert histories[0] == histories[1]
+        return [[row["rate"], *row["betas"], *row["last"]] for row in histories[0]]
+
+    assert len({rate for rate, *_ in assert_trained_alike(train, rtol=1e-9)}) > 2
 
 
 @needs("peft")
