@@ -12,6 +12,7 @@ from torch.optim.optimizer import ParamsT
 
 from compiled_optim.checkpoint.state_dict import LoadReport
 from compiled_optim.groups.parameters import as_groups, hand_over
+from compiled_optim.memory.layout import scalar_dtype, scalars_device
 from compiled_optim.plan.schedule import Schedule
 from compiled_optim.rule.cautious import cautious
 from compiled_optim.rule.decay import check_decay, decay
@@ -298,6 +299,12 @@ class CompiledOptimizer(UsesGradients, Declared, Optimizer):
         holdings.state = holdings.new_state()
         holdings.accumulated.forget()
         holdings.state.update(values)
+
+    def __repr__(self) -> str:
+        """As torch.optim's, and how the numbers of groups are stored."""
+        devices = dict.fromkeys(scalars_device(g["params"]) for g in self.param_groups)
+        stored = " and ".join(f"{str(scalar_dtype(d)).removeprefix('torch.')} scalars on {d}" for d in devices)
+        return super().__repr__().replace("(\n", f"(numbers are {stored}\n", 1)
 
     def hyperparameters(self) -> list[dict[str, Any]]:
         """The hyperparameters of each group as Python floats, for logs and JSON. Waits for the device."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import warnings
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -49,7 +49,7 @@ class Live:
         self.changes = Changes()
         self.shapes = self.is_driven = False
         self._on_host = tensor.device.type == "cpu" and "cpu" not in CAPTURING and type(tensor) is Tensor
-        self._can_wait = tensor.device.type not in ("cpu", "meta") and not is_fake(tensor)
+        self._can_wait = tensor.device.type not in ("cpu", "meta")
         self.memory: Any = None
         self._address = -1
         self.written_last = number
@@ -168,7 +168,7 @@ class Live:
 
     def wait(self, value: float) -> bool:
         """Let a number wait for the next step, if it can."""
-        if not self._can_wait or self.changes.are_numbers_read or self.is_handed_out or self.is_driven or fakes_are_made():
+        if not self._can_wait or self.changes.are_numbers_read or self.is_handed_out or self.is_driven:
             return False
         self.written_last, self._version = value, _version(self.tensor)
         self.changes.unsent[id(self)] = self
@@ -189,7 +189,7 @@ class Live:
             memory.value = value
             self._version, self.written_last = self.tensor._version, value
             return
-        with outside_fakes() if fakes_are_made() and not is_fake(self.tensor) else nullcontext():
+        with as_fake_as(self.tensor):
             live = self.tensor.detach() if self.tensor.requires_grad else self.tensor
             if isinstance(value, Tensor):
                 live.copy_(value.detach().reshape(()))
@@ -206,9 +206,10 @@ class Live:
         for live in waiting:
             by_place.setdefault((live.tensor.device, live.tensor.dtype), []).append(live)
         for (device, dtype), lives in by_place.items():
-            numbers = torch.tensor([live.written_last for live in lives], dtype=dtype, device="cpu")
-            sent = numbers.pin_memory().to(device, non_blocking=True)
-            torch._foreach_copy_([live.tensor for live in lives], list(sent.unbind()))
+            with as_fake_as(lives[0].tensor):
+                numbers = torch.tensor([live.written_last for live in lives], dtype=dtype, device="cpu")
+                sent = numbers.pin_memory().to(device, non_blocking=True)
+                torch._foreach_copy_([live.tensor for live in lives], list(sent.unbind()))
             for live in lives:
                 live._version = _version(live.tensor)
 
@@ -221,6 +222,14 @@ def warn_of_driven(label: str) -> None:
         f"opt.schedule({name}=None) ends that schedule",
         stacklevel=2,
     )
+
+
+def as_fake_as(tensor: Tensor) -> AbstractContextManager[Any]:
+    """A context in which new tensors are fake if ``tensor`` is, and only then."""
+    if is_fake(tensor) == fakes_are_made():
+        return nullcontext()
+    mode: AbstractContextManager[Any] = outside_fakes() if fakes_are_made() else tensor.fake_mode  # type: ignore[attr-defined]
+    return mode
 
 
 def _version(tensor: Tensor) -> int | None:

@@ -15,7 +15,7 @@ class Numbers(tuple[Live, ...]):
     """The numbers of one hyperparameter of one group.
 
     Attributes:
-        entry: what stands in the group's dict for them, if anything.
+        entry: what stands in the group's dict for them, where somebody else may write others.
     """
 
     entry: Any = None

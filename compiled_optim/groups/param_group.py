@@ -9,14 +9,13 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
-from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from compiled_optim.groups.by_name import kept
-from compiled_optim.groups.live import Live, address, warn_of_driven
+from compiled_optim.groups.live import Live, address, as_fake_as, warn_of_driven
 from compiled_optim.groups.numbers import Numbers, is_own
 from compiled_optim.groups.watched import Changes, WatchedDict, WatchedList
 from compiled_optim.memory.layout import is_lost, scalar, scalar_dtype
@@ -28,13 +27,11 @@ from compiled_optim.torch_internals import (
     is_capturing,
     is_fake,
     is_traced,
-    outside_fakes,
     outside_inference_mode,
     quickly_outside_dynamo,
 )
 
 _NOT_KNOWN = object()
-_entry, _enter = dict.__getitem__, dict.__setitem__
 
 ROUNDING = 1e-12  # how far a number that a scheduler computed may be out of range
 
@@ -121,7 +118,7 @@ class ParamGroup(WatchedDict[str, Any]):
         super().set_quietly(key, WatchedList(self._changes, value) if key == "params" else value)
 
     def __getitem__(self, key: str) -> Any:
-        held = _entry(self, key)
+        held = dict.__getitem__(self, key)
         return held if held is self._known.get(key, held) else self._read(key)
 
     @quickly_outside_dynamo
@@ -137,7 +134,9 @@ class ParamGroup(WatchedDict[str, Any]):
         """The numbers of a hyperparameter, after an assignment by ``dict.__setitem__``, which goes past this class."""
         if key in self:
             value = dict.__getitem__(self, key)
-            if value is not self._numbers[key].entry and not is_own(self._hypers[key], value, self):
+            known = self._known[key]
+            is_seen = value is (self._numbers[key].entry if known is _NOT_KNOWN else known)
+            if not is_seen and not is_own(self._hypers[key], value, self):
                 self[key] = value
         return self._numbers[key]
 
@@ -282,8 +281,8 @@ class ParamGroup(WatchedDict[str, Any]):
         if numbers is None or is_traced() or compiler_at_work() is not None or not numbers.write_quickly(value):
             self._write(key, value)
         else:
-            _enter(self, key, value)
-            numbers.entry = self._known[key] = value
+            dict.__setitem__(self, key, value)
+            self._known[key] = value
 
     @quickly_outside_dynamo
     def _write(self, key: str, value: Any) -> None:
@@ -333,7 +332,7 @@ class ParamGroup(WatchedDict[str, Any]):
     def _replace(self, key: str, index: int, value: float | Tensor) -> None:
         """Let a hyperparameter have a tensor of its own in place of one of those it has."""
         numbers = list(self._numbers[key])
-        with nullcontext() if is_fake(numbers[index].tensor) else outside_fakes():
+        with as_fake_as(numbers[index].tensor):
             numbers[index] = self._fresh(value)
             self._put(key, numbers)
 

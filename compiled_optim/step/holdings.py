@@ -217,6 +217,7 @@ class Holdings:
                     raise ValueError(f"param_groups[{index}] has no {name}; it needs {hypers[name].when}=True")
                 schedules.set(index, groups[index], hypers[name], function)
         self.schedules = schedules
+        schedules.follow(groups)
         self.changes.pending = True
 
     def _let_go(self) -> None:

@@ -116,8 +116,8 @@ class TestAssignment:
             for t, key in enumerate(keys):
                 ours.param_groups[1][key] = value
                 theirs.param_groups[1][key] = as_float(value)
-                assert ours.param_groups[1][key].item() == float(value)
-                assert ours.param_groups[1][key].shape == ()
+                assert float(ours.param_groups[1][key]) == float(value)
+                assert isinstance(ours.param_groups[1][key], torch.Tensor) == isinstance(value, torch.Tensor)
                 step_both(ours, theirs, t + 1)
                 assert_equal_params(ours, theirs)
         assert numbers(ours.param_groups[0], cls) == HYPERS[cls]
@@ -162,7 +162,6 @@ class TestAssignment:
 
     @lowerings
     @classes
-    @pytest.mark.parametrize("of", ["the-reading", "the-live-tensor"])
     @pytest.mark.parametrize(
         "write",
         [
@@ -177,11 +176,7 @@ class TestAssignment:
         ],
         ids=["fill_", "copy_", "mul_add_", "data", "foreach", "out", "set_", "numpy"],
     )
-    def test_writes_into_the_tensor(
-        self, write: Callable[..., None], of: str, cls: type[Optimizer], lowering: str, request: pytest.FixtureRequest
-    ) -> None:
-        if of == "the-reading" and request.node.callspec.id.split("-")[0] in ("set_", "numpy"):
-            pytest.skip("gives the reading other memory, or writes into what it was copied to")
+    def test_writes_into_the_tensor(self, write: Callable[..., None], cls: type[Optimizer], lowering: str) -> None:
         ours, theirs = twins(cls, groups=2, lowering=lowering)
         step_both(ours, theirs, 0)
         with co.no_recompiles():
@@ -189,8 +184,7 @@ class TestAssignment:
                 old = theirs.param_groups[0][key]
                 value = tuple(b / 2 for b in old) if isinstance(old, tuple) else old / 2
                 theirs.param_groups[0][key] = value
-                target = ours.hyperparameter(key) if of == "the-live-tensor" else ours.param_groups[0][key]
-                for tensor, number in zip(pairs(target), pairs(value), strict=True):
+                for tensor, number in zip(pairs(ours.hyperparameter(key)), pairs(value), strict=True):
                     write(tensor, number)
                 assert numbers(ours.param_groups[0], cls) == numbers(theirs.param_groups[0], cls)
                 step_both(ours, theirs, t + 1, t + 2)
@@ -215,7 +209,7 @@ class TestAssignment:
         step_both(ours, theirs, 0, 1)
         theirs.param_groups[0]["momentum"] = 0.75
         if way == "fill":
-            ours.param_groups[0]["momentum"].fill_(0.75)
+            ours.hyperparameter("momentum").fill_(0.75)
         elif way == "fill-uncounted":
             ours.hyperparameter("momentum").data.fill_(0.75)
         else:
@@ -238,10 +232,10 @@ class TestAssignment:
     def test_setdefault(self) -> None:
         group = co.AdamW([Parameter(torch.ones(2))], lr=0.5).param_groups[0]
         assert group.setdefault("lr", 7.0) == group["lr"]
-        assert group["lr"].item() == 0.5
-        assert group.setdefault("initial_lr", group["lr"]).item() == 0.5
+        assert group["lr"] == 0.5
+        assert group.setdefault("initial_lr", group["lr"]) == 0.5
         group["lr"] = 0.25
-        assert group["initial_lr"].item() == 0.5
+        assert group["initial_lr"] == 0.5
         assert group.setdefault("new") is None
 
 

@@ -53,7 +53,7 @@ def test_it_is_each_groups_own_learning_rate_when_it_was_made() -> None:
     optimizer.param_groups[0]["lr"] = 0.03
     optimizer.add_param_group({"params": [c], "lr": torch.tensor(0.7, dtype=torch.float64)})
     assert [group["max_lr"] for group in optimizer.param_groups] == [0.1, 0.02, 0.7]
-    assert all(group["max_lr"] is not group["lr"] for group in optimizer.param_groups)
+    assert all(optimizer.hyperparameter("max_lr", i) is not optimizer.hyperparameter("lr", i) for i in range(3))
 
 
 def test_an_adopted_learning_rate_moves_on_alone() -> None:
@@ -270,7 +270,7 @@ def _assigned(key: str, value: Any) -> None:
 
 MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "unread": (lambda: made(max_lr=0.1), ValueError, "nothing reads max_lr without decouple_lr=True, which no group has"),
-    "below 0": (lambda: made(decouple_lr=True, max_lr=-1), ValueError, "Invalid max_lr value: -1.0 .* must be >= 0"),
+    "below 0": (lambda: made(decouple_lr=True, max_lr=-1), ValueError, "Invalid max_lr value: -1 .* must be >= 0"),
     "no number": (lambda: made(decouple_lr=True, max_lr="1"), TypeError, "the argument max_lr must be a number"),
     "assigned below 0": (lambda: _assigned("max_lr", -1.0), ValueError, r"max_lr of param_groups\[0\] must be >= 0"),
     "assigned None": (lambda: _assigned("max_lr", None), TypeError, r"max_lr of param_groups\[0\] must be a number"),

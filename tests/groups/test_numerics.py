@@ -239,8 +239,8 @@ def moving(cls: type[Optimizer], t: int) -> dict[str, Any]:
     return {"lr": 0.01 * wave, "momentum": 0.6 * wave, "dampening": 0.3 * wave, "weight_decay": 0.1 * wave}
 
 
-def fill(group: dict[str, Any], key: str, value: Any) -> None:
-    for tensor, number in zip(pairs(group[key]), pairs(value), strict=True):
+def fill(tensors: Any, value: Any) -> None:
+    for tensor, number in zip(pairs(tensors), pairs(value), strict=True):
         tensor.fill_(number)
 
 
@@ -270,7 +270,10 @@ def test_three_hundred_steps_in_which_everything_changes(dtype: torch.dtype, cls
             for key, value in moving(cls, t + 50 * index).items():
                 if t >= 100 or key not in ("lr", "momentum", "betas"):
                     stock.param_groups[index][key] = value
-                    (fill if t >= 200 else assign)(ours.param_groups[index], key, value)
+                    if t >= 200:
+                        fill(ours.hyperparameter(key, index), value)
+                    else:
+                        assign(ours.param_groups[index], key, value)
                 elif key == "betas":
                     for optimizer in (ours, stock):
                         group = optimizer.param_groups[index]

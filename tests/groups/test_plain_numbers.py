@@ -11,6 +11,7 @@ import pytest
 import torch
 from group_idioms import IDIOMS, outcome
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ExponentialLR, StepLR
@@ -247,6 +248,41 @@ def test_options_stay_what_they_are() -> None:
     assert groups[0] == groups[1]
 
 
+READS: dict[str, Callable[[Any, Any], Any]] = {
+    "a kept group": lambda optimizer, group: group["lr"],
+    "through the optimizer": lambda optimizer, group: optimizer.param_groups[0]["lr"],
+    "get": lambda optimizer, group: group.get("lr"),
+    "items": lambda optimizer, group: dict(group.items())["lr"],
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_what_compiled_code_reads_is_never_frozen(read: Callable[[Any, Any], Any]) -> None:
+    torch._dynamo.reset()
+    optimizer: Any = made()
+    group = optimizer.param_groups[0]
+    function = torch.compile(lambda x: x * read(optimizer, group), backend="eager")
+    one = torch.ones((), dtype=torch.float64)
+    for number in (0.5, 0.25, 0.3, 0.7, 0.9):
+        group["lr"] = number
+        assert function(one).item() == number
+    optimizer.hyperparameter("lr").fill_(0.125)
+    assert function(one).item() == 0.125
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(lambda x: x * read(optimizer, group), backend="eager", fullgraph=True)(one)
+
+
+def test_compiled_code_reads_the_live_tensor() -> None:
+    torch._dynamo.reset()
+    optimizer: Any = made()
+    counter = CompileCounter()
+    function = torch.compile(lambda x: x * optimizer.hyperparameter("lr"), backend=counter, fullgraph=True)
+    for number in (0.5, 0.25, 0.3, 0.7, 0.9):
+        optimizer.param_groups[0]["lr"] = number
+        assert function(torch.ones((), dtype=torch.float64)).item() == number
+    assert counter.frame_count == 1
+
+
 def test_what_a_schedule_drives_is_read_as_a_copy() -> None:
     optimizer: Any = made()
     group = optimizer.param_groups[0]
@@ -257,7 +293,8 @@ def test_what_a_schedule_drives_is_read_as_a_copy() -> None:
     assert (read.shape, read.item(), read.requires_grad) == ((), 0.5, False)
     assert read.data_ptr() != optimizer.hyperparameter("lr").data_ptr()
     read.fill_(7.0)
-    assert group["lr"].item() == live(optimizer) == 0.5
+    with pytest.warns(UserWarning, match=r"opt\.schedule\(lr=None\) ends that schedule"):
+        assert group["lr"].item() == live(optimizer) == 0.5
     optimizer.step()
     assert (read.item(), group["lr"].item()) == (7.0, 0.25)
     assert typed(group["eps"]) == typed(1e-8)

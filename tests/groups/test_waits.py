@@ -6,10 +6,11 @@ On a CUDA device that is not there; ``test_cuda`` asks CUDA itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
-from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
+from torch.optim.lr_scheduler import CyclicLR, LambdaLR, OneCycleLR
 
 import compiled_optim as co
 from compiled_optim.optimizer import CompiledOptimizer, engine_of
@@ -48,9 +49,7 @@ WRITES: dict[str, Callable[[CompiledOptimizer], object]] = {
     "host tensor of one element": lambda o: o.param_groups[0].update(lr=torch.tensor([0.3])),
     "mixed tuple": lambda o: o.param_groups[0].update(betas=(torch.tensor(0.5), on_device(0.7))),
     "device tensor": lambda o: o.param_groups[0].update(lr=on_device(0.3)),
-    "in place": lambda o: o.param_groups[0]["lr"].fill_(0.3),
-    "fill with a number": lambda o: o.param_groups[0].fill("lr", 0.3),
-    "fill with a host tensor": lambda o: o.param_groups[0].fill("betas", (torch.tensor(0.5), torch.tensor([0.7]))),
+    "in place": lambda o: o.hyperparameter("lr").fill_(0.3),
     "clipping": lambda o: (setattr(o, "max_grad_norm", 0.3), o.step()),
     "a new group": lambda o: o.add_param_group({"params": [torch.zeros(2, device="cuda")], "lr": torch.tensor(0.3)}),
     "a rate of the constructor": lambda o: co.SGD([torch.zeros(2, device="cuda")], lr=torch.tensor(0.3)),
@@ -67,9 +66,68 @@ def test_nothing_that_is_written_waits(write: Callable[[CompiledOptimizer], obje
     optimizer.step()
     recorder.take()
     write(optimizer)
+    optimizer.step()
     operators = recorder.take().operators
     assert operators
     assert not [o for o in operators if o.waits]
+
+
+SCHEDULERS: dict[str, Callable[[CompiledOptimizer], Any]] = {
+    "LambdaLR": lambda o: LambdaLR(o, lambda step: 1 / (1 + step)),
+    "OneCycleLR": lambda o: OneCycleLR(o, 0.1, total_steps=9),
+}
+
+
+@pytest.mark.parametrize("groups", [1, 24])
+@pytest.mark.parametrize("make", SCHEDULERS.values(), ids=SCHEDULERS)
+def test_a_scheduler_asks_nothing_of_the_device_until_the_step_which_copies_once(
+    make: Callable[[CompiledOptimizer], Any], groups: int, recorder: Recorder
+) -> None:
+    optimizer = many(groups)
+    scheduler = make(optimizer)
+    optimizer.step()
+    recorder.take()
+    optimizer.step()
+    before = [o.name for o in recorder.take().operators]
+    for _ in range(2):
+        scheduler.step()
+        optimizer.param_groups[-1]["weight_decay"] = 0.3
+        scheduler.get_last_lr(), dict(optimizer.param_groups[0]), optimizer.hyperparameters()
+        assert recorder.take().operators == []
+        optimizer.step()
+        operators = recorder.take().operators
+        assert [o.crosses for o in operators].count(True) == 1
+        assert [o.name for o in operators] == ["_to_copy", "_foreach_copy_", *before]
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda o: o.hyperparameter("lr"),
+        lambda o: engine_of(o).settle_inlined([0]),  # as a compiled step does
+        lambda o: torch.compile(lambda: o.hyperparameter("lr") * 2, backend="eager", fullgraph=True)(),
+        lambda o: engine_of(o).let_read(),  # as the capture of a graph by hand does
+    ],
+    ids=["handed out", "compiled step", "compiled function", "captured by hand"],
+)
+def test_a_number_does_not_wait_where_somebody_may_read_it_earlier(
+    read: Callable[[CompiledOptimizer], object], recorder: Recorder
+) -> None:
+    optimizer = many(1, lowering="inductor")
+    optimizer.step()
+    optimizer.param_groups[0]["lr"] = 0.2
+    read(optimizer)
+    assert not optimizer._engine._changes.unsent
+    recorder.take()
+    optimizer.param_groups[0]["lr"] = 0.3
+    assert [o.name for o in recorder.take().operators] == ["fill_"]
+
+
+def many(groups: int, **options: Any) -> co.AdamW:
+    params = [torch.zeros(3, device="cuda", requires_grad=True) for _ in range(groups)]
+    for param in params:
+        param.grad = torch.zeros_like(param)
+    return co.AdamW([{"params": [param]} for param in params], lr=0.5, **options)
 
 
 def test_a_write_that_waits_would_be_seen(recorder: Recorder) -> None:

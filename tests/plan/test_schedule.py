@@ -72,7 +72,8 @@ def test_an_assignment_does_not_end_a_schedule() -> None:
         o.schedule(lr=_warmup_cosine)
     for step in range(3):
         _run(twin, twins, step, step + 1)
-        optimizer.param_groups[0]["lr"] = 100.0
+        with pytest.warns(UserWarning, match=r"opt\.schedule\(lr=None\) ends that schedule"):
+            optimizer.param_groups[0]["lr"] = 100.0
         _run(optimizer, params, step, step + 1)
     assert _equal(params, twins)
 

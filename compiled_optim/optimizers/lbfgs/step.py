@@ -37,7 +37,7 @@ class LBFGSStep(Step):
     name = "eager"
 
     def __init__(self, holdings: Holdings, clipping: tuple[Any, ...], grad_of: Callable[[Tensor], Tensor | None]) -> None:
-        if len(holdings.groups) > 1:
+        if len(holdings.own_groups) > 1:
             raise ValueError("LBFGS doesn't support per-parameter options (parameter groups)")
         super().__init__(holdings, clipping, grad_of)
         (self._group,) = holdings.own_groups
