@@ -43,7 +43,8 @@ class CompiledOptimizer(UsesGradients, Declared, Optimizer):
         foreach, capturable, fused: accepted for torch.optim's sake and without effect.
         max_grad_norm: clip the gradients of all parameters together to this norm inside the step, as
             ``torch.nn.utils.clip_grad_norm_`` does before it; a number or a 0-dim tensor. See :attr:`grad_norm`.
-        skip_nonfinite: skip steps whose norm, unscaled, is NaN or > 1.8e19 (float64: 1.3e154): its square would be infinite.
+        skip_nonfinite: skip steps whose norm, unscaled, is NaN or > 1.8e19: its square would be infinite. Where all
+            parameters are float64, that is 1.3e154.
         decouple_wd: shrink parameters by ``lr * weight_decay`` before their step, as AdamW does, in place of adding decay to
             the gradient (False). None: as the optimizer does by itself, and True with ``decouple_lr``. Per group, for
             optimizers that add it. See :func:`~compiled_optim.rule.decay.decay`.
@@ -205,7 +206,8 @@ class CompiledOptimizer(UsesGradients, Declared, Optimizer):
     def grad_norm(self) -> Tensor | None:
         """The norm of all gradients in the last step, unscaled and before clipping: a 0-dim tensor, on the device.
 
-        None where the step does not need it: without ``max_grad_norm`` and ``skip_nonfinite``.
+        None where the step does not need it: without ``max_grad_norm`` and ``skip_nonfinite``. It neither overflows nor
+        underflows for gradients from 1e-38 to 3e38; beyond that, in float64, it does from 1e-154 and 1e154 on.
         """
         clipping = self._engine.holdings.clipping
         return clipping.outcome(clipping.device)[0] if clipping.measures_norm else None

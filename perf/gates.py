@@ -13,12 +13,14 @@ from perf.competitors import FUSED, OURS, working
 from perf.first_step import measure_first_step
 from perf.measure import measure_bandwidth, measure_overhead, measure_step
 from perf.results import Row, show_table
+from perf.schedulers import measure_schedulers
 from perf.workloads import TINY
 
 TRIES = 3
 ROUNDS = {"gpt2-124m": 21, "small-148": 201, "small-1000": 101, "half-billion": 21, TINY: 2}
 FIRST_STEPS = 3
 HOST_CHECKS = 101
+SCHEDULER_ROUNDS = 21
 
 Record: TypeAlias = Callable[[Sequence[Row]], None]
 
@@ -88,6 +90,7 @@ def checks(device: torch.device, record: Record) -> list[Check]:
         _step_check("gpt2-124m", 1.05, device, record),
         _first_step_check(device, record),
         _host_check(record),
+        _schedulers_check(device, record),
     ]
 
 
@@ -171,6 +174,26 @@ def _host_check(record: Record) -> Check:
         return values
 
     return Check("overhead", tuple(promises.values()), measure)
+
+
+def _schedulers_check(device: torch.device, record: Record) -> Check:
+    limits = {"LambdaLR": 4.0, "StepLR": 4.0, "CosineAnnealingLR": 4.0, "OneCycleLR": 6.0}
+    ratios = {
+        name: Promise(f"step of {name}, 24 groups: time / torch.optim's", limit, "ratio of medians")
+        for name, limit in limits.items()
+    }
+    few = {name: Promise(f"step of {name}, 2 groups", 20.0, "us") for name in ("LambdaLR", "CosineAnnealingLR")}
+
+    def measure() -> dict[str, float]:
+        rows = measure_schedulers("adamw", device, rounds=SCHEDULER_ROUNDS)
+        record(rows)
+        medians = {(r.workload, r.metric, r.competitor): r.p50 for r in rows}
+        many = {n: medians["24 groups", n, OURS] / medians["24 groups", n, FUSED] for n in limits}
+        return {ratios[n].name: ratio for n, ratio in many.items()} | {
+            promise.name: medians["2 groups", n, OURS] for n, promise in few.items()
+        }
+
+    return Check("schedulers", (*ratios.values(), *few.values()), measure)
 
 
 def _bandwidth_check(workload: str, limit: float, device: torch.device, record: Record) -> Check:

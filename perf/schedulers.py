@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ from perf.competitors import OURS, competitor
 from perf.measure import make_params
 from perf.results import Row, percentiles
 
-GROUPS = 24
+GROUPS = (2, 24)
 STEPS = 50
 """Scheduler steps in a sample."""
 
@@ -26,13 +27,13 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
 
 
 def measure_schedulers(optimizer: str, device: torch.device, *, rounds: int) -> list[Row]:
-    """Microseconds of processor time for a scheduler's step over :data:`GROUPS` groups, in turn in one process."""
+    """Microseconds of processor time for a scheduler's step over each of :data:`GROUPS`, in turn in one process."""
     names = (OURS, "torch fused")
     rows = []
-    for metric, schedule in SCHEDULERS.items():
+    for count, (metric, schedule) in itertools.product(GROUPS, SCHEDULERS.items()):
         made = {}
         for name in names:
-            groups = [{"params": [param]} for param in make_params([(2,)] * GROUPS, device)]
+            groups = [{"params": [param]} for param in make_params([(2,)] * count, device)]
             stepped = competitor(optimizer, name).make(groups)
             made[name] = schedule(stepped)
             stepped.step()  # or schedulers warn
@@ -47,6 +48,6 @@ def measure_schedulers(optimizer: str, device: torch.device, *, rounds: int) -> 
         for name, values in samples.items():
             p20, p50, p80 = percentiles(values)
             rows.append(
-                Row("schedulers", f"{GROUPS} groups", optimizer, name, metric, "us", p20, p50, p80, ours / p50, rounds)
+                Row("schedulers", f"{count} groups", optimizer, name, metric, "us", p20, p50, p80, ours / p50, rounds)
             )
     return rows

@@ -48,6 +48,10 @@ class Follower(Protocol):
 class ParamGroup(WatchedDict[str, Any]):
     """One entry of ``optimizer.param_groups``.
 
+    A hyperparameter is read as it was given: as a Python number, or as the tensor. A number that a schedule in the step
+    drives is read as a 0-dim copy. A tensor that is assigned over a number is copied into the live tensor, which is then
+    what is read.
+
     A write to a *structural* key is reported, since it changes which parameters are updated or with which code: ``params``,
     ``maximize``, ``differentiable``, ``lr_scale`` and the static choices. A hyperparameter that decides, by being 0 or not,
     whether a buffer exists is not, since a write into its tensor cannot be: each step asks :meth:`nonzero`.

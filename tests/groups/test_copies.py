@@ -7,6 +7,7 @@ import io
 import math
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -170,3 +171,24 @@ def test_a_copy_refuses_a_number_that_a_scheduler_left_out_of_range() -> None:
         made.param_groups[0]["lr"] = 0.5
         made.step()
         assert torch.equal(param, torch.full((2,), 0.5))
+
+
+def test_what_was_pickled_when_groups_held_tensors_goes_on() -> None:
+    """The file was written when what was read from a group was a 0-dim tensor, also for schedulers."""
+    kept = torch.load(Path(__file__).parents[1] / "data" / "pickled_optimizer.pt", weights_only=False)
+    assert isinstance(kept["group"]["lr"], torch.Tensor)
+    ours: Any = kept["optimizer"]
+    twin = torch.nn.Parameter(torch.arange(1.0, 5.0, dtype=torch.float64)), torch.nn.Parameter(torch.ones(2).double())
+    theirs = torch.optim.AdamW([{"params": twin[:1]}, {"params": twin[1:], "lr": 0.25}], lr=0.5, betas=(0.5, 0.75))
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(o, 0.5) for o in (ours, theirs)]
+    for count, optimizer, scheduler in ((2, ours, schedulers[0]), (4, theirs, schedulers[1])):
+        if optimizer is ours:
+            scheduler.load_state_dict(kept["scheduler"])
+        for _ in range(count):
+            for param in params_of(optimizer):
+                param.grad = torch.ones_like(param)
+            optimizer.step()
+            scheduler.step()
+    assert [g["lr"] for g in ours.param_groups] == [g["lr"] for g in theirs.param_groups] == [0.5**5, 0.25 * 0.5**4]
+    assert type(ours.param_groups[0]["lr"]) is float
+    assert relative_error(params_of(ours), params_of(theirs)) < 1e-14

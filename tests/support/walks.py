@@ -75,7 +75,9 @@ class Side:
     def state(self) -> dict[str, Any]:
         """All that a step decides and computes, by name."""
         optimizer = self.optimizer
-        found: dict[str, Any] = {"norm": optimizer.grad_norm, "skipped steps": optimizer.skipped_steps}
+        norm = optimizer.grad_norm  # None also before code of no operations, in whose place none is called
+        found: dict[str, Any] = {"norm": torch.zeros((), dtype=torch.float64) if norm is None else norm.double()}
+        found["skipped steps"] = optimizer.skipped_steps
         for i, param in enumerate(self.params):
             found[f"p{i}"] = param.detach()
             found |= {f"{name} of p{i}": entry for name, entry in optimizer.state.get(param, {}).items()}
@@ -158,11 +160,9 @@ def assign(side: Side, random: Random) -> None:
     side.optimizer.param_groups[index][name] = random.choice((value, torch.tensor(value, dtype=torch.float64)))
 
 
-def write_to_a_reading(side: Side, random: Random) -> None:
+def multiply(side: Side, random: Random) -> None:
     index, name, value = _hyper(side, random)
-    read: Any = side.optimizer.param_groups[index][name]
-    if isinstance(read, Tensor):  # not in a dict that took the place of a group, until the next step
-        read.fill_(value)
+    side.optimizer.param_groups[index][name] *= 1 + value
 
 
 def write_where_it_lies(side: Side, random: Random) -> None:
@@ -298,7 +298,7 @@ def step_outside(side: Side, random: Random) -> None:
 
 EVENTS: list[Callable[[Side, Random], None]] = [
     assign,
-    write_to_a_reading,
+    multiply,
     write_where_it_lies,
     take_a_tensor,
     write_to_a_taken_tensor,
