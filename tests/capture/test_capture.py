@@ -864,7 +864,7 @@ class TestByHand:
         grads = [p.grad for p in ours.params]
         for i in range(1, 10):
             for side in (ours, twin):
-                side.optimizer.param_groups[0]["lr"].fill_(0.1 / i)
+                side.optimizer.hyperparameter("lr").fill_(0.1 / i)
                 for p, grad in zip(side.params, grads, strict=True):
                     p.grad = None if grad is None else grad.clone() if side is twin else grad
             graph.replay()

@@ -37,7 +37,7 @@ def move(side: Side, i: int) -> None:
     """Hyperparameters and the clipping bound, by assignment and in place; a non-finite gradient is left to the caller."""
     group = side.optimizer.param_groups[0]
     group["lr"] = 0.1 / (i + 1)
-    group["betas"][1].fill_(0.9 + 0.001 * i)
+    side.optimizer.hyperparameter("betas")[1].fill_(0.9 + 0.001 * i)
     if side.optimizer.max_grad_norm is not None:
         side.optimizer.max_grad_norm = 0.5 / (i + 1)
 

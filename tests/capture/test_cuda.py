@@ -305,7 +305,7 @@ def test_graph_captured_by_hand() -> None:
     for i in range(1, 10):
         for side in (ours, twin):
             if i % 2:
-                side.optimizer.param_groups[0]["lr"].fill_(0.1 / i)
+                side.optimizer.hyperparameter("lr").fill_(0.1 / i)
             else:
                 side.optimizer.param_groups[0].update(lr=0.1 / i, betas=(0.5, 0.9))
             for p, grad in zip(side.params, grads, strict=True):
@@ -395,7 +395,7 @@ def test_steps_on_two_streams(way: str) -> None:
     main = torch.cuda.current_stream()
     for i in range(STEPS):
         for side in (ours, twin):
-            side.optimizer.param_groups[0]["lr"].fill_(0.1 / (i + 1))
+            side.optimizer.hyperparameter("lr").fill_(0.1 / (i + 1))
             give(side, i, absent=0 if whole else 3)
         stream = streams[i % 2]
         stream.wait_stream(main)

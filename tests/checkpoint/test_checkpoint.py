@@ -397,7 +397,7 @@ def test_a_snapshot_of_numbers_does_not_move() -> None:
     optimizer = co.AdamW(list(model.items()), lr=0.1)
     _train(optimizer, model, 1)
     snapshot = optimizer.state_dict()
-    optimizer.param_groups[0]["lr"].fill_(5.0)
+    optimizer.hyperparameter("lr").fill_(5.0)
     _train(optimizer, model, 3, first=1)
     assert snapshot["param_groups"][0]["lr"] == 0.1
     assert snapshot["state"][0]["step"] == 1
@@ -485,7 +485,7 @@ def test_copies_are_independent_and_go_on(duplicate: Any, stepped: bool) -> None
     for name in "ab":
         assert torch.equal(model[name], twin_model[name])
         assert model[name] is not twin_model[name]
-    twin.param_groups[0]["lr"].fill_(0.0)
+    twin.hyperparameter("lr").fill_(0.0)
     assert optimizer.hyperparameters()[0]["lr"] == 0.1
 
 
@@ -819,4 +819,4 @@ def test_a_learning_rate_that_a_scheduler_rounded_to_its_bound(optimizer: type[c
     made.load_state_dict(saved)
     twin = copy.deepcopy(made)
     twin.load_state_dict(saved)
-    assert twin.param_groups[0]["lr"].item() == lr
+    assert twin.param_groups[0]["lr"] == lr

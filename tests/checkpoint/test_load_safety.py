@@ -553,7 +553,7 @@ class TestSharedMemory:
             ("a.exp_avg", lambda o, s: s["a"]["exp_avg"][1].expand(3, 3)),
             ("a.exp_avg", lambda o, s: o.param_groups[0]["params"][0]),
             ("b.exp_avg", lambda o, s: s["a"]["step"]),
-            ("b.exp_avg", lambda o, s: o.param_groups[0]["lr"]),
+            ("b.exp_avg", lambda o, s: o.hyperparameter("lr")),
         ],
         ids=["other buffer", "transposed", "part", "parameter", "number", "learning rate"],
     )

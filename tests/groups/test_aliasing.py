@@ -239,7 +239,7 @@ class TestIdioms:
         for value in (given, given):
             ours.param_groups[0]["lr"] = value
         step(ours, 0)
-        ours.param_groups[0]["lr"].fill_(0.5)
+        ours.hyperparameter("lr").fill_(0.5)
         ours.param_groups[0]["lr"] = 0.75
         step(ours, 1)
         assert given.item() == 0.25

@@ -279,7 +279,7 @@ def test_schedules_compile_nothing_and_keep_tensors(fixed: bool) -> None:
         for _ in range(3):
             optimizer.step(_closure(model, optimizer))
             scheduler.step()
-    assert optimizer.param_groups[0]["lr"].item() == pytest.approx(0.1 / 8)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 / 8)
     assert {name: value.data_ptr() for name, value in _state(optimizer).items()} == addresses
     assert co.compile_report(optimizer).steps == 3
     assert str(co.compile_report(optimizer)).startswith("LBFGS: eager lowering, 3 steps")
@@ -698,7 +698,7 @@ def test_the_bound_step_in_one_graph_while_the_rate_is_written_in_place() -> Non
     with torch._dynamo.config.patch(trace_autograd_ops=True):
         for i in range(5):
             for _, optimizer in sides:
-                optimizer.param_groups[0]["lr"].fill_(0.3 / (i + 1))
+                optimizer.hyperparameter("lr").fill_(0.3 / (i + 1))
             assert torch.equal(step(closures[0]), sides[1][1].step(closures[1]))
             assert all(map(torch.equal, model.parameters(), twin.parameters()))
     assert counter.frame_count == 1

@@ -174,7 +174,7 @@ def test_state_starts_from_its_groups_values(dtype: torch.dtype) -> None:
         assert torch.equal(adagrad.state[param]["sum"], torch.full((3,), value, dtype=dtype))
         assert torch.equal(rprop.state[param]["step_size"], torch.full((3,), value, dtype=dtype))
         assert asgd.state[param]["eta"] == value.real
-    asgd.param_groups[0]["lr"].fill_(7.0)
+    asgd.hyperparameter("lr").fill_(7.0)
     assert asgd.state[params[0]]["eta"] == 1.0
 
 

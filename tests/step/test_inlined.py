@@ -248,7 +248,6 @@ def test_the_number_of_clipping_is_data() -> None:
 
 WAYS: dict[str, Callable[[Side, float], object]] = {
     "assigned": lambda side, number: side.optimizer.param_groups[0].update(momentum=number),
-    "written to a reading": lambda side, number: side.optimizer.param_groups[0]["momentum"].fill_(number),
     "written": lambda side, number: side.optimizer.hyperparameter("momentum").fill_(number),
     "written in the group": lambda side, number: side.optimizer.param_groups[0].tensors("momentum")[0].fill_(number),
 }

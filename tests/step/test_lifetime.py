@@ -68,7 +68,8 @@ class TestFreed:
         optimizer.schedule(lr=lambda step: 0.1 / step)
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))], "lr": 0.5})
         optimizer.load_state_dict(optimizer.state_dict())
-        optimizer.param_groups[0]["lr"] = 0.3
+        with pytest.warns(UserWarning, match="ends that schedule"):
+            optimizer.param_groups[0]["lr"] = 0.3
         optimizer.step()
         references = [weakref.ref(x) for x in held]
         del optimizer, held

@@ -19,7 +19,7 @@ from compiled_optim.optimizer import CompiledOptimizer, engine_of
 NUMBERS: dict[str, Callable[[CompiledOptimizer], object]] = {
     "nothing": lambda o: None,
     "assigned": lambda o: o.param_groups[0].update(lr=0.03, betas=(0.7, 0.8)),
-    "written": lambda o: o.param_groups[0]["lr"].fill_(0.02),
+    "written": lambda o: o.hyperparameter("lr").fill_(0.02),
     "loaded": lambda o: o.load_state_dict(o.state_dict()),
     "reported": lambda o: (co.compile_report(o), o.hyperparameters(), o.hyperparameter("lr")),
     "without gradient": lambda o: setattr(o.param_groups[0]["params"][0], "grad", None),

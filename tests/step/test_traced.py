@@ -343,14 +343,10 @@ def _reads(optimizer: co.CompiledOptimizer) -> dict[str, Callable[[torch.Tensor]
         optimizer.param_groups[0]["lr"] = x
         return x * optimizer.param_groups[0]["lr"]
 
-    def fill(x: torch.Tensor) -> torch.Tensor:
-        optimizer.param_groups[0]["lr"].fill_(x)
-        return x * optimizer.param_groups[0]["lr"]
-
-    return {"read": read, "loop": loop, "assign": assign, "fill": fill}
+    return {"read": read, "loop": loop, "assign": assign}
 
 
-@pytest.mark.parametrize("way", ["read", "loop", "assign", "fill"])
+@pytest.mark.parametrize("way", ["read", "loop", "assign"])
 def test_compiled_code_that_reads_param_groups_runs(way: str) -> None:
     ours, twin = (co.AdamW(_model().named_parameters(), lr=0.25) for _ in range(2))
     compiled = torch.compile(_reads(ours)[way], backend="aot_eager")

@@ -208,14 +208,15 @@ def drop_state(soak: Soak) -> None:
 
 def assign_rate(soak: Soak) -> None:
     rate = soak.random.uniform(0.001, 0.02)
-    group = soak.random.choice(soak.optimizer.param_groups)
+    index = soak.random.randrange(len(soak.optimizer.param_groups))
+    group = soak.optimizer.param_groups[index]
     way = soak.random.randrange(4)
     if way == 0:
         group["lr"] = rate
     elif way == 1:
         group["lr"] = torch.tensor(rate, dtype=torch.float64)
     elif way == 2:
-        group["lr"].fill_(rate)
+        soak.optimizer.hyperparameter("lr", index).fill_(rate)
     else:
         group.update(lr=rate)
 
