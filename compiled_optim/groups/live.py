@@ -38,7 +38,6 @@ class Live:
         is_tensor: whether users read the tensor itself, since they gave one.
         is_handed_out: whether somebody has the tensor, and may write to it without a report.
         is_driven: whether the device writes the number by itself, in a step or a graph, so that the host never knows it.
-        memory: the number as C has it, where the tensor lay when that was looked for; None on other devices.
         written_last: the Python number that was written last; None if that was a tensor.
     """
 
@@ -50,7 +49,7 @@ class Live:
         self.shapes = self.is_driven = False
         self._on_host = tensor.device.type == "cpu" and "cpu" not in CAPTURING and type(tensor) is Tensor
         self._can_wait = tensor.device.type not in ("cpu", "meta")
-        self.memory: Any = None
+        self._memory_last: Any = None  # the number as C has it, where the tensor lay when that was looked for
         self._address = -1
         self.written_last = number
         self._version = _version(tensor)
@@ -92,6 +91,11 @@ class Live:
         known = self.number
         return self.tensor.item() if known is None else float(known)
 
+    @property
+    def shown(self) -> float | Tensor:
+        """What users read, as far as the host knows it; the tensor where it does not."""
+        return self.tensor if self.is_tensor or (known := self.number) is None else known
+
     def read(self, label: str) -> float | Tensor:
         """What users read: a number, for which the host may wait, or a tensor. ``label`` names it in messages.
 
@@ -122,14 +126,14 @@ class Live:
     def _memory(self) -> Any:
         """The number as C has it, to be read and written without an operator of torch; None where it cannot be."""
         if self.tensor.data_ptr() == self._address:
-            return self.memory
+            return self._memory_last
         tensor, address = self.tensor, self.tensor.data_ptr()
         c_type = None if tensor.is_neg() or is_lost(tensor) else _C_TYPES.get(tensor.dtype)
         if c_type is None:
             return None
-        self.memory = c_type.from_address(address)
+        self._memory_last = c_type.from_address(address)
         self._address = address  # afterwards, since another thread may look
-        return self.memory
+        return self._memory_last
 
     def drive(self, is_driven: bool) -> None:
         """Note whether the device writes by itself; what it wrote, the host does not know afterwards."""
@@ -150,6 +154,12 @@ class Live:
         self.is_handed_out = True
         self.send(self.changes)
 
+    def read_as(self, given: object) -> None:
+        """Let users read the tensor if they gave one, else the number."""
+        self.is_tensor = isinstance(given, Tensor) and not self.is_driven
+        if self.is_tensor:
+            self.hand_out()
+
     def rounds(self, value: float | Tensor) -> bool:
         """Whether a user's tensor would hold another number where ``value``, a number, is written."""
         if not self.is_adopted or isinstance(value, Tensor) or math.isnan(value):
@@ -166,7 +176,14 @@ class Live:
         self._write(value)
         self.changes.pending = True  # another thread may have rebuilt in between
 
-    def wait(self, value: float) -> bool:
+    def write_plain(self, value: float) -> bool:
+        """Write where :attr:`is_private`, without what others would look for; whether that can be done."""
+        if (memory := self._memory_last) is None:
+            return self._wait(value)
+        memory.value = self.written_last = value
+        return True
+
+    def _wait(self, value: float) -> bool:
         """Let a number wait for the next step, if it can."""
         if not self._can_wait or self.changes.are_numbers_read or self.is_handed_out or self.is_driven:
             return False
@@ -176,7 +193,7 @@ class Live:
 
     def _write(self, value: float | Tensor) -> None:
         self.written_last = None  # until the end, whatever interrupts it
-        if not isinstance(value, Tensor) and self.wait(value):
+        if not isinstance(value, Tensor) and self._wait(value):
             return
         self.changes.unsent.pop(id(self), None)
         if (

@@ -25,6 +25,7 @@ class Numbers(tuple[Live, ...]):
 
     def __init__(self, numbers: Iterable[Live], hyper: Hyper) -> None:
         self._hyper = hyper
+        self._single = None if hyper.is_tuple else self[0]
         self._least, self._most = hyper.span
 
     @property
@@ -43,7 +44,7 @@ class Numbers(tuple[Live, ...]):
     @property
     def shown(self) -> Any:
         """What users read, as far as the host knows it; tensors where it does not."""
-        return self._hyper.plain([n.tensor if n.is_tensor or (known := n.number) is None else known for n in self])
+        return self._hyper.plain([n.shown for n in self])
 
     def read(self, where: str) -> Any:
         """What users read: a number or a tensor, or a tuple of them."""
@@ -51,22 +52,14 @@ class Numbers(tuple[Live, ...]):
 
     def write_quickly(self, value: Any) -> bool:
         """Write ``value`` where :attr:`are_plain`, at the cost that schedulers expect; whether it is one that can be."""
-        if type(value) is float and len(self) == 1:
-            return self._least <= value <= self._most and _write(self[0], value)
-        if type(value) is not tuple or len(value) != len(self) or not self._hyper.is_tuple:
+        if self._single is not None:
+            return type(value) is float and self._least <= value <= self._most and self._single.write_plain(value)
+        if type(value) is not tuple or len(value) != len(self):
             return False
         for number in value:
             if type(number) is not float or not self._least <= number <= self._most:
                 return False
-        return all([_write(live, number) for live, number in zip(self, value, strict=True)])
-
-
-def _write(live: Live, value: float) -> bool:
-    """Write a number where :attr:`Live.is_private`, without what others would look for; whether that can be done."""
-    if (memory := live.memory) is None:
-        return live.wait(value)
-    memory.value = live.written_last = value
-    return True
+        return all([live.write_plain(number) for live, number in zip(self, value, strict=True)])
 
 
 def is_own(hyper: Hyper, value: Any, group: Mapping[str, Any]) -> bool:

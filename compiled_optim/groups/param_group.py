@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from compiled_optim.groups.by_name import kept
 from compiled_optim.groups.live import Live, address, as_fake_as, warn_of_driven
 from compiled_optim.groups.numbers import Numbers, is_own
-from compiled_optim.groups.watched import Changes, WatchedDict, WatchedList
+from compiled_optim.groups.watched import Changes, LookedUpDict, WatchedList
 from compiled_optim.memory.layout import is_lost, scalar, scalar_dtype
 from compiled_optim.rule.misspelled import warn_of_entry
 from compiled_optim.rule.rule import Declaration
@@ -45,7 +45,7 @@ class Follower(Protocol):
         """Look again."""
 
 
-class ParamGroup(WatchedDict[str, Any]):
+class ParamGroup(LookedUpDict[Any]):
     """One entry of ``optimizer.param_groups``.
 
     A hyperparameter is read as it was given: as a Python number, or as the tensor. A number that a schedule in the step
@@ -218,7 +218,7 @@ class ParamGroup(WatchedDict[str, Any]):
             held = self._held(key)
             self._put(key, [self._fresh(n.tensor if n.written is None else n.written) for n in held])
             for number, before in zip(self._numbers[key], held, strict=True):
-                number.is_tensor = number.is_handed_out = before.is_tensor
+                number.read_as(before.is_tensor and before.tensor)
             self._show(key)
 
     def floats(self) -> dict[str, Any]:
@@ -308,29 +308,21 @@ class ParamGroup(WatchedDict[str, Any]):
             self._show(name, new=True)
 
     def _snapshot(self, key: str, value: Any) -> list[float | Tensor]:
+        """The elements of ``value``, as they are before anything is written."""
         pairs = zip(self.validated(key, value), self._held(key), strict=True)
-        return [
-            e.clone() if isinstance(e, Tensor) and not (e is number.tensor or e.requires_grad or is_fake(e)) else e
-            for e, number in pairs
-        ]
+        return [e if e is n.tensor or not isinstance(e, Tensor) or e.requires_grad else e.clone() for e, n in pairs]
 
     def _assign(self, key: str, elements: Sequence[float | Tensor]) -> None:
         self._refuse_capture(key)
         values = list(map(self._without_wait, elements))
         for index, (number, element, value) in enumerate(zip(self._numbers[key], elements, values, strict=True)):
-            if element is number.tensor:
-                number.is_tensor = True
-                continue
-            if number.is_driven:
-                warn_of_driven(self._element(key, index))
-            self._judge(key, index, value)
-            if number.is_adopted or (isinstance(value, Tensor) and value.requires_grad):
-                self._replace(key, index, value)
-            else:
-                number.is_tensor = isinstance(element, Tensor) and not number.is_driven
-                number.write(value)
-            if number.is_tensor:
-                number.hand_out()
+            if element is not number.tensor:
+                if number.is_driven:
+                    warn_of_driven(self._element(key, index))
+                self._judge(key, index, value)
+                is_replaced = number.is_adopted or (isinstance(value, Tensor) and value.requires_grad)
+                self._replace(key, index, value) if is_replaced else number.write(value)
+            self._numbers[key][index].read_as(element)
         self._show(key, new=True)
 
     def _replace(self, key: str, index: int, value: float | Tensor) -> None:
@@ -366,7 +358,7 @@ class ParamGroup(WatchedDict[str, Any]):
         devices = {self._device} | ({torch.device("meta")} if self._is_meta else set())
         if not isinstance(element, Tensor) or element.device not in devices or not element.is_floating_point():
             made = self._fresh(element)
-            made.is_tensor = made.is_handed_out = isinstance(element, Tensor)
+            made.read_as(element)
             return made
         known = adopted().get(address(element))
         if known is None or known.tensor.dtype != element.dtype:
@@ -398,45 +390,8 @@ class ParamGroup(WatchedDict[str, Any]):
             where = f"{self.label}[{key!r}] is assigned while a CUDA graph is being captured"
             raise RuntimeError(f"{where}, and no replay would do that again; set hyperparameters outside")
 
-    # A dict reads its own entries past __getitem__, also for dict(group) unless there is an __iter__ of the class.
-    def __iter__(self) -> Iterator[str]:
-        return super().__iter__()
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return self[key] if key in self else default  # noqa: SIM401
-
-    def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
-        return ItemsView(self)
-
-    def values(self) -> ValuesView[Any]:  # type: ignore[override]
-        return ValuesView(self)
-
     def __delitem__(self, key: str) -> None:
         """As ``dict.__delitem__``; ``ValueError`` where steps would go on to read what is no entry any more."""
         if key in self and (choice := key in self._hypers and self._hypers[key].when) and self.get(choice):
             raise ValueError(f"{key} of {self.label} cannot be removed: {choice}=True reads it; set {choice} to False first")
         super().__delitem__(key)
-
-    def pop(self, key: str, *default: Any) -> Any:
-        if key not in self:
-            return super().pop(key, *default)
-        value = self[key]
-        del self[key]
-        return value
-
-    def popitem(self) -> tuple[str, Any]:
-        return (key := next(reversed(self))), self.pop(key)
-
-    def __eq__(self, other: object) -> bool:
-        return dict(self) == other
-
-    def __ne__(self, other: object) -> bool:
-        return dict(self) != other
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __or__(self, other: Any) -> Any:
-        return dict(self) | other
-
-    def __repr__(self) -> str:
-        return repr(dict(self))

@@ -7,7 +7,7 @@ thread may have rebuilt in between.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, ValuesView
 from typing import Any, Generic, TypeVar
 
 K = TypeVar("K")
@@ -104,6 +104,47 @@ class WatchedDict(dict[K, V], Generic[K, V]):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return dict, (dict(self),)
+
+
+class LookedUpDict(WatchedDict[str, V], Generic[V]):
+    """A :class:`WatchedDict` of which everything that is read comes from ``__getitem__``, which a subclass has."""
+
+    # A dict reads its own entries past __getitem__, also for dict(group) unless there is an __iter__ of the class.
+    def __iter__(self) -> Iterator[str]:
+        return super().__iter__()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self[key] if key in self else default  # noqa: SIM401
+
+    def items(self) -> ItemsView[str, V]:  # type: ignore[override]
+        return ItemsView(self)
+
+    def values(self) -> ValuesView[V]:  # type: ignore[override]
+        return ValuesView(self)
+
+    def pop(self, key: str, *default: Any) -> Any:
+        if key not in self:
+            return super().pop(key, *default)
+        value = self[key]
+        del self[key]
+        return value
+
+    def popitem(self) -> tuple[str, V]:
+        return (key := next(reversed(self))), self.pop(key)
+
+    def __eq__(self, other: object) -> bool:
+        return dict(self) == other
+
+    def __ne__(self, other: object) -> bool:
+        return dict(self) != other
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __or__(self, other: Any) -> Any:
+        return dict(self) | other
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
 
 
 class WatchedList(list[V], Generic[V]):
