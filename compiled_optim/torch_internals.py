@@ -204,6 +204,16 @@ def beside_graphs(function: Callable[[], T], device: torch.device) -> T:
         return thread.submit(call).result()
 
 
+def beside_captures(function: Callable[[], object]) -> None:
+    """Call ``function``, which launches kernels and does no more, where no capture of this thread records them.
+
+    It runs on a thread of its own, and so on the default stream, where graphs are usually replayed. Whoever captures has let
+    the device finish all earlier work.
+    """
+    with concurrent.futures.ThreadPoolExecutor(1, BESIDE_GRAPHS) as thread:
+        thread.submit(function).result()
+
+
 def let_stay(tensor: Tensor) -> None:
     """Tell compilers that ``tensor``, an input of what they compile, stays where it is from call to call.
 

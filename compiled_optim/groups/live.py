@@ -15,7 +15,15 @@ from torch.autograd.graph import increment_version
 
 from compiled_optim.groups.watched import Changes
 from compiled_optim.memory.layout import is_lost
-from compiled_optim.torch_internals import CAPTURING, fakes_are_made, is_fake, outside_fakes
+from compiled_optim.torch_internals import (
+    CAPTURING,
+    beside_captures,
+    can_capture,
+    fakes_are_made,
+    is_capturing,
+    is_fake,
+    outside_fakes,
+)
 
 _C_TYPES: dict[torch.dtype, Any] = {torch.float64: ctypes.c_double, torch.float32: ctypes.c_float}
 
@@ -48,7 +56,7 @@ class Live:
         self.changes = Changes()
         self.shapes = self.is_driven = False
         self._on_host = tensor.device.type == "cpu" and "cpu" not in CAPTURING and type(tensor) is Tensor
-        self._can_wait = tensor.device.type not in ("cpu", "meta")
+        self._can_wait = can_capture(tensor.device)
         self._memory_last: Any = None  # the number as C has it, where the tensor lay when that was looked for
         self._address = -1
         self.written_last = number
@@ -187,6 +195,8 @@ class Live:
         """Let a number wait for the next step, if it can."""
         if not self._can_wait or self.changes.are_numbers_read or self.is_handed_out or self.is_driven:
             return False
+        if is_capturing(self.tensor.device):
+            return False
         self.written_last, self._version = value, _version(self.tensor)
         self.changes.unsent[id(self)] = self
         return True
@@ -223,10 +233,14 @@ class Live:
         for live in waiting:
             by_place.setdefault((live.tensor.device, live.tensor.dtype), []).append(live)
         for (device, dtype), lives in by_place.items():
-            with as_fake_as(lives[0].tensor):
-                numbers = torch.tensor([live.written_last for live in lives], dtype=dtype, device="cpu")
-                sent = numbers.pin_memory().to(device, non_blocking=True)
-                torch._foreach_copy_([live.tensor for live in lives], list(sent.unbind()))
+            tensors, numbers = [live.tensor for live in lives], [live.as_float() for live in lives]
+            with as_fake_as(tensors[0]):
+                if is_capturing(device):  # replays must not write these numbers again
+                    beside_captures(lambda: [t.fill_(n) for t, n in zip(tensors, numbers, strict=True)])  # noqa: B023
+                else:
+                    host = torch.tensor(numbers, dtype=dtype, device="cpu")
+                    sent = (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
+                    torch._foreach_copy_(tensors, list(sent.unbind()))
             for live in lives:
                 live._version = _version(live.tensor)
 

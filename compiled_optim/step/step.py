@@ -330,7 +330,6 @@ class RuleStep(Step):
             "a parameter got its first gradient": self.wakes(grads),
             "its kernels are not compiled yet": not self._is_compiled,
             "clipping was switched on or off": clips != (self._square_sums is not None),
-            "a hyperparameter was assigned since the last step": bool(self._holdings.changes.unsent),
             "max_grad_norm or skip_nonfinite was assigned": not self._clipping.are_tensors(*clipping),
             "max_grad_norm is a tensor on another device": elsewhere and not self.is_recorded,
         }
