@@ -84,6 +84,7 @@ def checks(device: torch.device, record: Record) -> list[Check]:
             _step_check("small-1000", 0.70, device, record),
             _bandwidth_check("half-billion", 0.88, device, record),
             _first_step_check(device, record),
+            _schedulers_check(device, record),
         ]
     return [
         _step_check("small-148", 1.10, device, record),

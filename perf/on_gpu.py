@@ -33,7 +33,7 @@ TIMINGS = {
     "step --optimizer muon --workload gpt-matrices --rounds 31": 50.0,
     "step --optimizer adafactor --workload gpt-matrices --rounds 31": 35.0,
     "step --optimizer sgd --workload gpt2-124m --rounds 51": 30.0,
-    "gates --only step bandwidth": 50.0,
+    "gates --only step bandwidth schedulers": 54.0,
     "gates --only first-step --tries 1": 100.0,
 }
 """Commands of ``python -m perf`` with their seconds, those worth most first."""

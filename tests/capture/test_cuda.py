@@ -319,6 +319,26 @@ def test_graph_captured_by_hand() -> None:
                 side.optimizer.step()
 
 
+def test_a_capture_by_hand_after_an_assignment() -> None:
+    """The number did not wait for the capture, whose replays would write it again."""
+    ours, twin = pair()
+    for side in (ours, twin):
+        give(side, 0)
+        side.optimizer.step()
+        side.optimizer.param_groups[0]["lr"] = 0.5
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with capturing(graph):
+        ours.optimizer.step()
+    for i in range(4):
+        for side in (ours, twin):
+            if i == 2:
+                side.optimizer.param_groups[0]["lr"] = 0.25
+        graph.replay()
+        twin.optimizer.step()
+        assert_equal(ours, twin, i)
+
+
 def replay_after_a_group_was_added() -> None:
     """What the graph reads must not be given to others when the optimizer makes its tables anew."""
     ours, twin = pair(max_grad_norm=0.5)

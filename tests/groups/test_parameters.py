@@ -269,6 +269,7 @@ class TestRepeatedGroups:
         return [once, repeated]
 
     def test_are_updated_once(self, names: bool) -> None:
+        torch._dynamo.reset()
         once, repeated = self._pair(names)
         for optimizer in (once, repeated):
             optimizer.max_grad_norm = 0.5
