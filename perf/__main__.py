@@ -214,7 +214,7 @@ def _parser() -> argparse.ArgumentParser:
     ends.add_argument("--steps", type=int, default=220)
 
     checked = command("gates", _gates, "check the promised numbers; exit status 1 if one is missed")
-    benchmarks = ["step", "bandwidth", "first-step", "overhead"]
+    benchmarks = ["step", "bandwidth", "first-step", "overhead", "schedulers"]
     checked.add_argument("--only", nargs="+", choices=benchmarks, default=benchmarks, help="the promises about these")
     checked.add_argument("--tries", type=int, default=gates.TRIES, help="how often to measure what misses its limit")
     command("plot", _plot, "draw the latest ratios of the step benchmark")

@@ -101,6 +101,7 @@ def rehearsal(device: torch.device, record: Record) -> list[Check]:
         _step_check(TINY, 1.0, device, record),
         _bandwidth_check(TINY, 1.0, device, record),
         _first_step_check(device, record, counts=(10,), repeats=1),
+        _schedulers_check(device, record),
     ]
 
 
