@@ -225,6 +225,7 @@ class RuleStep(Step):
         return self.lowerings, self._square_sums, self._schedules
 
     def check_numerics(self) -> NumericsReport:
+        Live.send(self._holdings.changes)
         return check_numerics(self._holdings.kind.__name__, [lowering.plan for lowering in self.lowerings])
 
     def is_current(self) -> bool:

@@ -5,14 +5,18 @@ On a CUDA device that is not there; ``test_cuda`` asks CUDA itself.
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.optim.lr_scheduler import CyclicLR, LambdaLR, OneCycleLR
 
 import compiled_optim as co
+from compiled_optim import torch_internals
 from compiled_optim.optimizer import CompiledOptimizer, engine_of
 from perf.lowering.fake_cuda import fake_cuda
 from perf.lowering.record import Recorder, recording
@@ -149,3 +153,89 @@ def test_a_replayed_function_copies_no_scale_that_its_graph_copies(recorder: Rec
     assert [o.name for o in recorder.take().operators] == ["copy_", "copy_"]
     assert engine_of(optimizer).step.graph.follow((None, *scaler, False))
     assert recorder.take().operators == []
+
+
+def model_of() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)).double()
+
+
+def trained(make: Callable[..., Any], use: Callable[[nn.Module, Any], object]) -> list[torch.Tensor]:
+    """The parameters after two steps, and two of what ``use`` does after a learning rate was assigned."""
+    model = model_of()
+    optimizer = make(model.named_parameters(), lr=0.01)
+    for rate in (None, None, 0.05, 0.002):
+        for param in model.parameters():
+            param.grad = torch.full_like(param, 0.3)
+        if rate is None:
+            optimizer.step(lambda: 1.0)
+        else:
+            optimizer.param_groups[0]["lr"] = rate
+            use(model, optimizer)
+    return [p.detach() for p in model.parameters()]
+
+
+def released(model: nn.Module, optimizer: Any) -> None:
+    optimizer.zero_grad()
+    co.prepare_for_gradient_release(model, optimizer)
+    model(torch.ones(2, 3, dtype=torch.float64)).square().mean().backward()
+    optimizer.step()
+    co.remove_gradient_release(model)
+
+
+def accumulated(model: nn.Module, optimizer: Any) -> None:
+    for on in (True, False):
+        optimizer.optimizer_accumulation = on
+        optimizer.step()
+
+
+def compiled(model: nn.Module, optimizer: Any) -> None:
+    torch._dynamo.reset()
+    torch.compile(optimizer.step, backend="aot_eager", fullgraph=True)()
+
+
+def a_new_parameter(model: nn.Module, optimizer: Any) -> None:
+    """Whose state starts from the learning rate."""
+    late = nn.Parameter(torch.ones(2, dtype=torch.float64))
+    late.grad = torch.ones_like(late)
+    optimizer.param_groups[0]["params"].append(late)
+    optimizer.param_groups[0]["param_names"].append(f"late{id(late)}")
+    optimizer.step()
+    model[0].weight.data[0, 0] += late.detach().sum()
+
+
+USES: dict[str, tuple[Callable[..., Any], Callable[[nn.Module, Any], object]]] = {
+    "a step": (co.AdamW, lambda model, optimizer: optimizer.step()),
+    "a step with a closure": (co.LBFGS, lambda model, optimizer: optimizer.step(lambda: 1.0)),
+    "eager": (functools.partial(co.AdamW, lowering="eager"), lambda model, optimizer: optimizer.step()),
+    "gradient release": (co.AdamW, released),
+    "accumulation": (co.AdamW, accumulated),
+    "an operator": (co.AdamW, compiled),
+    "inlined": (functools.partial(co.AdamW, lowering="inductor"), compiled),
+    "state that starts from it": (co.Rprop, a_new_parameter),
+    "clipping": (functools.partial(co.SGD, max_grad_norm=0.1), lambda model, optimizer: optimizer.step()),
+    "a copy": (co.AdamW, lambda model, optimizer: copy.deepcopy((model, optimizer))[1].step()),
+    "a checkpoint": (
+        co.AdamW,
+        lambda model, optimizer: (optimizer.load_state_dict(optimizer.state_dict()), optimizer.step()),
+    ),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_number_that_waits_is_there_when_it_is_used(use: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = trained(*USES[use])
+    monkeypatch.setitem(torch_internals.CAPTURING, "cpu", lambda: None)  # numbers wait where graphs can be captured
+    assert all(map(torch.equal, trained(*USES[use]), expected))
+
+
+def test_numerics_are_checked_with_a_number_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(torch_internals.CAPTURING, "cpu", lambda: None)
+    weight = nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+    weight.grad = torch.ones_like(weight)
+    optimizer = co.SGD([("weight", weight)], lr=0.25)
+    optimizer.step()
+    assert not optimizer.check_numerics().stuck
+    optimizer.param_groups[0]["lr"] = 1e-6
+    (found,) = optimizer.check_numerics().stuck
+    assert found.available == pytest.approx(1e-6)
