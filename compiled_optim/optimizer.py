@@ -16,14 +16,14 @@ from compiled_optim.memory.layout import scalar_dtype, scalars_device
 from compiled_optim.plan.schedule import Schedule
 from compiled_optim.rule.cautious import cautious
 from compiled_optim.rule.decay import check_decay, decay
-from compiled_optim.rule.declared import Declared, no_hyperparameter
+from compiled_optim.rule.declared import Declared
 from compiled_optim.rule.fields import Choice, Number, PerParameter, Static, flag, transform
 from compiled_optim.rule.lr_scale import lr_scaled
 from compiled_optim.rule.storage import StateDtype, stored
 from compiled_optim.state import OptimizerState
 from compiled_optim.step import traced
 from compiled_optim.step.engine import Engine
-from compiled_optim.step.holdings import as_defaults, check_read, group_entries, position
+from compiled_optim.step.holdings import as_defaults, check_read, group_entries
 from compiled_optim.step.numerics import NumericsReport
 from compiled_optim.step.step import RuleStep, Step
 from compiled_optim.step.use_of_gradients import UsesGradients, check_closure
@@ -254,17 +254,12 @@ class CompiledOptimizer(UsesGradients, Declared, Optimizer):
 
         Its address stays, but for a tensor that a user gave and a group that is assigned another value. It can be traced.
         Write to it outside of compiled code: torch 2.13 loses in-place writes to 0-dim float64 tensors on the CPU there.
+        What is written past the tensor's version, as to ``.data``, the group shows on a CPU alone.
 
         Raises:
             KeyError, IndexError: there is no such hyperparameter or group.
         """
-        if not torch.compiler.is_compiling():
-            self._engine.current()
-            if name not in self._engine.live[position(group, len(self._engine.live))]:
-                raise KeyError(no_hyperparameter(type(self), name))
-            self._engine.holdings.own_groups[group].tensors(name)
-        else:
-            traced.let_read(self._engine.key)
+        traced.hand_out(self._engine.key, name, group)
         value: Tensor | tuple[Tensor, ...] = self._engine.live[group][name]
         return value
 

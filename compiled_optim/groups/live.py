@@ -145,6 +145,8 @@ class Live:
 
     def drive(self, is_driven: bool) -> None:
         """Note whether the device writes by itself; what it wrote, the host does not know afterwards."""
+        if is_driven:
+            self.send(self.changes)
         if self.is_driven or is_driven:
             self.written_last = self._copy = None
         self.is_driven = is_driven
@@ -198,7 +200,7 @@ class Live:
         if is_capturing(self.tensor.device):
             return False
         self.written_last, self._version = value, _version(self.tensor)
-        self.changes.unsent[id(self)] = self
+        self.changes.unsent[id(self)] = self, value
         return True
 
     def _write(self, value: float | Tensor) -> None:
@@ -228,12 +230,11 @@ class Live:
     @staticmethod
     def send(changes: Changes) -> None:
         """Bring the numbers that wait to where steps read them, by one copy to a device. The host does not wait for it."""
-        waiting, changes.unsent = list(changes.unsent.values()), {}
-        by_place: dict[tuple[torch.device, torch.dtype], list[Live]] = {}
-        for live in waiting:
-            by_place.setdefault((live.tensor.device, live.tensor.dtype), []).append(live)
-        for (device, dtype), lives in by_place.items():
-            tensors, numbers = [live.tensor for live in lives], [live.as_float() for live in lives]
+        by_place: dict[tuple[torch.device, torch.dtype], list[tuple[Live, float]]] = {}
+        for live, number in list(changes.unsent.values()):
+            by_place.setdefault((live.tensor.device, live.tensor.dtype), []).append((live, number))
+        for (device, dtype), waiting in by_place.items():
+            tensors, numbers = [live.tensor for live, _ in waiting], [number for _, number in waiting]
             with as_fake_as(tensors[0]):
                 if is_capturing(device):  # replays must not write these numbers again
                     beside_captures(lambda: [t.fill_(n) for t, n in zip(tensors, numbers, strict=True)])  # noqa: B023
@@ -241,8 +242,10 @@ class Live:
                     host = torch.tensor(numbers, dtype=dtype, device="cpu")
                     sent = (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
                     torch._foreach_copy_(tensors, list(sent.unbind()))
-            for live in lives:
-                live._version = _version(live.tensor)
+            for live, number in waiting:  # those alone that were sent, whatever interrupts this or writes meanwhile
+                if changes.unsent.get(id(live)) == (live, number):
+                    live._version = _version(live.tensor)
+                    del changes.unsent[id(live)]
 
 
 def warn_of_driven(label: str) -> None:

@@ -19,10 +19,10 @@ from compiled_optim.memory.addresses import gradient
 from compiled_optim.memory.cpp_library import CompilerError
 from compiled_optim.plan.clipping import NAMES
 from compiled_optim.plan.compilations import spend
-from compiled_optim.rule.declared import Declared
+from compiled_optim.rule.declared import Declared, no_hyperparameter
 from compiled_optim.step import traced
 from compiled_optim.step.hand_captures import is_recorded_by_runner
-from compiled_optim.step.holdings import Holdings
+from compiled_optim.step.holdings import Holdings, position
 from compiled_optim.step.inlined import InlinedStep
 from compiled_optim.step.step import Step
 from compiled_optim.step.use_of_gradients import refuse_whole
@@ -238,6 +238,13 @@ class Engine:
         """Note that somebody reads numbers where they lie, at any time: none of them waits for a step from now on."""
         self._changes.are_numbers_read = True
         Live.send(self._changes)
+
+    def hand_out(self, name: str, group: int) -> None:
+        """Note that somebody gets the live tensors of a hyperparameter; ``KeyError`` or ``IndexError`` if there are none."""
+        live = self.current().live
+        if name not in live[position(group, len(live))]:
+            raise KeyError(no_hyperparameter(self.holdings.kind, name))
+        self.holdings.own_groups[group].tensors(name)
 
     def follow_clipping(self) -> None:
         """Let CUDA graphs of compiled code know what of clipping was assigned, since replays ask nobody; or leave them.

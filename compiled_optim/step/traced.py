@@ -59,8 +59,8 @@ class Steppable(Protocol):
     def settle_for_graphs(self) -> bool:
         """Make :attr:`step` current, and all that it needs where a compiler's CUDA graph can hold it. Whether one can."""
 
-    def let_read(self) -> None:
-        """Let hyperparameters be where they are read at any time, not only in steps."""
+    def hand_out(self, name: str, group: int) -> None:
+        """Note that somebody gets the live tensors of a hyperparameter."""
 
     def run(self, grads: list[Tensor | None] | None = None) -> None:
         """Update the parameters from ``grads``, one entry for each, or from their own."""
@@ -154,9 +154,9 @@ def settle_groups(key: str) -> None:
 
 
 @called_while_tracing
-def let_read(key: str) -> None:
-    """:meth:`Steppable.let_read`."""
-    _optimizers[key].let_read()
+def hand_out(key: str, name: str, group: int) -> None:
+    """:meth:`Steppable.hand_out`."""
+    _optimizers[key].hand_out(name, group)
 
 
 @called_while_tracing

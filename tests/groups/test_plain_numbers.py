@@ -283,6 +283,15 @@ def test_compiled_code_reads_the_live_tensor() -> None:
     assert counter.frame_count == 1
 
 
+def test_a_tensor_that_compiled_code_returned_is_followed() -> None:
+    torch._dynamo.reset()
+    optimizer: Any = made()
+    group = optimizer.param_groups[0]
+    assert group["lr"] == 0.05
+    torch.compile(lambda: optimizer.hyperparameter("lr"), backend="eager")().fill_(0.25)
+    assert group["lr"] == 0.25
+
+
 def test_what_a_schedule_drives_is_read_as_a_copy() -> None:
     optimizer: Any = made()
     group = optimizer.param_groups[0]

@@ -9,6 +9,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -227,6 +228,39 @@ def test_a_number_that_waits_is_there_when_it_is_used(use: str, monkeypatch: pyt
     expected = trained(*USES[use])
     monkeypatch.setitem(torch_internals.CAPTURING, "cpu", lambda: None)  # numbers wait where graphs can be captured
     assert all(map(torch.equal, trained(*USES[use]), expected))
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_a_number_waits_on_where_sending_it_failed(error: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(torch_internals.CAPTURING, "cpu", lambda: None)
+    weight = nn.Parameter(torch.ones(2, dtype=torch.float64))
+    weight.grad = torch.ones_like(weight)
+    optimizer = co.SGD([weight], lr=1.0)
+    optimizer.param_groups[0]["lr"] = 0.125
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "_foreach_copy_", mock.Mock(side_effect=error))
+        with pytest.raises(error):
+            optimizer.step()
+    optimizer.step()
+    assert weight.tolist() == [0.875, 0.875]
+    assert optimizer.hyperparameter("lr") == optimizer.param_groups[0]["lr"] == 0.125
+
+
+def test_a_schedule_begins_with_a_number_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(torch_internals.CAPTURING, "cpu", lambda: None)
+    weight = nn.Parameter(torch.ones(2, dtype=torch.float64))
+    weight.grad = torch.ones_like(weight)
+    optimizer = co.SGD([weight], lr=1.0, lowering="eager")
+    optimizer.param_groups[0]["lr"] = 0.125
+    optimizer.schedule(lr=lambda step: 0.5 * step)
+    optimizer.schedule(lr=None)
+    assert optimizer.param_groups[0]["lr"] == 0.125
+    optimizer.param_groups[0]["lr"] = 0.25
+    optimizer.schedule(lr=lambda step: 0.5 * step)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "item", lambda tensor: pytest.fail("waited"))
+        optimizer.step()
+    assert weight.tolist() == [0.5, 0.5]
 
 
 def test_numerics_are_checked_with_a_number_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:

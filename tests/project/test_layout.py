@@ -99,16 +99,16 @@ def test_the_floor_plan_lists_every_floor_from_the_top() -> None:
 
 
 BUDGET = {
-    "": 2765,
+    "": 2770,
     "capture": 1430,
     "checkpoint": 1465,
-    "groups": 1425,
+    "groups": 1440,
     "lowering": 4715,
     "memory": 1000,
     "optimizers": 1975,
     "plan": 855,
     "rule": 2375,
-    "step": 2250,
+    "step": 2260,
 }
 """Lines of each folder's modules; "" are those beside the folders. A commit of its own raises one, and says why."""
 
