@@ -61,6 +61,7 @@ class Live:
         self._address = -1
         self.written_last = number
         self._version = _version(tensor)
+        self._fetched: tuple[int | None, float] = None, math.nan
         self._copy: Tensor | None = None  # what was read last while the device writes the number
 
     @property
@@ -102,7 +103,14 @@ class Live:
     @property
     def shown(self) -> float | Tensor:
         """What users read, as far as the host knows it; the tensor where it does not."""
-        return self.tensor if self.is_tensor or (known := self.number) is None else known
+        return self.tensor if self.is_tensor or (known := self._known) is None else known
+
+    @property
+    def _known(self) -> float | None:
+        """:attr:`number`, or what the last read fetched from the device, if nobody wrote since."""
+        version, fetched = self._fetched
+        is_current = version is not None and version == _version(self.tensor) and not self.is_driven
+        return fetched if (number := self.number) is None and is_current else number
 
     def read(self, label: str) -> float | Tensor:
         """What users read: a number, for which the host may wait, or a tensor. ``label`` names it in messages.
@@ -116,14 +124,14 @@ class Live:
             self.warn_of_lost_write(label)
             self._copy = self.tensor.detach().clone()
             return self._copy
-        if (known := self.number) is not None:
+        if (known := self._known) is not None:
             return known
         if is_lost(self.tensor):
             raise ValueError(f"{label} is a tensor whose storage was freed; it has no value")
         if is_fake(self.tensor):
             return self.tensor.detach().clone()
-        self.written_last, self._version = self.tensor.item(), _version(self.tensor)
-        return self.written_last
+        self._fetched = _version(self.tensor), self.tensor.item()
+        return self._fetched[1]
 
     def warn_of_lost_write(self, label: str) -> None:
         """Warn where somebody wrote to a tensor that was read while the device writes the number."""

@@ -263,6 +263,22 @@ def test_a_schedule_begins_with_a_number_that_waits(monkeypatch: pytest.MonkeyPa
     assert weight.tolist() == [0.5, 0.5]
 
 
+def test_a_read_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which buffers there are is decided by what was written, not by whether somebody looked."""
+    monkeypatch.setitem(torch_internals.CAPTURING, "cpu", lambda: None)
+    found = []
+    for reads in (False, True):
+        weight = nn.Parameter(torch.ones(2, dtype=torch.float64))
+        weight.grad = torch.ones_like(weight)
+        optimizer = co.SGD([weight], lr=0.1)
+        optimizer.step()
+        optimizer.hyperparameter("momentum").fill_(0.0)
+        assert not reads or optimizer.param_groups[0]["momentum"] == 0
+        optimizer.step()
+        found.append(sorted(optimizer.state[weight]))
+    assert found[0] == found[1]
+
+
 def test_numerics_are_checked_with_a_number_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(torch_internals.CAPTURING, "cpu", lambda: None)
     weight = nn.Parameter(torch.ones(8, dtype=torch.bfloat16))

@@ -102,7 +102,7 @@ BUDGET = {
     "": 2770,
     "capture": 1430,
     "checkpoint": 1465,
-    "groups": 1440,
+    "groups": 1450,
     "lowering": 4715,
     "memory": 1000,
     "optimizers": 1975,
