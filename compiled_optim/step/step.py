@@ -270,7 +270,6 @@ class RuleStep(Step):
 
     def settle(self, clipping: tuple[Any, ...]) -> None:
         self._clipping.take(*clipping)
-        Live.send(self._holdings.changes)
         self._make(self._by_plan([None] * len(self.params)))
         for lowering in self.lowerings:
             self._clipping.outcome(lowering.plan.device)

@@ -29,6 +29,7 @@ from capture_scenarios import (
     every_hyperparameter,
     give,
     kind_name,
+    lr_assigned,
     make,
     overflow,
     recaptures_of,
@@ -42,6 +43,7 @@ from torch import Tensor, nn
 
 import compiled_optim as co
 from compiled_optim import torch_internals
+from compiled_optim.groups import live
 from compiled_optim.optimizer import engine_of
 from compiled_optim.rule import storage
 
@@ -87,6 +89,10 @@ class TestStep:
             assert_equal(ours, twin, i)
         assert engine_of(ours.optimizer).steps == engine_of(twin.optimizer).steps
         return co.compile_report(ours.optimizer)
+
+    def test_numbers_that_wait_are_sent_before_the_capture_begins(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(live, "beside_captures", lambda *args: pytest.fail("sent in the capture"))
+        self.run(lr_assigned)
 
     @pytest.mark.parametrize("kind", KINDS, ids=kind_name)
     @pytest.mark.parametrize("scenario", SCENARIOS, ids=_names)

@@ -196,11 +196,14 @@ def compiled(model: nn.Module, optimizer: Any) -> None:
 
 
 def a_new_parameter(model: nn.Module, optimizer: Any) -> None:
-    """Whose state starts from the learning rate."""
+    """Whose state starts from a hyperparameter."""
     late = nn.Parameter(torch.ones(2, dtype=torch.float64))
     late.grad = torch.ones_like(late)
     optimizer.param_groups[0]["params"].append(late)
     optimizer.param_groups[0]["param_names"].append(f"late{id(late)}")
+    if isinstance(optimizer, co.Adagrad):
+        optimizer.param_groups[0]["initial_accumulator_value"] = 0.5
+        optimizer.state_dict()  # makes state without a step
     optimizer.step()
     model[0].weight.data[0, 0] += late.detach().sum()
 
@@ -214,6 +217,7 @@ USES: dict[str, tuple[Callable[..., Any], Callable[[nn.Module, Any], object]]] =
     "an operator": (co.AdamW, compiled),
     "inlined": (functools.partial(co.AdamW, lowering="inductor"), compiled),
     "state that starts from it": (co.Rprop, a_new_parameter),
+    "state that is made before the step": (co.Adagrad, a_new_parameter),
     "clipping": (functools.partial(co.SGD, max_grad_norm=0.1), lambda model, optimizer: optimizer.step()),
     "a copy": (co.AdamW, lambda model, optimizer: copy.deepcopy((model, optimizer))[1].step()),
     "a checkpoint": (
