@@ -311,6 +311,16 @@ def test_what_a_schedule_drives_is_read_as_a_copy() -> None:
     assert typed(group["lr"]) == typed(0.25)
 
 
+def test_a_write_to_a_copy_warns_in_the_next_step() -> None:
+    optimizer: Any = made()
+    optimizer.schedule(lr=lambda step: 0.5 / step)
+    optimizer.step()
+    optimizer.param_groups[0]["lr"].mul_(2)
+    with pytest.warns(UserWarning, match=r"opt\.schedule\(lr=None\) ends that schedule"):
+        optimizer.step()
+    optimizer.step()
+
+
 @pytest.mark.parametrize(
     "write",
     [

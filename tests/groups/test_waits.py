@@ -257,6 +257,7 @@ def test_a_schedule_begins_with_a_number_that_waits(monkeypatch: pytest.MonkeyPa
     optimizer = co.SGD([weight], lr=1.0, lowering="eager")
     optimizer.param_groups[0]["lr"] = 0.125
     optimizer.schedule(lr=lambda step: 0.5 * step)
+    assert optimizer.param_groups[0]["lr"] == 0.125
     optimizer.schedule(lr=None)
     assert optimizer.param_groups[0]["lr"] == 0.125
     optimizer.param_groups[0]["lr"] = 0.25
