@@ -311,6 +311,16 @@ def test_what_a_schedule_drives_is_read_as_a_copy() -> None:
     assert typed(group["lr"]) == typed(0.25)
 
 
+@pytest.mark.parametrize("value", [0.25, torch.tensor(0.25)], ids=["number", "tensor"])
+def test_a_write_past_the_group_is_noticed_by_a_read(value: Any) -> None:
+    optimizer: Any = made()
+    group, before = optimizer.param_groups[0], optimizer.hyperparameter("lr")
+    dict.__setitem__(group, "lr", value)
+    assert group["lr"] == 0.25
+    assert optimizer.hyperparameter("lr") is before
+    assert before == 0.25
+
+
 def test_a_write_to_a_copy_warns_in_the_next_step() -> None:
     optimizer: Any = made()
     optimizer.schedule(lr=lambda step: 0.5 / step)
