@@ -452,6 +452,7 @@ def test_a_loaded_number_is_the_checkpoints(number: float) -> None:
     saved = co.AdamW([Parameter(torch.ones(2))], lr=number).state_dict()
     optimizer.load_state_dict(saved)
     assert optimizer.param_groups[0]["lr"] == number
+    assert type(optimizer.param_groups[0]["lr"]) is float
     assert optimizer.state_dict()["param_groups"][0]["lr"] == number
     assert (optimizer.hyperparameter("lr") is before) == (number == 0.25)
     assert given == (0.5 if number == 0.003 else number)
