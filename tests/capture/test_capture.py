@@ -389,6 +389,20 @@ class TestTrainingStep:
         assert engine_of(ours.optimizer).steps == engine_of(twin.optimizer).steps
         return co.compile_report(ours.optimizer)
 
+    def test_a_number_out_of_range_is_refused_by_the_replay(self) -> None:
+        side = make()
+        runner = co.CUDAGraphRunner(functools.partial(train, side), optimizers=side.optimizer, modules=side.model)
+        for i in range(6):
+            runner(batch(i))
+        before = [p.detach().clone() for p in side.params]
+        side.optimizer.param_groups[0]["lr"] = -1.0
+        with pytest.raises(ValueError, match=r"lr of param_groups\[0\] must be >= 0"):
+            runner(batch(6))
+        assert all(map(torch.equal, before, side.params))
+        side.optimizer.param_groups[0]["lr"] = 0.1
+        runner(batch(6))
+        assert co.compile_report(side.optimizer).recaptures == 0
+
     @pytest.mark.parametrize("kind", KINDS, ids=kind_name)
     @pytest.mark.parametrize("scenario", SCENARIOS, ids=_names)
     def test_equals_uncaptured(self, scenario: Scenario, kind: dict[str, Any]) -> None:
