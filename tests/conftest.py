@@ -50,11 +50,11 @@ def seed() -> None:
 def fresh_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Start with no kernel in memory, so that compilations are counted from zero."""
     from compiled_optim.lowering import multi_tensor, stacked
-    from compiled_optim.lowering.torch_ops import coefficient_graph, inductor, listed
+    from compiled_optim.lowering.torch_ops import coefficients, inductor
 
-    for module in (inductor, listed, multi_tensor, stacked):
+    for module in (inductor, multi_tensor, stacked):
         monkeypatch.setattr(module, "_kernels", {})
-    monkeypatch.setattr(coefficient_graph, "_graphs", {})
+    monkeypatch.setattr(coefficients, "_graphs", {})
 
 
 @pytest.fixture

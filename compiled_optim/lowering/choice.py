@@ -12,7 +12,6 @@ from compiled_optim.lowering.sparse.row_table import RowTableLowering
 from compiled_optim.lowering.stacked import StackedLowering, StackTableLowering
 from compiled_optim.lowering.torch_ops.eager import EagerLowering
 from compiled_optim.lowering.torch_ops.inductor import InductorLowering
-from compiled_optim.lowering.torch_ops.listed import ListLowering
 from compiled_optim.memory import cpp_library
 from compiled_optim.plan.clipping import Clipping
 from compiled_optim.plan.compilations import CompilationLog
@@ -47,7 +46,7 @@ def lower(plan: Plan, wanted: str, clipping: Clipping, log: CompilationLog, diff
         return EagerLowering(plan, clipping, differentiable=differentiable)
     if name == "multi_tensor":
         return MultiTensorLowering(plan, clipping, log)
-    return (InductorLowering if plan.device.type == "cpu" else ListLowering)(plan, clipping, log)
+    return InductorLowering(plan, clipping, log)
 
 
 def _elementwise(plan: Plan, wanted: str, log: CompilationLog) -> str:

@@ -19,7 +19,7 @@ from compiled_optim.lowering.kernels.pointers import GradientPointers, HyperPoin
 from compiled_optim.lowering.kernels.table import CoefficientTable, Kernel, pieces, spans
 from compiled_optim.memory import addresses
 from compiled_optim.memory.addresses import EMPTY
-from compiled_optim.memory.layout import MemoryOrder, has_memory, real_numel
+from compiled_optim.memory.layout import has_memory, real_numel
 from compiled_optim.memory.sharding import add_over_shards
 from compiled_optim.plan.clipping import Clipping
 from compiled_optim.plan.compilations import CompilationLog
@@ -160,11 +160,7 @@ class PlanTensors:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         members = plan.members
-        self._orders = [MemoryOrder(m.param) for m in members]
-        for member, order in zip(members, self._orders, strict=True):
-            for name in plan.buffers:
-                grouped = name in plan.grouped_buffers
-                member.put(name, order.arranged_state(member.entries[name], grouped=grouped))
+        self._orders = list(map(plan.memory_order, members))
         self.numels = [real_numel(m.param) for m in members]  # real numbers in each; of a DTensor in this process's part
         self.whole_numels = [real_numel(m.owner) for m in members]  # the same, of a DTensor in all parts
         self.table = upload(

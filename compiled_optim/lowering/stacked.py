@@ -23,8 +23,7 @@ from compiled_optim.lowering.kernels.table import CoefficientTable, Kernel
 from compiled_optim.lowering.multi_tensor import current_device, obtain_kernel
 from compiled_optim.lowering.partial_sums import decompositions
 from compiled_optim.lowering.torch_ops.inductor import OPTIONS, fits_indices, say_too_large
-from compiled_optim.lowering.torch_ops.rule_step import rule_step
-from compiled_optim.lowering.torch_ops.torch_lowering import TorchLowering
+from compiled_optim.lowering.torch_ops.torch_lowering import TorchLowering, rule_step
 from compiled_optim.memory.kept_graph import obtain_graph
 from compiled_optim.memory.layout import compute_dtype, is_plain, plain_copy
 from compiled_optim.memory.sharding import parts_of_stack, whole_stack

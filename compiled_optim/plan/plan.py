@@ -21,7 +21,7 @@ from compiled_optim.groups.names import advising, canonical_name, parameter_name
 from compiled_optim.groups.param_group import ParamGroup
 from compiled_optim.groups.scales import ignores_prefixes, number_of
 from compiled_optim.memory.addresses import Addresses, gradient
-from compiled_optim.memory.layout import has_memory, is_lost, obstacle, scalars_device, span
+from compiled_optim.memory.layout import MemoryOrder, has_memory, is_lost, obstacle, scalars_device, span
 from compiled_optim.memory.sharding import (
     as_part_of,
     has_whole_groups,
@@ -138,6 +138,13 @@ class Plan:
         names = (*scalar_names(self.rule), *self.buffers)
         state = [m.entries[name] for m in self.members for name in names]
         return Addresses(params, self.grad_dtypes[: len(params)], list(filter(has_memory, state)))
+
+    def memory_order(self, member: Member) -> MemoryOrder:
+        """The order of memory in which ``member`` is updated, after its state was brought into it."""
+        order = MemoryOrder(member.param)
+        for name in self.buffers:
+            member.put(name, order.arranged_state(member.entries[name], grouped=name in self.grouped_buffers))
+        return order
 
     @property
     def state_moved(self) -> bool:

@@ -13,9 +13,8 @@ from torch import nn
 
 import compiled_optim as co
 from compiled_optim import torch_internals
-from compiled_optim.lowering import choice
-from compiled_optim.lowering.torch_ops import coefficient_graph, inductor, listed
-from compiled_optim.lowering.torch_ops.listed import ListLowering
+from compiled_optim.lowering.torch_ops import coefficients, inductor, lists
+from compiled_optim.lowering.torch_ops.inductor import InductorLowering
 from compiled_optim.optimizer import engine_of
 from perf.lowering import fake_cuda as fake
 from perf.lowering import inductor_source
@@ -29,7 +28,7 @@ SHAPES = [(3,), (4, 16), (1,), (64,), (4099,), (40, 128), (4096,), (0,)]
 def on_cpu(fresh_kernels: None) -> Iterator[None]:
     """Let CPU tensors take an accelerator's lowering, in lists of two."""
     torch._dynamo.reset()
-    with mock.patch.object(choice, "InductorLowering", ListLowering), mock.patch.object(listed, "COUNT", 2):
+    with mock.patch.object(lists, "fuses_lists", return_value=True), mock.patch.object(inductor, "COUNT", 2):
         yield
     torch._dynamo.reset()
 
@@ -38,9 +37,8 @@ def on_cpu(fresh_kernels: None) -> Iterator[None]:
 def uncompiled() -> Iterator[None]:
     """Run what would be compiled."""
     with (
-        mock.patch.object(inductor, "_make", inductor._uncompiled),
-        mock.patch.object(listed, "_make", listed._functions),
-        mock.patch.object(coefficient_graph, "_make", coefficient_graph._function),
+        mock.patch.object(inductor, "_make", inductor.uncompiled),
+        mock.patch.object(coefficients, "_make", coefficients._function),
     ):
         yield
 
@@ -72,7 +70,7 @@ def _stepped(case: Case, lowering: str, dtype: torch.dtype = torch.float32) -> t
 def _assert_alike(case: Case, dtype: torch.dtype = torch.float32) -> None:
     params, optimizer = _stepped(case, "inductor", dtype)
     wanted, reference = _stepped(case, "eager", dtype)
-    assert {type(lowering) for lowering in engine_of(optimizer).step.lowerings} == {ListLowering}
+    assert {type(lowering) for lowering in engine_of(optimizer).step.lowerings} == {InductorLowering}
     assert engine_of(optimizer).holdings.log.fallbacks == {}
     for param, other in zip(params, wanted, strict=True):
         _assert_close(case, param.detach(), other.detach(), 1e-7)
@@ -187,6 +185,6 @@ def test_metal_has_lists_without_float64() -> None:
         params[1].grad = None
         optimizer.step()
         (lowering,) = engine_of(optimizer).step.lowerings
-    assert type(lowering) is ListLowering
+    assert type(lowering) is InductorLowering
     assert torch.float32 in made
     assert torch.float64 not in made

@@ -11,8 +11,7 @@ from stored_cases import CASES, MINIMUM
 from torch import nn
 
 import compiled_optim as co
-from compiled_optim.lowering.torch_ops import inlined
-from compiled_optim.lowering.torch_ops.inlined import InlinedPlan
+from compiled_optim.lowering.torch_ops import inlined, lists
 from compiled_optim.optimizer import engine_of
 from compiled_optim.rule import storage
 from compiled_optim.torch_internals import compiles_means_with_lists
@@ -150,7 +149,7 @@ def test_code_for_a_gpu_computes_what_that_for_a_cpu_does(
     optimizer: type[co.CompiledOptimizer], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With coefficients in pairs, and expressions that end in operations over lists; on a CPU."""
-    monkeypatch.setattr(InlinedPlan, "fuses_lists", staticmethod(lambda device: True))
+    monkeypatch.setattr(lists, "fuses_lists", lambda device: True)
     torch.manual_seed(0)
     grads = [[torch.randn(shape) for shape in ((5, 3), (7,), ())] for _ in range(4)]
     sides = []

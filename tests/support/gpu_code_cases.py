@@ -18,10 +18,10 @@ from lamb import Lamb
 from torch import Tensor, nn
 
 import compiled_optim as co
-from compiled_optim.lowering.torch_ops import coefficient_graph, listed
+from compiled_optim.lowering.torch_ops import coefficients, inductor, lists
 from compiled_optim.rule import Number, buffer, hyper
 from compiled_optim.rule.fields import Static
-from compiled_optim.torch_compiler import CompiledGraph
+from compiled_optim.torch_compiler import CompiledGraph, without_memory
 
 MINIMUM = 64
 """Elements from which parameters are stored as ``weights`` and ``state_dtype`` say, in these tests."""
@@ -76,12 +76,18 @@ class Written(NamedTuple):
 @contextlib.contextmanager
 def in_lists_of_two(compile_graph: Callable[..., CompiledGraph | str]) -> Iterator[None]:
     """Let optimizers that are made and called inside have lists of two tensors, and nothing that was compiled before."""
+
+    def obtain_graph(function: Any, example: Any, device: str, options: Any, *, from_one: bool) -> CompiledGraph | str:
+        with without_memory():
+            return compile_graph(function, *example(device), options, from_one=from_one)
+
     with (
-        mock.patch.object(listed, "COUNT", 2),
-        mock.patch.object(listed, "_kernels", {}),
-        mock.patch.object(coefficient_graph, "_graphs", {}),
-        mock.patch.object(listed, "compile_graph", compile_graph),
-        mock.patch.object(coefficient_graph, "compile_graph", compile_graph),
+        mock.patch.object(lists, "fuses_lists", return_value=True),
+        mock.patch.object(inductor, "COUNT", 2),
+        mock.patch.object(inductor, "_kernels", {}),
+        mock.patch.object(coefficients, "_graphs", {}),
+        mock.patch.object(inductor, "obtain_graph", obtain_graph),
+        mock.patch.object(coefficients, "compile_graph", compile_graph),
     ):
         yield
 

@@ -24,9 +24,7 @@ from torch import Tensor
 from triton import language
 from triton.runtime.interpreter import TensorHandle
 
-from compiled_optim.lowering import choice
-from compiled_optim.lowering.torch_ops.inlined import InlinedPlan
-from compiled_optim.lowering.torch_ops.listed import ListLowering
+from compiled_optim.lowering.torch_ops import lists
 from compiled_optim.rule import storage
 from compiled_optim.torch_compiler import CompiledGraph
 
@@ -118,8 +116,7 @@ def _stepped(case: GPUCase, lowering: str, compiled: Callable[[list[Tensor]], An
 
 def _inlined(case: GPUCase, source: str, folder: Path) -> dict[str, Tensor]:
     """After steps whose operations a compiled function holds."""
-    fusing = mock.patch.object(InlinedPlan, "fuses_lists", staticmethod(lambda device: True))
-    with fusing:
+    with mock.patch.object(lists, "fuses_lists", return_value=True):
         return _stepped(case, "inductor", _loaded(source, folder))
 
 
@@ -135,7 +132,7 @@ def _called(case: GPUCase, functions: list[Written], folder: Path) -> dict[str, 
         source, order, returned = next(given)
         return CompiledGraph(_loaded(source, folder) if source else _unused, order, returned)
 
-    with mock.patch.object(choice, "InductorLowering", ListLowering), in_lists_of_two(compile_graph):
+    with in_lists_of_two(compile_graph):
         found = _stepped(case, "inductor")
     assert next(given, None) is None
     return found

@@ -8,11 +8,9 @@ from torch import Tensor
 
 from compiled_optim.lowering.gradient import square_sum
 from compiled_optim.lowering.sparse.entries import Entries, entries_of, has_distinct_rows
-from compiled_optim.lowering.torch_ops import inductor
-from compiled_optim.lowering.torch_ops.arranged import UPDATE, Kernel
-from compiled_optim.lowering.torch_ops.rule_step import rule_step
+from compiled_optim.lowering.torch_ops.inductor import LISTS, UPDATE, ListKernel, obtain_kernel, uncompiled
 from compiled_optim.lowering.torch_ops.torch_lowering import TorchLowering
-from compiled_optim.memory.layout import compute_dtype
+from compiled_optim.memory.layout import as_real, compute_dtype
 from compiled_optim.plan.clipping import Clipping
 from compiled_optim.plan.compilations import CompilationLog
 from compiled_optim.plan.kernel_key import kernel_key
@@ -35,23 +33,18 @@ class GatheredRowsLowering(TorchLowering):
         super().__init__(plan, clipping)
         self.name = "inductor" if compiled else "eager"
         self._log = log
-        self._compiled = compiled
-        self._kernels: list[Kernel] = []
+        self._keys = [kernel_key(plan, m, compute_dtype(m.param.dtype), LISTS) for m in plan.members]
+        self._kernels = [] if compiled else [ListKernel(key, uncompiled(key)) for key in self._keys]
         self._entries: dict[int, Entries] = {}
-        self._update = rule_step(plan.rule, plan.statics)
 
     @property
     def is_compiled(self) -> bool:
-        return bool(self._kernels) or not self._compiled
+        return bool(self._kernels)
 
     def compile(self) -> None:
-        if self._compiled and not self._kernels:
-            self._kernels = [
-                inductor.obtain_kernel(
-                    self._log, kernel_key(self.plan, m, compute_dtype(m.param.dtype), "in place"), [m.name]
-                )
-                for m in self.plan.members
-            ]
+        if not self._kernels:
+            keys = zip(self._keys, self.plan.members, strict=True)
+            self._kernels = [ListKernel(key, obtain_kernel(self._log, key, [member.name])) for key, member in keys]
 
     def prepare(self, grads: list[Tensor | None] | None) -> None:
         super().prepare(grads)
@@ -70,11 +63,11 @@ class GatheredRowsLowering(TorchLowering):
         coefficients, _ = self._advance()
         for position, entries in self._entries.items():
             if entries.sums.numel():
-                member, column = self.plan.members[position], coefficients[:, position].to(entries.sums.dtype)
+                member = self.plan.members[position]
                 tensors = [member.param.detach(), *(member.entries[name] for name in self.plan.buffers)]
                 if entries.sums.dim() == member.param.dim() + 1:  # without sparse dimensions there is one row
                     tensors = [t.unsqueeze(0) for t in tensors]
-                self._update_rows(position, tensors, entries, column.unbind())
+                self._update_rows(position, tensors, entries, coefficients[:, position])
 
     def finish(self) -> None:
         super().finish()
@@ -85,16 +78,11 @@ class GatheredRowsLowering(TorchLowering):
             if grad is not None and i not in self._entries:
                 self._entries[i] = entries_of(grad, compute_dtype(member.param.dtype), distinct=self._distinct[i])
 
-    def _update_rows(
-        self, position: int, tensors: Sequence[Tensor], entries: Entries, coefficients: Sequence[Tensor]
-    ) -> None:
-        grad = entries.sums[entries.elected]
-        rows = [t[entries.index].contiguous() for t in tensors]
-        if self._compiled:
-            flat = [t.view(-1) for t in (rows[0], grad, *rows[1:])]
-            self._kernels[position][UPDATE](grad.numel(), [*flat, *coefficients])
-        else:
-            param, buffers = self._update(rows[0], grad, rows[1:], coefficients)
-            rows = [param, *buffers]
-        for tensor, new in zip(tensors, rows, strict=True):
+    def _update_rows(self, position: int, tensors: Sequence[Tensor], entries: Entries, coefficients: Tensor) -> None:
+        param, *buffers = (t[entries.index].contiguous() for t in tensors)
+        rows = [param, entries.sums[entries.elected], *buffers]
+        flat = [as_real(t).reshape(-1) for t in rows]
+        kernel = self._kernels[position]
+        kernel.run(UPDATE, [flat], coefficients.repeat(kernel.count, 1))
+        for tensor, new in zip(tensors, (param, *buffers), strict=True):
             tensor.index_put_(entries.index, new)

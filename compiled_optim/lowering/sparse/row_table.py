@@ -21,7 +21,7 @@ from compiled_optim.lowering.interface import Capturable
 from compiled_optim.lowering.kernels.pointers import HyperPointers, upload
 from compiled_optim.lowering.kernels.table import BUFFERS, NUMEL, PARAM, CoefficientTable, Kernel
 from compiled_optim.lowering.sparse.entries import add_up, has_distinct_rows, row_strides
-from compiled_optim.lowering.torch_ops.recent import Recent
+from compiled_optim.lowering.torch_ops.torch_lowering import Recent
 from compiled_optim.memory.layout import compute_dtype
 from compiled_optim.plan.clipping import Clipping
 from compiled_optim.plan.compilations import CompilationLog

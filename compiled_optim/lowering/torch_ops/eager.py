@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from compiled_optim.conversion import filled
-from compiled_optim.lowering.torch_ops.rule_step import rule_means, rule_step
-from compiled_optim.lowering.torch_ops.torch_lowering import TorchLowering
-from compiled_optim.memory.layout import MemoryOrder, as_real, compute_dtype, flat, real_numel
+from compiled_optim.lowering.torch_ops.torch_lowering import TorchLowering, Vectors, rule_means, rule_step
+from compiled_optim.memory.layout import as_real, compute_dtype, real_numel
 from compiled_optim.plan.clipping import Clipping
 from compiled_optim.plan.plan import Member, Plan
-from compiled_optim.rule.bits import GROUP
 
 _Values: TypeAlias = tuple[Any, ...]  # what an update takes
 
@@ -34,7 +31,8 @@ class EagerLowering(TorchLowering):
         self._update = rule_step(plan.rule, plan.statics)
         self._averaged = [rule_means(plan.rule, plan.statics, stage) for stage in range(len(plan.rule.means))]
         self._differentiable = differentiable
-        self._orders = self._in_memory_order()
+        by_memory = plan.rule.goes_by_memory(plan.statics)
+        self._vectors = {id(m): Vectors(plan, m) for m in plan.members} if by_memory else None
 
     is_compiled = True
 
@@ -46,8 +44,8 @@ class EagerLowering(TorchLowering):
             coefficients, _ = self._advance()
             for member, values in self._present(coefficients):
                 new_param, new_buffers = self._update(*values)
-                if self._orders is not None:
-                    self._store(member, new_param, new_buffers)
+                if self._vectors is not None:
+                    self._vectors[id(member)].store([new_param, *new_buffers])
                     continue
                 if member.param.is_complex():
                     new_param, *new_buffers = (torch.view_as_complex(t) for t in (new_param, *new_buffers))
@@ -72,47 +70,13 @@ class EagerLowering(TorchLowering):
             if grad is None:
                 continue
             numbers = column.to(compute_dtype(member.param.dtype)).unbind()
-            if self._orders is not None:
-                yield member, (*self._in_order(member, grad), numbers, self._index(member))
+            if self._vectors is not None:
+                param, vector, *buffers = self._vectors[id(member)].read(grad)
+                index = torch.arange(len(param), device=param.device).to(torch.int32)
+                yield member, (param, vector, buffers, numbers, index)
                 continue
             old = member.param.clone() if self._differentiable else member.param
             if self.plan.wrapped:
                 old = old * 1  # a plain tensor where the class lacks operations that the step takes
             buffers = [as_real(member.entries[n]) for n in names]
             yield member, (as_real(old), as_real(grad.resolve_conj()), buffers, numbers)
-
-    def _in_memory_order(self) -> dict[int, MemoryOrder] | None:
-        """The orders of members, by their ``id``, where the rule goes by the order of memory; None where it does not."""
-        plan = self.plan
-        if not plan.rule.goes_by_memory(plan.statics):
-            return None
-        orders = {id(m): MemoryOrder(m.param) for m in plan.members}
-        for m in plan.members:
-            for name in plan.buffers:
-                grouped = name in plan.grouped_buffers
-                m.put(name, orders[id(m)].arranged_state(m.entries[name], grouped=grouped))
-        return orders
-
-    def _in_order(self, member: Member, grad: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Parameter, gradient and buffers as vectors in the order of memory, with zeros that fill up the last group."""
-        assert self._orders is not None
-        order = self._orders[id(member)]
-        order.load()
-        param, grad = (filled(flat(t)) for t in (order.target, order.arranged(grad)))
-        entries = ((name, flat(member.entries[name])) for name in self.plan.buffers)
-        return param, grad, [e if name in self.plan.grouped_buffers else filled(e) for name, e in entries]
-
-    def _index(self, member: Member) -> Tensor:
-        count = -(-member.param.numel() // GROUP) * GROUP
-        return torch.arange(count, device=member.param.device).to(torch.int32)
-
-    def _store(self, member: Member, new_param: Tensor, new_buffers: Sequence[Tensor]) -> None:
-        """Write what :meth:`_in_order` read."""
-        assert self._orders is not None
-        order = self._orders[id(member)]
-        for target, new in zip(
-            (order.target, *(member.entries[n] for n in self.plan.buffers)), (new_param, *new_buffers), strict=True
-        ):
-            written = flat(target)
-            written.copy_(new[: len(written)])
-        order.store()

@@ -1,55 +1,56 @@
-"""The lowering through torch.compile and Inductor: C++ on a CPU, Triton on a GPU.
+"""The lowering through torch.compile and Inductor, C++ on a CPU and Triton on a GPU: a launch updates a list of tensors.
 
-One kernel per :class:`KernelKey` serves every tensor and every optimizer of the process. Its first dimension may have any
-size, so neither the number of tensors nor their shapes compile anything. Small tensors are packed: they are copied through
-the rows of a few shared buffers, and one call updates them all. Large tensors are updated where they are.
+A list has a fixed number of tensors of any sizes, updated where they are. So one kernel per :class:`KernelKey` serves every
+list of the process: neither the number of tensors, nor their shapes, nor which of them have gradients compile anything.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from compiled_optim.lowering.torch_ops.arranged import (
-    IN_PLACE,
-    LAYOUTS,
-    PACKED,
-    UPDATE,
-    Graph,
-    Kernel,
-    Part,
-    columns,
-    reads_index,
-)
-from compiled_optim.lowering.torch_ops.rule_step import rule_means, rule_step
-from compiled_optim.lowering.torch_ops.torch_lowering import TorchLowering
+from compiled_optim.lowering.torch_ops import lists
+from compiled_optim.lowering.torch_ops.coefficients import CoefficientGraph
+from compiled_optim.lowering.torch_ops.lists import Lists, programs
+from compiled_optim.lowering.torch_ops.torch_lowering import Recent, TorchLowering, Vectors
 from compiled_optim.memory.kept_graph import obtain_graph
-from compiled_optim.memory.layout import real_numel
+from compiled_optim.memory.layout import compute_dtype, real_numel, scalar_dtype
 from compiled_optim.plan.clipping import Clipping
 from compiled_optim.plan.compilations import CompilationLog
 from compiled_optim.plan.kernel_key import KernelKey, kernel_key
 from compiled_optim.plan.plan import Plan
 from compiled_optim.rule.bits import GROUP
 from compiled_optim.torch_compiler import CompiledGraph
+from compiled_optim.torch_internals import let_compilers_trace
 
-PACKED_LIMIT = 16384  # elements below which copying a tensor costs less than a call of its own
+Kernel: TypeAlias = Mapping[int, Callable[[Sequence[int], list[Tensor]], Any]]
+"""The code of one key, of the tensors' sizes and the tensors: the rule's means by stage, and the update."""
+
+UPDATE = -1  # what stands for a stage where a kernel updates
+
+COUNT, COUNT_UNFUSED = 16, 4
+"""Tensors in a list, where Inductor makes one kernel of a list and where it makes a loop for each of its tensors."""
+
+LISTS, LISTS_OF_ROWS = "lists", "lists of rows"  # arrangements of tensors
+_ALIGNED = 16  # elements in a row, where no group says otherwise, of which code knows that they are whole vectors
 
 _INDICES = (1 << 31) - (1 << 16)
 """How many elements code for an accelerator tells apart that was made for few: the last block's indices have 32 bits too."""
 
 OPTIONS = {"cpp.dynamic_threads": True}  # follow torch.set_num_threads
+_LIST_OPTIONS = {"combo_kernel_max_num_args": 1 << 20}  # a list is one kernel, whatever it reads
 _kernels: dict[KernelKey, Kernel | str] = {}  # or why there is none
 _serial = itertools.count()
 
 
 def obtain_kernel(log: CompilationLog, key: KernelKey, names: Sequence[str]) -> Kernel:
     """The process's kernel of ``key``, for the parameters ``names`` of the optimizer that keeps ``log``."""
-    return log.obtain_or_fall_back(_kernels, key, names, _make, _uncompiled)
+    return log.obtain_or_fall_back(_kernels, key, names, _make, uncompiled)
 
 
 def fits_indices(device: torch.device, elements: int) -> bool:
@@ -66,45 +67,40 @@ def say_too_large(log: CompilationLog, name: str) -> None:
 
 
 class InductorLowering(TorchLowering):
-    """Runs the step of one plan with Inductor's kernels, or without where these cannot count a tensor's elements."""
+    """Runs the step of one plan with Inductor's kernels, or without where these cannot count a tensor's elements.
+
+    On accelerators, where each operation is a launch, a graph evaluates the coefficients.
+    """
 
     name = "inductor"
 
     def __init__(self, plan: Plan, clipping: Clipping, log: CompilationLog) -> None:
         super().__init__(plan, clipping)
         self._log = log
+        if lists.fuses_lists(plan.device):
+            self._stage = CoefficientGraph(plan, clipping, log)
         positions: dict[tuple[KernelKey, bool], list[int]] = {}
         for i, (member, grad_dtype) in enumerate(zip(plan.members, plan.grad_dtypes, strict=True)):
             if member.param.numel() > 0:
-                fits = fits_indices(plan.device, real_numel(member.param))
-                key = kernel_key(plan, member, grad_dtype, self._arrangement(member.param) if fits else IN_PLACE)
-                positions.setdefault((key, fits), []).append(i)
-        self._parts = {self._part(plan, where, s): fits for (s, fits), where in positions.items()}
-
-    def _arrangement(self, param: Tensor) -> str:
-        # A last group that is not whole needs memory behind it, which the rows of packed tensors have.
-        is_packed = param.numel() < PACKED_LIMIT or (self.plan.grouped_buffers and param.numel() % GROUP)
-        return PACKED if is_packed else IN_PLACE
-
-    def _part(self, plan: Plan, positions: Sequence[int], key: KernelKey) -> Part:
-        return LAYOUTS[key.arrangement](plan, positions, key)
-
-    def _kernel(self, key: KernelKey, names: Sequence[str]) -> Kernel:
-        return obtain_kernel(self._log, key, names)
+                numel = real_numel(member.param)
+                in_rows = plan.grouped_buffers or (lists.fuses_lists(plan.device) and numel % _ALIGNED == 0)
+                key = kernel_key(plan, member, grad_dtype, LISTS_OF_ROWS if in_rows else LISTS)
+                positions.setdefault((key, fits_indices(plan.device, numel)), []).append(i)
+        self._parts = [Part(plan, where, key, fits=fits) for (key, fits), where in positions.items()]
 
     def compile(self) -> None:
-        for part, fits in self._parts.items():
+        self._stage.compile()
+        for part in self._parts:
             if part.kernel is None:
                 names = [self.plan.members[i].name for i in part.positions]
-                if fits:
-                    part.kernel = self._kernel(part.key, names)
-                else:
+                if not part.fits:
                     say_too_large(self._log, names[0])
-                    part.kernel = _uncompiled(part.key)
+                kernel = obtain_kernel(self._log, part.key, names) if part.fits else uncompiled(part.key)
+                part.kernel = ListKernel(part.key, kernel)
 
     @property
     def is_compiled(self) -> bool:
-        return all(part.kernel is not None for part in self._parts)
+        return self._stage.is_compiled and all(part.kernel is not None for part in self._parts)
 
     def launch(self) -> None:
         coefficients, _ = self._advance()
@@ -116,63 +112,163 @@ class InductorLowering(TorchLowering):
             part.sum_means(stage, self._grads, coefficients, sums)
 
 
+class Part:
+    """Tensors of a plan, at ``positions``, that share a kernel, as vectors in memory order or as rows that are whole."""
+
+    def __init__(self, plan: Plan, positions: Sequence[int], key: KernelKey, *, fits: bool) -> None:
+        # Tensors of similar sizes share a list, whatever their order.
+        self.positions = tuple(sorted(positions, key=lambda i: -plan.members[i].param.numel()))
+        self.key = key
+        self.fits = fits
+        self.kernel: ListKernel | None = None
+        self._count = _count(key)
+        self._vectors = [Vectors(plan, plan.members[i]) for i in self.positions]
+        self._numels = [real_numel(plan.members[i].param) for i in self.positions]
+        self._columns: Recent[tuple[int, ...], Tensor] = Recent(256)
+
+    def step(self, grads: Sequence[Tensor | None], coefficients: Tensor) -> None:
+        """Update the tensors whose entry in ``grads``, over the whole plan, is not None."""
+        assert self.kernel is not None
+        for here, tensors, rows in self._lists(grads, coefficients):
+            self.kernel.run(UPDATE, tensors, rows)
+            for k, own in zip(here, tensors, strict=True):
+                del own[1]  # the gradient
+                self._vectors[k].store(own)
+
+    def sum_means(self, stage: int, grads: Sequence[Tensor | None], coefficients: Tensor, sums: Tensor) -> None:
+        """Write to ``sums``, (expressions, tensors of the plan), what a stage of the rule's means is over each tensor."""
+        assert self.kernel is not None
+        for here, tensors, rows in self._lists(grads, coefficients):
+            found = self.kernel.run(stage, tensors, rows)
+            for place, k in enumerate(here):  # torch adds up many numbers on many processors, whatever their number
+                own = [e.view(-1)[: self._numels[k]].sum(dtype=sums.dtype) for e in found[place :: self._count]]
+                sums[:, self.positions[k]] = torch.stack(own)
+
+    def _lists(
+        self, grads: Sequence[Tensor | None], coefficients: Tensor
+    ) -> Iterator[tuple[Sequence[int], list[list[Tensor]], Tensor]]:
+        """The tensors that have a gradient, list by list: which of them, what a kernel takes of each, coefficients."""
+        present = tuple(k for k, i in enumerate(self.positions) if grads[i] is not None)
+        if not present:
+            return
+        rows = coefficients.t().index_select(0, self._columns.get(present, self._columns_of))
+        for start in range(0, len(present), self._count):
+            here = present[start : start + self._count]
+            yield here, [self._read(k, grads) for k in here], rows[start : start + self._count]
+
+    def _read(self, k: int, grads: Sequence[Tensor | None]) -> list[Tensor]:
+        grad = grads[self.positions[k]]
+        assert grad is not None
+        return self._vectors[k].read(grad)
+
+    def _columns_of(self, present: tuple[int, ...]) -> Tensor:
+        """The positions of those ``present``, and then some position, up to a whole number of lists."""
+        positions = [self.positions[k] for k in present]
+        return torch.tensor(positions + positions[:1] * (-len(positions) % self._count), device=self._vectors[0].device)
+
+
+class ListKernel:
+    """A kernel with what stands in for the tensors that a list lacks."""
+
+    def __init__(self, key: KernelKey, kernel: Kernel) -> None:
+        self._kernel = kernel
+        self._rows = [row for row, _ in _kinds(key)]
+        self._stand_ins = [torch.zeros(1, *row, dtype=dtype, device=key.device) for row, dtype in _kinds(key)]
+        self.count = _count(key)
+
+    def run(self, stage: int, tensors: Sequence[Sequence[Tensor]], rows: Tensor) -> Sequence[Tensor]:
+        """Run a stage on the vectors of at most ``count`` tensors, with ``rows`` of coefficients, (count, coefficients)."""
+        shaped = [[t.view(-1, *row) for t, row in zip(own, self._rows, strict=True)] for own in tensors]
+        shaped += [self._stand_ins] * (self.count - len(shaped))
+        sizes = [len(own[0]) for own in shaped]
+        found: Sequence[Tensor] = self._kernel[stage](sizes, [*itertools.chain(*zip(*shaped, strict=True)), rows])
+        return found
+
+
+def _count(key: KernelKey) -> int:
+    return COUNT if lists.fuses_lists(torch.device(key.device)) else COUNT_UNFUSED
+
+
+@functools.cache
+def _kinds(key: KernelKey) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """The shape of a row and the dtype of the parameter, the gradient and each buffer."""
+    statics = dict(key.statics)
+    grouped = key.rule.grouped_buffers(statics)
+    columns = 0 if key.arrangement == LISTS else GROUP if grouped else _ALIGNED
+    row: tuple[int, ...] = (columns,) if columns else ()
+    rows = [row, row, *((columns // GROUP,) if b in grouped else row for b in key.rule.present_buffers(statics))]
+    return list(zip(rows, key.dtypes, strict=True))
+
+
 def _make(key: KernelKey) -> Kernel | str:
-    graphs: dict[int, Graph] = {}
-    for stage, function in _functions(key).items():
-        example = functools.partial(LAYOUTS[key.arrangement].example, key, stage)
-        graph = obtain_graph(function, example, key.device, OPTIONS)
+    graphs: dict[int, Callable[..., Any]] = {}
+    options = _LIST_OPTIONS if lists.fuses_lists(torch.device(key.device)) else OPTIONS
+    sizes = [1024 + 16 * i for i in range(_count(key))]
+    for stage, run in uncompiled(key).items():
+        example = functools.partial(_example, key, stage, sizes)
+        graph = obtain_graph(_compilable(key, run), example, key.device, options, from_one=True)
         if isinstance(graph, str):
             return graph
-        graphs[stage] = functools.partial(_run, graph, len(example("meta")[0][0]))
+        graphs[stage] = functools.partial(_run, graph, sizes)
     return graphs
 
 
-def _run(graph: CompiledGraph, example: int, size: int, tensors: list[Tensor]) -> Any:
-    return graph.run({example: size}, tensors)
+def _example(key: KernelKey, stage: int, sizes: Sequence[int], device: str) -> tuple[list[Tensor], list[list[int]]]:
+    """Tensors to compile a stage with, and the dimensions of each that vary: the first, or none."""
+    tensors = [torch.zeros(size, *row, dtype=dtype, device=device) for row, dtype in _kinds(key) for size in sizes]
+    numbers = 2 + len(key.rule.number_names(dict(key.statics))[stage])
+    columns = torch.zeros(len(sizes), numbers, dtype=scalar_dtype(torch.device(device)), device=device)
+    return [*tensors, columns], [[0]] * len(tensors) + [[]]
 
 
-def _uncompiled(key: KernelKey) -> Kernel:
-    return {stage: functools.partial(_call, function) for stage, function in _functions(key).items()}
+def _run(graph: CompiledGraph, example: Sequence[int], sizes: Sequence[int], tensors: list[Tensor]) -> Any:
+    return graph.run(dict(zip(example, sizes, strict=True)), tensors)
 
 
-def _call(function: Callable[..., Any], size: int, tensors: list[Tensor]) -> Any:
-    return function(*tensors)
-
-
-def _functions(key: KernelKey) -> dict[int, Callable[..., Any]]:
-    """The functions to compile by stage, each with a code object and a name of its own.
+def _compilable(key: KernelKey, run: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of tensors with a code object and a name of its own, of which Dynamo does not trace what it calls.
 
     Dynamo's recompile limit counts per code object, and it remembers the shapes it saw per name.
     """
+
+    def traced(tensors: list[Tensor]) -> tuple[Tensor, ...]:
+        results: tuple[Tensor, ...] = run((), tensors)
+        return results
+
+    def kernel(*tensors: Tensor) -> tuple[Tensor, ...]:
+        return traced(list(tensors))
+
+    let_compilers_trace(traced)
+    kernel.__code__ = kernel.__code__.replace(co_name=f"{key.rule.name}_list_{next(_serial)}")
+    return kernel
+
+
+def uncompiled(key: KernelKey) -> Kernel:
+    """The functions of sizes and tensors by stage, uncompiled."""
     stages = key.rule.mean_stages(dict(key.statics))
-    functions = {UPDATE: _update_function(key), **{s: _means_function(key, s) for s in stages}}
-    for function in functions.values():
-        function.__code__ = function.__code__.replace(co_name=f"{key.rule.name}_{next(_serial)}")
-    return functions
+    return {UPDATE: functools.partial(_update, key), **{s: functools.partial(_expressions, key, s) for s in stages}}
 
 
-def _update_function(key: KernelKey) -> Callable[..., Any]:
-    update = rule_step(key.rule, dict(key.statics))
-    count, end = len(key.buffer_dtypes), len(key.buffer_dtypes) + len(columns(key, UPDATE))
-    index_of = LAYOUTS[key.arrangement].index if reads_index(key) else None
-
-    def kernel(param: Tensor, grad: Tensor, *rest: Tensor) -> None:
-        buffers = rest[:count]
-        index = None if index_of is None else index_of(param, rest)
-        new_param, new_buffers = update(param, grad, buffers, rest[count:end], index)
-        param.copy_(new_param)
-        for old, new in zip(buffers, new_buffers, strict=True):
-            old.copy_(new)
-
-    return kernel
+def _update(key: KernelKey, sizes: Sequence[int], tensors: list[Tensor]) -> tuple[Tensor, ...]:
+    given, program, grads, scales, numbers = _given(key, UPDATE, tensors)
+    given.update([program], grads, scales, numbers)
+    return ()
 
 
-def _means_function(key: KernelKey, stage: int) -> Callable[..., Any]:
-    averaged = rule_means(key.rule, dict(key.statics), stage)
-    sums = LAYOUTS[key.arrangement].sums
-    count, end = len(key.buffer_dtypes), len(key.buffer_dtypes) + len(columns(key, stage))
+def _expressions(key: KernelKey, stage: int, sizes: Sequence[int], tensors: list[Tensor]) -> tuple[Tensor, ...]:
+    """For each expression of a stage of the rule's means, what it is over each tensor."""
+    given, program, grads, scales, numbers = _given(key, stage, tensors)
+    values = given.values(grads, scales, numbers)
+    found = program.run(values).values()
+    full = [[e.expand_as(p) for e, p in zip(es, values["param"], strict=True)] for es in found]
+    return tuple(e for es in full for e in torch._foreach_mul(es, 1.0))
 
-    def kernel(param: Tensor, grad: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
-        return tuple(sums(averaged(param, grad, rest[:count], rest[count:end]), rest))
 
-    return kernel
+def _given(key: KernelKey, stage: int, tensors: list[Tensor]) -> tuple[Any, ...]:
+    count, statics = _count(key), dict(key.statics)
+    *by_kind, columns = (tensors[i : i + count] for i in range(0, len(tensors), count))
+    params, grads, *buffers = by_kind
+    dtype = compute_dtype(params[0].dtype)
+    scales, skips, *numbers = [list(c.to(dtype).unbind()) for c in columns[0].unbind(1)]
+    program = programs(key.rule, tuple(statics.items()), lists.fuses_lists(torch.device(key.device)))[stage]
+    return Lists(key.rule, statics, [params, *buffers], skips), program, grads, scales, numbers

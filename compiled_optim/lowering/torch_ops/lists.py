@@ -10,14 +10,16 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Collection, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
+from compiled_optim.conversion import filled
+from compiled_optim.memory.layout import compute_dtype, scalar_dtype
 from compiled_optim.rule import bits, vocabulary
-from compiled_optim.rule.rule import Rule, Written
+from compiled_optim.rule.rule import INDEX, Rule, Written
 from compiled_optim.rule.symbols import Dialect, Statement
 
 Values: TypeAlias = dict[str, list[Any]]
@@ -46,6 +48,11 @@ _LIST_OPERATIONS: dict[str, Callable[..., Any]] = {
 # Of an expression that is computed again. Inductor realizes one alone that reads more than 8 numbers, or 4 if several read
 # it, or that reads and computes more than 30; what a step adds to the last expression of a rule has to fit, too.
 _READS, _SHARED_READS, _OPERATIONS = 7, 4, 24
+
+
+def fuses_lists(device: torch.device) -> bool:
+    """Whether Inductor fuses operations over lists on ``device``."""
+    return device.type != "cpu"
 
 
 @functools.cache
@@ -191,3 +198,103 @@ def _too_long(written: Written, ends: Collection[str]) -> str | None:
         is_end = s.name in ends
         reads[s.name], computes[s.name] = (frozenset({s.name}), frozenset()) if is_end else (read, computed)
     return None
+
+
+class Lists:
+    """One update of some tensors by a rule, under static choices.
+
+    Args:
+        targets: the parameters, and then the tensors of each buffer.
+        skips: numbers that are not 0 where everything stays as it is; None where nothing does.
+    """
+
+    def __init__(
+        self, rule: Rule, statics: Mapping[str, Any], targets: Sequence[list[Tensor]], skips: Sequence[Tensor] | None
+    ) -> None:
+        self._buffers = rule.present_buffers(statics)
+        self._targets = dict(zip(("param", *self._buffers), targets, strict=True))
+        self._skips = skips
+        self._dtypes = [compute_dtype(p.dtype) for p in targets[0]]
+        self._whole = rule.whole_buffers(statics)
+        self._grouped = rule.grouped_buffers(statics)
+        self._reads_index = rule.reads_index(statics)
+        # Where the rule takes groups of elements: the dimensions of each parameter, by falling strides.
+        self._orders = [_order(p) for p in targets[0]] if self._grouped else None
+
+    def update(
+        self, stages: Sequence[Any], grads: Sequence[Any], scales: Sequence[Any] | None, numbers: Sequence[Any]
+    ) -> None:
+        """Run the programs of the rule's means, and then that of its update.
+
+        ``scales`` are factors of the gradients, ``numbers`` the rule's coefficients, each with a list over the tensors.
+        """
+        values = self.values(grads, scales, numbers)
+        for stage in stages[:-1]:
+            count = sum(name.startswith("k") for name in values)
+            for expressions in stage.run(values).values():
+                values[f"k{count}"] = self._means(expressions, values["param"])
+                count += 1
+        exact = {name for name in self._targets if self._keeps_all_bits(name)}
+        stages[-1].run(values, self._store, exact)
+
+    def values(self, grads: Sequence[Any], scales: Sequence[Any] | None, numbers: Sequence[Any]) -> Values:
+        """What a program takes; the arguments are those of :meth:`update`."""
+        values: Values = {"param": self._seen("param"), "grad": self._seen("grad", grads)}
+        if scales is not None:
+            values["grad"] = [scale * grad for scale, grad in zip(scales, values["grad"], strict=True)]
+        values |= {f"buffer{i}": self._seen(name) for i, name in enumerate(self._buffers)}
+        values |= {f"k{i}": list(column) for i, column in enumerate(numbers)}
+        if self._reads_index:
+            values[INDEX] = list(map(self._index, values["param"], self._targets["param"]))
+        return values
+
+    def _index(self, seen: Tensor, target: Tensor) -> Tensor:
+        """Which element of ``target``, in the order of memory, each element of what the rule sees of it is."""
+        index = torch.arange(seen.numel(), dtype=torch.int32, device=target.device)
+        return index if self._orders is not None else _out_of_order(index, target, _order(target))
+
+    def _kinds(self, name: str) -> list[torch.dtype]:
+        """The dtypes in which the rule sees the tensors called ``name``."""
+        return [torch.int32] * len(self._dtypes) if name in self._whole else self._dtypes
+
+    def _keeps_all_bits(self, name: str) -> bool:
+        return [target.dtype for target in self._targets[name]] == self._kinds(name)
+
+    def _seen(self, name: str, tensors: Sequence[Tensor] | None = None) -> list[Tensor]:
+        """The targets called ``name``, or ``tensors`` in their place, as the rule sees them."""
+        tensors = self._targets[name] if tensors is None else tensors
+        if name in self._grouped:
+            tensors = [t.reshape(-1) for t in tensors]
+        elif self._orders is not None:
+            tensors = [t.permute(order).reshape(-1) for t, order in zip(tensors, self._orders, strict=True)]
+            tensors = [filled(t) for t in tensors] if self._grouped else tensors
+        return [t.to(kind) for t, kind in zip(tensors, self._kinds(name), strict=True)]
+
+    def _store(self, name: str, new: Sequence[Tensor]) -> list[Tensor]:
+        """Store ``new`` values where nothing is skipped; what is there then, as the rule sees it."""
+        targets = self._targets[name]
+        if self._orders is not None and name not in self._grouped:
+            new = list(map(_out_of_order, new, targets, self._orders))
+        new = [n.to(t.dtype).view_as(t) for n, t in zip(new, targets, strict=True)]
+        if self._skips is not None:
+            new = [torch.where(skip == 0, n, t) for skip, n, t in zip(self._skips, new, targets, strict=True)]
+        torch._foreach_copy_(targets, new)
+        return self._seen(name)
+
+    def _means(self, expressions: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+        """The mean of each expression over its parameter, which a rule sees like ``like``, without what fills up a group."""
+        means = []
+        for expression, seen, target, dtype in zip(expressions, like, self._targets["param"], self._dtypes, strict=True):
+            own = expression.expand_as(seen).reshape(-1)[: target.numel()]
+            means.append((own.sum(dtype=scalar_dtype(target.device)) / target.numel()).to(dtype))
+        return means
+
+
+def _order(param: Tensor) -> tuple[int, ...]:
+    return tuple(sorted(range(param.dim()), key=lambda dim: -param.stride()[dim]))
+
+
+def _out_of_order(vector: Tensor, like: Tensor, order: Sequence[int]) -> Tensor:
+    """A tensor of the shape of ``like`` whose elements, by dimensions in this ``order``, are those of ``vector``."""
+    ordered = vector[: like.numel()].view([like.shape[dim] for dim in order])
+    return ordered.permute([order.index(dim) for dim in range(len(order))])
