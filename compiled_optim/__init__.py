@@ -41,10 +41,12 @@ from compiled_optim.optimizers.adamax import Adamax
 from compiled_optim.optimizers.adamw import AdamW
 from compiled_optim.optimizers.adan import Adan
 from compiled_optim.optimizers.asgd import ASGD
+from compiled_optim.optimizers.lamb import LAMB
 from compiled_optim.optimizers.lbfgs.lbfgs import LBFGS
 from compiled_optim.optimizers.lion import Lion
 from compiled_optim.optimizers.muon import Muon
 from compiled_optim.optimizers.nadam import NAdam
+from compiled_optim.optimizers.prodigy import Prodigy
 from compiled_optim.optimizers.radam import RAdam
 from compiled_optim.optimizers.ranger import Ranger
 from compiled_optim.optimizers.rmsprop import RMSprop
@@ -61,6 +63,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ASGD",
+    "LAMB",
     "LBFGS",
     "SGD",
     "Adadelta",
@@ -79,6 +82,7 @@ __all__ = [
     "Muon",
     "NAdam",
     "NumericsReport",
+    "Prodigy",
     "RAdam",
     "RMSprop",
     "Ranger",

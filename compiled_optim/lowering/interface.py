@@ -8,6 +8,7 @@ a CUDA graph can repeat it.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Generator
 from typing import Protocol
 
 from torch import Tensor
@@ -58,6 +59,13 @@ class Lowering(Protocol):
 
     def launch(self) -> None:
         """Update every parameter of the plan that has a prepared gradient."""
+
+    def launch_in_stages(self) -> Generator[Tensor, Tensor, None]:
+        """As :meth:`launch`, of a rule that has totals.
+
+        At each stage that has some it yields their sums over the plan, (totals,), and is sent the sums over everything and
+        what the rule's ``adapt`` makes of them.
+        """
 
     def finish(self) -> None:
         """Let go of the gradients."""

@@ -8,7 +8,8 @@ nothing. A gradient that is absent has the address 0, and its parameter is left 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Generator, Sequence
 
 import torch
 from torch import Tensor
@@ -52,7 +53,7 @@ class MultiTensorLowering(Capturable):
         self._clipping = clipping
         self._log = log
         self._hypers = HyperPointers(plan, clipping, log)
-        self._stages = plan.rule.mean_stages(plan.statics)
+        self._stages = plan.rule.stages(plan.statics)
         self.parts: list[Part] = []
         self._on_device = current_device(plan.device)
 
@@ -69,7 +70,7 @@ class MultiTensorLowering(Capturable):
             self._log.fall_back(f"{self.plan.rule.name} looks at its tensors one by one: {refusal}", "a step takes longer")
         self._tensors = PlanTensors(self.plan)
         self._table = CoefficientTable(self.plan, self._clipping, self._hypers, self._log)
-        expressions = max((places.stop - places.start for places in self._stages.values()), default=0)
+        expressions = max((p.sums.stop - p.sums.start for p in self._stages.values()), default=0)
         self.parts = [
             Part(kernel, self._tensors, self._table.gradients, where, expressions)
             for kernel, where in zip(kernels, positions.values(), strict=True)
@@ -100,24 +101,37 @@ class MultiTensorLowering(Capturable):
                 part.kernel.measure(part)
 
     def launch(self) -> None:
+        if self._stages:
+            for _ in self.launch_in_stages():
+                raise AssertionError("totals are over all plans")
+            return
         first, *others = self.parts
         with self._on_device:
-            if self._stages:
-                first.kernel.evaluate(self._table)
-                self._average()
-                first.kernel.update(first, self._table)
-            else:
-                first.kernel.step(first, self._table)
+            first.kernel.step(first, self._table)
             for part in others:
                 part.kernel.update(part, self._table)
 
-    def _average(self) -> None:
+    def launch_in_stages(self) -> Generator[Tensor, Tensor, None]:
+        numbers = self._table.coefficients[1:]
+        with self._on_device:
+            self.parts[0].kernel.evaluate(self._table)
         for stage, places in self._stages.items():
-            for part in self.parts:
-                part.kernel.average(stage, part, self._table)
+            with self._on_device:
+                for part in self.parts:
+                    part.kernel.average(stage, part, self._table)
             if self.plan.sharded:
-                means = self._table.coefficients[1 + places.start : 1 + places.stop]
-                add_over_shards(means, self.plan.params[0])
+                add_over_shards(numbers[places.sums], self.plan.params[0])
+            if places.totals.start < places.totals.stop:
+                sums = torch.where(self._table.gradients.pointers != 0, numbers[places.totals] * self._counts, 0.0).sum(1)
+                numbers[places.given] = (yield sums).unsqueeze(1)
+        with self._on_device:
+            for part in self.parts:
+                part.kernel.update(part, self._table)
+
+    @functools.cached_property
+    def _counts(self) -> Tensor:
+        """The number of elements of each parameter, as kernels divide by it."""
+        return upload([max(n, 1) for n in self._tensors.whole_numels], self.plan.device).double()
 
     def finish(self) -> None:
         self._tensors.finish()
@@ -127,7 +141,7 @@ class MultiTensorLowering(Capturable):
 class Part:
     """The tensors of a plan that one kernel updates: a ``MeasuredTable`` of ``kernels.table``.
 
-    They are those at ``positions`` of the plan's ``tensors``. ``expressions`` is the most that a stage of means returns.
+    They are those at ``positions`` of the plan's ``tensors``. ``expressions`` is the most that a reduction returns.
     """
 
     def __init__(

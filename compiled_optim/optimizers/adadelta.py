@@ -4,7 +4,7 @@ from compiled_optim.optimizer import CompiledOptimizer
 from compiled_optim.rule import Number, buffer, hyper, product, sqrt
 
 
-class Adadelta(CompiledOptimizer):
+class Adadelta(CompiledOptimizer, decays="gradient"):
     """Adadelta: steps in the units of the parameter (arXiv:1212.5701, Algorithm 1), times a learning rate.
 
     Args:

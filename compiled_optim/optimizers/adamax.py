@@ -4,7 +4,7 @@ from compiled_optim.optimizer import CompiledOptimizer
 from compiled_optim.rule import Number, absolute, bias_correction, buffer, hyper, maximum, product
 
 
-class Adamax(CompiledOptimizer):
+class Adamax(CompiledOptimizer, decays="gradient"):
     """Adamax: Adam with the infinity norm in place of the second moment (arXiv:1412.6980, Algorithm 2).
 
     Args:

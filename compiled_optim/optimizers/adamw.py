@@ -4,7 +4,7 @@ from compiled_optim.optimizers.adam import Adam
 from compiled_optim.rule import Number, bias_correction, buffer, hyper, maximum, sqrt, static
 
 
-class AdamW(Adam):
+class AdamW(Adam, decays="weights"):
     """AdamW: Adam with decoupled weight decay (arXiv:1711.05101, Algorithm 2).
 
     ``amsgrad`` keeps the maximum of the second moment (arXiv:1904.09237). Differs from torch.optim.AdamW: moments are

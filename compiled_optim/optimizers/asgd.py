@@ -4,7 +4,7 @@ from compiled_optim.optimizer import CompiledOptimizer
 from compiled_optim.rule import Number, buffer, hyper, power, product, scalar, where
 
 
-class ASGD(CompiledOptimizer):
+class ASGD(CompiledOptimizer, decays="gradient"):
     """Averaged stochastic gradient descent (Polyak and Juditsky, doi:10.1137/0330046), the average in the state's ``ax``.
 
     Differs from torch.optim.ASGD: ``eta`` and ``mu`` are float64.

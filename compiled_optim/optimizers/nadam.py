@@ -4,7 +4,7 @@ from compiled_optim.optimizer import CompiledOptimizer
 from compiled_optim.rule import Number, bias_correction, buffer, hyper, power, product, scalar, sqrt, static
 
 
-class NAdam(CompiledOptimizer):
+class NAdam(CompiledOptimizer, decays="gradient"):
     """NAdam: Adam with Nesterov momentum (Dozat, ICLR 2016 workshop, openreview.net OM0jvwB8jIp57ZJjtNEZ).
 
     Differs from torch.optim.NAdam: ``mu_product`` is float64, and moments are averaged in float32 also for

@@ -4,7 +4,7 @@ from compiled_optim.optimizer import CompiledOptimizer
 from compiled_optim.rule import Accumulation, Number, bias_correction, buffer, hyper, product, sqrt, static, where
 
 
-class RAdam(CompiledOptimizer):
+class RAdam(CompiledOptimizer, decays="gradient"):
     """RAdam: Adam whose adaptive step is rectified by its variance (arXiv:1908.03265, Algorithm 2).
 
     Differs from torch.optim.RAdam: moments are averaged in float32 also for lower-precision parameters.

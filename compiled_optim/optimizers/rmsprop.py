@@ -7,7 +7,7 @@ from compiled_optim.optimizer import CompiledOptimizer
 from compiled_optim.rule import Number, buffer, hyper, product, sqrt, static, where
 
 
-class RMSprop(CompiledOptimizer):
+class RMSprop(CompiledOptimizer, decays="gradient"):
     """RMSprop (Hinton, Coursera 2012, lecture 6e); ``centered`` divides by the deviation (arXiv:1308.0850, equation 40).
 
     Differs from torch.optim.RMSprop: averages are taken in float32 also for lower-precision parameters, a variance that

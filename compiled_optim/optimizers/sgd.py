@@ -7,7 +7,7 @@ from compiled_optim.optimizer import CompiledOptimizer
 from compiled_optim.rule import Accumulation, Number, buffer, hyper, product, static, where
 
 
-class SGD(CompiledOptimizer):
+class SGD(CompiledOptimizer, decays="gradient"):
     """Stochastic gradient descent with momentum (Sutskever et al., ICML 2013), in torch.optim.SGD's form.
 
     The first step takes the whole gradient into ``momentum_buffer`` whatever ``dampening`` is, as torch.optim does.

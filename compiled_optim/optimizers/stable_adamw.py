@@ -1,7 +1,7 @@
 """StableAdamW."""
 
 from compiled_optim.optimizer import CompiledOptimizer
-from compiled_optim.rule import Number, bias_correction, buffer, hyper, maximum, product, sqrt
+from compiled_optim.rule import Number, bias_correction, buffer, hyper, maximum, mean, product, sqrt
 
 
 class StableAdamW(CompiledOptimizer):
@@ -43,10 +43,10 @@ class StableAdamW(CompiledOptimizer):
         )
 
     @staticmethod
-    def means(grad, c, exp_avg_sq):
+    def reduce(grad, c, exp_avg_sq):
         exp_avg_sq = c.beta2 * exp_avg_sq + c.weight2 * grad * grad
         ratio = grad / maximum(sqrt(exp_avg_sq) / c.correction2, c.eps)
-        return dict(mean_square=ratio * ratio)
+        return dict(mean_square=mean(ratio * ratio))
 
     @staticmethod
     def update(param, grad, c, exp_avg, exp_avg_sq):

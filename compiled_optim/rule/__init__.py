@@ -2,6 +2,7 @@
 
 from compiled_optim.rule.accumulation import Accumulation
 from compiled_optim.rule.fields import Number, buffer, fact, hyper, scalar, static
+from compiled_optim.rule.rule import mean, total
 from compiled_optim.rule.vocabulary import (
     absolute,
     bias_correction,
@@ -25,6 +26,7 @@ __all__ = [
     "floor",
     "hyper",
     "maximum",
+    "mean",
     "minimum",
     "power",
     "product",
@@ -32,5 +34,6 @@ __all__ = [
     "sign",
     "sqrt",
     "static",
+    "total",
     "where",
 ]

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from compiled_optim.rule.fields import Static
-from compiled_optim.rule.rule import Rule
+from compiled_optim.rule.rule import Rule, mean
 from compiled_optim.rule.vocabulary import maximum, sign, where
 
 LEAST = 1e-3  # the least share of a tensor's elements to which the whole step is given
@@ -21,8 +21,8 @@ def cautious(rule: Rule) -> Rule:
     C-Lion adds 1 to the number of elements that move.
     """
 
-    def means(**values: Any) -> dict[str, Any]:
-        return {"moving": where(_goes_down(rule.returned(values), values), 1.0, 0.0)} if values["cautious"] else {}
+    def reduce(**values: Any) -> dict[str, Any]:
+        return {"moving": mean(where(_goes_down(rule.returned(values), values), 1.0, 0.0))} if values["cautious"] else {}
 
     def update(**values: Any) -> dict[str, Any]:
         returned = rule.returned(values)
@@ -33,7 +33,7 @@ def cautious(rule: Rule) -> Rule:
 
     choice = Static(default=False, kw_only=True, name="cautious")
     statics, added = (*rule.statics, choice), (*rule.added, choice.name)
-    return dataclasses.replace(rule, statics=statics, means=(*rule.means, means), update=update, added=added)
+    return dataclasses.replace(rule, statics=statics, reductions=(*rule.reductions, reduce), update=update, added=added)
 
 
 def _goes_down(returned: dict[str, Any], values: dict[str, Any]) -> Any:

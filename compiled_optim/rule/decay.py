@@ -31,7 +31,7 @@ def decay(rule: Rule) -> Rule:
     names = {f.name for f in (*rule.hypers, *rule.statics)}
     if not {"lr", "weight_decay"} <= names or names & {_LR.name, _MAX_LR.name}:
         return rule
-    adds_wd = "weight_decay" in rule.coefficient_names() and _WD.name not in names
+    adds_wd = rule.decays == "gradient" and _WD.name not in names
     scales = adds_wd and _TORCHS not in names  # whether parameters are multiplied here, and not by the rule
 
     def coefficients(**values: Any) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def decay(rule: Rule) -> Rule:
         hypers=(*rule.hypers, _MAX_LR),
         statics=(*rule.statics, *choices),
         coefficients=coefficients,
-        means=rule.means_of(seen),
+        reductions=rule.reductions_of(seen),
         update=update,
         added=(*rule.added, *(s.name for s in choices)),
     )

@@ -30,7 +30,8 @@ from compiled_optim.rule.fields import (
     transform,
 )
 from compiled_optim.rule.misspelled import hint, misspelled
-from compiled_optim.rule.rule import Declaration, Gradients, Granularity, Rule
+from compiled_optim.rule.rule import Decays, Declaration, Gradients, Granularity, Rule
+from compiled_optim.rule.started import PARAM, started
 
 
 @dataclass_transform(field_specifiers=(hyper, static, flag, transform))
@@ -50,6 +51,8 @@ class Declared:
     """The gradients that the optimizer takes. Of a sparse one it updates the rows that the gradient names."""
     accumulation: ClassVar[Accumulation | None] = None
     """How the state takes several gradients for one step; None where it cannot."""
+    decays: ClassVar[Decays] = None
+    """What weight decay is added to. By the gradient, there is a choice to decay the weights instead."""
     advice: ClassVar[str] = ""  # the optimizer to advise where a gradient is of the other kind
     granularity: ClassVar[Granularity] = "element"  # what an update sees at a time; see :class:`Rule`
     group_flags: ClassVar[tuple[str, ...]] = ()
@@ -63,12 +66,14 @@ class Declared:
         gradients: Gradients | None = None,
         advice: str | None = None,
         granularity: Granularity | None = None,
+        decays: Decays = None,
         **kwargs: Any,
     ) -> None:
         super().__init_subclass__(**kwargs)
         cls.gradients = gradients or cls.gradients
         cls.advice = cls.advice if advice is None else advice
         cls.granularity = granularity or cls.granularity
+        cls.decays = decays or cls.decays
         own = {name: value for name, value in vars(cls).items() if isinstance(value, Field)}
         for name in own:
             delattr(cls, name)
@@ -149,10 +154,13 @@ class Declared:
             gradients=cls.gradients,
             advice=cls.advice,
             granularity=cls.granularity,
-            means=(cls.means,) if hasattr(cls, "means") else (),
+            decays=cls.decays,
+            reductions=(cls.reduce,) if hasattr(cls, "reduce") else (),
+            adapt=getattr(cls, "adapt", None),
             axes=getattr(cls, "axes", None),
         )
         rule.check()  # what its author wrote, before transforms hide whose mistake it is
+        rule = started(rule)
         is_elementwise = (cls.granularity, cls.gradients) == ("element", "dense")
         transforms = [t.by for t in cls.transforms if is_elementwise or not t.elementwise]
         transformed = functools.reduce(lambda before, by: by(before), transforms, rule)
@@ -185,7 +193,7 @@ def _check_references(declaration: Declaration) -> None:
     named: list[tuple[Field, str, Any, Collection[str]]] = [
         *((b, "when", b.when, choices) for b in declaration.buffers),
         *((b, "int8", b.int8, ("signed", "unsigned")) for b in declaration.buffers),
-        *((b, "init", b.init, hypers) for b in declaration.buffers),
+        *((b, "init", b.init, [*hypers, PARAM]) for b in declaration.buffers),
         *((s, "init", s.init, hypers) for s in declaration.scalars),
         *((h, "when", h.when, statics) for h in declaration.hypers),
         *((h, "like", h.like, hypers) for h in declaration.hypers),

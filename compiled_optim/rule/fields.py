@@ -287,7 +287,7 @@ class Buffer(Field):
     ``when`` names a static field, a fact or a hyperparameter: the buffer exists only where that is true, or not 0; or it is
     a function of the choices. It does not exist where the function ``unless`` is true: other buffers store it then.
     ``init`` is the number that fills a new buffer, or the name of a hyperparameter whose value does; both parts of a complex
-    number get it.
+    number get it. With ``"param"`` the buffer begins as the parameter is when the first step finds it.
 
     ``int8`` says that 8 bits can hold the buffer, and of what: of ``"signed"`` numbers or of ``"unsigned"`` ones, which are
     divided by or whose roots are. Such a buffer starts at 0, and steps replace or average it: 8 bits would lose what is
@@ -313,9 +313,13 @@ class Buffer(Field):
 
 @dataclass(frozen=True)
 class Scalar(Field):
-    """One float64 number of state per parameter, which ``coefficients`` changes in each step; ``init`` as for a buffer."""
+    """One float64 number of state per parameter, which ``coefficients`` changes in each step; ``init`` as for a buffer.
+
+    One that is ``shared`` is the same for all parameters of an optimizer, and ``adapt`` changes it.
+    """
 
     init: float | str = 0.0
+    shared: bool = False
 
 
 def hyper(*, default: Any = inspect.Parameter.empty, **bounds: Any) -> Any:

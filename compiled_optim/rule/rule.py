@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
@@ -20,6 +20,9 @@ from compiled_optim.rule.symbols import PLAIN, Code, Dialect, Kind, NotWritable,
 
 Gradients: TypeAlias = Literal["dense", "sparse"]  # the gradients that an optimizer takes; sparse ones are COO tensors
 Granularity: TypeAlias = Literal["element", "tensor", "matrix"]  # what a rule's update sees at a time
+
+Decays: TypeAlias = Literal["gradient", "weights", None]
+"""``"gradient"`` where ``update`` adds ``c.weight_decay`` times the parameter to the gradient."""
 
 NUMBERS = ("resolution", "lr_scale", "seed")
 """What ``coefficients`` may take of each parameter: the machine epsilon of its dtype, what its group chose for it, and a
@@ -88,17 +91,48 @@ class Declaration:
         return tuple(sizes[axis] for axis in range(len(shape)))
 
 
+class Reduction(NamedTuple):
+    """An elementwise expression, and whether its sum over all parameters is wanted or its mean over each tensor."""
+
+    expression: Any
+    is_total: bool
+
+
+def mean(expression: Any) -> Reduction:
+    """In ``reduce``: the mean of ``expression`` over each tensor, the whole of one that is spread over processes."""
+    return Reduction(expression, is_total=False)
+
+
+def total(expression: Any) -> Reduction:
+    """In ``reduce``: the sum of ``expression`` over all parameters that have a gradient, devices and processes."""
+    return Reduction(expression, is_total=True)
+
+
+class Places(NamedTuple):
+    """Where the results of a stage of reductions are among the attributes of ``c``.
+
+    ``sums`` are all of them: the means, and then the ``totals``. ``given`` are the totals and what ``adapt`` adds to them.
+    """
+
+    sums: slice
+    totals: slice
+    given: slice
+
+
 @dataclass(frozen=True)
 class Written:
     """What one of a rule's functions does to an element, in another language: statements, and what it returns by name.
 
     They read ``param``, ``grad``, ``buffer0``, ... of the buffers that are present, ``index``, and ``k0``, ... for
-    ``numbers``, the attributes of ``c``. The results of ``update`` are the new parameter and then the new buffers.
+    ``numbers``, the attributes of ``c``. The results of ``update`` are the new parameter and then the new buffers. Those of
+    ``reduce`` are its means and then its ``totals``; ``adapted`` attributes of ``c`` follow.
     """
 
     numbers: tuple[str, ...]
     statements: list[Statement]
     results: dict[str, str]
+    totals: tuple[str, ...] = ()
+    adapted: tuple[str, ...] = ()
 
     @property
     def lines(self) -> list[str]:
@@ -123,9 +157,12 @@ class Rule(Declaration):
     name only what they use, in any order; an absent buffer is ``None``. ``advice`` names the optimizer for gradients of the
     other kind than ``gradients``.
 
-    Each of ``means`` takes what ``update`` takes, before it, and returns a dict of elementwise expressions. Their means over
-    each tensor, the whole of one that is spread over processes, are further attributes of ``c``: to ``update`` and to the
-    functions that follow in ``means``. A function that ends in ``**`` takes everything.
+    Each of ``reductions`` takes what ``update`` takes, before it, and returns a dict of :func:`mean` and :func:`total` of
+    elementwise expressions. Their values are further attributes of ``c``: to ``update`` and to the functions that follow in
+    ``reductions``. A function that ends in ``**`` takes everything.
+
+    ``adapt`` takes totals of the first of ``reductions``, scalars that are shared, and hyperparameters and choices of the
+    first group. It returns new values of these scalars and further attributes of ``c``, in a dict.
 
     With the granularity ``"element"``, ``update`` is elementwise. Otherwise it sees stacks of equal tensors: the first
     dimension counts tensors, the coefficients broadcast against it, and ``update`` may reduce over all others. With
@@ -136,8 +173,7 @@ class Rule(Declaration):
     With ``"tensor"``, ``axes(shape, <statics>)`` may say in which order the axes of a parameter come, of which the last two
     are the rows and the columns.
 
-    Where ``coefficients`` returns a number named ``weight_decay``, ``update`` adds that number times the parameter to the
-    gradient. ``added`` names the choices that transforms added to those of the rule.
+    ``decays`` says what ``c.weight_decay`` times the parameter is added to. ``added`` names choices that transforms added.
     """
 
     coefficients: Callable[..., dict[str, Any]]
@@ -145,7 +181,9 @@ class Rule(Declaration):
     gradients: Gradients = "dense"
     advice: str = ""
     granularity: Granularity = "element"
-    means: tuple[Callable[..., dict[str, Any]], ...] = ()
+    reductions: tuple[Callable[..., dict[str, Any]], ...] = ()
+    adapt: Callable[..., dict[str, Any]] | None = None
+    decays: Decays = None
     added: tuple[str, ...] = ()
     axes: Callable[..., Sequence[int]] | None = None
 
@@ -155,18 +193,20 @@ class Rule(Declaration):
         Raises:
             TypeError: a function takes or returns a name that is not declared, leaves one out, or does what a kernel cannot.
         """
-        if self.means and (self.granularity != "element" or self.gradients != "dense"):
-            raise TypeError(f"{self.name}.means is for an elementwise update with dense gradients")
+        if self.reductions and (self.granularity != "element" or self.gradients != "dense"):
+            raise TypeError(f"{self.name}.reduce is for an elementwise update with dense gradients")
         for name, count in collections.Counter(field.name for field in (*self.scalars, *self.buffers)).items():
             if count > 1:
                 raise TypeError(f"{self.name}.{name} is also what the package calls a part of the state; name it otherwise")
         declared = {f.name for f in (*self.hypers, *self.scalars, *self.statics, *self.scales)}
         resolution = {"resolution"} if self.granularity != "element" else set()
         taken = [(self.coefficients, argument_names(self.coefficients) - {"step"} - declared - resolution)]
-        taken += [(f, t - self._update_values) for f, t in zip((*self.means, self.update), self._takes, strict=True)]
+        taken += [(f, t - self._update_values) for f, t in zip((*self.reductions, self.update), self._takes, strict=True)]
         for function, unknown in taken:
             if unknown:
                 raise TypeError(f"{self._title(function)} takes {sorted(unknown)}, which the class does not declare")
+        if self.decays == "gradient" and "weight_decay" not in self.coefficient_names():
+            raise TypeError(f"{self.name} decays by its gradient, but its coefficients return no weight_decay")
         for statics in self._situations():
             self.written_coefficients(statics, PLAIN)
             if self.granularity == "element":
@@ -181,8 +221,8 @@ class Rule(Declaration):
         return tuple(self.axes(shape, **{name: statics[name] for name in argument_names(self.axes) - {"shape"}}))
 
     def _title(self, function: Callable[..., Any]) -> str:
-        kind = "coefficients" if function is self.coefficients else "update" if function is self.update else "means"
-        return f"{self.name}.{kind}"
+        kinds = {self.coefficients: "coefficients", self.update: "update", self.adapt: "adapt"}
+        return f"{self.name}.{kinds.get(function, 'reduce')}"
 
     @functools.cached_property
     def _update_values(self) -> set[str]:
@@ -207,15 +247,25 @@ class Rule(Declaration):
         return tuple(name for name in returned if name not in scalars)
 
     def number_names(self, statics: Mapping[str, Any]) -> list[tuple[str, ...]]:
-        """The attributes of ``c`` for each of ``means`` and then for ``update``, which is also their order."""
-        if self.means:
+        """The attributes of ``c`` for each of ``reductions`` and then for ``update``, which is also their order."""
+        if self.reductions:
             return [stage.numbers for stage in self.written(statics, PLAIN)]
         return [self.coefficient_names(statics)]
 
-    def mean_stages(self, statics: Mapping[str, Any]) -> dict[int, slice]:
-        """Those of ``means`` that return something, and where that is among the attributes of ``c``."""
-        places = itertools.pairwise(map(len, self.number_names(statics)))
-        return {stage: slice(start, end) for stage, (start, end) in enumerate(places) if start < end}
+    def stages(self, statics: Mapping[str, Any]) -> dict[int, Places]:
+        """Those of ``reductions`` that return something, and where that is among the attributes of ``c``."""
+        places = {}
+        for stage, written in enumerate(self.written(statics, PLAIN)[:-1] if self.reductions else ()):
+            start, end = len(written.numbers), len(written.numbers) + len(written.results)
+            totals = slice(end - len(written.totals), end)
+            if start < end:
+                places[stage] = Places(slice(start, end), totals, slice(totals.start, end + len(written.adapted)))
+        return places
+
+    def has_totals(self, statics: Mapping[str, Any] | None = None) -> bool:
+        """Whether ``reduce`` sums over all parameters; without ``statics``, as the optimizer's author left them."""
+        statics = next(self._situations()) if statics is None else statics
+        return any(places.totals.start < places.totals.stop for places in self.stages(statics).values())
 
     def reads_index(self, statics: Mapping[str, Any]) -> bool:
         """Whether the update of an elementwise rule depends on which element it sees."""
@@ -236,25 +286,58 @@ class Rule(Declaration):
             elements = tuple(Symbol(code, f"hyper{next(count)}") for _ in range(h.length))
             values[h.name] = elements if h.is_tuple else elements[0]
         values |= {s.name: Symbol(code, f"scalar{i}") for i, s in enumerate(self.scalars)}
-        results = self._run(self.coefficients, values, [s.name for s in self.scalars])
+        results = self._run(self.coefficients, values, [s.name for s in self.scalars if not s.shared])
+        results = {**{name: values[name] for name in self.shared_scalars}, **results}
         return code.lines, {name: code.operand(value) for name, value in results.items()}
 
     def written(self, statics: Mapping[str, Any], dialect: Dialect) -> list[Written]:
-        """Each of ``means`` and then ``update`` of an elementwise rule in another language, under these static choices."""
+        """Each of ``reductions`` and then ``update`` of an elementwise rule in another language, under these choices."""
         present, names, stages = self.present_buffers(statics), self.coefficient_names(statics), []
-        for function in self.means:
+        for stage, function in enumerate(self.reductions):
             code = Code(dialect, "e")
             found = self._run(function, self._element(statics, code, names))
-            if taken := set(found) & set(names):
-                raise TypeError(f"{self.name}.means returns {sorted(taken)}, which c has already")
-            stages.append(Written(names, code.statements, {name: code.operand(value) for name, value in found.items()}))
-            names = (*names, *found)
+            for name, value in found.items():
+                if not isinstance(value, Reduction):
+                    raise TypeError(f"{self.name}.reduce returns a {name} that is neither mean(...) nor total(...)")
+            ordered = sorted(found, key=lambda name: found[name].is_total)
+            totals = tuple(name for name in ordered if found[name].is_total)
+            adapted = self._adapted_names(statics, totals) if stage == 0 else ()
+            if taken := {*ordered, *adapted} & set(names):
+                raise TypeError(f"{self.name}.reduce returns {sorted(taken)}, which c has already")
+            texts = {name: code.operand(found[name].expression) for name in ordered}
+            stages.append(Written(names, code.statements, texts, totals, adapted))
+            names = (*names, *ordered, *adapted)
         code = Code(dialect, "e")
         results = self._checked_update(self._element(statics, code, names), present)
         return [
             *stages,
             Written(names, code.statements, {name: code.operand(results[name]) for name in ("param", *present)}),
         ]
+
+    def _adapted_names(self, statics: Mapping[str, Any], totals: Sequence[str]) -> tuple[str, ...]:
+        """The attributes of ``c`` that ``adapt`` returns."""
+        if self.adapt is None:
+            return ()
+        if not totals:
+            raise TypeError(f"{self.name}.adapt is for totals, and reduce returns none")
+        code, count = Code(PLAIN, "a"), itertools.count()
+        values = {**statics, **{name: Symbol(code, name) for name in (*totals, *self.shared_scalars)}}
+        for h in self.present_hypers(statics):
+            elements = tuple(Symbol(code, f"hyper{next(count)}") for _ in range(h.length))
+            values[h.name] = elements if h.is_tuple else elements[0]
+        if unknown := argument_names(self.adapt) - values.keys():
+            raise TypeError(f"{self.name}.adapt takes {sorted(unknown)}, which is no total, hyperparameter or shared scalar")
+        return tuple(name for name in self._run(self.adapt, values) if name not in self.shared_scalars)
+
+    @functools.cached_property
+    def shared_scalars(self) -> tuple[str, ...]:
+        """The scalars that all parameters share."""
+        return tuple(s.name for s in self.scalars if s.shared)
+
+    def adapted(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """What ``adapt`` returns for the ``values`` that it takes."""
+        assert self.adapt is not None
+        return self.adapt(**{name: values[name] for name in argument_names(self.adapt)})
 
     def _element(self, statics: Mapping[str, Any], code: Code, numbers: tuple[str, ...]) -> dict[str, Any]:
         """What ``update`` sees of an element in ``code``, if ``c`` has the attributes ``numbers``."""
@@ -293,28 +376,30 @@ class Rule(Declaration):
                 raise TypeError(f"{self.name}.update returns a {name} of shape {now} for one of shape {was}")
 
     def evaluated(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """What ``coefficients`` returns of ``values``, of which it gets those that it takes."""
-        return self.coefficients(**{name: values[name] for name in self._coefficients_take if name in values})
+        """What ``coefficients`` returns for the ``values`` that it takes; scalars that are shared stay."""
+        returned = self.coefficients(**{name: values[name] for name in self._coefficients_take if name in values})
+        return {**{name: values[name] for name in self.shared_scalars}, **returned}
 
     def updated(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """The new ``param`` and the new buffers, by name, of ``values``, by name."""
         return self._moved(values["param"], self.returned(values))
 
     def returned(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """What ``update`` returns of ``values``, of which it gets those that it takes."""
+        """Calls ``update`` with the entries of ``values`` that its signature names."""
         return self.update(**{name: values[name] for name in self._takes[-1] if name in values})
 
-    def averaged(self, stage: int, values: Mapping[str, Any]) -> dict[str, Any]:
-        """What one of ``means`` returns of ``values``, of which it gets those that it takes."""
-        return self.means[stage](**{name: values[name] for name in self._takes[stage] if name in values})
+    def reduced(self, stage: int, values: Mapping[str, Any]) -> dict[str, Reduction]:
+        """What one of ``reductions`` returns for the ``values`` that it takes: the means, and then the totals."""
+        found = self.reductions[stage](**{name: values[name] for name in self._takes[stage] if name in values})
+        return dict(sorted(found.items(), key=lambda item: item[1].is_total))
 
-    def means_of(self, seen: Callable[[dict[str, Any]], dict[str, Any]]) -> tuple[Callable[..., dict[str, Any]], ...]:
-        """``means`` of what a transform makes of their values, as it makes them for ``update``."""
+    def reductions_of(self, seen: Callable[[dict[str, Any]], dict[str, Any]]) -> tuple[Callable[..., dict[str, Any]], ...]:
+        """``reductions`` of what a transform makes of their values, as it makes them for ``update``."""
 
-        def mean(stage: int, **values: Any) -> dict[str, Any]:
-            return self.averaged(stage, seen(values))
+        def reduce(stage: int, **values: Any) -> dict[str, Any]:
+            return self.reduced(stage, seen(values))
 
-        return tuple(functools.partial(mean, stage) for stage in range(len(self.means)))
+        return tuple(functools.partial(reduce, stage) for stage in range(len(self.reductions)))
 
     @functools.cached_property
     def _coefficients_take(self) -> set[str]:
@@ -324,8 +409,8 @@ class Rule(Declaration):
 
     @functools.cached_property
     def _takes(self) -> list[set[str]]:
-        """What each of ``means``, and then ``update``, takes; known before Dynamo asks."""
-        return [argument_names(function, self._update_values) for function in (*self.means, self.update)]
+        """What each of ``reductions``, and then ``update``, takes; known before Dynamo asks."""
+        return [argument_names(function, self._update_values) for function in (*self.reductions, self.update)]
 
     @staticmethod
     def _moved(param: Any, returned: Mapping[str, Any]) -> dict[str, Any]:

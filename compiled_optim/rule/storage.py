@@ -175,7 +175,7 @@ def stored(rule: Rule) -> Rule:
         options=(*rule.options, *_options(rule, signs)),
         buffers=(*(b for b in buffers if not b.grouped), *_PARTS, *(b for b in buffers if b.grouped)),
         coefficients=coefficients,
-        means=rule.means_of(opened),
+        reductions=rule.reductions_of(opened),
         update=update,
     )
 

@@ -60,7 +60,7 @@ def _advice(name: str) -> str:
     plain = name.strip("_")
     wanted = _SPELLINGS.get(plain, plain if plain in _words else None)
     if plain in _REDUCTIONS:
-        return "return the expression from means, and read its mean over the tensor from c"
+        return "return mean(...) or total(...) of the expression from reduce, and read that from c"
     if wanted is None:
         return f"the vocabulary has {', '.join(sorted(_words))}"
     return f"write {wanted}" if wanted not in _words else f"the vocabulary has {wanted}"

@@ -16,6 +16,7 @@ from compiled_optim.lowering.choice import LOWERINGS, lower, refuse
 from compiled_optim.lowering.interface import Capturable
 from compiled_optim.lowering.square_sums import SquareSums
 from compiled_optim.lowering.torch_ops.inductor import InductorLowering
+from compiled_optim.lowering.totals import Totals
 from compiled_optim.memory.cpp_library import CompilerError
 from compiled_optim.plan.clipping import Clipping
 from compiled_optim.plan.plan import Plan, partition
@@ -184,6 +185,10 @@ class RuleStep(Step):
         self.name = " and ".join(sorted({lowering.name for lowering in self.lowerings})) or "eager"
         for plan in plans:
             plan.settle(None)
+        has_totals = any(plan.rule.has_totals(plan.statics) for plan in plans)
+        if has_totals and differentiable:
+            raise ValueError(f"differentiable=True does not go with {plans[0].rule.name}, which sums over all parameters")
+        self._totals = Totals(self.lowerings, self._clipping) if has_totals else None
         self._report_shared_memory(plans)
         self._schedules = holdings.schedules
         self._schedules.count(plans)
@@ -310,6 +315,9 @@ class RuleStep(Step):
             self._schedules.evaluate()
         if self._square_sums is not None:
             self._square_sums.measure()
+        if self._totals is not None:
+            self._totals.launch()
+            return
         for lowering in self.lowerings:
             lowering.launch()
 

@@ -180,8 +180,8 @@ sparseadam | 2 | 15
 @pytest.mark.parametrize("tensors", [10, 148, 1000, 20_000])
 @pytest.mark.parametrize("name", sorted(elementwise()))
 def test_launches_are_two_for_any_number_of_tensors_and_groups(name: str, tensors: int) -> None:
-    """And two more where the rule has means."""
-    means = ["sums0", "average"] if hasattr(optimizers()[name], "means") else []
+    """And two more where the rule reduces."""
+    means = ["sums0", "average"] if hasattr(optimizers()[name], "reduce") else []
     for groups in (1, 8):
         assert launches(Workload(name, tensors, groups, numel=4)) == ["evaluate", *means, "update"]
 

@@ -82,7 +82,7 @@ def test_a_step_in_the_fewest_bytes(arch: int) -> None:
 def test_every_optimizer_has_a_kernel_of_the_smallest_formats(name: str) -> None:
     holds_codes = any(buffer.int8 for buffer in optimizers()[name].rule.buffers)
     report = _lowered(name, 90, "split8", "int8" if holds_codes else None)
-    assert report.launches == (4 if hasattr(optimizers()[name], "means") else 2)
+    assert report.launches == (4 if hasattr(optimizers()[name], "reduce") else 2)
     for kernel in report.kernels:
         assert kernel.resources.spills == 0
         assert kernel.extern == ()

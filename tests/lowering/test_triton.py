@@ -41,7 +41,7 @@ def _compile(rule: Any, statics: dict[str, Any], dtype: str, arch: int) -> dict[
     numbers = {"coefficients": "*fp64", "out": "*fp64", "sums": "*fp64", "outcome": "*fp64"}
     sizes = dict.fromkeys(("count", "owner_count", "stretch_count", "sum_count", "leads", "chunk_count", "first"), "i32")
     result = {}
-    stages = rule.mean_stages(statics)
+    stages = rule.stages(statics)
     for function, constants in (
         (module.square_sums, {"BLOCK": lowering.BLOCK}),
         (module.evaluate, {"TENSORS": lowering.TENSORS, "LANES": lowering.BLOCK}),

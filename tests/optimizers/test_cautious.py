@@ -13,7 +13,7 @@ from test_reference import LOWERINGS
 from torch import nn
 
 import compiled_optim as co
-from compiled_optim.rule import Number, absolute, buffer, hyper, sign, sqrt
+from compiled_optim.rule import Number, absolute, buffer, hyper, mean, sign, sqrt
 from compiled_optim.rule.cautious import cautious
 
 SIZES = (1, 7, 4096, 8193, 41003, 70001)
@@ -184,9 +184,9 @@ class Normed(co.CompiledOptimizer):
         return dict(lr=lr, momentum=momentum)
 
     @staticmethod
-    def means(param, grad, c, average):
+    def reduce(param, grad, c, average):
         average = c.momentum * average + grad
-        return dict(square=average * average, size=absolute(param))
+        return dict(square=mean(average * average), size=mean(absolute(param)))
 
     @staticmethod
     def update(grad, c, average):
@@ -240,31 +240,39 @@ def mistakes() -> dict[str, tuple[dict[str, Any], dict[str, Any], str]]:
     """Class keywords and bodies, and what is said of each."""
 
     def taken(grad):
-        return dict(lr=grad)
+        return dict(lr=mean(grad))
 
     def unknown(grad, momentum):
-        return dict(size=grad)
+        return dict(size=mean(grad))
 
     def method(grad):
-        return dict(size=grad.abs())
+        return dict(size=mean(grad.abs()))
 
     def early(grad, c):
-        return dict(size=c.size * grad)
+        return dict(size=mean(c.size * grad))
+
+    def bare(grad):
+        return dict(size=grad)
+
+    def adapt(lr):
+        return dict(rate=lr)
 
     said = "is for an elementwise update with dense gradients"
-    plain = {"means": lambda grad: {"size": grad}}
+    plain = {"reduce": lambda grad: {"size": mean(grad)}}
     return {
-        "taken": ({}, {"means": taken}, r"Mine\.means returns \['lr'\], which c has already"),
-        "unknown": ({}, {"means": unknown}, r"Mine\.means takes \['momentum'\], which the class does not declare"),
-        "method": ({}, {"means": method}, r"Mine\.means uses \.abs of a value; the vocabulary has absolute"),
-        "early": ({}, {"means": early}, r"Mine\.means reads c\.size, which coefficients does not return"),
-        "stacks": ({"granularity": "tensor"}, plain, rf"Mine\.means {said}"),
-        "sparse": ({"gradients": "sparse"}, plain, rf"Mine\.means {said}"),
+        "taken": ({}, {"reduce": taken}, r"Mine\.reduce returns \['lr'\], which c has already"),
+        "unknown": ({}, {"reduce": unknown}, r"Mine\.reduce takes \['momentum'\], which the class does not declare"),
+        "method": ({}, {"reduce": method}, r"Mine\.reduce uses \.abs of a value; the vocabulary has absolute"),
+        "early": ({}, {"reduce": early}, r"Mine\.reduce reads c\.size, which coefficients does not return"),
+        "bare": ({}, {"reduce": bare}, r"Mine\.reduce returns a size that is neither mean\(\.\.\.\) nor total\(\.\.\.\)"),
+        "adapt": ({}, {**plain, "adapt": adapt}, r"Mine\.adapt is for totals, and reduce returns none"),
+        "stacks": ({"granularity": "tensor"}, plain, rf"Mine\.reduce {said}"),
+        "sparse": ({"gradients": "sparse"}, plain, rf"Mine\.reduce {said}"),
     }
 
 
 @pytest.mark.parametrize("mistake", mistakes())
-def test_a_mistake_in_means(mistake: str) -> None:
+def test_a_mistake_in_reductions(mistake: str) -> None:
     keywords, body, said = mistakes()[mistake]
     functions = {"coefficients": lambda lr: {"lr": lr}, "update": lambda grad, c: {"step": c.lr * grad}, **body}
     with pytest.raises(TypeError, match=said):

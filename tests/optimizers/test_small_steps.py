@@ -37,7 +37,11 @@ def assert_unbiased(found: Tensor, expected: Tensor) -> None:
     assert errors.mean().abs() <= 3 * errors.std() / math.sqrt(SIZE)
 
 
-@pytest.mark.parametrize("optimizer", [c for c in ruled("dense") if "weight_decay" in c.fields], ids=lambda c: c.__name__)
+# LAMB's decay is part of a direction whose length does not matter, Prodigy's goes by its estimate.
+DECAYING = [c for c in ruled("dense") if "weight_decay" in c.fields and c not in (co.LAMB, co.Prodigy)]
+
+
+@pytest.mark.parametrize("optimizer", DECAYING, ids=lambda c: c.__name__)
 def test_decay_arrives(optimizer: type[co.CompiledOptimizer]) -> None:
     """2000 times 1e-4 of the parameter, without gradients. Lookahead takes half of it back."""
     options = {"decouple_wd": True} if "decouple_wd" in optimizer.fields else {}

@@ -28,7 +28,7 @@ def test_one_compile_per_signature_and_process(lowering: str) -> None:
     optimizer = co.AdamW(params, lowering=lowering)
     _step(optimizer, params)
     report = co.compile_report(optimizer)
-    assert report.compiles == len(report.kernels) == (1 if lowering == "multi_tensor" else 2)  # packed and in place
+    assert report.compiles == len(report.kernels) == 1
     assert report.lowering == lowering
     assert report.steps == 1
     again = co.AdamW([torch.nn.Parameter(torch.randn(n)) for n in (3, 70000)], lowering=lowering)

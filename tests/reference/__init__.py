@@ -4,7 +4,8 @@ A module per optimizer, named as its class in lower case, with two functions of 
 ``step`` changes state and parameter in place. ``h`` holds the hyperparameters and choices by name, ``t`` counts the tensor's
 steps from 1 on. The module of an optimizer that torch.optim lacks also has ``FAR``: arguments to try it with, far from its
 defaults, since with those a formula that misplaces a decay passes unnoticed. A module that has ``KEEPS`` passes its steps
-through ``h.keep(step, grad)``, which is what a cautious optimizer leaves of them.
+through ``h.keep(step, grad)``, which is what a cautious optimizer leaves of them. One that has ``share`` is called before
+the steps, with all that take one, the first group, and ``h.shared``: a dict that all of them have.
 """
 
 from __future__ import annotations
@@ -50,12 +51,14 @@ class Naive(torch.optim.Optimizer):
 
     def __init__(self, module: ModuleType, defaults: dict[str, Any], params: Iterable[Any], **given: Any) -> None:
         self.module = module
+        self.shared: dict[str, float] = {}
         super().__init__(params, {**defaults, **given})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
+        given: list[tuple[Tensor, Tensor, dict[str, Tensor], Any]] = []
         for group in self.param_groups:
-            h = SimpleNamespace(**{**group, "maximize": group.get("maximize", False)})
+            h = SimpleNamespace(**{**group, "maximize": group.get("maximize", False)}, shared=self.shared)
             h.keep = _cautious_part if group.get("cautious") else lambda step, grad: step
             for param in group["params"]:
                 if param.grad is None:
@@ -64,8 +67,11 @@ class Naive(torch.optim.Optimizer):
                 if not state:
                     state.update(step=torch.zeros(()), **self.module.start(param.detach(), h))
                 state["step"] += 1
-                buffers = {name: _real(value) for name, value in state.items() if name != "step"}
-                self.module.step(_real(param.detach()), _real(param.grad), buffers, int(state["step"]), h)
+                given.append((_real(param.detach()), _real(param.grad), {n: _real(v) for n, v in state.items()}, h))
+        if hasattr(self.module, "share"):
+            self.module.share(given, SimpleNamespace(**self.param_groups[0]), self.shared)
+        for real, grad, buffers, h in given:
+            self.module.step(real, grad, buffers, int(buffers["step"]), h)
 
 
 def _cautious_part(step: Tensor, grad: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from lamb import Lamb
 from torch import Tensor, nn
 
 import compiled_optim as co
@@ -33,6 +32,10 @@ def _naive(param: Tensor, grads: list[Tensor], choices: dict[str, Any], scale: f
             step = step * moves / moves.mean()
         param = param - step
     return param
+
+
+class Lamb(co.LAMB, decays="gradient"):
+    """Which says that a transform may take the decay out of its direction."""
 
 
 def _lamb(pairs: list[tuple[str, nn.Parameter]], **kwargs: Any) -> Lamb:

@@ -231,7 +231,7 @@ def mistakes() -> dict[str, tuple[dict[str, Any], str]]:
             {"update": exponential},
             r"Mine\.update uses \.exp of a value; the vocabulary has absolute, bias_correction, floor, maximum, ",
         ),
-        "reduction": ({"update": norm}, r"Mine\.update uses \.norm of a value; return the expression from means"),
+        "reduction": ({"update": norm}, r"Mine\.update uses \.norm of a value; return mean\(\.\.\.\) or total"),
         "when": (
             {**average, "average": buffer(when="nesterof"), "nesterov": static(default=False)},
             r"Mine\.average: when='nesterof' must be one of nesterov, lr; did you mean nesterov\?",

@@ -14,7 +14,6 @@ from unittest import mock
 
 import torch
 from catalog import cases
-from lamb import Lamb
 from torch import Tensor, nn
 
 import compiled_optim as co
@@ -147,7 +146,7 @@ _FAR = {"betas": (0.6, 0.8), "weight_decay": 0.4}
 _HALF = {"state_dtype": torch.bfloat16}  # averages are rounded by numbers of the step, in operations on bits
 _BITS = {"weights": "split8", "state_dtype": "int8"}
 CASES = _of_catalogue() | {
-    "means": GPUCase(Lamb, {**_FAR, "decouple_wd": True}),
+    "means": GPUCase(co.LAMB, {**_FAR, "cautious": True}),
     "rotating": GPUCase(Rotating),
     "late": GPUCase(Late),
     "rotating clipped": GPUCase(Rotating, {"max_grad_norm": 0.5, "skip_nonfinite": True}),

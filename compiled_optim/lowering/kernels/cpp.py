@@ -261,5 +261,5 @@ def _pieces(table: TensorTable, pieces: Tensor) -> tuple[int, ...]:
 
 def build(key: KernelKey) -> CppKernel:
     """The kernel for one key. Raises ``CompilerError`` where it cannot be compiled or loaded on this machine."""
-    stages = key.rule.mean_stages(dict(key.statics))
+    stages = key.rule.stages(dict(key.statics))
     return CppKernel(library(source(key)), updates=key.rule.granularity == "element", stages=list(stages))

@@ -1,6 +1,6 @@
 """A rule as Triton: kernels that update every tensor of a plan in two launches, three where the norm is needed.
 
-Each stage of a rule's means takes two more.
+Each stage of a rule's reductions takes two more.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 from compiled_optim.lowering.kernels.table import CoefficientTable, MeasuredTable, TensorTable
 from compiled_optim.lowering.kernels.triton_source import BLOCK, PART, source, stretch_of
 from compiled_optim.plan.kernel_key import KernelKey
+from compiled_optim.rule.rule import Places
 
 TENSORS = 32  # tensors whose coefficients one program evaluates
 WARPS = 4
@@ -27,7 +28,7 @@ class TritonKernel:
 
     chunk = BLOCK
 
-    def __init__(self, module: ModuleType, stretch: int, stages: Mapping[int, slice]) -> None:
+    def __init__(self, module: ModuleType, stretch: int, stages: Mapping[int, Places]) -> None:
         self._module = module
         self._stages = stages
         self.stretch = stretch
@@ -69,7 +70,7 @@ class TritonKernel:
 
     def average(self, stage: int, table: MeasuredTable, coefficients: CoefficientTable) -> None:
         self._each_chunk(f"sums{stage}", table, coefficients, table.sums)
-        places = self._stages[stage]
+        places = self._stages[stage].sums
         self._module.average[(len(table.spans), places.stop - places.start)](
             table.sums,
             table.spans,
@@ -111,7 +112,7 @@ class TritonKernel:
 
 def build(key: KernelKey) -> TritonKernel:
     """The kernels for one key; Triton compiles them when they first run."""
-    return TritonKernel(load(source(key)), stretch_of(key.grad_dtype), key.rule.mean_stages(dict(key.statics)))
+    return TritonKernel(load(source(key)), stretch_of(key.grad_dtype), key.rule.stages(dict(key.statics)))
 
 
 def load(text: str) -> ModuleType:

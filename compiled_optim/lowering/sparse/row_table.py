@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -128,6 +128,9 @@ class RowTableLowering(Capturable):
                 part.kernel.step(part.batch, self._table)
             for part in self._parts[1:]:
                 part.kernel.update(part.batch, self._table)
+
+    def launch_in_stages(self) -> Generator[Tensor, Tensor, None]:
+        raise NotImplementedError("totals are of dense gradients")
 
     def finish(self) -> None:
         self.plan.finish()

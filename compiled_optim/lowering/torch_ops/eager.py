@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from compiled_optim.lowering.torch_ops.torch_lowering import TorchLowering, Vectors, rule_means, rule_step
+from compiled_optim.lowering.torch_ops.torch_lowering import TorchLowering, Vectors, rule_reductions, rule_step
 from compiled_optim.memory.layout import as_real, compute_dtype, real_numel
 from compiled_optim.plan.clipping import Clipping
 from compiled_optim.plan.plan import Member, Plan
@@ -29,7 +29,7 @@ class EagerLowering(TorchLowering):
     def __init__(self, plan: Plan, clipping: Clipping, *, differentiable: bool = False) -> None:
         super().__init__(plan, clipping)
         self._update = rule_step(plan.rule, plan.statics)
-        self._averaged = [rule_means(plan.rule, plan.statics, stage) for stage in range(len(plan.rule.means))]
+        self._reduced = [rule_reductions(plan.rule, plan.statics, stage) for stage in range(len(plan.rule.reductions))]
         self._differentiable = differentiable
         by_memory = plan.rule.goes_by_memory(plan.statics)
         self._vectors = {id(m): Vectors(plan, m) for m in plan.members} if by_memory else None
@@ -39,9 +39,9 @@ class EagerLowering(TorchLowering):
     def compile(self) -> None:
         """There is nothing to compile."""
 
-    def launch(self) -> None:
+    def launch_in_stages(self) -> Generator[Tensor, Tensor, None]:
         with torch.set_grad_enabled(self._differentiable):
-            coefficients, _ = self._advance()
+            coefficients = yield from self._advance_and_reduce()
             for member, values in self._present(coefficients):
                 new_param, new_buffers = self._update(*values)
                 if self._vectors is not None:
@@ -53,12 +53,12 @@ class EagerLowering(TorchLowering):
                 for name, new in zip(self.plan.buffers, new_buffers, strict=True):
                     member.put(name, new) if self._differentiable else member.entries[name].copy_(new)
 
-    def _sum_means(self, stage: int, coefficients: Tensor, sums: Tensor) -> None:
+    def _sum_expressions(self, stage: int, coefficients: Tensor, sums: Tensor) -> None:
         if self.plan.is_meta:  # there is nothing to sum
             return
         places = {id(member): i for i, member in enumerate(self.plan.members)}
         for member, values in self._present(coefficients):
-            expressions = self._averaged[stage](*values[:4])
+            expressions = self._reduced[stage](*values[:4])
             count = real_numel(member.param)  # without what fills up the last group
             flat_sums = [e.flatten()[:count].sum(dtype=sums.dtype) for e in expressions]
             sums[:, places[id(member)]] = torch.stack(flat_sums)

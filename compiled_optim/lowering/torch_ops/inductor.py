@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -29,7 +29,7 @@ from compiled_optim.torch_compiler import CompiledGraph
 from compiled_optim.torch_internals import let_compilers_trace
 
 Kernel: TypeAlias = Mapping[int, Callable[[Sequence[int], list[Tensor]], Any]]
-"""The code of one key, of the tensors' sizes and the tensors: the rule's means by stage, and the update."""
+"""The code of one key, of the tensors' sizes and the tensors: the rule's reductions by stage, and the update."""
 
 UPDATE = -1  # what stands for a stage where a kernel updates
 
@@ -102,14 +102,14 @@ class InductorLowering(TorchLowering):
     def is_compiled(self) -> bool:
         return self._stage.is_compiled and all(part.kernel is not None for part in self._parts)
 
-    def launch(self) -> None:
-        coefficients, _ = self._advance()
+    def launch_in_stages(self) -> Generator[Tensor, Tensor, None]:
+        coefficients = yield from self._advance_and_reduce()
         for part in self._parts:
             part.step(self._grads, coefficients)
 
-    def _sum_means(self, stage: int, coefficients: Tensor, sums: Tensor) -> None:
+    def _sum_expressions(self, stage: int, coefficients: Tensor, sums: Tensor) -> None:
         for part in self._parts:
-            part.sum_means(stage, self._grads, coefficients, sums)
+            part.sum_expressions(stage, self._grads, coefficients, sums)
 
 
 class Part:
@@ -135,8 +135,8 @@ class Part:
                 del own[1]  # the gradient
                 self._vectors[k].store(own)
 
-    def sum_means(self, stage: int, grads: Sequence[Tensor | None], coefficients: Tensor, sums: Tensor) -> None:
-        """Write to ``sums``, (expressions, tensors of the plan), what a stage of the rule's means is over each tensor."""
+    def sum_expressions(self, stage: int, grads: Sequence[Tensor | None], coefficients: Tensor, sums: Tensor) -> None:
+        """Write to ``sums``, (expressions, tensors of the plan), what a stage of reductions is over each tensor."""
         assert self.kernel is not None
         for here, tensors, rows in self._lists(grads, coefficients):
             found = self.kernel.run(stage, tensors, rows)
@@ -245,7 +245,7 @@ def _compilable(key: KernelKey, run: Callable[..., Any]) -> Callable[..., Any]:
 
 def uncompiled(key: KernelKey) -> Kernel:
     """The functions of sizes and tensors by stage, uncompiled."""
-    stages = key.rule.mean_stages(dict(key.statics))
+    stages = key.rule.stages(dict(key.statics))
     return {UPDATE: functools.partial(_update, key), **{s: functools.partial(_expressions, key, s) for s in stages}}
 
 
@@ -256,7 +256,7 @@ def _update(key: KernelKey, sizes: Sequence[int], tensors: list[Tensor]) -> tupl
 
 
 def _expressions(key: KernelKey, stage: int, sizes: Sequence[int], tensors: list[Tensor]) -> tuple[Tensor, ...]:
-    """For each expression of a stage of the rule's means, what it is over each tensor."""
+    """For each expression of a stage of the rule's reductions, what it is over each tensor."""
     given, program, grads, scales, numbers = _given(key, stage, tensors)
     values = given.values(grads, scales, numbers)
     found = program.run(values).values()

@@ -25,16 +25,17 @@ def obstacle(plan: Plan) -> str:
     """Why a step of ``plan`` cannot be inlined; empty if it can."""
     rule, name = plan.rule, plan.members[0].name
     ends_early = plan.grouped_buffers and any(m.param.numel() % GROUP for m in plan.members)
-    has_means = bool(rule.mean_stages(plan.statics))
+    reduced = rule.stages(plan.statics).values()
     reasons = {
         f"a parameter like '{name}' ends inside of a group of elements, and Inductor loses what is there": ends_early,
         f"{rule.name} does not work element by element": rule.granularity != "element" or rule.gradients != "dense",
         f"'{name}' has no memory of its own": plan.wrapped,
         f"'{name}' shares memory with another parameter": plan.shares_memory,
         f"'{name}' has complex numbers, which Inductor does not compile": plan.members[0].param.is_complex(),
-        f"{rule.name} takes means over all parts of '{name}'": plan.sharded and has_means,
+        f"{rule.name} takes sums over all parameters": rule.has_totals(plan.statics),
+        f"{rule.name} takes means over all parts of '{name}'": plan.sharded and bool(reduced),
         f"{rule.name} takes means, with which Inductor fails before torch 2.12": (
-            has_means and lists.fuses_lists(plan.device) and not compiles_means_with_lists()
+            bool(reduced) and lists.fuses_lists(plan.device) and not compiles_means_with_lists()
         ),
     }
     return next((reason for reason, holds in reasons.items() if holds), "")

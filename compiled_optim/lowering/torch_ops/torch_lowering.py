@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -45,7 +45,7 @@ class Recent(Generic[K, V]):
 
 
 Step = Callable[..., tuple[Tensor, list[Tensor]]]
-Averaged = Callable[[Tensor, Tensor, Sequence[Tensor], Sequence[Tensor]], list[Tensor]]
+Reduced = Callable[[Tensor, Tensor, Sequence[Tensor], Sequence[Tensor]], list[Tensor]]
 
 
 def rule_step(rule: Rule, statics: Mapping[str, Any]) -> Step:
@@ -53,9 +53,9 @@ def rule_step(rule: Rule, statics: Mapping[str, Any]) -> Step:
 
     Arithmetic is in float32 for float32 and lower, in float64 for float64; results are rounded to each tensor's dtype.
     ``coefficients``, of the dtype of the arithmetic, broadcast against the parameter: the factor of the gradient, a mark
-    that is not 0 where everything stays as it is, the rule's own, and its means. ``index``, int32 of the parameter's shape,
-    counts elements in the order of memory, for a rule that reads it. With buffers that are grouped, the last dimension holds
-    elements in that order, whole groups of them.
+    that is not 0 where everything stays as it is, the rule's own, and what it reduces. ``index``, int32 of the
+    parameter's shape, counts elements in the order of memory, for a rule that reads it. With buffers that are grouped, the
+    last dimension holds elements in that order, whole groups of them.
     """
     present = rule.present_buffers(statics)
     values_of = _values_of(rule, statics, -1)
@@ -78,20 +78,20 @@ def rule_step(rule: Rule, statics: Mapping[str, Any]) -> Step:
     return step
 
 
-def rule_means(rule: Rule, statics: Mapping[str, Any], stage: int) -> Averaged:
-    """The function ``(param, grad, buffers, coefficients) -> [expression, ...]`` of one of the rule's ``means``.
+def rule_reductions(rule: Rule, statics: Mapping[str, Any], stage: int) -> Reduced:
+    """The function ``(param, grad, buffers, coefficients) -> [expression, ...]`` of one of the rule's ``reductions``.
 
-    Each expression has the parameter's shape. ``coefficients`` are as for :func:`rule_step`, without the means of this stage
-    and of later ones.
+    Each expression has the parameter's shape. ``coefficients`` are as for :func:`rule_step`, without what is reduced in this
+    stage and in later ones.
     """
     values_of = _values_of(rule, statics, stage)
 
-    def averaged(param: Tensor, grad: Tensor, buffers: Sequence[Tensor], coefficients: Sequence[Tensor]) -> list[Tensor]:
-        found = rule.averaged(stage, values_of(param, grad, buffers, coefficients))
+    def expressions(param: Tensor, grad: Tensor, buffers: Sequence[Tensor], coefficients: Sequence[Tensor]) -> list[Tensor]:
+        found = rule.reduced(stage, values_of(param, grad, buffers, coefficients))
         dtype, device = compute_dtype(param.dtype), param.device
-        return [torch.as_tensor(value, dtype=dtype, device=device).expand_as(param) for value in found.values()]
+        return [torch.as_tensor(r.expression, dtype=dtype, device=device).expand_as(param) for r in found.values()]
 
-    return averaged
+    return expressions
 
 
 def _values_of(rule: Rule, statics: Mapping[str, Any], stage: int) -> Callable[..., dict[str, Any]]:
@@ -150,7 +150,7 @@ class TorchLowering:
         self.plan = plan
         self._stage: Stage = CoefficientStage(plan, clipping)
         self._grads: Sequence[Tensor | None] = ()
-        self._stages = plan.rule.mean_stages(plan.statics)
+        self._stages = plan.rule.stages(plan.statics)
         self._masks: Recent[tuple[bool, ...], Tensor] = Recent(256)  # a new one waits for the device
 
     def connect(self, square_sums: Tensor, all_square_sums: Tensor) -> None:
@@ -167,32 +167,44 @@ class TorchLowering:
         self.plan.finish()
         self._grads = ()
 
+    def launch(self) -> None:
+        for _ in self.launch_in_stages():
+            raise AssertionError("totals are over all plans")
+
+    def launch_in_stages(self) -> Generator[Tensor, Tensor, None]:
+        raise NotImplementedError
+
     def _advance(self) -> tuple[Tensor, Tensor | None]:
         """Count a step of every parameter with a gradient.
 
-        Returns the coefficients, see :meth:`CoefficientStage.advance`, behind them the rule's means, and which parameters
-        have a gradient; None if all have.
+        Returns the coefficients, see :meth:`Stage.advance`, and which parameters have a gradient; None if all have.
         """
         present = tuple(grad is not None for grad in self._grads)
         mask = None
         if not all(present):
             mask = self._masks.get(present, lambda marks: torch.tensor(marks, device=self.plan.device))
-        coefficients = self._stage.advance(mask)
-        for stage, places in self._stages.items():
-            sums = coefficients.new_zeros(places.stop - places.start, len(self.plan.members))
-            self._sum_means(stage, coefficients, sums)
-            coefficients = torch.cat([coefficients, self._means(sums)])
-        return coefficients, mask
+        return self._stage.advance(mask), mask
 
-    def _sum_means(self, stage: int, coefficients: Tensor, sums: Tensor) -> None:
-        """Write to ``sums``, (expressions, tensors), what a stage of the rule's means is over each prepared tensor."""
-        raise NotImplementedError(f"the means of {self.plan.rule.name}")
+    def _advance_and_reduce(self) -> Generator[Tensor, Tensor, Tensor]:
+        """As :meth:`launch_in_stages`, up to the update. Returns the coefficients and the rule's reductions behind them."""
+        coefficients, mask = self._advance()
+        for stage, (sums_of, totals, _) in self._stages.items():
+            sums = coefficients.new_zeros(sums_of.stop - sums_of.start, len(self.plan.members))
+            self._sum_expressions(stage, coefficients, sums)
+            if self.plan.sharded:
+                assert not sums.requires_grad, "autograd does not see what other processes add"
+                add_over_shards(sums, self.plan.params[0])
+            means = sums[: totals.start - sums_of.start] / self._counts
+            coefficients = torch.cat([coefficients, means])
+            if totals.start < totals.stop:
+                own = sums[totals.start - sums_of.start :]
+                given = yield (own if mask is None else torch.where(mask, own, 0.0)).sum(1)
+                coefficients = torch.cat([coefficients, given.unsqueeze(1).expand(-1, sums.shape[1])])
+        return coefficients
 
-    def _means(self, sums: Tensor) -> Tensor:
-        if self.plan.sharded:
-            assert not sums.requires_grad, "autograd does not see what other processes add"
-            add_over_shards(sums, self.plan.params[0])
-        return sums / self._counts
+    def _sum_expressions(self, stage: int, coefficients: Tensor, sums: Tensor) -> None:
+        """Write to ``sums``, (expressions, tensors), what a stage of the rule's reductions is over each prepared tensor."""
+        raise NotImplementedError(f"the reductions of {self.plan.rule.name}")
 
     @functools.cached_property
     def _counts(self) -> Tensor:

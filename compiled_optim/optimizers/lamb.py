@@ -1,0 +1,60 @@
+"""LAMB."""
+
+from compiled_optim.optimizer import CompiledOptimizer
+from compiled_optim.rule import Number, bias_correction, buffer, hyper, mean, product, sqrt, where
+
+
+def _adam(param, grad, c, exp_avg, exp_avg_sq):
+    exp_avg = c.beta1 * exp_avg + c.weight1 * grad
+    exp_avg_sq = c.beta2 * exp_avg_sq + c.weight2 * grad * grad
+    step = exp_avg / c.correction1 / (sqrt(exp_avg_sq / c.correction2) + c.eps) + product(c.weight_decay, param)
+    return dict(step=step, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
+
+
+class LAMB(CompiledOptimizer):
+    """LAMB: Adam whose steps have the length of their parameter (arXiv:1904.00962, Algorithm 2, with phi(x) = x).
+
+    A parameter that is 0, or whose step is, takes the step of length 1 as it is, as in the paper's code.
+
+    Args:
+        lr: learning rate, the length of a step as a share of the parameter's.
+        betas: how much of the average of gradients, and of their squares, stays from one step to the next.
+        eps: keeps the divisor from 0, in units of the gradient.
+        weight_decay: this number times the parameter goes into the step before its length is taken.
+
+    The other arguments, and what is raised: :class:`~compiled_optim.optimizer.CompiledOptimizer`.
+    """
+
+    lr: Number = hyper(default=1e-3, ge=0)
+    betas: tuple[Number, Number] = hyper(default=(0.9, 0.999), ge=0, lt=1)
+    eps: Number = hyper(default=1e-6, ge=0)
+    weight_decay: Number = hyper(default=0.0, ge=0)
+    exp_avg, exp_avg_sq = buffer(int8="signed"), buffer(int8="unsigned")
+
+    @staticmethod
+    def coefficients(step, lr, betas, eps, weight_decay):
+        beta1, beta2 = betas
+        return dict(
+            lr=lr,
+            eps=eps,
+            weight_decay=weight_decay,
+            beta1=beta1,
+            weight1=1 - beta1,
+            beta2=beta2,
+            weight2=1 - beta2,
+            correction1=bias_correction(beta1, step),
+            correction2=bias_correction(beta2, step),
+        )
+
+    @staticmethod
+    def reduce(param, grad, c, exp_avg, exp_avg_sq):
+        direction = _adam(param, grad, c, exp_avg, exp_avg_sq)["step"]
+        return dict(weights=mean(param * param), directions=mean(direction * direction))
+
+    @staticmethod
+    def update(param, grad, c, exp_avg, exp_avg_sq):
+        moved = _adam(param, grad, c, exp_avg, exp_avg_sq)
+        weights, directions = sqrt(c.weights), sqrt(c.directions)
+        ratio = weights / where(directions != 0, directions, 1.0)
+        trust = where(weights * directions != 0, ratio, 1.0)  # one condition: gcc vectorizes no second one
+        return {**moved, "step": c.lr * trust * moved["step"]}

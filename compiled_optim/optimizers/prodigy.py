@@ -1,0 +1,68 @@
+"""Prodigy."""
+
+from compiled_optim.optimizer import CompiledOptimizer
+from compiled_optim.rule import Number, absolute, buffer, hyper, maximum, product, scalar, sqrt, total, where
+
+
+class Prodigy(CompiledOptimizer):
+    """Prodigy: Adam that estimates its learning rate as it goes (arXiv:2306.06101, Algorithm 4).
+
+    The estimate ``d`` grows with how far the parameters have come from where they started, summed over all parameters. The
+    state of every parameter has it. Differs from the authors' package as the paper does: ``eps`` is multiplied by the ``d``
+    that the step uses, not by the next one. Weights decay apart from the gradient, as with ``decouple=True`` there.
+
+    Parameters of 16 bits need ``weights``: without it, how far they have come is mostly rounding.
+
+    Args:
+        lr: factor of the estimated learning rate; schedules act on it.
+        betas: how much of the average of gradients, and of their squares, stays from one step to the next. Of the estimate's
+            sums stays the square root of the second one, in the first group.
+        eps: keeps the divisor from 0, in units of the gradient.
+        weight_decay: a step takes ``lr * d`` times this number times the parameter away from the parameter.
+        d0: the estimate that training starts with.
+        d_coef: factor of each new estimate; that of the first group counts.
+
+    The other arguments, and what is raised: :class:`~compiled_optim.optimizer.CompiledOptimizer`.
+    """
+
+    lr: Number = hyper(default=1.0, ge=0)
+    betas: tuple[Number, Number] = hyper(default=(0.9, 0.999), ge=0, lt=1)
+    eps: Number = hyper(default=1e-8, ge=0)
+    weight_decay: Number = hyper(default=0.0, ge=0)
+    d0: Number = hyper(default=1e-6, gt=0)
+    d_coef: Number = hyper(default=1.0, gt=0)
+    exp_avg, exp_avg_sq = buffer(int8="signed"), buffer(int8="unsigned")
+    s, p0 = buffer(), buffer(init="param")
+    d, d_numerator = scalar(init="d0", shared=True), scalar(shared=True)
+
+    @staticmethod
+    def coefficients(lr, betas, eps, weight_decay, d):
+        beta1, beta2 = betas
+        return dict(
+            step_size=lr * d,
+            shrinkage=lr * d * weight_decay,
+            beta1=beta1,
+            weight1=(1 - beta1) * d,
+            beta2=beta2,
+            weight2=(1 - beta2) * d * d,
+            beta3=sqrt(beta2),
+            weight3=(1 - sqrt(beta2)) * lr * d * d,
+            eps=d * eps,
+        )
+
+    @staticmethod
+    def reduce(param, grad, c, s, p0):
+        return dict(gain=total(product(c.weight3 * grad, p0 - param)), size=total(absolute(c.beta3 * s + c.weight3 * grad)))
+
+    @staticmethod
+    def adapt(gain, size, d, d_numerator, betas, d_coef):
+        numerator, grows = sqrt(betas[1]) * d_numerator + gain, size > 0
+        estimate = d_coef * numerator / where(grows, size, 1.0)
+        return dict(d_numerator=where(grows, numerator, d_numerator), d=where(grows, maximum(d, estimate), d))
+
+    @staticmethod
+    def update(param, grad, c, exp_avg, exp_avg_sq, s, p0):
+        exp_avg = c.beta1 * exp_avg + c.weight1 * grad
+        exp_avg_sq = c.beta2 * exp_avg_sq + c.weight2 * grad * grad
+        step = product(c.shrinkage, param) + c.step_size * exp_avg / (sqrt(exp_avg_sq) + c.eps)
+        return dict(step=step, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, s=c.beta3 * s + c.weight3 * grad, p0=p0)
