@@ -15,6 +15,8 @@ from compiled_optim.optimizer import CompiledOptimizer, engine_of
 from compiled_optim.rule.rule import Declaration
 from compiled_optim.state import structure
 
+_COUNTERPARTS = ("SGD", "Adam", "AdamW", "RAdam", "Lion", "Adan", "StableAdamW", "Ranger")
+
 
 def optimi_state_dict(optimizer: CompiledOptimizer) -> dict[str, Any]:
     """A state dict that optimi's optimizer of the same name loads, with which it goes on as ``optimizer`` does.
@@ -32,8 +34,9 @@ def optimi_state_dict(optimizer: CompiledOptimizer) -> dict[str, Any]:
             different numbers of steps where it counts them; or ``weights`` are rounded at random.
     """
     kind = type(optimizer)
-    is_own = getattr(kind, "update", kind).__module__.startswith("compiled_optim.")
-    if not is_own or not has_counterpart(optimizer.declaration):
+    update = getattr(kind, "update", kind)
+    is_theirs = update.__module__.startswith("compiled_optim.") and update.__qualname__.partition(".")[0] in _COUNTERPARTS
+    if not is_theirs or not has_counterpart(optimizer.declaration):
         raise ValueError(f"optimi has no {kind.__name__}")
     for index, group in enumerate(optimizer.param_groups):
         if isinstance(scale := group.get("lr_scale"), Mapping) or callable(scale):  # of which a state dict has nothing

@@ -6,14 +6,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import selection
 import torch
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="run every test, not a selection of each function's")
+    parser.addoption("--selection", type=int, default=selection.today(), help="the seed of the selection (today's date)")
     parser.addoption("--cuda-on-cpu", action="store_true", help="run the tests marked cuda, and only them, without a GPU")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    is_worker = hasattr(config, "workerinput")  # to which the options go, as they are now
+    if not is_worker and (config.args_source is not pytest.Config.ArgsSource.TESTPATHS or config.option.keyword):
+        config.option.full = True  # of what was named
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(config.rootpath / ".pytest_cache" / "kernels"))
     import left_out
 
@@ -33,6 +39,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         kept = [item for item in items if item.get_closest_marker("cuda") and not item.get_closest_marker("timing")]
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = kept
+    elif not config.getoption("--full"):
+        kept = selection.selected(items, config.getoption("--selection"))
+        config.hook.pytest_deselected(items=[item for item in items if item not in {*kept}])
+        items[:] = kept
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    if config.getoption("--full"):
+        return None
+    return f"a selection of the tests, again with --selection={config.getoption('--selection')}; --full runs all"
 
 
 def pytest_collection_finish() -> None:

@@ -8,7 +8,6 @@ nothing. A gradient that is absent has the address 0, and its parameter is left 
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Generator, Sequence
 
 import torch
@@ -70,6 +69,8 @@ class MultiTensorLowering(Capturable):
             self._log.fall_back(f"{self.plan.rule.name} looks at its tensors one by one: {refusal}", "a step takes longer")
         self._tensors = PlanTensors(self.plan)
         self._table = CoefficientTable(self.plan, self._clipping, self._hypers, self._log)
+        if self._stages:  # by these, kernels divide
+            self._counts = upload([max(n, 1) for n in self._tensors.whole_numels], self.plan.device).double()
         expressions = max((p.sums.stop - p.sums.start for p in self._stages.values()), default=0)
         self.parts = [
             Part(kernel, self._tensors, self._table.gradients, where, expressions)
@@ -127,11 +128,6 @@ class MultiTensorLowering(Capturable):
         with self._on_device:
             for part in self.parts:
                 part.kernel.update(part, self._table)
-
-    @functools.cached_property
-    def _counts(self) -> Tensor:
-        """The number of elements of each parameter, as kernels divide by it."""
-        return upload([max(n, 1) for n in self._tensors.whole_numels], self.plan.device).double()
 
     def finish(self) -> None:
         self._tensors.finish()

@@ -43,6 +43,7 @@ class Declared:
 
     declared: ClassVar[dict[str, Field]] = {}  # by name: what the bodies of the class and its bases declare
     fields: ClassVar[dict[str, Field]] = {}  # by name: what is declared, and what transforms add
+    _by_kind: ClassVar[tuple[dict[str, Field], dict[type[Any], tuple[Any, ...]]]] = ({}, {})  # fields, and these by kind
     transforms: ClassVar[tuple[Transform, ...]] = ()  # what rules go through, in this order
     declaration: ClassVar[Declaration]
     rule: ClassVar[Rule]  # the declaration, where it has an update
@@ -183,7 +184,12 @@ class Declared:
     @classmethod
     def fields_of(cls, kind: type[Any]) -> tuple[Any, ...]:
         """The declared fields of one kind, in declared order."""
-        return tuple(f for f in cls.fields.values() if isinstance(f, kind))
+        fields, known = cls._by_kind
+        if fields is not cls.fields:  # another class's, or those before its rule was made
+            cls._by_kind = fields, known = cls.fields, {}
+        if kind not in known:
+            known[kind] = tuple(f for f in fields.values() if isinstance(f, kind))
+        return known[kind]
 
 
 def _check_references(declaration: Declaration) -> None:

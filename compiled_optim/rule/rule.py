@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, cast
 
 import torch
 
@@ -29,6 +29,26 @@ NUMBERS = ("resolution", "lr_scale", "seed")
 whole number for random numbers."""
 
 INDEX = "index"  # what ``update`` may take besides: which element of the parameter it sees, in the order of memory
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _once(method: F) -> F:
+    """Let a method of a declaration compute what it says of static choices once: a class has few, and asks often."""
+
+    @functools.wraps(method)
+    def known(self: Any, statics: Mapping[str, Any], *arguments: Any) -> Any:
+        found: dict[Any, Any] = vars(self).setdefault("_known", {})
+        key = (method.__name__, *arguments, *statics.items())
+        try:
+            if key not in found:
+                found[key] = method(self, statics, *arguments)
+        except TypeError:  # a choice that cannot be hashed, or a mistake of the rule
+            return method(self, statics, *arguments)
+        return found[key]
+
+    return cast(F, known)
 
 
 @dataclass(frozen=True)
@@ -56,14 +76,17 @@ class Declaration:
         chosen = (field.name for field in (*self.statics, *self.options, *self.scales))
         return frozenset({"params", "maximize", "differentiable", *chosen})
 
+    @_once
     def present_hypers(self, statics: Mapping[str, Any]) -> tuple[Hyper, ...]:
         """The hyperparameters that a rule may read under these static choices."""
         return tuple(h for h in self.hypers if h.when is None or statics[h.when])
 
+    @_once
     def present_buffers(self, statics: Mapping[str, Any]) -> tuple[str, ...]:
         """The names of the buffers that exist under these static choices and facts."""
         return tuple(b.name for b in self.buffers if b.is_present(statics))
 
+    @_once
     def grouped_buffers(self, statics: Mapping[str, Any]) -> tuple[str, ...]:
         """Those of :meth:`present_buffers` that have a number for each group of elements."""
         return tuple(b.name for b in self.buffers if b.grouped and b.is_present(statics))
@@ -246,12 +269,14 @@ class Rule(Declaration):
         _, returned = self.written_coefficients(next(self._situations()) if statics is None else statics, PLAIN)
         return tuple(name for name in returned if name not in scalars)
 
+    @_once
     def number_names(self, statics: Mapping[str, Any]) -> list[tuple[str, ...]]:
         """The attributes of ``c`` for each of ``reductions`` and then for ``update``, which is also their order."""
         if self.reductions:
             return [stage.numbers for stage in self.written(statics, PLAIN)]
         return [self.coefficient_names(statics)]
 
+    @_once
     def stages(self, statics: Mapping[str, Any]) -> dict[int, Places]:
         """Those of ``reductions`` that return something, and where that is among the attributes of ``c``."""
         places = {}
@@ -267,6 +292,7 @@ class Rule(Declaration):
         statics = next(self._situations()) if statics is None else statics
         return any(places.totals.start < places.totals.stop for places in self.stages(statics).values())
 
+    @_once
     def reads_index(self, statics: Mapping[str, Any]) -> bool:
         """Whether the update of an elementwise rule depends on which element it sees."""
         return self.granularity == "element" and self.written(statics, PLAIN)[-1].reads_index
@@ -275,6 +301,7 @@ class Rule(Declaration):
         """Whether the update depends on the order of elements in memory: by their groups, or by :data:`INDEX`."""
         return bool(self.grouped_buffers(statics)) or self.reads_index(statics)
 
+    @_once
     def written_coefficients(self, statics: Mapping[str, Any], dialect: Dialect) -> tuple[list[str], dict[str, str]]:
         """``coefficients`` in another language, under these static choices: the statements, and what it returns.
 
@@ -290,6 +317,7 @@ class Rule(Declaration):
         results = {**{name: values[name] for name in self.shared_scalars}, **results}
         return code.lines, {name: code.operand(value) for name, value in results.items()}
 
+    @_once
     def written(self, statics: Mapping[str, Any], dialect: Dialect) -> list[Written]:
         """Each of ``reductions`` and then ``update`` of an elementwise rule in another language, under these choices."""
         present, names, stages = self.present_buffers(statics), self.coefficient_names(statics), []
@@ -355,6 +383,7 @@ class Rule(Declaration):
         field = next(b for b in self.buffers if b.name == buffer)
         return not self.dtype_of(field, torch.float32, statics).is_floating_point
 
+    @_once
     def whole_buffers(self, statics: Mapping[str, Any]) -> tuple[str, ...]:
         """Those of the buffers that are present that hold integers, which an update sees as such."""
         return tuple(name for name in self.present_buffers(statics) if self._is_whole(name, statics))

@@ -4,8 +4,8 @@ A module per optimizer, named as its class in lower case, with two functions of 
 ``step`` changes state and parameter in place. ``h`` holds the hyperparameters and choices by name, ``t`` counts the tensor's
 steps from 1 on. The module of an optimizer that torch.optim lacks also has ``FAR``: arguments to try it with, far from its
 defaults, since with those a formula that misplaces a decay passes unnoticed. A module that has ``KEEPS`` passes its steps
-through ``h.keep(step, grad)``, which is what a cautious optimizer leaves of them. One that has ``share`` is called before
-the steps, with all that take one, the first group, and ``h.shared``: a dict that all of them have.
+through ``h.keep(step, grad)``, which is what a cautious optimizer leaves of them. One that names ``SHARED`` entries of
+the state has ``share``: it is called before the steps, with all that take one, the first group, and ``h.shared``, a dict.
 """
 
 from __future__ import annotations
@@ -68,10 +68,15 @@ class Naive(torch.optim.Optimizer):
                     state.update(step=torch.zeros(()), **self.module.start(param.detach(), h))
                 state["step"] += 1
                 given.append((_real(param.detach()), _real(param.grad), {n: _real(v) for n, v in state.items()}, h))
-        if hasattr(self.module, "share"):
+        names = getattr(self.module, "SHARED", ())
+        for state in self.state.values():  # a checkpoint's
+            self.shared.update({name: state[name].item() for name in names if name in state})
+        if names:
             self.module.share(given, SimpleNamespace(**self.param_groups[0]), self.shared)
         for real, grad, buffers, h in given:
             self.module.step(real, grad, buffers, int(buffers["step"]), h)
+        for state in self.state.values():
+            state.update({name: torch.tensor(self.shared[name], dtype=torch.float64) for name in names})
 
 
 def _cautious_part(step: Tensor, grad: Tensor) -> Tensor:

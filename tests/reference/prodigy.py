@@ -12,6 +12,7 @@ FAR: list[dict[str, Any]] = [
     {"lr": 0.7, "betas": (0.95, 0.3), "weight_decay": 0.0, "eps": 0.3, "d0": 0.03, "d_coef": 0.4},
 ]
 KEEPS = True
+SHARED = ("d", "d_numerator")
 
 
 def start(param: Tensor, h: Any) -> dict[str, Tensor]:
@@ -22,6 +23,7 @@ def start(param: Tensor, h: Any) -> dict[str, Tensor]:
 def share(given: list[tuple[Tensor, Tensor, dict[str, Tensor], Any]], first: Any, shared: dict[str, float]) -> None:
     """Estimate ``d`` for the step after this one."""
     d = shared["d_now"] = shared.setdefault("d", first.d0)
+    shared.setdefault("d_numerator", 0.0)
     gain = size = 0.0
     for param, grad, state, h in given:
         grad = -grad if h.maximize else grad
@@ -30,7 +32,7 @@ def share(given: list[tuple[Tensor, Tensor, dict[str, Tensor], Any]], first: Any
         gain += (weight * grad * (state["p0"] - param)).nan_to_num(nan=0.0).sum().item()
         size += (beta3 * state["s"] + weight * grad).abs().sum().item()
     if size > 0:
-        shared["d_numerator"] = math.sqrt(first.betas[1]) * shared.get("d_numerator", 0.0) + gain
+        shared["d_numerator"] = math.sqrt(first.betas[1]) * shared["d_numerator"] + gain
         shared["d"] = max(d, first.d_coef * shared["d_numerator"] / size)
 
 

@@ -21,7 +21,7 @@ class Shared(co.CompiledOptimizer):
     """Steps over the mean size of all gradients so far; the largest of a tensor's mean is a total's neighbour."""
 
     lr: Number = hyper(default=0.1, ge=0)
-    count, size = scalar(shared=True), scalar(shared=True)
+    seen_elements, seen_sizes = scalar(shared=True), scalar(shared=True)
 
     @staticmethod
     def coefficients(lr):
@@ -32,8 +32,9 @@ class Shared(co.CompiledOptimizer):
         return dict(elements=total(0 * grad + 1.0), own=mean(absolute(grad)), sizes=total(absolute(grad)))
 
     @staticmethod
-    def adapt(elements, sizes, count, size, lr):
-        return dict(count=count + elements, size=size + sizes, average=(size + sizes) / (count + elements), rate=lr)
+    def adapt(elements, sizes, seen_elements, seen_sizes, lr):
+        elements, sizes = seen_elements + elements, seen_sizes + sizes
+        return dict(seen_elements=elements, seen_sizes=sizes, average=sizes / elements, rate=lr)
 
     @staticmethod
     def update(grad, c):
@@ -68,8 +69,8 @@ def test_a_total_is_of_all_plans_and_a_shared_scalar_of_all_steps(lowering: str)
             if grad is not None:
                 start -= 0.3 * grad.double() / (size / count)
         for param in params:
-            assert optimizer.state[param]["count"].item() == count
-            assert optimizer.state[param]["size"].item() == pytest.approx(size, rel=1e-14)
+            assert optimizer.state[param]["seen_elements"].item() == count
+            assert optimizer.state[param]["seen_sizes"].item() == pytest.approx(size, rel=1e-14)
     for param, start in zip(params, starts, strict=True):
         torch.testing.assert_close(param.detach().double(), start, rtol=1e-6, atol=1e-6)
 

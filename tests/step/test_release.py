@@ -26,7 +26,7 @@ from compiled_optim import torch_internals
 from compiled_optim.optimizer import CompiledOptimizer, engine_of
 from compiled_optim.step import release
 
-RELEASING = [kind for kind in registry() if hasattr(kind, "rule")]
+RELEASING = [kind for kind in registry() if hasattr(kind, "rule") and not kind.rule.has_totals()]
 
 
 def layers(count: int = 4, size: int = 8) -> nn.Sequential:

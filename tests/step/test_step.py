@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -125,3 +127,24 @@ def test_one_without_a_step_can_be_asked_for_anything(stepped: CompiledOptimizer
     copied(stepped).schedule(lr=lambda step: 0.1 / step)
     with pytest.warns(RuntimeWarning, match="uncaptured"):
         co.CUDAGraphRunner(copied(stepped)).step()
+
+
+def test_making_an_optimizer_takes_few_calls() -> None:
+    """What a class knows is computed once, with the first optimizer of the class."""
+
+    def made() -> co.AdamW:
+        return co.AdamW([(name, torch.nn.Parameter(torch.ones(3))) for name in "abc"], lr=0.1)
+
+    calls = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event == "call" and f"{os.sep}compiled_optim{os.sep}" in frame.f_code.co_filename
+
+    made()
+    sys.setprofile(count)
+    try:
+        made()
+    finally:
+        sys.setprofile(None)
+    assert calls < 2100

@@ -205,16 +205,24 @@ def _make(key: KernelKey) -> Kernel | str:
     options = _LIST_OPTIONS if lists.fuses_lists(torch.device(key.device)) else OPTIONS
     sizes = [1024 + 16 * i for i in range(_count(key))]
     for stage, run in uncompiled(key).items():
-        example = functools.partial(_example, key, stage, sizes)
-        graph = obtain_graph(_compilable(key, run), example, key.device, options, from_one=True)
+        kernel, traced = _compilable(key, run)
+        example = functools.partial(_example, key, stage, sizes, traced)
+        graph = obtain_graph(kernel, example, key.device, options, from_one=True)
         if isinstance(graph, str):
             return graph
         graphs[stage] = functools.partial(_run, graph, sizes)
     return graphs
 
 
-def _example(key: KernelKey, stage: int, sizes: Sequence[int], device: str) -> tuple[list[Tensor], list[list[int]]]:
-    """Tensors to compile a stage with, and the dimensions of each that vary: the first, or none."""
+def _example(
+    key: KernelKey, stage: int, sizes: Sequence[int], traced: Callable[..., Any], device: str
+) -> tuple[list[Tensor], list[list[int]]]:
+    """Tensors to compile a stage with, and the dimensions of each that vary: the first, or none.
+
+    The compiler is told here how to trace, since that imports it: code that is kept needs none.
+    """
+    if device != "meta":
+        let_compilers_trace(traced)
     tensors = [torch.zeros(size, *row, dtype=dtype, device=device) for row, dtype in _kinds(key) for size in sizes]
     numbers = 2 + len(key.rule.number_names(dict(key.statics))[stage])
     columns = torch.zeros(len(sizes), numbers, dtype=scalar_dtype(torch.device(device)), device=device)
@@ -225,8 +233,8 @@ def _run(graph: CompiledGraph, example: Sequence[int], sizes: Sequence[int], ten
     return graph.run(dict(zip(example, sizes, strict=True)), tensors)
 
 
-def _compilable(key: KernelKey, run: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of tensors with a code object and a name of its own, of which Dynamo does not trace what it calls.
+def _compilable(key: KernelKey, run: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """A function of tensors with a code object and a name of its own, and what it calls, which Dynamo is not to trace.
 
     Dynamo's recompile limit counts per code object, and it remembers the shapes it saw per name.
     """
@@ -238,9 +246,8 @@ def _compilable(key: KernelKey, run: Callable[..., Any]) -> Callable[..., Any]:
     def kernel(*tensors: Tensor) -> tuple[Tensor, ...]:
         return traced(list(tensors))
 
-    let_compilers_trace(traced)
     kernel.__code__ = kernel.__code__.replace(co_name=f"{key.rule.name}_list_{next(_serial)}")
-    return kernel
+    return kernel, traced
 
 
 def uncompiled(key: KernelKey) -> Kernel:

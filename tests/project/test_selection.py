@@ -1,0 +1,66 @@
+"""What a run without --full takes of the tests."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import selection
+
+
+def _items(name: str, **axes: int) -> list[Any]:
+    """The items of a function whose parameters have so many values each; one item without parameters."""
+    if not axes:
+        return [SimpleNamespace(nodeid=name)]
+    found = itertools.product(*map(range, axes.values()))
+    return [
+        SimpleNamespace(nodeid=f"{name}[{i}]", callspec=SimpleNamespace(indices=dict(zip(axes, values, strict=True))))
+        for i, values in enumerate(found)
+    ]
+
+
+def _values(items: list[Any]) -> set[tuple[str, int]]:
+    return {value for item in items for value in item.callspec.indices.items()}
+
+
+@pytest.mark.parametrize("seed", [1, 20_260_101])
+def test_every_value_of_every_parameter_is_taken(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selection, "MOST", 12)
+    items = _items("tests/a.py::test_f", first=4, second=3, third=2)
+    taken = selection.selected(items, seed)
+    assert _values(taken) == _values(items)
+    assert 4 <= len(taken) <= 7
+
+
+def test_of_many_values_some_are_taken_and_others_on_another_day() -> None:
+    items = _items("tests/a.py::test_f", first=200, second=3)
+    days = [selection.selected(items, seed) for seed in range(20_260_101, 20_260_131)]
+    assert {len(taken) for taken in days} == {selection.MOST}
+    assert len({item.nodeid for taken in days for item in taken}) > 10 * selection.MOST
+
+
+def test_a_seed_says_everything() -> None:
+    items = [*_items("tests/a.py::test_f", first=9, second=9), *_items("tests/b.py::test_g", first=9, second=9)]
+    assert selection.selected(items, 7) == selection.selected(items[::-1], 7)[::-1] == selection.selected(items, 7)
+    assert selection.selected(items, 7) != selection.selected(items, 8)
+
+
+def test_a_function_without_parameters_is_taken_unless_its_file_is_for_full_runs() -> None:
+    items = [*_items("tests/a.py::test_f"), *_items(selection.FULL_ONLY[0] + "b.py::test_g")]
+    assert selection.selected(items, 7) == items[:1]
+
+
+def test_files_for_full_runs_are_there(pytestconfig: pytest.Config) -> None:
+    assert all((pytestconfig.rootpath / name).exists() for name in selection.FULL_ONLY)
+
+
+def test_what_is_named_runs_whole(pytestconfig: pytest.Config) -> None:
+    """Or a developer would not see what a change broke."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "tests/groups/test_schedulers.py"]
+    done = subprocess.run(command, cwd=pytestconfig.rootpath, capture_output=True, text=True, check=True)
+    assert "deselected" not in done.stdout
+    assert done.stdout.count("::") > 10 * selection.MOST
