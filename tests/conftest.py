@@ -4,6 +4,7 @@ import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import selection
@@ -17,8 +18,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    is_worker = hasattr(config, "workerinput")  # to which the options go, as they are now
-    if not is_worker and (config.args_source is not pytest.Config.ArgsSource.TESTPATHS or config.option.keyword):
+    if hasattr(config, "workerinput"):
+        config.option.full, config.option.selection = config.workerinput["selection"]
+    elif config.args_source is not pytest.Config.ArgsSource.TESTPATHS or config.option.keyword:
         config.option.full = True  # of what was named
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(config.rootpath / ".pytest_cache" / "kernels"))
     import left_out
@@ -32,6 +34,12 @@ def pytest_configure(config: pytest.Config) -> None:
         import cuda_on_cpu
 
         cuda_on_cpu.install()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Let a worker take the tests that this process takes."""
+    node.workerinput["selection"] = node.config.option.full, node.config.option.selection
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

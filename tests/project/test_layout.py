@@ -103,7 +103,7 @@ BUDGET = {
     "capture": 1430,
     "checkpoint": 1465,
     "groups": 1450,
-    "lowering": 4400,
+    "lowering": 4410,
     "memory": 1000,
     "optimizers": 2105,
     "plan": 860,
@@ -190,7 +190,8 @@ class TestOptimizer:
 
     def test_engine_does_not_name_it(self, optimizer: type[co.CompiledOptimizer]) -> None:
         for path in _sources():
-            if not _module(path).startswith("optimizers.") and _module(path):
+            # One module lists another package's optimizers.
+            if not _module(path).startswith("optimizers.") and _module(path) not in ("", "optimi"):
                 code = ast.unparse(_without_docstrings(ast.parse(path.read_text())))
                 assert optimizer.__name__ not in re.findall(r"\w+", code), path
 

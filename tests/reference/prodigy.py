@@ -8,7 +8,7 @@ from torch import Tensor
 FAR: list[dict[str, Any]] = [
     {"d0": 0.5},
     {"lr": 0.7, "betas": (0.6, 0.8), "weight_decay": 0.4, "eps": 0.03, "d0": 0.02, "d_coef": 1.2},
-    {"lr": 1.3, "betas": (0.0, 0.5), "weight_decay": 0.9, "eps": 0.6, "d0": 0.05, "maximize": True},
+    {"lr": 0.9, "betas": (0.0, 0.5), "weight_decay": 0.9, "eps": 0.6, "d0": 0.05, "maximize": True},
     {"lr": 0.7, "betas": (0.95, 0.3), "weight_decay": 0.0, "eps": 0.3, "d0": 0.03, "d_coef": 0.4},
 ]
 KEEPS = True
