@@ -11,6 +11,7 @@ from torch import Tensor
 
 from compiled_optim.conversion import decoded, filled, weight
 from compiled_optim.lowering.choice import lower
+from compiled_optim.lowering.totals import Totals
 from compiled_optim.memory.addresses import gradient
 from compiled_optim.memory.layout import MemoryOrder, as_real, flat
 from compiled_optim.memory.sharding import local_gradient
@@ -85,6 +86,8 @@ class NumericsReport:
 def check_numerics(optimizer: str, plans: Sequence[Plan]) -> NumericsReport:
     """Take the next step of ``plans`` on copies in float64, one parameter at a time, and compare it with what is stored.
 
+    Sums over all parameters are then of one alone.
+
     Raises:
         TypeError, ValueError: a step cannot take a gradient, as :meth:`Plan.read` says.
     """
@@ -144,11 +147,12 @@ def _next(plan: Plan, member: Member, grad: Tensor) -> tuple[Tensor, Tensor]:
     shadow = Member(copy, member.groups, member.group, member.index, ParamState(entries), tuple(entries), member.numbers)
     shadows = Plan(plan.rule, statics, plan.device, [shadow], member.groups, lambda _: grad, False, False)
     shadows.read([grad], state=False, keep_alive=True)  # an error where a step would raise one
-    lowering = lower(shadows, "eager", Clipping(plan.device), CompilationLog(), False)
+    clipping = Clipping(plan.device)
+    lowering = lower(shadows, "eager", clipping, CompilationLog(), False)
     lowering.compile()
     shadows.settle([grad])
     lowering.prepare([grad])
-    lowering.launch()
+    Totals([lowering], clipping).launch() if plan.rule.has_totals(plan.statics) else lowering.launch()
     lowering.finish()
     return before, copy
 

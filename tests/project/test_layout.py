@@ -108,7 +108,7 @@ BUDGET = {
     "optimizers": 2105,
     "plan": 860,
     "rule": 2550,
-    "step": 2265,
+    "step": 2270,
 }
 """Lines of each folder's modules; "" are those beside the folders. A commit of its own raises one, and says why."""
 

@@ -141,7 +141,7 @@ def test_of_every_optimizer(optimizer: type[co.CompiledOptimizer]) -> None:
             made.check_numerics()
         return
     assert [s.name for s in made.check_numerics().stuck] in ([], ["param_groups[0]['params'][0]"])
-    if optimizer not in (co.Rprop, co.Adafactor):  # whose first steps are larger than lr
+    if optimizer not in (co.Rprop, co.Adafactor, co.Prodigy):  # whose first steps are larger than lr, or far smaller
         assert made.check_numerics().stuck
 
 
