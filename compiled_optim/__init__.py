@@ -11,6 +11,7 @@ The package is a house: a module imports only from its own floor and from floors
     report.py            no_recompiles, compile_report and memory_report
     optimizers/          one optimizer per file: its fields and the two functions of its rule
     several.py           several optimizers of one model
+    views.py             optimizers whose parameters are evaluated as others than they are trained
     optimizer.py         CompiledOptimizer: torch.optim's interface over groups, state and plans
     step/                what a step uses, made anew when groups or state change, and what runs it
     lowering/            how the step of a plan runs: kernels, torch operations, stacks, sparse rows
@@ -39,6 +40,7 @@ from compiled_optim.optimizers.adagrad import Adagrad
 from compiled_optim.optimizers.adam import Adam
 from compiled_optim.optimizers.adamax import Adamax
 from compiled_optim.optimizers.adamw import AdamW
+from compiled_optim.optimizers.adamw_schedule_free import AdamWScheduleFree
 from compiled_optim.optimizers.adan import Adan
 from compiled_optim.optimizers.asgd import ASGD
 from compiled_optim.optimizers.lamb import LAMB
@@ -71,6 +73,7 @@ __all__ = [
     "Adagrad",
     "Adam",
     "AdamW",
+    "AdamWScheduleFree",
     "Adamax",
     "Adan",
     "CUDAGraphRunner",

@@ -59,6 +59,25 @@ def check_groups(
     return values, conflicts
 
 
+def check_modes(
+    modes: Collection[str],
+    groups: Sequence[ParamGroup],
+    pairs: Pairs,
+    saved_groups: Sequence[Mapping[str, Any]],
+    values: GroupValues,
+) -> list[str]:
+    """Add the ``modes`` of the saved groups to ``values``, as parameters come in them; returns where these disagree."""
+    conflicts: list[str] = []
+    for name in modes:
+        for ours, theirs in pairs:
+            mode = saved_groups[theirs.group].get(name, True)
+            if not isinstance(mode, bool):
+                raise Unloadable(f"{name} of {groups[ours.group].label} is {described(mode)} instead of a bool")
+            if values.setdefault(ours.group, {}).setdefault(name, mode) is not mode:
+                conflicts.append(f"{groups[ours.group].label}: its parameters were in groups with different {name}")
+    return list(dict.fromkeys(conflicts))
+
+
 def _is_read_there_only(hyper: Hyper, group: ParamGroup, saved: Mapping[str, Any]) -> bool:
     """Whether only the saved group made the choice with which ``hyper`` goes."""
     return hyper.when is not None and not group.get(hyper.when) and is_set(saved, hyper.when, group.label)

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from compiled_optim.checkpoint.checking import check_groups, check_state
+from compiled_optim.checkpoint.checking import check_groups, check_modes, check_state
 from compiled_optim.checkpoint.decay import decay_conflicts
 from compiled_optim.checkpoint.forms import FORMAT_VERSION, beside_parameters, read
 from compiled_optim.checkpoint.matching import match, names_to_take
@@ -126,11 +126,12 @@ def prepare_load(
         pairs, missing, unexpected = match(groups, aliases, saved, kind.implied_state, known)
         sources = pairs if hyperparameters == "checkpoint" else []
         own = (*declaration.statics, *declaration.scales, *declaration.options)
-        skipped = {*kind.group_flags, *(choice.name for choice in own), "params", "param_names"}
+        skipped = {*kind.group_flags, *(choice.name for choice in own), *kind.modes, "params", "param_names"}
         group_values, conflicts = check_groups(declaration, groups, sources, saved["param_groups"], skipped)
         for index, found in decay_conflicts(declaration, groups, sources, saved["param_groups"]).items():
             conflicts += found
             group_values[index] = {k: v for k, v in group_values[index].items() if k not in ("weight_decay", "max_lr")}
+        conflicts += check_modes(kind.modes, groups, pairs, saved["param_groups"], group_values)
         made, copies, entries, problems = check_state(declaration, groups, state, pairs, group_values, known)
         names = names_to_take(groups, saved["param_groups"])
         writes = Writes(group_values, made, copies, names, entries, others)

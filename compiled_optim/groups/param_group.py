@@ -20,7 +20,7 @@ from compiled_optim.groups.numbers import Numbers, is_own
 from compiled_optim.groups.watched import Changes, LookedUpDict, WatchedList
 from compiled_optim.memory.layout import is_lost, scalar, scalar_dtype
 from compiled_optim.rule.misspelled import warn_of_entry
-from compiled_optim.rule.rule import Declaration
+from compiled_optim.rule.rule import TRAIN_MODE, Declaration
 from compiled_optim.torch_internals import (
     compiler_at_work,
     fakes_are_made,
@@ -119,6 +119,8 @@ class ParamGroup(LookedUpDict[Any]):
     def set_quietly(self, key: str, value: Any) -> None:
         """Write without reporting; ``params`` becomes a list that reports, numbers by name a copy that nobody edits."""
         value = kept(value) if key in self._scales else value
+        if key == TRAIN_MODE and not value:
+            self._changes.refuse()
         super().set_quietly(key, WatchedList(self._changes, value) if key == "params" else value)
 
     def __getitem__(self, key: str) -> Any:

@@ -18,8 +18,10 @@ def cautious(rule: Rule) -> Rule:
     Their steps are divided by the share of the tensor's elements that move, or by :data:`LEAST` if that is more. Weight
     decay apart from the step stays, and so do the buffers. The gradient is the one that ``rule`` gets. All this is as in the
     authors' C-AdamW. Algorithm 1 of the paper adds a small number to the share instead of bounding it, and the authors'
-    C-Lion adds 1 to the number of elements that move.
+    C-Lion adds 1 to the number of elements that move. It is not for a rule with views, whose parameter follows its state.
     """
+    if rule.views:
+        return rule
 
     def reduce(**values: Any) -> dict[str, Any]:
         return {"moving": mean(where(_goes_down(rule.returned(values), values), 1.0, 0.0))} if values["cautious"] else {}

@@ -47,6 +47,7 @@ class Declared:
     transforms: ClassVar[tuple[Transform, ...]] = ()  # what rules go through, in this order
     declaration: ClassVar[Declaration]
     rule: ClassVar[Rule]  # the declaration, where it has an update
+    _view_rules: ClassVar[Mapping[str, Rule]] = {}  # by name, what makes one of the rule's views of the parameters
 
     gradients: ClassVar[Gradients] = "dense"
     """The gradients that the optimizer takes. Of a sparse one it updates the rows that the gradient names."""
@@ -58,6 +59,8 @@ class Declared:
     granularity: ClassVar[Granularity] = "element"  # what an update sees at a time; see :class:`Rule`
     group_flags: ClassVar[tuple[str, ...]] = ()
     """The flags that groups may hold: torch.optim's, so that checkpoints fit both, and ``maximize``."""
+    modes: ClassVar[Mapping[str, bool]] = {}
+    """Further entries of groups, which methods of the optimizer change and checkpoints bring back, as they begin."""
     implied_state: ClassVar[Mapping[str, float]] = {}
     """The state that checkpoints of torch.optim's optimizer of this name leave out, as it is where they hold other state."""
 
@@ -159,8 +162,14 @@ class Declared:
             reductions=(cls.reduce,) if hasattr(cls, "reduce") else (),
             adapt=getattr(cls, "adapt", None),
             axes=getattr(cls, "axes", None),
+            views=getattr(cls, "views", {}),
         )
         rule.check()  # what its author wrote, before transforms hide whose mistake it is
+        cls._view_rules = {name: cls._transformed(rule.viewed(name)) for name in rule.views}
+        return cls._transformed(rule)
+
+    @classmethod
+    def _transformed(cls, rule: Rule) -> Rule:
         rule = started(rule)
         is_elementwise = (cls.granularity, cls.gradients) == ("element", "dense")
         transforms = [t.by for t in cls.transforms if is_elementwise or not t.elementwise]

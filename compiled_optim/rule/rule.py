@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import functools
 import inspect
 import itertools
@@ -27,6 +28,9 @@ Decays: TypeAlias = Literal["gradient", "weights", None]
 NUMBERS = ("resolution", "lr_scale", "seed")
 """What ``coefficients`` may take of each parameter: the machine epsilon of its dtype, what its group chose for it, and a
 whole number for random numbers."""
+
+TRAIN_MODE = "train_mode"
+"""The entry of a group that says whether its parameters are those to train, where a rule has other ``views`` of them."""
 
 INDEX = "index"  # what ``update`` may take besides: which element of the parameter it sees, in the order of memory
 
@@ -74,7 +78,7 @@ class Declaration:
     def structural_entries(self) -> frozenset[str]:
         """The entries of a group that shape its steps."""
         chosen = (field.name for field in (*self.statics, *self.options, *self.scales))
-        return frozenset({"params", "maximize", "differentiable", *chosen})
+        return frozenset({"params", "maximize", "differentiable", TRAIN_MODE, *chosen})
 
     @_once
     def present_hypers(self, statics: Mapping[str, Any]) -> tuple[Hyper, ...]:
@@ -197,6 +201,10 @@ class Rule(Declaration):
     are the rows and the columns.
 
     ``decays`` says what ``c.weight_decay`` times the parameter is added to. ``added`` names choices that transforms added.
+
+    ``views`` are for an elementwise update whose parameter stands for another one, which is to be evaluated: ``"eval"``
+    makes this one of it, and ``"train"`` the way back. They take what ``update`` takes, but for the gradient, between steps,
+    and return the parameter.
     """
 
     coefficients: Callable[..., dict[str, Any]]
@@ -208,6 +216,7 @@ class Rule(Declaration):
     adapt: Callable[..., dict[str, Any]] | None = None
     decays: Decays = None
     added: tuple[str, ...] = ()
+    views: Mapping[str, Callable[..., Any]] = dataclasses.field(default_factory=dict, hash=False)
     axes: Callable[..., Sequence[int]] | None = None
 
     def check(self) -> None:
@@ -225,6 +234,14 @@ class Rule(Declaration):
         resolution = {"resolution"} if self.granularity != "element" else set()
         taken = [(self.coefficients, argument_names(self.coefficients) - {"step"} - declared - resolution)]
         taken += [(f, t - self._update_values) for f, t in zip((*self.reductions, self.update), self._takes, strict=True)]
+        taken += [
+            (view, argument_names(view) - self._update_values | {"grad"} & argument_names(view))
+            for view in self.views.values()
+        ]
+        if self.views and (
+            set(self.views) != {"eval", "train"} or self.granularity != "element" or self.gradients != "dense"
+        ):
+            raise TypeError(f"{self.name}.views must be of eval and train, for an elementwise update with dense gradients")
         for function, unknown in taken:
             if unknown:
                 raise TypeError(f"{self._title(function)} takes {sorted(unknown)}, which the class does not declare")
@@ -245,6 +262,7 @@ class Rule(Declaration):
 
     def _title(self, function: Callable[..., Any]) -> str:
         kinds = {self.coefficients: "coefficients", self.update: "update", self.adapt: "adapt"}
+        kinds |= {view: f"views[{name!r}]" for name, view in self.views.items()}
         return f"{self.name}.{kinds.get(function, 'reduce')}"
 
     @functools.cached_property
@@ -286,6 +304,16 @@ class Rule(Declaration):
             if start < end:
                 places[stage] = Places(slice(start, end), totals, slice(totals.start, end + len(written.adapted)))
         return places
+
+    def viewed(self, name: str) -> Rule:
+        """A rule that does what one of ``views`` says in place of a step."""
+        view, buffers = self.views[name], [b.name for b in self.buffers]
+
+        def update(**values: Any) -> dict[str, Any]:
+            own = {b: values[b] for b in buffers if values.get(b) is not None}
+            return {**own, "param": view(**{n: values[n] for n in argument_names(view)}), "step": 0.0}
+
+        return dataclasses.replace(self, update=update, reductions=(), adapt=None)
 
     def has_totals(self, statics: Mapping[str, Any] | None = None) -> bool:
         """Whether ``reduce`` sums over all parameters; without ``statics``, as the optimizer's author left them."""

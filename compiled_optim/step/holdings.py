@@ -28,6 +28,7 @@ from compiled_optim.plan.schedule import Schedule, Schedules
 from compiled_optim.rule.declared import Declared, added_choices, no_hyperparameter, state_names
 from compiled_optim.rule.fields import Choice, Hyper, Option, Scale, Static
 from compiled_optim.rule.misspelled import warn_of_entry
+from compiled_optim.rule.rule import TRAIN_MODE
 from compiled_optim.state import OptimizerState, ParamState
 from compiled_optim.step.accumulation import AccumulatedSteps
 from compiled_optim.step.hand_captures import HandCaptures
@@ -236,6 +237,8 @@ class Holdings:
             for group in self.own_groups:
                 for message in group.out_of_range.values():
                     raise ValueError(message)
+                if not group.get(TRAIN_MODE, True):
+                    raise RuntimeError(f"{group.label} has the parameters to evaluate; call the optimizer's train() first")
             self.changes.is_refused = False
 
     def shapes(self) -> list[tuple[Any, ...]]:
@@ -302,7 +305,7 @@ def _check_entries(
 def _group_keys(kind: type[Declared]) -> list[str]:
     """What a group of ``kind`` may hold besides its parameters."""
     kinds = (Hyper, Static, Scale, Option)
-    return [f.name for of_kind in kinds for f in kind.fields_of(of_kind)] + list(kind.group_flags)
+    return [f.name for of_kind in kinds for f in kind.fields_of(of_kind)] + [*kind.group_flags, *kind.modes]
 
 
 def _check_keys(kind: type[Declared], group: Mapping[str, Any], index: int) -> None:
@@ -324,7 +327,7 @@ def group_entries(kind: type[Declared], options: Mapping[str, Any]) -> dict[str,
     found = {name: options[name] for name in _group_keys(kind) if name in options}
     scales = {scale.name for scale in kind.fields_of(Scale)}
     chosen = {name: value for name, value in found.items() if name not in added or value != added[name]}
-    return {name: kept(value) if name in scales else value for name, value in chosen.items()}
+    return {**kind.modes, **{name: kept(value) if name in scales else value for name, value in chosen.items()}}
 
 
 def as_defaults(kind: type[Declared], options: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -380,3 +383,6 @@ def check_values(kind: type[Declared], group: Mapping[str, Any], before: Mapping
     check_numbers(kind.fields_of(Scale), group, index)
     check_options(kind.fields_of(Option), group, index)
     _check_keys(kind, given, index)
+    for mode in kind.modes:
+        if isinstance(before, ParamGroup) and group[mode] is not before[mode]:
+            raise ValueError(f"{mode} of {where} follows the parameters; call the optimizer's eval() or train()")

@@ -230,6 +230,7 @@ class RuleStep(Step):
         return self.lowerings, self._square_sums, self._schedules
 
     def check_numerics(self) -> NumericsReport:
+        self._holdings.check_numbers()
         Live.send(self._holdings.changes)
         return check_numerics(self._holdings.kind.__name__, [lowering.plan for lowering in self.lowerings])
 

@@ -403,6 +403,24 @@ class TestTrainingStep:
         runner(batch(6))
         assert co.compile_report(side.optimizer).recaptures == 0
 
+    def test_parameters_to_evaluate_are_refused_by_the_replay(self) -> None:
+        """And a change of view captures nothing anew."""
+        side, twin = (make(optimizer=co.AdamWScheduleFree) for _ in range(2))
+        runner = co.CUDAGraphRunner(functools.partial(train, side), optimizers=side.optimizer, modules=side.model)
+        for i in range(9):
+            assert torch.equal(runner(batch(i)), train(twin, batch(i)))
+            for each in (side, twin):
+                each.optimizer.eval()
+            assert all(map(torch.equal, side.params, twin.params))
+            before = [p.detach().clone() for p in side.params]
+            with pytest.raises(RuntimeError, match="has the parameters to evaluate"):
+                runner(batch(i))
+            assert all(map(torch.equal, before, side.params))
+            for each in (side, twin):
+                each.optimizer.train()
+        assert co.compile_report(side.optimizer).recaptures == 0
+        assert co.compile_report(side.optimizer).replays > 0
+
     @pytest.mark.parametrize("kind", KINDS, ids=kind_name)
     @pytest.mark.parametrize("scenario", SCENARIOS, ids=_names)
     def test_equals_uncaptured(self, scenario: Scenario, kind: dict[str, Any]) -> None:

@@ -142,6 +142,23 @@ def means_are_those_of_whole_parameters(directory: Path) -> None:
         assert not cautious or not torch.allclose(whole.embed.weight, plain.embed.weight, atol=1e-4)
 
 
+def shards_are_viewed_as_whole_parameters(directory: Path) -> None:
+    options = {"lr": 0.05, "betas": (0.6, 0.8), "eps": 1e-4, "weight_decay": 0.5}
+    whole = _build(sharded=False)
+    reference = co.AdamWScheduleFree(whole.named_parameters(), lowering="eager", **options)
+    _train(whole, reference, 5)
+    trained = [p.detach().clone() for p in whole.parameters()]
+    reference.eval()
+    for lowering in ("auto", "inductor", "eager"):
+        sharded = _build(sharded=True)
+        optimizer = co.AdamWScheduleFree(sharded.named_parameters(), lowering=lowering, **options)
+        _train(sharded, optimizer, 5)
+        for change, expected in ((optimizer.eval, list(whole.parameters())), (optimizer.train, trained)):
+            change()
+            for (name, param), other in zip(sharded.named_parameters(), expected, strict=True):
+                assert torch.allclose(_full(param), other, atol=1e-6), (lowering, name)
+
+
 def replicas_step_as_torchs(directory: Path) -> None:
     """DistributedDataParallel: gradients of their own or in its buckets, where most are unaligned, and accumulation."""
     for lowering, in_buckets, set_to_none in itertools.product(("auto", "inductor"), (False, True), (False, True)):
@@ -680,6 +697,7 @@ CHECKS: dict[str, Callable[[Path], None]] = {
     for function in (
         sharded_steps_equal_unsharded_ones,
         means_are_those_of_whole_parameters,
+        shards_are_viewed_as_whole_parameters,
         replicas_step_as_torchs,
         the_norm_is_that_of_all_shards,
         a_nonfinite_gradient_of_one_process_skips_the_step_of_all,

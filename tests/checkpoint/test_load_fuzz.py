@@ -35,6 +35,7 @@ from loading import (
 from torch import Tensor, nn
 
 import compiled_optim as co
+from compiled_optim.views import ViewedOptimizer
 
 EXAMPLES = 3000
 _LBFGS = [{}, {"line_search_fn": "strong_wolfe"}, {"history_size": 2}, {"fixed_iterations": True}]
@@ -192,6 +193,8 @@ def _load(case: Case, lowering: str, number: int) -> bool:
         assert addresses(optimizer).items() >= places.items()
         taken = True
     _refuses_what_is_out_of_range(optimizer, numbers)
+    if isinstance(optimizer, ViewedOptimizer):
+        optimizer.train()
     train(optimizer)
     copy.deepcopy(optimizer.state_dict())
     return taken

@@ -84,8 +84,12 @@ def test_groups_of_their_own_rates(optimizer: type[co.CompiledOptimizer]) -> Non
     assert relative_error(params, twins) < (1e-2 if optimizer is co.Muon else 1e-14)  # whose products are in bfloat16
 
 
-# LAMB's decay is part of a direction whose length does not matter, Prodigy's goes by its estimate.
-@pytest.mark.parametrize("optimizer", [c for c in DECAYING if c not in (co.LAMB, co.Prodigy)], ids=lambda c: c.__name__)
+# LAMB's decay is part of a direction whose length does not matter, Prodigy's goes by its estimate, Schedule-Free's into an
+# average.
+OTHERS = (co.LAMB, co.Prodigy, co.AdamWScheduleFree)
+
+
+@pytest.mark.parametrize("optimizer", [c for c in DECAYING if c not in OTHERS], ids=lambda c: c.__name__)
 def test_how_much_is_left_without_gradients(optimizer: type[co.CompiledOptimizer]) -> None:
     """By hand: of each group ``1 - lr / max_lr * weight_decay`` is left, and nothing goes where ``max_lr`` is 0."""
     params = [Parameter(torch.full((2, 3), 2.0, dtype=torch.float64)) for _ in range(4)]

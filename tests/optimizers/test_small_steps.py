@@ -37,8 +37,10 @@ def assert_unbiased(found: Tensor, expected: Tensor) -> None:
     assert errors.mean().abs() <= 3 * errors.std() / math.sqrt(SIZE)
 
 
-# LAMB's decay is part of a direction whose length does not matter, Prodigy's goes by its estimate.
-DECAYING = [c for c in ruled("dense") if "weight_decay" in c.fields and c not in (co.LAMB, co.Prodigy)]
+# LAMB's decay is part of a direction whose length does not matter, Prodigy's goes by its estimate, Schedule-Free's into an
+# average.
+OTHERS = (co.LAMB, co.Prodigy, co.AdamWScheduleFree)
+DECAYING = [c for c in ruled("dense") if "weight_decay" in c.fields and c not in OTHERS]
 
 
 @pytest.mark.parametrize("optimizer", DECAYING, ids=lambda c: c.__name__)

@@ -36,7 +36,7 @@ FLOORS = [
     {"lowering"},
     {"step"},
     {"optimizer"},
-    {"several"},
+    {"several", "views"},
     {"optimizers", "model", "named", "full_precision", "optimi", "release", "report"},
     {"capture"},
     {""},
@@ -99,16 +99,16 @@ def test_the_floor_plan_lists_every_floor_from_the_top() -> None:
 
 
 BUDGET = {
-    "": 2780,
+    "": 2855,
     "capture": 1430,
-    "checkpoint": 1465,
+    "checkpoint": 1485,
     "groups": 1450,
     "lowering": 4410,
     "memory": 1000,
-    "optimizers": 2105,
+    "optimizers": 2165,
     "plan": 860,
-    "rule": 2550,
-    "step": 2270,
+    "rule": 2590,
+    "step": 2280,
 }
 """Lines of each folder's modules; "" are those beside the folders. A commit of its own raises one, and says why."""
 

@@ -42,6 +42,7 @@ BEYOND_TORCH = {
     "granularity": DECLARED,
     "group_flags": DECLARED,
     "implied_state": DECLARED,
+    "modes": DECLARED,
     "rule": DECLARED,
     "transforms": DECLARED,
     "update": DECLARED,
@@ -82,7 +83,9 @@ def test_nothing_without_a_reason() -> None:
 
 @pytest.mark.parametrize("kind", registry(), ids=lambda c: c.__name__)
 def test_no_optimizer_has_more(kind: type[co.CompiledOptimizer]) -> None:
-    assert _public(_made(kind)) <= {*_public(_made(co.AdamW)), "reduce", "adapt", "axes"}  # which a rule may have
+    more = {"reduce", "adapt", "axes", "views"}  # which a rule may have
+    more |= {"eval", "train"} if hasattr(kind, "views") else set()
+    assert _public(_made(kind)) <= {*_public(_made(co.AdamW)), *more}
 
 
 def test_nothing_appears_with_use() -> None:

@@ -1,0 +1,63 @@
+"""Schedule-Free AdamW."""
+
+from compiled_optim.rule import Number, bias_correction, buffer, hyper, maximum, minimum, product, scalar, sqrt, where
+from compiled_optim.views import ViewedOptimizer
+
+
+class AdamWScheduleFree(ViewedOptimizer):
+    """Schedule-Free AdamW: an average of all steps in place of a schedule that ends (arXiv:2405.15682, Algorithm 1).
+
+    The parameters to train are between those that take the steps, ``z``, and their average, which is to be evaluated: call
+    :meth:`eval` before validation and before the model is saved for use, and :meth:`train` before the next step. Batch
+    normalization needs its statistics of the average: run some batches after :meth:`eval`. Differs from the authors' package
+    as the paper does: the weight of a step in the average is its own squared learning rate, not the largest so far.
+
+    With parameters of 16 bits, give ``z`` more: ``state_dtype={"z": torch.float32}``, and ``weights``.
+
+    Args:
+        lr: learning rate, from the end of the warmup on.
+        betas: how near to the average the parameters are, and how much of the average of squared gradients stays from one
+            step to the next.
+        eps: keeps the divisor from 0, in units of the gradient.
+        weight_decay: a step takes ``lr`` times this number times the parameter away from ``z``.
+        warmup_steps: how many steps ``lr`` takes to grow from 0.
+
+    The other arguments, and what is raised: :class:`~compiled_optim.optimizer.CompiledOptimizer`.
+    """
+
+    lr: Number = hyper(default=2.5e-3, ge=0)
+    betas: tuple[Number, Number] = hyper(default=(0.9, 0.999), gt=0, lt=1)
+    eps: Number = hyper(default=1e-8, ge=0)
+    weight_decay: Number = hyper(default=0.0, ge=0)
+    warmup_steps: Number = hyper(default=0, ge=0)
+    z, exp_avg_sq = buffer(init="param"), buffer(int8="unsigned")
+    weight_sum = scalar()
+
+    @staticmethod
+    def coefficients(step, lr, betas, eps, weight_decay, warmup_steps, weight_sum):
+        beta1, beta2 = betas
+        rate = lr * minimum(step / maximum(warmup_steps, 1.0), 1.0) * sqrt(bias_correction(beta2, step))
+        weight_sum = weight_sum + rate * rate
+        share = where(weight_sum > 0, rate * rate / where(weight_sum > 0, weight_sum, 1.0), 0.0)
+        return dict(
+            weight_sum=weight_sum,
+            rate=rate,
+            decay=rate * weight_decay,
+            eps=eps,
+            beta1=beta1,
+            beta2=beta2,
+            weight2=1 - beta2,
+            share=share,
+            reach=1 - beta1 * (1 - share),
+        )
+
+    @staticmethod
+    def update(param, grad, c, z, exp_avg_sq):
+        exp_avg_sq = c.beta2 * exp_avg_sq + c.weight2 * grad * grad
+        move = c.rate * grad / (sqrt(exp_avg_sq) + c.eps) + product(c.decay, param)
+        return dict(step=c.share * (param - z) + c.reach * move, z=z - move, exp_avg_sq=exp_avg_sq)
+
+    views = dict(
+        eval=lambda param, c, z: z + (param - z) / c.beta1,
+        train=lambda param, c, z: z + (param - z) * c.beta1,
+    )
