@@ -10,7 +10,7 @@ from compiled_optim.checkpoint.matching import match
 from compiled_optim.checkpoint.others import known_names
 from compiled_optim.checkpoint.saved_values import described
 from compiled_optim.checkpoint.state_dict import LoadReport, refuse
-from compiled_optim.optimizer import CompiledOptimizer, engine_of
+from compiled_optim.optimizer import CompiledOptimizer, engine_of, prepare_load
 from compiled_optim.several import Optimizers, check_disjoint, label_of, listed, locked, naming
 
 
@@ -109,7 +109,7 @@ def _load_parts(
         prepared = []
         for index, (optimizer, part) in enumerate(zip(optimizers, parts, strict=True)):
             with naming(label_of(index, optimizer)):
-                prepared.append(engine_of(optimizer).prepare_load(part, False, hyperparameters))
+                prepared.append(prepare_load(optimizer, part, False, hyperparameters))
         report = LoadReport(
             [name for each in prepared for name in each.report.missing],
             [*unexpected, *(name for each in prepared for name in each.report.unexpected)],

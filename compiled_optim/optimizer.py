@@ -10,7 +10,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from compiled_optim.checkpoint.state_dict import LoadReport
+from compiled_optim.checkpoint.forms import plain
+from compiled_optim.checkpoint.saved_values import described
+from compiled_optim.checkpoint.state_dict import LoadReport, PreparedLoad
 from compiled_optim.groups.parameters import as_groups, hand_over
 from compiled_optim.memory.layout import scalar_dtype, scalars_device
 from compiled_optim.plan.schedule import Schedule
@@ -123,9 +125,9 @@ class CompiledOptimizer(UsesGradients, Declared, Optimizer):
         for choice in self.fields_of(Choice):
             choice.check(options[choice.name])
         self._step_class.check_options(type(self), options)
+        self._begin(options["lowering"])
         self.max_grad_norm = options["max_grad_norm"]
         self.skip_nonfinite = options["skip_nonfinite"]
-        self._begin(options["lowering"])
         defaults, handed_over = as_defaults(type(self), options)
         groups = as_groups(params)
         check_read(type(self), options, groups)
@@ -139,7 +141,7 @@ class CompiledOptimizer(UsesGradients, Declared, Optimizer):
 
     def _begin(self, lowering: str) -> None:
         """Own nothing yet; who waits for the lock of an optimizer that is unpickled goes on waiting for it."""
-        self._engine: Engine = vars(self).setdefault("_engine", Engine(self, self._step_class))
+        self._engine: Engine = vars(self).setdefault("_engine", Engine(self._step_class))
         self._engine.begin(type(self), lowering)
 
     @outside_dynamo
@@ -194,8 +196,6 @@ class CompiledOptimizer(UsesGradients, Declared, Optimizer):
             else:
                 self._engine.run()
         return loss
-
-    _opt_called = False  # torch's schedulers ask whether there was a step
 
     _step_supports_amp_scaling = True  # torch's GradScaler hands over ``grad_scale`` and ``found_inf`` instead of waiting
 
@@ -275,6 +275,23 @@ class CompiledOptimizer(UsesGradients, Declared, Optimizer):
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
         self._engine.holdings.groups = groups
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """What groups take that lack it: the constructor's values."""
+        return self._engine.defaults
+
+    @defaults.setter
+    def defaults(self, values: dict[str, Any]) -> None:
+        self._engine.defaults = values
+
+    @property
+    def _opt_called(self) -> bool:  # torch's schedulers ask whether there was a step
+        return self._engine.is_called
+
+    @_opt_called.setter
+    def _opt_called(self, was: bool) -> None:
+        self._engine.is_called = was
 
     @property  # type: ignore[override]
     def state(self) -> OptimizerState:
@@ -362,7 +379,7 @@ class CompiledOptimizer(UsesGradients, Declared, Optimizer):
                 interrupt or an operator that fails while tensors are copied can leave part of a load; another mends that.
         """
         with self._engine.lock:
-            prepared = self._engine.prepare_load(state_dict, strict, hyperparameters)
+            prepared = prepare_load(self, state_dict, strict, hyperparameters)
             prepared.write()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
@@ -375,13 +392,16 @@ class CompiledOptimizer(UsesGradients, Declared, Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         before = self._engine.holdings if "_engine" in vars(self) else None
         groups, entries, schedules = state.pop("param_groups"), state.pop("state"), state.pop("schedules", {})
-        self.max_grad_norm = state.pop("max_grad_norm", getattr(self, "max_grad_norm", None))
-        self.skip_nonfinite = state.pop("skip_nonfinite", getattr(self, "skip_nonfinite", False))
+        max_grad_norm = state.pop("max_grad_norm", getattr(self, "max_grad_norm", None))
+        skip_nonfinite = state.pop("skip_nonfinite", getattr(self, "skip_nonfinite", False))
+        defaults = state.pop("defaults", getattr(self, "defaults", {}))
         lowering = state.pop("lowering", "auto" if before is None else before.lowering)
         aliases = dict(state.pop("aliases", {} if before is None else before.aliases))
         unshown = state.pop("unshown", ())
         self._begin(lowering)
+        self.max_grad_norm, self.skip_nonfinite = max_grad_norm, skip_nonfinite
         self.param_groups, self.state = groups, entries
+        self.defaults = defaults
         super().__setstate__(state)
         self.defaults = group_entries(type(self), self.defaults)  # torch adds a key
         self._engine.holdings.restore(aliases, schedules, self.defaults, unshown)
@@ -390,3 +410,22 @@ class CompiledOptimizer(UsesGradients, Declared, Optimizer):
 def engine_of(optimizer: CompiledOptimizer) -> Engine:
     """What runs the steps of ``optimizer``: for the rest of the package, which users have no need of."""
     return optimizer._engine
+
+
+def prepare_load(
+    optimizer: CompiledOptimizer, state_dict: Any, strict: bool, hyperparameters: Literal["checkpoint", "keep"]
+) -> PreparedLoad:
+    """Check all of a load, after the hooks that come before it. The caller holds the engine's lock until it is written.
+
+    Raises:
+        TypeError, ValueError: as :meth:`CompiledOptimizer.load_state_dict`.
+    """
+    if hyperparameters not in ("checkpoint", "keep"):
+        raise ValueError(f"hyperparameters must be 'checkpoint' or 'keep', got {hyperparameters!r}")
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"state_dict must be a dict, such as torch.load(path) returns, got {described(state_dict)}")
+    saved: dict[str, Any] = plain(state_dict, "the state dict")
+    for pre_hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        replaced = pre_hook(optimizer, saved)
+        saved = saved if replaced is None else replaced
+    return optimizer._engine.current().prepare_load(saved, strict, hyperparameters)

@@ -127,7 +127,7 @@ class Declared:
         return dict(bound.arguments)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        is_made = "defaults" in vars(self)  # which torch.optim's constructor writes
+        is_made = "_optimizer_step_pre_hooks" in vars(self)  # which torch.optim's constructor writes
         if is_made and name not in vars(self) and name[:1] != "_" and not hasattr(type(self), name):
             self._warn_of_attribute(name)
         super().__setattr__(name, value)

@@ -9,15 +9,12 @@ from typing import Any, Protocol, TypeAlias
 
 from torch import Tensor
 
-from compiled_optim.checkpoint.forms import plain
-from compiled_optim.checkpoint.saved_values import described
-from compiled_optim.checkpoint.state_dict import PreparedLoad
 from compiled_optim.groups.live import Live
 from compiled_optim.groups.names import named_parameters
 from compiled_optim.groups.watched import Changes
 from compiled_optim.memory.addresses import gradient
 from compiled_optim.memory.cpp_library import CompilerError
-from compiled_optim.plan.clipping import NAMES
+from compiled_optim.plan.clipping import CHOSEN, NAMES
 from compiled_optim.plan.compilations import spend
 from compiled_optim.rule.declared import Declared, no_hyperparameter
 from compiled_optim.step import traced
@@ -41,19 +38,6 @@ MakeStep: TypeAlias = Callable[[Holdings, tuple[Any, ...], Callable[[Tensor], Te
 Launcher: TypeAlias = Callable[[Step, Callable[[], Any] | None], Any]
 
 
-class Owner(Protocol):
-    """What users, torch's gradient scalers and torch's schedulers set on an optimizer or look for there.
-
-    ``grad_scale`` and ``found_inf`` are there in a step that a gradient scaler calls.
-    """
-
-    max_grad_norm: float | Tensor | None
-    skip_nonfinite: bool
-    defaults: dict[str, Any]
-    _opt_called: bool
-    _optimizer_load_state_dict_pre_hooks: Any
-
-
 class Released(Protocol):
     """What updates parameters inside of backward, in place of :meth:`Engine.run`."""
 
@@ -68,10 +52,9 @@ class Released(Protocol):
 
 
 class Engine:
-    """Makes the step of an optimizer, which it does not keep alive, anew when groups or state changed, and runs it."""
+    """Makes the step of an optimizer anew when groups or state changed, and runs it."""
 
-    def __init__(self, optimizer: Owner, make: MakeStep) -> None:
-        self._optimizer = weakref.ref(optimizer)
+    def __init__(self, make: MakeStep) -> None:
         self._make = make
         self.lock = threading.RLock()  # held by whoever steps, saves, loads or makes the step anew
         self.key = traced.register(self)  # under which the engine is found in this process
@@ -89,7 +72,10 @@ class Engine:
         self.steps = 0  # how many were taken, replayed ones among them
         self._in_graphs: weakref.ref[Step] | None = None  # what compiled code holds CUDA graphs of, or held
         self.inlined: InlinedStep | None = None  # what compiled code may hold in place of an operator
+        self.defaults: dict[str, Any] = {}  # what groups take that lack it
         self.given: dict[str, tuple[Any, Any]] = {}  # defaults, and the tensors that they were given as, for groups to adopt
+        self.assigned: dict[str, Any] = {"max_grad_norm": None, "skip_nonfinite": False}  # and what a gradient scaler sets
+        self.is_called = False  # whether there was a step, which torch's schedulers ask
         self._changes.pending = True
         self.holdings = Holdings(kind, lowering, self._changes)
 
@@ -106,24 +92,30 @@ class Engine:
     @property
     def clipping(self) -> tuple[Any, ...]:
         """What :meth:`Clipping.take` takes, as it is assigned now."""
-        owner = self._owner
-        scaler = getattr(owner, "grad_scale", None), getattr(owner, "found_inf", None)  # set and deleted by GradScaler
-        return owner.max_grad_norm, *scaler, owner.skip_nonfinite
+        return tuple(map(self.assigned.get, NAMES))
 
-    @property
-    def _owner(self) -> Owner:
-        owner = self._optimizer()
-        assert owner is not None
-        return owner
+    def assign(self, name: str, value: Any) -> None:
+        """Take ``value`` as one of :data:`NAMES`; an error, and no change, where it does not fit."""
+        if self.release is not None:
+            self.release.refuse(name, value)
+        if self.holdings.accumulated.was_on:
+            refuse_whole(name, value, "optimizer accumulation")
+        before = dict(self.assigned)
+        self.assigned[name] = value
+        if name in CHOSEN:
+            try:
+                self.follow_clipping()
+            except (TypeError, ValueError):
+                self.assigned = before
+                raise
 
     def add_group(self, param_group: Mapping[str, Any]) -> None:
         """Add a parameter group. One that does not fit is taken back."""
         with self.lock:
             holdings = self.holdings
             known, aliases = {*holdings.state}, dict(holdings.aliases)
-            defaults = self._owner.defaults
-            given = {k: tensor for k, (number, tensor) in self.given.items() if defaults.get(k) == number}
-            holdings.add(param_group, {**defaults, **given})
+            given = {k: tensor for k, (number, tensor) in self.given.items() if self.defaults.get(k) == number}
+            holdings.add(param_group, {**self.defaults, **given})
             if self.is_open:
                 return
             try:
@@ -152,7 +144,7 @@ class Engine:
         def grad_of(param: Tensor) -> Tensor | None:
             return given[id(param)] if id(param) in given else gradient(param)
 
-        self.holdings.adopt(self._owner.defaults, checked=self.step is None)
+        self.holdings.adopt(self.defaults, checked=self.step is None)
         Live.send(self._changes)
         self.holdings.accumulated.keep(p for group in self.holdings.own_groups for p in group["params"])
         self.step = self._make(self.holdings, self.clipping, grad_of)
@@ -269,22 +261,6 @@ class Engine:
         is_there = len(step.devices) == 1 and can_capture(step.devices[0])
         return is_plain and is_there and is_near and grad_scale is None and found_inf is None
 
-    def prepare_load(self, state_dict: Any, strict: bool, hyperparameters: Any) -> PreparedLoad:
-        """Check all of a load, after the hooks that come before it. The caller holds :attr:`lock` until it is written.
-
-        Raises:
-            TypeError, ValueError: as the optimizer's ``load_state_dict``.
-        """
-        if hyperparameters not in ("checkpoint", "keep"):
-            raise ValueError(f"hyperparameters must be 'checkpoint' or 'keep', got {hyperparameters!r}")
-        if not isinstance(state_dict, Mapping):
-            raise TypeError(f"state_dict must be a dict, such as torch.load(path) returns, got {described(state_dict)}")
-        saved: dict[str, Any] = plain(state_dict, "the state dict")
-        for pre_hook in self._owner._optimizer_load_state_dict_pre_hooks.values():
-            replaced = pre_hook(self._owner, saved)
-            saved = saved if replaced is None else replaced
-        return self.current().prepare_load(saved, strict, hyperparameters)
-
     @outside_dynamo
     def run(self, grads: list[Tensor | None] | None = None, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters, without hooks; see :meth:`prepare` and :meth:`Step.launch`. One thread at a time does."""
@@ -392,7 +368,7 @@ class Engine:
     def mark_stepped(self) -> None:
         """Let torch's schedulers know that there was a step, unless a number is out of range."""
         self.holdings.check_numbers()
-        self._owner._opt_called = True
+        self.is_called = True
 
     def finish(self, step: Step, *, counts: bool = True) -> None:
         """End a step that was launched, or a part of one, of which the first ``counts``."""

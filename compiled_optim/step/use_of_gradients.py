@@ -36,31 +36,31 @@ def check_closure(closure: Any) -> None:
         )
 
 
+def _assigned(name: str) -> Any:
+    """An attribute that the engine keeps. A gradient scaler deletes those that it sets."""
+
+    def read(self: Any) -> Any:
+        try:
+            return self._engine.assigned[name]
+        except KeyError:
+            raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'") from None
+
+    def write(self: Any, value: Any) -> None:
+        self._engine.assign(name, value)
+
+    def delete(self: Any) -> None:
+        del self._engine.assigned[name]
+        self._engine.follow_clipping()
+
+    return property(read, write, delete)
+
+
 class UsesGradients:
     """The part of an optimizer that says when gradients are used, and refuses what then cannot be."""
 
     _engine: Any
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        engine = vars(self).get("_engine")
-        if name in NAMES and engine is not None:
-            if engine.release is not None:
-                engine.release.refuse(name, value)
-            if engine.holdings.accumulated.was_on:
-                refuse_whole(name, value, "optimizer accumulation")
-        before = vars(self).get(name)
-        super().__setattr__(name, value)
-        if name in ("max_grad_norm", "skip_nonfinite") and engine is not None:
-            try:
-                engine.follow_clipping()
-            except (TypeError, ValueError):
-                super().__setattr__(name, before)
-                raise
-
-    def __delattr__(self, name: str) -> None:
-        super().__delattr__(name)
-        if name in NAMES:
-            self._engine.follow_clipping()
+    max_grad_norm, grad_scale, found_inf, skip_nonfinite = map(_assigned, NAMES)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients of all parameters; can be traced.
