@@ -27,7 +27,8 @@ def pytest_configure(config: pytest.Config) -> None:
     import left_out
 
     config.pluginmanager.register(left_out)
-    if config.getoption("--time-left") and config.option.verbose <= 0 and not hasattr(config, "workerinput"):
+    reports = config.option.verbose <= 0 and hasattr(config, "cache") and not hasattr(config, "workerinput")
+    if config.getoption("--time-left") and reports:
         import progress
         import time_left
 
