@@ -17,7 +17,7 @@ from perf.competitors import OURS
 from perf.measure import in_turn, make_gradients, make_params
 from perf.results import Row, percentiles
 from perf.workloads import shapes
-from tools.demo.model import CLASSES, VisionTransformer, parameter_groups
+from tools.demo.digits import CLASSES, VisionTransformer, parameter_groups
 
 BATCH = 64
 INLINED = f"{OURS}[inductor]"
@@ -42,7 +42,7 @@ def measure_training_step(device: torch.device, *, rounds: int, warmup: int = 10
         for name in NAMES:
             torch.manual_seed(0)
             model = VisionTransformer().to(device)
-            optimizer = _make(name, parameter_groups(model, weight_decay=0.05), device)
+            optimizer = _make(name, parameter_groups(model), device)
             train = _compiled(_training_step(model, optimizer), mode, name)
             calls[name] = functools.partial(train, pixels, digits)
         with torch._dynamo.config.patch(trace_autograd_ops=True):

@@ -6,6 +6,7 @@ about the ends of runs.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pydoc_data.topics import topics
@@ -17,7 +18,7 @@ from torch.nn import functional
 
 import compiled_optim as co
 from perf.results import Row, percentiles
-from tools.demo.model import VisionTransformer
+from tools.demo import digits
 
 SEEDS = range(8)  # the first eight, not picked
 FLOAT32 = "float32"
@@ -89,12 +90,10 @@ def _text(steps: int, seed: int) -> tuple[nn.Module, Iterator[Batch], list[Batch
 
 def _digits(steps: int, seed: int) -> tuple[nn.Module, Iterator[Batch], list[Batch]]:
     """The images and the model of the demo."""
-    from tools.demo import data  # scikit-learn is needed here only
-
-    train, test = data.load()
-    epochs = -(-steps // data.batches_per_epoch(train))
-    batches = data.batches(train, epochs, torch.Generator().manual_seed(seed))
-    return VisionTransformer(), (tuple(batch) for _, batch in zip(range(steps), batches, strict=False)), [tuple(test)]
+    train, test = digits.load()
+    epochs = -(-steps // digits.batches_per_epoch(train))
+    batches = digits.batches(train, epochs, torch.Generator().manual_seed(seed))
+    return digits.VisionTransformer(), itertools.islice(batches, steps), [test]
 
 
 TASKS: dict[str, Task] = {"digits": _digits, "text": _text}

@@ -14,6 +14,7 @@ import torch
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="run every test, not a selection of each function's")
     parser.addoption("--selection", type=int, default=selection.today(), help="the seed of the selection (today's date)")
+    parser.addoption("--time-left", action="store_true", help="a line of progress in place of dots")
     parser.addoption("--cuda-on-cpu", action="store_true", help="run the tests marked cuda, and only them, without a GPU")
 
 
@@ -26,6 +27,12 @@ def pytest_configure(config: pytest.Config) -> None:
     import left_out
 
     config.pluginmanager.register(left_out)
+    reports = config.option.verbose <= 0 and hasattr(config, "cache") and not hasattr(config, "workerinput")
+    if config.getoption("--time-left") and reports:
+        import progress
+        import time_left
+
+        config.pluginmanager.register(time_left.TimeLeft(config, progress.Line()))
     if os.environ.get("TRITON_INTERPRET") == "1":
         import quick_interpreter
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import os
 import re
 import subprocess
 import sys
-import venv
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+import progress
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -35,21 +38,20 @@ def python_with(extra: str, torch: str = "") -> Path:
     directory = ROOT / (f".venv-{extra}-{torch}" if torch else f".venv-{extra}")
     python = directory / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python")
     stamp = directory / "installed"
-    packages, alone, pins = [f"{ROOT}[{extra}]"], ALONE.get(extra), constraints.read_text()
+    packages, alone, pins = [f"{ROOT}[{extra}]"], ALONE.get(extra, []), constraints.read_text()
     if torch:
-        packages, alone = [str(ROOT), *FEW], None
+        packages, alone = [str(ROOT), *FEW], []
         pins = re.sub(r"^(torch|triton|numpy)==.*\n", "", pins, flags=re.MULTILINE)
         pins += f"torch=={torch}\ntriton=={TRITON[torch.rpartition('.')[0]]}\n"
     wanted = hashlib.sha256((ROOT / "pyproject.toml").read_bytes() + repr((pins, packages[1:])).encode()).hexdigest()
     with _one_at_a_time(directory.parent / f"{directory.name}.lock"):
         if not stamp.exists() or stamp.read_text() != wanted:
-            print(f"installing into {directory.name} (once)", flush=True)
-            venv.create(directory, with_pip=True)
+            directory.mkdir(exist_ok=True)
             (directory / "constraints.txt").write_text(pins)
-            install = [python, "-m", "pip", "install", "--quiet", "--no-compile", "-c", directory / "constraints.txt"]
-            subprocess.run([*install, "-e", *packages], check=True)
-            if alone:
-                subprocess.run([*install, "--no-deps", *alone], check=True)
+            install = [python, "-m", "pip", "install", "--no-compile", "-c", directory / "constraints.txt"]
+            commands = [[sys.executable, "-m", "venv", directory], [*install, "-e", *packages]]
+            commands += [[*install, "--no-deps", package] for package in alone]
+            _run_quietly(commands, f"installing into {directory.name} (once)", directory / "install.log")
             stamp.write_text(wanted)
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     return python
@@ -69,6 +71,25 @@ def run(extra: str, *arguments: str, modules: str = ".") -> int:
     python = python_with(extra)
     environment = {**os.environ, "PYTHONPATH": str(ROOT / modules)}
     return subprocess.run([python, *arguments], cwd=ROOT, env=environment).returncode
+
+
+def _run_quietly(commands: Sequence[Sequence[str | Path]], title: str, log: Path) -> None:
+    """Run ``commands`` behind one line of progress. What they print goes to ``log``, which is shown if one fails."""
+    started = time.monotonic()
+    line = progress.Line(every=math.inf)
+    line.show(title)
+    with log.open("w") as file:
+        for command in commands:
+            with subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT) as process:
+                while process.poll() is None:
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        process.wait(1)
+                    line.show(f"{title}: {time.monotonic() - started:.0f} s")
+            if process.returncode:
+                break
+    line.clear()
+    if process.returncode:
+        sys.exit(f"{log.read_text()}{title} failed; what was printed is in {log}")
 
 
 @contextlib.contextmanager

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import venv
+import io
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import environment
+import progress
 import pytest
 
 
@@ -26,17 +28,18 @@ def test_an_environment_has_the_torch_that_is_named(
         (tmp_path / name).write_text((environment.ROOT / name).read_text())
     commands: list[list[str]] = []
 
-    def run(command: list[Any], **_: Any) -> None:
-        commands.append([*map(str, command)])
+    def run_quietly(given: list[list[Any]], title: str, log: Path) -> None:
+        assert title == f"installing into {log.parent.name} (once)"
+        commands.extend([*map(str, command)] for command in given)
 
     monkeypatch.setattr(environment, "ROOT", tmp_path)
-    monkeypatch.setattr(venv, "create", lambda directory, **_: directory.mkdir(exist_ok=True))
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(environment, "_run_quietly", run_quietly)
     for _ in range(2):
         python = environment.python_with("test", torch)
     directory = python.parent.parent
     assert directory.name == (f".venv-test-{torch}" if torch else ".venv-test")
-    install = commands.pop(0)
+    made, install = commands.pop(0), commands.pop(0)
+    assert made == [sys.executable, "-m", "venv", str(directory)]
     constraints = Path(install[install.index("-c") + 1]).read_text().splitlines()
     assert {*pins, "pytest==9.2.0"} <= {*constraints}
     assert not {*absent} & {*constraints}
@@ -47,3 +50,49 @@ def test_an_environment_has_the_torch_that_is_named(
         file.write("late==1.0\n")
     environment.python_with("test", torch)
     assert any("-e" in command for command in commands)
+
+
+def _printing(text: str, status: int = 0) -> list[str]:
+    return [sys.executable, "-c", f"import sys; print({text!r}); sys.stderr.write('noise'); sys.exit({status})"]
+
+
+def test_what_an_installation_prints_is_not_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "install.log"
+    environment._run_quietly([_printing("Collecting a"), _printing("Collecting b")], "installing", log)
+    assert capfd.readouterr() == ("installing\n", "")
+    assert re.findall("Collecting .|noise", log.read_text()) == ["Collecting a", "noise", "Collecting b", "noise"]
+
+
+def test_what_an_installation_prints_is_shown_when_it_fails(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "install.log"
+    commands = [_printing("Collecting a"), _printing("no such version", status=1), _printing("Collecting b")]
+    with pytest.raises(SystemExit, match=r"Collecting a(.|\n)*no such version(.|\n)*installing failed") as raised:
+        environment._run_quietly(commands, "installing", log)
+    assert str(log) in str(raised.value)
+    assert capfd.readouterr() == ("installing\n", "")
+    assert "Collecting b" not in log.read_text()
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_line_is_rewritten_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "11")
+    terminal = _Terminal()
+    line = progress.Line(terminal)
+    line.show("much too long for it")
+    line.show("short")
+    line.clear()
+    assert terminal.getvalue() == "much too l\rshort     \r          \r"
+
+
+def test_a_log_has_a_line_from_time_to_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress.time, "monotonic", iter([5.0, 34.0, 35.0, 36.0, 80.0]).__next__)
+    log = io.StringIO()
+    line = progress.Line(log, every=30)
+    for text in "abcde":
+        line.show(text)
+        line.clear()
+    assert log.getvalue() == "a\nc\ne\n"

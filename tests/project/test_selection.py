@@ -61,8 +61,9 @@ def test_files_for_full_runs_are_there(pytestconfig: pytest.Config) -> None:
 
 def test_what_is_named_runs_whole(pytestconfig: pytest.Config) -> None:
     """Or a developer would not see what a change broke."""
-    command = [sys.executable, "-m", "pytest", "--numprocesses=1", "-q", "tests/project/test_public.py"]
+    command = [sys.executable, "-m", "pytest", "--numprocesses=1", "-q", "--time-left", "tests/project/test_public.py"]
     done = subprocess.run(command, cwd=pytestconfig.rootpath, capture_output=True, text=True, check=True)
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed is not None
     assert int(passed[1]) > 10 * selection.MOST
+    assert f"0 of {passed[1]} tests, " in done.stdout

@@ -17,8 +17,7 @@ MOST = 3
 
 FULL_ONLY = (
     "tests/trainers/",
-    "tests/project/test_demo.py",
-    "tests/project/test_environment.py",
+    "tests/project/test_demo.py::test_a_newcomers_run",
     "tests/project/test_extras.py",
     "tests/lowering/test_code_for_gpus.py",
     "tests/step/test_soak.py",

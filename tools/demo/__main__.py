@@ -1,86 +1,89 @@
-"""Train, save half-way, resume by name, train on, report."""
+"""Train in one mode after the other, each time resumed by name, and report."""
 
 from __future__ import annotations
 
+import copy
+import logging
 import sys
 import time
-from itertools import islice
+from functools import partial
+from statistics import median
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import track
+from rich.table import Table
+from torch import nn
+from torch.optim import AdamW
 
 import compiled_optim as co
 
-from . import checkpoint, data
-from .modes import Stepper, compare
-from .options import Options, parse
-from .report import Report
-from .timing import median_step_times
-from .training import History, Training, accuracy
-
-COMPARED_STEPS = 40
+from . import digits
+from .options import MODES, parse
+from .training import Training
 
 
-def run(options: Options, console: Console) -> Report:
-    """Do what ``options`` ask for; the checkpoint goes to the output folder."""
+def step_seconds(model: nn.Module, rounds: int = 100) -> dict[str, float]:
+    """The median time of a step by optimizer; they take turns, so that a busy machine slows all alike."""
+    makers = {"compiled_optim.AdamW": co.AdamW, "torch.optim.AdamW": AdamW}
+    makers |= {f"torch.optim.AdamW({how}=True)": partial(AdamW, **{how: True}) for how in ("foreach", "fused")}
+    optimizers = {name: make(digits.parameter_groups(copy.deepcopy(model))) for name, make in makers.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in optimizers}
+    wait = torch.cuda.synchronize if torch.cuda.is_available() else int
+    for _ in range(rounds):
+        for name, optimizer in optimizers.items():
+            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+                parameter.grad = torch.full_like(parameter, 1e-3)  # in new memory each time, as backward leaves it
+            wait()
+            started = time.perf_counter()
+            optimizer.step()
+            wait()
+            seconds[name].append(time.perf_counter() - started)
+    return {name: median(taken[rounds // 10 :]) for name, taken in seconds.items()}
+
+
+def main() -> None:
+    """Print the report; exits with 1 if the model did not become good enough."""
     started = time.perf_counter()
+    options, console = parse(sys.argv[1:]), Console()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    modes = options.modes or [mode for mode in MODES if device == "cuda" or mode != "captured"]
+    if device == "cpu" and "captured" in modes:
+        sys.exit("tools/run: captured needs a CUDA device, and there is none")
+    torch._logging.set_logs(all=logging.ERROR)  # Dynamo warns of the profiler's marks, which it leaves out
+    torch._dynamo.config.trace_autograd_ops = True  # or it does not trace backward
     torch.manual_seed(options.seed)
-    train, test = data.load()
-    steps = options.epochs * data.batches_per_epoch(train)
-    batches = data.batches(train, options.epochs, torch.Generator().manual_seed(options.seed))
-    history = History()
-    path = options.out / "checkpoint.pt"
-    columns = (
-        TextColumn("training"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]:.3f}"),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("training", total=steps, loss=float("nan"))
+    generator = torch.Generator().manual_seed(options.seed)
+    images, (pixels, expected) = digits.load()
+    steps = options.epochs * digits.batches_per_epoch(images)
+    training, legs = Training(len(modes) * steps, device), []
+    for mode in modes:
+        batches = digits.batches(images, options.epochs, generator)
+        shown = track(batches, mode, steps, console=console, transient=True, disable=not console.is_terminal)
+        legs.append(training.run(mode, shown))
+        training = training.resumed()
+    with torch.no_grad():
+        guesses = training.model.eval()(pixels.to(device)).argmax(dim=1).cpu()
+    accuracy = 100 * (guesses == expected).double().mean().item()
 
-        def advance(loss: float) -> None:
-            progress.update(task, advance=1, loss=loss)
-
-        first = Training(steps)
-        first.run(islice(batches, steps // 2), history, advance, Stepper(first, options.mode))
-        checkpoint.save(first, path)
-        second, resumption = checkpoint.resume(path, steps)
-        second.run(batches, history, advance, Stepper(second, options.mode))
-    some = list(islice(data.batches(train, options.epochs + 2, torch.Generator().manual_seed(0)), COMPARED_STEPS))
-    return Report(
-        seed=options.seed,
-        epochs=options.epochs,
-        mode=options.mode,
-        test_accuracy=accuracy(second.model, test),
-        minimum_accuracy=options.minimum_accuracy,
-        compilations=(co.compile_report(first.optimizer), co.compile_report(second.optimizer)),
-        resumption=resumption,
-        modes=tuple(compare(some, options.compare)) if options.compare else (),
-        step_seconds=median_step_times(second.model, data.Images(*(t[: data.BATCH_SIZE] for t in train))),
-        seconds=time.perf_counter() - started,
-        history=history,
-    )
-
-
-def main() -> int:
-    """The exit status: 1 if the model did not become good enough."""
-    options = parse(sys.argv[1:])
-    options.out.mkdir(parents=True, exist_ok=True)
-    console = Console()
-    report = run(options, console)
-    report.write_json(options.out / "report.json")
-    report.write_picture(options.out / "training.png")
-    console.print(report.table())
-    console.print(f"report.json, training.png and checkpoint.pt are in {options.out.resolve()}")
-    if report.test_accuracy < options.minimum_accuracy:
-        shortfall = f"test accuracy {report.test_accuracy:.2f} % is below the minimum of {options.minimum_accuracy:g} %"
-        print(f"tools/run: {shortfall}", file=sys.stderr)
-        return 1
-    return 0
+    times = step_seconds(training.model)
+    title = f"compiled_optim on handwritten digits, {time.perf_counter() - started:.0f} s on {device}"
+    table = Table(title=title, show_header=False, title_justify="left")
+    table.add_row("test accuracy", f"{accuracy:.2f} % (minimum {options.min_accuracy:g} %)")
+    table.add_row("loss", f"{legs[0].losses[0]:.3f} -> {legs[-1].losses[-1]:.3f}")
+    table.add_row("resumed by name", f"after steps {', '.join(str(steps * (turn + 1)) for turn in range(len(modes)))}")
+    table.add_section()
+    table.add_row("training step", "median, first; no recompiles")
+    for leg in legs:
+        table.add_row(leg.mode, f"{1e3 * median(leg.seconds):.1f} ms, {leg.seconds[0]:.2g} s")
+    table.add_section()
+    table.add_row("optimizer step", "median")
+    for name, taken in times.items():
+        table.add_row(name, f"{1e6 * taken:.0f} µs, {taken / min(times.values()):.1f} times the least")
+    console.print(table)
+    if accuracy < options.min_accuracy:
+        sys.exit(f"tools/run: the test accuracy of {accuracy:.2f} % is below the minimum of {options.min_accuracy:g} %")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

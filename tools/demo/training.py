@@ -1,104 +1,92 @@
-"""The training loop: a model, its optimizer, its learning rate schedule, and what they went through."""
+"""A training that is resumed by name, and the ways to run its steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+import io
+import time
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
 import compiled_optim as co
 
-from .data import Images
-from .model import VisionTransformer, parameter_groups
-
-PEAK_LEARNING_RATE = 2e-3
-WEIGHT_DECAY = 0.05
+from .digits import Images, VisionTransformer, parameter_groups
 
 
-@dataclass
-class History:
-    """The loss of every step and the learning rate that it was taken with."""
+class Leg(NamedTuple):
+    """Steps in one mode, with the seconds and the loss of each. The mode is eager where nothing was compiled or captured."""
 
-    loss: list[float] = field(default_factory=list)
-    learning_rate: list[float] = field(default_factory=list)
+    mode: str
+    seconds: list[float]
+    losses: list[float]
 
 
 class Training:
-    """A new model with its optimizer and schedule.
+    """A new model with its optimizer and schedule: linear warm-up over a tenth of ``steps``, then half a cosine to 0."""
 
-    Args:
-        steps: the length of the schedule: linear warm-up over the first tenth, then half a cosine down to 0.
-        backwards: list the parameters last to first in the optimizer's groups.
-    """
-
-    def __init__(self, steps: int, *, backwards: bool = False) -> None:
-        self.model = VisionTransformer()
-        groups = parameter_groups(self.model, WEIGHT_DECAY, backwards=backwards)
-        self.optimizer = co.AdamW(groups, lr=PEAK_LEARNING_RATE)
+    def __init__(self, steps: int, device: str, *, backwards: bool = False) -> None:
+        self.steps, self.device, self.backwards = steps, device, backwards
+        self.model = VisionTransformer().to(device)
+        self.optimizer = co.AdamW(parameter_groups(self.model, backwards=backwards), lr=2e-3, weight_decay=0.05)
         warm_up = max(1, steps // 10)
-        self.scheduler = SequentialLR(
-            self.optimizer,
-            [
-                LinearLR(self.optimizer, start_factor=1 / warm_up, total_iters=warm_up),
-                CosineAnnealingLR(self.optimizer, T_max=steps - warm_up),
-            ],
-            milestones=[warm_up],
-        )
+        rise = LinearLR(self.optimizer, start_factor=1 / warm_up, total_iters=warm_up)
+        fall = CosineAnnealingLR(self.optimizer, T_max=steps - warm_up)
+        self.scheduler = SequentialLR(self.optimizer, [rise, fall], milestones=[warm_up])
 
-    def train_step(self, pixels: Tensor, digits: Tensor, model: nn.Module | None = None) -> Tensor:
-        """Forward, backward, the optimizer's step and zero_grad, as one unit; returns the loss.
-
-        Args:
-            pixels: (images, 1, 8, 8).
-            digits: (images,).
-            model: stands for :attr:`model`, compiled for example.
-        """
-        loss = functional.cross_entropy((self.model if model is None else model)(pixels), digits)
+    def step(self, pixels: Tensor, digits: Tensor) -> Tensor:
+        """Forward, backward, the optimizer's step and zero_grad, as one unit; returns the loss."""
+        loss = functional.cross_entropy(self.model(pixels), digits)
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss.detach()
 
-    def run(
-        self,
-        batches: Iterable[Images],
-        history: History,
-        advance: Callable[[float], None],
-        step: Callable[[Images], float],
-    ) -> None:
-        """Take a step with each batch, write it into ``history`` and tell ``advance`` the loss.
-
-        Args:
-            batches: one per step.
-            history: is appended to.
-            advance: is called after every step.
-            step: takes one step and returns its loss.
+    def run(self, mode: str, batches: Iterable[Images]) -> Leg:
+        """Take a step with each batch, in one of ``options.MODES``.
 
         Raises:
             compiled_optim.RecompileError: a step after the first would compile anything again.
         """
-        self.model.train()
+        step, seconds, losses = self.step, [], []
+        if mode == "model":
+            self.model.compile(fullgraph=True)
+        elif mode == "whole-step":
+            step = torch.compile(step, fullgraph=True)
+        elif mode == "captured":
+            step = co.CUDAGraphRunner(step, optimizers=self.optimizer)
+        counted = torch._dynamo.utils.counters["stats"]
+        before = counted["unique_graphs"]
 
         def take(batch: Images) -> None:
-            history.learning_rate.append(self.optimizer.hyperparameters()[0]["lr"])
-            history.loss.append(step(batch))
+            started = time.perf_counter()
+            losses.append(step(*(tensor.to(self.device) for tensor in batch)).item())
             self.scheduler.step()
-            advance(history.loss[-1])
+            seconds.append(time.perf_counter() - started)
 
         batches = iter(batches)
         take(next(batches))
         with co.no_recompiles():
             for batch in batches:
                 take(batch)
+        made = counted["unique_graphs"] - before + len(co.compile_report(self.optimizer).captures)
+        return Leg(mode if made else "eager", seconds, losses)
 
+    def resumed(self) -> Training:
+        """A new training that goes on from a checkpoint of this one; its optimizer lists parameters in the opposite order.
 
-def accuracy(model: nn.Module, images: Images) -> float:
-    """The percentage of ``images`` that ``model`` recognizes."""
-    model.eval()
-    with torch.no_grad():
-        guesses = model(images.pixels).argmax(dim=1)
-    return 100 * (guesses == images.digits).double().mean().item()
+        Raises:
+            AssertionError: a value of the optimizer's state did not arrive at the parameter that it was saved for.
+        """
+        file = io.BytesIO()
+        torch.save({part: getattr(self, part).state_dict() for part in ("model", "optimizer", "scheduler")}, file)
+        file.seek(0)
+        new = Training(self.steps, self.device, backwards=not self.backwards)
+        for part, saved in torch.load(file, weights_only=True).items():
+            getattr(new, part).load_state_dict(saved)
+        states = [co.named_state_dict(training.optimizer)["state"] for training in (new, self)]
+        torch.testing.assert_close(*states, rtol=0, atol=0)
+        return new
