@@ -230,8 +230,8 @@ def test_a_type_checker_sees_the_constructor(tmp_path: Path) -> None:
 
 
 def test_every_file_of_the_package_is_installed() -> None:
-    """setuptools takes Python files by itself, and others only where ``pyproject.toml`` lists them."""
+    """setuptools takes Python files by itself, and others only where ``pyproject.toml`` lists them. READMEs stay here."""
     text = (PACKAGE.parent / "pyproject.toml").read_text()
     listed = re.search(r"package-data\]\ncompiled_optim = (\[.*\])", text)
-    others = {str(p.relative_to(PACKAGE)) for p in PACKAGE.rglob("*.*") if p.suffix not in (".py", ".pyc")}
+    others = {str(p.relative_to(PACKAGE)) for p in PACKAGE.rglob("*.*") if p.suffix not in (".py", ".pyc", ".md")}
     assert set(ast.literal_eval(listed[1])) == others
