@@ -14,6 +14,7 @@ import torch._dynamo
 from readme import READMES, ROOT, generated
 
 FIRST, *OTHERS = READMES
+PAGES = [*READMES, ROOT / "perf" / "GPU.md"]
 CODE = re.compile(r"```python\n(.*?)```", re.DOTALL)
 UNCLEAR = re.compile(r"\b(of which|(?:that|those) of|where that|what is what|as such)\b", re.IGNORECASE)
 """Phrases that hang a fact on a sentence that has one. The second fact wants a sentence, or a noun."""
@@ -37,23 +38,28 @@ def test_every_readme_is_known() -> None:
 
 
 @pytest.mark.parametrize("readme", READMES, ids=_name)
-class TestEvery:
-    def test_is_short(self, readme: Path) -> None:
-        assert len(readme.read_text().splitlines()) <= (200 if readme == FIRST else 100)
+def test_a_readme_is_short(readme: Path) -> None:
+    assert len(readme.read_text().splitlines()) <= (200 if readme == FIRST else 100)
 
-    def test_speaks_plainly(self, readme: Path) -> None:
-        assert UNCLEAR.findall(" ".join(readme.read_text().split())) == []
 
-    def test_generated_parts_are_fresh(self, readme: Path) -> None:
-        text = readme.read_text()
-        assert generated(text) == text, "run python tools/readme.py"
+@pytest.mark.parametrize("readme", READMES, ids=_name)
+def test_generated_parts_are_fresh(readme: Path) -> None:
+    text = readme.read_text()
+    assert generated(text) == text, "run python tools/readme.py"
 
-    def test_links_lead_somewhere(self, readme: Path) -> None:
-        for link in re.findall(r"\]\(([^)]+)\)", readme.read_text()):
-            file, _, heading = link.partition("#")
-            target = (readme.parent / file).resolve() if file else readme
-            assert target.is_file(), link
-            assert not heading or heading in _headings(target), link
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_pages_speak_plainly(page: Path) -> None:
+    assert UNCLEAR.findall(" ".join(page.read_text().split())) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+        file, _, heading = link.partition("#")
+        target = (page.parent / file).resolve() if file else page
+        assert target.is_file(), link
+        assert not heading or heading in _headings(target), link
 
 
 def _headings(readme: Path) -> set[str]:
