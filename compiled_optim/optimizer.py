@@ -117,10 +117,10 @@ class CompiledOptimizer(UsesGradients, Declared, Optimizer):
 
     @outside_dynamo
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        made = {s.name: s.default for s in self.fields_of(Static) if not s.init}
+        made = {s.name: s.default for s in self._fields_of(Static) if not s.init}
         options = {**made, **self._arguments(args, kwargs)}
         params = options.pop("params")
-        for choice in self.fields_of(Choice):
+        for choice in self._fields_of(Choice):
             choice.check(options[choice.name])
         self._step_class.check_options(type(self), options)
         self.max_grad_norm = options["max_grad_norm"]
@@ -190,7 +190,7 @@ class CompiledOptimizer(UsesGradients, Declared, Optimizer):
                 if self._engine.release is not None:
                     raise RuntimeError("compiled code cannot hold a step with gradient release: its backward runs no hooks")
                 scaler = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-                traced.record_step(self._engine, self.gradients, scaler)
+                traced.record_step(self._engine, self._gradients, scaler)
             else:
                 self._engine.run()
         return loss
@@ -318,8 +318,8 @@ class CompiledOptimizer(UsesGradients, Declared, Optimizer):
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
-        run_time = [name for name in self.group_flags if name != "maximize"]
-        neutral = {name: self.fields[name].default for name in run_time}  # type: ignore[attr-defined]
+        run_time = [name for name in self._group_flags if name != "maximize"]
+        neutral = {name: self._all_fields[name].default for name in run_time}  # type: ignore[attr-defined]
         with self._engine.lock:
             result = self._engine.current().save(neutral)
         for post_hook in self._optimizer_state_dict_post_hooks.values():

@@ -68,12 +68,12 @@ def optimizers_table() -> str:
     rows = ["| optimizer | fields and defaults | state per parameter |", "|---|---|---|"]
     for cls in classes:
         summary = inspect.cleandoc(cls.__doc__ or "").split("\n\n")[0].replace("\n", " ")
-        choices = [s for s in cls.fields_of(Static) if s.init]
-        own = [f for f in (*cls.fields_of(Hyper), *choices) if f.name in cls.declared]
+        choices = [s for s in cls._fields_of(Static) if s.init]
+        own = [f for f in (*cls._fields_of(Hyper), *choices) if f.name in cls._declared]
         fields = ", ".join(f"`{_argument(f)}`" for f in own)
-        buffers = ", ".join(f"`{b.name}`{_condition(cls, b)}" for b in cls.declaration.buffers if b.name in cls.declared)
-        scalars = ", ".join(f"`{s.name}`" for s in cls.declaration.scalars)
-        state = ", ".join(filter(None, [buffers, scalars])) if hasattr(cls, "rule") else "one for all parameters together"
+        buffers = ", ".join(f"`{b.name}`{_condition(cls, b)}" for b in cls._declaration.buffers if b.name in cls._declared)
+        scalars = ", ".join(f"`{s.name}`" for s in cls._declaration.scalars)
+        state = ", ".join(filter(None, [buffers, scalars])) if hasattr(cls, "_rule") else "one for all parameters together"
         rows.append(f"| `{cls.__name__}`: {summary.partition(': ')[2] or summary} | {fields} | {state} |")
     return "\n".join(rows)
 
@@ -83,7 +83,7 @@ def _condition(cls: type[co.CompiledOptimizer], field: Buffer) -> str:
     if field.when is None:
         return ""
     assert isinstance(field.when, str), "an optimizer says by name when its state exists"
-    return f" (of a {field.when})" if isinstance(cls.fields[field.when], Fact) else f" (with `{field.when}`)"
+    return f" (of a {field.when})" if isinstance(cls._all_fields[field.when], Fact) else f" (with `{field.when}`)"
 
 
 def _argument(field: Hyper | Static) -> str:

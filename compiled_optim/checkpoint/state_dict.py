@@ -117,16 +117,16 @@ def prepare_load(
     Raises:
         ValueError, TypeError: the checkpoint is malformed or, with ``strict``, does not match.
     """
-    declaration = kind.declaration
+    declaration = kind._declaration
     with naming("the state dict", passing=(ValueError, TypeError)):
         known = known_names()
         given = read(state_dict)
         others, orphans = _beside(given, known, state.others)
         saved = from_optimi(given, declaration) if is_optimi(given) else given
-        pairs, missing, unexpected = match(groups, aliases, saved, kind.implied_state, known)
+        pairs, missing, unexpected = match(groups, aliases, saved, kind._implied_state, known)
         sources = pairs if hyperparameters == "checkpoint" else []
         own = (*declaration.statics, *declaration.scales, *declaration.options)
-        skipped = {*kind.group_flags, *(choice.name for choice in own), "params", "param_names"}
+        skipped = {*kind._group_flags, *(choice.name for choice in own), "params", "param_names"}
         group_values, conflicts = check_groups(declaration, groups, sources, saved["param_groups"], skipped)
         for index, found in decay_conflicts(declaration, groups, sources, saved["param_groups"]).items():
             conflicts += found

@@ -226,7 +226,7 @@ def test_a_transform_of_a_rule_is_a_rule() -> None:
     from compiled_optim.rule.symbols import PLAIN
 
     for optimizer in (co.AdamW, co.ASGD, co.Lion):
-        plain = type("Plain", (optimizer,), {"transforms": ()}).rule
+        plain = type("Plain", (optimizer,), {"_transforms": ()})._rule
         again = cautious(plain)
         assert [s.name for s in again.statics] == [*(s.name for s in plain.statics), "cautious"]
         assert (again.hypers, again.buffers, again.scalars) == (plain.hypers, plain.buffers, plain.scalars)

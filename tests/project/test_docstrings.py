@@ -7,6 +7,7 @@ import pydoc
 import re
 
 import pytest
+import torch
 from catalog import registry
 
 import compiled_optim as co
@@ -34,6 +35,18 @@ def test_every_argument_is_explained_in_a_line(kind: type[co.CompiledOptimizer])
 
 def test_the_common_arguments_are_those_of_an_elementwise_optimizer_that_decays_by_the_gradient() -> None:
     assert {*_explained(co.CompiledOptimizer)} <= {*inspect.signature(co.SGD).parameters}
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda c: c.__qualname__)
+def test_help_shows_functions_and_properties_that_it_explains(kind: type[co.CompiledOptimizer]) -> None:
+    """And no attribute that only the package reads; names with two underscores are Python's."""
+    own = {
+        name: what
+        for name, what, _, _ in pydoc.classify_class_attrs(kind)
+        if pydoc.visiblename(name, obj=kind) and not name.startswith("__") and name not in dir(torch.optim.Optimizer)
+    }
+    assert {"hyperparameter", "grad_norm"} <= own.keys()
+    assert [name for name, what in own.items() if what == "data" or not pydoc.getdoc(getattr(kind, name))] == []
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda c: c.__qualname__)

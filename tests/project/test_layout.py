@@ -137,7 +137,7 @@ def test_every_public_method_says_what_it_does(path: Path) -> None:
         own = {name for name, member in vars(cls).items() if callable(member) or isinstance(member, _DECORATED)}
         public = set() if cls.__name__.startswith("_") else {name for name in own if not name.startswith("_")}
         said = set().union(*(_documented(dict(vars(base))) for base in (*cls.__mro__, *_protocols())))
-        assert public - said <= ({"coefficients", "reduce", "adapt", "update"} if hasattr(cls, "rule") else set()), cls
+        assert public - said <= ({"coefficients", "reduce", "adapt", "update"} if hasattr(cls, "_rule") else set()), cls
 
 
 def _protocols() -> list[type]:
