@@ -29,7 +29,7 @@ class Adam(CompiledOptimizer, advice="SparseAdam", decays="gradient"):
     decoupled_weight_decay: bool = static(default=False, kw_only=True)
     exp_avg, exp_avg_sq = buffer(int8="signed"), buffer(int8="unsigned")
     max_exp_avg_sq = buffer(when="amsgrad", int8="unsigned")
-    _accumulation = Accumulation(kept=("beta1", "beta2"))
+    accumulation = Accumulation(kept=("beta1", "beta2"))
 
     @staticmethod
     def coefficients(step, lr, betas, eps, weight_decay):

@@ -63,7 +63,7 @@ class Muon(CompiledOptimizer, granularity="matrix"):
     ns_steps: int = static(default=5)
     adjust_lr_fn: str | None = static(default=None)
     momentum_buffer = buffer()
-    _implied_state: ClassVar[Mapping[str, float]] = {"step": 1.0}
+    implied_state: ClassVar[Mapping[str, float]] = {"step": 1.0}
 
     @staticmethod
     def coefficients(step, lr, weight_decay, momentum, ns_coefficients, eps):

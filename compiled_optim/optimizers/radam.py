@@ -25,7 +25,7 @@ class RAdam(CompiledOptimizer, decays="gradient"):
     weight_decay: Number = hyper(default=0.0, ge=0)
     decoupled_weight_decay: bool = static(default=False)
     exp_avg, exp_avg_sq = buffer(int8="signed"), buffer(int8="unsigned")
-    _accumulation = Accumulation(kept=("beta1", "beta2"))
+    accumulation = Accumulation(kept=("beta1", "beta2"))
 
     @staticmethod
     def coefficients(step, lr, betas, eps, weight_decay):

@@ -31,8 +31,8 @@ class SGD(CompiledOptimizer, decays="gradient"):
     weight_decay: Number = hyper(default=0.0, ge=0)
     nesterov: bool = static(default=False)
     momentum_buffer = buffer(when="momentum", int8="signed")
-    _accumulation = Accumulation(kept=("momentum",), unless=("nesterov",))
-    _implied_state: ClassVar[Mapping[str, float]] = {"step": 1.0}
+    accumulation = Accumulation(kept=("momentum",), unless=("nesterov",))
+    implied_state: ClassVar[Mapping[str, float]] = {"step": 1.0}
 
     @staticmethod
     def check(hypers: Mapping[str, Any], statics: Mapping[str, Any]) -> None:

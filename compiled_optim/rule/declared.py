@@ -79,6 +79,9 @@ class Declared:
         cls._decays = decays or cls._decays
         for name in vars(cls).keys() & _MEANINGS:  # for help(), which shows a rule
             getattr(cls, name).__doc__ = getattr(cls, name).__doc__ or _MEANINGS[name]
+        for name in {"accumulation", "implied_state"} & vars(cls).keys():  # taken out of the body, as fields are
+            setattr(cls, f"_{name}", vars(cls)[name])
+            delattr(cls, name)
         own = {name: value for name, value in vars(cls).items() if isinstance(value, Field)}
         for name in own:
             delattr(cls, name)
@@ -263,7 +266,7 @@ def _torch_flags(cls: type[Declared]) -> dict[str, bool]:
     class, and ask for keywords.
     """
     if not (arguments := _torch_arguments(cls.__name__)):
-        return dict.fromkeys(_USUAL_FLAGS, False)
+        return dict.fromkeys(("foreach", "maximize", "capturable", "differentiable", "fused"), False)
     flags = {f.name for f in cls._fields_of(Flag)}
     return {name: p.kind is p.POSITIONAL_OR_KEYWORD for name, p in arguments.items() if name in flags}
 
@@ -273,9 +276,6 @@ def _torch_arguments(name: str) -> Mapping[str, inspect.Parameter]:
     """The arguments of torch.optim's optimizer of this name; empty where torch.optim lacks it."""
     theirs = getattr(torch.optim, name, None)
     return {} if theirs is None else inspect.signature(theirs).parameters
-
-
-_USUAL_FLAGS = ("foreach", "maximize", "capturable", "differentiable", "fused")
 
 
 def _annotations(cls: type[Declared]) -> Mapping[str, Any]:

@@ -13,6 +13,8 @@ import torch
 import torch._dynamo
 from readme import READMES, ROOT, generated
 
+from compiled_optim import rule
+
 FIRST, *OTHERS = READMES
 PAGES = [*READMES, ROOT / "perf" / "GPU.md"]
 CODE = re.compile(r"```python\n(.*?)```", re.DOTALL)
@@ -80,6 +82,12 @@ def test_the_first_page_says_the_first_things_first() -> None:
     assert re.search(r"GPU: NVIDIA \w+ .*revision \w+.* CPU: .*revision \w+", " ".join("\n".join(screen).split()))
     titles = re.findall(r"^## (.*)$", text, re.MULTILINE)
     assert titles.index("Differences from torch.optim") < titles.index("CUDA graphs")
+
+
+def test_all_that_a_rule_is_written_with_is_explained() -> None:
+    page = (ROOT / "compiled_optim" / "rule" / "README.md").read_text()
+    code = " ".join(re.findall(r"`([^`\n]+)`", page.replace("```", "")))
+    assert {*rule.__all__} - {*re.findall(r"\w+", code)} == {"Number"}  # a type, which the example has
 
 
 def test_the_first_page_links_all() -> None:
