@@ -36,13 +36,13 @@ def optimi_state_dict(optimizer: CompiledOptimizer) -> dict[str, Any]:
     kind = type(optimizer)
     update = getattr(kind, "update", kind)
     is_theirs = update.__module__.startswith("compiled_optim.") and update.__qualname__.partition(".")[0] in _COUNTERPARTS
-    if not is_theirs or not has_counterpart(optimizer.declaration):
+    if not is_theirs or not has_counterpart(optimizer._declaration):
         raise ValueError(f"optimi has no {kind.__name__}")
     for index, group in enumerate(optimizer.param_groups):
         if isinstance(scale := group.get("lr_scale"), Mapping) or callable(scale):  # of which a state dict has nothing
             raise ValueError(f"param_groups[{index}] has 'lr_scale', which has no counterpart in optimi")
     saved = optimizer.state_dict()
-    declaration, groups = optimizer.declaration, engine_of(optimizer).holdings.own_groups
+    declaration, groups = optimizer._declaration, engine_of(optimizer).holdings.own_groups
     for index, group in enumerate(groups):
         if group.get("weights") == "stochastic":
             raise ValueError(f"param_groups[{index}] has weights='stochastic', which has no counterpart in optimi")

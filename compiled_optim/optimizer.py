@@ -49,23 +49,23 @@ class CompiledOptimizer(UsesGradients, Declared, Optimizer):
             parameters are float64, that is 1.3e154.
         decouple_wd: shrink parameters by ``lr * weight_decay`` before their step, as AdamW does, in place of adding decay to
             the gradient (False). None: as the optimizer does by itself, and True with ``decouple_lr``. Per group, for
-            optimizers that add it. See :func:`~compiled_optim.rule.decay.decay`.
+            optimizers that add it.
         decouple_lr: divide ``weight_decay`` by ``max_lr``, so that at that learning rate a step takes ``weight_decay`` of
             the parameter away, and at others in proportion; per group, for optimizers with ``weight_decay``.
         max_lr: what ``decouple_lr`` divides by, and 0 for no decay. None: each group's own ``lr`` when it is made: pass it
             where a schedule goes above that, or decay is more than ``weight_decay``. torch's OneCycleLR writes its peak
             there. It is an entry of groups with ``decouple_lr``, and where it was given.
         cautious: move only elements whose step goes against their gradient, and those the more (arXiv:2411.16085); per
-            group, for optimizers that work element by element on dense gradients. See
-            :func:`~compiled_optim.rule.cautious.cautious`. Both parts of a complex number are elements.
+            group, for optimizers that work element by element on dense gradients. Both parts of a complex number are
+            elements.
         lr_scale: a number >= 0 for each parameter, by which its ``lr`` is multiplied: a dict by name, where a name that is
             absent has 1, or a function of the name, None without names, and the parameter; per group. It is data: neither
             groups nor kernels are split. A function is asked when groups change. Checkpoints do not hold it.
         weights: how parameters in bfloat16 or float16 keep the bits that their dtype lacks, per group. None rounds them as
             torch.optim does. ``"kahan"`` keeps a compensation of the same dtype beside them, ``"split8"`` and ``"split16"``
             a remainder of 8 or 16 bits (24 or all 32 bits in all), ``"master"`` a copy in float32. ``"stochastic"`` keeps
-            nothing and rounds at random, without bias. See :func:`~compiled_optim.rule.storage.stored`. Parameters of other
-            dtypes must be in ``exclude``. This and the next four are for optimizers that work element by element.
+            nothing and rounds at random, without bias. Parameters of other dtypes must be in ``exclude``. This and the next
+            four are for optimizers that work element by element.
         kahan_sum: optimi's spelling: True and None are ``weights="kahan"`` for parameters of 16 bits. False says nothing.
         state_dtype: the dtype of averages in place of the parameter's, per group; ``"int8"`` for codes of 8 bits
             (``exp_avg_int8``) with a scale for each 64 elements, of which one that is infinite or NaN spoils the others; or
@@ -82,9 +82,9 @@ class CompiledOptimizer(UsesGradients, Declared, Optimizer):
             groups, of what gradients there are, or of what a step is made of; a step that cannot be inlined is the operator.
             ``"eager"``: plain torch operations. ``"auto"``: the fastest for the device.
 
-    Hyperparameters are 0-dim tensors in ``param_groups``, float64 where the device has it; see
-    :class:`~compiled_optim.groups.param_group.ParamGroup` for what assigning to them means. State exists from construction
-    for every parameter that requires a gradient.
+    Groups in ``param_groups`` hold the numbers that you gave. Steps read 0-dim tensors, float64 where the device has it:
+    :meth:`hyperparameter` returns them. The next step uses what you assign to a group, or write to such a tensor. State
+    exists from construction for every parameter that requires a gradient.
 
     Raises:
         TypeError: something is not a tensor, a number or a known argument.
@@ -119,10 +119,10 @@ class CompiledOptimizer(UsesGradients, Declared, Optimizer):
 
     @outside_dynamo
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        made = {s.name: s.default for s in self.fields_of(Static) if not s.init}
+        made = {s.name: s.default for s in self._fields_of(Static) if not s.init}
         options = {**made, **self._arguments(args, kwargs)}
         params = options.pop("params")
-        for choice in self.fields_of(Choice):
+        for choice in self._fields_of(Choice):
             choice.check(options[choice.name])
         self._step_class.check_options(type(self), options)
         self._begin(options["lowering"])
@@ -192,7 +192,7 @@ class CompiledOptimizer(UsesGradients, Declared, Optimizer):
                 if self._engine.release is not None:
                     raise RuntimeError("compiled code cannot hold a step with gradient release: its backward runs no hooks")
                 scaler = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-                traced.record_step(self._engine, self.gradients, scaler)
+                traced.record_step(self._engine, self._gradients, scaler)
             else:
                 self._engine.run()
         return loss
@@ -222,8 +222,9 @@ class CompiledOptimizer(UsesGradients, Declared, Optimizer):
     def check_numerics(self) -> NumericsReport:
         """Which parameters the next step is too small to move, by name; changes nothing, and waits for the device.
 
-        The step is estimated with the gradients that are there, unscaled ones, or from momentum without them. See
-        :class:`~compiled_optim.step.numerics.NumericsReport`. ``NotImplementedError`` where steps need a closure.
+        The step is estimated with the gradients that are there, unscaled ones, or from momentum without them. The report's
+        ``stuck`` lists such parameters, the worst first; ``uneven`` those whose state in 8 bits is too coarse. It prints as
+        advice. ``NotImplementedError`` where steps need a closure.
         """
         with self._engine.lock:
             return self._engine.current().check_numerics()
@@ -265,7 +266,7 @@ class CompiledOptimizer(UsesGradients, Declared, Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The parameter groups; see :class:`~compiled_optim.groups.param_group.ParamGroup`.
+        """The parameter groups, which are dicts that check what they are given.
 
         Compiled code cannot read them: Dynamo writes into every group it reads, and knows plain dicts only.
         """
@@ -295,7 +296,7 @@ class CompiledOptimizer(UsesGradients, Declared, Optimizer):
 
     @property  # type: ignore[override]
     def state(self) -> OptimizerState:
-        """Parameter -> its state, see :class:`~compiled_optim.state.ParamState`. Any mapping of mappings can be assigned.
+        """Parameter -> its state, a mapping of tensors by name. Any mapping of mappings can be assigned.
 
         Under other names in a parameter's state, and under keys that are no tensors, hooks and wrappers may keep anything:
         it is saved, loaded, copied and pickled with the rest.
@@ -334,8 +335,8 @@ class CompiledOptimizer(UsesGradients, Declared, Optimizer):
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
-        run_time = [name for name in self.group_flags if name != "maximize"]
-        neutral = {name: self.fields[name].default for name in run_time}  # type: ignore[attr-defined]
+        run_time = [name for name in self._group_flags if name != "maximize"]
+        neutral = {name: self._all_fields[name].default for name in run_time}  # type: ignore[attr-defined]
         with self._engine.lock:
             result = self._engine.current().save(neutral)
         for post_hook in self._optimizer_state_dict_post_hooks.values():

@@ -127,9 +127,9 @@ def _params_of(model: nn.Module, optimizer: CompiledOptimizer) -> dict[str, Tens
     ``ValueError`` where it does not update them one by one, or something else than autograd makes their gradients whole.
     """
     kind = type(optimizer).__name__
-    if not hasattr(optimizer, "rule"):
+    if not hasattr(optimizer, "_rule"):
         raise ValueError(f"{kind} computes a step from all gradients at once, which gradient release never has")
-    if optimizer.rule.has_totals():
+    if optimizer._rule.has_totals():
         raise ValueError(f"gradient release does not go with {kind}, which sums over all parameters")
     for index, group in enumerate(optimizer.param_groups):
         if group.get("differentiable"):

@@ -21,7 +21,7 @@ class ViewedOptimizer(CompiledOptimizer):
     checkpoint: the model's parameters are to be loaded from the same one.
     """
 
-    modes = {TRAIN_MODE: True}
+    _modes = {TRAIN_MODE: True}
 
     def eval(self) -> None:
         """Let parameters be those to evaluate and to save for use; a step is an error until :meth:`train`.

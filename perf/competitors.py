@@ -48,7 +48,7 @@ def optimizers() -> dict[str, tuple[type[Optimizer], type[Optimizer] | None]]:
     return {
         name.lower(): (ours, getattr(torch.optim, name, None))
         for name, ours in exported.items()
-        if hasattr(ours, "rule") and ours.gradients == "dense"
+        if hasattr(ours, "_rule") and ours._gradients == "dense"
     }
 
 

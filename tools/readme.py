@@ -1,7 +1,7 @@
-"""The generated parts of README.md.
+"""The generated parts of all READMEs.
 
-The optimizers come from the classes, step times and lowerings from ``perf/results``, the example from its file, and the
-floor plan from the package's docstring. ``python tools/readme.py`` rewrites them; a test fails while they are stale.
+The optimizers come from the classes, measurements from ``perf/results``, the example from its file, and the floor plan from
+the package's docstring. ``python tools/readme.py`` rewrites them; a test fails while they are stale.
 """
 
 from __future__ import annotations
@@ -10,17 +10,56 @@ import csv
 import inspect
 import re
 import textwrap
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import compiled_optim as co
 from compiled_optim.rule.fields import Buffer, Fact, Hyper, Static
 
-README = Path(__file__).resolve().parent.parent / "README.md"
-RESULTS = README.parent / "perf" / "results" / "step.csv"
-LOWERED = README.parent / "perf" / "results" / "lowering.csv"
-TRAINING = README.parent / "perf" / "results" / "training_step.csv"
-MEMORY = README.parent / "perf" / "results" / "low_memory.csv"
+ROOT = Path(__file__).resolve().parent.parent
+FLOORS = ("capture", "checkpoint", "lowering", "optimizers", "rule")
+READMES = [
+    ROOT / folder / "README.md" for folder in ("", *(f"compiled_optim/{f}" for f in FLOORS), "perf", "tests", "tools")
+]
 _BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+_OURS, _INDUCTOR, _CAPTURED = "compiled_optim", "compiled_optim[inductor]", "compiled_optim[captured]"
+_FUSED, _FOREACH = "torch fused", "torch foreach"
+_SHARE = "share of torch's step on float32"
+
+Row = dict[str, str]
+
+
+def _measured(table: str, **chosen: str) -> list[Row]:
+    """The rows of ``perf/results/<table>.csv`` that have the chosen entries."""
+    with (ROOT / "perf" / "results" / f"{table}.csv").open() as file:
+        return [row for row in csv.DictReader(file) if all(row[name] == value for name, value in chosen.items())]
+
+
+def _conditions(row: Row) -> str:
+    return f"{row['device']}, {row['threads']} threads, torch {row['torch']}, revision {row['commit']}"
+
+
+def _is_gpu(row: Row) -> bool:
+    return row["device"].startswith("NVIDIA")
+
+
+def _time(row: Row) -> str:
+    """The median, or the range where no median was noted."""
+    if not row["p50"]:
+        return f"{row['p20']} to {row['p80']}"
+    return f"{float(row['p50']):.3g}" if float(row["p50"]) < 1000 else f"{float(row['p50']):.0f}"
+
+
+def _grid(head: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
+    """A Markdown table whose first ``left`` columns are words and the others numbers."""
+    rule = ["---"] * left + ["--:"] * (len(head) - left)
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, rule, *rows))
+
+
+def _paragraphs(text: str) -> str:
+    paragraphs = inspect.cleandoc(text).split("\n\n")
+    return "\n\n".join(textwrap.fill(" ".join(p.split()), 125, break_long_words=False) for p in paragraphs)
 
 
 def optimizers_table() -> str:
@@ -29,12 +68,12 @@ def optimizers_table() -> str:
     rows = ["| optimizer | fields and defaults | state per parameter |", "|---|---|---|"]
     for cls in classes:
         summary = inspect.cleandoc(cls.__doc__ or "").split("\n\n")[0].replace("\n", " ")
-        choices = [s for s in cls.fields_of(Static) if s.init]
-        own = [f for f in (*cls.fields_of(Hyper), *choices) if f.name in cls.declared]
+        choices = [s for s in cls._fields_of(Static) if s.init]
+        own = [f for f in (*cls._fields_of(Hyper), *choices) if f.name in cls._declared]
         fields = ", ".join(f"`{_argument(f)}`" for f in own)
-        buffers = ", ".join(f"`{b.name}`{_condition(cls, b)}" for b in cls.declaration.buffers if b.name in cls.declared)
-        scalars = ", ".join(f"`{s.name}`" for s in cls.declaration.scalars)
-        state = ", ".join(filter(None, [buffers, scalars])) if hasattr(cls, "rule") else "one for all parameters together"
+        buffers = ", ".join(f"`{b.name}`{_condition(cls, b)}" for b in cls._declaration.buffers if b.name in cls._declared)
+        scalars = ", ".join(f"`{s.name}`" for s in cls._declaration.scalars)
+        state = ", ".join(filter(None, [buffers, scalars])) if hasattr(cls, "_rule") else "one for all parameters together"
         rows.append(f"| `{cls.__name__}`: {summary.partition(': ')[2] or summary} | {fields} | {state} |")
     return "\n".join(rows)
 
@@ -44,7 +83,7 @@ def _condition(cls: type[co.CompiledOptimizer], field: Buffer) -> str:
     if field.when is None:
         return ""
     assert isinstance(field.when, str), "an optimizer says by name when its state exists"
-    return f" (of a {field.when})" if isinstance(cls.fields[field.when], Fact) else f" (with `{field.when}`)"
+    return f" (of a {field.when})" if isinstance(cls._all_fields[field.when], Fact) else f" (with `{field.when}`)"
 
 
 def _argument(field: Hyper | Static) -> str:
@@ -55,42 +94,186 @@ def _is_optimizer(value: object) -> bool:
     return isinstance(value, type) and issubclass(value, co.CompiledOptimizer) and value is not co.CompiledOptimizer
 
 
-def speed_table() -> str:
-    """Median step times with fresh gradients, device by device: a row per workload of AdamW, and per other optimizer.
+Times = dict[str, Row]  # by competitor
 
-    A row compares times of one run: of those with the most competitors, the last.
+
+def _steps() -> list[dict[tuple[str, str], Times]]:
+    """For each device the step times with fresh gradients, by optimizer and workload.
+
+    They are of one run: of those with the most competitors, the last.
     """
-    with RESULTS.open() as file:
-        measured = [row for row in csv.DictReader(file) if row["metric"] == "step, fresh gradients"]
-    devices: dict[tuple[str, str], dict[tuple[str, str], dict[str, dict[str, float]]]] = {}
-    for row in measured:
+    devices: dict[tuple[str, str], dict[tuple[str, str], dict[str, Times]]] = {}
+    for row in _measured("step", metric="step, fresh gradients"):
         runs = devices.setdefault((row["device"], row["threads"]), {}).setdefault((row["optimizer"], row["workload"]), {})
-        runs.setdefault(row["date"], {})[row["competitor"]] = float(row["p50"])
+        runs.setdefault(row["date"], {})[row["competitor"]] = row
+    return [
+        {key: max(runs.items(), key=lambda run: (len(run[1]), run[0]))[1] for key, runs in quantities.items()}
+        for quantities in devices.values()
+    ]
+
+
+def _against(ours: Row, theirs: Row, mark: str = "") -> list[str]:
+    times = [f"{float(row['p50']):.3g} ms" for row in (ours, theirs)]
+    return [*(f"{text}{mark}" for text in times), f"{float(ours['p50']) / float(theirs['p50']):.2f}{mark}"]
+
+
+_WORKLOADS = {
+    "gpt2-124m": "GPT-2's 148, 124 million numbers",
+    "small-1000": "1000 of 4096 numbers",
+    "small-148": "148 of 4096 numbers",
+    "tiny-10": "10 of 16 numbers",
+}
+
+
+def summary() -> str:
+    """AdamW's steps in time and memory, on a GPU and on a CPU, with the conditions."""
+    cpu, gpu = sorted(_steps(), key=lambda times: _is_gpu(times["adamw", "small-148"][_OURS]))
+    by_hand = {r["competitor"]: r for r in _measured("by_hand", benchmark="step", workload="tiny-10")}
+    rows = []
+    for name, words in _WORKLOADS.items():
+        here, there = cpu["adamw", name], gpu.get(("adamw", name), by_hand)
+        mark = "*" if there is by_hand else ""
+        rows.append([words, *_against(there[_OURS], there[_FUSED], mark), *_against(here[_OURS], here[_FUSED])])
+    steps = _grid(["AdamW, tensors", f"{_OURS}, GPU", _FUSED, "ratio", f"{_OURS}, CPU", _FUSED, "ratio"], rows)
+    memory = _measured("low_memory", metric="memory")
+    shares = {(r["competitor"], _is_gpu(r)): f"{float(r['p50']):.2f}" for r in _measured("low_memory", metric=_SHARE)}
+    stored = [
+        [
+            name.replace("[", ", ").rstrip("]"),
+            f"{float(r['p50']):.2f}",
+            shares[name, True],
+            shares[name, False],
+        ]
+        for r in memory
+        if _is_gpu(r) and (name := r["competitor"])
+    ]
+    head = ["AdamW, GPT-2's tensors", "bytes per parameter, with its gradient", "time, GPU", "time, CPU"]
+    where = [_conditions(times["adamw", "gpt2-124m"][_OURS]) for times in (gpu, cpu)]
+    small = _conditions(next(row for row in memory if not _is_gpu(row)))
+    text = f"""
+        Medians; each step has gradients in new tensors. Times of the second table are shares of {_FUSED}'s in float32.
+        GPU: {where[0]} (patched for that torch). CPU: {where[1]}; second table: {small}. Later revisions were not measured.
+        *By hand. [perf](perf/README.md) has all.
+    """
+    return "\n\n".join([steps, _grid(head, stored), _paragraphs(text)])
+
+
+def speed_table() -> str:
+    """Median step times with fresh gradients, device by device: a row per workload of AdamW, and per other optimizer."""
     parts = []
-    for (device, threads), quantities in devices.items():
-        last = {key: max(runs.items(), key=lambda run: (len(run[1]), run[0]))[1] for key, runs in quantities.items()}
-        version = next(row["torch"] for row in reversed(measured) if (row["device"], row["threads"]) == (device, threads))
-        source = f"{device}, {threads} threads, torch {version}; medians from `perf/results/step.csv`."
-        parts += [*_speed_rows(last), "", source, ""]
-    return "\n".join(parts[:-1])
+    for times in _steps():
+        rows, others = [], []
+        for (optimizer, workload), entrants in sorted(times.items()):
+            theirs = {name: row for name, row in entrants.items() if name.startswith("torch")}
+            if optimizer == "adamw":
+                rows.append([workload, *_against(entrants[_OURS], theirs[_FUSED])])
+            else:
+                name = min(theirs, key=lambda name: float(theirs[name]["p50"]))
+                figures = _against(entrants[_OURS], theirs[name])
+                others.append([optimizer, workload, *figures, name.removeprefix("torch ")])
+        head = ["step", "workload", _OURS, "the fastest of torch.optim", "ratio", "it is"]
+        last = max((row for entrants in times.values() for row in entrants.values()), key=lambda row: row["date"])
+        parts += [_grid(["AdamW step", _OURS, _FUSED, "ratio"], rows), _grid(head, others, 2)]
+        parts.append(f"{_conditions(last)};\nmedians from `perf/results/step.csv`.")
+    return "\n\n".join(parts)
 
 
-def _speed_rows(times: dict[tuple[str, str], dict[str, float]]) -> list[str]:
-    """Two Markdown tables of the milliseconds by optimizer and workload, and by competitor."""
-    rows = ["| AdamW step | compiled_optim | torch fused | ratio |", "|---|---|---|---|"]
-    others = ["| step | workload | compiled_optim | the fastest of torch.optim | | ratio |", "|---|---|---|---|---|---|"]
-    for (optimizer, workload), entrants in sorted(times.items()):
-        ours = entrants["compiled_optim"]
-        theirs = {name: time for name, time in entrants.items() if name.startswith("torch")}
-        if optimizer == "adamw":
-            fused = theirs["torch fused"]
-            rows.append(f"| {workload} | {ours:.3g} ms | {fused:.3g} ms | {ours / fused:.2f} |")
-        else:
-            name = min(theirs, key=theirs.__getitem__)
-            best = theirs[name]
-            kind = name.removeprefix("torch ")
-            others.append(f"| {optimizer} | {workload} | {ours:.3g} ms | {best:.3g} ms | {kind} | {ours / best:.2f} |")
-    return [*rows, "", *others]
+def gpu() -> str:
+    """What else was measured on a GPU: bandwidth, other packages, the host's time, first steps."""
+    speeds = [r for r in _measured("bandwidth", unit="GB/s") if _is_gpu(r)]
+    moved = {tuple(r["metric"].split(", ")): f"{float(r['p50']):.0f}" for r in reversed(speeds)}  # the first run has all
+    kinds, dtypes = ("step", "clipped step", "copy"), ("float32", "bfloat16")
+    bandwidth = _grid(
+        ["GB/s, half a billion numbers", *kinds], [[dtype, *(moved[kind, dtype] for kind in kinds)] for dtype in dtypes]
+    )
+    first = {(r["workload"], r["metric"]): float(r["p50"]) for r in _measured("first_step") if _is_gpu(r)}
+    fresh, warm = (max(t for (_, metric), t in first.items() if metric == f"both, {c} cache") for c in ("fresh", "warm"))
+    begin = f"""
+        Construction and first step take at most {fresh:.1f} s with an empty cache, and {warm:.1f} s with a full one
+        (`first_step.csv`, `bandwidth.csv`). The other figures are from `by_hand.csv`: ms of wall clock with the wait for the
+        device, and us of the host alone.
+    """
+    steps = _measured("by_hand", metric="step, with the wait for the device")
+    host = _measured("by_hand", metric="host time of a step")
+    tables = [_by_competitor("ms per step", steps), _by_competitor("us on the host", host)]
+    return "\n\n".join([bandwidth, _paragraphs(begin), *tables, f"{_conditions(steps[0])}."])
+
+
+def _by_competitor(title: str, rows: Sequence[Row]) -> str:
+    """A Markdown table with a row per workload and a column per competitor."""
+    competitors = list(dict.fromkeys(r["competitor"] for r in rows))
+    times = {(r["optimizer"], r["workload"], r["competitor"]): _time(r) for r in rows}
+    workloads = dict.fromkeys((r["optimizer"], r["workload"]) for r in rows)
+    return _grid(
+        [title, *competitors],
+        [[f"{o}, {w}", *(times.get((o, w, competitor), "") for competitor in competitors)] for o, w in workloads],
+    )
+
+
+def loops() -> str:
+    """Training steps on a GPU, in the ways that there are to run one."""
+    rows = _measured("by_hand", benchmark="training_step")
+    models = list(dict.fromkeys(r["workload"] for r in rows))
+    times = {(r["competitor"], r["workload"]): _time(r) for r in rows}
+    ways = dict.fromkeys(r["competitor"] for r in rows)
+    head = ["ms per training step, AdamW", *models]
+    table = _grid(head, [[way, *(times.get((way, model), "") for model in models)] for way in ways])
+    return f"{table}\n\n{_conditions(rows[0])};\nfrom `perf/results/by_hand.csv`."
+
+
+def compiled() -> str:
+    """Steps on a GPU that a user compiles, in ms."""
+    rows = [r for r in _measured("compiled_step", unit="ms") if _is_gpu(r)]
+    kinds = list(dict.fromkeys((r["workload"], r["metric"].removeprefix("step, ")) for r in rows))
+    at = {(r["workload"], r["metric"].removeprefix("step, "), r["competitor"]): _time(r) for r in rows}
+    head = ["AdamW, ms per step", "mode", "`multi_tensor`", "`inductor`", "torch.optim, foreach"]
+    table = _grid(head, [[w, m, *(at[w, m, name] for name in (_OURS, _INDUCTOR, _FOREACH))] for w, m in kinds], 2)
+    return f"{table}\n\n{_conditions(rows[0])};\nmedians from `perf/results/compiled_step.csv`."
+
+
+def schedulers() -> str:
+    """What a step of torch's schedulers takes."""
+    rows = _measured("schedulers", competitor=_FUSED, workload="24 groups")
+    rows = [r for r in rows if r["date"] == rows[-1]["date"]]
+    ours = {
+        r["metric"]: float(r["p50"])
+        for r in _measured("schedulers", competitor=_OURS, date=rows[-1]["date"], workload="24 groups")
+    }
+    ratios = {r["metric"]: float(r["ratio"]) for r in rows}
+    special, ratio = ours.pop("OneCycleLR"), ratios.pop("OneCycleLR")
+    return _paragraphs(f"""
+        Over 24 groups a step of a scheduler takes {min(ours.values()):.0f} to {max(ours.values()):.0f} us on the host,
+        {min(ratios.values()):.1f} to {max(ratios.values()):.1f} times torch.optim's, and OneCycleLR {special:.0f} us,
+        {ratio:.1f} times ({_conditions(rows[-1])}; `perf/results/schedulers.csv`).
+    """)
+
+
+def convergence() -> str:
+    """How far low precision ends above float32."""
+    rows = _measured("convergence", metric="above float32, at most (95 %)")
+    worst: dict[str, float] = {}
+    for row in rows:
+        worst[row["workload"]] = max(worst.get(row["workload"], 0.0), float(row["p50"]))
+    said = " and ".join(f"{bound:.4f} on {task}" for task, bound in worst.items())
+    return _paragraphs(f"""
+        Low precision ends at most so many nats above float32: {said} (one-sided, 95 %, over {rows[0]["n"]} seeds;
+        {_conditions(rows[-1])}; `perf/results/convergence.csv`).
+    """)
+
+
+def tested() -> str:
+    """How the tests went that need a GPU."""
+    rows = _measured("by_hand", benchmark="gpu tests")
+    count = {r["metric"]: r["p50"] for r in rows}
+    (replay,) = _measured("by_hand", metric="host time of a replay (test_host_time_of_a_replay)")
+    most, muon = _measured("by_hand", metric="difference after 5 steps, at most")
+    return _paragraphs(f"""
+        On a GPU ({_conditions(rows[0])}, patched for that torch) {count["passed"]} tests passed, {count["failed"]} failed,
+        and {count["not reached"]} were not reached; {count["skipped for want of a second GPU"]} need two GPUs. The failures
+        were Lion and Ranger with `lowering="inductor"`, whose updates were wrong. This is mended, and tested without a GPU.
+        One of two tests of times failed: a replay took the host {replay["p50"]} us. After 5 steps {most["workload"]} were at
+        most {most["p50"]} from torch.optim, Muon {muon["p50"]}. Later revisions have not run on a GPU.
+    """)
 
 
 _FORMS = {
@@ -107,14 +290,12 @@ _SHAPES = {
 }
 
 
-def _lowered() -> list[dict[str, str]]:
+def _lowered() -> list[Row]:
     """Rows of one group in float32 on sm_90, without options."""
-    with LOWERED.open() as file:
-        rows = list(csv.DictReader(file))
-    return [r for r in rows if (r["dtype"], r["options"], r["arch"], r["groups"]) == ("float32", "", "sm_90", "1")]
+    return _measured("lowering", dtype="float32", options="", arch="sm_90", groups="1")
 
 
-def _latest() -> dict[tuple[str, str, int], dict[str, str]]:
+def _latest() -> dict[tuple[str, str, int], Row]:
     """AdamW's last rows by lowering, shapes and number of tensors."""
     return {(r["lowering"], r["shapes"], int(r["tensors"])): r for r in _lowered() if r["optimizer"] == "adamw"}
 
@@ -122,23 +303,22 @@ def _latest() -> dict[tuple[str, str, int], dict[str, str]]:
 def lowering_table() -> str:
     """What a step on a GPU consists of: a Markdown row per way to run AdamW and number of tensors, then the other kinds."""
     table, latest = _lowered(), _latest()
-    others = {(row["optimizer"], int(row["tensors"])): row for row in table if row["lowering"] == "auto"}
+    others = {(row["optimizer"], row["tensors"]): row for row in table if row["lowering"] == "auto"}
     headings = ["AdamW on sm_90", "tensors", "launches", "operators", "bytes/parameter", "registers", "compiling"]
     headings += ["CUDA graphs", "hold", "copied"]
-    rows = [f"| {' | '.join(headings)} |", "|---|---" + "|--:" * 5 + "|--:|---|--:|"]
+    rows = []
     for (shapes, tensors), name in _SHAPES.items():
         for form, title in _FORMS.items():
             if (row := latest.get((form, shapes, tensors))) is not None:
                 figures = [row["launches"], row["operators"], f"{float(row['bytes_per_param']):.2f}"]
                 figures += [row["registers"].split(".")[0], f"{float(row['seconds']):.2g} s"]
-                figures += [row["partitions"], row["cuda_graph"], row["copied"]]
-                rows.append(f"| {title} | {name} | {' | '.join(figures)} |")
-    rows += ["", "| optimizer, equal shapes | tensors | Triton launches | torch operators |", "|---|---|---|---|"]
-    rows += [f"| {name} | {tensors} | {row['launches']} | {row['operators']} |" for (name, tensors), row in others.items()]
+                rows.append([title, name, *figures, row["partitions"], row["cuda_graph"], row["copied"]])
+    kinds = [[name, tensors, row["launches"], row["operators"]] for (name, tensors), row in others.items()]
     last = table[-1]
     compiling = "Compiling: processor time of the first step, without a GPU"
     source = f"{compiling}; torch {last['torch']}, triton {last['triton']}; from `perf/results/lowering.csv`."
-    return "\n".join([*rows, "", source])
+    counts = _grid(["optimizer, equal shapes", "tensors", "Triton launches", "torch operators"], kinds)
+    return "\n\n".join([_grid(headings, rows, 2), counts, source])
 
 
 def choice() -> str:
@@ -146,41 +326,22 @@ def choice() -> str:
     latest = _latest()
     launches = {form: latest[form, "gpt2", 148]["launches"] for form in _FORMS}
     seconds = {form: f"{float(latest[form, 'gpt2', 148]['seconds']):.2g} s" for form in _FORMS}
-    with TRAINING.open() as file:
-        last = {r["competitor"]: r for r in csv.DictReader(file) if r["metric"] == "training step, default"}
-    step = {name: f"{float(r['p50']):.3g} ms" for name, r in last.items()}
-    machine = last["compiled_optim"]
-    text = f"""
-        Leave it at `"auto"`: `"multi_tensor"` is {launches["multi_tensor"]} launches for GPT-2's 148 tensors on a GPU, is
-        compiled in {seconds["multi_tensor"]}, and follows every change; in a function that you compile it is one operator,
-        whose host's half runs each time outside of CUDA graphs. Take `"inductor"` if the step shall be operations of your
-        compiled function, which the compiler fuses with others and of which nothing is left to the host: then it is
-        {launches["inlined"]} launches and compiled in {seconds["inlined"]} ({seconds["torch"]} for torch.optim's AdamW), and
-        the function is traced again when groups, state or the set of gradients change, but not when numbers do. Take
-        `"eager"` for derivatives through a step, or to look into one.
+    last = {r["competitor"]: r for r in _measured("training_step", metric="training step, default")}
+    step = {name: f"{_time(row)} ms" for name, row in last.items()}
+    return _paragraphs(f"""
+        Leave it at `"auto"`. `"multi_tensor"` is {launches["multi_tensor"]} launches for GPT-2's 148 tensors on a GPU. It is
+        compiled in {seconds["multi_tensor"]} and follows every change. In a function that you compile it is one operator;
+        its host's half runs each time outside of CUDA graphs.
 
-        On a CPU a compiled training step of the demo's model takes {step["compiled_optim"]} with the operator,
-        {step["compiled_optim[inductor]"]} with the step's operations inlined, and {step["torch foreach"]} with torch.optim's
-        ({machine["device"]}, {machine["threads"]} thread; medians from `perf/results/training_step.csv`).
-    """
-    paragraphs = inspect.cleandoc(text).split("\n\n")
-    return "\n\n".join(textwrap.fill(" ".join(p.split()), 125, break_long_words=False) for p in paragraphs)
+        Take `"inductor"` if the step shall be operations of your compiled function. The compiler fuses them with others, and
+        the host has nothing to do. The step is then {launches["inlined"]} launches, compiled in {seconds["inlined"]}
+        ({seconds["torch"]} for torch.optim's AdamW). The function is traced again when groups, state or the set of gradients
+        change, but not when numbers do. Take `"eager"` for derivatives through a step, or to look into one.
 
-
-def memory_table() -> str:
-    """Of each precision the bytes for each parameter, and the step as a share of torch's fused AdamW on float32."""
-    with MEMORY.open() as file:
-        rows = list(csv.DictReader(file))
-    found: dict[str, dict[str, dict[str, str]]] = {}
-    for row in rows:
-        found.setdefault(row["competitor"], {})[row["metric"]] = row
-    table = ["| AdamW | bytes per parameter, with its gradient | step |", "|---|--:|--:|"]
-    for name, by_metric in found.items():
-        share = next(row for metric, row in by_metric.items() if metric.startswith("share"))
-        table.append(f"| {name} | {float(by_metric['memory']['p50']):.2f} | {float(share['p50']):.2f} |")
-    last = rows[-1]
-    where = f"{last['workload']}; {last['device']}, {last['threads']} threads, torch {last['torch']}"
-    return "\n".join([*table, "", f"The step's time as a share of torch's, {where}; from `perf/results/low_memory.csv`."])
+        On a CPU a compiled training step of the demo's model takes {step[_OURS]} with the operator, {step[_INDUCTOR]} with
+        the step's operations inlined, and {step[_FOREACH]} with torch.optim's ({_conditions(last[_OURS])}; medians from
+        `perf/results/training_step.csv`).
+    """)
 
 
 def example_rule() -> str:
@@ -195,11 +356,17 @@ def floor_plan() -> str:
 
 
 _PARTS = {
+    "summary": summary,
     "optimizers": optimizers_table,
     "speed": speed_table,
+    "gpu": gpu,
+    "loops": loops,
+    "compiled": compiled,
+    "schedulers": schedulers,
+    "convergence": convergence,
+    "tested": tested,
     "choice": choice,
     "lowering": lowering_table,
-    "memory": memory_table,
     "rule": example_rule,
     "floors": floor_plan,
 }
@@ -211,4 +378,5 @@ def generated(text: str) -> str:
 
 
 if __name__ == "__main__":
-    README.write_text(generated(README.read_text()))
+    for readme in READMES:
+        readme.write_text(generated(readme.read_text()))

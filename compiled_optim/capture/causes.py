@@ -24,7 +24,7 @@ def described(optimizer: CompiledOptimizer) -> dict[str, str]:
     holdings = engine_of(optimizer).holdings
     for (i, name), (_, function) in holdings.schedules.functions.items():
         facts[f"schedule of param_groups[{i}][{name!r}]"] = f"{getattr(function, '__name__', 'object')} at {id(function):#x}"
-    declared, added = optimizer.declaration, added_choices(type(optimizer))
+    declared, added = optimizer._declaration, added_choices(type(optimizer))
     for i, group in enumerate(optimizer.param_groups):
         label = f"param_groups[{i}]"
         facts[label] = f"{len(group['params'])} parameters"

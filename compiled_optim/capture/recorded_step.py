@@ -164,7 +164,7 @@ def watching_zero_grad(optimizers: Sequence[CompiledOptimizer], drop: Callable[[
 def _hypers_of(optimizer: CompiledOptimizer) -> dict[str, Tensor]:
     """The live hyperparameter tensors by name, but those that the step itself sets on a schedule."""
     scheduled = engine_of(optimizer).holdings.schedules.functions
-    names = [h.name for h in optimizer.fields_of(Hyper)]
+    names = [h.name for h in optimizer._fields_of(Hyper)]
     return {
         f"param_groups[{i}][{name!r}]" + (f"[{k}]" if len(tensors) > 1 else ""): tensor
         for i, group in enumerate(optimizer.param_groups)

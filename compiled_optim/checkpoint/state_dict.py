@@ -117,21 +117,21 @@ def prepare_load(
     Raises:
         ValueError, TypeError: the checkpoint is malformed or, with ``strict``, does not match.
     """
-    declaration = kind.declaration
+    declaration = kind._declaration
     with naming("the state dict", passing=(ValueError, TypeError)):
         known = known_names()
         given = read(state_dict)
         others, orphans = _beside(given, known, state.others)
         saved = from_optimi(given, declaration) if is_optimi(given) else given
-        pairs, missing, unexpected = match(groups, aliases, saved, kind.implied_state, known)
+        pairs, missing, unexpected = match(groups, aliases, saved, kind._implied_state, known)
         sources = pairs if hyperparameters == "checkpoint" else []
         own = (*declaration.statics, *declaration.scales, *declaration.options)
-        skipped = {*kind.group_flags, *(choice.name for choice in own), *kind.modes, "params", "param_names"}
+        skipped = {*kind._group_flags, *(choice.name for choice in own), *kind._modes, "params", "param_names"}
         group_values, conflicts = check_groups(declaration, groups, sources, saved["param_groups"], skipped)
         for index, found in decay_conflicts(declaration, groups, sources, saved["param_groups"]).items():
             conflicts += found
             group_values[index] = {k: v for k, v in group_values[index].items() if k not in ("weight_decay", "max_lr")}
-        conflicts += check_modes(kind.modes, groups, pairs, saved["param_groups"], group_values)
+        conflicts += check_modes(kind._modes, groups, pairs, saved["param_groups"], group_values)
         made, copies, entries, problems = check_state(declaration, groups, state, pairs, group_values, known)
         names = names_to_take(groups, saved["param_groups"])
         writes = Writes(group_values, made, copies, names, entries, others)

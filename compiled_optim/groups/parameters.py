@@ -110,14 +110,14 @@ def _check_kind(optimizer: type[Declared], param: Any, name: str, *, differentia
         raise TypeError(f"optimizer can only optimize Tensors, but one of the params is {kind} ('{name}'){hint}")
     if param.layout is not torch.strided:
         raise ValueError(f"{optimizer.__name__} requires dense parameter tensors; '{name}' is {param.layout}")
-    is_elementwise = optimizer.gradients == "dense" and optimizer.granularity == "element"
+    is_elementwise = optimizer._gradients == "dense" and optimizer._granularity == "element"
     if not is_elementwise and param.is_complex():
         raise ValueError(f"{optimizer.__name__} does not support complex parameters; '{name}' is one")
-    if optimizer.gradients == "sparse" and is_sharded(param):
+    if optimizer._gradients == "sparse" and is_sharded(param):
         raise ValueError(
             f"{optimizer.__name__} does not support DTensors; '{name}' is one; use an optimizer that takes dense gradients"
         )
-    if optimizer.granularity == "matrix" and not is_lazy(param) and param.dim() != 2:
+    if optimizer._granularity == "matrix" and not is_lazy(param) and param.dim() != 2:
         raise ValueError(
             f"{optimizer.__name__} only supports 2D parameters whereas we found a parameter with size: "
             f"{param.shape} ('{name}'); give the others to an elementwise optimizer"

@@ -13,7 +13,7 @@ class Adadelta(CompiledOptimizer, decays="gradient"):
         eps: is added to both averages of squares, in units of the gradient's square and of the step's.
         weight_decay: this number times the parameter is added to the gradient.
 
-    The other arguments, and what is raised: :class:`~compiled_optim.optimizer.CompiledOptimizer`.
+    ``help(compiled_optim.CompiledOptimizer)`` explains the other arguments, and what is raised.
     """
 
     lr: Number = hyper(default=1.0, ge=0)

@@ -23,17 +23,19 @@ class Adafactor(CompiledOptimizer, granularity="tensor"):
     epsilon of each, and 16-bit parameters are updated in float32. DTensors are gathered for a step, and the two vectors are
     whole on every process.
 
+    Parameters of more than two axes are factored over the last two, as by torch.optim, or with ``factored_dims="largest"``
+    over the two largest, of equal ones the later: less state for a convolution, whose kernel sizes come last. A checkpoint
+    of the other choice does not fit.
+
     Args:
         lr: the largest step relative to the root mean square of the parameter; ``1 / sqrt(step)`` where that is smaller.
         beta2_decay: the exponent of the step count in the weight that the newest square gets.
         eps: the root of the least second moment, and the least scale of a parameter.
         d: the largest root mean square of a direction; longer ones are shortened to it.
         weight_decay: a step takes ``lr`` times this number times the parameter away from the parameter.
-        factored_dims: the axes whose means stand for the second moment of a parameter that has more than two: ``"last"``,
-            the last two, as torch.optim does; or ``"largest"``, the two largest, of equal ones the later: less state for a
-            convolution, whose kernel sizes come last. A checkpoint of the other choice does not fit.
+        factored_dims: which two axes of a parameter that has more are factored: the ``"last"`` or the ``"largest"``.
 
-    The other arguments, and what is raised: :class:`~compiled_optim.optimizer.CompiledOptimizer`.
+    ``help(compiled_optim.CompiledOptimizer)`` explains the other arguments, and what is raised.
     """
 
     lr: Number = hyper(default=1e-2, ge=0)

@@ -16,7 +16,7 @@ class Adagrad(CompiledOptimizer, decays="gradient"):
         initial_accumulator_value: what the sum of squares begins with.
         eps: keeps the divisor from 0, in units of the gradient.
 
-    The other arguments, and what is raised: :class:`~compiled_optim.optimizer.CompiledOptimizer`.
+    ``help(compiled_optim.CompiledOptimizer)`` explains the other arguments, and what is raised.
     """
 
     lr: Number = hyper(default=1e-2, ge=0)

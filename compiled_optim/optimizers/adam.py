@@ -18,7 +18,7 @@ class Adam(CompiledOptimizer, advice="SparseAdam", decays="gradient"):
         amsgrad: divide by the largest average of squares so far instead of the last one (arXiv:1904.09237).
         decoupled_weight_decay: decay weights as AdamW does.
 
-    The other arguments, and what is raised: :class:`~compiled_optim.optimizer.CompiledOptimizer`.
+    ``help(compiled_optim.CompiledOptimizer)`` explains the other arguments, and what is raised.
     """
 
     lr: Number = hyper(default=1e-3, ge=0)

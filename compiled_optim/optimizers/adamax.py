@@ -13,7 +13,7 @@ class Adamax(CompiledOptimizer, decays="gradient"):
         eps: is added to the size of each gradient.
         weight_decay: this number times the parameter is added to the gradient.
 
-    The other arguments, and what is raised: :class:`~compiled_optim.optimizer.CompiledOptimizer`.
+    ``help(compiled_optim.CompiledOptimizer)`` explains the other arguments, and what is raised.
     """
 
     lr: Number = hyper(default=2e-3, ge=0)

@@ -17,7 +17,7 @@ class AdamW(Adam, decays="weights"):
         weight_decay: a step takes ``lr`` times this number times the parameter away from the parameter.
         amsgrad: divide by the largest average of squares so far instead of the last one (arXiv:1904.09237).
 
-    The other arguments, and what is raised: :class:`~compiled_optim.optimizer.CompiledOptimizer`.
+    ``help(compiled_optim.CompiledOptimizer)`` explains the other arguments, and what is raised.
     """
 
     lr: Number = hyper(default=1e-3, ge=0)

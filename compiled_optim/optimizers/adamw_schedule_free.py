@@ -22,7 +22,7 @@ class AdamWScheduleFree(ViewedOptimizer):
         weight_decay: a step takes ``lr`` times this number times the parameter away from ``z``.
         warmup_steps: how many steps ``lr`` takes to grow from 0.
 
-    The other arguments, and what is raised: :class:`~compiled_optim.optimizer.CompiledOptimizer`.
+    ``help(compiled_optim.CompiledOptimizer)`` explains the other arguments, and what is raised.
     """
 
     lr: Number = hyper(default=2.5e-3, ge=0)

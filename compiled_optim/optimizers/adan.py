@@ -16,7 +16,7 @@ class Adan(CompiledOptimizer):
         eps: keeps the divisor from 0, in units of the gradient.
         adam_wd: decay weights as AdamW does instead; without effect in optimi.
 
-    The other arguments, and what is raised: :class:`~compiled_optim.optimizer.CompiledOptimizer`.
+    ``help(compiled_optim.CompiledOptimizer)`` explains the other arguments, and what is raised.
     """
 
     lr: Number = hyper(ge=0)

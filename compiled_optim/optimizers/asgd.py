@@ -16,7 +16,7 @@ class ASGD(CompiledOptimizer, decays="gradient"):
         t0: the step at which averaging begins.
         weight_decay: this number times the parameter is added to the gradient.
 
-    The other arguments, and what is raised: :class:`~compiled_optim.optimizer.CompiledOptimizer`.
+    ``help(compiled_optim.CompiledOptimizer)`` explains the other arguments, and what is raised.
     """
 
     lr: Number = hyper(default=1e-2, ge=0)

@@ -22,7 +22,7 @@ class LAMB(CompiledOptimizer):
         eps: keeps the divisor from 0, in units of the gradient.
         weight_decay: this number times the parameter goes into the step before its length is taken.
 
-    The other arguments, and what is raised: :class:`~compiled_optim.optimizer.CompiledOptimizer`.
+    ``help(compiled_optim.CompiledOptimizer)`` explains the other arguments, and what is raised.
     """
 
     lr: Number = hyper(default=1e-3, ge=0)

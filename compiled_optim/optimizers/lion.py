@@ -14,7 +14,7 @@ class Lion(CompiledOptimizer):
         betas: how much of the average counts in the direction, and how much of it stays from one step to the next.
         weight_decay: a step takes ``lr`` times this number times the parameter away from the parameter.
 
-    The other arguments, and what is raised: :class:`~compiled_optim.optimizer.CompiledOptimizer`.
+    ``help(compiled_optim.CompiledOptimizer)`` explains the other arguments, and what is raised.
     """
 
     lr: Number = hyper(ge=0)

@@ -51,7 +51,7 @@ class Muon(CompiledOptimizer, granularity="matrix"):
         ns_steps: iterations.
         adjust_lr_fn: None, ``"original"``, ``"match_rms_adamw"`` or ``"spectral_unclamped"``.
 
-    The other arguments, and what is raised: :class:`~compiled_optim.optimizer.CompiledOptimizer`.
+    ``help(compiled_optim.CompiledOptimizer)`` explains the other arguments, and what is raised.
     """
 
     lr: Number = hyper(default=1e-3, ge=0)

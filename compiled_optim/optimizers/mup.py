@@ -134,7 +134,8 @@ class Adam(_Scaled, adam.Adam):
     """Adam with u-muP's learning rates (arXiv:2407.17465), as unit_scaling.optim's.
 
     ``lr_scale`` is :func:`lr_scale_for_adam` where it is not given: parameters share a group whatever their scales. Groups
-    and ``add_param_group`` take ``lr`` and ``weight_decay`` before scaling.
+    and ``add_param_group`` take ``lr`` and ``weight_decay`` before scaling. ``max_lr`` is a group's first ``lr`` if it is
+    not given: give it if a schedule begins with 0.
 
     Args:
         lr: learning rate, about as much as an element of scale 1 moves in a step where its gradients agree.
@@ -143,12 +144,11 @@ class Adam(_Scaled, adam.Adam):
         weight_decay: this number, over the largest scaled ``lr``, times the parameter is added to the gradient.
         amsgrad: divide by the largest average of squares so far instead of the last one (arXiv:1904.09237).
         decoupled_weight_decay: decay weights as AdamW does.
-        independent_weight_decay: divide ``weight_decay`` by ``max_lr`` times the scale, as ``decouple_lr`` does. ``max_lr``
-            is the group's first ``lr`` where it is not given: give it where a schedule begins with 0.
+        independent_weight_decay: divide ``weight_decay`` by ``max_lr`` times the scale, as ``decouple_lr`` does.
         allow_non_unit_scaling_params: take parameters without ``mup_type``, with scale 1, instead of refusing them.
 
-    ``decouple_lr`` and ``decouple_wd`` follow from these, and are refused. The other arguments, and what else is raised:
-    :class:`~compiled_optim.optimizer.CompiledOptimizer`.
+    ``decouple_lr`` and ``decouple_wd`` follow from these, and are refused.
+    ``help(compiled_optim.CompiledOptimizer)`` explains the other arguments, and what else is raised.
     """
 
     independent_weight_decay: bool = flag(default=True, kw_only=True)
@@ -161,7 +161,8 @@ class AdamW(_Scaled, adamw.AdamW):
     """AdamW with u-muP's learning rates (arXiv:2407.17465), as unit_scaling.optim's.
 
     ``lr_scale`` is :func:`lr_scale_for_adam` where it is not given: parameters share a group whatever their scales. Groups
-    and ``add_param_group`` take ``lr`` and ``weight_decay`` before scaling. Weights do not decay by default.
+    and ``add_param_group`` take ``lr`` and ``weight_decay`` before scaling. ``max_lr`` is a group's first ``lr`` if it is
+    not given: give it if a schedule begins with 0. Weights do not decay by default.
 
     Args:
         lr: learning rate, about as much as an element of scale 1 moves in a step where its gradients agree.
@@ -169,12 +170,11 @@ class AdamW(_Scaled, adamw.AdamW):
         eps: keeps the divisor from 0, in units of the gradient.
         weight_decay: what part of a parameter a step at the largest ``lr`` takes away from it, whatever that and the scale.
         amsgrad: divide by the largest average of squares so far instead of the last one (arXiv:1904.09237).
-        independent_weight_decay: divide ``weight_decay`` by ``max_lr`` times the scale, as ``decouple_lr`` does. ``max_lr``
-            is the group's first ``lr`` where it is not given: give it where a schedule begins with 0.
+        independent_weight_decay: divide ``weight_decay`` by ``max_lr`` times the scale, as ``decouple_lr`` does.
         allow_non_unit_scaling_params: take parameters without ``mup_type``, with scale 1, instead of refusing them.
 
-    ``decouple_lr`` follows from these, and is refused. The other arguments, and what else is raised:
-    :class:`~compiled_optim.optimizer.CompiledOptimizer`.
+    ``decouple_lr`` follows from these, and is refused.
+    ``help(compiled_optim.CompiledOptimizer)`` explains the other arguments, and what else is raised.
     """
 
     weight_decay: Number = hyper(default=0.0, ge=0)
@@ -188,7 +188,8 @@ class SGD(_Scaled, sgd.SGD):
     """SGD with u-muP's learning rates (arXiv:2407.17465), as unit_scaling.optim's.
 
     ``lr_scale`` is :func:`lr_scale_for_sgd` where it is not given: parameters share a group whatever their scales. Groups
-    and ``add_param_group`` take ``lr`` and ``weight_decay`` before scaling.
+    and ``add_param_group`` take ``lr`` and ``weight_decay`` before scaling. ``max_lr`` is a group's first ``lr`` if it is
+    not given: give it if a schedule begins with 0.
 
     Args:
         lr: learning rate: the step is this number times the scale times the direction.
@@ -196,13 +197,12 @@ class SGD(_Scaled, sgd.SGD):
         dampening: what part of each gradient does not get into the buffer.
         weight_decay: this number, over the largest scaled ``lr``, times the parameter is added to the gradient.
         nesterov: step along gradient plus ``momentum`` times buffer; needs momentum, and no dampening.
-        independent_weight_decay: divide ``weight_decay`` by ``max_lr`` times the scale, as ``decouple_lr`` does. ``max_lr``
-            is the group's first ``lr`` where it is not given: give it where a schedule begins with 0.
+        independent_weight_decay: divide ``weight_decay`` by ``max_lr`` times the scale, as ``decouple_lr`` does.
         allow_non_unit_scaling_params: take parameters without ``mup_type``, with scale 1, instead of refusing them.
         readout_constraint: the ``constraint`` of the model's ``LinearReadout``: None or ``"to_output_scale"``.
 
-    ``decouple_lr`` and ``decouple_wd`` follow from these, and are refused. The other arguments, and what else is raised:
-    :class:`~compiled_optim.optimizer.CompiledOptimizer`.
+    ``decouple_lr`` and ``decouple_wd`` follow from these, and are refused.
+    ``help(compiled_optim.CompiledOptimizer)`` explains the other arguments, and what else is raised.
     """
 
     independent_weight_decay: bool = flag(default=True, kw_only=True)

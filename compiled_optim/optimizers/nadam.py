@@ -18,7 +18,7 @@ class NAdam(CompiledOptimizer, decays="gradient"):
         momentum_decay: how fast the momentum approaches ``betas[0]``.
         decoupled_weight_decay: decay weights as AdamW does.
 
-    The other arguments, and what is raised: :class:`~compiled_optim.optimizer.CompiledOptimizer`.
+    ``help(compiled_optim.CompiledOptimizer)`` explains the other arguments, and what is raised.
     """
 
     lr: Number = hyper(default=2e-3, ge=0)

@@ -8,21 +8,22 @@ class Prodigy(CompiledOptimizer):
     """Prodigy: Adam that estimates its learning rate as it goes (arXiv:2306.06101, Algorithm 4).
 
     The estimate ``d`` grows with how far the parameters have come from where they started, summed over all parameters. The
-    state of every parameter has it. Differs from the authors' package as the paper does: ``eps`` is multiplied by the ``d``
-    that the step uses, not by the next one. Weights decay apart from the gradient, as with ``decouple=True`` there.
+    state of every parameter has it. In each step the sums behind it keep ``sqrt(betas[1])`` of themselves. ``betas`` and
+    ``d_coef`` of the first group count for it. Differs from the authors' package as the paper does: ``eps`` is multiplied
+    by the ``d`` that the step uses, not by the next one. Weights decay apart from the gradient, as with ``decouple=True``
+    there.
 
     Parameters of 16 bits need ``weights``: without it, how far they have come is mostly rounding.
 
     Args:
         lr: factor of the estimated learning rate; schedules act on it.
-        betas: how much of the average of gradients, and of their squares, stays from one step to the next. Of the estimate's
-            sums stays the square root of the second one, in the first group.
+        betas: how much of the average of gradients, and of their squares, stays from one step to the next.
         eps: keeps the divisor from 0, in units of the gradient.
         weight_decay: a step takes ``lr * d`` times this number times the parameter away from the parameter.
         d0: the estimate that training starts with.
-        d_coef: factor of each new estimate; that of the first group counts.
+        d_coef: factor of each new estimate.
 
-    The other arguments, and what is raised: :class:`~compiled_optim.optimizer.CompiledOptimizer`.
+    ``help(compiled_optim.CompiledOptimizer)`` explains the other arguments, and what is raised.
     """
 
     lr: Number = hyper(default=1.0, ge=0)

@@ -16,7 +16,7 @@ class RAdam(CompiledOptimizer, decays="gradient"):
         weight_decay: this number times the parameter is added to the gradient.
         decoupled_weight_decay: decay weights as AdamW does.
 
-    The other arguments, and what is raised: :class:`~compiled_optim.optimizer.CompiledOptimizer`.
+    ``help(compiled_optim.CompiledOptimizer)`` explains the other arguments, and what is raised.
     """
 
     lr: Number = hyper(default=1e-3, ge=0)

@@ -21,7 +21,7 @@ class Ranger(CompiledOptimizer):
         k: steps from one synchronization with the slow copy to the next, on average where it is no whole number.
         alpha: how far the slow copy moves towards the parameter then, from 0 to 1.
 
-    The other arguments, and what is raised: :class:`~compiled_optim.optimizer.CompiledOptimizer`.
+    ``help(compiled_optim.CompiledOptimizer)`` explains the other arguments, and what is raised.
     """
 
     lr: Number = hyper(ge=0)

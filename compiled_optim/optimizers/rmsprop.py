@@ -22,7 +22,7 @@ class RMSprop(CompiledOptimizer, decays="gradient"):
         momentum: how much of the last step is added to the next; 0 for no buffer.
         centered: subtract the squared average of gradients from the average of squares.
 
-    The other arguments, and what is raised: :class:`~compiled_optim.optimizer.CompiledOptimizer`.
+    ``help(compiled_optim.CompiledOptimizer)`` explains the other arguments, and what is raised.
     """
 
     lr: Number = hyper(default=1e-2, ge=0)

@@ -18,7 +18,7 @@ class Rprop(CompiledOptimizer):
         etas: what a step is multiplied by where the gradient's sign changed, < 1, and where it stayed, > 1.
         step_sizes: the smallest and the largest step.
 
-    The other arguments, and what is raised: :class:`~compiled_optim.optimizer.CompiledOptimizer`.
+    ``help(compiled_optim.CompiledOptimizer)`` explains the other arguments, and what is raised.
     """
 
     lr: Number = hyper(default=1e-2, ge=0)

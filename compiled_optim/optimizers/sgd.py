@@ -22,7 +22,7 @@ class SGD(CompiledOptimizer, decays="gradient"):
         weight_decay: this number times the parameter is added to the gradient.
         nesterov: step along gradient plus ``momentum`` times buffer; needs momentum, and no dampening.
 
-    The other arguments, and what is raised: :class:`~compiled_optim.optimizer.CompiledOptimizer`.
+    ``help(compiled_optim.CompiledOptimizer)`` explains the other arguments, and what is raised.
     """
 
     lr: Number = hyper(default=1e-3, ge=0)

@@ -16,7 +16,7 @@ class SparseAdam(CompiledOptimizer, gradients="sparse", advice="Adam"):
         betas: how much of the average of gradients, and of their squares, stays from one step to the next.
         eps: keeps the divisor from 0, in units of the gradient.
 
-    The other arguments, and what is raised: :class:`~compiled_optim.optimizer.CompiledOptimizer`.
+    ``help(compiled_optim.CompiledOptimizer)`` explains the other arguments, and what is raised.
     """
 
     lr: Number = hyper(default=1e-3, ge=0)

@@ -19,7 +19,7 @@ class StableAdamW(CompiledOptimizer):
         weight_decay: a step takes its learning rate times this number times the parameter away from the parameter.
         eps: keeps divisors from 0, in units of the gradient.
 
-    The other arguments, and what is raised: :class:`~compiled_optim.optimizer.CompiledOptimizer`.
+    ``help(compiled_optim.CompiledOptimizer)`` explains the other arguments, and what is raised.
     """
 
     lr: Number = hyper(ge=0)

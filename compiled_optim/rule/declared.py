@@ -33,6 +33,13 @@ from compiled_optim.rule.misspelled import hint, misspelled
 from compiled_optim.rule.rule import Decays, Declaration, Gradients, Granularity, Rule
 from compiled_optim.rule.started import PARAM, started
 
+_MEANINGS = {
+    "coefficients": "Return what an update needs, once for each tensor and step: numbers made of step and hyperparameters.",
+    "reduce": "Return means over a tensor, and totals over all parameters.",
+    "adapt": "Return new values of the numbers that all parameters share, once for each step.",
+    "update": "Return new values of an element of a parameter and of its state.",
+}
+
 
 @dataclass_transform(field_specifiers=(hyper, static, flag, transform))
 class Declared:
@@ -41,28 +48,22 @@ class Declared:
     Type checkers read constructor fields only from classes *below* the one marked as a transform.
     """
 
-    declared: ClassVar[dict[str, Field]] = {}  # by name: what the bodies of the class and its bases declare
-    fields: ClassVar[dict[str, Field]] = {}  # by name: what is declared, and what transforms add
+    _declared: ClassVar[dict[str, Field]] = {}  # by name: what the bodies of the class and its bases declare
+    _all_fields: ClassVar[dict[str, Field]] = {}  # by name: what is declared, and what transforms add
     _by_kind: ClassVar[tuple[dict[str, Field], dict[type[Any], tuple[Any, ...]]]] = ({}, {})  # fields, and these by kind
-    transforms: ClassVar[tuple[Transform, ...]] = ()  # what rules go through, in this order
-    declaration: ClassVar[Declaration]
-    rule: ClassVar[Rule]  # the declaration, where it has an update
+    _transforms: ClassVar[tuple[Transform, ...]] = ()  # what rules go through, in this order
+    _declaration: ClassVar[Declaration]
+    _rule: ClassVar[Rule]  # the declaration, where it has an update
     _view_rules: ClassVar[Mapping[str, Rule]] = {}  # by name, what makes one of the rule's views of the parameters
 
-    gradients: ClassVar[Gradients] = "dense"
-    """The gradients that the optimizer takes. Of a sparse one it updates the rows that the gradient names."""
-    accumulation: ClassVar[Accumulation | None] = None
-    """How the state takes several gradients for one step; None where it cannot."""
-    decays: ClassVar[Decays] = None
-    """What weight decay is added to. By the gradient, there is a choice to decay the weights instead."""
-    advice: ClassVar[str] = ""  # the optimizer to advise where a gradient is of the other kind
-    granularity: ClassVar[Granularity] = "element"  # what an update sees at a time; see :class:`Rule`
-    group_flags: ClassVar[tuple[str, ...]] = ()
-    """The flags that groups may hold: torch.optim's, so that checkpoints fit both, and ``maximize``."""
-    modes: ClassVar[Mapping[str, bool]] = {}
-    """Further entries of groups, which methods of the optimizer change and checkpoints bring back, as they begin."""
-    implied_state: ClassVar[Mapping[str, float]] = {}
-    """The state that checkpoints of torch.optim's optimizer of this name leave out, as it is where they hold other state."""
+    _gradients: ClassVar[Gradients] = "dense"  # that the optimizer takes; a sparse one names the rows to update
+    _accumulation: ClassVar[Accumulation | None] = None  # how the state takes several gradients for one step, if it can
+    _decays: ClassVar[Decays] = None  # what weight decay is added to; by the gradient, there is a choice
+    _advice: ClassVar[str] = ""  # the optimizer to advise where a gradient is of the other kind
+    _granularity: ClassVar[Granularity] = "element"  # what an update sees at a time; see :class:`Rule`
+    _group_flags: ClassVar[tuple[str, ...]] = ()  # that groups may hold: torch.optim's, which checkpoints have, and maximize
+    _modes: ClassVar[Mapping[str, bool]] = {}  # further entries of groups, as they begin; checkpoints bring them back
+    _implied_state: ClassVar[Mapping[str, float]] = {}  # that checkpoints of torch.optim's leave out
 
     def __init_subclass__(
         cls,
@@ -74,28 +75,32 @@ class Declared:
         **kwargs: Any,
     ) -> None:
         super().__init_subclass__(**kwargs)
-        cls.gradients = gradients or cls.gradients
-        cls.advice = cls.advice if advice is None else advice
-        cls.granularity = granularity or cls.granularity
-        cls.decays = decays or cls.decays
+        cls._gradients = gradients or cls._gradients
+        cls._advice = cls._advice if advice is None else advice
+        cls._granularity = granularity or cls._granularity
+        cls._decays = decays or cls._decays
+        for name in vars(cls).keys() & _MEANINGS:  # for help(), which shows a rule
+            getattr(cls, name).__doc__ = getattr(cls, name).__doc__ or _MEANINGS[name]
+        for name in {"accumulation", "implied_state"} & vars(cls).keys():  # taken out of the body, as fields are
+            setattr(cls, f"_{name}", vars(cls)[name])
+            delattr(cls, name)
         own = {name: value for name, value in vars(cls).items() if isinstance(value, Field)}
         for name in own:
             delattr(cls, name)
-        cls.transforms = tuple(dict.fromkeys((*cls.transforms, *(f for f in own.values() if isinstance(f, Transform)))))
+        cls._transforms = tuple(dict.fromkeys((*cls._transforms, *(f for f in own.values() if isinstance(f, Transform)))))
         fields = {n: dataclasses.replace(f, name=n) for n, f in own.items() if not isinstance(f, Transform)}
-        cls.fields = cls.declared = {**cls.declared, **fields}
+        cls._all_fields = cls._declared = {**cls._declared, **fields}
         kinds = (Hyper, Static, Scale, Option, Fact, Buffer, Scalar)
-        cls.declaration = Declaration(cls.__name__, *map(cls.fields_of, kinds))
-        _check_references(cls.declaration)
+        cls._declaration = Declaration(cls.__name__, *map(cls._fields_of, kinds))
+        _check_references(cls._declaration)
         if hasattr(cls, "update"):
-            cls.declaration = cls.rule = cls._made_rule()
-            rule = cls.rule
+            rule = cls._declaration = cls._rule = cls._made_rule()
             added = (*rule.statics, *rule.hypers, *rule.scales, *rule.options)
-            cls.fields = {**cls.declared, **{f.name: f for f in added}}
+            cls._all_fields = {**cls._declared, **{f.name: f for f in added}}
         flags = _torch_flags(cls)
-        cls.group_flags = (*flags, *(("maximize",) if "maximize" not in flags else ()))
-        positional = [name for name, by_position in flags.items() if by_position]
-        cls._announce(_constructor_signature(cls.fields, positional, _annotations(cls)))
+        cls._group_flags = (*flags, *(("maximize",) if "maximize" not in flags else ()))
+        by_position = [name for name, is_so in flags.items() if is_so]
+        cls._announce(_constructor_signature(cls._all_fields, by_position, _annotations(cls)))
 
     @classmethod
     def _announce(cls, signature: inspect.Signature) -> None:
@@ -145,20 +150,20 @@ class Declared:
             if wanted := misspelled(name, tuple(arguments)):
                 warnings.warn(f"nothing reads {cls.__name__}.{name}; did you mean {wanted}?", UserWarning, stacklevel=3)
             return
-        in_group = isinstance(cls.fields.get(name), (Hyper, Static, Scale, Option)) or name in cls.group_flags
+        in_group = isinstance(cls._all_fields.get(name), (Hyper, Static, Scale, Option)) or name in cls._group_flags
         way = f"assign param_groups[i]['{name}']" if in_group else "pass it to the constructor"
         warnings.warn(f"nothing reads {cls.__name__}.{name}; {way}", UserWarning, stacklevel=3)
 
     @classmethod
     def _made_rule(cls) -> Rule:
         rule = Rule(
-            **{field.name: getattr(cls.declaration, field.name) for field in dataclasses.fields(Declaration)},
+            **{field.name: getattr(cls._declaration, field.name) for field in dataclasses.fields(Declaration)},
             coefficients=cls.coefficients,  # type: ignore[attr-defined]
             update=cls.update,  # type: ignore[attr-defined]
-            gradients=cls.gradients,
-            advice=cls.advice,
-            granularity=cls.granularity,
-            decays=cls.decays,
+            gradients=cls._gradients,
+            advice=cls._advice,
+            granularity=cls._granularity,
+            decays=cls._decays,
             reductions=(cls.reduce,) if hasattr(cls, "reduce") else (),
             adapt=getattr(cls, "adapt", None),
             axes=getattr(cls, "axes", None),
@@ -171,8 +176,8 @@ class Declared:
     @classmethod
     def _transformed(cls, rule: Rule) -> Rule:
         rule = started(rule)
-        is_elementwise = (cls.granularity, cls.gradients) == ("element", "dense")
-        transforms = [t.by for t in cls.transforms if is_elementwise or not t.elementwise]
+        is_elementwise = (cls._granularity, cls._gradients) == ("element", "dense")
+        transforms = [t.by for t in cls._transforms if is_elementwise or not t.elementwise]
         transformed = functools.reduce(lambda before, by: by(before), transforms, rule)
         if transformed is not rule:
             transformed.check()
@@ -188,14 +193,14 @@ class Declared:
     @classmethod
     def _state_names(cls) -> Iterable[str]:
         """What a parameter's state may hold; to be overridden where that is more than the fields say."""
-        return "step", *(f.name for f in (*cls.declaration.scalars, *cls.declaration.buffers))
+        return "step", *(f.name for f in (*cls._declaration.scalars, *cls._declaration.buffers))
 
     @classmethod
-    def fields_of(cls, kind: type[Any]) -> tuple[Any, ...]:
+    def _fields_of(cls, kind: type[Any]) -> tuple[Any, ...]:
         """The declared fields of one kind, in declared order."""
         fields, known = cls._by_kind
-        if fields is not cls.fields:  # another class's, or those before its rule was made
-            cls._by_kind = fields, known = cls.fields, {}
+        if fields is not cls._all_fields:  # another class's, or those before its rule was made
+            cls._by_kind = fields, known = cls._all_fields, {}
         if kind not in known:
             known[kind] = tuple(f for f in fields.values() if isinstance(f, kind))
         return known[kind]
@@ -232,7 +237,7 @@ def every_state_name() -> frozenset[str]:
 def every_option_name() -> frozenset[str]:
     """The hyperparameters and choices that groups of any optimizer may hold, of this package or made with it."""
     kinds = (Hyper, Static, Option)
-    return frozenset(f.name for kind in _every_kind() for of_kind in kinds for f in kind.fields_of(of_kind))
+    return frozenset(f.name for kind in _every_kind() for of_kind in kinds for f in kind._fields_of(of_kind))
 
 
 def _every_kind() -> list[type[Declared]]:
@@ -248,17 +253,17 @@ def added_choices(cls: type[Declared]) -> dict[str, Any]:
     A group has one only where another value was given, so that groups have the keys of torch.optim's. An optimizer that
     torch.optim lacks has declared its choices itself, all but those that transforms add.
     """
-    choices = {s.name: s.default for s in cls.fields_of(Static) if s.init}
-    choices |= {s.name: s.default for kind in (Scale, Option) for s in cls.fields_of(kind)}
-    choices |= {f.name: f.default for f in cls.fields_of(Flag) if f.name in cls.group_flags}
-    choices |= {h.name: h.default for h in cls.fields_of(Hyper) if h.when}
-    known = _torch_arguments(cls.__name__) or cls.declared
+    choices = {s.name: s.default for s in cls._fields_of(Static) if s.init}
+    choices |= {s.name: s.default for kind in (Scale, Option) for s in cls._fields_of(kind)}
+    choices |= {f.name: f.default for f in cls._fields_of(Flag) if f.name in cls._group_flags}
+    choices |= {h.name: h.default for h in cls._fields_of(Hyper) if h.when}
+    known = _torch_arguments(cls.__name__) or cls._declared
     return {name: default for name, default in choices.items() if name not in known}
 
 
 def no_hyperparameter(cls: type[Declared], name: str) -> str:
     """The message that an optimizer of this class has no hyperparameter ``name``."""
-    names = [h.name for h in cls.fields_of(Hyper) if not h.when]
+    names = [h.name for h in cls._fields_of(Hyper) if not h.when]
     return f"{cls.__name__} has no hyperparameter '{name}'; it has {', '.join(names)}{hint(name, names)}"
 
 
@@ -269,8 +274,8 @@ def _torch_flags(cls: type[Declared]) -> dict[str, bool]:
     class, and ask for keywords.
     """
     if not (arguments := _torch_arguments(cls.__name__)):
-        return dict.fromkeys(_USUAL_FLAGS, False)
-    flags = {f.name for f in cls.fields_of(Flag)}
+        return dict.fromkeys(("foreach", "maximize", "capturable", "differentiable", "fused"), False)
+    flags = {f.name for f in cls._fields_of(Flag)}
     return {name: p.kind is p.POSITIONAL_OR_KEYWORD for name, p in arguments.items() if name in flags}
 
 
@@ -279,9 +284,6 @@ def _torch_arguments(name: str) -> Mapping[str, inspect.Parameter]:
     """The arguments of torch.optim's optimizer of this name; empty where torch.optim lacks it."""
     theirs = getattr(torch.optim, name, None)
     return {} if theirs is None else inspect.signature(theirs).parameters
-
-
-_USUAL_FLAGS = ("foreach", "maximize", "capturable", "differentiable", "fused")
 
 
 def _annotations(cls: type[Declared]) -> Mapping[str, Any]:

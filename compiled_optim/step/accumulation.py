@@ -26,7 +26,7 @@ class AccumulatedSteps:
     @property
     def rule(self) -> Rule:
         """What steps follow."""
-        rule, accumulation = self._kind.rule, self._kind.accumulation
+        rule, accumulation = self._kind._rule, self._kind._accumulation
         return accumulating(rule, accumulation) if self.was_on and accumulation else rule
 
     def check(self, groups: Sequence[Mapping[str, Any]], *, begins: bool = False) -> None:
@@ -36,14 +36,14 @@ class AccumulatedSteps:
         """
         if not (begins or self.is_on or self._open):
             return
-        name, accumulation = self._kind.__name__, self._kind.accumulation
+        name, accumulation = self._kind.__name__, self._kind._accumulation
         if accumulation is None:
             raise ValueError(
                 f"{name} has no optimizer accumulation: a step of it needs whole gradients, and not only averages that its "
                 "state can take one by one"
             )
         for index, group in enumerate(groups):
-            rule, where = self._kind.rule, f"{name} has no optimizer accumulation with param_groups[{index}]"
+            rule, where = self._kind._rule, f"{name} has no optimizer accumulation with param_groups[{index}]"
             for choice in ("cautious", "differentiable", *accumulation.unless):
                 if group.get(choice):
                     raise ValueError(f"{where}[{choice!r}]=True: a step needs whole gradients besides their averages")

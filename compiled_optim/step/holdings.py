@@ -140,8 +140,8 @@ class Holdings:
             elsewhere |= {id(param): parameter_name(group, index, j) for j, param in enumerate(group["params"])}
             if group["params"]:
                 group.to(scalars_device(group["params"]))
-        self._scales = self.check_scales(self.kind.fields_of(Scale), self.groups)
-        self._unused = warn_of_unused(self.kind.declaration.options, self.groups, self._unused)
+        self._scales = self.check_scales(self.kind._fields_of(Scale), self.groups)
+        self._unused = warn_of_unused(self.kind._declaration.options, self.groups, self._unused)
         self._note_names()
         self._let_go()
 
@@ -206,7 +206,7 @@ class Holdings:
 
     def schedule(self, group: int | None, functions: Mapping[str, Schedule | None]) -> None:
         """Begin or end schedules of one group or of all; an error, and no change, where one does not fit."""
-        hypers = {h.name: h for h in self.kind.fields_of(Hyper)}
+        hypers = {h.name: h for h in self.kind._fields_of(Hyper)}
         if unknown := functions.keys() - hypers.keys():
             raise ValueError(no_hyperparameter(self.kind, min(unknown)))
         groups = self.own_groups
@@ -243,7 +243,7 @@ class Holdings:
 
     def shapes(self) -> list[tuple[Any, ...]]:
         """What of the groups may change unreported: identity, length, a write into a hyperparameter that was 0."""
-        names = self.kind.declaration.structural_hypers
+        names = self.kind._declaration.structural_hypers
         return [
             (id(g), len(g.get("params", ())), *[isinstance(g, ParamGroup) and g.nonzero(n) for n in names])
             for g in self.groups
@@ -251,14 +251,14 @@ class Holdings:
 
     def unreported(self) -> str:
         """The name of a hyperparameter that steps now do without, and that may cease to be 0 without a report, if any."""
-        names = self.kind.declaration.structural_hypers
+        names = self.kind._declaration.structural_hypers
         return next((name for group in self.own_groups for name in names if group.is_unreported(name)), "")
 
     def save(self, flags: Mapping[str, Any]) -> dict[str, Any]:
         """The state dict, with the values of ``flags`` for run-time flags."""
         self.accumulated.check_ended("saved")
         self.hands_out_state = True
-        return checkpoint.save(self.kind.declaration, self.own_groups, self.state, self.aliases, flags)
+        return checkpoint.save(self.kind._declaration, self.own_groups, self.state, self.aliases, flags)
 
     def prepare_load(
         self, saved: Mapping[str, Any], strict: bool, hyperparameters: Literal["checkpoint", "keep"]
@@ -279,7 +279,7 @@ class Holdings:
         others = [g for i, g in enumerate(self.groups) if i != index and isinstance(g, ParamGroup)]
         return ParamGroup(
             values,
-            self.kind.declaration,
+            self.kind._declaration,
             scalars_device(params),
             f"param_groups[{index}]",
             functools.partial(_check_entries, self.kind, weakref.ref(self), index),
@@ -297,7 +297,7 @@ def _check_entries(
 ) -> None:
     """:func:`check_values`, and that a new dict of numbers fits the names of all parameters in ``holdings``."""
     check_values(kind, group, before, index)
-    assigned = [scale for scale in kind.fields_of(Scale) if group.get(scale.name) is not before.get(scale.name)]
+    assigned = [scale for scale in kind._fields_of(Scale) if group.get(scale.name) is not before.get(scale.name)]
     if assigned and (own := holdings()) is not None:  # which a group may outlive
         own.check_scales(assigned, [group], [other for other in own.groups if other is not before])
 
@@ -305,12 +305,12 @@ def _check_entries(
 def _group_keys(kind: type[Declared]) -> list[str]:
     """What a group of ``kind`` may hold besides its parameters."""
     kinds = (Hyper, Static, Scale, Option)
-    return [f.name for of_kind in kinds for f in kind.fields_of(of_kind)] + [*kind.group_flags, *kind.modes]
+    return [f.name for of_kind in kinds for f in kind._fields_of(of_kind)] + [*kind._group_flags, *kind._modes]
 
 
 def _check_keys(kind: type[Declared], group: Mapping[str, Any], index: int) -> None:
     """Raise ``TypeError`` where ``param_groups[index]`` has what belongs to the whole optimizer."""
-    if foreign := [key for key in group if key in kind.fields and key not in _group_keys(kind)]:
+    if foreign := [key for key in group if key in kind._all_fields and key not in _group_keys(kind)]:
         raise TypeError(f"{foreign[0]} is an option of the whole optimizer, not of param_groups[{index}]")
 
 
@@ -325,9 +325,9 @@ def group_entries(kind: type[Declared], options: Mapping[str, Any]) -> dict[str,
     """Those of the constructor's ``options`` that groups hold: a choice that torch.optim lacks only where it was made."""
     added = added_choices(kind)
     found = {name: options[name] for name in _group_keys(kind) if name in options}
-    scales = {scale.name for scale in kind.fields_of(Scale)}
+    scales = {scale.name for scale in kind._fields_of(Scale)}
     chosen = {name: value for name, value in found.items() if name not in added or value != added[name]}
-    return {**kind.modes, **{name: kept(value) if name in scales else value for name, value in chosen.items()}}
+    return {**kind._modes, **{name: kept(value) if name in scales else value for name, value in chosen.items()}}
 
 
 def as_defaults(kind: type[Declared], options: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -337,7 +337,7 @@ def as_defaults(kind: type[Declared], options: Mapping[str, Any]) -> tuple[dict[
         TypeError, ValueError: a hyperparameter is no number, or out of range.
     """
     defaults, in_tensors = group_entries(kind, options), []
-    for hyper in (h for h in kind.fields_of(Hyper) if h.name in defaults):
+    for hyper in (h for h in kind._fields_of(Hyper) if h.name in defaults):
         elements = hyper.elements(options[hyper.name], "")
         if any(isinstance(e, Tensor) for e in elements):
             in_tensors.append(hyper.name)
@@ -351,7 +351,7 @@ def as_defaults(kind: type[Declared], options: Mapping[str, Any]) -> tuple[dict[
 
 def check_read(kind: type[Declared], options: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
     """Raise ``ValueError`` where the constructor was given a hyperparameter that none of ``groups`` has a use for."""
-    for hyper in kind.fields_of(Hyper):
+    for hyper in kind._fields_of(Hyper):
         if hyper.when is None or options[hyper.name] is None:
             continue
         if not any(group.get(hyper.when, options[hyper.when]) for group in groups):
@@ -366,23 +366,23 @@ def check_values(kind: type[Declared], group: Mapping[str, Any], before: Mapping
     where = f"param_groups[{index}]"
     given = group
     group = {**added_choices(kind), **group}
-    for choice in kind.fields_of(Choice):
+    for choice in kind._fields_of(Choice):
         choice.check(group.get(choice.name, choice.default), where)
-    hypers = {h.name: group[h.name] for h in kind.fields_of(Hyper)}
-    for hyper in kind.fields_of(Hyper):
+    hypers = {h.name: group[h.name] for h in kind._fields_of(Hyper)}
+    for hyper in kind._fields_of(Hyper):
         value = hypers[hyper.name]
         was_own = hyper.name in before and is_own(hyper, value, group)  # from a checkpoint
         if (value is not None or not hyper.like) and not was_own:
             is_written = isinstance(before, ParamGroup)  # which refuses a number out of range in the next step
             hyper.elements(value, where) if is_written else hyper.checked(value, where)
     kind.check(hypers, group)
-    for check in dict.fromkeys(t.check for t in kind.transforms if t.check):
+    for check in dict.fromkeys(t.check for t in kind._transforms if t.check):
         check(group)
-    for scale in kind.fields_of(Scale):
+    for scale in kind._fields_of(Scale):
         check_own(scale, group.get(scale.name), before.get(scale.name), index)
-    check_numbers(kind.fields_of(Scale), group, index)
-    check_options(kind.fields_of(Option), group, index)
+    check_numbers(kind._fields_of(Scale), group, index)
+    check_options(kind._fields_of(Option), group, index)
     _check_keys(kind, given, index)
-    for mode in kind.modes:
+    for mode in kind._modes:
         if isinstance(before, ParamGroup) and group[mode] is not before[mode]:
             raise ValueError(f"{mode} of {where} follows the parameters; call the optimizer's eval() or train()")

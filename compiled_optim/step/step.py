@@ -217,9 +217,9 @@ class RuleStep(Step):
         lowering = options["lowering"]
         if lowering not in LOWERINGS:
             raise ValueError(f"lowering must be one of {', '.join(LOWERINGS)}, got {lowering!r}")
-        if options["differentiable"] and optimizer.gradients == "sparse":
+        if options["differentiable"] and optimizer._gradients == "sparse":
             raise ValueError(f"differentiable=True needs dense gradients; {optimizer.__name__} takes sparse ones")
-        if options["differentiable"] and optimizer.granularity != "element":
+        if options["differentiable"] and optimizer._granularity != "element":
             raise ValueError(
                 f"differentiable=True is for optimizers that work element by element; {optimizer.__name__} does not"
             )

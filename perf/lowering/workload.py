@@ -74,8 +74,8 @@ def optimizers() -> dict[str, type[compiled_optim.CompiledOptimizer]]:
 
 def elementwise() -> list[str]:
     """The names of those that are an elementwise rule over dense gradients; the others have the lowering ``auto`` only."""
-    ruled = {name: c for name, c in optimizers().items() if hasattr(c, "rule") and c.gradients == "dense"}
-    return [name for name, c in ruled.items() if c.granularity == "element"]
+    ruled = {name: c for name, c in optimizers().items() if hasattr(c, "_rule") and c._gradients == "dense"}
+    return [name for name, c in ruled.items() if c._granularity == "element"]
 
 
 def _parameters(workload: Workload, device: str) -> list[Tensor]:
@@ -88,7 +88,7 @@ def _parameters(workload: Workload, device: str) -> list[Tensor]:
 
 def gradient(param: Tensor, optimizer: type[Optimizer]) -> Tensor:
     """What an optimizer of this class finds as the gradient of ``param``."""
-    if getattr(optimizer, "gradients", "dense") == "dense":
+    if getattr(optimizer, "_gradients", "dense") == "dense":
         return torch.empty_like(param)
     indices = torch.empty(1, _ENTRIES, dtype=torch.int64, device=param.device)
     values = torch.empty(_ENTRIES, *param.shape[1:], dtype=param.dtype, device=param.device)

@@ -117,7 +117,7 @@ class TestStep:
 
     @pytest.mark.parametrize("optimizer", [*ruled("dense"), *stacked()], ids=lambda c: c.__name__)
     def test_fifty_steps_while_every_hyperparameter_moves(self, optimizer: type[co.CompiledOptimizer]) -> None:
-        nonzero = dict.fromkeys(optimizer.rule.structural_hypers, 0.8)
+        nonzero = dict.fromkeys(optimizer._rule.structural_hypers, 0.8)
         assert self.run(every_hyperparameter, 50, optimizer=optimizer, **nonzero).replays == 47
 
     @pytest.mark.parametrize("kind", KINDS[1:], ids=kind_name)
@@ -436,7 +436,7 @@ class TestTrainingStep:
 
     @pytest.mark.parametrize("optimizer", [*ruled("dense"), *stacked()], ids=lambda c: c.__name__)
     def test_fifty_steps_while_every_hyperparameter_moves(self, optimizer: type[co.CompiledOptimizer]) -> None:
-        nonzero = dict.fromkeys(optimizer.rule.structural_hypers, 0.8)
+        nonzero = dict.fromkeys(optimizer._rule.structural_hypers, 0.8)
         report = self.run(every_hyperparameter, 50, optimizer=optimizer, **nonzero)
         assert report.replays == 47
         assert report.recaptures == 0
@@ -921,7 +921,7 @@ class TestByHand:
     @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
     @pytest.mark.parametrize("optimizer", [*ruled("dense"), *stacked()], ids=lambda c: c.__name__)
     def test_replays_follow_every_write(self, optimizer: type[co.CompiledOptimizer], dtype: torch.dtype) -> None:
-        nonzero = dict.fromkeys(optimizer.rule.structural_hypers, 0.8)
+        nonzero = dict.fromkeys(optimizer._rule.structural_hypers, 0.8)
         rates = [torch.tensor(0.05, dtype=dtype) for _ in range(2)]
         ours, twin = (make(optimizer, **nonzero, lr=rate) for rate in rates)
         for side, rate in zip((ours, twin), rates, strict=True):

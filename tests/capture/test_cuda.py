@@ -533,7 +533,7 @@ def test_reduce_overhead_follows_changes(change: str) -> None:
 
 def _on_device(case: Any, dtype: torch.dtype, **options: Any) -> float:
     """How far the optimizer on the device is from torch.optim's in float64 on the CPU, after steps with absent gradients."""
-    matrices = case.optimizer.granularity == "matrix"
+    matrices = case.optimizer._granularity == "matrix"
     source = [p for p in case.parameters(dtype) if p.numel() and (not matrices or p.dim() == 2)]
     params = [nn.Parameter(p.detach().to(DEVICE, copy=True)) for p in source]
     twins = copies(source, high_precision(dtype))
@@ -566,7 +566,7 @@ def test_other_lowerings(case: Any, lowering: str) -> None:
 @pytest.mark.parametrize("case", [c for c in stacked_cases() if c.arguments], ids=str)
 def test_stacked_catalogue(case: Any, lowering: str) -> None:
     # products of matrices are in bfloat16
-    limit = 1e-5 if case.optimizer.granularity == "tensor" else 0.05
+    limit = 1e-5 if case.optimizer._granularity == "tensor" else 0.05
     assert _on_device(case, torch.float64, lowering=lowering) < limit
 
 

@@ -147,7 +147,7 @@ def test_interchange_with_torch(case: Case) -> None:
 
 def _statics(case: Case) -> dict[str, Any]:
     """What decides the structure and is therefore the optimizer's own, not the checkpoint's."""
-    rule = case.optimizer.rule
+    rule = case.optimizer._rule
     statics = {s.name: case.kwargs[s.name] for s in rule.statics if s.name in case.kwargs}
     return statics | {name: 0.5 for name in rule.structural_hypers if case.kwargs.get(name)}
 

@@ -173,7 +173,7 @@ def _load(case: Case, lowering: str, number: int) -> bool:
     draw = random.Random(f"{case} {number}")
     torch.default_generator.manual_seed(number)
     kind, single = case.optimizer, case.optimizer is co.LBFGS
-    names = "ab" if kind.granularity == "matrix" else "av"
+    names = "ab" if kind._granularity == "matrix" else "av"
     frozen = names[1] if draw.random() < 0.2 else ""
     optimizer = trained(kind, names, draw.randrange(3), frozen, lowering=lowering, **case.kwargs)
     other = trained(kind, names, draw.randrange(3), grouped=not single and draw.random() < 0.5, **case.kwargs)

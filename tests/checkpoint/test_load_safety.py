@@ -145,7 +145,7 @@ class TestState:
 @pytest.mark.parametrize("kind", [k for k in registry() if k is not co.LBFGS], ids=lambda c: c.__name__)
 def test_a_step_count_is_absent_only_where_torch_keeps_none(kind: type[co.CompiledOptimizer]) -> None:
     param = model("a")["a"]
-    sparse = kind.gradients == "sparse"
+    sparse = kind._gradients == "sparse"
     param.grad = torch.ones(SHAPE).to_sparse(1) if sparse else torch.ones(SHAPE)
     theirs = reference_of(kind)([param], **required(kind))
     theirs.step()

@@ -185,7 +185,7 @@ class TestResume:
 
     @pytest.mark.parametrize("kind", ruled("dense"), ids=lambda kind: kind.__name__)
     def test_every_optimizer(self, kind: Any) -> None:
-        codes = {"state_dtype": "int8"} if any(b.int8 for b in kind.declaration.buffers) else {}
+        codes = {"state_dtype": "int8"} if any(b.int8 for b in kind._declaration.buffers) else {}
         options = {**required(kind), **codes, "weights": "split8", "lowering": "eager"}
         options |= {"momentum": 0.9} if kind.__name__ in ("SGD", "RMSprop") else {}
         runs = []
@@ -405,7 +405,7 @@ class TestNamesOfCodes:
     @pytest.mark.parametrize("kind", ruled("dense"), ids=lambda kind: kind.__name__)
     def test_every_optimizer(self, kind: Any) -> None:
         """No integers lie under the name of a buffer; and where there are codes, there are their scales."""
-        if not any(b.int8 for b in kind.declaration.buffers):
+        if not any(b.int8 for b in kind._declaration.buffers):
             pytest.skip("has no state that 8 bits can hold")
         options = {**required(kind), "state_dtype": "int8", "lowering": "eager"}
         options |= {"momentum": 0.9} if kind.__name__ in ("SGD", "RMSprop") else {}
@@ -415,7 +415,7 @@ class TestNamesOfCodes:
         for entries in (optimizer.state_dict()["state"][0], optimizer.state[model["rows"]]):
             integers = {name for name, value in entries.items() if not value.is_floating_point()}
             assert integers == {
-                f"{b.name}_int8" for b in kind.declaration.buffers if b.int8 and f"{b.name}_scale" in entries
+                f"{b.name}_int8" for b in kind._declaration.buffers if b.int8 and f"{b.name}_scale" in entries
             }
             assert integers
 

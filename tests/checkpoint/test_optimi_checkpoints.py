@@ -248,7 +248,7 @@ def test_optimizers_that_optimi_lacks_are_refused(kind: type[co.CompiledOptimize
     weight = nn.Parameter(torch.ones(2, 2))
     optimizer = kind([weight], **required(kind))
     for _ in range(steps):
-        weight.grad = torch.ones(2, 2).to_sparse() if kind.gradients == "sparse" else torch.ones(2, 2)
+        weight.grad = torch.ones(2, 2).to_sparse() if kind._gradients == "sparse" else torch.ones(2, 2)
         optimizer.step(lambda: weight.sum())
     with pytest.raises(ValueError, match=f"optimi has no {kind.__name__}"):
         co.optimi_state_dict(optimizer)

@@ -295,7 +295,7 @@ def test_every_entry_of_an_optimizer_is_known(kind: type[co.CompiledOptimizer]) 
     optimizer = trained(kind)
     theirs = reference_of(kind)([nn.Parameter(torch.ones(2, 2))], **required(kind)) if kind is not co.Lion else optimizer
     for param in theirs.param_groups[0]["params"]:
-        param.grad = torch.ones_like(param).to_sparse(1) if kind.gradients == "sparse" else torch.ones_like(param)
+        param.grad = torch.ones_like(param).to_sparse(1) if kind._gradients == "sparse" else torch.ones_like(param)
     theirs.step(lambda: torch.ones(()))
     for made in (optimizer, theirs):
         assert {name for entries in made.state.values() for name in entries} <= known_names()

@@ -16,7 +16,7 @@ from torch import nn
 import compiled_optim as co
 
 OPTIMIZERS = (torch.optim.AdamW, co.AdamW)
-DENSE = [kind for kind in registry() if kind.gradients == "dense"]
+DENSE = [kind for kind in registry() if kind._gradients == "dense"]
 
 
 def _twins(make: Callable[[type[Any]], Any]) -> tuple[Any, Any]:
@@ -30,7 +30,7 @@ def _twins(make: Callable[[type[Any]], Any]) -> tuple[Any, Any]:
 
 def _plain(kind: type[co.CompiledOptimizer]) -> dict[str, Any]:
     """What saves the seconds that Inductor takes."""
-    return {} if kind.granularity == "element" else {"lowering": "eager"}
+    return {} if kind._granularity == "element" else {"lowering": "eager"}
 
 
 def _step(optimizer: Any, count: int = 1, like: float = 1.0) -> None:

@@ -75,13 +75,13 @@ def _registers(kernel: KernelReport, dtype: torch.dtype) -> int:
 
 
 def test_every_elementwise_rule_is_reported() -> None:
-    assert {optimizers()[name] for name in elementwise()} == {c for c in ruled("dense") if c.granularity == "element"}
+    assert {optimizers()[name] for name in elementwise()} == {c for c in ruled("dense") if c._granularity == "element"}
 
 
 def test_multi_tensor_table() -> None:
     """Launches, operators in a steady step and in one with moved gradients, bytes per parameter, width of the accesses."""
     rows: list[tuple[Any, ...]] = []
-    for name in sorted(name for name in elementwise() if not optimizers()[name].rule.has_totals()):
+    for name in sorted(name for name in elementwise() if not optimizers()[name]._rule.has_totals()):
         reports = [lower("multi_tensor", Workload(name, 10), 90)]
         reports += [lower("multi_tensor", Workload(name, 10), arch, stand_in=True) for arch in ARCHITECTURES]
         reports += [

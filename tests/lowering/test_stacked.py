@@ -24,9 +24,9 @@ from compiled_optim.rule.fields import Hyper
 
 MATRICES = [(3, 5), (3, 5), (5, 3), (20, 50), (50, 20), (8, 8), (1, 6)]
 ANY = [*SHAPES, (3, 5), (7,), (1, 4), (4, 1)]
-IN_FLOAT64 = [c for c in stacked_cases() if c.optimizer.granularity == "tensor"]
+IN_FLOAT64 = [c for c in stacked_cases() if c.optimizer._granularity == "tensor"]
 NEWER = Case(co.Muon, (("lr", 0.3), ("adjust_lr_fn", "spectral_unclamped")))  # in torch.optim from 2.15 on
-IN_BFLOAT16 = [c for c in stacked_cases() if c.optimizer.granularity == "matrix"]
+IN_BFLOAT16 = [c for c in stacked_cases() if c.optimizer._granularity == "matrix"]
 FAR_IN_BFLOAT16 = {c.optimizer: c for c in reversed(IN_BFLOAT16) if c.arguments}
 ROUNDED = [(c, torch.float32) for c in IN_BFLOAT16] + [(c, torch.bfloat16) for c in FAR_IN_BFLOAT16.values()]
 
@@ -34,7 +34,7 @@ ROUNDED = [(c, torch.float32) for c in IN_BFLOAT16] + [(c, torch.bfloat16) for c
 def _parameters(optimizer: type[co.CompiledOptimizer], dtype: torch.dtype) -> list[torch.nn.Parameter]:
     """Shapes that repeat, so that there are stacks; one parameter is channels-last, another one transposed."""
     generator = torch.Generator().manual_seed(0)
-    shapes = MATRICES if optimizer.granularity == "matrix" else ANY
+    shapes = MATRICES if optimizer._granularity == "matrix" else ANY
     params = [torch.randn(s, dtype=dtype, generator=generator) for s in shapes]
     params = [p.contiguous(memory_format=torch.channels_last) if p.dim() == 4 else p for p in params]
     params[0] = params[0].t().contiguous().t()
@@ -128,7 +128,7 @@ def _orthogonalized(matrix: torch.Tensor, coefficients: tuple[float, float, floa
 @pytest.mark.parametrize("case", [*IN_BFLOAT16, NEWER], ids=str)
 def test_equals_a_plain_loop_in_float64(case: Case) -> None:
     params = _parameters(case.optimizer, torch.float32)
-    values = {**{n: f.default for n, f in case.optimizer.fields.items() if hasattr(f, "default")}, **case.kwargs}
+    values = {**{n: f.default for n, f in case.optimizer._all_fields.items() if hasattr(f, "default")}, **case.kwargs}
     decay = values["weight_decay"] / (values["max_lr"] if values["decouple_lr"] else 1.0)
     reference = [p.detach().double() for p in params]
     buffers = [torch.zeros_like(r) for r in reference]
@@ -169,7 +169,7 @@ class TestEveryOne:
         with co.no_recompiles():
             for step in range(1, 51):
                 for index, group in enumerate(optimizer.param_groups):
-                    for hyper in optimizer.fields_of(Hyper):
+                    for hyper in optimizer._fields_of(Hyper):
                         values = hyper.default if hyper.is_tuple else (hyper.default,)
                         moved = tuple((0.1 if v is None else v) * (1 + 0.001 * (step + index)) for v in values)
                         moved = tuple(min(m, hyper.lt - 1e-3) if hyper.lt is not None else m for m in moved)
@@ -183,7 +183,7 @@ class TestEveryOne:
         if lowering == "eager":
             assert report.compiles == 0
         else:  # for vectors and everything else, or for each shape; and for coefficients
-            shapes = 2 if optimizer_class.granularity == "tensor" else len(set(MATRICES))
+            shapes = 2 if optimizer_class._granularity == "tensor" else len(set(MATRICES))
             assert report.compiles == shapes + (lowering == "multi_tensor")
         assert all(torch.isfinite(p).all() for p in params)
 
@@ -223,7 +223,7 @@ class TestEveryOne:
                 twin.step()
                 assert optimizer.grad_norm.item() == pytest.approx(norm.item(), rel=1e-5)
         # the products of matrices are in bfloat16
-        assert relative_error(params, twins) < (1e-5 if optimizer_class.granularity == "tensor" else 1e-2)
+        assert relative_error(params, twins) < (1e-5 if optimizer_class._granularity == "tensor" else 1e-2)
 
     def test_checkpoints_go_to_torch_and_back(self, optimizer_class: type[co.CompiledOptimizer], lowering: str) -> None:
         params = [p for p in _parameters(optimizer_class, torch.float32) if p.numel()]
@@ -245,7 +245,7 @@ class TestEveryOne:
             for o in (optimizer, theirs, resumed):
                 o.step()
         assert _equal(params, others)
-        assert relative_error(params, twins) < (1e-5 if optimizer_class.granularity == "tensor" else 2e-2)
+        assert relative_error(params, twins) < (1e-5 if optimizer_class._granularity == "tensor" else 2e-2)
 
     def test_copies_go_on_alike(self, optimizer_class: type[co.CompiledOptimizer], lowering: str) -> None:
         params = _parameters(optimizer_class, torch.float32)
@@ -336,7 +336,7 @@ def test_every_input_of_torchs_own_tests(
             optimizer.step()
             reference.step()
     for param, twin, begin in zip(params, twins, start, strict=True):
-        limit = 1e-13 if ours.granularity == "tensor" else 0.05
+        limit = 1e-13 if ours._granularity == "tensor" else 0.05
         assert (param - twin).norm() <= limit * (twin - begin).norm() + 1e-12
 
 
@@ -481,7 +481,7 @@ def test_batches_and_one_stack_are_alike(
         norms.append(optimizer.grad_norm.item())
         results.append(params)
     assert norms[0] == pytest.approx(norms[1], rel=1e-14)
-    limit = 1e-13 if optimizer_class.granularity == "tensor" else 1e-2  # products in bfloat16
+    limit = 1e-13 if optimizer_class._granularity == "tensor" else 1e-2  # products in bfloat16
     for ours, expected in zip(*results, strict=True):
         assert torch.allclose(ours, expected, rtol=limit, atol=limit)
 

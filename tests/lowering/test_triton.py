@@ -68,7 +68,7 @@ def _compile(rule: Any, statics: dict[str, Any], dtype: str, arch: int) -> dict[
 
 
 def _statics(case: Any) -> dict[str, Any]:
-    rule = case.optimizer.rule
+    rule = case.optimizer._rule
     values = {s.name: case.kwargs.get(s.name, s.default) for s in rule.statics}
     return values | {name: bool(case.kwargs.get(name, 0)) for name in rule.structural_hypers}
 
@@ -78,10 +78,10 @@ def _statics(case: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("case", cases(), ids=str)
 def test_compiles_without_spills_and_with_wide_accesses(case: Any, dtype: str, arch: int) -> None:
     statics = _statics(case)
-    kernels = _compile(case.optimizer.rule, statics, dtype, arch)
+    kernels = _compile(case.optimizer._rule, statics, dtype, arch)
     per_thread = lowering.BLOCK // (32 * lowering.WARPS)
     words = per_thread * (4 if dtype == "float32" else 2) // 16  # 16-byte accesses for one tensor's share of a chunk
-    buffers = len(case.optimizer.rule.present_buffers(statics))
+    buffers = len(case.optimizer._rule.present_buffers(statics))
     assert kernels["update"]["wide loads"] == words * (2 + buffers)
     assert kernels["update"]["wide stores"] == words * (1 + buffers)
     for kernel in kernels.values():

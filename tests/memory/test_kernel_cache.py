@@ -502,7 +502,7 @@ def _stepped(kind: type[co.CompiledOptimizer], **options: Any) -> co.CompiledOpt
     reference = getattr(torch.optim, kind.__name__)([{**g, "params": [q]} for g, q in zip(groups, theirs, strict=True)])
     for seed in range(2):
         give_gradients(ours, theirs, seed)
-        if optimizer.gradients == "sparse":
+        if optimizer._gradients == "sparse":
             for i, (own, their) in enumerate(zip(ours, theirs, strict=True)):
                 own.grad = sparse_rows(own.grad, i)
                 their.grad = own.grad.clone()

@@ -88,7 +88,7 @@ def test_who_does_not_have_it(name: str) -> None:
         getattr(co, name)([nn.Parameter(torch.ones(2, 2))], cautious=True)
 
 
-@pytest.mark.parametrize("optimizer", [c for c in ruled("dense") if "cautious" in c.fields], ids=lambda c: c.__name__)
+@pytest.mark.parametrize("optimizer", [c for c in ruled("dense") if "cautious" in c._all_fields], ids=lambda c: c.__name__)
 def test_checkpoints_of_torch_and_for_torch(optimizer: type[co.CompiledOptimizer]) -> None:
     """The choice is the optimizer's own when it loads; what it saved loads everywhere."""
     params = parameters(torch.float32)[:3]
@@ -226,7 +226,7 @@ def test_a_transform_of_a_rule_is_a_rule() -> None:
     from compiled_optim.rule.symbols import PLAIN
 
     for optimizer in (co.AdamW, co.ASGD, co.Lion):
-        plain = type("Plain", (optimizer,), {"transforms": ()}).rule
+        plain = type("Plain", (optimizer,), {"_transforms": ()})._rule
         again = cautious(plain)
         assert [s.name for s in again.statics] == [*(s.name for s in plain.statics), "cautious"]
         assert (again.hypers, again.buffers, again.scalars) == (plain.hypers, plain.buffers, plain.scalars)

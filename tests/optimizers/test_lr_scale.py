@@ -29,7 +29,7 @@ from compiled_optim.plan.plan import partition
 from compiled_optim.rule.fields import Scale
 from compiled_optim.step import holdings
 
-SCALED = [c for c in registry() if hasattr(c, "rule")]
+SCALED = [c for c in registry() if hasattr(c, "_rule")]
 FAR = [configurations(c)[1] for c in SCALED]
 CHOSEN = [c for kind in (co.AdamW, co.SGD) for c in configurations(kind) if c.kwargs.keys() & {"cautious", "decouple_lr"}]
 # Coefficients come from a kernel or from torch operations, which the lowerings "inductor" and "eager" share.
@@ -42,7 +42,7 @@ def _scale(index: int) -> float:
 
 
 def _parameters(case: Case, dtype: torch.dtype = torch.float64) -> list[nn.Parameter]:
-    if case.optimizer.granularity == "matrix":
+    if case.optimizer._granularity == "matrix":
         shapes = [(3, 5), (3, 5), (5, 3), (20, 50), (3, 5), (8, 8)]
         return [nn.Parameter(torch.randn(shape)) for shape in shapes]
     return case.parameters(dtype)
@@ -87,7 +87,7 @@ def test_equals_groups_of_torch(case: Case, lowering: str) -> None:
     with wide_scalars():
         reference = case.reference(_alone(theirs, case.kwargs), **case.kwargs)
     _train(case, ours, theirs, optimizer, reference)
-    if case.optimizer.granularity != "matrix":
+    if case.optimizer._granularity != "matrix":
         assert relative_error(ours, theirs) < 1e-13
         return
     for param, twin, begin in zip(ours, theirs, start, strict=True):  # whose products are in bfloat16
@@ -235,7 +235,7 @@ class TestOnePlan:
 def test_another_scale_is_a_number_of_its_own() -> None:
     optimizer = co.SGD(_params("a", "b"), lr_scale={"a": 0.5})
     optimizer.param_groups[0]["wd_scale"] = {"b": 4.0}
-    rule = dataclasses.replace(co.SGD.rule, scales=(*co.SGD.rule.scales, Scale(None, name="wd_scale")))
+    rule = dataclasses.replace(co.SGD._rule, scales=(*co.SGD._rule.scales, Scale(None, name="wd_scale")))
     (plan,) = partition(rule, optimizer.param_groups, optimizer.state)
     assert (plan.numbers["lr_scale"], plan.numbers["wd_scale"]) == ([0.5, 1.0], [1.0, 4.0])
 

@@ -103,7 +103,7 @@ def test_lowerings_agree(case: Case) -> None:
 
 @pytest.mark.parametrize("optimizer", ruled(), ids=lambda c: c.__name__)
 def test_the_catalogue_moves_every_field(optimizer: type[co.CompiledOptimizer]) -> None:
-    for field in (*optimizer.fields_of(Hyper), *(s for s in optimizer.fields_of(Static) if s.init)):
+    for field in (*optimizer._fields_of(Hyper), *(s for s in optimizer._fields_of(Static) if s.init)):
         values = [case.kwargs.get(field.name, field.default) for case in cases() if case.optimizer is optimizer]
         pairs = [v if isinstance(v, tuple) else (v,) for v in (field.default, *values)]
         for default, *others in zip(*pairs, strict=True):
@@ -311,7 +311,7 @@ def test_infinite_parameters_that_do_not_decay(optimizer: type[co.CompiledOptimi
     """As in torch, which leaves the penalty out where ``weight_decay`` is 0: a mask of -inf stays one."""
     values = torch.tensor([1.0, -torch.inf, torch.inf, 2.0], dtype=torch.float64)
     ours, theirs = [torch.nn.Parameter(values.clone())], [torch.nn.Parameter(values.clone())]
-    decay = {"weight_decay": 0.0} if "weight_decay" in optimizer.fields else {}
+    decay = {"weight_decay": 0.0} if "weight_decay" in optimizer._all_fields else {}
     made = optimizer(ours, lr=0.1, lowering=lowering, **decay)
     with wide_scalars():
         reference = reference_of(optimizer)(theirs, lr=0.1, **decay)

@@ -40,13 +40,13 @@ def assert_unbiased(found: Tensor, expected: Tensor) -> None:
 # LAMB's decay is part of a direction whose length does not matter, Prodigy's goes by its estimate, Schedule-Free's into an
 # average.
 OTHERS = (co.LAMB, co.Prodigy, co.AdamWScheduleFree)
-DECAYING = [c for c in ruled("dense") if "weight_decay" in c.fields and c not in OTHERS]
+DECAYING = [c for c in ruled("dense") if "weight_decay" in c._all_fields and c not in OTHERS]
 
 
 @pytest.mark.parametrize("optimizer", DECAYING, ids=lambda c: c.__name__)
 def test_decay_arrives(optimizer: type[co.CompiledOptimizer]) -> None:
     """2000 times 1e-4 of the parameter, without gradients. Lookahead takes half of it back."""
-    options = {"decouple_wd": True} if "decouple_wd" in optimizer.fields else {}
+    options = {"decouple_wd": True} if "decouple_wd" in optimizer._all_fields else {}
     options |= {"lambd": 0.0} if optimizer is co.ASGD else {}  # which would decay as well
     modes = MODES if optimizer in EVERY_MODE else ("stochastic", "split8")
     found, exact = trained(optimizer, modes, 2000, 0.0, lr=1e-2, weight_decay=1e-2, **options)

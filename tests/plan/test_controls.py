@@ -16,7 +16,7 @@ from torch.nn.utils import clip_grad_norm_
 import compiled_optim as co
 from compiled_optim.optimizer import CompiledOptimizer, engine_of
 
-FAR = [case for case in cases() if case.arguments and case.optimizer.gradients == "dense"]
+FAR = [case for case in cases() if case.arguments and case.optimizer._gradients == "dense"]
 FIRST = list({case.optimizer: case for case in reversed(FAR)}.values())
 IN_LOWERINGS = [(case, "multi_tensor") for case in FAR] + [(case, other) for case in FIRST for other in LOWERINGS[1:]]
 """A lowering does with every rule's numbers what it does with one's; the kernels that are made are tried with all."""

@@ -1,31 +1,55 @@
-"""The docstrings of the optimizers explain every argument, for ``help``."""
+"""What ``help`` says of an optimizer: a line for each argument of its own, and nothing that only the package reads."""
 
 from __future__ import annotations
 
 import inspect
+import pydoc
 import re
 
 import pytest
+import torch
 from catalog import registry
 
 import compiled_optim as co
 
+KINDS = [*registry(), co.mup.Adam, co.mup.AdamW, co.mup.SGD]
 
-def _explained(kind: type) -> list[str]:
-    """The names below ``Args:``, each name of a list of several too."""
+
+def _explained(kind: type) -> dict[str, str]:
+    """By the names below ``Args:``, each name of a list of several too, what is said of them."""
     section = re.search(r"^Args:\n((?:[ ]+.*\n)+)", inspect.cleandoc(kind.__doc__ or "") + "\n", re.MULTILINE)
     assert section is not None, kind
-    listed = re.findall(r"^    (\w[\w, ]*): \S", section[1], re.MULTILINE)
-    return [name for names in listed for name in names.split(", ")]
+    listed = re.findall(r"^    (\w[\w, ]*): (\S.*\n(?:     .*\n)*)", section[1], re.MULTILINE)
+    return {name: said for names, said in listed for name in names.split(", ")}
 
 
-@pytest.mark.parametrize("kind", [*registry(), co.mup.Adam, co.mup.AdamW, co.mup.SGD], ids=lambda c: c.__qualname__)
-def test_every_argument_is_explained(kind: type[co.CompiledOptimizer]) -> None:
+@pytest.mark.parametrize("kind", KINDS, ids=lambda c: c.__qualname__)
+def test_every_argument_is_explained_in_a_line(kind: type[co.CompiledOptimizer]) -> None:
     common = _explained(co.CompiledOptimizer)
     own = [name for name in inspect.signature(kind).parameters if name not in common]
-    assert sorted(_explained(kind)) == sorted(own)
-    assert "CompiledOptimizer" in kind.__doc__
+    said = _explained(kind)
+    assert sorted(said) == sorted(own)
+    assert [name for name, text in said.items() if text.count("\n") > 1] == []
+    assert "help(compiled_optim.CompiledOptimizer)" in " ".join(kind.__doc__.split())
 
 
 def test_the_common_arguments_are_those_of_an_elementwise_optimizer_that_decays_by_the_gradient() -> None:
-    assert set(_explained(co.CompiledOptimizer)) <= set(inspect.signature(co.SGD).parameters)
+    assert {*_explained(co.CompiledOptimizer)} <= {*inspect.signature(co.SGD).parameters}
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda c: c.__qualname__)
+def test_help_shows_functions_and_properties_that_it_explains(kind: type[co.CompiledOptimizer]) -> None:
+    """And no attribute that only the package reads; names with two underscores are Python's."""
+    own = {
+        name: what
+        for name, what, _, _ in pydoc.classify_class_attrs(kind)
+        if pydoc.visiblename(name, obj=kind) and not name.startswith("__") and name not in dir(torch.optim.Optimizer)
+    }
+    assert {"hyperparameter", "grad_norm"} <= own.keys()
+    assert [name for name, what in own.items() if what == "data" or not pydoc.getdoc(getattr(kind, name))] == []
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda c: c.__qualname__)
+def test_help_leads_into_no_module(kind: type[co.CompiledOptimizer]) -> None:
+    """Where a user would have to read the package."""
+    assert "~compiled_optim" not in pydoc.plain(pydoc.render_doc(kind))

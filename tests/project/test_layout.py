@@ -137,7 +137,7 @@ def test_every_public_method_says_what_it_does(path: Path) -> None:
         own = {name for name, member in vars(cls).items() if callable(member) or isinstance(member, _DECORATED)}
         public = set() if cls.__name__.startswith("_") else {name for name in own if not name.startswith("_")}
         said = set().union(*(_documented(dict(vars(base))) for base in (*cls.__mro__, *_protocols())))
-        assert public - said <= ({"coefficients", "reduce", "adapt", "update"} if hasattr(cls, "rule") else set()), cls
+        assert public - said <= ({"coefficients", "reduce", "adapt", "update"} if hasattr(cls, "_rule") else set()), cls
 
 
 def _protocols() -> list[type]:
@@ -230,8 +230,8 @@ def test_a_type_checker_sees_the_constructor(tmp_path: Path) -> None:
 
 
 def test_every_file_of_the_package_is_installed() -> None:
-    """setuptools takes Python files by itself, and others only where ``pyproject.toml`` lists them."""
+    """setuptools takes Python files by itself, and others only where ``pyproject.toml`` lists them. READMEs stay here."""
     text = (PACKAGE.parent / "pyproject.toml").read_text()
     listed = re.search(r"package-data\]\ncompiled_optim = (\[.*\])", text)
-    others = {str(p.relative_to(PACKAGE)) for p in PACKAGE.rglob("*.*") if p.suffix not in (".py", ".pyc")}
+    others = {str(p.relative_to(PACKAGE)) for p in PACKAGE.rglob("*.*") if p.suffix not in (".py", ".pyc", ".md")}
     assert set(ast.literal_eval(listed[1])) == others

@@ -144,6 +144,15 @@ def test_no_save_writes_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_every_measurement_names_its_hardware_and_revision():
+    for path in results.RESULTS.glob("*.csv"):
+        table = pd.read_csv(path)
+        if path.name != "lowering.csv":  # which is counted, not measured
+            assert list(table.columns) == results.COLUMNS, path
+            assert table["device"].notna().all(), path
+        assert table["commit"].str.fullmatch(r"[0-9a-f]{7,}(-dirty)?").all(), path
+
+
 def test_append_refuses_a_table_with_other_columns(tmp_path):
     (tmp_path / "step.csv").write_text("benchmark,seconds\n")
     rows = step_rows("tiny-10", "adamw", "fresh", {OURS: [1.0], FUSED: [2.0]})

@@ -17,7 +17,7 @@ from torch import nn
 import compiled_optim as co
 
 READ = "what users read and write between steps, as README.md says"
-DECLARED = "what the body or the statement of a class declares, for whoever writes an optimizer"
+DECLARED = "what the body of a class declares, for whoever writes an optimizer"
 
 BEYOND_TORCH = {
     "check_numerics": READ,
@@ -29,22 +29,8 @@ BEYOND_TORCH = {
     "schedule": READ,
     "skip_nonfinite": READ,
     "skipped_steps": READ,
-    "accumulation": DECLARED,
-    "advice": DECLARED,
     "check": DECLARED,
     "coefficients": DECLARED,
-    "decays": DECLARED,
-    "declaration": DECLARED,
-    "declared": DECLARED,
-    "fields": DECLARED,
-    "fields_of": DECLARED,
-    "gradients": DECLARED,
-    "granularity": DECLARED,
-    "group_flags": DECLARED,
-    "implied_state": DECLARED,
-    "modes": DECLARED,
-    "rule": DECLARED,
-    "transforms": DECLARED,
     "update": DECLARED,
 }
 """The public attributes that torch.optim's optimizers lack, and why they are there."""

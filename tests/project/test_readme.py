@@ -1,4 +1,4 @@
-"""The README is true: its code runs, its commands work, its generated parts are fresh."""
+"""The READMEs are true: their code runs, their commands work, their links lead somewhere, their tables are fresh."""
 
 from __future__ import annotations
 
@@ -11,35 +11,110 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
+from readme import READMES, ROOT, generated
 
-ROOT = Path(__file__).resolve().parents[2]
-TEXT = (ROOT / "README.md").read_text()
+from compiled_optim import rule
+
+FIRST, *OTHERS = READMES
+PAGES = [*READMES, ROOT / "perf" / "GPU.md"]
+CODE = re.compile(r"```python\n(.*?)```", re.DOTALL)
+UNCLEAR = re.compile(r"\b(of which|(?:that|those) of|where that|what is what|as such)\b", re.IGNORECASE)
+"""Phrases that hang a fact on a sentence that has one. The second fact wants a sentence, or a noun."""
 
 
-def test_generated_parts_are_fresh() -> None:
-    from readme import generated
+def _name(readme: Path) -> str:
+    return readme.relative_to(ROOT).as_posix()
 
-    assert generated(TEXT) == TEXT, "run python tools/readme.py"
+
+def _blocks() -> list[Any]:
+    return [
+        pytest.param(block, id=f"{_name(readme)}-{number}")
+        for readme in READMES
+        for number, block in enumerate(CODE.findall(readme.read_text()), 1)
+    ]
+
+
+def test_every_readme_is_known() -> None:
+    listed = subprocess.run(["git", "ls-files", "*README.md"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert {*listed.split()} == {_name(readme) for readme in READMES}
+
+
+@pytest.mark.parametrize("readme", READMES, ids=_name)
+def test_a_readme_is_short(readme: Path) -> None:
+    assert len(readme.read_text().splitlines()) <= (200 if readme == FIRST else 100)
+
+
+@pytest.mark.parametrize("readme", READMES, ids=_name)
+def test_generated_parts_are_fresh(readme: Path) -> None:
+    text = readme.read_text()
+    assert generated(text) == text, "run python tools/readme.py"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_pages_speak_plainly(page: Path) -> None:
+    assert UNCLEAR.findall(" ".join(page.read_text().split())) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+        file, _, heading = link.partition("#")
+        target = (page.parent / file).resolve() if file else page
+        assert target.is_file(), link
+        assert not heading or heading in _headings(target), link
+
+
+def _headings(readme: Path) -> set[str]:
+    """As links name them."""
+    found = re.findall(r"^#+ (.*)$", readme.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in found}
+
+
+def test_the_first_page_says_the_first_things_first() -> None:
+    """On one screen: tables with their conditions, two commands, ten lines of use; then differences, before capture."""
+    text = FIRST.read_text()
+    screen = text.splitlines()[:50]
+    assert [line for line in screen if line.startswith("    ") and line.strip()][:2] == [
+        "    pip install .",
+        "    tools/run",
+    ]
+    assert len(CODE.findall("\n".join(screen))[0].split("\n\n", 1)[1].splitlines()) <= 10
+    assert re.search(r"GPU: NVIDIA \w+ .*revision \w+.* CPU: .*revision \w+", " ".join("\n".join(screen).split()))
+    titles = re.findall(r"^## (.*)$", text, re.MULTILINE)
+    assert titles.index("Differences from torch.optim") < titles.index("CUDA graphs")
+
+
+def test_all_that_a_rule_is_written_with_is_explained() -> None:
+    page = (ROOT / "compiled_optim" / "rule" / "README.md").read_text()
+    code = " ".join(re.findall(r"`([^`\n]+)`", page.replace("```", "")))
+    assert {*rule.__all__} - {*re.findall(r"\w+", code)} == {"Number"}  # a type, which the example has
+
+
+def test_the_first_page_links_all() -> None:
+    assert {*re.findall(r"\]\(([^)#]+)", FIRST.read_text())} == {_name(readme) for readme in OTHERS}
 
 
 @pytest.mark.filterwarnings("ignore:.*Profiler.*", "ignore:.*uncaptured.*:RuntimeWarning")
-def test_code_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
-    assert len(blocks) == 7
-    namespace: dict[str, object] = {}
-    with torch._dynamo.config.patch(trace_autograd_ops=False):  # put back what the README sets
-        for block in blocks:
-            before: Any = namespace.get("opt")
-            lr = before and float(before.param_groups[0]["lr"])
-            exec(block, namespace)
-            if "sched.step()" in block:
-                opt: Any = namespace["opt"]
-                assert float(opt.param_groups[0]["lr"]) != (lr if opt is before else opt.defaults["lr"]), block
-    assert "100 steps" in capsys.readouterr().out
+@pytest.mark.parametrize("block", _blocks())
+def test_code_runs(block: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Alone, so that it makes what it uses; a schedule moves the learning rate of the optimizer that steps."""
+    namespace: dict[str, Any] = {}
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(trace_autograd_ops=False):  # put back what the block sets
+        exec(block, namespace)
+    opt, sched = namespace.get("opt"), namespace.get("sched")
+    assert ("sched.step()" in block) == (sched is not None)
+    if sched is not None:
+        (rate,) = sched.get_last_lr()
+        assert sched.optimizer is opt
+        assert opt.param_groups[0]["lr"] == opt.hyperparameter("lr").item() == rate != opt.defaults["lr"]
+    if opt is not None:
+        assert max(state["step"] for state in opt.state.values()) > 0
+    if "compile_report" in block:
+        assert "100 steps" in capsys.readouterr().out
 
 
-# How a test runs each command of the README; ``tools/test`` in its own environment, as a newcomer would, and so does
-# test_demo.py with ``tools/run``.
+# How a test runs each command of the READMEs; ``tools/test`` in its own environment, as a newcomer would.
 COMMANDS = {
     "tools/run --help": ["tools/run", "--help"],
     "tools/test": ["tools/test", "--collect-only", "-q", "tests/project/test_readme.py"],
@@ -48,21 +123,43 @@ COMMANDS = {
     "tools/lowering": [sys.executable, "-m", "perf.lowering", "--lowering", "multi_tensor"],
     "tools/lowering --help": [sys.executable, "tools/lowering", "--help"],
     "python -m perf gates": [sys.executable, "-m", "perf", "gates", "--help"],
+    "python -m perf --help": [sys.executable, "-m", "perf", "--help"],
     "tools/convert": [sys.executable, "tools/convert", "--help"],
+    "tools/convert --help": [sys.executable, "tools/convert", "--help"],
     "tools/soak": [sys.executable, "tools/soak", "--help"],
+    "tools/soak --walks 500": [sys.executable, "tools/soak", "--help"],
     "tools/bits": [sys.executable, "tools/bits", "--help"],
     "tools/sanitize": [sys.executable, "tools/sanitize", "--version"],
     "python tools/readme.py": [sys.executable, "tools/readme.py"],
 }
+ELSEWHERE = {
+    "pip install .": "what an environment of tools/ does with -e: test_environment.py",
+    "pip install -e .": "likewise",
+    "pip install -e .[perf]": "likewise",
+    "tools/run": "test_demo.py",
+    "perf/gpu tests": "test_on_gpu.py",
+    "perf/gpu timings": "test_on_gpu.py",
+    "perf/gpu compiled": "test_on_gpu.py",
+}
+"""Commands that other files test."""
 
 
 def test_every_command_is_known() -> None:
-    prose = re.sub(r"```python\n.*?```", "", TEXT, flags=re.DOTALL)
-    named = set(re.findall(r"^    (\S+)$", prose, re.MULTILINE)) | set(re.findall(r"`((?:tools/|python )[^`]+)`", prose))
-    assert named == {*COMMANDS, "tools/run"}
+    prose = "\n".join(re.sub(r"```.*?```", "", readme.read_text(), flags=re.DOTALL) for readme in READMES)
+    named = {
+        *re.findall(r"^    (\S.*)$", prose, re.MULTILINE),
+        *re.findall(r"`((?:tools/|perf/gpu|python |pip )[^`]+)`", prose),
+    }
+    assert named == {*COMMANDS, *ELSEWHERE}
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_command_works(command: str) -> None:
     done = subprocess.run(COMMANDS[command], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+def test_a_figure_that_was_not_measured_is_not_fresh() -> None:
+    """What stands between the marks is made anew, whatever it was."""
+    text = FIRST.read_text()
+    assert generated(text.replace("0.76", "0.67", 1)) == text != text.replace("0.76", "0.67", 1)

@@ -41,8 +41,8 @@ def naive(optimizer: type[CompiledOptimizer]) -> Callable[..., torch.optim.Optim
 
 
 def _defaults(optimizer: type[CompiledOptimizer]) -> dict[str, Any]:
-    fields = (*optimizer.fields_of(Hyper), *optimizer.fields_of(Static))
-    own = (f for f in fields if f.name in optimizer.declared)
+    fields = (*optimizer._fields_of(Hyper), *optimizer._fields_of(Static))
+    own = (f for f in fields if f.name in optimizer._declared)
     return {f.name: f.default for f in own if f.default is not inspect.Parameter.empty}
 
 

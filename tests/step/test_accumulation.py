@@ -185,13 +185,13 @@ def test_momentum_does_what_it_does_with_summed_gradients() -> None:
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", [k for k in registry() if getattr(k, "accumulation", None)], ids=lambda k: k.__name__)
+@pytest.mark.parametrize("kind", [k for k in registry() if getattr(k, "_accumulation", None)], ids=lambda k: k.__name__)
 def test_the_order_of_gradients_does_not_matter(kind: type[CompiledOptimizer]) -> None:
     """In any rule that says that it reads them through averages alone."""
     results = []
     for order in ([1, 2], [2, 1]):
         model = Weights()
-        moments = {"momentum": 0.9} if "momentum" in kind.fields else {}
+        moments = {"momentum": 0.9} if "momentum" in kind._all_fields else {}
         optimizer = kind(model.parameters(), **{**required(kind), **moments})
         for seed in (3, 4):
             model.backward(model.gradients(seed))
@@ -229,7 +229,7 @@ def test_micro_batches_without_gradients(released: bool) -> None:
 
 
 REFUSED: list[tuple[type[CompiledOptimizer], dict[str, Any], str]] = [
-    *((k, {}, "needs whole gradients") for k in registry() if not getattr(k, "accumulation", None)),
+    *((k, {}, "needs whole gradients") for k in registry() if not getattr(k, "_accumulation", None)),
     (co.SGD, {}, r"param_groups\[0\]\['momentum'\]=0: there is no state to take gradients"),
     (co.SGD, {"momentum": 0.9, "nesterov": True}, r"\['nesterov'\]=True: a step needs whole gradients"),
     (co.AdamW, {"cautious": True}, r"\['cautious'\]=True"),

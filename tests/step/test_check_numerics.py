@@ -135,7 +135,7 @@ def test_of_every_optimizer(optimizer: type[co.CompiledOptimizer]) -> None:
     param = Parameter(torch.ones(8, 4))
     made = optimizer([param], **required(optimizer) | {"lr": 1e-12})
     dense = torch.full((8, 4), 0.1)
-    param.grad = dense.to_sparse(1) if optimizer.gradients == "sparse" else dense
+    param.grad = dense.to_sparse(1) if optimizer._gradients == "sparse" else dense
     if optimizer is co.LBFGS:
         with pytest.raises(NotImplementedError, match="LBFGS cannot check its numerics"):
             made.check_numerics()

@@ -25,7 +25,7 @@ def name_of(kind: type[Any]) -> str:
 
 def _gradient(param: torch.Tensor, kind: type[co.CompiledOptimizer]) -> None:
     param.grad = torch.ones_like(param)
-    if kind.gradients == "sparse":
+    if kind._gradients == "sparse":
         param.grad = param.grad.to_sparse(1)
 
 
@@ -107,12 +107,12 @@ class TestMeta:
         assert results[1][1]["param_groups"][0]["lr"] == 0.5
 
     @pytest.mark.parametrize("clips", [{}, {"max_grad_norm": 0.5}], ids=str)
-    @pytest.mark.parametrize("kind", [k for k in RULES if k.gradients == "dense"], ids=name_of)
+    @pytest.mark.parametrize("kind", [k for k in RULES if k._gradients == "dense"], ids=name_of)
     def test_a_step_of_both(self, kind: type[co.CompiledOptimizer], clips: dict[str, Any]) -> None:
         """What is on the meta device has no numbers; the others are updated as without it."""
         real, alone = (nn.Parameter(torch.ones(3, 2)) for _ in range(2))
         away = nn.Parameter(torch.ones(3, 2, device="meta"))
-        arguments = {**required(kind), **clips, **({} if kind.granularity == "element" else {"lowering": "eager"})}
+        arguments = {**required(kind), **clips, **({} if kind._granularity == "element" else {"lowering": "eager"})}
         both, one = kind([away, real], **arguments), kind([alone], **arguments)
         for _ in range(2):
             _gradient(away, kind)

@@ -75,7 +75,7 @@ def is_inlined(side: Side) -> bool:
 @pytest.mark.parametrize("optimizer", ruled("dense"), ids=lambda c: c.__name__)
 def test_one_graph_of_own_operations_while_everything_moves(optimizer: type[co.CompiledOptimizer]) -> None:
     graphs = Graphs()
-    momentum = dict.fromkeys(optimizer.rule.structural_hypers, 0.5)
+    momentum = dict.fromkeys(optimizer._rule.structural_hypers, 0.5)
     ours, twin = both = sides(optimizer, graphs, max_grad_norm=0.7, skip_nonfinite=True, **momentum)
     saved = [side.optimizer.state_dict() for side in both]
     schedulers: list[Any] = []
@@ -102,7 +102,7 @@ def _move(optimizer: co.CompiledOptimizer, step: int) -> None:
     """Change every hyperparameter a little, within its range, by assignment on even steps and in place on odd ones."""
     optimizer.max_grad_norm = 0.3 + 0.1 * (step % 5)
     for group in optimizer.param_groups:
-        for hyper in optimizer.fields_of(Hyper):
+        for hyper in optimizer._fields_of(Hyper):
             moved = shifted(optimizer, hyper, 0.01 * (step % 7))
             if step % 2:
                 group[hyper.name] = moved if hyper.is_tuple else moved[0]
@@ -120,7 +120,7 @@ def _tensors(seed: int) -> list[Tensor]:
 
 
 # A sum over all parameters has the rounding of those in float32, also for those in float64.
-@pytest.mark.parametrize("optimizer", [c for c in ruled("dense") if not c.rule.has_totals()], ids=lambda c: c.__name__)
+@pytest.mark.parametrize("optimizer", [c for c in ruled("dense") if not c._rule.has_totals()], ids=lambda c: c.__name__)
 def test_every_configuration_equals_its_reference(optimizer: type[co.CompiledOptimizer]) -> None:
     """All of them in one graph, each with two groups and tensors of two dtypes."""
     cases = configurations(optimizer)

@@ -26,7 +26,7 @@ from compiled_optim import torch_internals
 from compiled_optim.optimizer import CompiledOptimizer, engine_of
 from compiled_optim.step import release
 
-RELEASING = [kind for kind in registry() if hasattr(kind, "rule") and not kind.rule.has_totals()]
+RELEASING = [kind for kind in registry() if hasattr(kind, "_rule") and not kind._rule.has_totals()]
 
 
 def layers(count: int = 4, size: int = 8) -> nn.Sequential:
@@ -73,7 +73,7 @@ class TestSameTraining:
     @pytest.mark.parametrize("kind", RELEASING, ids=lambda c: c.__name__)
     def test_of_every_optimizer(self, kind: type[CompiledOptimizer], lowering: str) -> None:
         """In updates of one parameter, of several, and of all together."""
-        sparse = kind.gradients == "sparse"
+        sparse = kind._gradients == "sparse"
         sides = [make_tables(lowering=lowering) if sparse else make(kind, lowering=lowering) for _ in range(4)]
         for side, cap in zip(sides[1:], (0.0, 200 / 2**20, None), strict=True):
             co.prepare_for_gradient_release(side.model, side.optimizer, bucket_cap_mb=cap)

@@ -22,8 +22,8 @@ OPTIONS: dict[str, dict[str, Any]] = {"plain": {}, "clipping": {"max_grad_norm":
 @pytest.mark.parametrize("case", [*cases("dense"), *stacked_cases()][::3], ids=str)
 def test_steps_of_a_settled_optimizer_keep_no_memory(case: Case, options: str, monkeypatch: pytest.MonkeyPatch) -> None:
     simulated_graph.install(monkeypatch)
-    params = [p for p in parameters(torch.float32) if case.optimizer.granularity != "matrix" or p.dim() == 2]
-    params = params if case.optimizer.granularity == "element" else [p for p in params if p.numel()]
+    params = [p for p in parameters(torch.float32) if case.optimizer._granularity != "matrix" or p.dim() == 2]
+    params = params if case.optimizer._granularity == "element" else [p for p in params if p.numel()]
     optimizer = case.optimizer([{"params": params[:1]}, {"params": params[1:]}], **case.kwargs, **OPTIONS[options])
     optimizer.schedule(lr=lambda step: 0.01 / step)
     engine_of(optimizer).settle()

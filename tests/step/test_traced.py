@@ -47,7 +47,7 @@ def _loss(model: nn.Module) -> torch.Tensor:
 def _move_hyperparameters(optimizer: co.CompiledOptimizer, step: int) -> None:
     """Change every hyperparameter a little, within its range, by assignment on even steps and in place on odd ones."""
     group = optimizer.param_groups[0]
-    for hyper in optimizer.fields_of(Hyper):
+    for hyper in optimizer._fields_of(Hyper):
         moved = shifted(optimizer, hyper, 0.01 * (step % 7))
         if step % 2:
             group[hyper.name] = moved if hyper.is_tuple else moved[0]
@@ -57,7 +57,7 @@ def _move_hyperparameters(optimizer: co.CompiledOptimizer, step: int) -> None:
 
 
 def _train(optimizer_class: type[co.CompiledOptimizer], wrap: Callable[..., Any], part: str) -> tuple[nn.Module, Any]:
-    model = _model(bias=optimizer_class.granularity != "matrix")
+    model = _model(bias=optimizer_class._granularity != "matrix")
     optimizer = optimizer_class(model.named_parameters(), lr=0.03)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
     step = wrap(optimizer.step) if part == "step" else optimizer.step

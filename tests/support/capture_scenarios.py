@@ -69,7 +69,7 @@ def make(
 ) -> Side:
     """One side; every call makes the same one."""
     torch.manual_seed(4)
-    model = Net(bias=optimizer.granularity != "matrix").to(device, dtype)
+    model = Net(bias=optimizer._granularity != "matrix").to(device, dtype)
     given = {**required(optimizer), **kwargs}
     named = list(model.named_parameters())
     if groups == 1:
@@ -162,7 +162,7 @@ def overflow(side: Side, i: int) -> None:
 def every_hyperparameter(side: Side, i: int) -> None:
     """By assignment, and in the live tensor, in turn."""
     for g, group in enumerate(side.optimizer.param_groups):
-        for hyper in side.optimizer.fields_of(Hyper):
+        for hyper in side.optimizer._fields_of(Hyper):
             moved = shifted(side.optimizer, hyper, 0.01 * ((i + g) % 7))
             if i % 2:
                 group[hyper.name] = moved if hyper.is_tuple else moved[0]
@@ -177,7 +177,7 @@ def written_in_some_way(side: Side, random: Random) -> None:
     optimizer = side.optimizer
     index = random.randrange(len(optimizer.param_groups))
     group = optimizer.param_groups[index]
-    hyper = random.choice([h for h in optimizer.fields_of(Hyper) if h.name in group])
+    hyper = random.choice([h for h in optimizer._fields_of(Hyper) if h.name in group])
     moved = shifted(optimizer, hyper, 0.01 * random.randrange(7))
     value = moved if hyper.is_tuple else moved[0]
 
@@ -284,12 +284,12 @@ def checkpoint_loaded(side: Side, i: int) -> None:
 def state_rebound(side: Side, i: int) -> None:
     if i == 7:
         state = side.optimizer.state[side.model.outer.weight]
-        name = next(b.name for b in side.optimizer.rule.buffers if b.name in state)
+        name = next(b.name for b in side.optimizer._rule.buffers if b.name in state)
         state[name] = torch.full_like(state[name], 0.1)
 
 
 def static_choice(side: Side, i: int) -> None:
-    choice = next((f for f in side.optimizer.fields_of(Static) if isinstance(f.default, bool)), None)
+    choice = next((f for f in side.optimizer._fields_of(Static) if isinstance(f.default, bool)), None)
     if i == 7 and choice is not None:
         side.optimizer.param_groups[0][choice.name] = not choice.default
 
@@ -399,5 +399,5 @@ def kind_name(kwargs: dict[str, Any]) -> str:
 
 def recaptures_of(scenario: Scenario, kind: dict[str, Any]) -> int:
     """How often a graph of either kind must be captured again in this scenario."""
-    has_choice = any(isinstance(f.default, bool) for f in kind["optimizer"].fields_of(Static))
+    has_choice = any(isinstance(f.default, bool) for f in kind["optimizer"]._fields_of(Static))
     return 0 if scenario.__name__ == "static_choice" and not has_choice else RECAPTURES.get(scenario.__name__, 0)

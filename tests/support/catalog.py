@@ -29,13 +29,13 @@ def registry() -> list[type[CompiledOptimizer]]:
 
 def ruled(gradients: str | None = None) -> list[type[CompiledOptimizer]]:
     """Every optimizer that is an elementwise rule, from ``gradients`` of that kind."""
-    rules = [c for c in registry() if hasattr(c, "rule") and c.granularity == "element"]
-    return [c for c in rules if gradients in (None, c.gradients)]
+    rules = [c for c in registry() if hasattr(c, "_rule") and c._granularity == "element"]
+    return [c for c in rules if gradients in (None, c._gradients)]
 
 
 def stacked() -> list[type[CompiledOptimizer]]:
     """Every optimizer that is a rule on whole tensors."""
-    return [c for c in registry() if hasattr(c, "rule") and c.granularity != "element"]
+    return [c for c in registry() if hasattr(c, "_rule") and c._granularity != "element"]
 
 
 @dataclass(frozen=True)
@@ -60,18 +60,18 @@ class Case:
     @property
     def takes_complex(self) -> bool:
         """Rows are real: an optimizer of sparse gradients refuses complex parameters."""
-        return self.optimizer.gradients == "dense"
+        return self.optimizer._gradients == "dense"
 
     def parameters(self, dtype: torch.dtype) -> list[torch.nn.Parameter]:
         """Parameters that can have the gradients which the optimizer takes."""
-        return [p for p in parameters(dtype) if self.optimizer.gradients == "dense" or (p.dim() and p.is_contiguous())]
+        return [p for p in parameters(dtype) if self.optimizer._gradients == "dense" or (p.dim() and p.is_contiguous())]
 
     def give_gradients(
         self, params: list[torch.nn.Parameter], twins: list[torch.nn.Parameter], seed: int, absent: int = 0
     ) -> None:
         """As :func:`give_gradients`, dense or sparse as the optimizer takes them."""
         give_gradients(params, twins, seed, absent)
-        if self.optimizer.gradients == "sparse":
+        if self.optimizer._gradients == "sparse":
             for i, (param, twin) in enumerate(zip(params, twins, strict=True)):
                 if param.grad is not None:
                     param.grad = sparse_rows(param.grad, seed + i)
@@ -181,7 +181,7 @@ def _keeps(optimizer: type[CompiledOptimizer]) -> bool:
 
 def required(optimizer: type[CompiledOptimizer]) -> dict[str, float]:
     """Values for the arguments that have no default."""
-    return {f.name: 1e-3 for f in optimizer.fields_of(Hyper) if f.default is inspect.Parameter.empty}
+    return {f.name: 1e-3 for f in optimizer._fields_of(Hyper) if f.default is inspect.Parameter.empty}
 
 
 def configurations(optimizer: type[CompiledOptimizer]) -> list[Case]:
@@ -191,10 +191,10 @@ def configurations(optimizer: type[CompiledOptimizer]) -> list[Case]:
     """
     known = {**_FAR, **_STACKED}
     far = known.get(optimizer.__name__) or naive_module(optimizer).FAR
-    if "cautious" in optimizer.fields:
+    if "cautious" in optimizer._all_fields:
         far = [*far, {**far[1], "cautious": True}]
-    if "decouple_lr" in optimizer.fields:
-        choices = {name: True for name in ("decouple_wd", "decouple_lr") if name in optimizer.fields}
+    if "decouple_lr" in optimizer._all_fields:
+        choices = {name: True for name in ("decouple_wd", "decouple_lr") if name in optimizer._all_fields}
         choices |= {"decouple_wd": False} if optimizer.__name__ == "Ranger" else {}
         far = [*far, {**far[1], **choices, "max_lr": 0.2}]
     return [Case(optimizer, tuple(kwargs.items())) for kwargs in far]

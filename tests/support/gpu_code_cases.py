@@ -128,8 +128,8 @@ class GPUCase:
 
 def _choices(optimizer: type[co.CompiledOptimizer], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """What of ``kwargs`` shapes code: static choices, and whether a hyperparameter that decides on a buffer is 0."""
-    statics = {f.name: kwargs.get(f.name, f.default) for f in optimizer.fields_of(Static)}
-    zeros = {name: not kwargs.get(name) for name in optimizer.declaration.structural_hypers}
+    statics = {f.name: kwargs.get(f.name, f.default) for f in optimizer._fields_of(Static)}
+    zeros = {name: not kwargs.get(name) for name in optimizer._declaration.structural_hypers}
     return tuple(sorted((statics | zeros | {"maximize": False}).items()))
 
 

@@ -27,7 +27,7 @@ def train(optimizer: co.CompiledOptimizer, steps: int = 1) -> None:
     def closure() -> Tensor:
         for param in params:
             grad = torch.randn_like(param)
-            param.grad = grad.to_sparse(1) if optimizer.gradients == "sparse" else grad
+            param.grad = grad.to_sparse(1) if optimizer._gradients == "sparse" else grad
         return torch.randn(())
 
     params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]

@@ -138,11 +138,11 @@ class Soak:
         norm = math.sqrt(sum(_square_sum(g) for g in grads if g is not None))
         skipped = skip and not math.isfinite(norm)
         factor = min(1.0, float(clip) / (norm + 1e-6)) if clip is not None else 1.0
-        options = {h.name: None for h in self.optimizer.fields_of(Hyper)}
+        options = {h.name: None for h in self.optimizer._fields_of(Hyper)}
         for group, numbers in zip(self.optimizer.param_groups, self.optimizer.hyperparameters(), strict=True):
             h = SimpleNamespace(
                 **{**options, **numbers, "maximize": group.get("maximize", False)},
-                **{s.name: group.get(s.name, s.default) for s in self.optimizer.fields_of(Static)},
+                **{s.name: group.get(s.name, s.default) for s in self.optimizer._fields_of(Static)},
             )
             for param in group["params"]:
                 index = next(i for i, p in enumerate(self.params) if p is param)
@@ -268,7 +268,7 @@ def make_anew(soak: Soak) -> None:
         soak.random.shuffle(named)
         group["params"] = named
     known = (
-        {s.name for s in old.fields_of(Static) if s.init} | {h.name for h in old.fields_of(Hyper)} | {"params", "maximize"}
+        {s.name for s in old._fields_of(Static) if s.init} | {h.name for h in old._fields_of(Hyper)} | {"params", "maximize"}
     )
     groups = [{k: v for k, v in group.items() if k in known} for group in groups]
     soak.optimizer = type(old)(

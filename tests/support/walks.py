@@ -148,8 +148,8 @@ def _hyper(side: Side, random: Random) -> tuple[int, str, float]:
     """A group, one of its hyperparameters that is a single number, and a value for it; momentum is 0 half of the time."""
     index = random.randrange(len(side.optimizer.param_groups))
     group = side.optimizer.param_groups[index]
-    names = [h.name for h in side.optimizer.fields_of(Hyper) if not h.is_tuple and h.name in group]
-    structural = side.optimizer.rule.structural_hypers
+    names = [h.name for h in side.optimizer._fields_of(Hyper) if not h.is_tuple and h.name in group]
+    structural = side.optimizer._rule.structural_hypers
     name = random.choice([*names, *[n for n in structural for _ in range(3)]])
     value = random.uniform(0.01, 0.1)
     return index, name, random.choice((0.0, 5 * value)) if name in structural else value
@@ -170,7 +170,7 @@ def write_where_it_lies(side: Side, random: Random) -> None:
     found: Any = side.optimizer.hyperparameter(name, index)
     group: Any = side.optimizer.param_groups[index]
     random.choice((found, *group.tensors(name))).fill_(value)
-    side.is_unseen |= side.replays and name in side.optimizer.rule.structural_hypers
+    side.is_unseen |= side.replays and name in side.optimizer._rule.structural_hypers
 
 
 def take_a_tensor(side: Side, random: Random) -> None:
@@ -182,8 +182,8 @@ def take_a_tensor(side: Side, random: Random) -> None:
 def write_to_a_taken_tensor(side: Side, random: Random) -> None:
     if side.kept:
         name, tensor = side.kept[-1]
-        tensor.fill_(random.choice((0.0, 0.3)) if name in side.optimizer.rule.structural_hypers else 0.07)
-        side.is_unseen |= side.replays and name in side.optimizer.rule.structural_hypers
+        tensor.fill_(random.choice((0.0, 0.3)) if name in side.optimizer._rule.structural_hypers else 0.07)
+        side.is_unseen |= side.replays and name in side.optimizer._rule.structural_hypers
 
 
 def schedule_by_torch(side: Side, random: Random) -> None:
@@ -193,7 +193,7 @@ def schedule_by_torch(side: Side, random: Random) -> None:
 
 def schedule_on_the_device(side: Side, random: Random) -> None:
     rate = random.uniform(0.01, 0.1)
-    names = ["lr", *side.optimizer.rule.structural_hypers]
+    names = ["lr", *side.optimizer._rule.structural_hypers]
     side.optimizer.schedule(**{random.choice(names): random.choice((lambda step: rate / step, None))})
 
 
@@ -238,7 +238,7 @@ def replace_a_group(side: Side, random: Random) -> None:
 
 def choose(side: Side, random: Random) -> None:
     """Another static choice, or sign."""
-    own = {f.name for f in side.optimizer.fields_of(Static)} & {"amsgrad", "centered"}
+    own = {f.name for f in side.optimizer._fields_of(Static)} & {"amsgrad", "centered"}
     group, name = random.choice(side.optimizer.param_groups), random.choice(sorted({"maximize", *own}))
     group[name] = not group[name]
 

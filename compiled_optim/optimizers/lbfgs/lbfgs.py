@@ -41,7 +41,7 @@ class LBFGS(CompiledOptimizer, steps=LBFGSStep):
     Raises:
         ValueError: there are several groups or devices, or an argument is out of range.
 
-    The other arguments, and what is raised: :class:`~compiled_optim.optimizer.CompiledOptimizer`.
+    ``help(compiled_optim.CompiledOptimizer)`` explains the other arguments, and what is raised.
     """
 
     lr: Number = hyper(default=1.0, ge=0)
