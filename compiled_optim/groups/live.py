@@ -27,6 +27,8 @@ from compiled_optim.torch_internals import (
     outside_fakes,
 )
 
+ROUNDING = 1e-12  # how far a number that a scheduler computed may be out of range
+
 _C_TYPES: dict[torch.dtype, Any] = {torch.float64: ctypes.c_double, torch.float32: ctypes.c_float}
 
 
@@ -38,12 +40,12 @@ class Live:
 
     Args:
         tensor: the tensor.
+        changes: where to report that the number became 0 or ceased to be, and which numbers wait.
         number: what it holds, where the host knows; None where it does not.
         is_adopted: whether a user gave the tensor, and may write to it or share it with other groups.
 
     Attributes:
         groups: those that had it, by their ids.
-        changes: where to report that the number became 0 or ceased to be, and which numbers wait.
         shapes: whether a step depends on the number being 0.
         is_tensor: whether users read the tensor itself, since they gave one.
         is_handed_out: whether somebody has the tensor, and may write to it without a report.
@@ -51,11 +53,11 @@ class Live:
         written_last: the Python number that was written last; None if that was a tensor.
     """
 
-    def __init__(self, tensor: Tensor, number: float | None = None, *, is_adopted: bool = False) -> None:
+    def __init__(self, tensor: Tensor, changes: Changes, number: float | None = None, *, is_adopted: bool = False) -> None:
         self.tensor = tensor
         self.is_adopted = self.is_tensor = self.is_handed_out = is_adopted
         self.groups: WeakValueDictionary[int, Any] = WeakValueDictionary()
-        self.changes = Changes()
+        self.changes = changes
         self.shapes = self.is_driven = False
         self._on_host = tensor.device.type == "cpu" and "cpu" not in CAPTURING and type(tensor) is Tensor
         self._can_wait = can_capture(tensor.device)
@@ -256,46 +258,32 @@ class Numbers(tuple[Live, ...]):
 
     entry: Any = None
     _hyper: Hyper
-    _is_tuple: bool
-    _least: float
-    _most: float
 
     def __new__(cls, numbers: Iterable[Live], hyper: Hyper) -> Numbers:
         made = super().__new__(cls, numbers)
-        made._hyper, made._is_tuple, (made._least, made._most) = hyper, hyper.is_tuple, hyper.span
+        made._hyper = hyper
         return made
 
-    @property
-    def are_private(self) -> bool:
-        """Whether they are what was written last, for nobody else can write others; see :attr:`Live.is_private`."""
-        return all([n.is_private for n in self])
-
-    @property
-    def are_plain(self) -> bool:
-        """Whether, besides, a write of numbers in range changes nothing else."""
-        return self.are_private and not any([n.shapes or not self.allows(n.written) for n in self])
-
-    def allows(self, number: float | None) -> bool:
-        """Whether ``number`` is known and in range."""
-        return number is not None and self._least <= number <= self._most
-
-    @property
-    def shown(self) -> Any:
-        """What users read, as far as the host knows it; tensors where it does not."""
-        return self._hyper.plain([n.shown for n in self])
-
-    def read(self, where: str) -> Any:
-        """What users read: a number or a tensor, or a tuple of them."""
-        return self._hyper.plain([n.read(f"{self._hyper.element(i)} of {where}") for i, n in enumerate(self)])
+    def problem(self, where: str) -> str:
+        """What is wrong with the first number that was written and is out of range; empty if none is."""
+        least, most = self._hyper.span
+        for index, number in enumerate(self):
+            if (value := number.written_last) is not None and not least <= value <= most:
+                try:
+                    self._hyper.check(value, index, where, ROUNDING)
+                except ValueError as error:
+                    return str(error)
+        return ""
 
     def write_quickly(self, value: Any) -> bool:
-        """Write ``value`` where :attr:`are_plain`, at the cost that schedulers expect; whether it is one that can be."""
-        if not self._is_tuple:
-            return type(value) is float and self._least <= value <= self._most and self[0].write_plain(value)
+        """Write ``value``, at the cost that schedulers expect, where that changes nothing else; whether it could be."""
+        least, most = self._hyper.span
+        if not self._hyper.is_tuple:
+            return type(value) is float and least <= value <= most and self[0].write_plain(value)
         if type(value) is not tuple or len(value) != len(self):
             return False
         for number in value:
-            if type(number) is not float or not self._least <= number <= self._most:
+            if type(number) is not float or not least <= number <= most:
                 return False
         return all([live.write_plain(number) for live, number in zip(self, value, strict=True)])
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,17 +31,6 @@ from compiled_optim.torch_internals import (
     quickly_outside_dynamo,
 )
 
-ROUNDING = 1e-12  # how far a number that a scheduler computed may be out of range
-
-
-class Follower(Protocol):
-    """Somebody who knows where hyperparameters lie, and looks again when one lies elsewhere; is behind until then."""
-
-    is_behind: bool
-
-    def follow(self) -> None:
-        """Look again."""
-
 
 class ParamGroup(LookedUpDict[Any]):
     """One entry of ``optimizer.param_groups``.
@@ -56,6 +45,10 @@ class ParamGroup(LookedUpDict[Any]):
     A hyperparameter that goes with a choice always has a tensor. Without the choice it is no entry until somebody gives it,
     and what a checkpoint has under its name may be no number.
 
+    A write with ``dict.__setitem__(group, key, value)`` goes past this class, and is noticed when the key is read.
+    A hyperparameter that is already a floating tensor on ``device`` is adopted: later in-place writes by its owner are seen,
+    by all groups that got it. A group that is assigned that hyperparameter then has a tensor of its own.
+
     Args:
         values: the group's entries, every hyperparameter among them that is not like another one.
         declaration: what the optimizer declares.
@@ -65,17 +58,15 @@ class ParamGroup(LookedUpDict[Any]):
         changes: where a write to a structural key is reported.
         others: the optimizer's other groups, with which this one may share adopted tensors.
 
-    A write with ``dict.__setitem__(group, key, value)`` goes past this class, and is noticed when the key is read.
-    A hyperparameter that is already a floating tensor on ``device`` is adopted: later in-place writes by its owner are seen,
-    by all groups that got it. A group that is assigned that hyperparameter then has a tensor of its own.
-
     Attributes:
         for_compiled_code: the tensors of hyperparameters by name, to be read only: in one dict a 0-dim tensor, or a tuple of
             them; in the other vectors of one element, since torch 2.13 traces a float64 of the CPU as a Python number.
-        followers: called, for as long as they exist, when a tensor was replaced.
-        out_of_range: what is wrong with numbers that were written, by key and index; the step that would use one refuses it.
+        followers: those who know where the tensors lie. ``is_behind`` of each is set before a tensor is replaced, and its
+            ``follow`` is called afterwards.
+        out_of_range: what is wrong with numbers that were written, by key; the step that would use one refuses it.
     """
 
+    @outside_inference_mode()
     def __init__(
         self,
         values: Mapping[str, Any],
@@ -89,8 +80,8 @@ class ParamGroup(LookedUpDict[Any]):
         super().__init__(changes=changes)
         self.label = label
         self.for_compiled_code: tuple[dict[str, Any], dict[str, tuple[Tensor, ...]]] = {}, {}
-        self.followers: weakref.WeakSet[Follower] = weakref.WeakSet()
-        self.out_of_range: dict[tuple[str, int], str] = {}
+        self.followers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.out_of_range: dict[str, str] = {}
         self._check = check
         self._hypers = {h.name: h for h in declaration.hypers}
         self._scales = {s.name for s in declaration.scales}
@@ -105,26 +96,21 @@ class ParamGroup(LookedUpDict[Any]):
         given = (n for g in others for numbers in g._numbers.values() for n in numbers if n.is_adopted)
         adopted = functools.cache(lambda: {address(n.tensor): n for n in given})
         for key, value in values.items():
-            if key not in self._hypers or (value is not None and is_own(self._hypers[key], value, values)):
+            hyper = self._hypers.get(key)
+            if hyper is None or (value is not None and is_own(hyper, value, values)):
                 self.set_quietly(key, value)
-            elif value is not None or not self._hypers[key].like:
-                elements = self._hypers[key].elements(value, label)
-                self._put(key, [self._adopt(e, adopted) for e in elements])
-        for hyper in declaration.hypers:
-            if hyper.like and hyper.name not in self._numbers:
+            elif value is not None or not hyper.like:
+                self._put(key, [self._adopt(e, adopted) for e in hyper.elements(value, label)])
+        for key, hyper in self._hypers.items():
+            if hyper.like and key not in self._numbers:
                 own = self._fresh(self._numbers[hyper.like][0].value())
-                self._put(hyper.name, [own], shown=hyper.when is None or bool(values.get(hyper.when)))
+                self._put(key, [own], shown=hyper.when is None or bool(values.get(hyper.when)))
 
     def set_quietly(self, key: str, value: Any) -> None:
         """Write without reporting; ``params`` becomes a list that reports, numbers by name a copy that nobody edits."""
-        super().set_quietly(key, self._held_as(key, value))
-
-    def _held_as(self, key: str, value: Any) -> Any:
-        value = kept(value) if key in self._scales else value
-        return WatchedList(self._changes, value) if key == "params" else value
-
-    def _is_watched(self, *key: Any) -> bool:
-        return not key or key[0] in self._structural
+        if key == "params":
+            value = WatchedList(self._changes, value)
+        super().set_quietly(key, kept(value) if key in self._scales else value)
 
     def __getitem__(self, key: str) -> Any:
         held = dict.__getitem__(self, key)
@@ -132,10 +118,10 @@ class ParamGroup(LookedUpDict[Any]):
 
     @quickly_outside_dynamo
     def _read(self, key: str) -> Any:
-        held = dict.__getitem__(self, key)
-        if is_own(self._hypers[key], held, self):
+        hyper, held = self._hypers[key], dict.__getitem__(self, key)
+        if is_own(hyper, held, self):
             return held
-        found = self._held(key).read(self.label)
+        found = hyper.plain([n.read(self._element(key, i)) for i, n in enumerate(self._held(key))])
         self._show(key)
         return found
 
@@ -150,38 +136,43 @@ class ParamGroup(LookedUpDict[Any]):
 
     def tensors(self, key: str) -> tuple[Tensor, ...]:
         """The tensors of one hyperparameter, one for each number that it holds, for somebody who may write to them."""
-        numbers = self._held(key)
-        for number in numbers:
+        for number in self._held(key):
             number.hand_out()
         self._show(key)
         return self.read_only(key)
 
     def read_only(self, key: str) -> tuple[Tensor, ...]:
         """As :meth:`tensors`, for somebody who reports what he writes."""
-        return tuple(number.tensor for number in self._held(key))
+        return tuple([number.tensor for number in self._held(key)])
 
     def _show(self, key: str, *, new: bool = False) -> None:
-        """Let the entry of a hyperparameter, if it is one or is to be a ``new`` one, be what users read."""
+        """Follow a change of a hyperparameter's numbers: what users read, if it is an entry or is to be a ``new`` one."""
         numbers = self._numbers[key]
-        shown = numbers.shown
-        self._known[key] = shown if numbers.are_private else numbers
+        shown = self._hypers[key].plain([n.shown for n in numbers])
         self._quick.pop(key, None)
-        if numbers.are_plain:
-            self._quick[key] = numbers
+        self.out_of_range.pop(key, None)
         if new or self._is_entry(key):
             numbers.entry = shown
             super().set_quietly(key, shown)
-
-    def unshown(self) -> dict[str, Any]:
-        """The hyperparameters that are no entries, by name, for a copy to :meth:`take_over`."""
-        return {key: numbers[0].value() for key, numbers in self._numbers.items() if not self._shows(key)}
-
-    def _shows(self, key: str) -> bool:
-        """Whether a hyperparameter is an entry, as all are that go with no choice."""
-        return self._hypers[key].when is None or self._is_entry(key)
+            if problem := numbers.problem(self.label):
+                self.out_of_range[key] = problem
+                self._changes.refuse()
+        is_private = all([n.is_private for n in numbers])
+        self._known[key] = shown if is_private else numbers
+        if is_private and key not in self._shaping and key not in self.out_of_range:
+            self._quick[key] = numbers
 
     def _is_entry(self, key: str) -> bool:
         return key in self and not is_own(self._hypers[key], dict.__getitem__(self, key), self)
+
+    def _shown_numbers(self) -> dict[str, Numbers]:
+        """The numbers of hyperparameters that are entries, as all are that go with no choice."""
+        return {key: self._held(key) for key, hyper in self._hypers.items() if hyper.when is None or self._is_entry(key)}
+
+    def unshown(self) -> dict[str, Any]:
+        """The hyperparameters that are no entries, by name, for a copy to :meth:`take_over`."""
+        shown = self._shown_numbers()
+        return {key: numbers[0].value() for key, numbers in self._numbers.items() if key not in shown}
 
     def take_over(self, unshown: Mapping[str, float | Tensor]) -> None:
         """Let the hyperparameters that are no entries be those of the group that this one is a copy of."""
@@ -213,6 +204,7 @@ class ParamGroup(LookedUpDict[Any]):
     def _element(self, key: str, index: int) -> str:
         return f"{self._hypers[key].element(index)} of {self.label}"
 
+    @outside_inference_mode()
     def to(self, device: torch.device) -> None:
         """Move the hyperparameters to ``device``, after their parameters moved there."""
         if device == self._device:
@@ -226,8 +218,7 @@ class ParamGroup(LookedUpDict[Any]):
 
     def floats(self) -> dict[str, Any]:
         """Every hyperparameter as a Python float or a tuple of them. Waits for the device where only that knows them."""
-        shown = {key: self._held(key) for key in self._hypers if self._shows(key)}
-        return {k: self._hypers[k].plain([n.as_float() for n in numbers]) for k, numbers in shown.items()}
+        return {k: self._hypers[k].plain([n.as_float() for n in held]) for k, held in self._shown_numbers().items()}
 
     def validated(self, key: str, value: Any) -> tuple[float | Tensor, ...]:
         """The elements of ``value`` for hyperparameter ``key``, whatever their range.
@@ -236,24 +227,12 @@ class ParamGroup(LookedUpDict[Any]):
             TypeError: an element is not a number.
             ValueError: an element is not a single number, or a tensor without memory.
         """
-        hyper = self._hypers[key]
-        elements = hyper.elements(value, self.label)
+        elements = self._hypers[key].elements(value, self.label)
         for index, element in enumerate(elements):
             is_empty = isinstance(element, Tensor) and (element.is_meta or is_fake(element) or is_lost(element))
             if is_empty and not fakes_are_made():
                 raise ValueError(f"{self._element(key, index)} must be a number, got a tensor without memory")
         return elements
-
-    def _judge(self, key: str, index: int, value: float | Tensor | None) -> None:
-        """Note whether a number is out of range."""
-        self.out_of_range.pop((key, index), None)
-        if value is None or isinstance(value, Tensor) or self._numbers[key].allows(value):
-            return
-        try:
-            self._hypers[key].check(value, index, self.label, ROUNDING)
-        except ValueError as error:
-            self.out_of_range[key, index] = str(error)
-            self._changes.refuse()
 
     def load(self, key: str, value: Any) -> None:
         """Write a value of a checkpoint, without reporting; into an adopted tensor if that holds it and is not shared."""
@@ -282,9 +261,13 @@ class ParamGroup(LookedUpDict[Any]):
             if key in taken:
                 self._assign(key, taken[key])
                 continue
-            if key not in self._structural and key not in self:
+            if key in self._structural:
+                self._changes.pending = True
+            elif key not in self:
                 warn_of_entry(key, (*self._hypers, *self._structural), self.label)
-            super().__setitem__(key, self._held_as(key, value))
+            self.set_quietly(key, value)
+            if key in self._structural:
+                self._changes.pending = True  # another thread may have rebuilt in between
             for name in (h.name for h in self._hypers.values() if h.when == key and value):
                 self._show(name, new=True)
 
@@ -300,11 +283,10 @@ class ParamGroup(LookedUpDict[Any]):
             if element is not number.tensor:
                 if number.is_driven and not is_loaded:
                     warn_of_driven(self._element(key, index))
-                self._judge(key, index, value)
-                if isinstance(value, Tensor) or not is_loaded:
-                    is_replaced = number.is_adopted or (isinstance(value, Tensor) and value.requires_grad)
-                else:
+                if is_loaded and not isinstance(value, Tensor):
                     is_replaced = number.rounds(value) or (number.is_adopted and self._shares(number))
+                else:
+                    is_replaced = number.is_adopted or (isinstance(value, Tensor) and value.requires_grad)
                 self._replace(key, index, value) if is_replaced else number.write(value)
             self._numbers[key][index].read_as(element)
         self._show(key, new=True)
@@ -314,6 +296,7 @@ class ParamGroup(LookedUpDict[Any]):
         places = [numbers for group in number.groups.values() for numbers in group._numbers.values()]
         return sum(n is number for numbers in places for n in numbers) > 1
 
+    @outside_inference_mode()
     def _replace(self, key: str, index: int, value: float | Tensor) -> None:
         """Let a hyperparameter have a tensor of its own in place of one of those it has."""
         numbers = list(self._numbers[key])
@@ -326,16 +309,14 @@ class ParamGroup(LookedUpDict[Any]):
         for follower in self.followers:
             follower.is_behind = True  # until it followed, whatever interrupts this
         is_entry = shown or (shown is None and (key not in self._numbers or self._is_entry(key)))
-        for number in (numbers := list(numbers)):
-            number.changes, number.shapes = self._changes, number.shapes or key in self._shaping
-            number.groups[id(self)] = self
         held = self._numbers[key] = Numbers(numbers, self._hypers[key])
-        tensors = tuple(number.tensor for number in held)
+        for number in held:
+            number.shapes |= key in self._shaping
+            number.groups[id(self)] = self
+        tensors = tuple([number.tensor for number in held])
         self.for_compiled_code[0][key] = tensors if self._hypers[key].is_tuple else tensors[0]
-        self.for_compiled_code[1][key] = tuple(tensor.detach().view(1) for tensor in tensors)
+        self.for_compiled_code[1][key] = tuple([tensor.detach().view(1) for tensor in tensors])
         self._show(key, new=is_entry)
-        for index, number in enumerate(held if key in self else ()):
-            self._judge(key, index, number.written)
         for follower in self.followers:
             follower.follow()
 
@@ -347,19 +328,17 @@ class ParamGroup(LookedUpDict[Any]):
             return made
         known = adopted().get(address(element))
         if known is None or known.tensor.dtype != element.dtype:
-            known = Live(element if element.dim() == 0 else element.reshape(()), is_adopted=True)
+            known = Live(element if element.dim() == 0 else element.reshape(()), self._changes, is_adopted=True)
             adopted()[address(element)] = known
         return known
 
-    @outside_inference_mode()
     def _fresh(self, element: float | Tensor) -> Live:
         value = _without_wait(element)
         if not isinstance(value, Tensor):
-            return Live(scalar(value, self._device), value)
-        dtype = scalar_dtype(self._device)
-        if value.requires_grad:  # a differentiable step reaches back through it
-            return Live(value.reshape(()).to(self._device, dtype), is_adopted=True)
-        return Live(value.detach().reshape(()).to(self._device, dtype, copy=True))
+            return Live(scalar(value, self._device), self._changes, value)
+        recorded = value.requires_grad  # a differentiable step reaches back through it
+        own = value.reshape(()).to(self._device, scalar_dtype(self._device), copy=not recorded)
+        return Live(own, self._changes, is_adopted=recorded)
 
     def __delitem__(self, key: str) -> None:
         """As ``dict.__delitem__``; ``ValueError`` where steps would go on to read what is no entry any more."""

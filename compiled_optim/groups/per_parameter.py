@@ -140,7 +140,7 @@ def number_of(scale: Scale, group: Mapping[str, Any], group_index: int, index: i
 
 def choices_of(options: Sequence[Option], group: Mapping[str, Any], group_index: int, index: int) -> dict[str, Any]:
     """What the options of a group choose for one of its parameters, by name; ``ValueError`` where one does not fit it."""
-    return _chosen(options, group, group_index, index) if any(o.name in group for o in options) else {}
+    return _chosen(options, group, group_index, index) if any([o.name in group for o in options]) else {}
 
 
 @advising()

@@ -304,7 +304,8 @@ def _group_keys(kind: type[Declared]) -> list[str]:
 
 def _check_keys(kind: type[Declared], group: Mapping[str, Any], index: int) -> None:
     """Raise ``TypeError`` where ``param_groups[index]`` has what belongs to the whole optimizer."""
-    if foreign := [key for key in group if key in kind.fields and key not in _group_keys(kind)]:
+    known = _group_keys(kind)
+    if foreign := [key for key in group if key in kind.fields and key not in known]:
         raise TypeError(f"{foreign[0]} is an option of the whole optimizer, not of param_groups[{index}]")
 
 
