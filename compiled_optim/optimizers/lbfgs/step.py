@@ -62,11 +62,10 @@ class LBFGSStep(Step):
         devices = sorted({str(p.device) for p in self.params})
         if len(devices) > 1:
             raise ValueError(f"LBFGS needs parameters on one device, got {', '.join(devices)}")
-        if (sharded := next((j for j, p in enumerate(self.params) if is_sharded(p)), None)) is not None:
-            name = parameter_name(self._group, 0, sharded)
+        for j in (j for j, param in enumerate(self.params) if is_sharded(param)):
             raise ValueError(
-                f"LBFGS does not support DTensors; '{name}' is one; use an optimizer that does, such as AdamW, or replicate "
-                "the model with DistributedDataParallel"
+                f"LBFGS does not support DTensors; '{parameter_name(self._group, 0, j)}' is one; use an optimizer that "
+                "does, such as AdamW, or replicate the model with DistributedDataParallel"
             )
         self.devices = (self.params[0].device,)
         choices = {**added_choices(holdings.kind), **self._group}
@@ -89,7 +88,8 @@ class LBFGSStep(Step):
         if "d" not in state or state["d"].shape != fresh["d"].shape:
             state.update(fresh)
         elif any(state[name].shape != value.shape or state[name].dtype != value.dtype for name, value in fresh.items()):
-            self._carry_over(state, fresh)
+            _unpack(fresh, _packed(state), range(len(self._sizes)), self._sizes)  # as many of the newest pairs as it holds
+            state.update(fresh)
         for name in MEMORY:
             state.set_quietly(name, state[name].to(self.devices[0]))
         # A dict that can be traced, of vectors: torch 2.13 loses writes to 0-dim float64 tensors in compiled CPU code.
@@ -105,15 +105,6 @@ class LBFGSStep(Step):
     def _memory(self) -> ParamState:
         memory: ParamState = self._holdings.state[self.params[0]]
         return memory
-
-    def _carry_over(self, state: ParamState, fresh: dict[str, Tensor]) -> None:
-        """Continue in tensors of another history size or dtype, with as many of the newest pairs as they hold."""
-        for name in (*COUNTS, *VECTORS, *NUMBERS):
-            fresh[name].copy_(state[name])
-        rows = rows_by_age(int(state["pairs"]), len(state["products"]))
-        steps, changes = (state[name][rows] for name in HISTORY)
-        restore(fresh, steps, changes, state["products"][rows][:, rows], state["H_diag"])
-        state.update(fresh)
 
     def _new_state(self) -> dict[str, Tensor]:
         pairs = new_pairs(self._group["history_size"], sum(self._sizes), self._dtype, self.devices[0])
@@ -262,23 +253,11 @@ class LBFGSStep(Step):
 
     def save(self, flags: Mapping[str, Any]) -> dict[str, Any]:
         """The state dict, with the values of ``flags`` for run-time flags. Waits for the device."""
-        result, memory = self._holdings.save(flags), self._memory
-        counts = {name: int(memory[name]) for name in COUNTS}
+        result, own = self._holdings.save(flags), _packed(self._memory)
         first = result["param_groups"][0]["params"][0]
         others = {name: value for name, value in result["state"].pop(first, {}).items() if name not in ENTRIES}
-        if counts["func_evals"] or others:
-            result["state"][first] = (counts if counts["func_evals"] else {}) | others
-        if counts["n_iter"]:
-            count = int(memory["pairs"])
-            rows = rows_by_age(count, len(memory["products"]))
-            products = memory["products"][rows][:, rows]
-            result["state"][first] |= {
-                **{name: memory[name].clone() for name in (*VECTORS, "H_diag")},
-                **{name: memory[name].item() for name in NUMBERS},
-                **{name: list(memory[name][rows].unbind()) for name in HISTORY},
-                "ro": list((1 / products.diagonal()).unbind()),
-                "exact": {"n_iter": counts["n_iter"], "pairs": count, "products": products},
-            }
+        if own["func_evals"] or others:
+            result["state"][first] = (own if own["func_evals"] else {}) | others
         return result
 
     @torch.no_grad()
@@ -322,6 +301,24 @@ def _order(ours: Sequence[str] | None, saved: Mapping[str, Any], count: int) -> 
     theirs = [theirs[place] for place in sorted(places.values())]
     ours, theirs = numbered(canonical_names(ours)), numbered(canonical_names(theirs))
     return [theirs.index(name) for name in ours] if sorted(ours) == sorted(theirs) else None
+
+
+def _packed(memory: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The state of torch.optim.LBFGS, and what :func:`_unpack` needs to restore ``memory`` exactly."""
+    counts = {name: int(memory[name]) for name in COUNTS}
+    if not counts["n_iter"]:
+        return counts
+    count = int(memory["pairs"])
+    rows = rows_by_age(count, len(memory["products"]))
+    products = memory["products"][rows][:, rows]
+    return {
+        **counts,
+        **{name: memory[name].clone() for name in (*VECTORS, "H_diag")},
+        **{name: memory[name].item() for name in NUMBERS},
+        **{name: list(memory[name][rows].unbind()) for name in HISTORY},
+        "ro": list((1 / products.diagonal()).unbind()),
+        "exact": {"n_iter": counts["n_iter"], "pairs": count, "products": products},
+    }
 
 
 def _unpack(fresh: Mapping[str, Tensor], entries: Mapping[str, Any], order: Sequence[int], sizes: Sequence[int]) -> None:
