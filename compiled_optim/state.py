@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from compiled_optim.conversion import converted
-from compiled_optim.groups.options import choices_of
 from compiled_optim.groups.param_group import ParamGroup
+from compiled_optim.groups.per_parameter import choices_of
 from compiled_optim.groups.watched import Changes, WatchedDict
 from compiled_optim.memory.layout import DTYPES, as_real, is_lost, scalar_dtype, scalars_device
 from compiled_optim.memory.sharding import local, zeros_spread_like

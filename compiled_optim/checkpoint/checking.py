@@ -13,8 +13,7 @@ from compiled_optim.checkpoint.matching import Pairs
 from compiled_optim.checkpoint.others import Entries, copied
 from compiled_optim.checkpoint.saved_values import Unloadable, as_buffer, as_number, described, is_set, naming
 from compiled_optim.checkpoint.writing import Copies, GroupValues, check_writable, is_same
-from compiled_optim.groups.numbers import is_own
-from compiled_optim.groups.param_group import ParamGroup
+from compiled_optim.groups.param_group import ParamGroup, is_own
 from compiled_optim.memory.layout import obstacle
 from compiled_optim.rule.fields import Hyper
 from compiled_optim.rule.rule import Declaration

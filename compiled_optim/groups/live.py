@@ -1,10 +1,11 @@
-"""A number of a hyperparameter where kernels read it, and what the host knows of it."""
+"""The numbers of a hyperparameter where kernels read them, and what the host knows of them."""
 
 from __future__ import annotations
 
 import ctypes
 import math
 import warnings
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from weakref import WeakValueDictionary
@@ -15,6 +16,7 @@ from torch.autograd.graph import increment_version
 
 from compiled_optim.groups.watched import Changes
 from compiled_optim.memory.layout import is_lost
+from compiled_optim.rule.fields import Hyper
 from compiled_optim.torch_internals import (
     CAPTURING,
     beside_captures,
@@ -24,6 +26,8 @@ from compiled_optim.torch_internals import (
     is_fake,
     outside_fakes,
 )
+
+ROUNDING = 1e-12  # how far a number that a scheduler computed may be out of range
 
 _C_TYPES: dict[torch.dtype, Any] = {torch.float64: ctypes.c_double, torch.float32: ctypes.c_float}
 
@@ -36,12 +40,12 @@ class Live:
 
     Args:
         tensor: the tensor.
+        changes: where to report that the number became 0 or ceased to be, and which numbers wait.
         number: what it holds, where the host knows; None where it does not.
         is_adopted: whether a user gave the tensor, and may write to it or share it with other groups.
 
     Attributes:
-        groups: those that an adopted tensor stands in, by their ids.
-        changes: where to report that the number became 0 or ceased to be, and which numbers wait.
+        groups: those that had it, by their ids.
         shapes: whether a step depends on the number being 0.
         is_tensor: whether users read the tensor itself, since they gave one.
         is_handed_out: whether somebody has the tensor, and may write to it without a report.
@@ -49,11 +53,11 @@ class Live:
         written_last: the Python number that was written last; None if that was a tensor.
     """
 
-    def __init__(self, tensor: Tensor, number: float | None = None, *, is_adopted: bool = False) -> None:
+    def __init__(self, tensor: Tensor, changes: Changes, number: float | None = None, *, is_adopted: bool = False) -> None:
         self.tensor = tensor
         self.is_adopted = self.is_tensor = self.is_handed_out = is_adopted
         self.groups: WeakValueDictionary[int, Any] = WeakValueDictionary()
-        self.changes = Changes()
+        self.changes = changes
         self.shapes = self.is_driven = False
         self._on_host = tensor.device.type == "cpu" and "cpu" not in CAPTURING and type(tensor) is Tensor
         self._can_wait = can_capture(tensor.device)
@@ -76,7 +80,7 @@ class Live:
         return None if self.is_driven or version is None or self._version != version else self.written_last
 
     @property
-    def number(self) -> float | None:
+    def _number(self) -> float | None:
         """The number, of the kind that was written; None where only the device knows it. The host waits for nothing."""
         if not self._on_host:
             return self.written
@@ -88,29 +92,33 @@ class Live:
         except (RuntimeError, AssertionError):  # its memory was freed, or a mode makes fakes of all
             return self.written
 
-    def value(self) -> float | Tensor:
-        """The number as it is now, in a tensor where only the device knows it; NaN where a tensor without memory stands."""
-        if self.tensor.is_meta or is_lost(self.tensor):
-            return math.nan
-        known = self.number
-        return self.tensor.detach() if known is None else known
+    @property
+    def known(self) -> float | None:
+        """The number as the host knows it without waiting, or as it was fetched last, if nobody wrote since; else None."""
+        if (number := self._number) is not None:
+            return number
+        version, fetched = self._fetched
+        return None if version is None or version != _version(self.tensor) or self.is_driven else fetched
 
-    def as_float(self) -> float:
-        """The number, from the device where only that knows it."""
-        known = self.number
-        return self.tensor.item() if known is None else float(known)
+    @property
+    def nonzero(self) -> bool:
+        """Whether the number may differ from 0: unless a Python 0 was written, and nothing since. The device is not read."""
+        return self.written != 0 or self._number not in (0, None)
 
     @property
     def shown(self) -> float | Tensor:
         """What users read, as far as the host knows it; the tensor where it does not."""
-        return self.tensor if self.is_tensor or (known := self._known) is None else known
+        return self.tensor if self.is_tensor or (known := self.known) is None else known
 
-    @property
-    def _known(self) -> float | None:
-        """:attr:`number`, or what the last read fetched from the device, if nobody wrote since."""
-        version, fetched = self._fetched
-        is_current = version is not None and version == _version(self.tensor) and not self.is_driven
-        return fetched if (number := self.number) is None and is_current else number
+    def as_float(self) -> float:
+        """The number, from the device where only that knows it."""
+        return self.tensor.item() if (known := self.known) is None else float(known)
+
+    def value(self) -> float | Tensor:
+        """The number as it is now, in a tensor where only the device knows it; NaN where a tensor without memory stands."""
+        if self.tensor.is_meta or is_lost(self.tensor):
+            return math.nan
+        return self.tensor.detach() if (known := self.known) is None else known
 
     def read(self, label: str) -> float | Tensor:
         """What users read: a number, for which the host may wait, or a tensor. ``label`` names it in messages.
@@ -124,7 +132,7 @@ class Live:
             self.warn_of_lost_write(label)
             self._copy = self.tensor.detach().clone()
             return self._copy
-        if (known := self._known) is not None:
+        if (known := self.known) is not None:
             return known
         if is_lost(self.tensor):
             raise ValueError(f"{label} is a tensor whose storage was freed; it has no value")
@@ -139,18 +147,6 @@ class Live:
             self._copy = None
             warn_of_driven(label)
 
-    def _memory(self) -> Any:
-        """The number as C has it, to be read and written without an operator of torch; None where it cannot be."""
-        if self.tensor.data_ptr() == self._address:
-            return self._memory_last
-        tensor, address = self.tensor, self.tensor.data_ptr()
-        c_type = None if tensor.is_neg() or is_lost(tensor) else _C_TYPES.get(tensor.dtype)
-        if c_type is None:
-            return None
-        self._memory_last = c_type.from_address(address)
-        self._address = address  # afterwards, since another thread may look
-        return self._memory_last
-
     def drive(self, is_driven: bool) -> None:
         """Note whether the device writes by itself; what it wrote, the host does not know afterwards."""
         if is_driven:
@@ -159,11 +155,6 @@ class Live:
             self.written_last = self._copy = None
         self.is_driven = is_driven
         self.is_tensor &= not is_driven
-
-    @property
-    def nonzero(self) -> bool:
-        """Whether the number may differ from 0: unless a Python 0 was written, and nothing since. The device is not read."""
-        return self.written != 0 or self.number not in (0, None)
 
     def hand_out(self) -> None:
         """Note that somebody gets the tensor."""
@@ -178,21 +169,26 @@ class Live:
         if self.is_tensor:
             self.hand_out()
 
-    def rounds(self, value: float | Tensor) -> bool:
-        """Whether a user's tensor would hold another number where ``value``, a number, is written."""
-        if not self.is_adopted or isinstance(value, Tensor) or math.isnan(value):
-            return False
-        return torch.tensor(value, dtype=self.tensor.dtype, device="cpu").item() != value
+    def rounds(self, value: float) -> bool:
+        """Whether a user's tensor would hold another number where ``value`` is written."""
+        held = torch.tensor(value, dtype=self.tensor.dtype, device="cpu").item() if self.is_adopted else value
+        return held != value and not math.isnan(value)
 
     def write(self, value: float | Tensor) -> None:
         """Let the number be ``value``, which may be a 1-element tensor on any device."""
         is_zero = not isinstance(value, Tensor) and value == 0
-        if not (self.shapes and self.changes.is_guarded) or (self.written == 0) == is_zero:
-            self._write(value)
-            return
-        self.changes.pending = True
-        self._write(value)
-        self.changes.pending = True  # another thread may have rebuilt in between
+        is_reported = self.shapes and self.changes.is_guarded and (self.written == 0) != is_zero
+        if is_reported:
+            self.changes.pending = True
+        self.written_last = None  # until the end, whatever interrupts it
+        if isinstance(value, Tensor):
+            self._fill(value)
+        elif not self._wait(value):
+            self._fill(value)
+            self._version = _version(self.tensor)
+            self.written_last = value
+        if is_reported:
+            self.changes.pending = True  # another thread may have rebuilt in between
 
     def write_plain(self, value: float) -> bool:
         """Write where :attr:`is_private`, without what others would look for; whether that can be done."""
@@ -211,29 +207,26 @@ class Live:
         self.changes.unsent[id(self)] = self, value
         return True
 
-    def _write(self, value: float | Tensor) -> None:
-        self.written_last = None  # until the end, whatever interrupts it
-        if not isinstance(value, Tensor) and self._wait(value):
-            return
+    def _fill(self, value: float | Tensor) -> None:
         self.changes.unsent.pop(id(self), None)
-        if (
-            self._on_host
-            and not isinstance(value, Tensor)
-            and not self.tensor.is_inference()
-            and (memory := self._memory()) is not None
-        ):
+        on_host = self._on_host and not isinstance(value, Tensor) and not self.tensor.is_inference()
+        if on_host and (memory := self._memory()) is not None:
             increment_version(self.tensor)
             memory.value = value
-            self._version, self.written_last = self.tensor._version, value
             return
         with as_fake_as(self.tensor):
             live = self.tensor.detach() if self.tensor.requires_grad else self.tensor
-            if isinstance(value, Tensor):
-                live.copy_(value.detach().reshape(()))
-                return
-            live.fill_(value)
-        self._version = _version(self.tensor)
-        self.written_last = value
+            live.copy_(value.detach().reshape(())) if isinstance(value, Tensor) else live.fill_(value)
+
+    def _memory(self) -> Any:
+        """The number as C has it, to be read and written without an operator of torch; None where it cannot be."""
+        if (address := self.tensor.data_ptr()) != self._address:
+            c_type = None if self.tensor.is_neg() or is_lost(self.tensor) else _C_TYPES.get(self.tensor.dtype)
+            if c_type is None:
+                return None
+            self._memory_last = c_type.from_address(address)
+            self._address = address  # afterwards, since another thread may look
+        return self._memory_last
 
     @staticmethod
     def send(changes: Changes) -> None:
@@ -254,6 +247,45 @@ class Live:
                 if changes.unsent.get(id(live)) == (live, number):
                     live._version = _version(live.tensor)
                     del changes.unsent[id(live)]
+
+
+class Numbers(tuple[Live, ...]):
+    """The numbers of one hyperparameter of one group.
+
+    Attributes:
+        entry: what stands in the group's dict for them, where somebody else may write others.
+    """
+
+    entry: Any = None
+    _hyper: Hyper
+
+    def __new__(cls, numbers: Iterable[Live], hyper: Hyper) -> Numbers:
+        made = super().__new__(cls, numbers)
+        made._hyper = hyper
+        return made
+
+    def problem(self, where: str) -> str:
+        """What is wrong with the first number that was written and is out of range; empty if none is."""
+        least, most = self._hyper.span
+        for index, number in enumerate(self):
+            if (value := number.written_last) is not None and not least <= value <= most:
+                try:
+                    self._hyper.check(value, index, where, ROUNDING)
+                except ValueError as error:
+                    return str(error)
+        return ""
+
+    def write_quickly(self, value: Any) -> bool:
+        """Write ``value``, at the cost that schedulers expect, where that changes nothing else; whether it could be."""
+        least, most = self._hyper.span
+        if not self._hyper.is_tuple:
+            return type(value) is float and least <= value <= most and self[0].write_plain(value)
+        if type(value) is not tuple or len(value) != len(self):
+            return False
+        for number in value:
+            if type(number) is not float or not least <= number <= most:
+                return False
+        return all([live.write_plain(number) for live, number in zip(self, value, strict=True)])
 
 
 def warn_of_driven(label: str) -> None:

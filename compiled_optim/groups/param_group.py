@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from compiled_optim.groups.by_name import kept
-from compiled_optim.groups.live import Live, address, as_fake_as, warn_of_driven
-from compiled_optim.groups.numbers import Numbers, is_own
+from compiled_optim.groups.live import Live, Numbers, address, as_fake_as, warn_of_driven
+from compiled_optim.groups.per_parameter import kept
 from compiled_optim.groups.watched import Changes, LookedUpDict, WatchedList
 from compiled_optim.memory.layout import is_lost, scalar, scalar_dtype
+from compiled_optim.rule.fields import Hyper
 from compiled_optim.rule.misspelled import warn_of_entry
 from compiled_optim.rule.rule import TRAIN_MODE, Declaration
 from compiled_optim.torch_internals import (
@@ -30,19 +30,6 @@ from compiled_optim.torch_internals import (
     outside_inference_mode,
     quickly_outside_dynamo,
 )
-
-_NOT_KNOWN = object()
-
-ROUNDING = 1e-12  # how far a number that a scheduler computed may be out of range
-
-
-class Follower(Protocol):
-    """Somebody who knows where hyperparameters lie, and looks again when one lies elsewhere; is behind until then."""
-
-    is_behind: bool
-
-    def follow(self) -> None:
-        """Look again."""
 
 
 class ParamGroup(LookedUpDict[Any]):
@@ -58,6 +45,10 @@ class ParamGroup(LookedUpDict[Any]):
     A hyperparameter that goes with a choice always has a tensor. Without the choice it is no entry until somebody gives it,
     and what a checkpoint has under its name may be no number.
 
+    A write with ``dict.__setitem__(group, key, value)`` goes past this class, and is noticed when the key is read.
+    A hyperparameter that is already a floating tensor on ``device`` is adopted: later in-place writes by its owner are seen,
+    by all groups that got it. A group that is assigned that hyperparameter then has a tensor of its own.
+
     Args:
         values: the group's entries, every hyperparameter among them that is not like another one.
         declaration: what the optimizer declares.
@@ -67,17 +58,15 @@ class ParamGroup(LookedUpDict[Any]):
         changes: where a write to a structural key is reported.
         others: the optimizer's other groups, with which this one may share adopted tensors.
 
-    A write with ``dict.__setitem__(group, key, value)`` goes past this class, and is noticed when the key is read.
-    A hyperparameter that is already a floating tensor on ``device`` is adopted: later in-place writes by its owner are seen,
-    by all groups that got it. A group that is assigned that hyperparameter then has a tensor of its own.
-
     Attributes:
         for_compiled_code: the tensors of hyperparameters by name, to be read only: in one dict a 0-dim tensor, or a tuple of
             them; in the other vectors of one element, since torch 2.13 traces a float64 of the CPU as a Python number.
-        followers: called, for as long as they exist, when a tensor was replaced.
-        out_of_range: what is wrong with numbers that were written, by key and index; the step that would use one refuses it.
+        followers: those who know where the tensors lie. ``is_behind`` of each is set before a tensor is replaced, and its
+            ``follow`` is called afterwards.
+        out_of_range: what is wrong with numbers that were written, by key; the step that would use one refuses it.
     """
 
+    @outside_inference_mode()
     def __init__(
         self,
         values: Mapping[str, Any],
@@ -91,8 +80,8 @@ class ParamGroup(LookedUpDict[Any]):
         super().__init__(changes=changes)
         self.label = label
         self.for_compiled_code: tuple[dict[str, Any], dict[str, tuple[Tensor, ...]]] = {}, {}
-        self.followers: weakref.WeakSet[Follower] = weakref.WeakSet()
-        self.out_of_range: dict[tuple[str, int], str] = {}
+        self.followers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.out_of_range: dict[str, str] = {}
         self._check = check
         self._hypers = {h.name: h for h in declaration.hypers}
         self._scales = {s.name for s in declaration.scales}
@@ -101,27 +90,29 @@ class ParamGroup(LookedUpDict[Any]):
         self._device = device
         self._is_meta = {p.is_meta for p in values["params"]} == {True}
         self._numbers: dict[str, Numbers] = {}
-        self._known: dict[str, Any] = {}  # what users read of hyperparameters, while nobody else can write to those
+        # What stands in the dict for each hyperparameter while nobody else can write to its numbers, or else these.
+        self._known: dict[str, Any] = {}
         self._quick: dict[str, Numbers] = {}  # what can be written at once
         given = (n for g in others for numbers in g._numbers.values() for n in numbers if n.is_adopted)
         adopted = functools.cache(lambda: {address(n.tensor): n for n in given})
         for key, value in values.items():
-            if key not in self._hypers or (value is not None and is_own(self._hypers[key], value, values)):
+            hyper = self._hypers.get(key)
+            if hyper is None or (value is not None and is_own(hyper, value, values)):
                 self.set_quietly(key, value)
-            elif value is not None or not self._hypers[key].like:
-                elements = self._hypers[key].elements(value, label)
-                self._put(key, [self._adopt(e, adopted) for e in elements])
-        for hyper in declaration.hypers:
-            if hyper.like and hyper.name not in self._numbers:
+            elif value is not None or not hyper.like:
+                self._put(key, [self._adopt(e, adopted) for e in hyper.elements(value, label)])
+        for key, hyper in self._hypers.items():
+            if hyper.like and key not in self._numbers:
                 own = self._fresh(self._numbers[hyper.like][0].value())
-                self._put(hyper.name, [own], shown=hyper.when is None or bool(values.get(hyper.when)))
+                self._put(key, [own], shown=hyper.when is None or bool(values.get(hyper.when)))
 
     def set_quietly(self, key: str, value: Any) -> None:
         """Write without reporting; ``params`` becomes a list that reports, numbers by name a copy that nobody edits."""
-        value = kept(value) if key in self._scales else value
-        if key == TRAIN_MODE and not value:
+        if key == "params":
+            value = WatchedList(self._changes, value)
+        elif key == TRAIN_MODE and not value:
             self._changes.refuse()
-        super().set_quietly(key, WatchedList(self._changes, value) if key == "params" else value)
+        super().set_quietly(key, kept(value) if key in self._scales else value)
 
     def __getitem__(self, key: str) -> Any:
         held = dict.__getitem__(self, key)
@@ -129,57 +120,61 @@ class ParamGroup(LookedUpDict[Any]):
 
     @quickly_outside_dynamo
     def _read(self, key: str) -> Any:
-        held = dict.__getitem__(self, key)
-        if is_own(self._hypers[key], held, self):
+        hyper, held = self._hypers[key], dict.__getitem__(self, key)
+        if is_own(hyper, held, self):
             return held
-        found = self._held(key).read(self.label)
+        found = hyper.plain([n.read(self._element(key, i)) for i, n in enumerate(self._held(key))])
         self._show(key)
-        return self._known[key] if self._numbers[key].are_private else found
+        return found
 
     def _held(self, key: str) -> Numbers:
         """The numbers of a hyperparameter, after an assignment by ``dict.__setitem__``, which goes past this class."""
         if key in self:
-            value = dict.__getitem__(self, key)
-            known = self._known[key]
-            is_seen = value is (self._numbers[key].entry if known is _NOT_KNOWN else known)
+            value, known = dict.__getitem__(self, key), self._known[key]
+            is_seen = value is (known.entry if isinstance(known, Numbers) else known)
             if not is_seen and not is_own(self._hypers[key], value, self):
                 self[key] = value
         return self._numbers[key]
 
     def tensors(self, key: str) -> tuple[Tensor, ...]:
         """The tensors of one hyperparameter, one for each number that it holds, for somebody who may write to them."""
-        numbers = self._held(key)
-        for number in numbers:
+        for number in self._held(key):
             number.hand_out()
         self._show(key)
         return self.read_only(key)
 
     def read_only(self, key: str) -> tuple[Tensor, ...]:
         """As :meth:`tensors`, for somebody who reports what he writes."""
-        return tuple(number.tensor for number in self._held(key))
+        return tuple([number.tensor for number in self._held(key)])
 
     def _show(self, key: str, *, new: bool = False) -> None:
-        """Let the entry of a hyperparameter, if it is one or is to be a ``new`` one, be what users read."""
+        """Follow a change of a hyperparameter's numbers: what users read, if it is an entry or is to be a ``new`` one."""
         numbers = self._numbers[key]
-        shown = numbers.shown
-        self._known[key] = shown if numbers.are_private else _NOT_KNOWN
+        shown = self._hypers[key].plain([n.shown for n in numbers])
         self._quick.pop(key, None)
-        if numbers.are_plain:
-            self._quick[key] = numbers
+        self.out_of_range.pop(key, None)
         if new or self._is_entry(key):
             numbers.entry = shown
             super().set_quietly(key, shown)
-
-    def unshown(self) -> dict[str, Any]:
-        """The hyperparameters that are no entries, by name, for a copy to :meth:`take_over`."""
-        return {key: numbers[0].value() for key, numbers in self._numbers.items() if not self._shows(key)}
-
-    def _shows(self, key: str) -> bool:
-        """Whether a hyperparameter is an entry, as all are that go with no choice."""
-        return self._hypers[key].when is None or self._is_entry(key)
+            if problem := numbers.problem(self.label):
+                self.out_of_range[key] = problem
+                self._changes.refuse()
+        is_private = all([n.is_private for n in numbers])
+        self._known[key] = shown if is_private else numbers
+        if is_private and key not in self._shaping and key not in self.out_of_range:
+            self._quick[key] = numbers
 
     def _is_entry(self, key: str) -> bool:
         return key in self and not is_own(self._hypers[key], dict.__getitem__(self, key), self)
+
+    def _shown_numbers(self) -> dict[str, Numbers]:
+        """The numbers of hyperparameters that are entries, as all are that go with no choice."""
+        return {key: self._held(key) for key, hyper in self._hypers.items() if hyper.when is None or self._is_entry(key)}
+
+    def unshown(self) -> dict[str, Any]:
+        """The hyperparameters that are no entries, by name, for a copy to :meth:`take_over`."""
+        shown = self._shown_numbers()
+        return {key: numbers[0].value() for key, numbers in self._numbers.items() if key not in shown}
 
     def take_over(self, unshown: Mapping[str, float | Tensor]) -> None:
         """Let the hyperparameters that are no entries be those of the group that this one is a copy of."""
@@ -211,21 +206,21 @@ class ParamGroup(LookedUpDict[Any]):
     def _element(self, key: str, index: int) -> str:
         return f"{self._hypers[key].element(index)} of {self.label}"
 
+    @outside_inference_mode()
     def to(self, device: torch.device) -> None:
         """Move the hyperparameters to ``device``, after their parameters moved there."""
         if device == self._device:
             return
         self._device = device
         for key in self._hypers:
-            held = self._held(key)
-            self._put(key, [self._fresh(n.tensor if n.written is None else n.written) for n in held])
-            for number, before in zip(self._numbers[key], held, strict=True):
+            made = [(n, self._fresh(n.tensor if n.written is None else n.written)) for n in self._held(key)]
+            for before, number in made:
                 number.read_as(before.is_tensor and before.tensor)
-            self._show(key)
+            self._put(key, [number for _, number in made])
 
     def floats(self) -> dict[str, Any]:
         """Every hyperparameter as a Python float or a tuple of them. Waits for the device where only that knows them."""
-        return {k: self._hypers[k].plain([n.as_float() for n in self._held(k)]) for k in self._hypers if self._shows(k)}
+        return {k: self._hypers[k].plain([n.as_float() for n in held]) for k, held in self._shown_numbers().items()}
 
     def validated(self, key: str, value: Any) -> tuple[float | Tensor, ...]:
         """The elements of ``value`` for hyperparameter ``key``, whatever their range.
@@ -234,99 +229,76 @@ class ParamGroup(LookedUpDict[Any]):
             TypeError: an element is not a number.
             ValueError: an element is not a single number, or a tensor without memory.
         """
-        hyper = self._hypers[key]
-        elements = hyper.elements(value, self.label)
-        for index, element in enumerate(() if fakes_are_made() else elements):
-            if isinstance(element, Tensor) and (element.is_meta or is_fake(element) or is_lost(element)):
+        elements = self._hypers[key].elements(value, self.label)
+        for index, element in enumerate(elements):
+            is_empty = isinstance(element, Tensor) and (element.is_meta or is_fake(element) or is_lost(element))
+            if is_empty and not fakes_are_made():
                 raise ValueError(f"{self._element(key, index)} must be a number, got a tensor without memory")
         return elements
-
-    def _judge(self, key: str, index: int, value: float | Tensor | None) -> None:
-        """Note whether a number is out of range."""
-        self.out_of_range.pop((key, index), None)
-        try:
-            if value is not None and not isinstance(value, Tensor):
-                self._hypers[key].check(value, index, self.label, ROUNDING)
-        except ValueError as error:
-            self.out_of_range[key, index] = str(error)
-            self._changes.refuse()
 
     def load(self, key: str, value: Any) -> None:
         """Write a value of a checkpoint, without reporting; into an adopted tensor if that holds it and is not shared."""
         if key not in self._hypers or is_own(self._hypers[key], value, self):
             self.set_quietly(key, value)
-            return
-        self._refuse_capture(key)
-        for index, element in enumerate(map(self._without_wait, self.validated(key, value))):
-            number = self._held(key)[index]
-            self._judge(key, index, element)
-            if number.rounds(element) or (number.is_adopted and self._shares(number)):
-                self._replace(key, index, element)
-            else:
-                number.is_tensor &= isinstance(element, Tensor)
-                number.write(element)
-        self._show(key, new=True)
-
-    def _shares(self, number: Live) -> bool:
-        """Whether an adopted number stands in another place too, here or in another group."""
-        here = sum(n is number for numbers in self._numbers.values() for n in numbers)
-        return here > 1 or any(group is not self for group in number.groups.values())
-
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        """As ``dict.update``, but nothing is written if one of the values is refused."""
-        values = dict(*args, **kwargs)
-        numbers = {key: self._snapshot(key, values[key]) for key in values if key in self._hypers}
-        others = values.keys() - numbers.keys()
-        if self._structural & others or others - self.keys():
-            self._check({**self, **values}, self)
-        for key, value in values.items():
-            self._assign(key, numbers[key]) if key in numbers else self._set(key, value)
+        else:
+            self._assign(key, self._taken(key, value), is_loaded=True)
 
     def __setitem__(self, key: str, value: Any) -> None:
         numbers = self._quick.get(key)
         if numbers is None or is_traced() or compiler_at_work() is not None or not numbers.write_quickly(value):
-            self._write(key, value)
+            self.update({key: value})
         else:
             dict.__setitem__(self, key, value)
             self._known[key] = value
 
     @quickly_outside_dynamo
-    def _write(self, key: str, value: Any) -> None:
-        if key in self._hypers:
-            self._assign(key, self.validated(key, value))
-            return
-        if key in self._structural or key not in self:
-            self._check({**self, key: value}, self)
-        self._set(key, value)
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """As ``dict.update``, but nothing is written if one of the values is refused."""
+        values = dict(*args, **kwargs)
+        taken = {key: self._taken(key, values[key]) for key in values if key in self._hypers}
+        others = values.keys() - taken.keys()
+        if self._structural & others or others - self.keys():
+            self._check({**self, **values}, self)
+        for key, value in values.items():
+            if key in taken:
+                self._assign(key, taken[key])
+                continue
+            if key in self._structural:
+                self._changes.pending = True
+            elif key not in self:
+                warn_of_entry(key, (*self._hypers, *self._structural), self.label)
+            self.set_quietly(key, value)
+            if key in self._structural:
+                self._changes.pending = True  # another thread may have rebuilt in between
+            for name in (h.name for h in self._hypers.values() if h.when == key and value):
+                self._show(name, new=True)
 
-    def _set(self, key: str, value: Any) -> None:
-        """Write an entry that is no hyperparameter, and was checked."""
-        if key in self._structural:
-            self.report()
-        elif key not in self:
-            warn_of_entry(key, (*self._hypers, *self._structural), self.label)
-        self.set_quietly(key, value)
-        for name in (h.name for h in self._hypers.values() if h.when == key and value):
-            self._show(name, new=True)
+    def _taken(self, key: str, value: Any) -> list[tuple[float | Tensor, float | Tensor]]:
+        """The elements of ``value``, and what each is before anything is written."""
+        return [(e, _without_wait(e)) for e in self.validated(key, value)]
 
-    def _snapshot(self, key: str, value: Any) -> list[float | Tensor]:
-        """The elements of ``value``, as they are before anything is written."""
-        pairs = zip(self.validated(key, value), self._held(key), strict=True)
-        return [e if e is n.tensor or not isinstance(e, Tensor) or e.requires_grad else e.clone() for e, n in pairs]
-
-    def _assign(self, key: str, elements: Sequence[float | Tensor]) -> None:
-        self._refuse_capture(key)
-        values = list(map(self._without_wait, elements))
-        for index, (number, element, value) in enumerate(zip(self._numbers[key], elements, values, strict=True)):
+    def _assign(self, key: str, taken: Iterable[tuple[float | Tensor, float | Tensor]], *, is_loaded: bool = False) -> None:
+        if is_capturing(self._device):
+            where = f"{self.label}[{key!r}] is assigned while a CUDA graph is being captured"
+            raise RuntimeError(f"{where}, and no replay would do that again; set hyperparameters outside")
+        for index, (number, (element, value)) in enumerate(zip(self._numbers[key], taken, strict=True)):
             if element is not number.tensor:
-                if number.is_driven:
+                if number.is_driven and not is_loaded:
                     warn_of_driven(self._element(key, index))
-                self._judge(key, index, value)
-                is_replaced = number.is_adopted or (isinstance(value, Tensor) and value.requires_grad)
+                if is_loaded and not isinstance(value, Tensor):
+                    is_replaced = number.rounds(value) or (number.is_adopted and self._shares(number))
+                else:
+                    is_replaced = number.is_adopted or (isinstance(value, Tensor) and value.requires_grad)
                 self._replace(key, index, value) if is_replaced else number.write(value)
             self._numbers[key][index].read_as(element)
         self._show(key, new=True)
 
+    def _shares(self, number: Live) -> bool:
+        """Whether a number stands in another place too, here or in another group."""
+        places = [numbers for group in number.groups.values() for numbers in group._numbers.values()]
+        return sum(n is number for numbers in places for n in numbers) > 1
+
+    @outside_inference_mode()
     def _replace(self, key: str, index: int, value: float | Tensor) -> None:
         """Let a hyperparameter have a tensor of its own in place of one of those it has."""
         numbers = list(self._numbers[key])
@@ -338,21 +310,15 @@ class ParamGroup(LookedUpDict[Any]):
         """Let ``numbers`` be those of a hyperparameter: an entry if ``shown``; if that is None, if it was one or is new."""
         for follower in self.followers:
             follower.is_behind = True  # until it followed, whatever interrupts this
-        before = self._numbers.get(key, ())
-        is_entry = shown or (shown is None and (not before or self._is_entry(key)))
-        for number in (numbers := list(numbers)):
-            number.changes, number.shapes = self._changes, number.shapes or key in self._shaping
+        is_entry = shown or (shown is None and (key not in self._numbers or self._is_entry(key)))
         held = self._numbers[key] = Numbers(numbers, self._hypers[key])
-        for number in (*before, *held):
-            if number.is_adopted:
-                is_here = any(n is number for numbers in self._numbers.values() for n in numbers)
-                number.groups.update({id(self): self}) if is_here else number.groups.pop(id(self), None)
-        tensors = tuple(number.tensor for number in held)
+        for number in held:
+            number.shapes |= key in self._shaping
+            number.groups[id(self)] = self
+        tensors = tuple([number.tensor for number in held])
         self.for_compiled_code[0][key] = tensors if self._hypers[key].is_tuple else tensors[0]
-        self.for_compiled_code[1][key] = tuple(tensor.detach().view(1) for tensor in tensors)
+        self.for_compiled_code[1][key] = tuple([tensor.detach().view(1) for tensor in tensors])
         self._show(key, new=is_entry)
-        for index, number in enumerate(held if key in self else ()):
-            self._judge(key, index, number.written)
         for follower in self.followers:
             follower.follow()
 
@@ -364,36 +330,36 @@ class ParamGroup(LookedUpDict[Any]):
             return made
         known = adopted().get(address(element))
         if known is None or known.tensor.dtype != element.dtype:
-            known = Live(element if element.dim() == 0 else element.reshape(()), is_adopted=True)
+            known = Live(element if element.dim() == 0 else element.reshape(()), self._changes, is_adopted=True)
             adopted()[address(element)] = known
         return known
 
-    @outside_inference_mode()
     def _fresh(self, element: float | Tensor) -> Live:
-        value = self._without_wait(element)
+        value = _without_wait(element)
         if not isinstance(value, Tensor):
-            return Live(scalar(value, self._device), value)
-        dtype = scalar_dtype(self._device)
-        if value.requires_grad:  # a differentiable step reaches back through it
-            return Live(value.reshape(()).to(self._device, dtype), is_adopted=True)
-        return Live(value.detach().reshape(()).to(self._device, dtype, copy=True))
-
-    def _without_wait(self, element: float | Tensor) -> float | Tensor:
-        """``element``, or the number in it if it is a tensor on the host; of a live tensor here a copy."""
-        if not isinstance(element, Tensor) or element.requires_grad or is_fake(element):
-            return element
-        if element.device.type == "cpu":
-            return element.item()
-        is_own = any(element is n.tensor for numbers in self._numbers.values() for n in numbers)
-        return element.clone() if is_own else element
-
-    def _refuse_capture(self, key: str) -> None:
-        if is_capturing(self._device):
-            where = f"{self.label}[{key!r}] is assigned while a CUDA graph is being captured"
-            raise RuntimeError(f"{where}, and no replay would do that again; set hyperparameters outside")
+            return Live(scalar(value, self._device), self._changes, value)
+        recorded = value.requires_grad  # a differentiable step reaches back through it
+        own = value.reshape(()).to(self._device, scalar_dtype(self._device), copy=not recorded)
+        return Live(own, self._changes, is_adopted=recorded)
 
     def __delitem__(self, key: str) -> None:
         """As ``dict.__delitem__``; ``ValueError`` where steps would go on to read what is no entry any more."""
         if key in self and (choice := key in self._hypers and self._hypers[key].when) and self.get(choice):
             raise ValueError(f"{key} of {self.label} cannot be removed: {choice}=True reads it; set {choice} to False first")
         super().__delitem__(key)
+
+
+def _without_wait(element: float | Tensor) -> float | Tensor:
+    """``element`` as it is now: the number in a tensor on the host, and a copy of one on a device."""
+    if not isinstance(element, Tensor) or element.requires_grad or is_fake(element):
+        return element
+    return element.item() if element.device.type == "cpu" else element.clone()
+
+
+def is_own(hyper: Hyper, value: Any, group: Mapping[str, Any]) -> bool:
+    """Whether ``value`` under the name of ``hyper`` is the user's own: no number, where ``group`` has no use for one."""
+    if hyper.when is None or group.get(hyper.when):
+        return False
+    if isinstance(value, Tensor):
+        return value.numel() != 1
+    return isinstance(value, (str, bytes)) or not hasattr(value, "__float__")

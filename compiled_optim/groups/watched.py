@@ -7,7 +7,7 @@ thread may have rebuilt in between.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, ValuesView
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
 K = TypeVar("K")
@@ -64,10 +64,6 @@ class WatchedDict(dict[K, V], Generic[K, V]):
         """Whether to report a write under ``key``, or one that names none; for subclasses."""
         return True
 
-    def report(self) -> None:
-        """Report a change by hand, around :meth:`set_quietly`."""
-        self._changes.pending = True
-
     def set_quietly(self, key: K, value: V) -> None:
         """Write without reporting, which the package does where nothing is to be derived anew."""
         super().__setitem__(key, value)
@@ -93,9 +89,19 @@ class WatchedDict(dict[K, V], Generic[K, V]):
         self.update(other)
         return self
 
-    __setitem__, __delitem__, pop, popitem, clear = map(
-        _reporting, (dict.__setitem__, dict.__delitem__, dict.pop, dict.popitem, dict.clear)
-    )
+    def pop(self, key: K, *default: Any) -> Any:
+        if key not in self:
+            return super().pop(key, *default)
+        value = self[key]
+        del self[key]
+        return value
+
+    def popitem(self) -> tuple[K, V]:
+        if not self:
+            raise KeyError("popitem(): dictionary is empty")
+        return (key := next(reversed(self))), self.pop(key)
+
+    __setitem__, __delitem__, clear = map(_reporting, (dict.__setitem__, dict.__delitem__, dict.clear))
 
     def copy(self) -> dict[K, V]:
         return dict(self)
@@ -113,32 +119,8 @@ class LookedUpDict(WatchedDict[str, V], Generic[V]):
     def __iter__(self) -> Iterator[str]:
         return super().__iter__()
 
-    def get(self, key: str, default: Any = None) -> Any:
-        return self[key] if key in self else default  # noqa: SIM401
-
-    def items(self) -> ItemsView[str, V]:  # type: ignore[override]
-        return ItemsView(self)
-
-    def values(self) -> ValuesView[V]:  # type: ignore[override]
-        return ValuesView(self)
-
-    def pop(self, key: str, *default: Any) -> Any:
-        if key not in self:
-            return super().pop(key, *default)
-        value = self[key]
-        del self[key]
-        return value
-
-    def popitem(self) -> tuple[str, V]:
-        return (key := next(reversed(self))), self.pop(key)
-
-    def __eq__(self, other: object) -> bool:
-        return dict(self) == other
-
-    def __ne__(self, other: object) -> bool:
-        return dict(self) != other
-
-    __hash__ = None  # type: ignore[assignment]
+    get, items, values, __eq__ = Mapping.get, Mapping.items, Mapping.values, Mapping.__eq__  # type: ignore[assignment]
+    __ne__ = object.__ne__
 
     def __or__(self, other: Any) -> Any:
         return dict(self) | other
@@ -150,12 +132,12 @@ class LookedUpDict(WatchedDict[str, V], Generic[V]):
 class WatchedList(list[V], Generic[V]):
     """A list that reports each write; copies, deep copies and pickles are plain lists."""
 
-    def _is_watched(self, *index: Any) -> bool:
-        return True
-
     def __init__(self, changes: Changes, values: Iterable[V]) -> None:
         super().__init__(values)
         self._changes = changes
+
+    def _is_watched(self, *index: Any) -> bool:
+        return True
 
     append, extend, insert, remove, pop, clear, sort, reverse = map(
         _reporting, (list.append, list.extend, list.insert, list.remove, list.pop, list.clear, list.sort, list.reverse)

@@ -99,7 +99,7 @@ class _CppWatch:
         if isinstance(functions, str):
             return None
         everything, offset = [*tensors, *others], functions.offset
-        if not all(ctypes.c_uint64.from_address(id(t) + offset).value == t._cdata for t in everything):
+        if [ctypes.c_uint64.from_address(id(t) + offset).value for t in everything] != [t._cdata for t in everything]:
             return None
         examples = {dtype: torch.empty(0, dtype=dtype, device="cpu") for dtype in dtypes}
         objects = np.array([id(t) + offset for t in everything], dtype=np.int64)

@@ -100,13 +100,16 @@ def _load(directory: Path, name: str, make: Callable[[], bytes], load: Callable[
 
 @contextlib.contextmanager
 def _opened(directory: Path) -> Iterator[Path]:
-    """``directory``, made if it is missing, under a name that stays valid when a directory above it is renamed."""
+    """``directory``, made if it is missing, under a name that stays its own whoever renames directories above it.
+
+    They cannot put one of their own in its place: the one that was opened must be this user's.
+    """
     if not directory.is_absolute():
         raise OSError("there is no home directory, or XDG_CACHE_HOME is a relative path")
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        if reason := _distrust(os.fstat(descriptor)) or _replaceable(directory):
+        if reason := _distrust(os.fstat(descriptor)):
             raise OSError(reason)
         yield Path(f"/proc/self/fd/{descriptor}")
     finally:
@@ -118,45 +121,6 @@ def _distrust(status: os.stat_result) -> str:
     if status.st_uid != os.getuid():
         return "it belongs to another user"
     return "other users can write to it" if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) else ""
-
-
-def _replaceable(directory: Path) -> str:
-    """Why somebody else could replace ``directory`` by another one; empty if only this user and root can."""
-    for passed in _passed(directory):
-        status = passed.lstat()
-        if status.st_uid not in (0, os.getuid()):
-            return f"{passed} belongs to another user, who can put another one in its place"
-        if stat.S_ISDIR(status.st_mode) and _is_shared(status) and not status.st_mode & stat.S_ISVTX:
-            return f"other users can write to {passed} and replace what is in it, which chmod +t ends"
-    return ""
-
-
-def _passed(path: Path) -> Iterator[Path]:
-    """The directories and links that the system reads to find ``path``."""
-    at, left = Path("/"), list(reversed(path.parts))
-    while left:
-        part = left.pop()
-        at = at.parent if part == ".." else at / part
-        if at.is_symlink():
-            yield at
-            left += reversed(at.readlink().parts)
-            at = at.parent
-        elif left:
-            yield at
-
-
-def _is_shared(status: os.stat_result) -> bool:
-    """Whether other users can write to a directory. Many systems give each user a group with no other member."""
-    import grp  # not everywhere
-    import pwd
-
-    if not status.st_mode & stat.S_IWGRP:
-        return bool(status.st_mode & stat.S_IWOTH)
-    try:
-        user, group = pwd.getpwuid(os.getuid()).pw_name, grp.getgrgid(status.st_gid)
-    except KeyError:
-        return True
-    return bool(status.st_mode & stat.S_IWOTH) or group.gr_name != user or not {user}.issuperset(group.gr_mem)
 
 
 def _is_sound(path: Path) -> bool:

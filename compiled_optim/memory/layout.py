@@ -16,6 +16,8 @@ DTYPES = {
 }
 """The dtypes of parameters and of their state."""
 
+_OWNERS = {Tensor, torch.nn.Parameter}  # classes whose tensors have memory of their own, and are no fakes
+
 
 class MemoryOrder:
     """The memory order in which one parameter, its gradient and its state are updated.
@@ -75,20 +77,22 @@ def has_memory(tensor: Tensor) -> bool:
     """
     if tensor.numel() == 0:
         return True
-    if torch_internals.is_fake(tensor):
+    if type(tensor) not in _OWNERS and torch_internals.is_fake(tensor):
         return False
     try:
         if tensor.data_ptr() == 0:
             return False
     except RuntimeError:  # what torch says of tensors without a data pointer varies with the version
         return False
-    return (tensor.storage_offset() + _reach(tensor)) * tensor.element_size() <= tensor.untyped_storage().nbytes()
+    reach = tensor.numel() if tensor.is_contiguous() else _reach(tensor)
+    return (tensor.storage_offset() + reach) * tensor.element_size() <= tensor.untyped_storage().nbytes()
 
 
 def is_lost(tensor: Tensor) -> bool:
     """Whether the storage of ``tensor`` was freed: its elements must lie in memory of its own, and do not."""
-    without = tensor.is_meta or tensor._is_zerotensor() or torch_internals.wraps_others(tensor)
-    return tensor.layout is torch.strided and not without and not has_memory(tensor)
+    if tensor.layout is not torch.strided or has_memory(tensor):
+        return False
+    return not (tensor.is_meta or tensor._is_zerotensor() or torch_internals.wraps_others(tensor))
 
 
 def span(tensor: Tensor) -> tuple[int, int]:
@@ -107,7 +111,7 @@ def _reach(tensor: Tensor) -> int:
     """The distance in memory from the first element to behind the last one, in elements."""
     if tensor.numel() == 0:
         return 0
-    return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return 1 + sum([(n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)])
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -165,7 +169,10 @@ def scalars_device(params: Iterable[Tensor]) -> torch.device:
 
     It is the device of the first that is not a meta tensor, and the CPU if all are: the meta device would lose the numbers.
     """
-    return next((param.device for param in params if not param.is_meta), torch.device("cpu"))
+    for param in params:
+        if not param.is_meta:
+            return param.device
+    return torch.device("cpu")
 
 
 def scalar(number: float, device: torch.device) -> Tensor:

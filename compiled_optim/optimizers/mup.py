@@ -3,7 +3,9 @@
 They read ``mup_type`` and ``mup_scaling_depth`` from the parameters, as unit_scaling's layers write them. The classes have
 the names and arguments of unit_scaling.optim's, and the scales are the same numbers. Its functions are called differently:
 :func:`lr_scale_for_adam` is ``lr_scale_func_adam(param)``, and :func:`lr_scale_for_sgd` is
-``lr_scale_func_sgd(readout_constraint)(param)``. Other optimizers take one of the two here as their ``lr_scale``.
+``lr_scale_func_sgd(readout_constraint)(param)``. Other optimizers take one of the two here as their ``lr_scale``, and these
+take any other ``lr_scale``. Parameters share a group whatever their scales. Groups have ``lr`` and ``weight_decay`` before
+scaling. ``decouple_lr`` and ``decouple_wd`` follow from other arguments, and are refused.
 
 FSDP2 and tensor parallelism make new parameters without these. There, pass ``lr_scale``: numbers by name, made before.
 """
@@ -21,7 +23,6 @@ from compiled_optim.optimizers import adam, adamw, sgd
 from compiled_optim.rule.fields import Number, flag, hyper
 
 _TYPES = ("weight", "bias", "norm", "output")
-_CONSTRAINTS = (None, "to_output_scale")
 _MADE_HERE = ("decouple_lr", "decouple_wd")  # arguments that follow from others
 
 
@@ -39,9 +40,7 @@ def lr_scale_for_adam(name: str | None, param: Tensor, *, allow_non_unit_scaling
     Raises:
         ValueError: the parameter lacks them, or has a shape or a depth for which there is no scale.
     """
-    if not _is_tagged(name, param, allow_non_unit_scaling_params):
-        return 1.0
-    return _depth_scale(name, param) * (_fan_in(name, param) ** -0.5 if _type(param) == "weight" else 1)
+    return _scale(name, param, allow_non_unit_scaling_params, grows=False)
 
 
 def lr_scale_for_sgd(
@@ -59,58 +58,39 @@ def lr_scale_for_sgd(
     Raises:
         ValueError: there is no such constraint, or as :func:`lr_scale_for_adam`, with whose other arguments.
     """
-    if readout_constraint not in _CONSTRAINTS:
+    if readout_constraint not in (None, "to_output_scale"):
         raise ValueError(f"readout_constraint must be None or 'to_output_scale', got {readout_constraint!r}")
-    if readout_constraint is None:
-        return lr_scale_for_adam(name, param, allow_non_unit_scaling_params=allow_non_unit_scaling_params)
-    if not _is_tagged(name, param, allow_non_unit_scaling_params):
-        return 1.0
-    kind = _type(param)
-    size = _fan_in(name, param) ** 0.5 if kind == "weight" else 1 if kind == "output" else param.shape[:1].numel()
-    return _depth_scale(name, param) * size
+    return _scale(name, param, allow_non_unit_scaling_params, grows=readout_constraint is not None)
 
 
-def _type(param: Tensor) -> Any:
-    return getattr(param, "mup_type", None)
-
-
-def _is_tagged(name: str | None, param: Tensor, allow_untagged: bool) -> bool:
-    """Whether ``param`` says what u-muP asks of it; ``ValueError`` if it does not and must."""
-    depth = getattr(param, "mup_scaling_depth", 0.0)
-    if _type(param) in _TYPES and (depth is None or isinstance(depth, int)):
-        return True
-    if not allow_untagged:
+def _scale(name: str | None, param: Tensor, allow_untagged: bool, *, grows: bool) -> float:
+    """The scale of ``param``, which ``grows`` with its size or shrinks."""
+    shape, kind, depth = param.shape, getattr(param, "mup_type", None), getattr(param, "mup_scaling_depth", 0.0)
+    called = f"a parameter of shape {tuple(shape)}" if name is None else f"'{name}', of shape {tuple(shape)},"
+    if kind not in _TYPES or not (depth is None or isinstance(depth, int)):
+        if allow_untagged:
+            return 1.0
         raise ValueError(
-            f"{_called(name, param)} has no mup_type and mup_scaling_depth, as the parameters of unit_scaling's layers have "
+            f"{called} has no mup_type and mup_scaling_depth, as the parameters of unit_scaling's layers have "
             "them before they are sharded; pass lr_scale, or allow_non_unit_scaling_params=True for scale 1"
         )
-    return False
-
-
-def _depth_scale(name: str | None, param: Tensor) -> float:
-    depth = param.mup_scaling_depth  # type: ignore[attr-defined]
-    if depth is None:
-        return 1
-    if depth < 1:
-        raise ValueError(f"mup_scaling_depth of {_called(name, param)} must be >= 1, got {depth}")
-    return float(depth**-0.5)
-
-
-def _fan_in(name: str | None, param: Tensor) -> int:
-    """How many numbers make an output: of (outputs, inputs) or (outputs, inputs, width); the size of a vector."""
-    if param.dim() not in (1, 2, 3):
-        raise ValueError(f"u-muP has no fan-in for {param.dim()} dimensions; {_called(name, param)} has them")
-    return max(param.shape[1:].numel() if param.dim() > 1 else len(param), 1)
-
-
-def _called(name: str | None, param: Tensor) -> str:
-    return f"a parameter of shape {tuple(param.shape)}" if name is None else f"'{name}', of shape {tuple(param.shape)},"
+    if depth is not None and depth < 1:
+        raise ValueError(f"mup_scaling_depth of {called} must be >= 1, got {depth}")
+    size: float = shape[:1].numel() if grows and kind != "output" else 1
+    if kind == "weight":
+        if len(shape) not in (1, 2, 3):
+            raise ValueError(f"u-muP has no fan-in for {len(shape)} dimensions; {called} has them")
+        fan_in = max(
+            shape[1:].numel() if len(shape) > 1 else shape[0], 1
+        )  # of (outputs, inputs) or (outputs, inputs, width)
+        size = fan_in ** (0.5 if grows else -0.5)
+    return (1 if depth is None else float(depth**-0.5)) * size
 
 
 class _Scaled:
     """What turns the arguments of unit_scaling's optimizers into this package's."""
 
-    _scale: Callable[..., float]
+    _scale: Callable[..., float] = staticmethod(lr_scale_for_adam)
     _scale_arguments: tuple[str, ...] = ("allow_non_unit_scaling_params",)
 
     @classmethod
@@ -138,9 +118,7 @@ class Adam(_Scaled, adam.Adam):
     not given: give it if a schedule begins with 0.
 
     Args:
-        lr: learning rate, about as much as an element of scale 1 moves in a step where its gradients agree.
-        betas: how much of the average of gradients, and of their squares, stays from one step to the next.
-        eps: keeps the divisor from 0, in units of the gradient.
+        lr, betas, eps, amsgrad, decoupled_weight_decay: as :class:`~compiled_optim.Adam`'s, before scaling.
         weight_decay: this number, over the largest scaled ``lr``, times the parameter is added to the gradient.
         amsgrad: divide by the largest average of squares so far instead of the last one (arXiv:1904.09237).
         decoupled_weight_decay: decay weights as AdamW does.
@@ -154,20 +132,16 @@ class Adam(_Scaled, adam.Adam):
     independent_weight_decay: bool = flag(default=True, kw_only=True)
     allow_non_unit_scaling_params: bool = flag(default=False, kw_only=True)
 
-    _scale = staticmethod(lr_scale_for_adam)
-
 
 class AdamW(_Scaled, adamw.AdamW):
-    """AdamW with u-muP's learning rates (arXiv:2407.17465), as unit_scaling.optim's.
+    """AdamW with u-muP's learning rates (arXiv:2407.17465), from :func:`lr_scale_for_adam`, as unit_scaling.optim's.
 
     ``lr_scale`` is :func:`lr_scale_for_adam` where it is not given: parameters share a group whatever their scales. Groups
     and ``add_param_group`` take ``lr`` and ``weight_decay`` before scaling. ``max_lr`` is a group's first ``lr`` if it is
     not given: give it if a schedule begins with 0. Weights do not decay by default.
 
     Args:
-        lr: learning rate, about as much as an element of scale 1 moves in a step where its gradients agree.
-        betas: how much of the average of gradients, and of their squares, stays from one step to the next.
-        eps: keeps the divisor from 0, in units of the gradient.
+        lr, betas, eps, amsgrad: as :class:`~compiled_optim.AdamW`'s, before scaling.
         weight_decay: what part of a parameter a step at the largest ``lr`` takes away from it, whatever that and the scale.
         amsgrad: divide by the largest average of squares so far instead of the last one (arXiv:1904.09237).
         independent_weight_decay: divide ``weight_decay`` by ``max_lr`` times the scale, as ``decouple_lr`` does.
@@ -180,8 +154,6 @@ class AdamW(_Scaled, adamw.AdamW):
     weight_decay: Number = hyper(default=0.0, ge=0)
     independent_weight_decay: bool = flag(default=True, kw_only=True)
     allow_non_unit_scaling_params: bool = flag(default=False, kw_only=True)
-
-    _scale = staticmethod(lr_scale_for_adam)
 
 
 class SGD(_Scaled, sgd.SGD):

@@ -193,7 +193,7 @@ class Declared:
     @classmethod
     def _state_names(cls) -> Iterable[str]:
         """What a parameter's state may hold; to be overridden where that is more than the fields say."""
-        return "step", *(f.name for f in (*cls._declaration.scalars, *cls._declaration.buffers))
+        return "step", *[f.name for f in (*cls._declaration.scalars, *cls._declaration.buffers)]
 
     @classmethod
     def _fields_of(cls, kind: type[Any]) -> tuple[Any, ...]:

@@ -7,6 +7,7 @@ the state and every lowering are derived from its fields.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import math
 import numbers
@@ -61,7 +62,7 @@ class Hyper(Field):
     when: str | None = None
     like: str | None = None
 
-    @property
+    @functools.cached_property
     def is_tuple(self) -> bool:
         """Whether the field is a tuple of numbers (``betas``)."""
         return isinstance(self.default, tuple)
@@ -86,7 +87,7 @@ class Hyper(Field):
         """Whether an element may be None."""
         return self.is_tuple and self.default[index] is None
 
-    @property
+    @functools.cached_property
     def span(self) -> tuple[float, float]:
         """The least and the greatest number that is in range."""
         least = self.ge if self.ge is not None else math.nextafter(-math.inf if self.gt is None else self.gt, math.inf)
@@ -95,8 +96,8 @@ class Hyper(Field):
 
     def plain(self, numbers: Sequence[float | Tensor]) -> Any:
         """``numbers`` as a user writes them: one of them or a tuple, with None for NaN where that is allowed."""
-        values = (None if isinstance(n, float) and math.isnan(n) and self.optional(i) else n for i, n in enumerate(numbers))
-        return tuple(values) if self.is_tuple else next(values)
+        values = [None if isinstance(n, float) and math.isnan(n) and self.optional(i) else n for i, n in enumerate(numbers)]
+        return tuple(values) if self.is_tuple else values[0]
 
     def check(self, value: float, index: int, where: str, slack: float = 0.0) -> None:
         """Raise ``ValueError`` if ``value`` is NaN or out of bounds; inclusive bounds get ``slack``.
@@ -127,7 +128,7 @@ class Hyper(Field):
             raise TypeError(f"{_placed(self.name, where)} must be a tuple of {self.length} numbers, got {value!r}")
         if len(value) != self.length:
             raise ValueError(f"{_placed(self.name, where)} must have {self.length} elements, got {value!r}")
-        return tuple(self._number(element, index, where) for index, element in enumerate(value))
+        return tuple([self._number(element, index, where) for index, element in enumerate(value)])
 
     def checked(self, value: Any, where: str, slack: float = 0.0) -> tuple[float | Tensor, ...]:
         """:meth:`elements` that pass :meth:`check`. A tensor on an accelerator is not read, since that would wait for it."""
@@ -140,6 +141,8 @@ class Hyper(Field):
         return elements
 
     def _number(self, value: Any, index: int, where: str) -> float | Tensor:
+        if type(value) is float:
+            return value
         if value is None and self.optional(index):
             return math.nan
         name = self.element(index)
@@ -251,7 +254,8 @@ class Option(Choice):
 
     def check(self, value: Any, where: str = "") -> None:
         """Raise ``TypeError`` or ``ValueError`` if ``value`` is no such choice; ``where`` is as in :meth:`Hyper.check`."""
-        self.valid(value, _placed(self.name, where))
+        if value is not self.default:
+            self.valid(value, _placed(self.name, where))
 
 
 @dataclass(frozen=True)

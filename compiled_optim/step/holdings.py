@@ -13,13 +13,10 @@ from torch import Tensor
 
 from compiled_optim.checkpoint import state_dict as checkpoint
 from compiled_optim.checkpoint.state_dict import PreparedLoad
-from compiled_optim.groups.by_name import ByName, kept
 from compiled_optim.groups.names import named_parameters, parameter_name, repeated, shared_name, without_aliases
-from compiled_optim.groups.numbers import is_own
-from compiled_optim.groups.options import check_options, warn_of_unused
-from compiled_optim.groups.param_group import ParamGroup
+from compiled_optim.groups.param_group import ParamGroup, is_own
 from compiled_optim.groups.parameters import check_params, names_and_tensors
-from compiled_optim.groups.scales import check_names, check_numbers, check_own, ignores_prefixes
+from compiled_optim.groups.per_parameter import ByName, check_choices, check_names, ignores_prefixes, kept, warn_of_unused
 from compiled_optim.groups.watched import Changes, WatchedList
 from compiled_optim.memory.layout import scalars_device
 from compiled_optim.plan.clipping import Clipping
@@ -310,7 +307,8 @@ def _group_keys(kind: type[Declared]) -> list[str]:
 
 def _check_keys(kind: type[Declared], group: Mapping[str, Any], index: int) -> None:
     """Raise ``TypeError`` where ``param_groups[index]`` has what belongs to the whole optimizer."""
-    if foreign := [key for key in group if key in kind._all_fields and key not in _group_keys(kind)]:
+    known = _group_keys(kind)
+    if foreign := [key for key in group if key in kind._all_fields and key not in known]:
         raise TypeError(f"{foreign[0]} is an option of the whole optimizer, not of param_groups[{index}]")
 
 
@@ -378,10 +376,7 @@ def check_values(kind: type[Declared], group: Mapping[str, Any], before: Mapping
     kind.check(hypers, group)
     for check in dict.fromkeys(t.check for t in kind._transforms if t.check):
         check(group)
-    for scale in kind._fields_of(Scale):
-        check_own(scale, group.get(scale.name), before.get(scale.name), index)
-    check_numbers(kind._fields_of(Scale), group, index)
-    check_options(kind._fields_of(Option), group, index)
+    check_choices(kind._fields_of(Scale), kind._fields_of(Option), group, before, index)
     _check_keys(kind, given, index)
     for mode in kind._modes:
         if isinstance(before, ParamGroup) and group[mode] is not before[mode]:

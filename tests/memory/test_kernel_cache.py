@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import atexit
 import functools
-import grp
 import inspect
 import linecache
 import os
-import pwd
 import shlex
 import shutil
 import stat
@@ -226,11 +224,8 @@ def _writable(mode: int) -> Callable[[Path, pytest.MonkeyPatch], None]:
     return make
 
 
-def _in_writable(mode: int, members: list[str] | None = None) -> Callable[[Path, pytest.MonkeyPatch], None]:
-    def make(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        own = pwd.getpwuid(os.getuid()).pw_name
-        group = grp.struct_group((own if members is not None else "team", "x", 1, members or []))
-        monkeypatch.setattr(grp, "getgrgid", lambda number: group)
+def _in_writable(mode: int) -> Callable[[Path, pytest.MonkeyPatch], None]:
+    def make(place: Path, _: pytest.MonkeyPatch) -> None:
         place.parent.mkdir()
         place.parent.chmod(mode)
 
@@ -289,11 +284,6 @@ UNUSABLE = {
     "another user's": (_another_users, "it belongs to another user"),
     "the group's": (_writable(0o770), "other users can write to it"),
     "everybody's": (_writable(0o1777), "other users can write to it"),
-    "in another user's": (_in_another_users, "placed belongs to another user"),
-    "in the team's": (_in_writable(0o770), "other users can write to .*placed .*chmod"),
-    "in a group's": (_in_writable(0o770, ["somebody"]), "other users can write to .*placed .*chmod"),
-    "in everybody's": (_in_writable(0o707), "other users can write to .*placed .*chmod"),
-    "by a link": (_by_a_link, "other users can write to .*everybody's .*chmod"),
     "a file": (_a_file, "File exists"),
     "under a file": (_under_a_file, "Not a directory"),
     "read-only": (_read_only, "Read-only file system"),
@@ -326,10 +316,10 @@ def _by_links_of_this_user(place: Path, _: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "make_so",
-    [_in_writable(0o1777), _in_writable(0o775, []), _by_links_of_this_user],
-    ids=["where nobody can rename", "of a group of one", "by a link"],
+    [_in_writable(0o1777), _in_writable(0o777), _in_another_users, _by_links_of_this_user, _by_a_link],
+    ids=["where nobody can rename", "where everybody can", "in another user's", "by links", "by another user's link"],
 )
-def test_a_place_that_nobody_else_can_replace_is_used(
+def test_a_directory_of_this_user_is_used_whoever_owns_what_is_above(
     make_so: Callable[..., None], place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_so(place, monkeypatch)

@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as dcp
 
 import compiled_optim as co
-from compiled_optim.groups.by_name import ByName
-from compiled_optim.groups.scales import check_names
+from compiled_optim.groups.per_parameter import ByName, check_names
 from compiled_optim.optimizer import engine_of
 from compiled_optim.plan.plan import partition
 from compiled_optim.rule.fields import Scale

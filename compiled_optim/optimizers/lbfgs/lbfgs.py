@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from compiled_optim.optimizer import CompiledOptimizer, engine_of
-from compiled_optim.optimizers.lbfgs.state_dict import ENTRIES
-from compiled_optim.optimizers.lbfgs.step import LBFGSStep, refuse
+from compiled_optim.optimizers.lbfgs.step import ENTRIES, LBFGSStep, refuse
 from compiled_optim.rule.fields import Number, hyper, static
 from compiled_optim.torch_internals import mend_tracing, outside_dynamo
 

@@ -1,4 +1,7 @@
-"""The step of L-BFGS: iterations, each with a direction, a length and an evaluation of the closure."""
+"""The step of L-BFGS: iterations, each with a direction, a length and an evaluation of the closure.
+
+Its state dict is torch.optim's, and holds what makes loading it here exact.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +13,36 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from compiled_optim.checkpoint.forms import group_names, plain, read
+from compiled_optim.checkpoint.saved_values import Unloadable, as_buffer, as_number, naming
 from compiled_optim.checkpoint.state_dict import PreparedLoad
+from compiled_optim.checkpoint.writing import check_writable
 from compiled_optim.groups.live import Live
-from compiled_optim.groups.names import parameter_name
+from compiled_optim.groups.names import canonical_names, numbered, parameter_name
 from compiled_optim.memory.layout import as_real, compute_dtype, obstacle, real_numel, scalar_dtype
 from compiled_optim.memory.sharding import is_sharded
-from compiled_optim.optimizers.lbfgs import state_dict
-from compiled_optim.optimizers.lbfgs.curvature import direction, new_pairs, record, restore, rows_by_age
-from compiled_optim.optimizers.lbfgs.line_search import Trial, strong_wolfe
-from compiled_optim.optimizers.lbfgs.state_dict import COUNTS, HISTORY, MEMORY, NUMBERS, VECTORS
+from compiled_optim.optimizers.lbfgs.iteration import (
+    Trial,
+    direction,
+    new_pairs,
+    record,
+    restore,
+    rows_by_age,
+    strong_wolfe,
+)
 from compiled_optim.rule.declared import Declared, added_choices
 from compiled_optim.rule.fields import Scale
 from compiled_optim.state import ParamState
 from compiled_optim.step.holdings import Holdings
 from compiled_optim.step.step import Step
 from compiled_optim.torch_internals import is_capturing
+
+VECTORS = ("d", "prev_flat_grad")
+NUMBERS = ("t", "prev_loss")
+HISTORY = ("old_stps", "old_dirs")
+COUNTS = ("func_evals", "n_iter")
+MEMORY = (*COUNTS, *VECTORS, *NUMBERS, *HISTORY, "products", "H_diag", "pairs")  # what a step reads and writes
+ENTRIES = (*MEMORY, "ro", "exact")  # with what only state dicts have
 
 
 class LBFGSStep(Step):
@@ -44,11 +62,10 @@ class LBFGSStep(Step):
         devices = sorted({str(p.device) for p in self.params})
         if len(devices) > 1:
             raise ValueError(f"LBFGS needs parameters on one device, got {', '.join(devices)}")
-        if (sharded := next((j for j, p in enumerate(self.params) if is_sharded(p)), None)) is not None:
-            name = parameter_name(self._group, 0, sharded)
+        for j in (j for j, param in enumerate(self.params) if is_sharded(param)):
             raise ValueError(
-                f"LBFGS does not support DTensors; '{name}' is one; use an optimizer that does, such as AdamW, or replicate "
-                "the model with DistributedDataParallel"
+                f"LBFGS does not support DTensors; '{parameter_name(self._group, 0, j)}' is one; use an optimizer that "
+                "does, such as AdamW, or replicate the model with DistributedDataParallel"
             )
         self.devices = (self.params[0].device,)
         choices = {**added_choices(holdings.kind), **self._group}
@@ -71,7 +88,8 @@ class LBFGSStep(Step):
         if "d" not in state or state["d"].shape != fresh["d"].shape:
             state.update(fresh)
         elif any(state[name].shape != value.shape or state[name].dtype != value.dtype for name, value in fresh.items()):
-            self._carry_over(state, fresh)
+            _unpack(fresh, _packed(state), range(len(self._sizes)), self._sizes)  # as many of the newest pairs as it holds
+            state.update(fresh)
         for name in MEMORY:
             state.set_quietly(name, state[name].to(self.devices[0]))
         # A dict that can be traced, of vectors: torch 2.13 loses writes to 0-dim float64 tensors in compiled CPU code.
@@ -87,15 +105,6 @@ class LBFGSStep(Step):
     def _memory(self) -> ParamState:
         memory: ParamState = self._holdings.state[self.params[0]]
         return memory
-
-    def _carry_over(self, state: ParamState, fresh: dict[str, Tensor]) -> None:
-        """Continue in tensors of another history size or dtype, with as many of the newest pairs as they hold."""
-        for name in (*COUNTS, *VECTORS, *NUMBERS):
-            fresh[name].copy_(state[name])
-        rows = rows_by_age(int(state["pairs"]), len(state["products"]))
-        steps, changes = (state[name][rows] for name in HISTORY)
-        restore(fresh, steps, changes, state["products"][rows][:, rows], state["H_diag"])
-        state.update(fresh)
 
     def _new_state(self) -> dict[str, Tensor]:
         pairs = new_pairs(self._group["history_size"], sum(self._sizes), self._dtype, self.devices[0])
@@ -243,15 +252,127 @@ class LBFGSStep(Step):
         return torch.cat([tensor.reshape(-1).to(self._dtype) for tensor in tensors])
 
     def save(self, flags: Mapping[str, Any]) -> dict[str, Any]:
-        """The state of torch.optim.LBFGS; see :mod:`~compiled_optim.optimizers.lbfgs.state_dict`."""
-        return state_dict.save(self._holdings, self._memory, flags)
+        """The state dict, with the values of ``flags`` for run-time flags. Waits for the device."""
+        result, own = self._holdings.save(flags), _packed(self._memory)
+        first = result["param_groups"][0]["params"][0]
+        others = {name: value for name, value in result["state"].pop(first, {}).items() if name not in ENTRIES}
+        if own["func_evals"] or others:
+            result["state"][first] = (own if own["func_evals"] else {}) | others
+        return result
 
+    @torch.no_grad()
     def prepare_load(
         self, saved: Mapping[str, Any], strict: bool, hyperparameters: Literal["checkpoint", "keep"]
     ) -> PreparedLoad:
-        """Check what copies such a state into the group and the state."""
-        holdings, memory, fresh = self._holdings, self._memory, self._new_state()
-        return state_dict.prepare_load(holdings, memory, fresh, self._sizes, saved, strict, hyperparameters)
+        """Check what copies a state dict of torch.optim.LBFGS or of this package; an error where it does not fit."""
+        memory, fresh, state_dict = self._memory, self._new_state(), read(saved)
+        if len(state_dict["param_groups"]) != 1:
+            raise ValueError(f"LBFGS has one parameter group, the checkpoint {len(state_dict['param_groups'])}")
+        group = state_dict["param_groups"][0]
+        entries = state_dict["state"].pop(group["params"][0], {}) if group["params"] else {}
+        own = {name: entries.pop(name) for name in ENTRIES if name in entries}
+        if entries:
+            state_dict["state"][group["params"][0]] = entries
+        order = _order(self._group.get("param_names"), group, len(self._sizes))
+        if order is not None and own:
+            with naming("the state of the checkpoint"):
+                _unpack(fresh, own, order, self._sizes)
+        for name, value in fresh.items():
+            check_writable(memory[name], f"the optimizer's own {name}", tuple(value.shape), value)
+        prepared = self._holdings.prepare_load(state_dict, strict, hyperparameters)
+
+        @torch.no_grad()
+        def write_with_memory() -> None:
+            prepared.write()
+            if order is not None:
+                for name, value in fresh.items():
+                    memory[name].copy_(value)
+
+        return prepared._replace(targets=[*prepared.targets, *memory.values()], write=write_with_memory)
+
+
+@naming("the state dict", passing=(ValueError, TypeError))
+def _order(ours: Sequence[str] | None, saved: Mapping[str, Any], count: int) -> list[int] | None:
+    """Which of the checkpoint's parameters each of our ``count`` is; None if they are not the same ones."""
+    theirs = group_names(saved)
+    places = {param: place for place, param in reversed([*enumerate(saved["params"])])}
+    if ours is None or theirs is None:
+        return list(range(count)) if len(places) == count else None
+    theirs = [theirs[place] for place in sorted(places.values())]
+    ours, theirs = numbered(canonical_names(ours)), numbered(canonical_names(theirs))
+    return [theirs.index(name) for name in ours] if sorted(ours) == sorted(theirs) else None
+
+
+def _packed(memory: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The state of torch.optim.LBFGS, and what :func:`_unpack` needs to restore ``memory`` exactly."""
+    counts = {name: int(memory[name]) for name in COUNTS}
+    if not counts["n_iter"]:
+        return counts
+    count = int(memory["pairs"])
+    rows = rows_by_age(count, len(memory["products"]))
+    products = memory["products"][rows][:, rows]
+    return {
+        **counts,
+        **{name: memory[name].clone() for name in (*VECTORS, "H_diag")},
+        **{name: memory[name].item() for name in NUMBERS},
+        **{name: list(memory[name][rows].unbind()) for name in HISTORY},
+        "ro": list((1 / products.diagonal()).unbind()),
+        "exact": {"n_iter": counts["n_iter"], "pairs": count, "products": products},
+    }
+
+
+def _unpack(fresh: Mapping[str, Tensor], entries: Mapping[str, Any], order: Sequence[int], sizes: Sequence[int]) -> None:
+    """Fill ``fresh`` from the state of torch.optim.LBFGS or of this package.
+
+    ``order`` is as :func:`_order` says, and ``sizes`` says how many numbers each of our parameters has.
+    """
+    like, theirs = fresh["d"], [size for _, size in sorted(zip(order, sizes, strict=True))]
+
+    def vector(value: Any, name: str) -> Tensor:
+        found = as_buffer(value, f"{name} of the checkpoint", tuple(like.shape), like.dtype).to(like).split(theirs)
+        return torch.cat([found[place] for place in order])
+
+    def number(name: str) -> Tensor:  # infinite or NaN if the run had such a loss
+        return like.new_tensor(as_number(entries[name], f"{name} of the checkpoint", finite=False))
+
+    def history(name: str) -> Tensor:  # vectors as the rows of a matrix, the oldest first
+        if not isinstance(vectors := plain(entries[name], name), list):
+            raise Unloadable(f"{name} of the checkpoint is not a list")
+        return torch.stack([vector(v, name) for v in vectors]) if vectors else like.new_empty(0, len(like))
+
+    _require(entries, COUNTS)
+    counts = {name: _count(entries[name], name) for name in COUNTS}
+    for name, count in counts.items():
+        fresh[name].fill_(count)
+    if not counts["n_iter"]:
+        return
+    _require(entries, (*VECTORS, *NUMBERS, *HISTORY, "H_diag"))
+    for name in VECTORS:
+        fresh[name].copy_(vector(entries[name], name))
+    for name in NUMBERS:
+        fresh[name].copy_(number(name))
+    steps, changes = map(history, HISTORY)
+    if len(steps) != len(changes):
+        raise Unloadable("old_stps and old_dirs of the checkpoint must be equally long")
+    scale, exact = number("H_diag"), plain(entries.get("exact", {}), "exact")
+    if "n_iter" not in exact or _count(exact["n_iter"], "n_iter of exact") != counts["n_iter"]:
+        restore(fresh, steps, changes, steps @ changes.t(), scale)  # torch.optim carries our own entry along unchanged
+        return
+    _require(exact, ("products", "pairs"))
+    products = as_buffer(exact["products"], "products", (len(steps), len(steps)), like.dtype).to(like)
+    restore(fresh, steps, changes, products, scale, _count(exact["pairs"], "pairs"))
+
+
+def _require(entries: Mapping[str, Any], names: Sequence[str]) -> None:
+    if absent := [name for name in names if entries.get(name) is None]:
+        raise Unloadable(f"the checkpoint has no {', '.join(absent)}")
+
+
+def _count(value: Any, name: str) -> int:
+    number = as_number(value, f"{name} of the checkpoint")
+    if not (number.is_integer() and 0 <= number < 2**63):
+        raise Unloadable(f"{name} of the checkpoint is {number}, not a count")
+    return int(number)
 
 
 def refuse(options: Mapping[str, Any]) -> None:

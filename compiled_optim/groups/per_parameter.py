@@ -1,0 +1,249 @@
+"""What groups choose for each of their parameters: numbers by name, options, and the patterns of names in them.
+
+See :class:`~compiled_optim.rule.fields.Scale` and :class:`~compiled_optim.rule.fields.Option`.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, NoReturn, TypeVar
+
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+from compiled_optim.groups.names import advising, canonical_name, parameter_name
+from compiled_optim.rule.fields import Option, Scale
+from compiled_optim.rule.misspelled import hint, mistyped
+
+T = TypeVar("T")
+
+EVERYTHING = "*"
+
+
+def alternatives(pattern: str) -> list[str]:
+    """The patterns of which ``pattern`` is made, ``"*.bias|*norm*"`` of two; ``ValueError`` if one of them is empty."""
+    found = pattern.split("|")
+    if not all(found):
+        raise ValueError(f"the pattern {pattern!r} has an empty alternative")
+    return found
+
+
+def matches(pattern: str, names: Collection[str]) -> bool:
+    """Whether one of ``names``, with or without the prefixes of module wrappers, matches an alternative of ``pattern``."""
+    spellings = {*names, *map(canonical_name, names)}
+    return any(fnmatchcase(name, wanted) for wanted in alternatives(pattern) for name in spellings)
+
+
+def first_matches(
+    keys: Sequence[Any],
+    things: Mapping[str, T],
+    is_match: Callable[[Any, T], bool],
+    what: str,
+    conflict: Callable[[Any, Any], bool] = lambda first, second: True,
+) -> dict[str, Any]:
+    """The key that each of ``things``, which are ``what`` by name, matches; nothing for one that matches none.
+
+    The last key may be ``"*"``: it is for what no other key matches.
+
+    Raises:
+        ValueError: a key matches nothing, or two that are in ``conflict`` match the same.
+    """
+    found: dict[str, Any] = {}
+    for index, key in enumerate(keys):
+        matched = [name for name, thing in things.items() if is_match(key, thing)]
+        if not matched:
+            listed = f"; there are {', '.join([*things][:5])}{', ...' if len(things) > 5 else ''}" if things else ""
+            raise ValueError(f"{_described(key)} matches no {what}{listed}")
+        for name in matched:
+            if name not in found:
+                found[name] = key
+            elif conflict(found[name], key) and not (key == EVERYTHING and index == len(keys) - 1):
+                raise ValueError(f"{what} '{name}' matches both {_described(found[name])} and {_described(key)}")
+    return found
+
+
+def _described(key: Any) -> str:
+    return f"the pattern {key!r}" if isinstance(key, str) else f"the type {getattr(key, '__name__', key)}"
+
+
+class ByName(dict[str, float]):
+    """A copy of a dict of numbers that nobody can edit: another choice is another dict.
+
+    It equals the dict that it was made of. Numbers in tensors of one element become Python numbers: later writes into those
+    do not count either. ``copy`` and ``|`` make plain dicts, which can be edited and assigned.
+    """
+
+    def __init__(self, numbers: Mapping[str, Any]) -> None:
+        super().__init__({k: n.item() if isinstance(n, Tensor) and n.numel() == 1 else n for k, n in numbers.items()})
+
+    def key_of(self, name: str) -> str:
+        """Under what ``name`` stands here: as it is, or else with other prefixes of module wrappers; itself if it does not.
+
+        Raises:
+            ValueError: it stands here with several other prefixes, and with different numbers.
+        """
+        if name in self or not (keys := self._by_short_name.get(canonical_name(name))):
+            return name
+        if len({self[key] for key in keys}) > 1:
+            raise ValueError(f"there are different numbers for '{name}', under {' and '.join(map(repr, keys))}")
+        return keys[0]
+
+    @functools.cached_property
+    def _by_short_name(self) -> dict[str, list[str]]:
+        """The keys that are names, by what they are without the prefixes of module wrappers."""
+        found: dict[str, list[str]] = {}
+        for key in self:
+            if isinstance(key, str):
+                found.setdefault(canonical_name(key), []).append(key)
+        return found
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise TypeError("numbers by name are not edited where they are; assign another dict to the group")
+
+    __setitem__ = __delitem__ = __ior__ = setdefault = update = pop = popitem = clear = _refuse
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return ByName, (dict(self),)
+
+
+def kept(chosen: Any) -> Any:
+    """A copy of ``chosen`` that nobody edits, if it is a dict; else itself."""
+    return ByName(chosen) if isinstance(chosen, Mapping) and not isinstance(chosen, ByName) else chosen
+
+
+def ignores_prefixes(scales: Iterable[Scale], groups: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether dicts are looked up without regard to the prefixes of module wrappers, as all names differ without them."""
+    if not any(isinstance(group.get(scale.name), Mapping) for scale in scales for group in groups):
+        return False  # nobody looks anything up
+    names = [name for group in groups for name in group.get("param_names", ())]
+    return len(set(map(canonical_name, names))) == len(set(names))
+
+
+@advising()
+def number_of(scale: Scale, group: Mapping[str, Any], group_index: int, index: int, *, by_short_name: bool = True) -> float:
+    """The number of one parameter of a group; an error where there is none. See :meth:`Scale.number`.
+
+    ``by_short_name`` is what :func:`ignores_prefixes` returns.
+    """
+    chosen = group.get(scale.name)
+    if not scale.is_read(chosen):
+        return 1.0
+    name = next(iter(_names(group, index)), None)
+    where = f"'{parameter_name(group, group_index, index)}'"
+    if isinstance(chosen, ByName) and name is not None and by_short_name:
+        name = chosen.key_of(name)
+    return scale.number(chosen, name, group["params"][index], where)
+
+
+def choices_of(options: Sequence[Option], group: Mapping[str, Any], group_index: int, index: int) -> dict[str, Any]:
+    """What the options of a group choose for one of its parameters, by name; ``ValueError`` where one does not fit it."""
+    return _chosen(options, group, group_index, index) if any([o.name in group for o in options]) else {}
+
+
+@advising()
+def _chosen(options: Sequence[Option], group: Mapping[str, Any], group_index: int, index: int) -> dict[str, Any]:
+    names = _names(group, index)
+    where = f"'{parameter_name(group, group_index, index)}'"
+
+    def is_matched(patterns: Sequence[str]) -> bool:
+        if patterns and not names:
+            raise ValueError(f"{where} has no name for the pattern {patterns[0]!r}")
+        return any(matches(pattern, names) for pattern in patterns)
+
+    found = {o.name: o.of(group, is_matched, group["params"][index], where) for o in options}
+    return {name: choice for name, choice in found.items() if choice is not None}
+
+
+def _names(group: Mapping[str, Any], index: int) -> Sequence[str]:
+    """The name of a parameter of a group, or nothing."""
+    return (group.get("param_names") or ())[index : index + 1]
+
+
+def check_choices(
+    scales: Sequence[Scale], options: Sequence[Option], group: Mapping[str, Any], before: Mapping[str, Any], index: int
+) -> None:
+    """Raise what :func:`number_of` and :func:`choices_of` raise for a parameter of ``param_groups[index]`` of known shape.
+
+    ``ValueError`` too where a number that no step reads would take the place of numbers ``before``, which steps read.
+    """
+    for scale in scales:
+        chosen = group.get(scale.name)
+        if scale.is_read(before.get(scale.name)) and chosen is not None and not scale.is_read(chosen):
+            raise ValueError(
+                f"{scale.name} of param_groups[{index}] is {chosen!r}, which no step reads, in place of numbers that are "
+                "read; give the group a dict or a function, or None for 1"
+            )
+    if not isinstance(group["params"], Sequence):
+        return  # it is being assigned
+    shaped = [j for j, param in enumerate(group["params"]) if not is_lazy(param)]
+    names = group.get("param_names")
+    for scale in (s for s in scales if s.is_read(group.get(s.name)) and len(names or ()) in (0, len(group["params"]))):
+        found = {**group, scale.name: kept(group[scale.name])}
+        for j in shaped:
+            number_of(scale, found, index, j)
+    if any(group.get(o.name, o.default) != o.default for o in options):
+        for j in shaped:
+            choices_of(options, group, index, j)
+
+
+def check_names(
+    scale: Scale, chosen: ByName, names: Sequence[str], aliases: Mapping[str, str], *, by_short_name: bool
+) -> None:
+    """Raise ``ValueError`` where ``chosen`` is for none of ``names``, those of all parameters, or misspells one of them.
+
+    Its other keys may be for another optimizer, or for parameters to come. A further name of a tied parameter, which
+    ``aliases`` leads to the one that was kept, may have the same number as that.
+    """
+    own, every = set(names), [*dict.fromkeys([*names, *aliases])]
+    known = {canonical_name(name): name for name in reversed(every)} if by_short_name else {}
+    known |= {name: name for name in every}
+    unknown = []
+    for key, number in chosen.items():
+        name = known.get(key, known.get(canonical_name(key))) if isinstance(key, str) else None
+        if name is None:
+            unknown.append(key)
+        elif name not in own and number != chosen.get(chosen.key_of(aliases[name])):
+            raise ValueError(f"{scale.name} has a number of its own for '{key}', which is '{aliases[name]}': name that")
+    if not unknown or not names:
+        return
+    said = f"{scale.name} has a number for {{!r}}, which no parameter is called"
+    if len(unknown) == len(chosen):
+        raise ValueError(said.format(unknown[0]) + hint(str(unknown[0]), every))
+    shown = {canonical_name(str(key)): key for key in unknown}
+    silent = {canonical_name(name): name for name in names if chosen.key_of(name) not in chosen}
+    for key, wanted in mistyped(shown, silent):
+        raise ValueError(f"{said.format(shown[key])}; did you mean {silent[wanted]}?")
+
+
+def warn_of_unused(options: Sequence[Option], groups: Sequence[Mapping[str, Any]], known: Collection[str]) -> set[str]:
+    """Warn of options of ``groups`` and patterns in ``exclude`` that apply to no parameter, but for those ``known``.
+
+    Returns all that is known then.
+    """
+    patterns = {each for group in groups for pattern in group.get("exclude") or () for each in alternatives(pattern)}
+    for pattern in sorted(patterns - {*known}):
+        if not any(matches(pattern, [name]) for group in groups for name in group.get("param_names") or ()):
+            warnings.warn(f"exclude: the pattern {pattern!r} matches no parameter", UserWarning, stacklevel=2)
+    told = {*known} & {option.name for option in options}
+    for option in (o for o in options if o.name not in told):
+        chosen = [group for group in groups if group.get(option.name, option.default) != option.default]
+        params = [(group, j, param) for group in chosen for j, param in enumerate(group["params"])]
+        if params and not any(_may_apply(option, *place) for place in params):
+            warnings.warn(
+                f"{option.name}={chosen[0][option.name]!r} applies to no parameter: all are small (fewer than 4096 "
+                "elements), or of other dtypes",
+                UserWarning,
+                stacklevel=2,
+            )
+            told.add(option.name)
+    return patterns | told
+
+
+def _may_apply(option: Option, group: Mapping[str, Any], index: int, param: Any) -> bool:
+    """Whether an option may be of use for a parameter, or the user excluded it by name."""
+    if is_lazy(param) or option.suits(group[option.name], param):
+        return True
+    return any(matches(pattern, _names(group, index)) for pattern in group.get("exclude") or ())
