@@ -16,8 +16,7 @@ class AdamWScheduleFree(ViewedOptimizer):
 
     Args:
         lr: learning rate, from the end of the warmup on.
-        betas: how near to the average the parameters are, and how much of the average of squared gradients stays from one
-            step to the next.
+        betas: how near to their average the parameters are, and how much of the average of squares stays in a step.
         eps: keeps the divisor from 0, in units of the gradient.
         weight_decay: a step takes ``lr`` times this number times the parameter away from ``z``.
         warmup_steps: how many steps ``lr`` takes to grow from 0.

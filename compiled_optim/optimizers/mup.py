@@ -118,7 +118,9 @@ class Adam(_Scaled, adam.Adam):
     not given: give it if a schedule begins with 0.
 
     Args:
-        lr, betas, eps, amsgrad, decoupled_weight_decay: as :class:`~compiled_optim.Adam`'s, before scaling.
+        lr: learning rate, about as much as an element of scale 1 moves in a step where its gradients agree.
+        betas: how much of the average of gradients, and of their squares, stays from one step to the next.
+        eps: keeps the divisor from 0, in units of the gradient.
         weight_decay: this number, over the largest scaled ``lr``, times the parameter is added to the gradient.
         amsgrad: divide by the largest average of squares so far instead of the last one (arXiv:1904.09237).
         decoupled_weight_decay: decay weights as AdamW does.
@@ -134,14 +136,16 @@ class Adam(_Scaled, adam.Adam):
 
 
 class AdamW(_Scaled, adamw.AdamW):
-    """AdamW with u-muP's learning rates (arXiv:2407.17465), from :func:`lr_scale_for_adam`, as unit_scaling.optim's.
+    """AdamW with u-muP's learning rates (arXiv:2407.17465), as unit_scaling.optim's.
 
     ``lr_scale`` is :func:`lr_scale_for_adam` where it is not given: parameters share a group whatever their scales. Groups
     and ``add_param_group`` take ``lr`` and ``weight_decay`` before scaling. ``max_lr`` is a group's first ``lr`` if it is
     not given: give it if a schedule begins with 0. Weights do not decay by default.
 
     Args:
-        lr, betas, eps, amsgrad: as :class:`~compiled_optim.AdamW`'s, before scaling.
+        lr: learning rate, about as much as an element of scale 1 moves in a step where its gradients agree.
+        betas: how much of the average of gradients, and of their squares, stays from one step to the next.
+        eps: keeps the divisor from 0, in units of the gradient.
         weight_decay: what part of a parameter a step at the largest ``lr`` takes away from it, whatever that and the scale.
         amsgrad: divide by the largest average of squares so far instead of the last one (arXiv:1904.09237).
         independent_weight_decay: divide ``weight_decay`` by ``max_lr`` times the scale, as ``decouple_lr`` does.

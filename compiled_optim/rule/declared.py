@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, get_type_hints
 
 import torch
@@ -62,6 +62,7 @@ class Declared:
     _advice: ClassVar[str] = ""  # the optimizer to advise where a gradient is of the other kind
     _granularity: ClassVar[Granularity] = "element"  # what an update sees at a time; see :class:`Rule`
     _group_flags: ClassVar[tuple[str, ...]] = ()  # that groups may hold: torch.optim's, which checkpoints have, and maximize
+    _views: ClassVar[Mapping[str, Callable[..., Any]]] = {}  # other values of a parameter, see :class:`Rule`
     _modes: ClassVar[Mapping[str, bool]] = {}  # further entries of groups, as they begin; checkpoints bring them back
     _implied_state: ClassVar[Mapping[str, float]] = {}  # that checkpoints of torch.optim's leave out
 
@@ -81,7 +82,7 @@ class Declared:
         cls._decays = decays or cls._decays
         for name in vars(cls).keys() & _MEANINGS:  # for help(), which shows a rule
             getattr(cls, name).__doc__ = getattr(cls, name).__doc__ or _MEANINGS[name]
-        for name in {"accumulation", "implied_state"} & vars(cls).keys():  # taken out of the body, as fields are
+        for name in {"accumulation", "implied_state", "views"} & vars(cls).keys():  # taken out of the body, as fields are
             setattr(cls, f"_{name}", vars(cls)[name])
             delattr(cls, name)
         own = {name: value for name, value in vars(cls).items() if isinstance(value, Field)}
@@ -167,7 +168,7 @@ class Declared:
             reductions=(cls.reduce,) if hasattr(cls, "reduce") else (),
             adapt=getattr(cls, "adapt", None),
             axes=getattr(cls, "axes", None),
-            views=getattr(cls, "views", {}),
+            views=cls._views,
         )
         rule.check()  # what its author wrote, before transforms hide whose mistake it is
         cls._view_rules = {name: cls._transformed(rule.viewed(name)) for name in rule.views}

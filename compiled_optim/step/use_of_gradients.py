@@ -36,8 +36,16 @@ def check_closure(closure: Any) -> None:
         )
 
 
+_MEANINGS = {
+    "max_grad_norm": "What the norm of all gradients is clipped to inside the step: None, a number or a 0-dim tensor.",
+    "grad_scale": "What a gradient scaler that calls the step multiplied the gradients by; it sets and deletes this.",
+    "found_inf": "Whether a gradient scaler that calls the step found an infinite gradient; it sets and deletes this.",
+    "skip_nonfinite": "Whether steps whose norm is NaN or infinite are skipped.",
+}
+
+
 def _assigned(name: str) -> Any:
-    """An attribute that the engine keeps. A gradient scaler deletes those that it sets."""
+    """An attribute that the engine keeps."""
 
     def read(self: Any) -> Any:
         try:
@@ -52,7 +60,7 @@ def _assigned(name: str) -> Any:
         del self._engine.assigned[name]
         self._engine.follow_clipping()
 
-    return property(read, write, delete)
+    return property(read, write, delete, _MEANINGS[name])
 
 
 class UsesGradients:

@@ -99,16 +99,16 @@ def test_the_floor_plan_lists_every_floor_from_the_top() -> None:
 
 
 BUDGET = {
-    "": 2855,
+    "": 2895,
     "capture": 1430,
     "checkpoint": 1485,
-    "groups": 1450,
-    "lowering": 4410,
-    "memory": 1000,
-    "optimizers": 2165,
+    "groups": 1315,
+    "lowering": 4405,
+    "memory": 970,
+    "optimizers": 2085,
     "plan": 860,
-    "rule": 2590,
-    "step": 2280,
+    "rule": 2595,
+    "step": 2255,
 }
 """Lines of each folder's modules; "" are those beside the folders. A commit of its own raises one, and says why."""
 
