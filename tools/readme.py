@@ -37,7 +37,8 @@ def _measured(table: str, **chosen: str) -> list[Row]:
 
 
 def _conditions(row: Row) -> str:
-    return f"{row['device']}, {row['threads']} threads, torch {row['torch']}, revision {row['commit']}"
+    threads = f"{row['threads']} thread{'s' * (row['threads'] != '1')}"
+    return f"{row['device']}, {threads}, torch {row['torch']}, revision {row['commit']}"
 
 
 def _is_gpu(row: Row) -> bool:

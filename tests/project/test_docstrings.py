@@ -52,4 +52,4 @@ def test_help_shows_functions_and_properties_that_it_explains(kind: type[co.Comp
 @pytest.mark.parametrize("kind", KINDS, ids=lambda c: c.__qualname__)
 def test_help_leads_into_no_module(kind: type[co.CompiledOptimizer]) -> None:
     """Where a user would have to read the package."""
-    assert "~compiled_optim" not in pydoc.plain(pydoc.render_doc(kind))
+    assert not re.search(r"~compiled_optim\.[a-z]", pydoc.plain(pydoc.render_doc(kind)))
