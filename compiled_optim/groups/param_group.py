@@ -110,7 +110,7 @@ class ParamGroup(LookedUpDict[Any]):
         """Write without reporting; ``params`` becomes a list that reports, numbers by name a copy that nobody edits."""
         if key == "params":
             value = WatchedList(self._changes, value)
-        super().set_quietly(key, kept(value) if key in self._scales else value)
+        dict.__setitem__(self, key, kept(value) if key in self._scales else value)
 
     def __getitem__(self, key: str) -> Any:
         held = dict.__getitem__(self, key)
@@ -148,16 +148,17 @@ class ParamGroup(LookedUpDict[Any]):
     def _show(self, key: str, *, new: bool = False) -> None:
         """Follow a change of a hyperparameter's numbers: what users read, if it is an entry or is to be a ``new`` one."""
         numbers = self._numbers[key]
-        shown = self._hypers[key].plain([n.shown for n in numbers])
+        is_private = all([n.is_private for n in numbers])
+        values: list[Any] = [n.written_last if is_private else n.shown for n in numbers]
+        shown = self._hypers[key].plain(values)
         self._quick.pop(key, None)
         self.out_of_range.pop(key, None)
         if new or self._is_entry(key):
             numbers.entry = shown
-            super().set_quietly(key, shown)
+            dict.__setitem__(self, key, shown)
             if problem := numbers.problem(self.label):
                 self.out_of_range[key] = problem
                 self._changes.refuse()
-        is_private = all([n.is_private for n in numbers])
         self._known[key] = shown if is_private else numbers
         if is_private and key not in self._shaping and key not in self.out_of_range:
             self._quick[key] = numbers
@@ -321,8 +322,10 @@ class ParamGroup(LookedUpDict[Any]):
             follower.follow()
 
     def _adopt(self, element: float | Tensor, adopted: Callable[[], dict[int, Live]]) -> Live:
+        if not isinstance(element, Tensor):
+            return self._fresh(element)
         devices = {self._device} | ({torch.device("meta")} if self._is_meta else set())
-        if not isinstance(element, Tensor) or element.device not in devices or not element.is_floating_point():
+        if element.device not in devices or not element.is_floating_point():
             made = self._fresh(element)
             made.read_as(element)
             return made
@@ -333,7 +336,7 @@ class ParamGroup(LookedUpDict[Any]):
         return known
 
     def _fresh(self, element: float | Tensor) -> Live:
-        value = _without_wait(element)
+        value = _without_wait(element) if isinstance(element, Tensor) else element
         if not isinstance(value, Tensor):
             return Live(scalar(value, self._device), self._changes, value)
         recorded = value.requires_grad  # a differentiable step reaches back through it

@@ -116,7 +116,7 @@ def kept(chosen: Any) -> Any:
 
 def ignores_prefixes(scales: Iterable[Scale], groups: Sequence[Mapping[str, Any]]) -> bool:
     """Whether dicts are looked up without regard to the prefixes of module wrappers, as all names differ without them."""
-    if not any(isinstance(group.get(scale.name), Mapping) for scale in scales for group in groups):
+    if not any([isinstance(group.get(scale.name), Mapping) for scale in scales for group in groups]):
         return False  # nobody looks anything up
     names = [name for group in groups for name in group.get("param_names", ())]
     return len(set(map(canonical_name, names))) == len(set(names))
@@ -180,11 +180,11 @@ def check_choices(
         return  # it is being assigned
     shaped = [j for j, param in enumerate(group["params"]) if not is_lazy(param)]
     names = group.get("param_names")
-    for scale in (s for s in scales if s.is_read(group.get(s.name)) and len(names or ()) in (0, len(group["params"]))):
+    for scale in [s for s in scales if s.is_read(group.get(s.name)) and len(names or ()) in (0, len(group["params"]))]:
         found = {**group, scale.name: kept(group[scale.name])}
         for j in shaped:
             number_of(scale, found, index, j)
-    if any(group.get(o.name, o.default) != o.default for o in options):
+    if any([group.get(o.name, o.default) != o.default for o in options]):
         for j in shaped:
             choices_of(options, group, index, j)
 
@@ -228,10 +228,9 @@ def warn_of_unused(options: Sequence[Option], groups: Sequence[Mapping[str, Any]
         if not any(matches(pattern, [name]) for group in groups for name in group.get("param_names") or ()):
             warnings.warn(f"exclude: the pattern {pattern!r} matches no parameter", UserWarning, stacklevel=2)
     told = {*known} & {option.name for option in options}
-    for option in (o for o in options if o.name not in told):
-        chosen = [group for group in groups if group.get(option.name, option.default) != option.default]
-        params = [(group, j, param) for group in chosen for j, param in enumerate(group["params"])]
-        if params and not any(_may_apply(option, *place) for place in params):
+    for option in [o for o in options if o.name not in told]:
+        chosen = [group for group in groups if group.get(option.name, option.default) != option.default and group["params"]]
+        if chosen and not any(_may_apply(option, group, j) for group in chosen for j in range(len(group["params"]))):
             warnings.warn(
                 f"{option.name}={chosen[0][option.name]!r} applies to no parameter: all are small (fewer than 4096 "
                 "elements), or of other dtypes",
@@ -242,8 +241,9 @@ def warn_of_unused(options: Sequence[Option], groups: Sequence[Mapping[str, Any]
     return patterns | told
 
 
-def _may_apply(option: Option, group: Mapping[str, Any], index: int, param: Any) -> bool:
+def _may_apply(option: Option, group: Mapping[str, Any], index: int) -> bool:
     """Whether an option may be of use for a parameter, or the user excluded it by name."""
+    param = group["params"][index]
     if is_lazy(param) or option.suits(group[option.name], param):
         return True
     return any(matches(pattern, _names(group, index)) for pattern in group.get("exclude") or ())
