@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from compiled_optim.groups.live import Live, Numbers, address, as_fake_as, warn_of_driven
 from compiled_optim.groups.per_parameter import kept
-from compiled_optim.groups.watched import Changes, LookedUpDict, WatchedList
+from compiled_optim.groups.watched import Changes, WatchedDict, WatchedList
 from compiled_optim.memory.layout import is_lost, scalar, scalar_dtype
 from compiled_optim.rule.fields import Hyper
 from compiled_optim.rule.misspelled import warn_of_entry
@@ -32,22 +32,20 @@ from compiled_optim.torch_internals import (
 )
 
 
-class ParamGroup(LookedUpDict[Any]):
+class ParamGroup(WatchedDict[str, Any]):
     """One entry of ``optimizer.param_groups``.
 
     A hyperparameter is read as it was given: as a Python number, or as the tensor. A number that a schedule in the step
     drives is read as a 0-dim copy. A tensor that is assigned over a number is copied into the live tensor, which is then
-    what is read.
+    what is read. A floating tensor on ``device`` that is among ``values`` is adopted: later in-place writes by its owner are
+    seen by all groups that got it. A group that is assigned that hyperparameter then has a tensor of its own. A write with
+    ``dict.__setitem__(group, key, value)`` goes past this class, and is noticed when the key is read.
 
     A write to a *structural* key is reported, since it changes which parameters are updated or with which code: ``params``,
     ``maximize``, ``differentiable``, ``lr_scale`` and the static choices. A hyperparameter that decides, by being 0 or not,
     whether a buffer exists is not, since a write into its tensor cannot be: each step asks :meth:`nonzero`.
     A hyperparameter that goes with a choice always has a tensor. Without the choice it is no entry until somebody gives it,
     and what a checkpoint has under its name may be no number.
-
-    A write with ``dict.__setitem__(group, key, value)`` goes past this class, and is noticed when the key is read.
-    A hyperparameter that is already a floating tensor on ``device`` is adopted: later in-place writes by its owner are seen,
-    by all groups that got it. A group that is assigned that hyperparameter then has a tensor of its own.
 
     Args:
         values: the group's entries, every hyperparameter among them that is not like another one.
@@ -115,6 +113,19 @@ class ParamGroup(LookedUpDict[Any]):
     def __getitem__(self, key: str) -> Any:
         held = dict.__getitem__(self, key)
         return held if held is self._known.get(key, held) else self._read(key)
+
+    # What is read past __getitem__ would be old; dict(group) goes past it unless there is an __iter__ of the class.
+    get, items, values, __eq__ = Mapping.get, Mapping.items, Mapping.values, Mapping.__eq__  # type: ignore[assignment]
+    __ne__ = object.__ne__
+
+    def __iter__(self) -> Iterator[str]:
+        return super().__iter__()
+
+    def __or__(self, other: Any) -> Any:
+        return dict(self) | other
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
 
     @quickly_outside_dynamo
     def _read(self, key: str) -> Any:
@@ -273,7 +284,7 @@ class ParamGroup(LookedUpDict[Any]):
                 self._show(name, new=True)
 
     def _taken(self, key: str, value: Any) -> list[tuple[float | Tensor, float | Tensor]]:
-        """The elements of ``value``, and what each is before anything is written."""
+        """The elements of ``value``, each with what it is before anything is written."""
         return [(e, _without_wait(e)) for e in self.validated(key, value)]
 
     def _assign(self, key: str, taken: Iterable[tuple[float | Tensor, float | Tensor]], *, is_loaded: bool = False) -> None:

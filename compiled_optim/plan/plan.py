@@ -115,7 +115,9 @@ class Plan:
         self.wrapped = self.is_meta or _only_wraps(self.members[0].param)
         self._made: list[Tensor | None] | None = None  # gradients of a step, see _looked_at
         self._has_own_grad = any(type(p).grad is not Tensor.grad for p in self.params)
-        self.grad_dtypes = [_grad_dtype(p) if (g := grad_of(p)) is None else g.dtype for p in self.params]
+        expected = [(p.grad_dtype if p.is_leaf else None) or p.dtype for p in self.params]  # where there is no gradient yet
+        grads = map(grad_of, self.params)
+        self.grad_dtypes = [d if g is None else g.dtype for g, d in zip(grads, expected, strict=True)]
         used = sorted({m.group for m in self.members})
         self.groups = [all_groups[i] for i in used]
         self.group_index = [used.index(m.group) for m in self.members]
@@ -167,7 +169,7 @@ class Plan:
             ValueError: a gradient has another shape than its parameter, or no memory.
         """
         self.addresses.read(self._looked_at(grads), others=state, keep_alive=keep_alive)
-        if self.addresses.moved or self._resharded():
+        if self.addresses.moved or (self.sharded and any(local(m.owner) is not m.param for m in self.members)):
             return False
         if not (self.addresses.unlike or self.wrapped or self.rule.gradients == "sparse"):
             return True
@@ -197,9 +199,6 @@ class Plan:
             return grads
         self._made = self.gradients(grads)
         return self._made
-
-    def _resharded(self) -> bool:
-        return self.sharded and any(local(m.owner) is not m.param for m in self.members)
 
     def _check_gradients(self, grads: Sequence[Tensor | None]) -> bool:
         """Whether all gradients have the dtypes that the plan expects; an error where one cannot be used at all."""
@@ -283,12 +282,6 @@ class Plan:
         return scalars
 
 
-def _grad_dtype(param: Tensor) -> torch.dtype:
-    """The dtype to expect of a gradient."""
-    chosen: torch.dtype | None = param.grad_dtype if param.is_leaf else None
-    return chosen or param.dtype
-
-
 def partition(
     rule: Rule, groups: Sequence[ParamGroup], state: OptimizerState, grad_of: Callable[[Tensor], Tensor | None] = gradient
 ) -> list[Plan]:
@@ -326,7 +319,8 @@ def partition(
             for entry, tensor in missing.items():
                 own_state.set_quietly(entry, tensor)
             numbers = {s.name: number_of(s, group, i, j, by_short_name=by_short_name) for s in scales}
-            numbers["seed"] = _seed(rounding_seed, name)
+            digest = hashlib.blake2b(f"{rounding_seed} {canonical_name(name)}".encode(), digest_size=3).digest()
+            numbers["seed"] = float(int.from_bytes(digest, "big"))  # by name, so equal on replicas and after a resume
             found.append((Member(param, groups, i, j, own_state, (*scalar_names(rule), *buffers), numbers), choices))
     written = [[m.param, *[m.entries[name] for name in rule.present_buffers(choices)]] for m, choices in found]
     together: dict[tuple[Any, ...], list[Member]] = {}
@@ -338,12 +332,6 @@ def partition(
         Plan(rule, dict(choices), device, members, groups, grad_of, turn > 0, index == 0)
         for index, ((device, _, _, _, turn, *choices), members) in enumerate(together.items())
     ]
-
-
-def _seed(rounding_seed: int, name: str) -> float:
-    """A whole number below 2**24 for a parameter, by its name where it has one: equal on replicas and after a resume."""
-    text = f"{rounding_seed} {canonical_name(name)}"
-    return float(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=3).digest(), "big"))
 
 
 def _only_wraps(param: Tensor) -> bool:
