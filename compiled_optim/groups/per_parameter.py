@@ -118,8 +118,8 @@ def ignores_prefixes(scales: Iterable[Scale], groups: Sequence[Mapping[str, Any]
     """Whether dicts are looked up without regard to the prefixes of module wrappers, as all names differ without them."""
     if not any([isinstance(group.get(scale.name), Mapping) for scale in scales for group in groups]):
         return False  # nobody looks anything up
-    names = [name for group in groups for name in group.get("param_names", ())]
-    return len(set(map(canonical_name, names))) == len(set(names))
+    names = {name for group in groups for name in group.get("param_names", ())}
+    return len(set(map(canonical_name, names))) == len(names)
 
 
 @advising()
@@ -128,10 +128,7 @@ def number_of(scale: Scale, group: Mapping[str, Any], group_index: int, index: i
 
     ``by_short_name`` is what :func:`ignores_prefixes` returns.
     """
-    chosen = group.get(scale.name)
-    if not scale.is_read(chosen):
-        return 1.0
-    name = next(iter(_names(group, index)), None)
+    chosen, name = group.get(scale.name), next(iter(_names(group, index)), None)
     where = f"'{parameter_name(group, group_index, index)}'"
     if isinstance(chosen, ByName) and name is not None and by_short_name:
         name = chosen.key_of(name)
@@ -140,11 +137,8 @@ def number_of(scale: Scale, group: Mapping[str, Any], group_index: int, index: i
 
 def choices_of(options: Sequence[Option], group: Mapping[str, Any], group_index: int, index: int) -> dict[str, Any]:
     """What the options of a group choose for one of its parameters, by name; ``ValueError`` where one does not fit it."""
-    return _chosen(options, group, group_index, index) if any([o.name in group for o in options]) else {}
-
-
-@advising()
-def _chosen(options: Sequence[Option], group: Mapping[str, Any], group_index: int, index: int) -> dict[str, Any]:
+    if not any([o.name in group for o in options]):
+        return {}
     names = _names(group, index)
     where = f"'{parameter_name(group, group_index, index)}'"
 
@@ -153,7 +147,8 @@ def _chosen(options: Sequence[Option], group: Mapping[str, Any], group_index: in
             raise ValueError(f"{where} has no name for the pattern {patterns[0]!r}")
         return any(matches(pattern, names) for pattern in patterns)
 
-    found = {o.name: o.of(group, is_matched, group["params"][index], where) for o in options}
+    with advising():
+        found = {o.name: o.of(group, is_matched, group["params"][index], where) for o in options}
     return {name: choice for name, choice in found.items() if choice is not None}
 
 
