@@ -60,7 +60,6 @@ class Live:
         self.changes = changes
         self.shapes = self.is_driven = False
         self._on_host = tensor.device.type == "cpu" and "cpu" not in CAPTURING and type(tensor) is Tensor
-        self._can_wait = can_capture(tensor.device)
         self._memory_last: Any = None  # the number as C has it, where the tensor lay when that was looked for
         self._address = -1
         self.written_last = number
@@ -199,9 +198,9 @@ class Live:
 
     def _wait(self, value: float) -> bool:
         """Let a number wait for the next step, if it can."""
-        if not self._can_wait or self.changes.are_numbers_read or self.is_handed_out or self.is_driven:
+        if self.changes.are_numbers_read or self.is_handed_out or self.is_driven:
             return False
-        if is_capturing(self.tensor.device):
+        if not can_capture(self.tensor.device) or is_capturing(self.tensor.device):
             return False
         self.written_last, self._version = value, _version(self.tensor)
         self.changes.unsent[id(self)] = self, value

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from compiled_optim.groups.live import Live, Numbers, address, as_fake_as, warn_of_driven
 from compiled_optim.groups.per_parameter import kept
-from compiled_optim.groups.watched import Changes, LookedUpDict, WatchedList
+from compiled_optim.groups.watched import Changes, WatchedDict, WatchedList
 from compiled_optim.memory.layout import is_lost, scalar, scalar_dtype
 from compiled_optim.rule.fields import Hyper
 from compiled_optim.rule.misspelled import warn_of_entry
@@ -32,22 +32,20 @@ from compiled_optim.torch_internals import (
 )
 
 
-class ParamGroup(LookedUpDict[Any]):
+class ParamGroup(WatchedDict[str, Any]):
     """One entry of ``optimizer.param_groups``.
 
     A hyperparameter is read as it was given: as a Python number, or as the tensor. A number that a schedule in the step
     drives is read as a 0-dim copy. A tensor that is assigned over a number is copied into the live tensor, which is then
-    what is read.
+    what is read. A floating tensor on ``device`` that is among ``values`` is adopted: later in-place writes by its owner are
+    seen by all groups that got it. A group that is assigned that hyperparameter then has a tensor of its own. A write with
+    ``dict.__setitem__(group, key, value)`` goes past this class, and is noticed when the key is read.
 
     A write to a *structural* key is reported, since it changes which parameters are updated or with which code: ``params``,
     ``maximize``, ``differentiable``, ``lr_scale`` and the static choices. A hyperparameter that decides, by being 0 or not,
     whether a buffer exists is not, since a write into its tensor cannot be: each step asks :meth:`nonzero`.
     A hyperparameter that goes with a choice always has a tensor. Without the choice it is no entry until somebody gives it,
     and what a checkpoint has under its name may be no number.
-
-    A write with ``dict.__setitem__(group, key, value)`` goes past this class, and is noticed when the key is read.
-    A hyperparameter that is already a floating tensor on ``device`` is adopted: later in-place writes by its owner are seen,
-    by all groups that got it. A group that is assigned that hyperparameter then has a tensor of its own.
 
     Args:
         values: the group's entries, every hyperparameter among them that is not like another one.
@@ -112,11 +110,24 @@ class ParamGroup(LookedUpDict[Any]):
             value = WatchedList(self._changes, value)
         elif key == TRAIN_MODE and not value:
             self._changes.refuse()
-        super().set_quietly(key, kept(value) if key in self._scales else value)
+        dict.__setitem__(self, key, kept(value) if key in self._scales else value)
 
     def __getitem__(self, key: str) -> Any:
         held = dict.__getitem__(self, key)
         return held if held is self._known.get(key, held) else self._read(key)
+
+    # What is read past __getitem__ would be old; dict(group) goes past it unless there is an __iter__ of the class.
+    get, items, values, __eq__ = Mapping.get, Mapping.items, Mapping.values, Mapping.__eq__  # type: ignore[assignment]
+    __ne__ = object.__ne__
+
+    def __iter__(self) -> Iterator[str]:
+        return super().__iter__()
+
+    def __or__(self, other: Any) -> Any:
+        return dict(self) | other
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
 
     @quickly_outside_dynamo
     def _read(self, key: str) -> Any:
@@ -150,16 +161,17 @@ class ParamGroup(LookedUpDict[Any]):
     def _show(self, key: str, *, new: bool = False) -> None:
         """Follow a change of a hyperparameter's numbers: what users read, if it is an entry or is to be a ``new`` one."""
         numbers = self._numbers[key]
-        shown = self._hypers[key].plain([n.shown for n in numbers])
+        is_private = all([n.is_private for n in numbers])
+        values: list[Any] = [n.written_last if is_private else n.shown for n in numbers]
+        shown = self._hypers[key].plain(values)
         self._quick.pop(key, None)
         self.out_of_range.pop(key, None)
         if new or self._is_entry(key):
             numbers.entry = shown
-            super().set_quietly(key, shown)
+            dict.__setitem__(self, key, shown)
             if problem := numbers.problem(self.label):
                 self.out_of_range[key] = problem
                 self._changes.refuse()
-        is_private = all([n.is_private for n in numbers])
         self._known[key] = shown if is_private else numbers
         if is_private and key not in self._shaping and key not in self.out_of_range:
             self._quick[key] = numbers
@@ -274,7 +286,7 @@ class ParamGroup(LookedUpDict[Any]):
                 self._show(name, new=True)
 
     def _taken(self, key: str, value: Any) -> list[tuple[float | Tensor, float | Tensor]]:
-        """The elements of ``value``, and what each is before anything is written."""
+        """The elements of ``value``, each with what it is before anything is written."""
         return [(e, _without_wait(e)) for e in self.validated(key, value)]
 
     def _assign(self, key: str, taken: Iterable[tuple[float | Tensor, float | Tensor]], *, is_loaded: bool = False) -> None:
@@ -323,8 +335,10 @@ class ParamGroup(LookedUpDict[Any]):
             follower.follow()
 
     def _adopt(self, element: float | Tensor, adopted: Callable[[], dict[int, Live]]) -> Live:
+        if not isinstance(element, Tensor):
+            return self._fresh(element)
         devices = {self._device} | ({torch.device("meta")} if self._is_meta else set())
-        if not isinstance(element, Tensor) or element.device not in devices or not element.is_floating_point():
+        if element.device not in devices or not element.is_floating_point():
             made = self._fresh(element)
             made.read_as(element)
             return made
@@ -335,7 +349,7 @@ class ParamGroup(LookedUpDict[Any]):
         return known
 
     def _fresh(self, element: float | Tensor) -> Live:
-        value = _without_wait(element)
+        value = _without_wait(element) if isinstance(element, Tensor) else element
         if not isinstance(value, Tensor):
             return Live(scalar(value, self._device), self._changes, value)
         recorded = value.requires_grad  # a differentiable step reaches back through it

@@ -90,9 +90,10 @@ def check_params(
     have names, as the ``first`` has, or none. Tensors that no step can update, as those of integers, are taken: they get no
     gradients.
     """
+    names, differentiable = group.get("param_names") or (), group.get("differentiable", False)
     for j, param in enumerate(group["params"]):
-        name = parameter_name(group, index, j)
-        _check_kind(optimizer, param, name, differentiable=group.get("differentiable", False))
+        name = names[j] if j < len(names) else parameter_name({}, index, j)
+        _check_kind(optimizer, param, name, differentiable=differentiable)
         if (other := elsewhere.get(id(param))) is not None:
             raise ValueError(f"some parameters appear in more than one parameter group: '{name}' is also '{other}'")
     if ("param_names" in group) != ("param_names" in first):

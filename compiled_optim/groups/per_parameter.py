@@ -116,10 +116,10 @@ def kept(chosen: Any) -> Any:
 
 def ignores_prefixes(scales: Iterable[Scale], groups: Sequence[Mapping[str, Any]]) -> bool:
     """Whether dicts are looked up without regard to the prefixes of module wrappers, as all names differ without them."""
-    if not any(isinstance(group.get(scale.name), Mapping) for scale in scales for group in groups):
+    if not any([isinstance(group.get(scale.name), Mapping) for scale in scales for group in groups]):
         return False  # nobody looks anything up
-    names = [name for group in groups for name in group.get("param_names", ())]
-    return len(set(map(canonical_name, names))) == len(set(names))
+    names = {name for group in groups for name in group.get("param_names", ())}
+    return len(set(map(canonical_name, names))) == len(names)
 
 
 @advising()
@@ -128,10 +128,7 @@ def number_of(scale: Scale, group: Mapping[str, Any], group_index: int, index: i
 
     ``by_short_name`` is what :func:`ignores_prefixes` returns.
     """
-    chosen = group.get(scale.name)
-    if not scale.is_read(chosen):
-        return 1.0
-    name = next(iter(_names(group, index)), None)
+    chosen, name = group.get(scale.name), next(iter(_names(group, index)), None)
     where = f"'{parameter_name(group, group_index, index)}'"
     if isinstance(chosen, ByName) and name is not None and by_short_name:
         name = chosen.key_of(name)
@@ -140,11 +137,8 @@ def number_of(scale: Scale, group: Mapping[str, Any], group_index: int, index: i
 
 def choices_of(options: Sequence[Option], group: Mapping[str, Any], group_index: int, index: int) -> dict[str, Any]:
     """What the options of a group choose for one of its parameters, by name; ``ValueError`` where one does not fit it."""
-    return _chosen(options, group, group_index, index) if any([o.name in group for o in options]) else {}
-
-
-@advising()
-def _chosen(options: Sequence[Option], group: Mapping[str, Any], group_index: int, index: int) -> dict[str, Any]:
+    if not any([o.name in group for o in options]):
+        return {}
     names = _names(group, index)
     where = f"'{parameter_name(group, group_index, index)}'"
 
@@ -153,7 +147,8 @@ def _chosen(options: Sequence[Option], group: Mapping[str, Any], group_index: in
             raise ValueError(f"{where} has no name for the pattern {patterns[0]!r}")
         return any(matches(pattern, names) for pattern in patterns)
 
-    found = {o.name: o.of(group, is_matched, group["params"][index], where) for o in options}
+    with advising():
+        found = {o.name: o.of(group, is_matched, group["params"][index], where) for o in options}
     return {name: choice for name, choice in found.items() if choice is not None}
 
 
@@ -180,11 +175,11 @@ def check_choices(
         return  # it is being assigned
     shaped = [j for j, param in enumerate(group["params"]) if not is_lazy(param)]
     names = group.get("param_names")
-    for scale in (s for s in scales if s.is_read(group.get(s.name)) and len(names or ()) in (0, len(group["params"]))):
+    for scale in [s for s in scales if s.is_read(group.get(s.name)) and len(names or ()) in (0, len(group["params"]))]:
         found = {**group, scale.name: kept(group[scale.name])}
         for j in shaped:
             number_of(scale, found, index, j)
-    if any(group.get(o.name, o.default) != o.default for o in options):
+    if any([group.get(o.name, o.default) != o.default for o in options]):
         for j in shaped:
             choices_of(options, group, index, j)
 
@@ -228,10 +223,9 @@ def warn_of_unused(options: Sequence[Option], groups: Sequence[Mapping[str, Any]
         if not any(matches(pattern, [name]) for group in groups for name in group.get("param_names") or ()):
             warnings.warn(f"exclude: the pattern {pattern!r} matches no parameter", UserWarning, stacklevel=2)
     told = {*known} & {option.name for option in options}
-    for option in (o for o in options if o.name not in told):
-        chosen = [group for group in groups if group.get(option.name, option.default) != option.default]
-        params = [(group, j, param) for group in chosen for j, param in enumerate(group["params"])]
-        if params and not any(_may_apply(option, *place) for place in params):
+    for option in [o for o in options if o.name not in told]:
+        chosen = [group for group in groups if group.get(option.name, option.default) != option.default and group["params"]]
+        if chosen and not any(_may_apply(option, group, j) for group in chosen for j in range(len(group["params"]))):
             warnings.warn(
                 f"{option.name}={chosen[0][option.name]!r} applies to no parameter: all are small (fewer than 4096 "
                 "elements), or of other dtypes",
@@ -242,8 +236,9 @@ def warn_of_unused(options: Sequence[Option], groups: Sequence[Mapping[str, Any]
     return patterns | told
 
 
-def _may_apply(option: Option, group: Mapping[str, Any], index: int, param: Any) -> bool:
+def _may_apply(option: Option, group: Mapping[str, Any], index: int) -> bool:
     """Whether an option may be of use for a parameter, or the user excluded it by name."""
+    param = group["params"][index]
     if is_lazy(param) or option.suits(group[option.name], param):
         return True
     return any(matches(pattern, _names(group, index)) for pattern in group.get("exclude") or ())

@@ -7,7 +7,7 @@ thread may have rebuilt in between.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Generic, TypeVar
 
 K = TypeVar("K")
@@ -110,23 +110,6 @@ class WatchedDict(dict[K, V], Generic[K, V]):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return dict, (dict(self),)
-
-
-class LookedUpDict(WatchedDict[str, V], Generic[V]):
-    """A :class:`WatchedDict` of which everything that is read comes from ``__getitem__``, which a subclass has."""
-
-    # A dict reads its own entries past __getitem__, also for dict(group) unless there is an __iter__ of the class.
-    def __iter__(self) -> Iterator[str]:
-        return super().__iter__()
-
-    get, items, values, __eq__ = Mapping.get, Mapping.items, Mapping.values, Mapping.__eq__  # type: ignore[assignment]
-    __ne__ = object.__ne__
-
-    def __or__(self, other: Any) -> Any:
-        return dict(self) | other
-
-    def __repr__(self) -> str:
-        return repr(dict(self))
 
 
 class WatchedList(list[V], Generic[V]):

@@ -48,8 +48,8 @@ class Addresses:
         # Of the last read: the gradients' addresses, 0 if missing or not to be read where they lie; and which are there.
         self.gradients: Longs = np.zeros(len(tensors), dtype=np.int64)
         self.present: Bytes = np.zeros(len(tensors), dtype=np.uint8)
-        watched = (tensors, others, dtypes, self.gradients, self.present)
-        self._watch = _CppWatch.of(*watched) or _PythonWatch(*watched)
+        watched = _Watched([*tensors, *others], len(tensors), dtypes, self.gradients, self.present)
+        self._watch = _CppWatch.of(watched) or _PythonWatch(watched)
         self._first_count, self._count = len(tensors), len(tensors) + len(others)
         self.read()
 
@@ -76,39 +76,38 @@ class Addresses:
         self._watch.set_written(np.array(written, dtype=np.uint8))
 
 
+class _Watched(NamedTuple):
+    """What a watch looks at, and where it writes what it found: the first ``with_gradients`` have gradients."""
+
+    tensors: list[Tensor]
+    with_gradients: int
+    dtypes: Sequence[torch.dtype]
+    gradients: Longs
+    present: Bytes
+
+
 class _CppWatch:
     """Looks in C++, at torch's own objects."""
 
     def __init__(self, functions: Functions, capsule: object, kept_alive: object) -> None:
-        self._functions = functions
-        self._capsule = capsule
-        self._kept_alive = kept_alive
-        self._written: Bytes | None = None
+        self._functions, self._capsule, self._kept_alive = functions, capsule, kept_alive
 
     @classmethod
-    def of(
-        cls,
-        tensors: Sequence[Tensor],
-        others: Sequence[Tensor],
-        dtypes: Sequence[torch.dtype],
-        gradients: Longs,
-        present: Bytes,
-    ) -> _CppWatch | None:
-        """A watch for these tensors; None where C++ cannot look at them."""
+    def of(cls, watched: _Watched) -> _CppWatch | None:
+        """A watch; None where C++ cannot look at the tensors."""
         functions = reader()
         if isinstance(functions, str):
             return None
-        everything, offset = [*tensors, *others], functions.offset
-        if [ctypes.c_uint64.from_address(id(t) + offset).value for t in everything] != [t._cdata for t in everything]:
+        tensors, count, dtypes, gradients, present = watched
+        offset = functions.offset
+        if [ctypes.c_uint64.from_address(id(t) + offset).value for t in tensors] != [t._cdata for t in tensors]:
             return None
         examples = {dtype: torch.empty(0, dtype=dtype, device="cpu") for dtype in dtypes}
-        objects = np.array([id(t) + offset for t in everything], dtype=np.int64)
+        objects = np.array([id(t) + offset for t in tensors], dtype=np.int64)
         kinds = np.array([id(examples[dtype]) + offset for dtype in dtypes], dtype=np.int64)
-        arrays = (gradients, present)
-        capsule = functions.make(
-            len(everything), objects.ctypes.data, len(tensors), kinds.ctypes.data, *(a.ctypes.data for a in arrays)
-        )
-        return None if capsule is None else cls(functions, capsule, (everything, objects, arrays))
+        places = [array.ctypes.data for array in (kinds, gradients, present)]
+        capsule = functions.make(len(tensors), objects.ctypes.data, count, *places)
+        return None if capsule is None else cls(functions, capsule, (watched, objects))
 
     def look(self, grads: list[Tensor | None] | None, first: int, end: int, keep_alive: bool) -> int:
         return self._functions.look(self._capsule, grads, self._functions.offset, first, end, keep_alive)
@@ -124,43 +123,34 @@ class _CppWatch:
 class _PythonWatch:
     """Looks in Python, on machines where nothing can be compiled. It always keeps the gradients alive."""
 
-    def __init__(
-        self,
-        tensors: Sequence[Tensor],
-        others: Sequence[Tensor],
-        dtypes: Sequence[torch.dtype],
-        gradients: Longs,
-        present: Bytes,
-    ) -> None:
-        self._tensors, self._dtypes = list(tensors), list(dtypes)
-        self._everything = [*tensors, *others]
-        self._gradients = gradients
-        self._present = self._written = present
-        self._forms = _forms(self._everything)
+    def __init__(self, watched: _Watched) -> None:
+        self._watched, self._written = watched, watched.present
+        self._forms = _forms(watched.tensors)
         self._kept_alive: list[Tensor | None] = []
         self._version = 0
 
     def look(self, grads: list[Tensor | None] | None, first: int, end: int, keep_alive: bool) -> int:
-        seen = 0 if _forms(self._everything[first:end]) == self._forms[first:end] else _MOVED
+        everything, count, dtypes, gradients, present = self._watched
+        seen = 0 if _forms(everything[first:end]) == self._forms[first:end] else _MOVED
         if first:
             return seen
-        self._kept_alive = list(map(gradient, self._tensors)) if grads is None else grads
-        found = [0] * len(self._tensors)
-        for i, (tensor, dtype, grad) in enumerate(zip(self._tensors, self._dtypes, self._kept_alive, strict=True)):
+        tensors = everything[:count]
+        self._kept_alive = list(map(gradient, tensors)) if grads is None else grads
+        found = [0] * count
+        for i, (tensor, dtype, grad) in enumerate(zip(tensors, dtypes, self._kept_alive, strict=True)):
             if grad is not None and _lies_like(grad, tensor, dtype):
                 found[i] = grad.data_ptr() or EMPTY
             elif grad is not None:
                 seen |= _UNLIKE
-        self._present[:] = [grad is not None for grad in self._kept_alive]
-        if found != self._gradients.tolist():
+        present[:] = [grad is not None for grad in self._kept_alive]
+        if found != gradients.tolist():
             self._version += 1
-            self._gradients[:] = found
+            gradients[:] = found
         return self._version << _FLAG_BITS | seen
 
     def finish(self) -> None:
-        torch.autograd.graph.increment_version(
-            [t for t, is_written in zip(self._tensors, self._written.tolist(), strict=True) if is_written]
-        )
+        pairs = zip(self._watched.tensors[: len(self._written)], self._written.tolist(), strict=True)
+        torch.autograd.graph.increment_version([tensor for tensor, is_written in pairs if is_written])
         self._kept_alive = []
 
     def set_written(self, written: Bytes) -> None:

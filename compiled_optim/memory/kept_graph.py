@@ -57,9 +57,10 @@ def obtain_graph(
     identity = _identity(function, example, options, from_one) if device in _KEPT else None
     if identity is None:
         return compiled()
+    name = f"{hashlib.sha256(identity.encode(errors='surrogateescape')).hexdigest()[:32]}.graph"
+    libraries: dict[str, bytes] = {}  # by name of the file, once they are compiled
     try:
-        name = hashlib.sha256(identity.encode(errors="surrogateescape")).hexdigest()[:32]
-        return _Entry(compiled).load(name)
+        return load_kept(name, lambda: _written(compiled(), libraries), lambda path: _read(path, libraries))
     except _NotKeptError:
         return compiled()
     except OSError as error:
@@ -72,49 +73,34 @@ def obtain_graph(
 
 
 class _NotKeptError(Exception):
-    """There is nothing to keep."""
+    """There is nothing to keep: the function could not be compiled, or its code needs Inductor."""
 
 
-class _Entry:
-    """A file with the text of Inductor's code and the names of its libraries, which are files of their own."""
+def _written(graph: CompiledGraph | str, libraries: dict[str, bytes]) -> bytes:
+    """An entry: the text of Inductor's code and the names of its libraries, which are files of their own."""
+    if isinstance(graph, str) or graph.standalone is None:
+        raise _NotKeptError
+    places = {}
+    for name, path in graph.standalone.libraries.items():
+        content = Path(path).read_bytes()
+        places[name] = f"{hashlib.sha256(content).hexdigest()[:32]}.so"
+        libraries[places[name]] = content
+    entry = {"text": graph.standalone.text, "libraries": places, "order": graph.order, "returned": graph.returned}
+    return json.dumps(entry).encode() + b"\n"
 
-    def __init__(self, compiled: Callable[[], CompiledGraph | str]) -> None:
-        self._compiled = compiled
-        self._libraries: dict[str, bytes] = {}  # by name of the file, once they are compiled
 
-    def load(self, name: str) -> CompiledGraph:
-        """The graph of the entry ``name``, which is written where it is not there.
+def _read(path: Path, libraries: Mapping[str, bytes]) -> CompiledGraph:
+    """The graph of an entry; ``OSError`` where a library is missing that this process did not compile."""
 
-        Raises:
-            _NotKeptError: it could not be compiled, or its code needs Inductor.
-            OSError: it cannot be written, or not be loaded.
-        """
-        return load_kept(f"{name}.graph", self._written, self._read)
-
-    def _written(self) -> bytes:
-        graph = self._compiled()
-        if isinstance(graph, str) or graph.standalone is None:
-            raise _NotKeptError
-        places = {}
-        for name, path in graph.standalone.libraries.items():
-            content = Path(path).read_bytes()
-            places[name] = f"{hashlib.sha256(content).hexdigest()[:32]}.so"
-            self._libraries[places[name]] = content
-        entry = {"text": graph.standalone.text, "libraries": places, "order": graph.order, "returned": graph.returned}
-        return json.dumps(entry).encode() + b"\n"
-
-    def _read(self, path: Path) -> CompiledGraph:
-        entry = json.loads(path.read_bytes().partition(b"\n")[0])
-        kernels = {
-            name: load_kept(file, functools.partial(self._library, file), load_library)
-            for name, file in entry["libraries"].items()
-        }
-        return CompiledGraph(load_standalone(entry["text"], kernels), entry["order"], entry["returned"])
-
-    def _library(self, file: str) -> bytes:
-        if file not in self._libraries:
+    def library(file: str) -> bytes:
+        if file not in libraries:
             raise FileNotFoundError(f"{file} is missing")
-        return self._libraries[file]
+        return libraries[file]
+
+    entry = json.loads(path.read_bytes().partition(b"\n")[0])
+    files = entry["libraries"].items()
+    kernels = {name: load_kept(file, functools.partial(library, file), load_library) for name, file in files}
+    return CompiledGraph(load_standalone(entry["text"], kernels), entry["order"], entry["returned"])
 
 
 def _identity(function: Callable[..., Any], example: Example, options: Mapping[str, Any], from_one: bool) -> str | None:

@@ -97,8 +97,8 @@ def is_lost(tensor: Tensor) -> bool:
 
 def span(tensor: Tensor) -> tuple[int, int]:
     """The address of a tensor's first byte, and the address behind its last one."""
-    start = tensor.data_ptr()
-    return start, start + _reach(tensor) * tensor.element_size()
+    start, reach = tensor.data_ptr(), tensor.numel() if tensor.is_contiguous() or not tensor.numel() else _reach(tensor)
+    return start, start + reach * tensor.element_size()
 
 
 def overlap_shifted(first: Tensor, second: Tensor) -> bool:
@@ -108,9 +108,7 @@ def overlap_shifted(first: Tensor, second: Tensor) -> bool:
 
 
 def _reach(tensor: Tensor) -> int:
-    """The distance in memory from the first element to behind the last one, in elements."""
-    if tensor.numel() == 0:
-        return 0
+    """The distance in memory from the first of some elements to behind the last one, in elements."""
     return 1 + sum([(n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)])
 
 

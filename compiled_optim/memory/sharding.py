@@ -27,9 +27,7 @@ def local(tensor: Tensor) -> Tensor:
 
 def local_gradient(grad: Any, param: Any) -> Tensor:
     """The part of ``grad`` that belongs to this process's part of ``param``."""
-    if is_sharded(grad) and (grad.device_mesh, grad.placements) != (param.device_mesh, param.placements):
-        grad = grad.redistribute(param.device_mesh, param.placements)
-    return local(grad)
+    return local(_placed_like(grad, param))
 
 
 def traced_part(tensor: Any, param: Any) -> Tensor:
@@ -37,11 +35,13 @@ def traced_part(tensor: Any, param: Any) -> Tensor:
 
     It shares memory with a DTensor that is spread like ``param``; a tensor that is no DTensor is returned itself.
     """
-    if not is_sharded(tensor):
-        return cast(Tensor, tensor)
-    if (tensor.device_mesh, tensor.placements) != (param.device_mesh, param.placements):
-        tensor = tensor.redistribute(param.device_mesh, param.placements)
-    return cast(Tensor, tensor.to_local())
+    return cast(Tensor, _placed_like(tensor, param).to_local() if is_sharded(tensor) else tensor)
+
+
+def _placed_like(tensor: Any, param: Any) -> Any:
+    if placement(tensor) in (None, placement(param)):
+        return tensor
+    return tensor.redistribute(param.device_mesh, param.placements)
 
 
 def as_part_of(tensor: Tensor, like: Any) -> Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ class Clipping:
                 accelerator is not read, since that would wait for the device.
         """
         given = (max_grad_norm, grad_scale, found_inf, skip_nonfinite)
-        if all(new is old for new, old in zip(given, self._given, strict=True)):
+        if all(map(is_, given, self._given)):
             return
         if not isinstance(skip_nonfinite, bool):
             raise TypeError(f"skip_nonfinite must be a bool, got {skip_nonfinite!r}")

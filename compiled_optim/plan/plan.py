@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
+from operator import is_not
 from typing import Any, NoReturn
 
 import torch
@@ -67,7 +67,9 @@ class Member:
 
     def __post_init__(self) -> None:
         self.param = local(self.owner)
-        self.entries = {name: self._local(self.state[name]) for name in self.names}
+        self.entries = {name: self.state[name] for name in self.names}
+        if self.param is not self.owner:
+            self.entries = {name: local(entry) for name, entry in self.entries.items()}
 
     @property
     def name(self) -> str:
@@ -78,11 +80,8 @@ class Member:
         """Replace an entry of the state, or the local shard of one. The write is not reported as a change."""
         self.entries[name] = entry
         old = self.state[name]
-        self.state.set_quietly(name, entry if self._local(old) is old else as_part_of(entry, old))
-
-    def _local(self, entry: Tensor) -> Tensor:
-        """The shard of an entry that is updated with ``param``; the entry itself where the parameter is no DTensor."""
-        return entry if self.param is self.owner else local(entry)
+        whole = self.param is self.owner or local(old) is old
+        self.state.set_quietly(name, entry if whole else as_part_of(entry, old))
 
 
 class GradientLayoutError(TypeError, RuntimeError):
@@ -116,7 +115,9 @@ class Plan:
         self.wrapped = self.is_meta or _only_wraps(self.members[0].param)
         self._made: list[Tensor | None] | None = None  # gradients of a step, see _looked_at
         self._has_own_grad = any(type(p).grad is not Tensor.grad for p in self.params)
-        self.grad_dtypes = [_grad_dtype(p) if (g := grad_of(p)) is None else g.dtype for p in self.params]
+        expected = [(p.grad_dtype if p.is_leaf else None) or p.dtype for p in self.params]  # where there is no gradient yet
+        grads = map(grad_of, self.params)
+        self.grad_dtypes = [d if g is None else g.dtype for g, d in zip(grads, expected, strict=True)]
         used = sorted({m.group for m in self.members})
         self.groups = [all_groups[i] for i in used]
         self.group_index = [used.index(m.group) for m in self.members]
@@ -129,15 +130,15 @@ class Plan:
 
     def settle(self, grads: list[Tensor | None] | None) -> None:
         """Read all addresses anew, after the lowering gave state other memory; ``grads`` are as in :meth:`read`."""
-        self.addresses = self._found()
+        if any(map(is_not, self._state, [entry for m in self.members for entry in m.entries.values()])):
+            self.addresses = self._found()
         self.addresses.read(self._looked_at(grads))
 
     def _found(self) -> Addresses:
         """The addresses of parameters, gradients and state, or of their local shards."""
         params = [] if self.wrapped else [m.param for m in self.members]
-        names = (*scalar_names(self.rule), *self.buffers)
-        state = [m.entries[name] for m in self.members for name in names]
-        return Addresses(params, self.grad_dtypes[: len(params)], list(filter(has_memory, state)))
+        self._state = [entry for m in self.members for entry in m.entries.values()]
+        return Addresses(params, self.grad_dtypes[: len(params)], list(filter(has_memory, self._state)))
 
     def memory_order(self, member: Member) -> MemoryOrder:
         """The order of memory in which ``member`` is updated, after its state was brought into it."""
@@ -168,7 +169,7 @@ class Plan:
             ValueError: a gradient has another shape than its parameter, or no memory.
         """
         self.addresses.read(self._looked_at(grads), others=state, keep_alive=keep_alive)
-        if self.addresses.moved or self._resharded():
+        if self.addresses.moved or (self.sharded and any(local(m.owner) is not m.param for m in self.members)):
             return False
         if not (self.addresses.unlike or self.wrapped or self.rule.gradients == "sparse"):
             return True
@@ -199,22 +200,20 @@ class Plan:
         self._made = self.gradients(grads)
         return self._made
 
-    def _resharded(self) -> bool:
-        return self.sharded and any(local(m.owner) is not m.param for m in self.members)
-
     def _check_gradients(self, grads: Sequence[Tensor | None]) -> bool:
         """Whether all gradients have the dtypes that the plan expects; an error where one cannot be used at all."""
         if not {g.is_sparse for g in grads if g is not None} <= {self.rule.gradients == "sparse"}:
             self._refuse(grads)
-        for member, param, grad in zip(self.members, self.params, grads, strict=True):
+        present = [(m, p, g) for m, p, g in zip(self.members, self.params, grads, strict=True) if g is not None]
+        for member, param, grad in present:
             # Of a DTensor's gradient, a compiled step hands over this process's part.
-            like = param if grad is None or is_sharded(grad) else member.param
-            if grad is not None and grad.shape != like.shape:
-                shapes = tuple(grad.shape), tuple(like.shape)
+            shapes = tuple(grad.shape), tuple((param if is_sharded(grad) else member.param).shape)
+            if shapes[0] != shapes[1]:
                 raise ValueError(f"the gradient of '{member.name}' has shape {shapes[0]}, the parameter {shapes[1]}")
-            if grad is not None and any(map(is_lost, _parts(grad))):
+            strided = (grad._indices(), grad._values()) if grad.is_sparse else (local(grad),)
+            if any(map(is_lost, strided)):
                 raise ValueError(f"the gradient of '{member.name}' has no memory: its storage was freed")
-            if grad is not None and torch_internals.is_fake(grad) and not torch_internals.is_fake(param):
+            if torch_internals.is_fake(grad) and not torch_internals.is_fake(param):
                 raise ValueError(f"the gradient of '{member.name}' has no memory: it is a FakeTensor")
         return all(g is None or g.dtype == d for g, d in zip(grads, self.grad_dtypes, strict=True))
 
@@ -283,17 +282,6 @@ class Plan:
         return scalars
 
 
-def _grad_dtype(param: Tensor) -> torch.dtype:
-    """The dtype to expect of a gradient."""
-    chosen: torch.dtype | None = param.grad_dtype if param.is_leaf else None
-    return chosen or param.dtype
-
-
-def _parts(grad: Tensor) -> tuple[Tensor, ...]:
-    """The strided tensors that a gradient consists of."""
-    return (grad._indices(), grad._values()) if grad.is_sparse else (local(grad),)
-
-
 def partition(
     rule: Rule, groups: Sequence[ParamGroup], state: OptimizerState, grad_of: Callable[[Tensor], Tensor | None] = gradient
 ) -> list[Plan]:
@@ -305,7 +293,9 @@ def partition(
     found: list[tuple[Member, dict[str, Any]]] = []
     by_short_name = ignores_prefixes(rule.scales, groups)
     for i, group in enumerate(groups):
-        initial = initial_values(rule, ChainMap(group.for_compiled_code[0], group))
+        initial = initial_values(rule, {**group.for_compiled_code[0], "differentiable": group.get("differentiable", False)})
+        rounding_seed = group.get("rounding_seed", 0)
+        scales = [scale for scale in rule.scales if scale.is_read(group.get(scale.name))]
         begun = {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in initial.items()}
         for param, j in parameters_of(group).items():
             is_needed = grad_of(param) is not None
@@ -328,10 +318,11 @@ def partition(
                 own_state.initial = begun
             for entry, tensor in missing.items():
                 own_state.set_quietly(entry, tensor)
-            numbers = {s.name: number_of(s, group, i, j, by_short_name=by_short_name) for s in rule.scales}
-            numbers["seed"] = _seed(group, i, j)
+            numbers = {s.name: number_of(s, group, i, j, by_short_name=by_short_name) for s in scales}
+            digest = hashlib.blake2b(f"{rounding_seed} {canonical_name(name)}".encode(), digest_size=3).digest()
+            numbers["seed"] = float(int.from_bytes(digest, "big"))  # by name, so equal on replicas and after a resume
             found.append((Member(param, groups, i, j, own_state, (*scalar_names(rule), *buffers), numbers), choices))
-    written = [[m.param, *(m.entries[name] for name in rule.present_buffers(choices))] for m, choices in found]
+    written = [[m.param, *[m.entries[name] for name in rule.present_buffers(choices)]] for m, choices in found]
     together: dict[tuple[Any, ...], list[Member]] = {}
     for (member, choices), turn in zip(found, _turns(written), strict=True):
         param = member.owner
@@ -341,13 +332,6 @@ def partition(
         Plan(rule, dict(choices), device, members, groups, grad_of, turn > 0, index == 0)
         for index, ((device, _, _, _, turn, *choices), members) in enumerate(together.items())
     ]
-
-
-def _seed(group: Mapping[str, Any], group_index: int, index: int) -> float:
-    """A whole number below 2**24 for a parameter, by its name where it has one: equal on replicas and after a resume."""
-    place = canonical_name(parameter_name(group, group_index, index))
-    text = f"{group.get('rounding_seed', 0)} {place}"
-    return float(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=3).digest(), "big"))
 
 
 def _only_wraps(param: Tensor) -> bool:
@@ -372,14 +356,16 @@ def _check_order(rule: Rule, param: Tensor, name: str, choices: Mapping[str, Any
 def _has_memory(rule: Declaration, param: Tensor, state: ParamState, name: str, *, needed: bool) -> bool:
     """Whether parameter and state have memory, as an update needs it; an error where it is ``needed`` and missing."""
     values = local(param)
-    if values._is_zerotensor() or any(n > 1 and s == 0 for n, s in zip(values.shape, values.stride(), strict=True)):
+    shares = not values.is_contiguous() and any(n > 1 and s == 0 for n, s in zip(values.shape, values.stride(), strict=True))
+    if values._is_zerotensor() or shares:
         raise ValueError(f"can't optimize '{name}': several of its elements share memory (it is expanded); pass its clone()")
-    buffers = {b.name: state[b.name] for b in rule.buffers if state.get(b.name) is not None}
-    tensors = {"": values} | {f"state '{entry}' of ": local(buffer) for entry, buffer in buffers.items()}
-    lost = next((what for what, tensor in tensors.items() if is_lost(tensor)), None)
-    if lost is not None and needed:
-        raise ValueError(f"{lost}'{name}' cannot be updated: it has no memory, since its storage was freed")
-    return lost is None
+    buffers = [(f"state '{b.name}' of ", local(state[b.name])) for b in rule.buffers if state.get(b.name) is not None]
+    for what, tensor in [("", values), *buffers]:
+        if is_lost(tensor):
+            if needed:
+                raise ValueError(f"{what}'{name}' cannot be updated: it has no memory, since its storage was freed")
+            return False
+    return True
 
 
 def _turns(written: Sequence[Sequence[Tensor]]) -> list[int]:
@@ -388,20 +374,15 @@ def _turns(written: Sequence[Sequence[Tensor]]) -> list[int]:
     It is 0 where none of the tensors that are ``written`` for a parameter shares memory with an earlier parameter's, else
     one more than the last of those.
     """
-    spans = sorted(
-        (str(tensor.device), *span(tensor), i)
-        for i, tensors in enumerate(written)
-        for tensor in tensors
-        if tensor.numel() and has_memory(tensor)
-    )
+    tensors = [(t, i) for i, tensors in enumerate(written) for t in tensors if t.numel() and has_memory(t)]
     earlier: dict[int, set[int]] = {}
     open_spans: list[tuple[str, int, int]] = []
-    for device, start, end, i in spans:
+    for device, start, end, i in sorted([(str(tensor.device), *span(tensor), i) for tensor, i in tensors]):
         open_spans = [other for other in open_spans if other[0] == device and other[1] > start]
         for *_, other in open_spans:
             earlier.setdefault(max(i, other), set()).add(min(i, other))
         open_spans.append((device, end, i))
     turns: list[int] = []
     for i in range(len(written)):
-        turns.append(max((turns[other] + 1 for other in earlier.get(i, set()) - {i}), default=0))
+        turns.append(max([turns[other] + 1 for other in earlier.get(i, ()) if other != i], default=0))
     return turns

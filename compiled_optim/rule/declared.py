@@ -51,6 +51,7 @@ class Declared:
     _declared: ClassVar[dict[str, Field]] = {}  # by name: what the bodies of the class and its bases declare
     _all_fields: ClassVar[dict[str, Field]] = {}  # by name: what is declared, and what transforms add
     _by_kind: ClassVar[tuple[dict[str, Field], dict[type[Any], tuple[Any, ...]]]] = ({}, {})  # fields, and these by kind
+    _added: ClassVar[dict[str, Any]]  # what `added_choices` returns
     _transforms: ClassVar[tuple[Transform, ...]] = ()  # what rules go through, in this order
     _declaration: ClassVar[Declaration]
     _rule: ClassVar[Rule]  # the declaration, where it has an update
@@ -254,12 +255,14 @@ def added_choices(cls: type[Declared]) -> dict[str, Any]:
     A group has one only where another value was given, so that groups have the keys of torch.optim's. An optimizer that
     torch.optim lacks has declared its choices itself, all but those that transforms add.
     """
-    choices = {s.name: s.default for s in cls._fields_of(Static) if s.init}
-    choices |= {s.name: s.default for kind in (Scale, Option) for s in cls._fields_of(kind)}
-    choices |= {f.name: f.default for f in cls._fields_of(Flag) if f.name in cls._group_flags}
-    choices |= {h.name: h.default for h in cls._fields_of(Hyper) if h.when}
-    known = _torch_arguments(cls.__name__) or cls._declared
-    return {name: default for name, default in choices.items() if name not in known}
+    if "_added" not in vars(cls):
+        choices = {s.name: s.default for s in cls._fields_of(Static) if s.init}
+        choices |= {s.name: s.default for kind in (Scale, Option) for s in cls._fields_of(kind)}
+        choices |= {f.name: f.default for f in cls._fields_of(Flag) if f.name in cls._group_flags}
+        choices |= {h.name: h.default for h in cls._fields_of(Hyper) if h.when}
+        known = _torch_arguments(cls.__name__) or cls._declared
+        cls._added = {name: default for name, default in choices.items() if name not in known}
+    return cls._added
 
 
 def no_hyperparameter(cls: type[Declared], name: str) -> str:

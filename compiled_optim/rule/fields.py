@@ -96,8 +96,10 @@ class Hyper(Field):
 
     def plain(self, numbers: Sequence[float | Tensor]) -> Any:
         """``numbers`` as a user writes them: one of them or a tuple, with None for NaN where that is allowed."""
-        values = [None if isinstance(n, float) and math.isnan(n) and self.optional(i) else n for i, n in enumerate(numbers)]
-        return tuple(values) if self.is_tuple else values[0]
+        if not self.is_tuple:
+            return numbers[0]
+        is_none = [isinstance(n, float) and math.isnan(n) and self.optional(i) for i, n in enumerate(numbers)]
+        return tuple([None if absent else n for n, absent in zip(numbers, is_none, strict=True)])
 
     def check(self, value: float, index: int, where: str, slack: float = 0.0) -> None:
         """Raise ``ValueError`` if ``value`` is NaN or out of bounds; inclusive bounds get ``slack``.

@@ -147,4 +147,4 @@ def test_making_an_optimizer_takes_few_calls() -> None:
         made()
     finally:
         sys.setprofile(None)
-    assert calls < 2100
+    assert calls <= 1000

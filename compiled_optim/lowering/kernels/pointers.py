@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from compiled_optim import torch_internals
-from compiled_optim.memory.layout import is_lost, is_plain
+from compiled_optim.memory.layout import has_memory, is_lost, is_plain
 from compiled_optim.plan.clipping import NAMES, Clipping
 from compiled_optim.plan.compilations import CompilationLog
 from compiled_optim.plan.plan import Plan
@@ -111,9 +111,10 @@ class HyperPointers:
 
     def _check(self, tensors: Sequence[Tensor]) -> None:
         """Raise ``ValueError`` where a tensor of :meth:`_read` has no number."""
-        names = [*NAMES, *(f"{g.label}[{name!r}]" for g in self._groups for name in self._names for _ in g.read_only(name))]
-        for name, tensor in zip(names, tensors, strict=True):
-            if torch_internals.is_fake(tensor) or tensor.is_meta or is_lost(tensor):
+        for index, tensor in enumerate(tensors):
+            if not has_memory(tensor) and (torch_internals.is_fake(tensor) or tensor.is_meta or is_lost(tensor)):
+                owners = [(g.label, name) for g in self._groups for name in self._names for _ in g.read_only(name)]
+                name = [*NAMES, *(f"{label}[{name!r}]" for label, name in owners)][index]
                 raise ValueError(f"{name} is a tensor without memory, or its storage was freed; it has no value")
 
     def _readable(self, tensor: Tensor) -> bool:
