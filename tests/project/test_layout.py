@@ -107,7 +107,7 @@ BUDGET = {
     "memory": 970,
     "optimizers": 2085,
     "plan": 860,
-    "rule": 2595,
+    "rule": 2600,
     "step": 2255,
 }
 """Lines of each folder's modules; "" are those beside the folders. A commit of its own raises one, and says why."""
