@@ -12,6 +12,7 @@ from torch import Tensor
 from compiled_optim.groups.live import Live
 from compiled_optim.groups.names import named_parameters
 from compiled_optim.groups.watched import Changes
+from compiled_optim.lowering.torch_ops.inlined import InlinedStep
 from compiled_optim.memory.addresses import gradient
 from compiled_optim.memory.cpp_library import CompilerError
 from compiled_optim.plan.clipping import CHOSEN, NAMES
@@ -20,7 +21,6 @@ from compiled_optim.rule.declared import Declared, no_hyperparameter
 from compiled_optim.step import traced
 from compiled_optim.step.hand_captures import is_recorded_by_runner
 from compiled_optim.step.holdings import Holdings, position
-from compiled_optim.step.inlined import InlinedStep
 from compiled_optim.step.step import Step
 from compiled_optim.step.use_of_gradients import refuse_whole
 from compiled_optim.torch_internals import (

@@ -442,7 +442,7 @@ class TestCommand:
         assert f'\n{extra} = ["safetensors' in (ROOT / "pyproject.toml").read_text()
 
     def test_arguments_are_answered_before_anything_is_installed(self, tmp_path: Path) -> None:
-        for name in ("convert", "convert_options.py", "environment.py"):
+        for name in ("convert", "convert_options.py", "environment.py", "progress.py"):
             shutil.copy(ROOT / "tools" / name, tmp_path)
         before = _contents(tmp_path)
         mistakes = [[], ["a"], ["a", "b"], ["a", "b", "--to", "pickle"], ["a", "b", "--to", "torch", "--force"]]

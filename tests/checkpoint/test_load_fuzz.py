@@ -208,7 +208,7 @@ def _refuses_what_is_out_of_range(optimizer: co.CompiledOptimizer, numbers: list
     with pytest.raises(ValueError, match=re.escape(messages[0])):
         train(optimizer)
     for group, own in zip(groups, numbers, strict=True):
-        group.update({key: own[key] for key, _ in group.out_of_range})
+        group.update({key: own[key] for key in group.out_of_range})
 
 
 @pytest.mark.usefixtures("one_thread")

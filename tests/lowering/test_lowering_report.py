@@ -109,6 +109,7 @@ adagrad | 2 | 1 (1 upload) | 20.0 | 10.0 | v4.b32 masked
 adam | 2 | 1 (1 upload) | 28.0 | 14.0 | v4.b32 masked
 adamax | 2 | 1 (1 upload) | 28.0 | 14.0 | v4.b32 masked
 adamw | 2 | 1 (1 upload) | 28.0 | 14.0 | v4.b32 masked
+adamwschedulefree | 2 | 1 (1 upload) | 28.0 | 14.0 | v4.b32 masked
 adan | 2 | 1 (1 upload) | 44.0 | 22.0 | v4.b32 masked
 asgd | 2 | 1 (1 upload) | 20.0 | 10.0 | v4.b32 masked
 lamb | 4 | 1 (1 upload) | 44.0 | 22.0 | v4.b32 masked

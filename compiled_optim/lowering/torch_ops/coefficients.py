@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -61,56 +61,45 @@ class Found(NamedTuple):
     outcome: Tensor | None
 
 
-class Stage(Protocol):
-    """What evaluates the coefficients of a plan's steps."""
-
-    @property
-    def is_compiled(self) -> bool:
-        """Whether :meth:`compile` has nothing to do."""
-
-    def compile(self) -> None:
-        """Compile what is not compiled yet."""
-
-    def connect(self, square_sums: Tensor) -> None:
-        """Take the vector whose sum is the sum of the squares of all gradients."""
-
-    def advance(self, present: Tensor | None) -> Tensor:
-        """Count a step for the tensors where ``present`` is true (all if None) and return their coefficients.
-
-        Returns a (2 + coefficients, tensors) matrix, see :attr:`Found.rows`.
-        """
-
-
 class CoefficientStage:
     """Evaluates a rule's ``coefficients`` for all tensors of a plan at once, in float64 where the device has it."""
-
-    is_compiled = True
 
     def __init__(self, plan: Plan, clipping: Clipping) -> None:
         self._plan = plan
         self._clipping = clipping
         self._square_sums: Tensor | None = None
         self._names = plan.rule.coefficient_names(plan.statics)
+        self._rows = self._rows_of(plan)
+        self._neutral = dict.fromkeys(plan.numbers.keys() - self._rows)
         signs = [-1.0 if maximizes else 1.0 for maximizes in plan.maximizes]
-        # None where all are 1, so that nothing is multiplied by them
-        numbers = {name: None if {*row} == {1.0} else row for name, row in plan.numbers.items()}
-        self._rows = [name for name, row in numbers.items() if row is not None]
-        self._neutral = dict.fromkeys(numbers.keys() - self._rows)
-        rows = [signs, *(row for row in numbers.values() if row is not None)]
+        rows = [signs, *(plan.numbers[name] for name in self._rows)]
         self.constants = torch.tensor(rows, dtype=plan.scalars.dtype, device="cpu").to(plan.device)
         self.group_index = torch.tensor(plan.group_index, device="cpu").to(plan.device)
         given = plan.recorded_scalars
         self._recorded: tuple[int, Tensor] | None = None if given is None else (plan.scalars._version, given)
 
+    @staticmethod
+    def _rows_of(plan: Plan) -> list[str]:
+        """Those numbers of the tensors that are not all 1: nothing is multiplied by the others."""
+        return [name for name, row in plan.numbers.items() if {*row} != {1.0}]
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether :meth:`compile` has nothing to do."""
+        return True
+
     def compile(self) -> None:
-        """There is nothing to compile."""
+        """Compile what is not compiled yet."""
 
     def connect(self, square_sums: Tensor) -> None:
-        """As :meth:`Stage.connect`."""
+        """Take the vector whose sum is the sum of the squares of all gradients."""
         self._square_sums = square_sums
 
     def advance(self, present: Tensor | None) -> Tensor:
-        """As :meth:`Stage.advance`."""
+        """Count a step for the tensors where ``present`` is true (all if None) and return their coefficients.
+
+        Returns a (2 + coefficients, tensors) matrix, see :attr:`Found.rows`.
+        """
         plan, clipping = self._plan, self._clipping
         hypers = [t for group in plan.groups for h in plan.hypers for t in group.read_only(h.name)]
         numbers = () if clipping.idle else clipping.tensors(plan.device)
@@ -199,45 +188,36 @@ def note_outcome(outcome: Tensor, found: Tensor, *, counts: bool) -> None:
     outcome.copy_(torch.cat([found, skipped]))
 
 
-class CoefficientGraph:
+class CoefficientGraph(CoefficientStage):
     """A :class:`CoefficientStage` whose code is shared by all plans of a rule, however many tensors and groups they have.
 
     So it leaves nothing out: clipping and what users choose for a parameter are numbers that may be neutral.
     """
 
     def __init__(self, plan: Plan, clipping: Clipping, log: CompilationLog) -> None:
-        self._plan = plan
-        self._clipping = clipping
+        super().__init__(plan, clipping)
         self._log = log
-        self._square_sums: Tensor | None = None
         # Whether a hyperparameter is 0 is no choice of this code.
         statics = tuple((k, v) for k, v in plan.statics.items() if k not in plan.rule.structural_hypers)
         self._key = dataclasses.replace(coefficient_key(plan), statics=statics, device=str(plan.device))
         self._graph: Graph | None = None
-        signs = [-1.0 if maximizes else 1.0 for maximizes in plan.maximizes]
-        rows = [signs, *(plan.numbers[name] for name in _number_names(plan.rule))]
-        self._constants = torch.tensor(rows, dtype=plan.scalars.dtype, device="cpu").to(plan.device)
-        self._group_index = torch.tensor(plan.group_index, device="cpu").to(plan.device)
         self._all = torch.ones(len(plan.members), dtype=torch.bool, device=plan.device)
         self._nothing = scalar(0.0, plan.device)
 
+    @staticmethod
+    def _rows_of(plan: Plan) -> list[str]:
+        return _number_names(plan.rule)
+
     @property
     def is_compiled(self) -> bool:
-        """Whether :meth:`compile` has nothing to do."""
         return self._graph is not None
 
     def compile(self) -> None:
-        """Obtain the graph."""
         if self._graph is None:
             names = [member.name for member in self._plan.members]
             self._graph = self._log.obtain_or_fall_back(_graphs, self._key, names, _make, _function)
 
-    def connect(self, square_sums: Tensor) -> None:
-        """As :meth:`Stage.connect`."""
-        self._square_sums = square_sums
-
     def advance(self, present: Tensor | None) -> Tensor:
-        """As :meth:`Stage.advance`."""
         plan, clipping = self._plan, self._clipping
         assert self._graph is not None
         hypers = [
@@ -250,7 +230,7 @@ class CoefficientGraph:
         total = self._nothing if clipping.idle or self._square_sums is None else self._square_sums.sum()
         numbers = [t.to(plan.device, plan.scalars.dtype) for t in clipping.tensors(plan.device)]
         marks = self._all if present is None else present
-        given = [plan.scalars, table, self._constants, self._group_index, marks, total, *numbers]
+        given = [plan.scalars, table, self.constants, self.group_index, marks, total, *numbers]
         coefficients, outcome = self._graph(given)
         if not clipping.idle:
             note_outcome(clipping.outcome(plan.device), outcome, counts=plan.leads)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from compiled_optim.conversion import filled
 from compiled_optim.lowering.gradient import square_sum
-from compiled_optim.lowering.torch_ops.coefficients import CoefficientStage, Stage
+from compiled_optim.lowering.torch_ops.coefficients import CoefficientStage
 from compiled_optim.memory.layout import compute_dtype, flat, real_numel
 from compiled_optim.memory.sharding import add_over_shards
 from compiled_optim.plan.clipping import Clipping
@@ -148,7 +148,7 @@ class TorchLowering:
 
     def __init__(self, plan: Plan, clipping: Clipping) -> None:
         self.plan = plan
-        self._stage: Stage = CoefficientStage(plan, clipping)
+        self._stage = CoefficientStage(plan, clipping)
         self._grads: Sequence[Tensor | None] = ()
         self._stages = plan.rule.stages(plan.statics)
         self._masks: Recent[tuple[bool, ...], Tensor] = Recent(256)  # a new one waits for the device
@@ -177,7 +177,7 @@ class TorchLowering:
     def _advance(self) -> tuple[Tensor, Tensor | None]:
         """Count a step of every parameter with a gradient.
 
-        Returns the coefficients, see :meth:`Stage.advance`, and which parameters have a gradient; None if all have.
+        Returns the coefficients, see :meth:`CoefficientStage.advance`, and which parameters have a gradient (None if all).
         """
         present = tuple(grad is not None for grad in self._grads)
         mask = None
