@@ -230,16 +230,16 @@ class Live:
     @staticmethod
     def send(changes: Changes) -> None:
         """Bring the numbers that wait to where steps read them, by one copy to a device. The host does not wait for it."""
-        by_place: dict[tuple[torch.device, torch.dtype], list[tuple[Live, float]]] = {}
+        by_device: dict[torch.device, list[tuple[Live, float]]] = {}
         for live, number in list(changes.unsent.values()):
-            by_place.setdefault((live.tensor.device, live.tensor.dtype), []).append((live, number))
-        for (device, dtype), waiting in by_place.items():
+            by_device.setdefault(live.tensor.device, []).append((live, number))
+        for device, waiting in by_device.items():
             tensors, numbers = [live.tensor for live, _ in waiting], [number for _, number in waiting]
             with as_fake_as(tensors[0]):
                 if is_capturing(device):  # replays must not write these numbers again
                     beside_captures(lambda: [t.fill_(n) for t, n in zip(tensors, numbers, strict=True)])  # noqa: B023
                 else:
-                    host = torch.tensor(numbers, dtype=dtype, device="cpu")
+                    host = torch.tensor(numbers, dtype=tensors[0].dtype, device="cpu")
                     sent = (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
                     torch._foreach_copy_(tensors, list(sent.unbind()))
             for live, number in waiting:  # those alone that were sent, whatever interrupts this or writes meanwhile
