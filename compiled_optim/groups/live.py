@@ -252,10 +252,13 @@ class Numbers(tuple[Live, ...]):
     """The numbers of one hyperparameter of one group.
 
     Attributes:
-        entry: what stands in the group's dict for them, where somebody else may write others.
+        entry: what stands in the group's dict for them.
+        are_open: whether somebody else may write others, so that ``entry`` may be old.
+        are_quick: whether a write of numbers in range changes nothing else.
     """
 
     entry: Any = None
+    are_open, are_quick = True, False
     _hyper: Hyper
 
     def __new__(cls, numbers: Iterable[Live], hyper: Hyper) -> Numbers:
@@ -275,8 +278,10 @@ class Numbers(tuple[Live, ...]):
         return ""
 
     def write_quickly(self, value: Any) -> bool:
-        """Write ``value``, at the cost that schedulers expect, where that changes nothing else; whether it could be."""
+        """Write ``value`` where :attr:`are_quick`, at the cost that schedulers expect; whether it is one that can be."""
         least, most = self._hyper.span
+        if not self.are_quick:
+            return False
         if not self._hyper.is_tuple:
             return type(value) is float and least <= value <= most and self[0].write_plain(value)
         if type(value) is not tuple or len(value) != len(self):
