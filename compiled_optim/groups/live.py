@@ -230,16 +230,16 @@ class Live:
     @staticmethod
     def send(changes: Changes) -> None:
         """Bring the numbers that wait to where steps read them, by one copy to a device. The host does not wait for it."""
-        by_place: dict[tuple[torch.device, torch.dtype], list[tuple[Live, float]]] = {}
+        by_device: dict[torch.device, list[tuple[Live, float]]] = {}
         for live, number in list(changes.unsent.values()):
-            by_place.setdefault((live.tensor.device, live.tensor.dtype), []).append((live, number))
-        for (device, dtype), waiting in by_place.items():
+            by_device.setdefault(live.tensor.device, []).append((live, number))
+        for device, waiting in by_device.items():
             tensors, numbers = [live.tensor for live, _ in waiting], [number for _, number in waiting]
             with as_fake_as(tensors[0]):
                 if is_capturing(device):  # replays must not write these numbers again
                     beside_captures(lambda: [t.fill_(n) for t, n in zip(tensors, numbers, strict=True)])  # noqa: B023
                 else:
-                    host = torch.tensor(numbers, dtype=dtype, device="cpu")
+                    host = torch.tensor(numbers, dtype=tensors[0].dtype, device="cpu")
                     sent = (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
                     torch._foreach_copy_(tensors, list(sent.unbind()))
             for live, number in waiting:  # those alone that were sent, whatever interrupts this or writes meanwhile
@@ -252,10 +252,13 @@ class Numbers(tuple[Live, ...]):
     """The numbers of one hyperparameter of one group.
 
     Attributes:
-        entry: what stands in the group's dict for them, where somebody else may write others.
+        entry: what stands in the group's dict for them.
+        are_open: whether somebody else may write others, so that ``entry`` may be old.
+        are_quick: whether a write of numbers in range changes nothing else.
     """
 
     entry: Any = None
+    are_open, are_quick = True, False
     _hyper: Hyper
 
     def __new__(cls, numbers: Iterable[Live], hyper: Hyper) -> Numbers:
@@ -275,8 +278,10 @@ class Numbers(tuple[Live, ...]):
         return ""
 
     def write_quickly(self, value: Any) -> bool:
-        """Write ``value``, at the cost that schedulers expect, where that changes nothing else; whether it could be."""
+        """Write ``value`` where :attr:`are_quick`, at the cost that schedulers expect; whether it is one that can be."""
         least, most = self._hyper.span
+        if not self.are_quick:
+            return False
         if not self._hyper.is_tuple:
             return type(value) is float and least <= value <= most and self[0].write_plain(value)
         if type(value) is not tuple or len(value) != len(self):

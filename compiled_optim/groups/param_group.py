@@ -82,15 +82,10 @@ class ParamGroup(WatchedDict[str, Any]):
         self.out_of_range: dict[str, str] = {}
         self._check = check
         self._hypers = {h.name: h for h in declaration.hypers}
+        self._declaration, self._device = declaration, device
         self._scales = {s.name for s in declaration.scales}
-        self._structural = declaration.structural_entries
-        self._shaping = frozenset(declaration.structural_hypers)
-        self._device = device
         self._is_meta = {p.is_meta for p in values["params"]} == {True}
         self._numbers: dict[str, Numbers] = {}
-        # What stands in the dict for each hyperparameter while nobody else can write to its numbers, or else these.
-        self._known: dict[str, Any] = {}
-        self._quick: dict[str, Numbers] = {}  # what can be written at once
         given = (n for g in others for numbers in g._numbers.values() for n in numbers if n.is_adopted)
         adopted = functools.cache(lambda: {address(n.tensor): n for n in given})
         for key, value in values.items():
@@ -113,8 +108,8 @@ class ParamGroup(WatchedDict[str, Any]):
         dict.__setitem__(self, key, kept(value) if key in self._scales else value)
 
     def __getitem__(self, key: str) -> Any:
-        held = dict.__getitem__(self, key)
-        return held if held is self._known.get(key, held) else self._read(key)
+        held, numbers = dict.__getitem__(self, key), self._numbers.get(key)
+        return held if numbers is None or (held is numbers.entry and not numbers.are_open) else self._read(key)
 
     # What is read past __getitem__ would be old; dict(group) goes past it unless there is an __iter__ of the class.
     get, items, values, __eq__ = Mapping.get, Mapping.items, Mapping.values, Mapping.__eq__  # type: ignore[assignment]
@@ -141,10 +136,9 @@ class ParamGroup(WatchedDict[str, Any]):
     def _held(self, key: str) -> Numbers:
         """The numbers of a hyperparameter, after an assignment by ``dict.__setitem__``, which goes past this class."""
         if key in self:
-            value, known = dict.__getitem__(self, key), self._known[key]
-            is_seen = value is (known.entry if isinstance(known, Numbers) else known)
-            if not is_seen and not is_own(self._hypers[key], value, self):
-                self[key] = value
+            value = dict.__getitem__(self, key)
+            if value is not self._numbers[key].entry and not is_own(self._hypers[key], value, self):
+                self.update({key: value})
         return self._numbers[key]
 
     def tensors(self, key: str) -> tuple[Tensor, ...]:
@@ -164,17 +158,15 @@ class ParamGroup(WatchedDict[str, Any]):
         is_private = all([n.is_private for n in numbers])
         values: list[Any] = [n.written_last if is_private else n.shown for n in numbers]
         shown = self._hypers[key].plain(values)
-        self._quick.pop(key, None)
+        numbers.are_open = not is_private
+        numbers.are_quick = is_private and key not in self._declaration.structural_hypers
         self.out_of_range.pop(key, None)
         if new or self._is_entry(key):
             numbers.entry = shown
             dict.__setitem__(self, key, shown)
             if problem := numbers.problem(self.label):
-                self.out_of_range[key] = problem
+                self.out_of_range[key], numbers.are_quick = problem, False
                 self._changes.refuse()
-        self._known[key] = shown if is_private else numbers
-        if is_private and key not in self._shaping and key not in self.out_of_range:
-            self._quick[key] = numbers
 
     def _is_entry(self, key: str) -> bool:
         return key in self and not is_own(self._hypers[key], dict.__getitem__(self, key), self)
@@ -256,31 +248,31 @@ class ParamGroup(WatchedDict[str, Any]):
             self._assign(key, self._taken(key, value), is_loaded=True)
 
     def __setitem__(self, key: str, value: Any) -> None:
-        numbers = self._quick.get(key)
+        numbers = self._numbers.get(key)
         if numbers is None or is_traced() or compiler_at_work() is not None or not numbers.write_quickly(value):
             self.update({key: value})
         else:
             dict.__setitem__(self, key, value)
-            self._known[key] = value
+            numbers.entry = value
 
     @quickly_outside_dynamo
     def update(self, *args: Any, **kwargs: Any) -> None:
         """As ``dict.update``, but nothing is written if one of the values is refused."""
         values = dict(*args, **kwargs)
         taken = {key: self._taken(key, values[key]) for key in values if key in self._hypers}
-        others = values.keys() - taken.keys()
-        if self._structural & others or others - self.keys():
+        others, structural = values.keys() - taken.keys(), self._declaration.structural_entries
+        if structural & others or others - self.keys():
             self._check({**self, **values}, self)
         for key, value in values.items():
             if key in taken:
                 self._assign(key, taken[key])
                 continue
-            if key in self._structural:
+            if key in structural:
                 self._changes.pending = True
             elif key not in self:
-                warn_of_entry(key, (*self._hypers, *self._structural), self.label)
+                warn_of_entry(key, (*self._hypers, *structural), self.label)
             self.set_quietly(key, value)
-            if key in self._structural:
+            if key in structural:
                 self._changes.pending = True  # another thread may have rebuilt in between
             for name in (h.name for h in self._hypers.values() if h.when == key and value):
                 self._show(name, new=True)
@@ -325,7 +317,7 @@ class ParamGroup(WatchedDict[str, Any]):
         is_entry = shown or (shown is None and (key not in self._numbers or self._is_entry(key)))
         held = self._numbers[key] = Numbers(numbers, self._hypers[key])
         for number in held:
-            number.shapes |= key in self._shaping
+            number.shapes |= key in self._declaration.structural_hypers
             number.groups[id(self)] = self
         tensors = tuple([number.tensor for number in held])
         self.for_compiled_code[0][key] = tensors if self._hypers[key].is_tuple else tensors[0]

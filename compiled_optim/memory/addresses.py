@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -89,28 +89,28 @@ class _Watched(NamedTuple):
 class _CppWatch:
     """Looks in C++, at torch's own objects."""
 
-    def __init__(self, functions: Functions, capsule: object, kept_alive: object) -> None:
-        self._functions, self._capsule, self._kept_alive = functions, capsule, kept_alive
+    def __init__(self, offset: int, functions: Any, capsule: object, kept_alive: object) -> None:
+        self._offset, self._functions, self._capsule, self._kept_alive = offset, functions, capsule, kept_alive
 
     @classmethod
     def of(cls, watched: _Watched) -> _CppWatch | None:
         """A watch; None where C++ cannot look at the tensors."""
-        functions = reader()
-        if isinstance(functions, str):
+        found = reader()
+        if isinstance(found, str):
             return None
-        tensors, count, dtypes, gradients, present = watched
-        offset = functions.offset
+        (offset, functions), (tensors, count, dtypes, gradients, present) = found, watched
         if [ctypes.c_uint64.from_address(id(t) + offset).value for t in tensors] != [t._cdata for t in tensors]:
             return None
         examples = {dtype: torch.empty(0, dtype=dtype, device="cpu") for dtype in dtypes}
         objects = np.array([id(t) + offset for t in tensors], dtype=np.int64)
         kinds = np.array([id(examples[dtype]) + offset for dtype in dtypes], dtype=np.int64)
         places = [array.ctypes.data for array in (kinds, gradients, present)]
-        capsule = functions.make(len(tensors), objects.ctypes.data, count, *places)
-        return None if capsule is None else cls(functions, capsule, (watched, objects))
+        capsule = functions.make_watch(len(tensors), objects.ctypes.data, count, *places)
+        return None if capsule is None else cls(offset, functions, capsule, (watched, objects))
 
     def look(self, grads: list[Tensor | None] | None, first: int, end: int, keep_alive: bool) -> int:
-        return self._functions.look(self._capsule, grads, self._functions.offset, first, end, keep_alive)
+        seen: int = self._functions.look(self._capsule, grads, self._offset, first, end, keep_alive)
+        return seen
 
     def finish(self) -> None:
         self._functions.finish(self._capsule)
@@ -179,19 +179,12 @@ def _lies_like(grad: Tensor, tensor: Tensor, dtype: torch.dtype) -> bool:
     )
 
 
-class Functions(NamedTuple):
-    """What the C++ library offers, and how far into a tensor's Python object its pointer to torch's own object lies."""
-
-    offset: int
-    make: Callable[..., object]
-    look: Callable[..., int]
-    finish: Callable[..., None]
-    set_written: Callable[..., None]
-
-
 @functools.cache
-def reader() -> Functions | str:
-    """The functions in C++, compiled once per machine and build of torch; or why there are none."""
+def reader() -> tuple[int, Any] | str:
+    """How far into a tensor's Python object its pointer to torch's own lies, and the C++ functions; or why there are none.
+
+    They are compiled once per machine and build of torch.
+    """
     if sys.platform != "linux" or not cpp_library.compiler():
         return "no C++ compiler was found"
     if (offset := pointer_offset()) is None:
@@ -206,15 +199,13 @@ def reader() -> Functions | str:
     except cpp_library.CompilerError as error:
         return str(error)
     thing, pointer, integer = ctypes.py_object, ctypes.c_void_p, ctypes.c_int64
-    return Functions(
-        offset,
-        _function(library.make_watch, thing, integer, pointer, integer, pointer, pointer, pointer),
-        _function(library.look, integer, thing, thing, integer, integer, integer, integer),
-        _function(library.finish, None, thing),
-        _function(library.set_written, None, thing, pointer),
-    )
-
-
-def _function(function: Any, result: Any, *arguments: Any) -> Any:
-    function.restype, function.argtypes = result, arguments
-    return function
+    signatures: dict[str, tuple[Any, ...]] = {
+        "make_watch": (thing, integer, pointer, integer, pointer, pointer, pointer),
+        "look": (integer, thing, thing, integer, integer, integer, integer),
+        "finish": (None, thing),
+        "set_written": (None, thing, pointer),
+    }
+    for name, (result, *arguments) in signatures.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return offset, library

@@ -79,9 +79,15 @@ def direction(pairs: Mapping[str, Tensor], gradient: Tensor, rows: int) -> Tenso
     return torch.addmv(result, steps.t(), gamma[back, 0])
 
 
-def rows_by_age(count: int, size: int) -> list[int]:
+def _rows_by_age(count: int, size: int) -> list[int]:
     """The rows of the pairs that are there, the oldest first, after ``count`` were accepted."""
     return [n % size for n in range(max(count - size, 0), count)]
+
+
+def stored(pairs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Steps, changes and products of the pairs that are there, as :func:`restore` takes them. Waits for the device."""
+    rows = _rows_by_age(int(pairs["pairs"]), len(pairs["products"]))
+    return pairs["old_stps"][rows], pairs["old_dirs"][rows], pairs["products"][rows][:, rows]
 
 
 def restore(
@@ -93,9 +99,9 @@ def restore(
     are not older; ``scale`` is 0-dim. ``count`` is taken for ``saved`` unless so many would leave just the saved ones.
     """
     size = len(pairs["products"])
-    if count is None or len(rows_by_age(count, size)) != len(steps):
+    if count is None or len(_rows_by_age(count, size)) != len(steps):
         count = len(steps)
-    rows = rows_by_age(count, size)
+    rows = _rows_by_age(count, size)
     for name, values in (("old_stps", steps), ("old_dirs", changes)):
         pairs[name][rows] = values[len(values) - len(rows) :].to(pairs[name])
     first = len(steps) - len(rows)

@@ -21,15 +21,7 @@ from compiled_optim.groups.live import Live
 from compiled_optim.groups.names import canonical_names, numbered, parameter_name
 from compiled_optim.memory.layout import as_real, compute_dtype, obstacle, real_numel, scalar_dtype
 from compiled_optim.memory.sharding import is_sharded
-from compiled_optim.optimizers.lbfgs.iteration import (
-    Trial,
-    direction,
-    new_pairs,
-    record,
-    restore,
-    rows_by_age,
-    strong_wolfe,
-)
+from compiled_optim.optimizers.lbfgs.iteration import Trial, direction, new_pairs, record, restore, stored, strong_wolfe
 from compiled_optim.rule.declared import Declared, added_choices
 from compiled_optim.rule.fields import Scale
 from compiled_optim.state import ParamState
@@ -308,16 +300,14 @@ def _packed(memory: Mapping[str, Tensor]) -> dict[str, Any]:
     counts = {name: int(memory[name]) for name in COUNTS}
     if not counts["n_iter"]:
         return counts
-    count = int(memory["pairs"])
-    rows = rows_by_age(count, len(memory["products"]))
-    products = memory["products"][rows][:, rows]
+    *history, products = stored(memory)
     return {
         **counts,
         **{name: memory[name].clone() for name in (*VECTORS, "H_diag")},
         **{name: memory[name].item() for name in NUMBERS},
-        **{name: list(memory[name][rows].unbind()) for name in HISTORY},
+        **{name: list(vectors.unbind()) for name, vectors in zip(HISTORY, history, strict=True)},
         "ro": list((1 / products.diagonal()).unbind()),
-        "exact": {"n_iter": counts["n_iter"], "pairs": count, "products": products},
+        "exact": {"n_iter": counts["n_iter"], "pairs": int(memory["pairs"]), "products": products},
     }
 
 
