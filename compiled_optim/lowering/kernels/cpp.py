@@ -53,7 +53,7 @@ def _evaluation(program: Evaluation) -> str:
         skip=program.skip,
         controls=len(clipping),
         hypers=program.hypers,
-        group=rows.GROUP,
+        group=rows.GROUP_INDEX,
         maximize=rows.MAXIMIZE,
         scalars=rows.SCALARS,
         coefficients=block([*inputs, *program.lines, *results], 2),

@@ -22,7 +22,7 @@ from compiled_optim.plan.plan import Plan
 from compiled_optim.rule.rule import NUMBERS
 from compiled_optim.state import scalar_names
 
-GROUP, MAXIMIZE, FIRST_NUMBER = range(3)
+GROUP_INDEX, MAXIMIZE, FIRST_NUMBER = range(3)
 SCALARS = FIRST_NUMBER + len(NUMBERS)
 """Rows of a :class:`CoefficientTable`: the index of the group, whether to maximize, the parameter's :data:`NUMBERS` (bits of
 a float64), and the addresses of the step count and of the rule's scalars."""
@@ -41,7 +41,7 @@ class CoefficientTable:
         log: where refreshes are counted.
 
     Attributes:
-        owners: (rows, parameters) int64; see :data:`GROUP` and the rows beside it.
+        owners: (rows, parameters) int64; see :data:`GROUP_INDEX` and the rows beside it.
         hypers: (clipping + groups * hyperparameters,) int64, addresses of float64 numbers: first the step's clipping, as in
             :data:`compiled_optim.plan.clipping.NAMES`, then those of each group.
         gradients: not 0 for the parameters that take part in the step.

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from compiled_optim.lowering.kernels.program import Evaluation, Program
-from compiled_optim.lowering.kernels.table import BUFFERS, FIRST_NUMBER, GROUP, MAXIMIZE, NUMEL, OWNER, PARAM, SCALARS
+from compiled_optim.lowering.kernels.table import BUFFERS, FIRST_NUMBER, GROUP_INDEX, MAXIMIZE, NUMEL, OWNER, PARAM, SCALARS
 from compiled_optim.lowering.kernels.triton_words import WORDS
 from compiled_optim.plan.clipping import NAMES
 from compiled_optim.plan.kernel_key import KernelKey
@@ -61,7 +61,7 @@ def _evaluation(program: Evaluation) -> str:
     lines += [f"tl.store(scalars{i}, {value}, mask=here)" for i, value in enumerate(program.new_scalars)]
     lines += [f"tl.store(out + {i + 1} * count + t, {value}, mask=here)" for i, value in enumerate(program.numbers)]
     return _EVALUATION.format(
-        group=GROUP,
+        group=GROUP_INDEX,
         maximize=MAXIMIZE,
         gradient=_block(clipping + program.gradient, 1),
         factor=program.factor,
