@@ -4,26 +4,22 @@ The package is a house: a module imports only from its own floor and from floors
 
     capture/             training steps as CUDA graphs
     model.py             a model's parameters by name: groups for an optimizer, and dtypes
-    named.py             state keyed by parameter name
     full_precision.py    weights with all the bits that optimizers keep of them
     optimi.py            state for the optimizers of optimi
     release.py           updates inside of backward, after which gradients are freed
     report.py            no_recompiles, compile_report and memory_report
     optimizers/          one optimizer per file: its fields and the two functions of its rule
-    several.py           several optimizers of one model
+    named.py             several optimizers of one model, and state keyed by parameter name
     views.py             optimizers whose parameters are evaluated as others than they are trained
     optimizer.py         CompiledOptimizer: torch.optim's interface over groups, state and plans
     step/                what a step uses, made anew when groups or state change, and what runs it
     lowering/            how the step of a plan runs: kernels, torch operations, stacks, sparse rows
     plan/                which parameters are updated together; keys of kernels, clipping, schedules
     checkpoint/          state dicts: read, match, check, write; the checkpoints of other packages
-    state.py             what belongs to a parameter
-    conversion.py        state that is stored in one way, brought to another
+    state.py             what belongs to a parameter, and how it is stored
     groups/              what belongs to a group: hyperparameter tensors, names, parameters
     rule/                what an optimizer's file is written with: fields, vocabulary; what it becomes
-    memory/              addresses, memory order, shards, compiled C++ and its cache
-    torch_compiler.py    functions that Inductor compiles, and how its code runs without it
-    torch_internals.py   the parts of torch without a public name
+    memory/              addresses, memory order, shards, compiled code and its cache, the parts of torch without a public name
 """
 
 from compiled_optim.capture.runner import CUDAGraphRunner

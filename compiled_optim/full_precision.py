@@ -8,17 +8,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from compiled_optim.checkpoint.forms import plain
-from compiled_optim.checkpoint.saved_values import FLOATING, Unloadable, as_tensor, described
-from compiled_optim.checkpoint.writing import Copies, check_writable, set_apart
-from compiled_optim.conversion import mode_of, own_part, part_of, spread_part, weight
-from compiled_optim.groups.names import parameters_of
+from compiled_optim.checkpoint.read import FLOATING, Unloadable, as_tensor, described, plain
+from compiled_optim.checkpoint.write import Copies, check_writable, set_apart
+from compiled_optim.groups.parameters import parameters_of
 from compiled_optim.memory.sharding import local, spread_like
+from compiled_optim.memory.torch_internals import outside_dynamo
+from compiled_optim.named import Optimizers, check_disjoint, listed, locked
 from compiled_optim.optimizer import CompiledOptimizer, engine_of
 from compiled_optim.rule.storage import parts_of
-from compiled_optim.several import Optimizers, check_disjoint, listed, locked
-from compiled_optim.state import structure
-from compiled_optim.torch_internals import outside_dynamo
+from compiled_optim.state import mode_of, own_part, part_of, spread_part, structure, weight
 
 
 class _Stored(NamedTuple):

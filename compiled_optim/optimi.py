@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from compiled_optim.checkpoint.optimi import has_counterpart, to_optimi
-from compiled_optim.conversion import converted, part_of
-from compiled_optim.groups.names import parameters_of
+from compiled_optim.groups.parameters import parameters_of
 from compiled_optim.optimizer import CompiledOptimizer, engine_of
 from compiled_optim.rule.rule import Declaration
-from compiled_optim.state import structure
+from compiled_optim.state import converted, part_of, structure
 
 _COUNTERPARTS = ("SGD", "Adam", "AdamW", "RAdam", "Lion", "Adan", "StableAdamW", "Ranger")
 

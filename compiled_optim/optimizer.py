@@ -10,18 +10,16 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from compiled_optim.checkpoint.forms import plain
-from compiled_optim.checkpoint.saved_values import described
+from compiled_optim.checkpoint.read import described, plain
 from compiled_optim.checkpoint.state_dict import LoadReport, PreparedLoad
 from compiled_optim.groups.parameters import as_groups, hand_over
 from compiled_optim.memory.layout import scalar_dtype, scalars_device
+from compiled_optim.memory.torch_internals import outside_dynamo, refuse_tracing
 from compiled_optim.plan.schedule import Schedule
-from compiled_optim.rule.cautious import cautious
-from compiled_optim.rule.decay import check_decay, decay
 from compiled_optim.rule.declared import Declared
 from compiled_optim.rule.fields import Choice, Number, PerParameter, Static, flag, transform
-from compiled_optim.rule.lr_scale import lr_scaled
 from compiled_optim.rule.storage import StateDtype, stored
+from compiled_optim.rule.transforms import cautious, check_decay, decay, lr_scaled
 from compiled_optim.state import OptimizerState
 from compiled_optim.step import traced
 from compiled_optim.step.engine import Engine
@@ -29,7 +27,6 @@ from compiled_optim.step.holdings import as_defaults, check_read, group_entries
 from compiled_optim.step.numerics import NumericsReport
 from compiled_optim.step.step import RuleStep, Step
 from compiled_optim.step.use_of_gradients import UsesGradients, check_closure
-from compiled_optim.torch_internals import outside_dynamo, refuse_tracing
 
 
 class CompiledOptimizer(UsesGradients, Declared, Optimizer):

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from compiled_optim.groups.names import named_parameters
+from compiled_optim.groups.parameters import named_parameters
 from compiled_optim.optimizer import CompiledOptimizer, engine_of
 from compiled_optim.plan.clipping import NAMES
 from compiled_optim.step.release import GradientRelease

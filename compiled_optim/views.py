@@ -6,12 +6,12 @@ import torch
 
 from compiled_optim.groups.live import Live
 from compiled_optim.lowering.torch_ops.eager import EagerLowering
+from compiled_optim.memory.torch_internals import is_capturing, outside_dynamo, outside_inference_mode
 from compiled_optim.optimizer import CompiledOptimizer, engine_of
 from compiled_optim.plan.clipping import Clipping
 from compiled_optim.plan.plan import Plan
 from compiled_optim.rule.rule import TRAIN_MODE
 from compiled_optim.step.step import RuleStep
-from compiled_optim.torch_internals import is_capturing, outside_dynamo, outside_inference_mode
 
 
 class ViewedOptimizer(CompiledOptimizer):

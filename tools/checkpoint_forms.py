@@ -1,6 +1,6 @@
 """State dicts made fit for files: of plain values only, with step counts of one dtype, in the forms that only files need.
 
-:mod:`compiled_optim.checkpoint.forms` describes the forms. What cannot be converted is a ``ValueError`` that says where it
+:mod:`compiled_optim.checkpoint.read` describes the forms. What cannot be converted is a ``ValueError`` that says where it
 stands.
 """
 
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_optim.checkpoint.forms import beside_parameters, check, group_names, with_others
-from compiled_optim.checkpoint.others import is_lost_state, known_names
+from compiled_optim.checkpoint.read import beside_parameters, check, group_names, with_others
+from compiled_optim.checkpoint.write import is_lost_state, known_names
 
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
 _DTYPES = {

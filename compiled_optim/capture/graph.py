@@ -7,7 +7,7 @@ from typing import ClassVar, Protocol, TypeVar
 
 import torch
 
-from compiled_optim.torch_internals import abandon_capture, any_stream_captures
+from compiled_optim.memory.torch_internals import abandon_capture, any_stream_captures
 
 T = TypeVar("T")
 

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from compiled_optim.capture.modules import modules_of
+from compiled_optim.capture.guards import modules_of
 from compiled_optim.capture.run_function import FunctionRun
 from compiled_optim.capture.run_step import StepRun
 from compiled_optim.optimizer import CompiledOptimizer

@@ -13,13 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_optim.checkpoint.decay import DECOUPLED
-from compiled_optim.checkpoint.forms import beside_parameters, with_others
-from compiled_optim.checkpoint.saved_values import Unloadable, as_number, as_tensor, described, is_set, naming
-from compiled_optim.groups.names import parameter_name
+from compiled_optim.checkpoint.read import (
+    Unloadable,
+    as_number,
+    as_tensor,
+    beside_parameters,
+    described,
+    is_set,
+    naming,
+    with_others,
+)
+from compiled_optim.groups.parameters import parameter_name
 from compiled_optim.rule.declared import every_option_name
 from compiled_optim.rule.rule import Declaration
 from compiled_optim.rule.storage import PARTS, code_name
+from compiled_optim.rule.transforms import DECOUPLED
 
 STATE = ("exp_avg", "exp_avg_diff", "exp_avg_sq", "prev_grad", "la_param", "kahan_comp")  # of a parameter, besides its step
 _MARKS = {"setup", "gradient_release", "kahan_sum"}

@@ -13,16 +13,13 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from compiled_optim.checkpoint.checking import check_groups, check_modes, check_state
-from compiled_optim.checkpoint.decay import decay_conflicts
-from compiled_optim.checkpoint.forms import FORMAT_VERSION, beside_parameters, read
-from compiled_optim.checkpoint.matching import match, names_to_take
+from compiled_optim.checkpoint.check import check_groups, check_modes, check_state, decay_conflicts
+from compiled_optim.checkpoint.match import match, names_to_take
 from compiled_optim.checkpoint.optimi import from_optimi, is_optimi
-from compiled_optim.checkpoint.others import copied, is_lost_state, known_names
-from compiled_optim.checkpoint.saved_values import described, naming
-from compiled_optim.checkpoint.writing import Writes
-from compiled_optim.groups.names import advising
+from compiled_optim.checkpoint.read import FORMAT_VERSION, beside_parameters, described, naming, read
+from compiled_optim.checkpoint.write import Writes, copied, is_lost_state, known_names
 from compiled_optim.groups.param_group import ParamGroup
+from compiled_optim.groups.parameters import advising
 from compiled_optim.rule.declared import Declared
 from compiled_optim.rule.fields import Scale
 from compiled_optim.rule.rule import Declaration

@@ -16,8 +16,7 @@ from torch.autograd.graph import increment_version
 
 from compiled_optim.groups.watched import Changes
 from compiled_optim.memory.layout import is_lost
-from compiled_optim.rule.fields import Hyper
-from compiled_optim.torch_internals import (
+from compiled_optim.memory.torch_internals import (
     CAPTURING,
     beside_captures,
     can_capture,
@@ -26,6 +25,7 @@ from compiled_optim.torch_internals import (
     is_fake,
     outside_fakes,
 )
+from compiled_optim.rule.fields import Hyper
 
 ROUNDING = 1e-12  # how far a number that a scheduler computed may be out of range
 

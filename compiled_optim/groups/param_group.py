@@ -18,10 +18,7 @@ from compiled_optim.groups.live import Live, Numbers, address, as_fake_as, warn_
 from compiled_optim.groups.per_parameter import kept
 from compiled_optim.groups.watched import Changes, WatchedDict, WatchedList
 from compiled_optim.memory.layout import is_lost, scalar, scalar_dtype
-from compiled_optim.rule.fields import Hyper
-from compiled_optim.rule.misspelled import warn_of_entry
-from compiled_optim.rule.rule import TRAIN_MODE, Declaration
-from compiled_optim.torch_internals import (
+from compiled_optim.memory.torch_internals import (
     compiler_at_work,
     fakes_are_made,
     is_capturing,
@@ -30,6 +27,9 @@ from compiled_optim.torch_internals import (
     outside_inference_mode,
     quickly_outside_dynamo,
 )
+from compiled_optim.rule.fields import Hyper
+from compiled_optim.rule.misspelled import warn_of_entry
+from compiled_optim.rule.rule import TRAIN_MODE, Declaration
 
 
 class ParamGroup(WatchedDict[str, Any]):

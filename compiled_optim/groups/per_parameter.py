@@ -14,7 +14,7 @@ from typing import Any, NoReturn, TypeVar
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from compiled_optim.groups.names import advising, canonical_name, parameter_name
+from compiled_optim.groups.parameters import advising, canonical_name, parameter_name
 from compiled_optim.rule.fields import Option, Scale
 from compiled_optim.rule.misspelled import hint, mistyped
 

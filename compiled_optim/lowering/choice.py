@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import sys
 
-from compiled_optim import torch_internals
 from compiled_optim.lowering.interface import Lowering
 from compiled_optim.lowering.multi_tensor import MultiTensorLowering
-from compiled_optim.lowering.sparse.gathered_rows import GatheredRowsLowering
-from compiled_optim.lowering.sparse.row_table import RowTableLowering
+from compiled_optim.lowering.sparse import GatheredRowsLowering, RowTableLowering
 from compiled_optim.lowering.stacked import StackedLowering, StackTableLowering
 from compiled_optim.lowering.torch_ops.eager import EagerLowering
 from compiled_optim.lowering.torch_ops.inductor import InductorLowering
-from compiled_optim.memory import cpp_library
+from compiled_optim.memory import cache, torch_internals
 from compiled_optim.plan.clipping import Clipping
 from compiled_optim.plan.compilations import CompilationLog
 from compiled_optim.plan.plan import Plan
@@ -61,7 +59,7 @@ def _elementwise(plan: Plan, wanted: str, log: CompilationLog) -> str:
             "with lowering='eager' this is not said",
         )
         return "eager"
-    missing = "no C++ compiler was found" if on_cpu and not cpp_library.compiler() else ""
+    missing = "no C++ compiler was found" if on_cpu and not cache.compiler() else ""
     if refusal := missing or _refused.get((plan.device.type, plan.rule), ""):
         log.fall_back(
             f"{plan.rule.name} runs eager: {refusal}", "install g++ or clang++, or name one in the environment variable CXX"

@@ -13,8 +13,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from compiled_optim.lowering.kernels.pointers import HyperPointers
-from compiled_optim.lowering.kernels.table import CoefficientTable
+from compiled_optim.lowering.kernels.table import CoefficientTable, HyperPointers
 from compiled_optim.plan.plan import Plan
 
 

@@ -15,15 +15,21 @@ from torch import Tensor
 
 from compiled_optim.lowering.interface import Capturable
 from compiled_optim.lowering.kernels import cpp, triton
-from compiled_optim.lowering.kernels.pointers import GradientPointers, HyperPointers, upload
-from compiled_optim.lowering.kernels.table import CoefficientTable, Kernel, pieces, spans
+from compiled_optim.lowering.kernels.table import (
+    CoefficientTable,
+    GradientPointers,
+    HyperPointers,
+    Kernel,
+    pieces,
+    spans,
+    upload,
+)
 from compiled_optim.memory import addresses
 from compiled_optim.memory.addresses import EMPTY
 from compiled_optim.memory.layout import has_memory, real_numel
 from compiled_optim.memory.sharding import add_over_shards
 from compiled_optim.plan.clipping import Clipping
-from compiled_optim.plan.compilations import CompilationLog
-from compiled_optim.plan.kernel_key import MULTI_TENSOR, KernelKey, kernel_key
+from compiled_optim.plan.compilations import MULTI_TENSOR, CompilationLog, KernelKey, kernel_key
 from compiled_optim.plan.plan import Plan
 
 BACKENDS: dict[str, Callable[[KernelKey], Kernel]] = {"cpu": cpp.build, "cuda": triton.build}

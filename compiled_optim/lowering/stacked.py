@@ -13,24 +13,77 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from compiled_optim.lowering.interface import Capturable
-from compiled_optim.lowering.kernels.pointers import HyperPointers
-from compiled_optim.lowering.kernels.table import CoefficientTable, Kernel
+from compiled_optim.lowering.kernels.table import CoefficientTable, HyperPointers, Kernel
 from compiled_optim.lowering.multi_tensor import current_device, obtain_kernel
-from compiled_optim.lowering.partial_sums import decompositions
 from compiled_optim.lowering.torch_ops.inductor import OPTIONS, fits_indices, say_too_large
 from compiled_optim.lowering.torch_ops.torch_lowering import TorchLowering, rule_step
-from compiled_optim.memory.kept_graph import obtain_graph
 from compiled_optim.memory.layout import compute_dtype, is_plain, plain_copy
 from compiled_optim.memory.sharding import parts_of_stack, whole_stack
+from compiled_optim.memory.torch_compiler import obtain_graph
 from compiled_optim.plan.clipping import Clipping
-from compiled_optim.plan.compilations import CompilationLog
-from compiled_optim.plan.kernel_key import KernelKey, coefficient_key, kernel_key
+from compiled_optim.plan.compilations import CompilationLog, KernelKey, coefficient_key, kernel_key
 from compiled_optim.plan.plan import Plan
+
+CHUNK = 256  # how many numbers a program adds up in the second stage
+_ALONE = 1 << 13  # the most numbers that one program adds up where their count is known to the compiler
+
+
+@functools.cache
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """By operator, how Inductor is to write it; all its own ones are among them."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    aten = torch.ops.aten
+    return {**select_decomp_table(), aten.mean.dim: _mean, aten.linalg_vector_norm.default: _norm}
+
+
+def _mean(x: Tensor, dims: Sequence[int], keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+    if not keepdim or dtype is not None:
+        return NotImplemented
+    return _sum(x, dims) / math.prod(x.shape[d] for d in dims)
+
+
+def _norm(
+    x: Tensor, order: float, dims: Sequence[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Any:
+    if order != 2 or dims is None or not keepdim or dtype is not None:
+        return NotImplemented
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return _sum(wide * wide, dims).sqrt().to(x.dtype)
+
+
+def _sum(x: Tensor, dims: Sequence[int]) -> Tensor:
+    """The sum over neighbouring dimensions, which stay, of size 1."""
+    left = sorted(d % x.dim() for d in dims)
+    shape = [1 if d in left else size for d, size in enumerate(x.shape)]
+    if left[-1] == x.dim() - 1 > 1:
+        x = x.sum(-1, keepdim=True)
+        del left[-1]
+    if left:
+        x = _chunked(x.flatten(left[0], left[-1]), left[0])
+    return x.reshape(shape)
+
+
+def _chunked(x: Tensor, dim: int) -> Tensor:
+    """The sum over one dimension of any size.
+
+    Padding would copy everything, so the last chunk reads the last number again and counts it as 0.
+    """
+    size = x.shape[dim]
+    if isinstance(size, int) and size <= _ALONE:
+        return x.sum(dim)
+    place = torch.arange((size + CHUNK - 1) // CHUNK * CHUNK, device=x.device)
+    exists = (place < size).view([-1 if d == dim else 1 for d in range(x.dim())])
+    padded = torch.where(exists, x.index_select(dim, place.clamp(max=size - 1)), 0.0)
+    chunks = padded.view(*x.shape[:dim], -1, CHUNK, *x.shape[dim + 1 :])
+    return chunks.sum(dim + 1).sum(dim)
+
 
 StackKernel = Callable[[list[Tensor]], Sequence[Tensor]]
 

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compiled_optim.memory import cpp_library
+from compiled_optim.memory import cache
 from compiled_optim.memory.layout import is_plain, overlap_shifted
-from compiled_optim.torch_internals import build_identity, pointer_offset
+from compiled_optim.memory.torch_internals import build_identity, pointer_offset
 
 EMPTY = 16  # stands for the address of a gradient without elements, which has none: 0 says that there is no gradient
 
@@ -185,7 +185,7 @@ def reader() -> tuple[int, Any] | str:
 
     They are compiled once per machine and build of torch.
     """
-    if sys.platform != "linux" or not cpp_library.compiler():
+    if sys.platform != "linux" or not cache.compiler():
         return "no C++ compiler was found"
     if (offset := pointer_offset()) is None:
         return "this version of torch is not understood"
@@ -195,8 +195,8 @@ def reader() -> tuple[int, Any] | str:
     flags += ["-std=c++20", f"-I{directory / 'include'}", f"-L{directory / 'lib'}", "-lc10", "-ltorch_cpu"]
     source = Path(__file__).with_name("watch.cpp").read_text(encoding="utf-8")
     try:
-        library = cpp_library.library(f"// {build_identity()}\n{source}", flags, ctypes.PyDLL)
-    except cpp_library.CompilerError as error:
+        library = cache.library(f"// {build_identity()}\n{source}", flags, ctypes.PyDLL)
+    except cache.CompilerError as error:
         return str(error)
     thing, pointer, integer = ctypes.py_object, ctypes.c_void_p, ctypes.c_int64
     signatures: dict[str, tuple[Any, ...]] = {

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from compiled_optim import torch_internals
+from compiled_optim.memory import torch_internals
 
 DTYPES = {
     *(torch.bfloat16, torch.float16, torch.float32, torch.float64),

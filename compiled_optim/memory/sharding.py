@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from compiled_optim.torch_internals import local_tensor
+from compiled_optim.memory.torch_internals import local_tensor
 
 
 def is_sharded(tensor: Tensor) -> bool:

@@ -16,10 +16,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from compiled_optim import torch_internals
-from compiled_optim.groups.names import advising, canonical_name, parameter_name, parameters_of
 from compiled_optim.groups.param_group import ParamGroup
+from compiled_optim.groups.parameters import advising, canonical_name, parameter_name, parameters_of
 from compiled_optim.groups.per_parameter import ignores_prefixes, number_of
+from compiled_optim.memory import torch_internals
 from compiled_optim.memory.addresses import Addresses, gradient
 from compiled_optim.memory.layout import MemoryOrder, has_memory, is_lost, obstacle, scalars_device, span
 from compiled_optim.memory.sharding import (

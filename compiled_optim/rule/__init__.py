@@ -1,8 +1,8 @@
 """What the file of an optimizer needs to declare its fields and to write its rule."""
 
-from compiled_optim.rule.accumulation import Accumulation
 from compiled_optim.rule.fields import Number, buffer, fact, hyper, scalar, static
 from compiled_optim.rule.rule import mean, total
+from compiled_optim.rule.transforms import Accumulation
 from compiled_optim.rule.vocabulary import (
     absolute,
     bias_correction,

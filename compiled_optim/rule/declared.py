@@ -12,7 +12,6 @@ from typing import Any, ClassVar, get_type_hints
 import torch
 from typing_extensions import dataclass_transform
 
-from compiled_optim.rule.accumulation import Accumulation
 from compiled_optim.rule.fields import (
     Buffer,
     Fact,
@@ -31,7 +30,7 @@ from compiled_optim.rule.fields import (
 )
 from compiled_optim.rule.misspelled import hint, misspelled
 from compiled_optim.rule.rule import Decays, Declaration, Gradients, Granularity, Rule
-from compiled_optim.rule.started import PARAM, started
+from compiled_optim.rule.transforms import PARAM, Accumulation, started
 
 _MEANINGS = {
     "coefficients": "Return what an update needs, once for each tensor and step: numbers made of step and hyperparameters.",

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_optim.rule.accumulation import GOES_ON, STAYS, accumulating
 from compiled_optim.rule.declared import Declared
 from compiled_optim.rule.rule import Rule
+from compiled_optim.rule.transforms import GOES_ON, STAYS, accumulating
 
 
 class AccumulatedSteps:

@@ -10,20 +10,12 @@ from typing import Any, Protocol, TypeAlias
 from torch import Tensor
 
 from compiled_optim.groups.live import Live
-from compiled_optim.groups.names import named_parameters
+from compiled_optim.groups.parameters import named_parameters
 from compiled_optim.groups.watched import Changes
 from compiled_optim.lowering.torch_ops.inlined import InlinedStep
 from compiled_optim.memory.addresses import gradient
-from compiled_optim.memory.cpp_library import CompilerError
-from compiled_optim.plan.clipping import CHOSEN, NAMES
-from compiled_optim.plan.compilations import spend
-from compiled_optim.rule.declared import Declared, no_hyperparameter
-from compiled_optim.step import traced
-from compiled_optim.step.hand_captures import is_recorded_by_runner
-from compiled_optim.step.holdings import Holdings, position
-from compiled_optim.step.step import Step
-from compiled_optim.step.use_of_gradients import refuse_whole
-from compiled_optim.torch_internals import (
+from compiled_optim.memory.cache import CompilerError
+from compiled_optim.memory.torch_internals import (
     beside_graphs,
     can_capture,
     fakes_are_made,
@@ -33,6 +25,14 @@ from compiled_optim.torch_internals import (
     outside_dynamo,
     outside_inference_mode,
 )
+from compiled_optim.plan.clipping import CHOSEN, NAMES
+from compiled_optim.plan.compilations import spend
+from compiled_optim.rule.declared import Declared, no_hyperparameter
+from compiled_optim.step import traced
+from compiled_optim.step.hand_captures import is_recorded_by_runner
+from compiled_optim.step.holdings import Holdings, position
+from compiled_optim.step.step import Step
+from compiled_optim.step.use_of_gradients import refuse_whole
 
 MakeStep: TypeAlias = Callable[[Holdings, tuple[Any, ...], Callable[[Tensor], Tensor | None]], Step]
 Launcher: TypeAlias = Callable[[Step, Callable[[], Any] | None], Any]

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-from compiled_optim.torch_internals import current_capture
+from compiled_optim.memory.torch_internals import current_capture
 
 
 class HandCaptures:

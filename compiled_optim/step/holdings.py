@@ -13,9 +13,16 @@ from torch import Tensor
 
 from compiled_optim.checkpoint import state_dict as checkpoint
 from compiled_optim.checkpoint.state_dict import PreparedLoad
-from compiled_optim.groups.names import named_parameters, parameter_name, repeated, shared_name, without_aliases
 from compiled_optim.groups.param_group import ParamGroup, is_own
-from compiled_optim.groups.parameters import check_params, names_and_tensors
+from compiled_optim.groups.parameters import (
+    check_params,
+    named_parameters,
+    names_and_tensors,
+    parameter_name,
+    repeated,
+    shared_name,
+    without_aliases,
+)
 from compiled_optim.groups.per_parameter import ByName, check_choices, check_names, ignores_prefixes, kept, warn_of_unused
 from compiled_optim.groups.watched import Changes, WatchedList
 from compiled_optim.memory.layout import scalars_device

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_optim.conversion import decoded, filled, weight
 from compiled_optim.lowering.choice import lower
 from compiled_optim.lowering.totals import Totals
 from compiled_optim.memory.addresses import gradient
@@ -20,7 +19,7 @@ from compiled_optim.plan.compilations import CompilationLog
 from compiled_optim.plan.plan import Member, Plan
 from compiled_optim.rule.bits import GROUP
 from compiled_optim.rule.storage import HALVES, INT8, ROUNDED, code_name, scale_name
-from compiled_optim.state import ParamState
+from compiled_optim.state import ParamState, decoded, filled, weight
 
 _CHOICES = ("weights", "state_dtype")  # how things are stored
 

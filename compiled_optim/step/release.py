@@ -12,13 +12,13 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from compiled_optim.groups.names import named_parameters
+from compiled_optim.groups.parameters import named_parameters
 from compiled_optim.memory.sharding import local
+from compiled_optim.memory.torch_internals import after_backward, backward_number, quickly_outside_dynamo
 from compiled_optim.plan.clipping import NAMES
 from compiled_optim.step.engine import Engine
 from compiled_optim.step.step import Step
 from compiled_optim.step.use_of_gradients import refuse_whole
-from compiled_optim.torch_internals import after_backward, backward_number, quickly_outside_dynamo
 
 _Waiting: TypeAlias = tuple[Tensor, torch.Stream | None]  # a parameter, and the stream that its gradient was made on
 

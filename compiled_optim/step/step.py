@@ -14,17 +14,16 @@ from compiled_optim.checkpoint.state_dict import PreparedLoad
 from compiled_optim.groups.live import Live
 from compiled_optim.lowering.choice import LOWERINGS, lower, refuse
 from compiled_optim.lowering.interface import Capturable
-from compiled_optim.lowering.square_sums import SquareSums
 from compiled_optim.lowering.torch_ops.inductor import InductorLowering
 from compiled_optim.lowering.torch_ops.inlined import InlinedStep, obstacle
-from compiled_optim.lowering.totals import Totals
-from compiled_optim.memory.cpp_library import CompilerError
+from compiled_optim.lowering.totals import SquareSums, Totals
+from compiled_optim.memory.cache import CompilerError
+from compiled_optim.memory.torch_internals import can_capture, let_stay
 from compiled_optim.plan.clipping import Clipping
 from compiled_optim.plan.plan import Plan, partition
 from compiled_optim.rule.declared import Declared
 from compiled_optim.step.holdings import Holdings
 from compiled_optim.step.numerics import NumericsReport, check_numerics
-from compiled_optim.torch_internals import can_capture, let_stay
 
 _identities = itertools.count()
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from compiled_optim import torch_internals
+from compiled_optim.memory import torch_internals
 
 _DATA_PTR = Tensor.data_ptr
 _ROOM = 1 << 36  # bytes between the addresses of two storages

@@ -42,8 +42,8 @@ from simulated_graph import SimulatedGraph, install
 from torch import Tensor, nn
 
 import compiled_optim as co
-from compiled_optim import torch_internals
 from compiled_optim.groups import live
+from compiled_optim.memory import torch_internals
 from compiled_optim.optimizer import engine_of
 from compiled_optim.rule import storage
 

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import compiled_optim as co
-from compiled_optim import torch_internals
+from compiled_optim.memory import torch_internals
 from compiled_optim.optimizer import engine_of
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from compiled_optim import torch_internals
 from compiled_optim.capture.graph import CudaGraph
+from compiled_optim.memory import torch_internals
 
 DEVICE = torch.device("cuda", 1)
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import compiled_optim as co
-from compiled_optim.checkpoint.forms import FORMAT_VERSION
+from compiled_optim.checkpoint.read import FORMAT_VERSION
 
 SHAPES = {"embed.weight": (5, 2), "fc.weight": (2, 3), "fc.bias": (3,), "scale": ()}
 CASES = {

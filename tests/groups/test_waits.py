@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim.lr_scheduler import CyclicLR, LambdaLR, OneCycleLR
 
 import compiled_optim as co
-from compiled_optim import torch_internals
+from compiled_optim.memory import torch_internals
 from compiled_optim.optimizer import CompiledOptimizer, engine_of
 from perf.lowering.fake_cuda import fake_cuda
 from perf.lowering.record import Recorder, recording

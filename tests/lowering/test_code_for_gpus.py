@@ -13,10 +13,10 @@ from gpu_code_cases import CASES, MINIMUM, GPUCase, Written, in_lists_of_two
 from new_process import printed_by
 from torch import nn
 
+from compiled_optim.memory.torch_compiler import CompiledGraph, compile_graph
+from compiled_optim.memory.torch_internals import compiles_means_with_lists
 from compiled_optim.optimizer import engine_of
 from compiled_optim.rule import storage
-from compiled_optim.torch_compiler import CompiledGraph, compile_graph
-from compiled_optim.torch_internals import compiles_means_with_lists
 from perf.lowering.fake_cuda import fake_cuda
 from perf.lowering.record import Recorder, recording
 

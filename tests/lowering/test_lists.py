@@ -12,9 +12,9 @@ from catalog import Case, cases
 from torch import nn
 
 import compiled_optim as co
-from compiled_optim import torch_internals
 from compiled_optim.lowering.torch_ops import coefficients, inductor, lists
 from compiled_optim.lowering.torch_ops.inductor import InductorLowering
+from compiled_optim.memory import torch_internals
 from compiled_optim.optimizer import engine_of
 from perf.lowering import fake_cuda as fake
 from perf.lowering import inductor_source

@@ -21,12 +21,11 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.utils import run_and_get_code
 
 import compiled_optim as co
-from compiled_optim import torch_internals
 from compiled_optim.lowering.kernels import cpp
 from compiled_optim.lowering.kernels import triton as lowering
-from compiled_optim.memory import cpp_library
+from compiled_optim.memory import cache, torch_internals
 from compiled_optim.optimizer import engine_of
-from compiled_optim.plan.kernel_key import kernel_key
+from compiled_optim.plan.compilations import kernel_key
 from perf.lowering import __main__ as command
 from perf.lowering import inductor_source, ptx
 from perf.lowering import report as report_module
@@ -607,7 +606,7 @@ def test_nothing_of_the_fake_device_is_left_behind() -> None:
         torch.empty(2, device="cuda")
 
 
-@pytest.mark.skipif("g++" not in str(cpp_library.compiler()), reason="asks g++ what it did")
+@pytest.mark.skipif("g++" not in str(cache.compiler()), reason="asks g++ what it did")
 @pytest.mark.parametrize("optimizer", ruled("dense"), ids=lambda c: c.__name__)
 def test_every_elementwise_loop_is_vectorized_on_a_cpu(optimizer: type[co.CompiledOptimizer], tmp_path: Path) -> None:
     texts = set()
@@ -619,8 +618,8 @@ def test_every_elementwise_loop_is_vectorized_on_a_cpu(optimizer: type[co.Compil
         path = tmp_path / "kernel.cpp"
         path.write_text(text)
         command = [
-            *cpp_library.compiler(),
-            *cpp_library._FLAGS,
+            *cache.compiler(),
+            *cache._FLAGS,
             "-c",
             "-fopt-info-vec-optimized",
             str(path),

@@ -15,7 +15,7 @@ from catalog import cases
 from new_process import printed_by
 
 from compiled_optim.lowering.kernels import triton as lowering
-from compiled_optim.plan.kernel_key import KernelKey
+from compiled_optim.plan.compilations import KernelKey
 
 triton = pytest.importorskip("triton")
 

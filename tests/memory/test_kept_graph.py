@@ -14,10 +14,9 @@ from new_process import printed_by
 from quick_start import OPTIMIZERS
 from torch import Tensor
 
-from compiled_optim.memory import cache, kept_graph
-from compiled_optim.memory.kept_graph import obtain_graph
-from compiled_optim.torch_compiler import CompiledGraph
-from compiled_optim.torch_internals import default_cache_directory
+from compiled_optim.memory import cache, torch_compiler
+from compiled_optim.memory.torch_compiler import CompiledGraph, obtain_graph
+from compiled_optim.memory.torch_internals import default_cache_directory
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="C++ is compiled on Linux only")
 
@@ -82,7 +81,7 @@ def _as_float64(x: Tensor, y: Tensor) -> tuple[Tensor]:
     return (x.double() * y + 1.5,)
 
 
-def _example(dtype: torch.dtype = torch.float32) -> kept_graph.Example:
+def _example(dtype: torch.dtype = torch.float32) -> torch_compiler.Example:
     return lambda device: ([torch.ones(7, 11, dtype=dtype, device=device) for _ in range(2)], [[0, 1], [0, 1]])
 
 
@@ -91,8 +90,8 @@ class Obtained:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.compiled = 0
-        self._compile = kept_graph.compile_graph
-        patch.setattr(kept_graph, "compile_graph", self._counting)
+        self._compile = torch_compiler.compile_graph
+        patch.setattr(torch_compiler, "compile_graph", self._counting)
 
     def __call__(
         self, function: Callable[..., Any] = _scaled, dtype: torch.dtype = torch.float32, **options: Any
@@ -164,11 +163,11 @@ def _other_threads(patch: pytest.MonkeyPatch) -> None:
 
 
 def _other_build(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(kept_graph, "build_identity", lambda: "another torch")
+    patch.setattr(torch_compiler, "build_identity", lambda: "another torch")
 
 
 def _other_processor(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(kept_graph, "processor", lambda: "another processor")
+    patch.setattr(torch_compiler, "processor", lambda: "another processor")
 
 
 def _other_vectors(patch: pytest.MonkeyPatch) -> None:

@@ -25,9 +25,9 @@ from catalog import copies, give_gradients, sparse_rows
 import compiled_optim as co
 from compiled_optim.lowering import choice
 from compiled_optim.lowering.kernels import triton
-from compiled_optim.memory import addresses, cache, cpp_library
+from compiled_optim.memory import addresses, cache
 from compiled_optim.memory.cache import cache_directory, load_kept
-from compiled_optim.torch_internals import default_cache_directory
+from compiled_optim.memory.torch_internals import default_cache_directory
 
 OF_ALL_TESTS = cache_directory()
 CONTENT = b"compiled code" * 1000
@@ -42,10 +42,10 @@ def place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(cache, "_refused", set())
     monkeypatch.setattr(choice, "_refused", {})
-    for remembered in (cpp_library.compiler, cache._private_directory):
+    for remembered in (cache.compiler, cache._private_directory):
         remembered.cache_clear()
     yield tmp_path / "placed" / "compiled_optim"
-    for remembered in (cpp_library.compiler, cache._private_directory):
+    for remembered in (cache.compiler, cache._private_directory):
         remembered.cache_clear()
 
 
@@ -438,7 +438,7 @@ def test_names_of_every_kind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(odd))
     monkeypatch.setenv("CXX", _compiler(odd / "a compiler", 'compile "$@"'))
     monkeypatch.setattr(tempfile, "tempdir", str(odd))
-    assert cpp_library.library(ANSWER).answer() == 42
+    assert cache.library(ANSWER).answer() == 42
     assert len(list(odd.glob("compiled_optim/*.so"))) == 1
     assert len(list(odd.iterdir())) == 2  # the compiler too
 
@@ -446,34 +446,34 @@ def test_names_of_every_kind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 class TestCompiler:
     def test_with_arguments(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("CXX", "env ONE='a b' g++ -DANSWER=42")
-        assert cpp_library.library('extern "C" int answer() { return ANSWER; }').answer() == 42
+        assert cache.library('extern "C" int answer() { return ANSWER; }').answer() == 42
 
     def test_with_spaces_in_its_name(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         program = tmp_path / "a compiler"
         _compiler(program, 'compile "$@"')
         monkeypatch.setenv("CXX", str(program))
-        assert cpp_library.compiler() == (str(program),)
+        assert cache.compiler() == (str(program),)
 
     @pytest.mark.parametrize("missing", ["nothing-like-g++", "g++ 'unclosed", "/"])
     def test_that_is_missing_where_another_is_there(self, missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("CXX", missing)
         with pytest.warns(RuntimeWarning, match=r"CXX is .* which was not found; g\+\+ compiles instead") as caught:
-            assert cpp_library.library(ANSWER).answer() == 42
+            assert cache.library(ANSWER).answer() == 42
         assert len(caught) == 1
-        assert cpp_library.library(ANSWER).answer() == 42
+        assert cache.library(ANSWER).answer() == 42
 
     def test_every_word_of_the_command_counts(self, monkeypatch: pytest.MonkeyPatch, place: Path) -> None:
         for number in (1, 2):
             monkeypatch.setenv("CXX", f"g++ -DNUMBER={number}")
-            cpp_library.compiler.cache_clear()
-            assert cpp_library.library('extern "C" int number() { return NUMBER; }').number() == number
+            cache.compiler.cache_clear()
+            assert cache.library('extern "C" int number() { return NUMBER; }').number() == number
         assert len(list(place.glob("*.so"))) == 2
 
     def test_leaves_nothing_behind_in_the_cache(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: Path) -> None:
         """Whoever compiles may be killed at any time, and nobody would clean up after it."""
         monkeypatch.setenv("CXX", _compiler(tmp_path / "cxx", f"ls {shlex.quote(str(place))} > {tmp_path}/seen; exit 1"))
-        with pytest.raises(cpp_library.CompilerError):
-            cpp_library.library(ANSWER)
+        with pytest.raises(cache.CompilerError):
+            cache.library(ANSWER)
         assert (tmp_path / "seen").read_text() == ""
         assert not list(place.iterdir())
 
@@ -601,7 +601,7 @@ def test_a_kernel_calls_its_own_functions(tmp_path: Path) -> None:
     source, built = tmp_path / "theirs.cpp", tmp_path / "theirs.so"
     names = ("measure", "evaluate", "update", "step")
     source.write_text("\n".join(f'extern "C" void {name}() {{ __builtin_trap(); }}' for name in names))
-    subprocess.run([*cpp_library.compiler(), "-shared", "-fPIC", source, "-o", built], check=True)
+    subprocess.run([*cache.compiler(), "-shared", "-fPIC", source, "-o", built], check=True)
     program = f"""
 import ctypes, torch, compiled_optim as co
 ctypes.CDLL({str(built)!r}, ctypes.RTLD_GLOBAL)
@@ -620,9 +620,9 @@ def test_another_build_of_torch_has_another_reader(monkeypatch: pytest.MonkeyPat
 
     def note(text: str, *_: Any) -> None:
         texts.append(text)
-        raise cpp_library.CompilerError("enough")
+        raise cache.CompilerError("enough")
 
-    monkeypatch.setattr(cpp_library, "library", note)
+    monkeypatch.setattr(cache, "library", note)
     for version in ("one", "one", "other"):
         monkeypatch.setattr(torch.version, "git_version", version)
         addresses.reader.cache_clear()

@@ -14,7 +14,7 @@ from torch import nn
 
 import compiled_optim as co
 from compiled_optim.rule import Number, absolute, buffer, hyper, mean, sign, sqrt
-from compiled_optim.rule.cautious import cautious
+from compiled_optim.rule.transforms import cautious
 
 SIZES = (1, 7, 4096, 8193, 41003, 70001)
 

@@ -11,7 +11,7 @@ import torch
 from catalog import copies, give_gradients, parameters
 
 import compiled_optim as co
-from compiled_optim.memory import cpp_library
+from compiled_optim.memory import cache
 
 COMPILED = ["multi_tensor", "inductor"]
 
@@ -132,9 +132,9 @@ def test_compile_report_takes_our_optimizers_only() -> None:
 def no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    cpp_library.compiler.cache_clear()
+    cache.compiler.cache_clear()
     yield
-    cpp_library.compiler.cache_clear()
+    cache.compiler.cache_clear()
 
 
 @pytest.mark.usefixtures("fresh_kernels", "no_compiler")
@@ -159,7 +159,7 @@ def test_without_a_compiler_it_runs_eager_and_says_so_once(lowering: str) -> Non
 def test_a_refusing_compiler_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     with pytest.raises(RuntimeError, match="error: expected"):
-        cpp_library.library("this is not C++")
+        cache.library("this is not C++")
     assert not list(tmp_path.rglob("*.so"))
 
 

@@ -25,19 +25,16 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # A folder, or a module of the package itself, imports from itself and from rows above its own.
 FLOORS = [
-    {"torch_internals"},
-    {"torch_compiler"},
     {"memory", "rule"},
-    {"groups", "conversion"},
+    {"groups"},
     {"state"},
     {"checkpoint", "plan"},
-    {"lowering.gradient"},
     {"lowering.kernels", "lowering.torch_ops"},
     {"lowering"},
     {"step"},
     {"optimizer"},
-    {"several", "views"},
-    {"optimizers", "model", "named", "full_precision", "optimi", "release", "report"},
+    {"named", "views"},
+    {"optimizers", "model", "full_precision", "optimi", "release", "report"},
     {"capture"},
     {""},
 ]
@@ -99,16 +96,16 @@ def test_the_floor_plan_lists_every_floor_from_the_top() -> None:
 
 
 BUDGET = {
-    "": 2895,
-    "capture": 1430,
-    "checkpoint": 1485,
-    "groups": 1315,
-    "lowering": 4405,
-    "memory": 970,
-    "optimizers": 2085,
-    "plan": 860,
-    "rule": 2600,
-    "step": 2255,
+    "": 2215,
+    "capture": 1375,
+    "checkpoint": 1455,
+    "groups": 1300,
+    "lowering": 4310,
+    "memory": 1545,
+    "optimizers": 2080,
+    "plan": 870,
+    "rule": 2565,
+    "step": 2175,
 }
 """Lines of each folder's modules; "" are those beside the folders. A commit of its own raises one, and says why."""
 
@@ -154,7 +151,7 @@ def test_every_language_has_every_word(language: str) -> None:
     words, of_formats = ({n for n, f in vars(m).items() if _is_own_function(f, m)} for m in (vocabulary, bits))
     assert set(vocabulary.__all__) == words == words & set(rule.__all__)
     assert set(bits.__all__) == of_formats
-    text = (PACKAGE / "lowering" / "kernels" / f"{language}_words.py").read_text()
+    text = (PACKAGE / "lowering" / "kernels" / f"{language}.py").read_text()
     defined = set(re.findall(r"^(?:def|.*inline [\w]+) ([a-z_]+)_\(", text, re.MULTILINE))
     assert defined - {"shift_right", "group_max"} == (words | of_formats) - {"group_max"}  # which is a loop in C++
 

@@ -12,9 +12,9 @@ from torch import nn
 
 import compiled_optim as co
 from compiled_optim.lowering.torch_ops import inlined, lists
+from compiled_optim.memory.torch_internals import compiles_means_with_lists
 from compiled_optim.optimizer import engine_of
 from compiled_optim.rule import storage
-from compiled_optim.torch_internals import compiles_means_with_lists
 from perf.lowering import inductor_source
 from perf.lowering.fake_cuda import fake_cuda
 from perf.lowering.record import Graph, recording

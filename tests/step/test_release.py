@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import OneCycleLR, StepLR
 from torch.utils.checkpoint import checkpoint
 
 import compiled_optim as co
-from compiled_optim import torch_internals
+from compiled_optim.memory import torch_internals
 from compiled_optim.optimizer import CompiledOptimizer, engine_of
 from compiled_optim.step import release
 

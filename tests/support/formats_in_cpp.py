@@ -11,9 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compiled_optim.lowering.kernels.cpp import _DIALECT
-from compiled_optim.lowering.kernels.cpp_words import WORDS
-from compiled_optim.memory.cpp_library import library
+from compiled_optim.lowering.kernels.cpp import _DIALECT, WORDS
+from compiled_optim.memory.cache import library
 from compiled_optim.rule import formats
 from compiled_optim.rule.symbols import Code, Symbol
 

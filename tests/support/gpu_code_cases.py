@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 import compiled_optim as co
 from compiled_optim.lowering.torch_ops import coefficients, inductor, lists
+from compiled_optim.memory.torch_compiler import CompiledGraph, without_memory
 from compiled_optim.rule import Number, buffer, hyper
 from compiled_optim.rule.fields import Static
-from compiled_optim.torch_compiler import CompiledGraph, without_memory
 
 MINIMUM = 64
 """Elements from which parameters are stored as ``weights`` and ``state_dtype`` say, in these tests."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from compiled_optim.memory import kept_graph
+from compiled_optim.memory import torch_compiler
 from perf.lowering.inductor_source import itemsize
 from perf.lowering.record import inductor_sources
 
@@ -160,7 +160,7 @@ def running() -> Iterator[Runs]:
     with (
         mock.patch.object(compile_fx, "compile_fx", load),
         mock.patch.object(JITFunction, "run", _nothing),
-        mock.patch.object(kept_graph, "without_memory", runs.without_memory),
+        mock.patch.object(torch_compiler, "without_memory", runs.without_memory),
         mock.patch.object(torch.cuda, "set_device", _nothing),
         mock.patch.object(torch._C, "_cuda_getCurrentRawStream", _nothing, create=True),
         _Made(runs),

@@ -25,8 +25,8 @@ from triton import language
 from triton.runtime.interpreter import TensorHandle
 
 from compiled_optim.lowering.torch_ops import lists
+from compiled_optim.memory.torch_compiler import CompiledGraph
 from compiled_optim.rule import storage
-from compiled_optim.torch_compiler import CompiledGraph
 
 _numbers = itertools.count()
 BLOCK = 128

@@ -21,14 +21,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map
 
-from compiled_optim import torch_internals
 from compiled_optim.capture import graph as graphs
 from compiled_optim.lowering import multi_tensor, stacked
 from compiled_optim.lowering.kernels import cpp, triton
 from compiled_optim.lowering.kernels.table import Kernel
-from compiled_optim.plan.kernel_key import KernelKey
+from compiled_optim.memory import torch_internals
+from compiled_optim.memory.torch_internals import wraps_others
+from compiled_optim.plan.compilations import KernelKey
 from compiled_optim.step import traced
-from compiled_optim.torch_internals import wraps_others
 
 _COEFFICIENTS = ("owners", "hypers", "coefficients", "all_square_sums", "outcome")
 _TENSORS = ("tensors", "grads", "chunks", "stretches", "square_sums", "spans", "sums")

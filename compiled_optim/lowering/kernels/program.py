@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from compiled_optim.lowering.gradient import scaled
-from compiled_optim.plan.clipping import NAMES
+from compiled_optim.plan.clipping import NAMES, scaled
 from compiled_optim.rule.rule import Rule, Written
 from compiled_optim.rule.symbols import Code, Dialect, Symbol
 

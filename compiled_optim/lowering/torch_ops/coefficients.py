@@ -11,15 +11,13 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from compiled_optim.lowering.gradient import scaled
 from compiled_optim.memory.layout import scalar, scalar_dtype
-from compiled_optim.plan.clipping import NAMES, Clipping
-from compiled_optim.plan.compilations import CompilationLog
-from compiled_optim.plan.kernel_key import KernelKey, coefficient_key
+from compiled_optim.memory.torch_compiler import CompiledGraph, compile_graph, without_memory
+from compiled_optim.memory.torch_internals import let_compilers_trace
+from compiled_optim.plan.clipping import NAMES, Clipping, scaled
+from compiled_optim.plan.compilations import CompilationLog, KernelKey, coefficient_key
 from compiled_optim.plan.plan import Plan
 from compiled_optim.rule.rule import NUMBERS, Rule
-from compiled_optim.torch_compiler import CompiledGraph, compile_graph, without_memory
-from compiled_optim.torch_internals import let_compilers_trace
 
 Graph: TypeAlias = Callable[[list[Tensor]], Sequence[Tensor]]
 

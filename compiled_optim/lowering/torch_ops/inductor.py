@@ -18,15 +18,13 @@ from compiled_optim.lowering.torch_ops import lists
 from compiled_optim.lowering.torch_ops.coefficients import CoefficientGraph
 from compiled_optim.lowering.torch_ops.lists import Lists, programs
 from compiled_optim.lowering.torch_ops.torch_lowering import Recent, TorchLowering, Vectors
-from compiled_optim.memory.kept_graph import obtain_graph
 from compiled_optim.memory.layout import compute_dtype, real_numel, scalar_dtype
+from compiled_optim.memory.torch_compiler import CompiledGraph, obtain_graph
+from compiled_optim.memory.torch_internals import let_compilers_trace
 from compiled_optim.plan.clipping import Clipping
-from compiled_optim.plan.compilations import CompilationLog
-from compiled_optim.plan.kernel_key import KernelKey, kernel_key
+from compiled_optim.plan.compilations import CompilationLog, KernelKey, kernel_key
 from compiled_optim.plan.plan import Plan
 from compiled_optim.rule.bits import GROUP
-from compiled_optim.torch_compiler import CompiledGraph
-from compiled_optim.torch_internals import let_compilers_trace
 
 Kernel: TypeAlias = Mapping[int, Callable[[Sequence[int], list[Tensor]], Any]]
 """The code of one key, of the tensors' sizes and the tensors: the rule's reductions by stage, and the update."""

@@ -14,16 +14,15 @@ from operator import is_
 import torch
 from torch import Tensor
 
-from compiled_optim.lowering.gradient import square_sum
 from compiled_optim.lowering.torch_ops import lists
 from compiled_optim.lowering.torch_ops.coefficients import CoefficientStage, Given, note_outcome
 from compiled_optim.lowering.torch_ops.lists import Lists, programs
 from compiled_optim.memory.layout import compute_dtype
-from compiled_optim.plan.clipping import CHOSEN, Clipping
+from compiled_optim.memory.torch_internals import compiles_means_with_lists
+from compiled_optim.plan.clipping import CHOSEN, Clipping, square_sum
 from compiled_optim.plan.plan import Plan
 from compiled_optim.plan.schedule import Schedules
 from compiled_optim.rule.bits import GROUP
-from compiled_optim.torch_internals import compiles_means_with_lists
 
 
 def obstacle(plans: Sequence[Plan], clipping: Clipping) -> str:

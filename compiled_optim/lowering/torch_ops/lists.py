@@ -16,11 +16,11 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from compiled_optim.conversion import filled
 from compiled_optim.memory.layout import compute_dtype, scalar_dtype
 from compiled_optim.rule import bits, vocabulary
 from compiled_optim.rule.rule import INDEX, Rule, Written
 from compiled_optim.rule.symbols import Dialect, Statement
+from compiled_optim.state import filled
 
 Values: TypeAlias = dict[str, list[Any]]
 """By a name in generated code, what stands for it for each tensor of the lists."""

@@ -10,14 +10,13 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from compiled_optim.conversion import filled
-from compiled_optim.lowering.gradient import square_sum
 from compiled_optim.lowering.torch_ops.coefficients import CoefficientStage
 from compiled_optim.memory.layout import compute_dtype, flat, real_numel
 from compiled_optim.memory.sharding import add_over_shards
-from compiled_optim.plan.clipping import Clipping
+from compiled_optim.plan.clipping import Clipping, square_sum
 from compiled_optim.plan.plan import Member, Plan
 from compiled_optim.rule.rule import INDEX, Rule, number_type
+from compiled_optim.state import filled
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from compiled_optim.memory.torch_internals import mend_tracing, outside_dynamo
 from compiled_optim.optimizer import CompiledOptimizer, engine_of
 from compiled_optim.optimizers.lbfgs.step import ENTRIES, LBFGSStep, refuse
 from compiled_optim.rule.fields import Number, hyper, static
-from compiled_optim.torch_internals import mend_tracing, outside_dynamo
 
 
 class LBFGS(CompiledOptimizer, steps=LBFGSStep):

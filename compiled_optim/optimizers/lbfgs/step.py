@@ -13,21 +13,20 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from compiled_optim.checkpoint.forms import group_names, plain, read
-from compiled_optim.checkpoint.saved_values import Unloadable, as_buffer, as_number, naming
+from compiled_optim.checkpoint.read import Unloadable, as_buffer, as_number, group_names, naming, plain, read
 from compiled_optim.checkpoint.state_dict import PreparedLoad
-from compiled_optim.checkpoint.writing import check_writable
+from compiled_optim.checkpoint.write import check_writable
 from compiled_optim.groups.live import Live
-from compiled_optim.groups.names import canonical_names, numbered, parameter_name
+from compiled_optim.groups.parameters import canonical_names, numbered, parameter_name
 from compiled_optim.memory.layout import as_real, compute_dtype, obstacle, real_numel, scalar_dtype
 from compiled_optim.memory.sharding import is_sharded
+from compiled_optim.memory.torch_internals import is_capturing
 from compiled_optim.optimizers.lbfgs.iteration import Trial, direction, new_pairs, record, restore, stored, strong_wolfe
 from compiled_optim.rule.declared import Declared, added_choices
 from compiled_optim.rule.fields import Scale
 from compiled_optim.state import ParamState
 from compiled_optim.step.holdings import Holdings
 from compiled_optim.step.step import Step
-from compiled_optim.torch_internals import is_capturing
 
 VECTORS = ("d", "prev_flat_grad")
 NUMBERS = ("t", "prev_loss")

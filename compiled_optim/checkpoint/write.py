@@ -1,21 +1,93 @@
-"""What a load writes. Everything is checked and made beforehand, so that the writing itself cannot fail."""
+"""What a load writes. Everything is checked and made beforehand, so that the writing itself cannot fail.
+
+What somebody else keeps in an optimizer's state, such as a hook or a wrapper, is loaded as torch.optim loads it.
+"""
 
 from __future__ import annotations
 
 import bisect
+import copy
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from compiled_optim.checkpoint.others import Entries
-from compiled_optim.checkpoint.saved_values import Unloadable, check_memory, naming
+from compiled_optim.checkpoint import optimi
+from compiled_optim.checkpoint.read import Unloadable, check_memory, described, naming
 from compiled_optim.groups.param_group import ParamGroup
 from compiled_optim.memory.layout import span
 from compiled_optim.memory.sharding import local, placement, spread_like
-from compiled_optim.state import OptimizerState, fill
+from compiled_optim.memory.torch_internals import outside_inference_mode
+from compiled_optim.rule.declared import every_state_name
+from compiled_optim.state import OptimizerState, ParamState, fill
+
+
+def known_names() -> frozenset[str]:
+    """The entries of a parameter's state that belong to an optimizer."""
+    return every_state_name() | set(optimi.STATE)
+
+
+def is_lost_state(key: Any, value: Any, known: frozenset[str]) -> bool:
+    """Whether what a checkpoint holds under the key of no parameter looks as if it were the state of one."""
+    return isinstance(key, Tensor) or (isinstance(value, Mapping) and {*value} <= known and len(value) > 0)
+
+
+def copied(value: Any, what: str) -> Any:
+    """A deep copy of ``value``, called ``what``; :class:`Unloadable` if there is none."""
+    with naming(what, "cannot be copied"):
+        if isinstance(value, Tensor):
+            check_memory(value, what)
+        return copy.deepcopy(value)
+
+
+class Entries(NamedTuple):
+    """What changes in a parameter's state besides the optimizer's own entries.
+
+    Attributes:
+        new: what is put there, by name.
+        gone: the names of what is removed.
+    """
+
+    new: dict[Any, Any]
+    gone: list[Any]
+
+    def write(self, state: ParamState) -> None:
+        """Write into a parameter's state, which is no change to steps."""
+        for name in self.gone:
+            state.drop_quietly(name)
+        for name, value in self.new.items():
+            state.set_quietly(name, value)
+
+    @classmethod
+    def of(
+        cls, saved: Mapping[Any, Any], live: Mapping[Any, Any], known: Collection[str], param: Tensor
+    ) -> tuple[Entries, list[str]]:
+        """What gives ``live``, the state of ``param``, others' entries in ``saved`` for its own; and which do not load."""
+        new, problems = {}, []
+        for name, value in saved.items():
+            what = name if isinstance(name, str) else described(name)
+            try:
+                with naming(what, "cannot be copied"), outside_inference_mode():
+                    new[name] = _on(param, value, what)
+            except Unloadable as problem:
+                problems.append(str(problem))
+        return cls(new, [name for name in live if name not in known and name not in saved]), problems
+
+
+def _on(param: Tensor, value: Any, what: str) -> Any:
+    """A copy of ``value`` with its tensors on the device of ``param``, and in its dtype if both are floating point."""
+    if isinstance(value, Tensor):
+        check_memory(value, what)
+        cast = value.is_floating_point() and param.is_floating_point()
+        return value.detach().to(param.device, param.dtype if cast else value.dtype, copy=True)
+    if type(value) is dict:
+        return {key: _on(param, element, what) for key, element in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)([_on(param, element, what) for element in value])
+    return copy.deepcopy(value)
+
 
 GroupValues: TypeAlias = dict[int, dict[str, Any]]
 """Values for some keys of groups, by the index of the group; hyperparameters are Python numbers."""

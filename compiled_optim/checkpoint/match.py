@@ -10,9 +10,9 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 from torch import Tensor
 
-from compiled_optim.checkpoint.forms import group_names, refuse_repeated
-from compiled_optim.groups.names import canonical_name, numbered, parameter_name
+from compiled_optim.checkpoint.read import group_names, refuse_repeated
 from compiled_optim.groups.param_group import ParamGroup
+from compiled_optim.groups.parameters import canonical_name, numbered, parameter_name
 
 T = TypeVar("T")
 

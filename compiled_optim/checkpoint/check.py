@@ -8,18 +8,139 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_optim.checkpoint.conversion import as_chosen
-from compiled_optim.checkpoint.matching import Pairs
-from compiled_optim.checkpoint.others import Entries, copied
-from compiled_optim.checkpoint.saved_values import Unloadable, as_buffer, as_number, described, is_set, naming
-from compiled_optim.checkpoint.writing import Copies, GroupValues, check_writable, is_same
+from compiled_optim.checkpoint.match import Pairs
+from compiled_optim.checkpoint.read import FLOATING, Unloadable, as_buffer, as_number, as_tensor, described, is_set, naming
+from compiled_optim.checkpoint.write import Copies, Entries, GroupValues, check_writable, copied, is_same
 from compiled_optim.groups.param_group import ParamGroup, is_own
 from compiled_optim.memory.layout import obstacle
-from compiled_optim.rule.fields import Hyper
+from compiled_optim.memory.sharding import local
+from compiled_optim.memory.torch_internals import outside_inference_mode
+from compiled_optim.rule.fields import Buffer, Hyper
 from compiled_optim.rule.rule import Declaration
-from compiled_optim.rule.storage import PARTS
-from compiled_optim.state import OptimizerState, initial_values, missing_entries, scalar_names, structure
-from compiled_optim.torch_internals import outside_inference_mode
+from compiled_optim.rule.storage import CODE_DTYPES, PARTS, code_name, scale_name
+from compiled_optim.rule.transforms import DECOUPLED, is_decoupled
+from compiled_optim.state import (
+    CODES,
+    SPLITS,
+    OptimizerState,
+    adds_nothing,
+    check_codes,
+    converted,
+    held_name,
+    initial_values,
+    missing_entries,
+    part_of,
+    scalar_names,
+    stored_part,
+    structure,
+)
+
+_BY_LR = "decouple_lr"
+
+
+def decay_conflicts(
+    declaration: Declaration, groups: Sequence[ParamGroup], pairs: Pairs, saved_groups: Sequence[Mapping[str, Any]]
+) -> dict[int, list[str]]:
+    """Where ``groups`` decay weights in another way than the saved groups that they are loaded from, by index.
+
+    These choices stay the optimizer's own, and the ``weight_decay`` that is loaded would mean something else. Without any
+    decay on both sides nothing differs.
+    """
+    defaults = {s.name: s.default for s in declaration.statics}
+    found: dict[int, list[str]] = {}
+    for index, saved_index in dict.fromkeys((ours.group, theirs.group) for ours, theirs in pairs):
+        group, saved = groups[index], saved_groups[saved_index]
+        if _decays(saved, group.label) or group.floats().get("weight_decay"):
+            for choice, value in _differing(group, saved, defaults):
+                found.setdefault(index, []).append(
+                    f"{group.label}: {choice} is {value} in the checkpoint, whose weight_decay has another meaning; "
+                    'hyperparameters="keep" keeps the optimizer\'s'
+                )
+    return {index: list(dict.fromkeys(problems)) for index, problems in found.items()}
+
+
+def _decays(saved: Mapping[str, Any], label: str) -> bool:
+    return "weight_decay" in saved and as_number(saved["weight_decay"], f"weight_decay of {label}", finite=False) != 0
+
+
+def _differing(group: ParamGroup, saved: Mapping[str, Any], defaults: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
+    """The choices of decay that ``saved`` made in another way than ``group``, and what it chose."""
+    if _BY_LR not in defaults:
+        return
+    choices: dict[str, Any] = {_BY_LR: is_set(saved, _BY_LR, group.label)}
+    for name in DECOUPLED:
+        choices[name] = defaults.get(name) if saved.get(name) is None else is_set(saved, name, group.label)
+    if choices[_BY_LR] != bool(group.get(_BY_LR)):
+        yield _BY_LR, choices[_BY_LR]
+    torchs, wd = DECOUPLED
+    is_unknown = torchs in defaults and not saved.keys() & {*DECOUPLED}  # torch.optim did not always note it
+    if wd in defaults and not is_unknown and is_decoupled(choices) != is_decoupled(group):
+        yield wd, is_decoupled(choices)
+
+
+def as_chosen(
+    declaration: Declaration, param: Tensor, saved: Mapping[str, Any], choices: Mapping[str, Any]
+) -> dict[str, Any]:
+    """``saved``, the entries of ``param`` in a checkpoint, stored as ``choices`` say; the same tensors where they are so.
+
+    Where the choices keep no part of a weight, one that is there stays, for the load to report; or goes, if ``param`` holds
+    by itself what it adds. What is converted is in memory until the load is written.
+
+    Raises:
+        Unloadable: an entry that must be converted is not what it must be, such as a negative scale.
+    """
+    try:
+        name = stored_part({part: value for part, value in saved.items() if value is not None})
+        stored = {} if name is None else {name: _part(name, param, saved[name])}
+        for field in declaration.buffers:
+            if field.int8 and (held := held_name(field, saved)):
+                stored |= _buffer(declaration, field, held, param, saved, choices)
+        changes = converted(declaration, param, stored, choices)
+        if name is not None and part_of(choices) is None and not adds_nothing(param, name, stored[name]):
+            del changes[name]
+    except Unloadable:
+        raise
+    except ValueError as error:
+        raise Unloadable(str(error)) from error
+    gone = {entry for entry, value in changes.items() if value is None}
+    return {entry: value for entry, value in {**saved, **changes}.items() if entry not in gone}
+
+
+def _part(name: str, param: Tensor, value: Any) -> Tensor:
+    dtype = getattr(value, "dtype", param.dtype)
+    return as_buffer(value, name, tuple(param.shape), dtype if name == "remainder" and dtype in SPLITS else param.dtype)
+
+
+def _buffer(
+    declaration: Declaration, field: Buffer, name: str, param: Tensor, saved: Mapping[str, Any], choices: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    """What of ``saved`` stores the buffer ``field`` under ``name``, if that is in codes or must become codes."""
+    coded, scale, shape = code_name(field.name), scale_name(field.name), tuple(param.shape)
+    if name != coded and coded in saved:
+        raise Unloadable(f"it has both {name} and {coded}")
+    dtype = getattr(saved[name], "dtype", None)
+    if name == coded or dtype in CODES:
+        if scale not in saved:
+            raise Unloadable(f"{name} has codes of 8 bits, and the checkpoint has no {scale} for them")
+        kind = dtype if dtype in CODES else CODE_DTYPES[field.int8 or ""]
+        codes, scales = as_buffer(saved[name], name, shape, kind), as_tensor(saved[scale], scale)
+        check_codes(field, codes, scales)
+        _check_numbers(codes, name, scales, scale)
+        return {name: codes, scale: scales}
+    if dtype in FLOATING and scale in saved:
+        raise Unloadable(f"{scale} belongs to codes of 8 bits, and {name} is {dtype}")
+    is_coded = declaration.dtype_of(field, param.dtype, choices) in CODES
+    return {name: as_buffer(saved[name], name, shape, param.dtype)} if is_coded else {}
+
+
+def _check_numbers(codes: Tensor, name: str, scales: Tensor, scale: str) -> None:
+    """Raise :class:`Unloadable` where codes or scales are none that a step makes; an overflow makes infinite scales."""
+    given = local(scales).double()
+    stored = given.float()
+    if not bool(((stored >= 0) & (stored.isinf() == given.isinf())).all()):
+        raise Unloadable(f"{scale} has numbers that are no scales: negative, NaN, or beyond float32's range")
+    if codes.dtype == torch.int8 and bool((local(codes) == -128).any()):
+        raise Unloadable(f"{name} has -128, which is no code")
 
 
 def check_groups(

@@ -1,7 +1,8 @@
-"""The multi-tensor lowering for sparse gradients: the rows that gradients name are updated in place, in one launch.
+"""The lowerings for sparse gradients, whose entries are added up per row.
 
-All shapes follow from the numbers of entries, and the host knows these. So no step waits for the device, and a CUDA graph
-can hold it.
+A COO gradient of N entries may name a row several times. Each row elects one of its entries, through a table with one
+number per row. The values of all its entries are summed at the elected one. Where no two entries name the same row, all
+are elected. All shapes follow from N, and the host knows N. So no step waits for the device.
 """
 
 from __future__ import annotations
@@ -12,22 +13,163 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from compiled_optim.lowering import multi_tensor
-from compiled_optim.lowering.gradient import square_sum
 from compiled_optim.lowering.interface import Capturable
-from compiled_optim.lowering.kernels.pointers import HyperPointers, upload
-from compiled_optim.lowering.kernels.table import BUFFERS, NUMEL, PARAM, CoefficientTable, Kernel
-from compiled_optim.lowering.sparse.entries import add_up, has_distinct_rows, row_strides
-from compiled_optim.lowering.torch_ops.torch_lowering import Recent
-from compiled_optim.memory.layout import compute_dtype
-from compiled_optim.plan.clipping import Clipping
-from compiled_optim.plan.compilations import CompilationLog
-from compiled_optim.plan.kernel_key import MULTI_TENSOR, kernel_key
+from compiled_optim.lowering.kernels.table import BUFFERS, NUMEL, PARAM, CoefficientTable, HyperPointers, Kernel, upload
+from compiled_optim.lowering.torch_ops.inductor import LISTS, UPDATE, ListKernel, obtain_kernel, uncompiled
+from compiled_optim.lowering.torch_ops.torch_lowering import Recent, TorchLowering
+from compiled_optim.memory.layout import as_real, compute_dtype
+from compiled_optim.memory.torch_internals import assert_on_device, is_capturing, is_fake
+from compiled_optim.plan.clipping import Clipping, square_sum
+from compiled_optim.plan.compilations import MULTI_TENSOR, CompilationLog, kernel_key
 from compiled_optim.plan.plan import Plan
-from compiled_optim.torch_internals import assert_on_device, is_capturing
+
+
+def has_distinct_rows(grad: Tensor, name: str) -> bool:
+    """Whether no two entries of the sparse gradient of the parameter ``name`` name the same row.
+
+    The host reads all indices: a gradient may claim to be coalesced and not be.
+
+    Raises:
+        IndexError: an entry lies outside of the gradient's shape.
+    """
+    sizes = grad.shape[: grad.sparse_dim()]
+    indices = grad._indices().numpy()
+    for dimension, (index, size) in enumerate(zip(indices, sizes, strict=True)):
+        outside = index[(index < 0) | (index >= size)]
+        if len(outside):
+            where = f"at {outside[0]} of dimension {dimension}"
+            raise IndexError(f"the gradient of '{name}' has an entry {where}; it must be >= 0 and < {size}")
+    rows = np.asarray(row_strides(sizes), dtype=np.int64) @ indices
+    return grad.is_coalesced() and bool((rows[1:] > rows[:-1]).all())
+
+
+def add_up(rows: Tensor, own: Tensor, values: Tensor, election: Tensor, sums: Tensor, *, sorts: bool = True) -> Tensor:
+    """Add the values of the entries of each row, at the place of the entry that the row elects.
+
+    Args:
+        rows: (N,) int64, the rows that the entries name.
+        own: the entries' numbers, 0 to N - 1.
+        values: (N, ...).
+        election: (rows,) int64, scratch memory.
+        sums: written, as ``values``: at an elected entry its row's sum, elsewhere 0.
+        sorts: whether an accelerator sorts the entries. A sum of several entries is then the same every time.
+
+    Returns:
+        For each entry, the one that its row elected: (N,) int64.
+    """
+    election.index_put_((rows,), own)
+    elected = election[rows]
+    sums.zero_()
+    if values.device.type == "cpu" or not sorts:
+        sums.index_add_(0, elected, values)
+    else:
+        sums.index_put_((elected,), values, accumulate=True)
+    return elected
+
+
+def row_strides(shape: Sequence[int]) -> list[int]:
+    """By how many rows each sparse dimension moves on."""
+    return [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+
+
+@dataclass
+class Entries:
+    """The N entries of a sparse gradient, added up per row."""
+
+    index: tuple[Tensor, ...]  # for each sparse dimension, where the entries lie: (N,) int64
+    elected: Tensor  # for each entry, the one that its row elected: (N,) int64
+    sums: Tensor  # (N, dense part); at an elected entry the row's gradient, elsewhere 0
+
+
+def entries_of(grad: Tensor, dtype: torch.dtype, *, distinct: bool) -> Entries:
+    """The entries of ``grad``, summed in ``dtype``; ``distinct`` says that no two name the same row."""
+    indices, values = grad._indices(), grad._values().to(dtype)
+    index = indices.unbind() or (indices.new_zeros(len(values)),)  # without sparse dimensions there is one row
+    own = torch.arange(len(values), device=values.device)
+    if distinct:
+        return Entries(index, own, values.contiguous())
+    shape = grad.shape[: grad.sparse_dim()] or (1,)
+    rows = torch.zeros_like(own)
+    for stride, positions in zip(row_strides(shape), index, strict=True):
+        rows.add_(positions, alpha=stride)
+    sums = torch.empty_like(values, memory_format=torch.contiguous_format)
+    return Entries(index, add_up(rows, own, values, own.new_empty(math.prod(shape)), sums), sums)
+
+
+def _is_readable(grad: Tensor) -> bool:
+    """Whether the host can look at the indices of a sparse gradient without waiting."""
+    return grad.device.type == "cpu" and not is_fake(grad)
+
+
+class GatheredRowsLowering(TorchLowering):
+    """Copies the rows out, updates the copies, and copies them back. Entries of one row write the same values.
+
+    Inductor's kernels update the copies where it is ``compiled``, else plain torch operations.
+    """
+
+    def __init__(self, plan: Plan, clipping: Clipping, log: CompilationLog, *, compiled: bool) -> None:
+        super().__init__(plan, clipping)
+        self.name = "inductor" if compiled else "eager"
+        self._log = log
+        self._keys = [kernel_key(plan, m, compute_dtype(m.param.dtype), LISTS) for m in plan.members]
+        self._kernels = [] if compiled else [ListKernel(key, uncompiled(key)) for key in self._keys]
+        self._entries: dict[int, Entries] = {}
+
+    @property
+    def is_compiled(self) -> bool:
+        return bool(self._kernels)
+
+    def compile(self) -> None:
+        if not self._kernels:
+            keys = zip(self._keys, self.plan.members, strict=True)
+            self._kernels = [ListKernel(key, obtain_kernel(self._log, key, [member.name])) for key, member in keys]
+
+    def prepare(self, grads: list[Tensor | None] | None) -> None:
+        super().prepare(grads)
+        self._entries = {}
+        given = zip(self.plan.members, self._grads, strict=True)
+        self._distinct = [g is not None and _is_readable(g) and has_distinct_rows(g, m.name) for m, g in given]
+
+    def measure(self) -> None:
+        """Write the sum of the squares of the prepared gradients, after the entries of each row have been added up."""
+        self._add_up()
+        self._square_sum.fill_(square_sum([entries.sums for entries in self._entries.values()], self.plan.device))
+
+    def launch(self) -> None:
+        """Update the rows that the gradients name, and count a step of every parameter that has a gradient."""
+        self._add_up()
+        coefficients, _ = self._advance()
+        for position, entries in self._entries.items():
+            if entries.sums.numel():
+                member = self.plan.members[position]
+                tensors = [member.param.detach(), *(member.entries[name] for name in self.plan.buffers)]
+                if entries.sums.dim() == member.param.dim() + 1:  # without sparse dimensions there is one row
+                    tensors = [t.unsqueeze(0) for t in tensors]
+                self._update_rows(position, tensors, entries, coefficients[:, position])
+
+    def finish(self) -> None:
+        super().finish()
+        self._entries = {}
+
+    def _add_up(self) -> None:
+        for i, (member, grad) in enumerate(zip(self.plan.members, self._grads, strict=True)):
+            if grad is not None and i not in self._entries:
+                self._entries[i] = entries_of(grad, compute_dtype(member.param.dtype), distinct=self._distinct[i])
+
+    def _update_rows(self, position: int, tensors: Sequence[Tensor], entries: Entries, coefficients: Tensor) -> None:
+        param, *buffers = (t[entries.index].contiguous() for t in tensors)
+        rows = [param, entries.sums[entries.elected], *buffers]
+        flat = [as_real(t).reshape(-1) for t in rows]
+        kernel = self._kernels[position]
+        kernel.run(UPDATE, [flat], coefficients.repeat(kernel.count, 1))
+        for tensor, new in zip(tensors, (param, *buffers), strict=True):
+            tensor.index_put_(entries.index, new)
+
 
 Rows: TypeAlias = Literal["distinct", "repeated", "said to be distinct", "unknown"]
 """What is known of the rows that entries name. In the first two cases the host has looked at them."""

@@ -1,19 +1,123 @@
-"""What a training step reads in Python, which no graph reads again: compared on the host, by identity and address."""
+"""What a captured graph depends on without reading it again, and what of it changed since: in words, with names."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+import functools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter, is_
-from typing import Any
+from types import CellType, ModuleType
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
-from compiled_optim.capture.causes import place
-from compiled_optim.groups.names import named_parameters
+from compiled_optim.groups.parameters import named_parameters, parameter_name
 from compiled_optim.memory.addresses import Addresses
+from compiled_optim.memory.sharding import local
 from compiled_optim.optimizer import CompiledOptimizer, engine_of
+from compiled_optim.rule.declared import added_choices
+
+
+def described(optimizer: CompiledOptimizer) -> dict[str, str]:
+    """Everything about ``optimizer`` whose change makes a graph of its step stale, by name."""
+    bound = optimizer.max_grad_norm
+    facts = {
+        "max_grad_norm": "off" if bound is None else place(bound) if _is_copied(bound, optimizer) else "on",
+        "skip_nonfinite": str(optimizer.skip_nonfinite),
+    }
+    holdings = engine_of(optimizer).holdings
+    for (i, name), (_, function) in holdings.schedules.functions.items():
+        facts[f"schedule of param_groups[{i}][{name!r}]"] = f"{getattr(function, '__name__', 'object')} at {id(function):#x}"
+    declared, added = optimizer._declaration, added_choices(type(optimizer))
+    for i, group in enumerate(optimizer.param_groups):
+        label = f"param_groups[{i}]"
+        facts[label] = f"{len(group['params'])} parameters"
+        for name in ("maximize", "differentiable", *(s.name for s in declared.statics)):
+            facts[f"{label}[{name!r}]"] = str(group.get(name, added.get(name)))
+        for name in declared.structural_hypers:
+            zero = hasattr(group, "nonzero") and not group.nonzero(name)
+            facts[f"{label}[{name!r}]"] = "0" if zero else "another number than 0"
+        for j, param in enumerate(group["params"]):
+            name = parameter_name(group, i, j)
+            facts[f"parameter '{name}'"] = place(param)
+            state: Mapping[str, Any] = holdings.state.get(param) or {}
+            for entry in (b.name for b in declared.buffers if b.name in state):
+                facts[f"state {entry!r} of '{name}'"] = place(state[entry])
+            if param.grad is not None:
+                facts[f"gradient dtype of '{name}'"] = str(param.grad.dtype)
+                if param.grad.is_sparse:
+                    facts[f"gradient of '{name}'"] = words(param.grad)
+    return facts
+
+
+def _is_copied(bound: float | Tensor, optimizer: CompiledOptimizer) -> TypeGuard[Tensor]:
+    step = engine_of(optimizer).step
+    devices = () if step is None else step.devices
+    return isinstance(bound, Tensor) and (bound.dtype != torch.float64 or bound.device not in devices)
+
+
+def place(tensor: Tensor) -> str:
+    """What a tensor is, and where."""
+    kind = f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
+    return f"{kind} at {local(tensor).data_ptr():#x}"
+
+
+def differences(old: Mapping[str, str], new: Mapping[str, str]) -> str:
+    """What changed from ``old`` to ``new``: the first three things, with old and new value; empty if nothing did.
+
+    State that moved is named only where nothing else changed, since it may have moved because of the other change. A
+    gradient that came or went is no difference, since a table follows it.
+    """
+    quiet = ("gradient", "state")
+    changes = [f"{label} {old[label]} -> {value}" for label, value in new.items() if label in old and old[label] != value]
+    changes += [f"{label} is new" for label in new if label not in old and not label.startswith(quiet)]
+    changes += [f"{label} is gone" for label in old if label not in new and not label.startswith(quiet)]
+    changes = [change for change in changes if not change.startswith("state")] or changes
+    more = f" and {len(changes) - 3} more" if len(changes) > 3 else ""
+    return ", ".join(changes[:3]) + more
+
+
+def words(grad: Tensor | None) -> str:
+    """Where a gradient is."""
+    if grad is None:
+        return "None"
+    if grad.is_sparse:
+        return f"with {grad._nnz()} {'' if grad.is_coalesced() else 'un'}coalesced entries"
+    return f"at {local(grad).data_ptr():#x}"
+
+
+def modules_of(function: Callable[..., Any], seen: set[int] | None = None) -> Iterator[nn.Module]:
+    """The modules that ``function`` refers to: by closure, default, global, or attribute of what it is bound to."""
+    seen = set() if seen is None else seen
+    if id(function) in seen:
+        return
+    seen.add(id(function))
+    if isinstance(function, nn.Module):
+        yield function
+        return
+    if (getattr(function, "__module__", None) or "").partition(".")[0] == "torch":
+        return
+    if isinstance(function, functools.partial):
+        values: list[Any] = [function.func, *function.args, *function.keywords.values()]
+    else:
+        inner = getattr(function, "__func__", function)
+        owner = getattr(function, "__self__", None)
+        bound = hasattr(owner, "__dict__") and not isinstance(owner, (type, ModuleType))
+        values = [*vars(owner).values()] if bound else []
+        values += [owner, getattr(function, "__wrapped__", None), getattr(function, "_torchdynamo_orig_callable", None)]
+        if (code := getattr(inner, "__code__", None)) is not None:
+            cells = (c.cell_contents for c in inner.__closure__ or () if c != CellType())  # an empty one equals another
+            names = (inner.__globals__.get(n) for n in code.co_names)
+            values += [*cells, *(inner.__defaults__ or ()), *(inner.__kwdefaults__ or {}).values(), *names]
+        elif hasattr(function, "__dict__"):
+            values += [*vars(function).values(), type(function).__call__]
+    for value in values:
+        nested = value if isinstance(value, (list, tuple)) else value.values() if isinstance(value, dict) else (value,)
+        for item in nested:
+            if isinstance(item, nn.Module) or (callable(item) and not isinstance(item, type)):
+                yield from modules_of(item, seen)
+
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
 _TRAINING = attrgetter("training")

@@ -1,0 +1,232 @@
+"""Functions from rule to rule: buffers that begin as the parameter, scaled rates, cautious steps, decay, accumulation."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from compiled_optim.rule.fields import Hyper, Scale, Static
+from compiled_optim.rule.rule import Rule, mean
+from compiled_optim.rule.vocabulary import floor, maximum, sign, where
+
+PARAM = "param"  # what ``init`` of such a buffer says
+_STARTS = "first_step"  # the coefficient that is not 0 in the first step of a parameter
+
+
+def started(rule: Rule) -> Rule:
+    """``rule`` whose first step finds the parameter, with all its bits, in the buffers that begin as it."""
+    names = [b.name for b in rule.buffers if b.init == PARAM]
+    if not names:
+        return rule
+    if rule.granularity != "element" or rule.gradients != "dense":
+        raise TypeError(f"{rule.name}.{names[0]}: init={PARAM!r} is for an elementwise update with dense gradients")
+
+    if _STARTS in rule.coefficient_names():
+        raise TypeError(f"{rule.name}.coefficients returns {_STARTS}, which is what a buffer with init={PARAM!r} needs")
+
+    def coefficients(**values: Any) -> dict[str, Any]:
+        return {**rule.evaluated(values), _STARTS: where(values["step"] == 1, 1.0, 0.0)}
+
+    def seen(values: Mapping[str, Any]) -> dict[str, Any]:
+        begins = values["c"].first_step > 0
+        own = {name: where(begins, values[PARAM], values[name]) for name in names if values.get(name) is not None}
+        return {**values, **own}
+
+    def update(**values: Any) -> dict[str, Any]:
+        return rule.returned(seen(values))
+
+    buffers = tuple(dataclasses.replace(b, init=0.0) if b.init == PARAM else b for b in rule.buffers)
+    reductions = rule.reductions_of(seen)
+    return dataclasses.replace(rule, buffers=buffers, coefficients=coefficients, reductions=reductions, update=update)
+
+
+def lr_scaled(rule: Rule) -> Rule:
+    """``rule`` with the choice ``lr_scale``: a number per parameter, by which ``coefficients`` finds ``lr`` multiplied.
+
+    ``max_lr``, to which others compare ``lr``, is multiplied too. A rule without ``lr`` stays as it is.
+    """
+    rates = {h.name for h in rule.hypers} & {"lr", "max_lr"}
+    if "lr" not in rates:
+        return rule
+
+    def coefficients(**values: Any) -> dict[str, Any]:
+        scale = values["lr_scale"]
+        scaled = {} if scale is None else {name: values[name] * scale for name in rates & values.keys()}
+        return rule.evaluated(values | scaled)
+
+    choice = Scale(default=None, name="lr_scale")
+    return dataclasses.replace(rule, scales=(*rule.scales, choice), coefficients=coefficients)
+
+
+LEAST = 1e-3  # the least share of a tensor's elements to which the whole step is given
+
+
+def cautious(rule: Rule) -> Rule:
+    """``rule`` with the choice ``cautious``: only elements that a step takes down their gradient move (arXiv:2411.16085).
+
+    Their steps are divided by the share of the tensor's elements that move, or by :data:`LEAST` if that is more. Weight
+    decay apart from the step stays, and so do the buffers. The gradient is the one that ``rule`` gets. All this is as in the
+    authors' C-AdamW. Algorithm 1 of the paper adds a small number to the share instead of bounding it, and the authors'
+    C-Lion adds 1 to the number of elements that move. It is not for a rule with views, whose parameter follows its state.
+    """
+    if rule.views:
+        return rule
+
+    def reduce(**values: Any) -> dict[str, Any]:
+        return {"moving": mean(where(_goes_down(rule.returned(values), values), 1.0, 0.0))} if values["cautious"] else {}
+
+    def update(**values: Any) -> dict[str, Any]:
+        returned = rule.returned(values)
+        if not values["cautious"]:
+            return returned
+        growth = 1 / maximum(values["c"].moving, LEAST)
+        return {**returned, "step": where(_goes_down(returned, values), growth, 0.0) * returned["step"]}
+
+    choice = Static(default=False, kw_only=True, name="cautious")
+    statics, added = (*rule.statics, choice), (*rule.added, choice.name)
+    return dataclasses.replace(rule, statics=statics, reductions=(*rule.reductions, reduce), update=update, added=added)
+
+
+def _goes_down(returned: dict[str, Any], values: dict[str, Any]) -> Any:
+    """Whether the step that was ``returned`` goes against the gradient; the signs' product does not underflow."""
+    return sign(returned["step"]) * sign(values["grad"]) > 0
+
+
+_TORCHS = "decoupled_weight_decay"  # what torch.optim calls the choice, where an optimizer of it has one
+_WD = Static(default=None, optional=True, kw_only=True, name="decouple_wd")
+_LR = Static(default=False, kw_only=True, name="decouple_lr")
+LARGEST = 5e-3  # as in optimi: the weight decay with decouple_lr above which there is a warning
+DECOUPLED = (_TORCHS, _WD.name)
+_MAX_LR = Hyper(default=None, ge=0, when=_LR.name, like="lr", name="max_lr")
+
+
+def decay(rule: Rule) -> Rule:
+    """``rule`` with ``decouple_lr`` and ``max_lr`` and, where it decays weights by the gradient, with ``decouple_wd``.
+
+    With ``decouple_lr`` the rule gets ``weight_decay / max_lr`` for ``weight_decay``, and 0 where ``max_lr`` is 0. Where
+    weights decay apart from the gradient, they then shrink by ``weight_decay * lr / max_lr`` in a step. With ``decouple_wd``
+    a parameter is multiplied by ``1 - lr * weight_decay`` before the step, as in AdamW, and the rule decays no more itself;
+    None is True with ``decouple_lr``. A rule that has such a choice of its own keeps it.
+
+    A rule without ``lr`` or ``weight_decay``, or with names of these, stays as it is.
+    """
+    names = {f.name for f in (*rule.hypers, *rule.statics)}
+    if not {"lr", "weight_decay"} <= names or names & {_LR.name, _MAX_LR.name}:
+        return rule
+    adds_wd = rule.decays == "gradient" and _WD.name not in names
+    scales = adds_wd and _TORCHS not in names  # whether parameters are multiplied here, and not by the rule
+
+    def coefficients(**values: Any) -> dict[str, Any]:
+        if values[_LR.name]:
+            values["weight_decay"] = _over(values["weight_decay"], values[_MAX_LR.name])
+        numbers = rule.evaluated(values)
+        if scales and is_decoupled(values):
+            numbers["weight_decay"] = 1 - values["lr"] * values["weight_decay"]
+        return numbers
+
+    def seen(values: dict[str, Any]) -> dict[str, Any]:
+        """What the rule finds in place of ``values``: its own choice made, or a parameter that has decayed."""
+        if not (adds_wd and is_decoupled(values)):
+            return values
+        if not scales:
+            return {**values, _TORCHS: True}
+        numbers = values["c"]
+        return {**values, "param": numbers.weight_decay * values["param"], "c": numbers._replace(weight_decay=0.0)}
+
+    def update(**values: Any) -> dict[str, Any]:
+        found = seen(values)
+        return {"param": found["param"], **rule.returned(found)}
+
+    choices = (_WD, _LR) if adds_wd else (_LR,)
+    return dataclasses.replace(
+        rule,
+        hypers=(*rule.hypers, _MAX_LR),
+        statics=(*rule.statics, *choices),
+        coefficients=coefficients,
+        reductions=rule.reductions_of(seen),
+        update=update,
+        added=(*rule.added, *(s.name for s in choices)),
+    )
+
+
+def check_decay(group: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` where one of a group's choices decouples weight decay and the other forbids it.
+
+    Warn where ``max_lr`` is about to become 0 unasked, by which weights would never decay; where weights would decay by
+    more than :data:`LARGEST` in a step; and where ``decouple_wd=False`` means other than in optimi, which ignores it there.
+    """
+    if group.get(_TORCHS) and group.get(_WD.name) is False:
+        raise ValueError(f"{_WD.name}=False does not go with {_TORCHS}=True")
+    if not group.get(_LR.name):
+        return
+    if group.get(_WD.name) is False:
+        message = f"{_WD.name}=False with {_LR.name}=True adds weight_decay / max_lr times the parameter to the gradient"
+        warnings.warn(f"{message}; leave {_WD.name} out to shrink parameters, as optimi does", UserWarning, stacklevel=2)
+    if isinstance(wd := group["weight_decay"], (int, float)) and wd > LARGEST:
+        message = f"with {_LR.name}=True a step at max_lr takes {wd:g} of a parameter away, whatever the learning rate"
+        warnings.warn(f"{message}; usual values of weight_decay are then 1e-6 to 1e-4", UserWarning, stacklevel=2)
+    is_open = group.get(_MAX_LR.name) is None
+    if is_open and _is_known_0(group["lr"]) and not _is_known_0(group["weight_decay"]):
+        message = "weights will not decay: max_lr, which decouple_lr divides weight_decay by, is the group's first lr, 0"
+        warnings.warn(f"{message}; pass the learning rate that a schedule reaches as max_lr", UserWarning, stacklevel=2)
+
+
+def _is_known_0(number: Any) -> bool:
+    """Whether ``number`` is 0; a tensor is not read, since that may wait for a device."""
+    return isinstance(number, (int, float)) and number == 0
+
+
+def is_decoupled(choices: Mapping[str, Any]) -> bool:
+    """Whether weights decay apart from the gradient, where that is a choice."""
+    asked = choices.get(_WD.name)
+    return bool(choices.get(_TORCHS) or (choices.get(_LR.name) if asked is None else asked))
+
+
+def _over(weight_decay: Any, max_lr: Any) -> Any:
+    """``weight_decay / max_lr``, and 0 where that would be a division by 0."""
+    zero = max_lr == 0
+    return where(zero, 0.0, weight_decay / where(zero, 1.0, max_lr))
+
+
+GOES_ON, STAYS = 0.25, 0.5
+"""What is added to a parameter's step count before a gradient: where it is not the first of its step, and not the last."""
+
+
+@dataclass(frozen=True)
+class Accumulation:
+    """That a rule's step depends on gradients through its buffers alone, each of which is an average of them.
+
+    ``kept`` are the numbers of ``coefficients`` with which a step multiplies what it finds in a buffer. ``unless`` names the
+    choices with which it is not so.
+    """
+
+    kept: tuple[str, ...]
+    unless: tuple[str, ...] = ()
+
+
+@functools.cache
+def accumulating(rule: Rule, accumulation: Accumulation) -> Rule:
+    """``rule``, of which a step may consist of several gradients.
+
+    Its step count is that of the step before, plus :data:`GOES_ON` where a gradient of this step came before, and
+    :data:`STAYS` where another one follows. With the first gradient, buffers decay; every gradient is added with its weight.
+    With the last one the parameter moves, and decays: into this gradient, where decay goes into gradients. A step of one
+    gradient is as in ``rule``.
+    """
+
+    def coefficients(**values: Any) -> dict[str, Any]:
+        step = floor(values["step"])
+        part = values["step"] - step
+        stays = part >= STAYS
+        goes_on = where(stays, part - STAYS, part) >= GOES_ON
+        still: dict[str, Any] = {name: where(stays, 0.0, values[name]) for name in ("lr", "weight_decay") if name in values}
+        numbers = rule.evaluated({**values, **still, "step": step})
+        return {name: where(goes_on, 1.0, n) if name in accumulation.kept else n for name, n in numbers.items()}
+
+    made = dataclasses.replace(rule, coefficients=coefficients)
+    made.check()
+    return made
