@@ -19,7 +19,7 @@ The package is a house: a module imports only from its own floor and from floors
     state.py             what belongs to a parameter, and how it is stored
     groups/              what belongs to a group: hyperparameter tensors, names, parameters
     rule/                what an optimizer's file is written with: fields, vocabulary; what it becomes
-    memory/              addresses, memory order, shards, compiled code and its cache, the parts of torch without a public name
+    memory/              addresses, memory order, shards, compiled code and its cache, torch's parts without a public name
 """
 
 from compiled_optim.capture.runner import CUDAGraphRunner
