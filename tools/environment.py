@@ -18,7 +18,7 @@ import progress
 ROOT = Path(__file__).resolve().parent.parent
 
 # Installed without its requirements. Others bring them but for torchvision, which as an index has it fits no torch for CPUs.
-ALONE = {"test": ["timm"]}
+ALONE = {"full": ["timm"]}
 
 # With another torch than the constraints': what the tests of compiled code need. Triton 3.6's interpreter needs this numpy.
 FEW = ("expecttest", "hypothesis", "pandas", "pytest", "pytest-xdist", "numpy<2.4")

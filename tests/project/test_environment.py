@@ -35,9 +35,9 @@ def test_an_environment_has_the_torch_that_is_named(
     monkeypatch.setattr(environment, "ROOT", tmp_path)
     monkeypatch.setattr(environment, "_run_quietly", run_quietly)
     for _ in range(2):
-        python = environment.python_with("test", torch)
+        python = environment.python_with("full", torch)
     directory = python.parent.parent
-    assert directory.name == (f".venv-test-{torch}" if torch else ".venv-test")
+    assert directory.name == (f".venv-full-{torch}" if torch else ".venv-full")
     made, install = commands.pop(0), commands.pop(0)
     assert made == [sys.executable, "-m", "venv", str(directory)]
     constraints = Path(install[install.index("-c") + 1]).read_text().splitlines()
@@ -48,7 +48,7 @@ def test_an_environment_has_the_torch_that_is_named(
     assert len(commands) == (not torch)
     with (tmp_path / "tools" / "constraints.txt").open("a") as file:
         file.write("late==1.0\n")
-    environment.python_with("test", torch)
+    environment.python_with("full", torch)
     assert any("-e" in command for command in commands)
 
 

@@ -19,6 +19,7 @@ EXTRAS = {
     "compiled_optim": "",
     "perf": "perf",
     "tests": "test",
+    "tests/trainers": "full",
     "tools": "",
     "tools/checkpoint_files.py": "convert",
     "tools/demo": "demo",
