@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,8 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True)
 def seed() -> None:
     torch.manual_seed(0)
+    if "torch._dynamo" in sys.modules:  # which gives up on a function that was compiled for many optimizers in one process
+        torch._dynamo.reset()
 
 
 @pytest.fixture

@@ -91,8 +91,12 @@ def test_compiles_without_spills_and_with_wide_accesses(case: Any, dtype: str, a
 
 
 @pytest.fixture(scope="module")
-def interpreted_errors() -> dict[str, float]:
-    return json.loads(printed_by("interpreted", TRITON_INTERPRET="1"))
+def interpreted_errors(request: pytest.FixtureRequest) -> dict[str, float]:
+    """By case and dtype: of the cases that this run takes, in float32 alone unless it is a full one."""
+    own = (item for item in request.session.items if item.originalname == "test_interpreted_kernels_equal_eager")
+    wanted = [str(item.callspec.params["case"]) for item in own]
+    dtypes = [] if request.config.getoption("--full") else ["--float32"]
+    return json.loads(printed_by("interpreted", *dtypes, *wanted, TRITON_INTERPRET="1"))
 
 
 @pytest.mark.parametrize("case", cases(), ids=str)

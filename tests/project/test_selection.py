@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import selection
+from catalog import ruled
 
 
 def _items(name: str, **axes: int) -> list[Any]:
@@ -53,6 +54,32 @@ def test_a_seed_says_everything() -> None:
 def test_a_function_without_parameters_is_taken_unless_its_file_is_for_full_runs() -> None:
     items = [*_items("tests/a.py::test_f"), *_items(selection.FULL_ONLY[0] + "b.py::test_g")]
     assert selection.selected(items, 7) == items[:1]
+
+
+def test_slow_functions_are_drawn_as_far_as_seconds_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selection, "slow", lambda: {f"tests/a.py::test_{i}": 30.0 for i in range(8)})
+    monkeypatch.setattr(selection, "SECONDS", 100.0)
+    items = [item for i in range(9) for item in _items(f"tests/a.py::test_{i}")]
+    days = [{item.nodeid for item in selection.selected(items, seed)} for seed in range(30)]
+    assert {len(taken) for taken in days} == {4}
+    assert all("tests/a.py::test_8" in taken for taken in days)
+    assert set().union(*days) == {item.nodeid for item in items}
+
+
+def test_every_rule_is_taken_in_every_language(pytestconfig: pytest.Config) -> None:
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "--selection=7"]
+    listed = subprocess.run(command, cwd=pytestconfig.rootpath, capture_output=True, text=True).stdout.splitlines()
+    taken = {name: [line for line in listed if line.startswith(name)] for name in selection.OF_EACH_OPTIMIZER}
+    for name, lines in taken.items():
+        for optimizer in ruled():
+            own = [line for line in lines if re.search(rf"[\[-]{optimizer.__name__}[]-]", line)]
+            assert [line for line in own if "float64" not in line], (name, optimizer)
+
+
+def test_slow_functions_are_there(pytestconfig: pytest.Config) -> None:
+    for name in selection.slow():
+        file, *_, function = name.split("::")
+        assert f"def {function}(" in (pytestconfig.rootpath / file).read_text(), name
 
 
 def test_files_for_full_runs_are_there(pytestconfig: pytest.Config) -> None:

@@ -1,11 +1,12 @@
 """Runs the multi-tensor lowering's Triton kernels on CPU tensors; a process of its own, with TRITON_INTERPRET=1.
 
-Prints, for every case of the catalogue, the largest relative difference from the eager lowering. Every parameter has a
-scale of its own. The second step is clipped, the third one skipped.
+Prints, for the cases of the catalogue that are named, the largest relative difference from the eager lowering. Every
+parameter has a scale of its own. The second step is clipped, the third one skipped.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 
@@ -20,11 +21,15 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64, "complex64": torch
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--float32", action="store_true", help="in this dtype alone")
+    parser.add_argument("cases", nargs="+")
+    wanted = parser.parse_args()
     quick_interpreter.install()
     multi_tensor.BACKENDS["cpu"] = triton.build
     errors = {}
-    for case in cases():
-        for name in DTYPES if case.arguments else ("float32",):
+    for case in (case for case in cases() if str(case) in wanted.cases):
+        for name in ("float32",) if wanted.float32 or not case.arguments else DTYPES:
             if DTYPES[name].is_complex and not case.takes_complex:
                 continue
             results = []

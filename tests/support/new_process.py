@@ -18,9 +18,9 @@ def environment(**variables: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(places), **variables}
 
 
-def printed_by(program: str, **variables: str) -> str:
+def printed_by(program: str, *arguments: str, **variables: str) -> str:
     """What a program of this folder prints; one that fails is an error."""
-    command = [sys.executable, SUPPORT / f"{program}.py"]
+    command = [sys.executable, SUPPORT / f"{program}.py", *arguments]
     done = subprocess.run(command, env=environment(**variables), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout

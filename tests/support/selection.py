@@ -1,19 +1,29 @@
 """The tests that a run without ``--full`` takes, where it names no file: a few of each function, and others on other days.
 
 Of a parametrized function the selected items take every value of every parameter once, as far as :data:`MOST` items can; the
-seed decides which values meet. A file or a test that is named runs whole.
+seed decides which values meet. Of the functions that take long, the seed draws as many as :data:`SECONDS` allow. A file or a
+test that is named runs whole.
 """
 
 from __future__ import annotations
 
+import csv
 import datetime
+import json
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 import pytest
+import torch
 
 MOST = 3
 """Items of one function. What is dropped has another chance with every seed."""
+
+SECONDS = 110.0
+"""What the functions of ``slow.csv`` may take together, of one processor. It lists those that took more than a second."""
 
 FULL_ONLY = (
     "tests/trainers/",
@@ -22,13 +32,35 @@ FULL_ONLY = (
     "tests/lowering/test_code_for_gpus.py",
     "tests/step/test_soak.py",
     "tests/capture/test_capture.py::test_a_parameter_that_is_skipped_and_one_that_is_there_twice",
+    "tests/capture/test_capture.py::test_the_list_holds_for_the_interpreted_triton_kernel",
 )
-"""What takes minutes: other packages, fresh environments, Inductor's GPU code in Triton's interpreter."""
+"""What takes minutes: other packages, fresh environments, kernels and Inductor's GPU code in Triton's interpreter."""
+
+WHOLE: dict[str, Callable[[Any], bool]] = {
+    "tests/optimizers/test_reference.py::test_equals_torch": (
+        lambda p: (p["dtype"], p["lowering"]) == (torch.float64, "eager")
+    ),
+}
+"""Functions of which every item is taken whose parameters are such: the whole catalogue in float64."""
+
+OF_EACH_OPTIMIZER: dict[str, Callable[[Any], bool]] = {
+    "tests/optimizers/test_reference.py::test_equals_torch": (
+        lambda p: (p["dtype"], p["lowering"]) == (torch.float32, "multi_tensor")
+    ),
+    "tests/lowering/test_triton.py::test_interpreted_kernels_equal_eager": lambda p: True,
+}
+"""Functions of which one such item is taken for each optimizer: each rule once in C++, and once in Triton's interpreter."""
 
 
 def today() -> int:
     """The seed of a run that was given none."""
     return int(datetime.date.today().strftime("%Y%m%d"))
+
+
+def slow() -> dict[str, float]:
+    """The seconds of the functions that take long."""
+    with Path(__file__).with_name("slow.csv").open(newline="") as file:
+        return {row["function"]: float(row["seconds"]) for row in csv.DictReader(file)}
 
 
 def selected(items: Iterable[pytest.Item], seed: int) -> list[pytest.Item]:
@@ -37,8 +69,32 @@ def selected(items: Iterable[pytest.Item], seed: int) -> list[pytest.Item]:
     for item in items:
         if not item.nodeid.startswith(FULL_ONLY):
             functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    chosen = {id(item) for name, own in functions.items() for item in _covering(own, random.Random(f"{seed} {name}"))}
+    drawn = _drawn(functions.keys() - WHOLE.keys() - OF_EACH_OPTIMIZER.keys(), random.Random(seed))
+    chosen = {id(item) for name in drawn for item in _covering(functions[name], random.Random(f"{seed} {name}"))}
+    for name in (WHOLE.keys() | OF_EACH_OPTIMIZER.keys()) & functions.keys():
+        chosen |= {id(item) for item in _named(name, functions[name], random.Random(f"{seed} {name}"))}
     return [item for item in items if id(item) in chosen]
+
+
+def _drawn(functions: Iterable[str], order: random.Random) -> list[str]:
+    """All of ``functions`` that are quick, and some of the slow ones."""
+    seconds, left, taken = slow(), SECONDS, []
+    for name in order.sample(names := sorted(functions), len(names)):
+        if (cost := seconds.get(name, 0.0)) <= left:
+            left -= cost
+            taken.append(name)
+    return taken
+
+
+def _named(name: str, items: list[pytest.Item], order: random.Random) -> list[pytest.Item]:
+    """What :data:`WHOLE` and :data:`OF_EACH_OPTIMIZER` say of a function."""
+    params: dict[int, Any] = {id(item): item.callspec.params for item in items}  # type: ignore[attr-defined]
+    taken = [item for item in items if name in WHOLE and WHOLE[name](params[id(item)])]
+    by_optimizer: dict[Any, pytest.Item] = {}
+    for item in order.sample(items, len(items)):
+        if name in OF_EACH_OPTIMIZER and OF_EACH_OPTIMIZER[name](params[id(item)]):
+            by_optimizer.setdefault(params[id(item)]["case"].optimizer, item)
+    return [*taken, *by_optimizer.values()]
 
 
 def _covering(items: list[pytest.Item], order: random.Random) -> list[pytest.Item]:
@@ -51,3 +107,21 @@ def _covering(items: list[pytest.Item], order: random.Random) -> list[pytest.Ite
             covered |= values
             taken.append(item)
     return taken
+
+
+def _write_slow() -> None:
+    """Write ``slow.csv`` anew from the durations that the last runs left in pytest's cache."""
+    by_function: dict[str, list[float]] = {}
+    root = Path(__file__).parents[2]
+    for name, seconds in json.loads((root / ".pytest_cache" / "v" / "durations").read_text()).items():
+        by_function.setdefault(name.partition("[")[0], []).append(seconds)
+    found = {name: fmean(times) * min(MOST, len(times)) for name, times in by_function.items()}
+    known = slow() | found
+    with Path(__file__).with_name("slow.csv").open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(("function", "seconds"))
+        writer.writerows((name, f"{s:.1f}") for name, s in sorted(known.items()) if s >= 1)
+
+
+if __name__ == "__main__":
+    _write_slow()
