@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from compiled_optim.checkpoint.read import FLOATING, Unloadable, as_tensor, described, plain
-from compiled_optim.checkpoint.write import Copies, check_writable, set_apart
+from compiled_optim.checkpoint.write import Copies, check_writable, is_same, set_apart
 from compiled_optim.groups.parameters import parameters_of
 from compiled_optim.memory.sharding import local, spread_like
 from compiled_optim.memory.torch_internals import outside_dynamo
@@ -104,6 +104,7 @@ def load_full_precision_state_dict(model: nn.Module, optimizer: Optimizers, stat
             copies += [(entries[name], value)] if own is None else _parts(own, value)
         if others:  # such as what modules add with get_extra_state; this may fail
             model.load_state_dict({name: given[name] for name in others}, strict=False)
+        copies = [(target, source) for target, source in copies if not is_same(target, source)]
         for target, source in set_apart(copies, [target for target, _ in copies]):
             target.copy_(spread_like(source, target))
 

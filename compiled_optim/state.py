@@ -340,7 +340,7 @@ def _holds(entry: Any, value: float | Tensor) -> bool:
 
 def scalar_names(declaration: Declaration) -> tuple[str, ...]:
     """The per-tensor scalars of ``declaration``, the step count first; none without a rule, which alone reads them."""
-    return ("step", *(s.name for s in declaration.scalars)) if isinstance(declaration, Rule) else ()
+    return ("step", *[s.name for s in declaration.scalars]) if isinstance(declaration, Rule) else ()
 
 
 def has_own_entries(declaration: Declaration, state: Mapping[Any, Any]) -> bool:
@@ -378,7 +378,7 @@ def new_buffer(field: Buffer, param: Tensor, shape: tuple[int, ...], dtype: torc
 
 def fill(entry: Tensor, value: float | Tensor) -> Tensor:
     """Set every number of ``entry``, both parts of a complex one, to ``value``."""
-    as_real(local(entry)).fill_(value)
+    (as_real(local(entry)) if type(entry) is not Tensor or entry.is_complex() else entry).fill_(value)
     return entry
 
 

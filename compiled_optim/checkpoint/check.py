@@ -36,6 +36,7 @@ from compiled_optim.state import (
 )
 
 _BY_LR = "decouple_lr"
+_STORED = code_name(""), scale_name("")  # how the names of codes and their scales end
 
 
 def decay_conflicts(
@@ -48,7 +49,7 @@ def decay_conflicts(
     """
     defaults = {s.name: s.default for s in declaration.statics}
     found: dict[int, list[str]] = {}
-    for index, saved_index in dict.fromkeys((ours.group, theirs.group) for ours, theirs in pairs):
+    for index, saved_index in dict.fromkeys([(ours.group, theirs.group) for ours, theirs in pairs]):
         group, saved = groups[index], saved_groups[saved_index]
         if _decays(saved, group.label) or group.floats().get("weight_decay"):
             for choice, value in _differing(group, saved, defaults):
@@ -89,6 +90,8 @@ def as_chosen(
     Raises:
         Unloadable: an entry that must be converted is not what it must be, such as a negative scale.
     """
+    if not (choices.get("weights") or choices.get("state_dtype") or any(map(_is_stored_part, saved.items()))):
+        return dict(saved)
     try:
         name = stored_part({part: value for part, value in saved.items() if value is not None})
         stored = {} if name is None else {name: _part(name, param, saved[name])}
@@ -104,6 +107,12 @@ def as_chosen(
         raise Unloadable(str(error)) from error
     gone = {entry for entry, value in changes.items() if value is None}
     return {entry: value for entry, value in {**saved, **changes}.items() if entry not in gone}
+
+
+def _is_stored_part(item: tuple[str, Any]) -> bool:
+    """Whether an entry may be what a weight's own dtype cannot hold, or codes, or their scales."""
+    name, value = item
+    return name in PARTS or name.endswith(_STORED) or getattr(value, "dtype", None) in CODES
 
 
 def _part(name: str, param: Tensor, value: Any) -> Tensor:
@@ -166,12 +175,12 @@ def check_groups(
     for index, saved_indices in sources.items():
         group, theirs_of_it = groups[index], [saved_groups[i] for i in saved_indices]
         conflicts += [f"{group.label}: {problem}" for problem in _of_another_optimizer(declaration, group, theirs_of_it)]
-        unread = {h.name for h in declaration.hypers if any(_is_read_there_only(h, group, g) for g in theirs_of_it)}
-        for key in dict.fromkeys(k for g in theirs_of_it for k in g if k not in skipped and k not in unread):
+        unread = {h.name for h in declaration.hypers for g in theirs_of_it if h.when and _is_read_there_only(h, group, g)}
+        for key in dict.fromkeys([k for g in theirs_of_it for k in g if k not in skipped and k not in unread]):
             hyper = hypers.get(key)
             values_of_it = [g[key] for g in theirs_of_it if key in g]
             found = [(_numbers if hyper and not is_own(hyper, v, group) else _copied)(group, key, v) for v in values_of_it]
-            if all(_equal(value, found[0]) for value in found[1:]):
+            if all([_equal(value, found[0]) for value in found[1:]]):
                 values[index][key] = found[0]
             else:
                 shown = ", ".join(map(described, found))
@@ -200,14 +209,16 @@ def check_modes(
 
 def _is_read_there_only(hyper: Hyper, group: ParamGroup, saved: Mapping[str, Any]) -> bool:
     """Whether only the saved group made the choice with which ``hyper`` goes."""
-    return hyper.when is not None and not group.get(hyper.when) and is_set(saved, hyper.when, group.label)
+    assert hyper.when is not None
+    return not group.get(hyper.when) and is_set(saved, hyper.when, group.label)
 
 
 def _of_another_optimizer(
     declaration: Declaration, group: ParamGroup, saved_groups: Sequence[Mapping[str, Any]]
 ) -> Iterator[str]:
     """The signs that another kind of optimizer saved the groups."""
-    if absent := [h.name for h in declaration.hypers if not h.when and any(h.name not in g for g in saved_groups)]:
+    shared = set(saved_groups[0]).intersection(*saved_groups[1:])
+    if absent := [h.name for h in declaration.hypers if not h.when and h.name not in shared]:
         yield f"the checkpoint has no {', '.join(absent)} for it"
     for key in (s.name for s in declaration.statics if not s.init):
         found = (_copied(group, key, g[key]) for g in saved_groups if key in g)
@@ -220,7 +231,7 @@ def _numbers(group: ParamGroup, key: str, value: Any) -> Any:
     what = f"{key} of {group.label}"
     with naming(what):
         elements = tuple(value) if isinstance(value, (tuple, list)) else (value,)
-    plain = tuple(None if e is None else as_number(e, what, finite=False) for e in elements)
+    plain = tuple([None if e is None else as_number(e, what, finite=False) for e in elements])
     numbers = plain if isinstance(value, (tuple, list)) else plain[0]
     for tensor, number in zip(group.read_only(key), group.validated(key, numbers), strict=True):
         check_writable(tensor, what, (), number)
@@ -251,7 +262,10 @@ def check_state(
     Returns new state tensors by parameter, what is copied into state tensors, what changes of others' entries by parameter,
     and what does not fit, by parameter name. An entry that only another optimizer has does not fit; what fits is taken.
     """
-    after = [{**g, **g.floats(), **group_values.get(i, {})} for i, g in enumerate(groups)]
+    hypers = {h.name for h in declaration.hypers}
+    loaded = [group_values.get(i, {}) for i in range(len(groups))]
+    numbers = [own if hypers <= own.keys() else {**g.floats(), **own} for own, g in zip(loaded, groups, strict=True)]
+    after = [{**own, "differentiable": g.get("differentiable", False)} for own, g in zip(numbers, groups, strict=True)]
     made: list[tuple[Tensor, dict[str, Tensor]]] = []
     copies: Copies = []
     entries: list[tuple[Tensor, Entries]] = []
@@ -310,7 +324,7 @@ def _values(
     values: dict[str, float | Tensor] = {name: as_number(saved[name], name) for name in scalars}
     if values.get("step", 0) < 0:
         raise Unloadable(f"step is {values['step']}")
-    for b in (b for b in fields if b.name in saved):
+    for b in [b for b in fields if b.name in saved]:
         shape, dtype = declaration.shape_of(b, param.shape, choices), declaration.dtype_of(b, param.dtype, choices)
         values[b.name] = as_buffer(saved[b.name], b.name, shape, dtype)
     return values
@@ -337,7 +351,7 @@ def _targets(
     new: dict[str, Tensor] = {}
     if values:
         with naming("the optimizer's own state"), outside_inference_mode():
-            names = tuple(n for n in buffers if n in needed or n in values)
+            names = tuple([n for n in buffers if n in needed or n in values])
             new = missing_entries(declaration, names, param, live, initial, choices)
     copies: Copies = []
     was_stepped = values.get("step") == 0 and "step" in live and live["step"].item() != 0
@@ -353,5 +367,6 @@ def _targets(
         if target.requires_grad:
             with outside_inference_mode():
                 target = new[name] = torch.empty_like(target)
-        copies.append((target, source))
+        if not is_same(target, source):
+            copies.append((target, source))
     return new, copies

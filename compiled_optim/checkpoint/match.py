@@ -21,15 +21,11 @@ T = TypeVar("T")
 class Listed(Generic[T]):
     """One parameter as the groups of one side list it."""
 
-    names: tuple[str, ...]  # its name, then its aliases
+    name: str
     group: int  # the index of its group
     index: int  # its own in that group
     content: T  # in the optimizer the parameter itself; in a checkpoint its state, empty where it never had any
-
-    @property
-    def name(self) -> str:
-        """The name without aliases."""
-        return self.names[0]
+    aliases: tuple[str, ...] = ()  # its further names
 
 
 Live: TypeAlias = Listed[Tensor]
@@ -60,8 +56,8 @@ def match(
     theirs: list[Saved] = _listed(
         saved_groups, saved.get("aliases", {}), lambda param: _without_blanks(saved["state"].get(param, {}), implied, known)
     )
-    our_names = Counter(param.name for param in ours)
-    refuse_repeated((param.name for param in theirs if our_names[param.name] < 2), "names")
+    our_names = Counter([param.name for param in ours])
+    refuse_repeated([param.name for param in theirs if our_names[param.name] < 2], "names")
     have_names = {group_names(group) is not None for group in saved_groups if group["params"]}
     if have_names == {False} or not all("param_names" in group for group in groups):
         _check_sizes(groups, saved_groups)
@@ -75,7 +71,7 @@ def match(
 def _told_apart(listed: Sequence[Listed[T]]) -> list[Listed[T]]:
     """``listed`` with different names."""
     names = numbered([param.name for param in listed])
-    return [replace(param, names=(name, *param.names[1:])) for param, name in zip(listed, names, strict=True)]
+    return [replace(param, name=name) for param, name in zip(listed, names, strict=True)]
 
 
 def names_to_take(groups: Sequence[ParamGroup], saved_groups: Sequence[Mapping[str, Any]]) -> list[list[str]]:
@@ -99,10 +95,10 @@ def _listed(
         names = group_names(group) or [parameter_name(group, i, j) for j in range(len(group["params"]))]
         of_group: dict[Any, Listed[T]] = {}
         for j, (name, param) in enumerate(zip(names, group["params"], strict=True)):
-            if param not in of_group:
-                of_group[param] = Listed((name, *further.get(name, ())), i, j, content_of(param))
-            elif name not in of_group[param].names:
-                of_group[param].names += (name,)
+            if (known := of_group.get(param)) is None:
+                of_group[param] = Listed(name, i, j, content_of(param), tuple(further.get(name, ())))
+            elif name not in (known.name, *known.aliases):
+                known.aliases += (name,)
         listed += of_group.values()
     return listed
 
@@ -140,7 +136,7 @@ def _firsts(params: Sequence[Any]) -> list[int]:
 
 def _check_repeats(live: Sequence[Live], saved_groups: Sequence[Mapping[str, Any]]) -> None:
     """Raise ``ValueError`` where the checkpoint has one parameter for several of ``live``, by their names."""
-    owners = {name: param.name for param in live for name in param.names}
+    owners = {name: param.name for param in live for name in (param.name, *param.aliases)}
     for group in saved_groups:
         names = group_names(group) or []
         if names == group["params"]:
@@ -157,8 +153,10 @@ def _match_names(live: list[Live], saved: list[Saved]) -> tuple[Pairs, list[str]
     spellings: tuple[Callable[[str], str], ...] = (str, canonical_name)
     found: dict[str, Saved] = {}
     left = {theirs.name: theirs for theirs in saved}
-    for spelling, count in itertools.product(spellings, (1, None)):
-        ours_by_name, theirs_by_name = _by_name(live, spelling, count), _by_name(saved, spelling, count)
+    for spelling, with_aliases in itertools.product(spellings, (False, True)):
+        if not left or len(found) == len(live):
+            break
+        ours_by_name, theirs_by_name = (_by_name(side, spelling, with_aliases=with_aliases) for side in (live, saved))
         for name, ours in ours_by_name.items():
             theirs = theirs_by_name.get(name)
             if ours.name not in found and theirs is not None and theirs.name in left:
@@ -167,8 +165,14 @@ def _match_names(live: list[Live], saved: list[Saved]) -> tuple[Pairs, list[str]
     return pairs, [ours.name for ours in live if ours.name not in found], list(left)
 
 
-def _by_name(params: Sequence[Listed[T]], spelling: Callable[[str], str], count: int | None) -> dict[str, Listed[T]]:
-    """Parameters by the ``spelling`` of their first ``count`` names. A spelling that several of them share is left out."""
-    every = {(spelling(name), param.name): param for param in params for name in param.names[:count]}
-    holders = Counter(name for name, _ in every)
-    return {name: param for (name, _), param in every.items() if holders[name] == 1}
+def _by_name(params: Sequence[Listed[Any]], spelling: Callable[[str], str], *, with_aliases: bool) -> dict[str, Listed[Any]]:
+    """Parameters by the ``spelling`` of their names. A spelling that several of them share is left out."""
+    found: dict[str, Listed[Any]] = {}
+    shared: set[str] = set()
+    for param in params:
+        for name in (param.name, *param.aliases) if with_aliases else (param.name,):
+            if found.setdefault(short := spelling(name), param) is not param:
+                shared.add(short)
+    for name in shared:
+        del found[name]
+    return found

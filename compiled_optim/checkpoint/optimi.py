@@ -24,7 +24,7 @@ from compiled_optim.checkpoint.read import (
     with_others,
 )
 from compiled_optim.groups.parameters import parameter_name
-from compiled_optim.rule.declared import every_option_name
+from compiled_optim.rule.declared import Declared
 from compiled_optim.rule.rule import Declaration
 from compiled_optim.rule.storage import PARTS, code_name
 from compiled_optim.rule.transforms import DECOUPLED
@@ -166,7 +166,7 @@ def _checked_form(group: Mapping[str, Any], entries: set[Any], where: str) -> fr
 
     That is an option of another optimizer here, or one of the ``entries`` of its parameters' states.
     """
-    ours = group.keys() & (every_option_name() | {"maximize"})
+    ours = group.keys() & (Declared._every_option_name | {"maximize"})
     if (form := _form(ours)) is None:
         raise ValueError(f"optimi has no optimizer with {', '.join(sorted(ours))}, which {where} has")
     chosen = {key for key in ours if key not in _WITHOUT_EFFECT and (isinstance(group[key], Tensor) or group[key])}
@@ -224,7 +224,7 @@ def _optimi_group(group: Mapping[str, Any], form: frozenset[str], step: int, whe
     options["max_lr"] = None if group.get("max_lr") is None else _number(group["max_lr"], f"max_lr of {where}")
     if "dampening" in form or any(key in group for key in DECOUPLED):
         options["decouple_wd"] = any(bool(group.get(key)) for key in DECOUPLED)
-    own = every_option_name() | {"maximize", *_WITHOUT_EFFECT}
+    own = Declared._every_option_name | {"maximize", *_WITHOUT_EFFECT}
     rest = {key: value for key, value in group.items() if key not in own and key != "params"}
     names = {"param_names": list(group["param_names"])} if group.get("param_names") else {}
     return {**rest, **options, "params": list(group["params"]), **names}

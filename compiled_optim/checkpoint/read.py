@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from compiled_optim.groups.parameters import canonical_names
-from compiled_optim.memory.layout import is_lost, is_plain, plain_copy
+from compiled_optim.memory.layout import has_memory, is_lost, is_plain, plain_copy
 from compiled_optim.memory.sharding import is_sharded, local
 from compiled_optim.memory.torch_internals import shape_of_part
 
@@ -30,7 +30,7 @@ FLOATING = {
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex32, torch.complex64, torch.complex128),
     *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e8m0fnu),
 }
-_OWN_TYPES = (Tensor, torch.nn.Parameter)
+_OWN_TYPES = {Tensor, torch.nn.Parameter}
 
 
 class Unloadable(ValueError):
@@ -65,6 +65,8 @@ def described(value: Any, depth: int = 2) -> str:
 
 def as_number(value: Any, what: str, *, finite: bool = True) -> float:
     """``value``, called ``what``, as a float; :class:`Unloadable` if it is no number, or must be ``finite`` and is not."""
+    if type(value) is float and (math.isfinite(value) or not finite):
+        return value
     with naming(what):
         if isinstance(value, Tensor):
             value = _item(value, what)
@@ -102,13 +104,12 @@ def as_tensor(value: Any, what: str, dtypes: Collection[torch.dtype] = FLOATING)
     """
     if not isinstance(value, Tensor):
         raise Unloadable(f"{what} is not a tensor")
-    with naming(what):
+    is_own = type(value) in _OWN_TYPES
+    with contextlib.nullcontext() if is_own else naming(what):
         check_memory(value, what)
         if value.dtype not in dtypes:
             raise Unloadable(f"{what} is {value.dtype}")
-        if is_sharded(value) or (type(value) in _OWN_TYPES and is_plain(value)):
-            return value.detach()
-        return plain_copy(value)
+        return value.detach() if (is_own and is_plain(value)) or is_sharded(value) else plain_copy(value)
 
 
 def as_buffer(value: Any, what: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -125,12 +126,14 @@ def check_memory(tensor: Tensor, what: str) -> None:
     """Raise :class:`Unloadable` unless ``tensor``, called ``what``, is strided and its elements are in memory."""
     if tensor.is_nested or tensor.layout is not torch.strided:
         raise Unloadable(f"{what} is a {'nested' if tensor.is_nested else tensor.layout} tensor")
-    part = local(tensor)
+    part = tensor if type(tensor) in _OWN_TYPES else local(tensor)
     if part.untyped_storage().device.type == "meta":  # also that of torch's fake tensors
         raise Unloadable(f"{what} is a meta tensor")
-    if is_lost(part):
+    if not has_memory(part) and is_lost(part):
         raise Unloadable(f"{what} has no memory: its storage is empty or too small")
-    shape, expected = tuple(part.shape), shape_of_part(tensor) if is_sharded(tensor) else tuple(part.shape)
+    if part is tensor:
+        return
+    shape, expected = tuple(part.shape), shape_of_part(tensor)
     if shape != expected and (part.numel() or 0 not in expected):  # FSDP gives an empty part any empty shape
         raise Unloadable(f"{what} has a part of shape {shape} on this process instead of {expected}")
 
@@ -144,7 +147,7 @@ def group_names(group: Mapping[str, Any]) -> list[str] | None:
     In a named group the names are ``params``: torch.distributed.checkpoint sorts these and leaves ``param_names`` as it was.
     """
     params = list(group["params"])
-    return params if all(isinstance(p, str) for p in params) else group.get("param_names")
+    return params if all([isinstance(p, str) for p in params]) else group.get("param_names")
 
 
 def plain(value: Any, what: str) -> Any:
@@ -152,6 +155,8 @@ def plain(value: Any, what: str) -> Any:
 
     The copy holds still: a mapping of a class of its own may give another answer each time it is asked.
     """
+    if type(value) in (dict, list):
+        return value.copy()
     with naming(what):
         if isinstance(value, Mapping):
             return {key: value[key] for key in value}
@@ -232,9 +237,9 @@ def _check_group(group: Any, index: int) -> None:
     params, names = group["params"], group_names(group)
     if nameless := [described(key) for key in group if not isinstance(key, str)]:
         raise ValueError(f"the entries of {where} must have names, got {nameless[0]}")
-    if not all(isinstance(p, (int, str)) for p in params):
+    if not all([isinstance(p, (int, str)) for p in params]):
         raise ValueError(f"{where}['params'] must be integers or names, got {described(tuple(params))}")
-    if names is not None and not (isinstance(names, (list, tuple)) and all(isinstance(n, str) for n in names)):
+    if names is not None and not (isinstance(names, (list, tuple)) and all([isinstance(n, str) for n in names])):
         raise ValueError(f"{where}['param_names'] must be a list of names, got {described(names)}")
     if names is not None and len(names) != len(params):
         raise ValueError(f"{where} has {len(params)} params but {len(names)} param_names")

@@ -6,6 +6,7 @@ What somebody else keeps in an optimizer's state, such as a hook or a wrapper, i
 from __future__ import annotations
 
 import bisect
+import contextlib
 import copy
 import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -20,13 +21,13 @@ from compiled_optim.groups.param_group import ParamGroup
 from compiled_optim.memory.layout import span
 from compiled_optim.memory.sharding import local, placement, spread_like
 from compiled_optim.memory.torch_internals import outside_inference_mode
-from compiled_optim.rule.declared import every_state_name
+from compiled_optim.rule.declared import Declared
 from compiled_optim.state import OptimizerState, ParamState, fill
 
 
 def known_names() -> frozenset[str]:
     """The entries of a parameter's state that belong to an optimizer."""
-    return every_state_name() | set(optimi.STATE)
+    return frozenset((*Declared._every_state_name, *optimi.STATE))
 
 
 def is_lost_state(key: Any, value: Any, known: frozenset[str]) -> bool:
@@ -123,7 +124,7 @@ class Writes(NamedTuple):
             for key in values.keys() & groups[index].for_compiled_code[0].keys()
             for tensor in groups[index].read_only(key)
         ]
-        return filled + [target for target, source in self.copies if not is_same(target, source)]
+        return filled + [target for target, _ in self.copies]
 
     def set_apart(self, written: Iterable[Tensor]) -> Writes:
         """The same writes, before or after others into ``written``: see :func:`set_apart`."""
@@ -149,19 +150,18 @@ class Writes(NamedTuple):
 def set_apart(copies: Copies, written: Iterable[Tensor]) -> Copies:
     """``copies``, targets with their sources, before or after writes into ``written``, as of live tensors of a state dict.
 
-    A tensor that is its own source is left alone. A source is cloned if it lies in the memory of ``written``.
+    A source is cloned if it lies in the memory of ``written``.
     """
-    spans = sorted(span(local(tensor)) for tensor in written)
+    spans = sorted([span(local(tensor)) for tensor in written])
     starts = [start for start, _ in spans]
-    ends = list(itertools.accumulate((end for _, end in spans), max))
+    ends = list(itertools.accumulate([end for _, end in spans], max))
 
     def is_written(source: Tensor) -> bool:
         start, end = span(local(source))
         before = bisect.bisect_left(starts, end)
         return before > 0 and ends[before - 1] > start
 
-    apart = [(target, source) for target, source in copies if not is_same(target, source)]
-    return [(t, s.clone() if isinstance(s, Tensor) and is_written(s) else s) for t, s in apart]
+    return [(t, s.clone() if isinstance(s, Tensor) and is_written(s) else s) for t, s in copies]
 
 
 def check_writable(target: Tensor, what: str, shape: tuple[int, ...] | None, source: float | Tensor) -> None:
@@ -169,11 +169,12 @@ def check_writable(target: Tensor, what: str, shape: tuple[int, ...] | None, sou
 
     Without a ``shape`` the target may have any.
     """
-    with naming(what, "cannot be written"):
+    is_simple = type(target) is type(source) is Tensor  # which raises nothing that would have to be named
+    with contextlib.nullcontext() if is_simple else naming(what, "cannot be written"):
         check_memory(target, what)
         if shape is not None and tuple(target.shape) != shape:
             raise Unloadable(f"{what} has shape {tuple(target.shape)} instead of {shape}")
-        if any(size > 1 and stride == 0 for size, stride in zip(target.shape, target.stride(), strict=True)):
+        if not target.is_contiguous() and any(n > 1 and s == 0 for n, s in zip(target.shape, target.stride(), strict=True)):
             raise Unloadable(f"{what} has elements that share memory")
         if target.is_inference() and not torch.is_inference_mode_enabled():
             raise Unloadable(f"{what} was made in inference mode")
@@ -191,5 +192,5 @@ def is_same(a: Tensor, b: float | Tensor) -> bool:
     if not isinstance(b, Tensor):
         return False
     here, there = local(a), local(b)
-    in_place = (here.data_ptr(), here.stride()) == (there.data_ptr(), there.stride())
-    return in_place and (a.dtype, placement(a)) == (b.dtype, placement(b))
+    in_place = (here.data_ptr(), here.stride(), a.dtype) == (there.data_ptr(), there.stride(), b.dtype)
+    return in_place and placement(a) == placement(b)

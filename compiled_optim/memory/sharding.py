@@ -10,6 +10,8 @@ from torch import Tensor
 
 from compiled_optim.memory.torch_internals import local_tensor
 
+_PLAIN = {Tensor, torch.nn.Parameter}
+
 
 def is_sharded(tensor: Tensor) -> bool:
     """Whether ``tensor`` is a DTensor. ``torch.distributed.tensor`` is slow to import, and is not imported to find out."""
@@ -19,7 +21,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 def local(tensor: Tensor) -> Tensor:
     """The part of a DTensor that this process holds, sharing its memory; any other tensor itself."""
-    if not is_sharded(tensor):
+    if type(tensor) in _PLAIN or not is_sharded(tensor):
         return tensor
     shard: Any = local_tensor(tensor)
     return cast(Tensor, shard.wait() if hasattr(shard, "wait") else shard)  # a collective may still be under way
@@ -124,6 +126,8 @@ def spread_like(tensor: Any, target: Any) -> Tensor:
     A ``tensor`` that is no DTensor must be the same on every process. All processes must call this together where ``tensor``
     is a DTensor and ``target`` is none or on another mesh.
     """
+    if type(tensor) in _PLAIN and type(target) in _PLAIN:
+        return cast(Tensor, tensor)
     if is_sharded(tensor) and not (is_sharded(target) and tensor.device_mesh == target.device_mesh):
         tensor = whole(tensor)
     if is_sharded(target) and not is_sharded(tensor):
@@ -144,7 +148,7 @@ def whole(tensor: Any) -> Tensor:
 
 def placement(tensor: Any) -> tuple[Any, ...] | None:
     """The mesh and the placements of a DTensor; None for any other tensor."""
-    return (tensor.device_mesh, tensor.placements) if is_sharded(tensor) else None
+    return None if type(tensor) in _PLAIN or not is_sharded(tensor) else (tensor.device_mesh, tensor.placements)
 
 
 def add_over_shards(sums: Tensor, sharded: Any) -> None:

@@ -65,6 +65,8 @@ class Declared:
     _views: ClassVar[Mapping[str, Callable[..., Any]]] = {}  # other values of a parameter, see :class:`Rule`
     _modes: ClassVar[Mapping[str, bool]] = {}  # further entries of groups, as they begin; checkpoints bring them back
     _implied_state: ClassVar[Mapping[str, float]] = {}  # that checkpoints of torch.optim's leave out
+    _every_state_name: ClassVar[set[str]] = set()  # the entries of state of all optimizers, of this package or made with it
+    _every_option_name: ClassVar[set[str]] = set()  # likewise the hyperparameters and choices that groups may hold
 
     def __init_subclass__(
         cls,
@@ -98,6 +100,8 @@ class Declared:
             rule = cls._declaration = cls._rule = cls._made_rule()
             added = (*rule.statics, *rule.hypers, *rule.scales, *rule.options)
             cls._all_fields = {**cls._declared, **{f.name: f for f in added}}
+        cls._every_state_name.update(cls._state_names())
+        cls._every_option_name.update(f.name for kind in (Hyper, Static, Option) for f in cls._fields_of(kind))
         flags = _torch_flags(cls)
         cls._group_flags = (*flags, *(("maximize",) if "maximize" not in flags else ()))
         by_position = [name for name, is_so in flags.items() if is_so]
@@ -228,24 +232,6 @@ def _check_references(declaration: Declaration) -> None:
 def state_names(optimizer: type[Declared]) -> frozenset[str]:
     """The entries that a parameter's state may have."""
     return frozenset(optimizer._state_names())
-
-
-def every_state_name() -> frozenset[str]:
-    """The entries of a parameter's state that any optimizer has, of this package or made with it."""
-    return frozenset().union(*map(state_names, _every_kind()))
-
-
-def every_option_name() -> frozenset[str]:
-    """The hyperparameters and choices that groups of any optimizer may hold, of this package or made with it."""
-    kinds = (Hyper, Static, Option)
-    return frozenset(f.name for kind in _every_kind() for of_kind in kinds for f in kind._fields_of(of_kind))
-
-
-def _every_kind() -> list[type[Declared]]:
-    kinds: list[type[Declared]] = [Declared]
-    for kind in kinds:
-        kinds += kind.__subclasses__()
-    return kinds[1:]
 
 
 def added_choices(cls: type[Declared]) -> dict[str, Any]:

@@ -98,13 +98,13 @@ def test_the_floor_plan_lists_every_floor_from_the_top() -> None:
 BUDGET = {
     "": 2215,
     "capture": 1375,
-    "checkpoint": 1455,
+    "checkpoint": 1480,
     "groups": 1300,
     "lowering": 4310,
-    "memory": 1545,
+    "memory": 1550,
     "optimizers": 2080,
     "plan": 870,
-    "rule": 2565,
+    "rule": 2550,
     "step": 2175,
 }
 """Lines of each folder's modules; "" are those beside the folders. A commit of its own raises one, and says why."""
