@@ -49,13 +49,13 @@ def lr_scaled(rule: Rule) -> Rule:
 
     ``max_lr``, to which others compare ``lr``, is multiplied too. A rule without ``lr`` stays as it is.
     """
-    rates = {h.name for h in rule.hypers} & {"lr", "max_lr"}
+    rates = [h.name for h in rule.hypers if h.name in ("lr", "max_lr")]
     if "lr" not in rates:
         return rule
 
     def coefficients(**values: Any) -> dict[str, Any]:
         scale = values["lr_scale"]
-        scaled = {} if scale is None else {name: values[name] * scale for name in rates & values.keys()}
+        scaled = {} if scale is None else {name: values[name] * scale for name in rates if name in values}
         return rule.evaluated(values | scaled)
 
     choice = Scale(default=None, name="lr_scale")
