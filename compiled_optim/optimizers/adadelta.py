@@ -5,20 +5,11 @@ from compiled_optim.rule import Number, buffer, hyper, product, sqrt
 
 
 class Adadelta(CompiledOptimizer, decays="gradient"):
-    """Adadelta: steps in the units of the parameter (arXiv:1212.5701, Algorithm 1), times a learning rate.
+    """Adadelta: steps in the units of the parameter (arXiv:1212.5701, Algorithm 1), times a learning rate."""
 
-    Args:
-        lr: learning rate: the step is this number times the direction.
-        rho: how much of the averages of squares stays from one step to the next.
-        eps: is added to both averages of squares, in units of the gradient's square and of the step's.
-        weight_decay: this number times the parameter is added to the gradient.
-
-    ``help(compiled_optim.CompiledOptimizer)`` explains the other arguments, and what is raised.
-    """
-
-    lr: Number = hyper(default=1.0, ge=0)
-    rho: Number = hyper(default=0.9, ge=0, le=1)
-    eps: Number = hyper(default=1e-6, ge=0)
+    lr: Number = hyper(default=1.0, ge=0, doc="learning rate: the step is this number times the direction.")
+    rho: Number = hyper(default=0.9, ge=0, le=1, doc="how much of the averages of squares stays from one step to the next.")
+    eps: Number = hyper(default=1e-6, ge=0, doc="is added to both averages, in units of squared gradients and steps.")
     weight_decay: Number = hyper(default=0.0, ge=0)
     square_avg, acc_delta = buffer(int8="unsigned"), buffer(int8="unsigned")
 

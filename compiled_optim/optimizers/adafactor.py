@@ -26,24 +26,18 @@ class Adafactor(CompiledOptimizer, granularity="tensor"):
     Parameters of more than two axes are factored over the last two, as by torch.optim, or with ``factored_dims="largest"``
     over the two largest, of equal ones the later: less state for a convolution, whose kernel sizes come last. A checkpoint
     of the other choice does not fit.
-
-    Args:
-        lr: the largest step relative to the root mean square of the parameter; ``1 / sqrt(step)`` where that is smaller.
-        beta2_decay: the exponent of the step count in the weight that the newest square gets.
-        eps: the root of the least second moment, and the least scale of a parameter.
-        d: the largest root mean square of a direction; longer ones are shortened to it.
-        weight_decay: a step takes ``lr`` times this number times the parameter away from the parameter.
-        factored_dims: which two axes of a parameter that has more are factored: the ``"last"`` or the ``"largest"``.
-
-    ``help(compiled_optim.CompiledOptimizer)`` explains the other arguments, and what is raised.
     """
 
-    lr: Number = hyper(default=1e-2, ge=0)
-    beta2_decay: Number = hyper(default=-0.8, le=0)
-    eps: tuple[Number | None, Number] = hyper(default=(None, 1e-3), ge=0)
-    d: Number = hyper(default=1.0, ge=1, lt=None)
+    lr: Number = hyper(
+        default=1e-2, ge=0, doc="the largest step over the root mean square of the parameter; ``1 / sqrt(step)`` if less."
+    )
+    beta2_decay: Number = hyper(default=-0.8, le=0, doc="the exponent of the step count in the weight of a new square.")
+    eps: tuple[Number | None, Number] = hyper(
+        default=(None, 1e-3), ge=0, doc="the root of the least second moment, and the least scale of a parameter."
+    )
+    d: Number = hyper(default=1.0, ge=1, lt=None, doc="the root mean square to which longer directions are shortened.")
     weight_decay: Number = hyper(default=0.0, ge=0)
-    factored_dims: str = static(default="last", kw_only=True)
+    factored_dims: str = static(default="last", kw_only=True, doc='the ``"last"`` or the ``"largest"`` two axes, see above.')
     matrix, vector = fact(of=lambda shape: len(shape) > 1), fact(of=lambda shape: len(shape) < 2)
     row_var = buffer(when="matrix", shape=lambda shape: (*shape[:-1], 1))
     col_var = buffer(when="matrix", shape=lambda shape: (*shape[:-2], 1, shape[-1]))

@@ -8,21 +8,12 @@ class Adagrad(CompiledOptimizer, decays="gradient"):
     """Adagrad: steps over the root of the sum of squared gradients (Duchi et al., JMLR 12, 2011, Figure 1).
 
     Differs from torch.optim.Adagrad: gradients are dense, and a group's own ``initial_accumulator_value`` is used.
-
-    Args:
-        lr: learning rate: the step is this number times the direction.
-        lr_decay: ``lr`` is divided by 1 plus this number times the steps so far.
-        weight_decay: this number times the parameter is added to the gradient.
-        initial_accumulator_value: what the sum of squares begins with.
-        eps: keeps the divisor from 0, in units of the gradient.
-
-    ``help(compiled_optim.CompiledOptimizer)`` explains the other arguments, and what is raised.
     """
 
-    lr: Number = hyper(default=1e-2, ge=0)
-    lr_decay: Number = hyper(default=0.0, ge=0)
+    lr: Number = hyper(default=1e-2, ge=0, doc="learning rate: the step is this number times the direction.")
+    lr_decay: Number = hyper(default=0.0, ge=0, doc="``lr`` is divided by 1 plus this number times the steps so far.")
     weight_decay: Number = hyper(default=0.0, ge=0)
-    initial_accumulator_value: Number = hyper(default=0.0, ge=0)
+    initial_accumulator_value: Number = hyper(default=0.0, ge=0, doc="what the sum of squares begins with.")
     eps: Number = hyper(default=1e-10, ge=0)
     sum = buffer(init="initial_accumulator_value")
 

@@ -1,7 +1,7 @@
 """Adam."""
 
 from compiled_optim.optimizer import CompiledOptimizer
-from compiled_optim.rule import Accumulation, Number, bias_correction, buffer, hyper, maximum, product, sqrt, static
+from compiled_optim.rule import Accumulation, Number, bias_correction, buffer, ema, hyper, maximum, product, sqrt, static
 
 
 class Adam(CompiledOptimizer, advice="SparseAdam", decays="gradient"):
@@ -9,16 +9,6 @@ class Adam(CompiledOptimizer, advice="SparseAdam", decays="gradient"):
 
     ``amsgrad`` keeps the maximum of the second moment (arXiv:1904.09237). Differs from torch.optim.Adam: moments are
     averaged in float32 also for lower-precision parameters.
-
-    Args:
-        lr: learning rate, about as much as an element moves in a step where its gradients agree.
-        betas: how much of the average of gradients, and of their squares, stays from one step to the next.
-        eps: keeps the divisor from 0, in units of the gradient.
-        weight_decay: this number times the parameter is added to the gradient.
-        amsgrad: divide by the largest average of squares so far instead of the last one (arXiv:1904.09237).
-        decoupled_weight_decay: decay weights as AdamW does.
-
-    ``help(compiled_optim.CompiledOptimizer)`` explains the other arguments, and what is raised.
     """
 
     lr: Number = hyper(default=1e-3, ge=0)
@@ -38,10 +28,7 @@ class Adam(CompiledOptimizer, advice="SparseAdam", decays="gradient"):
             weight_decay=weight_decay,
             decay=1 - lr * weight_decay,
             step_size=lr / bias_correction(beta1, step),
-            beta1=beta1,
-            weight1=1 - beta1,
-            beta2=beta2,
-            weight2=1 - beta2,
+            **ema(betas),
             correction2=sqrt(bias_correction(beta2, step)),
             eps=eps,
         )

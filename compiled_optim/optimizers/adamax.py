@@ -5,20 +5,13 @@ from compiled_optim.rule import Number, absolute, bias_correction, buffer, hyper
 
 
 class Adamax(CompiledOptimizer, decays="gradient"):
-    """Adamax: Adam with the infinity norm in place of the second moment (arXiv:1412.6980, Algorithm 2).
-
-    Args:
-        lr: learning rate, about as much as an element moves in a step where its gradients agree.
-        betas: how much of the average of gradients, and of the largest gradient, stays from one step to the next.
-        eps: is added to the size of each gradient.
-        weight_decay: this number times the parameter is added to the gradient.
-
-    ``help(compiled_optim.CompiledOptimizer)`` explains the other arguments, and what is raised.
-    """
+    """Adamax: Adam with the infinity norm in place of the second moment (arXiv:1412.6980, Algorithm 2)."""
 
     lr: Number = hyper(default=2e-3, ge=0)
-    betas: tuple[Number, Number] = hyper(default=(0.9, 0.999), ge=0, lt=1)
-    eps: Number = hyper(default=1e-8, ge=0)
+    betas: tuple[Number, Number] = hyper(
+        default=(0.9, 0.999), ge=0, lt=1, doc="how much of the average of gradients, and of the largest, stays in a step."
+    )
+    eps: Number = hyper(default=1e-8, ge=0, doc="is added to the size of each gradient.")
     weight_decay: Number = hyper(default=0.0, ge=0)
     exp_avg, exp_inf = buffer(int8="signed"), buffer(int8="unsigned")
 

@@ -1,7 +1,7 @@
 """AdamW."""
 
 from compiled_optim.optimizers.adam import Adam
-from compiled_optim.rule import Number, bias_correction, buffer, hyper, maximum, sqrt, static
+from compiled_optim.rule import Number, bias_correction, buffer, ema, hyper, maximum, sqrt, static
 
 
 class AdamW(Adam, decays="weights"):
@@ -9,15 +9,6 @@ class AdamW(Adam, decays="weights"):
 
     ``amsgrad`` keeps the maximum of the second moment (arXiv:1904.09237). Differs from torch.optim.AdamW: moments are
     averaged in float32 also for lower-precision parameters.
-
-    Args:
-        lr: learning rate, about as much as an element moves in a step where its gradients agree.
-        betas: how much of the average of gradients, and of their squares, stays from one step to the next.
-        eps: keeps the divisor from 0, in units of the gradient.
-        weight_decay: a step takes ``lr`` times this number times the parameter away from the parameter.
-        amsgrad: divide by the largest average of squares so far instead of the last one (arXiv:1904.09237).
-
-    ``help(compiled_optim.CompiledOptimizer)`` explains the other arguments, and what is raised.
     """
 
     lr: Number = hyper(default=1e-3, ge=0)
@@ -35,10 +26,7 @@ class AdamW(Adam, decays="weights"):
         return dict(
             decay=1 - lr * weight_decay,
             step_size=lr / bias_correction(beta1, step),
-            beta1=beta1,
-            weight1=1 - beta1,
-            beta2=beta2,
-            weight2=1 - beta2,
+            **ema(betas),
             correction2=sqrt(bias_correction(beta2, step)),
             eps=eps,
         )

@@ -13,22 +13,18 @@ class AdamWScheduleFree(ViewedOptimizer):
     as the paper does: the weight of a step in the average is its own squared learning rate, not the largest so far.
 
     With parameters of 16 bits, give ``z`` more: ``state_dtype={"z": torch.float32}``, and ``weights``.
-
-    Args:
-        lr: learning rate, from the end of the warmup on.
-        betas: how near to their average the parameters are, and how much of the average of squares stays in a step.
-        eps: keeps the divisor from 0, in units of the gradient.
-        weight_decay: a step takes ``lr`` times this number times the parameter away from ``z``.
-        warmup_steps: how many steps ``lr`` takes to grow from 0.
-
-    ``help(compiled_optim.CompiledOptimizer)`` explains the other arguments, and what is raised.
     """
 
-    lr: Number = hyper(default=2.5e-3, ge=0)
-    betas: tuple[Number, Number] = hyper(default=(0.9, 0.999), gt=0, lt=1)
+    lr: Number = hyper(default=2.5e-3, ge=0, doc="learning rate, from the end of the warmup on.")
+    betas: tuple[Number, Number] = hyper(
+        default=(0.9, 0.999),
+        gt=0,
+        lt=1,
+        doc="how near parameters are to their average; how much of the squares' stays.",
+    )
     eps: Number = hyper(default=1e-8, ge=0)
-    weight_decay: Number = hyper(default=0.0, ge=0)
-    warmup_steps: Number = hyper(default=0, ge=0)
+    weight_decay: Number = hyper(default=0.0, ge=0, doc="a step takes ``lr`` times this times the parameter from ``z``.")
+    warmup_steps: Number = hyper(default=0, ge=0, doc="how many steps ``lr`` takes to grow from 0.")
     z, exp_avg_sq = buffer(init="param"), buffer(int8="unsigned")
     weight_sum = scalar()
 

@@ -1,29 +1,25 @@
 """Adan."""
 
 from compiled_optim.optimizer import CompiledOptimizer
-from compiled_optim.rule import Number, bias_correction, buffer, hyper, sqrt, static, where
+from compiled_optim.rule import Number, bias_correction, buffer, ema, hyper, sqrt, static, where
 
 
 class Adan(CompiledOptimizer):
     """Adan: Adam with an average of the gradient's changes (arXiv:2208.06677, Algorithm 1), without restarts.
 
     torch.optim has no Adan; arguments and defaults are optimi's.
-
-    Args:
-        lr: learning rate, about as much as an element moves in a step where its gradients agree.
-        betas: decay rates of the averages of gradients, of their changes and of squares: 1 less the paper's.
-        weight_decay: after its step, the parameter is divided by 1 plus ``lr`` times this number, as in the paper.
-        eps: keeps the divisor from 0, in units of the gradient.
-        adam_wd: decay weights as AdamW does instead; without effect in optimi.
-
-    ``help(compiled_optim.CompiledOptimizer)`` explains the other arguments, and what is raised.
     """
 
     lr: Number = hyper(ge=0)
-    betas: tuple[Number, Number, Number] = hyper(default=(0.98, 0.92, 0.99), ge=0, lt=1)
-    weight_decay: Number = hyper(default=2e-2, ge=0)
+    betas: tuple[Number, Number, Number] = hyper(
+        default=(0.98, 0.92, 0.99),
+        ge=0,
+        lt=1,
+        doc="decay rates of gradients, changes and squares: 1 less the paper's.",
+    )
+    weight_decay: Number = hyper(default=2e-2, ge=0, doc="after a step, parameters are divided by 1 + ``lr`` times this.")
     eps: Number = hyper(default=1e-6, ge=0)
-    adam_wd: bool = static(default=False)
+    adam_wd: bool = static(default=False, doc="decay weights as AdamW does instead; without effect in optimi.")
     exp_avg, exp_avg_diff = buffer(int8="signed"), buffer(int8="signed")
     exp_avg_sq, prev_grad = buffer(int8="unsigned"), buffer(int8="signed")
 
@@ -37,12 +33,7 @@ class Adan(CompiledOptimizer):
             follows=step > 1,
             grad_size=correction3 * lr / bias_correction(beta1, step),
             diff_size=correction3 * lr * beta2 / bias_correction(beta2, step),
-            beta1=beta1,
-            weight1=1 - beta1,
-            beta2=beta2,
-            weight2=1 - beta2,
-            beta3=beta3,
-            weight3=1 - beta3,
+            **ema(betas),
             eps=correction3 * eps,
         )
 

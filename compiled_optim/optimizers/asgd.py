@@ -8,21 +8,12 @@ class ASGD(CompiledOptimizer, decays="gradient"):
     """Averaged stochastic gradient descent (Polyak and Juditsky, doi:10.1137/0330046), the average in the state's ``ax``.
 
     Differs from torch.optim.ASGD: ``eta`` and ``mu`` are float64.
-
-    Args:
-        lr: learning rate of the first step.
-        lambd: how fast the learning rate and the parameters decay.
-        alpha: the exponent of the decay of the learning rate.
-        t0: the step at which averaging begins.
-        weight_decay: this number times the parameter is added to the gradient.
-
-    ``help(compiled_optim.CompiledOptimizer)`` explains the other arguments, and what is raised.
     """
 
-    lr: Number = hyper(default=1e-2, ge=0)
-    lambd: Number = hyper(default=1e-4, ge=0)
-    alpha: Number = hyper(default=0.75, ge=0)
-    t0: Number = hyper(default=1e6, lt=None)
+    lr: Number = hyper(default=1e-2, ge=0, doc="learning rate of the first step.")
+    lambd: Number = hyper(default=1e-4, ge=0, doc="how fast the learning rate and the parameters decay.")
+    alpha: Number = hyper(default=0.75, ge=0, doc="the exponent of the decay of the learning rate.")
+    t0: Number = hyper(default=1e6, lt=None, doc="the step at which averaging begins.")
     weight_decay: Number = hyper(default=0.0, ge=0)
     eta, mu = scalar(init="lr"), scalar(init=1.0)
     ax = buffer()

@@ -1,7 +1,7 @@
 """LAMB."""
 
 from compiled_optim.optimizer import CompiledOptimizer
-from compiled_optim.rule import Number, bias_correction, buffer, hyper, mean, product, sqrt, where
+from compiled_optim.rule import Number, bias_correction, buffer, ema, hyper, mean, product, sqrt, where
 
 
 def _adam(param, grad, c, exp_avg, exp_avg_sq):
@@ -15,20 +15,14 @@ class LAMB(CompiledOptimizer):
     """LAMB: Adam whose steps have the length of their parameter (arXiv:1904.00962, Algorithm 2, with phi(x) = x).
 
     A parameter that is 0, or whose step is, takes the step of length 1 as it is, as in the paper's code.
-
-    Args:
-        lr: learning rate, the length of a step as a share of the parameter's.
-        betas: how much of the average of gradients, and of their squares, stays from one step to the next.
-        eps: keeps the divisor from 0, in units of the gradient.
-        weight_decay: this number times the parameter goes into the step before its length is taken.
-
-    ``help(compiled_optim.CompiledOptimizer)`` explains the other arguments, and what is raised.
     """
 
-    lr: Number = hyper(default=1e-3, ge=0)
+    lr: Number = hyper(default=1e-3, ge=0, doc="learning rate, the length of a step as a share of the parameter's.")
     betas: tuple[Number, Number] = hyper(default=(0.9, 0.999), ge=0, lt=1)
     eps: Number = hyper(default=1e-6, ge=0)
-    weight_decay: Number = hyper(default=0.0, ge=0)
+    weight_decay: Number = hyper(
+        default=0.0, ge=0, doc="this number times the parameter goes into the step before its length is taken."
+    )
     exp_avg, exp_avg_sq = buffer(int8="signed"), buffer(int8="unsigned")
 
     @staticmethod
@@ -38,10 +32,7 @@ class LAMB(CompiledOptimizer):
             lr=lr,
             eps=eps,
             weight_decay=weight_decay,
-            beta1=beta1,
-            weight1=1 - beta1,
-            beta2=beta2,
-            weight2=1 - beta2,
+            **ema(betas),
             correction1=bias_correction(beta1, step),
             correction2=bias_correction(beta2, step),
         )

@@ -1,31 +1,25 @@
 """Lion."""
 
 from compiled_optim.optimizer import CompiledOptimizer
-from compiled_optim.rule import Number, buffer, hyper, sign
+from compiled_optim.rule import Number, buffer, ema, hyper, sign
 
 
 class Lion(CompiledOptimizer):
     """Lion: the sign of a momentum, with decoupled weight decay (arXiv:2302.06675, Algorithm 2).
 
     The state is one average of gradients. torch.optim has no Lion; arguments and defaults are optimi's.
-
-    Args:
-        lr: learning rate: what every element moves by in a step.
-        betas: how much of the average counts in the direction, and how much of it stays from one step to the next.
-        weight_decay: a step takes ``lr`` times this number times the parameter away from the parameter.
-
-    ``help(compiled_optim.CompiledOptimizer)`` explains the other arguments, and what is raised.
     """
 
-    lr: Number = hyper(ge=0)
-    betas: tuple[Number, Number] = hyper(default=(0.9, 0.99), ge=0, lt=1)
+    lr: Number = hyper(ge=0, doc="learning rate: what every element moves by in a step.")
+    betas: tuple[Number, Number] = hyper(
+        default=(0.9, 0.99), ge=0, lt=1, doc="how much of the average counts in the direction, and how much of it stays."
+    )
     weight_decay: Number = hyper(default=0.0, ge=0)
     exp_avg = buffer(int8="signed")
 
     @staticmethod
     def coefficients(lr, betas, weight_decay):
-        beta1, beta2 = betas
-        return dict(lr=lr, decay=1 - lr * weight_decay, beta1=beta1, weight1=1 - beta1, beta2=beta2, weight2=1 - beta2)
+        return dict(lr=lr, decay=1 - lr * weight_decay, **ema(betas))
 
     @staticmethod
     def update(param, grad, c, exp_avg):

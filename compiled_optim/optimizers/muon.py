@@ -40,28 +40,18 @@ class Muon(CompiledOptimizer, granularity="matrix"):
     matrices of one shape are one batched product, and an iteration adds its three terms before the last product. DTensors
     are gathered for a step, by shape, and may have fewer rows than there are processes; their momentum stays spread as they
     are.
-
-    Args:
-        lr: learning rate: about the spectral norm of a step, before ``adjust_lr_fn``.
-        weight_decay: a step takes ``lr`` times this number times the parameter away from the parameter.
-        momentum: how much of the buffer stays from one step to the next.
-        nesterov: orthogonalize gradient and buffer mixed by ``momentum``, instead of the buffer.
-        ns_coefficients: the polynomial of an iteration: of the first, third and fifth power.
-        eps: the least norm that a matrix is divided by.
-        ns_steps: iterations.
-        adjust_lr_fn: None, ``"original"``, ``"match_rms_adamw"`` or ``"spectral_unclamped"``.
-
-    ``help(compiled_optim.CompiledOptimizer)`` explains the other arguments, and what is raised.
     """
 
-    lr: Number = hyper(default=1e-3, ge=0)
+    lr: Number = hyper(default=1e-3, ge=0, doc="learning rate: about the spectral norm of a step, before ``adjust_lr_fn``.")
     weight_decay: Number = hyper(default=0.1, ge=0)
-    momentum: Number = hyper(default=0.95, ge=0)
-    nesterov: bool = static(default=True)
-    ns_coefficients: tuple[Number, Number, Number] = hyper(default=(3.4445, -4.775, 2.0315))
-    eps: Number = hyper(default=1e-7, ge=0)
-    ns_steps: int = static(default=5)
-    adjust_lr_fn: str | None = static(default=None)
+    momentum: Number = hyper(default=0.95, ge=0, doc="how much of the buffer stays from one step to the next.")
+    nesterov: bool = static(default=True, doc="orthogonalize gradient and buffer mixed by ``momentum``, not the buffer.")
+    ns_coefficients: tuple[Number, Number, Number] = hyper(
+        default=(3.4445, -4.775, 2.0315), doc="the polynomial of an iteration: of the first, third and fifth power."
+    )
+    eps: Number = hyper(default=1e-7, ge=0, doc="the least norm that a matrix is divided by.")
+    ns_steps: int = static(default=5, doc="iterations.")
+    adjust_lr_fn: str | None = static(default=None, doc='how ``lr`` follows the shape, see above; None is ``"original"``.')
     momentum_buffer = buffer()
     implied_state: ClassVar[Mapping[str, float]] = {"step": 1.0}
 

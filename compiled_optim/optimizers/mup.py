@@ -15,15 +15,15 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
+from compiled_optim.optimizer import CompiledOptimizer
 from compiled_optim.optimizers import adam, adamw, sgd
 from compiled_optim.rule.fields import Number, flag, hyper
 
 _TYPES = ("weight", "bias", "norm", "output")
-_MADE_HERE = ("decouple_lr", "decouple_wd")  # arguments that follow from others
 
 
 def lr_scale_for_adam(name: str | None, param: Tensor, *, allow_non_unit_scaling_params: bool = False) -> float:
@@ -87,27 +87,41 @@ def _scale(name: str | None, param: Tensor, allow_untagged: bool, *, grows: bool
     return (1 if depth is None else float(depth**-0.5)) * size
 
 
-class _Scaled:
+class _Scaled(CompiledOptimizer):
     """What turns the arguments of unit_scaling's optimizers into this package's."""
 
-    _scale: Callable[..., float] = staticmethod(lr_scale_for_adam)
-    _scale_arguments: tuple[str, ...] = ("allow_non_unit_scaling_params",)
+    lr: Number = hyper(default=1e-3, ge=0, doc="learning rate, as in the optimizer of this name, before scaling.")
+    weight_decay: Number = hyper(
+        default=0.0,
+        ge=0,
+        doc="as in the optimizer of this name, over the largest scaled ``lr`` (``independent_weight_decay``).",
+    )
+    independent_weight_decay: bool = flag(
+        default=True, kw_only=True, doc="divide ``weight_decay`` by ``max_lr`` times the scale, as ``decouple_lr`` does."
+    )
+    allow_non_unit_scaling_params: bool = flag(
+        default=False, kw_only=True, doc="take parameters without ``mup_type``, with scale 1, instead of refusing them."
+    )
+
+    _scale: ClassVar[Callable[..., float]] = staticmethod(lr_scale_for_adam)
+    _scale_arguments: ClassVar[tuple[str, ...]] = ("allow_non_unit_scaling_params",)
 
     @classmethod
     def _arguments(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        arguments: dict[str, Any] = super()._arguments(args, kwargs)  # type: ignore[misc]
-        if given := [name for name in _MADE_HERE if name in kwargs]:
+        arguments = super()._arguments(args, kwargs)
+        if given := [name for name in ("decouple_lr", "decouple_wd") if name in kwargs]:
             raise TypeError(f"{cls.__name__} of u-muP makes {given[0]} itself; pass it to the optimizer of that name")
-        scale = functools.partial(cls._scale, **{name: arguments[name] for name in cls._scale_arguments})
-        adds_decay = "decouple_wd" in arguments and not arguments.get("decoupled_weight_decay")
-        independent = {"decouple_lr": True, **({"decouple_wd": False} if adds_decay else {})}
-        found = {"lr_scale": scale} if arguments["lr_scale"] is None else {}
-        return arguments | found | (independent if arguments["independent_weight_decay"] else {})
+        if arguments["lr_scale"] is None:
+            arguments["lr_scale"] = functools.partial(cls._scale, **{name: arguments[name] for name in cls._scale_arguments})
+        if arguments["independent_weight_decay"]:
+            adds_decay = "decouple_wd" in arguments and not arguments.get("decoupled_weight_decay")
+            arguments |= {"decouple_lr": True, **({"decouple_wd": False} if adds_decay else {})}
+        return arguments
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "decouple_wd=False with decouple_lr=True")  # which is u-muP's way
-            super().add_param_group(param_group)  # type: ignore[misc]
+            super().add_param_group(param_group)
 
 
 class Adam(_Scaled, adam.Adam):
@@ -115,75 +129,30 @@ class Adam(_Scaled, adam.Adam):
 
     ``lr_scale`` is :func:`lr_scale_for_adam` where it is not given: parameters share a group whatever their scales. Groups
     and ``add_param_group`` take ``lr`` and ``weight_decay`` before scaling. ``max_lr`` is a group's first ``lr`` if it is
-    not given: give it if a schedule begins with 0.
-
-    Args:
-        lr: learning rate, about as much as an element of scale 1 moves in a step where its gradients agree.
-        betas: how much of the average of gradients, and of their squares, stays from one step to the next.
-        eps: keeps the divisor from 0, in units of the gradient.
-        weight_decay: this number, over the largest scaled ``lr``, times the parameter is added to the gradient.
-        amsgrad: divide by the largest average of squares so far instead of the last one (arXiv:1904.09237).
-        decoupled_weight_decay: decay weights as AdamW does.
-        independent_weight_decay: divide ``weight_decay`` by ``max_lr`` times the scale, as ``decouple_lr`` does.
-        allow_non_unit_scaling_params: take parameters without ``mup_type``, with scale 1, instead of refusing them.
-
-    ``decouple_lr`` and ``decouple_wd`` follow from these, and are refused.
-    ``help(compiled_optim.CompiledOptimizer)`` explains the other arguments, and what else is raised.
+    not given: give it if a schedule begins with 0. ``decouple_lr`` and ``decouple_wd`` follow from the arguments, and are
+    refused.
     """
-
-    independent_weight_decay: bool = flag(default=True, kw_only=True)
-    allow_non_unit_scaling_params: bool = flag(default=False, kw_only=True)
 
 
 class AdamW(_Scaled, adamw.AdamW):
     """AdamW with u-muP's learning rates (arXiv:2407.17465), as unit_scaling.optim's.
 
-    ``lr_scale`` is :func:`lr_scale_for_adam` where it is not given: parameters share a group whatever their scales. Groups
-    and ``add_param_group`` take ``lr`` and ``weight_decay`` before scaling. ``max_lr`` is a group's first ``lr`` if it is
-    not given: give it if a schedule begins with 0. Weights do not decay by default.
-
-    Args:
-        lr: learning rate, about as much as an element of scale 1 moves in a step where its gradients agree.
-        betas: how much of the average of gradients, and of their squares, stays from one step to the next.
-        eps: keeps the divisor from 0, in units of the gradient.
-        weight_decay: what part of a parameter a step at the largest ``lr`` takes away from it, whatever that and the scale.
-        amsgrad: divide by the largest average of squares so far instead of the last one (arXiv:1904.09237).
-        independent_weight_decay: divide ``weight_decay`` by ``max_lr`` times the scale, as ``decouple_lr`` does.
-        allow_non_unit_scaling_params: take parameters without ``mup_type``, with scale 1, instead of refusing them.
-
-    ``decouple_lr`` follows from these, and is refused.
-    ``help(compiled_optim.CompiledOptimizer)`` explains the other arguments, and what else is raised.
+    All but the rule is as in :class:`Adam`. Weights do not decay by default. With ``independent_weight_decay``, a step at
+    the largest ``lr`` takes ``weight_decay`` of a parameter away, whatever that and the scale.
     """
-
-    weight_decay: Number = hyper(default=0.0, ge=0)
-    independent_weight_decay: bool = flag(default=True, kw_only=True)
-    allow_non_unit_scaling_params: bool = flag(default=False, kw_only=True)
 
 
 class SGD(_Scaled, sgd.SGD):
     """SGD with u-muP's learning rates (arXiv:2407.17465), as unit_scaling.optim's.
 
-    ``lr_scale`` is :func:`lr_scale_for_sgd` where it is not given: parameters share a group whatever their scales. Groups
-    and ``add_param_group`` take ``lr`` and ``weight_decay`` before scaling. ``max_lr`` is a group's first ``lr`` if it is
-    not given: give it if a schedule begins with 0.
-
-    Args:
-        lr: learning rate: the step is this number times the scale times the direction.
-        momentum: how much of the buffer stays from one step to the next; 0 for no buffer.
-        dampening: what part of each gradient does not get into the buffer.
-        weight_decay: this number, over the largest scaled ``lr``, times the parameter is added to the gradient.
-        nesterov: step along gradient plus ``momentum`` times buffer; needs momentum, and no dampening.
-        independent_weight_decay: divide ``weight_decay`` by ``max_lr`` times the scale, as ``decouple_lr`` does.
-        allow_non_unit_scaling_params: take parameters without ``mup_type``, with scale 1, instead of refusing them.
-        readout_constraint: the ``constraint`` of the model's ``LinearReadout``: None or ``"to_output_scale"``.
-
-    ``decouple_lr`` and ``decouple_wd`` follow from these, and are refused.
-    ``help(compiled_optim.CompiledOptimizer)`` explains the other arguments, and what else is raised.
+    All but the rule is as in :class:`Adam`, and ``lr_scale`` is :func:`lr_scale_for_sgd` where it is not given.
     """
 
-    independent_weight_decay: bool = flag(default=True, kw_only=True)
-    allow_non_unit_scaling_params: bool = flag(default=False, kw_only=True)
-    readout_constraint: str | None = flag(default=None, kw_only=True)
+    readout_constraint: str | None = flag(
+        default=None,
+        kw_only=True,
+        doc='the ``constraint`` of the model\'s ``LinearReadout``: None or ``"to_output_scale"``.',
+    )
 
     _scale = staticmethod(lr_scale_for_sgd)
     _scale_arguments = ("allow_non_unit_scaling_params", "readout_constraint")

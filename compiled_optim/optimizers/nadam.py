@@ -1,7 +1,7 @@
 """NAdam."""
 
 from compiled_optim.optimizer import CompiledOptimizer
-from compiled_optim.rule import Number, bias_correction, buffer, hyper, power, product, scalar, sqrt, static
+from compiled_optim.rule import Number, bias_correction, buffer, ema, hyper, power, product, scalar, sqrt, static
 
 
 class NAdam(CompiledOptimizer, decays="gradient"):
@@ -9,23 +9,13 @@ class NAdam(CompiledOptimizer, decays="gradient"):
 
     Differs from torch.optim.NAdam: ``mu_product`` is float64, and moments are averaged in float32 also for
     lower-precision parameters.
-
-    Args:
-        lr: learning rate, about as much as an element moves in a step where its gradients agree.
-        betas: how much of the average of gradients, and of their squares, stays from one step to the next.
-        eps: keeps the divisor from 0, in units of the gradient.
-        weight_decay: this number times the parameter is added to the gradient.
-        momentum_decay: how fast the momentum approaches ``betas[0]``.
-        decoupled_weight_decay: decay weights as AdamW does.
-
-    ``help(compiled_optim.CompiledOptimizer)`` explains the other arguments, and what is raised.
     """
 
     lr: Number = hyper(default=2e-3, ge=0)
     betas: tuple[Number, Number] = hyper(default=(0.9, 0.999), ge=0, lt=1)
     eps: Number = hyper(default=1e-8, ge=0)
     weight_decay: Number = hyper(default=0.0, ge=0)
-    momentum_decay: Number = hyper(default=4e-3, ge=0)
+    momentum_decay: Number = hyper(default=4e-3, ge=0, doc="how fast the momentum approaches ``betas[0]``.")
     decoupled_weight_decay: bool = static(default=False)
     mu_product = scalar(init=1.0)
     exp_avg, exp_avg_sq = buffer(int8="signed"), buffer(int8="unsigned")
@@ -42,10 +32,7 @@ class NAdam(CompiledOptimizer, decays="gradient"):
             decay=1 - lr * weight_decay,
             grad_size=lr * (1 - mu) / (1 - mu_product),
             momentum_size=lr * mu_next / (1 - mu_product * mu_next),
-            beta1=beta1,
-            weight1=1 - beta1,
-            beta2=beta2,
-            weight2=1 - beta2,
+            **ema(betas),
             correction2=sqrt(bias_correction(beta2, step)),
             eps=eps,
         )

@@ -14,24 +14,14 @@ class Prodigy(CompiledOptimizer):
     there.
 
     Parameters of 16 bits need ``weights``: without it, how far they have come is mostly rounding.
-
-    Args:
-        lr: factor of the estimated learning rate; schedules act on it.
-        betas: how much of the average of gradients, and of their squares, stays from one step to the next.
-        eps: keeps the divisor from 0, in units of the gradient.
-        weight_decay: a step takes ``lr * d`` times this number times the parameter away from the parameter.
-        d0: the estimate that training starts with.
-        d_coef: factor of each new estimate.
-
-    ``help(compiled_optim.CompiledOptimizer)`` explains the other arguments, and what is raised.
     """
 
-    lr: Number = hyper(default=1.0, ge=0)
+    lr: Number = hyper(default=1.0, ge=0, doc="factor of the estimated learning rate; schedules act on it.")
     betas: tuple[Number, Number] = hyper(default=(0.9, 0.999), ge=0, lt=1)
     eps: Number = hyper(default=1e-8, ge=0)
-    weight_decay: Number = hyper(default=0.0, ge=0)
-    d0: Number = hyper(default=1e-6, gt=0)
-    d_coef: Number = hyper(default=1.0, gt=0)
+    weight_decay: Number = hyper(default=0.0, ge=0, doc="a step takes ``lr * d`` times this share of the parameter away.")
+    d0: Number = hyper(default=1e-6, gt=0, doc="the estimate that training starts with.")
+    d_coef: Number = hyper(default=1.0, gt=0, doc="factor of each new estimate.")
     exp_avg, exp_avg_sq = buffer(int8="signed"), buffer(int8="unsigned")
     s, p0 = buffer(), buffer(init="param")
     d, d_numerator = scalar(init="d0", shared=True), scalar(shared=True)

@@ -1,22 +1,13 @@
 """RAdam."""
 
 from compiled_optim.optimizer import CompiledOptimizer
-from compiled_optim.rule import Accumulation, Number, bias_correction, buffer, hyper, product, sqrt, static, where
+from compiled_optim.rule import Accumulation, Number, bias_correction, buffer, ema, hyper, product, sqrt, static, where
 
 
 class RAdam(CompiledOptimizer, decays="gradient"):
     """RAdam: Adam whose adaptive step is rectified by its variance (arXiv:1908.03265, Algorithm 2).
 
     Differs from torch.optim.RAdam: moments are averaged in float32 also for lower-precision parameters.
-
-    Args:
-        lr: learning rate, about as much as an element moves in a step where its gradients agree.
-        betas: how much of the average of gradients, and of their squares, stays from one step to the next.
-        eps: keeps the divisor from 0, in units of the gradient.
-        weight_decay: this number times the parameter is added to the gradient.
-        decoupled_weight_decay: decay weights as AdamW does.
-
-    ``help(compiled_optim.CompiledOptimizer)`` explains the other arguments, and what is raised.
     """
 
     lr: Number = hyper(default=1e-3, ge=0)
@@ -43,10 +34,7 @@ class RAdam(CompiledOptimizer, decays="gradient"):
             decay=1 - lr * weight_decay,
             step_size=rectified * lr / bias_correction(beta1, step),
             adaptive=adaptive,
-            beta1=beta1,
-            weight1=1 - beta1,
-            beta2=beta2,
-            weight2=1 - beta2,
+            **ema(betas),
             eps=where(adaptive, eps, 0.0),
         )
 

@@ -12,24 +12,14 @@ class Ranger(CompiledOptimizer):
     slow copy. The slow copy is made at the first step. torch.optim has no Ranger; arguments and defaults are optimi's. As
     there, and other than in torch's RAdam, ``eps`` is added after the bias correction, and ``decouple_wd`` is True by
     default.
-
-    Args:
-        lr: learning rate, about as much as an element moves in a step where its gradients agree.
-        betas: how much of the average of gradients, and of their squares, stays from one step to the next.
-        weight_decay: a step takes ``lr`` times this number times the parameter away from the parameter.
-        eps: keeps the divisor from 0, in units of the gradient.
-        k: steps from one synchronization with the slow copy to the next, on average where it is no whole number.
-        alpha: how far the slow copy moves towards the parameter then, from 0 to 1.
-
-    ``help(compiled_optim.CompiledOptimizer)`` explains the other arguments, and what is raised.
     """
 
     lr: Number = hyper(ge=0)
     betas: tuple[Number, Number] = hyper(default=(0.9, 0.99), ge=0, lt=1)
     weight_decay: Number = hyper(default=0.0, ge=0)
     eps: Number = hyper(default=1e-6, ge=0)
-    k: Number = hyper(default=6, ge=1)
-    alpha: Number = hyper(default=0.5, ge=0, le=1)
+    k: Number = hyper(default=6, ge=1, doc="steps between synchronizations with the slow copy, on average if not whole.")
+    alpha: Number = hyper(default=0.5, ge=0, le=1, doc="how far the slow copy moves towards the parameter, from 0 to 1.")
     decouple_wd: bool = static(default=True, kw_only=True)
     exp_avg, exp_avg_sq, la_param = buffer(int8="signed"), buffer(int8="unsigned"), buffer()
 

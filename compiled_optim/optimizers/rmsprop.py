@@ -13,24 +13,14 @@ class RMSprop(CompiledOptimizer, decays="gradient"):
     Differs from torch.optim.RMSprop: averages are taken in float32 also for lower-precision parameters, a variance that
     rounding makes negative counts as 0 instead of yielding NaN, and while ``momentum`` is set to 0 during a run the buffer
     follows the step instead of standing still.
-
-    Args:
-        lr: learning rate, about as much as an element moves in a step where its gradients agree.
-        alpha: how much of the averages stays from one step to the next.
-        eps: keeps the divisor from 0, in units of the gradient.
-        weight_decay: this number times the parameter is added to the gradient.
-        momentum: how much of the last step is added to the next; 0 for no buffer.
-        centered: subtract the squared average of gradients from the average of squares.
-
-    ``help(compiled_optim.CompiledOptimizer)`` explains the other arguments, and what is raised.
     """
 
     lr: Number = hyper(default=1e-2, ge=0)
-    alpha: Number = hyper(default=0.99, ge=0)
+    alpha: Number = hyper(default=0.99, ge=0, doc="how much of the averages stays from one step to the next.")
     eps: Number = hyper(default=1e-8, ge=0)
     weight_decay: Number = hyper(default=0.0, ge=0)
-    momentum: Number = hyper(default=0.0, ge=0)
-    centered: bool = static(default=False)
+    momentum: Number = hyper(default=0.0, ge=0, doc="how much of the last step is added to the next; 0 for no buffer.")
+    centered: bool = static(default=False, doc="subtract the squared average of gradients from the average of squares.")
     square_avg, momentum_buffer = buffer(int8="unsigned"), buffer(when="momentum", int8="signed")
     grad_avg = buffer(when="centered")
 

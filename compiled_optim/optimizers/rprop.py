@@ -12,18 +12,13 @@ class Rprop(CompiledOptimizer):
 
     Where the sign changes the parameter rests for a step. Differs from torch.optim.Rprop: the product of two tiny
     gradients of equal sign does not underflow to "no sign".
-
-    Args:
-        lr: the step of every element at first, in the parameter's units.
-        etas: what a step is multiplied by where the gradient's sign changed, < 1, and where it stayed, > 1.
-        step_sizes: the smallest and the largest step.
-
-    ``help(compiled_optim.CompiledOptimizer)`` explains the other arguments, and what is raised.
     """
 
-    lr: Number = hyper(default=1e-2, ge=0)
-    etas: tuple[Number, Number] = hyper(default=(0.5, 1.2), gt=0)
-    step_sizes: tuple[Number, Number] = hyper(default=(1e-6, 50.0), lt=None)
+    lr: Number = hyper(default=1e-2, ge=0, doc="the step of every element at first, in the parameter's units.")
+    etas: tuple[Number, Number] = hyper(
+        default=(0.5, 1.2), gt=0, doc="factors of a step where the gradient's sign changed, < 1, and where it stayed, > 1."
+    )
+    step_sizes: tuple[Number, Number] = hyper(default=(1e-6, 50.0), lt=None, doc="the smallest and the largest step.")
     prev, step_size = buffer(), buffer(init="lr")
 
     @staticmethod

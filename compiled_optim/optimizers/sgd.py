@@ -14,22 +14,15 @@ class SGD(CompiledOptimizer, decays="gradient"):
     Differs from torch.optim.SGD: gradients are dense, and the state also holds ``step``. While ``momentum`` is written to 0
     in place the buffer follows the gradient instead of standing still, and where it is raised from 0 during a run,
     ``dampening`` holds from its first step on.
-
-    Args:
-        lr: learning rate: the step is this number times the direction.
-        momentum: how much of the buffer stays from one step to the next; 0 for no buffer.
-        dampening: what part of each gradient does not get into the buffer.
-        weight_decay: this number times the parameter is added to the gradient.
-        nesterov: step along gradient plus ``momentum`` times buffer; needs momentum, and no dampening.
-
-    ``help(compiled_optim.CompiledOptimizer)`` explains the other arguments, and what is raised.
     """
 
-    lr: Number = hyper(default=1e-3, ge=0)
-    momentum: Number = hyper(default=0.0, ge=0)
-    dampening: Number = hyper(default=0.0)
+    lr: Number = hyper(default=1e-3, ge=0, doc="learning rate: the step is this number times the direction.")
+    momentum: Number = hyper(default=0.0, ge=0, doc="how much of the buffer stays from step to step; 0 for no buffer.")
+    dampening: Number = hyper(default=0.0, doc="what part of each gradient does not get into the buffer.")
     weight_decay: Number = hyper(default=0.0, ge=0)
-    nesterov: bool = static(default=False)
+    nesterov: bool = static(
+        default=False, doc="step along gradient plus ``momentum`` times buffer; needs momentum, and no dampening."
+    )
     momentum_buffer = buffer(when="momentum", int8="signed")
     accumulation = Accumulation(kept=("momentum",), unless=("nesterov",))
     implied_state: ClassVar[Mapping[str, float]] = {"step": 1.0}

@@ -1,7 +1,7 @@
 """SparseAdam."""
 
 from compiled_optim.optimizer import CompiledOptimizer
-from compiled_optim.rule import Number, bias_correction, buffer, hyper, sqrt
+from compiled_optim.rule import Number, bias_correction, buffer, ema, hyper, sqrt
 
 
 class SparseAdam(CompiledOptimizer, gradients="sparse", advice="Adam"):
@@ -10,13 +10,6 @@ class SparseAdam(CompiledOptimizer, gradients="sparse", advice="Adam"):
     The moments of other rows do not decay. ``eps`` is outside the bias correction (the paper's section 2, end). Differs from
     torch.optim.SparseAdam: repeated rows are added up, and moments averaged, in float32 also for lower-precision parameters,
     ``lr`` may be 0, and no step waits for the device.
-
-    Args:
-        lr: learning rate, about as much as an element moves in a step where its gradients agree.
-        betas: how much of the average of gradients, and of their squares, stays from one step to the next.
-        eps: keeps the divisor from 0, in units of the gradient.
-
-    ``help(compiled_optim.CompiledOptimizer)`` explains the other arguments, and what is raised.
     """
 
     lr: Number = hyper(default=1e-3, ge=0)
@@ -28,7 +21,7 @@ class SparseAdam(CompiledOptimizer, gradients="sparse", advice="Adam"):
     def coefficients(step, lr, betas, eps):
         beta1, beta2 = betas
         step_size = lr * sqrt(bias_correction(beta2, step)) / bias_correction(beta1, step)
-        return dict(step_size=step_size, beta1=beta1, weight1=1 - beta1, beta2=beta2, weight2=1 - beta2, eps=eps)
+        return dict(step_size=step_size, **ema(betas), eps=eps)
 
     @staticmethod
     def update(param, grad, c, exp_avg, exp_avg_sq):

@@ -1,7 +1,7 @@
 """StableAdamW."""
 
 from compiled_optim.optimizer import CompiledOptimizer
-from compiled_optim.rule import Number, bias_correction, buffer, hyper, maximum, mean, product, sqrt
+from compiled_optim.rule import Number, bias_correction, buffer, ema, hyper, maximum, mean, product, sqrt
 
 
 class StableAdamW(CompiledOptimizer):
@@ -12,20 +12,12 @@ class StableAdamW(CompiledOptimizer):
 
     Averages are plain, and divided by ``1 - beta**step`` where they are used. While ``betas`` stay as they are this is
     Algorithm 2, and optimi's step; after they changed it is another.
-
-    Args:
-        lr: learning rate, about as much as an element moves in a step where its gradients agree.
-        betas: how much of the average of gradients, and of their squares, stays from one step to the next.
-        weight_decay: a step takes its learning rate times this number times the parameter away from the parameter.
-        eps: keeps divisors from 0, in units of the gradient.
-
-    ``help(compiled_optim.CompiledOptimizer)`` explains the other arguments, and what is raised.
     """
 
     lr: Number = hyper(ge=0)
     betas: tuple[Number, Number] = hyper(default=(0.9, 0.99), ge=0, lt=1)
-    weight_decay: Number = hyper(default=1e-2, ge=0)
-    eps: Number = hyper(default=1e-6, gt=0)
+    weight_decay: Number = hyper(default=1e-2, ge=0, doc="a step takes its rate times this share of the parameter away.")
+    eps: Number = hyper(default=1e-6, gt=0, doc="keeps divisors from 0, in units of the gradient.")
     exp_avg, exp_avg_sq = buffer(int8="signed"), buffer(int8="unsigned")
 
     @staticmethod
@@ -34,10 +26,7 @@ class StableAdamW(CompiledOptimizer):
         return dict(
             shrinkage=lr * weight_decay,
             step_size=lr / bias_correction(beta1, step),
-            beta1=beta1,
-            weight1=1 - beta1,
-            beta2=beta2,
-            weight2=1 - beta2,
+            **ema(betas),
             correction2=sqrt(bias_correction(beta2, step)),
             eps=eps,
         )

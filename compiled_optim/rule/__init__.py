@@ -1,7 +1,7 @@
 """What the file of an optimizer needs to declare its fields and to write its rule."""
 
 from compiled_optim.rule.fields import Number, buffer, fact, hyper, scalar, static
-from compiled_optim.rule.rule import mean, total
+from compiled_optim.rule.rule import ema, mean, total
 from compiled_optim.rule.transforms import Accumulation
 from compiled_optim.rule.vocabulary import (
     absolute,
@@ -22,6 +22,7 @@ __all__ = [
     "absolute",
     "bias_correction",
     "buffer",
+    "ema",
     "fact",
     "floor",
     "hyper",

@@ -38,6 +38,18 @@ _MEANINGS = {
     "adapt": "Return new values of the numbers that all parameters share, once for each step.",
     "update": "Return new values of an element of a parameter and of its state.",
 }
+_ARGUMENTS = {
+    "lr": "learning rate, about as much as an element moves in a step where its gradients agree.",
+    "betas": "how much of the average of gradients, and of their squares, stays from one step to the next.",
+    "eps": "keeps the divisor from 0, in units of the gradient.",
+    "amsgrad": "divide by the largest average of squares so far instead of the last one (arXiv:1904.09237).",
+    "decoupled_weight_decay": "decay weights as AdamW does.",
+}
+"""What ``help`` says of an argument whose field does not say it."""
+_WEIGHT_DECAY: dict[Decays, str] = {
+    "gradient": "this number times the parameter is added to the gradient.",
+    "weights": "a step takes ``lr`` times this number times the parameter away from the parameter.",
+}
 
 
 @dataclass_transform(field_specifiers=(hyper, static, flag, transform))
@@ -47,6 +59,7 @@ class Declared:
     Type checkers read constructor fields only from classes *below* the one marked as a transform.
     """
 
+    _body: ClassVar[dict[str, Field]] = {}  # by name: what the body of the class declares
     _declared: ClassVar[dict[str, Field]] = {}  # by name: what the bodies of the class and its bases declare
     _all_fields: ClassVar[dict[str, Field]] = {}  # by name: what is declared, and what transforms add
     _by_kind: ClassVar[tuple[dict[str, Field], dict[type[Any], tuple[Any, ...]]]] = ({}, {})  # fields, and these by kind
@@ -78,10 +91,10 @@ class Declared:
         **kwargs: Any,
     ) -> None:
         super().__init_subclass__(**kwargs)
-        cls._gradients = gradients or cls._gradients
-        cls._advice = cls._advice if advice is None else advice
-        cls._granularity = granularity or cls._granularity
-        cls._decays = decays or cls._decays
+        given = {"gradients": gradients, "advice": advice, "granularity": granularity, "decays": decays}
+        for name, value in given.items():
+            if value is not None:
+                setattr(cls, f"_{name}", value)
         for name in vars(cls).keys() & _MEANINGS:  # for help(), which shows a rule
             getattr(cls, name).__doc__ = getattr(cls, name).__doc__ or _MEANINGS[name]
         for name in {"accumulation", "implied_state", "views"} & vars(cls).keys():  # taken out of the body, as fields are
@@ -91,8 +104,9 @@ class Declared:
         for name in own:
             delattr(cls, name)
         cls._transforms = tuple(dict.fromkeys((*cls._transforms, *(f for f in own.values() if isinstance(f, Transform)))))
-        fields = {n: dataclasses.replace(f, name=n) for n, f in own.items() if not isinstance(f, Transform)}
-        cls._all_fields = cls._declared = {**cls._declared, **fields}
+        cls._body = {n: dataclasses.replace(f, name=n) for n, f in own.items() if not isinstance(f, Transform)}
+        bodies = [vars(base).get("_body", {}) for base in reversed(cls.__mro__)]
+        cls._all_fields = cls._declared = {name: field for body in bodies for name, field in body.items()}
         kinds = (Hyper, Static, Scale, Option, Fact, Buffer, Scalar)
         cls._declaration = Declaration(cls.__name__, *map(cls._fields_of, kinds))
         _check_references(cls._declaration)
@@ -106,6 +120,7 @@ class Declared:
         cls._group_flags = (*flags, *(("maximize",) if "maximize" not in flags else ()))
         by_position = [name for name, is_so in flags.items() if is_so]
         cls._announce(_constructor_signature(cls._all_fields, by_position, _annotations(cls)))
+        cls._explain()
 
     @classmethod
     def _announce(cls, signature: inspect.Signature) -> None:
@@ -122,6 +137,17 @@ class Declared:
         construct.__annotations__ = {n: p.annotation for n, p in signature.parameters.items()} | {"return": None}
         construct.__name__, construct.__qualname__ = "__init__", f"{cls.__qualname__}.__init__"
         cls.__init__ = construct  # type: ignore[method-assign]
+
+    @classmethod
+    def _explain(cls) -> None:
+        """Add a line for each of the constructor's own arguments to a docstring that has none."""
+        if (said := vars(cls).get("__doc__")) is None or "Args:" in said:
+            return
+        sentences = {**_ARGUMENTS, "weight_decay": _WEIGHT_DECAY[cls._decays or "weights"]}
+        own = [field for field in cls._declared.values() if field.name in cls.__signature__.parameters]  # type: ignore[attr-defined]
+        lines = [f"    {f.name}: {doc}" for f in own if (doc := f.doc or sentences.get(f.name))]
+        others = "``help(compiled_optim.CompiledOptimizer)`` explains the other arguments, and what is raised."
+        cls.__doc__ = "\n".join([inspect.cleandoc(said), "", "Args:", *lines, "", others])
 
     @classmethod
     def _arguments(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

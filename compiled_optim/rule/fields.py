@@ -38,9 +38,10 @@ def _is_argument(where: str) -> bool:
 
 @dataclass(frozen=True)
 class Field:
-    """One declared name; ``name`` is filled in when the class body is read."""
+    """One declared name, which is filled in when the class body is read; ``doc`` is what ``help`` says of the argument."""
 
     name: str = dataclasses.field(default="", kw_only=True)
+    doc: str = dataclasses.field(default="", kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -333,14 +334,14 @@ def hyper(*, default: Any = inspect.Parameter.empty, **bounds: Any) -> Any:
     return Hyper(default, **bounds)
 
 
-def static(*, default: Any, kw_only: bool = False, init: bool = True) -> Any:
+def static(*, default: Any, kw_only: bool = False, init: bool = True, doc: str = "") -> Any:
     """Declare a Python-valued choice; see :class:`Static`."""
-    return Static(default, kw_only, init)
+    return Static(default, kw_only, init, doc=doc)
 
 
-def flag(*, default: Any, kw_only: Literal[True]) -> Any:
+def flag(*, default: Any, kw_only: Literal[True], doc: str = "") -> Any:
     """Declare an option that no rule sees; see :class:`Flag`. ``kw_only`` is there for type checkers."""
-    return Flag(default)
+    return Flag(default, doc=doc)
 
 
 def transform(*, by: Callable[[Any], Any], default: Any, kw_only: Literal[True], **about: Any) -> Any:

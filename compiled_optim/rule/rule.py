@@ -135,6 +135,12 @@ def total(expression: Any) -> Reduction:
     return Reduction(expression, is_total=True)
 
 
+def ema(betas: Sequence[Any]) -> dict[str, Any]:
+    """In ``coefficients``: ``beta1`` and ``weight1 = 1 - beta1`` of a first moving average, and so on for all ``betas``."""
+    pairs = enumerate(betas, 1)
+    return {name: number for i, beta in pairs for name, number in ((f"beta{i}", beta), (f"weight{i}", 1 - beta))}
+
+
 class Places(NamedTuple):
     """Where the results of a stage of reductions are among the attributes of ``c``.
 

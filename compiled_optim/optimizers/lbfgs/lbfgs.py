@@ -25,32 +25,19 @@ class LBFGS(CompiledOptimizer, steps=LBFGSStep):
 
     Differs from torch.optim.LBFGS: the direction takes four products with the whole history in place of four per pair; the
     history is in float32 also for lower-precision parameters; a line search takes NaN for an infinite loss; parameters may
-    lie in memory in any way. The step runs as plain torch operations.
-
-    Args:
-        lr: what part of each direction a step goes; the first guess of a line search.
-        max_iter: iterations per step.
-        max_eval: calls of the closure per step; None for 1.25 times ``max_iter``.
-        tolerance_grad: stop where no element of the gradient is larger.
-        tolerance_change: stop where the parameters, or the loss, change by no more.
-        history_size: how many past steps the estimate of the curvature rests on; each costs two numbers per element.
-        line_search_fn: None or ``"strong_wolfe"``.
-        fixed_iterations: make ``max_iter`` iterations, whatever the tolerances; without a line search.
-
-    Raises:
-        ValueError: there are several groups or devices, or an argument is out of range.
-
-    ``help(compiled_optim.CompiledOptimizer)`` explains the other arguments, and what is raised.
+    lie in memory in any way. The step runs as plain torch operations. Several groups or devices are a ``ValueError``.
     """
 
-    lr: Number = hyper(default=1.0, ge=0)
-    max_iter: int = static(default=20)
-    max_eval: int | None = static(default=None)
-    tolerance_grad: float = static(default=1e-7)
-    tolerance_change: float = static(default=1e-9)
-    history_size: int = static(default=100)
-    line_search_fn: str | None = static(default=None)
-    fixed_iterations: bool = static(default=False, kw_only=True)
+    lr: Number = hyper(default=1.0, ge=0, doc="what part of each direction a step goes; the first guess of a line search.")
+    max_iter: int = static(default=20, doc="iterations per step.")
+    max_eval: int | None = static(default=None, doc="calls of the closure per step; None for 1.25 times ``max_iter``.")
+    tolerance_grad: float = static(default=1e-7, doc="stop where no element of the gradient is larger.")
+    tolerance_change: float = static(default=1e-9, doc="stop where the parameters, or the loss, change by no more.")
+    history_size: int = static(default=100, doc="past steps that estimate the curvature; each costs two numbers an element.")
+    line_search_fn: str | None = static(default=None, doc='None or ``"strong_wolfe"``.')
+    fixed_iterations: bool = static(
+        default=False, kw_only=True, doc="make ``max_iter`` iterations, whatever the tolerances; without a line search."
+    )
 
     _step_supports_amp_scaling = False
 
