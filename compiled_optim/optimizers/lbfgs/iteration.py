@@ -79,38 +79,6 @@ def direction(pairs: Mapping[str, Tensor], gradient: Tensor, rows: int) -> Tenso
     return torch.addmv(result, steps.t(), gamma[back, 0])
 
 
-def _rows_by_age(count: int, size: int) -> list[int]:
-    """The rows of the pairs that are there, the oldest first, after ``count`` were accepted."""
-    return [n % size for n in range(max(count - size, 0), count)]
-
-
-def stored(pairs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Steps, changes and products of the pairs that are there, as :func:`restore` takes them. Waits for the device."""
-    rows = _rows_by_age(int(pairs["pairs"]), len(pairs["products"]))
-    return pairs["old_stps"][rows], pairs["old_dirs"][rows], pairs["products"][rows][:, rows]
-
-
-def restore(
-    pairs: Mapping[str, Tensor], steps: Tensor, changes: Tensor, products: Tensor, scale: Tensor, count: int | None = None
-) -> None:
-    """Put the newest pairs of a saved history in the places of empty ``pairs`` that they had after ``count`` pairs.
-
-    ``steps`` and ``changes`` are (saved, numel), the oldest first; ``products``, (saved, saved), of steps with changes that
-    are not older; ``scale`` is 0-dim. ``count`` is taken for ``saved`` unless so many would leave just the saved ones.
-    """
-    size = len(pairs["products"])
-    if count is None or len(_rows_by_age(count, size)) != len(steps):
-        count = len(steps)
-    rows = _rows_by_age(count, size)
-    for name, values in (("old_stps", steps), ("old_dirs", changes)):
-        pairs[name][rows] = values[len(values) - len(rows) :].to(pairs[name])
-    first = len(steps) - len(rows)
-    row = torch.tensor(rows, dtype=torch.int64, device=scale.device)
-    pairs["products"][row[:, None], row] = products[first:, first:].to(pairs["products"])
-    pairs["H_diag"].copy_(scale)
-    pairs["pairs"].fill_(count)
-
-
 class Trial(NamedTuple):
     """A point of the line: the step length, and the function's value, gradient and slope along the direction there."""
 

@@ -1,16 +1,289 @@
-"""L-BFGS."""
+"""L-BFGS: the optimizer, and its step: iterations, each with a direction, a length and an evaluation of the closure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
 
-from compiled_optim.memory.torch_internals import mend_tracing, outside_dynamo
+from compiled_optim.checkpoint.read import naming, read
+from compiled_optim.checkpoint.state_dict import PreparedLoad
+from compiled_optim.checkpoint.write import check_writable
+from compiled_optim.groups.live import Live
+from compiled_optim.groups.parameters import parameter_name
+from compiled_optim.memory.layout import as_real, compute_dtype, obstacle, real_numel, scalar_dtype
+from compiled_optim.memory.sharding import is_sharded
+from compiled_optim.memory.torch_internals import is_capturing, mend_tracing, outside_dynamo
 from compiled_optim.optimizer import CompiledOptimizer, engine_of
-from compiled_optim.optimizers.lbfgs.step import ENTRIES, LBFGSStep, refuse
-from compiled_optim.rule.fields import Number, hyper, static
+from compiled_optim.optimizers.lbfgs.iteration import Trial, direction, new_pairs, record, strong_wolfe
+from compiled_optim.optimizers.lbfgs.state_dict import COUNTS, ENTRIES, MEMORY, NUMBERS, VECTORS, order_of, packed, unpack
+from compiled_optim.rule.declared import Declared, added_choices
+from compiled_optim.rule.fields import Number, Scale, hyper, static
+from compiled_optim.state import ParamState
+from compiled_optim.step.holdings import Holdings
+from compiled_optim.step.step import Step
+
+
+class LBFGSStep(Step):
+    """All parameters of one group as one vector, and the history of its steps.
+
+    The state belongs to the first parameter.
+    """
+
+    only_whole = "a step of LBFGS calls its closure: let the CUDA graph hold a function that calls step(closure)"
+    name = "eager"
+
+    def __init__(self, holdings: Holdings, clipping: tuple[Any, ...], grad_of: Callable[[Tensor], Tensor | None]) -> None:
+        if len(holdings.own_groups) > 1:
+            raise ValueError("LBFGS doesn't support per-parameter options (parameter groups)")
+        super().__init__(holdings, clipping, grad_of)
+        (self._group,) = holdings.own_groups
+        devices = sorted({str(p.device) for p in self.params})
+        if len(devices) > 1:
+            raise ValueError(f"LBFGS needs parameters on one device, got {', '.join(devices)}")
+        for j in (j for j, param in enumerate(self.params) if is_sharded(param)):
+            raise ValueError(
+                f"LBFGS does not support DTensors; '{parameter_name(self._group, 0, j)}' is one; use an optimizer that "
+                "does, such as AdamW, or replicate the model with DistributedDataParallel"
+            )
+        self.devices = (self.params[0].device,)
+        choices = {**added_choices(holdings.kind), **self._group}
+        self.is_fixed, self._maximizes = choices["fixed_iterations"], choices["maximize"]
+        self._iterations = choices["max_iter"]  # traced code cannot read groups
+        self._captured_lr = self.live[0]["lr"].detach().clone()  # what a runner's graph reads
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        """Say which numbers of the vector belong to which parameter, and make the state for so many."""
+        self._waits = any(map(is_lazy, self.params))  # for the closure's first call, which initializes parameters
+        self._updated = [p for p in self.params if not obstacle(p)]
+        self._sizes = [0 if obstacle(p) else real_numel(p) for p in self.params]
+        if not sum(self._sizes) and not self._waits:
+            raise ValueError("LBFGS needs parameters with at least one element")
+        dtypes = (compute_dtype(p.dtype) for p in self._updated)
+        self._dtype = max(dtypes, key=lambda dtype: dtype.itemsize, default=torch.float32)
+        state, fresh = self._memory, self._new_state()
+        if "d" not in state or state["d"].shape != fresh["d"].shape:
+            state.update(fresh)
+        elif any(state[name].shape != value.shape or state[name].dtype != value.dtype for name, value in fresh.items()):
+            unpack(fresh, packed(state), range(len(self._sizes)), self._sizes)  # as many of the newest pairs as it holds
+            state.update(fresh)
+        for name in MEMORY:
+            state.set_quietly(name, state[name].to(self.devices[0]))
+        # A dict that can be traced, of vectors: torch 2.13 loses writes to 0-dim float64 tensors in compiled CPU code.
+        self._tensors = {name: state[name].view(1) if state[name].dim() == 0 else state[name] for name in MEMORY}
+
+    @classmethod
+    def check_options(cls, optimizer: type[Declared], options: Mapping[str, Any]) -> None:
+        _refuse(options)
+        if options["lowering"] not in ("auto", "eager"):
+            raise ValueError(f"{optimizer.__name__} has no lowering {options['lowering']!r}; it runs plain torch operations")
+
+    @property
+    def _memory(self) -> ParamState:
+        memory: ParamState = self._holdings.state[self.params[0]]
+        return memory
+
+    def _new_state(self) -> dict[str, Tensor]:
+        pairs = new_pairs(self._group["history_size"], sum(self._sizes), self._dtype, self.devices[0])
+        vectors = {name: pairs["old_stps"].new_zeros(sum(self._sizes)) for name in VECTORS}
+        numbers = {name: torch.zeros_like(pairs["H_diag"]) for name in NUMBERS}
+        counts = {name: torch.zeros_like(pairs["pairs"]) for name in COUNTS}
+        return {**counts, **vectors, **numbers, **pairs}
+
+    @property
+    def memory(self) -> object:
+        return self._tensors, self._captured_lr
+
+    @property
+    def graph(self) -> Step | str:
+        """Itself, where the host decides nothing."""
+        if not self.is_fixed:
+            return "LBFGS decides on the host when to stop; a CUDA graph needs fixed_iterations=True"
+        return self
+
+    def launch(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Evaluate the closure, iterate, and return its first loss. With fixed iterations it can be traced."""
+        assert closure is not None
+        with torch.enable_grad():
+            first = closure()
+        if self._waits:
+            self._lay_out()
+        is_captured = self.is_recorded and is_capturing(self.devices[0])
+        lr = self._captured_lr if is_captured else self.live[0]["lr"]
+        with torch.no_grad():
+            (self._iterate_fixed if self.is_fixed else self._iterate)(closure, self._minimized(first), lr)
+        return first
+
+    def key(self) -> tuple[object, ...]:
+        return (self,)
+
+    def follow(self, clipping: tuple[Any, ...]) -> tuple[object, ...] | None:
+        """Hand an assigned learning rate over."""
+        if not self.is_current():
+            return None
+        Live.send(self._holdings.changes)
+        self._captured_lr.copy_(self.live[0]["lr"])
+        return self.key()
+
+    def _iterate_fixed(self, closure: Callable[[], Any], loss: Any, lr: Tensor) -> None:
+        memory = self._tensors
+        gradient = self._gradient()
+        for left in reversed(range(self._iterations)):
+            self._turn(gradient, loss, lr, len(memory["products"]))
+            self._move(memory["t"] * memory["d"])
+            memory["func_evals"].add_(1)
+            if left:
+                loss, gradient = self._evaluate(closure)
+
+    def _iterate(self, closure: Callable[[], Any], first: Any, lr: Tensor) -> None:
+        group, memory = self._group, self._memory
+        limit, tolerance = group["max_eval"], group["tolerance_change"]
+        loss, gradient = float(first), self._gradient()
+        memory["func_evals"].add_(1)
+        evaluations, pairs = 1, int(memory["pairs"])
+        if _norm(gradient) <= group["tolerance_grad"]:
+            return
+        for iteration in range(1, group["max_iter"] + 1):
+            before = loss
+            self._turn(gradient, loss, lr, min(pairs + 1, group["history_size"]))
+            numbers = [gradient.dot(memory["d"]), memory["t"], memory["d"].abs().amax(), memory["pairs"]]
+            slope, length, reach, count = torch.stack([n.to(scalar_dtype(n.device)) for n in numbers]).tolist()
+            pairs = int(count)
+            if slope > -tolerance:
+                break
+            made = 0
+            if group["line_search_fn"] is not None:
+                start = Trial(0.0, loss, gradient, slope)
+                found, made = strong_wolfe(
+                    self._line(closure), start, length, reach, tolerance=1e-9, limit=limit - evaluations
+                )
+                loss, gradient, length = found.value, found.gradient, found.length
+                memory["t"].fill_(length)
+                self._move(length * memory["d"])
+            else:
+                self._move(memory["t"] * memory["d"])
+                if iteration < group["max_iter"]:
+                    value, gradient = self._evaluate(closure)
+                    loss, made = float(value), 1
+            evaluations += made
+            memory["func_evals"].add_(made)
+            if (
+                evaluations >= limit
+                or iteration == group["max_iter"]
+                or _norm(gradient) <= group["tolerance_grad"]
+                or abs(length) * reach <= tolerance
+                or abs(loss - before) < tolerance
+            ):
+                break
+
+    def _turn(self, gradient: Tensor, loss: Any, lr: Tensor, rows: int) -> None:
+        """Take in the gradient at the present point; set the next direction ``d`` and step length ``t``."""
+        memory = self._tensors
+        is_first = memory["n_iter"] == 0
+        record(memory, memory["t"] * memory["d"], gradient - memory["prev_flat_grad"], ~is_first)
+        memory["d"].copy_(direction(memory, gradient, rows))
+        memory["prev_flat_grad"].copy_(gradient)
+        memory["prev_loss"].copy_(loss) if isinstance(loss, Tensor) else memory["prev_loss"].fill_(loss)
+        shortened = (1 / torch.linalg.vector_norm(gradient, 1)).clamp(max=1)
+        memory["t"].copy_(lr.to(self._dtype) * torch.where(is_first, shortened, 1))
+        memory["n_iter"].add_(1)
+
+    def _line(self, closure: Callable[[], Any]) -> Callable[[float], Trial]:
+        """The closure as a function on the line from the present point along ``d``; it leaves the parameters as they are."""
+        towards = self._memory["d"]
+        origin = [p.clone(memory_format=torch.preserve_format) for p in self._updated]
+
+        def evaluate(length: float) -> Trial:
+            self._move(length * towards)
+            loss, gradient = self._evaluate(closure)
+            value, slope = float(loss), gradient.dot(towards).item()
+            torch._foreach_copy_(self._updated, origin)
+            return Trial(length, math.inf if math.isnan(value) else value, gradient, slope)
+
+        return evaluate
+
+    def _evaluate(self, closure: Callable[[], Any]) -> tuple[Any, Tensor]:
+        with torch.enable_grad():
+            loss = closure()
+        return self._minimized(loss), self._gradient()
+
+    def _minimized(self, value: Any) -> Any:
+        """A loss, or its gradient, as what a step makes smaller."""
+        return -value if self._maximizes else value
+
+    def _gradient(self) -> Tensor:
+        grads = []
+        for param in self._updated:
+            grad = torch.zeros_like(param) if param.grad is None else param.grad
+            grads.append(grad.to_dense() if grad.layout is not torch.strided else grad)
+        gradient: Tensor = self._minimized(self._flat([as_real(grad.resolve_conj()) for grad in grads]))
+        return gradient
+
+    def _move(self, change: Tensor) -> None:
+        numbers = [as_real(param) for param in self._updated]
+        pieces = (self._flat(numbers) + change).split([n.numel() for n in numbers])
+        torch._foreach_copy_(numbers, [piece.view(n.shape) for n, piece in zip(numbers, pieces, strict=True)])
+
+    def _flat(self, tensors: Sequence[Tensor]) -> Tensor:
+        return torch.cat([tensor.reshape(-1).to(self._dtype) for tensor in tensors])
+
+    def save(self, flags: Mapping[str, Any]) -> dict[str, Any]:
+        """The state dict, with the values of ``flags`` for run-time flags. Waits for the device."""
+        result, own = self._holdings.save(flags), packed(self._memory)
+        first = result["param_groups"][0]["params"][0]
+        others = {name: value for name, value in result["state"].pop(first, {}).items() if name not in ENTRIES}
+        if own["func_evals"] or others:
+            result["state"][first] = (own if own["func_evals"] else {}) | others
+        return result
+
+    @torch.no_grad()
+    def prepare_load(
+        self, saved: Mapping[str, Any], strict: bool, hyperparameters: Literal["checkpoint", "keep"]
+    ) -> PreparedLoad:
+        """Check what copies a state dict of torch.optim.LBFGS or of this package; an error where it does not fit."""
+        memory, fresh, state_dict = self._memory, self._new_state(), read(saved)
+        if len(state_dict["param_groups"]) != 1:
+            raise ValueError(f"LBFGS has one parameter group, the checkpoint {len(state_dict['param_groups'])}")
+        group = state_dict["param_groups"][0]
+        entries = state_dict["state"].pop(group["params"][0], {}) if group["params"] else {}
+        own = {name: entries.pop(name) for name in ENTRIES if name in entries}
+        if entries:
+            state_dict["state"][group["params"][0]] = entries
+        order = order_of(self._group.get("param_names"), group, len(self._sizes))
+        if order is not None and own:
+            with naming("the state of the checkpoint"):
+                unpack(fresh, own, order, self._sizes)
+        for name, value in fresh.items():
+            check_writable(memory[name], f"the optimizer's own {name}", tuple(value.shape), value)
+        prepared = self._holdings.prepare_load(state_dict, strict, hyperparameters)
+
+        @torch.no_grad()
+        def write_with_memory() -> None:
+            prepared.write()
+            if order is not None:
+                for name, value in fresh.items():
+                    memory[name].copy_(value)
+
+        return prepared._replace(targets=[*prepared.targets, *memory.values()], write=write_with_memory)
+
+
+def _refuse(options: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` if ``options`` hold one that L-BFGS does not have."""
+    for name in ("differentiable", "max_grad_norm", "skip_nonfinite"):
+        value = options.get(name)
+        if value is not None and value is not False:
+            raise ValueError(f"LBFGS does not support {name}={value}")
+    if Scale.is_read(options.get("lr_scale")):
+        raise ValueError("LBFGS does not support lr_scale: several parameters count as one vector, which has one lr")
+
+
+def _norm(vector: Tensor) -> float:
+    return vector.abs().amax().item()
 
 
 class LBFGS(CompiledOptimizer, steps=LBFGSStep):
@@ -51,7 +324,7 @@ class LBFGS(CompiledOptimizer, steps=LBFGSStep):
 
     @staticmethod
     def check(hypers: Mapping[str, Any], statics: Mapping[str, Any]) -> None:
-        refuse(statics)
+        _refuse(statics)
         for name in ("max_iter", "max_eval", "history_size"):
             value = statics[name]
             if not (isinstance(value, int) and value >= 0) and not (name == "max_eval" and value is None):
@@ -89,7 +362,7 @@ class LBFGS(CompiledOptimizer, steps=LBFGSStep):
                 f"{type(self).__name__}.step needs a closure: a function that clears the gradients, evaluates the loss, "
                 f"calls backward and returns the loss; got {type(closure).__name__}"
             )
-        refuse({"max_grad_norm": self.max_grad_norm, "skip_nonfinite": self.skip_nonfinite})
+        _refuse({"max_grad_norm": self.max_grad_norm, "skip_nonfinite": self.skip_nonfinite})
         engine = engine_of(self)
         if torch.compiler.is_compiling() and isinstance(engine.step, LBFGSStep) and engine.step.is_fixed:
             first = engine.step.launch(closure)
