@@ -100,13 +100,13 @@ class CompiledOptimizer(UsesGradients, Declared, Optimizer):
     decouple_wd: bool | None = transform(default=None, kw_only=True, by=decay, check=check_decay)
     decouple_lr: bool = transform(default=False, kw_only=True, by=decay, check=check_decay)
     max_lr: Number | None = transform(default=None, kw_only=True, by=decay, check=check_decay)
-    cautious: bool = transform(default=False, kw_only=True, by=cautious, elementwise=True)
+    cautious: bool = transform(default=False, kw_only=True, by=cautious)
     lr_scale: PerParameter | None = transform(default=None, kw_only=True, by=lr_scaled)
-    weights: str | None = transform(default=None, kw_only=True, by=stored, elementwise=True)
-    kahan_sum: bool | None = transform(default=False, kw_only=True, by=stored, elementwise=True)
-    state_dtype: StateDtype = transform(default=None, kw_only=True, by=stored, elementwise=True)
-    exclude: Sequence[str] = transform(default=(), kw_only=True, by=stored, elementwise=True)
-    rounding_seed: int = transform(default=0, kw_only=True, by=stored, elementwise=True)
+    weights: str | None = transform(default=None, kw_only=True, by=stored)
+    kahan_sum: bool | None = transform(default=False, kw_only=True, by=stored)
+    state_dtype: StateDtype = transform(default=None, kw_only=True, by=stored)
+    exclude: Sequence[str] = transform(default=(), kw_only=True, by=stored)
+    rounding_seed: int = transform(default=0, kw_only=True, by=stored)
 
     _step_class: ClassVar[type[Step]] = RuleStep
 

@@ -100,7 +100,8 @@ class Totals:
         for h in plan.hypers:
             elements = tuple(t.to(plan.device, total.dtype) for t in plan.groups[0].read_only(h.name))
             values[h.name] = elements if h.is_tuple else elements[0]
-        adapted = self._rule.adapted(values).items()
+        assert self._rule.adapt is not None
+        adapted = self._rule.adapt(values).items()
         found = {name: torch.as_tensor(value, dtype=total.dtype, device=plan.device) for name, value in adapted}
         further = [value for name, value in found.items() if name not in shared]
         goes_on = None if self._clipping.idle else self._clipping.outcome(plan.device)[1] == 0

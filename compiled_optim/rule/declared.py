@@ -29,7 +29,7 @@ from compiled_optim.rule.fields import (
     transform,
 )
 from compiled_optim.rule.misspelled import hint, misspelled
-from compiled_optim.rule.rule import Decays, Declaration, Gradients, Granularity, Rule
+from compiled_optim.rule.rule import ByName, Decays, Declaration, Gradients, Granularity, Rule
 from compiled_optim.rule.transforms import PARAM, Accumulation, started
 
 _MEANINGS = {
@@ -108,7 +108,8 @@ class Declared:
         bodies = [vars(base).get("_body", {}) for base in reversed(cls.__mro__)]
         cls._all_fields = cls._declared = {name: field for body in bodies for name, field in body.items()}
         kinds = (Hyper, Static, Scale, Option, Fact, Buffer, Scalar)
-        cls._declaration = Declaration(cls.__name__, *map(cls._fields_of, kinds))
+        parts: list[Any] = [*map(cls._fields_of, kinds), ByName(cls.axes) if hasattr(cls, "axes") else None]
+        cls._declaration = Declaration(cls.__name__, *parts)
         _check_references(cls._declaration)
         if hasattr(cls, "update"):
             rule = cls._declaration = cls._rule = cls._made_rule()
@@ -189,16 +190,15 @@ class Declared:
     def _made_rule(cls) -> Rule:
         rule = Rule(
             **{field.name: getattr(cls._declaration, field.name) for field in dataclasses.fields(Declaration)},
-            coefficients=cls.coefficients,  # type: ignore[attr-defined]
-            update=cls.update,  # type: ignore[attr-defined]
+            coefficients=ByName(cls.coefficients),  # type: ignore[attr-defined]
+            update=ByName(cls.update),  # type: ignore[attr-defined]
             gradients=cls._gradients,
             advice=cls._advice,
             granularity=cls._granularity,
             decays=cls._decays,
-            reductions=(cls.reduce,) if hasattr(cls, "reduce") else (),
-            adapt=getattr(cls, "adapt", None),
-            axes=getattr(cls, "axes", None),
-            views=cls._views,
+            reductions=(ByName(cls.reduce),) if hasattr(cls, "reduce") else (),
+            adapt=ByName(cls.adapt) if hasattr(cls, "adapt") else None,
+            views={name: ByName(view) for name, view in cls._views.items()},
         )
         rule.check()  # what its author wrote, before transforms hide whose mistake it is
         cls._view_rules = {name: cls._transformed(rule.viewed(name)) for name in rule.views}
@@ -206,10 +206,7 @@ class Declared:
 
     @classmethod
     def _transformed(cls, rule: Rule) -> Rule:
-        rule = started(rule)
-        is_elementwise = (cls._granularity, cls._gradients) == ("element", "dense")
-        transforms = [t.by for t in cls._transforms if is_elementwise or not t.elementwise]
-        transformed = functools.reduce(lambda before, by: by(before), transforms, rule)
+        transformed = functools.reduce(lambda before, t: t.by(before), cls._transforms, started(rule))
         if transformed is not rule:
             transformed.check()
         return transformed

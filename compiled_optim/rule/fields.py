@@ -275,14 +275,12 @@ class Flag(Choice):
 
 @dataclass(frozen=True)
 class Transform(Field):
-    """A function from rule to rule, which adds an argument of this name to those rules that it is for.
+    """A function from rule to rule, which adds an argument of this name to those that it does not return as they are.
 
-    It is for all that compute element by element on dense gradients where it is ``elementwise``, else for those that it does
-    not return as they are. ``check`` raises ``ValueError`` where a group's choices do not fit each other.
+    ``check`` raises ``ValueError`` where a group's choices do not fit each other.
     """
 
     by: Callable[[Any], Any]
-    elementwise: bool = False
     check: Callable[[Mapping[str, Any]], None] | None = None
 
 

@@ -9,7 +9,7 @@ import functools
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, cast
 
@@ -17,6 +17,7 @@ import torch
 
 from compiled_optim.rule.bits import GROUP
 from compiled_optim.rule.fields import Buffer, Fact, Hyper, Option, Scalar, Scale, Static
+from compiled_optim.rule.misspelled import hint
 from compiled_optim.rule.symbols import PLAIN, Code, Dialect, Kind, NotWritable, Statement, Symbol
 
 Gradients: TypeAlias = Literal["dense", "sparse"]  # the gradients that an optimizer takes; sparse ones are COO tensors
@@ -35,7 +36,23 @@ TRAIN_MODE = "train_mode"
 INDEX = "index"  # what ``update`` may take besides: which element of the parameter it sees, in the order of memory
 
 
+Values: TypeAlias = Mapping[str, Any]  # what functions of a rule find, by name
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+class ByName:
+    """A function of a rule, called with values by name: it gets those that its signature names; all if it ends in ``**``."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        parameters = inspect.signature(function).parameters.values()
+        self._function = function
+        self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        self.names = tuple(p.name for p in parameters if p.kind is not p.VAR_KEYWORD)
+
+    def __call__(self, values: Values) -> Any:
+        if self._takes_all:
+            return self._function(**values)
+        return self._function(**{name: values[name] for name in self.names if name in values})
 
 
 def _once(method: F) -> F:
@@ -67,6 +84,7 @@ class Declaration:
     facts: tuple[Fact, ...]
     buffers: tuple[Buffer, ...]
     scalars: tuple[Scalar, ...]
+    axes: Callable[[Values], Sequence[int]] | None = None
 
     @functools.cached_property
     def structural_hypers(self) -> tuple[str, ...]:
@@ -95,13 +113,19 @@ class Declaration:
         """Those of :meth:`present_buffers` that have a number for each group of elements."""
         return tuple(b.name for b in self.buffers if b.grouped and b.is_present(statics))
 
+    @_once
+    def whole_buffers(self, statics: Mapping[str, Any]) -> tuple[str, ...]:
+        """Those of :meth:`present_buffers` that hold integers, which an update sees as such."""
+        present = [b for b in self.buffers if b.is_present(statics)]
+        return tuple(b.name for b in present if not self.dtype_of(b, torch.float32, statics).is_floating_point)
+
     def dtype_of(self, buffer: Buffer, param_dtype: torch.dtype, statics: Mapping[str, Any]) -> torch.dtype:
         """The dtype of ``buffer`` of a parameter of ``param_dtype``, under these choices."""
         return (buffer.dtype and buffer.dtype(statics)) or param_dtype
 
     def axes_of(self, shape: torch.Size, statics: Mapping[str, Any]) -> tuple[int, ...]:
         """The axes of a parameter of ``shape`` in the order in which an update sees them, under these static choices."""
-        return tuple(range(len(shape)))
+        return tuple(range(len(shape)) if self.axes is None else self.axes({**statics, "shape": shape}))
 
     def shape_of(self, buffer: Buffer, shape: torch.Size, statics: Mapping[str, Any]) -> tuple[int, ...]:
         """The shape of ``buffer`` of a parameter of ``shape``, under these static choices.
@@ -182,6 +206,8 @@ class Written:
 class Rule(Declaration):
     """A declaration with an update: everything the engine knows about one optimizer.
 
+    Its functions take :data:`Values`. They are, as authors write them:
+
     ``coefficients(step, <hyperparameters>, <scalars>, <statics>)`` takes float64 vectors with one entry per tensor. It
     returns a dict: the new scalars, and the numbers that ``update`` needs. ``update(param, grad, c, <buffers>, <statics>)``
     finds those numbers as attributes of ``c``. It returns a dict: ``step``, which is subtracted from the parameter, the new
@@ -192,7 +218,7 @@ class Rule(Declaration):
 
     Each of ``reductions`` takes what ``update`` takes, before it, and returns a dict of :func:`mean` and :func:`total` of
     elementwise expressions. Their values are further attributes of ``c``: to ``update`` and to the functions that follow in
-    ``reductions``. A function that ends in ``**`` takes everything.
+    ``reductions``.
 
     ``adapt`` takes totals of the first of ``reductions``, scalars that are shared, and hyperparameters and choices of the
     first group. It returns new values of these scalars and further attributes of ``c``, in a dict.
@@ -213,68 +239,47 @@ class Rule(Declaration):
     and return the parameter.
     """
 
-    coefficients: Callable[..., dict[str, Any]]
-    update: Callable[..., dict[str, Any]]
+    _: dataclasses.KW_ONLY
+    coefficients: Callable[[Values], dict[str, Any]]
+    update: Callable[[Values], dict[str, Any]]
     gradients: Gradients = "dense"
     advice: str = ""
     granularity: Granularity = "element"
-    reductions: tuple[Callable[..., dict[str, Any]], ...] = ()
-    adapt: Callable[..., dict[str, Any]] | None = None
+    reductions: tuple[Callable[[Values], dict[str, Any]], ...] = ()
+    adapt: Callable[[Values], dict[str, Any]] | None = None
     decays: Decays = None
     added: tuple[str, ...] = ()
-    views: Mapping[str, Callable[..., Any]] = dataclasses.field(default_factory=dict, hash=False)
-    axes: Callable[..., Sequence[int]] | None = None
+    views: Mapping[str, Callable[[Values], Any]] = dataclasses.field(default_factory=dict, hash=False)
+
+    @property
+    def is_elementwise(self) -> bool:
+        """Whether ``update`` works element by element on dense gradients."""
+        return (self.granularity, self.gradients) == ("element", "dense")
 
     def check(self) -> None:
-        """Run both functions, once for every combination of the rule's own choices, with the last ``added`` one made.
+        """Run all functions, once for every combination of the rule's own choices, with the last ``added`` one made.
 
         Raises:
             TypeError: a function takes or returns a name that is not declared, leaves one out, or does what a kernel cannot.
         """
-        if self.reductions and (self.granularity != "element" or self.gradients != "dense"):
+        if self.reductions and not self.is_elementwise:
             raise TypeError(f"{self.name}.reduce is for an elementwise update with dense gradients")
+        if self.views and not (self.is_elementwise and self.views.keys() == {"eval", "train"}):
+            raise TypeError(f"{self.name}.views must be of eval and train, for an elementwise update with dense gradients")
         for name, count in collections.Counter(field.name for field in (*self.scalars, *self.buffers)).items():
             if count > 1:
                 raise TypeError(f"{self.name}.{name} is also what the package calls a part of the state; name it otherwise")
-        declared = {f.name for f in (*self.hypers, *self.scalars, *self.statics, *self.scales)}
-        resolution = {"resolution"} if self.granularity != "element" else set()
-        taken = [(self.coefficients, argument_names(self.coefficients) - {"step"} - declared - resolution)]
-        taken += [(f, t - self._update_values) for f, t in zip((*self.reductions, self.update), self._takes, strict=True)]
-        taken += [
-            (view, argument_names(view) - self._update_values | {"grad"} & argument_names(view))
-            for view in self.views.values()
-        ]
-        if self.views and (
-            set(self.views) != {"eval", "train"} or self.granularity != "element" or self.gradients != "dense"
-        ):
-            raise TypeError(f"{self.name}.views must be of eval and train, for an elementwise update with dense gradients")
-        for function, unknown in taken:
-            if unknown:
-                raise TypeError(f"{self._title(function)} takes {sorted(unknown)}, which the class does not declare")
         if self.decays == "gradient" and "weight_decay" not in self.coefficient_names():
             raise TypeError(f"{self.name} decays by its gradient, but its coefficients return no weight_decay")
         for statics in self._situations():
-            self.written_coefficients(statics, PLAIN)
+            names = self.coefficient_names(statics)
             if self.granularity == "element":
                 self.written(statics, PLAIN)
+            for name, view in self.views.items():
+                values = self._element(statics, Code(PLAIN, "v"), names)
+                self._called(f"views[{name!r}]", view, {n: value for n, value in values.items() if n != "grad"})
             for shape in _STACKS.get(self.granularity, ()):
-                self._check_update(statics, shape)
-
-    def axes_of(self, shape: torch.Size, statics: Mapping[str, Any]) -> tuple[int, ...]:
-        """As above, and as the rule's ``axes`` says."""
-        if self.axes is None:
-            return super().axes_of(shape, statics)
-        return tuple(self.axes(shape, **{name: statics[name] for name in argument_names(self.axes) - {"shape"}}))
-
-    def _title(self, function: Callable[..., Any]) -> str:
-        kinds = {self.coefficients: "coefficients", self.update: "update", self.adapt: "adapt"}
-        kinds |= {view: f"views[{name!r}]" for name, view in self.views.items()}
-        return f"{self.name}.{kinds.get(function, 'reduce')}"
-
-    @functools.cached_property
-    def _update_values(self) -> set[str]:
-        own = (f.name for f in (*self.buffers, *self.statics, *self.options, *self.facts))
-        return {"param", "grad", "c", INDEX, *own}
+                self._check_stack(statics, names, shape)
 
     def _situations(self) -> Iterator[dict[str, Any]]:
         """Every combination of the choices that are yes or no; of those that were added, the last is yes."""
@@ -311,13 +316,21 @@ class Rule(Declaration):
                 places[stage] = Places(slice(start, end), totals, slice(totals.start, end + len(written.adapted)))
         return places
 
+    def seeing(self, seen: Callable[[Values], Values], **changes: Any) -> Rule:
+        """This rule with ``changes``, and functions of elements that find what ``seen`` makes of their values."""
+
+        def within(function: Callable[[Values], dict[str, Any]]) -> Callable[[Values], dict[str, Any]]:
+            return lambda values: function(seen(values))
+
+        changes = {"update": within(self.update), "reductions": tuple(map(within, self.reductions)), **changes}
+        return dataclasses.replace(self, **changes)
+
     def viewed(self, name: str) -> Rule:
         """A rule that does what one of ``views`` says in place of a step."""
-        view, buffers = self.views[name], [b.name for b in self.buffers]
 
-        def update(**values: Any) -> dict[str, Any]:
-            own = {b: values[b] for b in buffers if values.get(b) is not None}
-            return {**own, "param": view(**{n: values[n] for n in argument_names(view)}), "step": 0.0}
+        def update(values: Values) -> dict[str, Any]:
+            buffers = {b.name: values[b.name] for b in self.buffers if values.get(b.name) is not None}
+            return {**buffers, "param": self.views[name](values), "step": 0.0}
 
         return dataclasses.replace(self, update=update, reductions=(), adapt=None)
 
@@ -341,15 +354,21 @@ class Rule(Declaration):
 
         It reads ``step``, :data:`NUMBERS`, ``hyper0``, ``hyper1``, ... and ``scalar0``, ...
         """
-        code, count = Code(dialect, "c"), itertools.count()
+        code = Code(dialect, "c")
         values: dict[str, Any] = {**statics, **{name: Symbol(code, name) for name in ("step", *NUMBERS)}}
-        for h in self.present_hypers(statics):
-            elements = tuple(Symbol(code, f"hyper{next(count)}") for _ in range(h.length))
-            values[h.name] = elements if h.is_tuple else elements[0]
+        values |= self._hyper_symbols(code, statics)
         values |= {s.name: Symbol(code, f"scalar{i}") for i, s in enumerate(self.scalars)}
-        results = self._run(self.coefficients, values, [s.name for s in self.scalars if not s.shared])
+        results = self._run("coefficients", self.coefficients, values, [s.name for s in self.scalars if not s.shared])
         results = {**{name: values[name] for name in self.shared_scalars}, **results}
         return code.lines, {name: code.operand(value) for name, value in results.items()}
+
+    def _hyper_symbols(self, code: Code, statics: Mapping[str, Any]) -> dict[str, Any]:
+        """The hyperparameters that the rule may read, by name, as ``hyper0``, ``hyper1``, ... of ``code``."""
+        count, symbols = itertools.count(), {}
+        for h in self.present_hypers(statics):
+            elements = tuple(Symbol(code, f"hyper{next(count)}") for _ in range(h.length))
+            symbols[h.name] = elements if h.is_tuple else elements[0]
+        return symbols
 
     @_once
     def written(self, statics: Mapping[str, Any], dialect: Dialect) -> list[Written]:
@@ -357,24 +376,22 @@ class Rule(Declaration):
         present, names, stages = self.present_buffers(statics), self.coefficient_names(statics), []
         for stage, function in enumerate(self.reductions):
             code = Code(dialect, "e")
-            found = self._run(function, self._element(statics, code, names))
+            found = self._run("reduce", function, self._element(statics, code, names))
             for name, value in found.items():
                 if not isinstance(value, Reduction):
                     raise TypeError(f"{self.name}.reduce returns a {name} that is neither mean(...) nor total(...)")
-            ordered = sorted(found, key=lambda name: found[name].is_total)
-            totals = tuple(name for name in ordered if found[name].is_total)
+            found = _means_first(found)
+            totals = tuple(name for name in found if found[name].is_total)
             adapted = self._adapted_names(statics, totals) if stage == 0 else ()
-            if taken := {*ordered, *adapted} & set(names):
+            if taken := {*found, *adapted} & set(names):
                 raise TypeError(f"{self.name}.reduce returns {sorted(taken)}, which c has already")
-            texts = {name: code.operand(found[name].expression) for name in ordered}
+            texts = {name: code.operand(reduction.expression) for name, reduction in found.items()}
             stages.append(Written(names, code.statements, texts, totals, adapted))
-            names = (*names, *ordered, *adapted)
+            names = (*names, *found, *adapted)
         code = Code(dialect, "e")
         results = self._checked_update(self._element(statics, code, names), present)
-        return [
-            *stages,
-            Written(names, code.statements, {name: code.operand(results[name]) for name in ("param", *present)}),
-        ]
+        texts = {name: code.operand(results[name]) for name in ("param", *present)}
+        return [*stages, Written(names, code.statements, texts)]
 
     def _adapted_names(self, statics: Mapping[str, Any], totals: Sequence[str]) -> tuple[str, ...]:
         """The attributes of ``c`` that ``adapt`` returns."""
@@ -382,47 +399,29 @@ class Rule(Declaration):
             return ()
         if not totals:
             raise TypeError(f"{self.name}.adapt is for totals, and reduce returns none")
-        code, count = Code(PLAIN, "a"), itertools.count()
+        code = Code(PLAIN, "a")
         values = {**statics, **{name: Symbol(code, name) for name in (*totals, *self.shared_scalars)}}
-        for h in self.present_hypers(statics):
-            elements = tuple(Symbol(code, f"hyper{next(count)}") for _ in range(h.length))
-            values[h.name] = elements if h.is_tuple else elements[0]
-        if unknown := argument_names(self.adapt) - values.keys():
-            raise TypeError(f"{self.name}.adapt takes {sorted(unknown)}, which is no total, hyperparameter or shared scalar")
-        return tuple(name for name in self._run(self.adapt, values) if name not in self.shared_scalars)
+        found = self._run("adapt", self.adapt, values | self._hyper_symbols(code, statics))
+        return tuple(name for name in found if name not in self.shared_scalars)
 
     @functools.cached_property
     def shared_scalars(self) -> tuple[str, ...]:
         """The scalars that all parameters share."""
         return tuple(s.name for s in self.scalars if s.shared)
 
-    def adapted(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """What ``adapt`` returns for the ``values`` that it takes."""
-        assert self.adapt is not None
-        return self.adapt(**{name: values[name] for name in argument_names(self.adapt)})
-
     def _element(self, statics: Mapping[str, Any], code: Code, numbers: tuple[str, ...]) -> dict[str, Any]:
         """What ``update`` sees of an element in ``code``, if ``c`` has the attributes ``numbers``."""
-        values: dict[str, Any] = {**statics, **dict.fromkeys(b.name for b in self.buffers)}
-        grouped = self.grouped_buffers(statics)
+        values: dict[str, Any] = {n: choice for n, choice in statics.items() if n not in self.structural_hypers}
+        values |= dict.fromkeys(b.name for b in self.buffers)
+        grouped, whole = self.grouped_buffers(statics), self.whole_buffers(statics)
         for i, name in enumerate(self.present_buffers(statics)):
-            whole = self._is_whole(name, statics)
-            values[name] = Symbol(code, f"buffer{i}", Kind(whole, shared=name in grouped))
+            values[name] = Symbol(code, f"buffer{i}", Kind(name in whole, shared=name in grouped))
         values[INDEX] = Symbol(code, INDEX, Kind(whole=True))
         c = number_type(numbers)(*(Symbol(code, f"k{i}") for i in range(len(numbers))))
         return {**values, "param": Symbol(code, "param"), "grad": Symbol(code, "grad"), "c": c}
 
-    def _is_whole(self, buffer: str, statics: Mapping[str, Any]) -> bool:
-        """Whether a buffer holds integers."""
-        field = next(b for b in self.buffers if b.name == buffer)
-        return not self.dtype_of(field, torch.float32, statics).is_floating_point
-
-    @_once
-    def whole_buffers(self, statics: Mapping[str, Any]) -> tuple[str, ...]:
-        """Those of the buffers that are present that hold integers, which an update sees as such."""
-        return tuple(name for name in self.present_buffers(statics) if self._is_whole(name, statics))
-
-    def _check_update(self, statics: Mapping[str, Any], shape: tuple[int, ...]) -> None:
+    def _check_stack(self, statics: Mapping[str, Any], names: tuple[str, ...], shape: tuple[int, ...]) -> None:
+        """Run ``update``, whose ``c`` has the attributes ``names``, on a stack of this shape."""
         choices = {**statics, **{f.name: f.of(torch.Size(shape[1:])) for f in self.facts}}
         present = self.present_buffers(choices)
         values: dict[str, Any] = {name: torch.ones(shape) for name in ("param", "grad")}
@@ -430,7 +429,6 @@ class Rule(Declaration):
         for b in self.buffers:
             own = shape[1:] if b.shape is None else b.shape(torch.Size(shape[1:]))
             values[b.name] = torch.ones(shape[0], *own) if b.name in present else None
-        names = self.coefficient_names(statics)
         c = number_type(names)(*[one] * len(names))
         results = self._checked_update({**choices, **values, "c": c}, present)
         for name in ("param", *present):
@@ -438,42 +436,17 @@ class Rule(Declaration):
                 was, now = tuple(values[name].shape), tuple(results[name].shape)
                 raise TypeError(f"{self.name}.update returns a {name} of shape {now} for one of shape {was}")
 
-    def evaluated(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """What ``coefficients`` returns for the ``values`` that it takes; scalars that are shared stay."""
-        returned = self.coefficients(**{name: values[name] for name in self._coefficients_take if name in values})
-        return {**{name: values[name] for name in self.shared_scalars}, **returned}
+    def evaluated(self, values: Values) -> dict[str, Any]:
+        """What ``coefficients`` returns; scalars that are shared stay."""
+        return {**{name: values[name] for name in self.shared_scalars}, **self.coefficients(values)}
 
-    def updated(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The new ``param`` and the new buffers, by name, of ``values``, by name."""
-        return self._moved(values["param"], self.returned(values))
+    def updated(self, values: Values) -> dict[str, Any]:
+        """The new ``param`` and the new buffers, by name."""
+        return self._moved(values["param"], self.update(values))
 
-    def returned(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Calls ``update`` with the entries of ``values`` that its signature names."""
-        return self.update(**{name: values[name] for name in self._takes[-1] if name in values})
-
-    def reduced(self, stage: int, values: Mapping[str, Any]) -> dict[str, Reduction]:
-        """What one of ``reductions`` returns for the ``values`` that it takes: the means, and then the totals."""
-        found = self.reductions[stage](**{name: values[name] for name in self._takes[stage] if name in values})
-        return dict(sorted(found.items(), key=lambda item: item[1].is_total))
-
-    def reductions_of(self, seen: Callable[[dict[str, Any]], dict[str, Any]]) -> tuple[Callable[..., dict[str, Any]], ...]:
-        """``reductions`` of what a transform makes of their values, as it makes them for ``update``."""
-
-        def reduce(stage: int, **values: Any) -> dict[str, Any]:
-            return self.reduced(stage, seen(values))
-
-        return tuple(functools.partial(reduce, stage) for stage in range(len(self.reductions)))
-
-    @functools.cached_property
-    def _coefficients_take(self) -> set[str]:
-        """What ``coefficients`` takes."""
-        declared = {f.name for f in (*self.hypers, *self.scalars, *self.statics, *self.options)}
-        return argument_names(self.coefficients, {"step", *NUMBERS, *declared})
-
-    @functools.cached_property
-    def _takes(self) -> list[set[str]]:
-        """What each of ``reductions``, and then ``update``, takes; known before Dynamo asks."""
-        return [argument_names(function, self._update_values) for function in (*self.reductions, self.update)]
+    def reduced(self, stage: int, values: Values) -> dict[str, Reduction]:
+        """What one of ``reductions`` returns: the means, and then the totals."""
+        return _means_first(self.reductions[stage](values))
 
     @staticmethod
     def _moved(param: Any, returned: Mapping[str, Any]) -> dict[str, Any]:
@@ -487,23 +460,22 @@ class Rule(Declaration):
     def _checked_update(self, values: Mapping[str, Any], present: Sequence[str]) -> dict[str, Any]:
         """:meth:`updated` in a rule that is being made, with the buffers that are ``present``."""
         known = {"param", "step", "after", *(b.name for b in self.buffers)}
-        results = self._run(self.update, values, ("step", *present), known)
+        results = self._run("update", self.update, values, ("step", *present), known)
         if not callable(results.get("after", callable)):
             raise TypeError(f"{self.name}.update returns an after that is no function of the parameter")
-        with self._blaming(self.update, values):
+        with self._blaming("update", values):
             return self._moved(values["param"], results)
 
     def _run(
         self,
-        function: Callable[..., dict[str, Any]],
-        values: Mapping[str, Any],
+        title: str,
+        function: Callable[[Values], dict[str, Any]],
+        values: Values,
         needed: Sequence[str] = (),
         known: set[str] | None = None,
     ) -> dict[str, Any]:
         """What ``function`` returns of ``values``: at least the ``needed`` names, and no others than the ``known`` ones."""
-        where = self._title(function)
-        with self._blaming(function, values):
-            results = function(**{name: values[name] for name in argument_names(function, values)})
+        results, where = self._called(title, function, values), f"{self.name}.{title}"
         if not isinstance(results, dict):
             raise TypeError(f"{where} must return a dict of values by name, got {type(results).__name__}")
         if missing := [name for name in needed if results.get(name) is None]:
@@ -512,21 +484,27 @@ class Rule(Declaration):
             raise TypeError(f"{where} returns {sorted(unknown)}, which the class does not declare")
         return results
 
+    def _called(self, title: str, function: Callable[[Values], Any], values: Values) -> Any:
+        """What ``function``, which messages call ``title``, returns of ``values``, which are all that it may name."""
+        if unknown := sorted(set(function.names) - values.keys()) if isinstance(function, ByName) else []:
+            near = hint(unknown[0], values)
+            raise TypeError(f"{self.name}.{title} takes {unknown}, which the class does not declare{near}")
+        with self._blaming(title, values):
+            return function(values)
+
     @contextlib.contextmanager
-    def _blaming(self, function: Callable[..., Any], values: Mapping[str, Any]) -> Iterator[None]:
-        """Say what ``function`` did where it fails inside a ``with`` block."""
-        where = self._title(function)
+    def _blaming(self, title: str, values: Values) -> Iterator[None]:
+        """Say what the function ``title`` did where it fails inside a ``with`` block."""
+        where = f"{self.name}.{title}"
         try:
             yield
         except NotWritable as error:
             raise TypeError(f"{where} {error}") from error
-        except AttributeError as error:
-            if error.obj is not values.get("c"):
-                raise TypeError(f"{where} cannot be run: {error}") from error
-            raise TypeError(f"{where} reads c.{error.name}, which coefficients does not return") from error
         except NameError as error:
             raise TypeError(f"{where} uses {error.name}, which is not defined above the class") from error
         except Exception as error:
+            if isinstance(error, AttributeError) and "c" in values and error.obj is values["c"]:
+                raise TypeError(f"{where} reads c.{error.name}, which coefficients does not return") from error
             raise TypeError(f"{where} cannot be run: {error}") from error
 
 
@@ -534,10 +512,8 @@ class Rule(Declaration):
 _STACKS: dict[str, tuple[tuple[int, ...], ...]] = {"tensor": ((2, 5), (2, 3, 4, 5)), "matrix": ((2, 3, 5), (2, 5, 3))}
 
 
-def argument_names(function: Callable[..., Any], everything: Collection[str] = ()) -> set[str]:
-    """What ``function`` takes: ``everything`` if it ends in ``**``."""
-    parameters = inspect.signature(function).parameters.values()
-    return set(everything) if any(p.kind is p.VAR_KEYWORD for p in parameters) else {p.name for p in parameters}
+def _means_first(found: Mapping[str, Reduction]) -> dict[str, Reduction]:
+    return dict(sorted(found.items(), key=lambda item: item[1].is_total))
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from torch import Tensor
 from compiled_optim.rule import formats
 from compiled_optim.rule.fields import Buffer, Option
 from compiled_optim.rule.misspelled import hint
-from compiled_optim.rule.rule import INDEX, Rule
+from compiled_optim.rule.rule import INDEX, Rule, Values
 from compiled_optim.rule.vocabulary import where
 
 MODES = ("kahan", "stochastic", "split8", "split16", "master")
@@ -115,7 +115,7 @@ PARTS = tuple(part.name for part in _PARTS)
 
 
 def stored(rule: Rule) -> Rule:
-    """``rule`` with the options ``weights``, ``kahan_sum``, ``state_dtype`` and ``exclude``.
+    """``rule``, if it is elementwise, with the options ``weights``, ``kahan_sum``, ``state_dtype`` and ``exclude``.
 
     ``weights`` says how parameters of 16 bits keep the bits that their dtype cannot: ``None``, rounded as in torch.optim;
     ``"kahan"``, a compensation in the parameter's dtype; ``"stochastic"``, rounded at random, without bias;
@@ -128,10 +128,12 @@ def stored(rule: Rule) -> Rule:
     ``state_dtype`` is the dtype of buffers, ``"int8"`` for codes of 8 bits with a scale for each group of elements, or a
     dict by the name of the buffer.
     """
+    if not rule.is_elementwise:
+        return rule
     signs = {b.name: b.int8 for b in rule.buffers if b.int8}
     buffers = [buffer for b in rule.buffers for buffer in _stored_buffer(b)]
 
-    def opened(values: Mapping[str, Any]) -> dict[str, Any]:
+    def opened(values: Values) -> Values:
         """``values`` with decoded numbers."""
         found = dict(values)
         for name in _codes(values):
@@ -141,20 +143,20 @@ def stored(rule: Rule) -> Rule:
             found["param"] = whole(values["param"], values, mode, values["weights"][1])
         return found
 
-    def coefficients(**values: Any) -> dict[str, Any]:
-        numbers = rule.evaluated(values)
+    def coefficients(values: Values) -> dict[str, Any]:
+        numbers = rule.coefficients(values)
         mode, step, seed = _mode(values), values["step"], values["seed"]
         if mode == "stochastic":
-            numbers["noise"] = formats.key_of(step, seed)
+            numbers = {**numbers, "noise": formats.key_of(step, seed)}
         if (mode in ROUNDED and mode != "stochastic") or _rounded_by_step(values, signs):
             threshold = formats.threshold_of(step, seed)
-            numbers |= dict(zip(_THRESHOLDS, (threshold, formats.another(threshold)), strict=True))
+            numbers = numbers | dict(zip(_THRESHOLDS, (threshold, formats.another(threshold)), strict=True))
         return numbers
 
-    def update(**values: Any) -> dict[str, Any]:
+    def update(values: Values) -> dict[str, Any]:
         stored, mode = _rounded_by_step(values, signs), _mode(values)
         if mode is None and not stored:
-            return rule.returned(values)
+            return rule.update(values)
         new = rule.updated(opened(values))
         if mode is not None:
             new |= parts_of(new["param"], values, mode, values["weights"][1])
@@ -170,12 +172,11 @@ def stored(rule: Rule) -> Rule:
             new[entry] = formats.encoded(new.pop(name), scale, signs[name], threshold)
         return {**new, "step": 0.0}
 
-    return dataclasses.replace(
-        rule,
+    return rule.seeing(
+        opened,
         options=(*rule.options, *_options(rule, signs)),
         buffers=(*(b for b in buffers if not b.grouped), *_PARTS, *(b for b in buffers if b.grouped)),
         coefficients=coefficients,
-        reductions=rule.reductions_of(opened),
         update=update,
     )
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from compiled_optim.rule.fields import Hyper, Scale, Static
-from compiled_optim.rule.rule import Rule, mean
+from compiled_optim.rule.rule import Rule, Values, mean
 from compiled_optim.rule.vocabulary import floor, maximum, sign, where
 
 PARAM = "param"  # what ``init`` of such a buffer says
@@ -22,26 +22,21 @@ def started(rule: Rule) -> Rule:
     names = [b.name for b in rule.buffers if b.init == PARAM]
     if not names:
         return rule
-    if rule.granularity != "element" or rule.gradients != "dense":
+    if not rule.is_elementwise:
         raise TypeError(f"{rule.name}.{names[0]}: init={PARAM!r} is for an elementwise update with dense gradients")
-
     if _STARTS in rule.coefficient_names():
         raise TypeError(f"{rule.name}.coefficients returns {_STARTS}, which is what a buffer with init={PARAM!r} needs")
 
-    def coefficients(**values: Any) -> dict[str, Any]:
-        return {**rule.evaluated(values), _STARTS: where(values["step"] == 1, 1.0, 0.0)}
+    def coefficients(values: Values) -> dict[str, Any]:
+        return {**rule.coefficients(values), _STARTS: where(values["step"] == 1, 1.0, 0.0)}
 
-    def seen(values: Mapping[str, Any]) -> dict[str, Any]:
-        begins = values["c"].first_step > 0
+    def seen(values: Values) -> Values:
+        begins = getattr(values["c"], _STARTS) > 0
         own = {name: where(begins, values[PARAM], values[name]) for name in names if values.get(name) is not None}
         return {**values, **own}
 
-    def update(**values: Any) -> dict[str, Any]:
-        return rule.returned(seen(values))
-
     buffers = tuple(dataclasses.replace(b, init=0.0) if b.init == PARAM else b for b in rule.buffers)
-    reductions = rule.reductions_of(seen)
-    return dataclasses.replace(rule, buffers=buffers, coefficients=coefficients, reductions=reductions, update=update)
+    return rule.seeing(seen, buffers=buffers, coefficients=coefficients)
 
 
 def lr_scaled(rule: Rule) -> Rule:
@@ -53,10 +48,10 @@ def lr_scaled(rule: Rule) -> Rule:
     if "lr" not in rates:
         return rule
 
-    def coefficients(**values: Any) -> dict[str, Any]:
+    def coefficients(values: Values) -> dict[str, Any]:
         scale = values["lr_scale"]
         scaled = {} if scale is None else {name: values[name] * scale for name in rates if name in values}
-        return rule.evaluated(values | scaled)
+        return rule.coefficients({**values, **scaled})
 
     choice = Scale(default=None, name="lr_scale")
     return dataclasses.replace(rule, scales=(*rule.scales, choice), coefficients=coefficients)
@@ -71,16 +66,17 @@ def cautious(rule: Rule) -> Rule:
     Their steps are divided by the share of the tensor's elements that move, or by :data:`LEAST` if that is more. Weight
     decay apart from the step stays, and so do the buffers. The gradient is the one that ``rule`` gets. All this is as in the
     authors' C-AdamW. Algorithm 1 of the paper adds a small number to the share instead of bounding it, and the authors'
-    C-Lion adds 1 to the number of elements that move. It is not for a rule with views, whose parameter follows its state.
+    C-Lion adds 1 to the number of elements that move. It is for elementwise rules on dense gradients, but not for one with
+    views, whose parameter follows its state.
     """
-    if rule.views:
+    if rule.views or not rule.is_elementwise:
         return rule
 
-    def reduce(**values: Any) -> dict[str, Any]:
-        return {"moving": mean(where(_goes_down(rule.returned(values), values), 1.0, 0.0))} if values["cautious"] else {}
+    def reduce(values: Values) -> dict[str, Any]:
+        return {"moving": mean(where(_goes_down(rule.update(values), values), 1.0, 0.0))} if values["cautious"] else {}
 
-    def update(**values: Any) -> dict[str, Any]:
-        returned = rule.returned(values)
+    def update(values: Values) -> dict[str, Any]:
+        returned = rule.update(values)
         if not values["cautious"]:
             return returned
         growth = 1 / maximum(values["c"].moving, LEAST)
@@ -91,7 +87,7 @@ def cautious(rule: Rule) -> Rule:
     return dataclasses.replace(rule, statics=statics, reductions=(*rule.reductions, reduce), update=update, added=added)
 
 
-def _goes_down(returned: dict[str, Any], values: dict[str, Any]) -> Any:
+def _goes_down(returned: Values, values: Values) -> Any:
     """Whether the step that was ``returned`` goes against the gradient; the signs' product does not underflow."""
     return sign(returned["step"]) * sign(values["grad"]) > 0
 
@@ -120,15 +116,14 @@ def decay(rule: Rule) -> Rule:
     adds_wd = rule.decays == "gradient" and _WD.name not in names
     scales = adds_wd and _TORCHS not in names  # whether parameters are multiplied here, and not by the rule
 
-    def coefficients(**values: Any) -> dict[str, Any]:
+    def coefficients(values: Values) -> dict[str, Any]:
+        weight_decay = values["weight_decay"]
         if values[_LR.name]:
-            values["weight_decay"] = _over(values["weight_decay"], values[_MAX_LR.name])
-        numbers = rule.evaluated(values)
-        if scales and is_decoupled(values):
-            numbers["weight_decay"] = 1 - values["lr"] * values["weight_decay"]
-        return numbers
+            weight_decay = _over(weight_decay, values[_MAX_LR.name])
+        numbers = rule.coefficients({**values, "weight_decay": weight_decay})
+        return {**numbers, "weight_decay": 1 - values["lr"] * weight_decay} if scales and is_decoupled(values) else numbers
 
-    def seen(values: dict[str, Any]) -> dict[str, Any]:
+    def seen(values: Values) -> Values:
         """What the rule finds in place of ``values``: its own choice made, or a parameter that has decayed."""
         if not (adds_wd and is_decoupled(values)):
             return values
@@ -137,17 +132,16 @@ def decay(rule: Rule) -> Rule:
         numbers = values["c"]
         return {**values, "param": numbers.weight_decay * values["param"], "c": numbers._replace(weight_decay=0.0)}
 
-    def update(**values: Any) -> dict[str, Any]:
+    def update(values: Values) -> dict[str, Any]:
         found = seen(values)
-        return {"param": found["param"], **rule.returned(found)}
+        return {"param": found["param"], **rule.update(found)}
 
     choices = (_WD, _LR) if adds_wd else (_LR,)
-    return dataclasses.replace(
-        rule,
+    return rule.seeing(
+        seen,
         hypers=(*rule.hypers, _MAX_LR),
         statics=(*rule.statics, *choices),
         coefficients=coefficients,
-        reductions=rule.reductions_of(seen),
         update=update,
         added=(*rule.added, *(s.name for s in choices)),
     )
@@ -218,13 +212,13 @@ def accumulating(rule: Rule, accumulation: Accumulation) -> Rule:
     gradient is as in ``rule``.
     """
 
-    def coefficients(**values: Any) -> dict[str, Any]:
+    def coefficients(values: Values) -> dict[str, Any]:
         step = floor(values["step"])
         part = values["step"] - step
         stays = part >= STAYS
         goes_on = where(stays, part - STAYS, part) >= GOES_ON
         still: dict[str, Any] = {name: where(stays, 0.0, values[name]) for name in ("lr", "weight_decay") if name in values}
-        numbers = rule.evaluated({**values, **still, "step": step})
+        numbers = rule.coefficients({**values, **still, "step": step})
         return {name: where(goes_on, 1.0, n) if name in accumulation.kept else n for name, n in numbers.items()}
 
     made = dataclasses.replace(rule, coefficients=coefficients)
