@@ -32,7 +32,7 @@ from compiled_optim.plan.clipping import Clipping
 from compiled_optim.plan.compilations import MULTI_TENSOR, CompilationLog, KernelKey, kernel_key
 from compiled_optim.plan.plan import Plan
 
-BACKENDS: dict[str, Callable[[KernelKey], Kernel]] = {"cpu": cpp.build, "cuda": triton.build}
+BACKENDS: dict[str, Callable[[KernelKey], Kernel]] = {"cpu": cpp.CppKernel, "cuda": triton.TritonKernel}
 """By device type, what makes the kernel of a key."""
 
 _kernels: dict[KernelKey, Kernel] = {}

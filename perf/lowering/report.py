@@ -266,7 +266,7 @@ def cpu_in_place_of_cuda(arch: int) -> Iterator[None]:
     """Let CPU tensors take the lowering of a GPU."""
     with (
         triton_target(arch),
-        mock.patch.dict(multi_tensor.BACKENDS, {"cpu": triton.build}),
+        mock.patch.dict(multi_tensor.BACKENDS, {"cpu": triton.TritonKernel}),
         mock.patch.object(multi_tensor, "_kernels", {}),
     ):
         yield

@@ -67,7 +67,7 @@ def main() -> None:
     from compiled_optim.lowering.kernels import triton
 
     quick_interpreter.install()
-    multi_tensor.BACKENDS["cpu"] = triton.build
+    multi_tensor.BACKENDS["cpu"] = triton.TritonKernel
     json.dump({str(dtype): outcomes(dtype, "multi_tensor") for dtype in SIZES}, sys.stdout)
 
 

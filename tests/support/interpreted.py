@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("cases", nargs="+")
     wanted = parser.parse_args()
     quick_interpreter.install()
-    multi_tensor.BACKENDS["cpu"] = triton.build
+    multi_tensor.BACKENDS["cpu"] = triton.TritonKernel
     errors = {}
     for case in (case for case in cases() if str(case) in wanted.cases):
         for name in ("float32",) if wanted.float32 or not case.arguments else DTYPES:

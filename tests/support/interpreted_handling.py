@@ -25,7 +25,7 @@ BY_DTYPE["bfloat16 gradients"] = (torch.float32, torch.bfloat16)
 
 
 def main() -> None:
-    multi_tensor.BACKENDS["cpu"] = triton.build
+    multi_tensor.BACKENDS["cpu"] = triton.TritonKernel
     quick_interpreter.install()
     with claims() as claimed:
         found = {

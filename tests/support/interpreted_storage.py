@@ -33,7 +33,7 @@ def main() -> None:
     quick_interpreter.install()
     convert_bfloat16()
     leave_undefined()
-    multi_tensor.BACKENDS["cpu"] = triton.build
+    multi_tensor.BACKENDS["cpu"] = triton.TritonKernel
     warnings.filterwarnings("ignore", category=RuntimeWarning)  # numpy's, of what is infinite
     broken = {f"{mode} {name}": broken_promises(mode, dtype) for mode in storage.REST_BITS for name, dtype in HALVES.items()}
     with mock.patch.object(storage, "MINIMUM", MINIMUM):

@@ -351,6 +351,6 @@ def simulated_device(patch: Any) -> Iterator[SimulatedDevice]:
     patch.setitem(graphs.GRAPHS, "cpu", graphs.CudaGraph)
     patch.setattr(multi_tensor, "current_device", device.device)
     patch.setattr(stacked, "current_device", device.device)
-    patch.setitem(multi_tensor.BACKENDS, "cpu", lambda s: RecordedKernel(_Kernel(cpp.build(s), device)))
+    patch.setitem(multi_tensor.BACKENDS, "cpu", lambda s: RecordedKernel(_Kernel(cpp.CppKernel(s), device)))
     with device:
         yield device

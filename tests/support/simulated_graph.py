@@ -234,7 +234,7 @@ _stack_kernels: dict[KernelKey, stacked.StackKernel] = {}  # kept from test to t
 
 def _build(signature: KernelKey) -> Kernel:
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    return RecordedKernel((triton if interpreted else cpp).build(signature))
+    return RecordedKernel(triton.TritonKernel(signature) if interpreted else cpp.CppKernel(signature))
 
 
 def recording_here() -> SimulatedGraph | None:

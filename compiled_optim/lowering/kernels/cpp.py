@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from compiled_optim.lowering.kernels import table as rows
-from compiled_optim.lowering.kernels.program import Evaluation, Program
+from compiled_optim.lowering.kernels.program import Accesses, Array, Evaluation, Program
 from compiled_optim.lowering.kernels.table import CoefficientTable, MeasuredTable, TensorTable
 from compiled_optim.memory.cache import library
 from compiled_optim.plan.clipping import NAMES
 from compiled_optim.plan.compilations import KernelKey
 from compiled_optim.rule.bits import GROUP
-from compiled_optim.rule.rule import INDEX, NUMBERS, Written
+from compiled_optim.rule.rule import INDEX, Written
 from compiled_optim.rule.symbols import Dialect, Kind, Statement
 
 WORDS = """\
@@ -92,162 +91,187 @@ struct float16 {
 
 
 CHUNK = 8192  # elements that one thread updates at a time
+SERIAL = 32768  # elements below which waking other threads costs more than they save
 
-STORAGE = {
+_STORAGE = {
     **{"float32": "float", "float64": "double", "bfloat16": "bfloat16", "float16": "float16"},
     **{"int8": "int8_t", "uint8": "uint8_t", "int16": "int16_t"},
 }
+_DIALECT = Dialect("const auto {} = {};", "T({})", "&&", "||", "uint32_t({})")
+_ACCESSES = Accesses(
+    control="*at<const T>(hypers, {}, 1, 0)",
+    row="double_of(owners[{} * count + t])",
+    scalar="*scalar({})",
+    hyper="*at<const T>(hyper, {}, 1, 0)",
+    store_scalar="*scalar({}) = {};",
+    store_coefficient="out[{} * count] = {};",
+)
 
 # Elements share no memory. Between more than five tensors gcc does not check that itself, and does not vectorize. (With
 # "omp simd" it makes slow code of 16-bit tensors: temporaries of a class become arrays.)
 _INDEPENDENT = "#pragma GCC ivdep"
 
 
-@dataclass(frozen=True)
-class Result:
-    """An expression, and where it goes: a statement with ``{}`` for the expression; once for each group if ``shared``."""
-
-    expression: str
-    store: str
-    shared: bool = False
-
-
-def stored(written: Written, value: str, place: str, kind: str, *, shared: bool = False) -> Result:
-    """What stores a ``value`` as one of the C++ type ``kind``, without rounding it again where it is its upper bits."""
-    defined = {s.name: s for s in written.statements}.get(value)
-    if defined is not None and defined.word == "from_upper" and kind == "bfloat16":
-        return Result(defined.reads[0], f"{place} = bfloat16::of_bits({{}});", shared)
-    return Result(value, f"{place} = {kind}({{}});", shared)
+def source(key: KernelKey) -> str:
+    """The C++ text of the kernel for one key; its entry points are those that :class:`CppKernel` calls."""
+    program = Program.of(key, _DIALECT, _ACCESSES)
+    text = WORDS + _evaluation(program.evaluation)
+    if program.update is None:
+        return text
+    return text + "".join(_means(program, *means) for means in program.means.items()) + _update(program, program.update)
 
 
-@dataclass(frozen=True)
-class Sums:
-    """Numbers that a chunk adds up: the C++ names of the totals."""
-
-    names: Sequence[str]
-
-
-def storage(key: KernelKey) -> list[str]:
-    """The C++ types of parameter, gradient and buffers."""
-    return [STORAGE[d] for d in (key.param_dtype, key.grad_dtype, *key.buffer_dtypes)]
-
-
-def chunk(key: KernelKey, name: str, written: Written, results: Sequence[Result], sums: Sums | None = None) -> str:
-    """The function ``name`` that does what is ``written`` for the elements of a chunk, and stores the ``results``.
-
-    Where it adds up ``sums``, results may be statements that add to them.
-    """
-    statics = dict(key.statics)
-    grouped = [name in key.rule.grouped_buffers(statics) for name in key.rule.present_buffers(statics)]
-    loop = _grouped if any(grouped) else _plain
-    total = "" if sums is None else "\n".join(f"  double {name} = 0;" for name in sums.names) + "\n"
-    pragma = _INDEPENDENT if sums is None else f"#pragma omp simd reduction(+ : {', '.join(sums.names)})"
-    return _CHUNK.format(
-        name=name,
-        compute="double" if key.param_dtype == "float64" else "float",
-        numel=rows.NUMEL,
-        size=CHUNK,
-        pointers=block(_pointers(key, written, grouped), 2),
-        before=total,
-        loop=loop(key, written, results, pragma, grouped),
-        sums="" if sums is None else ", double* sums, int64_t chunk_count",
-        after=block([] if sums is None else [f"sums[{i} * chunk_count] = {n};" for i, n in enumerate(sums.names)], 2),
+def _evaluation(evaluation: Evaluation) -> str:
+    return _EVALUATION.format(
+        gradient=_block(evaluation.gradient),
+        factor=evaluation.factor,
+        norm=evaluation.norm,
+        skip=evaluation.skip,
+        controls=len(NAMES),
+        hypers=evaluation.hypers,
+        group=rows.GROUP_INDEX,
+        maximize=rows.MAXIMIZE,
+        scalars=rows.SCALARS,
+        coefficients=_block(evaluation.coefficients),
     )
 
 
-def block(lines: Sequence[str], indent: int) -> str:
-    """Indented ``lines``."""
-    return "\n".join(" " * indent + line for line in lines)
+class _Store(NamedTuple):
+    """A statement that stores an ``expression``, for each element or once for each group of them."""
+
+    expression: str
+    text: str
+    grouped: bool = False
 
 
-def _pointers(key: KernelKey, written: Written, grouped: Sequence[bool]) -> list[str]:
-    param, grad, *buffers = storage(key)
-    offsets = [f"start / {GROUP}" if is_grouped else "start" for is_grouped in grouped]
-    return [
-        f"{param}* __restrict params = at<{param}>(tensors, {rows.PARAM}, count, t) + start;",
-        f"const {grad}* __restrict grad_values = at<const {grad}>(grads, 0, count, t) + start;",
-        *(
-            f"{b}* __restrict buffers{i} = at<{b}>(tensors, {rows.BUFFERS + i}, count, t) + {offset};"
-            for i, (b, offset) in enumerate(zip(buffers, offsets, strict=True))
-        ),
-        "const T factor = T(k[0]);",
-        *(f"const T k{i} = T(k[{i + 1} * owners]);" for i in range(len(written.numbers))),
-    ]
+def _means(program: Program, stage: int, written: Written) -> str:
+    sums = {f"sum{i}": expression for i, expression in enumerate(written.results.values())}
+    stores = [_Store(expression, f"{name} += double({expression});") for name, expression in sums.items()]
+    text = _chunk(program, f"sums{stage}_of_chunk", written, stores, list(sums))
+    return text + _MEANS.format(stage=stage, first=len(written.numbers) + 1, width=len(sums), owner=rows.OWNER)
 
 
-def _loads(key: KernelKey, written: Written, grouped: Sequence[bool]) -> dict[str, str]:
-    """What defines the values of an element, by name."""
-    loads = {"param": "const T param = T(params[i]);", "grad": "const T grad = factor * T(grad_values[i]);"}
-    for i, (shared, kind) in enumerate(zip(grouped, storage(key)[2:], strict=True)):
-        text = (
-            f"const uint32_t buffer{i} = uint32_t(int32_t(buffers{i}[i]));"
-            if _is_whole(kind)
-            else f"const T buffer{i} = T(buffers{i}[i]);"
-        )
-        loads |= {} if shared else {f"buffer{i}": text}
-    return loads | ({INDEX: f"const uint32_t {INDEX} = uint32_t(start + i);"} if written.reads_index else {})
+def _update(program: Program, written: Written) -> str:
+    stores = [_store(written, array, value) for array, value in program.new_elements(written)]
+    (grad,) = (_STORAGE[a.dtype] for a in program.arrays if a.row is None)
+    text = _chunk(program, "update_chunk", written, stores)
+    return text + _UPDATE.format(grad=grad, numel=rows.NUMEL, owner=rows.OWNER, chunk=CHUNK)
 
 
-def _is_whole(kind: str) -> bool:
-    """Whether a buffer holds integers."""
-    return kind.endswith(("int8_t", "int16_t"))
+def _store(written: Written, array: Array, value: str) -> _Store:
+    """What stores a ``value`` in ``array``, without rounding it again where it is its upper bits."""
+    kind, made = _STORAGE[array.dtype], next((s for s in written.statements if s.name == value), None)
+    if kind == "bfloat16" and made is not None and made.word == "from_upper":
+        value, kind = made.reads[0], "bfloat16::of_bits"
+    return _Store(value, f"{array.address}[{_place(array)}] = {kind}({value});", array.grouped)
 
 
-def _stored(result: Result) -> str:
-    return result.store.format(result.expression)
+def _chunk(program: Program, name: str, written: Written, stores: Sequence[_Store], totals: Sequence[str] = ()) -> str:
+    """The function ``name`` that does what is ``written`` for the elements of a chunk, and then ``stores``.
+
+    ``totals`` are the variables to which that adds.
+    """
+    pragma = f"#pragma omp simd reduction(+ : {', '.join(totals)})" if totals else _INDEPENDENT
+    loads = {a.element: _load(a) for a in program.arrays if not a.grouped}
+    if written.reads_index:
+        loads[INDEX] = f"const uint32_t {INDEX} = uint32_t(start + i);"
+    if any(a.grouped for a in program.arrays):
+        loop = _loop_over_groups(program.arrays, loads, written, stores, pragma)
+    else:
+        loop = _loop(pragma, "0", "size", [*loads.values(), *written.lines, *(s.text for s in stores)])
+    before = [*map(_pointer, program.arrays), "const T factor = T(k[0]);"]
+    before += [f"const T k{i} = T(k[{i + 1} * owners]);" for i in range(len(written.numbers))]
+    return _CHUNK.format(
+        name=name,
+        parameters=", double* sums, int64_t chunk_count" if totals else "",
+        compute=_STORAGE[program.compute],
+        numel=rows.NUMEL,
+        size=CHUNK,
+        before=_block([*before, *(f"double {total} = 0;" for total in totals)]),
+        loop=_block(loop),
+        after=_block([f"sums[{i} * chunk_count] = {total};" for i, total in enumerate(totals)]),
+    )
 
 
-def _plain(key: KernelKey, written: Written, results: Sequence[Result], pragma: str, grouped: Sequence[bool]) -> str:
-    lines = [*_loads(key, written, grouped).values(), *written.lines, *map(_stored, results)]
-    return f"  {pragma}\n  for (int64_t i = 0; i < size; i++) {{\n{block(lines, 4)}\n  }}"
+def _pointer(array: Array) -> str:
+    kind = _STORAGE[array.dtype]
+    kind, table = (f"const {kind}", "grads, 0") if array.row is None else (kind, f"tensors, {array.row}")
+    start = f"start / {GROUP}" if array.grouped else "start"
+    return f"{kind}* __restrict {array.address} = at<{kind}>({table}, count, t) + {start};"
 
 
-def _grouped(key: KernelKey, written: Written, results: Sequence[Result], pragma: str, grouped: Sequence[bool]) -> str:
-    """Two loops over each group: up to the largest values of the group, and from there on."""
-    kinds = {s.name: s.kind for s in written.statements}
-    loads = _loads(key, written, grouped)
+def _load(array: Array) -> str:
+    """What defines an element, or a group's number."""
+    value = f"{array.address}[{_place(array)}]"
+    if array.is_whole:
+        return f"const uint32_t {array.element} = uint32_t(int32_t({value}));"
+    return f"const T {array.element} = {'factor * ' if array.row is None else ''}T({value});"
 
-    def is_late(result: Result) -> bool:
-        return kinds.get(result.expression, Kind()).late
 
-    late_results = [r for r in results if is_late(r) and not r.shared]
+def _place(array: Array) -> str:
+    return f"g / {GROUP}" if array.grouped else "i"
+
+
+def _loop(pragma: str, first: str, end: str, body: Sequence[str]) -> list[str]:
+    return [pragma, f"for (int64_t i = {first}; i < {end}; i++) {{", *(f"  {line}" for line in body), "}"]
+
+
+def _loop_over_groups(
+    arrays: Sequence[Array], loads: dict[str, str], written: Written, stores: Sequence[_Store], pragma: str
+) -> list[str]:
+    """Two loops over each group: one until its largest values are known, and one from there on.
+
+    What is late waits for those. The second loop reads what it needs of the first one from the stack.
+    """
+    kinds = {INDEX: Kind(whole=True), **{a.element: Kind(a.is_whole) for a in arrays}}
+    kinds |= {s.name: s.kind for s in written.statements}
+
+    def is_late(store: _Store) -> bool:
+        return kinds.get(store.expression, Kind()).late
+
     of_elements = [s for s in written.statements if not s.kind.shared]
-    peaks = [s for s in written.statements if s.kind.shared and s.kind.late and not kinds.get(s.reads[0], Kind()).shared]
-    of_group = [s for s in written.statements if s.kind.shared and s not in peaks]
-    early = _early(of_elements, {s.reads[0] for s in peaks} | {r.expression for r in results if not is_late(r)})
+    largest = [s for s in written.statements if s.word == "group_max"]
+    of_groups = [s for s in written.statements if s.kind.shared and s not in largest]
+    by_element = [s for s in stores if not s.grouped]
+    early = _needed(of_elements, {s.reads[0] for s in largest} | {s.expression for s in stores if not is_late(s)})
     late = [s for s in of_elements if s not in early]
-    needed = [name for s in late for name in s.reads] + [r.expression for r in late_results]
     known = {*loads, *(s.name for s in early)}
-    kept = [name for name in dict.fromkeys(needed) if name in known]
-    wholes = {INDEX, *(f"buffer{i}" for i, kind in enumerate(storage(key)[2:]) if _is_whole(kind))}
-    types = {name: "uint32_t" if kinds.get(name, Kind(name in wholes)).whole else "T" for name in kept}
-    shared = [f"const T buffer{i} = T(buffers{i}[g / {GROUP}]);" for i, is_shared in enumerate(grouped) if is_shared]
+    read_again = [name for s in late for name in s.reads] + [s.expression for s in by_element if is_late(s)]
+    kept = {n: "uint32_t" if kinds.get(n, Kind()).whole else "T" for n in dict.fromkeys(read_again) if n in known}
     first = [
         *loads.values(),
         *(s.text for s in early),
         *(f"{name}_of[i - g] = {name};" for name in kept),
-        *(f"{s.name}_most = {s.reads[0]} > {s.name}_most ? {s.reads[0]} : {s.name}_most;" for s in peaks),
-        *(_stored(r) for r in results if not is_late(r) and not r.shared),
+        *(f"{s.name}_most = {s.reads[0]} > {s.name}_most ? {s.reads[0]} : {s.name}_most;" for s in largest),
+        *(s.text for s in by_element if not is_late(s)),
     ]
-    second = [f"const {types[name]} {name} = {name}_of[i - g];" for name in kept]
-    second += [*(s.text for s in late), *map(_stored, late_results)]
-    between = [f"const uint32_t {s.name} = {s.name}_most;" for s in peaks]
-    between += [*(s.text for s in of_group if s.kind.late), *(_stored(r) for r in results if r.shared)]
-    return _GROUPED.format(
-        group=GROUP,
-        pragma=pragma,
-        shared=block([*shared, *(s.text for s in of_group if not s.kind.late)], 4),
-        kept=block([f"{types[name]} {name}_of[{GROUP}];" for name in kept], 4),
-        peaks=block([f"uint32_t {s.name}_most = 0;" for s in peaks], 4),
-        first=block(first, 6),
-        between=block(between, 4),
-        second=_SECOND.format(pragma=_INDEPENDENT, lines=block(second, 6)) if second else "",
-    )
+    second = [f"const {kind} {name} = {name}_of[i - g];" for name, kind in kept.items()]
+    second += [*(s.text for s in late), *(s.text for s in by_element if is_late(s))]
+    group = [
+        "const int64_t end = g + group_size;",
+        *(_load(a) for a in arrays if a.grouped),
+        *(s.text for s in of_groups if not s.kind.late),
+        *(f"{kind} {name}_of[{GROUP}];" for name, kind in kept.items()),
+        *(f"uint32_t {s.name}_most = 0;" for s in largest),
+        *_loop(pragma, "g", "end", first),
+        *(f"const uint32_t {s.name} = {s.name}_most;" for s in largest),
+        *(s.text for s in of_groups if s.kind.late),
+        *(s.text for s in stores if s.grouped),
+        *(_loop(_INDEPENDENT, "g", "end", second) if second else []),
+    ]
+    return [
+        "const auto update_group = [&](const int64_t g, const auto group_size) __attribute__((always_inline)) {",
+        *(f"  {line}" for line in group),
+        "};",
+        f"const int64_t whole_groups = size / {GROUP} * {GROUP};",
+        f"for (int64_t g = 0; g < whole_groups; g += {GROUP}) update_group(g, Known<{GROUP}>());",
+        "if (whole_groups < size) update_group(whole_groups, size - whole_groups);",
+    ]
 
 
-def _early(statements: Sequence[Statement], needed: set[str]) -> list[Statement]:
-    """Those of ``statements`` without which the ``needed`` values are not known: nothing that waits for a group."""
-    needed, found = set(needed), []
+def _needed(statements: Sequence[Statement], names: set[str]) -> list[Statement]:
+    """Those of ``statements`` that define ``names``, and what these read."""
+    needed, found = set(names), []
     for statement in reversed(statements):
         if statement.name in needed:
             needed |= {*statement.reads}
@@ -255,97 +279,22 @@ def _early(statements: Sequence[Statement], needed: set[str]) -> list[Statement]
     return found[::-1]
 
 
+def _block(lines: Sequence[str]) -> str:
+    return "\n".join(f"  {line}" for line in lines)
+
+
 _CHUNK = """
 static void {name}(const int64_t* tensors, const int64_t* grads, const double* k, int64_t owners, int64_t count, int64_t t,
-                   int64_t chunk{sums}) {{
+                   int64_t chunk{parameters}) {{
   using T = {compute};
   const int64_t start = chunk * {size};
   const int64_t left = tensors[{numel} * count + t] - start;
   const int64_t size = left < {size} ? left : {size};
-{pointers}
-{before}{loop}
+{before}
+{loop}
 {after}
 }}
 """
-
-_GROUPED = """\
-  const auto update_group = [&](const int64_t g, const auto group_size) __attribute__((always_inline)) {{
-    const int64_t end = g + group_size;
-{shared}
-{kept}
-{peaks}
-    {pragma}
-    for (int64_t i = g; i < end; i++) {{
-{first}
-    }}
-{between}
-{second}  }};
-  int64_t whole_groups = size / {group} * {group};
-  for (int64_t g = 0; g < whole_groups; g += {group}) update_group(g, Known<{group}>());
-  if (whole_groups < size) update_group(whole_groups, size - whole_groups);"""
-
-_SECOND = """\
-    {pragma}
-    for (int64_t i = g; i < end; i++) {{
-{lines}
-    }}
-"""
-
-
-SERIAL = 32768  # elements below which waking other threads costs more than they save
-_DIALECT = Dialect("const auto {} = {};", "T({})", "&&", "||", "uint32_t({})")
-
-
-def source(key: KernelKey) -> str:
-    """The C++ text of the kernel for one key; its entry points are those that :class:`CppKernel` calls."""
-    program = Program.of(key.rule, dict(key.statics), _DIALECT)
-    text = WORDS + _evaluation(program.evaluation)
-    if program.update is None:
-        return text
-    return text + "".join(_means(key, *means) for means in program.means.items()) + _update(key, program.update)
-
-
-def _evaluation(program: Evaluation) -> str:
-    clipping = [f"const T control{i} = *at<const T>(hypers, {i}, 1, 0);" for i in range(len(NAMES))]
-    numbers = {name: f"double_of(owners[{row} * count + t])" for row, name in enumerate(NUMBERS, rows.FIRST_NUMBER)}
-    inputs = ["const T step = *scalar(0) + 1;", *(f"const T {name} = {number};" for name, number in numbers.items())]
-    inputs += [f"const T hyper{i} = *at<const T>(hyper, {i}, 1, 0);" for i in range(program.hypers)]
-    inputs += [f"const T scalar{i} = *scalar({i + 1});" for i in range(len(program.new_scalars) - 1)]
-    results = [f"*scalar({i}) = {value};" for i, value in enumerate(program.new_scalars)]
-    results += [f"out[{i + 1} * count] = {value};" for i, value in enumerate(program.numbers)]
-    return _EVALUATION.format(
-        clipping=block([*clipping, *program.gradient], 2),
-        factor=program.factor,
-        norm=program.norm,
-        skip=program.skip,
-        controls=len(clipping),
-        hypers=program.hypers,
-        group=rows.GROUP_INDEX,
-        maximize=rows.MAXIMIZE,
-        scalars=rows.SCALARS,
-        coefficients=block([*inputs, *program.lines, *results], 2),
-    )
-
-
-def _means(key: KernelKey, stage: int, written: Written) -> str:
-    sums = {f"sum{i}": expression for i, expression in enumerate(written.results.values())}
-    added = [Result(expression, f"{name} += double({{}});") for name, expression in sums.items()]
-    text = chunk(key, f"sums{stage}_of_chunk", written, added, Sums(list(sums)))
-    return text + _MEANS.format(stage=stage, first=len(written.numbers) + 1, width=len(sums), owner=rows.OWNER)
-
-
-def _update(key: KernelKey, written: Written) -> str:
-    statics = dict(key.statics)
-    param, grad, *buffers = storage(key)
-    new_param, *new_buffers = written.results.values()
-    results = [stored(written, new_param, "params[i]", param)]
-    for i, (name, kind, value) in enumerate(zip(key.rule.present_buffers(statics), buffers, new_buffers, strict=True)):
-        shared = name in key.rule.grouped_buffers(statics)
-        place = f"g / {GROUP}" if shared else "i"
-        results.append(stored(written, value, f"buffers{i}[{place}]", kind, shared=shared))
-    text = chunk(key, "update_chunk", written, results)
-    return text + _UPDATE.format(grad=grad, numel=rows.NUMEL, owner=rows.OWNER, chunk=CHUNK)
-
 
 _EVALUATION = """
 // Protected, so that a function of ours calls ours, whatever else of that name the process has loaded.
@@ -360,7 +309,7 @@ static double gradient_factor(const int64_t* hypers, const double* square_sums, 
   using T = double;
   T square_sum = 0;
   for (int64_t i = 0; i < square_sum_count; i++) square_sum += square_sums[i];
-{clipping}
+{gradient}
   outcome[0] = {norm};
   outcome[1] = {skip};
   if (leads) outcome[2] += {skip};
@@ -454,26 +403,31 @@ OURS void step(const int64_t* owners, const int64_t* marks, int64_t owner_count,
 _POINTER, _INTEGER, _FLAG = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 _EVALUATED: list[Any] = [_POINTER, _POINTER, _INTEGER, _POINTER, _POINTER, _INTEGER, _POINTER, _FLAG, _POINTER]
 _PIECES: list[Any] = [_POINTER, _POINTER, _INTEGER, _POINTER, _INTEGER, _FLAG]
+_COEFFICIENTS: list[Any] = [_POINTER, _INTEGER, _POINTER]
 _ARGUMENTS = {
     "measure": [*_PIECES, _POINTER],
     "evaluate": _EVALUATED,
-    "average": [*_PIECES, _POINTER, _INTEGER, _POINTER, _POINTER, _INTEGER, _POINTER],
-    "update": [*_PIECES, _POINTER, _INTEGER, _POINTER],
+    "average": [*_PIECES, *_COEFFICIENTS, _POINTER, _INTEGER, _POINTER],
+    "update": [*_PIECES, *_COEFFICIENTS],
     "step": [*_EVALUATED, *_PIECES],
 }
 
 
 class CppKernel:
-    """A compiled kernel on the CPU; its threads are those of ``torch.set_num_threads``."""
+    """The compiled kernel of one key, on the CPU; its threads are those of ``torch.set_num_threads``.
+
+    Raises:
+        CompilerError: it cannot be compiled or loaded on this machine.
+    """
 
     chunk = stretch = CHUNK
 
-    def __init__(self, code: ctypes.CDLL, *, updates: bool, stages: Sequence[int]) -> None:
-        names = ["measure", "evaluate", "update", "step"] if updates else ["evaluate"]
-        for name in (*names, *(f"average{stage}" for stage in stages)):
-            function = getattr(code, name)
+    def __init__(self, key: KernelKey) -> None:
+        self._code = library(source(key))
+        names = ["measure", "evaluate", "update", "step"] if key.rule.granularity == "element" else ["evaluate"]
+        for name in (*names, *(f"average{stage}" for stage in key.rule.stages(dict(key.statics)))):
+            function = getattr(self._code, name)
             function.argtypes, function.restype = _ARGUMENTS[name.rstrip("0123456789")], None
-        self._code = code
 
     def square_sum_count(self, stretches: int) -> int:
         """One partial sum per stretch, so that their order does not depend on the threads."""
@@ -486,21 +440,12 @@ class CppKernel:
         self._code.evaluate(*_evaluated(coefficients))
 
     def average(self, stage: int, table: MeasuredTable, coefficients: CoefficientTable) -> None:
-        getattr(self._code, f"average{stage}")(
-            *_pieces(table, table.chunks),
-            coefficients.coefficients.data_ptr(),
-            coefficients.coefficients.shape[1],
-            coefficients.outcome.data_ptr(),
-            table.spans.data_ptr(),
-            len(table.spans),
-            table.sums.data_ptr(),
-        )
+        spans, sums = table.spans.data_ptr(), table.sums.data_ptr()
+        average = getattr(self._code, f"average{stage}")
+        average(*_pieces(table, table.chunks), *_coefficients(coefficients), spans, len(table.spans), sums)
 
     def update(self, table: TensorTable, coefficients: CoefficientTable) -> None:
-        numbers = coefficients.coefficients
-        self._code.update(
-            *_pieces(table, table.chunks), numbers.data_ptr(), numbers.shape[1], coefficients.outcome.data_ptr()
-        )
+        self._code.update(*_pieces(table, table.chunks), *_coefficients(coefficients))
 
     def step(self, table: TensorTable, coefficients: CoefficientTable) -> None:
         self._code.step(*_evaluated(coefficients), *_pieces(table, table.chunks))
@@ -526,7 +471,5 @@ def _pieces(table: TensorTable, pieces: Tensor) -> tuple[int, ...]:
     return table.tensors.data_ptr(), grads.data_ptr(), len(grads), pieces.data_ptr(), len(pieces), threads
 
 
-def build(key: KernelKey) -> CppKernel:
-    """The kernel for one key. Raises ``CompilerError`` where it cannot be compiled or loaded on this machine."""
-    stages = key.rule.stages(dict(key.statics))
-    return CppKernel(library(source(key)), updates=key.rule.granularity == "element", stages=list(stages))
+def _coefficients(table: CoefficientTable) -> tuple[int, ...]:
+    return table.coefficients.data_ptr(), table.coefficients.shape[1], table.outcome.data_ptr()

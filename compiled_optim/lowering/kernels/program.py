@@ -1,24 +1,40 @@
-"""A rule's functions and what every gradient goes through before them, as the text of a kernel."""
+"""A kernel before a language prints it: what happens once for each parameter, and what happens to each element."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
+import torch
+
+from compiled_optim.lowering.kernels.table import BUFFERS, FIRST_NUMBER, PARAM
 from compiled_optim.plan.clipping import NAMES, scaled
-from compiled_optim.rule.rule import Rule, Written
+from compiled_optim.plan.compilations import KernelKey
+from compiled_optim.rule.rule import NUMBERS, Written
 from compiled_optim.rule.symbols import Code, Dialect, Symbol
 
 
 @dataclass(frozen=True)
-class Evaluation:
-    """What happens once for each parameter, as statements over variables that a kernel defines around them.
+class Accesses:
+    """How a language reads and writes what ``evaluate`` finds in tables.
 
-    ``gradient`` reads ``square_sum`` and ``control0``, ``control1``, ... ; its results are the expressions ``factor``,
-    ``norm`` and ``skip``. ``lines`` read ``step``, the parameter's numbers by name, ``hyper0``, ``hyper1``, ... and
-    ``scalar0``, ... ; the results are the expressions ``new_scalars``, the step count first, and ``numbers``. A parameter's
-    group has ``hypers`` hyperparameters.
+    ``{}`` stands for the position of a control, scalar, hyperparameter or coefficient, or for a row of the table. Where
+    something is stored, a second ``{}`` stands for its value.
+    """
+
+    control: str
+    row: str
+    scalar: str
+    hyper: str
+    store_scalar: str
+    store_coefficient: str
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What happens once for each parameter, as statements.
+
+    ``gradient`` reads ``square_sum``; its results are the expressions ``factor``, ``norm`` and ``skip``. ``coefficients``
+    read and store all else. A parameter has ``scalars`` of its own, the step count first, and its group ``hypers``.
     """
 
     gradient: list[str]
@@ -26,31 +42,92 @@ class Evaluation:
     norm: str
     skip: str
     hypers: int
-    lines: list[str]
-    new_scalars: list[str]
-    numbers: list[str]
+    scalars: int
+    coefficients: list[str]
+
+    @classmethod
+    def of(cls, key: KernelKey, dialect: Dialect, accesses: Accesses) -> Evaluation:
+        """The evaluation for ``key``."""
+        rule, statics, define = key.rule, dict(key.statics), dialect.statement.format
+        code = Code(dialect, "s")
+        controls = {f"control{i}": accesses.control.format(i) for i in range(len(NAMES))}
+        clipping = dict(zip(NAMES, (Symbol(code, name) for name in controls), strict=True))
+        factor, norm, skip = map(code.operand, scaled(Symbol(code, "square_sum"), **clipping))
+
+        lines, returned = rule.written_coefficients(statics, dialect)
+        scalars = ["step", *(returned[s.name] for s in rule.scalars)]
+        numbers = [returned[name] for name in rule.coefficient_names(statics)]
+        hypers = sum(h.length for h in rule.present_hypers(statics))
+        reads = {name: accesses.row.format(row) for row, name in enumerate(NUMBERS, FIRST_NUMBER)}
+        reads["step"] = f"{accesses.scalar.format(0)} + 1"
+        reads |= {f"scalar{i - 1}": accesses.scalar.format(i) for i in range(1, len(scalars))}
+        reads |= {f"hyper{i}": accesses.hyper.format(i) for i in range(hypers)}
+        stores = [accesses.store_scalar.format(i, value) for i, value in enumerate(scalars)]
+        stores += [accesses.store_coefficient.format(i, value) for i, value in enumerate(numbers, 1)]
+        return cls(
+            gradient=[*map(define, controls, controls.values()), *code.lines],
+            factor=factor,
+            norm=norm,
+            skip=skip,
+            hypers=hypers,
+            scalars=len(scalars),
+            coefficients=[*map(define, reads, reads.values()), *lines, *stores],
+        )
+
+
+@dataclass(frozen=True)
+class Array:
+    """A parameter, its gradient or one of its buffers: the name of its dtype, and what a kernel calls address and element.
+
+    ``row`` is that of a :class:`~compiled_optim.lowering.kernels.table.TensorTable`, None for the gradient. An array is
+    ``grouped`` if it has a number for each group of elements.
+    """
+
+    dtype: str
+    address: str
+    element: str
+    row: int | None
+    grouped: bool = False
+
+    @property
+    def size(self) -> int:
+        """Bytes of an element."""
+        return int(getattr(torch, self.dtype).itemsize)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the elements are integers to the rule."""
+        return not (self.grouped or getattr(torch, self.dtype).is_floating_point)
 
 
 @dataclass(frozen=True)
 class Program:
-    """The functions of a kernel: ``means`` by their stage, and an ``update`` where the rule is elementwise."""
+    """What a kernel does: ``means`` by their stage, and an ``update`` where the rule is elementwise.
+
+    ``arrays`` are parameter, gradient and buffers. ``compute`` names the dtype in which they are updated.
+    """
 
     evaluation: Evaluation
+    arrays: list[Array]
+    compute: str
     means: dict[int, Written]
     update: Written | None
 
     @classmethod
-    def of(cls, rule: Rule, statics: Mapping[str, Any], dialect: Dialect) -> Program:
-        """The program of ``rule`` under these static choices."""
-        before = Code(dialect, "s")
-        clipping = {name: Symbol(before, f"control{i}") for i, name in enumerate(NAMES)}
-        factor, norm, skip = map(before.operand, scaled(Symbol(before, "square_sum"), **clipping))
-        lines, returned = rule.written_coefficients(statics, dialect)
-        new_scalars = ["step", *(returned[s.name] for s in rule.scalars)]
-        numbers = [returned[name] for name in rule.coefficient_names(statics)]
-        hypers = sum(h.length for h in rule.present_hypers(statics))
-        evaluation = Evaluation(before.lines, factor, norm, skip, hypers, lines, new_scalars, numbers)
+    def of(cls, key: KernelKey, dialect: Dialect, accesses: Accesses) -> Program:
+        """The program for ``key`` in a language."""
+        rule, statics = key.rule, dict(key.statics)
+        evaluation = Evaluation.of(key, dialect, accesses)
         if rule.granularity != "element":
-            return cls(evaluation, {}, None)
+            return cls(evaluation, [], "", {}, None)
+        arrays = [Array(key.param_dtype, "params", "param", PARAM), Array(key.grad_dtype, "grad_values", "grad", None)]
+        for i, (name, dtype) in enumerate(zip(rule.present_buffers(statics), key.buffer_dtypes, strict=True)):
+            grouped = name in rule.grouped_buffers(statics)
+            arrays.append(Array(dtype, f"buffers{i}", f"buffer{i}", BUFFERS + i, grouped))
+        compute = "float64" if key.param_dtype == "float64" else "float32"
         *means, update = rule.written(statics, dialect)
-        return cls(evaluation, {stage: sums for stage, sums in enumerate(means) if sums.results}, update)
+        return cls(evaluation, arrays, compute, {i: stage for i, stage in enumerate(means) if stage.results}, update)
+
+    def new_elements(self, update: Written) -> list[tuple[Array, str]]:
+        """The arrays that ``update`` writes, each with the expression of its new element."""
+        return list(zip([a for a in self.arrays if a.row is not None], update.results.values(), strict=True))

@@ -9,22 +9,18 @@ import dataclasses
 import hashlib
 import linecache
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from types import ModuleType
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from compiled_optim.lowering.kernels.program import Evaluation, Program
+from compiled_optim.lowering.kernels.program import Accesses, Array, Evaluation, Program
 from compiled_optim.lowering.kernels.table import (
-    BUFFERS,
-    FIRST_NUMBER,
     GROUP_INDEX,
     MAXIMIZE,
     NUMEL,
     OWNER,
-    PARAM,
     SCALARS,
     CoefficientTable,
     MeasuredTable,
@@ -33,52 +29,40 @@ from compiled_optim.lowering.kernels.table import (
 from compiled_optim.plan.clipping import NAMES
 from compiled_optim.plan.compilations import KernelKey
 from compiled_optim.rule.bits import GROUP
-from compiled_optim.rule.rule import INDEX, NUMBERS, Places, Written
+from compiled_optim.rule.rule import INDEX, Written
 from compiled_optim.rule.symbols import Dialect
 
-WORDS = f"""\
+_EXPRESSIONS = {
+    "sqrt_(x)": "tl.sqrt_rn(x) if x.dtype == tl.float32 else tl.sqrt(x)",
+    "maximum_(x, y)": "tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)",
+    "minimum_(x, y)": "tl.minimum(x, y, propagate_nan=tl.PropagateNan.ALL)",
+    "absolute_(x)": "tl.abs(x)",
+    "sign_(x)": "tl.where(x > 0, 1.0, tl.where(x < 0, -1.0, 0.0)).to(x.dtype)",
+    "floor_(x)": "tl.floor(x)",
+    "where_(condition, x, y)": "tl.where(condition, x, y)",
+    "bits_(x)": "x.to(tl.int32, bitcast=True)",
+    "from_bits_(x)": "x.to(tl.float32, bitcast=True)",
+    "from_upper_(x)": "(x << 16).to(tl.float32, bitcast=True)",
+    "integer_(x)": "x.to(tl.int32)",
+    "number_(x)": "x.to(tl.float32)",
+    "shift_right_(whole, count)": "whole >> count",
+    "group_max_(x, inside)": "tl.max(tl.reshape(tl.where(inside, x, 0), [inside.shape[0] // GROUP, GROUP]), axis=1)",
+    "spread_(x)": "tl.reshape(tl.broadcast_to(x[:, None], [x.shape[0], GROUP]), [x.shape[0] * GROUP])",
+    "rounded(x, dtype: tl.constexpr)": "x.to(dtype)",
+    "narrow(address, dtype: tl.constexpr)": "address.to(tl.pointer_type(dtype))",
+    "wide(address, dtype: tl.constexpr, size: tl.constexpr)": "tl.multiple_of(address.to(tl.pointer_type(dtype)), size)",
+}
+"""What functions return, by the head of each."""
+
+WORDS = (
+    f"""\
 import triton
 import triton.language as tl
 
 GROUP = tl.constexpr({GROUP})
-
-
-@triton.jit
-def sqrt_(x):
-    return tl.sqrt_rn(x) if x.dtype == tl.float32 else tl.sqrt(x)
-
-
-# Within a unit in the last place, in half the instructions and without branches.
-@triton.jit
-def near_sqrt(x):
-    tiny = x < 2.0**-126  # which the instruction would take for 0
-    return tl.sqrt(tl.where(tiny, x * 2.0**24, x)) * tl.where(tiny, 2.0**-12, 1.0)
-
-
-@triton.jit
-def maximum_(x, y):
-    return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def minimum_(x, y):
-    return tl.minimum(x, y, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def absolute_(x):
-    return tl.abs(x)
-
-
-@triton.jit
-def sign_(x):
-    return tl.where(x > 0, 1.0, tl.where(x < 0, -1.0, 0.0)).to(x.dtype)
-
-
-@triton.jit
-def floor_(x):
-    return tl.floor(x)
-
+"""
+    + "".join(f"\n\n@triton.jit\ndef {head}:\n    return {body}\n" for head, body in _EXPRESSIONS.items())
+    + """
 
 @triton.jit
 def power_(x, y):
@@ -87,54 +71,9 @@ def power_(x, y):
 
 
 @triton.jit
-def where_(condition, x, y):
-    return tl.where(condition, x, y)
-
-
-@triton.jit
 def product_(x, y):
     weighted = x * y
     return tl.where(weighted == weighted, weighted, 0.0)
-
-
-@triton.jit
-def bits_(x):
-    return x.to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def from_bits_(x):
-    return x.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def from_upper_(x):
-    return (x << 16).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def integer_(x):
-    return x.to(tl.int32)
-
-
-@triton.jit
-def number_(x):
-    return x.to(tl.float32)
-
-
-@triton.jit
-def shift_right_(whole, count):
-    return whole >> count
-
-
-@triton.jit
-def group_max_(x, inside):
-    return tl.max(tl.reshape(tl.where(inside, x, 0), [inside.shape[0] // GROUP, GROUP]), axis=1)
-
-
-@triton.jit
-def spread_(x):
-    return tl.reshape(tl.broadcast_to(x[:, None], [x.shape[0], GROUP]), [x.shape[0] * GROUP])
 
 
 @triton.jit
@@ -145,9 +84,11 @@ def bias_correction_(beta, step):
     return tl.where(power == 1, -x, tl.where(power < 0.5, 1 - power, small))
 
 
+# Within a unit in the last place, in half the instructions and without branches.
 @triton.jit
-def rounded(x, dtype: tl.constexpr):
-    return x.to(dtype)
+def near_sqrt(x):
+    tiny = x < 2.0**-126  # which the instruction would take for 0
+    return tl.sqrt(tl.where(tiny, x * 2.0**24, x)) * tl.where(tiny, 2.0**-12, 1.0)
 
 
 @triton.jit
@@ -191,16 +132,6 @@ def square_sums_of_rows(x, row: tl.constexpr):
 
 
 @triton.jit
-def narrow(address, dtype: tl.constexpr):
-    return address.to(tl.pointer_type(dtype))
-
-
-@triton.jit
-def wide(address, dtype: tl.constexpr, multiple: tl.constexpr):
-    return tl.multiple_of(address.to(tl.pointer_type(dtype)), multiple)
-
-
-@triton.jit
 def load_shared(pointer, start, left, size: tl.constexpr):
     group = tl.arange(0, size // GROUP)
     return tl.load(pointer + start // GROUP + group, mask=group * GROUP < left)
@@ -215,84 +146,55 @@ def store_shared(pointer, start, left, x, row: tl.constexpr):
     at = tl.arange(0, rows.shape[0]) * row
     tl.store(pointer + start // GROUP + at // GROUP, rows, mask=(at % GROUP == 0) & (at < left))
 """
-
+)
 
 BLOCK = 1024  # elements of a chunk, updated by one program
 PART = 512  # elements of a chunk that are updated at a time where they are accessed one by one, which takes registers
 STRETCH = 16384  # bytes of a gradient whose squares a program adds up at a time: the memory's latency is paid once for all
+TENSORS = 32  # tensors whose coefficients one program evaluates
+WARPS = 4
+REDUCING_PROGRAMS = 4096  # programs that reduce the gradients: enough to keep the memory of a large GPU busy
 
 _DIALECT = Dialect("{} = {}", "{}", "&", "|", calls=(("group_max", "group_max_({}, inside)"),))
 # State of 8 bits is further from exact than a root that is not rounded to nearest.
 _ROUGHER = dataclasses.replace(_DIALECT, calls=(*_DIALECT.calls, ("sqrt", "near_sqrt({})")))
+_ACCESSES = Accesses(
+    control="control_of(hypers, {})",
+    row="tl.load(owners + {} * count + t, mask=here, other=0).to(tl.float64, bitcast=True)",
+    scalar="tl.load(scalars{}, mask=here, other=0.0)",
+    hyper="hyper_of(hypers, hyper + {}, here)",
+    store_scalar="tl.store(scalars{}, {}, mask=here)",
+    store_coefficient="tl.store(out + {} * count + t, {}, mask=here)",
+)
 
 
 def source(key: KernelKey) -> str:
     """The text of a module with the kernels for one key."""
-    statics = dict(key.statics)
-    program = Program.of(key.rule, statics, _ROUGHER if key.rule.grouped_buffers(statics) else _DIALECT)
+    program = Program.of(key, _ROUGHER if key.rule.grouped_buffers(dict(key.statics)) else _DIALECT, _ACCESSES)
     text = WORDS + _evaluation(program.evaluation)
     if program.update is None:
         return text
-    means = "".join(_means(key, *means) for means in program.means.items())
-    return text + means + (_AVERAGE if means else "") + _update(key, program.update)
+    means = "".join(_means(program, *means) for means in program.means.items())
+    return text + means + (_AVERAGE if means else "") + _update(program, program.update)
 
 
-def _evaluation(program: Evaluation) -> str:
-    scalars = range(len(program.new_scalars))
-    clipping = [f"control{i} = control_of(hypers, {i})" for i in range(len(NAMES))]
-    lines = [f"scalars{i} = address(owners, {SCALARS + i}, count, t, here, tl.float64)" for i in scalars]
-    for row, name in enumerate(NUMBERS, FIRST_NUMBER):
-        bits = f"tl.load(owners + {row} * count + t, mask=here, other=0)"
-        lines += [f"{name} = {bits}.to(tl.float64, bitcast=True)"]
-    lines += ["step = tl.load(scalars0, mask=here, other=0.0) + 1"]
-    lines += [f"scalar{i - 1} = tl.load(scalars{i}, mask=here, other=0.0)" for i in scalars[1:]]
-    hypers = f"{len(NAMES)} + {program.hypers} * group"
-    lines += [f"hyper{i} = hyper_of(hypers, {hypers} + {i}, here)" for i in range(program.hypers)]
-    lines += program.lines
-    lines += [f"tl.store(scalars{i}, {value}, mask=here)" for i, value in enumerate(program.new_scalars)]
-    lines += [f"tl.store(out + {i + 1} * count + t, {value}, mask=here)" for i, value in enumerate(program.numbers)]
+def _evaluation(evaluation: Evaluation) -> str:
+    scalars = [f"scalars{i} = address(owners, {SCALARS + i}, count, t, here, tl.float64)" for i in range(evaluation.scalars)]
     return _EVALUATION.format(
+        gradient=_block(evaluation.gradient, 1),
+        factor=evaluation.factor,
+        norm=evaluation.norm,
+        skip=evaluation.skip,
+        controls=len(NAMES),
+        hypers=evaluation.hypers,
         group=GROUP_INDEX,
         maximize=MAXIMIZE,
-        gradient=_block(clipping + program.gradient, 1),
-        factor=program.factor,
-        norm=program.norm,
-        skip=program.skip,
-        coefficients=_block(lines, 1),
+        scalars=_block(scalars, 1),
+        coefficients=_block(evaluation.coefficients, 1),
     )
 
 
-@dataclass(frozen=True)
-class _Tensor:
-    """One of a parameter's tensors: its row of a table, its dtype, and the variables of its address and of an element.
-
-    It is ``shared`` if it has a number for each group of elements.
-    """
-
-    row: str
-    dtype: str
-    address: str
-    element: str
-    shared: bool = False
-
-
-def _tensors(key: KernelKey) -> list[_Tensor]:
-    """Parameter, gradient and buffers."""
-    statics = dict(key.statics)
-    shared = key.rule.grouped_buffers(statics)
-    buffers = zip(key.rule.present_buffers(statics), key.buffer_dtypes, strict=True)
-    return [
-        _Tensor(f"tensors + {PARAM}", key.param_dtype, "params", "param"),
-        _Tensor("grads + 0", key.grad_dtype, "grad_values", "grad"),
-        *(
-            _Tensor(f"tensors + {BUFFERS + i}", dtype, f"buffers{i}", f"buffer{i}", name in shared)
-            for i, (name, dtype) in enumerate(buffers)
-        ),
-    ]
-
-
-@dataclass(frozen=True)
-class _Path:
+class _Path(NamedTuple):
     """One of two ways through a chunk: from element ``start`` on, ``size`` at a time, of which ``left`` are there.
 
     A thread accesses ``row`` elements at a time, which are one behind the other.
@@ -303,121 +205,106 @@ class _Path:
     size: str
     row: int
 
-    def load(self, tensor: _Tensor, compute: str) -> str:
+    def load(self, array: Array, compute: str) -> str:
         """The statement that defines an element."""
-        if tensor.shared:
-            return f"{tensor.element} = load_shared({self._of_groups(tensor)}, {self.size}).to({compute})"
-        kind = compute if getattr(torch, tensor.dtype).is_floating_point else "tl.int32"
-        return f"{tensor.element} = tl.load({self._pointer(tensor)} + at, mask=inside).to({kind})"
+        if array.grouped:
+            return f"{array.element} = load_shared({self._of_groups(array)}, {self.size}).to(tl.{compute})"
+        kind = "int32" if array.is_whole else compute
+        return f"{array.element} = tl.load({self._pointer(array)} + at, mask=inside).to(tl.{kind})"
 
-    def store(self, tensor: _Tensor, value: str) -> str:
+    def store(self, array: Array, value: str) -> str:
         """The statement that stores a ``value``."""
-        rounded = f"rounded({value}, tl.{tensor.dtype})"
-        if tensor.shared:
-            return f"store_shared({self._of_groups(tensor)}, {rounded}, {self.row})"
-        return f"tl.store({self._pointer(tensor)} + at, {rounded}, mask=inside)"
+        rounded = f"rounded({value}, tl.{array.dtype})"
+        if array.grouped:
+            return f"store_shared({self._of_groups(array)}, {rounded}, {self.row})"
+        return f"tl.store({self._pointer(array)} + at, {rounded}, mask=inside)"
 
-    def _pointer(self, tensor: _Tensor) -> str:
+    def _pointer(self, array: Array) -> str:
         if self.row == 1:
-            return f"narrow({tensor.address}, tl.{tensor.dtype})"
-        return f"wide({tensor.address}, tl.{tensor.dtype}, {min(16, self.row * _size(tensor.dtype))})"
+            return f"narrow({array.address}, tl.{array.dtype})"
+        return f"wide({array.address}, tl.{array.dtype}, {min(16, self.row * array.size)})"
 
-    def _of_groups(self, tensor: _Tensor) -> str:
-        return f"narrow({tensor.address}, tl.{tensor.dtype}), {self.start}, {self.left}"
-
-
-def _paths(tensors: Sequence[_Tensor]) -> dict[str, _Path]:
-    """Both, by their names in a kernel."""
-    row = 16 // max(_size(t.dtype) for t in tensors if t.element != "grad" and not t.shared)
-    return {"wide": _Path("start", "left", "BLOCK", row), "narrow": _Path("start + part", "left - part", "PART", 1)}
+    def _of_groups(self, array: Array) -> str:
+        return f"narrow({array.address}, tl.{array.dtype}), {self.start}, {self.left}"
 
 
-def _compute(key: KernelKey) -> str:
-    return "tl.float64" if key.param_dtype == "float64" else "tl.float32"
+def _chunk(program: Program, name: str, written: Written, results: Callable[[_Path], list[str]], **around: str) -> str:
+    """A kernel that does what is ``written`` for the elements of a chunk, and last, on each path, ``results``.
 
+    There is more ``around`` it.
+    """
+    elementwise = [a for a in program.arrays if not a.grouped]
+    wide = _Path("start", "left", "BLOCK", 16 // max(a.size for a in elementwise if a.row is not None))
+    narrow = _Path("start + part", "left - part", "PART", 1)
 
-def _numbers(key: KernelKey, count: int) -> list[str]:
-    """What defines the addresses of a tensor and its owner's first ``count`` numbers."""
-    lines = [f"{tensor.address} = tl.load({tensor.row} * count + t)" for tensor in _tensors(key)]
-    owner = f"owner = tl.load(tensors + {OWNER} * count + t)"
-    lines += [owner, f"factor = tl.load(coefficients + owner).to({_compute(key)})"]
-    numbers = (f"tl.load(coefficients + {i + 1} * owner_count + owner).to({_compute(key)})" for i in range(count))
-    return [*lines, *(f"k{i} = {number}" for i, number in enumerate(numbers))]
+    def block(path: _Path, level: int) -> str:
+        index = [f"{INDEX} = at.to(tl.int32)"] if written.reads_index else []
+        loads = [path.load(array, program.compute) for array in program.arrays]
+        return _block([*index, *loads, "grad = factor * grad", *written.lines, *results(path)], level)
 
-
-def _chunk(key: KernelKey, name: str, written: Written, stores: Callable[[str], list[str]], **around: str) -> str:
-    """A kernel that does what is ``written``, and then ``stores``, for the elements of a chunk; with more ``around`` it."""
-    tensors = _tensors(key)
-    index = [f"{INDEX} = at.to(tl.int32)"] if written.reads_index else []
-
-    def block(path: str, way: _Path) -> list[str]:
-        loads = [way.load(tensor, _compute(key)) for tensor in tensors]
-        return [*index, *loads, "grad = factor * grad", *written.lines, *stores(path)]
-
-    blocks = {path: block(path, way) for path, way in _paths(tensors).items()}
-    elementwise = [tensor for tensor in tensors if not tensor.shared]
+    before = [f"{a.address} = tl.load({_row(a)} * count + t)" for a in program.arrays]
+    before += [f"owner = tl.load(tensors + {OWNER} * count + t)", _number(program, "factor", "coefficients")]
+    before += [_number(program, f"k{i}", f"coefficients + {i + 1} * owner_count") for i in range(len(written.numbers))]
     return _CHUNK.format(
         name=name,
         numel=NUMEL,
-        addresses=" | ".join(tensor.address for tensor in elementwise),
-        lanes=_lanes(*(tensor.dtype for tensor in elementwise)),
-        numbers=_block(_numbers(key, len(written.numbers)), 2),
-        wide=_block(blocks["wide"], 3),
-        narrow=_block(blocks["narrow"], 4),
+        addresses=" | ".join(array.address for array in elementwise),
+        lanes=_lanes(*elementwise),
+        numbers=_block(before, 2),
+        wide=block(wide, 3),
+        narrow=block(narrow, 4),
         **{"sums": "", "before": "", "after": "", **around},
     )
 
 
-def _means(key: KernelKey, stage: int, written: Written) -> str:
+def _row(array: Array) -> str:
+    return "grads + 0" if array.row is None else f"tensors + {array.row}"
+
+
+def _number(program: Program, name: str, row: str) -> str:
+    """What defines one of the numbers of the tensor's owner."""
+    return f"{name} = tl.load({row} + owner).to(tl.{program.compute})"
+
+
+def _means(program: Program, stage: int, written: Written) -> str:
     chosen = [f"tl.where(inside, {expression}, 0.0).to(tl.float64)" for expression in written.results.values()]
-    added = {
-        "wide": [f"sum{i} = tl.sum({value}, axis=0)" for i, value in enumerate(chosen)],
-        "narrow": [f"lanes{i} += {value}" for i, value in enumerate(chosen)],
-    }
     count = range(len(chosen))
+
+    def add(path: _Path) -> list[str]:
+        if path.size == "BLOCK":
+            return [f"sum{i} = tl.sum({value}, axis=0)" for i, value in enumerate(chosen)]
+        return [f"lanes{i} += {value}" for i, value in enumerate(chosen)]
+
+    before = _block([f"lanes{i} = tl.zeros([PART], tl.float64)" for i in count], 3)
     after = _block([f"sum{i} = tl.sum(lanes{i}, axis=0)" for i in count], 3) + "\n"
     after += _block([f"tl.store(sums + {i} * tl.num_programs(0) + chunk, sum{i})" for i in count], 2)
-    before = _block([f"lanes{i} = tl.zeros([PART], tl.float64)" for i in count], 3)
-    return _chunk(key, f"sums{stage}", written, added.__getitem__, sums=" sums,", before=before, after=after)
+    return _chunk(program, f"sums{stage}", written, add, sums=" sums,", before=before, after=after)
 
 
-def _update(key: KernelKey, written: Written) -> str:
-    tensors = _tensors(key)
-    written_to = [t for t in tensors if t.element != "grad"]
-    paths = _paths(tensors)
-
-    def stores(path: str) -> list[str]:
-        return [paths[path].store(t, value) for t, value in zip(written_to, written.results.values(), strict=True)]
-
-    blocks = range(0, stretch_of(key.grad_dtype), BLOCK)
+def _update(program: Program, written: Written) -> str:
+    (grad,) = (array for array in program.arrays if array.row is None)
+    stretch = STRETCH // grad.size
+    blocks = range(0, stretch, BLOCK)
     squares = [f"grad{i} = tl.load(grad_values + {i} + at, mask=at < left - {i}, other=0.0)" for i in blocks]
-    squares += [f"squares += square_sums_of_rows(grad{i}, {_lanes(key.grad_dtype)})" for i in blocks]
+    squares += [f"squares += square_sums_of_rows(grad{i}, {_lanes(grad)})" for i in blocks]
     square_sums = _SQUARE_SUMS.format(
         numel=NUMEL,
-        grad=f"tl.{key.grad_dtype}",
-        stretch=stretch_of(key.grad_dtype),
-        grad_bytes=_size(key.grad_dtype),
-        grad_lanes=_lanes(key.grad_dtype),
+        grad=f"tl.{grad.dtype}",
+        stretch=stretch,
+        grad_bytes=grad.size,
+        grad_lanes=_lanes(grad),
         squares=_block(squares, 3),
     )
-    return square_sums + _chunk(key, "update", written, stores)
+    new = program.new_elements(written)
+    return square_sums + _chunk(program, "update", written, lambda path: [path.store(*element) for element in new])
 
 
-def stretch_of(grad_dtype: str) -> int:
-    """How many elements of a gradient a program reduces at a time."""
-    return STRETCH // _size(grad_dtype)
+def _lanes(*arrays: Array) -> int:
+    """The fewest elements that fill a whole number of 16 bytes in each of ``arrays``."""
+    return 16 // min(array.size for array in arrays)
 
 
-def _size(dtype: str) -> int:
-    return int(getattr(torch, dtype).itemsize)
-
-
-def _lanes(*dtypes: str) -> int:
-    """The fewest elements that fill a whole number of 16 bytes in each of ``dtypes``."""
-    return 16 // min(map(_size, dtypes))
-
-
-def _block(lines: list[str], level: int) -> str:
+def _block(lines: Sequence[str], level: int) -> str:
     return "\n".join("    " * level + line for line in lines)
 
 
@@ -440,9 +327,10 @@ def evaluate(
     t = tl.program_id(0) * TENSORS + tl.arange(0, TENSORS)
     inside = t < tl.where({skip} == 0, count, 0)
     here = inside & (tl.load(grads + t, mask=inside, other=0) != 0)
-    group = tl.load(owners + {group} * count + t, mask=here, other=0)
+    hyper = {controls} + {hypers} * tl.load(owners + {group} * count + t, mask=here, other=0)
     maximize = tl.load(owners + {maximize} * count + t, mask=here, other=0)
     tl.store(out + t, tl.where(maximize != 0, -{factor}, {factor}), mask=here)
+{scalars}
 {coefficients}
 """
 
@@ -518,42 +406,30 @@ def square_sums(tensors, grads, stretches, sums, count, stretch_count, BLOCK: tl
 """
 
 
-TENSORS = 32  # tensors whose coefficients one program evaluates
-WARPS = 4
-REDUCING_PROGRAMS = 4096  # programs that reduce the gradients: enough to keep the memory of a large GPU busy
-
-
 class TritonKernel:
-    """The kernels of one key."""
+    """The kernels of one key, which Triton compiles when they first run."""
 
     chunk = BLOCK
 
-    def __init__(self, module: ModuleType, stretch: int, stages: Mapping[int, Places]) -> None:
-        self._module = module
-        self._stages = stages
-        self.stretch = stretch
+    def __init__(self, key: KernelKey) -> None:
+        self._module = load(source(key))
+        self._stages = key.rule.stages(dict(key.statics))
+        self.stretch = STRETCH // key.dtypes[1].itemsize
 
     def square_sum_count(self, stretches: int) -> int:
         """One partial sum per program that reduces."""
         return min(stretches, REDUCING_PROGRAMS)
 
     def measure(self, table: MeasuredTable) -> None:
-        if len(table.square_sums):
-            self._module.square_sums[(len(table.square_sums),)](
-                table.tensors,
-                table.grads,
-                table.stretches,
-                table.square_sums,
-                len(table.grads),
-                len(table.stretches),
-                BLOCK,
-                num_warps=WARPS,
-                enable_fp_fusion=True,
-            )
+        counts = len(table.grads), len(table.stretches)
+        programs = (len(table.square_sums),)
+        self._launch("square_sums", programs, table.tensors, table.grads, table.stretches, table.square_sums, *counts, BLOCK)
 
     def evaluate(self, coefficients: CoefficientTable) -> None:
         count = coefficients.owners.shape[1]
-        self._module.evaluate[(-(-count // TENSORS),)](
+        self._launch(
+            "evaluate",
+            (-(-count // TENSORS),),
             coefficients.owners,
             coefficients.gradients.pointers,
             coefficients.hypers,
@@ -565,13 +441,14 @@ class TritonKernel:
             int(coefficients.leads),
             TENSORS,
             BLOCK,
-            enable_fp_fusion=True,
         )
 
     def average(self, stage: int, table: MeasuredTable, coefficients: CoefficientTable) -> None:
         self._each_chunk(f"sums{stage}", table, coefficients, table.sums)
         places = self._stages[stage].sums
-        self._module.average[(len(table.spans), places.stop - places.start)](
+        self._launch(
+            "average",
+            (len(table.spans), places.stop - places.start),
             table.sums,
             table.spans,
             table.grads,
@@ -581,38 +458,34 @@ class TritonKernel:
             coefficients.owners.shape[1],
             1 + places.start,
             BLOCK,
-            num_warps=WARPS,
-            enable_fp_fusion=True,
         )
 
     def update(self, table: TensorTable, coefficients: CoefficientTable) -> None:
         self._each_chunk("update", table, coefficients)
 
-    def _each_chunk(self, name: str, table: TensorTable, coefficients: CoefficientTable, *sums: Tensor) -> None:
-        if len(table.chunks):
-            getattr(self._module, name)[(len(table.chunks),)](
-                table.tensors,
-                table.grads,
-                table.chunks,
-                coefficients.outcome,
-                coefficients.coefficients,
-                *sums,
-                len(table.grads),
-                coefficients.owners.shape[1],
-                BLOCK,
-                PART,
-                num_warps=WARPS,
-                enable_fp_fusion=True,
-            )
-
     def step(self, table: TensorTable, coefficients: CoefficientTable) -> None:
         self.evaluate(coefficients)
         self.update(table, coefficients)
 
+    def _each_chunk(self, name: str, table: TensorTable, coefficients: CoefficientTable, *sums: Tensor) -> None:
+        self._launch(
+            name,
+            (len(table.chunks),),
+            table.tensors,
+            table.grads,
+            table.chunks,
+            coefficients.outcome,
+            coefficients.coefficients,
+            *sums,
+            len(table.grads),
+            coefficients.owners.shape[1],
+            BLOCK,
+            PART,
+        )
 
-def build(key: KernelKey) -> TritonKernel:
-    """The kernels for one key; Triton compiles them when they first run."""
-    return TritonKernel(load(source(key)), stretch_of(key.grad_dtype), key.rule.stages(dict(key.statics)))
+    def _launch(self, name: str, programs: tuple[int, ...], *arguments: object) -> None:
+        if all(programs):
+            getattr(self._module, name)[programs](*arguments, num_warps=WARPS, enable_fp_fusion=True)
 
 
 def load(text: str) -> ModuleType:
