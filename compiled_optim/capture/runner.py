@@ -8,7 +8,6 @@ runner capture again, or refuse. It never replays what is stale.
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
@@ -93,7 +92,6 @@ class CUDAGraphRunner:
             else:
                 found = [modules] if isinstance(modules, nn.Module) else list(modules)
             self._run = FunctionRun(target, given, found, warmup, recaptures, stream, clone_outputs)
-        self._finalizer = weakref.finalize(self, self._run.slot.release)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Perform one optimization step, as the optimizer's own ``step`` does, hooks included.
@@ -134,8 +132,7 @@ class CUDAGraphRunner:
 
         Gradients and outputs that somebody holds stay valid.
         """
-        if "_run" in vars(self):
-            self._run.release()
+        self._run.release()
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
