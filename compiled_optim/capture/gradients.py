@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -17,18 +17,18 @@ from compiled_optim.optimizer import CompiledOptimizer, engine_of
 
 
 @contextlib.contextmanager
-def watching_zero_grad(optimizers: Sequence[CompiledOptimizer]) -> Iterator[set[int]]:
-    """Collect the ids of parameters whose gradients ``zero_grad`` sets to None before anything used or changed them.
+def watching_zero_grad(optimizers: Sequence[CompiledOptimizer]) -> Iterator[set[Tensor]]:
+    """Collect the parameters whose gradients ``zero_grad`` sets to None before anything used or changed them.
 
     No gradient is kept alive for that.
     """
     engines = [engine_of(o) for o in optimizers]
     runs = [engine.runs for engine in engines]
-    found = {id(p): _seen(p.grad) for engine in engines for p in engine.params}
-    dropped: set[int] = set()
+    found = {p: _seen(p.grad) for engine in engines for p in engine.params}
+    dropped: set[Tensor] = set()
 
     def is_untouched(param: Tensor) -> bool:
-        (reference, version), now = found[id(param)], _seen(param.grad)
+        (reference, version), now = found[param], _seen(param.grad)
         return reference is now[0] and version == now[1]
 
     def watched(optimizer: CompiledOptimizer) -> Callable[..., None]:
@@ -38,9 +38,8 @@ def watching_zero_grad(optimizers: Sequence[CompiledOptimizer]) -> Iterator[set[
         def zero_grad(set_to_none: bool = True) -> None:
             if set_to_none:
                 stepped = [engine for engine, before in zip(engines, runs, strict=True) if engine.runs > before]
-                unused = found.keys() - {id(p) for engine in stepped for p in engine.params}
-                params = engine_of(optimizer).params
-                dropped.update(id(p) for p in params if id(p) in unused and is_untouched(p))
+                unused = found.keys() - {p for engine in stepped for p in engine.params}
+                dropped.update(p for p in engine_of(optimizer).params if p in unused and is_untouched(p))
             original(set_to_none)
 
         return zero_grad
@@ -70,37 +69,37 @@ class CapturedGradients:
     that a parameter has later is copied to there. A parameter that no optimizer of the step updates matters only if the step
     changes its gradient.
 
-    The step's optimizers update the first ``updated`` of ``params``. ``cleared`` has ids of parameters whose gradients the
-    function drops, as far as is known before the capture.
+    The step's optimizers update the first ``updated`` of ``params``, which has their names. ``cleared`` are the parameters
+    whose gradients the function drops, as far as is known before the capture.
     """
 
-    def __init__(self, params: Sequence[Tensor], names: Sequence[str], updated: int, cleared: Collection[int]) -> None:
-        self._params, self._names, self._updated, self._cleared = params, names, updated, cleared
+    def __init__(self, params: Mapping[Tensor, str], updated: int, cleared: Collection[Tensor]) -> None:
+        self._params, self._updated, self._cleared = params, updated, cleared
         self._originals: list[Tensor | None] = [p.grad for p in params]
         for param in params:
-            if id(param) in cleared:
+            if param in cleared:
                 param.grad = None
         self._found = [(p.grad, _seen(p.grad)[1]) for p in params]
-        self._dropped: Collection[int] = ()
-        self._read: list[tuple[str, Tensor, Tensor | None]] = []  # names, parameters, and where the graph reads gradients
+        self._dropped: Collection[Tensor] = ()
+        self._read: list[tuple[Tensor, Tensor | None]] = []  # parameters, and where the graph reads their gradients
         self._left: list[tuple[Tensor, Tensor | None]] = []
         self.repeats = True  # whether the step leaves what it finds: nothing is to be done where no gradient was replaced
 
-    def leave(self, dropped: Collection[int]) -> None:
-        """Note what the captured step left; it ``dropped`` the gradients of parameters with these ids."""
+    def leave(self, dropped: Collection[Tensor]) -> None:
+        """Note what the captured step left; it ``dropped`` the gradients of these parameters."""
         self._dropped = dropped
-        for i, (name, param, (found, version)) in enumerate(zip(self._names, self._params, self._found, strict=True)):
+        for i, (param, (found, version)) in enumerate(zip(self._params, self._found, strict=True)):
             left = param.grad
             if i < self._updated or left is not found or (found is not None and found._version != version):
                 self._left.append((param, left))
-                if id(param) not in dropped:
-                    self._read.append((name, param, found))
+                if param not in dropped:
+                    self._read.append((param, found))
                     self.repeats &= left is found
 
     def accept(self) -> None:
         """Let go of gradients that nobody reads again, or raise ``RuntimeError`` if one that other calls drop was kept."""
-        for name, param in zip(self._names, self._params, strict=True):
-            if id(param) in self._cleared and id(param) not in self._dropped:
+        for param, name in self._params.items():
+            if param in self._cleared and param not in self._dropped:
                 raise RuntimeError(
                     f"the function drops the gradient of '{name}' in some calls and in others does not; a graph can only "
                     "do the same in every call"
@@ -115,12 +114,12 @@ class CapturedGradients:
     def change(self) -> str:
         """Which parameter's gradient is not what the graph finds; empty if all are, or were copied to where it reads."""
         copied: list[tuple[Tensor, Tensor]] = []
-        for name, param, found in self._read:  # none where the function drops its gradients first
+        for param, found in self._read:  # none where the function drops its gradients first
             grad = param.grad
             if grad is found:
                 continue
             if grad is None or found is None or not _fits(grad, found):
-                return f"gradient of '{name}' {gradient_place(found)} -> {gradient_place(grad)}"
+                return f"gradient of '{self._params[param]}' {gradient_place(found)} -> {gradient_place(grad)}"
             copied.append((found, grad))
         with torch.no_grad():
             for found, grad in copied:
@@ -152,31 +151,31 @@ class LiveAutograd:
     """The parameters whose autograd nodes were made outside of one runner's calls, and are held through them."""
 
     def __init__(self) -> None:
-        self._through: set[int] = set()  # ids of parameters whose nodes lived through the last call
-        self._let_go: set[int] = set()  # ids of those whose nodes did not
+        self._through: set[Tensor] = set()  # parameters whose nodes lived through the last call
+        self._let_go: set[Tensor] = set()  # those whose nodes did not
 
-    def adopt(self, params: Sequence[Tensor]) -> None:
+    def adopt(self, params: Iterable[Tensor]) -> None:
         """Take the nodes that exist as made on the stream on which the runner captures."""
         for notes in map(_notes, filter(_takes_gradient, params)):
             notes[_KEY] = self
 
     @contextlib.contextmanager
-    def watching(self, params: Sequence[Tensor]) -> Iterator[None]:
+    def watching(self, params: Collection[Tensor]) -> Iterator[None]:
         """Note which nodes live through a call on the stream of the capture, and take those that it makes."""
         before = self._held(params)
         yield
         self._through = _made_elsewhere(params)
         self._let_go = before - self._through
-        self.adopt([p for p in params if id(p) not in self._through])
+        self.adopt(p for p in params if p not in self._through)
 
-    def allow_capture(self, params: Sequence[Tensor], names: Sequence[str]) -> bool:
+    def allow_capture(self, params: Mapping[Tensor, str]) -> bool:
         """Whether a capture finds no node from elsewhere but those that the last call has shown to let go.
 
         Raises:
-            RuntimeError: a node lives that lived through the last call; ``names`` says of which parameter.
+            RuntimeError: a node lives that lived through the last call; ``params`` has the name of its parameter.
         """
         live = self._held(params)
-        held = [f"'{name}'" for name, p in zip(names, params, strict=True) if id(p) in live & self._through]
+        held = [f"'{name}'" for param, name in params.items() if param in live & self._through]
         if held:
             more = f" and {len(held) - 3} more" if len(held) > 3 else ""
             raise RuntimeError(
@@ -186,8 +185,8 @@ class LiveAutograd:
             )
         return live <= self._let_go
 
-    def _held(self, params: Sequence[Tensor]) -> set[int]:
-        """Mark the nodes that the runner did not make, and return the ids of parameters whose nodes somebody holds."""
+    def _held(self, params: Collection[Tensor]) -> set[Tensor]:
+        """Mark the nodes that the runner did not make, and return the parameters whose nodes somebody holds."""
         torch.clear_autocast_cache()  # nobody holds the weights in it
         for notes in map(_notes, filter(_takes_gradient, params)):
             if notes.get(_KEY) is not self:
@@ -195,10 +194,10 @@ class LiveAutograd:
         return _made_elsewhere(params)
 
 
-def _made_elsewhere(params: Sequence[Tensor]) -> set[int]:
-    """The ids of the parameters with marked nodes; a mark is gone with its node."""
+def _made_elsewhere(params: Iterable[Tensor]) -> set[Tensor]:
+    """The parameters with marked nodes; a mark is gone with its node."""
     torch.clear_autocast_cache()
-    return {id(p) for p in params if _takes_gradient(p) and _notes(p).get(_KEY) == _ELSEWHERE}
+    return {p for p in params if _takes_gradient(p) and _notes(p).get(_KEY) == _ELSEWHERE}
 
 
 def _notes(param: Tensor) -> dict[str, Any]:

@@ -125,37 +125,32 @@ class Guards:
     """The tensors, modules and modes that a captured training step reads in Python, as they were then.
 
     Attributes:
-        params: the parameters of the optimizers, then those that only the modules have.
-        names: of all of them.
+        params: names by parameter: the optimizers' parameters, then those that only the modules have.
         updated: how many are the optimizers'.
     """
 
     def __init__(self, optimizers: Sequence[CompiledOptimizer], modules: Iterable[nn.Module]) -> None:
-        optimized = [p for o in optimizers for p in engine_of(o).params]
-        names = {id(param): name for o in optimizers for name, param in named_parameters(o.param_groups)}
-        self._optimized = set(names)
+        self._named = {param: name for o in optimizers for name, param in named_parameters(o.param_groups)}
         self._modules = {module: name for root in modules for name, module in root.named_modules()}
         # Read past the module's own methods, which look at three dicts for every name.
         self._dicts = [entries for m in self._modules for entries in (m._parameters, m._buffers, m._modules)]
         self._prefixes = [f"{name}." if name else "" for name in self._modules.values() for _ in range(3)]
         self._snapshots = [dict(entries) for entries in self._dicts]
+        self._full = list(filter(None, self._dicts))
+        self._empty = [entries for entries in self._dicts if not entries]
         self._contents = self._read_contents()
-        others: dict[int, tuple[str, Tensor]] = {}
+        others: dict[Tensor, str] = {}
         for prefix, entries in zip(self._prefixes, self._snapshots, strict=True):
             for key, tensor in entries.items():
-                if isinstance(tensor, Tensor) and id(tensor) not in names:
-                    others.setdefault(id(tensor), (prefix + key, tensor))
-        only_held = [(name, t) for name, t in others.values() if isinstance(t, nn.Parameter)]
-        placed = [(name, t) for name, t in others.values() if _has_address(t)]
-        optimized_names = [names.get(id(p), "?") for p in optimized]
-        self.params, self.updated = [*optimized, *(t for _, t in only_held)], len(optimized)
-        self.names = [*optimized_names, *(name for name, _ in only_held)]
-        self._tensors, self._tensor_names = (
-            [*optimized, *(t for _, t in placed)],
-            [*optimized_names, *(n for n, _ in placed)],
-        )
-        self._addresses, self._places = Addresses(self._tensors), list(map(tensor_place, self._tensors))
-        self._sees_gradients = len(placed) == len(others)
+                if isinstance(tensor, Tensor) and tensor not in self._named:
+                    others.setdefault(tensor, prefix + key)
+        optimized = {p: self._named.get(p, "?") for o in optimizers for p in engine_of(o).params}
+        self.params = optimized | {t: name for t, name in others.items() if isinstance(t, nn.Parameter)}
+        self.updated = len(optimized)
+        self._tensors = optimized | {t: name for t, name in others.items() if _has_address(t)}
+        self._sees_gradients = len(self._tensors) == len(optimized) + len(others)
+        self._addresses = Addresses([*self._tensors])
+        self._places = list(map(tensor_place, self._tensors))
         self._flags = self._read_flags()
 
     def change(self) -> str:
@@ -165,16 +160,16 @@ class Guards:
             RuntimeError: a module no longer holds a parameter that an optimizer updates. Only a new optimizer can follow.
         """
         contents = self._read_contents()
-        if len(contents) != len(self._contents) or not all(map(is_, contents, self._contents)):
+        if any(self._empty) or len(contents) != len(self._contents) or not all(map(is_, contents, self._contents)):
             return self._replaced()
         self._addresses.read()
         if self._addresses.moved:
-            places = list(map(tensor_place, self._tensors))
-            return _first_change("parameter '{}' {} -> {}", self._tensor_names, self._places, places)
+            places = map(tensor_place, self._tensors)
+            return _first_change("parameter '{}' {} -> {}", self._tensors.values(), self._places, places)
         if (flags := self._read_flags()) == self._flags:
             return ""
-        names = (self.names, [name or type(module).__name__ for module, name in self._modules.items()], _MODES)
-        changes = zip(_FLAGS, names, self._flags, flags, strict=True)
+        module_names = [name or type(module).__name__ for module, name in self._modules.items()]
+        changes = zip(_FLAGS, (self.params.values(), module_names, _MODES), self._flags, flags, strict=True)
         return next(_first_change(*change) for change in changes if change[2] != change[3])
 
     def look(self) -> None:
@@ -186,9 +181,9 @@ class Guards:
         """What was seen of the gradients: equal to what it was before if none was replaced since."""
         return self._addresses.version if self._sees_gradients and not self._addresses.unlike else object()
 
-    def mark(self, written: Collection[int]) -> None:
-        """Note the ids of the parameters that the step writes, for :meth:`count_versions`."""
-        self._addresses.set_written([id(t) in written for t in self._tensors])
+    def mark(self, written: Collection[Tensor]) -> None:
+        """Note the parameters that the step writes, for :meth:`count_versions`."""
+        self._addresses.set_written([t in written for t in self._tensors])
 
     def count_versions(self) -> None:
         """Let autograd know that these parameters were written."""
@@ -202,7 +197,7 @@ class Guards:
                 entries.update(before)
 
     def _read_contents(self) -> list[Any]:
-        return list(chain.from_iterable(map(dict.values, self._dicts)))
+        return list(chain.from_iterable(map(dict.values, self._full)))
 
     def _replaced(self) -> str:
         for prefix, entries, before in zip(self._prefixes, self._dicts, self._snapshots, strict=True):
@@ -210,7 +205,7 @@ class Guards:
                 old, new = before.get(key, _ABSENT), entries.get(key, _ABSENT)
                 if new is old:
                     continue
-                if id(old) in self._optimized:
+                if isinstance(old, Tensor) and old in self._named:
                     raise RuntimeError(
                         f"parameter '{prefix}{key}' of the module is no longer the tensor that the optimizer updates (after "
                         "load_state_dict(assign=True)?); make a new optimizer and runner, or load with assign=False"
@@ -221,13 +216,13 @@ class Guards:
 
     def _read_flags(self) -> list[list[Any]]:
         """Whether parameters require grad, whether modules are in training mode, and torch's modes."""
-        kind = self.params[0].device.type
+        kind = next(iter(self.params)).device.type
         autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
         modes = [torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast]
         return [list(map(_REQUIRES_GRAD, self.params)), list(map(_TRAINING, self._modules)), modes]
 
 
-def _first_change(text: str, names: Sequence[str], old: Sequence[Any], new: Sequence[Any]) -> str:
+def _first_change(text: str, names: Iterable[str], old: Iterable[Any], new: Iterable[Any]) -> str:
     return next(text.format(n, a, b) for n, a, b in zip(names, old, new, strict=True) if a != b)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map, tree_map_only
 
 from compiled_optim.capture.gradients import CapturedGradients, LiveAutograd, watching_zero_grad
 from compiled_optim.capture.graph import CudaGraph
@@ -22,19 +22,16 @@ from compiled_optim.step.hand_captures import recorded_by_runner
 
 
 class RecordedStep:
-    """What the capture of a training step found and left outside of the graph.
+    """What the capture of a training step of ``optimizers`` found and left outside of the graph.
 
-    Args:
-        optimizers: those that the training step uses.
-        guards: what it reads, as the capture finds it.
-        dropped: ids of the parameters whose gradients the step drops, as far as is known.
+    The capture finds what the ``guards`` saw. The step is known to drop the gradients of ``dropped``.
     """
 
-    def __init__(self, optimizers: Sequence[CompiledOptimizer], guards: Guards, dropped: Collection[int]) -> None:
+    def __init__(self, optimizers: Sequence[CompiledOptimizer], guards: Guards, dropped: Collection[Tensor]) -> None:
         self._optimizers = optimizers
         self._engines = [engine_of(o) for o in optimizers]
         self._guards = guards
-        self._gradients = CapturedGradients(guards.params, guards.names, guards.updated, dropped)
+        self._gradients = CapturedGradients(guards.params, guards.updated, dropped)
         self._runs = [engine.runs for engine in self._engines]
         self._param_versions = [p._version for p in guards.params]
         self._hypers = list(map(_hypers_of, optimizers))
@@ -50,7 +47,7 @@ class RecordedStep:
             yield
         self._gradients.leave(dropped)
         versions = zip(self._guards.params, self._param_versions, strict=True)
-        self._guards.mark({id(p) for p, version in versions if p._version != version})
+        self._guards.mark({p for p, version in versions if p._version != version})
         self._steps = [engine.runs - before for engine, before in zip(self._engines, self._runs, strict=True)]
         self._scalers = [graph_of(engine.step).scaler for engine in self._engines]
         self._keys = self._followed()
@@ -157,7 +154,7 @@ class FunctionRun(Run):
         self._autograd = LiveAutograd()
         if stream is not None:
             self._autograd.adopt(Guards(optimizers, modules).params)
-        self._dropped: set[int] = set()  # ids of parameters whose gradients the last warm-up dropped
+        self._dropped: set[Tensor] = set()  # parameters whose gradients the last warm-up dropped
         self._launches: list[int] = []  # of each optimizer in the last warm-up
         self._forget()
 
@@ -214,7 +211,7 @@ class FunctionRun(Run):
     def _hand_out(self, outputs: Any) -> Any:
         if not self._clone_outputs:
             return outputs
-        return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, outputs)
+        return tree_map_only(Tensor, torch.clone, outputs)
 
     def _warm_up(self, graph: CudaGraph) -> Any:
         """Run the function as it is, and note what its capture is to find."""
@@ -238,7 +235,7 @@ class FunctionRun(Run):
         known = all(followed(engine) is not None for engine, launches in stepped if launches)  # else the capture refuses
         if not known or self._warmed is None or self._warmed.change():
             return False
-        return self._autograd.allow_capture(self._warmed.params, self._warmed.names)
+        return self._autograd.allow_capture(self._warmed.params)
 
     def _capture(self, graph: CudaGraph) -> RecordedStep:
         assert self._warmed is not None

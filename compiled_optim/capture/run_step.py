@@ -120,21 +120,23 @@ class StepRun(Run):
 
     alone = True
 
-    def __init__(self, optimizer: CompiledOptimizer, warmup: int, recaptures: int, stream: torch.Stream | None) -> None:
-        self.optimizer = optimizer
-        self._key: tuple[object, ...] = ()  # of the graph, or of the last launch where there is none
-        super().__init__([optimizer], warmup, recaptures, stream)
-        (self._engine,) = self._engines
+    _key: tuple[object, ...] = ()  # of the graph, or of the last launch where there is none
+
+    @property
+    def optimizer(self) -> CompiledOptimizer:
+        """Whose step it is."""
+        return self._optimizers[0]
 
     def step(self, closure: Callable[[], Any] | None, scaler: dict[str, Any]) -> Any:
         """One step with its launches replayed; ``scaler`` is what a gradient scaler handed over."""
+        (engine,) = self._engines
         for name, value in scaler.items():
             setattr(self.optimizer, name, value)
         try:
-            self._engine.launcher = self._launch
+            engine.launcher = self._launch
             return self.optimizer.step(closure)
         finally:
-            self._engine.launcher = None
+            engine.launcher = None
             for name in scaler:
                 delattr(self.optimizer, name)
 
@@ -160,5 +162,5 @@ class StepRun(Run):
             self._graph.capture(step.launch)
             self._note_capture()
         self._graph.replay()
-        self._engine.holdings.log.replays += 1
+        self._engines[0].holdings.log.replays += 1
         return None
