@@ -12,7 +12,7 @@ import operator
 import os
 import re
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -197,7 +197,7 @@ _OPERATIONS: dict[tuple[str, int], Callable[..., Any]] = {
 
 
 def _write(op: str, operands: str, values: dict[str, Any]) -> None:
-    """Note what an instruction writes to registers: an array of a number for each thread, or of one for all; None if unknown."""
+    """Note what an instruction writes: an array with a number for each thread, or with one for all; None if unknown."""
     if not op or op.startswith(("st.", "bra")):
         return
     written, _, read = operands.partition("}" if operands.startswith("{") else ",")
