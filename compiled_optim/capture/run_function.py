@@ -21,117 +21,6 @@ from compiled_optim.step.engine import Engine
 from compiled_optim.step.hand_captures import recorded_by_runner
 
 
-class RecordedStep:
-    """What the capture of a training step of ``optimizers`` found and left outside of the graph.
-
-    The capture finds what the ``guards`` saw. The step is known to drop the gradients of ``dropped``.
-    """
-
-    def __init__(self, optimizers: Sequence[CompiledOptimizer], guards: Guards, dropped: Collection[Tensor]) -> None:
-        self._optimizers = optimizers
-        self._engines = [engine_of(o) for o in optimizers]
-        self._guards = guards
-        self._gradients = CapturedGradients(guards.params, guards.updated, dropped)
-        self._runs = [engine.runs for engine in self._engines]
-        self._param_versions = [p._version for p in guards.params]
-        self._hypers = list(map(_hypers_of, optimizers))
-        self._settled: object = None  # the gradients, as the guards saw them, when nothing was to be done about them
-
-    @contextlib.contextmanager
-    def capturing(self, launches: Sequence[int]) -> Iterator[None]:
-        """Watch a capture of so many launches of each optimizer."""
-        with contextlib.ExitStack() as stack:
-            dropped = stack.enter_context(watching_zero_grad(self._optimizers))
-            for engine, count in zip(self._engines, launches, strict=True):
-                stack.enter_context(graph_of(engine.step).reserve(count))
-            yield
-        self._gradients.leave(dropped)
-        versions = zip(self._guards.params, self._param_versions, strict=True)
-        self._guards.mark({p for p, version in versions if p._version != version})
-        self._steps = [engine.runs - before for engine, before in zip(self._engines, self._runs, strict=True)]
-        self._scalers = [graph_of(engine.step).scaler for engine in self._engines]
-        self._keys = self._followed()
-
-    def check(self) -> None:
-        """Refuse a function whose Python changed what a replay could not change again.
-
-        Raises:
-            RuntimeError: naming it.
-        """
-        for optimizer, hypers, steps in zip(self._optimizers, self._hypers, self._steps, strict=True):
-            if not steps:
-                raise RuntimeError(f"the function did not step {type(optimizer).__name__}, which is one of the optimizers")
-            for name, (tensor, version) in _hypers_of(optimizer).items():
-                before = hypers.get(name)
-                if before is None or tensor is not before[0] or version != before[1]:
-                    raise RuntimeError(
-                        f"the function writes {name}, which every replay would repeat; call schedulers and set "
-                        "hyperparameters outside of it"
-                    )
-        if None in self._keys:
-            raise RuntimeError("the function changes groups or state of its optimizers; do that outside of it")
-        if change := self._guards.change():
-            raise RuntimeError(f"the function itself changes what every replay would find as it was: {change}")
-        self._gradients.accept()
-
-    def undo(self) -> None:
-        """Put back gradients, and what modules hold, after a capture that failed."""
-        self._gradients.put_back()
-        self._guards.put_back()
-
-    def change(self) -> str:
-        """What the graph cannot follow, with old and new value; empty if there is nothing."""
-        change = self._guards.change()
-        if change or (self._gradients.repeats and self._guards.gradients == self._settled):
-            return change
-        self._settled = None
-        return self._gradients.change()
-
-    def follow(self) -> bool:
-        """Hand over what was assigned since the last call; False if a graph of another step is needed."""
-        return self._followed() == self._keys
-
-    def replayed(self) -> None:
-        """Do what the function's Python would have done besides."""
-        if self._settled is None:
-            self._gradients.hand_out()
-            self._guards.look()
-            self._settled = self._guards.gradients
-        self._guards.count_versions()
-        for engine, steps in zip(self._engines, self._steps, strict=True):
-            engine.steps += steps
-            engine.holdings.log.replays += 1
-
-    def _followed(self) -> list[tuple[object, ...] | None]:
-        return list(map(followed, self._engines, self._scalers))
-
-
-def followed(engine: Engine, scaler: tuple[Any, Any] | None = None) -> tuple[object, ...] | None:
-    """Hand what was assigned over to a graph of the engine's step, and return what the graph depends on.
-
-    Returns None if the step is not current. The graph reads the tensors ``scaler``, by default those of the last step.
-    """
-    if engine.step is None:
-        return None
-    engine.holdings.check_numbers()
-    graph = graph_of(engine.step)
-    max_grad_norm, *_, skip_nonfinite = engine.clipping
-    return graph.follow((max_grad_norm, *(scaler or graph.scaler), skip_nonfinite))
-
-
-def _hypers_of(optimizer: CompiledOptimizer) -> dict[str, tuple[Tensor, int]]:
-    """The live hyperparameter tensors by name, with versions, but those that the step itself sets on a schedule."""
-    scheduled = engine_of(optimizer).holdings.schedules.functions
-    return {
-        f"param_groups[{i}][{hyper.name!r}]" + (f"[{k}]" if len(tensors) > 1 else ""): (tensor, tensor._version)
-        for i, group in enumerate(optimizer.param_groups)
-        for hyper in optimizer._fields_of(Hyper)
-        if (i, hyper.name) not in scheduled
-        for tensors in (group.read_only(hyper.name),)  # type: ignore[attr-defined]
-        for k, tensor in enumerate(tensors)
-    }
-
-
 class FunctionRun(Run):
     """A whole training step."""
 
@@ -266,3 +155,114 @@ def _detached(output: Any) -> Any:
             f"them, got {type(output).__name__}"
         )
     return output
+
+
+class RecordedStep:
+    """What the capture of a training step of ``optimizers`` found and left outside of the graph.
+
+    The capture finds what the ``guards`` saw. The step is known to drop the gradients of ``dropped``.
+    """
+
+    def __init__(self, optimizers: Sequence[CompiledOptimizer], guards: Guards, dropped: Collection[Tensor]) -> None:
+        self._optimizers = optimizers
+        self._engines = [engine_of(o) for o in optimizers]
+        self._guards = guards
+        self._gradients = CapturedGradients(guards.params, guards.updated, dropped)
+        self._runs = [engine.runs for engine in self._engines]
+        self._param_versions = [p._version for p in guards.params]
+        self._hypers = list(map(_hypers_of, optimizers))
+        self._settled: object = None  # the gradients, as the guards saw them, when nothing was to be done about them
+
+    @contextlib.contextmanager
+    def capturing(self, launches: Sequence[int]) -> Iterator[None]:
+        """Watch a capture of so many launches of each optimizer."""
+        with contextlib.ExitStack() as stack:
+            dropped = stack.enter_context(watching_zero_grad(self._optimizers))
+            for engine, count in zip(self._engines, launches, strict=True):
+                stack.enter_context(graph_of(engine.step).reserve(count))
+            yield
+        self._gradients.leave(dropped)
+        versions = zip(self._guards.params, self._param_versions, strict=True)
+        self._guards.mark({p for p, version in versions if p._version != version})
+        self._steps = [engine.runs - before for engine, before in zip(self._engines, self._runs, strict=True)]
+        self._scalers = [graph_of(engine.step).scaler for engine in self._engines]
+        self._keys = self._followed()
+
+    def check(self) -> None:
+        """Refuse a function whose Python changed what a replay could not change again.
+
+        Raises:
+            RuntimeError: naming it.
+        """
+        for optimizer, hypers, steps in zip(self._optimizers, self._hypers, self._steps, strict=True):
+            if not steps:
+                raise RuntimeError(f"the function did not step {type(optimizer).__name__}, which is one of the optimizers")
+            for name, (tensor, version) in _hypers_of(optimizer).items():
+                before = hypers.get(name)
+                if before is None or tensor is not before[0] or version != before[1]:
+                    raise RuntimeError(
+                        f"the function writes {name}, which every replay would repeat; call schedulers and set "
+                        "hyperparameters outside of it"
+                    )
+        if None in self._keys:
+            raise RuntimeError("the function changes groups or state of its optimizers; do that outside of it")
+        if change := self._guards.change():
+            raise RuntimeError(f"the function itself changes what every replay would find as it was: {change}")
+        self._gradients.accept()
+
+    def undo(self) -> None:
+        """Put back gradients, and what modules hold, after a capture that failed."""
+        self._gradients.put_back()
+        self._guards.put_back()
+
+    def change(self) -> str:
+        """What the graph cannot follow, with old and new value; empty if there is nothing."""
+        change = self._guards.change()
+        if change or (self._gradients.repeats and self._guards.gradients == self._settled):
+            return change
+        self._settled = None
+        return self._gradients.change()
+
+    def follow(self) -> bool:
+        """Hand over what was assigned since the last call; False if a graph of another step is needed."""
+        return self._followed() == self._keys
+
+    def replayed(self) -> None:
+        """Do what the function's Python would have done besides."""
+        if self._settled is None:
+            self._gradients.hand_out()
+            self._guards.look()
+            self._settled = self._guards.gradients
+        self._guards.count_versions()
+        for engine, steps in zip(self._engines, self._steps, strict=True):
+            engine.steps += steps
+            engine.holdings.log.replays += 1
+
+    def _followed(self) -> list[tuple[object, ...] | None]:
+        return list(map(followed, self._engines, self._scalers))
+
+
+def followed(engine: Engine, scaler: tuple[Any, Any] | None = None) -> tuple[object, ...] | None:
+    """Hand what was assigned over to a graph of the engine's step, and return what the graph depends on.
+
+    Returns None if the step is not current. The graph reads the tensors ``scaler``, by default those of the last step.
+    """
+    if engine.step is None:
+        return None
+    engine.holdings.check_numbers()
+    graph = graph_of(engine.step)
+    max_grad_norm, *_, skip_nonfinite = engine.clipping
+    return graph.follow((max_grad_norm, *(scaler or graph.scaler), skip_nonfinite))
+
+
+def _hypers_of(optimizer: CompiledOptimizer) -> dict[str, tuple[Tensor, int]]:
+    """The live hyperparameter tensors by name, with versions, but those that the step itself sets on a schedule."""
+    scheduled = engine_of(optimizer).holdings.schedules.functions
+    return {
+        f"param_groups[{i}][{hyper.name!r}]" + (f"[{k}]" if len(tensors) > 1 else ""): (tensor, tensor._version)
+        for i, group in enumerate(optimizer.param_groups)
+        for hyper in optimizer._fields_of(Hyper)
+        if (i, hyper.name) not in scheduled
+        for tensors in (group.read_only(hyper.name),)  # type: ignore[attr-defined]
+        for k, tensor in enumerate(tensors)
+    }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import operator
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -91,6 +90,9 @@ def fake_cuda(arch: int) -> Iterator[None]:
     interface = type("FakeCuda", (device_interface.CudaInterface,), {**fixed, "Worker": worker})
     current = [0]
 
+    def current_device() -> int:
+        return current[0]
+
     def exchange(index: int) -> int:
         """Make ``index`` the current device, and return the one before."""
         before, current[0] = current[0], index
@@ -111,7 +113,7 @@ def fake_cuda(arch: int) -> Iterator[None]:
         for device in ("cuda", "cuda:0", "cuda:1"):
             device_interface.register_interface_for_device(device, interface)
         enter(mock.patch.object(torch.cuda, "get_device_properties", return_value=properties))
-        enter(mock.patch.object(torch.cuda, "current_device", functools.partial(operator.getitem, current, 0)))
+        enter(mock.patch.object(torch.cuda, "current_device", current_device))
         enter(mock.patch.object(torch.cuda, "_exchange_device", exchange))
         enter(mock.patch.object(torch.cuda, "_maybe_exchange_device", exchange))
         enter(mock.patch.object(triton_helpers, "set_driver_to_gpu"))
