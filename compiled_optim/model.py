@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -93,21 +93,21 @@ def to_low_precision(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a module, got {type(model).__name__}")
     _check_dtype(dtype, "dtype")
-    dtypes = _kept(keep)
-    listed = _entries(model)
+    dtypes = _dtypes_by_key(keep)
+    listed = _by_first_name(_entries(model))
     chosen = first_matches(
         list(dtypes), listed, _is_kept, "parameter or buffer", lambda first, second: dtypes[first] != dtypes[second]
     )
-    new: dict[int, tuple[Tensor, Tensor]] = {}  # the old and the new tensor, by the id of the old one
+    new: dict[Tensor, Tensor] = {}
     for name, entry in listed.items():
-        wanted = dtypes[chosen[name]] if name in chosen else dtype
+        wanted = dtypes.get(chosen.get(name, ""), dtype)
         for tensor in (entry.tensor, entry.tensor.grad if isinstance(entry.tensor, nn.Parameter) else None):
             if tensor is not None and tensor.is_floating_point() and wanted not in (None, tensor.dtype):
                 with torch.no_grad():
-                    new[id(tensor)] = (tensor, tensor.to(wanted))
+                    new[tensor] = tensor.to(wanted)
 
     def converted(tensor: Tensor) -> Tensor:
-        replacement = new[id(tensor)][1] if id(tensor) in new else tensor
+        replacement = new.get(tensor, tensor)
         return tensor if tensor.dtype == replacement.dtype else replacement
 
     model._apply(converted)  # type: ignore[no-untyped-call]
@@ -117,28 +117,27 @@ def to_low_precision(
 def _parameters(model: Model) -> dict[str, _Listed]:
     """The parameters of ``model`` by their first names."""
     if isinstance(model, nn.Module):
-        return _by_first_name((name, p, []) for name, p in model.named_parameters(remove_duplicate=False))
+        model = model.named_parameters(remove_duplicate=False)
     names, tensors = names_and_tensors(model, "model")
     if len(names) != len(tensors):
         raise TypeError("model must be a module, or names and parameters: pairs, as named_parameters() gives, or a dict")
-    if foreign := [name for name, tensor in zip(names, tensors, strict=True) if not isinstance(tensor, Tensor)]:
-        raise TypeError(f"'{foreign[0]}' of the model is no tensor")
+    for name, tensor in zip(names, tensors, strict=True):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"'{name}' of the model is no tensor")
     return _by_first_name((name, tensor, []) for name, tensor in zip(names, tensors, strict=True))
 
 
-def _entries(model: nn.Module) -> dict[str, _Listed]:
-    """The parameters and buffers of ``model`` by their first names."""
-
-    def of(module: nn.Module, prefix: str, above: list[nn.Module]) -> Iterator[tuple[str, Tensor, list[nn.Module]]]:
-        owners = [*above, module]
-        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is not None:
-                yield prefix + name, tensor, owners
-        for name, child in module._modules.items():
-            if child is not None:
-                yield from of(child, f"{prefix}{name}.", owners)
-
-    return _by_first_name(of(model, "", []))
+def _entries(
+    module: nn.Module, prefix: str = "", above: Sequence[nn.Module] = ()
+) -> Iterator[tuple[str, Tensor, list[nn.Module]]]:
+    """The parameters and buffers of ``module``, each with its name after ``prefix`` and the modules that it is in."""
+    owners = [*above, module]
+    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+        if tensor is not None:
+            yield prefix + name, tensor, owners
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from _entries(child, f"{prefix}{name}.", owners)
 
 
 def _by_first_name(entries: Iterable[tuple[str, Tensor, list[nn.Module]]]) -> dict[str, _Listed]:
@@ -147,14 +146,14 @@ def _by_first_name(entries: Iterable[tuple[str, Tensor, list[nn.Module]]]) -> di
         entry = found.setdefault(id(tensor), _Listed(tensor, [], []))
         entry.names.append(name)
         entry.owners.extend(owners)
-    result = {entry.names[0]: entry for entry in found.values()}
-    if len(result) < len(found):
-        names = [entry.names[0] for entry in found.values()]
-        raise ValueError(f"two parameters are named '{next(name for name in names if names.count(name) > 1)}'")
-    return result
+    listed: dict[str, _Listed] = {}
+    for entry in found.values():
+        if listed.setdefault(entry.names[0], entry) is not entry:
+            raise ValueError(f"two parameters are named '{entry.names[0]}'")
+    return listed
 
 
-def _kept(keep: Any) -> dict[Key, torch.dtype | None]:
+def _dtypes_by_key(keep: Any) -> dict[Key, torch.dtype | None]:
     """What ``keep`` says, as a dict from key to dtype; None for what stays."""
     if isinstance(keep, (str, type)):
         keep = (keep,)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from compiled_optim.memory.sharding import local
 from compiled_optim.optimizer import CompiledOptimizer, engine_of
 from compiled_optim.plan.compilations import Compilation, RecompileError, forbidding_recompilation
 from compiled_optim.rule.storage import PARTS
+from compiled_optim.step.engine import Engine
 
 
 @contextlib.contextmanager
@@ -109,7 +111,11 @@ class CompileReport:
         ]
         if self.captures:
             lines.append(f"  {len(self.captures)} captures, {self.recaptures} re-captures, {self.replays} replays")
-        lines += [f"  kernel {kernel}{self._spent(kernel)}" for kernel in self.kernels]
+        for kernel in self.kernels:
+            made = [c for c in self.compilations if c.kernel == kernel]
+            how = "loaded" if all(c.loaded for c in made) else "compiled"
+            spent = f": {how} in {sum(c.seconds for c in made):.3f} s" if made else ""  # else the process had it already
+            lines.append(f"  kernel {kernel}{spent}")
         lines += [f"  recompiled: {c.cause}" for c in self.compilations if c.cause]
         lines += [f"  captured again: {cause}" for cause in self.captures if cause]
         lines += [f"  fallback: {reason}" for reason in self.fallbacks]
@@ -119,13 +125,6 @@ class CompileReport:
             lines.append(f"  compiled C++ is kept in {self.cache}")
         return "\n".join(lines)
 
-    def _spent(self, kernel: str) -> str:
-        """How long it took to have ``kernel``, in words; empty if the process had it already."""
-        found = [c for c in self.compilations if c.kernel == kernel]
-        seconds = sum(c.seconds for c in found)
-        how = "loaded" if all(c.loaded for c in found) else "compiled"
-        return f": {how} in {seconds:.3f} s" if found else ""
-
 
 def compile_report(optimizer: CompiledOptimizer) -> CompileReport:
     """The report for ``optimizer``.
@@ -133,8 +132,7 @@ def compile_report(optimizer: CompiledOptimizer) -> CompileReport:
     Raises:
         TypeError: ``optimizer`` is not one of this package.
     """
-    _check_kind(optimizer, "compile_report")
-    engine = engine_of(optimizer)
+    engine = _checked_engine(optimizer, "compile_report")
     log = engine.holdings.log
     return CompileReport(
         type(optimizer).__name__,
@@ -202,26 +200,26 @@ def memory_report(optimizer: CompiledOptimizer) -> MemoryReport:
     Raises:
         TypeError: ``optimizer`` is not one of this package.
     """
-    _check_kind(optimizer, "memory_report")
-    engine = engine_of(optimizer)
+    engine = _checked_engine(optimizer, "memory_report")
     step = engine.current()
     params = [p for p in step.params if not torch.nn.parameter.is_lazy(p)]
     grads = [grad for p in params if (grad := gradient(p)) is not None]
-    state: dict[str, int] = {}
     named = (item for p in step.params for item in engine.holdings.state.get(p, {}).items())
     entries = [(name, entry) for name, entry in named if isinstance(entry, Tensor)]
+    state = Counter[str]()
     for name, entry in entries:
-        state[name] = state.get(name, 0) + _bytes(entry)
-    known = {_storage(part) for tensor in (*params, *grads, *(e for _, e in entries)) for part in _parts(tensor)}
-    others = {_storage(t): t.untyped_storage().nbytes() for t in _tensors_in(step) if _storage(t) not in known}
+        state[name] += _bytes(entry)
+    known = _storages(part for tensor in (*params, *grads, *(e for _, e in entries)) for part in _parts(tensor))
+    tables = sum(size for storage, size in _storages(_tensors_in(step)).items() if storage not in known)
     elements = sum(local(p).numel() for p in params)
     weights, gradients = sum(map(_bytes, params)), sum(map(_bytes, grads))
-    return MemoryReport(type(optimizer).__name__, elements, weights, gradients, state, sum(others.values()))
+    return MemoryReport(type(optimizer).__name__, elements, weights, gradients, dict(state), tables)
 
 
-def _check_kind(optimizer: Any, function: str) -> None:
+def _checked_engine(optimizer: Any, function: str) -> Engine:
     if not isinstance(optimizer, CompiledOptimizer):
         raise TypeError(f"{function} takes an optimizer of compiled_optim, got {type(optimizer).__name__}")
+    return engine_of(optimizer)
 
 
 def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
@@ -234,9 +232,9 @@ def _bytes(tensor: Tensor) -> int:
     return sum(part.numel() * part.element_size() for part in _parts(tensor))
 
 
-def _storage(tensor: Tensor) -> int:
-    """What identifies the memory of a dense tensor."""
-    return int(tensor.untyped_storage()._cdata)
+def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """The bytes of the storages of dense tensors, by what identifies a storage."""
+    return {int(storage._cdata): storage.nbytes() for storage in (t.untyped_storage() for t in tensors)}
 
 
 def _tensors_in(root: object) -> Iterator[Tensor]:
@@ -251,9 +249,7 @@ def _tensors_in(root: object) -> Iterator[Tensor]:
         if isinstance(found, Tensor):
             if found.layout is torch.strided and found.device.type != "meta" and type(found) in (Tensor, torch.nn.Parameter):
                 yield found
-        elif isinstance(found, Mapping):
-            left += found.values()
-        elif isinstance(found, (list, tuple)):
-            left += found
+        elif isinstance(found, (Mapping, list, tuple)):
+            left += found.values() if isinstance(found, Mapping) else found
         elif type(found).__module__.startswith("compiled_optim."):
             left += getattr(found, "__dict__", {}).values()

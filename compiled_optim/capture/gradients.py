@@ -1,52 +1,64 @@
-"""Which gradients a training step drops, finds and leaves, and which autograd graphs somebody keeps through it."""
+"""Which gradients a training step drops, finds and leaves, and which autograd graphs somebody holds through it."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from operator import attrgetter, is_
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from compiled_optim.capture.guards import words
+from compiled_optim.capture.guards import gradient_place
+from compiled_optim.optimizer import CompiledOptimizer, engine_of
 
-_GRAD = attrgetter("grad")
 
+@contextlib.contextmanager
+def watching_zero_grad(optimizers: Sequence[CompiledOptimizer]) -> Iterator[set[Tensor]]:
+    """Collect the parameters whose gradients ``zero_grad`` sets to None before anything used or changed them.
 
-class DroppedGradients:
-    """Which gradients ``zero_grad`` set to None before anything was added to them; none is kept alive for that.
-
-    ``places`` says which of ``params``, whose gradients are those of now, as far as was reported.
+    No gradient is kept alive for that.
     """
+    engines = [engine_of(o) for o in optimizers]
+    runs = [engine.runs for engine in engines]
+    found = {p: _seen(p.grad) for engine in engines for p in engine.params}
+    dropped: set[Tensor] = set()
 
-    def __init__(self, params: Sequence[Tensor]) -> None:
-        self._params = list(params)
-        found: list[Tensor | None] = list(map(_GRAD, self._params))
-        self._found = [None if g is None else (weakref.ref(g), g._version) for g in found]
-        self.places: set[int] = set()
+    def is_untouched(param: Tensor) -> bool:
+        (reference, version), now = found[param], _seen(param.grad)
+        return reference is now[0] and version == now[1]
 
-    @property
-    def ids(self) -> set[int]:
-        """The ids of those parameters."""
-        return {id(self._params[i]) for i in self.places}
+    def watched(optimizer: CompiledOptimizer) -> Callable[..., None]:
+        original = optimizer.zero_grad
 
-    def report(self, params: Iterable[Tensor]) -> None:
-        """Note that the gradients of ``params``, which no step used yet, are about to become None."""
-        wanted = set(map(id, params))
-        for i, (param, found) in enumerate(zip(self._params, self._found, strict=True)):
-            if id(param) in wanted:
-                grad: Tensor | None = param.grad
-                if grad is None or found is None:
-                    untouched = grad is None and found is None
-                else:
-                    reference, version = found
-                    untouched = reference() is grad and version == grad._version
-                if untouched:
-                    self.places.add(i)
+        @functools.wraps(original)
+        def zero_grad(set_to_none: bool = True) -> None:
+            if set_to_none:
+                stepped = [engine for engine, before in zip(engines, runs, strict=True) if engine.runs > before]
+                unused = found.keys() - {p for engine in stepped for p in engine.params}
+                dropped.update(p for p in engine_of(optimizer).params if p in unused and is_untouched(p))
+            original(set_to_none)
+
+        return zero_grad
+
+    own = [vars(o).get("zero_grad") for o in optimizers]
+    for optimizer in optimizers:
+        vars(optimizer)["zero_grad"] = watched(optimizer)
+    try:
+        yield dropped
+    finally:
+        for optimizer, assigned in zip(optimizers, own, strict=True):
+            del vars(optimizer)["zero_grad"]
+            if assigned is not None:
+                vars(optimizer)["zero_grad"] = assigned
+
+
+def _seen(grad: Tensor | None) -> tuple[weakref.ref[Tensor] | None, int]:
+    """What tells whether a gradient was replaced or written since: all references to one object are the same."""
+    return (None, 0) if grad is None else (weakref.ref(grad), grad._version)
 
 
 class CapturedGradients:
@@ -57,50 +69,42 @@ class CapturedGradients:
     that a parameter has later is copied to there. A parameter that no optimizer of the step updates matters only if the step
     changes its gradient.
 
-    The step's optimizers update the first ``updated`` of ``params``. ``cleared`` has ids of those whose gradients the
-    function drops, as far as is known; ``dropped`` are those that it does drop.
+    The step's optimizers update the first ``updated`` of ``params``, which has their names. ``cleared`` are the parameters
+    whose gradients the function drops, as far as is known before the capture.
     """
 
-    def __init__(self, params: Sequence[Tensor], names: Sequence[str], updated: int, cleared: Collection[int] = ()) -> None:
-        self._params = list(params)
-        self._names = list(names)
-        self._updated = updated
-        self._originals: list[Tensor | None] = list(map(_GRAD, params))
-        self._cleared = {i for i, p in enumerate(self._params) if id(p) in cleared}
-        for i in self._cleared:
-            self._params[i].grad = None
-        self._found: list[Tensor | None] = list(map(_GRAD, params))
-        self._versions = [None if g is None else g._version for g in self._found]
-        self.dropped = DroppedGradients(self._params)
-        self._watched: list[int] = []
-        self.repeats = False  # whether the step leaves what it finds: nothing is to be done where no gradient was replaced
-        self._concerned: list[Tensor] = []
-        self._given: list[Tensor | None] = []
+    def __init__(self, params: Mapping[Tensor, str], updated: int, cleared: Collection[Tensor]) -> None:
+        self._params, self._updated, self._cleared = params, updated, cleared
+        self._originals: list[Tensor | None] = [p.grad for p in params]
+        for param in params:
+            if param in cleared:
+                param.grad = None
+        self._found = [(p.grad, _seen(p.grad)[1]) for p in params]
+        self._dropped: Collection[Tensor] = ()
+        self._read: list[tuple[Tensor, Tensor | None]] = []  # parameters, and where the graph reads their gradients
+        self._left: list[tuple[Tensor, Tensor | None]] = []
+        self.repeats = True  # whether the step leaves what it finds: nothing is to be done where no gradient was replaced
 
-    def leave(self) -> None:
-        """Note what the captured step left."""
-        left_now = list(map(_GRAD, self._params))
-        changed = {
-            i
-            for i, (found, left, version) in enumerate(zip(self._found, left_now, self._versions, strict=True))
-            if left is not found or (found is not None and found._version != version)
-        }
-        concerned = changed.union(range(self._updated))
-        self._watched = sorted(concerned - self.dropped.places)
-        self._concerned = [self._params[i] for i in sorted(concerned)]
-        self._given = [left_now[i] for i in sorted(concerned)]
-        self.repeats = all(left_now[i] is self._found[i] for i in self._watched)
+    def leave(self, dropped: Collection[Tensor]) -> None:
+        """Note what the captured step left; it ``dropped`` the gradients of these parameters."""
+        self._dropped = dropped
+        for i, (param, (found, version)) in enumerate(zip(self._params, self._found, strict=True)):
+            left = param.grad
+            if i < self._updated or left is not found or (found is not None and found._version != version):
+                self._left.append((param, left))
+                if param not in dropped:
+                    self._read.append((param, found))
+                    self.repeats &= left is found
 
     def accept(self) -> None:
         """Let go of gradients that nobody reads again, or raise ``RuntimeError`` if one that other calls drop was kept."""
-        if kept := self._cleared - self.dropped.places:
-            raise RuntimeError(
-                f"the function drops the gradient of '{self._names[min(kept)]}' in some calls and in others does not; "
-                "a graph can only do the same in every call"
-            )
-        self._originals = []
-        for i in self.dropped.places:
-            self._found[i] = None
+        for param, name in self._params.items():
+            if param in self._cleared and param not in self._dropped:
+                raise RuntimeError(
+                    f"the function drops the gradient of '{name}' in some calls and in others does not; a graph can only "
+                    "do the same in every call"
+                )
+        self._originals, self._found = [], []
 
     def put_back(self) -> None:
         """Let every parameter have the gradient that it had before a capture that failed."""
@@ -110,12 +114,12 @@ class CapturedGradients:
     def change(self) -> str:
         """Which parameter's gradient is not what the graph finds; empty if all are, or were copied to where it reads."""
         copied: list[tuple[Tensor, Tensor]] = []
-        for i in self._watched:  # none where the function drops its gradients first
-            found, grad = self._found[i], self._params[i].grad
+        for param, found in self._read:  # none where the function drops its gradients first
+            grad = param.grad
             if grad is found:
                 continue
             if grad is None or found is None or not _fits(grad, found):
-                return f"gradient of '{self._names[i]}' {words(found)} -> {words(grad)}"
+                return f"gradient of '{self._params[param]}' {gradient_place(found)} -> {gradient_place(grad)}"
             copied.append((found, grad))
         with torch.no_grad():
             for found, grad in copied:
@@ -128,8 +132,8 @@ class CapturedGradients:
 
     def hand_out(self) -> None:
         """Give every parameter the gradient that the step leaves, as its Python would have."""
-        if not all(map(is_, map(_GRAD, self._concerned), self._given)):
-            for param, left in zip(self._concerned, self._given, strict=True):
+        for param, left in self._left:
+            if param.grad is not left:
                 param.grad = left
 
 
@@ -143,34 +147,35 @@ _KEY = "compiled_optim.capture.gradients"  # in the metadata of a node, which li
 _ELSEWHERE = "made elsewhere"
 
 
-class KeptGraphs:
-    """Finds the parameters whose nodes were made outside of one runner's calls and are kept through them."""
+class LiveAutograd:
+    """The parameters whose autograd nodes were made outside of one runner's calls, and are held through them."""
 
     def __init__(self) -> None:
-        self._through: set[int] = set()  # ids of parameters
-        self._let_go: set[int] = set()
+        self._through: set[Tensor] = set()  # parameters whose nodes lived through the last call
+        self._let_go: set[Tensor] = set()  # those whose nodes did not
 
-    def adopt(self, params: Sequence[Tensor]) -> None:
+    def adopt(self, params: Iterable[Tensor]) -> None:
         """Take the nodes that exist as made on the stream on which the runner captures."""
-        for notes in _notes(params):
+        for notes in map(_notes, filter(_takes_gradient, params)):
             notes[_KEY] = self
 
     @contextlib.contextmanager
-    def watching(self, params: Sequence[Tensor]) -> Iterator[None]:
-        """Note which nodes are kept through a call on the stream of the capture, and take those that it makes."""
-        before = self._kept(params)
+    def watching(self, params: Collection[Tensor]) -> Iterator[None]:
+        """Note which nodes live through a call on the stream of the capture, and take those that it makes."""
+        before = self._held(params)
         yield
         self._through = _made_elsewhere(params)
         self._let_go = before - self._through
-        self.adopt([p for p in params if id(p) not in self._through])
+        self.adopt(p for p in params if p not in self._through)
 
-    def allow_capture(self, params: Sequence[Tensor], names: Sequence[str]) -> bool:
+    def allow_capture(self, params: Mapping[Tensor, str]) -> bool:
         """Whether a capture finds no node from elsewhere but those that the last call has shown to let go.
 
-        It is an error if a node is kept that was kept through the last call; ``names`` says of which parameter.
+        Raises:
+            RuntimeError: a node lives that lived through the last call; ``params`` has the name of its parameter.
         """
-        kept = self._kept(params)
-        held = [f"'{name}'" for name, p in zip(names, params, strict=True) if id(p) in kept & self._through]
+        live = self._held(params)
+        held = [f"'{name}'" for param, name in params.items() if param in live & self._through]
         if held:
             more = f" and {len(held) - 3} more" if len(held) > 3 else ""
             raise RuntimeError(
@@ -178,29 +183,26 @@ class KeptGraphs:
                 "autograd graph, through which no CUDA graph can record a backward pass: detach() it before it is kept. "
                 "DistributedDataParallel keeps such a graph; wrap the model on a stream that the runner gets as stream="
             )
-        return kept <= self._let_go
+        return live <= self._let_go
 
-    def _kept(self, params: Sequence[Tensor]) -> set[int]:
-        """The ids of the parameters with nodes that somebody keeps, which are marked, and that the runner did not make."""
-        torch.clear_autocast_cache()  # the weights in it are nobody's
-        for notes in _notes(params):
+    def _held(self, params: Collection[Tensor]) -> set[Tensor]:
+        """Mark the nodes that the runner did not make, and return the parameters whose nodes somebody holds."""
+        torch.clear_autocast_cache()  # nobody holds the weights in it
+        for notes in map(_notes, filter(_takes_gradient, params)):
             if notes.get(_KEY) is not self:
                 notes[_KEY] = _ELSEWHERE
         return _made_elsewhere(params)
 
 
-def _made_elsewhere(params: Sequence[Tensor]) -> set[int]:
-    """The ids of the parameters with marked nodes; a mark is gone with its node."""
+def _made_elsewhere(params: Iterable[Tensor]) -> set[Tensor]:
+    """The parameters with marked nodes; a mark is gone with its node."""
     torch.clear_autocast_cache()
-    own = filter(_takes_gradient, params)
-    return {id(p) for p, notes in zip(own, _notes(params), strict=True) if notes.get(_KEY) == _ELSEWHERE}
+    return {p for p in params if _takes_gradient(p) and _notes(p).get(_KEY) == _ELSEWHERE}
 
 
-def _notes(params: Sequence[Tensor]) -> Iterator[dict[str, object]]:
-    """The metadata of the nodes of those that take gradients; a node is made where there is none."""
-    for param in filter(_takes_gradient, params):
-        notes: Any = get_gradient_edge(param).node.metadata
-        yield notes
+def _notes(param: Tensor) -> dict[str, Any]:
+    """The metadata of the node of a parameter, which is made where there is none."""
+    return cast("dict[str, Any]", get_gradient_edge(param).node.metadata)
 
 
 def _takes_gradient(param: Tensor) -> bool:

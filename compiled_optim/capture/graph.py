@@ -1,9 +1,9 @@
-"""Device work that is recorded once and then replayed: the CUDA graph, behind a protocol that needs no GPU."""
+"""Device work that is recorded once and then replayed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar, Protocol, TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
 
@@ -12,24 +12,11 @@ from compiled_optim.memory.torch_internals import abandon_capture, any_stream_ca
 T = TypeVar("T")
 
 
-class Graph(Protocol):
-    """Work of one device that can be repeated without its Python."""
-
-    def warm_up(self, work: Callable[[], T]) -> T:
-        """Do ``work`` once, where :meth:`capture` is going to record it."""
-
-    def capture(self, work: Callable[[], T]) -> T:
-        """Record ``work`` without doing it. What it returns is written by every replay."""
-
-    def replay(self) -> None:
-        """Do what was recorded, with the addresses it had then."""
-
-    def release(self) -> None:
-        """Let go of what was recorded and of its memory."""
-
-
 class CudaGraph:
-    """A CUDA graph, recorded on ``stream``, by default a new one of ``device``, and replayed on the current one."""
+    """A CUDA graph, recorded on ``stream``, by default a new one of ``device``, and replayed on the current one.
+
+    A replay uses the addresses that the capture found.
+    """
 
     _underway: ClassVar[list[object]] = []  # the captures of this class that are going on, on all threads
 
@@ -58,7 +45,10 @@ class CudaGraph:
             current.wait_stream(self._stream)
 
     def capture(self, work: Callable[[], T]) -> T:
-        """Record ``work``; other threads, such as NCCL's watchdog, may go on calling CUDA meanwhile."""
+        """Record ``work`` without doing it, and return what it returns, which every replay writes.
+
+        Other threads, such as NCCL's watchdog, may go on calling CUDA meanwhile.
+        """
         self._free_postponed()
         graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
         self._underway.append(pool)
@@ -101,5 +91,5 @@ class CudaGraph:
             graph.reset()
 
 
-GRAPHS: dict[str, Callable[[torch.device, torch.Stream | None], Graph]] = {"cuda": CudaGraph}
+GRAPHS: dict[str, type[CudaGraph]] = {"cuda": CudaGraph}
 """By device type, what captures work there; a device that is not here has no graphs."""

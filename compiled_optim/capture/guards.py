@@ -1,4 +1,4 @@
-"""What a captured graph depends on without reading it again, and what of it changed since: in words, with names."""
+"""What a captured graph assumes and does not read again, and what changed since: in words, with names."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from itertools import chain
 from operator import attrgetter, is_
 from types import CellType, ModuleType
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,48 +19,54 @@ from compiled_optim.optimizer import CompiledOptimizer, engine_of
 from compiled_optim.rule.declared import added_choices
 
 
-def described(optimizer: CompiledOptimizer) -> dict[str, str]:
+def guards_of(optimizer: CompiledOptimizer) -> dict[str, str]:
     """Everything about ``optimizer`` whose change makes a graph of its step stale, by name."""
-    bound = optimizer.max_grad_norm
-    facts = {
-        "max_grad_norm": "off" if bound is None else place(bound) if _is_copied(bound, optimizer) else "on",
-        "skip_nonfinite": str(optimizer.skip_nonfinite),
-    }
-    holdings = engine_of(optimizer).holdings
-    for (i, name), (_, function) in holdings.schedules.functions.items():
-        facts[f"schedule of param_groups[{i}][{name!r}]"] = f"{getattr(function, '__name__', 'object')} at {id(function):#x}"
+    engine = engine_of(optimizer)
+    bound, devices = optimizer.max_grad_norm, () if engine.step is None else engine.step.devices
+    if isinstance(bound, Tensor) and (bound.dtype != torch.float64 or bound.device not in devices):
+        clips = tensor_place(bound)  # the graph holds the copying of it
+    else:
+        clips = "off" if bound is None else "on"
+    guards = {"max_grad_norm": clips, "skip_nonfinite": str(optimizer.skip_nonfinite)}
+    for (i, name), (_, function) in engine.holdings.schedules.functions.items():
+        guards[f"schedule of param_groups[{i}][{name!r}]"] = (
+            f"{getattr(function, '__name__', 'object')} at {id(function):#x}"
+        )
     declared, added = optimizer._declaration, added_choices(type(optimizer))
     for i, group in enumerate(optimizer.param_groups):
         label = f"param_groups[{i}]"
-        facts[label] = f"{len(group['params'])} parameters"
+        guards[label] = f"{len(group['params'])} parameters"
         for name in ("maximize", "differentiable", *(s.name for s in declared.statics)):
-            facts[f"{label}[{name!r}]"] = str(group.get(name, added.get(name)))
+            guards[f"{label}[{name!r}]"] = str(group.get(name, added.get(name)))
         for name in declared.structural_hypers:
             zero = hasattr(group, "nonzero") and not group.nonzero(name)
-            facts[f"{label}[{name!r}]"] = "0" if zero else "another number than 0"
+            guards[f"{label}[{name!r}]"] = "0" if zero else "another number than 0"
         for j, param in enumerate(group["params"]):
             name = parameter_name(group, i, j)
-            facts[f"parameter '{name}'"] = place(param)
-            state: Mapping[str, Any] = holdings.state.get(param) or {}
+            guards[f"parameter '{name}'"] = tensor_place(param)
+            state: Mapping[str, Any] = engine.holdings.state.get(param) or {}
             for entry in (b.name for b in declared.buffers if b.name in state):
-                facts[f"state {entry!r} of '{name}'"] = place(state[entry])
+                guards[f"state {entry!r} of '{name}'"] = tensor_place(state[entry])
             if param.grad is not None:
-                facts[f"gradient dtype of '{name}'"] = str(param.grad.dtype)
+                guards[f"gradient dtype of '{name}'"] = str(param.grad.dtype)
                 if param.grad.is_sparse:
-                    facts[f"gradient of '{name}'"] = words(param.grad)
-    return facts
+                    guards[f"gradient of '{name}'"] = gradient_place(param.grad)
+    return guards
 
 
-def _is_copied(bound: float | Tensor, optimizer: CompiledOptimizer) -> TypeGuard[Tensor]:
-    step = engine_of(optimizer).step
-    devices = () if step is None else step.devices
-    return isinstance(bound, Tensor) and (bound.dtype != torch.float64 or bound.device not in devices)
-
-
-def place(tensor: Tensor) -> str:
+def tensor_place(tensor: Tensor) -> str:
     """What a tensor is, and where."""
     kind = f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
     return f"{kind} at {local(tensor).data_ptr():#x}"
+
+
+def gradient_place(grad: Tensor | None) -> str:
+    """Where a gradient is; of a sparse one, how many entries it has."""
+    if grad is None:
+        return "None"
+    if grad.is_sparse:
+        return f"with {grad._nnz()} {'' if grad.is_coalesced() else 'un'}coalesced entries"
+    return f"at {local(grad).data_ptr():#x}"
 
 
 def differences(old: Mapping[str, str], new: Mapping[str, str]) -> str:
@@ -76,15 +82,6 @@ def differences(old: Mapping[str, str], new: Mapping[str, str]) -> str:
     changes = [change for change in changes if not change.startswith("state")] or changes
     more = f" and {len(changes) - 3} more" if len(changes) > 3 else ""
     return ", ".join(changes[:3]) + more
-
-
-def words(grad: Tensor | None) -> str:
-    """Where a gradient is."""
-    if grad is None:
-        return "None"
-    if grad.is_sparse:
-        return f"with {grad._nnz()} {'' if grad.is_coalesced() else 'un'}coalesced entries"
-    return f"at {local(grad).data_ptr():#x}"
 
 
 def modules_of(function: Callable[..., Any], seen: set[int] | None = None) -> Iterator[nn.Module]:
@@ -119,54 +116,42 @@ def modules_of(function: Callable[..., Any], seen: set[int] | None = None) -> It
                 yield from modules_of(item, seen)
 
 
-_REQUIRES_GRAD = attrgetter("requires_grad")
-_TRAINING = attrgetter("training")
-_TEXTS = ("requires_grad of '{}' {} -> {}", "training mode of '{}' {} -> {}", "{} {} -> {}")
+_REQUIRES_GRAD, _TRAINING, _ABSENT = attrgetter("requires_grad"), attrgetter("training"), object()
+_FLAGS = ("requires_grad of '{}' {} -> {}", "training mode of '{}' {} -> {}", "{} {} -> {}")
+_MODES = ("grad mode", "inference mode", "autocast")
 
 
-class Surroundings:
-    """The tensors, modules and modes that a captured training step read in Python, as they were then."""
+class Guards:
+    """The tensors, modules and modes that a captured training step reads in Python, as they were then.
+
+    Attributes:
+        params: names by parameter: the optimizers' parameters, then those that only the modules have.
+        updated: how many are the optimizers'.
+    """
 
     def __init__(self, optimizers: Sequence[CompiledOptimizer], modules: Iterable[nn.Module]) -> None:
-        self.params = [p for o in optimizers for p in engine_of(o).params]  # the optimizers'; `others` are the modules'
-        names = {id(param): name for o in optimizers for name, param in named_parameters(o.param_groups)}
-        self._optimized = set(names)
-        known = {id(m): (name, m) for root in modules for name, m in root.named_modules()}
-        self._modules = [m for _, m in known.values()]
-        self._module_names = [name or type(m).__name__ for name, m in known.values()]
+        self._named = {param: name for o in optimizers for name, param in named_parameters(o.param_groups)}
+        self._modules = {module: name for root in modules for name, module in root.named_modules()}
         # Read past the module's own methods, which look at three dicts for every name.
-        places = [(name, d) for name, m in known.values() for d in (m._parameters, m._buffers, m._modules)]
-        self._prefixes = [f"{name}." if name else "" for name, _ in places]
-        self._dicts: list[dict[str, Any]] = [entries for _, entries in places]
+        self._dicts = [entries for m in self._modules for entries in (m._parameters, m._buffers, m._modules)]
+        self._prefixes = [f"{name}." if name else "" for name in self._modules.values() for _ in range(3)]
         self._snapshots = [dict(entries) for entries in self._dicts]
         self._full = list(filter(None, self._dicts))
         self._empty = [entries for entries in self._dicts if not entries]
-        self._held = self._contents()
-        others: dict[int, tuple[str, Tensor]] = {}
+        self._contents = self._read_contents()
+        others: dict[Tensor, str] = {}
         for prefix, entries in zip(self._prefixes, self._snapshots, strict=True):
             for key, tensor in entries.items():
-                if isinstance(tensor, Tensor) and id(tensor) not in names:
-                    others.setdefault(id(tensor), (prefix + key, tensor))
-        self.others = [t for _, t in others.values() if isinstance(t, nn.Parameter)]
-        self.names = [names.get(id(p), "?") for p in self.params]
-        self.names += [name for name, t in others.values() if isinstance(t, nn.Parameter)]
-        placed = [(name, t) for name, t in others.values() if _has_address(t)]
-        self._tensors = [*self.params, *(t for _, t in placed)]
-        self._tensor_names = [*self.names[: len(self.params)], *(name for name, _ in placed)]
-        self._addresses = Addresses(self._tensors)
-        self._sees_gradients = len(placed) == len(others)
-        self._places = self._tensor_places()
-        self._flag_names = (self.names, self._module_names, list(_modes(self._device)))
+                if isinstance(tensor, Tensor) and tensor not in self._named:
+                    others.setdefault(tensor, prefix + key)
+        optimized = {p: self._named.get(p, "?") for o in optimizers for p in engine_of(o).params}
+        self.params = optimized | {t: name for t, name in others.items() if isinstance(t, nn.Parameter)}
+        self.updated = len(optimized)
+        self._tensors = optimized | {t: name for t, name in others.items() if _has_address(t)}
+        self._sees_gradients = len(self._tensors) == len(optimized) + len(others)
+        self._addresses = Addresses([*self._tensors])
+        self._places = list(map(tensor_place, self._tensors))
         self._flags = self._read_flags()
-
-    @property
-    def _device(self) -> torch.device:
-        return self.params[0].device
-
-    @property
-    def all_params(self) -> list[Tensor]:
-        """:attr:`params` and :attr:`others`, in the order of :attr:`names`."""
-        return [*self.params, *self.others]
 
     def change(self) -> str:
         """What is not as it was, with old and new value; empty if everything is.
@@ -174,16 +159,18 @@ class Surroundings:
         Raises:
             RuntimeError: a module no longer holds a parameter that an optimizer updates. Only a new optimizer can follow.
         """
-        contents = self._contents()
-        if any(self._empty) or len(contents) != len(self._held) or not all(map(is_, contents, self._held)):
+        contents = self._read_contents()
+        if any(self._empty) or len(contents) != len(self._contents) or not all(map(is_, contents, self._contents)):
             return self._replaced()
         self._addresses.read()
         if self._addresses.moved:
-            return self._first("parameter '{}' {} -> {}", self._tensor_names, self._places, self._tensor_places())
-        for text, names, old, new in zip(_TEXTS, self._flag_names, self._flags, self._read_flags(), strict=True):
-            if new != old:
-                return self._first(text, names, old, new)
-        return ""
+            places = map(tensor_place, self._tensors)
+            return _first_change("parameter '{}' {} -> {}", self._tensors.values(), self._places, places)
+        if (flags := self._read_flags()) == self._flags:
+            return ""
+        module_names = [name or type(module).__name__ for module, name in self._modules.items()]
+        changes = zip(_FLAGS, (self.params.values(), module_names, _MODES), self._flags, flags, strict=True)
+        return next(_first_change(*change) for change in changes if change[2] != change[3])
 
     def look(self) -> None:
         """Look at the gradients, as :meth:`change` does."""
@@ -194,9 +181,9 @@ class Surroundings:
         """What was seen of the gradients: equal to what it was before if none was replaced since."""
         return self._addresses.version if self._sees_gradients and not self._addresses.unlike else object()
 
-    def mark(self, updated: Collection[int]) -> None:
-        """Note the ids of the parameters that the step writes, for :meth:`count_versions`."""
-        self._addresses.set_written([id(t) in updated for t in self._tensors])
+    def mark(self, written: Collection[Tensor]) -> None:
+        """Note the parameters that the step writes, for :meth:`count_versions`."""
+        self._addresses.set_written([t in written for t in self._tensors])
 
     def count_versions(self) -> None:
         """Let autograd know that these parameters were written."""
@@ -209,47 +196,36 @@ class Surroundings:
                 entries.clear()
                 entries.update(before)
 
-    def _contents(self) -> list[Any]:
+    def _read_contents(self) -> list[Any]:
         return list(chain.from_iterable(map(dict.values, self._full)))
 
     def _replaced(self) -> str:
         for prefix, entries, before in zip(self._prefixes, self._dicts, self._snapshots, strict=True):
             for key in {**before, **entries}:
-                old, new = before.get(key), entries.get(key)
-                if new is old and (key in before) == (key in entries):
+                old, new = before.get(key, _ABSENT), entries.get(key, _ABSENT)
+                if new is old:
                     continue
-                if id(old) in self._optimized:
+                if isinstance(old, Tensor) and old in self._named:
                     raise RuntimeError(
                         f"parameter '{prefix}{key}' of the module is no longer the tensor that the optimizer updates (after "
                         "load_state_dict(assign=True)?); make a new optimizer and runner, or load with assign=False"
                     )
-                kinds = [type(x).__name__ if key in there else "absent" for x, there in ((old, before), (new, entries))]
-                another = "another " if kinds[0] == kinds[1] else ""
-                return f"'{prefix}{key}' of the module {kinds[0]} -> {another}{kinds[1]}"
+                kinds = ["absent" if x is _ABSENT else type(x).__name__ for x in (old, new)]
+                return f"'{prefix}{key}' of the module {kinds[0]} -> {'another ' * (kinds[0] == kinds[1])}{kinds[1]}"
         return "entries of a module changed their order"
 
-    @staticmethod
-    def _first(text: str, names: Sequence[str], old: Sequence[Any], new: Sequence[Any]) -> str:
-        return next(text.format(n, a, b) for n, a, b in zip(names, old, new, strict=True) if a != b)
-
-    def _read_flags(self) -> tuple[list[Any], ...]:
+    def _read_flags(self) -> list[list[Any]]:
         """Whether parameters require grad, whether modules are in training mode, and torch's modes."""
-        require_grad = [*map(_REQUIRES_GRAD, self.params), *map(_REQUIRES_GRAD, self.others)]
-        return require_grad, list(map(_TRAINING, self._modules)), list(_modes(self._device).values())
+        kind = next(iter(self.params)).device.type
+        autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+        modes = [torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast]
+        return [list(map(_REQUIRES_GRAD, self.params)), list(map(_TRAINING, self._modules)), modes]
 
-    def _tensor_places(self) -> list[str]:
-        return list(map(place, self._tensors))
+
+def _first_change(text: str, names: Iterable[str], old: Iterable[Any], new: Iterable[Any]) -> str:
+    return next(text.format(n, a, b) for n, a, b in zip(names, old, new, strict=True) if a != b)
 
 
 def _has_address(tensor: Tensor) -> bool:
     """Whether a tensor of a module, which may be of any class and layout, is one piece of memory."""
     return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
-
-
-def _modes(device: torch.device) -> dict[str, object]:
-    autocast = torch.is_autocast_enabled(device.type)
-    return {
-        "grad mode": torch.is_grad_enabled(),
-        "inference mode": torch.is_inference_mode_enabled(),
-        "autocast": torch.get_autocast_dtype(device.type) if autocast else False,
-    }

@@ -8,15 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import (
-    KeyEntry,
-    MappingKey,
-    SequenceKey,
-    keystr,
-    tree_flatten,
-    tree_flatten_with_path,
-    tree_unflatten,
-)
+from torch.utils._pytree import KeyEntry, MappingKey, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
 CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 """What may stand beside tensors among inputs and outputs."""
@@ -37,13 +29,12 @@ class StaticInputs:
     ) -> None:
         self._function = function
         leaves, self._structure = tree_flatten_with_path((args, _ordered(kwargs)))
-        self._names = [self._name(path) for path, _ in leaves]
+        self._names = [_name(function, path) for path, _ in leaves]
         for name, (_, leaf) in zip(self._names, leaves, strict=True):
-            self._check_kind(name, leaf)
+            _check_kind(name, leaf)
             if isinstance(leaf, Tensor) and device is not None and leaf.device != device:
                 raise ValueError(f"{name} must be on {device}, where the parameters are, but is on {leaf.device}")
         self._leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for _, leaf in leaves]
-        self.args, self.kwargs = tree_unflatten(self._leaves, self._structure)
 
     def checked(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
         """The tensors and constants of a call, for the other methods; an error if they are unlike those of the first call.
@@ -54,9 +45,9 @@ class StaticInputs:
         if structure != self._structure:
             raise ValueError(f"the arguments must be structured as in the first call: {self._structure}, got {structure}")
         for name, own, leaf in zip(self._names, self._leaves, leaves, strict=True):
-            self._check_kind(name, leaf)
+            _check_kind(name, leaf)
             if _form(own) != _form(leaf):
-                difference = f"{name} must be {_words(own)} as in the first call, got {_words(leaf)}"
+                difference = f"{name} must be {_form_in_words(own)} as in the first call, got {_form_in_words(leaf)}"
                 raise ValueError(difference + _remedy(own, leaf))
         return leaves
 
@@ -69,37 +60,39 @@ class StaticInputs:
 
     def load(self, leaves: list[Any]) -> None:
         """Copy the tensors of ``leaves`` in and take over the constants."""
-        changed = bool(self.change(leaves))
         for i, (own, leaf) in enumerate(zip(self._leaves, leaves, strict=True)):
             if not isinstance(own, Tensor):
                 self._leaves[i] = leaf
             elif own is not leaf:
                 own.copy_(leaf, non_blocking=True)
-        if changed:
-            self.args, self.kwargs = tree_unflatten(self._leaves, self._structure)
 
-    @staticmethod
-    def _check_kind(name: str, leaf: Any) -> None:
-        if isinstance(leaf, Tensor):
-            if leaf.requires_grad:
-                raise ValueError(f"{name} requires grad, and a copy of it would get the gradient; pass its detach()")
-        elif not isinstance(leaf, CONSTANTS):
-            raise TypeError(f"{name} must be a tensor, a number, a string or None, got {type(leaf).__name__}")
+    def call(self) -> Any:
+        """Call the function with the copies and the constants."""
+        args, kwargs = tree_unflatten(self._leaves, self._structure)
+        return self._function(*args, **kwargs)
 
-    def _name(self, path: tuple[KeyEntry, ...]) -> str:
-        """``x``, ``batch['ids']`` or ``args[2]``."""
-        _, first, *rest = path
-        tail = keystr(tuple(rest))
-        if isinstance(first, MappingKey):
-            return f"{first.key}{tail}"
-        assert isinstance(first, SequenceKey)
-        try:
-            positional = list(inspect.signature(self._function).parameters.values())
-        except (TypeError, ValueError):
-            positional = []
-        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        names = [p.name for p in positional if p.kind in kinds]
-        return (names[first.idx] if first.idx < len(names) else f"args[{first.idx}]") + tail
+
+def _check_kind(name: str, leaf: Any) -> None:
+    if isinstance(leaf, Tensor):
+        if leaf.requires_grad:
+            raise ValueError(f"{name} requires grad, and a copy of it would get the gradient; pass its detach()")
+    elif not isinstance(leaf, CONSTANTS):
+        raise TypeError(f"{name} must be a tensor, a number, a string or None, got {type(leaf).__name__}")
+
+
+def _name(function: Callable[..., Any], path: tuple[KeyEntry, ...]) -> str:
+    """The name of an argument or of an entry in one: ``x``, ``batch['ids']`` or ``args[2]``."""
+    _, first, *entries = path
+    if isinstance(first, MappingKey):
+        return f"{first.key}{keystr(tuple(entries))}"
+    try:
+        positional = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        positional = []
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [p.name for p in positional if p.kind in kinds]
+    index: int = first.idx  # type: ignore[attr-defined]
+    return (names[index] if index < len(names) else f"args[{index}]") + keystr(tuple(entries))
 
 
 def _ordered(kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -111,15 +104,15 @@ def _form(leaf: Any) -> object:
     return (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else None
 
 
+def _form_in_words(leaf: Any) -> str:
+    if not isinstance(leaf, Tensor):
+        return f"a {type(leaf).__name__}"
+    return f"a {str(leaf.dtype).removeprefix('torch.')} tensor of shape {tuple(leaf.shape)} on {leaf.device}"
+
+
 def _remedy(own: Any, leaf: Any) -> str:
     """What to do about a tensor that is only shorter than the first one, as in a last batch."""
     both = isinstance(own, Tensor) and isinstance(leaf, Tensor)
     if not both or own.shape[1:] != leaf.shape[1:] or own.shape[:1] <= leaf.shape[:1]:
         return ""
     return "; for a smaller last batch, give the DataLoader drop_last=True or call the function without the runner"
-
-
-def _words(leaf: Any) -> str:
-    if not isinstance(leaf, Tensor):
-        return f"a {type(leaf).__name__}"
-    return f"a {str(leaf.dtype).removeprefix('torch.')} tensor of shape {tuple(leaf.shape)} on {leaf.device}"

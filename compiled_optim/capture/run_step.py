@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
 
-from compiled_optim.capture.graph import GRAPHS, Graph
-from compiled_optim.capture.guards import described, differences
+from compiled_optim.capture.graph import GRAPHS, CudaGraph
+from compiled_optim.capture.guards import differences, guards_of
 from compiled_optim.groups.parameters import named_parameters
 from compiled_optim.optimizer import CompiledOptimizer, engine_of
 from compiled_optim.plan.compilations import spend
-from compiled_optim.step.engine import Engine
 from compiled_optim.step.step import Step
 
 
@@ -22,17 +22,6 @@ def graph_of(step: Step | None) -> Step:
     if isinstance(step.graph, str):
         raise ValueError(step.graph)
     return step.graph
-
-
-class Slot:
-    """Where a runner's graph is: apart from everything that may lead back to the runner and keep it alive."""
-
-    graph: Graph | None = None
-
-    def release(self) -> None:
-        """Free the graph."""
-        if self.graph is not None:
-            self.graph.release()
 
 
 class Run:
@@ -46,19 +35,17 @@ class Run:
         self._optimizers = list(optimizers)
         self._engines = [engine_of(o) for o in optimizers]
         self._stream = stream
-        self.slot = Slot()
-        self.device = self._common_device()
-        self.slot.graph = self._new_graph()
-        self._captured = False
-        self._facts: list[dict[str, str]] = []
-        self._cause = ""
-        self._pending = warmup
+        self._device = self._common_device()
+        self._graph = self._new_graph(self._device)
+        self._guards: list[dict[str, str]] = []  # of each optimizer when the graph was captured; empty before
+        self._cause = ""  # of the next capture
+        self._pending = warmup  # calls that run as usual before it
         self._recaptures = self._left = recaptures
         self.released = False
 
     @property
-    def _graph(self) -> Graph | None:
-        return self.slot.graph
+    def _captured(self) -> bool:
+        return bool(self._guards)
 
     def _common_device(self) -> torch.device:
         placed: dict[torch.device, str] = {
@@ -69,36 +56,31 @@ class Run:
             raise ValueError(f"a graph holds work of one device; the parameters are on {len(placed)}: {where}")
         return next(iter(placed))
 
-    def _moved(self) -> bool:
-        return next((p.device for engine in self._engines for p in engine.params), self.device) != self.device
+    def _has_moved(self) -> bool:
+        """Whether the first parameter is on another device."""
+        params = (param for o in self._optimizers for _, param in named_parameters(o.param_groups))
+        return next((param.device for param in params), self._device) != self._device
 
-    def _follow_device(self) -> bool:
-        """Go to where the parameters are; whether they were there already. ``ValueError`` if no graph can hold steps."""
-        device = self._common_device()
-        if device == self.device:
-            return True
-        before, self.device = self.device, device
-        try:
-            self.slot.graph = self._new_graph()
-        except ValueError:
-            self.device = before
-            raise
-        return False
+    def _follow_device(self) -> None:
+        """Have a graph where the parameters are; ``ValueError``, and no change, if no graph can hold steps there."""
+        if (device := self._common_device()) != self._device:
+            self._graph, self._device = self._new_graph(device), device
 
-    def _new_graph(self) -> Graph | None:
-        if (make := GRAPHS.get(self.device.type)) is None:
-            for engine in self._engines:
-                name = engine.holdings.kind.__name__
+    def _new_graph(self, device: torch.device) -> CudaGraph | None:
+        make = GRAPHS.get(device.type)
+        for engine in self._engines:
+            if make is None:
                 engine.holdings.log.fall_back(
-                    f"CUDAGraphRunner runs {name} uncaptured: {self.device.type} has no CUDA graphs",
+                    f"CUDAGraphRunner runs {engine.holdings.kind.__name__} uncaptured: {device.type} has no CUDA graphs",
                     "use it for parameters on CUDA",
                 )
+            elif (refusal := graph_of(engine.current()).only_whole) and self.alone:
+                raise ValueError(refusal)
+        if make is None:
             return None
-        for engine in self._engines:
-            graph = graph_of(engine.current())
-            if self.alone and graph.only_whole:
-                raise ValueError(graph.only_whole)
-        return make(self.device, self._stream)
+        graph = make(device, self._stream)
+        weakref.finalize(self, graph.release)
+        return graph
 
     def _drop(self, cause: str) -> None:
         """Let go of the stale graph; the next call captures again. An error, and no change, where that is not allowed."""
@@ -113,27 +95,24 @@ class Run:
         spend(f"CUDAGraphRunner would capture its graph again: {cause}")
         self._follow_device()
         self._left -= 1
-        self._cause = cause
-        self._pending = 1
-        self._captured = False
+        self._cause, self._pending, self._guards = cause, 1, []
         stale.release()
 
     def _note_capture(self) -> None:
-        self._captured = True
-        self._facts = [described(o) for o in self._optimizers]
+        self._guards = list(map(guards_of, self._optimizers))
         for engine in self._engines:
             engine.holdings.log.captures.append(self._cause)
 
     def _explain(self) -> str:
-        for optimizer, facts in zip(self._optimizers, self._facts, strict=True):
-            if found := differences(facts, described(optimizer)):
-                return found
-        return "tables were made anew"
+        """Why the graph is stale."""
+        found = map(differences, self._guards, map(guards_of, self._optimizers))
+        return next(filter(None, found), "tables were made anew")
 
     def release(self) -> None:
-        self.released = True
-        self._captured = False
-        self.slot.release()
+        """Free the graph; the run is of no use then."""
+        self.released, self._guards = True, []
+        if self._graph is not None:
+            self._graph.release()
 
 
 class StepRun(Run):
@@ -141,39 +120,38 @@ class StepRun(Run):
 
     alone = True
 
-    def __init__(self, optimizer: CompiledOptimizer, warmup: int, recaptures: int, stream: torch.Stream | None) -> None:
-        self.optimizer = optimizer
-        self._key: tuple[object, ...] = ()  # of the graph, or of the last launch where there is none
-        super().__init__([optimizer], warmup, recaptures, stream)
+    _key: tuple[object, ...] = ()  # of the graph, or of the last launch where there is none
+
+    @property
+    def optimizer(self) -> CompiledOptimizer:
+        """Whose step it is."""
+        return self._optimizers[0]
 
     def step(self, closure: Callable[[], Any] | None, scaler: dict[str, Any]) -> Any:
         """One step with its launches replayed; ``scaler`` is what a gradient scaler handed over."""
+        (engine,) = self._engines
         for name, value in scaler.items():
             setattr(self.optimizer, name, value)
         try:
-            self._engine.launcher = self._launch
+            engine.launcher = self._launch
             return self.optimizer.step(closure)
         finally:
-            self._engine.launcher = None
+            engine.launcher = None
             for name in scaler:
                 delattr(self.optimizer, name)
 
-    @property
-    def _engine(self) -> Engine:
-        return self._engines[0]
-
     def _launch(self, step: Step, closure: Callable[[], Any] | None) -> Any:
         """In place of ``step.launch``, after ``prepare``."""
-        if not self._captured and self._moved():
+        if not self._captured and self._has_moved():
             self._follow_device()
         if self._graph is None:
             return step.launch(closure)
         part = graph_of(step)
         key = part.key()
-        if self._captured and key != self._key:
+        if not self._captured:
+            self._common_device()
+        elif key != self._key:
             self._drop(self._explain())
-        if not self._captured and not self._follow_device():
-            self._pending = max(self._pending, 1)
         if self._graph is None or self._pending or key != self._key:
             step.launch()  # also loads what a capture could not
             self._pending = max(self._pending - 1, 0)
@@ -184,5 +162,5 @@ class StepRun(Run):
             self._graph.capture(step.launch)
             self._note_capture()
         self._graph.replay()
-        self._engine.holdings.log.replays += 1
+        self._engines[0].holdings.log.replays += 1
         return None

@@ -8,7 +8,6 @@ runner capture again, or refuse. It never replays what is stale.
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
@@ -78,7 +77,7 @@ class CUDAGraphRunner:
         if isinstance(target, CompiledOptimizer):
             if optimizers is not None or modules is not None:
                 raise TypeError("a runner of one optimizer's step takes neither optimizers nor modules")
-            self._run = StepRun(target, warmup, recaptures, stream)
+            self._run = StepRun([target], warmup, recaptures, stream)
         else:
             if not callable(target):
                 raise TypeError(f"target must be an optimizer of compiled_optim or a function, got {_origin(target)}")
@@ -88,12 +87,8 @@ class CUDAGraphRunner:
                 raise TypeError(f"{wanted}; got {', '.join(strange)}")
             if len(set(map(id, given))) < len(given):
                 raise ValueError("optimizers holds the same optimizer twice")
-            if modules is None:
-                found = list(modules_of(target))
-            else:
-                found = [modules] if isinstance(modules, nn.Module) else list(modules)
-            self._run = FunctionRun(target, given, found, warmup, recaptures, stream, clone_outputs)
-        self._finalizer = weakref.finalize(self, self._run.slot.release)
+            roots = modules_of(target) if modules is None else [modules] if isinstance(modules, nn.Module) else modules
+            self._run = FunctionRun(target, given, list(roots), warmup, recaptures, stream, clone_outputs)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Perform one optimization step, as the optimizer's own ``step`` does, hooks included.
@@ -134,8 +129,7 @@ class CUDAGraphRunner:
 
         Gradients and outputs that somebody holds stay valid.
         """
-        if "_run" in vars(self):
-            self._run.release()
+        self._run.release()
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from statistics import median
 
 import torch
 
-from perf.lowering import options, results, table
+from perf.lowering import options, results
 from perf.lowering.report import Report, lower
 from perf.lowering.workload import Workload, elementwise, optimizers
 
@@ -42,7 +42,7 @@ def main() -> int:
             skipped[name] = f"not run: compiling more than {limit} tensors takes long; ask with --lowering {name}"
             lowerings.remove(name)
     reports = list(_reports(lowerings, workload, options.ARCHITECTURES[args.arch], args.repeats, skipped).values())
-    table.show(reports, skipped)
+    results.show(reports, skipped)
     if args.source:
         for report in reports:
             for source in report.sources:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -69,65 +70,31 @@ def fake_cuda(arch: int) -> Iterator[None]:
     device_interface.get_interface_for_device("cpu")  # fills the registry, over what was registered before
     TorchInGraphFunctionVariable._get_handlers()  # a table of torch's functions, which are replaced below
 
+    limits = {"max_threads_per_multi_processor": 2048, "max_threads_per_block": 1024, "regs_per_multiprocessor": 65536}
+    limits |= {"warp_size": 32, "shared_memory_per_block_optin": 227 << 10, "total_memory": 80 << 30}
+    count, (major, minor) = _MULTIPROCESSORS[arch], divmod(arch, 10)
     properties = types.SimpleNamespace(
-        name=f"sm_{arch}",
-        major=arch // 10,
-        minor=arch % 10,
-        multi_processor_count=_MULTIPROCESSORS[arch],
-        total_memory=80 << 30,
-        warp_size=32,
-        regs_per_multiprocessor=65536,
-        max_threads_per_multi_processor=2048,
-        max_threads_per_block=1024,
-        shared_memory_per_block_optin=227 << 10,
-        gcnArchName="",
+        name=f"sm_{arch}", gcnArchName="", major=major, minor=minor, multi_processor_count=count, **limits
     )
-
-    class FakeCuda(device_interface.CudaInterface):
-        class Worker(device_interface.CudaInterface.Worker):
-            @staticmethod
-            def get_device_properties(device: Any = None) -> Any:
-                return properties
-
-            @staticmethod
-            def current_device() -> int:
-                return 0
-
-        @staticmethod
-        def is_available() -> bool:
-            return True
-
-        @staticmethod
-        def get_device_properties(device: Any = None) -> Any:
-            return properties
-
-        @staticmethod
-        def get_compute_capability(device: Any = None) -> int:
-            return arch
-
-        @staticmethod
-        def current_device() -> int:
-            return 0
-
-        @staticmethod
-        def is_triton_capable(device: Any = None) -> bool:
-            return True
-
-        @staticmethod
-        def raise_if_triton_unavailable(device: Any = None) -> None:
-            pass
-
-        @staticmethod
-        def is_bf16_supported(including_emulation: bool = False) -> bool:
-            return True
-
+    answers = {
+        "is_available": True,
+        "get_device_properties": properties,
+        "get_compute_capability": arch,
+        "current_device": 0,
+        "is_triton_capable": True,
+        "raise_if_triton_unavailable": None,
+        "is_bf16_supported": True,
+    }
+    fixed = {name: staticmethod(functools.partial(_answer, value)) for name, value in answers.items()}
+    worker = type("Worker", (device_interface.CudaInterface.Worker,), fixed)
+    interface = type("FakeCuda", (device_interface.CudaInterface,), {**fixed, "Worker": worker})
     current = [0]
 
     def current_device() -> int:
         return current[0]
 
     def exchange(index: int) -> int:
-        """Make ``index`` the current device, which is returned."""
+        """Make ``index`` the current device, and return the one before."""
         before, current[0] = current[0], index
         return before
 
@@ -144,7 +111,7 @@ def fake_cuda(arch: int) -> Iterator[None]:
         enter(_device_guard())
         enter(mock.patch.dict(device_interface.device_interfaces))
         for device in ("cuda", "cuda:0", "cuda:1"):
-            device_interface.register_interface_for_device(device, FakeCuda)
+            device_interface.register_interface_for_device(device, interface)
         enter(mock.patch.object(torch.cuda, "get_device_properties", return_value=properties))
         enter(mock.patch.object(torch.cuda, "current_device", current_device))
         enter(mock.patch.object(torch.cuda, "_exchange_device", exchange))
@@ -201,6 +168,10 @@ def _device_guard(device: int = _CUDA) -> Iterator[None]:
         yield
     finally:
         guards[device] = before
+
+
+def _answer(value: Any, *args: Any, **kwargs: Any) -> Any:
+    return value
 
 
 def _is_not_fake(tensor: Tensor) -> bool:

@@ -15,7 +15,6 @@ _CPP = re.compile(r"^\s+(cpp_\w+)\(", re.MULTILINE)
 _WAIT = re.compile(r"\.item\(\)|\.tolist\(\)|\.cpu\(\)|\.synchronize\(\)")
 _ACCESS = re.compile(r"tl\.(load|store)\((\w+) \+ \(")
 _PARTITION = re.compile(r"^def partition_\d+\(", re.MULTILINE)
-_BITS = re.compile(r"(\d+)$")
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,6 @@ def _sizes(
 
 def _kernel_bytes(text: str, given: Mapping[str, int]) -> float:
     """Bytes one launch moves: every load and store, over the elements of its section, counted once each."""
-    sizes = {name: _size(kind) for name, kind in re.findall(r"'(\w+)': '\*(\w+)'", text)}
     body = text[text.index("\ndef ") :]
     count: float = given.get("xnumel", 0)
     indices: dict[str, float] = {}
@@ -94,7 +92,7 @@ def _kernel_bytes(text: str, given: Mapping[str, int]) -> float:
         if access := _ACCESS.search(line):
             found += 1
             used = [indices[name] for name in re.findall(r"\bx\d+\b", _argument(line, access.end())) if name in indices]
-            moved += sizes[access[2]] * min(math.prod(used), count)
+            moved += itemsize(text, access[2]) * min(math.prod(used), count)
     assert found == len(re.findall(r"\btl\.(?:load|store|atomic_\w+)\(", body)), "an access was not understood"
     return moved
 
@@ -103,7 +101,8 @@ def itemsize(text: str, pointer: str) -> int:
     """The bytes of an element behind one of a kernel's pointers."""
     kind = re.search(rf"'{pointer}': '\*(\w+)'", text)
     assert kind is not None, pointer
-    return _size(kind[1])
+    bits = re.search(r"\d+$", kind[1])
+    return 1 if bits is None else max(1, int(bits[0]) // 8)
 
 
 def _argument(line: str, start: int) -> str:
@@ -124,8 +123,3 @@ def _distinct(expression: str, count: float) -> float:
         return int(remainder[1])
     assert re.match(r"\(?x\w+", expression), expression
     return count
-
-
-def _size(kind: str) -> int:
-    bits = _BITS.search(kind)
-    return 1 if kind in ("i1", "u1") or bits is None else int(bits[1]) // 8

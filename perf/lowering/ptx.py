@@ -12,16 +12,15 @@ import operator
 import os
 import re
 import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-_LABEL = re.compile(r"^(\$\w+):")
-_INSTRUCTION = re.compile(r"^(?:@!?(%p\d+)\s+)?([a-z][\w.:]*)\s*([^;]*);")
-_BRANCH = re.compile(r"\$L\w*BB\w+")
-_ACCESS = re.compile(r"^(ld|st|atom|red)\.(?:[\w:]+\.)*?global(?:\.[\w:]+)*$")
+_LINE = re.compile(r"(\$\w+):|(?:@!?(%p\d+)\s+)?([a-z][\w.:]*)\s*([^;]*);")  # a label, or predicate, operation, operands
+_ACCESS = re.compile(r"(ld|st|atom|red)\.(?:[\w:]+\.)*?global(?:\.[\w:]+)*?(?:\.v(\d))?\.[bfsu](\d+)$")
+_NAME = re.compile(r"%\w+(?:\.\w+)?")
 
 
 @dataclass(frozen=True)
@@ -57,15 +56,13 @@ class Access:
         """Bytes that a program moves between memory and all its threads: what threads share counts once."""
         return self.bytes * self.addresses
 
+    @property
+    def width(self) -> str:
+        """What it moves: ``v4.b32``."""
+        return f"v{self.lanes}.b{self.bits}" if self.lanes > 1 else f"b{self.bits}"
+
     def __str__(self) -> str:
-        return f"{self.kind}.v{self.lanes}.b{self.bits}" if self.lanes > 1 else f"{self.kind}.b{self.bits}"
-
-
-@dataclass
-class _Block:
-    accesses: list[Access]
-    successors: list[int]
-    barriers: int = 0
+        return f"{self.kind}.{self.width}"
 
 
 @dataclass(frozen=True)
@@ -90,11 +87,10 @@ def resources(ptx: str, arch: int) -> Resources:
     done = subprocess.run(command, input=ptx, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"ptxas: {done.stderr}")
-    registers = re.search(r"Used (\d+) registers", done.stderr)
-    assert registers is not None, done.stderr
-    shared = re.search(r"(\d+) bytes smem", done.stderr)
-    spills = sum(map(int, re.findall(r"(\d+) bytes spill", done.stderr)))
-    return Resources(int(registers[1]), spills, int(shared[1]) if shared else 0)
+    registers, spills, shared = (
+        sum(map(int, re.findall(rf"(\d+) {what}", done.stderr))) for what in ("registers", "bytes spill", "bytes smem")
+    )
+    return Resources(registers, spills, shared)
 
 
 def threads(ptx: str) -> int:
@@ -107,6 +103,11 @@ def threads(ptx: str) -> int:
 def external_functions(ptx: str) -> list[str]:
     """Functions that ``ptx`` calls and does not contain."""
     return re.findall(r"^\.extern \.func.*?(\w+)\s*$", ptx, re.MULTILINE)
+
+
+def accesses(ptx: str) -> list[Access]:
+    """All global memory accesses in the text."""
+    return [access for block in _blocks(ptx) for access in block.accesses]
 
 
 def full_path(ptx: str) -> list[Access]:
@@ -122,173 +123,94 @@ def barriers(ptx: str) -> int:
     return sum(block.barriers for block in _full_path(ptx))
 
 
+@dataclass
+class _Block:
+    """Instructions without a jump into them or out of them, where they lead, and whether to the next block too."""
+
+    label: str = ""
+    accesses: list[Access] = field(default_factory=list)
+    barriers: int = 0
+    target: str = ""
+    goes_on: bool = True
+
+
 @functools.lru_cache(maxsize=1024)
 def _full_path(ptx: str) -> tuple[_Block, ...]:
     blocks = _blocks(ptx)
+    places = {block.label: i for i, block in enumerate(blocks)}
+    known: dict[int, dict[bool, tuple[int, int, list[int]]]] = {}
 
     def best(i: int) -> dict[bool, tuple[int, int, list[int]]]:
         """The way from block ``i`` on, with and without element accesses: fewest masked ones, then most bytes."""
         if i not in known:
             known[i] = {}  # an edge back to this block leads nowhere
             own = [a for a in blocks[i].accesses if a.elementwise]
-            onward = [way for s in blocks[i].successors for way in best(s).items()] or [(False, (0, 0, []))]
+            following = [places[blocks[i].target]] if blocks[i].target else []
+            following += [i + 1] if blocks[i].goes_on and i + 1 < len(blocks) else []
             ways: dict[bool, tuple[int, int, list[int]]] = {}
-            for has, (unmasked, moved, path) in onward:
+            for has, (unmasked, moved, path) in [w for s in following for w in best(s).items()] or [(False, (0, 0, []))]:
                 way = (unmasked - sum(a.masked for a in own), moved + sum(a.bytes for a in own), [i, *path])
                 ways[has or bool(own)] = max(way, ways.get(has or bool(own), way))
             known[i] = ways
         return known[i]
 
-    known: dict[int, dict[bool, tuple[int, int, list[int]]]] = {}
     ways = best(0)
     return tuple(blocks[i] for i in ways[max(ways)][2])
 
 
-def accesses(ptx: str) -> list[Access]:
-    """All global memory accesses in the text."""
-    return [a for block in _blocks(ptx) for a in block.accesses]
-
-
 def _blocks(ptx: str) -> list[_Block]:
-    instructions = list(_instructions(ptx))
-    by_thread = _by_thread(instructions, threads(ptx))
-    starts = {label: i for i, (label, *_) in enumerate(instructions) if label}
-    blocks: list[_Block] = []
-    heads: dict[int, int] = {}
-    pending: list[list[int | None]] = []
-    fresh = True
-    for i, (label, predicate, op, operands) in enumerate(instructions):
-        if label or fresh:
-            if blocks and not fresh:
-                pending[-1].append(i)
-            heads[i] = len(blocks)
-            blocks.append(_Block([], []))
-            pending.append([])
-            fresh = False
+    lines = [line.partition("//")[0].strip() for line in ptx[ptx.index("\n{") :].splitlines()]
+    found = [match.groups("") for match in map(_LINE.match, lines) if match]
+    count, blocks = threads(ptx), [_Block()]
+    values = {"%tid.x": np.arange(count), "%laneid": np.arange(count) % 32}
+    for *_, op, operands in found:  # the text may read what it writes further down
+        _write(op, operands, values)
+    for label, predicate, op, operands in found:
         if label:
-            continue
-        if _ACCESS.match(op):
-            blocks[-1].accesses.append(_access(predicate, op, operands, by_thread, threads(ptx)))
+            blocks.append(_Block(label))
+        elif op.startswith(("bra", "ret")):
+            blocks[-1].target, blocks[-1].goes_on = (*re.findall(r"\$\w+", operands), "")[0], bool(predicate)
+            blocks.append(_Block())
+        elif access := _ACCESS.match(op):
+            (address,) = _NAME.findall(operands[operands.index("[") : operands.index("]")])
+            value = values.get(address, _ALIKE)
+            addresses = count if value is None else len(np.unique(value))
+            blocks[-1].accesses.append(Access(access[1], int(access[2] or 1), int(access[3]), bool(predicate), addresses))
         blocks[-1].barriers += op.startswith("bar.sync")
-        if op.startswith("bra"):
-            target = _BRANCH.search(operands)
-            assert target is not None, operands
-            pending[-1].append(starts[target[0]])
-            if predicate:
-                pending[-1].append(i + 1)
-            fresh = True
-        elif op.startswith("ret"):
-            if predicate:
-                pending[-1].append(i + 1)
-            fresh = True
-    for block, targets in zip(blocks, pending, strict=True):
-        block.successors = [heads[t] for t in targets if t in heads]
+        _write(op, operands, values)
     return blocks
 
 
-def _instructions(ptx: str) -> Iterator[tuple[str, str, str, str]]:
-    """(label, predicate, operation, operands) of every line of code; a label stands alone."""
-    for raw in ptx[ptx.index("\n{") :].splitlines():
-        line = raw.partition("//")[0].strip()
-        if label := _LABEL.match(line):
-            yield label[1], "", "", ""
-        elif found := _INSTRUCTION.match(line):
-            yield "", found[1] or "", found[2], found[3]
-
-
-def _access(predicate: str, op: str, operands: str, by_thread: Mapping[str, _Value], threads: int) -> Access:
-    found = re.search(r"\[([^\]]*)\]", operands)
-    assert found is not None, operands
-    size, lanes = re.search(r"\.[bfsu](\d+)$", op), re.search(r"\.v(\d)", op)
-    assert size is not None, op
-    (address,) = [by_thread.get(register, _ALIKE) for register in _NAME.findall(found[1])]
-    addresses = threads if address.offsets is None else len(np.unique(address.offsets))
-    return Access(op.partition(".")[0], int(lanes[1]) if lanes else 1, int(size[1]), bool(predicate), addresses)
-
-
-@dataclass(frozen=True, eq=False)
-class _Value:
-    """What is known of a register in the threads of a program.
-
-    Attributes:
-        offsets: one number for each thread, or one for all of them, to which a number is added that threads have in common;
-            None if it is not known how threads differ.
-        exact: whether that number is 0.
-    """
-
-    offsets: npt.NDArray[np.int64] | None
-    exact: bool = False
-
-    def merged(self, other: _Value) -> _Value:
-        """What is known of a register that is this or the other."""
-        if self.offsets is None or other.offsets is None:
-            return _UNKNOWN
-        apart = self.offsets - other.offsets
-        if (apart != apart[0]).any():
-            return _UNKNOWN
-        return _Value(self.offsets, self.exact and other.exact and apart[0] == 0)
-
-
-_ALIKE, _UNKNOWN = _Value(np.zeros(1, np.int64)), _Value(None)
-# What is known of results, by the operation and how much it reads. An "or" adds what has no bits in common with a number.
-_EXACT: dict[tuple[str, int], Callable[..., npt.NDArray[np.int64]]] = {
+_ALIKE = np.zeros(1, np.int64)  # what all threads have alike and nobody knows: it is as well aligned as 0
+_OPERATIONS: dict[tuple[str, int], Callable[..., Any]] = {
     ("mov", 1): operator.pos,
     ("cvt", 1): operator.pos,
     ("add", 2): operator.add,
     ("mul", 2): operator.mul,
+    ("mad", 3): lambda x, y, z: x * y + z,
     ("and", 2): operator.and_,
     ("or", 2): operator.or_,
     ("shr", 2): operator.rshift,
     ("shl", 2): operator.lshift,
     ("bfe", 3): lambda x, start, length: (x >> start) & ((1 << length) - 1),
 }
-_LINEAR = {("mov", 1): operator.pos, ("cvt", 1): operator.pos, ("add", 2): operator.add, ("or", 2): operator.add}
-_SCALING = {("mul", 2), ("shl", 2)}
-_NAME = re.compile(r"%\w+(?:\.\w+)?")
 
 
-def _by_thread(instructions: Sequence[tuple[str, str, str, str]], threads: int) -> dict[str, _Value]:
-    """What is known of registers."""
-    known = {"%tid.x": _Value(np.arange(threads), exact=True), "%laneid": _Value(np.arange(threads) % 32, exact=True)}
-    while True:
-        before = dict(known)
-        for _, _, op, operands in instructions:
-            written, sources = _operands(operands)
-            if op.startswith(("st.", "bra")) or not written:
-                continue
-            value = _result(op, [known.get(source, _ALIKE) if "%" in source else _constant(source) for source in sources])
-            for name in written:
-                known[name] = known[name].merged(value) if name in known else value
-        if known.keys() == before.keys() and all(_same(known[name], before[name]) for name in known):
-            return known
+def _write(op: str, operands: str, values: dict[str, Any]) -> None:
+    """Note what an instruction writes: an array with a number for each thread, or with one for all; None if unknown."""
+    if not op or op.startswith(("st.", "bra")):
+        return
+    written, _, read = operands.partition("}" if operands.startswith("{") else ",")
+    names = [part.strip() for part in re.split(r"[,\[\]{}+]", read) if part.strip()]
+    sources = [values.get(name, _ALIKE) if "%" in name else _constant(name) for name in names]
+    if any(source is None for source in sources):
+        result = None
+    elif compute := _OPERATIONS.get((op.partition(".")[0], len(sources))):
+        result = compute(*sources)
+    else:
+        result = _ALIKE if all((source == source[0]).all() for source in sources) else None
+    values.update(dict.fromkeys(_NAME.findall(written), result))
 
 
-def _operands(operands: str) -> tuple[list[str], list[str]]:
-    """The registers that an instruction writes, and what it reads: registers and constants."""
-    written, _, read = operands.partition("}") if operands.startswith("{") else operands.partition(",")
-    sources = (part for part in re.split(r"[,\[\]{}+]", read) if part.strip())
-    return _NAME.findall(written), [part.strip() for part in sources]
-
-
-def _constant(text: str) -> _Value:
-    return _Value(np.array([int(text, 0)]), exact=True) if re.fullmatch(r"-?(0x[0-9a-fA-F]+|\d+)", text) else _ALIKE
-
-
-def _result(op: str, sources: Sequence[_Value]) -> _Value:
-    """What is known of the result of an instruction."""
-    if op.startswith("mad."):
-        return _result("add", [_result("mul", sources[:2]), sources[2]])
-    kind, offsets = (op.partition(".")[0], len(sources)), [source.offsets for source in sources]
-    if any(o is None for o in offsets):
-        return _UNKNOWN
-    if kind in _EXACT and all(source.exact for source in sources):
-        return _Value(_EXACT[kind](*offsets), exact=True)
-    if kind in _LINEAR:
-        return _Value(_LINEAR[kind](*offsets))
-    if kind in _SCALING and sources[1].exact and offsets[1].size == 1:
-        return _Value(_EXACT[kind](*offsets))
-    return _ALIKE if all((o == o[0]).all() for o in offsets) else _UNKNOWN
-
-
-def _same(value: _Value, other: _Value) -> bool:
-    return value.exact == other.exact and (value.offsets is None) == (other.offsets is None)
+def _constant(text: str) -> Any:
+    return np.array([int(text, 0)]) if re.fullmatch(r"-?(0x[0-9a-fA-F]+|\d+)", text) else _ALIKE

@@ -1,9 +1,11 @@
-"""A record of what a step asks of a device: Triton launches, compiled graphs, operators, waits."""
+"""What a step asks of a device that need not be there: Triton launches, compiled graphs, operators, waits, CUDA graphs."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import math
+import types
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -11,8 +13,6 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-
-from perf.lowering.cuda_graphs import Decisions, deciding
 
 _WAITS = {"_local_scalar_dense", "nonzero", "equal", "masked_select", "unique2"}
 _WRITE_ONLY = {"copy_", "_foreach_copy_", "fill_", "zero_"}
@@ -48,18 +48,43 @@ class Operator:
 
 
 @dataclass(frozen=True)
-class Graph:
-    """One run of a graph that Inductor compiled.
+class Partition:
+    """A part of a compiled function that one CUDA graph is to hold.
 
     Attributes:
-        source: the text of its module.
-        inputs: the shapes of its inputs, or sizes.
-        cuda_graphs: what Inductor decided about CUDA graphs.
+        inputs: how many there are.
+        stays: the positions of those that are read and written where they are; the others are copied before each replay.
+        written: the positions of those that it writes.
+        source: what Inductor wrote for the whole function.
     """
+
+    inputs: int
+    stays: tuple[int, ...]
+    written: tuple[int, ...]
+    source: str
+
+    @property
+    def copied(self) -> int:
+        """How many inputs are copied into the graph's own memory before each replay."""
+        return len({*range(self.inputs)} - {*self.stays})
+
+
+@dataclass
+class Decisions:
+    """What Inductor decided when it compiled functions, in order."""
+
+    sources: list[str] = field(default_factory=list)  # what it wrote, function by function
+    partitions: list[Partition] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)  # why functions are to run without CUDA graphs
+
+
+@dataclass(frozen=True)
+class Graph:
+    """One run of a graph that Inductor compiled: its module, the shapes of its inputs, or sizes, and what was decided."""
 
     source: str
     inputs: tuple[int | tuple[int, ...], ...]
-    cuda_graphs: Decisions
+    decisions: Decisions
 
 
 @dataclass
@@ -75,27 +100,59 @@ class Recorder:
     """Where what happens is written down, while nothing pauses it."""
 
     def __init__(self) -> None:
-        self._record = Record()
-        self._pauses = 0
-
-    @property
-    def record(self) -> Record:
-        """The record to write to."""
-        return Record() if self._pauses else self._record
+        self.record = Record()  # to write to
 
     def take(self) -> Record:
         """What happened since the last call."""
-        taken, self._record = self._record, Record()
+        taken, self.record = self.record, Record()
         return taken
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Write nothing down inside."""
-        self._pauses += 1
+        record = self.take()
         try:
             yield
         finally:
-            self._pauses -= 1
+            self.record = record
+
+
+@contextlib.contextmanager
+def deciding() -> Iterator[Decisions]:
+    """Note what Inductor writes and decides under ``fake_cuda``. None of the functions that it compiles can run.
+
+    CUDA graphs are those of functions compiled with ``mode="reduce-overhead"``.
+    """
+    from torch._inductor import compile_fx, config, output_code
+    from torch._inductor.graph import GraphLowering
+
+    decisions = Decisions()
+
+    def load(graph: GraphLowering, code: Any) -> types.SimpleNamespace:
+        decisions.sources.append(code.value)
+
+        def apply(functions: Sequence[Any]) -> None:
+            for function in functions:
+                function(call)
+
+        def call(inputs: list[Any]) -> list[Any]:
+            raise NotImplementedError("a function compiled for a GPU that is not there")
+
+        runner = types.SimpleNamespace(partitions=[call], recursively_apply_fns=apply)
+        return types.SimpleNamespace(call=call, runner=runner, __file__=__file__, __name__=__name__)
+
+    def cudagraphify(model: Any, static_input_idxs: Sequence[int] = (), **kwargs: Any) -> Any:
+        inputs, written = len(kwargs["placeholders"]), tuple(kwargs["mutated_input_idxs"])
+        decisions.partitions.append(Partition(inputs, tuple(static_input_idxs), written, decisions.sources[-1]))
+        return model
+
+    with (
+        config.patch(shape_padding=False),  # which is decided by timings
+        mock.patch.object(GraphLowering, "_compile_to_module_lines", load),
+        mock.patch.object(compile_fx, "cudagraphify", cudagraphify),
+        mock.patch.object(output_code, "log_cudagraph_skip_and_bump_counter", decisions.skipped.append),
+    ):
+        yield decisions
 
 
 @contextlib.contextmanager
@@ -113,9 +170,7 @@ def recording(device: str) -> Iterator[Recorder]:
     def record_launch(function: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         kernel = launch(function, *args, grid=grid, warmup=True, **kwargs)
         current = torch.cuda.current_device() if device == "cuda" else 0
-        programs = 1
-        for size in grid(kwargs) if callable(grid) else grid:
-            programs *= size
+        programs = math.prod(grid(kwargs) if callable(grid) else grid)
         recorder.record.launches.append(Launch(function.__name__, programs, current, kernel))
         return kernel
 
@@ -140,26 +195,6 @@ def recording(device: str) -> Iterator[Recorder]:
         yield recorder
 
 
-class _SourceTaken(BaseException):
-    """Leaves Inductor once the code is written, before it is loaded."""
-
-
-def inductor_sources(compile_graph: Callable[..., Any], *args: Any, **kwargs: Any) -> list[str]:
-    """The modules that Inductor writes for one graph."""
-    from torch._inductor.graph import GraphLowering
-
-    sources: list[str] = []
-
-    def take(source: str) -> None:
-        sources.append(source)
-        raise _SourceTaken
-
-    with mock.patch.object(GraphLowering, "save_output_code", staticmethod(take)), contextlib.suppress(_SourceTaken):
-        compile_graph(*args, **kwargs)
-    assert sources, "Inductor wrote no code"
-    return sources
-
-
 class _Operators(TorchDispatchMode):
     """Records the operators on tensors of one device type; views and allocations do not reach it."""
 
@@ -182,10 +217,10 @@ class _Operators(TorchDispatchMode):
         written = {a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
         reads = _tensors([v for key, v in values.items() if key not in written or name not in _WRITE_ONLY])
         writes = _tensors([v for key, v in values.items() if key in written])
-        made = [t for t in _tensors(result) if not any(t is w for w in writes)]
-        devices = {t.device.type for t in (*reads, *writes, *made)}
+        writes += [t for t in _tensors(result) if not any(t is w for w in writes)]
+        devices = {t.device.type for t in (*reads, *writes)}
         if self._device in devices:
-            moved = sum(t.numel() * t.element_size() for t in (*reads, *writes, *made))
+            moved = sum(t.numel() * t.element_size() for t in (*reads, *writes))
             crosses = len(devices) > 1
             waits = name in _WAITS or (crosses and not values.get("non_blocking", False))
             self._recorder.record.operators.append(Operator(name, moved, waits, crosses))

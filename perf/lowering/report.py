@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import resource
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -19,10 +20,8 @@ from compiled_optim.lowering.kernels import triton
 from compiled_optim.lowering.torch_ops import coefficients, inductor
 from compiled_optim.optimizer import engine_of
 from perf.lowering import inductor_source, ptx
-from perf.lowering.cuda_graphs import Decisions
 from perf.lowering.fake_cuda import fake_cuda, triton_target
-from perf.lowering.ptx import Access
-from perf.lowering.record import Record, recording
+from perf.lowering.record import Decisions, Record, recording
 from perf.lowering.workload import Workload, gradient, ours, stock
 
 _OWN = {"operator": "multi_tensor", "inlined": "inductor"}
@@ -115,9 +114,50 @@ def lower(lowering: str, workload: Workload, arch: int, *, stand_in: bool = Fals
     Raises:
         ValueError: torch.optim has no such optimizer.
     """
-    if lowering == "multi_tensor":
-        return _multi_tensor(workload, arch, stand_in)
-    return _through_inductor(lowering, workload, arch)
+    device, own, compiled = "cpu" if stand_in else "cuda", lowering == "multi_tensor", lowering in (*_OWN, "torch")
+    place = cpu_in_place_of_cuda if stand_in else fake_cuda if own else _fake_cuda_anew
+    with place(arch):
+        optimizer = stock(workload) if lowering == "torch" else ours(workload, device, _OWN.get(lowering, lowering))
+        steps = _steps(optimizer, device, compiled=compiled, inlined=lowering == "inlined")
+        graphs, steady = steps.steady.graphs, steps.steady.operators
+        modules = [inductor_source.read(g.source, g.inputs if lowering != "auto" else None) for g in graphs]
+        launched = Counter(name for module in modules for name in module.launches)
+        kernels = [
+            _kernel(name, launched[name], _compiled(name, text), arch)
+            for name, text in {n: t for m in modules for n, t in m.kernels.items()}.items()
+        ]
+    per_program: Mapping[str, float] = {}
+    if lowering in ("multi_tensor", "operator"):
+        per_program = _elements_per_program(workload.optimizer, workload.dtype, workload.options, arch)
+    counts = Counter(launch.name for launch in steps.steady.launches)
+    first = {launch.name: launch.kernel for launch in reversed(steps.steady.launches)}
+    of_package = [_kernel(name, count, first[name], arch, per_program.get(name, 0)) for name, count in counts.items()]
+    moved = sum((k.bytes_per_param or 0) * k.launches for k in of_package)
+    if not own:  # whose operators touch tables alone
+        moved += (sum(m.bytes or 0 for m in modules) + sum(o.bytes for o in steady)) / workload.elements
+    is_known = lowering != "auto" and all("compiled_optim" in name for m in modules for name in m.externs)
+    decided = list({id(g.decisions): g.decisions for g in graphs}.values())
+    partitions = [partition for decisions in decided for partition in decisions.partitions]
+    externs = sum(len(m.externs) for m in modules)
+    return Report(
+        lowering=lowering,
+        workload=workload,
+        arch=f"sm_{arch}",
+        graphs=len({g.source for g in graphs}),
+        launches=counts.total() + launched.total(),
+        operators=len(steady) + externs,
+        cpp=sum(len(m.cpp) for m in modules),
+        waits=sum(o.waits for o in steps.moved.operators) + sum(len(m.waits) for m in modules),
+        uploads=sum(o.crosses for o in steps.moved.operators),
+        moved_operators=len(steps.moved.operators) + externs,
+        bytes_per_param=moved if is_known else None,
+        kernels=(*kernels, *of_package),
+        sources=tuple(dict.fromkeys([*(g.source for g in graphs), *(kernel.src.fn.src for kernel in first.values())])),
+        seconds=steps.first,
+        partitions=len(partitions) if compiled else None,
+        copied=sum(part.copied for part in partitions) if compiled else None,
+        cuda_graph=_decision(decided, sum(m.outside for m in modules)) if compiled else "",
+    )
 
 
 def launches(workload: Workload, arch: int = 90) -> list[str]:
@@ -129,97 +169,39 @@ def launches(workload: Workload, arch: int = 90) -> list[str]:
             return [launch.name for launch in recorder.take().launches]
 
 
-def _multi_tensor(workload: Workload, arch: int, stand_in: bool) -> Report:
-    device = "cpu" if stand_in else "cuda"
-    with cpu_in_place_of_cuda(arch) if stand_in else fake_cuda(arch):
-        steps = _steps(ours(workload, device, "multi_tensor"), device)
-    per_program = _elements_per_program(workload.optimizer, workload.dtype, workload.options, arch)
-    kernels = _launched(steps.steady, arch, per_program)
-    return Report(
-        lowering="multi_tensor",
-        workload=workload,
-        arch=f"sm_{arch}",
-        graphs=len(steps.steady.graphs),
-        launches=len(steps.steady.launches),
-        operators=len(steps.steady.operators),
-        cpp=0,
-        waits=sum(o.waits for o in steps.moved.operators),
-        uploads=sum(o.crosses for o in steps.moved.operators),
-        moved_operators=len(steps.moved.operators),
-        bytes_per_param=sum(k.bytes_per_param * k.launches for k in kernels if k.bytes_per_param is not None),
-        kernels=tuple(kernels),
-        sources=tuple({launch.kernel.src.fn.src: None for launch in steps.steady.launches}),
-        seconds=steps.first,
-    )
+@contextlib.contextmanager
+def cpu_in_place_of_cuda(arch: int) -> Iterator[None]:
+    """Let CPU tensors take the lowering of a GPU."""
+    with (
+        triton_target(arch),
+        mock.patch.dict(multi_tensor.BACKENDS, {"cpu": triton.TritonKernel}),
+        mock.patch.object(multi_tensor, "_kernels", {}),
+    ):
+        yield
 
 
-def _launched(record: Record, arch: int, per_program: Mapping[str, float]) -> list[KernelReport]:
-    """The kernels that the package launched itself."""
-    kernels = []
-    for name in dict.fromkeys(launch.name for launch in record.launches):
-        launches = [launch for launch in record.launches if launch.name == name]
-        kernels.append(_kernel(name, len(launches), launches[0].kernel, arch, per_program.get(name)))
-    return kernels
-
-
-def _through_inductor(lowering: str, workload: Workload, arch: int) -> Report:
+@contextlib.contextmanager
+def _fake_cuda_anew(arch: int) -> Iterator[None]:
+    """``fake_cuda`` where nothing is compiled yet."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(fake_cuda(arch))
         stack.enter_context(mock.patch.object(coefficients, "_graphs", {}))
         for module in (inductor, multi_tensor, stacked):
             stack.enter_context(mock.patch.object(module, "_kernels", {}))
         torch._dynamo.reset()
-        optimizer = stock(workload) if lowering == "torch" else ours(workload, "cuda", _OWN.get(lowering, lowering))
-        compiled = lowering in ("operator", "inlined", "torch")
-        steps = _steps(optimizer, "cuda", compiled=compiled, inlined=lowering == "inlined")
-        graphs = steps.steady.graphs
-        modules = [inductor_source.read(g.source, g.inputs if lowering != "auto" else None) for g in graphs]
-        kernels = [
-            _compiled_kernel(name, text, sum(m.launches.count(name) for m in modules), arch)
-            for name, text in {n: t for m in modules for n, t in m.kernels.items()}.items()
-        ]
+        yield
     torch._dynamo.reset()
-    per_program = {}
-    if lowering == "operator":
-        per_program = _elements_per_program(workload.optimizer, workload.dtype, workload.options, arch)
-    own = _launched(steps.steady, arch, per_program)
-    operators = len(steps.steady.operators) + sum(len(m.externs) for m in modules)
-    moved = sum(m.bytes or 0 for m in modules) + sum(o.bytes for o in steps.steady.operators)
-    moved += sum((k.bytes_per_param or 0) * k.launches for k in own) * workload.elements
-    is_known = lowering != "auto" and all("compiled_optim" in name for m in modules for name in m.externs)
-    decided = list({id(g.cuda_graphs): g.cuda_graphs for g in graphs}.values())
-    held = [part for decisions in decided for part in decisions.recorded]
-    return Report(
-        lowering=lowering,
-        workload=workload,
-        arch=f"sm_{arch}",
-        graphs=len({g.source for g in graphs}),
-        launches=len(steps.steady.launches) + sum(len(m.launches) for m in modules),
-        operators=operators,
-        cpp=sum(len(m.cpp) for m in modules),
-        waits=sum(o.waits for o in steps.moved.operators) + sum(len(m.waits) for m in modules),
-        uploads=sum(o.crosses for o in steps.moved.operators),
-        moved_operators=len(steps.moved.operators) + sum(len(m.externs) for m in modules),
-        bytes_per_param=moved / workload.elements if is_known else None,
-        kernels=(*kernels, *own),
-        sources=tuple(dict.fromkeys(g.source for g in graphs)),
-        seconds=steps.first,
-        partitions=len(held) if compiled else None,
-        copied=sum(len(part.copied) for part in held) if compiled else None,
-        cuda_graph=_decision(decided, sum(m.outside for m in modules)) if compiled else "",
-    )
 
 
 def _decision(decided: Sequence[Decisions], outside: int) -> str:
-    """What CUDA graphs hold of a step, of which so many calls are ``outside``; or why there are none."""
+    """What CUDA graphs hold of a step that makes so many calls ``outside`` of them; or why there are none."""
     reasons = [reason for decisions in decided for reason in decisions.skipped]
     if reasons:
         return "; ".join(dict.fromkeys(reasons))
     return f"all but {outside} calls" if outside else "all"
 
 
-@dataclass(frozen=True)
-class _Steps:
+class _Steps(NamedTuple):
     """The processor seconds of the first step, a step like the one before, and one after all gradients moved."""
 
     first: float
@@ -261,17 +243,6 @@ def processor_seconds() -> float:
     return sum(u.ru_utime + u.ru_stime for u in usage)
 
 
-@contextlib.contextmanager
-def cpu_in_place_of_cuda(arch: int) -> Iterator[None]:
-    """Let CPU tensors take the lowering of a GPU."""
-    with (
-        triton_target(arch),
-        mock.patch.dict(multi_tensor.BACKENDS, {"cpu": triton.TritonKernel}),
-        mock.patch.object(multi_tensor, "_kernels", {}),
-    ):
-        yield
-
-
 @functools.cache
 def _elements_per_program(
     optimizer: str, dtype: torch.dtype, options: tuple[tuple[str, Any], ...], arch: int
@@ -288,23 +259,7 @@ def _elements_per_program(
     return {n: _PROBES[0] / small[n] for n in growing}
 
 
-def _kernel(name: str, launches: int, kernel: Any, arch: int, elements: float | None) -> KernelReport:
-    text = kernel.asm["ptx"]
-    made = ptx.resources(text, arch)
-    resources = ptx.Resources(made.registers, made.spills, max(made.shared, kernel.metadata.shared))
-    path: list[Access] = [] if elements is None else [a for a in ptx.full_path(text) if a.elementwise]
-    moved = None if elements is None else sum(a.program_bytes for a in path) / elements
-    extern = tuple(ptx.external_functions(text))
-    return KernelReport(name, launches, moved, resources, *_widths(path), extern, ptx.barriers(text))
-
-
-def _widths(path: Sequence[Access]) -> tuple[tuple[str, ...], tuple[str, ...], bool]:
-    loads = tuple(sorted({str(a).partition(".")[2] for a in path if a.kind == "ld"}))
-    stores = tuple(sorted({str(a).partition(".")[2] for a in path if a.kind != "ld"}))
-    return loads, stores, any(a.masked for a in path)
-
-
-def _compiled_kernel(name: str, text: str, launches: int, arch: int) -> KernelReport:
+def _compiled(name: str, text: str) -> Any:
     """A kernel that Inductor wrote, compiled as Inductor's worker processes do."""
     from torch._inductor import config
     from torch._inductor.codecache import PyCodeCache
@@ -312,10 +267,22 @@ def _compiled_kernel(name: str, text: str, launches: int, arch: int) -> KernelRe
     with config.patch({"use_static_triton_launcher": False}):
         tuner = getattr(PyCodeCache.load(text), name)
         tuner.precompile(warm_cache_only=True)
-        kernel = tuner.compile_results[0].kernel
+        return tuner.compile_results[0].kernel
+
+
+def _kernel(name: str, launches: int, kernel: Any, arch: int, elements: float | None = None) -> KernelReport:
+    """A program of the kernel has so many ``elements``: 0 where it works on whole tensors, None if nobody knows."""
     text = kernel.asm["ptx"]
     made = ptx.resources(text, arch)
-    path = [a for a in ptx.full_path(text) if a.elementwise]
-    resources = ptx.Resources(made.registers, made.spills, max(made.shared, kernel.metadata.shared))
-    extern = tuple(ptx.external_functions(text))
-    return KernelReport(name, launches, None, resources, *_widths(path), extern, ptx.barriers(text))
+    path = [] if elements == 0 else [a for a in ptx.full_path(text) if a.elementwise]
+    return KernelReport(
+        name,
+        launches,
+        sum(a.program_bytes for a in path) / elements if elements else None,
+        replace(made, shared=max(made.shared, kernel.metadata.shared)),
+        loads=tuple(sorted({a.width for a in path if a.kind == "ld"})),
+        stores=tuple(sorted({a.width for a in path if a.kind != "ld"})),
+        masked=any(a.masked for a in path),
+        extern=tuple(ptx.external_functions(text)),
+        barriers=ptx.barriers(text),
+    )

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import compiled_optim as co
 from compiled_optim.lowering import stacked as lowering
 from compiled_optim.optimizer import engine_of
-from perf.lowering.cuda_graphs import Decisions, deciding
 from perf.lowering.fake_cuda import fake_cuda
+from perf.lowering.record import Decisions, deciding
 
 pytest.importorskip("triton")
 
@@ -68,9 +68,9 @@ OPTIMIZERS = [*ruled("dense"), *stacked()]
 
 def one_graph(decisions: Decisions, inputs: int, copied: int) -> None:
     assert decisions.skipped == []
-    assert decisions.functions == 1
-    (recorded,) = decisions.recorded
-    assert (recorded.inputs, len(recorded.copied)) == (inputs, copied)
+    assert len(decisions.sources) == 1
+    (recorded,) = decisions.partitions
+    assert (recorded.inputs, recorded.copied) == (inputs, copied)
     assert {*recorded.written} <= {*recorded.stays}
     assert recorded.source.count("def partition_") == 1
     assert recorded.source.count("torch.ops.compiled_optim.step_in_graph.default(") == 1
@@ -106,7 +106,7 @@ def test_a_step_alone_copies_gradients_which_backward_puts_anywhere(decisions: D
 
 def test_a_step_that_no_graph_can_hold_runs_between_graphs(decisions: Decisions) -> None:
     Training(co.AdamW, lowering="eager").compile()
-    (recorded,) = decisions.recorded
+    (recorded,) = decisions.partitions
     part = recorded.source[recorded.source.index("def partition_0") :].partition("async_compile.wait")[0]
     assert "torch.ops.compiled_optim" not in part
     assert recorded.source.count("torch.ops.compiled_optim.step.default(") == 1
@@ -116,5 +116,5 @@ def test_a_step_with_a_gradient_scaler_runs_between_graphs(decisions: Decisions)
     training = Training(co.AdamW)
     training.optimizer.grad_scale, training.optimizer.found_inf = (torch.ones((), device="cuda") for _ in range(2))
     training.compile()
-    (recorded,) = decisions.recorded
+    (recorded,) = decisions.partitions
     assert recorded.source.count("torch.ops.compiled_optim.step.default(") == 1

@@ -30,9 +30,8 @@ from perf.lowering import __main__ as command
 from perf.lowering import inductor_source, ptx
 from perf.lowering import report as report_module
 from perf.lowering import results as lowering_results
-from perf.lowering.cuda_graphs import Decisions
 from perf.lowering.fake_cuda import fake_cuda
-from perf.lowering.record import recording
+from perf.lowering.record import Decisions, recording
 from perf.lowering.report import (
     KernelReport,
     Report,
@@ -442,7 +441,7 @@ def test_what_cuda_graphs_do_not_hold_is_counted(crosses: bool) -> None:
         (graph,) = recorder.take().graphs
     module = inductor_source.read(graph.source, None)
     assert (module.outside > 0) == crosses
-    assert report_module._decision([graph.cuda_graphs], module.outside) == ("all but 1 calls" if crosses else "all")
+    assert report_module._decision([graph.decisions], module.outside) == ("all but 1 calls" if crosses else "all")
 
 
 def test_reasons_without_cuda_graphs_are_named_once() -> None:

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from compiled_optim.memory import torch_compiler
 from perf.lowering.inductor_source import itemsize
-from perf.lowering.record import inductor_sources
+from perf.lowering.record import deciding
 
 _LOAD = re.compile(r"tl\.load\((\w+) \+ (.*), r0_mask", re.MULTILINE)
 _SHARED = re.compile(r"^    (x\d+) = xindex // ", re.MULTILINE)
@@ -154,7 +154,9 @@ def running() -> Iterator[Runs]:
     compile_graph = compile_fx.compile_fx
 
     def load(module: Any, inputs: Any, *args: Any, **kwargs: Any) -> Callable[..., Any]:
-        (source,) = inductor_sources(compile_graph, module, inputs, *args, **kwargs)
+        with deciding() as decisions:
+            compile_graph(module, inputs, *args, **kwargs)
+        (source,) = decisions.sources
         return runs.load(source)
 
     with (
