@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 import compiled_optim
 from compiled_optim.lowering import multi_tensor, stacked
 from compiled_optim.lowering.kernels import triton
-from compiled_optim.lowering.torch_ops import coefficients, inductor
+from compiled_optim.lowering.torch_ops import inductor
 from compiled_optim.optimizer import engine_of
 from perf.lowering import inductor_source, ptx
 from perf.lowering.cuda_graphs import Decisions
@@ -165,7 +165,6 @@ def _launched(record: Record, arch: int, per_program: Mapping[str, float]) -> li
 def _through_inductor(lowering: str, workload: Workload, arch: int) -> Report:
     with contextlib.ExitStack() as stack:
         stack.enter_context(fake_cuda(arch))
-        stack.enter_context(mock.patch.object(coefficients, "_graphs", {}))
         for module in (inductor, multi_tensor, stacked):
             stack.enter_context(mock.patch.object(module, "_kernels", {}))
         torch._dynamo.reset()
