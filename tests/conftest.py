@@ -84,11 +84,10 @@ def seed() -> None:
 def fresh_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Start with no kernel in memory, so that compilations are counted from zero."""
     from compiled_optim.lowering import multi_tensor, stacked
-    from compiled_optim.lowering.torch_ops import coefficients, inductor
+    from compiled_optim.lowering.torch_ops import inductor
 
     for module in (inductor, multi_tensor, stacked):
         monkeypatch.setattr(module, "_kernels", {})
-    monkeypatch.setattr(coefficients, "_graphs", {})
 
 
 @pytest.fixture

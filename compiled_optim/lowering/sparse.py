@@ -20,13 +20,13 @@ from torch import Tensor
 from compiled_optim.lowering import multi_tensor
 from compiled_optim.lowering.interface import Capturable
 from compiled_optim.lowering.kernels.table import BUFFERS, NUMEL, PARAM, CoefficientTable, HyperPointers, Kernel, upload
-from compiled_optim.lowering.torch_ops.inductor import LISTS, UPDATE, ListKernel, obtain_kernel, uncompiled
-from compiled_optim.lowering.torch_ops.torch_lowering import Recent, TorchLowering
+from compiled_optim.lowering.torch_ops.eager import Recent
+from compiled_optim.lowering.torch_ops.inductor import LISTS, InductorLowering, Vectors
 from compiled_optim.memory.layout import as_real, compute_dtype
 from compiled_optim.memory.torch_internals import assert_on_device, is_capturing, is_fake
 from compiled_optim.plan.clipping import Clipping, square_sum
-from compiled_optim.plan.compilations import MULTI_TENSOR, CompilationLog, kernel_key
-from compiled_optim.plan.plan import Plan
+from compiled_optim.plan.compilations import MULTI_TENSOR, CompilationLog, KernelKey, kernel_key
+from compiled_optim.plan.plan import Member, Plan
 
 
 def has_distinct_rows(grad: Tensor, name: str) -> bool:
@@ -106,69 +106,71 @@ def _is_readable(grad: Tensor) -> bool:
     return grad.device.type == "cpu" and not is_fake(grad)
 
 
-class GatheredRowsLowering(TorchLowering):
+class GatheredRows(Vectors):
+    """The rows of a member's parameter and buffers that a gradient names, copied out and copied back."""
+
+    def __init__(self, plan: Plan, member: Member) -> None:
+        tensors = [member.param.detach(), *(member.entries[name] for name in plan.buffers)]
+        self._whole, self._dim = list(map(as_real, tensors)), member.param.dim()
+
+    def read(self, grad: Entries) -> list[Tensor]:
+        self._index = grad.index
+        one_row = grad.sums.dim() > self._dim  # there are no sparse dimensions
+        self._targets = [t.unsqueeze(0) for t in self._whole] if one_row else self._whole
+        param, *buffers = (t[grad.index].reshape(-1) for t in self._targets)
+        return [param, as_real(grad.sums[grad.elected]).reshape(-1), *buffers]
+
+    def store(self, new: Sequence[Tensor]) -> None:
+        for target, rows in zip(self._targets, new, strict=True):
+            target.index_put_(self._index, rows.view(-1, *target.shape[len(self._index) :]))
+
+
+class GatheredRowsLowering(InductorLowering):
     """Copies the rows out, updates the copies, and copies them back. Entries of one row write the same values.
 
     Inductor's kernels update the copies where it is ``compiled``, else plain torch operations.
     """
 
+    _vectors = GatheredRows
+
     def __init__(self, plan: Plan, clipping: Clipping, log: CompilationLog, *, compiled: bool) -> None:
-        super().__init__(plan, clipping)
+        super().__init__(plan, clipping, log, compiled=compiled)
         self.name = "inductor" if compiled else "eager"
-        self._log = log
-        self._keys = [kernel_key(plan, m, compute_dtype(m.param.dtype), LISTS) for m in plan.members]
-        self._kernels = [] if compiled else [ListKernel(key, uncompiled(key)) for key in self._keys]
-        self._entries: dict[int, Entries] = {}
+        self._entries: list[Entries | None] = []
 
-    @property
-    def is_compiled(self) -> bool:
-        return bool(self._kernels)
-
-    def compile(self) -> None:
-        if not self._kernels:
-            keys = zip(self._keys, self.plan.members, strict=True)
-            self._kernels = [ListKernel(key, obtain_kernel(self._log, key, [member.name])) for key, member in keys]
+    def _kind(self, member: Member, grad_dtype: torch.dtype) -> tuple[KernelKey, bool]:
+        return kernel_key(self.plan, member, compute_dtype(member.param.dtype), LISTS), True
 
     def prepare(self, grads: list[Tensor | None] | None) -> None:
         super().prepare(grads)
-        self._entries = {}
+        self._entries = []
         given = zip(self.plan.members, self._grads, strict=True)
         self._distinct = [g is not None and _is_readable(g) and has_distinct_rows(g, m.name) for m, g in given]
 
     def measure(self) -> None:
         """Write the sum of the squares of the prepared gradients, after the entries of each row have been added up."""
         self._add_up()
-        self._square_sum.fill_(square_sum([entries.sums for entries in self._entries.values()], self.plan.device))
-
-    def launch(self) -> None:
-        """Update the rows that the gradients name, and count a step of every parameter that has a gradient."""
-        self._add_up()
-        coefficients, _ = self._advance()
-        for position, entries in self._entries.items():
-            if entries.sums.numel():
-                member = self.plan.members[position]
-                tensors = [member.param.detach(), *(member.entries[name] for name in self.plan.buffers)]
-                if entries.sums.dim() == member.param.dim() + 1:  # without sparse dimensions there is one row
-                    tensors = [t.unsqueeze(0) for t in tensors]
-                self._update_rows(position, tensors, entries, coefficients[:, position])
+        sums = [entries.sums for entries in self._entries if entries is not None]
+        self._square_sum.fill_(square_sum(sums, self.plan.device))
 
     def finish(self) -> None:
         super().finish()
-        self._entries = {}
+        self._entries = []
+
+    def _update(self, coefficients: Tensor) -> None:
+        """Update the rows that the gradients name."""
+        self._add_up()
+        named = [entries if entries is not None and entries.sums.numel() else None for entries in self._entries]
+        for part in self._parts:
+            part.update(named, coefficients)
 
     def _add_up(self) -> None:
-        for i, (member, grad) in enumerate(zip(self.plan.members, self._grads, strict=True)):
-            if grad is not None and i not in self._entries:
-                self._entries[i] = entries_of(grad, compute_dtype(member.param.dtype), distinct=self._distinct[i])
-
-    def _update_rows(self, position: int, tensors: Sequence[Tensor], entries: Entries, coefficients: Tensor) -> None:
-        param, *buffers = (t[entries.index].contiguous() for t in tensors)
-        rows = [param, entries.sums[entries.elected], *buffers]
-        flat = [as_real(t).reshape(-1) for t in rows]
-        kernel = self._kernels[position]
-        kernel.run(UPDATE, [flat], coefficients.repeat(kernel.count, 1))
-        for tensor, new in zip(tensors, (param, *buffers), strict=True):
-            tensor.index_put_(entries.index, new)
+        if not self._entries:
+            given = zip(self.plan.members, self._grads, self._distinct, strict=True)
+            self._entries = [
+                None if grad is None else entries_of(grad, compute_dtype(member.param.dtype), distinct=distinct)
+                for member, grad, distinct in given
+            ]
 
 
 Rows: TypeAlias = Literal["distinct", "repeated", "said to be distinct", "unknown"]

@@ -21,14 +21,15 @@ from torch import Tensor
 from compiled_optim.lowering.interface import Capturable
 from compiled_optim.lowering.kernels.table import CoefficientTable, HyperPointers, Kernel
 from compiled_optim.lowering.multi_tensor import current_device, obtain_kernel
+from compiled_optim.lowering.torch_ops.eager import TorchLowering
 from compiled_optim.lowering.torch_ops.inductor import OPTIONS, fits_indices, say_too_large
-from compiled_optim.lowering.torch_ops.torch_lowering import TorchLowering, rule_step
 from compiled_optim.memory.layout import compute_dtype, is_plain, plain_copy
 from compiled_optim.memory.sharding import parts_of_stack, whole_stack
 from compiled_optim.memory.torch_compiler import obtain_graph
 from compiled_optim.plan.clipping import Clipping
 from compiled_optim.plan.compilations import CompilationLog, KernelKey, coefficient_key, kernel_key
 from compiled_optim.plan.plan import Plan
+from compiled_optim.rule.rule import number_type
 
 CHUNK = 256  # how many numbers a program adds up in the second stage
 _ALONE = 1 << 13  # the most numbers that one program adds up where their count is known to the compiler
@@ -345,7 +346,7 @@ def _stack(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _square_sum(stack: Tensor) -> Tensor:
-    """As :func:`~compiled_optim.lowering.gradient.square_sum`, and equal bit for bit wherever ``stack`` lies."""
+    """As :func:`~compiled_optim.plan.clipping.square_sum`, and equal bit for bit wherever ``stack`` lies."""
     rows = stack.view(len(stack), math.prod(stack.shape[1:]))
     norms: Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
     return norms.square().sum()
@@ -396,18 +397,27 @@ def _make(key: KernelKey) -> StackKernel | str:
 
 
 def _stack_function(key: KernelKey) -> Callable[..., tuple[Tensor, ...]]:
-    """The function to compile, with a code object of its own: Dynamo's recompile limit counts per code object.
+    """The update, with a code object of its own: Dynamo's recompile limit counts per code object.
 
-    Its results are new tensors: Inductor 2.13 fails on CPUs where a reduction's input is also written.
+    It takes parameter, gradient, buffers and coefficients, and computes in float64 for float64, in float32 for lower dtypes.
+    A tensor stays as it is where the second coefficient is not 0. Its results are new tensors: Inductor 2.13 fails on CPUs
+    where a reduction's input is also written.
     """
-    update = rule_step(key.rule, dict(key.statics))
-    count = len(key.buffer_dtypes)
+    rule, statics = key.rule, dict(key.statics)
+    names = ("param", *rule.present_buffers(statics))
+    given = {**dict.fromkeys(b.name for b in rule.buffers), **statics}
+    numbers_of = number_type(rule.coefficient_names(statics))
 
     def stack(param: Tensor, grad: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
-        new_param, new_buffers = update(param, grad, rest[:count], rest[count:])
-        return (new_param, *new_buffers)
+        dtype = compute_dtype(param.dtype)
+        old = dict(zip(names, (param, *rest), strict=False))
+        factor, skip, *numbers = rest[len(names) - 1 :]
+        values = {**given, "param": param.to(dtype), "grad": factor * grad.to(dtype), "c": numbers_of(*numbers)}
+        new = rule.updated(values | {name: old[name].to(dtype) for name in names[1:]})
+        live = skip == 0
+        return tuple(torch.where(live, new[name].to(tensor.dtype), tensor) for name, tensor in old.items())
 
-    stack.__code__ = stack.__code__.replace(co_name=f"{key.rule.name}_stack_{next(_serial)}")
+    stack.__code__ = stack.__code__.replace(co_name=f"{rule.name}_stack_{next(_serial)}")
     return stack
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from compiled_optim.groups.live import Live
 from compiled_optim.groups.parameters import named_parameters
 from compiled_optim.groups.watched import Changes
-from compiled_optim.lowering.torch_ops.inlined import InlinedStep
+from compiled_optim.lowering.torch_ops.inductor import InlinedStep
 from compiled_optim.memory.addresses import gradient
 from compiled_optim.memory.cache import CompilerError
 from compiled_optim.memory.torch_internals import (

@@ -14,8 +14,7 @@ from compiled_optim.checkpoint.state_dict import PreparedLoad
 from compiled_optim.groups.live import Live
 from compiled_optim.lowering.choice import LOWERINGS, lower, refuse
 from compiled_optim.lowering.interface import Capturable
-from compiled_optim.lowering.torch_ops.inductor import InductorLowering
-from compiled_optim.lowering.torch_ops.inlined import InlinedStep, obstacle
+from compiled_optim.lowering.torch_ops.inductor import InductorLowering, InlinedStep, obstacle
 from compiled_optim.lowering.totals import SquareSums, Totals
 from compiled_optim.memory.cache import CompilerError
 from compiled_optim.memory.torch_internals import can_capture, let_stay

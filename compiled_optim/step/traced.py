@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from compiled_optim.lowering.torch_ops.inlined import InlinedStep
+from compiled_optim.lowering.torch_ops.inductor import InlinedStep
 from compiled_optim.memory.sharding import local, traced_part
 from compiled_optim.memory.torch_internals import called_while_tracing, let_compilers_trace, mend_tracing
 from compiled_optim.rule.rule import Gradients

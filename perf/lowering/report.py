@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 import compiled_optim
 from compiled_optim.lowering import multi_tensor, stacked
 from compiled_optim.lowering.kernels import triton
-from compiled_optim.lowering.torch_ops import coefficients, inductor
+from compiled_optim.lowering.torch_ops import inductor
 from compiled_optim.optimizer import engine_of
 from perf.lowering import inductor_source, ptx
 from perf.lowering.fake_cuda import fake_cuda, triton_target
@@ -185,7 +185,6 @@ def _fake_cuda_anew(arch: int) -> Iterator[None]:
     """``fake_cuda`` where nothing is compiled yet."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(fake_cuda(arch))
-        stack.enter_context(mock.patch.object(coefficients, "_graphs", {}))
         for module in (inductor, multi_tensor, stacked):
             stack.enter_context(mock.patch.object(module, "_kernels", {}))
         torch._dynamo.reset()

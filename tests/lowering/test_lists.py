@@ -12,7 +12,7 @@ from catalog import Case, cases
 from torch import nn
 
 import compiled_optim as co
-from compiled_optim.lowering.torch_ops import coefficients, inductor, lists
+from compiled_optim.lowering.torch_ops import inductor, lists
 from compiled_optim.lowering.torch_ops.inductor import InductorLowering
 from compiled_optim.memory import torch_internals
 from compiled_optim.optimizer import engine_of
@@ -36,10 +36,7 @@ def on_cpu(fresh_kernels: None) -> Iterator[None]:
 @pytest.fixture
 def uncompiled() -> Iterator[None]:
     """Run what would be compiled."""
-    with (
-        mock.patch.object(inductor, "_make", inductor.uncompiled),
-        mock.patch.object(coefficients, "_make", coefficients._function),
-    ):
+    with mock.patch.object(inductor, "_make", inductor.uncompiled):
         yield
 
 

@@ -17,7 +17,7 @@ from catalog import cases
 from torch import Tensor, nn
 
 import compiled_optim as co
-from compiled_optim.lowering.torch_ops import coefficients, inductor, lists
+from compiled_optim.lowering.torch_ops import inductor, lists
 from compiled_optim.memory.torch_compiler import CompiledGraph, without_memory
 from compiled_optim.rule import Number, buffer, hyper
 from compiled_optim.rule.fields import Static
@@ -84,9 +84,7 @@ def in_lists_of_two(compile_graph: Callable[..., CompiledGraph | str]) -> Iterat
         mock.patch.object(lists, "fuses_lists", return_value=True),
         mock.patch.object(inductor, "COUNT", 2),
         mock.patch.object(inductor, "_kernels", {}),
-        mock.patch.object(coefficients, "_graphs", {}),
         mock.patch.object(inductor, "obtain_graph", obtain_graph),
-        mock.patch.object(coefficients, "compile_graph", compile_graph),
     ):
         yield
 

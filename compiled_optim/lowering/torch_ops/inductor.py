@@ -1,41 +1,52 @@
-"""The lowering through torch.compile and Inductor, C++ on a CPU and Triton on a GPU: a launch updates a list of tensors.
+"""The lowering through torch.compile and Inductor, C++ on a CPU and Triton on a GPU.
 
-A list has a fixed number of tensors of any sizes, updated where they are. So one kernel per :class:`KernelKey` serves every
-list of the process: neither the number of tensors, nor their shapes, nor which of them have gradients compile anything.
+A step that is called updates a list of tensors with a launch. A list has a fixed number of tensors of any sizes, updated
+where they are. So one kernel per :class:`KernelKey` serves every list of the process: neither the number of tensors, nor
+their shapes, nor which of them have gradients compile anything.
+
+A step in a compiled region is operations of the graph that is being traced, which a compiler fuses with those around them.
+Nothing of it runs on the host when the compiled code does: whatever the step reads and writes is an argument. Dynamo reads
+these tensors from the optimizer whenever compiled code is called, and hands them over. It does not trace the step itself but
+calls it on stand-ins, as does whoever compiles the graph; so the step is written like any other.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import is_
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from compiled_optim.lowering.torch_ops import lists
-from compiled_optim.lowering.torch_ops.coefficients import CoefficientGraph
-from compiled_optim.lowering.torch_ops.lists import Lists, programs
-from compiled_optim.lowering.torch_ops.torch_lowering import Recent, TorchLowering, Vectors
-from compiled_optim.memory.layout import compute_dtype, real_numel, scalar_dtype
+from compiled_optim.lowering.torch_ops.eager import CoefficientStage, Recent, TorchLowering, evaluated, note_outcome
+from compiled_optim.lowering.torch_ops.lists import Lists, programs, sum_of
+from compiled_optim.memory.layout import compute_dtype, flat, real_numel, scalar, scalar_dtype
 from compiled_optim.memory.torch_compiler import CompiledGraph, obtain_graph
-from compiled_optim.memory.torch_internals import let_compilers_trace
-from compiled_optim.plan.clipping import Clipping
-from compiled_optim.plan.compilations import CompilationLog, KernelKey, kernel_key
-from compiled_optim.plan.plan import Plan
+from compiled_optim.memory.torch_internals import compiles_means_with_lists, let_compilers_trace
+from compiled_optim.plan.clipping import CHOSEN, NAMES, Clipping, square_sum
+from compiled_optim.plan.compilations import CompilationLog, KernelKey, coefficient_key, kernel_key
+from compiled_optim.plan.plan import Member, Plan
+from compiled_optim.plan.schedule import Schedules
 from compiled_optim.rule.bits import GROUP
+from compiled_optim.rule.rule import NUMBERS
+from compiled_optim.state import filled
 
 Kernel: TypeAlias = Mapping[int, Callable[[Sequence[int], list[Tensor]], Any]]
 """The code of one key, of the tensors' sizes and the tensors: the rule's reductions by stage, and the update."""
 
-UPDATE = -1  # what stands for a stage where a kernel updates
+UPDATE = -1  # what stands for a stage where a kernel updates, or evaluates coefficients
 
 COUNT, COUNT_UNFUSED = 16, 4
 """Tensors in a list, where Inductor makes one kernel of a list and where it makes a loop for each of its tensors."""
 
 LISTS, LISTS_OF_ROWS = "lists", "lists of rows"  # arrangements of tensors
 _ALIGNED = 16  # elements in a row, where no group says otherwise, of which code knows that they are whole vectors
+_TENSORS, _GROUPS = 7, 3  # that coefficients are compiled with
 
 _INDICES = (1 << 31) - (1 << 16)
 """How many elements code for an accelerator tells apart that was made for few: the last block's indices have 32 bits too."""
@@ -44,11 +55,6 @@ OPTIONS = {"cpp.dynamic_threads": True}  # follow torch.set_num_threads
 _LIST_OPTIONS = {"combo_kernel_max_num_args": 1 << 20}  # a list is one kernel, whatever it reads
 _kernels: dict[KernelKey, Kernel | str] = {}  # or why there is none
 _serial = itertools.count()
-
-
-def obtain_kernel(log: CompilationLog, key: KernelKey, names: Sequence[str]) -> Kernel:
-    """The process's kernel of ``key``, for the parameters ``names`` of the optimizer that keeps ``log``."""
-    return log.obtain_or_fall_back(_kernels, key, names, _make, uncompiled)
 
 
 def fits_indices(device: torch.device, elements: int) -> bool:
@@ -64,123 +70,180 @@ def say_too_large(log: CompilationLog, name: str) -> None:
     )
 
 
+class Vectors:
+    """A member's parameter, gradient and buffers as vectors of real numbers, in the order of the parameter's memory.
+
+    They are the memory itself, but for a parameter whose memory has gaps, and where the rule has numbers for groups of
+    elements and the last group is not whole: then they are copies, with zeros up to the end of the group.
+    """
+
+    def __init__(self, plan: Plan, member: Member) -> None:
+        self._order = plan.memory_order(member)
+        entries = [flat(member.entries[name]) for name in plan.buffers]
+        self._memory = [flat(self._order.target), *entries]
+        whole_groups = plan.grouped_buffers
+        self._fills = [bool(whole_groups) and name not in whole_groups for name in ("param", *plan.buffers)]
+
+    def read(self, grad: Any) -> list[Tensor]:
+        """Parameter, ``grad`` and buffers."""
+        self._order.load()
+        param, *buffers = (filled(t) if fills else t for t, fills in zip(self._memory, self._fills, strict=True))
+        vector = flat(self._order.arranged(grad))
+        return [param, filled(vector) if self._fills[0] else vector, *buffers]
+
+    def store(self, new: Sequence[Tensor]) -> None:
+        """Write the new parameter and buffers to where they were read from."""
+        for memory, vector in zip(self._memory, new, strict=True):
+            if vector is not memory:
+                memory.copy_(vector[: len(memory)])
+        self._order.store()
+
+
 class InductorLowering(TorchLowering):
     """Runs the step of one plan with Inductor's kernels, or without where these cannot count a tensor's elements.
 
-    On accelerators, where each operation is a launch, a graph evaluates the coefficients.
+    On accelerators, where each operation is a launch, a graph evaluates the coefficients. Where it is not ``compiled``, it
+    runs the operations that kernels are compiled from.
     """
 
     name = "inductor"
+    _vectors = Vectors
 
-    def __init__(self, plan: Plan, clipping: Clipping, log: CompilationLog) -> None:
-        super().__init__(plan, clipping)
+    def __init__(self, plan: Plan, clipping: Clipping, log: CompilationLog, *, compiled: bool = True) -> None:
+        graph = compiled and lists.fuses_lists(plan.device)
+        super().__init__(plan, clipping, CoefficientGraph(plan, clipping, log) if graph else None)
         self._log = log
-        if lists.fuses_lists(plan.device):
-            self._stage = CoefficientGraph(plan, clipping, log)
+        self._compiled = compiled
         positions: dict[tuple[KernelKey, bool], list[int]] = {}
         for i, (member, grad_dtype) in enumerate(zip(plan.members, plan.grad_dtypes, strict=True)):
             if member.param.numel() > 0:
-                numel = real_numel(member.param)
-                in_rows = plan.grouped_buffers or (lists.fuses_lists(plan.device) and numel % _ALIGNED == 0)
-                key = kernel_key(plan, member, grad_dtype, LISTS_OF_ROWS if in_rows else LISTS)
-                positions.setdefault((key, fits_indices(plan.device, numel)), []).append(i)
-        self._parts = [Part(plan, where, key, fits=fits) for (key, fits), where in positions.items()]
+                positions.setdefault(self._kind(member, grad_dtype), []).append(i)
+        self._parts = [Part(plan, where, key, self._vectors, fits=fits) for (key, fits), where in positions.items()]
+
+    def _kind(self, member: Member, grad_dtype: torch.dtype) -> tuple[KernelKey, bool]:
+        """The key of the kernel that updates ``member``, and whether that can count its elements."""
+        plan, numel = self.plan, real_numel(member.param)
+        in_rows = plan.grouped_buffers or (lists.fuses_lists(plan.device) and numel % _ALIGNED == 0)
+        key = kernel_key(plan, member, grad_dtype, LISTS_OF_ROWS if in_rows else LISTS)
+        return key, fits_indices(plan.device, numel)
 
     def compile(self) -> None:
         self._stage.compile()
         for part in self._parts:
             if part.kernel is None:
                 names = [self.plan.members[i].name for i in part.positions]
-                if not part.fits:
+                if self._compiled and not part.fits:
                     say_too_large(self._log, names[0])
-                kernel = obtain_kernel(self._log, part.key, names) if part.fits else uncompiled(part.key)
-                part.kernel = ListKernel(part.key, kernel)
+                runs = self._compiled and part.fits
+                part.kernel = _obtain_kernel(self._log, part.key, names) if runs else uncompiled(part.key)
 
     @property
     def is_compiled(self) -> bool:
         return self._stage.is_compiled and all(part.kernel is not None for part in self._parts)
 
-    def launch_in_stages(self) -> Generator[Tensor, Tensor, None]:
-        coefficients = yield from self._advance_and_reduce()
+    def _reduce(self, stage: int, coefficients: Tensor, sums: Tensor) -> None:
         for part in self._parts:
-            part.step(self._grads, coefficients)
+            part.reduce(stage, self._grads, coefficients, sums)
 
-    def _sum_expressions(self, stage: int, coefficients: Tensor, sums: Tensor) -> None:
+    def _update(self, coefficients: Tensor) -> None:
         for part in self._parts:
-            part.sum_expressions(stage, self._grads, coefficients, sums)
+            part.update(self._grads, coefficients)
 
 
 class Part:
-    """Tensors of a plan, at ``positions``, that share a kernel, as vectors in memory order or as rows that are whole."""
+    """Tensors of a plan, at ``positions``, that share a kernel, which updates the ``vectors`` of each."""
 
-    def __init__(self, plan: Plan, positions: Sequence[int], key: KernelKey, *, fits: bool) -> None:
+    def __init__(self, plan: Plan, positions: Sequence[int], key: KernelKey, vectors: type[Vectors], *, fits: bool) -> None:
         # Tensors of similar sizes share a list, whatever their order.
         self.positions = tuple(sorted(positions, key=lambda i: -plan.members[i].param.numel()))
         self.key = key
         self.fits = fits
-        self.kernel: ListKernel | None = None
+        self.kernel: Kernel | None = None
         self._count = _count(key)
-        self._vectors = [Vectors(plan, plan.members[i]) for i in self.positions]
         self._numels = [real_numel(plan.members[i].param) for i in self.positions]
+        self._vectors = [vectors(plan, plan.members[i]) for i in self.positions]
         self._columns: Recent[tuple[int, ...], Tensor] = Recent(256)
+        # What stands in for a tensor that a list lacks.
+        self._stand_ins = [torch.zeros(1, *row, dtype=dtype, device=key.device) for row, dtype in _kinds(key)]
 
-    def step(self, grads: Sequence[Tensor | None], coefficients: Tensor) -> None:
+    def update(self, grads: Sequence[Any], coefficients: Tensor) -> None:
         """Update the tensors whose entry in ``grads``, over the whole plan, is not None."""
-        assert self.kernel is not None
-        for here, tensors, rows in self._lists(grads, coefficients):
-            self.kernel.run(UPDATE, tensors, rows)
-            for k, own in zip(here, tensors, strict=True):
-                del own[1]  # the gradient
-                self._vectors[k].store(own)
+        for here, tensors, _ in self._run(UPDATE, grads, coefficients):
+            for k, (param, _, *buffers) in zip(here, tensors, strict=True):
+                self._vectors[k].store([param, *buffers])
 
-    def sum_expressions(self, stage: int, grads: Sequence[Tensor | None], coefficients: Tensor, sums: Tensor) -> None:
+    def reduce(self, stage: int, grads: Sequence[Any], coefficients: Tensor, sums: Tensor) -> None:
         """Write to ``sums``, (expressions, tensors of the plan), what a stage of reductions is over each tensor."""
-        assert self.kernel is not None
-        for here, tensors, rows in self._lists(grads, coefficients):
-            found = self.kernel.run(stage, tensors, rows)
+        for here, _, found in self._run(stage, grads, coefficients):
             for place, k in enumerate(here):  # torch adds up many numbers on many processors, whatever their number
-                own = [e.view(-1)[: self._numels[k]].sum(dtype=sums.dtype) for e in found[place :: self._count]]
+                own = [sum_of(e, self._numels[k], sums.dtype) for e in found[place :: self._count]]
                 sums[:, self.positions[k]] = torch.stack(own)
 
-    def _lists(
-        self, grads: Sequence[Tensor | None], coefficients: Tensor
-    ) -> Iterator[tuple[Sequence[int], list[list[Tensor]], Tensor]]:
-        """The tensors that have a gradient, list by list: which of them, what a kernel takes of each, coefficients."""
+    def _run(
+        self, stage: int, grads: Sequence[Any], coefficients: Tensor
+    ) -> Iterator[tuple[Sequence[int], list[list[Tensor]], Sequence[Tensor]]]:
+        """Run a stage list by list: which tensors have a gradient, what the kernel took of each, and what it returned."""
+        assert self.kernel is not None
         present = tuple(k for k, i in enumerate(self.positions) if grads[i] is not None)
         if not present:
             return
         rows = coefficients.t().index_select(0, self._columns.get(present, self._columns_of))
         for start in range(0, len(present), self._count):
             here = present[start : start + self._count]
-            yield here, [self._read(k, grads) for k in here], rows[start : start + self._count]
-
-    def _read(self, k: int, grads: Sequence[Tensor | None]) -> list[Tensor]:
-        grad = grads[self.positions[k]]
-        assert grad is not None
-        return self._vectors[k].read(grad)
+            tensors = [self._vectors[k].read(grads[self.positions[k]]) for k in here]
+            shaped = [[t.view(-1, *s.shape[1:]) for t, s in zip(own, self._stand_ins, strict=True)] for own in tensors]
+            shaped += [self._stand_ins] * (self._count - len(here))
+            given = [*itertools.chain(*zip(*shaped, strict=True)), rows[start : start + self._count]]
+            yield here, tensors, self.kernel[stage]([len(own[0]) for own in shaped], given)
 
     def _columns_of(self, present: tuple[int, ...]) -> Tensor:
         """The positions of those ``present``, and then some position, up to a whole number of lists."""
         positions = [self.positions[k] for k in present]
-        return torch.tensor(positions + positions[:1] * (-len(positions) % self._count), device=self._vectors[0].device)
+        return torch.tensor(positions + positions[:1] * (-len(positions) % self._count), device=self.key.device)
 
 
-class ListKernel:
-    """A kernel with what stands in for the tensors that a list lacks."""
+class CoefficientGraph(CoefficientStage):
+    """A :class:`CoefficientStage` whose code is shared by all plans of a rule, however many tensors and groups they have.
 
-    def __init__(self, key: KernelKey, kernel: Kernel) -> None:
-        self._kernel = kernel
-        self._rows = [row for row, _ in _kinds(key)]
-        self._stand_ins = [torch.zeros(1, *row, dtype=dtype, device=key.device) for row, dtype in _kinds(key)]
-        self.count = _count(key)
+    So it leaves nothing out: clipping and what users choose for a parameter are numbers that may be neutral.
+    """
 
-    def run(self, stage: int, tensors: Sequence[Sequence[Tensor]], rows: Tensor) -> Sequence[Tensor]:
-        """Run a stage on the vectors of at most ``count`` tensors, with ``rows`` of coefficients, (count, coefficients)."""
-        shaped = [[t.view(-1, *row) for t, row in zip(own, self._rows, strict=True)] for own in tensors]
-        shaped += [self._stand_ins] * (self.count - len(shaped))
-        sizes = [len(own[0]) for own in shaped]
-        found: Sequence[Tensor] = self._kernel[stage](sizes, [*itertools.chain(*zip(*shaped, strict=True)), rows])
-        return found
+    def __init__(self, plan: Plan, clipping: Clipping, log: CompilationLog) -> None:
+        super().__init__(plan, clipping)
+        self._log = log
+        # Whether a hyperparameter is 0 is no choice of this code.
+        statics = tuple((k, v) for k, v in plan.statics.items() if k not in plan.rule.structural_hypers)
+        self._key = dataclasses.replace(coefficient_key(plan), statics=statics, device=str(plan.device))
+        self._kernel: Kernel | None = None
+        self._all = torch.ones(len(plan.members), dtype=torch.bool, device=plan.device)
+        self._nothing = scalar(0.0, plan.device)
+
+    @staticmethod
+    def _rows_of(plan: Plan) -> list[str]:
+        return list(plan.numbers)
+
+    @property
+    def is_compiled(self) -> bool:
+        return self._kernel is not None
+
+    def compile(self) -> None:
+        if self._kernel is None:
+            self._kernel = _obtain_kernel(self._log, self._key, [member.name for member in self.plan.members])
+
+    def _step(self, hypers: list[Tensor], square_sum: Tensor | None, present: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        assert self._kernel is not None
+        plan = self.plan
+        table = torch.stack(hypers).view(len(plan.groups), -1)
+        marks, total = self._all if present is None else present, self._nothing if square_sum is None else square_sum
+        numbers = [t.to(plan.device, plan.scalars.dtype) for t in self.clipping.tensors(plan.device)]
+        given = [plan.scalars, table, self.constants, self.group_index, marks, total, *numbers]
+        coefficients, outcome = self._kernel[UPDATE]((len(plan.members), len(plan.groups)), given)
+        return coefficients, outcome
+
+
+def _obtain_kernel(log: CompilationLog, key: KernelKey, names: Sequence[str]) -> Kernel:
+    """The process's kernel of ``key``, for the parameters ``names`` of the optimizer that keeps ``log``."""
+    return log.obtain_or_fall_back(_kernels, key, names, _make, uncompiled)
 
 
 def _count(key: KernelKey) -> int:
@@ -201,7 +264,7 @@ def _kinds(key: KernelKey) -> list[tuple[tuple[int, ...], torch.dtype]]:
 def _make(key: KernelKey) -> Kernel | str:
     graphs: dict[int, Callable[..., Any]] = {}
     options = _LIST_OPTIONS if lists.fuses_lists(torch.device(key.device)) else OPTIONS
-    sizes = [1024 + 16 * i for i in range(_count(key))]
+    sizes = [1024 + 16 * i for i in range(_count(key))] if key.updates else [_TENSORS, _GROUPS]
     for stage, run in uncompiled(key).items():
         kernel, traced = _compilable(key, run)
         example = functools.partial(_example, key, stage, sizes, traced)
@@ -215,16 +278,23 @@ def _make(key: KernelKey) -> Kernel | str:
 def _example(
     key: KernelKey, stage: int, sizes: Sequence[int], traced: Callable[..., Any], device: str
 ) -> tuple[list[Tensor], list[list[int]]]:
-    """Tensors to compile a stage with, and the dimensions of each that vary: the first, or none.
+    """Tensors to compile a stage with, and the dimensions of each that vary.
 
     The compiler is told here how to trace, since that imports it: code that is kept needs none.
     """
     if device != "meta":
         let_compilers_trace(traced)
-    tensors = [torch.zeros(size, *row, dtype=dtype, device=device) for row, dtype in _kinds(key) for size in sizes]
-    numbers = 2 + len(key.rule.number_names(dict(key.statics))[stage])
-    columns = torch.zeros(len(sizes), numbers, dtype=scalar_dtype(torch.device(device)), device=device)
-    return [*tensors, columns], [[0]] * len(tensors) + [[]]
+    statics, wide = dict(key.statics), scalar_dtype(torch.device(device))
+    if key.updates:
+        tensors = [torch.zeros(size, *row, dtype=dtype, device=device) for row, dtype in _kinds(key) for size in sizes]
+        numbers = 2 + len(key.rule.number_names(statics)[stage])
+        return [*tensors, torch.zeros(len(sizes), numbers, dtype=wide, device=device)], [[0]] * len(tensors) + [[]]
+    hypers = sum(h.length for h in key.rule.present_hypers(statics))
+    rows = ((1 + len(key.rule.scalars), _TENSORS), (_GROUPS, hypers), (1 + len(_number_names(key)), _TENSORS))
+    tensors = [torch.ones(shape, dtype=wide, device=device) for shape in rows]
+    tensors += [torch.ones(_TENSORS, dtype=dtype, device=device) for dtype in (torch.int64, torch.bool)]
+    tensors += [torch.ones((), dtype=wide, device=device) for _ in ("total", *NAMES)]
+    return tensors, [[1], [0], [1], [0], [0]] + [[]] * (1 + len(NAMES))
 
 
 def _run(graph: CompiledGraph, example: Sequence[int], sizes: Sequence[int], tensors: list[Tensor]) -> Any:
@@ -244,36 +314,202 @@ def _compilable(key: KernelKey, run: Callable[..., Any]) -> tuple[Callable[..., 
     def kernel(*tensors: Tensor) -> tuple[Tensor, ...]:
         return traced(list(tensors))
 
-    kernel.__code__ = kernel.__code__.replace(co_name=f"{key.rule.name}_list_{next(_serial)}")
+    name = f"{key.rule.name}_{'list' if key.updates else 'coefficients'}_{next(_serial)}"
+    kernel.__code__ = kernel.__code__.replace(co_name=name)
     return kernel, traced
 
 
 def uncompiled(key: KernelKey) -> Kernel:
     """The functions of sizes and tensors by stage, uncompiled."""
-    stages = key.rule.stages(dict(key.statics))
-    return {UPDATE: functools.partial(_update, key), **{s: functools.partial(_expressions, key, s) for s in stages}}
+    if not key.updates:
+        return {UPDATE: functools.partial(_evaluate, key)}
+    return {stage: functools.partial(_run_lists, key, stage) for stage in (UPDATE, *key.rule.stages(dict(key.statics)))}
 
 
-def _update(key: KernelKey, sizes: Sequence[int], tensors: list[Tensor]) -> tuple[Tensor, ...]:
-    given, program, grads, scales, numbers = _given(key, UPDATE, tensors)
-    given.update([program], grads, scales, numbers)
-    return ()
-
-
-def _expressions(key: KernelKey, stage: int, sizes: Sequence[int], tensors: list[Tensor]) -> tuple[Tensor, ...]:
-    """For each expression of a stage of the rule's reductions, what it is over each tensor."""
-    given, program, grads, scales, numbers = _given(key, stage, tensors)
-    values = given.values(grads, scales, numbers)
-    found = program.run(values).values()
-    full = [[e.expand_as(p) for e, p in zip(es, values["param"], strict=True)] for es in found]
-    return tuple(e for es in full for e in torch._foreach_mul(es, 1.0))
-
-
-def _given(key: KernelKey, stage: int, tensors: list[Tensor]) -> tuple[Any, ...]:
-    count, statics = _count(key), dict(key.statics)
-    *by_kind, columns = (tensors[i : i + count] for i in range(0, len(tensors), count))
-    params, grads, *buffers = by_kind
+def _run_lists(key: KernelKey, stage: int, sizes: Sequence[int], tensors: list[Tensor]) -> tuple[Tensor, ...]:
+    """Update; or return, for each expression of a stage of the rule's reductions, what it is over each tensor."""
+    params, grads, *buffers, (columns,) = _split(tensors, _count(key))
     dtype = compute_dtype(params[0].dtype)
-    scales, skips, *numbers = [list(c.to(dtype).unbind()) for c in columns[0].unbind(1)]
-    program = programs(key.rule, tuple(statics.items()), lists.fuses_lists(torch.device(key.device)))[stage]
-    return Lists(key.rule, statics, [params, *buffers], skips), program, grads, scales, numbers
+    scales, skips, *numbers = [list(c.to(dtype).unbind()) for c in columns.unbind(1)]
+    given = Lists(programs(key.rule, key.statics, lists.fuses_lists(torch.device(key.device))), [params, *buffers], skips)
+    values = given.values(grads, scales, numbers)
+    if stage == UPDATE:
+        given.update(values)
+        return ()
+    return tuple(e for es in given.expressions(stage, values) for e in torch._foreach_mul(es, 1.0))
+
+
+def _number_names(key: KernelKey) -> list[str]:
+    """The keys of :attr:`Plan.numbers`."""
+    return list(dict.fromkeys((*NUMBERS, *(scale.name for scale in key.rule.scales))))
+
+
+def _evaluate(key: KernelKey, sizes: Sequence[int], tensors: list[Tensor]) -> tuple[Tensor, ...]:
+    """Update the scalars. Returns the coefficients and the outcome."""
+    scalars, table, constants, group_index, present, total, *clipping = tensors
+    signs, *rows = constants.unbind()
+    numbers, hypers = dict(zip(_number_names(key), rows, strict=True)), table[group_index].unbind(1)
+    found = evaluated(key.rule, dict(key.statics), scalars, hypers, numbers, signs, clipping, total, present)
+    coefficients = torch.stack(found.rows)  # before the scalars change, of which a coefficient may be a view
+    scalars.copy_(found.scalars)
+    assert found.outcome is not None
+    return coefficients, found.outcome
+
+
+def obstacle(plans: Sequence[Plan], clipping: Clipping) -> str:
+    """Why the step of ``plans`` cannot be inlined; empty if it can."""
+    reasons = {
+        "there are no parameters": not plans,
+        "parameters are on several devices": len({plan.device for plan in plans}) > 1,
+        "the norm of gradients is taken over several processes": clipping.measures_norm and any(p.sharded for p in plans),
+    }
+    reason = next((reason for reason, holds in reasons.items() if holds), "")
+    return reason or next(filter(None, map(_obstacle, plans)), "")
+
+
+def _obstacle(plan: Plan) -> str:
+    """:func:`obstacle` of one plan."""
+    rule, name = plan.rule, plan.members[0].name
+    ends_early = plan.grouped_buffers and any(m.param.numel() % GROUP for m in plan.members)
+    reduced = rule.stages(plan.statics).values()
+    reasons = {
+        f"a parameter like '{name}' ends inside of a group of elements, and Inductor loses what is there": ends_early,
+        f"{rule.name} does not work element by element": rule.granularity != "element" or rule.gradients != "dense",
+        f"'{name}' has no memory of its own": plan.wrapped,
+        f"'{name}' shares memory with another parameter": plan.shares_memory,
+        f"'{name}' has complex numbers, which Inductor does not compile": plan.members[0].param.is_complex(),
+        f"{rule.name} takes sums over all parameters": rule.has_totals(plan.statics),
+        f"{rule.name} takes means over all parts of '{name}'": plan.sharded and bool(reduced),
+        f"{rule.name} takes means, with which Inductor fails before torch 2.12": (
+            bool(reduced) and lists.fuses_lists(plan.device) and not compiles_means_with_lists()
+        ),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+class InlinedStep:
+    """The step of all plans as a function of tensors, where :func:`obstacle` finds nothing.
+
+    Attributes:
+        tensors: those that it reads and writes besides parameters, gradients, hyperparameters and clipping.
+        hypers: which hyperparameters it reads or writes: the indices of their groups, and their names.
+        clipping: the numbers called :data:`~compiled_optim.plan.clipping.NAMES`, as vectors of one element; those of a
+            gradient scaler are neutral, since each step that one calls has tensors of its own.
+        clips: whether users assigned one of them, so that steps without a scaler use them too.
+    """
+
+    def __init__(
+        self, plans: Sequence[Plan], positions: Sequence[Sequence[int]], clipping: Clipping, schedules: Schedules
+    ) -> None:
+        self._stages = [CoefficientStage(plan, clipping) for plan in plans]
+        self._positions = positions
+        self._schedules = schedules
+        self.clips = clipping.measures_norm
+        self._chosen = clipping.chosen
+        self._hypers = [[(i, h.name) for i in sorted({m.group for m in p.members}) for h in p.hypers] for p in plans]
+        self.hypers = list(dict.fromkeys([*itertools.chain(*self._hypers), *schedules.scheduled]))
+        self.clipping = [t.view(1) for t in clipping.tensors(plans[0].device, CHOSEN)]
+        self.tensors = [clipping.outcome(plans[0].device)]
+        for plan, stage in zip(plans, self._stages, strict=True):
+            self.tensors += [plan.scalars, stage.constants, stage.group_index]
+            self.tensors += [member.entries[name] for name in plan.buffers for member in plan.members]
+
+    def follows(self, clipping: Clipping) -> bool:
+        """Whether what was assigned is in the tensors that were assigned when this was made."""
+        return all(map(is_, clipping.chosen, self._chosen))
+
+    def run(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor | None],
+        tensors: Sequence[Tensor],
+        hypers: Sequence[Sequence[Tensor]],
+        clipping: Sequence[Tensor],
+    ) -> None:
+        """Update those of ``params`` that have a gradient.
+
+        There is a parameter and an entry of ``grads`` for each of the optimizer's parameters. The others stand for the
+        attributes of these names; of a hyperparameter there are one or more numbers. ``clipping`` is empty where gradients
+        are used as they are.
+        """
+        outcome, *rest = tensors
+        values = dict(zip(self.hypers, hypers, strict=True))
+        by_plan = []
+        for plan in (stage.plan for stage in self._stages):
+            count = 3 + len(plan.buffers) * len(plan.members)
+            by_plan.append(rest[:count])
+            del rest[:count]
+        self._schedules.write([scalars[0] for scalars, *_ in by_plan], values)
+        total = square_sum(grads, outcome.device) if self.clips else None
+        for stage, places, used, given in zip(self._stages, self._positions, self._hypers, by_plan, strict=True):
+            scalars, constants, group_index, *entries = given
+            numbers = [number for where in used for number in values[where]]
+            own = [grads[i] for i in places]
+            before = scalars.clone()  # of which a coefficient may be a view
+            found = stage.evaluate(before, constants, group_index, numbers, clipping, total, _marks(own, scalars.device))
+            scalars.copy_(found.scalars)
+            if found.outcome is not None:
+                note_outcome(outcome, found.outcome, counts=stage.plan.leads)
+            _update_in_graph(stage.plan, [params[i] for i in places], own, entries, found.rows, clips=bool(clipping))
+
+
+def _update_in_graph(
+    plan: Plan,
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
+    entries: Sequence[Tensor],
+    rows: Sequence[Tensor],
+    *,
+    clips: bool,
+) -> None:
+    """Update those of a plan's ``params`` that have a gradient, by :attr:`Evaluated.rows`.
+
+    ``entries`` are the tensors of each buffer. Only a step that ``clips`` uses the first two rows.
+    """
+    present = {i: grad for i, grad in enumerate(grads) if grad is not None and grad.numel()}
+    if not present:
+        return
+    fuses = lists.fuses_lists(plan.device)
+    columns = [[row[i] for i in present] for row in _columns(rows if clips else rows[2:], params, fuses)]
+    signs = [-1.0 if plan.maximizes[i] else 1.0 for i in present]
+    scales, skips = columns[:2] if clips else (signs if -1.0 in signs else None, None)
+    targets = [[tensors[i] for i in present] for tensors in _split([*params, *entries], len(params))]
+    given = Lists(programs(plan.rule, tuple(plan.statics.items()), fuses), targets, skips)
+    given.update_by_means(given.values(list(present.values()), scales, columns[2:] if clips else columns))
+
+
+def _columns(rows: Sequence[Tensor], params: Sequence[Tensor], fuses: bool) -> list[list[Tensor]]:
+    """Each of ``rows`` as 0-dim tensors, in the dtypes in which ``params`` are updated."""
+    dtypes = [compute_dtype(p.dtype) for p in params]
+    made = {dtype: _unbound([row.to(dtype) for row in rows], fuses) for dtype in {*dtypes}}
+    return [[made[dtype][k][i] for i, dtype in enumerate(dtypes)] for k in range(len(rows))]
+
+
+def _unbound(rows: list[Tensor], fuses: bool) -> list[Sequence[Tensor]]:
+    """The elements of ``rows``, which Inductor computes once, and not in every kernel that reads them."""
+    if not (fuses and rows[0].dtype == torch.float32):
+        return [row.unbind() for row in _realized(rows).unbind()]
+    # Inductor lets a kernel of lists read so many tensors and numbers together; two numbers in one are half as many.
+    whole = [row.view(torch.int32).to(torch.int64) for row in (*rows, *rows[-1:])]
+    pairs = _realized([(low & 0xFFFFFFFF) | (high << 32) for low, high in zip(whole[:-1:2], whole[1::2], strict=True)])
+    halves = [half.to(torch.int32).view(torch.float32).unbind() for half in (pairs, pairs >> 32)]
+    return [row.unbind() for pair in zip(*halves, strict=True) for row in pair][: len(rows)]
+
+
+def _realized(rows: list[Tensor]) -> Tensor:
+    """``rows`` as a matrix in memory, from which Inductor reads."""
+    matrix = torch.stack(rows)
+    return matrix.as_strided(matrix.shape, matrix.stride())
+
+
+def _marks(grads: Sequence[Tensor | None], device: torch.device) -> Tensor | None:
+    """Which gradients are there, made on the device; None if all are."""
+    runs = [(there, len(list(run))) for there, run in itertools.groupby(grad is not None for grad in grads)]
+    if runs == [(True, len(grads))]:
+        return None
+    return torch.cat([torch.full((count,), there, device=device) for there, count in runs])
+
+
+def _split(tensors: Sequence[Tensor], count: int) -> list[list[Tensor]]:
+    """``tensors`` in lists of ``count``."""
+    return [list(tensors[i : i + count]) for i in range(0, len(tensors), count)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Sequence, Set
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -55,22 +55,37 @@ def fuses_lists(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-@functools.cache
-def programs(rule: Rule, statics: tuple[tuple[str, Any], ...], ends: bool) -> list[ListProgram]:
-    """Each of a rule's means and then its update. ``ends`` says whether expressions end where Inductor would end them."""
-    return [ListProgram(written, ends) for written in rule.written(dict(statics), TORCH)]
+class Programs:
+    """A rule under static choices: a program for each of its ``reductions``, the update's, and what they see of tensors.
+
+    ``ends`` says whether expressions end where Inductor would end them.
+    """
+
+    def __init__(self, rule: Rule, statics: tuple[tuple[str, Any], ...], ends: bool) -> None:
+        choices = dict(statics)
+        *self.reductions, self.update = (ListProgram(written, ends) for written in rule.written(choices, TORCH))
+        self.buffers = rule.present_buffers(choices)
+        self.grouped = rule.grouped_buffers(choices)
+        self.integers = rule.whole_buffers(choices)
+        self.reads_index = rule.reads_index(choices)
+
+
+programs = functools.cache(Programs)
 
 
 class ListProgram:
     """One of a rule's functions, statement by statement, each for all tensors of the lists."""
 
     def __init__(self, written: Written, ends: bool) -> None:
+        self.numbers = len(written.numbers)
         self._results = written.results
         own = ["param", *(f"buffer{i}" for i in range(len(written.results) - 1))]
         self._old = dict(zip(written.results, own, strict=False))
         self._unchanged = {name for name, text in written.results.items() if text == self._old.get(name)}
         self._lines = [_line(s) for s in written.statements]
         defined = {line.name for line in self._lines}
+        temporary = defined - {*written.results.values()}
+        self._last_reads = {name: line.name for line in self._lines for name in line.reads if name in temporary}
         # The results that may be stored as soon as they are computed, by the statements that define them.
         self._replaceable = {text: name for name, text in written.results.items() if text in defined and name in self._old}
         while True:
@@ -103,6 +118,9 @@ class ListProgram:
             elif line.name in self._ends and found[0].dtype != torch.bool:
                 found = list(torch._foreach_mul(found, 1))
             values[line.name] = found
+            for name in line.reads:
+                if self._last_reads.get(name) == line.name:
+                    del values[name]
         results = {name: self._result(text, values) for name, text in self._results.items()}
         if store is not None:
             late = [name for name in results if name not in self._unchanged and name not in early.values()]
@@ -201,52 +219,60 @@ def _too_long(written: Written, ends: Collection[str]) -> str | None:
 
 
 class Lists:
-    """One update of some tensors by a rule, under static choices.
+    """One update of some tensors by the ``programs`` of a rule.
 
     Args:
         targets: the parameters, and then the tensors of each buffer.
         skips: numbers that are not 0 where everything stays as it is; None where nothing does.
     """
 
-    def __init__(
-        self, rule: Rule, statics: Mapping[str, Any], targets: Sequence[list[Tensor]], skips: Sequence[Tensor] | None
-    ) -> None:
-        self._buffers = rule.present_buffers(statics)
-        self._targets = dict(zip(("param", *self._buffers), targets, strict=True))
+    def __init__(self, programs: Programs, targets: Sequence[list[Tensor]], skips: Sequence[Tensor] | None) -> None:
+        self._programs = programs
+        self._targets = dict(zip(("param", *programs.buffers), targets, strict=True))
         self._skips = skips
         self._dtypes = [compute_dtype(p.dtype) for p in targets[0]]
-        self._whole = rule.whole_buffers(statics)
-        self._grouped = rule.grouped_buffers(statics)
-        self._reads_index = rule.reads_index(statics)
         # Where the rule takes groups of elements: the dimensions of each parameter, by falling strides.
-        self._orders = [_order(p) for p in targets[0]] if self._grouped else None
+        self._orders = [_order(p) for p in targets[0]] if programs.grouped else None
 
-    def update(
-        self, stages: Sequence[Any], grads: Sequence[Any], scales: Sequence[Any] | None, numbers: Sequence[Any]
-    ) -> None:
-        """Run the programs of the rule's means, and then that of its update.
-
-        ``scales`` are factors of the gradients, ``numbers`` the rule's coefficients, each with a list over the tensors.
-        """
-        values = self.values(grads, scales, numbers)
-        for stage in stages[:-1]:
-            count = sum(name.startswith("k") for name in values)
-            for expressions in stage.run(values).values():
-                values[f"k{count}"] = self._means(expressions, values["param"])
-                count += 1
-        exact = {name for name in self._targets if self._keeps_all_bits(name)}
-        stages[-1].run(values, self._store, exact)
-
-    def values(self, grads: Sequence[Any], scales: Sequence[Any] | None, numbers: Sequence[Any]) -> Values:
-        """What a program takes; the arguments are those of :meth:`update`."""
+    def values(self, grads: Sequence[Tensor], scales: Sequence[Any] | None, numbers: Sequence[Sequence[Tensor]]) -> Values:
+        """What a program takes. ``scales`` are factors of the gradients, ``numbers`` the rule's coefficients by tensor."""
         values: Values = {"param": self._seen("param"), "grad": self._seen("grad", grads)}
         if scales is not None:
             values["grad"] = [scale * grad for scale, grad in zip(scales, values["grad"], strict=True)]
-        values |= {f"buffer{i}": self._seen(name) for i, name in enumerate(self._buffers)}
+        values |= {f"buffer{i}": self._seen(name) for i, name in enumerate(self._programs.buffers)}
         values |= {f"k{i}": list(column) for i, column in enumerate(numbers)}
-        if self._reads_index:
+        if self._programs.reads_index:
             values[INDEX] = list(map(self._index, values["param"], self._targets["param"]))
         return values
+
+    def expressions(self, stage: int, values: Values) -> list[list[Tensor]]:
+        """Each expression of one of the rule's ``reductions``, shaped like what the rule sees of each parameter."""
+        found = self._programs.reductions[stage].run(values).values()
+        return [[e.expand_as(seen) for e, seen in zip(es, values["param"], strict=True)] for es in found]
+
+    def sums(self, stage: int, values: Values) -> list[list[Tensor]]:
+        """The sum of each expression over each tensor, without what fills up a group."""
+        params = self._targets["param"]
+        return [
+            [sum_of(e, p.numel(), scalar_dtype(p.device)) for e, p in zip(es, params, strict=True)]
+            for es in self.expressions(stage, values)
+        ]
+
+    def update(self, values: Values) -> None:
+        """Write new parameters and buffers to where they are."""
+        self._programs.update.run(values, self._store, {name for name in self._targets if self._keeps_all_bits(name)})
+
+    def update_by_means(self, values: Values) -> None:
+        """As :meth:`update`, after the rule's means."""
+        for stage, program in enumerate(self._programs.reductions):
+            for i, sums in enumerate(self.sums(stage, values), program.numbers):
+                each = zip(sums, self._targets["param"], self._dtypes, strict=True)
+                values[f"k{i}"] = [(total / target.numel()).to(dtype) for total, target, dtype in each]
+        self.update(values)
+
+    def updated(self, values: Values) -> dict[str, list[Tensor]]:
+        """New parameters and buffers, by name."""
+        return {name: self._storable(name, new) for name, new in self._programs.update.run(values).items()}
 
     def _index(self, seen: Tensor, target: Tensor) -> Tensor:
         """Which element of ``target``, in the order of memory, each element of what the rule sees of it is."""
@@ -255,7 +281,7 @@ class Lists:
 
     def _kinds(self, name: str) -> list[torch.dtype]:
         """The dtypes in which the rule sees the tensors called ``name``."""
-        return [torch.int32] * len(self._dtypes) if name in self._whole else self._dtypes
+        return [torch.int32] * len(self._dtypes) if name in self._programs.integers else self._dtypes
 
     def _keeps_all_bits(self, name: str) -> bool:
         return [target.dtype for target in self._targets[name]] == self._kinds(name)
@@ -263,31 +289,33 @@ class Lists:
     def _seen(self, name: str, tensors: Sequence[Tensor] | None = None) -> list[Tensor]:
         """The targets called ``name``, or ``tensors`` in their place, as the rule sees them."""
         tensors = self._targets[name] if tensors is None else tensors
-        if name in self._grouped:
+        if name in self._programs.grouped:
             tensors = [t.reshape(-1) for t in tensors]
         elif self._orders is not None:
-            tensors = [t.permute(order).reshape(-1) for t, order in zip(tensors, self._orders, strict=True)]
-            tensors = [filled(t) for t in tensors] if self._grouped else tensors
+            tensors = [filled(t.permute(order).reshape(-1)) for t, order in zip(tensors, self._orders, strict=True)]
         return [t.to(kind) for t, kind in zip(tensors, self._kinds(name), strict=True)]
 
     def _store(self, name: str, new: Sequence[Tensor]) -> list[Tensor]:
         """Store ``new`` values where nothing is skipped; what is there then, as the rule sees it."""
-        targets = self._targets[name]
-        if self._orders is not None and name not in self._grouped:
-            new = list(map(_out_of_order, new, targets, self._orders))
-        new = [n.to(t.dtype).view_as(t) for n, t in zip(new, targets, strict=True)]
-        if self._skips is not None:
-            new = [torch.where(skip == 0, n, t) for skip, n, t in zip(self._skips, new, targets, strict=True)]
-        torch._foreach_copy_(targets, new)
+        torch._foreach_copy_(self._targets[name], self._storable(name, new))
         return self._seen(name)
 
-    def _means(self, expressions: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-        """The mean of each expression over its parameter, which a rule sees like ``like``, without what fills up a group."""
-        means = []
-        for expression, seen, target, dtype in zip(expressions, like, self._targets["param"], self._dtypes, strict=True):
-            own = expression.expand_as(seen).reshape(-1)[: target.numel()]
-            means.append((own.sum(dtype=scalar_dtype(target.device)) / target.numel()).to(dtype))
-        return means
+    def _storable(self, name: str, new: Sequence[Tensor]) -> list[Tensor]:
+        """``new`` values, or the old ones where everything stays, as they are stored."""
+        targets = self._targets[name]
+        if name in self._programs.grouped:
+            new = [n.view_as(t) for n, t in zip(new, targets, strict=True)]
+        elif self._orders is not None:
+            new = list(map(_out_of_order, new, targets, self._orders))
+        new = [n.to(t.dtype) for n, t in zip(new, targets, strict=True)]
+        if self._skips is None:
+            return new
+        return [torch.where(skip == 0, n, t) for skip, n, t in zip(self._skips, new, targets, strict=True)]
+
+
+def sum_of(expression: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+    """The sum over the first ``count`` elements, behind which an expression may fill up a group."""
+    return expression.reshape(-1)[:count].sum(dtype=dtype)
 
 
 def _order(param: Tensor) -> tuple[int, ...]:
