@@ -16,7 +16,7 @@ from compiled_optim.memory.torch_internals import outside_dynamo
 from compiled_optim.named import Optimizers, check_disjoint, listed, locked
 from compiled_optim.optimizer import CompiledOptimizer, engine_of
 from compiled_optim.rule.storage import parts_of
-from compiled_optim.state import mode_of, own_part, part_of, spread_part, structure, weight
+from compiled_optim.state import from_shard, mode_of, part_of, shard_like, structure, weight
 
 
 class _Stored(NamedTuple):
@@ -60,7 +60,7 @@ def full_precision_state_dict(model: nn.Module, optimizer: Optimizers) -> dict[s
         for name, entry in list(result.items()):
             if (own := stored.get(id(entry))) is not None:
                 if id(entry) not in whole:
-                    whole[id(entry)] = spread_part(_whole(own), own.param)
+                    whole[id(entry)] = from_shard(_whole(own), own.param)
                 result[name] = whole[id(entry)]
             elif isinstance(entry, Tensor):
                 result[name] = entry.detach()
@@ -199,5 +199,5 @@ def _as_value(value: Any, name: str, entry: Tensor) -> Tensor:
 
 def _parts(own: _Stored, value: Tensor) -> list[tuple[Tensor, Tensor]]:
     """What to copy into which tensor, so that parameter and part together are ``value``."""
-    new = parts_of(own_part(value, own.param).float(), {}, own.mode, own.half)
+    new = parts_of(shard_like(value, own.param).float(), {}, own.mode, own.half)
     return [(local(own.param), new["param"]), (local(own.part), new[own.name])]

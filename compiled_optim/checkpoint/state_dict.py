@@ -82,7 +82,7 @@ def save(
             if entries := state.get(param):
                 packed_state[number] = {k: _snapshot(k, v, declaration, param) for k, v in entries.items()}
         first += len(params)
-    packed_state |= {key: value for key, value in state.others.items() if key not in packed_state}
+    packed_state |= {key: value for key, value in state.foreign.items() if key not in packed_state}
     result = {"state": packed_state, "param_groups": packed_groups, "format_version": FORMAT_VERSION}
     return result | ({"aliases": dict(aliases)} if aliases else {})
 
@@ -118,7 +118,7 @@ def prepare_load(
     with naming("the state dict", passing=(ValueError, TypeError)):
         known = known_names()
         given = read(state_dict)
-        others, orphans = _beside(given, known, state.others)
+        others, orphans = _beside(given, known, state.foreign)
         saved = from_optimi(given, declaration) if is_optimi(given) else given
         pairs, missing, unexpected = match(groups, aliases, saved, kind._implied_state, known)
         sources = pairs if hyperparameters == "checkpoint" else []

@@ -142,7 +142,7 @@ class Writes(NamedTuple):
             state[param].update(tensors)
         for param, entries in self.entries:
             entries.write(state[param])
-        state.replace_others(self.others)
+        state.replace_foreign(self.others)
         for target, source in self.copies:
             target.copy_(spread_like(source, target)) if isinstance(source, Tensor) else fill(target, source)
 
