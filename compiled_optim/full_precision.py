@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from compiled_optim.checkpoint.check import Copies, check_writable, is_same
 from compiled_optim.checkpoint.read import FLOATING, Unloadable, as_tensor, described, plain
-from compiled_optim.checkpoint.write import Copies, check_writable, is_same, set_apart
+from compiled_optim.checkpoint.state_dict import set_apart
 from compiled_optim.groups.parameters import parameters_of
 from compiled_optim.memory.sharding import local, spread_like
 from compiled_optim.memory.torch_internals import outside_dynamo

@@ -6,10 +6,10 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
+from compiled_optim.checkpoint.check import known_names
 from compiled_optim.checkpoint.match import match
-from compiled_optim.checkpoint.read import beside_parameters, described, group_names, named, read
-from compiled_optim.checkpoint.state_dict import LoadReport, refuse
-from compiled_optim.checkpoint.write import known_names
+from compiled_optim.checkpoint.read import described, foreign_state, group_names, named, read
+from compiled_optim.checkpoint.state_dict import LoadReport, refuse_mismatches
 from compiled_optim.optimizer import CompiledOptimizer, engine_of, prepare_load
 
 Optimizers: TypeAlias = CompiledOptimizer | Sequence[CompiledOptimizer]
@@ -168,7 +168,7 @@ def _load_parts(
             ],
         )
         if strict:
-            refuse(report, ", ".join(type(optimizer).__name__ for optimizer in optimizers))
+            refuse_mismatches(report, ", ".join(type(optimizer).__name__ for optimizer in optimizers))
         targets = [target for each in prepared for target in each.targets]
         for each in prepared:
             each.set_apart(targets)
@@ -191,8 +191,8 @@ def _split(optimizers: Sequence[CompiledOptimizer], saved: Mapping[str, Any]) ->
         groups += holdings.own_groups
         owner_of_group += [index] * len(holdings.own_groups)
         aliases |= holdings.aliases
-    pairs, _, unexpected = match(groups, aliases, saved, {}, known_names())
-    owners = {theirs.name: owner_of_group[ours.group] for ours, theirs in pairs}
+    params, _, unexpected = match(groups, aliases, saved, {}, known_names())
+    owners = {each.key: owner_of_group[each.group] for each in params}
     rest = {key: value for key, value in saved.items() if key not in ("state", "param_groups", "aliases")}
     parts = []
     for index in range(len(optimizers)):
@@ -211,7 +211,7 @@ def _split(optimizers: Sequence[CompiledOptimizer], saved: Mapping[str, Any]) ->
 
 def _check_alone(state_dict: Mapping[str, Any]) -> None:
     """Raise ``ValueError`` where state lies under the key of no parameter: nobody could say of which optimizer it is."""
-    if apart := beside_parameters(state_dict):
+    if apart := foreign_state(state_dict):
         raise ValueError(
             f"the state holds {described(next(iter(apart)))}, which is no parameter's and has no place in a state dict of "
             "several optimizers"

@@ -17,11 +17,11 @@ from compiled_optim.checkpoint.read import (
     Unloadable,
     as_number,
     as_tensor,
-    beside_parameters,
     described,
+    foreign_state,
     is_set,
     naming,
-    with_others,
+    with_foreign,
 )
 from compiled_optim.groups.parameters import parameter_name
 from compiled_optim.rule.declared import Declared
@@ -79,7 +79,7 @@ def from_optimi(state_dict: Mapping[str, Any], declaration: Declaration | None =
                     if not chooses_decay:  # as StableAdamW, whose state would fit those that do
                         own = {k: v for k, v in own.items() if k not in ("eps_sq", "mean_square")}
                     state[param] = _param_state(own, group, betas, where)
-    return {"state": with_others(state, beside_parameters(state_dict)), "param_groups": groups}
+    return {"state": with_foreign(state, foreign_state(state_dict)), "param_groups": groups}
 
 
 def _group(group: Mapping[str, Any], betas: tuple[float, ...], where: str) -> dict[str, Any]:
@@ -137,7 +137,7 @@ def to_optimi(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: an option or a state entry has no counterpart there.
     """
-    if apart := beside_parameters(state_dict):
+    if apart := foreign_state(state_dict):
         raise ValueError(f"the state holds {min(apart, key=str)!r}, which is no parameter's and has no place in optimi")
     state: dict[int, dict[str, Any]] = {}
     groups = []
