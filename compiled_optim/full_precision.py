@@ -8,28 +8,48 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from compiled_optim.checkpoint.read import FLOATING, Unloadable, as_tensor, described, plain
-from compiled_optim.checkpoint.write import Copies, check_writable, is_same, set_apart
+from compiled_optim.checkpoint.check import Copies, check_writable, is_same
+from compiled_optim.checkpoint.read import Unloadable, as_buffer, described, plain
+from compiled_optim.checkpoint.state_dict import set_apart
 from compiled_optim.groups.parameters import parameters_of
 from compiled_optim.memory.sharding import local, spread_like
 from compiled_optim.memory.torch_internals import outside_dynamo
 from compiled_optim.named import Optimizers, check_disjoint, listed, locked
 from compiled_optim.optimizer import CompiledOptimizer, engine_of
 from compiled_optim.rule.storage import parts_of
-from compiled_optim.state import mode_of, own_part, part_of, spread_part, structure, weight
+from compiled_optim.state import from_shard, mode_of, part_of, shard_like, structure, weight
 
 
-class _Stored(NamedTuple):
-    """A weight in two parts: the parameter and an entry of its state."""
+class _Split(NamedTuple):
+    """A weight of which the parameter holds some bits, and an entry of its state the others."""
 
     param: Tensor
     name: str  # of the entry
-    part: Tensor
+    entry: Tensor
     half: str  # the parameter's dtype
 
     @property
     def mode(self) -> str:
-        return mode_of(self.name, self.part)
+        return mode_of(self.name, self.entry)
+
+    def joined(self) -> Tensor:
+        """The float32 of the weight: a DTensor where the parameter is one.
+
+        Where a compensation of half a unit makes it halfway between its parameter and another number, it is one bit nearer
+        to the parameter. So a load finds the same parameter again, and the same compensation.
+        """
+        found = weight(self.param, {self.name: self.entry}, self.mode, self.half)
+        if self.mode == "kahan":
+            param = local(self.param.detach())
+            nearer = torch.nextafter(found, param.float())
+            is_halfway = (found.to(param.dtype) != param) & (nearer.to(param.dtype) == param)
+            found = torch.where(is_halfway, nearer, found)
+        return from_shard(found, self.param)
+
+    def copies(self, value: Tensor) -> Copies:
+        """What to copy into which tensor, so that the weight is ``value``."""
+        new = parts_of(shard_like(value, self.param).float(), {}, self.mode, self.half)
+        return [(local(self.param), new["param"]), (local(self.entry), new[self.name])]
 
 
 @outside_dynamo
@@ -54,17 +74,13 @@ def full_precision_state_dict(model: nn.Module, optimizer: Optimizers) -> dict[s
     """
     optimizers = _checked(model, optimizer)
     with locked(optimizers):
-        stored = _stored(model, optimizers)
-        result = _entries(model, stored)
-        whole: dict[int, Tensor] = {}
-        for name, entry in list(result.items()):
-            if (own := stored.get(id(entry))) is not None:
-                if id(entry) not in whole:
-                    whole[id(entry)] = spread_part(_whole(own), own.param)
-                result[name] = whole[id(entry)]
-            elif isinstance(entry, Tensor):
-                result[name] = entry.detach()
-    return result
+        split = _split(model, optimizers)
+        entries = _entries(model, split)
+        joined = {key: split[key].joined() for key in dict.fromkeys(map(id, entries.values())) if key in split}
+        for name, entry in entries.items():
+            if isinstance(entry, Tensor):
+                entries[name] = joined[id(entry)] if id(entry) in joined else entry.detach()
+    return entries
 
 
 @outside_dynamo
@@ -93,17 +109,16 @@ def load_full_precision_state_dict(model: nn.Module, optimizer: Optimizers, stat
         raise TypeError(f"state_dict must be a dict, got {described(state_dict)}")
     given: dict[str, Any] = plain(state_dict, "the state dict")
     with locked(optimizers):
-        stored = _stored(model, optimizers)
+        split = _split(model, optimizers)
         live = {id(t) for t in (*model.parameters(), *model.buffers())}
-        entries = _entries(model, stored)
-        others = {name for name, entry in entries.items() if id(entry) not in live}
-        values = _read(entries, given, others)
+        entries = _entries(model, split)
+        foreign = {name for name, entry in entries.items() if id(entry) not in live}
         copies: Copies = []
-        for name, value in values.items():
-            own = stored.get(id(entries[name]))
-            copies += [(entries[name], value)] if own is None else _parts(own, value)
-        if others:  # such as what modules add with get_extra_state; this may fail
-            model.load_state_dict({name: given[name] for name in others}, strict=False)
+        for name, value in _read(entries, given, foreign).items():
+            stored = split.get(id(entries[name]))
+            copies += [(entries[name], value)] if stored is None else stored.copies(value)
+        if foreign:  # such as what modules add with get_extra_state; this may fail
+            model.load_state_dict({name: given[name] for name in foreign}, strict=False)
         copies = [(target, source) for target, source in copies if not is_same(target, source)]
         for target, source in set_apart(copies, [target for target, _ in copies]):
             target.copy_(spread_like(source, target))
@@ -117,10 +132,10 @@ def _checked(model: Any, optimizer: Any) -> list[CompiledOptimizer]:
     return optimizers
 
 
-def _stored(model: nn.Module, optimizers: Sequence[CompiledOptimizer]) -> dict[int, _Stored]:
-    """The parameters of which the optimizers keep more bits than the model, by their ``id``."""
+def _split(model: nn.Module, optimizers: Sequence[CompiledOptimizer]) -> dict[int, _Split]:
+    """The weights of which the optimizers keep more bits than the model, by the ``id`` of the parameter."""
     params = {id(param) for param in model.parameters()}
-    found: dict[int, _Stored] = {}
+    found: dict[int, _Split] = {}
     is_known = False
     for optimizer in optimizers:
         engine = engine_of(optimizer)
@@ -131,17 +146,17 @@ def _stored(model: nn.Module, optimizers: Sequence[CompiledOptimizer]) -> dict[i
                 is_known |= id(param) in params
                 choices = structure(engine.holdings.kind._declaration, groups, i, j)
                 name = part_of(choices)
-                if name is not None and (part := state.get(param, {}).get(name)) is not None:
-                    found[id(param)] = _Stored(param, name, part, choices["weights"][1])
+                if name is not None and (entry := state.get(param, {}).get(name)) is not None:
+                    found[id(param)] = _Split(param, name, entry, choices["weights"][1])
     if not is_known:
         raise ValueError("no parameter of the model is in the optimizer")
     return found
 
 
-def _entries(model: nn.Module, stored: Mapping[int, _Stored]) -> dict[str, Any]:
-    """The state dict of ``model`` with its own tensors, also in place of what hooks made of the ``stored`` parameters."""
+def _entries(model: nn.Module, split: Mapping[int, _Split]) -> dict[str, Any]:
+    """The state dict of ``model`` with its own tensors, also in place of what hooks made of the parameters in ``split``."""
     entries: dict[str, Any] = model.state_dict(keep_vars=True)
-    named = [(name, p) for name, p in model.named_parameters(remove_duplicate=False) if id(p) in stored]
+    named = [(name, p) for name, p in model.named_parameters(remove_duplicate=False) if id(p) in split]
     entries |= {name: p for name, p in named if getattr(entries.get(name), "shape", None) == p.shape}
     found = {id(entry) for entry in entries.values()}
     for name, param in named:
@@ -150,22 +165,8 @@ def _entries(model: nn.Module, stored: Mapping[int, _Stored]) -> dict[str, Any]:
     return entries
 
 
-def _whole(own: _Stored) -> Tensor:
-    """The float32 of a weight: this process's part of it.
-
-    Where a compensation of half a unit makes it halfway between its parameter and another number, it is one bit nearer to
-    the parameter. So a load finds the same parameter again, and the same compensation.
-    """
-    found = weight(own.param, {own.name: own.part}, own.mode, own.half)
-    if own.mode != "kahan":
-        return found
-    param = local(own.param.detach())
-    nearer = torch.nextafter(found, param.float())
-    return torch.where((found.to(param.dtype) != param) & (nearer.to(param.dtype) == param), nearer, found)
-
-
-def _read(entries: Mapping[str, Any], given: Mapping[str, Any], others: set[str]) -> dict[str, Tensor]:
-    """What of ``given`` goes into the tensors in ``entries``; a ``ValueError`` that names all that does not fit them."""
+def _read(entries: Mapping[str, Any], given: Mapping[str, Any], foreign: set[str]) -> dict[str, Tensor]:
+    """What of ``given`` goes into the tensors in ``entries``, but for ``foreign`` ones; ``ValueError`` names all misfits."""
     problems = {
         "missing": [name for name in entries if name not in given],
         "unexpected": [str(name) for name in given if name not in entries],
@@ -173,9 +174,10 @@ def _read(entries: Mapping[str, Any], given: Mapping[str, Any], others: set[str]
     values: dict[str, Tensor] = {}
     first: dict[int, str] = {}
     for name, entry in entries.items():
-        if name in given and name not in others:
+        if name in given and name not in foreign:
             try:
-                values[name] = value = _as_value(given[name], name, entry)
+                values[name] = value = as_buffer(given[name], name, tuple(entry.shape), entry.dtype)
+                check_writable(entry, f"the model's own {name}", tuple(entry.shape), value)
                 tied = first.setdefault(id(entry), name)
                 if value is not values[tied] and not value.to(values[tied]).allclose(values[tied], 0, 0, equal_nan=True):
                     raise Unloadable(f"{name} is not equal to {tied}, which is the same tensor in the model")
@@ -185,19 +187,3 @@ def _read(entries: Mapping[str, Any], given: Mapping[str, Any], others: set[str]
         parts = [f"{kind}: {', '.join(found)}" for kind, found in problems.items() if found]
         raise ValueError(f"the state dict does not match the model; {'; '.join(parts)}")
     return values
-
-
-def _as_value(value: Any, name: str, entry: Tensor) -> Tensor:
-    found = as_tensor(value, name, FLOATING if entry.dtype in FLOATING else {entry.dtype})
-    if found.shape != entry.shape:
-        raise Unloadable(f"{name} has shape {tuple(found.shape)} instead of {tuple(entry.shape)}")
-    if found.is_complex() != entry.is_complex():
-        raise Unloadable(f"{name} is {found.dtype} instead of {entry.dtype}")
-    check_writable(entry, f"the model's own {name}", tuple(entry.shape), found)
-    return found
-
-
-def _parts(own: _Stored, value: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """What to copy into which tensor, so that parameter and part together are ``value``."""
-    new = parts_of(own_part(value, own.param).float(), {}, own.mode, own.half)
-    return [(local(own.param), new["param"]), (local(own.part), new[own.name])]

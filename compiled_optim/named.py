@@ -6,17 +6,17 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
+from compiled_optim.checkpoint.check import known_names
 from compiled_optim.checkpoint.match import match
-from compiled_optim.checkpoint.read import beside_parameters, described, group_names, named, read
-from compiled_optim.checkpoint.state_dict import LoadReport, refuse
-from compiled_optim.checkpoint.write import known_names
+from compiled_optim.checkpoint.read import described, foreign_state, group_names, named, read
+from compiled_optim.checkpoint.state_dict import LoadReport, refuse_mismatches
 from compiled_optim.optimizer import CompiledOptimizer, engine_of, prepare_load
 
 Optimizers: TypeAlias = CompiledOptimizer | Sequence[CompiledOptimizer]
 
 
 def listed(optimizers: Any) -> list[CompiledOptimizer]:
-    """``optimizers`` as a list; an error if they are no several optimizers of this package."""
+    """``optimizers``, one or several, as a list; an error if they are none of this package."""
     result = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
     if foreign := [each for each in result if not isinstance(each, CompiledOptimizer)]:
         raise TypeError(f"an optimizer of this package, or a list of some, is needed, got {described(foreign[0])}")
@@ -31,9 +31,9 @@ def check_disjoint(optimizers: Sequence[CompiledOptimizer]) -> None:
     for index, optimizer in enumerate(optimizers):
         label = label_of(index, optimizer)
         for group in optimizer.param_groups:
-            for place, param in enumerate(group["params"]):
+            for j, param in enumerate(group["params"]):
                 if (other := owners.setdefault(id(param), label)) != label:
-                    name = (group.get("param_names") or {place: place})[place]
+                    name = (group.get("param_names") or {j: j})[j]
                     raise ValueError(f"{other} and {label} both have the parameter '{name}'")
 
 
@@ -47,13 +47,13 @@ def locked(optimizers: Sequence[CompiledOptimizer]) -> Iterator[None]:
 
 
 def label_of(index: int, optimizer: CompiledOptimizer) -> str:
-    """What messages call the optimizer at this place in a list."""
+    """What messages call the optimizer at ``index`` of a list."""
     return f"optimizers[{index}] ({type(optimizer).__name__})"
 
 
 @contextlib.contextmanager
-def naming(label: str) -> Iterator[None]:
-    """Let an error say of which optimizer it is."""
+def labeling(label: str) -> Iterator[None]:
+    """Let an error begin with the ``label`` of its optimizer."""
     try:
         yield
     except (TypeError, ValueError) as error:
@@ -70,8 +70,8 @@ def named_state_dict(optimizer: Optimizers) -> dict[str, Any]:
     save it, and load into it, as it is.
 
     Of a list of optimizers for different parameters, such as Muon for the matrices of a model and AdamW for the rest, it has
-    the groups one after another: ``"optimizers"`` lists the optimizers' names, and ``"optimizer"`` in a group is its
-    optimizer's place in that list.
+    the groups one after another: ``"optimizers"`` lists the optimizers' names, and ``"optimizer"`` in a group is the index
+    of its optimizer in that list.
 
     Args:
         optimizer: the optimizer, or a list of several.
@@ -89,9 +89,9 @@ def named_state_dict(optimizer: Optimizers) -> dict[str, Any]:
     aliases: dict[str, str] = {}
     for index, each in enumerate(optimizers):
         label = label_of(index, each)
-        with naming(label):
+        with labeling(label):
             part = named(each.state_dict())
-            _check_alone(part)
+            _check_has_no_foreign_state(part)
             if any("optimizer" in group for group in part["param_groups"]):
                 raise ValueError("a group has an entry 'optimizer', which a state dict of several uses itself")
         for name in (*(name for group in part["param_groups"] for name in group["params"]), *part.get("aliases", {})):
@@ -130,15 +130,14 @@ def load_named_state_dict(
             optimizer is changed then.
     """
     state_dict = read(state_dict)
-    is_one = isinstance(optimizer, CompiledOptimizer)
-    optimizers = [optimizer] if isinstance(optimizer, CompiledOptimizer) else listed(optimizer)
+    is_one, optimizers = isinstance(optimizer, CompiledOptimizer), listed(optimizer)
     for index, each in enumerate(optimizers):
         if not all("param_names" in group for group in each.param_groups):
             whose = "the optimizer's" if is_one else f"{label_of(index, each)}'s"
             raise ValueError(f"{whose} parameters have no names: make it from named_parameters() or a dict")
-    unnamed = next((i for i, group in enumerate(state_dict["param_groups"]) if group_names(group) is None), None)
-    if unnamed is not None:
-        raise ValueError(f"the state dict has no names for the parameters of param_groups[{unnamed}]")
+    for i, group in enumerate(state_dict["param_groups"]):
+        if group_names(group) is None:
+            raise ValueError(f"the state dict has no names for the parameters of param_groups[{i}]")
     if is_one:
         return optimizers[0].load_state_dict(state_dict, strict=strict, hyperparameters=hyperparameters)
     return _load_parts(optimizers, named(state_dict), strict, hyperparameters)
@@ -151,24 +150,21 @@ def _load_parts(
     hyperparameters: Literal["checkpoint", "keep"],
 ) -> LoadReport:
     check_disjoint(optimizers)
-    _check_alone(saved)
+    _check_has_no_foreign_state(saved)
     with locked(optimizers):
         parts, unexpected = _split(optimizers, saved)
         prepared = []
         for index, (optimizer, part) in enumerate(zip(optimizers, parts, strict=True)):
-            with naming(label_of(index, optimizer)):
+            with labeling(label_of(index, optimizer)):
                 prepared.append(prepare_load(optimizer, part, False, hyperparameters))
-        report = LoadReport(
-            [name for each in prepared for name in each.report.missing],
-            [*unexpected, *(name for each in prepared for name in each.report.unexpected)],
-            [
-                f"optimizers[{index}].{name}" if name.startswith("param_groups[") else name
-                for index, each in enumerate(prepared)
-                for name in each.report.mismatched
-            ],
-        )
+        report = LoadReport([], unexpected, [])
+        for index, each in enumerate(prepared):
+            report.missing.extend(each.report.missing)
+            report.unexpected.extend(each.report.unexpected)
+            for name in each.report.mismatched:
+                report.mismatched.append(f"optimizers[{index}].{name}" if name.startswith("param_groups[") else name)
         if strict:
-            refuse(report, ", ".join(type(optimizer).__name__ for optimizer in optimizers))
+            refuse_mismatches(report, ", ".join(type(optimizer).__name__ for optimizer in optimizers))
         targets = [target for each in prepared for target in each.targets]
         for each in prepared:
             each.set_apart(targets)
@@ -181,38 +177,34 @@ def _load_parts(
 
 
 def _split(optimizers: Sequence[CompiledOptimizer], saved: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
-    """What of ``saved``, a named state dict, belongs to the parameters of each optimizer, and the names of what is left."""
+    """What ``saved``, a named state dict, has for each optimizer, as state dicts; and the names that no optimizer has."""
     groups: list[Any] = []
     aliases: dict[str, str] = {}
-    owner_of_group: list[int] = []
+    owners: list[int] = []  # the optimizer of each group
     for index, optimizer in enumerate(optimizers):
         engine_of(optimizer).current()
         holdings = engine_of(optimizer).holdings
         groups += holdings.own_groups
-        owner_of_group += [index] * len(holdings.own_groups)
+        owners += [index] * len(holdings.own_groups)
         aliases |= holdings.aliases
-    pairs, _, unexpected = match(groups, aliases, saved, {}, known_names())
-    owners = {theirs.name: owner_of_group[ours.group] for ours, theirs in pairs}
-    rest = {key: value for key, value in saved.items() if key not in ("state", "param_groups", "aliases")}
+    params, _, unexpected = match(groups, aliases, saved, {}, known_names())
     parts = []
     for index in range(len(optimizers)):
-        own = {name for name, owner in owners.items() if owner == index}
-        own_groups = [{**g, "params": [name for name in g["params"] if name in own]} for g in saved["param_groups"]]
-        parts.append(
-            {
-                **rest,
-                "state": {name: entries for name, entries in saved["state"].items() if name in own},
-                "param_groups": [group for group in own_groups if group["params"]],
-                "aliases": {alias: name for alias, name in saved.get("aliases", {}).items() if name in own},
-            }
-        )
+        names = {each.key for each in params if owners[each.group] == index}
+        its_groups = [{**g, "params": [name for name in g["params"] if name in names]} for g in saved["param_groups"]]
+        part = {
+            "state": {name: entries for name, entries in saved["state"].items() if name in names},
+            "param_groups": [group for group in its_groups if group["params"]],
+            "aliases": {alias: name for alias, name in saved.get("aliases", {}).items() if name in names},
+        }
+        parts.append({**saved, **part})
     return parts, unexpected
 
 
-def _check_alone(state_dict: Mapping[str, Any]) -> None:
+def _check_has_no_foreign_state(state_dict: Mapping[str, Any]) -> None:
     """Raise ``ValueError`` where state lies under the key of no parameter: nobody could say of which optimizer it is."""
-    if apart := beside_parameters(state_dict):
+    for key in foreign_state(state_dict):
         raise ValueError(
-            f"the state holds {described(next(iter(apart)))}, which is no parameter's and has no place in a state dict of "
-            "several optimizers"
+            f"the state holds {described(key)}, which is no parameter's and has no place in a state dict of several "
+            "optimizers"
         )

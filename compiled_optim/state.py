@@ -1,9 +1,9 @@
-"""The optimizer's state: what each parameter owns, how it starts, which dtype it has, and how it is stored.
+"""The optimizer's state: the entries of each parameter, how they start, what they must be, and how they are stored.
 
-A buffer is stored in floating point, or in codes with a scale for each group of elements. The groups follow one another in
-the order of memory that the codes have. A weight has one of the parts that hold what its own dtype cannot, or none. State
-that was stored as some choices of ``weights`` and ``state_dtype`` say is brought to what others say. Entries may be
-DTensors: each process converts its part of them.
+A buffer is stored in floating point, or in codes of 8 bits with a scale for each group of elements; groups follow one
+another in the order of memory of the codes. A weight of 16 bits may have one entry more, which holds what its dtype cannot.
+State that was stored as some ``weights`` and ``state_dtype`` say is converted to what others say. Entries may be DTensors:
+each process converts its shard.
 """
 
 from __future__ import annotations
@@ -39,230 +39,8 @@ from compiled_optim.rule.storage import (
 
 CODES = {dtype: kind for kind, dtype in CODE_DTYPES.items()}
 """The dtypes of codes, and the numbers that they stand for."""
-
-_PART_OF = {"kahan": "kahan_comp", "split8": "remainder", "split16": "remainder", "master": "master_param"}
 SPLITS = {dtype: mode for mode, dtype in REST_DTYPES.items()}
-
-
-def converted(
-    declaration: Declaration, param: Tensor, entries: Mapping[str, Tensor], choices: Mapping[str, Any]
-) -> dict[str, Tensor | None]:
-    """What changes in ``entries``, of one parameter's state, so that they are as ``choices`` say: new ones by name.
-
-    An entry that has no place any more is None. Those that are as they must be stay the tensors that they are. A weight is
-    taken for what ``param``, as it is now, and its part make together, and keeps of that what the new part can hold.
-
-    Raises:
-        ValueError: codes have no scales, or not as many as groups, or are of the other kind; or a weight has two parts.
-    """
-    found: dict[str, Tensor | None] = {}
-    for field in declaration.buffers:
-        if field.int8 and held_name(field, entries):
-            found |= _converted_buffer(declaration, field, param, entries, choices)
-    return found | _converted_part(declaration, param, entries, choices)
-
-
-def held_name(field: Buffer, entries: Mapping[str, Any]) -> str | None:
-    """The entry that holds the buffer ``field``, if one does; of two the plain one, which somebody put beside the codes.
-
-    That may hold codes too: checkpoints of before have them there.
-    """
-    return next((name for name in (field.name, code_name(field.name)) if name in entries), None)
-
-
-def _converted_buffer(
-    declaration: Declaration, field: Buffer, param: Tensor, entries: Mapping[str, Tensor], choices: Mapping[str, Any]
-) -> dict[str, Tensor | None]:
-    coded, scale, held = code_name(field.name), scale_name(field.name), held_name(field, entries)
-    assert held is not None
-    value, wanted = entries[held], declaration.dtype_of(field, param.dtype, choices)
-    gone: dict[str, Tensor | None] = {name: None for name in (field.name, coded, scale) if name in entries}
-    if wanted not in CODES and value.dtype not in CODES:
-        return {name: None for name in gone if name != held}
-    shape = declaration.shape_of(_field(declaration, scale), param.shape, choices)
-    if value.dtype in CODES:
-        scales = check_codes(field, value, entries.get(scale))
-        if wanted == value.dtype and _are_in_place(value, scales, param):
-            is_shaped = tuple(scales.shape) == shape or is_sharded(scales)
-            new = {coded: value, scale: scales if is_shaped else scales.reshape(shape)}
-            return {name: tensor for name, tensor in {**gone, **new}.items() if tensor is not entries.get(name)}
-        value = _decoded(value, scales, param)
-    if wanted not in CODES:
-        return {**gone, field.name: value.to(wanted)}
-    codes, scales = encoded(own_part(value, param), local(param), wanted)
-    return {**gone, coded: spread_part(codes, param), scale: _as_scales(scales, param, shape)}
-
-
-def _field(declaration: Declaration, name: str) -> Buffer:
-    return next(b for b in declaration.buffers if b.name == name)
-
-
-def check_codes(field: Buffer, codes: Tensor, scales: Tensor | None) -> Tensor:
-    """The ``scales`` of ``codes`` of the buffer ``field``; ``ValueError`` where they do not belong together."""
-    if CODES[codes.dtype] != field.int8:
-        raise ValueError(f"{code_name(field.name)} is {codes.dtype}; its codes are of {field.int8} numbers")
-    if scales is None or not scales.is_floating_point():
-        raise ValueError(f"{code_name(field.name)} has codes of 8 bits without {scale_name(field.name)}, their scales")
-    groups = -(-codes.numel() // GROUP)
-    if scales.numel() != groups and not is_sharded(codes):
-        raise ValueError(f"{scale_name(field.name)} has {scales.numel()} numbers for {groups} groups of {GROUP} codes")
-    return scales
-
-
-def _are_in_place(codes: Tensor, scales: Tensor, param: Tensor) -> bool:
-    """Whether ``codes`` and ``scales`` are for ``param`` as they are, or will be once they are spread like it."""
-    if placement(codes) == placement(scales) == placement(param):
-        order = MemoryOrder(local(param))
-        if _order(local(codes)) == _order(order.target):
-            return True
-        moved = order.arranged(local(codes).to(param.device))
-        return not _are_full(local(codes), local(scales)) and _are_full(moved, local(scales))
-    return local(codes).is_contiguous() and local(param).is_contiguous()  # of DTensors all groups are in that order
-
-
-def _order(tensor: Tensor) -> list[tuple[int, int]]:
-    """What tells in which order the elements of a tensor are updated."""
-    strides = MemoryOrder(tensor).target.stride()
-    return [(size, stride) for size, stride in zip(tensor.shape, strides, strict=True) if size > 1]
-
-
-def _are_full(codes: Tensor, scales: Tensor) -> bool:
-    """Whether each group, in the order of memory of ``codes``, holds the largest code or nothing, as steps leave it.
-
-    So codes are known that a file format brought into another order than that of their scales. Those of an infinite scale
-    tell nothing.
-    """
-    vector = _vector(codes).int().abs().view(-1, GROUP).amax(1)
-    scales = scales.detach().reshape(-1).to(vector.device)
-    largest = torch.where(scales == 0, 0, torch.iinfo(codes.dtype).max)
-    return bool(((vector == largest) | scales.isinf()).all())
-
-
-def _decoded(codes: Tensor, scales: Tensor, param: Tensor) -> Tensor:
-    """The numbers of codes: a DTensor, where they are spread like ``param``, or else whole."""
-    if placement(codes) == placement(scales) == placement(param):
-        return spread_part(decoded(local(codes), local(scales)), param)
-    return decoded(sharding.whole(codes), sharding.whole(scales))
-
-
-def decoded(codes: Tensor, scales: Tensor) -> Tensor:
-    """The numbers, in float32, of codes in their order of memory, with their scales."""
-    scales = scales.detach().reshape(-1).to(codes.device).float()
-    numbers = formats.decoded(_vector(codes).int(), scales, CODES[codes.dtype])
-    result = torch.empty_like(MemoryOrder(codes).target, dtype=torch.float32)
-    flat(result).copy_(numbers[: codes.numel()])
-    return result
-
-
-def _vector(codes: Tensor) -> Tensor:
-    """All of ``codes`` in their order of memory, and zeros up to a whole number of groups."""
-    order = MemoryOrder(codes)
-    order.load()
-    return filled(flat(order.target))
-
-
-def encoded(value: Tensor, param: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The codes of ``value``, of this dtype, in the order of memory of ``param``, and a vector of their scales."""
-    order = MemoryOrder(param)
-    vector = filled(flat(order.arranged(value.detach().float())))
-    scales = formats.scale_of(vector)
-    codes = torch.empty_like(order.target, dtype=dtype, requires_grad=False)
-    flat(codes).copy_(formats.encoded(vector, scales, CODES[dtype])[: codes.numel()])
-    return codes, scales
-
-
-def filled(vector: Tensor) -> Tensor:
-    """``vector`` with zeros up to a whole number of groups."""
-    missing = -vector.shape[0] % GROUP
-    return torch.nn.functional.pad(vector, (0, missing)) if missing else vector
-
-
-def _converted_part(
-    declaration: Declaration, param: Tensor, entries: Mapping[str, Tensor], choices: Mapping[str, Any]
-) -> dict[str, Tensor | None]:
-    mode, half = choices.get("weights") or ("", "")
-    new = part_of(choices)
-    is_there = new is not None and new in entries and mode_of(new, entries[new]) == mode
-    if is_there:  # beside what an interrupted conversion left
-        return {name: None for name in PARTS if name in entries and name != new}
-    if (name := stored_part(entries)) is None:
-        return {}
-    gone: dict[str, Tensor | None] = {name: None}
-    if new is None:
-        return gone
-    values = weight(param, {name: entries[name]}, mode_of(name, entries[name]), half)
-    value = parts_beside(local(param.detach()).float(), values, mode, half)[new]
-    dtype = declaration.dtype_of(_field(declaration, new), param.dtype, choices)
-    part = torch.empty_like(local(param.detach()), dtype=dtype, requires_grad=False).copy_(value)
-    return gone | {new: spread_part(part, param)}
-
-
-def part_of(choices: Mapping[str, Any]) -> str | None:
-    """Which of :data:`PARTS` a weight has under these choices."""
-    chosen = choices.get("weights")
-    return None if chosen is None else _PART_OF.get(chosen[0])
-
-
-def stored_part(entries: Mapping[str, Any]) -> str | None:
-    """Which of :data:`PARTS` is in ``entries``; ``ValueError`` where several are."""
-    stored = [name for name in PARTS if name in entries]
-    if len(stored) > 1:
-        raise ValueError(f"it has both {' and '.join(stored)}, and a weight has one of them")
-    return stored[0] if stored else None
-
-
-def mode_of(name: str, part: Tensor) -> str:
-    """The mode of a weight whose part has this name; ``ValueError`` where it does not have the dtype for it."""
-    if name == "remainder" and part.dtype not in SPLITS:
-        raise ValueError(f"remainder is {part.dtype} instead of {' or '.join(map(str, SPLITS))}")
-    if name != "remainder" and not part.is_floating_point():
-        raise ValueError(f"{name} is {part.dtype}, which is no floating-point number")
-    return SPLITS[part.dtype] if name == "remainder" else "kahan" if name == "kahan_comp" else "master"
-
-
-def weight(param: Tensor, parts: Mapping[str, Any], mode: str, half: str) -> Tensor:
-    """The float32 of a weight of the dtype ``half`` that is stored in ``mode``: this process's part of it."""
-    values = {name: own_part(parts[name], param) for name in PARTS if parts.get(name) is not None}
-    numbers = {name: part.float() if part.is_floating_point() else part for name, part in values.items()}
-    return whole(local(param.detach()).float(), numbers, mode, half)  # type: ignore[no-any-return]
-
-
-def adds_nothing(param: Tensor, name: str, part: Tensor) -> bool:
-    """Whether ``param`` holds by itself what ``part`` adds to a weight, as where that is 0 or ``param`` is in float32."""
-    value, found, mode = local(param.detach()), own_part(part, param), mode_of(name, part)
-    if value.is_complex():
-        return False
-    value = value.float()
-    for half in [HALVES[param.dtype]] if param.dtype in HALVES else HALVES.values():
-        if mode == "kahan":
-            low = formats.nearest(value - found.float(), half)
-            both = low + found.float()  # or one bit less, in full_precision_state_dict
-            is_held = (value == both) | (value == both.nextafter(low)) if param.dtype not in HALVES else found == 0
-        else:
-            new = parts_of(value, {}, mode, half)[name]
-            is_held = new == found
-        if bool(is_held.all()):
-            return True
-    return False
-
-
-def own_part(tensor: Tensor, param: Tensor) -> Tensor:
-    """This process's part of ``tensor``, on the device of ``param``, if it is spread like ``param`` or whole."""
-    if placement(tensor) != placement(param):
-        tensor = spread_like(sharding.whole(tensor), param)
-    return local(tensor.detach()).to(param.device)
-
-
-def spread_part(tensor: Tensor, param: Tensor) -> Tensor:
-    """``tensor``, of the shape of this process's part of ``param``, as a DTensor where ``param`` is one."""
-    return as_part_of(tensor, param) if is_sharded(param) else tensor
-
-
-def _as_scales(scales: Tensor, param: Tensor, shape: tuple[int, ...]) -> Tensor:
-    result = zeros_spread_like(param, shape, scales.dtype)
-    part = local(result)
-    part.copy_(scales.view_as(part))
-    return result
+_PART_OF = {"kahan": "kahan_comp", "split8": "remainder", "split16": "remainder", "master": "master_param"}
 
 
 class ParamState(WatchedDict[str, Any]):
@@ -307,24 +85,24 @@ class OptimizerState(WatchedDict[Any, Any]):
         return not key or isinstance(key[0], Tensor)
 
     def __missing__(self, key: Any) -> Any:
-        entries = self._kept(key, {})
+        entries = self._watched(key, {})
         self.set_quietly(key, entries)
         return entries
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        super().__setitem__(key, self._kept(key, value))
+        super().__setitem__(key, self._watched(key, value))
 
-    def _kept(self, key: Any, value: Any) -> Any:
+    def _watched(self, key: Any, value: Any) -> Any:
         return ParamState(value, changes=self._changes, names=self._names) if isinstance(key, Tensor) else value
 
     @property
-    def others(self) -> dict[Any, Any]:
+    def foreign(self) -> dict[Any, Any]:
         """What somebody keeps under keys that are no tensors."""
         return {key: value for key, value in self.items() if not isinstance(key, Tensor)}
 
-    def replace_others(self, values: Mapping[Any, Any]) -> None:
+    def replace_foreign(self, values: Mapping[Any, Any]) -> None:
         """Let ``values`` be all that is kept under keys that are no tensors."""
-        for key in self.others:
+        for key in self.foreign:
             self.drop_quietly(key)
         for key, value in values.items():
             self.set_quietly(key, value)
@@ -344,8 +122,29 @@ def scalar_names(declaration: Declaration) -> tuple[str, ...]:
 
 
 def has_own_entries(declaration: Declaration, state: Mapping[Any, Any]) -> bool:
-    """Whether ``state``, one parameter's, has anything of ``declaration``, and not only what somebody else keeps there."""
-    return any(name in state for name in (*scalar_names(declaration), *(b.name for b in declaration.buffers)))
+    """Whether ``state``, one parameter's, has an entry of ``declaration``, and not only foreign ones."""
+    return any(name in state for name in (*scalar_names(declaration), *[b.name for b in declaration.buffers]))
+
+
+def structure(
+    declaration: Declaration,
+    groups: Sequence[ParamGroup],
+    group_index: int,
+    index: int,
+    loaded: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """What shapes the code and the state of a parameter, by name: of the one at ``index`` of the group at ``group_index``.
+
+    Its items are static choices, what follows from options, facts, and for each structural hyperparameter whether it may
+    differ from 0, in its group or among the numbers that are going to be ``loaded`` into that.
+    """
+    numbers, group = loaded or {}, groups[group_index]
+    choices = {s.name: group.get(s.name, s.default) for s in declaration.statics}
+    choices |= choices_of(declaration.options, group, group_index, index)
+    choices |= {f.name: f.of(group["params"][index].shape) for f in declaration.facts}
+    return choices | {
+        name: numbers[name] != 0 if name in numbers else group.nonzero(name) for name in declaration.structural_hypers
+    }
 
 
 def initial_values(declaration: Declaration, group: Mapping[str, Any]) -> dict[str, float | Tensor]:
@@ -354,15 +153,57 @@ def initial_values(declaration: Declaration, group: Mapping[str, Any]) -> dict[s
     In a differentiable step, the number in a buffer depends on the hyperparameter that fills it: autograd records that.
     """
     values: dict[str, float | Tensor] = {"step": 0.0}
-    declared: tuple[Scalar | Buffer, ...] = (*declaration.scalars, *declaration.buffers)
-    for field in declared:
+    fields: tuple[Scalar | Buffer, ...] = (*declaration.scalars, *declaration.buffers)
+    for field in fields:
         value = group[field.init] if isinstance(field.init, str) else field.init
         recorded = isinstance(field, Buffer) and group.get("differentiable", False)
         values[field.name] = value if isinstance(value, float) or recorded else value.detach()
     return values
 
 
-def new_buffer(field: Buffer, param: Tensor, shape: tuple[int, ...], dtype: torch.dtype, value: float | Tensor) -> Tensor:
+def missing_entries(
+    declaration: Declaration,
+    buffers: tuple[str, ...],
+    param: Tensor,
+    state: Mapping[str, Any],
+    initial: Mapping[str, float | Tensor],
+    choices: Mapping[str, Any],
+) -> dict[str, Tensor]:
+    """New tensors for the entries that ``declaration`` needs and ``state`` lacks or has on another device than ``param``.
+
+    ``choices`` are those of :func:`structure`. An entry on another device is copied. A scalar may be a number or a tensor
+    of any dtype, and becomes a float64 tensor.
+    """
+    device = scalars_device([param])
+    dtype = scalar_dtype(device)
+    made: dict[str, Tensor] = {}
+    for name in scalar_names(declaration):
+        value: Any = state.get(name)
+        if value is None or (isinstance(value, Tensor) and value.is_meta):
+            made[name] = _new_scalar(initial[name], dtype, device)
+        elif not isinstance(value, Tensor) or value.device != device or value.dtype != dtype or value.dim():
+            made[name] = _new_scalar(value, dtype, device)
+    for field in [b for b in declaration.buffers if b.name in buffers]:
+        value = state.get(field.name)
+        if value is None or (value.is_meta and not param.is_meta):
+            dtype = declaration.dtype_of(field, param.dtype, choices)
+            shape = declaration.shape_of(field, param.shape, choices)
+            made[field.name] = _new_buffer(field, param, shape, dtype, initial[field.name])
+        elif value.device != param.device:
+            made[field.name] = value.to(param.device)
+    return made
+
+
+def _new_scalar(value: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A new 0-dim tensor of ``value``; of one that requires grad with its graph, for a differentiable step."""
+    if isinstance(value, Tensor) and value.requires_grad:
+        with torch.enable_grad():
+            return value.reshape(()).to(device, dtype)
+    fresh = torch.empty((), dtype=dtype, device=device)
+    return fresh.copy_(value.reshape(())) if isinstance(value, Tensor) else fresh.fill_(value)
+
+
+def _new_buffer(field: Buffer, param: Tensor, shape: tuple[int, ...], dtype: torch.dtype, value: float | Tensor) -> Tensor:
     """A state buffer of ``shape``, ``dtype`` and ``param``'s device, filled with ``value``.
 
     A buffer of the parameter's shape also has its memory format. That and a grouped one have a DTensor's placements.
@@ -395,31 +236,38 @@ def check_entries(declaration: Declaration, param: Tensor, state: ParamState, na
     for field in declaration.buffers:
         if (value := state.get(field.name)) is None:
             continue
-        expected = declaration.shape_of(field, param.shape, choices)
+        what, expected = f"state '{field.name}' of '{name}'", declaration.shape_of(field, param.shape, choices)
         if not isinstance(value, Tensor) or tuple(value.shape) != expected:
             got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r}"
-            raise ValueError(f"state '{field.name}' of '{name}' must have shape {expected}, got {got}")
+            raise ValueError(f"{what} must have shape {expected}, got {got}")
         wanted = declaration.dtype_of(field, param.dtype, choices)
         fits = value.dtype == wanted if wanted not in DTYPES else value.dtype in DTYPES
         if value.is_complex() != param.is_complex() or not fits:
-            raise ValueError(f"state '{field.name}' of '{name}' is {value.dtype} for a parameter of {param.dtype}")
+            raise ValueError(f"{what} is {value.dtype} for a parameter of {param.dtype}")
         if value.layout is not torch.strided:
-            raise ValueError(f"state '{field.name}' of '{name}' is {value.layout}, not dense")
+            raise ValueError(f"{what} is {value.layout}, not dense")
         if is_fake(value) and not is_fake(param):
-            raise ValueError(f"state '{field.name}' of '{name}' has no memory: it is a FakeTensor")
+            raise ValueError(f"{what} has no memory: it is a FakeTensor")
+
+
+def _is_number(value: Any) -> bool:
+    if not isinstance(value, Tensor):
+        return hasattr(value, "__float__") and not isinstance(value, complex)
+    is_single = value.numel() == 1 and value.layout is torch.strided
+    return is_single and not value.is_complex() and not is_lost(value)
 
 
 def convert(declaration: Declaration, param: Tensor, state: ParamState, name: str, choices: Mapping[str, Any]) -> None:
-    """Bring the entries in ``state`` of ``param``, called ``name``, that are stored as other choices said to ``choices``.
+    """Store the entries in ``state`` of ``param``, called ``name``, as ``choices``, those of :func:`structure`, say.
 
     So an option may be assigned while there is state, a parameter get another order of memory, and numbers be assigned in
-    place of codes. ``choices`` are those of :func:`structure`. What :func:`check_entries` refuses is left to it.
+    place of codes. What :func:`check_entries` refuses is left to it.
 
     Raises:
-        ValueError: codes have no scales of theirs, or a weight has two of the entries that hold what its dtype cannot.
+        ValueError: codes have no scales of theirs, or a weight has two of :data:`PARTS`.
     """
     fields = {b.name: b for b in declaration.buffers if state.get(b.name) is not None}
-    if not fields or not all(_is_readable(field, state[entry], param) for entry, field in fields.items()):
+    if not fields or not all([_is_readable(field, state[entry], param) for entry, field in fields.items()]):
         return
     try:
         changes = converted(declaration, param, {entry: state[entry] for entry in fields}, choices)
@@ -441,73 +289,216 @@ def _is_readable(field: Buffer, value: Any, param: Tensor) -> bool:
     return has_shape and is_fake(value) == is_fake(param)
 
 
-def _is_number(value: Any) -> bool:
-    if not isinstance(value, Tensor):
-        return hasattr(value, "__float__") and not isinstance(value, complex)
-    is_single = value.numel() == 1 and value.layout is torch.strided
-    return is_single and not value.is_complex() and not is_lost(value)
+def converted(
+    declaration: Declaration, param: Tensor, entries: Mapping[str, Tensor], choices: Mapping[str, Any]
+) -> dict[str, Tensor | None]:
+    """What changes in ``entries``, one parameter's, when they are stored as ``choices`` say: new ones by name, or None.
+
+    None stands for an entry that goes. Buffers are decoded and encoded. A weight is joined with its part and stored with as
+    many of those bits as the new part has, for ``param`` as it is now.
+
+    Raises:
+        ValueError: codes have no scales, or not as many as groups, or are of the other kind; or a weight has two parts.
+    """
+    names: list[str] = []
+    new: dict[str, Tensor] = {}
+    for field in [b for b in declaration.buffers if b.int8]:
+        if held := held_name(field, entries):
+            names += [field.name, code_name(field.name), scale_name(field.name)]
+            new |= _stored_buffer(declaration, field, held, param, entries, choices)
+    new |= _stored_part(declaration, param, entries, choices)
+    return {name: new.get(name) for name in (*names, *PARTS) if new.get(name) is not entries.get(name)}
 
 
-def missing_entries(
+def held_name(field: Buffer, entries: Mapping[str, Any]) -> str | None:
+    """The entry that holds the buffer ``field``, if one does; of two the plain one, which somebody put beside the codes.
+
+    That may hold codes too: checkpoints of before have them there.
+    """
+    if field.name in entries:
+        return field.name
+    return coded if (coded := code_name(field.name)) in entries else None
+
+
+def _stored_buffer(
     declaration: Declaration,
-    buffers: tuple[str, ...],
+    field: Buffer,
+    held: str,
     param: Tensor,
-    state: Mapping[str, Any],
-    initial: Mapping[str, float | Tensor],
+    entries: Mapping[str, Tensor],
     choices: Mapping[str, Any],
 ) -> dict[str, Tensor]:
-    """New tensors for the entries that ``declaration`` needs and ``state`` lacks or has on another device than ``param``.
+    """The entries that store the buffer ``field``, now in the entry ``held``, as ``choices`` say."""
+    value, wanted = entries[held], declaration.dtype_of(field, param.dtype, choices)
+    if wanted not in CODES and value.dtype not in CODES:
+        return {held: value}
+    coded, scale = code_name(field.name), scale_name(field.name)
+    shape = declaration.shape_of(_field(declaration, scale), param.shape, choices)
+    if value.dtype in CODES:
+        scales = check_codes(field, value, entries.get(scale))
+        if wanted == value.dtype and _are_in_place(value, scales, param):
+            is_shaped = tuple(scales.shape) == shape or is_sharded(scales)
+            return {coded: value, scale: scales if is_shaped else scales.reshape(shape)}
+        if placement(value) == placement(scales) == placement(param):
+            value = from_shard(decoded(local(value), local(scales)), param)
+        else:
+            value = decoded(sharding.whole(value), sharding.whole(scales))
+    if wanted not in CODES:
+        return {field.name: value.to(wanted)}
+    codes, vector = _encoded(shard_like(value, param), local(param), wanted)
+    scales = zeros_spread_like(param, shape, vector.dtype)
+    local(scales).copy_(vector.view_as(local(scales)))
+    return {coded: from_shard(codes, param), scale: scales}
 
-    ``choices`` are those of :func:`structure`.
-    An entry on another device is copied. A scalar may be a number or a tensor of any dtype, and becomes a float64 tensor.
+
+def _field(declaration: Declaration, name: str) -> Buffer:
+    return next(b for b in declaration.buffers if b.name == name)
+
+
+def check_codes(field: Buffer, codes: Tensor, scales: Tensor | None) -> Tensor:
+    """The ``scales`` of ``codes`` of the buffer ``field``; ``ValueError`` where they do not belong together."""
+    if CODES[codes.dtype] != field.int8:
+        raise ValueError(f"{code_name(field.name)} is {codes.dtype}; its codes are of {field.int8} numbers")
+    if scales is None or not scales.is_floating_point():
+        raise ValueError(f"{code_name(field.name)} has codes of 8 bits without {scale_name(field.name)}, their scales")
+    groups = -(-codes.numel() // GROUP)
+    if scales.numel() != groups and not is_sharded(codes):
+        raise ValueError(f"{scale_name(field.name)} has {scales.numel()} numbers for {groups} groups of {GROUP} codes")
+    return scales
+
+
+def _are_in_place(codes: Tensor, scales: Tensor, param: Tensor) -> bool:
+    """Whether ``codes`` and ``scales`` are for ``param`` as they are, or will be once they are spread like it."""
+    if placement(codes) == placement(scales) == placement(param):
+        order = MemoryOrder(local(param))
+        if _order(local(codes)) == _order(order.target):
+            return True
+        moved = order.arranged(local(codes).to(param.device))
+        return not _are_full(local(codes), local(scales)) and _are_full(moved, local(scales))
+    return local(codes).is_contiguous() and local(param).is_contiguous()  # of DTensors all groups are in that order
+
+
+def _order(tensor: Tensor) -> list[tuple[int, int]]:
+    """The sizes and strides that say in which order the elements of a tensor are updated."""
+    strides = MemoryOrder(tensor).target.stride()
+    return [(size, stride) for size, stride in zip(tensor.shape, strides, strict=True) if size > 1]
+
+
+def _are_full(codes: Tensor, scales: Tensor) -> bool:
+    """Whether each group, in the order of memory of ``codes``, holds the largest code or nothing, as steps leave it.
+
+    This finds codes that a file format brought into another order than their scales. Those of an infinite scale tell
+    nothing.
     """
-    device = scalars_device([param])
-    dtype = scalar_dtype(device)
-    made: dict[str, Tensor] = {}
-    for name in scalar_names(declaration):
-        value: Any = state.get(name)
-        absent = value is None or (isinstance(value, Tensor) and value.is_meta)
-        value = initial[name] if absent else value
-        fits = isinstance(value, Tensor) and value.device == device and value.dtype == dtype and not value.dim()
-        if absent or not fits:
-            made[name] = _scalar_of(value, dtype, device)
-    for field in declaration.buffers:
-        if (name := field.name) not in buffers:
-            continue
-        value = state.get(name)
-        if value is None or (value.is_meta and not param.is_meta):
-            dtype = declaration.dtype_of(field, param.dtype, choices)
-            made[name] = new_buffer(field, param, declaration.shape_of(field, param.shape, choices), dtype, initial[name])
-        elif value.device != param.device:
-            made[name] = value.to(param.device)
-    return made
+    largest_found = _vector(codes).int().abs().view(-1, GROUP).amax(1)
+    scales = scales.detach().reshape(-1).to(largest_found.device)
+    largest = torch.where(scales == 0, 0, torch.iinfo(codes.dtype).max)
+    return bool(((largest_found == largest) | scales.isinf()).all())
 
 
-def _scalar_of(value: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A new 0-dim tensor of ``value``; of one that requires grad with its graph, for a differentiable step."""
-    if isinstance(value, Tensor) and value.requires_grad:
-        with torch.enable_grad():
-            return value.reshape(()).to(device, dtype)
-    fresh = torch.empty((), dtype=dtype, device=device)
-    return fresh.copy_(value.reshape(())) if isinstance(value, Tensor) else fresh.fill_(value)
+def decoded(codes: Tensor, scales: Tensor) -> Tensor:
+    """The numbers, in float32, of codes in their order of memory, with their scales."""
+    scales = scales.detach().reshape(-1).to(codes.device).float()
+    numbers = formats.decoded(_vector(codes).int(), scales, CODES[codes.dtype])
+    result = torch.empty_like(MemoryOrder(codes).target, dtype=torch.float32)
+    flat(result).copy_(numbers[: codes.numel()])
+    return result
 
 
-def structure(
-    declaration: Declaration,
-    groups: Sequence[ParamGroup],
-    group_index: int,
-    index: int,
-    loaded: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """What shapes the code and the state of a parameter, by name: of the one at ``index`` of the group at ``group_index``.
+def _vector(codes: Tensor) -> Tensor:
+    """All of ``codes`` in their order of memory, and zeros up to a whole number of groups."""
+    order = MemoryOrder(codes)
+    order.load()
+    return filled(flat(order.target))
 
-    Its items are static choices, what follows from options, facts, and for each structural hyperparameter whether it may
-    differ from 0, in its group or among the numbers that are going to be ``loaded`` into that.
-    """
-    numbers, group = loaded or {}, groups[group_index]
-    choices = {s.name: group.get(s.name, s.default) for s in declaration.statics}
-    choices |= choices_of(declaration.options, group, group_index, index)
-    choices |= {f.name: f.of(group["params"][index].shape) for f in declaration.facts}
-    return choices | {
-        name: numbers[name] != 0 if name in numbers else group.nonzero(name) for name in declaration.structural_hypers
-    }
+
+def _encoded(value: Tensor, param: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The codes of ``value``, of this dtype, in the order of memory of ``param``, and a vector of their scales."""
+    order = MemoryOrder(param)
+    vector = filled(flat(order.arranged(value.detach().float())))
+    scales = formats.scale_of(vector)
+    codes = torch.empty_like(order.target, dtype=dtype, requires_grad=False)
+    flat(codes).copy_(formats.encoded(vector, scales, CODES[dtype])[: codes.numel()])
+    return codes, scales
+
+
+def filled(vector: Tensor) -> Tensor:
+    """``vector`` with zeros up to a whole number of groups."""
+    missing = -vector.shape[0] % GROUP
+    return torch.nn.functional.pad(vector, (0, missing)) if missing else vector
+
+
+def _stored_part(
+    declaration: Declaration, param: Tensor, entries: Mapping[str, Tensor], choices: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    """The part of the weight ``param`` as ``choices`` say, by name, if ``entries`` have one and the choices want one."""
+    (mode, half), name = choices.get("weights") or ("", ""), part_of(choices)
+    if name is not None and name in entries and mode_of(name, entries[name]) == mode:
+        return {name: entries[name]}  # others are what an interrupted conversion left
+    held = stored_part(entries)
+    if held is None or name is None:
+        return {}
+    value = weight(param, {held: entries[held]}, mode_of(held, entries[held]), half)
+    found = parts_beside(local(param.detach()).float(), value, mode, half)[name]
+    dtype = declaration.dtype_of(_field(declaration, name), param.dtype, choices)
+    return {name: from_shard(torch.empty_like(local(param.detach()), dtype=dtype).copy_(found), param)}
+
+
+def part_of(choices: Mapping[str, Any]) -> str | None:
+    """Which of :data:`PARTS` a weight has under these choices."""
+    mode, _ = choices.get("weights") or ("", "")
+    return _PART_OF.get(mode)
+
+
+def stored_part(entries: Mapping[str, Any]) -> str | None:
+    """Which of :data:`PARTS` is in ``entries``; ``ValueError`` where several are."""
+    stored = [name for name in PARTS if name in entries]
+    if len(stored) > 1:
+        raise ValueError(f"it has both {' and '.join(stored)}, and a weight has one of them")
+    return stored[0] if stored else None
+
+
+def mode_of(name: str, part: Tensor) -> str:
+    """The mode of a weight whose part has this name; ``ValueError`` where it does not have the dtype for it."""
+    if name == "remainder" and part.dtype not in SPLITS:
+        raise ValueError(f"remainder is {part.dtype} instead of {' or '.join(map(str, SPLITS))}")
+    if name != "remainder" and not part.is_floating_point():
+        raise ValueError(f"{name} is {part.dtype}, which is no floating-point number")
+    return SPLITS[part.dtype] if name == "remainder" else "kahan" if name == "kahan_comp" else "master"
+
+
+def weight(param: Tensor, parts: Mapping[str, Any], mode: str, half: str) -> Tensor:
+    """The float32 of a weight of the dtype ``half`` that is stored in ``mode``: this process's shard of it."""
+    values = {name: shard_like(parts[name], param) for name in PARTS if parts.get(name) is not None}
+    numbers = {name: part.float() if part.is_floating_point() else part for name, part in values.items()}
+    return whole(local(param.detach()).float(), numbers, mode, half)  # type: ignore[no-any-return]
+
+
+def adds_nothing(param: Tensor, name: str, part: Tensor) -> bool:
+    """Whether ``param`` holds by itself what ``part`` adds to a weight, as where that is 0 or ``param`` is in float32."""
+    value, found, mode = local(param.detach()), shard_like(part, param), mode_of(name, part)
+    if value.is_complex():
+        return False
+    value = value.float()
+    for half in [HALVES[param.dtype]] if param.dtype in HALVES else HALVES.values():
+        if mode == "kahan":
+            low = formats.nearest(value - found.float(), half)
+            both = low + found.float()  # or one bit less, in full_precision_state_dict
+            is_held = (value == both) | (value == both.nextafter(low)) if param.dtype not in HALVES else found == 0
+        else:
+            is_held = parts_of(value, {}, mode, half)[name] == found
+        if bool(is_held.all()):
+            return True
+    return False
+
+
+def shard_like(tensor: Tensor, param: Tensor) -> Tensor:
+    """This process's shard of ``tensor``, on the device of ``param``, as ``param`` is sharded."""
+    if placement(tensor) != placement(param):
+        tensor = spread_like(sharding.whole(tensor), param)
+    return local(tensor.detach()).to(param.device)
+
+
+def from_shard(shard: Tensor, param: Tensor) -> Tensor:
+    """``shard``, of the shape of this process's shard of ``param``, as a DTensor where ``param`` is one."""
+    return as_part_of(shard, param) if is_sharded(param) else shard

@@ -25,8 +25,9 @@ from checkpoint_forms import check_has_no_others, check_lossless, indexed, plain
 from convert_options import FORMS, parse
 from torch import Tensor
 
-from compiled_optim.checkpoint.optimi import from_optimi, is_optimi, to_optimi
-from compiled_optim.checkpoint.read import beside_parameters, check, group_names, named
+from compiled_optim.checkpoint.optimi import from_optimi, is_optimi
+from compiled_optim.checkpoint.read import check, foreign_state, group_names, named
+from compiled_optim.optimi import to_optimi
 from compiled_optim.rule.storage import INT8, PARTS, scale_name
 
 
@@ -159,7 +160,7 @@ def _torch_content(state_dict: Mapping[str, Any], form: str) -> dict[str, Any]:
         if others := [key for key in ("decouple_lr", "decouple_wd") if group.get(key)]:
             raise ValueError(f"param_groups[{i}] has {others[0]}={group[others[0]]}, which torch.optim has not")
     content = indexed(with_steps(state_dict, torch.float32))
-    apart = beside_parameters(content)
+    apart = foreign_state(content)
     for param, entries in ((key, value) for key, value in content["state"].items() if key not in apart):
         if others := [
             name for name in entries if name in PARTS or scale_name(str(name).removesuffix(f"_{INT8}")) in entries

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_optim.checkpoint.read import beside_parameters, check, group_names, with_others
-from compiled_optim.checkpoint.write import is_lost_state, known_names
+from compiled_optim.checkpoint.check import is_orphan, known_names
+from compiled_optim.checkpoint.read import check, foreign_state, group_names, with_foreign
 
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
 _DTYPES = {
@@ -63,20 +63,20 @@ def check_lossless(state_dict: Mapping[str, Any]) -> None:
     params = {param for group in state_dict["param_groups"] for param in group["params"]}
     if len({type(param) for param in params}) > 1:
         raise ValueError("the groups list some parameters by name and others by number")
-    known, apart = known_names(), beside_parameters(state_dict)
-    if orphans := [key for key, value in apart.items() if is_lost_state(key, value, known)]:
+    known, apart = known_names(), foreign_state(state_dict)
+    if orphans := [key for key, value in apart.items() if is_orphan(key, value, known)]:
         raise ValueError(f"the state of {min(orphans, key=str)!r} belongs to no parameter of a group")
 
 
 def check_has_no_others(state_dict: Mapping[str, Any], form: str) -> None:
     """Raise ``ValueError`` where the state holds anything under the key of no parameter, for which ``form`` has no place."""
-    if apart := beside_parameters(state_dict):
+    if apart := foreign_state(state_dict):
         raise ValueError(f"the state holds {min(apart, key=str)!r}, which is no parameter's and has no place in {form}")
 
 
 def with_steps(state_dict: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     """``state_dict`` with every step count as a 0-dim tensor of ``dtype``; an error for a count that it cannot hold."""
-    exact, apart = int(2 / torch.finfo(dtype).eps), beside_parameters(state_dict)
+    exact, apart = int(2 / torch.finfo(dtype).eps), foreign_state(state_dict)
     state = {
         param: {
             key: torch.tensor(_count(value, f"the step of {param!r}", below=exact), dtype=dtype) if key == "step" else value
@@ -85,7 +85,7 @@ def with_steps(state_dict: Mapping[str, Any], dtype: torch.dtype) -> dict[str, A
         for param, entries in state_dict["state"].items()
         if param not in apart
     }
-    return {**state_dict, "state": with_others(state, apart)}
+    return {**state_dict, "state": with_foreign(state, apart)}
 
 
 def _number(value: Any, where: str, below: float = math.inf) -> float:
@@ -121,4 +121,4 @@ def indexed(state_dict: Mapping[str, Any]) -> dict[str, Any]:
         numbers = {"params": [index[p] for p in group["params"]]}
         groups.append(options | numbers | ({"param_names": list(names)} if names else {}))
     state = {index[key]: dict(entries) for key, entries in state_dict["state"].items() if key in index}
-    return {**state_dict, "state": with_others(state, beside_parameters(state_dict)), "param_groups": groups}
+    return {**state_dict, "state": with_foreign(state, foreign_state(state_dict)), "param_groups": groups}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeAlias, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -14,23 +14,29 @@ from compiled_optim.checkpoint.read import group_names, refuse_repeated
 from compiled_optim.groups.param_group import ParamGroup
 from compiled_optim.groups.parameters import canonical_name, numbered, parameter_name
 
-T = TypeVar("T")
+
+@dataclass
+class SavedParam:
+    """A parameter of a checkpoint, and which one of the optimizer it is."""
+
+    name: str  # what the optimizer calls it
+    param: Tensor
+    group: int  # the index of its group in the optimizer
+    index: int  # its own in that group
+    key: Any  # in the checkpoint's state
+    saved_group: int  # the index of its group in the checkpoint
+    entries: dict[str, Any]  # its state in the checkpoint, empty where it never had any
 
 
 @dataclass
-class Listed(Generic[T]):
-    """One parameter as the groups of one side list it."""
+class _Listed:
+    """One parameter as the groups of one side list it: at an index of a group, under a name and aliases."""
 
     name: str
-    group: int  # the index of its group
-    index: int  # its own in that group
-    content: T  # in the optimizer the parameter itself; in a checkpoint its state, empty where it never had any
-    aliases: tuple[str, ...] = ()  # its further names
-
-
-Live: TypeAlias = Listed[Tensor]
-Saved: TypeAlias = Listed[Mapping[str, Any]]
-Pairs: TypeAlias = list[tuple[Live, Saved]]
+    aliases: list[str]
+    group: int
+    index: int
+    key: Any  # what the group lists: the parameter itself, or a number or name of it in a checkpoint
 
 
 def match(
@@ -39,7 +45,7 @@ def match(
     saved: Mapping[str, Any],
     implied: Mapping[str, float],
     known: Collection[str],
-) -> tuple[Pairs, list[str], list[str]]:
+) -> tuple[list[SavedParam], list[str], list[str]]:
     """Match parameters of ``saved``, a checkpoint that was read, by name where both sides have names, else by position.
 
     ``aliases`` are the optimizer's further names of tied parameters -> the name in the group; ``implied`` is state that a
@@ -47,31 +53,32 @@ def match(
 
     Parameters of equal names are matched by their order, if both sides have equally many of them.
 
-    Returns pairs of a live and a saved parameter, the names that only the optimizer has, and those that only the checkpoint
-    has. It is an error if only some of its groups have names, if without names the numbers of parameters differ, or if only
-    the checkpoint has several parameters of one name, or one parameter in several places.
+    Returns the parameters that both have, the names that only the optimizer has, and those that only the checkpoint has.
+
+    Raises:
+        ValueError: only some of the checkpoint's groups have names; or without names the numbers of parameters differ; or
+            only the checkpoint has several parameters of one name, or one parameter in several places.
     """
     saved_groups = saved["param_groups"]
-    ours: list[Live] = _listed(groups, aliases, lambda param: param)
-    theirs: list[Saved] = _listed(
-        saved_groups, saved.get("aliases", {}), lambda param: _without_blanks(saved["state"].get(param, {}), implied, known)
-    )
+    ours, theirs = _listed(groups, aliases), _listed(saved_groups, saved.get("aliases", {}))
     our_names = Counter([param.name for param in ours])
     refuse_repeated([param.name for param in theirs if our_names[param.name] < 2], "names")
     have_names = {group_names(group) is not None for group in saved_groups if group["params"]}
-    if have_names == {False} or not all("param_names" in group for group in groups):
+    if have_names == {False} or not all(["param_names" in group for group in groups]):
         _check_sizes(groups, saved_groups)
-        return list(zip(ours, theirs, strict=True)), [], []
-    if False in have_names:
+        found = dict(enumerate(theirs))
+    elif False in have_names:
         raise ValueError("the checkpoint has names for the parameters of some groups only")
-    _check_repeats(ours, saved_groups)
-    return _match_names(_told_apart(ours), _told_apart(theirs))
-
-
-def _told_apart(listed: Sequence[Listed[T]]) -> list[Listed[T]]:
-    """``listed`` with different names."""
-    names = numbered([param.name for param in listed])
-    return [replace(param, name=name) for param, name in zip(listed, names, strict=True)]
+    else:
+        _check_repeats(ours, saved_groups)
+        found = _match_names(ours, theirs)
+    matched = [
+        SavedParam(own.name, own.key, own.group, own.index, other.key, other.group, _entries(saved, other, implied, known))
+        for own, other in [(ours[i], found[i]) for i in sorted(found)]
+    ]
+    keys = {param.key for param in matched}
+    missing = [own.name for i, own in enumerate(ours) if i not in found]
+    return matched, missing, [other.name for other in theirs if other.key not in keys]
 
 
 def names_to_take(groups: Sequence[ParamGroup], saved_groups: Sequence[Mapping[str, Any]]) -> list[list[str]]:
@@ -79,32 +86,34 @@ def names_to_take(groups: Sequence[ParamGroup], saved_groups: Sequence[Mapping[s
 
     They are taken over, as in torch.optim, from an optimizer that had names itself: its groups have ``param_names``.
     """
-    have_none = not any("param_names" in group for group in groups)
-    of_theirs = [group_names(group) for group in saved_groups if have_none and group.get("param_names") is not None]
-    return [names for names in of_theirs if names is not None] if len(of_theirs) == len(saved_groups) else []
+    if any(["param_names" in group for group in groups]) or any([g.get("param_names") is None for g in saved_groups]):
+        return []
+    return [names for group in saved_groups if (names := group_names(group)) is not None]
 
 
-def _listed(
-    groups: Sequence[Mapping[str, Any]], aliases: Mapping[str, str], content_of: Callable[[Any], T]
-) -> list[Listed[T]]:
+def _listed(groups: Sequence[Mapping[str, Any]], aliases: Mapping[str, str]) -> list[_Listed]:
     further: dict[str, list[str]] = {}
     for alias, name in aliases.items():
         further.setdefault(name, []).append(alias)
-    listed: list[Listed[T]] = []
+    listed: list[_Listed] = []
     for i, group in enumerate(groups):
-        names = group_names(group) or [parameter_name(group, i, j) for j in range(len(group["params"]))]
-        of_group: dict[Any, Listed[T]] = {}
-        for j, (name, param) in enumerate(zip(names, group["params"], strict=True)):
-            if (known := of_group.get(param)) is None:
-                of_group[param] = Listed(name, i, j, content_of(param), tuple(further.get(name, ())))
+        params = group["params"]
+        names = group_names(group) or [parameter_name(group, i, j) for j in range(len(params))]
+        by_key: dict[Any, _Listed] = {}
+        for j, (name, key) in enumerate(zip(names, params, strict=True)):
+            if (known := by_key.get(key)) is None:
+                by_key[key] = _Listed(name, [*further.get(name, ())], i, j, key)
             elif name not in (known.name, *known.aliases):
-                known.aliases += (name,)
-        listed += of_group.values()
+                known.aliases.append(name)
+        listed += by_key.values()
     return listed
 
 
-def _without_blanks(state: Mapping[str, Any], implied: Mapping[str, float], known: Collection[str]) -> dict[str, Any]:
-    """The saved state of one parameter without ``known`` entries that stand for nothing, and with what the others imply."""
+def _entries(
+    saved: Mapping[str, Any], param: _Listed, implied: Mapping[str, float], known: Collection[str]
+) -> dict[str, Any]:
+    """The saved state of a parameter without ``known`` entries that stand for nothing, and with what the others imply."""
+    state = saved["state"].get(param.key, {})
     # A flattened checkpoint of torch.distributed.checkpoint has an empty dict for an entry that was not saved.
     blank = {k for k, v in state.items() if v is None or (type(v) is dict and not v)}
     return {**implied, **{k: v for k, v in state.items() if not (k in blank and k in known)}} if state.keys() - blank else {}
@@ -117,62 +126,62 @@ def _check_sizes(groups: Sequence[ParamGroup], saved_groups: Sequence[Mapping[st
             "loaded state dict has a different number of parameter groups "
             f"({len(saved_groups)} instead of {len(groups)}), and without names on both sides only positions can match"
         )
-    for i, (ours, theirs) in enumerate(zip(groups, saved_groups, strict=True)):
-        if len(ours["params"]) != len(theirs["params"]):
+    for i, (ours, theirs) in enumerate(zip([g["params"] for g in groups], [g["params"] for g in saved_groups], strict=True)):
+        if len(ours) != len(theirs):
             raise ValueError(
                 "loaded state dict contains a parameter group that doesn't match the size of optimizer's group: "
-                f"param_groups[{i}] has {len(theirs['params'])} parameters instead of {len(ours['params'])}"
+                f"param_groups[{i}] has {len(theirs)} parameters instead of {len(ours)}"
             )
-        if (repeats := _firsts(ours["params"])) != _firsts(theirs["params"]):
-            refuse_repeated(theirs["params"][j] for j in dict.fromkeys(repeats))
+        if (repeats := _firsts(ours)) != _firsts(theirs):
+            refuse_repeated(theirs[j] for j in dict.fromkeys(repeats))
             raise ValueError(f"param_groups[{i}] has a parameter twice where the checkpoint has two parameters")
 
 
 def _firsts(params: Sequence[Any]) -> list[int]:
-    """For each of ``params`` its first place among them."""
-    places: dict[Any, int] = {}
-    return [places.setdefault(param, place) for place, param in enumerate(params)]
+    """For each of ``params`` its first index among them."""
+    first: dict[Any, int] = {}
+    return [first.setdefault(param, index) for index, param in enumerate(params)]
 
 
-def _check_repeats(live: Sequence[Live], saved_groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ``ValueError`` where the checkpoint has one parameter for several of ``live``, by their names."""
-    owners = {name: param.name for param in live for name in (param.name, *param.aliases)}
+def _check_repeats(ours: Sequence[_Listed], saved_groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ``ValueError`` where the checkpoint has one parameter for several of ``ours``, by their names."""
+    owners = {name: param.name for param in ours for name in (param.name, *param.aliases)}
     for group in saved_groups:
         names = group_names(group) or []
         if names == group["params"]:
             refuse_repeated(names)
         known = {(param, owners[name]) for param, name in zip(group["params"], names, strict=True) if name in owners}
-        refuse_repeated(param for param, _ in known)
+        refuse_repeated([param for param, _ in known])
 
 
-def _match_names(live: list[Live], saved: list[Saved]) -> tuple[Pairs, list[str], list[str]]:
-    """Pairs of parameters of equal name, and the names that only one side has.
+def _match_names(ours: list[_Listed], theirs: list[_Listed]) -> dict[int, _Listed]:
+    """The one of ``theirs`` that has the name of one of ``ours``, by the index of that. Equal names are numbered first.
 
     A name as it is comes before a name without the prefixes of module wrappers, and a parameter's name before its aliases.
     """
+    for side in (ours, theirs):
+        for param, name in zip(side, numbered([param.name for param in side]), strict=True):
+            param.name = name
+    found: dict[int, _Listed] = {}
+    left = set(range(len(theirs)))
     spellings: tuple[Callable[[str], str], ...] = (str, canonical_name)
-    found: dict[str, Saved] = {}
-    left = {theirs.name: theirs for theirs in saved}
     for spelling, with_aliases in itertools.product(spellings, (False, True)):
-        if not left or len(found) == len(live):
+        if not left:
             break
-        ours_by_name, theirs_by_name = (_by_name(side, spelling, with_aliases=with_aliases) for side in (live, saved))
-        for name, ours in ours_by_name.items():
-            theirs = theirs_by_name.get(name)
-            if ours.name not in found and theirs is not None and theirs.name in left:
-                found[ours.name] = left.pop(theirs.name)
-    pairs = [(ours, found[ours.name]) for ours in live if ours.name in found]
-    return pairs, [ours.name for ours in live if ours.name not in found], list(left)
-
-
-def _by_name(params: Sequence[Listed[Any]], spelling: Callable[[str], str], *, with_aliases: bool) -> dict[str, Listed[Any]]:
-    """Parameters by the ``spelling`` of their names. A spelling that several of them share is left out."""
-    found: dict[str, Listed[Any]] = {}
-    shared: set[str] = set()
-    for param in params:
-        for name in (param.name, *param.aliases) if with_aliases else (param.name,):
-            if found.setdefault(short := spelling(name), param) is not param:
-                shared.add(short)
-    for name in shared:
-        del found[name]
+        by_name = _by_name(theirs, spelling, with_aliases=with_aliases)
+        for name, i in _by_name(ours, spelling, with_aliases=with_aliases).items():
+            if i not in found and (j := by_name.get(name)) in left:
+                left.remove(j)
+                found[i] = theirs[j]
     return found
+
+
+def _by_name(params: Sequence[_Listed], spelling: Callable[[str], str], *, with_aliases: bool) -> dict[str, int]:
+    """The indices of ``params`` by the ``spelling`` of their names. A spelling that several of them share is left out."""
+    found: dict[str, int] = {}
+    shared: set[str] = set()
+    for index, param in enumerate(params):
+        for name in (param.name, *param.aliases) if with_aliases else (param.name,):
+            if found.setdefault(short := spelling(name), index) != index:
+                shared.add(short)
+    return {name: index for name, index in found.items() if name not in shared}

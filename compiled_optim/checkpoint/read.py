@@ -3,8 +3,8 @@
 The *indexed* form is torch.optim's: ``state`` has integers as keys, and groups have integers as ``params`` and, where
 parameters have names, ``param_names``. The *named* form has names in place of the integers. Both may hold ``aliases``
 (further name -> name), for tied parameters, and ``format_version``. That of several optimizers has their names under
-``optimizers``, and in each group the place of its optimizer among them under ``optimizer``. Under other keys of ``state``
-lies what others keep.
+``optimizers``, and in each group the index of its optimizer among them under ``optimizer``. Under other keys of ``state``
+lies foreign state: what hooks and wrappers keep there.
 
 No memory is read before it is known to be there. Whatever a value raises becomes an :class:`Unloadable` that names it.
 """
@@ -23,14 +23,15 @@ from torch import Tensor
 
 from compiled_optim.groups.parameters import canonical_names
 from compiled_optim.memory.layout import has_memory, is_lost, is_plain, plain_copy
-from compiled_optim.memory.sharding import is_sharded, local
+from compiled_optim.memory.sharding import is_sharded, local, whole
 from compiled_optim.memory.torch_internals import shape_of_part
 
 FLOATING = {
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex32, torch.complex64, torch.complex128),
     *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e8m0fnu),
 }
-_OWN_TYPES = {Tensor, torch.nn.Parameter}
+TORCH_TYPES = {Tensor, torch.nn.Parameter}
+"""The classes of tensors that raise nothing when they are asked what they are."""
 
 
 class Unloadable(ValueError):
@@ -69,7 +70,10 @@ def as_number(value: Any, what: str, *, finite: bool = True) -> float:
         return value
     with naming(what):
         if isinstance(value, Tensor):
-            value = _item(value, what)
+            check_memory(value, what)
+            if value.numel() != 1:
+                raise Unloadable(f"{what} is not a number")
+            value = whole(value).detach().item()
         is_complex = isinstance(value, numbers.Complex) and not isinstance(value, numbers.Real)
         if is_complex or not hasattr(value, "__float__"):  # numpy's complex numbers have one, and lose their imaginary part
             raise Unloadable(f"{what} is not a number")
@@ -88,14 +92,6 @@ def is_set(group: Mapping[str, Any], option: str, where: str) -> bool:
     return value is not None and as_number(value, f"{option} of {where}") != 0
 
 
-def _item(tensor: Tensor, what: str) -> Any:
-    check_memory(tensor, what)
-    if tensor.numel() != 1:
-        raise Unloadable(f"{what} is not a number")
-    full: Any = tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
-    return full.detach().item()
-
-
 def as_tensor(value: Any, what: str, dtypes: Collection[torch.dtype] = FLOATING) -> Tensor:
     """``value``, called ``what``, as a tensor of one of these dtypes that ``copy_`` can read.
 
@@ -104,12 +100,12 @@ def as_tensor(value: Any, what: str, dtypes: Collection[torch.dtype] = FLOATING)
     """
     if not isinstance(value, Tensor):
         raise Unloadable(f"{what} is not a tensor")
-    is_own = type(value) in _OWN_TYPES
-    with contextlib.nullcontext() if is_own else naming(what):
+    is_simple = type(value) in TORCH_TYPES
+    with contextlib.nullcontext() if is_simple else naming(what):
         check_memory(value, what)
         if value.dtype not in dtypes:
             raise Unloadable(f"{what} is {value.dtype}")
-        return value.detach() if (is_own and is_plain(value)) or is_sharded(value) else plain_copy(value)
+        return value.detach() if (is_simple and is_plain(value)) or is_sharded(value) else plain_copy(value)
 
 
 def as_buffer(value: Any, what: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -126,16 +122,15 @@ def check_memory(tensor: Tensor, what: str) -> None:
     """Raise :class:`Unloadable` unless ``tensor``, called ``what``, is strided and its elements are in memory."""
     if tensor.is_nested or tensor.layout is not torch.strided:
         raise Unloadable(f"{what} is a {'nested' if tensor.is_nested else tensor.layout} tensor")
-    part = tensor if type(tensor) in _OWN_TYPES else local(tensor)
-    if part.untyped_storage().device.type == "meta":  # also that of torch's fake tensors
+    shard = tensor if type(tensor) in TORCH_TYPES else local(tensor)
+    if shard.untyped_storage().device.type == "meta":  # also that of torch's fake tensors
         raise Unloadable(f"{what} is a meta tensor")
-    if not has_memory(part) and is_lost(part):
+    if not has_memory(shard) and is_lost(shard):
         raise Unloadable(f"{what} has no memory: its storage is empty or too small")
-    if part is tensor:
-        return
-    shape, expected = tuple(part.shape), shape_of_part(tensor)
-    if shape != expected and (part.numel() or 0 not in expected):  # FSDP gives an empty part any empty shape
-        raise Unloadable(f"{what} has a part of shape {shape} on this process instead of {expected}")
+    if shard is not tensor:
+        shape, expected = tuple(shard.shape), shape_of_part(tensor)
+        if shape != expected and (shard.numel() or 0 not in expected):  # FSDP gives an empty shard any empty shape
+            raise Unloadable(f"{what} has a part of shape {shape} on this process instead of {expected}")
 
 
 FORMAT_VERSION = 1
@@ -175,13 +170,13 @@ def read(state_dict: Any) -> dict[str, Any]:
     if result.pop("optimizers", None) is not None:
         for group in result["param_groups"]:
             group.pop("optimizer", None)
-    apart = beside_parameters(result)
-    own = {key: plain(v, f"the state of {described(key)}") for key, v in result["state"].items() if key not in apart}
-    return {**result, "state": own | apart}
+    foreign = foreign_state(result)
+    states = {key: plain(v, f"the state of {described(key)}") for key, v in result["state"].items() if key not in foreign}
+    return {**result, "state": states | foreign}
 
 
-def beside_parameters(state_dict: Mapping[str, Any]) -> dict[Any, Any]:
-    """What the ``state`` of a state dict holds under keys that no group lists."""
+def foreign_state(state_dict: Mapping[str, Any]) -> dict[Any, Any]:
+    """What the ``state`` of a state dict holds under keys that no group lists: what hooks and wrappers keep there."""
     listed = {param for group in state_dict["param_groups"] for param in group["params"]}
     return {key: value for key, value in state_dict["state"].items() if key not in listed}
 
@@ -193,11 +188,11 @@ def _plain_group(group: Any, where: str) -> Any:
     return group
 
 
-def with_others(own: dict[Any, Any], others: dict[Any, Any]) -> dict[Any, Any]:
-    """The states of parameters and what lies beside them in one dict; ``ValueError`` if both have a key."""
-    if taken := [key for key in others if key in own]:
+def with_foreign(states: dict[Any, Any], foreign: dict[Any, Any]) -> dict[Any, Any]:
+    """The ``states`` of parameters and ``foreign`` state in one dict; ``ValueError`` if both have a key."""
+    if taken := [key for key in foreign if key in states]:
         raise ValueError(f"the state holds {described(taken[0])}, which is no parameter's state but has the key of one")
-    return own | others
+    return states | foreign
 
 
 def check(state_dict: Any) -> None:
@@ -220,14 +215,14 @@ def check(state_dict: Any) -> None:
         raise ValueError("not an optimizer state dict: its 'state' is a whole state dict")
     for i, group in enumerate(groups):
         _check_group(group, i)
-    apart = beside_parameters(state_dict)
+    foreign = foreign_state(state_dict)
     for key, entries in states.items():
-        if key not in apart and not isinstance(entries, Mapping):
+        if key not in foreign and not isinstance(entries, Mapping):
             raise ValueError(f"the state of {described(key)} must be a dict, got {described(entries)}")
     if not isinstance(aliases, Mapping) or not all(isinstance(n, str) for pair in aliases.items() for n in pair):
         raise ValueError(f"'aliases' must be a dict name -> name, got {described(aliases)}")
     refuse_repeated([*{name for group in groups for name in group_names(group) or ()}, *aliases], "names")
-    refuse_repeated(param for group in groups for param in dict.fromkeys(group["params"]))
+    refuse_repeated([param for group in groups for param in dict.fromkeys(group["params"])])
 
 
 def _check_group(group: Any, index: int) -> None:
@@ -266,7 +261,7 @@ def named(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     states = {renamed[key]: dict(entries) for key, entries in state_dict["state"].items() if key in renamed}
     result = {
         **state_dict,
-        "state": with_others(states, beside_parameters(state_dict)),
+        "state": with_foreign(states, foreign_state(state_dict)),
         "param_groups": [
             {"params": [renamed[p] for p in g["params"]]} | {k: g[k] for k in g if k not in ("params", "param_names")}
             for g in groups

@@ -7,23 +7,35 @@ checks everything. Only then does it write, into the live tensors, so that whate
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from compiled_optim.checkpoint.check import check_groups, check_modes, check_state, decay_conflicts
+from compiled_optim.checkpoint.check import (
+    Copies,
+    GroupValues,
+    StateWrites,
+    check_foreign,
+    check_groups,
+    check_state,
+    known_names,
+)
 from compiled_optim.checkpoint.match import match, names_to_take
 from compiled_optim.checkpoint.optimi import from_optimi, is_optimi
-from compiled_optim.checkpoint.read import FORMAT_VERSION, beside_parameters, described, naming, read
-from compiled_optim.checkpoint.write import Writes, copied, is_lost_state, known_names
+from compiled_optim.checkpoint.read import FORMAT_VERSION, naming, read
 from compiled_optim.groups.param_group import ParamGroup
 from compiled_optim.groups.parameters import advising
+from compiled_optim.memory.layout import span
+from compiled_optim.memory.sharding import local, spread_like
 from compiled_optim.rule.declared import Declared
 from compiled_optim.rule.fields import Scale
 from compiled_optim.rule.rule import Declaration
-from compiled_optim.state import OptimizerState, scalar_names
+from compiled_optim.state import OptimizerState, fill, scalar_names
 
 
 class LoadReport(NamedTuple):
@@ -40,20 +52,12 @@ class LoadReport(NamedTuple):
     mismatched: list[str]
 
 
-class PreparedLoad(NamedTuple):
-    """A load that was checked, of which nothing is written yet.
-
-    Attributes:
-        report: what it leaves out.
-        targets: the tensors that it writes into.
-        set_apart: lets other tensors be written before it, such as the targets of other loads that it may read from.
-        write: writes the rest, which cannot fail.
-    """
-
-    report: LoadReport
-    targets: list[Tensor]
-    set_apart: Callable[[Iterable[Tensor]], None]
-    write: Callable[[], None]
+def refuse_mismatches(report: LoadReport, optimizer: str) -> None:
+    """Raise ``ValueError`` where ``report`` of a load into the ``optimizer`` of this name is not empty."""
+    if any(report):
+        parts = [f"{kind}: {', '.join(names)}" for kind, names in zip(report._fields, report, strict=True) if names]
+        demand = f"the checkpoint does not match the optimizer, as strict=True demands ({optimizer})"
+        raise ValueError(f"{demand}; {'; '.join(parts)}")
 
 
 def save(
@@ -82,7 +86,7 @@ def save(
             if entries := state.get(param):
                 packed_state[number] = {k: _snapshot(k, v, declaration, param) for k, v in entries.items()}
         first += len(params)
-    packed_state |= {key: value for key, value in state.others.items() if key not in packed_state}
+    packed_state |= {key: value for key, value in state.foreign.items() if key not in packed_state}
     result = {"state": packed_state, "param_groups": packed_groups, "format_version": FORMAT_VERSION}
     return result | ({"aliases": dict(aliases)} if aliases else {})
 
@@ -93,6 +97,80 @@ def _snapshot(key: str, value: Any, declaration: Declaration, param: Tensor) -> 
     if key not in scalar_names(declaration) or not isinstance(value, Tensor) or not param.requires_grad:
         return value
     return value.detach().to("cpu", copy=True)
+
+
+@dataclass
+class PreparedLoad:
+    """A load of which everything is checked and made, so that writing cannot fail; nothing is written yet.
+
+    Attributes:
+        report: what it leaves out.
+        group_values: what goes into ``groups``.
+        names: the parameter names of each group, where they are new.
+        state_writes: what changes in the ``state`` of each parameter.
+        foreign: the foreign state.
+        copies: what goes into state tensors, live or new.
+        afterwards: called when everything is written.
+    """
+
+    report: LoadReport
+    groups: Sequence[ParamGroup]
+    group_values: GroupValues
+    names: list[list[str]]
+    state: OptimizerState
+    state_writes: list[StateWrites]
+    foreign: dict[Any, Any]
+    copies: Copies
+    afterwards: list[Callable[[], object]] = field(default_factory=list)
+
+    @property
+    def targets(self) -> list[Tensor]:
+        """The tensors that are written into: of hyperparameters and of state."""
+        numbers = [
+            tensor
+            for index, values in self.group_values.items()
+            for key in values.keys() & self.groups[index].for_compiled_code[0].keys()
+            for tensor in self.groups[index].read_only(key)
+        ]
+        return numbers + [target for target, _ in self.copies]
+
+    @torch.no_grad()
+    def set_apart(self, written: Iterable[Tensor]) -> None:
+        """Clone what is copied from the memory of ``written``, into which this load or another writes first."""
+        self.copies = set_apart(self.copies, written)
+
+    @torch.no_grad()
+    def write(self) -> None:
+        """Write. DTensors are spread over the processes as they are copied, one at a time."""
+        for index, values in self.group_values.items():
+            for key, value in values.items():
+                self.groups[index].load(key, value)
+        for group, names in zip(self.groups, self.names, strict=False):
+            group.set_quietly("param_names", names)
+        for param, new, gone, _ in self.state_writes:
+            if new or gone:
+                self.state[param].update(new)
+                for name in gone:
+                    del self.state[param][name]
+        self.state.replace_foreign(self.foreign)
+        for target, source in self.copies:
+            target.copy_(spread_like(source, target)) if isinstance(source, Tensor) else fill(target, source)
+        for function in self.afterwards:
+            function()
+
+
+def set_apart(copies: Copies, written: Iterable[Tensor]) -> Copies:
+    """``copies`` with clones of those sources that lie in the memory of ``written``, as live tensors of a state dict may."""
+    spans = sorted([span(local(tensor)) for tensor in written])
+    starts = [start for start, _ in spans]
+    ends = list(itertools.accumulate([end for _, end in spans], max))
+
+    def is_written(source: Tensor) -> bool:
+        start, end = span(local(source))
+        before = bisect.bisect_left(starts, end)
+        return before > 0 and ends[before - 1] > start
+
+    return [(t, s.clone() if isinstance(s, Tensor) and is_written(s) else s) for t, s in copies]
 
 
 @torch.no_grad()
@@ -114,61 +192,21 @@ def prepare_load(
     Raises:
         ValueError, TypeError: the checkpoint is malformed or, with ``strict``, does not match.
     """
-    declaration = kind._declaration
+    declaration, keep = kind._declaration, hyperparameters == "keep"
     with naming("the state dict", passing=(ValueError, TypeError)):
-        known = known_names()
-        given = read(state_dict)
-        others, orphans = _beside(given, known, state.others)
+        given, known = read(state_dict), known_names()
+        foreign, orphans = check_foreign(given, known, state.foreign)
         saved = from_optimi(given, declaration) if is_optimi(given) else given
-        pairs, missing, unexpected = match(groups, aliases, saved, kind._implied_state, known)
-        sources = pairs if hyperparameters == "checkpoint" else []
-        own = (*declaration.statics, *declaration.scales, *declaration.options)
-        skipped = {*kind._group_flags, *(choice.name for choice in own), *kind._modes, "params", "param_names"}
-        group_values, conflicts = check_groups(declaration, groups, sources, saved["param_groups"], skipped)
-        for index, found in decay_conflicts(declaration, groups, sources, saved["param_groups"]).items():
-            conflicts += found
-            group_values[index] = {k: v for k, v in group_values[index].items() if k not in ("weight_decay", "max_lr")}
-        conflicts += check_modes(kind._modes, groups, pairs, saved["param_groups"], group_values)
-        made, copies, entries, problems = check_state(declaration, groups, state, pairs, group_values, known)
+        params, missing, unexpected = match(groups, aliases, saved, kind._implied_state, known)
+        values, conflicts = check_groups(kind, groups, params, saved["param_groups"], keep=keep)
+        writes, problems = check_state(declaration, groups, state, params, values, known)
         names = names_to_take(groups, saved["param_groups"])
-        writes = Writes(group_values, made, copies, names, entries, others)
-        targets = writes.targets(groups)
-        writes = writes.set_apart(targets)
-    report = LoadReport(missing, unexpected + orphans, problems + conflicts)
+        report = LoadReport(missing, unexpected + orphans, problems + conflicts)
+        copies = [copy for each in writes for copy in each.copies]
+        load = PreparedLoad(report, groups, values, names, state, writes, foreign, copies)
+        load.set_apart(load.targets)
     if strict:
-        refuse(report, declaration.name)
-
-    @torch.no_grad()
-    def set_apart(written: Iterable[Tensor]) -> None:
-        nonlocal writes
-        writes = writes.set_apart(written)
-
-    @torch.no_grad()
-    def write() -> None:
-        writes.write(groups, state)
-        aliases.update(saved.get("aliases", {}) if names else {})
-
-    return PreparedLoad(report, targets, set_apart, write)
-
-
-def refuse(report: LoadReport, name: str) -> None:
-    """Raise ``ValueError`` where ``report`` of a load into the optimizer of this name is not empty."""
-    if any(report):
-        parts = [f"{kind}: {', '.join(names)}" for kind, names in zip(report._fields, report, strict=True) if names]
-        demand = f"the checkpoint does not match the optimizer, as strict=True demands ({name})"
-        raise ValueError(f"{demand}; {'; '.join(parts)}")
-
-
-def _beside(saved: Mapping[str, Any], known: frozenset[str], live: Mapping[Any, Any]) -> tuple[dict[Any, Any], list[str]]:
-    """What others kept beside the state of parameters, and the state that has no parameter.
-
-    What others keep in the optimizer itself, which is ``live``, is theirs whatever it looks like.
-    """
-    others, orphans = {}, []
-    for key, value in beside_parameters(saved).items():
-        what = f"the state of {described(key)}"
-        if key not in live and is_lost_state(key, value, known):
-            orphans.append(what)
-        else:
-            others[key] = copied(value, what)
-    return others, orphans
+        refuse_mismatches(report, declaration.name)
+    if names:
+        load.afterwards.append(lambda: aliases.update(saved.get("aliases", {})))
+    return load

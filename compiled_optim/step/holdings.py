@@ -269,14 +269,9 @@ class Holdings:
     ) -> PreparedLoad:
         """Check what copies a state dict into groups and state; an error where it does not fit."""
         groups, state, aliases = self.own_groups, self.state, self.aliases
-        prepared = checkpoint.prepare_load(self.kind, groups, state, aliases, saved, strict, hyperparameters)
-
-        def write_and_note() -> None:
-            prepared.write()
-            self.accumulated.forget()
-            self._note_names()
-
-        return prepared._replace(write=write_and_note)
+        load = checkpoint.prepare_load(self.kind, groups, state, aliases, saved, strict, hyperparameters)
+        load.afterwards += [self.accumulated.forget, self._note_names]
+        return load
 
     def _group(self, values: Mapping[str, Any], index: int) -> ParamGroup:
         params = values["params"] or [torch.empty(0)]  # on the default device

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from compiled_optim.checkpoint.check import check_writable
 from compiled_optim.checkpoint.read import naming, read
 from compiled_optim.checkpoint.state_dict import PreparedLoad
-from compiled_optim.checkpoint.write import check_writable
 from compiled_optim.groups.live import Live
 from compiled_optim.groups.parameters import parameter_name
 from compiled_optim.memory.layout import as_real, compute_dtype, obstacle, real_numel, scalar_dtype
@@ -260,16 +260,9 @@ class LBFGSStep(Step):
                 unpack(fresh, own, order, self._sizes)
         for name, value in fresh.items():
             check_writable(memory[name], f"the optimizer's own {name}", tuple(value.shape), value)
-        prepared = self._holdings.prepare_load(state_dict, strict, hyperparameters)
-
-        @torch.no_grad()
-        def write_with_memory() -> None:
-            prepared.write()
-            if order is not None:
-                for name, value in fresh.items():
-                    memory[name].copy_(value)
-
-        return prepared._replace(targets=[*prepared.targets, *memory.values()], write=write_with_memory)
+        load = self._holdings.prepare_load(state_dict, strict, hyperparameters)
+        load.copies += [(memory[name], value) for name, value in fresh.items() if order is not None]
+        return load
 
 
 def _refuse(options: Mapping[str, Any]) -> None:
