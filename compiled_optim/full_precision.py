@@ -125,11 +125,11 @@ def _stored(model: nn.Module, optimizers: Sequence[CompiledOptimizer]) -> dict[i
     for optimizer in optimizers:
         engine = engine_of(optimizer)
         engine.current()
-        groups, state = engine.holdings.own_groups, engine.holdings.state
+        groups, state = engine.distinct_groups, engine.state
         for i, group in enumerate(groups):
             for param, j in parameters_of(group).items():
                 is_known |= id(param) in params
-                choices = structure(engine.holdings.kind._declaration, groups, i, j)
+                choices = structure(engine.kind._declaration, groups, i, j)
                 name = part_of(choices)
                 if name is not None and (part := state.get(param, {}).get(name)) is not None:
                     found[id(param)] = _Stored(param, name, part, choices["weights"][1])

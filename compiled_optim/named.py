@@ -187,10 +187,10 @@ def _split(optimizers: Sequence[CompiledOptimizer], saved: Mapping[str, Any]) ->
     owner_of_group: list[int] = []
     for index, optimizer in enumerate(optimizers):
         engine_of(optimizer).current()
-        holdings = engine_of(optimizer).holdings
-        groups += holdings.own_groups
-        owner_of_group += [index] * len(holdings.own_groups)
-        aliases |= holdings.aliases
+        engine = engine_of(optimizer)
+        groups += engine.distinct_groups
+        owner_of_group += [index] * len(engine.distinct_groups)
+        aliases |= engine.aliases
     pairs, _, unexpected = match(groups, aliases, saved, {}, known_names())
     owners = {theirs.name: owner_of_group[ours.group] for ours, theirs in pairs}
     rest = {key: value for key, value in saved.items() if key not in ("state", "param_groups", "aliases")}

@@ -41,7 +41,7 @@ def optimi_state_dict(optimizer: CompiledOptimizer) -> dict[str, Any]:
         if isinstance(scale := group.get("lr_scale"), Mapping) or callable(scale):  # of which a state dict has nothing
             raise ValueError(f"param_groups[{index}] has 'lr_scale', which has no counterpart in optimi")
     saved = optimizer.state_dict()
-    declaration, groups = optimizer._declaration, engine_of(optimizer).holdings.own_groups
+    declaration, groups = optimizer._declaration, engine_of(optimizer).distinct_groups
     for index, group in enumerate(groups):
         if group.get("weights") == "stochastic":
             raise ValueError(f"param_groups[{index}] has weights='stochastic', which has no counterpart in optimi")

@@ -135,7 +135,7 @@ def compile_report(optimizer: CompiledOptimizer) -> CompileReport:
     """
     _check_kind(optimizer, "compile_report")
     engine = engine_of(optimizer)
-    log = engine.holdings.log
+    log = engine.log
     return CompileReport(
         type(optimizer).__name__,
         "eager" if engine.step is None else engine.step.name,
@@ -208,7 +208,7 @@ def memory_report(optimizer: CompiledOptimizer) -> MemoryReport:
     params = [p for p in step.params if not torch.nn.parameter.is_lazy(p)]
     grads = [grad for p in params if (grad := gradient(p)) is not None]
     state: dict[str, int] = {}
-    named = (item for p in step.params for item in engine.holdings.state.get(p, {}).items())
+    named = (item for p in step.params for item in engine.state.get(p, {}).items())
     entries = [(name, entry) for name, entry in named if isinstance(entry, Tensor)]
     for name, entry in entries:
         state[name] = state.get(name, 0) + _bytes(entry)

@@ -26,8 +26,8 @@ def described(optimizer: CompiledOptimizer) -> dict[str, str]:
         "max_grad_norm": "off" if bound is None else place(bound) if _is_copied(bound, optimizer) else "on",
         "skip_nonfinite": str(optimizer.skip_nonfinite),
     }
-    holdings = engine_of(optimizer).holdings
-    for (i, name), (_, function) in holdings.schedules.functions.items():
+    engine = engine_of(optimizer)
+    for (i, name), (_, function) in engine.schedules.functions.items():
         facts[f"schedule of param_groups[{i}][{name!r}]"] = f"{getattr(function, '__name__', 'object')} at {id(function):#x}"
     declared, added = optimizer._declaration, added_choices(type(optimizer))
     for i, group in enumerate(optimizer.param_groups):
@@ -41,7 +41,7 @@ def described(optimizer: CompiledOptimizer) -> dict[str, str]:
         for j, param in enumerate(group["params"]):
             name = parameter_name(group, i, j)
             facts[f"parameter '{name}'"] = place(param)
-            state: Mapping[str, Any] = holdings.state.get(param) or {}
+            state: Mapping[str, Any] = engine.state.get(param) or {}
             for entry in (b.name for b in declared.buffers if b.name in state):
                 facts[f"state {entry!r} of '{name}'"] = place(state[entry])
             if param.grad is not None:

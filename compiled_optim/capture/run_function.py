@@ -18,8 +18,7 @@ from compiled_optim.capture.inputs import CONSTANTS, StaticInputs
 from compiled_optim.capture.run_step import Run, graph_of
 from compiled_optim.optimizer import CompiledOptimizer, engine_of
 from compiled_optim.rule.fields import Hyper
-from compiled_optim.step.engine import Engine
-from compiled_optim.step.hand_captures import recorded_by_runner
+from compiled_optim.step.engine import Engine, recorded_by_runner
 
 
 class RecordedStep:
@@ -61,7 +60,7 @@ class RecordedStep:
         versions = zip(self._params, self._param_versions, strict=True)
         self._surroundings.mark({id(p) for p, version in versions if p._version != version})
         self._steps = [engine.runs - before for engine, before in zip(self._engines, self._before, strict=True)]
-        self._scalers = [graph_of(engine.step).scaler for engine in self._engines]
+        self._scalers = [engine.clipping.scaler for engine in self._engines]
         self._keys = self._followed()
 
     def check(self) -> None:
@@ -114,7 +113,7 @@ class RecordedStep:
         self._surroundings.count_versions()
         for engine, steps in zip(self._engines, self._steps, strict=True):
             engine.steps += steps
-            engine.holdings.log.replays += 1
+            engine.log.replays += 1
 
     def _followed(self) -> list[tuple[object, ...] | None]:
         return [followed(engine, scaler) for engine, scaler in zip(self._engines, self._scalers, strict=True)]
@@ -129,10 +128,10 @@ def followed(engine: Engine, scaler: tuple[Any, Any] | None = None) -> tuple[obj
     """
     if engine.step is None:
         return None
-    engine.holdings.check_numbers()
+    engine.check_numbers()
     graph = graph_of(engine.step)
-    max_grad_norm, *_, skip_nonfinite = engine.clipping
-    return graph.follow((max_grad_norm, *(scaler or graph.scaler), skip_nonfinite))
+    max_grad_norm, *_, skip_nonfinite = engine.clip_args
+    return graph.follow((max_grad_norm, *(scaler or engine.clipping.scaler), skip_nonfinite))
 
 
 @contextlib.contextmanager
@@ -168,7 +167,7 @@ def watching_zero_grad(optimizers: Sequence[CompiledOptimizer], drop: Callable[[
 
 def _hypers_of(optimizer: CompiledOptimizer) -> dict[str, Tensor]:
     """The live hyperparameter tensors by name, but those that the step itself sets on a schedule."""
-    scheduled = engine_of(optimizer).holdings.schedules.functions
+    scheduled = engine_of(optimizer).schedules.functions
     names = [h.name for h in optimizer._fields_of(Hyper)]
     return {
         f"param_groups[{i}][{name!r}]" + (f"[{k}]" if len(tensors) > 1 else ""): tensor

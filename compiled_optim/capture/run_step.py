@@ -88,8 +88,8 @@ class Run:
     def _new_graph(self) -> Graph | None:
         if (make := GRAPHS.get(self.device.type)) is None:
             for engine in self._engines:
-                name = engine.holdings.kind.__name__
-                engine.holdings.log.fall_back(
+                name = engine.kind.__name__
+                engine.log.fall_back(
                     f"CUDAGraphRunner runs {name} uncaptured: {self.device.type} has no CUDA graphs",
                     "use it for parameters on CUDA",
                 )
@@ -122,7 +122,7 @@ class Run:
         self._captured = True
         self._facts = [described(o) for o in self._optimizers]
         for engine in self._engines:
-            engine.holdings.log.captures.append(self._cause)
+            engine.log.captures.append(self._cause)
 
     def _explain(self) -> str:
         for optimizer, facts in zip(self._optimizers, self._facts, strict=True):
@@ -184,5 +184,5 @@ class StepRun(Run):
             self._graph.capture(step.launch)
             self._note_capture()
         self._graph.replay()
-        self._engine.holdings.log.replays += 1
+        self._engine.log.replays += 1
         return None

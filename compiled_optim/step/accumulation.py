@@ -67,7 +67,7 @@ class AccumulatedSteps:
         """Note that the optimizer has ``params`` alone now, which it keeps alive until this is called again."""
         self._open.intersection_update(map(id, params))
 
-    def rest(self, params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def with_zeros(self, params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """``grads``, with zeros for those of ``params`` that took part in earlier gradients of a step that is to end."""
         if self.is_on:
             return list(grads)
