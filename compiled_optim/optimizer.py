@@ -13,7 +13,7 @@ from torch.optim.optimizer import ParamsT
 from compiled_optim.checkpoint.read import described, plain
 from compiled_optim.checkpoint.state_dict import LoadReport, PreparedLoad
 from compiled_optim.groups.param_group import ParamGroup
-from compiled_optim.groups.parameters import as_groups, hand_over
+from compiled_optim.groups.parameters import as_groups
 from compiled_optim.memory.layout import scalar_dtype, scalars_device
 from compiled_optim.memory.torch_internals import backward_number, outside_dynamo, refuse_tracing
 from compiled_optim.plan.schedule import Schedule
@@ -28,6 +28,13 @@ from compiled_optim.step.numerics import NumericsReport
 from compiled_optim.step.options import as_defaults, check_read, group_entries
 from compiled_optim.step.rule_step import RuleStep
 from compiled_optim.step.step import Step
+
+
+def _of_engine(name: str, meaning: str) -> Any:
+    """An attribute of an optimizer that its engine has under ``name``."""
+    return property(
+        lambda self: getattr(self._engine, name), lambda self, value: setattr(self._engine, name, value), None, meaning
+    )
 
 
 class CompiledOptimizer(Declared, Optimizer):
@@ -126,12 +133,9 @@ class CompiledOptimizer(Declared, Optimizer):
         self._begin(options["lowering"])
         self.max_grad_norm = options["max_grad_norm"]
         self.skip_nonfinite = options["skip_nonfinite"]
-        defaults, handed_over = as_defaults(type(self), options)
+        defaults, self._engine.given = as_defaults(type(self), options)
         groups = as_groups(params)
         check_read(type(self), options, groups)
-        self._engine.given = {name: (defaults[name], options[name]) for name in handed_over}
-        for name in handed_over:
-            hand_over(name, options[name], groups)
         self._engine.is_open = True
         super().__init__(cast(ParamsT, groups), defaults)
         self._engine.is_open = False
@@ -340,22 +344,8 @@ class CompiledOptimizer(Declared, Optimizer):
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
         self._engine.groups = groups
 
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """What groups take that lack it: the constructor's values."""
-        return self._engine.defaults
-
-    @defaults.setter
-    def defaults(self, values: dict[str, Any]) -> None:
-        self._engine.defaults = values
-
-    @property
-    def _opt_called(self) -> bool:  # torch's schedulers ask whether there was a step
-        return self._engine.is_called
-
-    @_opt_called.setter
-    def _opt_called(self, was: bool) -> None:
-        self._engine.is_called = was
+    defaults = _of_engine("defaults", "What groups take that lack it: the constructor's values.")
+    _opt_called = _of_engine("is_called", "Whether there was a step: torch's schedulers ask.")
 
     @property  # type: ignore[override]
     def state(self) -> OptimizerState:

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Iterator, Sequence
-from operator import is_
 from typing import Any, TypeAlias
 
 import torch
@@ -16,7 +15,8 @@ from compiled_optim.groups.parameters import named_parameters
 from compiled_optim.memory.sharding import local
 from compiled_optim.memory.torch_internals import after_backward, backward_number, quickly_outside_dynamo
 from compiled_optim.optimizer import CompiledOptimizer, engine_of
-from compiled_optim.step.engine import Engine, Gradients, refuse_whole
+from compiled_optim.step.engine import Engine, refuse_whole
+from compiled_optim.step.step import Gradients
 
 _MIB = 1 << 20
 _SHARE = 32  # whole gradients wait until they are one part in so many of all
@@ -226,7 +226,7 @@ class GradientRelease:
             self._look_for_zero_grad(engine)
             if id(param) in self._taken and any(param is p for p in engine.current().params):
                 raise RuntimeError(
-                    f"'{_names([param], engine)}' was updated in backward and has another gradient before opt.step(): with "
+                    f"'{_name(param, engine)}' was updated in backward and has another gradient before opt.step(): with "
                     "gradient release, call opt.step() after each backward, and do not accumulate gradients; after a "
                     "backward that failed, call opt.zero_grad(); reentrant checkpoints are backwards of their own"
                 )
@@ -268,8 +268,8 @@ class GradientRelease:
         left = [p for p in params if p.grad is not None]
         if again := [p for p in left if id(p) in self._taken]:
             raise RuntimeError(
-                f"'{_names(again, engine)}' was updated in backward and then got a gradient: a backward failed, after which "
-                "opt.zero_grad() must come before the next one, or something goes on with whole gradients, as "
+                f"'{_name(again[0], engine)}' was updated in backward and then got a gradient: a backward failed, after "
+                "which opt.zero_grad() must come before the next one, or something goes on with whole gradients, as "
                 "DistributedDataParallel does, with which gradient release does not go; load model and optimizer again"
             )
         grads = engine.accumulated.with_zeros(params, [p.grad for p in params])
@@ -342,7 +342,5 @@ def _current_stream(device: torch.device) -> torch.Stream | None:
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
-def _names(params: Sequence[Tensor], engine: Engine) -> str:
-    """The name of the first of ``params``."""
-    found = (name for name, param in named_parameters(engine.groups) if is_(param, params[0]))
-    return next(found, "a parameter")
+def _name(param: Tensor, engine: Engine) -> str:
+    return next((name for name, each in named_parameters(engine.groups) if each is param), "a parameter")

@@ -19,9 +19,9 @@ from compiled_optim.step.step import Step
 def graph_of(step: Step | None) -> Step:
     """``step``, or a ``ValueError`` where no graph can hold it."""
     assert step is not None
-    if isinstance(step.graph, str):
-        raise ValueError(step.graph)
-    return step.graph
+    if step.refusal:
+        raise ValueError(step.refusal)
+    return step
 
 
 class Slot:

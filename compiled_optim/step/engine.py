@@ -56,10 +56,7 @@ from compiled_optim.rule.rule import TRAIN_MODE
 from compiled_optim.state import OptimizerState, ParamState
 from compiled_optim.step.accumulation import AccumulatedSteps
 from compiled_optim.step.options import check_keys, check_values, group_keys, position
-from compiled_optim.step.step import Step
-
-Gradients: TypeAlias = "list[Tensor | None] | None"
-"""One entry for each parameter of a step; None for the parameters' own."""
+from compiled_optim.step.step import Gradients, Step
 
 MakeStep: TypeAlias = Callable[["Engine", Callable[[Tensor], Tensor | None]], Step]
 Launcher: TypeAlias = Callable[[Step, Callable[[], Any] | None], Any]
@@ -434,11 +431,7 @@ class Engine:
         return step, grads
 
     def preallocate(self) -> Step:
-        """The step, with all of its long-lived memory allocated; see :meth:`Step.preallocate`.
-
-        Raises:
-            TypeError, ValueError, RecompileError: as the optimizer's ``step``.
-        """
+        """The step, with all of its long-lived memory allocated; see :meth:`Step.preallocate`."""
         with self.lock:
             return self._preallocate([None] * len(self.current().params))[0]
 
@@ -474,7 +467,7 @@ class Engine:
 
     def _fits_graphs(self, step: Step) -> bool:
         """Whether replays do all that steps must do, for as long as nothing is reported."""
-        is_plain = self.release is None and self.launcher is None and isinstance(step.graph, Step) and not step.only_whole
+        is_plain = self.release is None and self.launcher is None and not (step.refusal or step.only_whole)
         limit, grad_scale, found_inf, _ = self.clip_args
         is_near = not isinstance(limit, Tensor) or [limit.device] == [*step.devices]
         is_there = len(step.devices) == 1 and can_capture(step.devices[0])
@@ -516,11 +509,7 @@ class Engine:
         self.distinct_groups[group].tensors(name)
 
     def follow_clipping(self) -> None:
-        """Let CUDA graphs of compiled code know what of clipping was assigned, since replays ask nobody; or leave them.
-
-        Raises:
-            TypeError, ValueError: what was assigned does not fit.
-        """
+        """Hand what was assigned to CUDA graphs of compiled code, whose replays ask nobody; or leave these."""
         if (self._in_graphs or self.inlined) is None or any(map(is_capturing, self.current().devices)):
             return
         with self.lock:
@@ -537,11 +526,11 @@ class Engine:
             if self.release is not None:
                 return self.release(grads)
             if self.accumulated.was_on:
-                if self.launcher is not None and isinstance(refusal := self.current().graph, str):
-                    raise ValueError(refusal)
-                params = self.current().params
-                found = list(map(gradient, params)) if grads is None else grads
-                return self.update(self.accumulated.with_zeros(params, found), goes_on=False)
+                step = self.current()
+                if self.launcher is not None and step.refusal:
+                    raise ValueError(step.refusal)
+                found = list(map(gradient, step.params)) if grads is None else grads
+                return self.update(self.accumulated.with_zeros(step.params, found), goes_on=False)
             step = self.prepare(grads)
             loss = step.launch(closure) if self.launcher is None else self.launcher(step, closure)
             self.finish(step)
@@ -562,8 +551,8 @@ class Engine:
             ordered = grads
             if step.obstacle(grads, self.clip_args) or not step.is_preallocated:
                 step, ordered = beside_graphs(lambda: self._preallocate(grads), step.devices[0])
-            if captures and isinstance(refusal := step.graph, str):
-                raise RuntimeError(refusal)
+            if captures and step.refusal:
+                raise RuntimeError(step.refusal)
             step = self.prepare(ordered, by_inductor=True)
             step.launch()
             self.finish(step)
@@ -596,9 +585,7 @@ class Engine:
         """The host's part of a step, which may be a new one; nothing is updated yet. ``grads`` as in :meth:`Step.prepare`.
 
         ``by_inductor`` says that a capture, if there is one, is Inductor's: it drops its graphs when the step is made anew.
-
-        Raises:
-            TypeError, ValueError, RecompileError, RuntimeError: as the optimizer's ``step``.
+        Raises what the optimizer's ``step`` does.
         """
         if self.step is not None and not by_inductor and any(map(is_capturing, self.step.devices)):
             self._check_capture(self.step, grads)

@@ -42,23 +42,23 @@ def group_entries(kind: type[Declared], options: Mapping[str, Any]) -> dict[str,
     return {**kind._modes, **{name: kept(value) if name in scales else value for name, value in chosen.items()}}
 
 
-def as_defaults(kind: type[Declared], options: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """:func:`group_entries` with Python numbers for hyperparameters, and the names of those that came in tensors.
+def as_defaults(kind: type[Declared], options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[Any, Any]]]:
+    """:func:`group_entries` with Python numbers for hyperparameters, and those that came in tensors with what they came as.
 
     Raises:
         TypeError, ValueError: a hyperparameter is no number, or out of range.
     """
-    defaults, in_tensors = group_entries(kind, options), []
+    defaults, given = group_entries(kind, options), {}
     for hyper in (h for h in kind._fields_of(Hyper) if h.name in defaults):
         elements = hyper.elements(options[hyper.name], "")
-        if any(isinstance(e, Tensor) for e in elements):
-            in_tensors.append(hyper.name)
         numbers = tuple(e.item() if isinstance(e, Tensor) else e for e in elements)
         for index, number in enumerate(numbers):
             hyper.check(number, index, "")
         defaults[hyper.name] = hyper.plain(numbers)
+        if any(isinstance(e, Tensor) for e in elements):
+            given[hyper.name] = defaults[hyper.name], options[hyper.name]
     kind.check({**options, **defaults}, options)
-    return defaults, in_tensors
+    return defaults, given
 
 
 def check_read(kind: type[Declared], options: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:

@@ -22,7 +22,7 @@ from compiled_optim.plan.plan import Plan, partition
 from compiled_optim.rule.declared import Declared
 from compiled_optim.step.engine import Engine
 from compiled_optim.step.numerics import NumericsReport, check_numerics
-from compiled_optim.step.step import Step
+from compiled_optim.step.step import Gradients, Step
 
 
 class RuleStep(Step):
@@ -108,7 +108,7 @@ class RuleStep(Step):
         clips = self._square_sums is None or self._clipping.measures_norm
         return clips and all(p.is_meta for p in self._meta) and super().is_current()
 
-    def describes(self, grads: list[Tensor | None] | None) -> bool:
+    def describes(self, grads: Gradients) -> bool:
         """Whether the plans still describe parameters and gradients; a parameter without state has none."""
         if self.wakes(grads):
             return False
@@ -116,15 +116,15 @@ class RuleStep(Step):
         by_plan = zip(self.lowerings, self._by_plan(grads), strict=True)
         return all([lowering.plan.read(given, state=state, keep_alive=runs_user_code) for lowering, given in by_plan])
 
-    def wakes(self, grads: list[Tensor | None] | None) -> bool:
+    def wakes(self, grads: Gradients) -> bool:
         return any((self.params[i].grad if grads is None else grads[i]) is not None for i in self._stateless)
 
-    def _by_plan(self, grads: list[Tensor | None] | None) -> Sequence[list[Tensor | None] | None]:
+    def _by_plan(self, grads: Gradients) -> Sequence[Gradients]:
         if grads is None:
             return [None] * len(self.lowerings)
         return [list(map(grads.__getitem__, positions)) for positions in self._positions]
 
-    def obstacle(self, grads: list[Tensor | None] | None, clip_args: tuple[Any, ...]) -> str:
+    def obstacle(self, grads: Gradients, clip_args: tuple[Any, ...]) -> str:
         """What a graph could not hold: anything but the work of a step like the last one."""
         elsewhere = any(t.device != device for device in self.devices for t in self._clipping.tensors(device))
         clips = clip_args[0] is not None or clip_args[-1]
@@ -173,14 +173,14 @@ class RuleStep(Step):
     def is_preallocated(self) -> bool:
         return all(lowering.is_settled for lowering in self.lowerings if isinstance(lowering, Capturable))
 
-    def prepare(self, grads: list[Tensor | None] | None) -> None:
+    def prepare(self, grads: Gradients) -> None:
         """Compile what is not compiled yet, and let every lowering take its gradients and what was assigned."""
         by_plan = self._by_plan(grads)
         self._compile(by_plan)
         for lowering, given in zip(self.lowerings, by_plan, strict=True):
             lowering.prepare(given)
 
-    def _compile(self, by_plan: Sequence[list[Tensor | None] | None]) -> None:
+    def _compile(self, by_plan: Sequence[Gradients]) -> None:
         """Make what the lowerings and the norm need and what does not exist yet; ``by_plan`` are their gradients."""
         for lowering, given in zip(self.lowerings, by_plan, strict=True):
             if not lowering.is_compiled:
@@ -215,8 +215,7 @@ class RuleStep(Step):
             lowering.finish()
 
     @property
-    def graph(self) -> Step | str:
-        """Itself, or which parameter is updated by something that no graph can hold."""
+    def refusal(self) -> str:
         if self._accumulated.was_on:
             return "a CUDA graph repeats one micro-batch, and optimizer_accumulation tells them apart in Python"
         for lowering in self.lowerings:
@@ -225,7 +224,7 @@ class RuleStep(Step):
                     f"a CUDA graph holds steps with lowering='multi_tensor'; {self.kind.__name__} updates "
                     f"'{lowering.plan.members[0].name}' in another way ({lowering.name})"
                 )
-        return self
+        return ""
 
     @property
     def _capturable(self) -> list[Capturable]:

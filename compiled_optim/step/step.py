@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from compiled_optim.groups.watched import Changes
 from compiled_optim.lowering.torch_ops.inlined import InlinedStep
 from compiled_optim.rule.declared import Declared
 from compiled_optim.step.numerics import NumericsReport
+
+Gradients: TypeAlias = "list[Tensor | None] | None"
+"""One entry for each parameter of a step; None for the parameters' own."""
 
 _identities = itertools.count()
 
@@ -60,9 +63,9 @@ class Step:
         raise NotImplementedError
 
     @property
-    def graph(self) -> Step | str:
-        """Itself, or why no CUDA graph can hold it."""
-        return self
+    def refusal(self) -> str:
+        """Why no CUDA graph can hold the step; empty if one can."""
+        return ""
 
     def check_numerics(self) -> NumericsReport:
         """Which parameters the next step is too small to move. ``NotImplementedError`` where that cannot be foreseen."""
@@ -80,15 +83,15 @@ class Step:
             for g in self._groups
         ]
 
-    def describes(self, grads: list[Tensor | None] | None) -> bool:
-        """Look at all parameters and gradients, their own or ``grads``; whether the step can be taken with them."""
+    def describes(self, grads: Gradients) -> bool:
+        """Look at all parameters and ``grads``; whether the step can be taken with them."""
         return True
 
-    def wakes(self, grads: list[Tensor | None] | None) -> bool:
+    def wakes(self, grads: Gradients) -> bool:
         """Whether a parameter without state has a gradient, so that the step must be made anew."""
         return False
 
-    def obstacle(self, grads: list[Tensor | None] | None, clip_args: tuple[Any, ...]) -> str:
+    def obstacle(self, grads: Gradients, clip_args: tuple[Any, ...]) -> str:
         """Why a graph that is being captured cannot hold this step; empty if it can."""
         return "" if self.is_current() else "groups or state changed since the last step"
 
@@ -108,8 +111,8 @@ class Step:
         """The step as operations of a graph that is being traced, or why it is an operator there."""
         return "its steps are not made of a rule"
 
-    def prepare(self, grads: list[Tensor | None] | None) -> None:
-        """Take ``grads``, one entry for each of ``params``, or their own; follow what was assigned. Nothing is updated yet.
+    def prepare(self, grads: Gradients) -> None:
+        """Take ``grads``, and follow what was assigned. Nothing is updated yet.
 
         Raises:
             CompilerError: something does not compile on this machine. A step that is made now does without.

@@ -109,11 +109,8 @@ class LBFGSStep(Step):
         return self._tensors, self._captured_lr
 
     @property
-    def graph(self) -> Step | str:
-        """Itself, where the host decides nothing."""
-        if not self.is_fixed:
-            return "LBFGS decides on the host when to stop; a CUDA graph needs fixed_iterations=True"
-        return self
+    def refusal(self) -> str:
+        return "" if self.is_fixed else "LBFGS decides on the host when to stop; a CUDA graph needs fixed_iterations=True"
 
     def launch(self, closure: Callable[[], Any] | None = None) -> Any:
         """Evaluate the closure, iterate, and return its first loss. With fixed iterations it can be traced."""
