@@ -12,7 +12,7 @@ The package is a house: a module imports only from its own floor and from floors
     named.py             several optimizers of one model, and state keyed by parameter name
     views.py             optimizers whose parameters are evaluated as others than they are trained
     optimizer.py         CompiledOptimizer: torch.optim's interface over groups, state and plans
-    step/                what a step uses, made anew when groups or state change, and what runs it
+    step/                the engine, which owns groups and state and runs steps, and what one step does
     lowering/            how the step of a plan runs: kernels, torch operations, stacks, sparse rows
     plan/                which parameters are updated together; keys of kernels, clipping, schedules
     checkpoint/          state dicts: read, match, check, write; the checkpoints of other packages

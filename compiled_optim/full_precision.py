@@ -140,11 +140,11 @@ def _split(model: nn.Module, optimizers: Sequence[CompiledOptimizer]) -> dict[in
     for optimizer in optimizers:
         engine = engine_of(optimizer)
         engine.current()
-        groups, state = engine.holdings.own_groups, engine.holdings.state
+        groups, state = engine.distinct_groups, engine.state
         for i, group in enumerate(groups):
             for param, j in parameters_of(group).items():
                 is_known |= id(param) in params
-                choices = structure(engine.holdings.kind._declaration, groups, i, j)
+                choices = structure(engine.kind._declaration, groups, i, j)
                 name = part_of(choices)
                 if name is not None and (entry := state.get(param, {}).get(name)) is not None:
                     found[id(param)] = _Split(param, name, entry, choices["weights"][1])

@@ -183,10 +183,10 @@ def _split(optimizers: Sequence[CompiledOptimizer], saved: Mapping[str, Any]) ->
     owners: list[int] = []  # the optimizer of each group
     for index, optimizer in enumerate(optimizers):
         engine_of(optimizer).current()
-        holdings = engine_of(optimizer).holdings
-        groups += holdings.own_groups
-        owners += [index] * len(holdings.own_groups)
-        aliases |= holdings.aliases
+        engine = engine_of(optimizer)
+        groups += engine.distinct_groups
+        owners += [index] * len(engine.distinct_groups)
+        aliases |= engine.aliases
     params, _, unexpected = match(groups, aliases, saved, {}, known_names())
     parts = []
     for index in range(len(optimizers)):

@@ -55,7 +55,7 @@ def optimi_state_dict(optimizer: CompiledOptimizer) -> dict[str, Any]:
     if not is_theirs or not _has_counterpart(declaration):
         raise ValueError(f"optimi has no {kind.__name__}")
     saved = optimizer.state_dict()
-    groups = engine_of(optimizer).holdings.own_groups
+    groups = engine_of(optimizer).distinct_groups
     for index, group in enumerate(groups):
         if isinstance(scale := group.get("lr_scale"), Mapping) or callable(scale):  # of which a state dict has nothing
             raise ValueError(f"param_groups[{index}] has 'lr_scale', which has no counterpart in optimi")

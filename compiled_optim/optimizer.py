@@ -12,9 +12,10 @@ from torch.optim.optimizer import ParamsT
 
 from compiled_optim.checkpoint.read import described, plain
 from compiled_optim.checkpoint.state_dict import LoadReport, PreparedLoad
-from compiled_optim.groups.parameters import as_groups, hand_over
+from compiled_optim.groups.param_group import ParamGroup
+from compiled_optim.groups.parameters import as_groups
 from compiled_optim.memory.layout import scalar_dtype, scalars_device
-from compiled_optim.memory.torch_internals import outside_dynamo, refuse_tracing
+from compiled_optim.memory.torch_internals import backward_number, outside_dynamo, refuse_tracing
 from compiled_optim.plan.schedule import Schedule
 from compiled_optim.rule.declared import Declared
 from compiled_optim.rule.fields import Choice, Number, PerParameter, Static, flag, transform
@@ -23,13 +24,20 @@ from compiled_optim.rule.transforms import cautious, check_decay, decay, lr_scal
 from compiled_optim.state import OptimizerState
 from compiled_optim.step import traced
 from compiled_optim.step.engine import Engine
-from compiled_optim.step.holdings import as_defaults, check_read, group_entries
 from compiled_optim.step.numerics import NumericsReport
-from compiled_optim.step.step import RuleStep, Step
-from compiled_optim.step.use_of_gradients import UsesGradients, check_closure
+from compiled_optim.step.options import as_defaults, check_read, group_entries
+from compiled_optim.step.rule_step import RuleStep
+from compiled_optim.step.step import Step
 
 
-class CompiledOptimizer(UsesGradients, Declared, Optimizer):
+def _of_engine(name: str, meaning: str) -> Any:
+    """An attribute of an optimizer that its engine has under ``name``."""
+    return property(
+        lambda self: getattr(self._engine, name), lambda self, value: setattr(self._engine, name, value), None, meaning
+    )
+
+
+class CompiledOptimizer(Declared, Optimizer):
     """Base of all optimizers of the package; a subclass declares fields, ``coefficients`` and ``update``.
 
     Args:
@@ -125,12 +133,9 @@ class CompiledOptimizer(UsesGradients, Declared, Optimizer):
         self._begin(options["lowering"])
         self.max_grad_norm = options["max_grad_norm"]
         self.skip_nonfinite = options["skip_nonfinite"]
-        defaults, handed_over = as_defaults(type(self), options)
+        defaults, self._engine.given = as_defaults(type(self), options)
         groups = as_groups(params)
         check_read(type(self), options, groups)
-        self._engine.given = {name: (defaults[name], options[name]) for name in handed_over}
-        for name in handed_over:
-            hand_over(name, options[name], groups)
         self._engine.is_open = True
         super().__init__(cast(ParamsT, groups), defaults)
         self._engine.is_open = False
@@ -181,7 +186,11 @@ class CompiledOptimizer(UsesGradients, Declared, Optimizer):
         """
         loss = None
         if closure is not None:
-            check_closure(closure)
+            if not callable(closure):
+                raise TypeError(
+                    f"step() takes nothing, or a function that evaluates the loss, got a {type(closure).__name__}; call "
+                    "loss.backward() and then step()"
+                )
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
@@ -189,10 +198,70 @@ class CompiledOptimizer(UsesGradients, Declared, Optimizer):
                 if self._engine.release is not None:
                     raise RuntimeError("compiled code cannot hold a step with gradient release: its backward runs no hooks")
                 scaler = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-                traced.record_step(self._engine, self._gradients, scaler)
+                traced.record_step(self._engine, scaler)
             else:
                 self._engine.run()
         return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients of all parameters; can be traced.
+
+        Args:
+            set_to_none: set them to None instead of to zero.
+        """
+        if torch.compiler.is_compiling():
+            traced.preallocate(self._engine.key)
+        else:
+            self._engine.current()
+            self._engine.zeroed += backward_number() < 0
+        for param in self._engine.params:
+            if set_to_none:
+                param.grad = None  # unread, so that compiled code does not depend on whether there was one
+            elif param.grad is not None:
+                if param.grad.requires_grad and torch.compiler.is_compiling():
+                    param.grad = param.grad.detach()
+                elif param.grad.grad_fn is not None:
+                    param.grad.detach_()
+                else:
+                    param.grad.requires_grad_(False)
+                param.grad.zero_()
+
+    @property
+    def optimizer_accumulation(self) -> bool:
+        """Whether steps take gradients into the state only, until one with False moves the parameters: as in AdamA.
+
+        A step is then made of the gradients of several micro-batches, none of which need be kept (arXiv:2305.19982)::
+
+            opt.optimizer_accumulation = index % 4 != 3
+            (loss_of(model(x)) / 4).backward(); opt.step(); opt.zero_grad()
+
+        Such a step counts once. Its first micro-batch lets the averages decay; each adds what its gradient ``g`` adds to
+        them: with two micro-batches ``exp_avg`` becomes ``beta1 * exp_avg + (1 - beta1) * (g1 + g2)``, and ``exp_avg_sq``
+        ``beta2 * exp_avg_sq + (1 - beta2) * (g1 * g1 + g2 * g2)``. The last one moves every parameter that had a gradient in
+        any of them, and decays weights; decay that goes into the gradient goes into this one. A step of one micro-batch is
+        as always. (The others may write a parameter with ``weights="kahan"`` as another sum, of the same value.)
+
+        So divide the loss by the number of micro-batches, as for gradients that are summed. SGD with momentum then does what
+        it does with those. Sums of squares are smaller than squares of sums where micro-batches agree, and steps larger: as
+        in AdamA, whose authors find that it trains alike, since gradients of micro-batches are noise for the most part.
+
+        optimi counts and decays in every micro-batch, and SGD without momentum loses all gradients but the last.
+
+        It goes with gradient release and without, and not into CUDA graphs. State cannot be saved within a step.
+
+        Raises:
+            ValueError: assigned True where state cannot hold several gradients (optimizers whose step reads the gradient
+                besides averages, SGD without momentum or with ``nesterov``, ``cautious``, ``differentiable``), or
+                with clipping, ``skip_nonfinite`` or a gradient scaler, which are refused from then on.
+            TypeError: assigned anything but a bool.
+        """
+        return bool(self._engine.accumulated.is_on)
+
+    @optimizer_accumulation.setter
+    def optimizer_accumulation(self, on: bool) -> None:
+        if not isinstance(on, bool):
+            raise TypeError(f"optimizer_accumulation must be a bool, got {on!r}")
+        self._engine.accumulate(on)
 
     _step_supports_amp_scaling = True  # torch's GradScaler hands over ``grad_scale`` and ``found_inf`` instead of waiting
 
@@ -206,13 +275,13 @@ class CompiledOptimizer(UsesGradients, Declared, Optimizer):
         None where the step does not need it: without ``max_grad_norm`` and ``skip_nonfinite``. It neither overflows nor
         underflows for gradients from 1e-38 to 3e38; beyond that, in float64, it does from 1e-154 and 1e154 on.
         """
-        clipping = self._engine.holdings.clipping
+        clipping = self._engine.clipping
         return clipping.outcome(clipping.device)[0] if clipping.measures_norm else None
 
     @property
     def skipped_steps(self) -> Tensor:
         """How many steps ``skip_nonfinite`` or a gradient scaler left out: a 0-dim tensor, on the device."""
-        clipping = self._engine.holdings.clipping
+        clipping = self._engine.clipping
         return clipping.outcome(clipping.device)[2]
 
     @outside_dynamo
@@ -224,7 +293,9 @@ class CompiledOptimizer(UsesGradients, Declared, Optimizer):
         advice. ``NotImplementedError`` where steps need a closure.
         """
         with self._engine.lock:
-            return self._engine.current().check_numerics()
+            step = self._engine.current()
+            self._engine.check_numbers()
+            return step.check_numerics()
 
     def schedule(self, group: int | None = None, **functions: Schedule | None) -> None:
         """Make hyperparameters functions of the step count, evaluated on the device as part of every step.
@@ -244,8 +315,7 @@ class CompiledOptimizer(UsesGradients, Declared, Optimizer):
             TypeError, ValueError: a function does not fit; no schedule is changed then.
             IndexError: there is no such group.
         """
-        self._engine.current()
-        self._engine.holdings.schedule(group, functions)
+        self._engine.schedule(group, functions)
 
     def hyperparameter(self, name: str, group: int = 0) -> Tensor | tuple[Tensor, ...]:
         """The live tensor, or tuple of tensors, behind ``param_groups[group][name]``, which steps read where it lies.
@@ -268,28 +338,14 @@ class CompiledOptimizer(UsesGradients, Declared, Optimizer):
         Compiled code cannot read them: Dynamo writes into every group it reads, and knows plain dicts only.
         """
         refuse_tracing("param_groups", "read a hyperparameter with opt.hyperparameter(name, group), and set it outside")
-        return self._engine.holdings.groups
+        return self._engine.groups
 
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self._engine.holdings.groups = groups
+        self._engine.groups = groups
 
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """What groups take that lack it: the constructor's values."""
-        return self._engine.defaults
-
-    @defaults.setter
-    def defaults(self, values: dict[str, Any]) -> None:
-        self._engine.defaults = values
-
-    @property
-    def _opt_called(self) -> bool:  # torch's schedulers ask whether there was a step
-        return self._engine.is_called
-
-    @_opt_called.setter
-    def _opt_called(self, was: bool) -> None:
-        self._engine.is_called = was
+    defaults = _of_engine("defaults", "What groups take that lack it: the constructor's values.")
+    _opt_called = _of_engine("is_called", "Whether there was a step: torch's schedulers ask.")
 
     @property  # type: ignore[override]
     def state(self) -> OptimizerState:
@@ -298,19 +354,14 @@ class CompiledOptimizer(UsesGradients, Declared, Optimizer):
         Under other names in a parameter's state, and under keys that are no tensors, hooks and wrappers may keep anything:
         it is saved, loaded, copied and pickled with the rest.
         """
-        holdings = self._engine.holdings
-        if not holdings.hands_out_state:
-            holdings.hands_out_state = True
-        return holdings.state
+        changes = self._engine.changes
+        if not changes.is_state_handed_out:
+            changes.is_state_handed_out = True
+        return self._engine.state
 
     @state.setter
     def state(self, values: Mapping[Any, Any]) -> None:
-        holdings = self._engine.holdings
-        holdings.changes.pending = True
-        holdings.hands_out_state = bool(values)
-        holdings.state = holdings.new_state()
-        holdings.accumulated.forget()
-        holdings.state.update(values)
+        self._engine.replace_state(values)
 
     def __repr__(self) -> str:
         """As torch.optim's, and how the numbers of groups are stored."""
@@ -321,7 +372,7 @@ class CompiledOptimizer(UsesGradients, Declared, Optimizer):
     def hyperparameters(self) -> list[dict[str, Any]]:
         """The hyperparameters of each group as Python floats, for logs and JSON. Waits for the device."""
         self._engine.current()
-        return [group.floats() for group in self._engine.holdings.own_groups]
+        return [group.floats() for group in self._engine.distinct_groups]
 
     @outside_dynamo
     def state_dict(self) -> dict[str, Any]:
@@ -335,7 +386,7 @@ class CompiledOptimizer(UsesGradients, Declared, Optimizer):
         run_time = [name for name in self._group_flags if name != "maximize"]
         neutral = {name: self._all_fields[name].default for name in run_time}  # type: ignore[attr-defined]
         with self._engine.lock:
-            result = self._engine.current().save(neutral)
+            result = self._engine.save(neutral)
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             replaced = post_hook(self, result)
             result = result if replaced is None else replaced
@@ -384,25 +435,57 @@ class CompiledOptimizer(UsesGradients, Declared, Optimizer):
         return prepared.report
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"max_grad_norm": self.max_grad_norm, "skip_nonfinite": self.skip_nonfinite}
-        return {**super().__getstate__(), **self._engine.holdings.pickled(), **own}
+        engine = self._engine
+        engine.accumulated.check_ended("copied")
+        unshown = [group.unshown() if isinstance(group, ParamGroup) else {} for group in engine.distinct_groups]
+        own: dict[str, Any] = {"lowering": engine.lowering, "aliases": engine.aliases, "unshown": unshown}
+        own |= {"schedules": engine.schedules.functions, "max_grad_norm": self.max_grad_norm}
+        own |= {"skip_nonfinite": self.skip_nonfinite}
+        return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        before = self._engine.holdings if "_engine" in vars(self) else None
-        groups, entries, schedules = state.pop("param_groups"), state.pop("state"), state.pop("schedules", {})
-        max_grad_norm = state.pop("max_grad_norm", getattr(self, "max_grad_norm", None))
-        skip_nonfinite = state.pop("skip_nonfinite", getattr(self, "skip_nonfinite", False))
-        defaults = state.pop("defaults", getattr(self, "defaults", {}))
-        lowering = state.pop("lowering", "auto" if before is None else before.lowering)
-        aliases = dict(state.pop("aliases", {} if before is None else before.aliases))
-        unshown = state.pop("unshown", ())
-        self._begin(lowering)
-        self.max_grad_norm, self.skip_nonfinite = max_grad_norm, skip_nonfinite
-        self.param_groups, self.state = groups, entries
-        self.defaults = defaults
+        before = vars(self).get("_engine")
+        values: dict[str, Any] = {"lowering": "auto", "aliases": {}, "schedules": {}, "unshown": (), "defaults": {}}
+        values |= {"max_grad_norm": None, "skip_nonfinite": False}
+        if before is not None:
+            values |= {name: getattr(before, name) for name in ("lowering", "aliases", "defaults")} | before.assigned
+        values |= {name: state.pop(name) for name in [*values] if name in state}
+        groups, entries = state.pop("param_groups"), state.pop("state")
+        self._begin(values["lowering"])
+        self.max_grad_norm, self.skip_nonfinite = values["max_grad_norm"], values["skip_nonfinite"]
+        self.param_groups, self.state, self.defaults = groups, entries, values["defaults"]
         super().__setstate__(state)
         self.defaults = group_entries(type(self), self.defaults)  # torch adds a key
-        self._engine.holdings.restore(aliases, schedules, self.defaults, unshown)
+        self._engine.aliases, self._engine.schedules.functions = dict(values["aliases"]), dict(values["schedules"])
+        self._engine.adopt(checked=True, unshown=values["unshown"])
+
+
+def _assigned(name: str, meaning: str) -> Any:
+    """An attribute that the engine keeps."""
+
+    def read(self: CompiledOptimizer) -> Any:
+        try:
+            return self._engine.assigned[name]
+        except KeyError:
+            raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'") from None
+
+    def write(self: CompiledOptimizer, value: Any) -> None:
+        self._engine.assign(name, value)
+
+    def delete(self: CompiledOptimizer) -> None:
+        del self._engine.assigned[name]
+        self._engine.follow_clipping()
+
+    return property(read, write, delete, meaning)
+
+
+for _name, _meaning in {
+    "max_grad_norm": "What the norm of all gradients is clipped to inside the step: None, a number or a 0-dim tensor.",
+    "grad_scale": "What a gradient scaler that calls the step multiplied the gradients by; it sets and deletes this.",
+    "found_inf": "Whether a gradient scaler that calls the step found an infinite gradient; it sets and deletes this.",
+    "skip_nonfinite": "Whether steps whose norm is NaN or infinite are skipped.",
+}.items():  # after the class, which takes fields of these names out of its body
+    setattr(CompiledOptimizer, _name, _assigned(_name, _meaning))
 
 
 def engine_of(optimizer: CompiledOptimizer) -> Engine:
@@ -426,4 +509,4 @@ def prepare_load(
     for pre_hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
         replaced = pre_hook(optimizer, saved)
         saved = saved if replaced is None else replaced
-    return optimizer._engine.current().prepare_load(saved, strict, hyperparameters)
+    return optimizer._engine.prepare_load(saved, strict, hyperparameters)

@@ -133,7 +133,7 @@ def compile_report(optimizer: CompiledOptimizer) -> CompileReport:
         TypeError: ``optimizer`` is not one of this package.
     """
     engine = _checked_engine(optimizer, "compile_report")
-    log = engine.holdings.log
+    log = engine.log
     return CompileReport(
         type(optimizer).__name__,
         "eager" if engine.step is None else engine.step.name,
@@ -204,7 +204,7 @@ def memory_report(optimizer: CompiledOptimizer) -> MemoryReport:
     step = engine.current()
     params = [p for p in step.params if not torch.nn.parameter.is_lazy(p)]
     grads = [grad for p in params if (grad := gradient(p)) is not None]
-    named = (item for p in step.params for item in engine.holdings.state.get(p, {}).items())
+    named = (item for p in step.params for item in engine.state.get(p, {}).items())
     entries = [(name, entry) for name, entry in named if isinstance(entry, Tensor)]
     state = Counter[str]()
     for name, entry in entries:

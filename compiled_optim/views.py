@@ -11,7 +11,7 @@ from compiled_optim.optimizer import CompiledOptimizer, engine_of
 from compiled_optim.plan.clipping import Clipping
 from compiled_optim.plan.plan import Plan
 from compiled_optim.rule.rule import TRAIN_MODE
-from compiled_optim.step.step import RuleStep
+from compiled_optim.step.rule_step import RuleStep
 
 
 class ViewedOptimizer(CompiledOptimizer):
@@ -43,18 +43,18 @@ class ViewedOptimizer(CompiledOptimizer):
     def _show(self, *, train: bool) -> None:
         engine = engine_of(self)
         with engine.lock:
-            step, holdings = engine.current(), engine.holdings
+            step, groups = engine.current(), engine.distinct_groups
             assert isinstance(step, RuleStep)
             if any(map(is_capturing, step.devices)):
                 raise RuntimeError(
                     "a CUDA graph is being captured, which holds steps alone; call eval() and train() outside"
                 )
-            holdings.accumulated.check_ended("evaluated")
-            Live.send(holdings.changes)
-            changed = [i for i, group in enumerate(holdings.own_groups) if group[TRAIN_MODE] is not train]
+            engine.accumulated.check_ended("evaluated")
+            Live.send(engine.changes)
+            changed = [i for i, group in enumerate(groups) if group[TRAIN_MODE] is not train]
             rule = self._view_rules["train" if train else "eval"]
             for plan in [lowering.plan for lowering in step.lowerings] if changed else ():
-                members, groups = plan.members, holdings.own_groups
+                members = plan.members
                 view = Plan(rule, plan.statics, plan.device, members, groups, lambda _: None, plan.shares_memory, False)
                 before = view.scalars.clone()
                 begun = zip(members, before[0].tolist(), strict=True)
@@ -67,4 +67,4 @@ class ViewedOptimizer(CompiledOptimizer):
                     view.scalars.copy_(before)
                 lowering.finish()
             for index in changed:
-                holdings.own_groups[index].set_quietly(TRAIN_MODE, train)
+                groups[index].set_quietly(TRAIN_MODE, train)

@@ -152,7 +152,7 @@ def measure_overhead(workload: str, optimizer: str, *, rounds: int) -> list[Row]
         runner = CUDAGraphRunner(made, warmup=1)
     for _ in range(3):
         runner.step()
-    assert engine_of(made).holdings.log.replays == 2
+    assert engine_of(made).log.replays == 2
 
     def check() -> None:
         engine_of(made).prepare().finish()

@@ -28,7 +28,7 @@ def guards_of(optimizer: CompiledOptimizer) -> dict[str, str]:
     else:
         clips = "off" if bound is None else "on"
     guards = {"max_grad_norm": clips, "skip_nonfinite": str(optimizer.skip_nonfinite)}
-    for (i, name), (_, function) in engine.holdings.schedules.functions.items():
+    for (i, name), (_, function) in engine.schedules.functions.items():
         guards[f"schedule of param_groups[{i}][{name!r}]"] = (
             f"{getattr(function, '__name__', 'object')} at {id(function):#x}"
         )
@@ -44,7 +44,7 @@ def guards_of(optimizer: CompiledOptimizer) -> dict[str, str]:
         for j, param in enumerate(group["params"]):
             name = parameter_name(group, i, j)
             guards[f"parameter '{name}'"] = tensor_place(param)
-            state: Mapping[str, Any] = engine.holdings.state.get(param) or {}
+            state: Mapping[str, Any] = engine.state.get(param) or {}
             for entry in (b.name for b in declared.buffers if b.name in state):
                 guards[f"state {entry!r} of '{name}'"] = tensor_place(state[entry])
             if param.grad is not None:

@@ -17,8 +17,7 @@ from compiled_optim.capture.inputs import CONSTANTS, StaticInputs
 from compiled_optim.capture.run_step import Run, graph_of
 from compiled_optim.optimizer import CompiledOptimizer, engine_of
 from compiled_optim.rule.fields import Hyper
-from compiled_optim.step.engine import Engine
-from compiled_optim.step.hand_captures import recorded_by_runner
+from compiled_optim.step.engine import Engine, recorded_by_runner
 
 
 class FunctionRun(Run):
@@ -185,7 +184,7 @@ class RecordedStep:
         versions = zip(self._guards.params, self._param_versions, strict=True)
         self._guards.mark({p for p, version in versions if p._version != version})
         self._steps = [engine.runs - before for engine, before in zip(self._engines, self._runs, strict=True)]
-        self._scalers = [graph_of(engine.step).scaler for engine in self._engines]
+        self._scalers = [engine.clipping.scaler for engine in self._engines]
         self._keys = self._followed()
 
     def check(self) -> None:
@@ -236,7 +235,7 @@ class RecordedStep:
         self._guards.count_versions()
         for engine, steps in zip(self._engines, self._steps, strict=True):
             engine.steps += steps
-            engine.holdings.log.replays += 1
+            engine.log.replays += 1
 
     def _followed(self) -> list[tuple[object, ...] | None]:
         return list(map(followed, self._engines, self._scalers))
@@ -249,15 +248,15 @@ def followed(engine: Engine, scaler: tuple[Any, Any] | None = None) -> tuple[obj
     """
     if engine.step is None:
         return None
-    engine.holdings.check_numbers()
+    engine.check_numbers()
     graph = graph_of(engine.step)
-    max_grad_norm, *_, skip_nonfinite = engine.clipping
-    return graph.follow((max_grad_norm, *(scaler or graph.scaler), skip_nonfinite))
+    max_grad_norm, *_, skip_nonfinite = engine.clip_args
+    return graph.follow((max_grad_norm, *(scaler or engine.clipping.scaler), skip_nonfinite))
 
 
 def _hypers_of(optimizer: CompiledOptimizer) -> dict[str, tuple[Tensor, int]]:
     """The live hyperparameter tensors by name, with versions, but those that the step itself sets on a schedule."""
-    scheduled = engine_of(optimizer).holdings.schedules.functions
+    scheduled = engine_of(optimizer).schedules.functions
     return {
         f"param_groups[{i}][{hyper.name!r}]" + (f"[{k}]" if len(tensors) > 1 else ""): (tensor, tensor._version)
         for i, group in enumerate(optimizer.param_groups)

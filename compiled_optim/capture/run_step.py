@@ -19,9 +19,9 @@ from compiled_optim.step.step import Step
 def graph_of(step: Step | None) -> Step:
     """``step``, or a ``ValueError`` where no graph can hold it."""
     assert step is not None
-    if isinstance(step.graph, str):
-        raise ValueError(step.graph)
-    return step.graph
+    if step.refusal:
+        raise ValueError(step.refusal)
+    return step
 
 
 class Run:
@@ -70,8 +70,8 @@ class Run:
         make = GRAPHS.get(device.type)
         for engine in self._engines:
             if make is None:
-                engine.holdings.log.fall_back(
-                    f"CUDAGraphRunner runs {engine.holdings.kind.__name__} uncaptured: {device.type} has no CUDA graphs",
+                engine.log.fall_back(
+                    f"CUDAGraphRunner runs {engine.kind.__name__} uncaptured: {device.type} has no CUDA graphs",
                     "use it for parameters on CUDA",
                 )
             elif (refusal := graph_of(engine.current()).only_whole) and self.alone:
@@ -101,7 +101,7 @@ class Run:
     def _note_capture(self) -> None:
         self._guards = list(map(guards_of, self._optimizers))
         for engine in self._engines:
-            engine.holdings.log.captures.append(self._cause)
+            engine.log.captures.append(self._cause)
 
     def _explain(self) -> str:
         """Why the graph is stale."""
@@ -162,5 +162,5 @@ class StepRun(Run):
             self._graph.capture(step.launch)
             self._note_capture()
         self._graph.replay()
-        self._engines[0].holdings.log.replays += 1
+        self._engines[0].log.replays += 1
         return None

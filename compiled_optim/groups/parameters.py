@@ -167,12 +167,6 @@ def _form(value: Any) -> str:
     return f"{type(value).__name__}{shape}"
 
 
-def hand_over(key: str, value: Any, groups: list[dict[str, Any]]) -> None:
-    """Give a hyperparameter that the constructor got as a tensor to all groups without a value for it, to adopt."""
-    for group in groups:
-        group.setdefault(key, value)
-
-
 @advising()
 def check_params(
     optimizer: type[Declared], group: Mapping[str, Any], index: int, elsewhere: Mapping[int, str], first: Mapping[str, Any]

@@ -20,6 +20,7 @@ class Changes:
     pending = True
     is_guarded = False  # whether compiled code asks, and nobody else does before it runs
     is_refused = False  # whether a group may hold a number that no step can use
+    is_state_handed_out = False  # whether somebody may hold state tensors, and give them other memory
     are_numbers_read = False  # whether somebody but a called step reads numbers on the device
 
     def __init__(self) -> None:

@@ -32,7 +32,7 @@ class AccumulatedSteps:
     def check(self, groups: Sequence[Mapping[str, Any]], *, begins: bool = False) -> None:
         """Raise ``ValueError`` where the state of a group's parameters cannot take several gradients for one step.
 
-        Nothing is raised where steps have one gradient each, unless that ``begins`` to be otherwise.
+        Checks only if accumulation is on, or ``begins``.
         """
         if not (begins or self.is_on or self._open):
             return
@@ -60,15 +60,15 @@ class AccumulatedSteps:
             )
 
     def forget(self) -> None:
-        """Note that all state is that of whole steps, since it was replaced."""
+        """Note that state was replaced, by that of whole steps."""
         self._open.clear()
 
     def keep(self, params: Iterable[Tensor]) -> None:
-        """Note that the optimizer has ``params`` alone now, which it keeps alive until this is called again."""
+        """Forget all parameters but ``params``, which the optimizer has now, and keeps alive until this is called again."""
         self._open.intersection_update(map(id, params))
 
-    def rest(self, params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """``grads``, with zeros for those of ``params`` that took part in earlier gradients of a step that is to end."""
+    def with_zeros(self, params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """``grads``; where they end a step, with zeros for those of ``params`` that had earlier gradients in it."""
         if self.is_on:
             return list(grads)
         pairs = zip(params, grads, strict=True)
@@ -78,7 +78,11 @@ class AccumulatedSteps:
     def launching(
         self, params: Sequence[Tensor], grads: Sequence[Tensor | None], state: Mapping[Any, Any]
     ) -> Iterator[None]:
-        """Say in step counts what a launch inside a ``with`` block is to do to those ``params`` that have ``grads``."""
+        """Add to step counts, for a launch inside a ``with`` block, fractions that tell the rule its place in the step.
+
+        They say of each of ``params`` that has a gradient in ``grads`` whether the step has had one before, and whether
+        another one follows.
+        """
         present = [p for p, grad in zip(params, grads, strict=True) if grad is not None]
         if not present or not (self.is_on or self._open):
             yield

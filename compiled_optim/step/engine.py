@@ -1,23 +1,44 @@
-"""What runs an optimizer's steps, one at a time, apart from what users see of the optimizer."""
+"""What an optimizer is inside: its groups and state, and what makes and runs its steps, one at a time."""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import itertools
 import threading
+import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
+from weakref import WeakValueDictionary
 
+import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
+from compiled_optim.checkpoint import state_dict as checkpoint
+from compiled_optim.checkpoint.state_dict import PreparedLoad
 from compiled_optim.groups.live import Live
-from compiled_optim.groups.parameters import named_parameters
-from compiled_optim.groups.watched import Changes
+from compiled_optim.groups.param_group import ParamGroup
+from compiled_optim.groups.parameters import (
+    check_params,
+    named_parameters,
+    names_and_tensors,
+    parameter_name,
+    repeated,
+    shared_name,
+    without_aliases,
+)
+from compiled_optim.groups.per_parameter import ByName, check_names, ignores_prefixes, kept, warn_of_unused
+from compiled_optim.groups.watched import Changes, WatchedList
 from compiled_optim.lowering.torch_ops.inductor import InlinedStep
 from compiled_optim.memory.addresses import gradient
 from compiled_optim.memory.cache import CompilerError
+from compiled_optim.memory.layout import scalars_device
 from compiled_optim.memory.torch_internals import (
     beside_graphs,
     can_capture,
+    current_capture,
     fakes_are_made,
     inductor_captures,
     is_capturing,
@@ -25,48 +46,64 @@ from compiled_optim.memory.torch_internals import (
     outside_dynamo,
     outside_inference_mode,
 )
-from compiled_optim.plan.clipping import CHOSEN, NAMES
-from compiled_optim.plan.compilations import spend
-from compiled_optim.rule.declared import Declared, no_hyperparameter
-from compiled_optim.step import traced
-from compiled_optim.step.hand_captures import is_recorded_by_runner
-from compiled_optim.step.holdings import Holdings, position
-from compiled_optim.step.step import Step
-from compiled_optim.step.use_of_gradients import refuse_whole
+from compiled_optim.plan.clipping import CHOSEN, NAMES, Clipping
+from compiled_optim.plan.compilations import CompilationLog, spend
+from compiled_optim.plan.schedule import Schedule, Schedules
+from compiled_optim.rule.declared import Declared, no_hyperparameter, state_names
+from compiled_optim.rule.fields import Hyper, Scale
+from compiled_optim.rule.misspelled import warn_of_entry
+from compiled_optim.rule.rule import TRAIN_MODE
+from compiled_optim.state import OptimizerState, ParamState
+from compiled_optim.step.accumulation import AccumulatedSteps
+from compiled_optim.step.options import check_keys, check_values, group_keys, position
+from compiled_optim.step.step import Gradients, Step
 
-MakeStep: TypeAlias = Callable[[Holdings, tuple[Any, ...], Callable[[Tensor], Tensor | None]], Step]
+MakeStep: TypeAlias = Callable[["Engine", Callable[[Tensor], Tensor | None]], Step]
 Launcher: TypeAlias = Callable[[Step, Callable[[], Any] | None], Any]
 
+_keys = itertools.count()
+ENGINES: WeakValueDictionary[str, Engine] = WeakValueDictionary()
+"""All that live, by :attr:`Engine.key`."""
 
-class Released(Protocol):
-    """What updates parameters inside of backward, in place of :meth:`Engine.run`."""
+NAMED: WeakValueDictionary[str, Engine] = WeakValueDictionary()
+"""Those that have made a step, by :attr:`Engine.name`."""
 
-    def step(self, given: list[Tensor | None] | None) -> None:
-        """End an update. ``given`` are None, or gradients that compiled code hands over."""
-
-    def zero_grad(self) -> None:
-        """Note that somebody is about to drop all gradients."""
-
-    def refuse(self, name: str, value: object) -> None:
-        """Raise ``ValueError`` where ``value``, assigned as the optimizer's ``name``, needs all gradients together."""
+_WHOLE = {
+    "max_grad_norm": "the norm of all gradients is not known before the last of them, when the others are used and freed",
+    "skip_nonfinite": "whether all gradients are finite is not known before the last of them, when the others are used",
+    "grad_scale": "gradients are used before a gradient scaler can unscale them; train in bfloat16 without one",
+    "found_inf": "gradients are used before a gradient scaler can look at them; train in bfloat16 without one",
+}
+"""Why each of :data:`NAMES` needs all gradients together."""
 
 
 class Engine:
-    """Makes the step of an optimizer anew when groups or state changed, and runs it."""
+    """Owns the groups and the state of an optimizer, makes its step anew when they change, and runs it.
+
+    Attributes:
+        lock: held by whoever steps, saves, loads or makes the step anew.
+        key: under which the engine is found in this process.
+        name: by which operators find the engine, in another process too; empty before the first step is made.
+        is_open: whether more groups come before the first step is made.
+        changes: where groups and state report writes.
+    """
 
     def __init__(self, make: MakeStep) -> None:
         self._make = make
-        self.lock = threading.RLock()  # held by whoever steps, saves, loads or makes the step anew
-        self.key = traced.register(self)  # under which the engine is found in this process
-        self.name = ""  # under which the traced operator finds it, in another process too
-        self.is_open = False  # whether more groups come before the first step is made
-        self._changes = Changes()
+        self.lock = threading.RLock()
+        self.key = str(next(_keys))
+        ENGINES[self.key] = self
+        self.name = ""
+        self.is_open = False
+        self.changes = Changes()
 
     def begin(self, kind: type[Declared], lowering: str) -> None:
-        """Own nothing yet, for an optimizer that is being made, or copied."""
+        """Own nothing yet, for an optimizer of this ``kind`` that is being made, or copied."""
+        self.kind, self.lowering = kind, lowering
         self.step: Step | None = None  # the one that was made last
         self.launcher: Launcher | None = None  # what steps call in place of Step.launch, if anything
-        self.release: Released | None = None  # what updates parameters inside of backward, if anything
+        self.release: Callable[[Gradients], None] | None = None  # what ends steps whose updates are in backward, if any are
+        self.zeroed = 0  # how often somebody dropped all gradients outside of backward
         self.launches = 0  # how many updates of some parameters or of all were launched here
         self.runs = 0  # how many steps were run here, captured ones among them
         self.steps = 0  # how many were taken, replayed ones among them
@@ -76,8 +113,41 @@ class Engine:
         self.given: dict[str, tuple[Any, Any]] = {}  # defaults, and the tensors that they were given as, for groups to adopt
         self.assigned: dict[str, Any] = {"max_grad_norm": None, "skip_nonfinite": False}  # and what a gradient scaler sets
         self.is_called = False  # whether there was a step, which torch's schedulers ask
-        self._changes.pending = True
-        self.holdings = Holdings(kind, lowering, self._changes)
+        self.groups = []
+        self.aliases: dict[str, str] = {}  # further names of tied parameters -> the names that were kept
+        self._checked_scales: list[Any] = []  # `lr_scale` dicts whose names are parameters'
+        self._unused: set[str] = set()  # options without use, and patterns of `exclude`, that were looked at
+        self._named: list[list[tuple[Tensor, str]]] = []  # by group, as it was when the step was made last
+        self.schedules = Schedules()
+        self.accumulated = AccumulatedSteps(kind)
+        self.clipping = Clipping(torch.device("cpu"))
+        self.log = CompilationLog()
+        self.user_graphs = UserGraphs()
+        self.replace_state({})
+
+    @property
+    def groups(self) -> list[Any]:
+        """``param_groups``. Somebody may put plain dicts there, which :meth:`adopt` replaces."""
+        return self._groups
+
+    @groups.setter
+    def groups(self, groups: Iterable[Any]) -> None:
+        self.changes.pending = True
+        self._groups = WatchedList(self.changes, groups)
+        self.changes.pending = True
+
+    @property
+    def distinct_groups(self) -> list[ParamGroup]:
+        """``groups``, after :meth:`adopt`; one that is listed again, once."""
+        return list({id(group): group for group in self.groups}.values())
+
+    def replace_state(self, values: Mapping[Any, Any]) -> None:
+        """Let the state be ``values``, a mapping of mappings."""
+        self.changes.pending = True
+        self.changes.is_state_handed_out = bool(values)
+        self.state = OptimizerState(changes=self.changes, names=state_names(self.kind))
+        self.accumulated.forget()
+        self.state.update(values)
 
     @property
     def params(self) -> list[Tensor]:
@@ -90,16 +160,16 @@ class Engine:
         return [] if self.step is None else self.step.live
 
     @property
-    def clipping(self) -> tuple[Any, ...]:
+    def clip_args(self) -> tuple[Any, ...]:
         """What :meth:`Clipping.take` takes, as it is assigned now."""
         return tuple(map(self.assigned.get, NAMES))
 
     def assign(self, name: str, value: Any) -> None:
         """Take ``value`` as one of :data:`NAMES`; an error, and no change, where it does not fit."""
         if self.release is not None:
-            self.release.refuse(name, value)
-        if self.holdings.accumulated.was_on:
-            refuse_whole(name, value, "optimizer accumulation")
+            refuse_whole("gradient release", {name: value})
+        if self.accumulated.was_on:
+            refuse_whole("optimizer accumulation", {name: value})
         before = dict(self.assigned)
         self.assigned[name] = value
         if name in CHOSEN:
@@ -112,20 +182,198 @@ class Engine:
     def add_group(self, param_group: Mapping[str, Any]) -> None:
         """Add a parameter group. One that does not fit is taken back."""
         with self.lock:
-            holdings = self.holdings
-            known, aliases = {*holdings.state}, dict(holdings.aliases)
-            given = {k: tensor for k, (number, tensor) in self.given.items() if self.defaults.get(k) == number}
-            holdings.add(param_group, {**self.defaults, **given})
+            known, aliases = {*self.state}, dict(self.aliases)
+            self._append(param_group)
             if self.is_open:
                 return
             try:
                 self.renew()
             except (TypeError, ValueError):
-                holdings.groups.pop()
-                for param in [p for p in holdings.state if p not in known]:
-                    holdings.state.drop_quietly(param)
-                holdings.aliases = aliases
+                self.groups.pop()
+                for param in [p for p in self.state if p not in known]:
+                    self.state.drop_quietly(param)
+                self.aliases = aliases
                 raise
+
+    def _append(self, param_group: Mapping[str, Any]) -> None:
+        """Append a group, with defaults for missing entries; an error, and no change, where something does not fit."""
+        index = len(self.groups)
+        label = f"param_groups[{index}]"
+        given = {k: tensor for k, (number, tensor) in self.given.items() if self.defaults.get(k) == number}
+        defaults = {**self.defaults, **given}
+        values = {**defaults, **param_group}
+        check_keys(self.kind, values, index)
+        if "params" not in param_group:
+            raise ValueError(f"{label} has no 'params'")
+        names, params = names_and_tensors(param_group["params"], f"{label}['params']")
+        firsts, values["params"], aliases = without_aliases(names, params)
+        if firsts:
+            values["param_names"] = firsts
+        elsewhere = {id(param): name for name, param in named_parameters(self.groups)}
+        check_params(self.kind, values, index, elsewhere, (*self.groups, values)[0])
+        check_values(self.kind, values, defaults, index)
+        for key in param_group:
+            warn_of_entry(key, ("params", *group_keys(self.kind)), label)
+        if (place := repeated(names, params)) is not None:
+            name = parameter_name({"param_names": names}, index, place)
+            warnings.warn(
+                f"optimizer contains a parameter group with duplicate parameters: '{name}' is there before; it is updated "
+                "once per step",
+                stacklevel=2,
+            )
+        if (shared := shared_name([*firsts, *aliases], self.groups, self.aliases)) is not None:
+            warnings.warn(
+                f"two parameters are named '{shared}', and checkpoints can tell them apart by their order alone; give the "
+                "names of each model a prefix of its own",
+                stacklevel=2,
+            )
+        self.groups.append(self._group(values, index))
+        every_name = {name for group in self.groups for name in group.get("param_names", ())}
+        self.aliases = {alias: name for alias, name in (self.aliases | aliases).items() if alias not in every_name}
+        self.changes.pending = True
+
+    def _group(self, values: Mapping[str, Any], index: int) -> ParamGroup:
+        kind, own = self.kind, weakref.ref(self)  # which the group may outlive
+
+        def check(group: Mapping[str, Any], before: Mapping[str, Any]) -> None:
+            check_values(kind, group, before, index)
+            assigned = [scale for scale in kind._fields_of(Scale) if group.get(scale.name) is not before.get(scale.name)]
+            if assigned and (engine := own()) is not None:
+                engine._check_scales(assigned, [group], [other for other in engine.groups if other is not before])
+
+        device = scalars_device(values["params"] or [torch.empty(0)])  # for no parameters, the default device
+        others = [g for i, g in enumerate(self.groups) if i != index and isinstance(g, ParamGroup)]
+        return ParamGroup(values, kind._declaration, device, f"param_groups[{index}]", check, self.changes, others)
+
+    def adopt(self, *, checked: bool, unshown: Iterable[Mapping[str, Any]] = ()) -> None:
+        """Make groups of the plain dicts that somebody put there, and let all follow their parameters to other devices.
+
+        A dict takes from the defaults what it lacks; ``checked`` says that the dicts are copies of groups that were checked,
+        whose :meth:`~ParamGroup.unshown` hyperparameters come along.
+        """
+        made: dict[int, ParamGroup] = {}  # of one dict that is listed twice, one group
+        for index, group in enumerate(self.groups):
+            if id(group) in made:
+                self.groups[index] = made[id(group)]
+            elif not isinstance(group, ParamGroup):
+                if "params" not in group:
+                    raise ValueError(f"param_groups[{index}] has no 'params'")
+                values = {**self.defaults, **group}
+                if not checked:
+                    check_values(self.kind, values, self.defaults, index)
+                self.groups[index] = made[id(group)] = self._group(values, index)
+        groups = self.distinct_groups
+        for adopted, numbers in zip(groups, unshown, strict=False):
+            adopted.take_over(numbers)
+        elsewhere: dict[int, str] = {}
+        for index, group in enumerate(groups):
+            self._follow_names(group, index)
+            check_params(self.kind, group, index, elsewhere, self.groups[0])
+            elsewhere |= {id(param): parameter_name(group, index, j) for j, param in enumerate(group["params"])}
+            if group["params"]:
+                group.to(scalars_device(group["params"]))
+        self._checked_scales = self._check_scales(self.kind._fields_of(Scale), self.groups)
+        self._unused = warn_of_unused(self.kind._declaration.options, self.groups, self._unused)
+        self._note_names()
+        self._drop_unstepped()
+
+    def _check_scales(
+        self, scales: Sequence[Scale], groups: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, Any]] = ()
+    ) -> list[Any]:
+        """Return what ``groups`` choose for ``scales``.
+
+        ``ValueError`` where a dict that is new does not fit the names of parameters, in ``groups`` and ``others``.
+        """
+        names = [name for group in (*groups, *others) for name in group.get("param_names", ())]
+        by_short_name = ignores_prefixes(scales, [*groups, *others])
+        chosen = [(scale, kept(group.get(scale.name))) for scale in scales for group in groups]
+        found = {id(given): (scale, given) for scale, given in chosen}
+        for scale, given in found.values():
+            if isinstance(given, ByName) and not any(given is known for known in self._checked_scales):
+                check_names(scale, given, names, self.aliases, by_short_name=by_short_name)
+        return [given for _, given in found.values()]
+
+    def _note_names(self) -> None:
+        """Note whose the names are, for :meth:`_follow_names`. torch swaps no tensors that have weak references."""
+        pairs = [(group["params"], group.get("param_names", ())) for group in self.groups]
+        self._named = [list(zip(*pair, strict=False)) for pair in pairs]
+
+    def _follow_names(self, group: ParamGroup, index: int) -> None:
+        """Let names stay with parameters where only ``params`` was edited; one in the place of another takes its name."""
+        params, names = group["params"], group.get("param_names")
+        noted = self._named[index] if index < len(self._named) else []
+        is_edited = [id(param) for param, _ in noted] != list(map(id, params))
+        if names is None or (len(names) == len(params) and not (is_edited and list(names) == [name for _, name in noted])):
+            return
+        known = {id(param): name for named in self._named for param, name in named}
+        taken = {known[id(param)] for param in params if id(param) in known}
+        found = []
+        for j, param in enumerate(params):
+            is_free = j < len(names) and names[j] not in taken
+            found.append(known.get(id(param), names[j] if is_free else parameter_name({}, index, j)))
+        if found != list(names):
+            group.set_quietly("param_names", found)
+
+    def _drop_unstepped(self) -> None:
+        """Drop the state of parameters that left the groups without ever having been stepped; torch makes none for them.
+
+        State of another step count or with other numbers stays, whoever wrote them.
+        """
+        present = {param for group in self.groups for param in group["params"]}
+        gone = [p for p, entries in self.state.items() if isinstance(entries, ParamState) and p not in present]
+        for param in [p for p in gone if self.state[p].is_initial()]:
+            del self.state[param]
+
+    def schedule(self, group: int | None, functions: Mapping[str, Schedule | None]) -> None:
+        """Begin or end schedules of one group or of all; an error, and no change, where one does not fit."""
+        self.current()
+        hypers = {h.name: h for h in self.kind._fields_of(Hyper)}
+        if unknown := functions.keys() - hypers.keys():
+            raise ValueError(no_hyperparameter(self.kind, min(unknown)))
+        groups = self.distinct_groups
+        schedules = self.schedules.copy()
+        for index in range(len(groups)) if group is None else [position(group, len(groups))]:
+            for name, function in functions.items():
+                if function is not None and name not in groups[index]:
+                    raise ValueError(f"param_groups[{index}] has no {name}; it needs {hypers[name].when}=True")
+                schedules.set(index, groups[index], hypers[name], function)
+        self.schedules = schedules
+        schedules.follow(groups)
+        self.changes.pending = True
+
+    def check_numbers(self) -> None:
+        """Raise ``ValueError`` where a number that was written to a group is out of range."""
+        if self.changes.is_refused:
+            for group in self.distinct_groups:
+                for message in group.out_of_range.values():
+                    raise ValueError(message)
+                if not group.get(TRAIN_MODE, True):
+                    raise RuntimeError(f"{group.label} has the parameters to evaluate; call the optimizer's train() first")
+            self.changes.is_refused = False
+
+    def save(self, flags: Mapping[str, Any]) -> dict[str, Any]:
+        """The state dict, with the values of ``flags`` for run-time flags. The caller holds :attr:`lock`."""
+        step = self.current()
+        self.accumulated.check_ended("saved")
+        self.changes.is_state_handed_out = True
+        groups = self.distinct_groups
+        return step.saved(checkpoint.save(self.kind._declaration, groups, self.state, self.aliases, flags))
+
+    def prepare_load(
+        self, saved: Mapping[str, Any], strict: bool, hyperparameters: Literal["checkpoint", "keep"]
+    ) -> PreparedLoad:
+        """Check what copies a state dict into groups and state; an error where it does not fit.
+
+        The caller holds :attr:`lock` until all is written.
+        """
+
+        def prepare(saved: Mapping[str, Any]) -> PreparedLoad:
+            groups, state, aliases = self.distinct_groups, self.state, self.aliases
+            return checkpoint.prepare_load(self.kind, groups, state, aliases, saved, strict, hyperparameters)
+
+        load = self.current().prepare_load(saved, prepare)
+        load.afterwards += [self.accumulated.forget, self._note_names]
+        return load
 
     def current(self) -> Step:
         """The step, made anew if groups or state changed."""
@@ -136,84 +384,102 @@ class Engine:
         return self.step
 
     @outside_inference_mode()
-    def renew(self, grads: Sequence[Tensor | None] | None = None) -> list[Tensor | None] | None:
-        """Make the step anew from groups and state, and return ``grads`` in the order in which the parameters are now."""
-        self._changes.pending = True  # to the end, whatever interrupts it
+    def renew(self, grads: Gradients = None) -> tuple[Step, Gradients]:
+        """Make the step anew from groups and state; with it, ``grads`` in the order in which the parameters are now."""
+        self.changes.pending = True  # to the end, whatever interrupts it
         given = {} if grads is None else dict(zip(map(id, self.params), grads, strict=True))
 
         def grad_of(param: Tensor) -> Tensor | None:
             return given[id(param)] if id(param) in given else gradient(param)
 
-        self.holdings.adopt(self.defaults, checked=self.step is None)
-        Live.send(self._changes)
-        self.holdings.accumulated.keep(p for group in self.holdings.own_groups for p in group["params"])
-        self.step = self._make(self.holdings, self.clipping, grad_of)
-        self.name = traced.named(self, self.holdings.kind.__qualname__, named_parameters(self.holdings.groups))
-        self._changes.pending = False
-        self.holdings.hand_captures.leave()
-        return None if grads is None else list(map(grad_of, self.params))
+        self.adopt(checked=self.step is None)
+        Live.send(self.changes)
+        self.accumulated.keep(p for group in self.groups for p in group["params"])
+        self.step = self._make(self, grad_of)
+        self._take_name()
+        self.changes.pending = False
+        self.user_graphs.leave()
+        return self.step, None if grads is None else list(map(grad_of, self.params))
 
-    @property
-    def is_outdated(self) -> bool:
-        """Whether groups, state or clipping changed, so that :attr:`step` will be made anew."""
-        return self._changes.pending
+    def _take_name(self) -> None:
+        """Take the name by which operators find the engine, for as long as it lives and has these parameters.
 
-    def settle(self) -> Step:
-        """The step, with everything that it needs, so that taking it allocates nothing that stays; see :meth:`Step.settle`.
-
-        Raises:
-            TypeError, ValueError, RecompileError: as the optimizer's ``step``.
+        It is made of what every process knows that makes this optimizer, so that caches of compiled code serve all of them.
+        The last part counts those that are alive and equal in all else.
         """
-        with self.lock:
-            self._settle([None] * len(self.current().params))
-            assert self.step is not None
-            return self.step
+        params = named_parameters(self.groups)
+        facts = [(name, None if is_lazy(param) else tuple(param.shape), str(param.dtype)) for name, param in params]
+        first = f"{facts[0][0]} {facts[0][1]}" if facts else "nothing"
+        digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+        description = f"{self.kind.__qualname__} of {first}, {len(facts)} in all, {digest}"
+        if without_number(self.name) != description:
+            NAMED.pop(self.name, None)
+            names = (f"{description} #{number}" for number in itertools.count())
+            self.name = next(name for name in names if NAMED.setdefault(name, self) is self)
 
-    @outside_inference_mode()
-    def _settle(self, grads: list[Tensor | None]) -> list[Tensor | None]:
-        """:meth:`settle` for gradients like ``grads``, which are returned in the order in which the parameters are now."""
+    def _step_for(self, grads: Gradients) -> tuple[Step, Gradients]:
+        """A step that can be taken with ``grads``, made anew if need be, and these in the order of its parameters."""
         step = self.step
         if step is None or not step.is_current() or not step.describes(grads):
-            found = self.renew(grads)
-            assert found is not None
-            grads = found
-        assert self.step is not None
-        try:
-            self.step.settle(self.clipping)
-        except CompilerError:  # which lets the plans have another lowering
-            return self._settle(grads)
-        return grads
+            step, grads = self.renew(grads)
+            described = step.describes(grads)
+            assert described
+        return step, grads
 
-    def settle_for_graphs(self) -> bool:
-        """Make the step current, and settled where a compiler's CUDA graph can hold it. Whether one can."""
+    def preallocate(self) -> Step:
+        """The step, with all of its long-lived memory allocated; see :meth:`Step.preallocate`."""
         with self.lock:
-            self.holdings.check_numbers()
+            return self._preallocate([None] * len(self.current().params))[0]
+
+    @outside_inference_mode()
+    def _preallocate(self, grads: Gradients) -> tuple[Step, Gradients]:
+        """:meth:`_step_for`, with all of its memory."""
+        step, grads = self._step_for(grads)
+        self.clipping.take(*self.clip_args)
+        try:
+            step.preallocate()
+        except CompilerError:  # which lets the plans have another lowering
+            return self._preallocate(grads)
+        return step, grads
+
+    def preallocate_for_graphs(self) -> bool:
+        """Make the step current, and its memory where a compiler's CUDA graph can hold it. Whether one can."""
+        with self.lock:
+            self.check_numbers()
             step = self.current()
             if not self._fits_graphs(step) or any(map(is_capturing, step.devices)):  # where nothing could be made
                 return self._fits_graphs(step)
-            step = self.settle()
+            step = self.preallocate()
             fits = self._fits_graphs(step)
-            before, log = self._in_graphs, self.holdings.log
+            before = self._in_graphs
             if fits and (before is None or before() is not step):
                 cause = before and "groups, state or clipping changed, or a tensor moved, and compiled code holds the step"
                 if cause:
-                    spend(f"{self.holdings.kind.__name__} would capture its step again: {cause}")
+                    spend(f"{self.kind.__name__} would capture its step again: {cause}")
                 self._guard()
-                log.captures.append(cause or "")
+                self.log.captures.append(cause or "")
                 self._in_graphs = weakref.ref(step)
             return fits
 
-    def settle_inlined(self, present: Sequence[int]) -> bool:
+    def _fits_graphs(self, step: Step) -> bool:
+        """Whether replays do all that steps must do, for as long as nothing is reported."""
+        is_plain = self.release is None and self.launcher is None and not (step.refusal or step.only_whole)
+        limit, grad_scale, found_inf, _ = self.clip_args
+        is_near = not isinstance(limit, Tensor) or [limit.device] == [*step.devices]
+        is_there = len(step.devices) == 1 and can_capture(step.devices[0])
+        return is_plain and is_there and is_near and grad_scale is None and found_inf is None
+
+    def inline(self, present: Sequence[int]) -> bool:
         """Make the step current, and :attr:`inlined` of it, for gradients at ``present``. Whether code can hold that."""
         with self.lock:
-            if self.release is not None or self.launcher is not None or self.holdings.accumulated.was_on:
+            if self.release is not None or self.launcher is not None or self.accumulated.was_on:
                 return False
             step, there = self.current(), {*present}
             given = [p if i in there else None for i, p in enumerate(step.params)]  # for gradients, which are fake
             if step.wakes(given) or not step.describes([None] * len(given)):  # or a parameter or its state moved
-                self.renew(given)
-                step = self.current()
-            inlined = step.inlined(self.clipping)
+                step, _ = self.renew(given)
+            self.clipping.take(*self.clip_args)
+            inlined = step.inlined()
             if isinstance(inlined, str):
                 return False
             self.mark_stepped()
@@ -223,58 +489,50 @@ class Engine:
 
     def _guard(self) -> None:
         """Note that compiled code may hold the step, which then asks nobody before it runs."""
-        self._changes.is_guarded = True
+        self.changes.is_guarded = True
         self.let_read()
 
     def let_read(self) -> None:
         """Note that somebody reads numbers where they lie, at any time: none of them waits for a step from now on."""
-        self._changes.are_numbers_read = True
-        Live.send(self._changes)
+        self.changes.are_numbers_read = True
+        Live.send(self.changes)
 
     def hand_out(self, name: str, group: int) -> None:
         """Note that somebody gets the live tensors of a hyperparameter; ``KeyError`` or ``IndexError`` if there are none."""
         live = self.current().live
         if name not in live[position(group, len(live))]:
-            raise KeyError(no_hyperparameter(self.holdings.kind, name))
-        self.holdings.own_groups[group].tensors(name)
+            raise KeyError(no_hyperparameter(self.kind, name))
+        self.distinct_groups[group].tensors(name)
 
     def follow_clipping(self) -> None:
-        """Let CUDA graphs of compiled code know what of clipping was assigned, since replays ask nobody; or leave them.
-
-        Raises:
-            TypeError, ValueError: what was assigned does not fit.
-        """
+        """Hand what was assigned to CUDA graphs of compiled code, whose replays ask nobody; or leave these."""
         if (self._in_graphs or self.inlined) is None or any(map(is_capturing, self.current().devices)):
             return
         with self.lock:
             if self.inlined is not None:
-                self.holdings.clipping.take(*self.clipping)
-                self._changes.pending |= not self.inlined.follows(self.holdings.clipping)
-            if self._in_graphs is not None and self.current().follow(self.clipping) is None:
-                self._changes.pending = True
-
-    def _fits_graphs(self, step: Step) -> bool:
-        """Whether replays do all that steps must do, for as long as nothing is reported."""
-        is_plain = self.release is None and self.launcher is None and isinstance(step.graph, Step) and not step.only_whole
-        limit, grad_scale, found_inf, _ = self.clipping
-        is_near = not isinstance(limit, Tensor) or [limit.device] == [*step.devices]
-        is_there = len(step.devices) == 1 and can_capture(step.devices[0])
-        return is_plain and is_there and is_near and grad_scale is None and found_inf is None
+                self.clipping.take(*self.clip_args)
+                self.changes.pending |= not self.inlined.follows(self.clipping)
+            if self._in_graphs is not None and self.current().follow(self.clip_args) is None:
+                self.changes.pending = True
 
     @outside_dynamo
-    def run(self, grads: list[Tensor | None] | None = None, closure: Callable[[], Any] | None = None) -> Any:
+    def run(self, grads: Gradients = None, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters, without hooks; see :meth:`prepare` and :meth:`Step.launch`. One thread at a time does."""
         with self.lock:
             if self.release is not None:
-                return self.release.step(grads)
-            if self.holdings.accumulated.was_on:
-                return self._take_or_end(grads)
+                return self.release(grads)
+            if self.accumulated.was_on:
+                step = self.current()
+                if self.launcher is not None and step.refusal:
+                    raise ValueError(step.refusal)
+                found = list(map(gradient, step.params)) if grads is None else grads
+                return self.update(self.accumulated.with_zeros(step.params, found), goes_on=False)
             step = self.prepare(grads)
             loss = step.launch(closure) if self.launcher is None else self.launcher(step, closure)
             self.finish(step)
         return loss
 
-    def run_in_graph(self, grads: list[Tensor | None]) -> None:
+    def run_in_graph(self, grads: Gradients) -> None:
         """Do as :meth:`run` in compiled code, which a compiler may be recording in a CUDA graph, or be about to.
 
         What is made meanwhile would lie in the graph's memory, so what is missing is made apart from it.
@@ -286,29 +544,24 @@ class Engine:
             if captures and not all(map(inductor_captures, captures)):
                 self.run(grads)  # somebody else's capture
                 return
-            if step.obstacle(grads, self.clipping) or not step.is_settled:
-                own = grads
-                grads = beside_graphs(lambda: self._settle(own), step.devices[0])
-                step = self.step
-                assert step is not None
-            if captures and isinstance(refusal := step.graph, str):
-                raise RuntimeError(refusal)
-            step = self.prepare(grads, by_inductor=True)
+            ordered = grads
+            if step.obstacle(grads, self.clip_args) or not step.is_preallocated:
+                step, ordered = beside_graphs(lambda: self._preallocate(grads), step.devices[0])
+            if captures and step.refusal:
+                raise RuntimeError(step.refusal)
+            step = self.prepare(ordered, by_inductor=True)
             step.launch()
             self.finish(step)
 
     def update(self, grads: list[Tensor | None], *, goes_on: bool) -> None:
-        """Update those parameters that have a gradient in ``grads``, one entry for each.
-
-        ``goes_on`` says that this goes on with the step whose first part was launched last.
-        """
+        """Update the parameters that have one of ``grads``; with ``goes_on`` as a part of the step of the last update."""
         with self.lock:
-            step, accumulated = self.prepare(grads), self.holdings.accumulated
+            step = self.prepare(grads)
             if not goes_on:  # after it, some parameters have counted the step
-                self.holdings.schedules.evaluate()  # outside of `launching`, where step counts are not whole
-            with accumulated.launching(step.params, grads, self.holdings.state):
-                step.launch_part(first=False)
-            self.finish(step, counts=not (goes_on or accumulated.is_on))
+                self.schedules.evaluate()  # outside of `launching`, where step counts are not whole
+            with self.accumulated.launching(step.params, grads, self.state):
+                step.launch_part()
+            self.finish(step, counts=not (goes_on or self.accumulated.is_on))
 
     def accumulate(self, on: bool) -> None:
         """Let the next gradients be taken by the state, or let parameters move again.
@@ -316,49 +569,31 @@ class Engine:
         Raises:
             ValueError: the state cannot take several gradients for one step, which is then as before.
         """
-        accumulated = self.holdings.accumulated
         if on:
-            for name, value in zip(NAMES, self.clipping, strict=True):
-                refuse_whole(name, value, "optimizer accumulation")
+            refuse_whole("optimizer accumulation", self.assigned)
             self.current()
-            accumulated.check(self.holdings.own_groups, begins=True)
-            if not accumulated.was_on:
-                self._changes.pending = accumulated.was_on = True
-        accumulated.is_on = on
+            self.accumulated.check(self.distinct_groups, begins=True)
+            if not self.accumulated.was_on:
+                self.changes.pending = self.accumulated.was_on = True
+        self.accumulated.is_on = on
 
-    def _take_or_end(self, grads: list[Tensor | None] | None) -> None:
-        """Take the gradients of a micro-batch, or move all parameters that took some."""
-        if self.launcher is not None and isinstance(refusal := self.current().graph, str):
-            raise ValueError(refusal)
-        params = self.current().params
-        found = list(map(gradient, params)) if grads is None else grads
-        self.update(self.holdings.accumulated.rest(params, found), goes_on=False)
-
-    def prepare(self, grads: list[Tensor | None] | None = None, *, by_inductor: bool = False) -> Step:
+    def prepare(self, grads: Gradients = None, *, by_inductor: bool = False) -> Step:
         """The host's part of a step, which may be a new one; nothing is updated yet. ``grads`` as in :meth:`Step.prepare`.
 
         ``by_inductor`` says that a capture, if there is one, is Inductor's: it drops its graphs when the step is made anew.
-
-        Raises:
-            TypeError, ValueError, RecompileError, RuntimeError: as the optimizer's ``step``.
+        Raises what the optimizer's ``step`` does.
         """
-        step, clipping = self.step, self.clipping
-        if step is not None and not by_inductor and any(map(is_capturing, step.devices)):
-            self._check_capture(step, grads, clipping)
+        if self.step is not None and not by_inductor and any(map(is_capturing, self.step.devices)):
+            self._check_capture(self.step, grads)
         if fakes_are_made() and not all(map(is_fake, self.params)):
             raise RuntimeError(
                 "a step of real parameters under FakeTensorMode would compute with fake tensors; leave the mode, or make "
                 "the parameters in it"
             )
         self.mark_stepped()
-        Live.send(self._changes)
-        self.holdings.clipping.take(*clipping)
-        if step is None or not step.is_current() or not step.describes(grads):
-            grads = self.renew(grads)
-            step = self.step
-            assert step is not None
-            described = step.describes(grads)
-            assert described
+        Live.send(self.changes)
+        self.clipping.take(*self.clip_args)
+        step, grads = self._step_for(grads)
         try:
             step.prepare(grads)
         except CompilerError:  # which lets the plans have another lowering
@@ -367,31 +602,85 @@ class Engine:
 
     def mark_stepped(self) -> None:
         """Let torch's schedulers know that there was a step, unless a number is out of range."""
-        self.holdings.check_numbers()
+        self.check_numbers()
         self.is_called = True
 
     def finish(self, step: Step, *, counts: bool = True) -> None:
-        """End a step that was launched, or a part of one, of which the first ``counts``."""
+        """End a step or a part of one, after its launch; of several parts only the first ``counts`` as a step."""
         self.launches += 1
         self.runs += counts
         if not step.is_recorded:
             self.steps += counts
-            self.holdings.log.has_stepped = True
+            self.log.has_stepped = True
         step.finish()
 
-    def _check_capture(self, step: Step, grads: list[Tensor | None] | None, clipping: tuple[Any, ...]) -> None:
+    def _check_capture(self, step: Step, grads: Gradients) -> None:
         """Refuse to capture a step that needs more than a graph can hold; warn of assignments after one that is captured."""
-        name = self.holdings.kind.__name__
-        if not step.is_recorded and any(map(is_recorded_by_runner, step.devices)):
+        name = self.kind.__name__
+        if not step.is_recorded and any(current_capture(device) in _runner_captures for device in step.devices):
             raise RuntimeError(
                 f"{name} is stepped in a function that a CUDAGraphRunner captures, but is not one of the "
                 "runner's optimizers; name it there"
             )
-        if obstacle := step.obstacle(grads, clipping):
+        if obstacle := step.obstacle(grads, self.clip_args):
             raise RuntimeError(
                 f"{name}.step() cannot be captured in a CUDA graph now: {obstacle}; "
                 "take one step before capturing, or let co.CUDAGraphRunner do so"
             )
         if not step.is_recorded:
-            self.holdings.hand_captures.keep(step.memory)
+            self.user_graphs.hold(step.memory)
             self.let_read()
+
+
+class UserGraphs:
+    """What graphs read that users captured themselves, without a runner: held, since nobody says when a graph is gone."""
+
+    def __init__(self) -> None:
+        self._held: list[object] = []
+        self._is_read = False  # whether the present step is among what a graph reads
+
+    def hold(self, memory: object) -> None:
+        """Note that a graph is to read ``memory``, which the present step uses."""
+        if not self._is_read:
+            self._held.append(memory)
+        self._is_read = True
+
+    def leave(self) -> None:
+        """Warn where the optimizer no longer uses what a graph reads."""
+        if self._is_read:
+            self._is_read = False
+            warnings.warn(
+                "groups, state or clipping changed after step() was captured in a CUDA graph, which goes on with those it "
+                "was captured with; capture it again, or with co.CUDAGraphRunner",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+
+_runner_captures: set[object] = set()
+
+
+@contextlib.contextmanager
+def recorded_by_runner(device: torch.device) -> Iterator[None]:
+    """Refuse steps that are captured meanwhile, on any thread, of optimizers that the runner was not told of."""
+    capture = current_capture(device)
+    _runner_captures.add(capture)
+    try:
+        yield
+    finally:
+        _runner_captures.discard(capture)
+
+
+def without_number(name: str) -> str:
+    """The name of an engine without its last part, which several engines that are alike differ in."""
+    return name.rpartition(" #")[0]
+
+
+def refuse_whole(where: str, assigned: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` where one of :data:`NAMES` is ``assigned`` that needs all gradients together.
+
+    ``where`` says what does not have them.
+    """
+    for name, value in assigned.items():
+        if value is not None and value is not False:
+            raise ValueError(f"{name} does not go with {where}: {_WHOLE[name]}")

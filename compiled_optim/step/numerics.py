@@ -129,7 +129,7 @@ def _uneven(plan: Plan, member: Member, grad: Tensor) -> float:
 
 
 def _gradient(plan: Plan, member: Member) -> Tensor | None:
-    """The gradient of the next step: that which is there, or zeros, of which state alone makes a step."""
+    """The gradient of the next step, or zeros, in which case momentum alone moves the parameter."""
     grad = gradient(member.owner)
     if grad is not None:
         return grad if plan.rule.gradients == "sparse" else local_gradient(grad, member.owner)
@@ -138,7 +138,8 @@ def _gradient(plan: Plan, member: Member) -> Tensor | None:
 
 def _next(plan: Plan, member: Member, grad: Tensor) -> tuple[Tensor, Tensor]:
     """The parameter with all its bits before and after its next step, which is neither clipped nor rounded."""
-    before = _wide(_whole(plan, member))
+    param, weights = member.param.detach(), plan.statics.get("weights")
+    before = _wide(param if weights is None else weight(param, member.entries, *weights))
     copy = before.clone()
     statics = {name: choice for name, choice in plan.statics.items() if name not in _CHOICES}
     entries = {name: entry.clone() for name, entry in member.entries.items() if name not in plan.buffers}
@@ -154,11 +155,6 @@ def _next(plan: Plan, member: Member, grad: Tensor) -> tuple[Tensor, Tensor]:
     Totals([lowering], clipping).launch() if plan.rule.has_totals(plan.statics) else lowering.launch()
     lowering.finish()
     return before, copy
-
-
-def _whole(plan: Plan, member: Member) -> Tensor:
-    param, choice = member.param.detach(), plan.statics.get("weights")
-    return param if choice is None else weight(param, member.entries, *choice)
 
 
 def _buffers(plan: Plan, member: Member, statics: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
@@ -184,8 +180,7 @@ def _half_unit(value: Tensor, plan: Plan, member: Member) -> Tensor:
 
 
 def _remedy(plan: Plan, member: Member) -> str:
-    is_half = member.param.dtype in HALVES
-    if is_half and "weights" not in plan.statics:
-        elementwise = plan.rule.granularity == "element" and plan.rule.gradients == "dense"
-        return "use weights='split8', 'kahan' or 'stochastic'" if elementwise else "keep it in float32"
-    return "use a larger lr: it has all bits of float32"
+    if member.param.dtype not in HALVES or "weights" in plan.statics:
+        return "use a larger lr: it has all bits of float32"
+    is_elementwise = plan.rule.granularity == "element" and plan.rule.gradients == "dense"
+    return "use weights='split8', 'kahan' or 'stochastic'" if is_elementwise else "keep it in float32"

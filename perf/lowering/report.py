@@ -218,7 +218,7 @@ def _steps(optimizer: Optimizer, device: str, *, compiled: bool = False, inlined
         started = processor_seconds()
         if compiled and is_own:  # what Dynamo has done while it traces, when nothing can be made on such a device
             engine = engine_of(optimizer)
-            settled = engine.settle_inlined(range(len(engine.params))) if inlined else engine.settle_for_graphs()
+            settled = engine.inline(range(len(engine.params))) if inlined else engine.preallocate_for_graphs()
             assert settled, "the step has another form"
         step()
         first = processor_seconds() - started

@@ -596,7 +596,7 @@ class TestBesideAStep:
         [
             (co.SGD, "prepare_load", lambda o, saved: o.load_state_dict(saved)),
             (co.SGD, "save", lambda o, saved: o.state_dict()),
-            (co.SGD, "add", lambda o, saved: o.add_param_group({"params": model("z")})),
+            (co.SGD, "_append", lambda o, saved: o.add_param_group({"params": model("z")})),
             (co.LBFGS, "prepare_load", lambda o, saved: o.load_state_dict(saved)),
         ],
         ids=["load", "save", "add", "LBFGS"],
@@ -606,8 +606,8 @@ class TestBesideAStep:
     ) -> None:
         optimizer = trained(kind)
         saved = copy.deepcopy(optimizer.state_dict())
-        holdings = engine_of(optimizer).holdings
-        original = getattr(holdings, inside)
+        engine = engine_of(optimizer)
+        original = getattr(engine, inside)
         entered, leave, stepped = threading.Event(), threading.Event(), threading.Event()
 
         def held(*args: Any, **kwargs: Any) -> Any:
@@ -619,7 +619,7 @@ class TestBesideAStep:
             train(optimizer)
             stepped.set()
 
-        monkeypatch.setattr(holdings, inside, held)
+        monkeypatch.setattr(engine, inside, held)
         threads = [threading.Thread(target=act, args=(optimizer, saved)), threading.Thread(target=step)]
         threads[0].start()
         assert entered.wait(60)

@@ -109,7 +109,7 @@ def test_a_scheduler_asks_nothing_of_the_device_until_the_step_which_copies_once
     "read",
     [
         lambda o: o.hyperparameter("lr"),
-        lambda o: engine_of(o).settle_inlined([0]),  # as a compiled step does
+        lambda o: engine_of(o).inline([0]),  # as a compiled step does
         lambda o: torch.compile(lambda: o.hyperparameter("lr") * 2, backend="eager", fullgraph=True)(),
         lambda o: engine_of(o).let_read(),  # as the capture of a graph by hand does
     ],
@@ -122,7 +122,7 @@ def test_a_number_does_not_wait_where_somebody_may_read_it_earlier(
     optimizer.step()
     optimizer.param_groups[0]["lr"] = 0.2
     read(optimizer)
-    assert not optimizer._engine._changes.unsent
+    assert not optimizer._engine.changes.unsent
     recorder.take()
     optimizer.param_groups[0]["lr"] = 0.3
     assert [o.name for o in recorder.take().operators] == ["fill_"]
@@ -152,7 +152,7 @@ def test_a_replayed_function_copies_no_scale_that_its_graph_copies(recorder: Rec
     recorder.take()
     optimizer.step()
     assert [o.name for o in recorder.take().operators] == ["copy_", "copy_"]
-    assert engine_of(optimizer).step.graph.follow((None, *scaler, False))
+    assert engine_of(optimizer).step.follow((None, *scaler, False))
     assert recorder.take().operators == []
 
 

@@ -44,7 +44,7 @@ def _inlined(case: GPUCase) -> str:
     with fake_cuda(90):
         params, optimizer = _on_gpu(case)
         engine = engine_of(optimizer)
-        if not engine.settle_inlined(range(len(params))):  # while Dynamo traces, the device that is none makes no tensors
+        if not engine.inline(range(len(params))):  # while Dynamo traces, the device that is none makes no tensors
             why = engine.step.inlined(engine.clipping)
             assert "takes means, with which Inductor fails" in why or "takes sums over all parameters" in why
             return ""

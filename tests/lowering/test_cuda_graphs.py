@@ -42,7 +42,7 @@ class Training:
             self.weights = list(map(nn.Parameter, self.weights))
         split = [{"params": self.weights[:1]}, {"params": self.weights[1:]}] if groups > 1 else self.weights
         self.optimizer = optimizer(split, **options)
-        engine_of(self.optimizer).settle()
+        engine_of(self.optimizer).preallocate()
         self.batch = torch.empty(16, 4, device="cuda", dtype=dtype)
 
     def step(self, x: Tensor) -> Tensor:

@@ -68,7 +68,7 @@ def _assert_alike(case: Case, dtype: torch.dtype = torch.float32) -> None:
     params, optimizer = _stepped(case, "inductor", dtype)
     wanted, reference = _stepped(case, "eager", dtype)
     assert {type(lowering) for lowering in engine_of(optimizer).step.lowerings} == {InductorLowering}
-    assert engine_of(optimizer).holdings.log.fallbacks == {}
+    assert engine_of(optimizer).log.fallbacks == {}
     for param, other in zip(params, wanted, strict=True):
         _assert_close(case, param.detach(), other.detach(), 1e-7)
         for name, entry in reference.state[other].items():
@@ -122,7 +122,7 @@ def test_neither_sizes_nor_numbers_nor_absent_gradients_compile_anything() -> No
         for param in params:
             param.grad = torch.empty_like(param)
         optimizer = co.AdamW(params[:3], lowering="inductor")
-        log = engine_of(optimizer).holdings.log
+        log = engine_of(optimizer).log
         with recording("cuda") as recorder:
             optimizer.step()
             assert len(log.compilations) == 2

@@ -476,7 +476,7 @@ def test_a_step_in_a_users_region_is_one_call_in_place() -> None:
         for param in params:
             param.grad = torch.empty_like(param)
         optimizer = co.AdamW(params)
-        assert engine_of(optimizer).settle_for_graphs()  # on such a device Dynamo cannot make anything while it traces
+        assert engine_of(optimizer).preallocate_for_graphs()  # on such a device Dynamo cannot make anything while it traces
         with recording("cuda") as recorder:
             torch.compile(optimizer.step, fullgraph=True)()
             (graph,) = recorder.take().graphs

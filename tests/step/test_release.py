@@ -22,9 +22,9 @@ from torch.optim.lr_scheduler import OneCycleLR, StepLR
 from torch.utils.checkpoint import checkpoint
 
 import compiled_optim as co
+from compiled_optim import release
 from compiled_optim.memory import torch_internals
 from compiled_optim.optimizer import CompiledOptimizer, engine_of
-from compiled_optim.step import release
 
 RELEASING = [kind for kind in registry() if hasattr(kind, "_rule") and not kind._rule.has_totals()]
 

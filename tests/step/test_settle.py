@@ -26,7 +26,7 @@ def test_steps_of_a_settled_optimizer_keep_no_memory(case: Case, options: str, m
     params = params if case.optimizer._granularity == "element" else [p for p in params if p.numel()]
     optimizer = case.optimizer([{"params": params[:1]}, {"params": params[1:]}], **case.kwargs, **OPTIONS[options])
     optimizer.schedule(lr=lambda step: 0.01 / step)
-    engine_of(optimizer).settle()
+    engine_of(optimizer).preallocate()
     grads = [torch.full_like(p, 0.1) for p in params]
     made, graph = Made(), SimulatedGraph(torch.device("cpu"))
     with made:
@@ -41,8 +41,8 @@ def test_steps_of_a_settled_optimizer_keep_no_memory(case: Case, options: str, m
 def test_the_number_of_clipping_has_one_address() -> None:
     param = nn.Parameter(torch.ones(3))
     optimizer = co.SGD([param], lr=1.0, max_grad_norm=1.0)
-    clipping = engine_of(optimizer).holdings.clipping
-    engine_of(optimizer).settle()
+    clipping = engine_of(optimizer).clipping
+    engine_of(optimizer).preallocate()
     address = clipping.tensors(param.device)[0].data_ptr()
     for limit in (2.0, None, 0.5, torch.tensor(3.0), 0.25):
         optimizer.max_grad_norm = limit

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from compiled_optim.optimizers.lbfgs.state_dict import COUNTS, ENTRIES, MEMORY, 
 from compiled_optim.rule.declared import Declared, added_choices
 from compiled_optim.rule.fields import Number, Scale, hyper, static
 from compiled_optim.state import ParamState
-from compiled_optim.step.holdings import Holdings
+from compiled_optim.step.engine import Engine
 from compiled_optim.step.step import Step
 
 
@@ -37,11 +37,11 @@ class LBFGSStep(Step):
     only_whole = "a step of LBFGS calls its closure: let the CUDA graph hold a function that calls step(closure)"
     name = "eager"
 
-    def __init__(self, holdings: Holdings, clipping: tuple[Any, ...], grad_of: Callable[[Tensor], Tensor | None]) -> None:
-        if len(holdings.own_groups) > 1:
+    def __init__(self, engine: Engine, grad_of: Callable[[Tensor], Tensor | None]) -> None:
+        if len(engine.distinct_groups) > 1:
             raise ValueError("LBFGS doesn't support per-parameter options (parameter groups)")
-        super().__init__(holdings, clipping, grad_of)
-        (self._group,) = holdings.own_groups
+        super().__init__(engine.kind, engine.groups, engine.changes)
+        (self._group,), self._state = engine.distinct_groups, engine.state
         devices = sorted({str(p.device) for p in self.params})
         if len(devices) > 1:
             raise ValueError(f"LBFGS needs parameters on one device, got {', '.join(devices)}")
@@ -51,7 +51,7 @@ class LBFGSStep(Step):
                 "does, such as AdamW, or replicate the model with DistributedDataParallel"
             )
         self.devices = (self.params[0].device,)
-        choices = {**added_choices(holdings.kind), **self._group}
+        choices = {**added_choices(engine.kind), **self._group}
         self.is_fixed, self._maximizes = choices["fixed_iterations"], choices["maximize"]
         self._iterations = choices["max_iter"]  # traced code cannot read groups
         self._captured_lr = self.live[0]["lr"].detach().clone()  # what a runner's graph reads
@@ -85,7 +85,7 @@ class LBFGSStep(Step):
 
     @property
     def _memory(self) -> ParamState:
-        memory: ParamState = self._holdings.state[self.params[0]]
+        memory: ParamState = self._state[self.params[0]]
         return memory
 
     def _new_state(self) -> dict[str, Tensor]:
@@ -100,11 +100,8 @@ class LBFGSStep(Step):
         return self._tensors, self._captured_lr
 
     @property
-    def graph(self) -> Step | str:
-        """Itself, where the host decides nothing."""
-        if not self.is_fixed:
-            return "LBFGS decides on the host when to stop; a CUDA graph needs fixed_iterations=True"
-        return self
+    def refusal(self) -> str:
+        return "" if self.is_fixed else "LBFGS decides on the host when to stop; a CUDA graph needs fixed_iterations=True"
 
     def launch(self, closure: Callable[[], Any] | None = None) -> Any:
         """Evaluate the closure, iterate, and return its first loss. With fixed iterations it can be traced."""
@@ -122,11 +119,11 @@ class LBFGSStep(Step):
     def key(self) -> tuple[object, ...]:
         return (self,)
 
-    def follow(self, clipping: tuple[Any, ...]) -> tuple[object, ...] | None:
+    def follow(self, clip_args: tuple[Any, ...]) -> tuple[object, ...] | None:
         """Hand an assigned learning rate over."""
         if not self.is_current():
             return None
-        Live.send(self._holdings.changes)
+        Live.send(self.changes)
         self._captured_lr.copy_(self.live[0]["lr"])
         return self.key()
 
@@ -232,21 +229,20 @@ class LBFGSStep(Step):
     def _flat(self, tensors: Sequence[Tensor]) -> Tensor:
         return torch.cat([tensor.reshape(-1).to(self._dtype) for tensor in tensors])
 
-    def save(self, flags: Mapping[str, Any]) -> dict[str, Any]:
-        """The state dict, with the values of ``flags`` for run-time flags. Waits for the device."""
-        result, own = self._holdings.save(flags), packed(self._memory)
-        first = result["param_groups"][0]["params"][0]
-        others = {name: value for name, value in result["state"].pop(first, {}).items() if name not in ENTRIES}
+    def saved(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """``state_dict`` with torch.optim.LBFGS's state. Waits for the device."""
+        own, first = packed(self._memory), state_dict["param_groups"][0]["params"][0]
+        others = {name: value for name, value in state_dict["state"].pop(first, {}).items() if name not in ENTRIES}
         if own["func_evals"] or others:
-            result["state"][first] = (own if own["func_evals"] else {}) | others
-        return result
+            state_dict["state"][first] = (own if own["func_evals"] else {}) | others
+        return state_dict
 
     @torch.no_grad()
     def prepare_load(
-        self, saved: Mapping[str, Any], strict: bool, hyperparameters: Literal["checkpoint", "keep"]
+        self, state_dict: Mapping[str, Any], prepare: Callable[[Mapping[str, Any]], PreparedLoad]
     ) -> PreparedLoad:
         """Check what copies a state dict of torch.optim.LBFGS or of this package; an error where it does not fit."""
-        memory, fresh, state_dict = self._memory, self._new_state(), read(saved)
+        memory, fresh, state_dict = self._memory, self._new_state(), read(state_dict)
         if len(state_dict["param_groups"]) != 1:
             raise ValueError(f"LBFGS has one parameter group, the checkpoint {len(state_dict['param_groups'])}")
         group = state_dict["param_groups"][0]
@@ -260,7 +256,7 @@ class LBFGSStep(Step):
                 unpack(fresh, own, order, self._sizes)
         for name, value in fresh.items():
             check_writable(memory[name], f"the optimizer's own {name}", tuple(value.shape), value)
-        load = self._holdings.prepare_load(state_dict, strict, hyperparameters)
+        load = prepare(state_dict)
         load.copies += [(memory[name], value) for name, value in fresh.items() if order is not None]
         return load
 

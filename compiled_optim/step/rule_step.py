@@ -1,0 +1,260 @@
+"""The step of an optimizer that has a rule: plans, each with a lowering that runs it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from compiled_optim.groups.live import Live
+from compiled_optim.lowering.choice import LOWERINGS, lower, refuse
+from compiled_optim.lowering.interface import Capturable
+from compiled_optim.lowering.torch_ops.inductor import InductorLowering, InlinedStep, obstacle
+from compiled_optim.lowering.totals import SquareSums, Totals
+from compiled_optim.memory.cache import CompilerError
+from compiled_optim.memory.torch_internals import can_capture, let_stay
+from compiled_optim.plan.clipping import Clipping
+from compiled_optim.plan.plan import Plan, partition
+from compiled_optim.rule.declared import Declared
+from compiled_optim.step.engine import Engine
+from compiled_optim.step.numerics import NumericsReport, check_numerics
+from compiled_optim.step.step import Gradients, Step
+
+
+class RuleStep(Step):
+    """The step of an optimizer that has a rule.
+
+    Missing state is made. ``TypeError`` or ``ValueError`` says which parameter, state or clipping does not fit.
+
+    Args:
+        engine: what owns groups and state. The step keeps what it needs of it, not the engine itself.
+        grad_of: the gradient of a parameter, if there is one.
+    """
+
+    def __init__(self, engine: Engine, grad_of: Callable[[Tensor], Tensor | None]) -> None:
+        groups = engine.distinct_groups
+        engine.schedules.follow(groups)
+        super().__init__(engine.kind, engine.groups, engine.changes)
+        if engine.accumulated.was_on:
+            engine.accumulated.check(groups)
+        plans = partition(engine.accumulated.rule, groups, engine.state, grad_of)
+        self.devices = tuple(dict.fromkeys(plan.device for plan in plans))
+        if plans:
+            if engine.clipping.device != plans[0].device:
+                engine.clipping = Clipping(plans[0].device)
+            engine.clipping.skip_overflow({param.dtype for plan in plans for param in plan.params})
+        self._log, self._accumulated, self._user_graphs = engine.log, engine.accumulated, engine.user_graphs
+        self._clipping, self._schedules = engine.clipping, engine.schedules
+        self._clipping.take(*engine.clip_args)
+        differentiable = any(g.get("differentiable", False) for g in groups)
+        if differentiable and self._clipping.measures_norm:
+            raise ValueError("differentiable=True does not work with max_grad_norm and skip_nonfinite: clip before the step")
+        self.lowerings = [lower(plan, engine.lowering, self._clipping, self._log, differentiable) for plan in plans]
+        self.name = " and ".join(sorted({lowering.name for lowering in self.lowerings})) or "eager"
+        for plan in plans:
+            plan.settle(None)
+        has_totals = any(plan.rule.has_totals(plan.statics) for plan in plans)
+        if has_totals and differentiable:
+            raise ValueError(f"differentiable=True does not go with {plans[0].rule.name}, which sums over all parameters")
+        self._totals = Totals(self.lowerings, self._clipping) if has_totals else None
+        self._report_shared_memory(plans)
+        self._schedules.count(plans)
+        self._square_sums: SquareSums | None = None
+        for param in self.params:
+            if can_capture(param.device) and not isinstance(param, torch.nn.Parameter):  # those stay by themselves
+                let_stay(param)
+        self._pinned: list[object] = []  # what graphs may use for as long as this step is the present one
+        self._inlined: InlinedStep | None = None
+        self._positions = [[self.places[id(p)] for p in plan.params] for plan in plans]
+        planned = {i for positions in self._positions for i in positions}
+        self._meta = [p for plan in plans if plan.is_meta for p in plan.params]
+        self._stateless = [i for i in range(len(self.params)) if i not in planned]
+
+    def _report_shared_memory(self, plans: Sequence[Plan]) -> None:
+        if later := [f"'{member.name}'" for plan in plans if plan.shares_memory for member in plan.members]:
+            more = f" and {len(later) - 3} more" if len(later) > 3 else ""
+            self._log.fall_back(
+                f"{', '.join(later[:3])}{more} share memory with other parameters, and are updated after them",
+                "a step has more launches for it",
+            )
+
+    @classmethod
+    def check_options(cls, optimizer: type[Declared], options: Mapping[str, Any]) -> None:
+        lowering = options["lowering"]
+        if lowering not in LOWERINGS:
+            raise ValueError(f"lowering must be one of {', '.join(LOWERINGS)}, got {lowering!r}")
+        if options["differentiable"] and optimizer._gradients == "sparse":
+            raise ValueError(f"differentiable=True needs dense gradients; {optimizer.__name__} takes sparse ones")
+        if options["differentiable"] and optimizer._granularity != "element":
+            raise ValueError(
+                f"differentiable=True is for optimizers that work element by element; {optimizer.__name__} does not"
+            )
+
+    @property
+    def memory(self) -> object:
+        """Tables, coefficients and scheduled hyperparameters."""
+        return self.lowerings, self._square_sums, self._schedules
+
+    def check_numerics(self) -> NumericsReport:
+        Live.send(self.changes)
+        return check_numerics(self.kind.__name__, [lowering.plan for lowering in self.lowerings])
+
+    def is_current(self) -> bool:
+        """Whether, besides, nobody has ceased to clip, and no meta parameter has got memory."""
+        clips = self._square_sums is None or self._clipping.measures_norm
+        return clips and all(p.is_meta for p in self._meta) and super().is_current()
+
+    def describes(self, grads: Gradients) -> bool:
+        """Whether the plans still describe parameters and gradients; a parameter without state has none."""
+        if self.wakes(grads):
+            return False
+        state, runs_user_code = self.changes.is_state_handed_out, bool(self._schedules.functions)
+        by_plan = zip(self.lowerings, self._by_plan(grads), strict=True)
+        return all([lowering.plan.read(given, state=state, keep_alive=runs_user_code) for lowering, given in by_plan])
+
+    def wakes(self, grads: Gradients) -> bool:
+        return any((self.params[i].grad if grads is None else grads[i]) is not None for i in self._stateless)
+
+    def _by_plan(self, grads: Gradients) -> Sequence[Gradients]:
+        if grads is None:
+            return [None] * len(self.lowerings)
+        return [list(map(grads.__getitem__, positions)) for positions in self._positions]
+
+    def obstacle(self, grads: Gradients, clip_args: tuple[Any, ...]) -> str:
+        """What a graph could not hold: anything but the work of a step like the last one."""
+        elsewhere = any(t.device != device for device in self.devices for t in self._clipping.tensors(device))
+        clips = clip_args[0] is not None or clip_args[-1]
+        reasons = {
+            "groups or state changed since the last step": not self.is_current(),
+            "a parameter got its first gradient": self.wakes(grads),
+            "its kernels are not compiled yet": not self._is_compiled,
+            "clipping was switched on or off": clips != (self._square_sums is not None),
+            "max_grad_norm or skip_nonfinite was assigned": not self._clipping.are_tensors(*clip_args),
+            "max_grad_norm is a tensor on another device": elsewhere and not self.is_recorded,
+        }
+        reason = next((r for r, holds in reasons.items() if holds), "")
+        return reason or ("" if self.describes(grads) else "a parameter moved or its gradient has another dtype")
+
+    @property
+    def _is_compiled(self) -> bool:
+        return all(lowering.is_compiled for lowering in self.lowerings)
+
+    def inlined(self) -> InlinedStep | str:
+        plans = [lowering.plan for lowering in self.lowerings]
+        reason = "" if self.name == InductorLowering.name else f"it is lowered to {self.name}"
+        names = self.kind._declaration.structural_hypers
+        if not reason and (name := next((n for g in self._groups for n in names if g.is_unreported(n)), "")):
+            reason = f"{name} is 0, and who has its tensor may write another number to it"
+        reason = reason or obstacle(plans, self._clipping)
+        self._log.compiled_step = f"an operator: {reason}" if reason else "its own operations"
+        if reason:
+            return reason
+        if self._inlined is None or not self._inlined.follows(self._clipping):
+            made = InlinedStep(plans, self._positions, self._clipping, self._schedules)
+            hypers = [vector for group, name in made.hypers for vector in self.vectors[group][name]]
+            for tensor in (*made.tensors, *made.clipping, *hypers):
+                let_stay(tensor)
+            self._inlined = made
+        return self._inlined
+
+    def preallocate(self) -> None:
+        self._compile(self._by_plan([None] * len(self.params)))
+        for lowering in self.lowerings:
+            self._clipping.outcome(lowering.plan.device)
+            if isinstance(lowering, Capturable):
+                lowering.settle()
+        self._pinned = [memory for lowering in self.lowerings for memory in lowering.plan.memory()]
+
+    @property
+    def is_preallocated(self) -> bool:
+        return all(lowering.is_settled for lowering in self.lowerings if isinstance(lowering, Capturable))
+
+    def prepare(self, grads: Gradients) -> None:
+        """Compile what is not compiled yet, and let every lowering take its gradients and what was assigned."""
+        by_plan = self._by_plan(grads)
+        self._compile(by_plan)
+        for lowering, given in zip(self.lowerings, by_plan, strict=True):
+            lowering.prepare(given)
+
+    def _compile(self, by_plan: Sequence[Gradients]) -> None:
+        """Make what the lowerings and the norm need and what does not exist yet; ``by_plan`` are their gradients."""
+        for lowering, given in zip(self.lowerings, by_plan, strict=True):
+            if not lowering.is_compiled:
+                self.changes.pending = True  # to the end, whatever interrupts it
+                try:
+                    lowering.compile()
+                except CompilerError as error:
+                    refuse(lowering.plan, str(error))
+                    raise
+                lowering.plan.settle(given)
+        self.changes.pending = False
+        if self._clipping.measures_norm and self._square_sums is None:
+            self._square_sums = SquareSums(self.lowerings)
+            self._user_graphs.leave()
+
+    def launch(self, closure: Callable[[], Any] | None = None) -> None:
+        """Evaluate the schedules, measure the gradients where that is needed, and update."""
+        self._schedules.evaluate()
+        self.launch_part()
+
+    def launch_part(self) -> None:
+        if self._square_sums is not None:
+            self._square_sums.measure()
+        if self._totals is not None:
+            self._totals.launch()
+            return
+        for lowering in self.lowerings:
+            lowering.launch()
+
+    def finish(self) -> None:
+        for lowering in self.lowerings:
+            lowering.finish()
+
+    @property
+    def refusal(self) -> str:
+        if self._accumulated.was_on:
+            return "a CUDA graph repeats one micro-batch, and optimizer_accumulation tells them apart in Python"
+        for lowering in self.lowerings:
+            if not isinstance(lowering, Capturable):
+                return (
+                    f"a CUDA graph holds steps with lowering='multi_tensor'; {self.kind.__name__} updates "
+                    f"'{lowering.plan.members[0].name}' in another way ({lowering.name})"
+                )
+        return ""
+
+    @property
+    def _capturable(self) -> list[Capturable]:
+        return cast("list[Capturable]", self.lowerings)
+
+    def key(self) -> tuple[object, ...]:
+        return (self._square_sums, *(lowering.launch_key() for lowering in self._capturable))
+
+    def copy_gradients(self) -> None:
+        """Where a table does not say where they are, bring the gradients to where the graph reads them."""
+        for lowering in self._capturable:
+            lowering.copy_gradients_for_graph()
+
+    @contextlib.contextmanager
+    def reserve(self, steps: int) -> Iterator[None]:
+        """Let every lowering of the steps that are captured upload at the end of the ``with`` block."""
+        with contextlib.ExitStack() as stack:
+            for lowering in self._capturable if self._is_compiled else ():  # else no step is captured
+                stack.enter_context(lowering.uploading_later(steps))
+            with super().reserve(steps):
+                yield
+
+    def follow(self, clip_args: tuple[Any, ...]) -> tuple[object, ...] | None:
+        if not (self.is_current() and self._is_compiled):
+            return None
+        if self.changes.is_state_handed_out and any(lowering.plan.state_moved for lowering in self.lowerings):
+            return None
+        self._clipping.take(*clip_args)
+        if self._clipping.measures_norm != (self._square_sums is not None):
+            return None
+        Live.send(self.changes)
+        for lowering in self._capturable:
+            lowering.upload_hyperparameters()
+        return (self._square_sums, *self.lowerings, *(lowering.copied() for lowering in self._capturable))
