@@ -54,8 +54,8 @@ class ViewedOptimizer(CompiledOptimizer):
             changed = [i for i, group in enumerate(holdings.own_groups) if group[TRAIN_MODE] is not train]
             rule = self._view_rules["train" if train else "eval"]
             for plan in [lowering.plan for lowering in step.lowerings] if changed else ():
-                members, groups = plan.members, holdings.own_groups
-                view = Plan(rule, plan.statics, plan.device, members, groups, lambda _: None, plan.shares_memory, False)
+                members = plan.members
+                view = Plan(rule, plan.statics, members, lambda _: None)
                 before = view.scalars.clone()
                 begun = zip(members, before[0].tolist(), strict=True)
                 taking = [m.owner if m.group in changed and steps else None for m, steps in begun]
