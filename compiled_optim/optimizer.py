@@ -12,7 +12,7 @@ from torch.optim.optimizer import ParamsT
 
 from compiled_optim.checkpoint.read import described, plain
 from compiled_optim.checkpoint.state_dict import LoadReport, PreparedLoad
-from compiled_optim.groups.parameters import as_groups, hand_over
+from compiled_optim.groups.parameters import as_groups
 from compiled_optim.memory.layout import scalar_dtype, scalars_device
 from compiled_optim.memory.torch_internals import outside_dynamo, refuse_tracing
 from compiled_optim.plan.schedule import Schedule
@@ -129,8 +129,8 @@ class CompiledOptimizer(UsesGradients, Declared, Optimizer):
         groups = as_groups(params)
         check_read(type(self), options, groups)
         self._engine.given = {name: (defaults[name], options[name]) for name in handed_over}
-        for name in handed_over:
-            hand_over(name, options[name], groups)
+        for group in groups:  # one without a value of its own adopts the tensor
+            group.update({name: options[name] for name in handed_over if name not in group})
         self._engine.is_open = True
         super().__init__(cast(ParamsT, groups), defaults)
         self._engine.is_open = False

@@ -6,7 +6,7 @@ import ctypes
 import math
 import warnings
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -48,20 +48,19 @@ class Live:
         groups: those that had it, by their ids.
         shapes: whether a step depends on the number being 0.
         is_tensor: whether users read the tensor itself, since they gave one.
-        is_handed_out: whether somebody has the tensor, and may write to it without a report.
+        has_escaped: whether somebody has the tensor, and may write to it without a report.
         is_driven: whether the device writes the number by itself, in a step or a graph, so that the host never knows it.
         written_last: the Python number that was written last; None if that was a tensor.
     """
 
     def __init__(self, tensor: Tensor, changes: Changes, number: float | None = None, *, is_adopted: bool = False) -> None:
         self.tensor = tensor
-        self.is_adopted = self.is_tensor = self.is_handed_out = is_adopted
+        self.is_adopted = self.is_tensor = self.has_escaped = is_adopted
         self.groups: WeakValueDictionary[int, Any] = WeakValueDictionary()
         self.changes = changes
         self.shapes = self.is_driven = False
         self._on_host = tensor.device.type == "cpu" and "cpu" not in CAPTURING and type(tensor) is Tensor
         self._memory_last: Any = None  # the number as C has it, where the tensor lay when that was looked for
-        self._address = -1
         self.written_last = number
         self._version = _version(tensor)
         self._fetched: tuple[int | None, float] = None, math.nan
@@ -70,7 +69,7 @@ class Live:
     @property
     def is_private(self) -> bool:
         """Whether the number is a Python number that was written here, and nobody else can write another one."""
-        return self.written_last is not None and not (self.is_handed_out or self.is_driven)
+        return self.written_last is not None and not (self.has_escaped or self.is_driven)
 
     @property
     def written(self) -> float | None:
@@ -79,35 +78,23 @@ class Live:
         return None if self.is_driven or version is None or self._version != version else self.written_last
 
     @property
-    def _number(self) -> float | None:
-        """The number, of the kind that was written; None where only the device knows it. The host waits for nothing."""
-        if not self._on_host:
-            return self.written
-        if (memory := self._memory()) is not None:
-            number: float = memory.value
-            return self.written_last if number == self.written_last else number
-        try:
-            return self.tensor.item()
-        except (RuntimeError, AssertionError):  # its memory was freed, or a mode makes fakes of all
-            return self.written
-
-    @property
     def known(self) -> float | None:
-        """The number as the host knows it without waiting, or as it was fetched last, if nobody wrote since; else None."""
-        if (number := self._number) is not None:
-            return number
+        """The number, of the kind that was written, or as it was fetched last; None where only the device knows it."""
+        if self._on_host:
+            if (memory := self._memory()) is not None:
+                number: float = memory.value
+                return self.written_last if number == self.written_last else number
+            with suppress(RuntimeError, AssertionError):  # its memory was freed, or a mode makes fakes of all
+                return self.tensor.item()
+        if (written := self.written) is not None:
+            return written
         version, fetched = self._fetched
         return None if version is None or version != _version(self.tensor) or self.is_driven else fetched
 
     @property
     def nonzero(self) -> bool:
         """Whether the number may differ from 0: unless a Python 0 was written, and nothing since. The device is not read."""
-        return self.written != 0 or self._number not in (0, None)
-
-    @property
-    def shown(self) -> float | Tensor:
-        """What users read, as far as the host knows it; the tensor where it does not."""
-        return self.tensor if self.is_tensor or (known := self.known) is None else known
+        return self.written != 0 or self.known != 0
 
     def as_float(self) -> float:
         """The number, from the device where only that knows it."""
@@ -155,23 +142,22 @@ class Live:
         self.is_driven = is_driven
         self.is_tensor &= not is_driven
 
-    def hand_out(self) -> None:
+    def escape(self) -> None:
         """Note that somebody gets the tensor."""
-        if self.shapes and not (self.is_handed_out or self.nonzero):
+        if self.shapes and not (self.has_escaped or self.nonzero):
             self.changes.pending |= self.changes.is_guarded
-        self.is_handed_out = True
+        self.has_escaped = True
         self.send(self.changes)
 
     def read_as(self, given: object) -> None:
         """Let users read the tensor if they gave one, else the number."""
         self.is_tensor = isinstance(given, Tensor) and not self.is_driven
         if self.is_tensor:
-            self.hand_out()
+            self.escape()
 
-    def rounds(self, value: float) -> bool:
-        """Whether a user's tensor would hold another number where ``value`` is written."""
-        held = torch.tensor(value, dtype=self.tensor.dtype, device="cpu").item() if self.is_adopted else value
-        return held != value and not math.isnan(value)
+    def can_hold(self, value: float) -> bool:
+        """Whether the tensor, whose dtype may be a user's choice, holds ``value`` without rounding it."""
+        return math.isnan(value) or torch.tensor(value, dtype=self.tensor.dtype, device="cpu").item() == value
 
     def write(self, value: float | Tensor) -> None:
         """Let the number be ``value``, which may be a 1-element tensor on any device."""
@@ -198,7 +184,7 @@ class Live:
 
     def _wait(self, value: float) -> bool:
         """Let a number wait for the next step, if it can."""
-        if self.changes.are_numbers_read or self.is_handed_out or self.is_driven:
+        if self.changes.are_numbers_read or self.has_escaped or self.is_driven:
             return False
         if not can_capture(self.tensor.device) or is_capturing(self.tensor.device):
             return False
@@ -219,13 +205,13 @@ class Live:
 
     def _memory(self) -> Any:
         """The number as C has it, to be read and written without an operator of torch; None where it cannot be."""
-        if (address := self.tensor.data_ptr()) != self._address:
+        address, found = self.tensor.data_ptr(), self._memory_last
+        if found is None or ctypes.addressof(found) != address:
             c_type = None if self.tensor.is_neg() or is_lost(self.tensor) else _C_TYPES.get(self.tensor.dtype)
             if c_type is None:
                 return None
-            self._memory_last = c_type.from_address(address)
-            self._address = address  # afterwards, since another thread may look
-        return self._memory_last
+            self._memory_last = found = c_type.from_address(address)
+        return found
 
     @staticmethod
     def send(changes: Changes) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -84,20 +84,20 @@ class ParamGroup(WatchedDict[str, Any]):
         self._hypers = {h.name: h for h in declaration.hypers}
         self._declaration, self._device = declaration, device
         self._scales = {s.name for s in declaration.scales}
-        self._is_meta = {p.is_meta for p in values["params"]} == {True}
         self._numbers: dict[str, Numbers] = {}
         given = (n for g in others for numbers in g._numbers.values() for n in numbers if n.is_adopted)
         adopted = functools.cache(lambda: {address(n.tensor): n for n in given})
+        devices = {device} | ({torch.device("meta")} if {p.is_meta for p in values["params"]} == {True} else set())
         for key, value in values.items():
             hyper = self._hypers.get(key)
             if hyper is None or (value is not None and is_own(hyper, value, values)):
                 self.set_quietly(key, value)
             elif value is not None or not hyper.like:
-                self._put(key, [self._adopt(e, adopted) for e in hyper.elements(value, label)])
+                self._put(key, [self._adopt(e, devices, adopted) for e in hyper.elements(value, label)], new=True)
         for key, hyper in self._hypers.items():
             if hyper.like and key not in self._numbers:
                 own = self._fresh(self._numbers[hyper.like][0].value())
-                self._put(key, [own], shown=hyper.when is None or bool(values.get(hyper.when)))
+                self._put(key, [own], new=hyper.when is None or bool(values.get(hyper.when)))
 
     def set_quietly(self, key: str, value: Any) -> None:
         """Write without reporting; ``params`` becomes a list that reports, numbers by name a copy that nobody edits."""
@@ -126,25 +126,22 @@ class ParamGroup(WatchedDict[str, Any]):
 
     @quickly_outside_dynamo
     def _read(self, key: str) -> Any:
-        hyper, held = self._hypers[key], dict.__getitem__(self, key)
-        if is_own(hyper, held, self):
-            return held
-        found = hyper.plain([n.read(self._element(key, i)) for i, n in enumerate(self._held(key))])
+        if not self._is_entry(key):
+            return dict.__getitem__(self, key)
+        found = self._hypers[key].plain([n.read(self._element(key, i)) for i, n in enumerate(self._held(key))])
         self._show(key)
         return found
 
     def _held(self, key: str) -> Numbers:
         """The numbers of a hyperparameter, after an assignment by ``dict.__setitem__``, which goes past this class."""
-        if key in self:
-            value = dict.__getitem__(self, key)
-            if value is not self._numbers[key].entry and not is_own(self._hypers[key], value, self):
-                self.update({key: value})
+        if dict.get(self, key) is not self._numbers[key].entry and self._is_entry(key):
+            self.update({key: dict.__getitem__(self, key)})
         return self._numbers[key]
 
     def tensors(self, key: str) -> tuple[Tensor, ...]:
         """The tensors of one hyperparameter, one for each number that it holds, for somebody who may write to them."""
         for number in self._held(key):
-            number.hand_out()
+            number.escape()
         self._show(key)
         return self.read_only(key)
 
@@ -155,15 +152,16 @@ class ParamGroup(WatchedDict[str, Any]):
     def _show(self, key: str, *, new: bool = False) -> None:
         """Follow a change of a hyperparameter's numbers: what users read, if it is an entry or is to be a ``new`` one."""
         numbers = self._numbers[key]
-        is_private = all([n.is_private for n in numbers])
-        values: list[Any] = [n.written_last if is_private else n.shown for n in numbers]
-        shown = self._hypers[key].plain(values)
-        numbers.are_open = not is_private
-        numbers.are_quick = is_private and key not in self._declaration.structural_hypers
+        is_private = [n.is_private for n in numbers]
+        numbers.are_open = not all(is_private)
+        numbers.are_quick = not numbers.are_open and key not in self._declaration.structural_hypers
         self.out_of_range.pop(key, None)
         if new or self._is_entry(key):
-            numbers.entry = shown
-            dict.__setitem__(self, key, shown)
+            values: list[Any] = [
+                n.written_last if private else n.tensor for n, private in zip(numbers, is_private, strict=True)
+            ]
+            numbers.entry = self._hypers[key].plain(values)
+            dict.__setitem__(self, key, numbers.entry)
             if problem := numbers.problem(self.label):
                 self.out_of_range[key], numbers.are_quick = problem, False
                 self._changes.refuse()
@@ -192,7 +190,7 @@ class ParamGroup(WatchedDict[str, Any]):
 
     def is_unreported(self, key: str) -> bool:
         """Whether a hyperparameter of one number counts as 0, and somebody may write another one without a report."""
-        return self._held(key)[0].is_handed_out and not self.nonzero(key)
+        return self._held(key)[0].has_escaped and not self.nonzero(key)
 
     def drive(self, key: str, *, begin: bool) -> None:
         """Note that the device begins, or has ceased, to write a hyperparameter by itself; no user's tensor is used then."""
@@ -289,8 +287,8 @@ class ParamGroup(WatchedDict[str, Any]):
             if element is not number.tensor:
                 if number.is_driven and not is_loaded:
                     warn_of_driven(self._element(key, index))
-                if is_loaded and not isinstance(value, Tensor):
-                    is_replaced = number.rounds(value) or (number.is_adopted and self._shares(number))
+                if is_loaded and number.is_adopted and not isinstance(value, Tensor):
+                    is_replaced = self._shares(number) or not number.can_hold(value)
                 else:
                     is_replaced = number.is_adopted or (isinstance(value, Tensor) and value.requires_grad)
                 self._replace(key, index, value) if is_replaced else number.write(value)
@@ -299,8 +297,7 @@ class ParamGroup(WatchedDict[str, Any]):
 
     def _shares(self, number: Live) -> bool:
         """Whether a number stands in another place too, here or in another group."""
-        places = [numbers for group in number.groups.values() for numbers in group._numbers.values()]
-        return sum(n is number for numbers in places for n in numbers) > 1
+        return sum(n is number for group in number.groups.values() for held in group._numbers.values() for n in held) > 1
 
     @outside_inference_mode()
     def _replace(self, key: str, index: int, value: float | Tensor) -> None:
@@ -310,11 +307,10 @@ class ParamGroup(WatchedDict[str, Any]):
             numbers[index] = self._fresh(value)
             self._put(key, numbers)
 
-    def _put(self, key: str, numbers: Iterable[Live], *, shown: bool | None = None) -> None:
-        """Let ``numbers`` be those of a hyperparameter: an entry if ``shown``; if that is None, if it was one or is new."""
+    def _put(self, key: str, numbers: Iterable[Live], *, new: bool = False) -> None:
+        """Let ``numbers`` be those of a hyperparameter, which is an entry if it was one or is to be a ``new`` one."""
         for follower in self.followers:
             follower.is_behind = True  # until it followed, whatever interrupts this
-        is_entry = shown or (shown is None and (key not in self._numbers or self._is_entry(key)))
         held = self._numbers[key] = Numbers(numbers, self._hypers[key])
         for number in held:
             number.shapes |= key in self._declaration.structural_hypers
@@ -322,15 +318,15 @@ class ParamGroup(WatchedDict[str, Any]):
         tensors = tuple([number.tensor for number in held])
         self.for_compiled_code[0][key] = tensors if self._hypers[key].is_tuple else tensors[0]
         self.for_compiled_code[1][key] = tuple([tensor.detach().view(1) for tensor in tensors])
-        self._show(key, new=is_entry)
+        self._show(key, new=new)
         for follower in self.followers:
             follower.follow()
 
-    def _adopt(self, element: float | Tensor, adopted: Callable[[], dict[int, Live]]) -> Live:
-        if not isinstance(element, Tensor):
-            return self._fresh(element)
-        devices = {self._device} | ({torch.device("meta")} if self._is_meta else set())
-        if element.device not in devices or not element.is_floating_point():
+    def _adopt(
+        self, element: float | Tensor, devices: Collection[torch.device], adopted: Callable[[], dict[int, Live]]
+    ) -> Live:
+        """A number that is ``element``: one of those ``adopted`` before, or a new one, where that is a tensor to adopt."""
+        if not (isinstance(element, Tensor) and element.is_floating_point() and element.device in devices):
             made = self._fresh(element)
             made.read_as(element)
             return made
@@ -341,7 +337,7 @@ class ParamGroup(WatchedDict[str, Any]):
         return known
 
     def _fresh(self, element: float | Tensor) -> Live:
-        value = _without_wait(element) if isinstance(element, Tensor) else element
+        value = _without_wait(element)
         if not isinstance(value, Tensor):
             return Live(scalar(value, self._device), self._changes, value)
         recorded = value.requires_grad  # a differentiable step reaches back through it

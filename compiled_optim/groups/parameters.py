@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -78,32 +78,21 @@ def without_aliases(names: Sequence[str], params: Sequence[Any]) -> tuple[list[s
     """
     if not names:
         return [], list(params), {}
-    kept: dict[int, tuple[str, Any]] = {}
+    first: dict[int, tuple[str, Any]] = {}
     for name, param in zip(names, params, strict=True):
-        kept.setdefault(id(param), (name, param))
-    firsts = {name: None for name, _ in kept.values()}
-    aliases = {name: kept[id(param)][0] for name, param in zip(names, params, strict=True) if name not in firsts}
-    return [name for name, _ in kept.values()], [param for _, param in kept.values()], aliases
+        first.setdefault(id(param), (name, param))
+    kept, tensors = map(list, zip(*first.values(), strict=True))
+    known = {*kept}
+    return kept, tensors, {n: first[id(p)][0] for n, p in zip(names, params, strict=True) if n not in known}
 
 
-def repeated(names: Sequence[str], params: Sequence[Any]) -> int | None:
-    """The place of a tensor in ``params`` that stands before it too, without a further name; None if there is none."""
-    seen: set[Any] = set()
-    for index, param in enumerate(params):
-        key = (id(param), names[index] if names else None)
+def first_repeat(keys: Iterable[Hashable], taken: Iterable[Hashable] = ()) -> int | None:
+    """The place of the first of ``keys`` that stands before it too, or is ``taken``; None if there is none."""
+    seen = set(taken)
+    for index, key in enumerate(keys):
         if key in seen:
             return index
         seen.add(key)
-    return None
-
-
-def shared_name(names: Sequence[str], groups: Sequence[Mapping[str, Any]], aliases: Collection[str]) -> str | None:
-    """A name in ``names`` that stands there twice, or in ``groups`` or ``aliases`` too; None if there is none."""
-    taken = {name for group in groups for name in group.get("param_names", ())} | set(aliases)
-    for name in names:
-        if name in taken:
-            return name
-        taken.add(name)
     return None
 
 
@@ -158,19 +147,9 @@ def names_and_tensors(params: Any, what: str) -> tuple[list[str], list[Any]]:
     if pairs and len(pairs) != len(entries):
         raise ValueError("all optimizer params should be with/without names. Some param names are missing")
     if foreign := next((pair for pair in pairs if len(pair) != 2 or not isinstance(pair[0], str)), None):
-        raise TypeError(f"pairs are (name, parameter); got ({', '.join(map(_form, foreign))})")
+        forms = [f"{type(v).__name__}{f' of shape {tuple(v.shape)}' if isinstance(v, Tensor) else ''}" for v in foreign]
+        raise TypeError(f"pairs are (name, parameter); got ({', '.join(forms)})")
     return [name for name, _ in pairs], [tensor for _, tensor in pairs] if pairs else entries
-
-
-def _form(value: Any) -> str:
-    shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
-    return f"{type(value).__name__}{shape}"
-
-
-def hand_over(key: str, value: Any, groups: list[dict[str, Any]]) -> None:
-    """Give a hyperparameter that the constructor got as a tensor to all groups without a value for it, to adopt."""
-    for group in groups:
-        group.setdefault(key, value)
 
 
 @advising()

@@ -67,7 +67,9 @@ class Member:
 
     def __post_init__(self) -> None:
         self.param = local(self.owner)
-        self.entries = {name: local(self.state[name]) for name in self.names}
+        self.entries = {name: self.state[name] for name in self.names}
+        if self.param is not self.owner:
+            self.entries = {name: local(entry) for name, entry in self.entries.items()}
 
     @property
     def name(self) -> str:
@@ -77,7 +79,8 @@ class Member:
     def put(self, name: str, entry: Tensor) -> None:
         """Replace an entry of the state, or the local shard of one. The write is not reported as a change."""
         old, self.entries[name] = self.state[name], entry
-        self.state.set_quietly(name, entry if local(old) is old else as_part_of(entry, old))
+        is_full = self.param is self.owner or local(old) is old
+        self.state.set_quietly(name, entry if is_full else as_part_of(entry, old))
 
 
 class GradientLayoutError(TypeError, RuntimeError):
@@ -255,13 +258,12 @@ class Plan:
 
     def _block_of(self, members: Sequence[Member]) -> Tensor | None:
         """The block that holds the scalars of ``members``, in this order, and nothing else; None if there is none."""
-        entries = self._scalars_of(members)
-        block = entries[0]._base
-        if block is None or [e.storage_offset() for e in entries] != list(range(block.numel())):
+        if (block := members[0].entries["step"]._base) is None:
             return None
         storage = block.untyped_storage()._cdata
-        is_there = all(entry.untyped_storage()._cdata == storage for entry in entries)
-        return block.view(-1, len(members)) if is_there else None
+        places = [(e.untyped_storage()._cdata, e.storage_offset()) for e in self._scalars_of(members)]
+        fills = places == [(storage, offset) for offset in range(block.numel())]
+        return block.view(-1, len(members)) if fills else None
 
     def _gathered(self, members: Sequence[Member]) -> Tensor:
         """The scalars of ``members``, copied into new memory. The state gets views of it."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import itertools
 import warnings
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,11 +18,10 @@ from compiled_optim.checkpoint.state_dict import PreparedLoad
 from compiled_optim.groups.param_group import ParamGroup, is_own
 from compiled_optim.groups.parameters import (
     check_params,
+    first_repeat,
     named_parameters,
     names_and_tensors,
     parameter_name,
-    repeated,
-    shared_name,
     without_aliases,
 )
 from compiled_optim.groups.per_parameter import ByName, check_choices, check_names, ignores_prefixes, kept, warn_of_unused
@@ -103,7 +104,7 @@ class Holdings:
 
     def _warn(self, names: Sequence[str], params: Sequence[Any], index: int) -> None:
         """Warn of what ``param_groups[index]``, which is about to be added, lists twice."""
-        if (place := repeated(names, params)) is not None:
+        if (place := first_repeat(zip(map(id, params), names or itertools.repeat(None), strict=False))) is not None:
             name = parameter_name({"param_names": names}, index, place)
             warnings.warn(
                 f"optimizer contains a parameter group with duplicate parameters: '{name}' is there before; it is updated "
@@ -111,10 +112,12 @@ class Holdings:
                 stacklevel=2,
             )
         firsts, _, aliases = without_aliases(names, params)
-        if (shared := shared_name([*firsts, *aliases], self.groups, self.aliases)) is not None:
+        taken = [*self.aliases, *(name for group in self.groups for name in group.get("param_names", ()))]
+        every = [*firsts, *aliases]
+        if (place := first_repeat(every, taken)) is not None:
             warnings.warn(
-                f"two parameters are named '{shared}', and checkpoints can tell them apart by their order alone; give the "
-                "names of each model a prefix of its own",
+                f"two parameters are named '{every[place]}', and checkpoints can tell them apart by their order alone; "
+                "give the names of each model a prefix of its own",
                 stacklevel=2,
             )
 
@@ -215,7 +218,7 @@ class Holdings:
             raise ValueError(no_hyperparameter(self.kind, min(unknown)))
         groups = self.own_groups
         count = len(groups)
-        schedules = self.schedules.copy()
+        schedules = dataclasses.replace(self.schedules, functions=dict(self.schedules.functions))
         for index in range(count) if group is None else [position(group, count)]:
             for name, function in functions.items():
                 if function is not None and name not in groups[index]:
