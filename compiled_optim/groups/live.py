@@ -33,24 +33,24 @@ _C_TYPES: dict[torch.dtype, Any] = {torch.float64: ctypes.c_double, torch.float3
 
 
 class Live:
-    """One number of a hyperparameter in a 0-dim tensor, which compiled steps and captured graphs read where it lies.
+    """One number of a hyperparameter in a 0-dim tensor, where compiled steps and captured graphs read it.
 
-    On an accelerator, a Python number waits for the next step, which sends all that wait in one copy; but not where somebody
-    may read the tensor before that.
+    On an accelerator, a Python number waits for the next step, which sends all waiting numbers in one copy. It does not wait
+    where somebody may read the tensor before.
 
     Args:
         tensor: the tensor.
         changes: where to report that the number became 0 or ceased to be, and which numbers wait.
-        number: what it holds, where the host knows; None where it does not.
+        number: what the tensor holds; None if the host does not know.
         is_adopted: whether a user gave the tensor, and may write to it or share it with other groups.
 
     Attributes:
-        groups: those that had it, by their ids.
+        groups: by id, the groups that have or had the number.
         shapes: whether a step depends on the number being 0.
         is_tensor: whether users read the tensor itself, since they gave one.
         has_escaped: whether somebody has the tensor, and may write to it without a report.
         is_driven: whether the device writes the number by itself, in a step or a graph, so that the host never knows it.
-        written_last: the Python number that was written last; None if that was a tensor.
+        written_last: the Python number that was written last; None if a tensor was.
     """
 
     def __init__(self, tensor: Tensor, changes: Changes, number: float | None = None, *, is_adopted: bool = False) -> None:
@@ -68,12 +68,12 @@ class Live:
 
     @property
     def is_private(self) -> bool:
-        """Whether the number is a Python number that was written here, and nobody else can write another one."""
+        """Whether a Python number was written here, and nobody else can write another one."""
         return self.written_last is not None and not (self.has_escaped or self.is_driven)
 
     @property
     def written(self) -> float | None:
-        """The Python number that was written last; None if that was a tensor, or if somebody else may have written."""
+        """The Python number that was written last; None if a tensor was, or if somebody else may have written."""
         version = _version(self.tensor)
         return None if self.is_driven or version is None or self._version != version else self.written_last
 
@@ -93,7 +93,7 @@ class Live:
 
     @property
     def nonzero(self) -> bool:
-        """Whether the number may differ from 0: unless a Python 0 was written, and nothing since. The device is not read."""
+        """Whether the number may differ from 0. It may not after a Python 0 was written last. The device is not read."""
         return self.written != 0 or self.known != 0
 
     def as_float(self) -> float:
@@ -107,7 +107,7 @@ class Live:
         return self.tensor.detach() if (known := self.known) is None else known
 
     def read(self, label: str) -> float | Tensor:
-        """What users read: a number, for which the host may wait, or a tensor. ``label`` names it in messages.
+        """What users read: a tensor, or a number, for which the host may wait. ``label`` names it in messages.
 
         Raises:
             ValueError: the tensor's storage was freed.
@@ -128,13 +128,13 @@ class Live:
         return self._fetched[1]
 
     def warn_of_lost_write(self, label: str) -> None:
-        """Warn where somebody wrote to a tensor that was read while the device writes the number."""
+        """Warn if somebody wrote to the copy that was read last while the device writes the number."""
         if self._copy is not None and not self._copy.is_inference() and self._copy._version:
             self._copy = None
             warn_of_driven(label)
 
     def drive(self, is_driven: bool) -> None:
-        """Note whether the device writes by itself; what it wrote, the host does not know afterwards."""
+        """Note whether the device writes by itself. The host does not know afterwards what it wrote."""
         if is_driven:
             self.send(self.changes)
         if self.is_driven or is_driven:
@@ -176,7 +176,7 @@ class Live:
             self.changes.pending = True  # another thread may have rebuilt in between
 
     def write_plain(self, value: float) -> bool:
-        """Write where :attr:`is_private`, without what others would look for; whether that can be done."""
+        """Write where :attr:`is_private`, without a new version of the tensor. Whether that can be done."""
         if (memory := self._memory_last) is None:
             return self._wait(value)
         memory.value = self.written_last = value
@@ -204,7 +204,7 @@ class Live:
             live.copy_(value.detach().reshape(())) if isinstance(value, Tensor) else live.fill_(value)
 
     def _memory(self) -> Any:
-        """The number as C has it, to be read and written without an operator of torch; None where it cannot be."""
+        """The number as a C variable, to be read and written without torch; None where that cannot be."""
         address, found = self.tensor.data_ptr(), self._memory_last
         if found is None or ctypes.addressof(found) != address:
             c_type = None if self.tensor.is_neg() or is_lost(self.tensor) else _C_TYPES.get(self.tensor.dtype)
@@ -215,7 +215,7 @@ class Live:
 
     @staticmethod
     def send(changes: Changes) -> None:
-        """Bring the numbers that wait to where steps read them, by one copy to a device. The host does not wait for it."""
+        """Copy the waiting numbers to where steps read them, at once for each device. The host does not wait for it."""
         by_device: dict[torch.device, list[tuple[Live, float]]] = {}
         for live, number in list(changes.unsent.values()):
             by_device.setdefault(live.tensor.device, []).append((live, number))
@@ -239,7 +239,7 @@ class Numbers(tuple[Live, ...]):
 
     Attributes:
         entry: what stands in the group's dict for them.
-        are_open: whether somebody else may write others, so that ``entry`` may be old.
+        are_open: whether somebody else may write them, so that ``entry`` may be old.
         are_quick: whether a write of numbers in range changes nothing else.
     """
 
@@ -253,7 +253,7 @@ class Numbers(tuple[Live, ...]):
         return made
 
     def problem(self, where: str) -> str:
-        """What is wrong with the first number that was written and is out of range; empty if none is."""
+        """What is wrong with the first number that is out of range; empty if none is. ``where`` is the group's name."""
         least, most = self._hyper.span
         for index, number in enumerate(self):
             if (value := number.written_last) is not None and not least <= value <= most:
@@ -264,7 +264,7 @@ class Numbers(tuple[Live, ...]):
         return ""
 
     def write_quickly(self, value: Any) -> bool:
-        """Write ``value`` where :attr:`are_quick`, at the cost that schedulers expect; whether it is one that can be."""
+        """Write floats in range, where :attr:`are_quick`, at the cost that schedulers expect. Whether that was done."""
         least, most = self._hyper.span
         if not self.are_quick:
             return False
@@ -297,10 +297,10 @@ def as_fake_as(tensor: Tensor) -> AbstractContextManager[Any]:
 
 
 def _version(tensor: Tensor) -> int | None:
-    """How often ``tensor`` was written; None where torch does not count."""
+    """How often ``tensor`` was written; None if torch does not count."""
     return None if tensor.is_inference() else tensor._version
 
 
 def address(tensor: Tensor) -> int:
-    """Where a tensor lies; another number for each tensor without memory, and for a fake one, which must not be asked."""
+    """Where a tensor lies; a number of its own for a tensor without memory and for a fake one, which must not be asked."""
     return (0 if is_fake(tensor) else tensor.data_ptr()) or -id(tensor)

@@ -73,7 +73,7 @@ class Member:
 
     @property
     def name(self) -> str:
-        """Its name in messages, which a load may give it."""
+        """Its name in messages. A load may give it another."""
         return parameter_name(self.groups[self.group], self.group, self.index)
 
     def put(self, name: str, entry: Tensor) -> None:
@@ -127,12 +127,12 @@ class Plan:
             with torch.enable_grad():
                 self.recorded_scalars = torch.stack(given).view(-1, len(self.members))
         # Float64 matrices of shape (1 + scalars, tensors): step counts in the first row, then the rule's scalars. Together
-        # they have a column for each member, of which its state holds 0-dim views.
+        # they have a column for each member, whose state holds 0-dim views of it.
         self.scalar_blocks = self._gather_scalars()
 
     @functools.cached_property
     def addresses(self) -> Addresses:
-        """The addresses of parameters, gradients and state, or of their local shards, as they were at the last settling."""
+        """The addresses of parameters, gradients and state, or of their local shards, since the last :meth:`settle`."""
         params = [] if self.wrapped else [m.param for m in self.members]
         return Addresses(params, self.grad_dtypes[: len(params)], list(filter(has_memory, self._entries())))
 
@@ -145,21 +145,21 @@ class Plan:
         return [entry for m in self.members for entry in m.entries.values()]
 
     def memory_order(self, member: Member) -> MemoryOrder:
-        """The order of memory in which ``member`` is updated, after its state was brought into it."""
+        """The order of memory in which ``member`` is updated. Its state is brought into this order."""
         order = MemoryOrder(member.param)
         for name in self.buffers:
             member.put(name, order.arranged_state(member.entries[name], grouped=name in self.grouped_buffers))
         return order
 
     def memory(self) -> list[object]:
-        """What holds the memory of state and hyperparameters, also once somebody gave such a tensor other memory."""
+        """The storages of state and hyperparameters. They keep the memory if somebody gives such a tensor other memory."""
         hypers = [t for group in self.groups for h in self.hypers for t in group.read_only(h.name)]
         return [t.untyped_storage() for t in (*self._entries(), *hypers) if has_memory(t)]
 
     def read(self, grads: list[Tensor | None] | None, *, state: bool, keep_alive: bool) -> bool:
         """Look at parameters and ``grads``, None for their own gradients, and say whether the plan still describes them.
 
-        With ``state`` the state is looked at too, to which somebody could have given other memory. ``keep_alive`` is as in
+        With ``state`` it looks at the state too, in case somebody gave that other memory. ``keep_alive`` is as in
         :meth:`Addresses.read`.
 
         Raises:
@@ -189,10 +189,7 @@ class Plan:
         return [None if g is None else local_gradient(g, p) for g, p in zip(found, self.params, strict=True)]
 
     def _looked_at(self, grads: list[Tensor | None] | None) -> list[Tensor | None] | None:
-        """The gradients to look at, where they are not those that torch keeps for ``members``; else ``grads``.
-
-        Some may have been made here, and are kept for kernels to read until :meth:`finish`.
-        """
+        """``grads``, or other tensors where kernels cannot read those. They are kept until :meth:`finish`."""
         if self.wrapped or not (self.sharded or self._has_own_grad):
             return grads
         self._made = self.gradients(grads)
@@ -223,7 +220,7 @@ class Plan:
 
     @functools.cached_property
     def numbers(self) -> dict[str, list[float]]:
-        """The :data:`NUMBERS` of the members, by name, and those of further scales of the rule; 1 where nobody chose."""
+        """By name, the :data:`NUMBERS` and further scales of the members; 1 where nobody chose."""
         names = (*NUMBERS, *(scale.name for scale in self.rule.scales))
         chosen = {name: [m.numbers.get(name, 1.0) for m in self.members] for name in names}
         if self.sharded and self.rule.reads_index(self.statics):  # which counts the elements of each part from 0 on
@@ -241,9 +238,9 @@ class Plan:
 
     def _gather_scalars(self) -> list[Tensor]:
         """The scalars in as few blocks as possible. Blocks of an earlier plan stay: a graph may be reading them."""
-        together: dict[int, list[Member]] = {}
+        together: dict[Tensor | None, list[Member]] = {}
         for member in self.members:
-            together.setdefault(member.entries["step"].untyped_storage()._cdata, []).append(member)
+            together.setdefault(member.entries["step"]._base, []).append(member)
         blocks, rest = [], []
         for members in together.values():
             members.sort(key=lambda m: m.entries["step"].storage_offset())
@@ -366,7 +363,7 @@ def _waves(written: Sequence[Sequence[Tensor]]) -> list[int]:
     else one more than the last wave of those parameters.
     """
     tensors = [(t, i) for i, tensors in enumerate(written) for t in tensors if t.numel() and has_memory(t)]
-    earlier: defaultdict[int, set[int]] = defaultdict(set)
+    earlier = defaultdict[int, set[int]](set)
     open_spans: list[tuple[str, int, int]] = []
     for device, start, end, i in sorted([(str(tensor.device), *span(tensor), i) for tensor, i in tensors]):
         open_spans = [other for other in open_spans if other[0] == device and other[1] > start]

@@ -77,9 +77,7 @@ class Schedules:
 
     def evaluate(self) -> None:
         """Write the values for the next step into the groups' tensors, whatever was assigned. The host waits for nothing."""
-        for index, name in self.scheduled:
-            self._groups[index].warn_of_lost_writes(name)
-        self.write(self._counts, {(i, name): self._groups[i].read_only(name) for i, name in self.scheduled})
+        self.write(self._counts, {(i, name): self._groups[i].driven(name) for i, name in self.scheduled})
 
     def write(self, counts: Sequence[Tensor], tensors: Mapping[tuple[int, str], Sequence[Tensor]]) -> None:
         """Write the values for the step after ``counts``, step counts on one or more devices, into ``tensors``.
