@@ -169,14 +169,12 @@ class ParamGroup(WatchedDict[str, Any]):
     def _is_entry(self, key: str) -> bool:
         return key in self and not is_own(self._hypers[key], dict.__getitem__(self, key), self)
 
-    def _shown_numbers(self) -> dict[str, Numbers]:
-        """The numbers of hyperparameters that are entries."""
-        return {key: self._held(key) for key, hyper in self._hypers.items() if hyper.when is None or self._is_entry(key)}
+    def _is_shown(self, key: str) -> bool:
+        return self._hypers[key].when is None or self._is_entry(key)
 
     def unshown(self) -> dict[str, Any]:
-        """The hyperparameters that are no entries, for a copy to :meth:`take_over`."""
-        shown = self._shown_numbers()
-        return {key: numbers[0].value() for key, numbers in self._numbers.items() if key not in shown}
+        """The hyperparameters that go with a choice and are no entries, for a copy to :meth:`take_over`."""
+        return {key: numbers[0].value() for key, numbers in self._numbers.items() if not self._is_shown(key)}
 
     def take_over(self, unshown: Mapping[str, float | Tensor]) -> None:
         """Write the :meth:`unshown` hyperparameters of the group that this one is a copy of."""
@@ -223,7 +221,8 @@ class ParamGroup(WatchedDict[str, Any]):
 
     def floats(self) -> dict[str, Any]:
         """Every hyperparameter as a Python float or a tuple of them. Waits for the device where only that knows a number."""
-        return {k: self._hypers[k].plain([n.as_float() for n in held]) for k, held in self._shown_numbers().items()}
+        shown = filter(self._is_shown, self._hypers)
+        return {key: self._hypers[key].plain([n.as_float() for n in self._held(key)]) for key in shown}
 
     def validated(self, key: str, value: Any) -> tuple[float | Tensor, ...]:
         """The elements of ``value`` for hyperparameter ``key``, whatever their range.

@@ -35,7 +35,7 @@ from compiled_optim.plan.plan import Plan
 BACKENDS: dict[str, Callable[[KernelKey], Kernel]] = {"cpu": cpp.build, "cuda": triton.build}
 """By device type, what makes the kernel of a key."""
 
-_kernels: dict[KernelKey, Kernel | str] = {}
+_kernels: dict[KernelKey, Kernel] = {}
 
 
 def obtain_kernel(log: CompilationLog, key: KernelKey, names: Sequence[str]) -> Kernel:

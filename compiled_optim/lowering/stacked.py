@@ -152,7 +152,7 @@ class StackedLowering(TorchLowering):
         if not fits_indices(self.plan.device, stack.numel):
             say_too_large(self._log, names[0])
             return _uncompiled(stack.key)
-        return self._log.obtain(_kernels, stack.key, names, _make, _uncompiled)
+        return self._log.obtain_or_fall_back(_kernels, stack.key, names, _make, _uncompiled)
 
     def launch(self) -> None:
         columns = self._columns()

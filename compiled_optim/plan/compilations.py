@@ -151,19 +151,11 @@ class CompilationLog:
     compiled_step: str = ""  # what traced code holds
     keys: dict[tuple[str, bool], KernelKey] = field(default_factory=dict)  # by parameter, and whether the kernel updates it
 
-    def obtain(
-        self,
-        cache: dict[KernelKey, K | str],
-        key: KernelKey,
-        names: Sequence[str],
-        make: Callable[[KernelKey], K | str],
-        uncompiled: Callable[[KernelKey], K] | None = None,
-    ) -> K:
+    def obtain(self, cache: dict[KernelKey, K], key: KernelKey, names: Sequence[str], make: Callable[[KernelKey], K]) -> K:
         """The kernel of ``key`` for the parameters ``names``: from ``cache``, else made, cached and recorded.
 
         A kernel that does without a buffer is made together with the one that a hyperparameter's change may ask for. Inside
-        ``no_recompiles``, ``RecompileError`` is raised in place of making one again. Where ``make`` returns why nothing can
-        be compiled, that is recorded, and the result is ``uncompiled(key)``.
+        ``no_recompiles``, ``RecompileError`` is raised in place of making one again.
         """
         if key not in cache:
             if cause := next((c for c in (self._cause(name, key) for name in names) if c), ""):
@@ -175,10 +167,20 @@ class CompilationLog:
                     loaded = uses.made == before.made and uses.taken > before.taken
                     self.compilations.append(Compilation(str(wanted), time.perf_counter() - started, cause, loaded))
         self.keys.update(dict.fromkeys(((name, key.updates) for name in names), key))
-        made = cache[key]
+        return cache[key]
+
+    def obtain_or_fall_back(
+        self,
+        cache: dict[KernelKey, K | str],
+        key: KernelKey,
+        names: Sequence[str],
+        make: Callable[[KernelKey], K | str],
+        uncompiled: Callable[[KernelKey], K],
+    ) -> K:
+        """As :meth:`obtain`; where ``make`` says why nothing can be compiled, record that and return ``uncompiled(key)``."""
+        made = self.obtain(cache, key, names, make)
         if not isinstance(made, str):
             return made
-        assert uncompiled is not None
         self.fall_back(f"{key.rule.name} runs eager: {made}", "a step takes longer")
         return uncompiled(key)
 

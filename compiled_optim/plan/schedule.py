@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -27,6 +27,10 @@ class Schedules:
     scheduled: list[tuple[int, str]] = field(default_factory=list)  # what steps write
     _groups: Sequence[ParamGroup] = field(default=(), init=False)
     _counts: Sequence[Tensor] = field(default=(), init=False)
+
+    def copy(self) -> Schedules:
+        """The same schedules, before they follow any group."""
+        return replace(self, functions=dict(self.functions))
 
     def set(self, index: int, group: ParamGroup, hyper: Hyper, function: Schedule | None) -> None:
         """Schedule one hyperparameter of one group. A ``function`` of None ends its schedule, at the value it has reached.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import warnings
@@ -218,7 +217,7 @@ class Holdings:
             raise ValueError(no_hyperparameter(self.kind, min(unknown)))
         groups = self.own_groups
         count = len(groups)
-        schedules = dataclasses.replace(self.schedules, functions=dict(self.schedules.functions))
+        schedules = self.schedules.copy()
         for index in range(count) if group is None else [position(group, count)]:
             for name, function in functions.items():
                 if function is not None and name not in groups[index]:

@@ -385,7 +385,7 @@ class RuleStep(Step):
     def follow(self, clipping: tuple[Any, ...]) -> tuple[object, ...] | None:
         if not (self.is_current() and self._is_compiled):
             return None
-        if self._holdings.hands_out_state and any(lowering.plan.addresses.others_moved() for lowering in self.lowerings):
+        if self._holdings.hands_out_state and any(lowering.plan.state_moved for lowering in self.lowerings):
             return None
         self._clipping.take(*clipping)
         if self._clipping.measures_norm != (self._square_sums is not None):

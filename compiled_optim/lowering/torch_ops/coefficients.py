@@ -213,7 +213,7 @@ class CoefficientGraph(CoefficientStage):
     def compile(self) -> None:
         if self._graph is None:
             names = [member.name for member in self._plan.members]
-            self._graph = self._log.obtain(_graphs, self._key, names, _make, _function)
+            self._graph = self._log.obtain_or_fall_back(_graphs, self._key, names, _make, _function)
 
     def advance(self, present: Tensor | None) -> Tensor:
         plan, clipping = self._plan, self._clipping

@@ -48,7 +48,7 @@ _serial = itertools.count()
 
 def obtain_kernel(log: CompilationLog, key: KernelKey, names: Sequence[str]) -> Kernel:
     """The process's kernel of ``key``, for the parameters ``names`` of the optimizer that keeps ``log``."""
-    return log.obtain(_kernels, key, names, _make, uncompiled)
+    return log.obtain_or_fall_back(_kernels, key, names, _make, uncompiled)
 
 
 def fits_indices(device: torch.device, elements: int) -> bool:
