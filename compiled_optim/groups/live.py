@@ -215,7 +215,7 @@ class Live:
 
     @staticmethod
     def send(changes: Changes) -> None:
-        """Copy the waiting numbers to where steps read them, at once for each device. The host does not wait for it."""
+        """Copy the waiting numbers to where steps read them, in one copy per device. The host does not wait for it."""
         by_device: dict[torch.device, list[tuple[Live, float]]] = {}
         for live, number in list(changes.unsent.values()):
             by_device.setdefault(live.tensor.device, []).append((live, number))

@@ -67,9 +67,8 @@ class Member:
 
     def __post_init__(self) -> None:
         self.param = local(self.owner)
-        self.entries = {name: self.state[name] for name in self.names}
-        if self.param is not self.owner:
-            self.entries = {name: local(entry) for name, entry in self.entries.items()}
+        is_full = self.param is self.owner
+        self.entries = {name: self.state[name] if is_full else local(self.state[name]) for name in self.names}
 
     @property
     def name(self) -> str:
