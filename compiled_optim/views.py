@@ -55,7 +55,7 @@ class ViewedOptimizer(CompiledOptimizer):
             rule = self._view_rules["train" if train else "eval"]
             for plan in [lowering.plan for lowering in step.lowerings] if changed else ():
                 members = plan.members
-                view = Plan(rule, plan.statics, plan.device, members, groups, lambda _: None, plan.shares_memory, False)
+                view = Plan(rule, plan.statics, members, lambda _: None)
                 before = view.scalars.clone()
                 begun = zip(members, before[0].tolist(), strict=True)
                 taking = [m.owner if m.group in changed and steps else None for m, steps in begun]

@@ -6,7 +6,7 @@ import ctypes
 import math
 import warnings
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -33,35 +33,34 @@ _C_TYPES: dict[torch.dtype, Any] = {torch.float64: ctypes.c_double, torch.float3
 
 
 class Live:
-    """One number of a hyperparameter in a 0-dim tensor, which compiled steps and captured graphs read where it lies.
+    """One number of a hyperparameter in a 0-dim tensor, where compiled steps and captured graphs read it.
 
-    On an accelerator, a Python number waits for the next step, which sends all that wait in one copy; but not where somebody
-    may read the tensor before that.
+    On an accelerator, a Python number waits for the next step, which sends all waiting numbers in one copy. It does not wait
+    where somebody may read the tensor before.
 
     Args:
         tensor: the tensor.
         changes: where to report that the number became 0 or ceased to be, and which numbers wait.
-        number: what it holds, where the host knows; None where it does not.
+        number: what the tensor holds; None if the host does not know.
         is_adopted: whether a user gave the tensor, and may write to it or share it with other groups.
 
     Attributes:
-        groups: those that had it, by their ids.
+        groups: by id, the groups that have or had the number.
         shapes: whether a step depends on the number being 0.
         is_tensor: whether users read the tensor itself, since they gave one.
-        is_handed_out: whether somebody has the tensor, and may write to it without a report.
+        has_escaped: whether somebody has the tensor, and may write to it without a report.
         is_driven: whether the device writes the number by itself, in a step or a graph, so that the host never knows it.
-        written_last: the Python number that was written last; None if that was a tensor.
+        written_last: the Python number that was written last; None if a tensor was.
     """
 
     def __init__(self, tensor: Tensor, changes: Changes, number: float | None = None, *, is_adopted: bool = False) -> None:
         self.tensor = tensor
-        self.is_adopted = self.is_tensor = self.is_handed_out = is_adopted
+        self.is_adopted = self.is_tensor = self.has_escaped = is_adopted
         self.groups: WeakValueDictionary[int, Any] = WeakValueDictionary()
         self.changes = changes
         self.shapes = self.is_driven = False
         self._on_host = tensor.device.type == "cpu" and "cpu" not in CAPTURING and type(tensor) is Tensor
         self._memory_last: Any = None  # the number as C has it, where the tensor lay when that was looked for
-        self._address = -1
         self.written_last = number
         self._version = _version(tensor)
         self._fetched: tuple[int | None, float] = None, math.nan
@@ -69,45 +68,33 @@ class Live:
 
     @property
     def is_private(self) -> bool:
-        """Whether the number is a Python number that was written here, and nobody else can write another one."""
-        return self.written_last is not None and not (self.is_handed_out or self.is_driven)
+        """Whether a Python number was written here, and nobody else can write another one."""
+        return self.written_last is not None and not (self.has_escaped or self.is_driven)
 
     @property
     def written(self) -> float | None:
-        """The Python number that was written last; None if that was a tensor, or if somebody else may have written."""
+        """The Python number that was written last; None if a tensor was, or if somebody else may have written."""
         version = _version(self.tensor)
         return None if self.is_driven or version is None or self._version != version else self.written_last
 
     @property
-    def _number(self) -> float | None:
-        """The number, of the kind that was written; None where only the device knows it. The host waits for nothing."""
-        if not self._on_host:
-            return self.written
-        if (memory := self._memory()) is not None:
-            number: float = memory.value
-            return self.written_last if number == self.written_last else number
-        try:
-            return self.tensor.item()
-        except (RuntimeError, AssertionError):  # its memory was freed, or a mode makes fakes of all
-            return self.written
-
-    @property
     def known(self) -> float | None:
-        """The number as the host knows it without waiting, or as it was fetched last, if nobody wrote since; else None."""
-        if (number := self._number) is not None:
-            return number
+        """The number, of the kind that was written, or as it was fetched last; None where only the device knows it."""
+        if self._on_host:
+            if (memory := self._memory()) is not None:
+                number: float = memory.value
+                return self.written_last if number == self.written_last else number
+            with suppress(RuntimeError, AssertionError):  # its memory was freed, or a mode makes fakes of all
+                return self.tensor.item()
+        if (written := self.written) is not None:
+            return written
         version, fetched = self._fetched
         return None if version is None or version != _version(self.tensor) or self.is_driven else fetched
 
     @property
     def nonzero(self) -> bool:
-        """Whether the number may differ from 0: unless a Python 0 was written, and nothing since. The device is not read."""
-        return self.written != 0 or self._number not in (0, None)
-
-    @property
-    def shown(self) -> float | Tensor:
-        """What users read, as far as the host knows it; the tensor where it does not."""
-        return self.tensor if self.is_tensor or (known := self.known) is None else known
+        """Whether the number may differ from 0. It may not after a Python 0 was written last. The device is not read."""
+        return self.written != 0 or self.known != 0
 
     def as_float(self) -> float:
         """The number, from the device where only that knows it."""
@@ -120,7 +107,7 @@ class Live:
         return self.tensor.detach() if (known := self.known) is None else known
 
     def read(self, label: str) -> float | Tensor:
-        """What users read: a number, for which the host may wait, or a tensor. ``label`` names it in messages.
+        """What users read: a tensor, or a number, for which the host may wait. ``label`` names it in messages.
 
         Raises:
             ValueError: the tensor's storage was freed.
@@ -141,13 +128,13 @@ class Live:
         return self._fetched[1]
 
     def warn_of_lost_write(self, label: str) -> None:
-        """Warn where somebody wrote to a tensor that was read while the device writes the number."""
+        """Warn if somebody wrote to the copy that was read last while the device writes the number."""
         if self._copy is not None and not self._copy.is_inference() and self._copy._version:
             self._copy = None
             warn_of_driven(label)
 
     def drive(self, is_driven: bool) -> None:
-        """Note whether the device writes by itself; what it wrote, the host does not know afterwards."""
+        """Note whether the device writes by itself. The host does not know afterwards what it wrote."""
         if is_driven:
             self.send(self.changes)
         if self.is_driven or is_driven:
@@ -155,23 +142,22 @@ class Live:
         self.is_driven = is_driven
         self.is_tensor &= not is_driven
 
-    def hand_out(self) -> None:
+    def escape(self) -> None:
         """Note that somebody gets the tensor."""
-        if self.shapes and not (self.is_handed_out or self.nonzero):
+        if self.shapes and not (self.has_escaped or self.nonzero):
             self.changes.pending |= self.changes.is_guarded
-        self.is_handed_out = True
+        self.has_escaped = True
         self.send(self.changes)
 
     def read_as(self, given: object) -> None:
         """Let users read the tensor if they gave one, else the number."""
         self.is_tensor = isinstance(given, Tensor) and not self.is_driven
         if self.is_tensor:
-            self.hand_out()
+            self.escape()
 
-    def rounds(self, value: float) -> bool:
-        """Whether a user's tensor would hold another number where ``value`` is written."""
-        held = torch.tensor(value, dtype=self.tensor.dtype, device="cpu").item() if self.is_adopted else value
-        return held != value and not math.isnan(value)
+    def can_hold(self, value: float) -> bool:
+        """Whether the tensor, whose dtype may be a user's choice, holds ``value`` without rounding it."""
+        return math.isnan(value) or torch.tensor(value, dtype=self.tensor.dtype, device="cpu").item() == value
 
     def write(self, value: float | Tensor) -> None:
         """Let the number be ``value``, which may be a 1-element tensor on any device."""
@@ -190,7 +176,7 @@ class Live:
             self.changes.pending = True  # another thread may have rebuilt in between
 
     def write_plain(self, value: float) -> bool:
-        """Write where :attr:`is_private`, without what others would look for; whether that can be done."""
+        """Write where :attr:`is_private`, without a new version of the tensor. Whether that can be done."""
         if (memory := self._memory_last) is None:
             return self._wait(value)
         memory.value = self.written_last = value
@@ -198,7 +184,7 @@ class Live:
 
     def _wait(self, value: float) -> bool:
         """Let a number wait for the next step, if it can."""
-        if self.changes.are_numbers_read or self.is_handed_out or self.is_driven:
+        if self.changes.are_numbers_read or self.has_escaped or self.is_driven:
             return False
         if not can_capture(self.tensor.device) or is_capturing(self.tensor.device):
             return False
@@ -218,18 +204,18 @@ class Live:
             live.copy_(value.detach().reshape(())) if isinstance(value, Tensor) else live.fill_(value)
 
     def _memory(self) -> Any:
-        """The number as C has it, to be read and written without an operator of torch; None where it cannot be."""
-        if (address := self.tensor.data_ptr()) != self._address:
+        """The number as a C variable, to be read and written without torch; None where that cannot be."""
+        address, found = self.tensor.data_ptr(), self._memory_last
+        if found is None or ctypes.addressof(found) != address:
             c_type = None if self.tensor.is_neg() or is_lost(self.tensor) else _C_TYPES.get(self.tensor.dtype)
             if c_type is None:
                 return None
-            self._memory_last = c_type.from_address(address)
-            self._address = address  # afterwards, since another thread may look
-        return self._memory_last
+            self._memory_last = found = c_type.from_address(address)
+        return found
 
     @staticmethod
     def send(changes: Changes) -> None:
-        """Bring the numbers that wait to where steps read them, by one copy to a device. The host does not wait for it."""
+        """Copy the waiting numbers to where steps read them, in one copy per device. The host does not wait for it."""
         by_device: dict[torch.device, list[tuple[Live, float]]] = {}
         for live, number in list(changes.unsent.values()):
             by_device.setdefault(live.tensor.device, []).append((live, number))
@@ -253,7 +239,7 @@ class Numbers(tuple[Live, ...]):
 
     Attributes:
         entry: what stands in the group's dict for them.
-        are_open: whether somebody else may write others, so that ``entry`` may be old.
+        are_open: whether somebody else may write them, so that ``entry`` may be old.
         are_quick: whether a write of numbers in range changes nothing else.
     """
 
@@ -267,7 +253,7 @@ class Numbers(tuple[Live, ...]):
         return made
 
     def problem(self, where: str) -> str:
-        """What is wrong with the first number that was written and is out of range; empty if none is."""
+        """What is wrong with the first number that is out of range; empty if none is. ``where`` is the group's name."""
         least, most = self._hyper.span
         for index, number in enumerate(self):
             if (value := number.written_last) is not None and not least <= value <= most:
@@ -278,7 +264,7 @@ class Numbers(tuple[Live, ...]):
         return ""
 
     def write_quickly(self, value: Any) -> bool:
-        """Write ``value`` where :attr:`are_quick`, at the cost that schedulers expect; whether it is one that can be."""
+        """Write floats in range, where :attr:`are_quick`, at the cost that schedulers expect. Whether that was done."""
         least, most = self._hyper.span
         if not self.are_quick:
             return False
@@ -311,10 +297,10 @@ def as_fake_as(tensor: Tensor) -> AbstractContextManager[Any]:
 
 
 def _version(tensor: Tensor) -> int | None:
-    """How often ``tensor`` was written; None where torch does not count."""
+    """How often ``tensor`` was written; None if torch does not count."""
     return None if tensor.is_inference() else tensor._version
 
 
 def address(tensor: Tensor) -> int:
-    """Where a tensor lies; another number for each tensor without memory, and for a fake one, which must not be asked."""
+    """Where a tensor lies; a number of its own for a tensor without memory and for a fake one, which must not be asked."""
     return (0 if is_fake(tensor) else tensor.data_ptr()) or -id(tensor)

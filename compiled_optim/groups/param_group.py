@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -36,14 +36,14 @@ class ParamGroup(WatchedDict[str, Any]):
     """One entry of ``optimizer.param_groups``.
 
     A hyperparameter is read as it was given: as a Python number, or as the tensor. A number that a schedule in the step
-    drives is read as a 0-dim copy. A tensor that is assigned over a number is copied into the live tensor, which is then
-    what is read. A floating tensor on ``device`` that is among ``values`` is adopted: later in-place writes by its owner are
-    seen by all groups that got it. A group that is assigned that hyperparameter then has a tensor of its own. A write with
-    ``dict.__setitem__(group, key, value)`` goes past this class, and is noticed when the key is read.
+    drives is read as a 0-dim copy. A tensor that is assigned over a number is copied into the live tensor, which users read
+    from then on. A floating tensor on ``device`` among ``values`` is adopted: all groups that got it see later in-place
+    writes by its owner, until a group is assigned another value. A write with ``dict.__setitem__(group, key, value)`` goes
+    past this class, and is noticed when the key is read.
 
     A write to a *structural* key is reported, since it changes which parameters are updated or with which code: ``params``,
-    ``maximize``, ``differentiable``, ``lr_scale`` and the static choices. A hyperparameter that decides, by being 0 or not,
-    whether a buffer exists is not, since a write into its tensor cannot be: each step asks :meth:`nonzero`.
+    ``maximize``, ``differentiable``, ``lr_scale`` and the static choices. Some hyperparameters decide, by being 0 or not,
+    whether a buffer exists. Writes into their tensors cannot be reported, so each step asks :meth:`nonzero`.
     A hyperparameter that goes with a choice always has a tensor. Without the choice it is no entry until somebody gives it,
     and what a checkpoint has under its name may be no number.
 
@@ -52,16 +52,16 @@ class ParamGroup(WatchedDict[str, Any]):
         declaration: what the optimizer declares.
         device: where the hyperparameter tensors live.
         label: the group's name in error messages.
-        check: refuses a write to a structural or a new key; called with all entries as they would be, and as they are.
+        check: refuses a write to a structural or a new key. It gets all entries as they would be, and as they are.
         changes: where a write to a structural key is reported.
         others: the optimizer's other groups, with which this one may share adopted tensors.
 
     Attributes:
-        for_compiled_code: the tensors of hyperparameters by name, to be read only: in one dict a 0-dim tensor, or a tuple of
-            them; in the other vectors of one element, since torch 2.13 traces a float64 of the CPU as a Python number.
-        followers: those who know where the tensors lie. ``is_behind`` of each is set before a tensor is replaced, and its
-            ``follow`` is called afterwards.
-        out_of_range: what is wrong with numbers that were written, by key; the step that would use one refuses it.
+        for_compiled_code: two dicts by hyperparameter, to be read only. One has a 0-dim tensor or a tuple of them, the other
+            vectors of one element, since torch 2.13 traces a float64 of the CPU as a Python number.
+        followers: objects that know the tensors' addresses. A group sets ``is_behind`` of each before it replaces a tensor,
+            and calls ``follow`` afterwards.
+        out_of_range: by key, what is wrong with a number that was written. The step that would use it refuses it.
     """
 
     @outside_inference_mode()
@@ -84,23 +84,23 @@ class ParamGroup(WatchedDict[str, Any]):
         self._hypers = {h.name: h for h in declaration.hypers}
         self._declaration, self._device = declaration, device
         self._scales = {s.name for s in declaration.scales}
-        self._is_meta = {p.is_meta for p in values["params"]} == {True}
         self._numbers: dict[str, Numbers] = {}
         given = (n for g in others for numbers in g._numbers.values() for n in numbers if n.is_adopted)
         adopted = functools.cache(lambda: {address(n.tensor): n for n in given})
+        devices = {device} | ({torch.device("meta")} if {p.is_meta for p in values["params"]} == {True} else set())
         for key, value in values.items():
             hyper = self._hypers.get(key)
             if hyper is None or (value is not None and is_own(hyper, value, values)):
                 self.set_quietly(key, value)
             elif value is not None or not hyper.like:
-                self._put(key, [self._adopt(e, adopted) for e in hyper.elements(value, label)])
+                self._put(key, [self._adopt(e, devices, adopted) for e in hyper.elements(value, label)], new=True)
         for key, hyper in self._hypers.items():
             if hyper.like and key not in self._numbers:
                 own = self._fresh(self._numbers[hyper.like][0].value())
-                self._put(key, [own], shown=hyper.when is None or bool(values.get(hyper.when)))
+                self._put(key, [own], new=hyper.when is None or bool(values.get(hyper.when)))
 
     def set_quietly(self, key: str, value: Any) -> None:
-        """Write without reporting; ``params`` becomes a list that reports, numbers by name a copy that nobody edits."""
+        """Write without reporting; ``params`` becomes a list that reports, a dict of numbers a copy that nobody edits."""
         if key == "params":
             value = WatchedList(self._changes, value)
         elif key == TRAIN_MODE and not value:
@@ -126,44 +126,42 @@ class ParamGroup(WatchedDict[str, Any]):
 
     @quickly_outside_dynamo
     def _read(self, key: str) -> Any:
-        hyper, held = self._hypers[key], dict.__getitem__(self, key)
-        if is_own(hyper, held, self):
-            return held
-        found = hyper.plain([n.read(self._element(key, i)) for i, n in enumerate(self._held(key))])
+        if not self._is_entry(key):
+            return dict.__getitem__(self, key)
+        found = self._hypers[key].plain([n.read(self._element(key, i)) for i, n in enumerate(self._held(key))])
         self._show(key)
         return found
 
     def _held(self, key: str) -> Numbers:
         """The numbers of a hyperparameter, after an assignment by ``dict.__setitem__``, which goes past this class."""
-        if key in self:
-            value = dict.__getitem__(self, key)
-            if value is not self._numbers[key].entry and not is_own(self._hypers[key], value, self):
-                self.update({key: value})
+        if dict.get(self, key) is not self._numbers[key].entry and self._is_entry(key):
+            self.update({key: dict.__getitem__(self, key)})
         return self._numbers[key]
 
     def tensors(self, key: str) -> tuple[Tensor, ...]:
-        """The tensors of one hyperparameter, one for each number that it holds, for somebody who may write to them."""
+        """The tensors of one hyperparameter, one for each of its numbers, for somebody who may write to them."""
         for number in self._held(key):
-            number.hand_out()
+            number.escape()
         self._show(key)
         return self.read_only(key)
 
     def read_only(self, key: str) -> tuple[Tensor, ...]:
-        """As :meth:`tensors`, for somebody who reports what he writes."""
+        """As :meth:`tensors`, for somebody who reports his writes or makes none."""
         return tuple([number.tensor for number in self._held(key)])
 
     def _show(self, key: str, *, new: bool = False) -> None:
-        """Follow a change of a hyperparameter's numbers: what users read, if it is an entry or is to be a ``new`` one."""
+        """Let users read a hyperparameter's numbers as they are now, if it is an entry or becomes a ``new`` one."""
         numbers = self._numbers[key]
-        is_private = all([n.is_private for n in numbers])
-        values: list[Any] = [n.written_last if is_private else n.shown for n in numbers]
-        shown = self._hypers[key].plain(values)
-        numbers.are_open = not is_private
-        numbers.are_quick = is_private and key not in self._declaration.structural_hypers
+        is_private = [n.is_private for n in numbers]
+        numbers.are_open = not all(is_private)
+        numbers.are_quick = not numbers.are_open and key not in self._declaration.structural_hypers
         self.out_of_range.pop(key, None)
         if new or self._is_entry(key):
-            numbers.entry = shown
-            dict.__setitem__(self, key, shown)
+            values: list[Any] = [
+                n.written_last if private else n.tensor for n, private in zip(numbers, is_private, strict=True)
+            ]
+            numbers.entry = self._hypers[key].plain(values)
+            dict.__setitem__(self, key, numbers.entry)
             if problem := numbers.problem(self.label):
                 self.out_of_range[key], numbers.are_quick = problem, False
                 self._changes.refuse()
@@ -171,17 +169,15 @@ class ParamGroup(WatchedDict[str, Any]):
     def _is_entry(self, key: str) -> bool:
         return key in self and not is_own(self._hypers[key], dict.__getitem__(self, key), self)
 
-    def _shown_numbers(self) -> dict[str, Numbers]:
-        """The numbers of hyperparameters that are entries, as all are that go with no choice."""
-        return {key: self._held(key) for key, hyper in self._hypers.items() if hyper.when is None or self._is_entry(key)}
+    def _is_shown(self, key: str) -> bool:
+        return self._hypers[key].when is None or self._is_entry(key)
 
     def unshown(self) -> dict[str, Any]:
-        """The hyperparameters that are no entries, by name, for a copy to :meth:`take_over`."""
-        shown = self._shown_numbers()
-        return {key: numbers[0].value() for key, numbers in self._numbers.items() if key not in shown}
+        """The hyperparameters that go with a choice and are no entries, for a copy to :meth:`take_over`."""
+        return {key: numbers[0].value() for key, numbers in self._numbers.items() if not self._is_shown(key)}
 
     def take_over(self, unshown: Mapping[str, float | Tensor]) -> None:
-        """Let the hyperparameters that are no entries be those of the group that this one is a copy of."""
+        """Write the :meth:`unshown` hyperparameters of the group that this one is a copy of."""
         for key, value in unshown.items():
             self._numbers[key][0].write(value)
             self._show(key)
@@ -191,21 +187,22 @@ class ParamGroup(WatchedDict[str, Any]):
         return self._held(key)[0].nonzero
 
     def is_unreported(self, key: str) -> bool:
-        """Whether a hyperparameter of one number counts as 0, and somebody may write another one without a report."""
-        return self._held(key)[0].is_handed_out and not self.nonzero(key)
+        """Whether a hyperparameter of one number counts as 0, and somebody may write another number without a report."""
+        return self._held(key)[0].has_escaped and not self.nonzero(key)
 
     def drive(self, key: str, *, begin: bool) -> None:
-        """Note that the device begins, or has ceased, to write a hyperparameter by itself; no user's tensor is used then."""
+        """Note that the device begins or ceases to write a hyperparameter by itself. It writes to no user's tensor."""
         for index, number in enumerate(self._held(key)):
             if begin and number.is_adopted:
                 self._replace(key, index, number.tensor)
             self._numbers[key][index].drive(begin)
         self._show(key)
 
-    def warn_of_lost_writes(self, key: str) -> None:
-        """Warn where somebody wrote to what he read of a hyperparameter that the device writes."""
+    def driven(self, key: str) -> tuple[Tensor, ...]:
+        """:meth:`read_only`, for the device to write; warns where somebody wrote to the copy that he read."""
         for index, number in enumerate(self._numbers[key]):
             number.warn_of_lost_write(self._element(key, index))
+        return self.read_only(key)
 
     def _element(self, key: str, index: int) -> str:
         return f"{self._hypers[key].element(index)} of {self.label}"
@@ -223,8 +220,9 @@ class ParamGroup(WatchedDict[str, Any]):
             self._put(key, [number for _, number in made])
 
     def floats(self) -> dict[str, Any]:
-        """Every hyperparameter as a Python float or a tuple of them. Waits for the device where only that knows them."""
-        return {k: self._hypers[k].plain([n.as_float() for n in held]) for k, held in self._shown_numbers().items()}
+        """Every hyperparameter as a Python float or a tuple of them. Waits for the device where only that knows a number."""
+        shown = filter(self._is_shown, self._hypers)
+        return {key: self._hypers[key].plain([n.as_float() for n in self._held(key)]) for key in shown}
 
     def validated(self, key: str, value: Any) -> tuple[float | Tensor, ...]:
         """The elements of ``value`` for hyperparameter ``key``, whatever their range.
@@ -241,7 +239,7 @@ class ParamGroup(WatchedDict[str, Any]):
         return elements
 
     def load(self, key: str, value: Any) -> None:
-        """Write a value of a checkpoint, without reporting; into an adopted tensor if that holds it and is not shared."""
+        """Write a value of a checkpoint, without reporting; into an adopted tensor if that can hold it and is not shared."""
         if key not in self._hypers or is_own(self._hypers[key], value, self):
             self.set_quietly(key, value)
         else:
@@ -278,7 +276,7 @@ class ParamGroup(WatchedDict[str, Any]):
                 self._show(name, new=True)
 
     def _taken(self, key: str, value: Any) -> list[tuple[float | Tensor, float | Tensor]]:
-        """The elements of ``value``, each with what it is before anything is written."""
+        """Each element of ``value``, and its number before anything is written."""
         return [(e, _without_wait(e)) for e in self.validated(key, value)]
 
     def _assign(self, key: str, taken: Iterable[tuple[float | Tensor, float | Tensor]], *, is_loaded: bool = False) -> None:
@@ -289,8 +287,8 @@ class ParamGroup(WatchedDict[str, Any]):
             if element is not number.tensor:
                 if number.is_driven and not is_loaded:
                     warn_of_driven(self._element(key, index))
-                if is_loaded and not isinstance(value, Tensor):
-                    is_replaced = number.rounds(value) or (number.is_adopted and self._shares(number))
+                if is_loaded and number.is_adopted and not isinstance(value, Tensor):
+                    is_replaced = self._shares(number) or not number.can_hold(value)
                 else:
                     is_replaced = number.is_adopted or (isinstance(value, Tensor) and value.requires_grad)
                 self._replace(key, index, value) if is_replaced else number.write(value)
@@ -298,23 +296,21 @@ class ParamGroup(WatchedDict[str, Any]):
         self._show(key, new=True)
 
     def _shares(self, number: Live) -> bool:
-        """Whether a number stands in another place too, here or in another group."""
-        places = [numbers for group in number.groups.values() for numbers in group._numbers.values()]
-        return sum(n is number for numbers in places for n in numbers) > 1
+        """Whether a number stands in two places, in one group or in several."""
+        return sum(n is number for group in number.groups.values() for held in group._numbers.values() for n in held) > 1
 
     @outside_inference_mode()
     def _replace(self, key: str, index: int, value: float | Tensor) -> None:
-        """Let a hyperparameter have a tensor of its own in place of one of those it has."""
+        """Give a hyperparameter a new tensor, its own, for the number at ``index``."""
         numbers = list(self._numbers[key])
         with as_fake_as(numbers[index].tensor):
             numbers[index] = self._fresh(value)
             self._put(key, numbers)
 
-    def _put(self, key: str, numbers: Iterable[Live], *, shown: bool | None = None) -> None:
-        """Let ``numbers`` be those of a hyperparameter: an entry if ``shown``; if that is None, if it was one or is new."""
+    def _put(self, key: str, numbers: Iterable[Live], *, new: bool = False) -> None:
+        """Replace a hyperparameter's numbers. It is an entry if it was one or becomes a ``new`` one."""
         for follower in self.followers:
             follower.is_behind = True  # until it followed, whatever interrupts this
-        is_entry = shown or (shown is None and (key not in self._numbers or self._is_entry(key)))
         held = self._numbers[key] = Numbers(numbers, self._hypers[key])
         for number in held:
             number.shapes |= key in self._declaration.structural_hypers
@@ -322,15 +318,15 @@ class ParamGroup(WatchedDict[str, Any]):
         tensors = tuple([number.tensor for number in held])
         self.for_compiled_code[0][key] = tensors if self._hypers[key].is_tuple else tensors[0]
         self.for_compiled_code[1][key] = tuple([tensor.detach().view(1) for tensor in tensors])
-        self._show(key, new=is_entry)
+        self._show(key, new=new)
         for follower in self.followers:
             follower.follow()
 
-    def _adopt(self, element: float | Tensor, adopted: Callable[[], dict[int, Live]]) -> Live:
-        if not isinstance(element, Tensor):
-            return self._fresh(element)
-        devices = {self._device} | ({torch.device("meta")} if self._is_meta else set())
-        if element.device not in devices or not element.is_floating_point():
+    def _adopt(
+        self, element: float | Tensor, devices: Collection[torch.device], adopted: Callable[[], dict[int, Live]]
+    ) -> Live:
+        """A number in the tensor ``element``, new or ``adopted`` before; in a new tensor where that cannot be adopted."""
+        if not (isinstance(element, Tensor) and element.is_floating_point() and element.device in devices):
             made = self._fresh(element)
             made.read_as(element)
             return made
@@ -341,7 +337,7 @@ class ParamGroup(WatchedDict[str, Any]):
         return known
 
     def _fresh(self, element: float | Tensor) -> Live:
-        value = _without_wait(element) if isinstance(element, Tensor) else element
+        value = _without_wait(element)
         if not isinstance(value, Tensor):
             return Live(scalar(value, self._device), self._changes, value)
         recorded = value.requires_grad  # a differentiable step reaches back through it
@@ -349,14 +345,14 @@ class ParamGroup(WatchedDict[str, Any]):
         return Live(own, self._changes, is_adopted=recorded)
 
     def __delitem__(self, key: str) -> None:
-        """As ``dict.__delitem__``; ``ValueError`` where steps would go on to read what is no entry any more."""
+        """As ``dict.__delitem__``; ``ValueError`` where steps would go on reading the entry."""
         if key in self and (choice := key in self._hypers and self._hypers[key].when) and self.get(choice):
             raise ValueError(f"{key} of {self.label} cannot be removed: {choice}=True reads it; set {choice} to False first")
         super().__delitem__(key)
 
 
 def _without_wait(element: float | Tensor) -> float | Tensor:
-    """``element`` as it is now: the number in a tensor on the host, and a copy of one on a device."""
+    """``element`` as it is now: the number of a tensor on the host, a copy of a tensor on a device."""
     if not isinstance(element, Tensor) or element.requires_grad or is_fake(element):
         return element
     return element.item() if element.device.type == "cpu" else element.clone()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,7 @@ def advising() -> Iterator[None]:
 
 
 def parameters_of(group: Mapping[str, Any]) -> dict[Any, int]:
-    """The parameters of a group, each once, with their first places in it."""
+    """Each parameter of a group -> its first place there."""
     places: dict[Any, int] = {}
     for index, param in enumerate(group["params"]):
         places.setdefault(param, index)
@@ -44,12 +44,12 @@ def parameters_of(group: Mapping[str, Any]) -> dict[Any, int]:
 
 
 def named_parameters(groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """All parameters in ``groups``, each with its name in messages."""
+    """All parameters in ``groups``, each after its name in messages."""
     return ((parameter_name(group, i, j), p) for i, group in enumerate(groups) for j, p in enumerate(group["params"]))
 
 
 def canonical_names(names: Sequence[str]) -> list[str]:
-    """``names``, each as :func:`canonical_name` returns it, or all as they are if two of them would become equal."""
+    """:func:`canonical_name` of each of ``names``; all as they are if two would become equal."""
     short = list(map(canonical_name, names))
     return short if len(set(short)) == len(set(names)) else list(names)
 
@@ -62,7 +62,7 @@ def canonical_name(name: str) -> str:
 
 
 def numbered(names: Sequence[str]) -> list[str]:
-    """``names``, where equal ones become different: each gets its place among them, and how many they are."""
+    """``names``, where equal ones become ``"name (1 of 2)"`` and ``"name (2 of 2)"``."""
     counts, places = Counter(names), Counter[str]()
     result = []
     for name in names:
@@ -72,47 +72,33 @@ def numbered(names: Sequence[str]) -> list[str]:
 
 
 def without_aliases(names: Sequence[str], params: Sequence[Any]) -> tuple[list[str], list[Any], dict[str, str]]:
-    """The first name of each tensor in ``params``, the tensors once each, and a dict of each further name -> the first.
+    """Return the first name of each tensor in ``params``, each tensor once, and a dict of further names -> first names.
 
     Without ``names``, the first and the last are empty, and the tensors are all of ``params``.
     """
     if not names:
         return [], list(params), {}
-    kept: dict[int, tuple[str, Any]] = {}
+    first: dict[int, tuple[str, Any]] = {}
     for name, param in zip(names, params, strict=True):
-        kept.setdefault(id(param), (name, param))
-    firsts = {name: None for name, _ in kept.values()}
-    aliases = {name: kept[id(param)][0] for name, param in zip(names, params, strict=True) if name not in firsts}
-    return [name for name, _ in kept.values()], [param for _, param in kept.values()], aliases
+        first.setdefault(id(param), (name, param))
+    kept, tensors = map(list, zip(*first.values(), strict=True))
+    known = {*kept}
+    return kept, tensors, {n: first[id(p)][0] for n, p in zip(names, params, strict=True) if n not in known}
 
 
-def repeated(names: Sequence[str], params: Sequence[Any]) -> int | None:
-    """The place of a tensor in ``params`` that stands before it too, without a further name; None if there is none."""
-    seen: set[Any] = set()
-    for index, param in enumerate(params):
-        key = (id(param), names[index] if names else None)
+def first_repeat(keys: Iterable[Hashable], taken: Iterable[Hashable] = ()) -> int | None:
+    """The place of the first of ``keys`` that stands before it too, or is ``taken``; None if there is none."""
+    seen = set(taken)
+    for index, key in enumerate(keys):
         if key in seen:
             return index
         seen.add(key)
     return None
 
 
-def shared_name(names: Sequence[str], groups: Sequence[Mapping[str, Any]], aliases: Collection[str]) -> str | None:
-    """A name in ``names`` that stands there twice, or in ``groups`` or ``aliases`` too; None if there is none."""
-    taken = {name for group in groups for name in group.get("param_names", ())} | set(aliases)
-    for name in names:
-        if name in taken:
-            return name
-        taken.add(name)
-    return None
-
-
 def as_groups(params: Any) -> list[dict[str, Any]]:
     """The constructor's ``params`` as a list of new group dicts; an error if they are none, or no iterable of any."""
-    what = "params argument given to the optimizer"
-    if isinstance(params, Tensor):
-        _refuse(params, what)
-    _check_iterable(params, what)
+    _check_iterable(params, "params argument given to the optimizer")
     if isinstance(params, Mapping) and params:
         return [{"params": params}]
     entries = list(params) if not isinstance(params, set) else [{"params": params}]
@@ -122,20 +108,20 @@ def as_groups(params: Any) -> list[dict[str, Any]]:
 
 
 def _check_iterable(params: Any, what: str) -> None:
-    """Raise ``TypeError`` where ``params``, called ``what``, are no iterable of parameters, and name what was meant."""
-    if isinstance(params, nn.Module) and not isinstance(params, nn.ParameterList):
-        _refuse(params, what, "; did you mean its parameters()?")
-    if not hasattr(params, "__iter__") and not hasattr(params, "__getitem__"):
-        name = getattr(params, "__name__", "it") if callable(params) else ""
-        _refuse(params, what, f"; did you mean to call it: {name}()?" if name else "")
-    if isinstance(params, Mapping) and params:
+    """Raise ``TypeError`` unless ``params``, called ``what``, are an iterable of parameters; it says what may be meant."""
+    hint = None
+    if isinstance(params, Tensor):
+        hint = ""
+    elif isinstance(params, nn.Module) and not isinstance(params, nn.ParameterList):
+        hint = "; did you mean its parameters()?"
+    elif not hasattr(params, "__iter__") and not hasattr(params, "__getitem__"):
+        hint = f"; did you mean to call it: {getattr(params, '__name__', 'it')}()?" if callable(params) else ""
+    elif isinstance(params, Mapping) and params:
         tensors = params.values()
         if all(isinstance(t, Tensor) and not (t.requires_grad or isinstance(t, nn.Parameter)) for t in tensors):
-            _refuse(params, what, " of tensors without gradients; did you mean named_parameters() in place of state_dict()?")
-
-
-def _refuse(params: Any, what: str, hint: str = "") -> NoReturn:
-    raise TypeError(f"{what} should be an iterable of Tensors or dicts, but got {torch.typename(params)}{hint}")
+            hint = " of tensors without gradients; did you mean named_parameters() in place of state_dict()?"
+    if hint is not None:
+        raise TypeError(f"{what} should be an iterable of Tensors or dicts, but got {torch.typename(params)}{hint}")
 
 
 def names_and_tensors(params: Any, what: str) -> tuple[list[str], list[Any]]:
@@ -158,13 +144,9 @@ def names_and_tensors(params: Any, what: str) -> tuple[list[str], list[Any]]:
     if pairs and len(pairs) != len(entries):
         raise ValueError("all optimizer params should be with/without names. Some param names are missing")
     if foreign := next((pair for pair in pairs if len(pair) != 2 or not isinstance(pair[0], str)), None):
-        raise TypeError(f"pairs are (name, parameter); got ({', '.join(map(_form, foreign))})")
+        forms = [f"{type(v).__name__}{f' of shape {tuple(v.shape)}' if isinstance(v, Tensor) else ''}" for v in foreign]
+        raise TypeError(f"pairs are (name, parameter); got ({', '.join(forms)})")
     return [name for name, _ in pairs], [tensor for _, tensor in pairs] if pairs else entries
-
-
-def _form(value: Any) -> str:
-    shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
-    return f"{type(value).__name__}{shape}"
 
 
 @advising()
@@ -173,14 +155,12 @@ def check_params(
 ) -> None:
     """Raise an error unless ``optimizer`` takes ``group``, which comes at ``index``.
 
-    It takes tensors of certain kinds, none of them ``elsewhere``: the names of those in groups before, by ``id``. All groups
-    have names, as the ``first`` has, or none. Tensors that no step can update, as those of integers, are taken: they get no
-    gradients.
+    It takes tensors of certain kinds, unless their ``id`` is in ``elsewhere``, which has the names of tensors in groups
+    before. All groups have names, as the ``first`` has, or none. Integers are taken too: they get no gradients.
     """
-    names, differentiable = group.get("param_names") or (), group.get("differentiable", False)
     for j, param in enumerate(group["params"]):
-        name = names[j] if j < len(names) else parameter_name({}, index, j)
-        _check_kind(optimizer, param, name, differentiable=differentiable)
+        name = parameter_name(group, index, j)
+        _check_kind(optimizer, param, name, differentiable=group.get("differentiable", False))
         if (other := elsewhere.get(id(param))) is not None:
             raise ValueError(f"some parameters appear in more than one parameter group: '{name}' is also '{other}'")
     if ("param_names" in group) != ("param_names" in first):
@@ -192,22 +172,21 @@ def check_params(
 
 
 def _check_kind(optimizer: type[Declared], param: Any, name: str, *, differentiable: bool) -> None:
+    kind = optimizer.__name__
     if not isinstance(param, Tensor):
         hint = "; did you mean its parameters()?" if isinstance(param, nn.Module) else ""
-        kind = torch.typename(param)
-        raise TypeError(f"optimizer can only optimize Tensors, but one of the params is {kind} ('{name}'){hint}")
+        got = f"{torch.typename(param)} ('{name}'){hint}"
+        raise TypeError(f"optimizer can only optimize Tensors, but one of the params is {got}")
     if param.layout is not torch.strided:
-        raise ValueError(f"{optimizer.__name__} requires dense parameter tensors; '{name}' is {param.layout}")
+        raise ValueError(f"{kind} requires dense parameter tensors; '{name}' is {param.layout}")
     is_elementwise = optimizer._gradients == "dense" and optimizer._granularity == "element"
     if not is_elementwise and param.is_complex():
-        raise ValueError(f"{optimizer.__name__} does not support complex parameters; '{name}' is one")
+        raise ValueError(f"{kind} does not support complex parameters; '{name}' is one")
     if optimizer._gradients == "sparse" and is_sharded(param):
-        raise ValueError(
-            f"{optimizer.__name__} does not support DTensors; '{name}' is one; use an optimizer that takes dense gradients"
-        )
+        raise ValueError(f"{kind} does not support DTensors; '{name}' is one; use an optimizer that takes dense gradients")
     if optimizer._granularity == "matrix" and not is_lazy(param) and param.dim() != 2:
         raise ValueError(
-            f"{optimizer.__name__} only supports 2D parameters whereas we found a parameter with size: "
+            f"{kind} only supports 2D parameters whereas we found a parameter with size: "
             f"{param.shape} ('{name}'); give the others to an elementwise optimizer"
         )
     if differentiable and is_sharded(param):

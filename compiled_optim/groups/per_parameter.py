@@ -20,11 +20,9 @@ from compiled_optim.rule.misspelled import hint, mistyped
 
 T = TypeVar("T")
 
-EVERYTHING = "*"
-
 
 def alternatives(pattern: str) -> list[str]:
-    """The patterns of which ``pattern`` is made, ``"*.bias|*norm*"`` of two; ``ValueError`` if one of them is empty."""
+    """Split ``pattern``, such as ``"*.bias|*norm*"``; ``ValueError`` if one of its alternatives is empty."""
     found = pattern.split("|")
     if not all(found):
         raise ValueError(f"the pattern {pattern!r} has an empty alternative")
@@ -32,7 +30,7 @@ def alternatives(pattern: str) -> list[str]:
 
 
 def matches(pattern: str, names: Collection[str]) -> bool:
-    """Whether one of ``names``, with or without the prefixes of module wrappers, matches an alternative of ``pattern``."""
+    """Whether ``pattern`` matches one of ``names``, with or without the prefixes of module wrappers."""
     spellings = {*names, *map(canonical_name, names)}
     return any(fnmatchcase(name, wanted) for wanted in alternatives(pattern) for name in spellings)
 
@@ -44,9 +42,9 @@ def first_matches(
     what: str,
     conflict: Callable[[Any, Any], bool] = lambda first, second: True,
 ) -> dict[str, Any]:
-    """The key that each of ``things``, which are ``what`` by name, matches; nothing for one that matches none.
+    """By the name of each of ``things``, the key that it matches; nothing for one that matches none.
 
-    The last key may be ``"*"``: it is for what no other key matches.
+    The last key may be ``"*"``: it takes what no other key matches. Messages call each thing a ``what``.
 
     Raises:
         ValueError: a key matches nothing, or two that are in ``conflict`` match the same.
@@ -60,7 +58,7 @@ def first_matches(
         for name in matched:
             if name not in found:
                 found[name] = key
-            elif conflict(found[name], key) and not (key == EVERYTHING and index == len(keys) - 1):
+            elif conflict(found[name], key) and not (key == "*" and index == len(keys) - 1):
                 raise ValueError(f"{what} '{name}' matches both {_described(found[name])} and {_described(key)}")
     return found
 
@@ -72,7 +70,7 @@ def _described(key: Any) -> str:
 class ByName(dict[str, float]):
     """A copy of a dict of numbers that nobody can edit: another choice is another dict.
 
-    It equals the dict that it was made of. Numbers in tensors of one element become Python numbers: later writes into those
+    It equals the original. A number in a tensor of one element becomes a Python number, so that later writes into the tensor
     do not count either. ``copy`` and ``|`` make plain dicts, which can be edited and assigned.
     """
 
@@ -80,10 +78,10 @@ class ByName(dict[str, float]):
         super().__init__({k: n.item() if isinstance(n, Tensor) and n.numel() == 1 else n for k, n in numbers.items()})
 
     def key_of(self, name: str) -> str:
-        """Under what ``name`` stands here: as it is, or else with other prefixes of module wrappers; itself if it does not.
+        """The key for ``name``: that itself, or else one that differs in prefixes of module wrappers; ``name`` if none does.
 
         Raises:
-            ValueError: it stands here with several other prefixes, and with different numbers.
+            ValueError: several keys differ in prefixes alone, and have different numbers.
         """
         if name in self or not (keys := self._by_short_name.get(canonical_name(name))):
             return name
@@ -93,11 +91,9 @@ class ByName(dict[str, float]):
 
     @functools.cached_property
     def _by_short_name(self) -> dict[str, list[str]]:
-        """The keys that are names, by what they are without the prefixes of module wrappers."""
         found: dict[str, list[str]] = {}
-        for key in self:
-            if isinstance(key, str):
-                found.setdefault(canonical_name(key), []).append(key)
+        for key in filter(lambda key: isinstance(key, str), self):
+            found.setdefault(canonical_name(key), []).append(key)
         return found
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -110,12 +106,12 @@ class ByName(dict[str, float]):
 
 
 def kept(chosen: Any) -> Any:
-    """A copy of ``chosen`` that nobody edits, if it is a dict; else itself."""
+    """``chosen``; a dict as a :class:`ByName`."""
     return ByName(chosen) if isinstance(chosen, Mapping) and not isinstance(chosen, ByName) else chosen
 
 
 def ignores_prefixes(scales: Iterable[Scale], groups: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether dicts are looked up without regard to the prefixes of module wrappers, as all names differ without them."""
+    """Whether a lookup of names ignores the prefixes of module wrappers: where all names differ without them."""
     if not any([isinstance(group.get(scale.name), Mapping) for scale in scales for group in groups]):
         return False  # nobody looks anything up
     names = {name for group in groups for name in group.get("param_names", ())}
@@ -124,10 +120,7 @@ def ignores_prefixes(scales: Iterable[Scale], groups: Sequence[Mapping[str, Any]
 
 @advising()
 def number_of(scale: Scale, group: Mapping[str, Any], group_index: int, index: int, *, by_short_name: bool = True) -> float:
-    """The number of one parameter of a group; an error where there is none. See :meth:`Scale.number`.
-
-    ``by_short_name`` is what :func:`ignores_prefixes` returns.
-    """
+    """:meth:`Scale.number` of one parameter of a group; ``by_short_name`` is what :func:`ignores_prefixes` returns."""
     chosen, name = group.get(scale.name), next(iter(_names(group, index)), None)
     where = f"'{parameter_name(group, group_index, index)}'"
     if isinstance(chosen, ByName) and name is not None and by_short_name:
@@ -136,7 +129,7 @@ def number_of(scale: Scale, group: Mapping[str, Any], group_index: int, index: i
 
 
 def choices_of(options: Sequence[Option], group: Mapping[str, Any], group_index: int, index: int) -> dict[str, Any]:
-    """What the options of a group choose for one of its parameters, by name; ``ValueError`` where one does not fit it."""
+    """What each of ``options`` chooses for one parameter of a group; ``ValueError`` where a choice does not fit it."""
     if not any([o.name in group for o in options]):
         return {}
     names = _names(group, index)
@@ -153,16 +146,16 @@ def choices_of(options: Sequence[Option], group: Mapping[str, Any], group_index:
 
 
 def _names(group: Mapping[str, Any], index: int) -> Sequence[str]:
-    """The name of a parameter of a group, or nothing."""
+    """The name of one parameter of a group, if it has one."""
     return (group.get("param_names") or ())[index : index + 1]
 
 
 def check_choices(
     scales: Sequence[Scale], options: Sequence[Option], group: Mapping[str, Any], before: Mapping[str, Any], index: int
 ) -> None:
-    """Raise what :func:`number_of` and :func:`choices_of` raise for a parameter of ``param_groups[index]`` of known shape.
+    """Raise what :func:`number_of` and :func:`choices_of` raise for the parameters of ``param_groups[index]``, unless lazy.
 
-    ``ValueError`` too where a number that no step reads would take the place of numbers ``before``, which steps read.
+    ``ValueError`` also where a number that no step reads would replace numbers that steps read ``before``.
     """
     for scale in scales:
         chosen = group.get(scale.name)
@@ -187,10 +180,10 @@ def check_choices(
 def check_names(
     scale: Scale, chosen: ByName, names: Sequence[str], aliases: Mapping[str, str], *, by_short_name: bool
 ) -> None:
-    """Raise ``ValueError`` where ``chosen`` is for none of ``names``, those of all parameters, or misspells one of them.
+    """Raise ``ValueError`` where ``chosen`` has none of ``names``, those of all parameters, or misspells one of them.
 
-    Its other keys may be for another optimizer, or for parameters to come. A further name of a tied parameter, which
-    ``aliases`` leads to the one that was kept, may have the same number as that.
+    Its other keys may be for another optimizer, or for parameters to come. A tied parameter's further name, which
+    ``aliases`` maps to the name that was kept, must have the same number.
     """
     own, every = set(names), [*dict.fromkeys([*names, *aliases])]
     known = {canonical_name(name): name for name in reversed(every)} if by_short_name else {}
@@ -214,9 +207,9 @@ def check_names(
 
 
 def warn_of_unused(options: Sequence[Option], groups: Sequence[Mapping[str, Any]], known: Collection[str]) -> set[str]:
-    """Warn of options of ``groups`` and patterns in ``exclude`` that apply to no parameter, but for those ``known``.
+    """Warn of options of ``groups`` and patterns in ``exclude`` that apply to no parameter; returns all that were looked at.
 
-    Returns all that is known then.
+    Those ``known``, which an earlier call looked at, are left out.
     """
     patterns = {each for group in groups for pattern in group.get("exclude") or () for each in alternatives(pattern)}
     for pattern in sorted(patterns - {*known}):

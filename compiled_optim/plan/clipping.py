@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,12 +18,19 @@ from compiled_optim.memory.torch_internals import outside_inference_mode
 from compiled_optim.rule.vocabulary import sqrt, where
 
 NAMES = ("max_grad_norm", "grad_scale", "found_inf", "skip_nonfinite")
-"""The numbers of one step, in the order in which kernels and :func:`~compiled_optim.lowering.gradient.scaled` take them."""
+"""The numbers of one step, in the order in which kernels and :func:`scaled` take them."""
 
 CHOSEN = ("max_grad_norm", "skip_nonfinite")
 """Those that users assign; the others are a gradient scaler's, in the steps that it calls."""
 
 _NEUTRAL = {"max_grad_norm": math.inf, "grad_scale": 1.0, "found_inf": 0.0, "skip_nonfinite": 0.0}
+
+
+class _Taken(NamedTuple):
+    """What :meth:`Clipping.take` was given, and its tensors. One assignment replaces both, so no interrupt parts them."""
+
+    given: tuple[Any, ...]
+    tensors: dict[str, Tensor]
 
 
 class Clipping:
@@ -34,8 +41,7 @@ class Clipping:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        # The arguments of `take` and the tensors made of them. One assignment replaces both, so no interrupt parts them.
-        self._taken: tuple[tuple[Any, ...], dict[str, Tensor]] = ((None, None, None, False), {})
+        self._taken = _Taken((None, None, None, False), {})
         with outside_inference_mode():
             self._number = scalar(math.inf, device)  # of every max_grad_norm that is no tensor, with one address for life
             self._largest_norm = scalar(math.inf, device)  # that is no reason to skip a step
@@ -47,76 +53,65 @@ class Clipping:
         self._largest_norm.fill_(math.sqrt(min(torch.finfo(compute_dtype(dtype)).max for dtype in dtypes)))
 
     def take(self, max_grad_norm: Any, grad_scale: Any, found_inf: Any, skip_nonfinite: Any) -> None:
-        """Take the values for the next steps: numbers, or 0-dim tensors that are then followed; None where there is none.
-
-        They are those of :func:`~compiled_optim.lowering.gradient.scaled`.
+        """Take what :func:`scaled` gets in the next steps: numbers, or 0-dim tensors that are then followed, or None.
 
         Raises:
             TypeError: a value is not what its description says.
             ValueError: ``max_grad_norm`` is negative or NaN, or a tensor has more than one element. A tensor on an
                 accelerator is not read, since that would wait for the device.
         """
-        given = (max_grad_norm, grad_scale, found_inf, skip_nonfinite)
-        if all(map(is_, given, self._given)):
+        given, (before, old) = (max_grad_norm, grad_scale, found_inf, skip_nonfinite), self._taken
+        if all(map(is_, given, before)):
             return
         if not isinstance(skip_nonfinite, bool):
             raise TypeError(f"skip_nonfinite must be a bool, got {skip_nonfinite!r}")
-        named = {"max_grad_norm": max_grad_norm, "grad_scale": grad_scale, "found_inf": found_inf}
-        old = dict(zip(NAMES, self._given, strict=True))
-        values = {  # what was given before keeps its tensor, which a kernel's table may refer to
-            name: self._values[name] if value is old[name] and name in self._values else self._tensor(name, value)
-            for name, value in named.items()
+        tensors = {  # what was given before keeps its tensor, which a kernel's table may refer to
+            name: old[name] if value is known and name in old else self._tensor(name, value)
+            for name, value, known in zip(NAMES[:-1], given[:-1], before[:-1], strict=True)
             if value is not None
         }
-        readable = not isinstance(max_grad_norm, Tensor) or max_grad_norm.device.type == "cpu"
-        if readable and max_grad_norm is not None and max_grad_norm is not self._given[0] and not max_grad_norm >= 0:
-            raise ValueError(f"max_grad_norm must be >= 0, got {float(max_grad_norm)}")
         if skip_nonfinite:
-            values["skip_nonfinite"] = self._largest_norm
-        if values.get("max_grad_norm") is self._number and max_grad_norm is not self._given[0]:
-            self._taken = ((object(), *self._given[1:]), self._values)  # until the number is written, whatever interrupts it
-            self._number.fill_(float(max_grad_norm))
-        self._taken = (given, values)
-
-    @property
-    def _given(self) -> tuple[Any, ...]:
-        return self._taken[0]
-
-    @property
-    def _values(self) -> dict[str, Tensor]:
-        return self._taken[1]
+            tensors["skip_nonfinite"] = self._largest_norm
+        if max_grad_norm is not None and max_grad_norm is not before[0]:
+            is_readable = not isinstance(max_grad_norm, Tensor) or max_grad_norm.device.type == "cpu"
+            if is_readable and not max_grad_norm >= 0:
+                raise ValueError(f"max_grad_norm must be >= 0, got {float(max_grad_norm)}")
+            if tensors["max_grad_norm"] is self._number:
+                self._taken = _Taken((object(), *before[1:]), old)  # until the number is written, whatever interrupts it
+                self._number.fill_(float(max_grad_norm))
+        self._taken = _Taken(given, tensors)
 
     def are_tensors(self, *given: Any) -> bool:
         """Whether :meth:`take` makes no tensor of ``given``, which a CUDA graph that is being captured would not fill."""
-        *numbers, skip_nonfinite = zip(given, self._given, strict=True)
+        *numbers, (skips, _) = zip(given, self._taken.given, strict=True)
         known = all(new is None or new is old or isinstance(new, Tensor) for new, old in numbers)
-        return known and (not skip_nonfinite[0] or "skip_nonfinite" in self._values)
+        return known and (not skips or "skip_nonfinite" in self._taken.tensors)
 
     @property
     def chosen(self) -> list[Tensor | None]:
         """The tensors of :data:`CHOSEN`; None where there is none."""
-        return [self._values.get(name) for name in CHOSEN]
+        return [self._taken.tensors.get(name) for name in CHOSEN]
 
     @property
     def scaler(self) -> tuple[Any, Any]:
         """``grad_scale`` and ``found_inf`` as they were taken."""
-        return self._given[1], self._given[2]
+        return self._taken.given[1], self._taken.given[2]
 
     @property
     def measures_norm(self) -> bool:
         """Whether a step needs the norm of all gradients."""
-        return any(name in self._values for name in CHOSEN)
+        return any(name in self._taken.tensors for name in CHOSEN)
 
     @property
     def idle(self) -> bool:
         """Whether a step uses its gradients as they are."""
-        return not self._values
+        return not self._taken.tensors
 
     def tensors(self, device: torch.device, names: Sequence[str] = NAMES) -> list[Tensor]:
         """The numbers called ``NAMES``; those that nobody set, or that are none of ``names``, are neutral on ``device``."""
         if device not in self._neutral:
             self._neutral[device] = {name: scalar(value, device) for name, value in _NEUTRAL.items()}
-        given = {name: _plain(self._values[name]) for name in names if name in self._values}
+        given = {name: _plain(tensor) for name, tensor in self._taken.tensors.items() if name in names}
         return list({**self._neutral[device], **given}.values())
 
     def outcome(self, device: torch.device) -> Tensor:

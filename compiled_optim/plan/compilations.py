@@ -53,7 +53,7 @@ class KernelKey:
         """Whether the kernel updates tensors."""
         return self.arrangement != COEFFICIENTS
 
-    def grown(self) -> KernelKey:
+    def with_all_buffers(self) -> KernelKey:
         """The key after every hyperparameter that is 0, and so spares a buffer, has become another number."""
         if not self.updates:
             return self
@@ -65,16 +65,13 @@ class KernelKey:
 
     def changes_from(self, old: KernelKey) -> list[str]:
         """The differences from ``old`` in words, ``grad dtype float32 -> bfloat16``."""
-        words = {"arrangement": "arrangement", "param_dtype": "param dtype", "grad_dtype": "grad dtype", "device": "device"}
-        changes = [
-            f"{label} {getattr(old, name)} -> {getattr(self, name)}"
-            for name, label in words.items()
-            if getattr(old, name) != getattr(self, name)
-        ]
-        if old.buffer_dtypes != self.buffer_dtypes:
-            changes.append(f"state dtypes {old.buffer_dtypes} -> {self.buffer_dtypes}")
-        before, now = dict(old.statics), dict(self.statics)
-        return changes + [f"{k} {before.get(k)} -> {now.get(k)}" for k in {**before, **now} if before.get(k) != now.get(k)]
+        before, now = old._in_words(), self._in_words()
+        return [f"{k} {before.get(k)} -> {now.get(k)}" for k in {**before, **now} if before.get(k) != now.get(k)]
+
+    def _in_words(self) -> dict[str, Any]:
+        dtypes = {"param dtype": self.param_dtype, "grad dtype": self.grad_dtype}
+        last = {"device": self.device, "state dtypes": self.buffer_dtypes}
+        return {"arrangement": self.arrangement, **dtypes, **last, **dict(self.statics)}
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -155,7 +152,7 @@ class CompilationLog:
     keys: dict[tuple[str, bool], KernelKey] = field(default_factory=dict)  # by parameter, and whether the kernel updates it
 
     def obtain(self, cache: dict[KernelKey, K], key: KernelKey, names: Sequence[str], make: Callable[[KernelKey], K]) -> K:
-        """The kernel of ``key`` for the parameters ``names``: from ``cache``, else made, kept and recorded.
+        """The kernel of ``key`` for the parameters ``names``: from ``cache``, else made, cached and recorded.
 
         A kernel that does without a buffer is made together with the one that a hyperparameter's change may ask for. Inside
         ``no_recompiles``, ``RecompileError`` is raised in place of making one again.
@@ -163,7 +160,7 @@ class CompilationLog:
         if key not in cache:
             if cause := next((c for c in (self._cause(name, key) for name in names) if c), ""):
                 spend(f"{key.rule.name} would recompile its step: {cause}")
-            for wanted in dict.fromkeys((key, key.grown())):
+            for wanted in dict.fromkeys((key, key.with_all_buffers())):
                 if wanted not in cache:
                     started, before = time.perf_counter(), dataclasses.replace(uses)
                     cache[wanted] = make(wanted)
@@ -180,7 +177,7 @@ class CompilationLog:
         make: Callable[[KernelKey], K | str],
         uncompiled: Callable[[KernelKey], K],
     ) -> K:
-        """As :meth:`obtain`; where ``make`` says why nothing can be compiled, what ``uncompiled`` returns, recorded."""
+        """As :meth:`obtain`; where ``make`` says why nothing can be compiled, record that and return ``uncompiled(key)``."""
         made = self.obtain(cache, key, names, make)
         if not isinstance(made, str):
             return made

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
-from operator import is_not
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,21 +67,19 @@ class Member:
 
     def __post_init__(self) -> None:
         self.param = local(self.owner)
-        self.entries = {name: self.state[name] for name in self.names}
-        if self.param is not self.owner:
-            self.entries = {name: local(entry) for name, entry in self.entries.items()}
+        is_full = self.param is self.owner
+        self.entries = {name: self.state[name] if is_full else local(self.state[name]) for name in self.names}
 
     @property
     def name(self) -> str:
-        """Its name in messages, which a load may give it."""
+        """Its name in messages. A load may give it another."""
         return parameter_name(self.groups[self.group], self.group, self.index)
 
     def put(self, name: str, entry: Tensor) -> None:
         """Replace an entry of the state, or the local shard of one. The write is not reported as a change."""
-        self.entries[name] = entry
-        old = self.state[name]
-        whole = self.param is self.owner or local(old) is old
-        self.state.set_quietly(name, entry if whole else as_part_of(entry, old))
+        old, self.entries[name] = self.state[name], entry
+        is_full = self.param is self.owner or local(old) is old
+        self.state.set_quietly(name, entry if is_full else as_part_of(entry, old))
 
 
 class GradientLayoutError(TypeError, RuntimeError):
@@ -97,18 +95,17 @@ class Plan:
 
     rule: Rule
     statics: dict[str, Any]
-    device: torch.device
-    members: list[Member]
-    all_groups: InitVar[Sequence[ParamGroup]]
-    grad_of: InitVar[Callable[[Tensor], Tensor | None]]
-    shares_memory: bool  # whether it is updated after others because its parameters share memory with theirs
-    leads: bool  # whether it is the optimizer's first plan, which records norm and skipping of the whole step
+    members: Sequence[Member]
+    grad_of: InitVar[Callable[[Tensor], Tensor | None]]  # returns the gradient of a parameter; later ones have its dtype
+    shares_memory: bool = False  # whether it is updated after others because its parameters share memory with theirs
+    leads: bool = False  # whether it is the optimizer's first plan, which records norm and skipping of the whole step
 
-    def __post_init__(self, all_groups: Sequence[ParamGroup], grad_of: Callable[[Tensor], Tensor | None]) -> None:
+    def __post_init__(self, grad_of: Callable[[Tensor], Tensor | None]) -> None:
         self.hypers = self.rule.present_hypers(self.statics)
         self.buffers = self.rule.present_buffers(self.statics)
-        self.params = [m.owner for m in self.members]
         self.grouped_buffers = self.rule.grouped_buffers(self.statics)
+        self.params = [m.owner for m in self.members]
+        self.device = scalars_device(self.params)
         self.sharded = is_sharded(self.params[0])  # whether the parameters are DTensors
         self.is_meta = self.params[0].is_meta
         # Whether the parameters have no memory of their own: those of a subclass that wraps others, and meta tensors.
@@ -119,29 +116,35 @@ class Plan:
         grads = map(grad_of, self.params)
         self.grad_dtypes = [d if g is None else g.dtype for g, d in zip(grads, expected, strict=True)]
         used = sorted({m.group for m in self.members})
-        self.groups = [all_groups[i] for i in used]
+        self.groups = [self.members[0].groups[i] for i in used]
         self.group_index = [used.index(m.group) for m in self.members]
-        self.maximizes = [bool(all_groups[m.group].get("maximize")) for m in self.members]
-        self.recorded_scalars = self._recorded_scalars()
+        self.maximizes = [bool(m.groups[m.group].get("maximize")) for m in self.members]
+        # The scalars with the graph that a user gave them, for a differentiable step; None where there is none.
+        self.recorded_scalars: Tensor | None = None
+        given = self._scalars_of(self.members)
+        if any(g.get("differentiable", False) for g in self.groups) and any(entry.requires_grad for entry in given):
+            with torch.enable_grad():
+                self.recorded_scalars = torch.stack(given).view(-1, len(self.members))
         # Float64 matrices of shape (1 + scalars, tensors): step counts in the first row, then the rule's scalars. Together
-        # they have a column for each member, of which its state holds 0-dim views.
+        # they have a column for each member, whose state holds 0-dim views of it.
         self.scalar_blocks = self._gather_scalars()
-        self.addresses = self._found()
+
+    @functools.cached_property
+    def addresses(self) -> Addresses:
+        """The addresses of parameters, gradients and state, or of their local shards, since the last :meth:`settle`."""
+        params = [] if self.wrapped else [m.param for m in self.members]
+        return Addresses(params, self.grad_dtypes[: len(params)], list(filter(has_memory, self._entries())))
 
     def settle(self, grads: list[Tensor | None] | None) -> None:
         """Read all addresses anew, after the lowering gave state other memory; ``grads`` are as in :meth:`read`."""
-        if any(map(is_not, self._state, [entry for m in self.members for entry in m.entries.values()])):
-            self.addresses = self._found()
+        vars(self).pop("addresses", None)
         self.addresses.read(self._looked_at(grads))
 
-    def _found(self) -> Addresses:
-        """The addresses of parameters, gradients and state, or of their local shards."""
-        params = [] if self.wrapped else [m.param for m in self.members]
-        self._state = [entry for m in self.members for entry in m.entries.values()]
-        return Addresses(params, self.grad_dtypes[: len(params)], list(filter(has_memory, self._state)))
+    def _entries(self) -> list[Tensor]:
+        return [entry for m in self.members for entry in m.entries.values()]
 
     def memory_order(self, member: Member) -> MemoryOrder:
-        """The order of memory in which ``member`` is updated, after its state was brought into it."""
+        """The order of memory in which ``member`` is updated. Its state is brought into this order."""
         order = MemoryOrder(member.param)
         for name in self.buffers:
             member.put(name, order.arranged_state(member.entries[name], grouped=name in self.grouped_buffers))
@@ -153,15 +156,14 @@ class Plan:
         return self.addresses.others_moved()
 
     def memory(self) -> list[object]:
-        """What holds the memory of state and hyperparameters, also once somebody gave such a tensor other memory."""
-        tensors = [t for m in self.members for t in m.entries.values()]
-        tensors += [t for group in self.groups for h in self.hypers for t in group.read_only(h.name)]
-        return [t.untyped_storage() for t in tensors if has_memory(t)]
+        """The storages of state and hyperparameters. They keep the memory if somebody gives such a tensor other memory."""
+        hypers = [t for group in self.groups for h in self.hypers for t in group.read_only(h.name)]
+        return [t.untyped_storage() for t in (*self._entries(), *hypers) if has_memory(t)]
 
     def read(self, grads: list[Tensor | None] | None, *, state: bool, keep_alive: bool) -> bool:
         """Look at parameters and ``grads``, None for their own gradients, and say whether the plan still describes them.
 
-        With ``state`` the state is looked at too, to which somebody could have given other memory. ``keep_alive`` is as in
+        With ``state`` it looks at the state too, in case somebody gave that other memory. ``keep_alive`` is as in
         :meth:`Addresses.read`.
 
         Raises:
@@ -191,10 +193,7 @@ class Plan:
         return [None if g is None else local_gradient(g, p) for g, p in zip(found, self.params, strict=True)]
 
     def _looked_at(self, grads: list[Tensor | None] | None) -> list[Tensor | None] | None:
-        """The gradients to look at, where they are not those that torch keeps for ``members``; else ``grads``.
-
-        Some may have been made here, and are kept for kernels to read until :meth:`finish`.
-        """
+        """``grads``, or other tensors where kernels cannot read those. They are kept until :meth:`finish`."""
         if self.wrapped or not (self.sharded or self._has_own_grad):
             return grads
         self._made = self.gradients(grads)
@@ -202,9 +201,15 @@ class Plan:
 
     def _check_gradients(self, grads: Sequence[Tensor | None]) -> bool:
         """Whether all gradients have the dtypes that the plan expects; an error where one cannot be used at all."""
-        if not {g.is_sparse for g in grads if g is not None} <= {self.rule.gradients == "sparse"}:
-            self._refuse(grads)
+        rule, takes_sparse = self.rule, self.rule.gradients == "sparse"
         present = [(m, p, g) for m, p, g in zip(self.members, self.params, grads, strict=True) if g is not None]
+        if wrong := [m for m, _, g in present if g.is_sparse != takes_sparse]:
+            advice = f", please consider {rule.advice} instead" if rule.advice else ""
+            kind = "dense" if takes_sparse else "sparse"
+            with advising():
+                raise GradientLayoutError(
+                    f"{rule.name} does not support {kind} gradients{advice}; '{wrong[0].name}' has one"
+                )
         for member, param, grad in present:
             # Of a DTensor's gradient, a compiled step hands over this process's part.
             shapes = tuple(grad.shape), tuple((param if is_sharded(grad) else member.param).shape)
@@ -217,17 +222,9 @@ class Plan:
                 raise ValueError(f"the gradient of '{member.name}' has no memory: it is a FakeTensor")
         return all(g is None or g.dtype == d for g, d in zip(grads, self.grad_dtypes, strict=True))
 
-    @advising()
-    def _refuse(self, grads: Sequence[Tensor | None]) -> NoReturn:
-        rule, takes_sparse = self.rule, self.rule.gradients == "sparse"
-        wrong = (m.name for m, g in zip(self.members, grads, strict=True) if g is not None and g.is_sparse != takes_sparse)
-        advice = f", please consider {rule.advice} instead" if rule.advice else ""
-        kind = "dense" if takes_sparse else "sparse"
-        raise GradientLayoutError(f"{rule.name} does not support {kind} gradients{advice}; '{next(wrong)}' has one")
-
     @functools.cached_property
     def numbers(self) -> dict[str, list[float]]:
-        """The :data:`NUMBERS` of the members, by name, and those of further scales of the rule; 1 where nobody chose."""
+        """By name, the :data:`NUMBERS` and further scales of the members; 1 where nobody chose."""
         names = (*NUMBERS, *(scale.name for scale in self.rule.scales))
         chosen = {name: [m.numbers.get(name, 1.0) for m in self.members] for name in names}
         if self.sharded and self.rule.reads_index(self.statics):  # which counts the elements of each part from 0 on
@@ -238,44 +235,41 @@ class Plan:
     @functools.cached_property
     def scalars(self) -> Tensor:
         """Step counts and the rule's scalars in one float64 tensor of shape (1 + scalars, members)."""
-        if len(self.scalar_blocks) > 1 or not self._fills(self.scalar_blocks[0], self.members):
-            self.scalar_blocks = [self._gathered(self.members)]
-        return self.scalar_blocks[0]
-
-    def _recorded_scalars(self) -> Tensor | None:
-        """The scalars with the graph that a user gave them, for a differentiable step; None where there is none."""
-        given = [m.entries[name] for name in scalar_names(self.rule) for m in self.members]
-        if not (any(g.get("differentiable", False) for g in self.groups) and any(entry.requires_grad for entry in given)):
-            return None
-        with torch.enable_grad():
-            return torch.stack(given).view(-1, len(self.members))
+        if (block := self._block_of(self.members)) is None:
+            block = self._gathered(self.members)
+        self.scalar_blocks = [block]
+        return block
 
     def _gather_scalars(self) -> list[Tensor]:
         """The scalars in as few blocks as possible. Blocks of an earlier plan stay: a graph may be reading them."""
-        together: dict[int, tuple[Tensor | None, list[Member]]] = {}
+        together: dict[Tensor | None, list[Member]] = {}
         for member in self.members:
-            block = member.entries["step"]._base
-            together.setdefault(id(block), (block, []))[1].append(member)
+            together.setdefault(member.entries["step"]._base, []).append(member)
         blocks, rest = [], []
-        for block, members in together.values():
+        for members in together.values():
             members.sort(key=lambda m: m.entries["step"].storage_offset())
-            if block is not None and self._fills(block, members):
-                blocks.append(block.view(-1, len(members)))
-            else:
+            if (block := self._block_of(members)) is None:
                 rest += members
+            else:
+                blocks.append(block)
         return [*blocks, *([self._gathered(rest)] if rest else [])]
 
-    def _fills(self, block: Tensor, members: Sequence[Member]) -> bool:
-        """Whether ``block`` holds the scalars of ``members``, in this order, and nothing else."""
-        entries = [m.entries[name] for name in scalar_names(self.rule) for m in members]
+    def _scalars_of(self, members: Sequence[Member]) -> list[Tensor]:
+        return [m.entries[name] for name in scalar_names(self.rule) for m in members]
+
+    def _block_of(self, members: Sequence[Member]) -> Tensor | None:
+        """The block that holds the scalars of ``members``, in this order, and nothing else; None if there is none."""
+        if (block := members[0].entries["step"]._base) is None:
+            return None
         storage = block.untyped_storage()._cdata
-        inside = all(entry.untyped_storage()._cdata == storage for entry in entries)
-        return inside and [e.storage_offset() for e in entries] == list(range(block.numel()))
+        places = [(e.untyped_storage()._cdata, e.storage_offset()) for e in self._scalars_of(members)]
+        fills = places == [(storage, offset) for offset in range(block.numel())]
+        return block.view(-1, len(members)) if fills else None
 
     def _gathered(self, members: Sequence[Member]) -> Tensor:
         """The scalars of ``members``, copied into new memory. The state gets views of it."""
         names = scalar_names(self.rule)
-        scalars = torch.stack([m.entries[name] for name in names for m in members]).view(len(names), -1)
+        scalars = torch.stack(self._scalars_of(members)).view(len(names), -1)
         for row, name in enumerate(names):
             for column, member in enumerate(members):
                 member.put(name, scalars[row, column])
@@ -313,24 +307,22 @@ def partition(
             if not _has_memory(rule, param, own_state, name, needed=is_needed):
                 continue
             buffers = rule.present_buffers(choices)
-            missing = missing_entries(rule, buffers, param, own_state, initial, choices)
             if not own_state:
                 own_state.initial = begun
-            for entry, tensor in missing.items():
-                own_state.set_quietly(entry, tensor)
+            own_state.update_quietly(missing_entries(rule, buffers, param, own_state, initial, choices))
             numbers = {s.name: number_of(s, group, i, j, by_short_name=by_short_name) for s in scales}
             digest = hashlib.blake2b(f"{rounding_seed} {canonical_name(name)}".encode(), digest_size=3).digest()
             numbers["seed"] = float(int.from_bytes(digest, "big"))  # by name, so equal on replicas and after a resume
             found.append((Member(param, groups, i, j, own_state, (*scalar_names(rule), *buffers), numbers), choices))
     written = [[m.param, *[m.entries[name] for name in rule.present_buffers(choices)]] for m, choices in found]
-    together: dict[tuple[Any, ...], list[Member]] = {}
-    for (member, choices), turn in zip(found, _turns(written), strict=True):
+    together: dict[Any, list[Member]] = {}
+    for (member, choices), wave in zip(found, _waves(written), strict=True):
         param = member.owner
-        kind = (scalars_device([param]), placement(param), has_memory(member.param), param.is_meta, turn)
-        together.setdefault((*kind, *choices.items()), []).append(member)
+        kind = (scalars_device([param]), placement(param), has_memory(member.param), param.is_meta)
+        together.setdefault((wave, tuple(choices.items()), kind), []).append(member)
     return [
-        Plan(rule, dict(choices), device, members, groups, grad_of, turn > 0, index == 0)
-        for index, ((device, _, _, _, turn, *choices), members) in enumerate(together.items())
+        Plan(rule, dict(choices), members, grad_of, shares_memory=wave > 0, leads=index == 0)
+        for index, ((wave, choices, _), members) in enumerate(together.items())
     ]
 
 
@@ -368,21 +360,21 @@ def _has_memory(rule: Declaration, param: Tensor, state: ParamState, name: str, 
     return True
 
 
-def _turns(written: Sequence[Sequence[Tensor]]) -> list[int]:
-    """When to update each parameter, such that parameters of one turn write into no common memory.
+def _waves(written: Sequence[Sequence[Tensor]]) -> list[int]:
+    """When to update each parameter, such that parameters of one wave write into no common memory.
 
-    It is 0 where none of the tensors that are ``written`` for a parameter shares memory with an earlier parameter's, else
-    one more than the last of those.
+    A parameter's wave is 0 where none of the tensors that are ``written`` for it shares memory with an earlier parameter's,
+    else one more than the last wave of those parameters.
     """
     tensors = [(t, i) for i, tensors in enumerate(written) for t in tensors if t.numel() and has_memory(t)]
-    earlier: dict[int, set[int]] = {}
+    earlier = defaultdict[int, set[int]](set)
     open_spans: list[tuple[str, int, int]] = []
     for device, start, end, i in sorted([(str(tensor.device), *span(tensor), i) for tensor, i in tensors]):
         open_spans = [other for other in open_spans if other[0] == device and other[1] > start]
         for *_, other in open_spans:
-            earlier.setdefault(max(i, other), set()).add(min(i, other))
+            earlier[max(i, other)].add(min(i, other))
         open_spans.append((device, end, i))
-    turns: list[int] = []
+    waves: list[int] = []
     for i in range(len(written)):
-        turns.append(max([turns[other] + 1 for other in earlier.get(i, ()) if other != i], default=0))
-    return turns
+        waves.append(max([waves[other] + 1 for other in earlier[i] - {i}], default=0))
+    return waves

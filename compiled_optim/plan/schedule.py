@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -18,20 +19,18 @@ Schedule: TypeAlias = Callable[[Tensor], Any]
 """Step count -> value: a 0-dim tensor, or a tuple of them for a hyperparameter like ``betas``."""
 
 
+@dataclass(eq=False)
 class Schedules:
     """The schedules of one optimizer, by group and hyperparameter."""
 
-    def __init__(self) -> None:
-        self.functions: dict[tuple[int, str], tuple[Hyper, Schedule]] = {}
-        self._groups: Sequence[ParamGroup] = ()
-        self._counts: list[Tensor] = []
-        self.scheduled: list[tuple[int, str]] = []  # what steps write
+    functions: dict[tuple[int, str], tuple[Hyper, Schedule]] = field(default_factory=dict)
+    scheduled: list[tuple[int, str]] = field(default_factory=list)  # what steps write
+    _groups: Sequence[ParamGroup] = field(default=(), init=False)
+    _counts: Sequence[Tensor] = field(default=(), init=False)
 
     def copy(self) -> Schedules:
         """The same schedules, before they follow any group."""
-        other = Schedules()
-        other.functions, other.scheduled = dict(self.functions), self.scheduled
-        return other
+        return replace(self, functions=dict(self.functions))
 
     def set(self, index: int, group: ParamGroup, hyper: Hyper, function: Schedule | None) -> None:
         """Schedule one hyperparameter of one group. A ``function`` of None ends its schedule, at the value it has reached.
@@ -49,10 +48,10 @@ class Schedules:
         try:
             function(torch.ones((), dtype=torch.float64, device="meta"))
         except (RuntimeError, NotImplementedError) as error:
-            advice = (
-                "it must not look at the value of the step count: torch.where instead of if, torch.cos instead of math.cos"
-            )
-            raise ValueError(f"{where} cannot run on the device: {advice} ({error})") from error
+            raise ValueError(
+                f"{where} cannot run on the device: it must not look at the value of the step count: torch.where instead of "
+                f"if, torch.cos instead of math.cos ({error})"
+            ) from error
         first_step = scalar(1, group.read_only(hyper.name)[0].device)
         values, again = ([float(v) for v in hyper.elements(function(first_step), where)] for _ in range(2))
         for i, value in enumerate(values):
@@ -82,15 +81,12 @@ class Schedules:
 
     def evaluate(self) -> None:
         """Write the values for the next step into the groups' tensors, whatever was assigned. The host waits for nothing."""
-        for index, name in self.scheduled:
-            self._groups[index].warn_of_lost_writes(name)
-        if self.scheduled:
-            self.write(self._counts, {where: self._groups[where[0]].read_only(where[1]) for where in self.scheduled})
+        self.write(self._counts, {(i, name): self._groups[i].driven(name) for i, name in self.scheduled})
 
     def write(self, counts: Sequence[Tensor], tensors: Mapping[tuple[int, str], Sequence[Tensor]]) -> None:
         """Write the values for the step after ``counts``, step counts on one or more devices, into ``tensors``.
 
-        These are the tensors of hyperparameters by group and name, of which those that have no schedule stay.
+        These are the tensors of hyperparameters by group and name. Those without a schedule stay as they are.
         """
         if not (self.scheduled and counts):
             return

@@ -22,11 +22,10 @@ from compiled_optim.groups.live import Live
 from compiled_optim.groups.param_group import ParamGroup
 from compiled_optim.groups.parameters import (
     check_params,
+    first_repeat,
     named_parameters,
     names_and_tensors,
     parameter_name,
-    repeated,
-    shared_name,
     without_aliases,
 )
 from compiled_optim.groups.per_parameter import ByName, check_names, ignores_prefixes, kept, warn_of_unused
@@ -214,17 +213,19 @@ class Engine:
         check_values(self.kind, values, defaults, index)
         for key in param_group:
             warn_of_entry(key, ("params", *group_keys(self.kind)), label)
-        if (place := repeated(names, params)) is not None:
+        if (place := first_repeat(zip(map(id, params), names or itertools.repeat(None), strict=False))) is not None:
             name = parameter_name({"param_names": names}, index, place)
             warnings.warn(
                 f"optimizer contains a parameter group with duplicate parameters: '{name}' is there before; it is updated "
                 "once per step",
                 stacklevel=2,
             )
-        if (shared := shared_name([*firsts, *aliases], self.groups, self.aliases)) is not None:
+        taken = [*self.aliases, *(name for group in self.groups for name in group.get("param_names", ()))]
+        every = [*firsts, *aliases]
+        if (place := first_repeat(every, taken)) is not None:
             warnings.warn(
-                f"two parameters are named '{shared}', and checkpoints can tell them apart by their order alone; give the "
-                "names of each model a prefix of its own",
+                f"two parameters are named '{every[place]}', and checkpoints can tell them apart by their order alone; "
+                "give the names of each model a prefix of its own",
                 stacklevel=2,
             )
         self.groups.append(self._group(values, index))

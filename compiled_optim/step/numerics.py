@@ -145,7 +145,7 @@ def _next(plan: Plan, member: Member, grad: Tensor) -> tuple[Tensor, Tensor]:
     entries = {name: entry.clone() for name, entry in member.entries.items() if name not in plan.buffers}
     entries |= dict(_buffers(plan, member, statics))
     shadow = Member(copy, member.groups, member.group, member.index, ParamState(entries), tuple(entries), member.numbers)
-    shadows = Plan(plan.rule, statics, plan.device, [shadow], member.groups, lambda _: grad, False, False)
+    shadows = Plan(plan.rule, statics, [shadow], lambda _: grad)
     shadows.read([grad], state=False, keep_alive=True)  # an error where a step would raise one
     clipping = Clipping(plan.device)
     lowering = lower(shadows, "eager", clipping, CompilationLog(), False)

@@ -96,16 +96,16 @@ def test_the_floor_plan_lists_every_floor_from_the_top() -> None:
 
 
 BUDGET = {
-    "": 2215,
-    "capture": 1375,
-    "checkpoint": 1480,
-    "groups": 1300,
-    "lowering": 4310,
+    "": 2615,
+    "capture": 1255,
+    "checkpoint": 1220,
+    "groups": 1245,
+    "lowering": 4020,
     "memory": 1550,
-    "optimizers": 2080,
-    "plan": 870,
+    "optimizers": 1815,
+    "plan": 850,
     "rule": 2550,
-    "step": 2175,
+    "step": 1725,
 }
 """Lines of each folder's modules; "" are those beside the folders. A commit of its own raises one, and says why."""
 
