@@ -24,12 +24,10 @@ def watching_zero_grad(optimizers: Sequence[CompiledOptimizer]) -> Iterator[set[
     """
     engines = [engine_of(o) for o in optimizers]
     runs = [engine.runs for engine in engines]
-    found = {p: _seen(p.grad) for engine in engines for p in engine.params}
+    params = [p for engine in engines for p in engine.params]
+    seen = [_seen(p.grad) for p in params]
+    places: set[int] = set()  # in ``params``: Dynamo traces what follows, and knows no sets of tensors
     dropped: set[Tensor] = set()
-
-    def is_untouched(param: Tensor) -> bool:
-        (reference, version), now = found[param], _seen(param.grad)
-        return reference is now[0] and version == now[1]
 
     def watched(optimizer: CompiledOptimizer) -> Callable[..., None]:
         original = optimizer.zero_grad
@@ -38,8 +36,17 @@ def watching_zero_grad(optimizers: Sequence[CompiledOptimizer]) -> Iterator[set[
         def zero_grad(set_to_none: bool = True) -> None:
             if set_to_none:
                 stepped = [engine for engine, before in zip(engines, runs, strict=True) if engine.runs > before]
-                unused = found.keys() - {p for engine in stepped for p in engine.params}
-                dropped.update(p for p in engine_of(optimizer).params if p in unused and is_untouched(p))
+                used = {id(p) for engine in stepped for p in engine.params}
+                wanted = {id(p) for p in engine_of(optimizer).params if id(p) not in used}
+                for place, (param, (reference, version)) in enumerate(zip(params, seen, strict=True)):
+                    if id(param) in wanted:
+                        grad = param.grad
+                        if grad is None or reference is None:
+                            is_untouched = grad is None and reference is None
+                        else:
+                            is_untouched = reference() is grad and version == grad._version
+                        if is_untouched:
+                            places.add(place)
             original(set_to_none)
 
         return zero_grad
@@ -50,6 +57,7 @@ def watching_zero_grad(optimizers: Sequence[CompiledOptimizer]) -> Iterator[set[
     try:
         yield dropped
     finally:
+        dropped.update(params[place] for place in places)
         for optimizer, assigned in zip(optimizers, own, strict=True):
             del vars(optimizer)["zero_grad"]
             if assigned is not None:
@@ -57,7 +65,7 @@ def watching_zero_grad(optimizers: Sequence[CompiledOptimizer]) -> Iterator[set[
 
 
 def _seen(grad: Tensor | None) -> tuple[weakref.ref[Tensor] | None, int]:
-    """What tells whether a gradient was replaced or written since: all references to one object are the same."""
+    """What tells whether a gradient was replaced or written since."""
     return (None, 0) if grad is None else (weakref.ref(grad), grad._version)
 
 
