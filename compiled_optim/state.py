@@ -118,7 +118,7 @@ def _holds(entry: Any, value: float | Tensor) -> bool:
 
 def scalar_names(declaration: Declaration) -> tuple[str, ...]:
     """The per-tensor scalars of ``declaration``, the step count first; none without a rule, which alone reads them."""
-    return ("step", *[s.name for s in declaration.scalars]) if isinstance(declaration, Rule) else ()
+    return declaration.scalar_names if isinstance(declaration, Rule) else ()
 
 
 def has_own_entries(declaration: Declaration, state: Mapping[Any, Any]) -> bool:

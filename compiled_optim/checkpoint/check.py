@@ -127,7 +127,7 @@ def _group_values(
     values: dict[str, Any] = {}
     for key in dict.fromkeys([key for g in saved for key in g if key not in skipped]):
         found = [_value(group, key, hypers.get(key), g[key]) for g in saved if key in g]
-        if all([_equal(value, found[0]) for value in found[1:]]):
+        if len(found) == 1 or all([_equal(value, found[0]) for value in found[1:]]):
             values[key] = found[0]
         else:
             problems.append(f"its parameters were in groups with different {key}: [{', '.join(map(described, found))}]")
@@ -178,11 +178,11 @@ def _value(group: ParamGroup, key: str, hyper: Hyper | None, value: Any) -> Any:
     The numbers may be out of range, as a scheduler may have written the last ones.
     """
     what = f"{key} of {group.label}"
-    if hyper is None or is_own(hyper, value, group):
+    if hyper is None or (hyper.when and is_own(hyper, value, group)):
         return copied(value, what)
     given = value if type(value) is float else plain(value, what)
     elements = given if isinstance(given, list) else [given]
-    numbers = tuple([None if e is None else as_number(e, what, finite=False) for e in elements])
+    numbers = tuple([e if e is None or type(e) is float else as_number(e, what, finite=False) for e in elements])
     found = numbers if isinstance(given, list) else numbers[0]
     for tensor, number in zip(group.read_only(key), group.validated(key, found), strict=True):
         check_writable(tensor, what, (), number)
@@ -318,7 +318,8 @@ def _targets(
     shapes = {b.name: declaration.shape_of(b, param.shape, choices) for b in declaration.buffers if b.name in present}
     new: dict[Any, Any] = {}
     if values:
-        with naming("the optimizer's own state"), outside_inference_mode():
+        is_inference = torch.is_inference_mode_enabled()
+        with naming("the optimizer's own state"), outside_inference_mode() if is_inference else contextlib.nullcontext():
             names = tuple([name for name in shapes if name in needed or name in values])
             new = {**missing_entries(declaration, names, param, live, initial, choices)}
     copies: Copies = []
@@ -425,9 +426,10 @@ def is_same(a: Tensor, b: float | Tensor) -> bool:
     """Whether two tensors of one shape are the same numbers in the same memory, on every process that holds a shard."""
     if not isinstance(b, Tensor):
         return False
-    here, there = local(a), local(b)
+    are_whole = type(a) in TORCH_TYPES and type(b) in TORCH_TYPES
+    here, there = (a, b) if are_whole else (local(a), local(b))
     in_place = (here.data_ptr(), here.stride(), a.dtype) == (there.data_ptr(), there.stride(), b.dtype)
-    return in_place and placement(a) == placement(b)
+    return in_place and (are_whole or placement(a) == placement(b))
 
 
 def known_names() -> frozenset[str]:

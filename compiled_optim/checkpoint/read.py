@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from compiled_optim.groups.parameters import canonical_names
-from compiled_optim.memory.layout import has_memory, is_lost, is_plain, plain_copy
+from compiled_optim.memory.layout import has_memory, is_lost, plain_copy
 from compiled_optim.memory.sharding import is_sharded, local, whole
 from compiled_optim.memory.torch_internals import shape_of_part
 
@@ -68,7 +68,7 @@ def as_number(value: Any, what: str, *, finite: bool = True) -> float:
     """``value``, called ``what``, as a float; :class:`Unloadable` if it is no number, or must be ``finite`` and is not."""
     if type(value) is float and (math.isfinite(value) or not finite):
         return value
-    with naming(what):
+    with contextlib.nullcontext() if type(value) in TORCH_TYPES else naming(what):
         if isinstance(value, Tensor):
             check_memory(value, what)
             if value.numel() != 1:
@@ -105,7 +105,8 @@ def as_tensor(value: Any, what: str, dtypes: Collection[torch.dtype] = FLOATING)
         check_memory(value, what)
         if value.dtype not in dtypes:
             raise Unloadable(f"{what} is {value.dtype}")
-        return value.detach() if (is_simple and is_plain(value)) or is_sharded(value) else plain_copy(value)
+        is_lazy = value.is_conj() or value.is_neg() or value._is_zerotensor()  # whose memory does not hold its numbers
+        return value.detach() if (is_simple and not is_lazy) or is_sharded(value) else plain_copy(value)
 
 
 def as_buffer(value: Any, what: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

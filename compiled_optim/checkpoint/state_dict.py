@@ -27,7 +27,7 @@ from compiled_optim.checkpoint.check import (
 )
 from compiled_optim.checkpoint.match import match, names_to_take
 from compiled_optim.checkpoint.optimi import from_optimi, is_optimi
-from compiled_optim.checkpoint.read import FORMAT_VERSION, naming, read
+from compiled_optim.checkpoint.read import FORMAT_VERSION, TORCH_TYPES, naming, read
 from compiled_optim.groups.param_group import ParamGroup
 from compiled_optim.groups.parameters import advising
 from compiled_optim.memory.layout import span
@@ -161,12 +161,12 @@ class PreparedLoad:
 
 def set_apart(copies: Copies, written: Iterable[Tensor]) -> Copies:
     """``copies`` with clones of those sources that lie in the memory of ``written``, as live tensors of a state dict may."""
-    spans = sorted([span(local(tensor)) for tensor in written])
+    spans = sorted([span(t if type(t) in TORCH_TYPES else local(t)) for t in written])
     starts = [start for start, _ in spans]
     ends = list(itertools.accumulate([end for _, end in spans], max))
 
     def is_written(source: Tensor) -> bool:
-        start, end = span(local(source))
+        start, end = span(source if type(source) in TORCH_TYPES else local(source))
         before = bisect.bisect_left(starts, end)
         return before > 0 and ends[before - 1] > start
 

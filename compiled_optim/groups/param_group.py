@@ -240,7 +240,8 @@ class ParamGroup(WatchedDict[str, Any]):
 
     def load(self, key: str, value: Any) -> None:
         """Write a value of a checkpoint, without reporting; into an adopted tensor if that can hold it and is not shared."""
-        if key not in self._hypers or is_own(self._hypers[key], value, self):
+        hyper = self._hypers.get(key)
+        if hyper is None or (hyper.when and is_own(hyper, value, self)):
             self.set_quietly(key, value)
         else:
             self._assign(key, self._taken(key, value), is_loaded=True)

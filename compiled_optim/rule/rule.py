@@ -405,6 +405,11 @@ class Rule(Declaration):
         return tuple(name for name in found if name not in self.shared_scalars)
 
     @functools.cached_property
+    def scalar_names(self) -> tuple[str, ...]:
+        """The step count and the scalars."""
+        return "step", *[s.name for s in self.scalars]
+
+    @functools.cached_property
     def shared_scalars(self) -> tuple[str, ...]:
         """The scalars that all parameters share."""
         return tuple(s.name for s in self.scalars if s.shared)

@@ -97,14 +97,14 @@ def test_the_floor_plan_lists_every_floor_from_the_top() -> None:
 
 BUDGET = {
     "": 2615,
-    "capture": 1255,
-    "checkpoint": 1220,
-    "groups": 1245,
+    "capture": 1265,
+    "checkpoint": 1225,
+    "groups": 1250,
     "lowering": 4020,
     "memory": 1550,
     "optimizers": 1815,
     "plan": 850,
-    "rule": 2550,
+    "rule": 2555,
     "step": 1725,
 }
 """Lines of each folder's modules; "" are those beside the folders. A commit of its own raises one, and says why."""

@@ -130,22 +130,36 @@ def test_one_without_a_step_can_be_asked_for_anything(stepped: CompiledOptimizer
         co.CUDAGraphRunner(copied(stepped)).step()
 
 
-def test_making_an_optimizer_takes_few_calls() -> None:
-    """What a class knows is computed once, with the first optimizer of the class."""
+def _three() -> co.AdamW:
+    return co.AdamW([(name, torch.nn.Parameter(torch.ones(3))) for name in "abc"], lr=0.1)
 
-    def made() -> co.AdamW:
-        return co.AdamW([(name, torch.nn.Parameter(torch.ones(3))) for name in "abc"], lr=0.1)
 
+def _calls_of(function: Callable[[], object]) -> int:
+    """How many functions of the package it calls, once it was called before."""
     calls = 0
 
     def count(frame: Any, event: str, argument: Any) -> None:
         nonlocal calls
         calls += event == "call" and f"{os.sep}compiled_optim{os.sep}" in frame.f_code.co_filename
 
-    made()
+    function()
     sys.setprofile(count)
     try:
-        made()
+        function()
     finally:
         sys.setprofile(None)
-    assert calls <= 1000
+    return calls
+
+
+def test_making_an_optimizer_takes_few_calls() -> None:
+    """What a class knows is computed once, with the first optimizer of the class."""
+    assert _calls_of(_three) <= 1000
+
+
+def test_loading_takes_few_calls() -> None:
+    optimizer, other = _three(), _three()
+    for param in other.param_groups[0]["params"]:
+        param.grad = torch.ones_like(param)
+    other.step()
+    saved = copy.deepcopy(other.state_dict())
+    assert _calls_of(lambda: optimizer.load_state_dict(saved)) <= 600
