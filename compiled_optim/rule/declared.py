@@ -177,14 +177,15 @@ class Declared:
         cls = type(self)
         if not hasattr(cls.__init__, "__signature__"):
             return
-        arguments = cls.__signature__.parameters  # type: ignore[attr-defined]
-        if name not in arguments:
-            if wanted := misspelled(name, tuple(arguments)):
-                warnings.warn(f"nothing reads {cls.__name__}.{name}; did you mean {wanted}?", UserWarning, stacklevel=3)
+        arguments = tuple(cls.__signature__.parameters)  # type: ignore[attr-defined]
+        if name in arguments:
+            in_group = isinstance(cls._all_fields.get(name), (Hyper, Static, Scale, Option)) or name in cls._group_flags
+            advice = f"assign param_groups[i]['{name}']" if in_group else "pass it to the constructor"
+        elif wanted := misspelled(name, arguments):
+            advice = f"did you mean {wanted}?"
+        else:
             return
-        in_group = isinstance(cls._all_fields.get(name), (Hyper, Static, Scale, Option)) or name in cls._group_flags
-        way = f"assign param_groups[i]['{name}']" if in_group else "pass it to the constructor"
-        warnings.warn(f"nothing reads {cls.__name__}.{name}; {way}", UserWarning, stacklevel=3)
+        warnings.warn(f"nothing reads {cls.__name__}.{name}; {advice}", UserWarning, stacklevel=3)
 
     @classmethod
     def _made_rule(cls) -> Rule:
@@ -192,10 +193,7 @@ class Declared:
             **{field.name: getattr(cls._declaration, field.name) for field in dataclasses.fields(Declaration)},
             coefficients=ByName(cls.coefficients),  # type: ignore[attr-defined]
             update=ByName(cls.update),  # type: ignore[attr-defined]
-            gradients=cls._gradients,
-            advice=cls._advice,
-            granularity=cls._granularity,
-            decays=cls._decays,
+            **{name: getattr(cls, f"_{name}") for name in ("gradients", "advice", "granularity", "decays")},
             reductions=(ByName(cls.reduce),) if hasattr(cls, "reduce") else (),
             adapt=ByName(cls.adapt) if hasattr(cls, "adapt") else None,
             views={name: ByName(view) for name, view in cls._views.items()},
@@ -252,16 +250,11 @@ def _check_references(declaration: Declaration) -> None:
             raise TypeError(f"{declaration.name}.{field.name}: {argument}={name!r} {there}{hint(name, known)}")
 
 
-def state_names(optimizer: type[Declared]) -> frozenset[str]:
-    """The entries that a parameter's state may have."""
-    return frozenset(optimizer._state_names())
-
-
 def added_choices(cls: type[Declared]) -> dict[str, Any]:
-    """The choices that torch.optim's optimizer of this name lacks, by name, with their defaults; what goes with them too.
+    """The choices, and what goes with them, that torch.optim's optimizer of this name lacks, with their defaults.
 
-    A group has one only where another value was given, so that groups have the keys of torch.optim's. An optimizer that
-    torch.optim lacks has declared its choices itself, all but those that transforms add.
+    A group stores one only when it is not the default, so that groups keep torch.optim's keys. Where torch.optim lacks the
+    optimizer, these are the choices that transforms add.
     """
     if "_added" not in vars(cls):
         choices = {s.name: s.default for s in cls._fields_of(Static) if s.init}

@@ -28,12 +28,7 @@ _LABELS = {"lr": "learning rate", "eps": "epsilon value", "betas": "beta paramet
 
 def _placed(name: str, where: str) -> str:
     """``name`` in a message: as an entry of ``where``, or where that is empty, as an argument of the constructor."""
-    return f"the argument {name}" if _is_argument(where) else f"{name} of {where}"
-
-
-def _is_argument(where: str) -> bool:
-    """Whether a value is an argument of the constructor, as its place is no group and no schedule."""
-    return not where
+    return f"{name} of {where}" if where else f"the argument {name}"
 
 
 @dataclass(frozen=True)
@@ -52,7 +47,7 @@ class Hyper(Field):
     be None, which is NaN in the tensor. A hyperparameter without a default is a required argument.
 
     ``when`` names a choice. Only where that is made do rules read the hyperparameter; groups have it there, and where it was
-    given. ``like`` names another hyperparameter: where this one is not given, it is what that one is when a group is made.
+    given. ``like`` names another hyperparameter, whose value when a group is made is the default.
     """
 
     default: Any
@@ -203,7 +198,7 @@ class Scale(Choice):
     def check(self, value: Any, where: str = "") -> None:
         """Raise ``TypeError`` if ``value`` is no such choice; ``where`` is as in :meth:`Hyper.check`."""
         is_number = isinstance(value, numbers.Real) or (isinstance(value, Tensor) and value.numel() == 1)
-        is_allowed = value is None or self.is_read(value) or (is_number and not _is_argument(where))
+        is_allowed = value is None or self.is_read(value) or (is_number and where)
         if not is_allowed:
             wanted = "a dict name -> number or a function (name, parameter) -> number"
             raise TypeError(f"{_placed(self.name, where)} must be {wanted}, got {value!r}")
@@ -236,7 +231,11 @@ class Scale(Choice):
         return float(element)
 
 
-def _suits_every(value: Any, param: Tensor) -> bool:
+def _says_nothing(*_: Any) -> None:
+    """Nothing about any parameter."""
+
+
+def _suits_every(*_: Any) -> bool:
     """Yes."""
     return True
 
@@ -245,14 +244,14 @@ def _suits_every(value: Any, param: Tensor) -> bool:
 class Option(Choice):
     """A choice of a group from which follows what shapes the code and the state of each of its parameters.
 
-    ``of`` gets the group's entries, whether one of some patterns matches the parameter's name, the parameter, and what to
-    call it in messages. It returns a hashable value, or None where the choice says nothing about this parameter, and raises
-    ``TypeError`` or ``ValueError`` where it does not fit. ``valid`` raises these for the choice alone. ``suits`` says
+    ``valid`` raises ``TypeError`` or ``ValueError`` where the choice does not fit. ``of`` does so for one parameter: it
+    gets the group's entries, whether one of some patterns matches the parameter's name, the parameter, and what to call it
+    in messages. It returns a hashable value, or None where the choice says nothing about this parameter. ``suits`` says
     whether the choice, another than the default, is of use for a parameter whose name no pattern excludes.
     """
 
-    of: Callable[[Mapping[str, Any], Callable[[Sequence[str]], bool], Tensor, str], Any]
     valid: Callable[[Any, str], None]
+    of: Callable[[Mapping[str, Any], Callable[[Sequence[str]], bool], Tensor, str], Any] = _says_nothing
     suits: Callable[[Any, Tensor], bool] = _suits_every
 
     def check(self, value: Any, where: str = "") -> None:

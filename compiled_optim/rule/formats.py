@@ -1,8 +1,7 @@
 """How numbers of 32 bits are stored in fewer, and beside each other: written once, for tensors and for generated code.
 
-A parameter of 16 bits is followed by what is left of its number of 32 bits, which is its *rest*. All arithmetic is on bits,
-so that compilers cannot leave a rounding away, and every lowering stores the same. What is not a number stays that, and
-infinity stays infinite.
+The *remainder* of a parameter of 16 bits holds what is left of its number of 32 bits. All arithmetic is on bits, so that
+compilers cannot leave a rounding away, and every lowering stores the same. NaN stays NaN, and infinity stays infinite.
 """
 
 from __future__ import annotations
@@ -68,31 +67,31 @@ def _limited(upper: Any, x: Any, dtype: str) -> Any:
     return where(x == x, _value(minimum(upper, _LARGEST[dtype]), x, dtype), x)
 
 
-def _kept(dtype: str, rest_bits: int) -> tuple[int, int]:
-    """How many bits of a magnitude a rest of so many bits cannot hold, and how many it does hold."""
-    held = min(rest_bits, _LOWER[dtype])
+def _kept(dtype: str, remainder_bits: int) -> tuple[int, int]:
+    """How many bits of a magnitude a remainder cannot hold, and how many it holds."""
+    held = min(remainder_bits, _LOWER[dtype])
     return _LOWER[dtype] - held, held
 
 
-def split(x: Any, dtype: str, rest_bits: int, noise: Any = None) -> tuple[Any, Any]:
-    """``x`` as its nearest number of ``dtype``, as a float32, and a rest, an integer of ``rest_bits`` bits.
+def split(x: Any, dtype: str, remainder_bits: int, noise: Any = None) -> tuple[Any, Any]:
+    """The number of ``dtype`` nearest to ``x``, as a float32, and a remainder, an integer of ``remainder_bits`` bits.
 
-    The rest counts in units of the last bit that both hold together. That is all of a float32 in 32 bits, but for what
+    The remainder counts in units of the last bit that both hold together. That is all of a float32 in 32 bits, but for what
     float16 has no exponents for; of fewer it is rounded first: at random with ``noise``, an integer of 24 random bits, and
     else to nearest, ties to even. Halfway between two numbers of ``dtype`` the larger magnitude is taken. What is infinite
-    in ``dtype`` has no rest.
+    in ``dtype`` has no remainder.
     """
-    lost, held = _kept(dtype, rest_bits)
+    lost, held = _kept(dtype, remainder_bits)
     whole = _magnitude(x, dtype)
     both = _cut(whole, lost) if noise is None or not lost else _cut_randomly(whole, lost, noise)
     upper = (both + (1 << (held - 1))) >> held
     return _limited(upper, x, dtype), both - (upper << held)
 
 
-def joined(param: Any, rest: Any, dtype: str, rest_bits: int) -> Any:
-    """The float32 that :func:`split` took apart. Of a parameter that was written meanwhile it is within half a unit."""
-    lost, _ = _kept(dtype, rest_bits)
-    magnitude = maximum(_magnitude(param, dtype) + (integer(rest) << lost), 0)
+def joined(param: Any, remainder: Any, dtype: str, remainder_bits: int) -> Any:
+    """The float32 that :func:`split` took apart; within half a unit of a parameter that was written meanwhile."""
+    lost, _ = _kept(dtype, remainder_bits)
+    magnitude = maximum(_magnitude(param, dtype) + (integer(remainder) << lost), 0)
     size = from_bits(magnitude) * (1 / _SHRINK[dtype]) if dtype == "float16" else from_bits(magnitude)
     return where(param - param == 0, from_bits(bits(size) | (bits(param) & _SIGN)), param)
 
@@ -107,27 +106,27 @@ def compensated(param: Any, compensation: Any, dtype: str) -> Any:
     return where(absolute(compensation) <= most, param + compensation, param)
 
 
-def rest_beside(value: Any, param: Any, dtype: str, rest_bits: int) -> Any:
-    """The rest with which ``param``, a number of ``dtype`` that is there already, comes nearest to ``value``.
+def remainder_beside(value: Any, param: Any, dtype: str, remainder_bits: int) -> Any:
+    """The remainder with which ``param``, a number of ``dtype`` that is there already, comes nearest to ``value``.
 
-    It is that of :func:`split` where that would take ``param``.
+    It equals :func:`split`'s remainder if ``split`` rounds ``value`` to the same ``param``.
     """
-    lost, held = _kept(dtype, rest_bits)
+    lost, held = _kept(dtype, remainder_bits)
     both = _cut(_magnitude(value, dtype), lost)
     signed = where(bits(value) & _SIGN == bits(param) & _SIGN, both, 0 - both)
-    rest = signed - ((_magnitude(param, dtype) >> _LOWER[dtype]) << held)
-    limit = 1 << (rest_bits - 1)
-    return where((value - value == 0) & (param - param == 0), maximum(minimum(rest, limit - 1), -limit), 0)
+    remainder = signed - ((_magnitude(param, dtype) >> _LOWER[dtype]) << held)
+    limit = 1 << (remainder_bits - 1)
+    return where((value - value == 0) & (param - param == 0), maximum(minimum(remainder, limit - 1), -limit), 0)
 
 
 def copy_beside(value: Any, param: Any, dtype: str) -> Any:
-    """``value``, or where its :func:`nearest` is not ``param``, the number next to it of which it is.
+    """A float32 that rounds to ``param``: ``value`` if it does, else the one nearest to it.
 
-    They are next to each other where ``value`` lies halfway between ``param`` and another number of ``dtype``.
+    That is a neighbour of ``value`` if ``value`` lies halfway between ``param`` and another number of ``dtype``.
     """
     most = (1 << (_LOWER[dtype] - 1)) - 1  # of the last bit of a float32, less than half a unit of ``dtype``
-    rest = minimum(maximum(rest_beside(value, param, dtype, 16), -most), most)
-    return where(nearest(value, dtype) == param, value, joined(param, rest, dtype, 16))
+    remainder = minimum(maximum(remainder_beside(value, param, dtype, 16), -most), most)
+    return where(nearest(value, dtype) == param, value, joined(param, remainder, dtype, 16))
 
 
 def noise_of(key: Any, index: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What somebody meant who wrote a name that is none."""
+"""Suggests the correct spelling of an unknown name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OTHER_WORDS = {
 
 
 def meant(word: str, known: Collection[str]) -> str | None:
-    """The name in ``known`` that ``word`` resembles or is another word for; None where there is none, or it is there."""
+    """The name in ``known`` that ``word`` resembles or is another word for; None if none is, or ``word`` is known."""
     if word in known:
         return None
     names = {name: name for name in known} | {other: name for other, name in _OTHER_WORDS.items() if name in known}
@@ -54,12 +54,9 @@ def mistyped(names: Iterable[str], known: Iterable[str]) -> Iterator[tuple[str, 
     for name in names:
         for word, rest in _words(name):
             for other, wanted in others.get(rest, ()):
-                if word == other or _is_close(word, other):
+                is_close = word.isalpha() and word[0] == other[0] and difflib.get_close_matches(word, [other], 1, 0.81)
+                if word == other or is_close:
                     yield name, wanted
-
-
-def _is_close(word: str, other: str) -> bool:
-    return word.isalpha() and word[0] == other[0] and bool(difflib.get_close_matches(word, [other], 1, 0.81))
 
 
 def _words(name: str) -> list[tuple[str, Any]]:

@@ -206,37 +206,19 @@ class Written:
 class Rule(Declaration):
     """A declaration with an update: everything the engine knows about one optimizer.
 
-    Its functions take :data:`Values`. They are, as authors write them:
-
-    ``coefficients(step, <hyperparameters>, <scalars>, <statics>)`` takes float64 vectors with one entry per tensor. It
-    returns a dict: the new scalars, and the numbers that ``update`` needs. ``update(param, grad, c, <buffers>, <statics>)``
-    finds those numbers as attributes of ``c``. It returns a dict: ``step``, which is subtracted from the parameter, the new
-    buffers, ``param`` where the parameter is scaled before the step, as decoupled weight decay does, and ``after`` where it
-    is changed after the step: a function. A buffer that depends on the new parameter is returned as a function of it. Both
-    name only what they use, in any order; an absent buffer is ``None``. ``advice`` names the optimizer for gradients of the
-    other kind than ``gradients``.
-
-    Each of ``reductions`` takes what ``update`` takes, before it, and returns a dict of :func:`mean` and :func:`total` of
-    elementwise expressions. Their values are further attributes of ``c``: to ``update`` and to the functions that follow in
-    ``reductions``.
-
-    ``adapt`` takes totals of the first of ``reductions``, scalars that are shared, and hyperparameters and choices of the
-    first group. It returns new values of these scalars and further attributes of ``c``, in a dict.
+    The README of this folder says what its functions take and return; here they take it as one mapping, :data:`Values`.
+    ``coefficients`` takes float64 vectors with one entry per tensor. An absent buffer is ``None``. A buffer that depends on
+    the new parameter is returned as a function of it. What each of ``reductions`` returns, the next ones and ``update`` find
+    as attributes of ``c``; ``adapt`` takes totals of the first.
 
     With the granularity ``"element"``, ``update`` is elementwise. Otherwise it sees stacks of equal tensors: the first
     dimension counts tensors, the coefficients broadcast against it, and ``update`` may reduce over all others. With
-    ``"tensor"`` a stack is (tensors, columns) or (tensors, batch, rows, columns); ``coefficients`` may take ``resolution``,
-    the machine epsilon of each parameter's dtype. With ``"matrix"`` it is (tensors, rows, columns), and ``update`` may
-    depend on the numbers of rows and columns.
+    ``"tensor"`` a stack is (tensors, columns) or (tensors, batch, rows, columns), and ``axes(shape, <statics>)`` may say in
+    which order the axes of a parameter come, the rows and columns last. With ``"matrix"`` it is (tensors, rows, columns),
+    and ``update`` may depend on the numbers of rows and columns.
 
-    With ``"tensor"``, ``axes(shape, <statics>)`` may say in which order the axes of a parameter come, of which the last two
-    are the rows and the columns.
-
-    ``decays`` says what ``c.weight_decay`` times the parameter is added to. ``added`` names choices that transforms added.
-
-    ``views`` are for an elementwise update whose parameter stands for another one, which is to be evaluated: ``"eval"``
-    makes this one of it, and ``"train"`` the way back. They take what ``update`` takes, but for the gradient, between steps,
-    and return the parameter.
+    ``advice`` names the optimizer for gradients of the other kind than ``gradients``. ``decays`` says what
+    ``c.weight_decay`` times the parameter is added to. ``added`` names choices that transforms added.
     """
 
     _: dataclasses.KW_ONLY
@@ -456,11 +438,11 @@ class Rule(Declaration):
     @staticmethod
     def _moved(param: Any, returned: Mapping[str, Any]) -> dict[str, Any]:
         """What ``update`` ``returned`` for ``param``, and what follows from it."""
-        rest = {name: value for name, value in returned.items() if name != "after"}
         new, step = returned.get("param", param), returned["step"]
         new = new if isinstance(step, float) and step == 0.0 else new - step
         new = returned["after"](new) if "after" in returned else new
-        return {**{name: value(new) if callable(value) else value for name, value in rest.items()}, "param": new}
+        state = {name: value for name, value in returned.items() if name != "after"}
+        return {**{name: value(new) if callable(value) else value for name, value in state.items()}, "param": new}
 
     def _checked_update(self, values: Mapping[str, Any], present: Sequence[str]) -> dict[str, Any]:
         """:meth:`updated` in a rule that is being made, with the buffers that are ``present``."""

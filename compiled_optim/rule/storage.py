@@ -71,26 +71,12 @@ def _rounded_by_step(choices: Mapping[str, Any], signs: Mapping[str, Any]) -> di
     return {name: dtype for name, dtype in choices.get("state_dtype", ()) if dtype in few and name in signs}
 
 
-def _dtype(buffer: Buffer) -> Callable[[Mapping[str, Any]], torch.dtype | None]:
-    """The dtype of a buffer of the rule, as ``state_dtype`` says.
-
-    Where it says nothing, a buffer to which a step adds little has all bits if the parameter has: slow weights, sums.
-    """
-
-    def dtype(choices: Mapping[str, Any]) -> torch.dtype | None:
-        chosen = dict(choices.get("state_dtype", ())).get(buffer.name)
-        if chosen is None and _mode(choices) is not None and not buffer.int8:
-            return torch.float32
-        if chosen == INT8:
-            assert buffer.int8
-            return CODE_DTYPES[buffer.int8]
-        return None if chosen is None else getattr(torch, chosen)
-
-    return dtype
-
-
 def _stored_buffer(buffer: Buffer) -> Iterator[Buffer]:
-    """What stores a buffer of the rule: numbers under its own name, or codes with their scales."""
+    """What stores a buffer of the rule: numbers under its own name, or codes with their scales.
+
+    Where ``state_dtype`` says nothing, a buffer to which a step adds little has all bits if the parameter has: slow weights,
+    sums.
+    """
 
     def is_coded(choices: Mapping[str, Any]) -> bool:
         return buffer.name in _codes(choices)
@@ -98,7 +84,12 @@ def _stored_buffer(buffer: Buffer) -> Iterator[Buffer]:
     def has_codes(choices: Mapping[str, Any]) -> bool:
         return is_coded(choices) and buffer.is_present(choices)
 
-    dtype = _dtype(buffer)
+    def dtype(choices: Mapping[str, Any]) -> torch.dtype | None:
+        chosen = dict(choices.get("state_dtype", ())).get(buffer.name)
+        if chosen is None:
+            return torch.float32 if _mode(choices) is not None and not buffer.int8 else None
+        return CODE_DTYPES[buffer.int8 or ""] if chosen == INT8 else getattr(torch, chosen)
+
     yield dataclasses.replace(buffer, dtype=dtype, unless=is_coded if buffer.int8 else None)
     if buffer.int8:
         yield Buffer(has_codes, dtype=dtype, name=code_name(buffer.name))
@@ -117,16 +108,8 @@ PARTS = tuple(part.name for part in _PARTS)
 def stored(rule: Rule) -> Rule:
     """``rule``, if it is elementwise, with the options ``weights``, ``kahan_sum``, ``state_dtype`` and ``exclude``.
 
-    ``weights`` says how parameters of 16 bits keep the bits that their dtype cannot: ``None``, rounded as in torch.optim;
-    ``"kahan"``, a compensation in the parameter's dtype; ``"stochastic"``, rounded at random, without bias;
-    ``"split8"`` and ``"split16"``, a remainder of 8 or 16 bits; ``"master"``, a copy in float32. ``kahan_sum``, optimi's
-    spelling: None and True are ``"kahan"`` for parameters of 16 bits, and nothing for others.
-
-    ``"split8"`` is within 1/256 of the parameter's last place. A compensation in float16 is a multiple of 2**-24, so that
-    ``"kahan"`` keeps fewer bits of small weights.
-
-    ``state_dtype`` is the dtype of buffers, ``"int8"`` for codes of 8 bits with a scale for each group of elements, or a
-    dict by the name of the buffer.
+    :class:`CompiledOptimizer` explains them. Weights in ``"split8"`` are within 1/256 of the parameter's last place. A
+    compensation in float16 is a multiple of 2**-24, so that ``"kahan"`` keeps fewer bits of small weights.
     """
     if not rule.is_elementwise:
         return rule
@@ -195,16 +178,16 @@ def whole(param: Any, parts: Mapping[str, Any], mode: str, dtype: str) -> Any:
 def parts_of(value: Any, values: Mapping[str, Any], mode: str, dtype: str) -> dict[str, Any]:
     """What is stored of ``value``, a parameter's float32, in ``mode``: ``param``, as a float32, and its parts, by name.
 
-    ``values`` are what ``update`` gets; without them what is beside the parameter is rounded to nearest. In a step a rest of
-    few bits is rounded up or down by a number of the step and the tensor, the same for all elements: rounded to nearest,
-    steps that are little more than its unit would all be too small, or too large.
+    ``values`` are what ``update`` gets; without them the parts are rounded to nearest. In a step a remainder of few bits is
+    rounded up or down by a number of the step and the tensor, the same for all elements: rounded to nearest, steps that are
+    little more than its unit would all be too small, or too large.
     """
     if mode == "stochastic":
         return {"param": formats.randomly_rounded(value, formats.noise_of(values["c"].noise, values[INDEX]), dtype)}
     noise = formats.parts_in(getattr(values["c"], _PART_THRESHOLD), 24) if mode in ROUNDED and values else None
     if mode in REST_BITS:
-        param, rest = formats.split(value, dtype, REST_BITS[mode], noise)
-        return {"param": param, "remainder": rest}
+        param, remainder = formats.split(value, dtype, REST_BITS[mode], noise)
+        return {"param": param, "remainder": remainder}
     param = formats.nearest(value, dtype)
     if mode == "master":
         return {"param": param, "master_param": value}
@@ -219,7 +202,7 @@ def parts_beside(param: Any, value: Any, mode: str, dtype: str) -> dict[str, Any
     of ``param``, a remainder and a copy in float32 hold as much as they can, and a compensation is not read.
     """
     if mode in REST_BITS:
-        return {"remainder": formats.rest_beside(value, param, dtype, REST_BITS[mode])}
+        return {"remainder": formats.remainder_beside(value, param, dtype, REST_BITS[mode])}
     if mode == "master":
         return {"master_param": formats.copy_beside(value, param, dtype)}
     return {"kahan_comp": where((value - value == 0) & (param - param == 0), value - param, 0.0)} if mode == "kahan" else {}
@@ -238,15 +221,11 @@ def _options(rule: Rule, signs: Mapping[str, Any]) -> tuple[Option, ...]:
 
     return (
         Option(None, of=_weights, valid=_check_weights, suits=_suits_weights, name="weights"),
-        Option(False, of=_nothing, valid=_check_kahan_sum, name="kahan_sum"),
+        Option(False, valid=_check_kahan_sum, name="kahan_sum"),
         Option(None, of=state_dtype, valid=valid_state, suits=_suits_state, name="state_dtype"),
-        Option((), of=_nothing, valid=_check_exclude, name="exclude"),
-        Option(0, of=_nothing, valid=_check_seed, name="rounding_seed"),
+        Option((), valid=_check_exclude, name="exclude"),
+        Option(0, valid=_check_seed, name="rounding_seed"),
     )
-
-
-def _nothing(*_: Any) -> None:
-    return None
 
 
 def _suits_weights(value: Any, param: Tensor) -> bool:

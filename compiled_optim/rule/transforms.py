@@ -119,7 +119,8 @@ def decay(rule: Rule) -> Rule:
     def coefficients(values: Values) -> dict[str, Any]:
         weight_decay = values["weight_decay"]
         if values[_LR.name]:
-            weight_decay = _over(weight_decay, values[_MAX_LR.name])
+            zero = values[_MAX_LR.name] == 0
+            weight_decay = where(zero, 0.0, weight_decay / where(zero, 1.0, values[_MAX_LR.name]))
         numbers = rule.coefficients({**values, "weight_decay": weight_decay})
         return {**numbers, "weight_decay": 1 - values["lr"] * weight_decay} if scales and is_decoupled(values) else numbers
 
@@ -180,12 +181,6 @@ def is_decoupled(choices: Mapping[str, Any]) -> bool:
     return bool(choices.get(_TORCHS) or (choices.get(_LR.name) if asked is None else asked))
 
 
-def _over(weight_decay: Any, max_lr: Any) -> Any:
-    """``weight_decay / max_lr``, and 0 where that would be a division by 0."""
-    zero = max_lr == 0
-    return where(zero, 0.0, weight_decay / where(zero, 1.0, max_lr))
-
-
 GOES_ON, STAYS = 0.25, 0.5
 """What is added to a parameter's step count before a gradient: where it is not the first of its step, and not the last."""
 
@@ -204,12 +199,11 @@ class Accumulation:
 
 @functools.cache
 def accumulating(rule: Rule, accumulation: Accumulation) -> Rule:
-    """``rule``, of which a step may consist of several gradients.
+    """``rule`` with steps that may take several gradients, in one call for each.
 
-    Its step count is that of the step before, plus :data:`GOES_ON` where a gradient of this step came before, and
-    :data:`STAYS` where another one follows. With the first gradient, buffers decay; every gradient is added with its weight.
-    With the last one the parameter moves, and decays: into this gradient, where decay goes into gradients. A step of one
-    gradient is as in ``rule``.
+    The fraction of ``step`` tells whether the gradient is not the first of its step (:data:`GOES_ON`) and not the last
+    (:data:`STAYS`). The first one lets buffers decay, every one is added to them with its weight, and with the last one the
+    parameter moves and decays: into that gradient, if the rule decays so. A step of one gradient is as in ``rule``.
     """
 
     def coefficients(values: Values) -> dict[str, Any]:

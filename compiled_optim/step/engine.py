@@ -48,7 +48,7 @@ from compiled_optim.memory.torch_internals import (
 from compiled_optim.plan.clipping import CHOSEN, NAMES, Clipping
 from compiled_optim.plan.compilations import CompilationLog, spend
 from compiled_optim.plan.schedule import Schedule, Schedules
-from compiled_optim.rule.declared import Declared, no_hyperparameter, state_names
+from compiled_optim.rule.declared import Declared, no_hyperparameter
 from compiled_optim.rule.fields import Hyper, Scale
 from compiled_optim.rule.misspelled import warn_of_entry
 from compiled_optim.rule.rule import TRAIN_MODE
@@ -144,7 +144,7 @@ class Engine:
         """Let the state be ``values``, a mapping of mappings."""
         self.changes.pending = True
         self.changes.is_state_handed_out = bool(values)
-        self.state = OptimizerState(changes=self.changes, names=state_names(self.kind))
+        self.state = OptimizerState(changes=self.changes, names=frozenset(self.kind._state_names()))
         self.accumulated.forget()
         self.state.update(values)
 
