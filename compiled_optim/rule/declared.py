@@ -43,7 +43,7 @@ _ARGUMENTS = {
     "betas": "how much of the average of gradients, and of their squares, stays from one step to the next.",
     "eps": "keeps the divisor from 0, in units of the gradient.",
     "amsgrad": "divide by the largest average of squares so far instead of the last one (arXiv:1904.09237).",
-    "decoupled_weight_decay": "decay weights as AdamW does.",
+    "decoupled_weight_decay": "decay weights apart from the gradient.",
 }
 """What ``help`` says of an argument whose field does not say it."""
 _WEIGHT_DECAY: dict[Decays, str] = {
