@@ -21,7 +21,7 @@ from compiled_optim.state import from_shard, mode_of, part_of, shard_like, struc
 
 
 class _Split(NamedTuple):
-    """A weight of which the parameter holds some bits, and an entry of its state the others."""
+    """A weight whose bits are in two places: the parameter, and an entry of its state."""
 
     param: Tensor
     name: str  # of the entry
@@ -133,7 +133,7 @@ def _checked(model: Any, optimizer: Any) -> list[CompiledOptimizer]:
 
 
 def _split(model: nn.Module, optimizers: Sequence[CompiledOptimizer]) -> dict[int, _Split]:
-    """The weights of which the optimizers keep more bits than the model, by the ``id`` of the parameter."""
+    """The weights that have more bits in the optimizers than in the model, by the ``id`` of the parameter."""
     params = {id(param) for param in model.parameters()}
     found: dict[int, _Split] = {}
     is_known = False

@@ -57,7 +57,7 @@ def optimi_state_dict(optimizer: CompiledOptimizer) -> dict[str, Any]:
     saved = optimizer.state_dict()
     groups = engine_of(optimizer).distinct_groups
     for index, group in enumerate(groups):
-        if isinstance(scale := group.get("lr_scale"), Mapping) or callable(scale):  # of which a state dict has nothing
+        if isinstance(scale := group.get("lr_scale"), Mapping) or callable(scale):  # no state dict holds it
             raise ValueError(f"param_groups[{index}] has 'lr_scale', which has no counterpart in optimi")
         if group.get("weights") == "stochastic":
             raise ValueError(f"param_groups[{index}] has weights='stochastic', which has no counterpart in optimi")

@@ -73,14 +73,14 @@ class CompiledOptimizer(Declared, Optimizer):
             four are for optimizers that work element by element.
         kahan_sum: optimi's spelling: True and None are ``weights="kahan"`` for parameters of 16 bits. False says nothing.
         state_dtype: the dtype of averages in place of the parameter's, per group; ``"int8"`` for codes of 8 bits
-            (``exp_avg_int8``) with a scale for each 64 elements, of which one that is infinite or NaN spoils the others; or
+            (``exp_avg_int8``) with a scale for each 64 elements, where one that is infinite or NaN spoils the others; or
             a dict by the name of the state tensor, for sums too. Averages in 16 bits or fewer are rounded by a number of a
             step and tensor, so that slow ones follow what they average; without this choice to nearest, as in torch.optim.
         exclude: shell-style patterns of names, such as ``("*.bias", "lm_head.*")``, per group. Parameters that match keep
             full state and weights: in float32, where they have 16 bits. So do all of fewer than 4096 elements. A pattern
             that matches none is a warning.
-        rounding_seed: a whole number >= 0 and below 2**24, per group, of which, with the step and the parameter's name,
-            random numbers are made. They are the same in every process and after a resume.
+        rounding_seed: a whole number >= 0 and below 2**24, per group. With the step and the parameter's name it makes the
+            random numbers. They are the same in every process and after a resume.
         lowering: how a step runs. ``"multi_tensor"``: one kernel for all tensors; an operator in a function that the user
             compiles. ``"inductor"``: torch.compile's code. A function that the user compiles holds its operations, nothing
             of it runs on the host, numbers are read where they are, and the function is traced again after a change of
@@ -230,7 +230,7 @@ class CompiledOptimizer(Declared, Optimizer):
     def optimizer_accumulation(self) -> bool:
         """Whether steps take gradients into the state only, until one with False moves the parameters: as in AdamA.
 
-        A step is then made of the gradients of several micro-batches, none of which need be kept (arXiv:2305.19982)::
+        A step is then made of the gradients of several micro-batches, and none need be kept (arXiv:2305.19982)::
 
             opt.optimizer_accumulation = index % 4 != 3
             (loss_of(model(x)) / 4).backward(); opt.step(); opt.zero_grad()

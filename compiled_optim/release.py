@@ -244,7 +244,7 @@ class GradientRelease:
     def __call__(self, given: Gradients) -> None:
         """End a step: update what waits, and parameters that have a gradient which no backward has taken.
 
-        ``given`` are gradients that compiled code hands over, of which there can be none.
+        ``given`` are gradients that compiled code hands over: an error, since its backward ran no hooks.
 
         Raises:
             RuntimeError: a parameter that was updated has a gradient again, or a graph or compiled code holds the step.

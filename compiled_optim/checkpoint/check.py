@@ -214,8 +214,8 @@ def check_state(
 ) -> tuple[list[StateWrites], list[str]]:
     """What the state of parameters takes once the groups hold ``group_values``, and what does not fit, by parameter name.
 
-    A parameter of which an entry cannot be loaded takes nothing. An entry that only another optimizer has does not fit; what
-    fits is taken. ``known`` are the names of entries that an optimizer gives.
+    A parameter takes nothing if one of its entries cannot be loaded. An entry that only another optimizer has does not fit;
+    what fits is taken. ``known`` are the names of entries that an optimizer gives.
     """
     fields: tuple[Scalar | Buffer, ...] = (*declaration.scalars, *declaration.buffers)
     hypers = {field.init for field in fields if isinstance(field.init, str)}
@@ -310,8 +310,8 @@ def _targets(
 
     Without ``values``, the parameter never took a step when the checkpoint was saved, and its state starts anew. So it does
     where the state dict was not copied then, and its buffers are the live ones, which steps have changed. A tensor that a
-    differentiable step recorded is replaced, as such a step does. The part of a weight of which ``values`` say nothing
-    stays: a step knows whether it fits ``param``.
+    differentiable step recorded is replaced, as such a step does. The part of a weight stays if
+    ``values`` do not have it: a step knows whether it fits ``param``.
     """
     needed = declaration.present_buffers(choices)
     present = {*needed, *values, *live}

@@ -45,7 +45,7 @@ def from_optimi(state_dict: Mapping[str, Any], declaration: Declaration | None =
     """
     state: dict[Any, dict[str, Any]] = {}
     groups = []
-    ignored = {"group"}  # that of a gradient release
+    ignored = {"group"}  # which a gradient release puts there
     if declaration is None or not any(s.name in DECOUPLED for s in declaration.statics):
         ignored |= {"eps_sq", "mean_square"}  # of StableAdamW, whose state would fit optimizers that choose their decay
     for i, group in enumerate(state_dict["param_groups"]):

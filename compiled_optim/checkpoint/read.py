@@ -2,7 +2,7 @@
 
 The *indexed* form is torch.optim's: ``state`` has integers as keys, and groups have integers as ``params`` and, where
 parameters have names, ``param_names``. The *named* form has names in place of the integers. Both may hold ``aliases``
-(further name -> name), for tied parameters, and ``format_version``. That of several optimizers has their names under
+(further name -> name), for tied parameters, and ``format_version``. A state dict of several optimizers has their names under
 ``optimizers``, and in each group the index of its optimizer among them under ``optimizer``. Under other keys of ``state``
 lies foreign state: what hooks and wrappers keep there.
 
@@ -124,7 +124,7 @@ def check_memory(tensor: Tensor, what: str) -> None:
     if tensor.is_nested or tensor.layout is not torch.strided:
         raise Unloadable(f"{what} is a {'nested' if tensor.is_nested else tensor.layout} tensor")
     shard = tensor if type(tensor) in TORCH_TYPES else local(tensor)
-    if shard.untyped_storage().device.type == "meta":  # also that of torch's fake tensors
+    if shard.untyped_storage().device.type == "meta":  # torch's fake tensors have such storage too
         raise Unloadable(f"{what} is a meta tensor")
     if not has_memory(shard) and is_lost(shard):
         raise Unloadable(f"{what} has no memory: its storage is empty or too small")

@@ -101,7 +101,7 @@ def _snapshot(key: str, value: Any, declaration: Declaration, param: Tensor) -> 
 
 @dataclass
 class PreparedLoad:
-    """A load of which everything is checked and made, so that writing cannot fail; nothing is written yet.
+    """A load. Everything is checked and made, so that writing cannot fail; nothing is written yet.
 
     Attributes:
         report: what it leaves out.

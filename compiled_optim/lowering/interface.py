@@ -94,11 +94,11 @@ class Capturable:
         self._hypers.refresh()
 
     @property
-    def is_settled(self) -> bool:
-        """Whether :meth:`settle` has nothing to do, as far as that can be seen without looking at hyperparameters."""
+    def is_preallocated(self) -> bool:
+        """Whether :meth:`preallocate` has nothing to do, as far as that can be seen without looking at hyperparameters."""
         return self._table.gradients.reserved > 0
 
-    def settle(self) -> None:
+    def preallocate(self) -> None:
         """Make what a launch, which may be captured, uses and what outlives it, after it was compiled."""
         self._hypers.refresh()
         self._table.gradients.reserve(1)

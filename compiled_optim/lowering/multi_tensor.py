@@ -170,7 +170,7 @@ class Part:
 class PlanTensors:
     """All parameters of a plan and their buffers, in the order of memory in which kernels update them.
 
-    ``table`` is that of a :class:`~compiled_optim.lowering.kernels.table.TensorTable` in which each is its own owner.
+    ``table`` has the rows of a :class:`~compiled_optim.lowering.kernels.table.TensorTable`; each tensor is its own owner.
     """
 
     def __init__(self, plan: Plan) -> None:

@@ -152,7 +152,7 @@ def placement(tensor: Any) -> tuple[Any, ...] | None:
 
 
 def add_over_shards(sums: Tensor, sharded: Any) -> None:
-    """Replace each of ``sums``, computed from this process's part of a tensor spread like ``sharded``, by that of all parts.
+    """Replace each of ``sums``, of this process's shard of a tensor spread like ``sharded``, by the sum over all shards.
 
     All processes that hold parts must call this together.
     """

@@ -93,7 +93,7 @@ def default_cache_directory() -> str:
 
 
 def backward_number() -> int:
-    """The number of the backward that runs on this thread, other than that of every other one; -1 where none does."""
+    """A number of the backward that runs on this thread, which no other backward has; -1 where none runs."""
     return torch._C._current_graph_task_id()
 
 

@@ -26,7 +26,7 @@ class RMSprop(CompiledOptimizer, decays="gradient"):
 
     @staticmethod
     def check(hypers: Mapping[str, Any], statics: Mapping[str, Any]) -> None:
-        """Raise ``ValueError`` where the small difference of two averages would be that of their roundings."""
+        """Raise ``ValueError`` where the small difference of two averages would be a difference of roundings."""
         chosen = statics.get("state_dtype")
         chosen = chosen.get("square_avg") if isinstance(chosen, Mapping) else chosen
         if statics["centered"] and chosen == "int8":

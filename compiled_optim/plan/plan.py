@@ -98,7 +98,7 @@ class Plan:
     members: Sequence[Member]
     grad_of: InitVar[Callable[[Tensor], Tensor | None]]  # returns the gradient of a parameter; later ones have its dtype
     shares_memory: bool = False  # whether it is updated after others because its parameters share memory with theirs
-    leads: bool = False  # whether it is the optimizer's first plan, which records norm and skipping of the whole step
+    is_first: bool = False  # whether it is the optimizer's first plan, which records norm and skipping of the whole step
 
     def __post_init__(self, grad_of: Callable[[Tensor], Tensor | None]) -> None:
         self.hypers = self.rule.present_hypers(self.statics)
@@ -131,11 +131,11 @@ class Plan:
 
     @functools.cached_property
     def addresses(self) -> Addresses:
-        """The addresses of parameters, gradients and state, or of their local shards, since the last :meth:`settle`."""
+        """The addresses of parameters, gradients and state, or of their local shards, since the last :meth:`reread`."""
         params = [] if self.wrapped else [m.param for m in self.members]
         return Addresses(params, self.grad_dtypes[: len(params)], list(filter(has_memory, self._entries())))
 
-    def settle(self, grads: list[Tensor | None] | None) -> None:
+    def reread(self, grads: list[Tensor | None] | None) -> None:
         """Read all addresses anew, after the lowering gave state other memory; ``grads`` are as in :meth:`read`."""
         vars(self).pop("addresses", None)
         self.addresses.read(self._looked_at(grads))
@@ -321,7 +321,7 @@ def partition(
         kind = (scalars_device([param]), placement(param), has_memory(member.param), param.is_meta)
         together.setdefault((wave, tuple(choices.items()), kind), []).append(member)
     return [
-        Plan(rule, dict(choices), members, grad_of, shares_memory=wave > 0, leads=index == 0)
+        Plan(rule, dict(choices), members, grad_of, shares_memory=wave > 0, is_first=index == 0)
         for index, ((wave, choices, _), members) in enumerate(together.items())
     ]
 

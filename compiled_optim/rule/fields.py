@@ -190,7 +190,7 @@ class Static(Choice):
 
 @dataclass(frozen=True)
 class Scale(Choice):
-    """A :data:`PerParameter`, of which ``coefficients`` may take the parameter's number, 1 by default. It shapes no code.
+    """A :data:`PerParameter`. ``coefficients`` may take the parameter's number, 1 by default. It shapes no code.
 
     One number in a group is the user's own, as in torch.optim, and no step reads it: timm's schedulers multiply by it.
     """

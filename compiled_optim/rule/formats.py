@@ -160,12 +160,12 @@ _STEP = 18  # the codes of what is signed are as far apart as 2**18 float32s; 12
 
 
 def encoded(value: Any, scale: Any, kind: str, threshold: Any = 0.5) -> Any:
-    """The code of ``value``, an integer: of its part of its group's ``scale``, the largest magnitude.
+    """The code of ``value``, an integer. It codes what part ``value`` is of its group's ``scale``, the largest magnitude.
 
-    That of an ``"unsigned"`` one is the square root of its part. It is rounded up from ``1 - threshold`` on: to nearest, or
-    with a :func:`threshold_of` each step, right on average. A positive number gets at least 1: something is divided by its
-    square root. That of a ``"signed"`` one is linear up to a sixteenth of the scale, and logarithmic from there on: the bits
-    of the number and an offset, rounded likewise.
+    An ``"unsigned"`` code is the square root of the part. It is rounded up from ``1 - threshold`` on: to nearest, or with a
+    :func:`threshold_of` each step, right on average. A positive number gets at least 1: something is divided by its square
+    root. A ``"signed"`` code is linear up to a sixteenth of the scale, and logarithmic from there on: the bits of the number
+    and an offset, rounded likewise.
     """
     if kind == "unsigned":
         root = sqrt(value)
@@ -193,7 +193,7 @@ def _signed(size: Any, negative: Any) -> Any:
 
 
 def decoded(code: Any, scale: Any, kind: str) -> Any:
-    """The number with this code; see :func:`encoded`. That of the largest code is the scale itself."""
+    """The number with this code; see :func:`encoded`. The largest code stands for the scale itself."""
     code = integer(code)
     if kind == "unsigned":
         root = number(code)

@@ -58,7 +58,7 @@ def _mode(choices: Mapping[str, Any]) -> str | None:
 
 
 def _codes(choices: Mapping[str, Any]) -> tuple[str, ...]:
-    """The buffers that are stored in 8 bits under these choices, always in one order: that of generated code."""
+    """The buffers that are stored in 8 bits under these choices, in the order of generated code."""
     return tuple(name for name, dtype in choices.get("state_dtype", ()) if dtype == INT8)
 
 

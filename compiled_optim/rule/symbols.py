@@ -47,13 +47,13 @@ def word_of_formats(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """As :func:`word`, for a word that no optimizer needs, so that messages do not name it."""
 
     @functools.wraps(function)
-    def spoken(*values: _P.args, **named: _P.kwargs) -> _R:
+    def traced(*values: _P.args, **named: _P.kwargs) -> _R:
         for value in values:
             if isinstance(value, Symbol):
                 return cast(_R, value.code.call(function.__name__, *values))
         return function(*values, **named)
 
-    return spoken
+    return traced
 
 
 def _advice(name: str) -> str:

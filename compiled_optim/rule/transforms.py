@@ -187,7 +187,7 @@ GOES_ON, STAYS = 0.25, 0.5
 
 @dataclass(frozen=True)
 class Accumulation:
-    """That a rule's step depends on gradients through its buffers alone, each of which is an average of them.
+    """That a rule's step depends on gradients through its buffers alone, and each buffer is an average of them.
 
     ``kept`` are the numbers of ``coefficients`` with which a step multiplies what it finds in a buffer. ``unless`` names the
     choices with which it is not so.

@@ -21,7 +21,7 @@ class AccumulatedSteps:
         self._kind = kind
         self.was_on = False  # once, from when on the rule is another one
         self.is_on = False  # whether the next gradients are not the last ones of their step
-        self._open: set[int] = set()  # ids of these parameters, all of which the optimizer has
+        self._open: set[int] = set()  # ids of these parameters; the optimizer has them all
 
     @property
     def rule(self) -> Rule:
@@ -60,7 +60,7 @@ class AccumulatedSteps:
             )
 
     def forget(self) -> None:
-        """Note that state was replaced, by that of whole steps."""
+        """Note that the state of whole steps replaced the state."""
         self._open.clear()
 
     def keep(self, params: Iterable[Tensor]) -> None:

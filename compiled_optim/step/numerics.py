@@ -26,7 +26,7 @@ _CHOICES = ("weights", "state_dtype")  # how things are stored
 
 @dataclass(frozen=True)
 class StuckParameter:
-    """A parameter of which a step moves less than half of the elements that the rule would move.
+    """A parameter in which a step moves less than half of the elements that the rule would move.
 
     Attributes:
         name: of the parameter.
@@ -150,7 +150,7 @@ def _next(plan: Plan, member: Member, grad: Tensor) -> tuple[Tensor, Tensor]:
     clipping = Clipping(plan.device)
     lowering = lower(shadows, "eager", clipping, CompilationLog(), False)
     lowering.compile()
-    shadows.settle([grad])
+    shadows.reread([grad])
     lowering.prepare([grad])
     Totals([lowering], clipping).launch() if plan.rule.has_totals(plan.statics) else lowering.launch()
     lowering.finish()

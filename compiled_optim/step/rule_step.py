@@ -55,7 +55,7 @@ class RuleStep(Step):
         self.lowerings = [lower(plan, engine.lowering, self._clipping, self._log, differentiable) for plan in plans]
         self.name = " and ".join(sorted({lowering.name for lowering in self.lowerings})) or "eager"
         for plan in plans:
-            plan.settle(None)
+            plan.reread(None)
         has_totals = any(plan.rule.has_totals(plan.statics) for plan in plans)
         if has_totals and differentiable:
             raise ValueError(f"differentiable=True does not go with {plans[0].rule.name}, which sums over all parameters")
@@ -165,12 +165,12 @@ class RuleStep(Step):
         for lowering in self.lowerings:
             self._clipping.outcome(lowering.plan.device)
             if isinstance(lowering, Capturable):
-                lowering.settle()
+                lowering.preallocate()
         self._pinned = [memory for lowering in self.lowerings for memory in lowering.plan.memory()]
 
     @property
     def is_preallocated(self) -> bool:
-        return all(lowering.is_settled for lowering in self.lowerings if isinstance(lowering, Capturable))
+        return all(lowering.is_preallocated for lowering in self.lowerings if isinstance(lowering, Capturable))
 
     def prepare(self, grads: Gradients) -> None:
         """Compile what is not compiled yet, and let every lowering take its gradients and what was assigned."""
@@ -189,7 +189,7 @@ class RuleStep(Step):
                 except CompilerError as error:
                     refuse(lowering.plan, str(error))
                     raise
-                lowering.plan.settle(given)
+                lowering.plan.reread(given)
         self.changes.pending = False
         if self._clipping.measures_norm and self._square_sums is None:
             self._square_sums = SquareSums(self.lowerings)

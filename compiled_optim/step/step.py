@@ -32,7 +32,7 @@ class Step:
 
     Args:
         kind: the optimizer's class.
-        groups: its groups, of which one may be listed again.
+        groups: its groups; one may be listed again.
         changes: where groups and state report writes.
     """
 
@@ -136,7 +136,7 @@ class Step:
     def prepare_load(
         self, state_dict: Mapping[str, Any], prepare: Callable[[Mapping[str, Any]], PreparedLoad]
     ) -> PreparedLoad:
-        """Check what copies ``state_dict``, of which ``prepare`` checks what is for groups and state."""
+        """Check what copies ``state_dict``; ``prepare`` checks the entries for groups and state."""
         return prepare(state_dict)
 
     def key(self) -> tuple[object, ...]:

@@ -1,10 +1,11 @@
-"""What ``help`` says of an optimizer: a line for each argument of its own, and nothing that only the package reads."""
+"""What ``help`` says of an optimizer, a line for each argument of its own and nothing internal; and how sentences are made."""
 
 from __future__ import annotations
 
 import inspect
 import pydoc
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -53,3 +54,14 @@ def test_help_shows_functions_and_properties_that_it_explains(kind: type[co.Comp
 def test_help_leads_into_no_module(kind: type[co.CompiledOptimizer]) -> None:
     """Where a user would have to read the package."""
     assert not re.search(r"~compiled_optim\.[a-z]", pydoc.plain(pydoc.render_doc(kind)))
+
+
+def test_no_relative_clause_hangs_on_nothing() -> None:
+    """Sentences name what they are about."""
+    package = Path(co.__file__).parent
+    found = [
+        f"{path.relative_to(package)}: {match[0]}"
+        for path in sorted([*package.rglob("*.py"), *package.rglob("*.md")])
+        for match in re.finditer(r"\b(of which|that of|what is what)\b.*", path.read_text(), re.IGNORECASE)
+    ]
+    assert found == []

@@ -28,7 +28,7 @@ WORDS = """\
 #include <cstdint>
 #include <cstring>
 
-// Integers of 32 bits wrap around. Where their sign matters, it is that of two's complement.
+// Integers of 32 bits wrap around. Where their sign matters, two's complement has it.
 static inline uint32_t shift_right_(uint32_t x, uint32_t count) { return uint32_t(int32_t(x) >> count); }
 static inline uint32_t maximum_(uint32_t x, uint32_t y) { return int32_t(x) > int32_t(y) ? x : y; }
 static inline uint32_t minimum_(uint32_t x, uint32_t y) { return int32_t(x) < int32_t(y) ? x : y; }

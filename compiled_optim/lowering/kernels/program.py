@@ -79,7 +79,7 @@ class Evaluation:
 class Array:
     """A parameter, its gradient or one of its buffers: the name of its dtype, and what a kernel calls address and element.
 
-    ``row`` is that of a :class:`~compiled_optim.lowering.kernels.table.TensorTable`, None for the gradient. An array is
+    ``row`` is its row in a :class:`~compiled_optim.lowering.kernels.table.TensorTable`, None for the gradient. An array is
     ``grouped`` if it has a number for each group of elements.
     """
 

@@ -279,7 +279,7 @@ class CoefficientTable:
         self.coefficients = torch.empty(numbers, len(members), dtype=torch.float64, device=plan.device)
         self.all_square_sums = self.coefficients.new_empty(0)
         self.outcome = clipping.outcome(plan.device)
-        self.leads = plan.leads
+        self.leads = plan.is_first
 
     def mark(self, grads: Sequence[Tensor | None]) -> None:
         """Let those take part that have a gradient, where no kernel reads the gradients' addresses here."""
@@ -299,10 +299,10 @@ class TensorTable(Protocol):
 
 
 class MeasuredTable(TensorTable, Protocol):
-    """Tensors whose gradients a kernel measures too, in stretches, and of which it takes means; each is its own owner.
+    """Tensors whose gradients a kernel measures too, in stretches, and whose means it takes; each is its own owner.
 
-    A span is a tensor, its first chunk, the one after its last, and its number of real elements: of a DTensor that of all
-    parts, and at least 1.
+    A span is a tensor, its first chunk, the one after its last, and its number of real elements, at least 1. For a DTensor
+    all shards count.
     """
 
     stretches: Tensor  # (stretches, 2) int64, the tensor and which of its stretches

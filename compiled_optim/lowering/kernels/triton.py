@@ -195,7 +195,7 @@ def _evaluation(evaluation: Evaluation) -> str:
 
 
 class _Path(NamedTuple):
-    """One of two ways through a chunk: from element ``start`` on, ``size`` at a time, of which ``left`` are there.
+    """One of two ways through a chunk: from element ``start`` on, ``size`` at a time, as long as some are ``left``.
 
     A thread accesses ``row`` elements at a time, which are one behind the other.
     """

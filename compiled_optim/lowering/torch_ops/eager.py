@@ -157,7 +157,7 @@ class CoefficientStage:
         total = None if clipping.idle or self._square_sums is None else self._square_sums.sum()
         coefficients, outcome = self._step(hypers, total, present)
         if outcome is not None and not clipping.idle:
-            note_outcome(clipping.outcome(plan.device), outcome.detach(), counts=plan.leads)
+            note_outcome(clipping.outcome(plan.device), outcome.detach(), counts=plan.is_first)
         return coefficients
 
     def _step(self, hypers: list[Tensor], square_sum: Tensor | None, present: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -45,7 +45,7 @@ COUNT, COUNT_UNFUSED = 16, 4
 """Tensors in a list, where Inductor makes one kernel of a list and where it makes a loop for each of its tensors."""
 
 LISTS, LISTS_OF_ROWS = "lists", "lists of rows"  # arrangements of tensors
-_ALIGNED = 16  # elements in a row, where no group says otherwise, of which code knows that they are whole vectors
+_ALIGNED = 16  # the row length of ungrouped tensors: fixed, so that Inductor can vectorize
 _TENSORS, _GROUPS = 7, 3  # that coefficients are compiled with
 
 _INDICES = (1 << 31) - (1 << 16)
@@ -350,7 +350,7 @@ def _evaluate(key: KernelKey, sizes: Sequence[int], tensors: list[Tensor]) -> tu
     signs, *rows = constants.unbind()
     numbers, hypers = dict(zip(_number_names(key), rows, strict=True)), table[group_index].unbind(1)
     found = evaluated(key.rule, dict(key.statics), scalars, hypers, numbers, signs, clipping, total, present)
-    coefficients = torch.stack(found.rows)  # before the scalars change, of which a coefficient may be a view
+    coefficients = torch.stack(found.rows)  # before the scalars change: a coefficient may be a view of them
     scalars.copy_(found.scalars)
     assert found.outcome is not None
     return coefficients, found.outcome
@@ -445,11 +445,11 @@ class InlinedStep:
             scalars, constants, group_index, *entries = given
             numbers = [number for where in used for number in values[where]]
             own = [grads[i] for i in places]
-            before = scalars.clone()  # of which a coefficient may be a view
+            before = scalars.clone()  # a coefficient may be a view of them
             found = stage.evaluate(before, constants, group_index, numbers, clipping, total, _marks(own, scalars.device))
             scalars.copy_(found.scalars)
             if found.outcome is not None:
-                note_outcome(outcome, found.outcome, counts=stage.plan.leads)
+                note_outcome(outcome, found.outcome, counts=stage.plan.is_first)
             _update_in_graph(stage.plan, [params[i] for i in places], own, entries, found.rows, clips=bool(clipping))
 
 
