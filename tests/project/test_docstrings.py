@@ -1,4 +1,4 @@
-"""What ``help`` says of an optimizer: a line for each argument of its own, and nothing internal; and how sentences are made."""
+"""What ``help`` says of an optimizer: a line for each of its own arguments, and nothing internal; how sentences are made."""
 
 from __future__ import annotations
 
