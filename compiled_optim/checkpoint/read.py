@@ -68,7 +68,8 @@ def as_number(value: Any, what: str, *, finite: bool = True) -> float:
     """``value``, called ``what``, as a float; :class:`Unloadable` if it is no number, or must be ``finite`` and is not."""
     if type(value) is float and (math.isfinite(value) or not finite):
         return value
-    with contextlib.nullcontext() if type(value) in TORCH_TYPES else naming(what):
+    is_simple = type(value) in TORCH_TYPES and value.dtype in (torch.float64, torch.float32)
+    with contextlib.nullcontext() if is_simple else naming(what):
         if isinstance(value, Tensor):
             check_memory(value, what)
             if value.numel() != 1:
