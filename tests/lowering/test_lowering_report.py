@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import re
 import subprocess
 import sys
@@ -186,8 +187,11 @@ sparseadam | 2 | 15
     )
 
 
-@pytest.mark.parametrize("tensors", [10, 148, 1000, 20_000])
-@pytest.mark.parametrize("name", sorted(elementwise()))
+MANY = [("adamw", 20_000), ("lamb", 20_000)]
+"""A rule without reductions and one with them: what twenty thousand tensors take is the same for all."""
+
+
+@pytest.mark.parametrize(("name", "tensors"), [*itertools.product(sorted(elementwise()), (10, 148, 1000)), *MANY])
 def test_launches_are_two_for_any_number_of_tensors_and_groups(name: str, tensors: int) -> None:
     """And two more where the rule reduces."""
     means = ["sums0", "average"] if hasattr(optimizers()[name], "reduce") else []
