@@ -1,8 +1,8 @@
 """Runs the multi-tensor lowering's Triton kernels on CPU tensors; a process of its own, with TRITON_INTERPRET=1.
 
 Prints, for the cases of the catalogue that are named, the largest relative difference from the eager lowering: in float64,
-in float32 if a case has no arguments, and in every dtype for one case of each rule. Every parameter has a scale of its own. The
-second step is clipped, the third one skipped.
+in float32 if a case has no arguments, and in every dtype for one case of each rule. Every parameter has a scale of its own.
+The second step is clipped, the third one skipped.
 """
 
 from __future__ import annotations
