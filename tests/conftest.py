@@ -59,6 +59,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         kept = selection.selected(items, config.getoption("--selection"))
         config.hook.pytest_deselected(items=[item for item in items if item not in {*kept}])
         items[:] = kept
+    if hasattr(config, "workerinput"):
+        items[:] = selection.longest_first(items)
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:

@@ -205,9 +205,9 @@ def cases(gradients: str | None = None) -> list[Case]:
     return [case for c in ruled(gradients) for case in configurations(c)]
 
 
-def fullest() -> list[Case]:
+def fullest(gradients: str | None = None) -> list[Case]:
     """Of each elementwise rule the configuration with the most arguments, whose kernel has most of the rule's statements."""
-    return [max(configurations(c), key=lambda case: len(case.arguments)) for c in ruled()]
+    return [max(configurations(c), key=lambda case: len(case.arguments)) for c in ruled(gradients)]
 
 
 def shifted(optimizer: CompiledOptimizer, hyper: Hyper, share: float) -> tuple[float, ...]:

@@ -11,6 +11,7 @@ import csv
 import datetime
 import json
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import fmean
@@ -74,6 +75,20 @@ def selected(items: Iterable[pytest.Item], seed: int) -> list[pytest.Item]:
     for name in (WHOLE.keys() | OF_EACH_OPTIMIZER.keys()) & functions.keys():
         chosen |= {id(item) for item in _named(name, functions[name], random.Random(f"{seed} {name}"))}
     return [item for item in items if id(item) in chosen]
+
+
+def longest_first(items: Iterable[pytest.Item]) -> list[pytest.Item]:
+    """``items`` by file, first the files that take longest, so that no worker has long ones alone at the end."""
+    seconds = slow()
+    files: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.nodeid.partition("::")[0], []).append(item)
+
+    def cost(file: str) -> float:
+        counts = Counter(item.nodeid.partition("[")[0] for item in files[file])
+        return sum(seconds.get(name, 0.02) / min(MOST, n) * n for name, n in counts.items())
+
+    return [item for file in sorted(files, key=cost, reverse=True) for item in files[file]]
 
 
 def _drawn(functions: Iterable[str], order: random.Random) -> list[str]:
