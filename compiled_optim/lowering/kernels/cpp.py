@@ -7,17 +7,17 @@ less than a second, and it is kept on disk for the next process.
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from compiled_optim.lowering.kernels import table as rows
-from compiled_optim.lowering.kernels.program import Accesses, Array, Evaluation, Program
-from compiled_optim.lowering.kernels.table import CoefficientTable, MeasuredTable, TensorTable
+from compiled_optim.lowering.kernels.program import Accesses, Array, Program, evaluation
+from compiled_optim.lowering.kernels.table import CoefficientTable, Kernel, TensorTable
 from compiled_optim.memory.cache import library
-from compiled_optim.plan.clipping import NAMES
 from compiled_optim.plan.compilations import KernelKey
 from compiled_optim.rule.bits import GROUP
 from compiled_optim.rule.rule import INDEX, Written
@@ -101,9 +101,10 @@ _DIALECT = Dialect("const auto {} = {};", "T({})", "&&", "||", "uint32_t({})")
 _ACCESSES = Accesses(
     control="*at<const T>(hypers, {}, 1, 0)",
     row="double_of(owners[{} * count + t])",
-    scalar="*scalar({})",
+    address="double* const scalars{} = at<double>(owners, {}, count, t);",
+    scalar="*scalars{}",
     hyper="*at<const T>(hyper, {}, 1, 0)",
-    store_scalar="*scalar({}) = {};",
+    store_scalar="*scalars{} = {};",
     store_coefficient="out[{} * count] = {};",
 )
 
@@ -113,27 +114,14 @@ _INDEPENDENT = "#pragma GCC ivdep"
 
 
 def source(key: KernelKey) -> str:
-    """The C++ text of the kernel for one key; its entry points are those that :class:`CppKernel` calls."""
-    program = Program.of(key, _DIALECT, _ACCESSES)
-    text = WORDS + _evaluation(program.evaluation)
-    if program.update is None:
+    """The C++ text of the kernel for one key; its entry points are those that a kernel launches."""
+    evaluated = evaluation(key, _DIALECT, _ACCESSES)
+    text = WORDS + _EVALUATION.format(**{n: _block(v) if isinstance(v, list) else v for n, v in evaluated.items()})
+    if key.rule.granularity != "element":
         return text
-    return text + "".join(_means(program, *means) for means in program.means.items()) + _update(program, program.update)
-
-
-def _evaluation(evaluation: Evaluation) -> str:
-    return _EVALUATION.format(
-        gradient=_block(evaluation.gradient),
-        factor=evaluation.factor,
-        norm=evaluation.norm,
-        skip=evaluation.skip,
-        controls=len(NAMES),
-        hypers=evaluation.hypers,
-        group=rows.GROUP_INDEX,
-        maximize=rows.MAXIMIZE,
-        scalars=rows.SCALARS,
-        coefficients=_block(evaluation.coefficients),
-    )
+    program = Program.of(key, _DIALECT)
+    means = "".join(_means(program, *means) for means in program.means.items())
+    return text + means + (_AVERAGE if means else "") + _update(program)
 
 
 class _Store(NamedTuple):
@@ -147,15 +135,13 @@ class _Store(NamedTuple):
 def _means(program: Program, stage: int, written: Written) -> str:
     sums = {f"sum{i}": expression for i, expression in enumerate(written.results.values())}
     stores = [_Store(expression, f"{name} += double({expression});") for name, expression in sums.items()]
-    text = _chunk(program, f"sums{stage}_of_chunk", written, stores, list(sums))
-    return text + _MEANS.format(stage=stage, first=len(written.numbers) + 1, width=len(sums), owner=rows.OWNER)
+    return _chunk(program, f"sums{stage}", written, stores, list(sums))
 
 
-def _update(program: Program, written: Written) -> str:
-    stores = [_store(written, array, value) for array, value in program.new_elements(written)]
+def _update(program: Program) -> str:
+    stores = [_store(program.update, array, value) for array, value in program.new_elements()]
     (grad,) = (_STORAGE[a.dtype] for a in program.arrays if a.row is None)
-    text = _chunk(program, "update_chunk", written, stores)
-    return text + _UPDATE.format(grad=grad, numel=rows.NUMEL, owner=rows.OWNER, chunk=CHUNK)
+    return _chunk(program, "update", program.update, stores) + _UPDATE.format(grad=grad, numel=rows.NUMEL, chunk=CHUNK)
 
 
 def _store(written: Written, array: Array, value: str) -> _Store:
@@ -167,7 +153,7 @@ def _store(written: Written, array: Array, value: str) -> _Store:
 
 
 def _chunk(program: Program, name: str, written: Written, stores: Sequence[_Store], totals: Sequence[str] = ()) -> str:
-    """The function ``name`` that does what is ``written`` for the elements of a chunk, and then ``stores``.
+    """The function ``name`` that does what is ``written`` for the elements of each chunk, and then ``stores``.
 
     ``totals`` are the variables to which that adds.
     """
@@ -183,7 +169,10 @@ def _chunk(program: Program, name: str, written: Written, stores: Sequence[_Stor
     before += [f"const T k{i} = T(k[{i + 1} * owners]);" for i in range(len(written.numbers))]
     return _CHUNK.format(
         name=name,
-        parameters=", double* sums, int64_t chunk_count" if totals else "",
+        parameters=", double* sums" if totals else "",
+        chunk_parameters=", double* sums, int64_t chunk_count" if totals else "",
+        chunk_arguments=", sums + c, chunk_count" if totals else "",
+        owner=rows.OWNER,
         compute=_STORAGE[program.compute],
         numel=rows.NUMEL,
         size=CHUNK,
@@ -284,8 +273,8 @@ def _block(lines: Sequence[str]) -> str:
 
 
 _CHUNK = """
-static void {name}(const int64_t* tensors, const int64_t* grads, const double* k, int64_t owners, int64_t count, int64_t t,
-                   int64_t chunk{parameters}) {{
+static void {name}_chunk(const int64_t* tensors, const int64_t* grads, const double* k, int64_t owners, int64_t count,
+                         int64_t t, int64_t chunk{chunk_parameters}) {{
   using T = {compute};
   const int64_t start = chunk * {size};
   const int64_t left = tensors[{numel} * count + t] - start;
@@ -294,10 +283,22 @@ static void {name}(const int64_t* tensors, const int64_t* grads, const double* k
 {loop}
 {after}
 }}
+
+OURS void {name}(const int64_t* tensors, const int64_t* grads, const int64_t* chunks, const double* outcome, const double* k,
+                 int64_t count, int64_t owners{parameters}, int64_t chunk_count, int64_t threads) {{
+  if (outcome[1]) return;
+#pragma omp parallel for schedule(dynamic, 4) num_threads(threads) if (threads > 1 && chunk_count > 1)
+  for (int64_t c = 0; c < chunk_count; c++) {{
+    const int64_t t = chunks[2 * c];
+    if (grads[t])
+      {name}_chunk(tensors, grads, k + tensors[{owner} * count + t], owners, count, t, chunks[2 * c + 1]{chunk_arguments});
+  }}
+}}
 """
 
 _EVALUATION = """
-// Protected, so that a function of ours calls ours, whatever else of that name the process has loaded.
+// Protected, so that a function of ours calls ours, whatever else of that name the process has loaded. Its last arguments
+// are the number of programs, which are loops here, and of threads.
 #define OURS extern "C" __attribute__((visibility("protected")))
 
 template <class P> static inline P* at(const int64_t* table, int64_t row, int64_t count, int64_t t) {{
@@ -305,7 +306,7 @@ template <class P> static inline P* at(const int64_t* table, int64_t row, int64_
 }}
 
 static double gradient_factor(const int64_t* hypers, const double* square_sums, int64_t square_sum_count,
-                              double* outcome, int32_t leads) {{
+                              double* outcome, int64_t leads) {{
   using T = double;
   T square_sum = 0;
   for (int64_t i = 0; i < square_sum_count; i++) square_sum += square_sums[i];
@@ -321,13 +322,12 @@ static void coefficients_of(const int64_t* owners, const int64_t* hypers, double
   using T = double;
   const int64_t* hyper = hypers + {controls} + owners[{group} * count + t] * {hypers};
   (void)hyper;
-  auto scalar = [&](int64_t i) {{ return at<T>(owners, {scalars} + i, count, t); }};
   out[0] = owners[{maximize} * count + t] ? -factor : factor;
 {coefficients}
 }}
 
-OURS void evaluate(const int64_t* owners, const int64_t* grads, int64_t count, const int64_t* hypers,
-                   const double* square_sums, int64_t square_sum_count, double* outcome, int32_t leads, double* k) {{
+OURS void evaluate(const int64_t* owners, const int64_t* grads, const int64_t* hypers, const double* square_sums,
+                   double* outcome, double* k, int64_t count, int64_t square_sum_count, int64_t leads, int64_t, int64_t) {{
   const double factor = gradient_factor(hypers, square_sums, square_sum_count, outcome, leads);
   if (outcome[1]) return;
   for (int64_t t = 0; t < count; t++)
@@ -335,28 +335,17 @@ OURS void evaluate(const int64_t* owners, const int64_t* grads, int64_t count, c
 }}
 """
 
-_MEANS = """
-OURS void average{stage}(const int64_t* tensors, const int64_t* grads, int64_t count, const int64_t* chunks,
-                          int64_t chunk_count, int32_t threads, double* k, int64_t owners, const double* outcome,
-                          const int64_t* spans, int64_t span_count, double* sums) {{
+_AVERAGE = """
+OURS void average(const double* sums, const int64_t* spans, const int64_t* grads, const double* outcome, double* k,
+                  int64_t chunk_count, int64_t owners, int64_t first, int64_t span_count, int64_t width, int64_t) {
   if (outcome[1]) return;
-#pragma omp parallel for schedule(dynamic, 4) num_threads(threads) if (threads > 1 && chunk_count > 1)
-  for (int64_t c = 0; c < chunk_count; c++) {{
-    const int64_t t = chunks[2 * c];
-    if (grads[t])
-      sums{stage}_of_chunk(tensors, grads, k + tensors[{owner} * count + t], owners, count, t, chunks[2 * c + 1], sums + c,
-                       chunk_count);
-  }}
-  for (int64_t s = 0; s < span_count; s++) {{
-    const int64_t t = spans[4 * s], whole = spans[4 * s + 3];
-    if (grads[t])
-      for (int64_t i = 0; i < {width}; i++) {{
-        double sum = 0;
-        for (int64_t c = spans[4 * s + 1]; c < spans[4 * s + 2]; c++) sum += sums[i * chunk_count + c];
-        k[({first} + i) * owners + t] = sum / double(whole);
-      }}
-  }}
-}}
+  for (const int64_t* span = spans; span < spans + 4 * span_count; span += 4)
+    for (int64_t i = 0; i < width && grads[span[0]]; i++) {
+      double sum = 0;
+      for (int64_t c = span[1]; c < span[2]; c++) sum += sums[i * chunk_count + c];
+      k[(first + i) * owners + span[0]] = sum / double(span[3]);
+    }
+}
 """
 
 _UPDATE = """
@@ -370,50 +359,27 @@ static double sum_of_squares(const {grad}* __restrict grads, int64_t size) {{
   return sum;
 }}
 
-OURS void measure(const int64_t* tensors, const int64_t* grads, int64_t count, const int64_t* chunks,
-                  int64_t chunk_count, int32_t threads, double* square_sums) {{
+OURS void square_sums(const int64_t* tensors, const int64_t* grads, const int64_t* chunks, double* sums, int64_t count,
+                      int64_t chunk_count, int64_t, int64_t threads) {{
 #pragma omp parallel for schedule(dynamic, 4) num_threads(threads) if (threads > 1 && chunk_count > 1)
   for (int64_t c = 0; c < chunk_count; c++) {{
     const int64_t t = chunks[2 * c], start = chunks[2 * c + 1] * {chunk};
     const int64_t left = tensors[{numel} * count + t] - start;
-    square_sums[c] = grads[t] ? sum_of_squares(at<const {grad}>(grads, 0, count, t) + start, left < {chunk} ? left : {chunk})
-                              : 0;
+    sums[c] = grads[t] ? sum_of_squares(at<const {grad}>(grads, 0, count, t) + start, left < {chunk} ? left : {chunk}) : 0;
   }}
 }}
 
-OURS void update(const int64_t* tensors, const int64_t* grads, int64_t count, const int64_t* chunks,
-                 int64_t chunk_count, int32_t threads, const double* k, int64_t owners, const double* outcome) {{
-  if (outcome[1]) return;
-#pragma omp parallel for schedule(dynamic, 4) num_threads(threads) if (threads > 1 && chunk_count > 1)
-  for (int64_t c = 0; c < chunk_count; c++) {{
-    const int64_t t = chunks[2 * c];
-    if (grads[t]) update_chunk(tensors, grads, k + tensors[{owner} * count + t], owners, count, t, chunks[2 * c + 1]);
-  }}
-}}
-
-OURS void step(const int64_t* owners, const int64_t* marks, int64_t owner_count, const int64_t* hypers,
-               const double* square_sums, int64_t square_sum_count, double* outcome, int32_t leads, double* k,
-               const int64_t* tensors, const int64_t* grads, int64_t count, const int64_t* chunks, int64_t chunk_count,
-               int32_t threads) {{
-  evaluate(owners, marks, owner_count, hypers, square_sums, square_sum_count, outcome, leads, k);
-  update(tensors, grads, count, chunks, chunk_count, threads, k, owner_count, outcome);
+OURS void step(const int64_t* owners, const int64_t* marks, const int64_t* hypers, const double* square_sums,
+               double* outcome, double* k, int64_t owner_count, int64_t square_sum_count, int64_t leads,
+               const int64_t* tensors, const int64_t* grads, const int64_t* chunks, const double*, const double*,
+               int64_t count, int64_t, int64_t chunk_count, int64_t threads) {{
+  evaluate(owners, marks, hypers, square_sums, outcome, k, owner_count, square_sum_count, leads, 1, 1);
+  update(tensors, grads, chunks, outcome, k, count, owner_count, chunk_count, threads);
 }}
 """
 
-_POINTER, _INTEGER, _FLAG = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
-_EVALUATED: list[Any] = [_POINTER, _POINTER, _INTEGER, _POINTER, _POINTER, _INTEGER, _POINTER, _FLAG, _POINTER]
-_PIECES: list[Any] = [_POINTER, _POINTER, _INTEGER, _POINTER, _INTEGER, _FLAG]
-_COEFFICIENTS: list[Any] = [_POINTER, _INTEGER, _POINTER]
-_ARGUMENTS = {
-    "measure": [*_PIECES, _POINTER],
-    "evaluate": _EVALUATED,
-    "average": [*_PIECES, *_COEFFICIENTS, _POINTER, _INTEGER, _POINTER],
-    "update": [*_PIECES, *_COEFFICIENTS],
-    "step": [*_EVALUATED, *_PIECES],
-}
 
-
-class CppKernel:
+class CppKernel(Kernel):
     """The compiled kernel of one key, on the CPU; its threads are those of ``torch.set_num_threads``.
 
     Raises:
@@ -423,53 +389,22 @@ class CppKernel:
     chunk = stretch = CHUNK
 
     def __init__(self, key: KernelKey) -> None:
-        self._code = library(source(key))
-        names = ["measure", "evaluate", "update", "step"] if key.rule.granularity == "element" else ["evaluate"]
-        for name in (*names, *(f"average{stage}" for stage in key.rule.stages(dict(key.statics)))):
+        super().__init__(key)
+        text = source(key)
+        self._code = library(text)
+        for name, parameters in re.findall(r"OURS void (\w+)\(([^)]*)\)", text):  # addresses and counts have 64 bits
             function = getattr(self._code, name)
-            function.argtypes, function.restype = _ARGUMENTS[name.rstrip("0123456789")], None
+            function.argtypes, function.restype = [ctypes.c_int64] * len(parameters.split(",")), None
 
     def square_sum_count(self, stretches: int) -> int:
         """One partial sum per stretch, so that their order does not depend on the threads."""
         return stretches
 
-    def measure(self, table: MeasuredTable) -> None:
-        self._code.measure(*_pieces(table, table.stretches), table.square_sums.data_ptr())
-
-    def evaluate(self, coefficients: CoefficientTable) -> None:
-        self._code.evaluate(*_evaluated(coefficients))
-
-    def average(self, stage: int, table: MeasuredTable, coefficients: CoefficientTable) -> None:
-        spans, sums = table.spans.data_ptr(), table.sums.data_ptr()
-        average = getattr(self._code, f"average{stage}")
-        average(*_pieces(table, table.chunks), *_coefficients(coefficients), spans, len(table.spans), sums)
-
-    def update(self, table: TensorTable, coefficients: CoefficientTable) -> None:
-        self._code.update(*_pieces(table, table.chunks), *_coefficients(coefficients))
-
     def step(self, table: TensorTable, coefficients: CoefficientTable) -> None:
-        self._code.step(*_evaluated(coefficients), *_pieces(table, table.chunks))
+        arguments = *self._evaluated(coefficients), *self._updated(table, coefficients)
+        self._launch("step", (len(table.chunks),), table.elements, *arguments)
 
-
-def _evaluated(table: CoefficientTable) -> tuple[int, ...]:
-    return (
-        table.owners.data_ptr(),
-        table.gradients.pointers.data_ptr(),
-        table.owners.shape[1],
-        table.hypers.data_ptr(),
-        table.all_square_sums.data_ptr(),
-        len(table.all_square_sums),
-        table.outcome.data_ptr(),
-        table.leads,
-        table.coefficients.data_ptr(),
-    )
-
-
-def _pieces(table: TensorTable, pieces: Tensor) -> tuple[int, ...]:
-    threads = torch.get_num_threads() if table.elements > SERIAL else 1
-    grads = table.grads
-    return table.tensors.data_ptr(), grads.data_ptr(), len(grads), pieces.data_ptr(), len(pieces), threads
-
-
-def _coefficients(table: CoefficientTable) -> tuple[int, ...]:
-    return table.coefficients.data_ptr(), table.coefficients.shape[1], table.outcome.data_ptr()
+    def _launch(self, name: str, programs: tuple[int, ...], elements: int, *arguments: Tensor | int) -> None:
+        threads = torch.get_num_threads() if elements > SERIAL else 1
+        given = [a.data_ptr() if isinstance(a, Tensor) else a for a in arguments]
+        getattr(self._code, name)(*given, *programs, threads)

@@ -7,6 +7,7 @@ coefficients hold for it.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Protocol
@@ -20,7 +21,7 @@ from compiled_optim.memory import torch_internals
 from compiled_optim.memory.layout import has_memory, is_lost, is_plain
 from compiled_optim.memory.torch_internals import is_capturing
 from compiled_optim.plan.clipping import NAMES, Clipping
-from compiled_optim.plan.compilations import CompilationLog
+from compiled_optim.plan.compilations import CompilationLog, KernelKey
 from compiled_optim.plan.plan import Plan
 from compiled_optim.rule.rule import NUMBERS
 from compiled_optim.state import scalar_names
@@ -240,6 +241,8 @@ a float64), and the addresses of the step count and of the rule's scalars."""
 PARAM, NUMEL, OWNER, BUFFERS = range(4)
 """Rows of a :class:`TensorTable`: the address, the number of real elements, the owner, and the addresses of the buffers."""
 
+TENSORS = 32  # parameters whose coefficients one program evaluates
+
 
 class CoefficientTable:
     """What ``evaluate`` reads and writes; a column is a parameter of the plan.
@@ -311,37 +314,71 @@ class MeasuredTable(TensorTable, Protocol):
     sums: Tensor  # (expressions, chunks) float64, written: the sums over chunks
 
 
-class Kernel(Protocol):
-    """A rule's compiled functions. A rule that is not elementwise has ``evaluate`` only."""
+class Kernel(abc.ABC):
+    """A rule's compiled functions, the same in every language. A rule that is not elementwise has ``evaluate`` only.
 
-    @property
-    def chunk(self) -> int:
-        """Elements that it updates at a time."""
+    Attributes:
+        chunk: elements that it updates at a time.
+        stretch: elements that it measures at a time.
+    """
 
-    @property
-    def stretch(self) -> int:
-        """Elements that it measures at a time."""
+    chunk: int
+    stretch: int
 
+    def __init__(self, key: KernelKey) -> None:
+        self._stages = key.rule.stages(dict(key.statics))
+
+    @abc.abstractmethod
     def square_sum_count(self, stretches: int) -> int:
         """How many partial sums :meth:`measure` writes for so many stretches."""
 
+    @abc.abstractmethod
+    def _launch(self, name: str, programs: tuple[int, ...], elements: int, *arguments: Tensor | int) -> None:
+        """Run the function ``name`` in so many ``programs``, for so many ``elements`` together."""
+
     def measure(self, table: MeasuredTable) -> None:
         """Write the partial sums of the squares of the gradients."""
+        tables = table.tensors, table.grads, table.stretches, table.square_sums
+        counts = len(table.grads), len(table.stretches)
+        self._launch("square_sums", (len(table.square_sums),), table.elements, *tables, *counts)
 
     def evaluate(self, coefficients: CoefficientTable) -> None:
         """Count a step, and write the coefficients of all parameters that take part, and what became of the step."""
+        programs = -(-coefficients.owners.shape[1] // TENSORS)
+        self._launch("evaluate", (programs,), 0, *self._evaluated(coefficients))
 
     def average(self, stage: int, table: MeasuredTable, coefficients: CoefficientTable) -> None:
         """Write the means of one stage of the rule, behind the coefficients of the tensors that have a gradient.
 
         Of a DTensor it is this part's share of the mean.
         """
+        chunks, places = len(table.chunks), self._stages[stage].sums
+        self._launch(f"sums{stage}", (chunks,), table.elements, *self._updated(table, coefficients), table.sums)
+        tables = table.sums, table.spans, table.grads, coefficients.outcome, coefficients.coefficients
+        counts = chunks, coefficients.owners.shape[1], 1 + places.start
+        self._launch("average", (len(table.spans), places.stop - places.start), 0, *tables, *counts)
 
     def update(self, table: TensorTable, coefficients: CoefficientTable) -> None:
         """Update the tensors that have a gradient, with the coefficients of their owners."""
+        self._launch("update", (len(table.chunks),), table.elements, *self._updated(table, coefficients))
 
     def step(self, table: TensorTable, coefficients: CoefficientTable) -> None:
         """Evaluate, then update: in one call where that is faster."""
+        self.evaluate(coefficients)
+        self.update(table, coefficients)
+
+    @staticmethod
+    def _evaluated(table: CoefficientTable) -> tuple[Tensor | int, ...]:
+        """What ``evaluate`` takes."""
+        marks = table.gradients.pointers
+        tables = table.owners, marks, table.hypers, table.all_square_sums, table.outcome, table.coefficients
+        return *tables, table.owners.shape[1], len(table.all_square_sums), int(table.leads)
+
+    @staticmethod
+    def _updated(table: TensorTable, coefficients: CoefficientTable) -> tuple[Tensor | int, ...]:
+        """What a function takes that works on the chunks of ``table``."""
+        tables = table.tensors, table.grads, table.chunks, coefficients.outcome, coefficients.coefficients
+        return *tables, len(table.grads), coefficients.owners.shape[1]
 
 
 def pieces(numels: Sequence[int], size: int, tensors: npt.ArrayLike | None = None) -> Tensor:

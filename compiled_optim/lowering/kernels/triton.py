@@ -15,22 +15,18 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from compiled_optim.lowering.kernels.program import Accesses, Array, Evaluation, Program
-from compiled_optim.lowering.kernels.table import (
-    GROUP_INDEX,
-    MAXIMIZE,
-    NUMEL,
-    OWNER,
-    SCALARS,
-    CoefficientTable,
-    MeasuredTable,
-    TensorTable,
-)
-from compiled_optim.plan.clipping import NAMES
+from compiled_optim.lowering.kernels.program import Accesses, Array, Program, evaluation
+from compiled_optim.lowering.kernels.table import NUMEL, OWNER, TENSORS, Kernel
 from compiled_optim.plan.compilations import KernelKey
 from compiled_optim.rule.bits import GROUP
 from compiled_optim.rule.rule import INDEX, Written
 from compiled_optim.rule.symbols import Dialect
+
+BLOCK = 1024  # elements of a chunk, updated by one program
+PART = 512  # elements of a chunk that are updated at a time where they are accessed one by one, which takes registers
+STRETCH = 16384  # bytes of a gradient whose squares a program adds up at a time: the memory's latency is paid once for all
+WARPS = 4
+REDUCING_PROGRAMS = 4096  # programs that reduce the gradients: enough to keep the memory of a large GPU busy
 
 _EXPRESSIONS = {
     "sqrt_(x)": "tl.sqrt_rn(x) if x.dtype == tl.float32 else tl.sqrt(x)",
@@ -59,7 +55,7 @@ WORDS = (
 import triton
 import triton.language as tl
 
-GROUP = tl.constexpr({GROUP})
+BLOCK, PART, TENSORS, GROUP = map(tl.constexpr, ({BLOCK}, {PART}, {TENSORS}, {GROUP}))
 """
     + "".join(f"\n\n@triton.jit\ndef {head}:\n    return {body}\n" for head, body in _EXPRESSIONS.items())
     + """
@@ -148,19 +144,13 @@ def store_shared(pointer, start, left, x, row: tl.constexpr):
 """
 )
 
-BLOCK = 1024  # elements of a chunk, updated by one program
-PART = 512  # elements of a chunk that are updated at a time where they are accessed one by one, which takes registers
-STRETCH = 16384  # bytes of a gradient whose squares a program adds up at a time: the memory's latency is paid once for all
-TENSORS = 32  # tensors whose coefficients one program evaluates
-WARPS = 4
-REDUCING_PROGRAMS = 4096  # programs that reduce the gradients: enough to keep the memory of a large GPU busy
-
 _DIALECT = Dialect("{} = {}", "{}", "&", "|", calls=(("group_max", "group_max_({}, inside)"),))
 # State of 8 bits is further from exact than a root that is not rounded to nearest.
 _ROUGHER = dataclasses.replace(_DIALECT, calls=(*_DIALECT.calls, ("sqrt", "near_sqrt({})")))
 _ACCESSES = Accesses(
     control="control_of(hypers, {})",
     row="tl.load(owners + {} * count + t, mask=here, other=0).to(tl.float64, bitcast=True)",
+    address="scalars{} = address(owners, {}, count, t, here, tl.float64)",
     scalar="tl.load(scalars{}, mask=here, other=0.0)",
     hyper="hyper_of(hypers, hyper + {}, here)",
     store_scalar="tl.store(scalars{}, {}, mask=here)",
@@ -170,28 +160,14 @@ _ACCESSES = Accesses(
 
 def source(key: KernelKey) -> str:
     """The text of a module with the kernels for one key."""
-    program = Program.of(key, _ROUGHER if key.rule.grouped_buffers(dict(key.statics)) else _DIALECT, _ACCESSES)
-    text = WORDS + _evaluation(program.evaluation)
-    if program.update is None:
+    dialect = _ROUGHER if key.rule.grouped_buffers(dict(key.statics)) else _DIALECT
+    evaluated = evaluation(key, dialect, _ACCESSES)
+    text = WORDS + _EVALUATION.format(**{n: _block(v, 1) if isinstance(v, list) else v for n, v in evaluated.items()})
+    if key.rule.granularity != "element":
         return text
+    program = Program.of(key, dialect)
     means = "".join(_means(program, *means) for means in program.means.items())
-    return text + means + (_AVERAGE if means else "") + _update(program, program.update)
-
-
-def _evaluation(evaluation: Evaluation) -> str:
-    scalars = [f"scalars{i} = address(owners, {SCALARS + i}, count, t, here, tl.float64)" for i in range(evaluation.scalars)]
-    return _EVALUATION.format(
-        gradient=_block(evaluation.gradient, 1),
-        factor=evaluation.factor,
-        norm=evaluation.norm,
-        skip=evaluation.skip,
-        controls=len(NAMES),
-        hypers=evaluation.hypers,
-        group=GROUP_INDEX,
-        maximize=MAXIMIZE,
-        scalars=_block(scalars, 1),
-        coefficients=_block(evaluation.coefficients, 1),
-    )
+    return text + means + (_AVERAGE if means else "") + _update(program)
 
 
 class _Path(NamedTuple):
@@ -278,10 +254,10 @@ def _means(program: Program, stage: int, written: Written) -> str:
     before = _block([f"lanes{i} = tl.zeros([PART], tl.float64)" for i in count], 3)
     after = _block([f"sum{i} = tl.sum(lanes{i}, axis=0)" for i in count], 3) + "\n"
     after += _block([f"tl.store(sums + {i} * tl.num_programs(0) + chunk, sum{i})" for i in count], 2)
-    return _chunk(program, f"sums{stage}", written, add, sums=" sums,", before=before, after=after)
+    return _chunk(program, f"sums{stage}", written, add, sums=", sums", before=before, after=after)
 
 
-def _update(program: Program, written: Written) -> str:
+def _update(program: Program) -> str:
     (grad,) = (array for array in program.arrays if array.row is None)
     stretch = STRETCH // grad.size
     blocks = range(0, stretch, BLOCK)
@@ -295,8 +271,8 @@ def _update(program: Program, written: Written) -> str:
         grad_lanes=_lanes(grad),
         squares=_block(squares, 3),
     )
-    new = program.new_elements(written)
-    return square_sums + _chunk(program, "update", written, lambda path: [path.store(*element) for element in new])
+    new = program.new_elements()
+    return square_sums + _chunk(program, "update", program.update, lambda path: [path.store(*element) for element in new])
 
 
 def _lanes(*arrays: Array) -> int:
@@ -311,12 +287,10 @@ def _block(lines: Sequence[str], level: int) -> str:
 _EVALUATION = """
 
 @triton.jit(do_not_specialize=["count", "sum_count", "leads"])
-def evaluate(
-    owners, grads, hypers, sums, outcome, out, count, sum_count, leads, TENSORS: tl.constexpr, LANES: tl.constexpr
-):
-    lanes = tl.zeros([LANES], tl.float64)
-    for start in range(0, sum_count, LANES):
-        at = start + tl.arange(0, LANES)
+def evaluate(owners, grads, hypers, sums, outcome, out, count, sum_count, leads):
+    lanes = tl.zeros([BLOCK], tl.float64)
+    for start in range(0, sum_count, BLOCK):
+        at = start + tl.arange(0, BLOCK)
         lanes += tl.load(sums + at, mask=at < sum_count, other=0.0)
     square_sum = tl.sum(lanes, axis=0)
 {gradient}
@@ -330,16 +304,13 @@ def evaluate(
     hyper = {controls} + {hypers} * tl.load(owners + {group} * count + t, mask=here, other=0)
     maximize = tl.load(owners + {maximize} * count + t, mask=here, other=0)
     tl.store(out + t, tl.where(maximize != 0, -{factor}, {factor}), mask=here)
-{scalars}
 {coefficients}
 """
 
 _CHUNK = """
 
 @triton.jit(do_not_specialize=["count", "owner_count"])
-def {name}(
-    tensors, grads, chunks, outcome, coefficients,{sums} count, owner_count, BLOCK: tl.constexpr, PART: tl.constexpr
-):
+def {name}(tensors, grads, chunks, outcome, coefficients, count, owner_count{sums}):
     chunk = tl.program_id(0)
     t = tl.load(chunks + 2 * chunk)
     if (tl.load(grads + t) != 0) & (tl.load(outcome + 1) == 0):
@@ -364,15 +335,15 @@ def {name}(
 _AVERAGE = """
 
 @triton.jit(do_not_specialize=["chunk_count", "owner_count", "first"])
-def average(sums, spans, grads, outcome, coefficients, chunk_count, owner_count, first, LANES: tl.constexpr):
+def average(sums, spans, grads, outcome, coefficients, chunk_count, owner_count, first):
     span = spans + 4 * tl.program_id(0)
     t = tl.load(span)
     if (tl.load(grads + t) != 0) & (tl.load(outcome + 1) == 0):
         end = tl.load(span + 2)
         sums += tl.program_id(1) * chunk_count
-        lanes = tl.zeros([LANES], tl.float64)
-        for start in range(tl.load(span + 1), end, LANES):
-            at = start + tl.arange(0, LANES)
+        lanes = tl.zeros([BLOCK], tl.float64)
+        for start in range(tl.load(span + 1), end, BLOCK):
+            at = start + tl.arange(0, BLOCK)
             lanes += tl.load(sums + at, mask=at < end, other=0.0)
         mean = tl.sum(lanes, axis=0) / tl.load(span + 3)
         tl.store(coefficients + (first + tl.program_id(1)) * owner_count + t, mean)
@@ -381,7 +352,7 @@ def average(sums, spans, grads, outcome, coefficients, chunk_count, owner_count,
 _SQUARE_SUMS = """
 
 @triton.jit(do_not_specialize=["count", "stretch_count"])
-def square_sums(tensors, grads, stretches, sums, count, stretch_count, BLOCK: tl.constexpr):
+def square_sums(tensors, grads, stretches, sums, count, stretch_count):
     squares = tl.zeros([BLOCK // {grad_lanes}], tl.float64)
     share = stretch_count // tl.num_programs(0)
     longer = stretch_count % tl.num_programs(0)
@@ -406,84 +377,21 @@ def square_sums(tensors, grads, stretches, sums, count, stretch_count, BLOCK: tl
 """
 
 
-class TritonKernel:
+class TritonKernel(Kernel):
     """The kernels of one key, which Triton compiles when they first run."""
 
     chunk = BLOCK
 
     def __init__(self, key: KernelKey) -> None:
+        super().__init__(key)
         self._module = load(source(key))
-        self._stages = key.rule.stages(dict(key.statics))
         self.stretch = STRETCH // key.dtypes[1].itemsize
 
     def square_sum_count(self, stretches: int) -> int:
         """One partial sum per program that reduces."""
         return min(stretches, REDUCING_PROGRAMS)
 
-    def measure(self, table: MeasuredTable) -> None:
-        counts = len(table.grads), len(table.stretches)
-        programs = (len(table.square_sums),)
-        self._launch("square_sums", programs, table.tensors, table.grads, table.stretches, table.square_sums, *counts, BLOCK)
-
-    def evaluate(self, coefficients: CoefficientTable) -> None:
-        count = coefficients.owners.shape[1]
-        self._launch(
-            "evaluate",
-            (-(-count // TENSORS),),
-            coefficients.owners,
-            coefficients.gradients.pointers,
-            coefficients.hypers,
-            coefficients.all_square_sums,
-            coefficients.outcome,
-            coefficients.coefficients,
-            count,
-            len(coefficients.all_square_sums),
-            int(coefficients.leads),
-            TENSORS,
-            BLOCK,
-        )
-
-    def average(self, stage: int, table: MeasuredTable, coefficients: CoefficientTable) -> None:
-        self._each_chunk(f"sums{stage}", table, coefficients, table.sums)
-        places = self._stages[stage].sums
-        self._launch(
-            "average",
-            (len(table.spans), places.stop - places.start),
-            table.sums,
-            table.spans,
-            table.grads,
-            coefficients.outcome,
-            coefficients.coefficients,
-            len(table.chunks),
-            coefficients.owners.shape[1],
-            1 + places.start,
-            BLOCK,
-        )
-
-    def update(self, table: TensorTable, coefficients: CoefficientTable) -> None:
-        self._each_chunk("update", table, coefficients)
-
-    def step(self, table: TensorTable, coefficients: CoefficientTable) -> None:
-        self.evaluate(coefficients)
-        self.update(table, coefficients)
-
-    def _each_chunk(self, name: str, table: TensorTable, coefficients: CoefficientTable, *sums: Tensor) -> None:
-        self._launch(
-            name,
-            (len(table.chunks),),
-            table.tensors,
-            table.grads,
-            table.chunks,
-            coefficients.outcome,
-            coefficients.coefficients,
-            *sums,
-            len(table.grads),
-            coefficients.owners.shape[1],
-            BLOCK,
-            PART,
-        )
-
-    def _launch(self, name: str, programs: tuple[int, ...], *arguments: object) -> None:
+    def _launch(self, name: str, programs: tuple[int, ...], elements: int, *arguments: Tensor | int) -> None:
         if all(programs):
             getattr(self._module, name)[programs](*arguments, num_warps=WARPS, enable_fp_fusion=True)
 
