@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from compiled_optim import CompiledOptimizer, CUDAGraphRunner
 from compiled_optim.capture.graph import GRAPHS
-from compiled_optim.lowering.kernels.table import CoefficientTable, MeasuredTable, TensorTable
+from compiled_optim.lowering.kernels.table import CoefficientTable, KernelTensors, TensorTable
 from compiled_optim.lowering.multi_tensor import MultiTensorLowering
 from compiled_optim.optimizer import engine_of
 from perf.competitors import OURS, Competitor, competitor
@@ -245,7 +245,7 @@ class _NoKernel:
     def square_sum_count(self, stretches: int) -> int:
         return 0
 
-    def measure(self, table: MeasuredTable) -> None:
+    def measure(self, table: KernelTensors) -> None:
         """Do nothing."""
 
     def evaluate(self, coefficients: CoefficientTable) -> None:

@@ -13,20 +13,16 @@ from collections.abc import Callable, Generator, Sequence
 import torch
 from torch import Tensor
 
-from compiled_optim.lowering.interface import Capturable
 from compiled_optim.lowering.kernels import cpp, triton
 from compiled_optim.lowering.kernels.table import (
     CoefficientTable,
-    GradientPointers,
     HyperPointers,
     Kernel,
-    pieces,
-    spans,
+    KernelTensors,
+    PlanTensors,
     upload,
 )
 from compiled_optim.memory import addresses
-from compiled_optim.memory.addresses import EMPTY
-from compiled_optim.memory.layout import has_memory, real_numel
 from compiled_optim.memory.sharding import add_over_shards
 from compiled_optim.plan.clipping import Clipping
 from compiled_optim.plan.compilations import MULTI_TENSOR, CompilationLog, KernelKey, kernel_key
@@ -48,19 +44,53 @@ def current_device(device: torch.device) -> contextlib.AbstractContextManager[No
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
+class Capturable:
+    """A lowering whose launch a CUDA graph can hold: its kernels read tables that are brought up to date outside of it.
+
+    Attributes:
+        table: of all parameters of the plan, from :meth:`~compiled_optim.lowering.choice.Lowering.compile` on.
+    """
+
+    table: CoefficientTable
+
+    def __init__(self, plan: Plan, clipping: Clipping, log: CompilationLog) -> None:
+        self.plan = plan
+        self.hypers = HyperPointers(plan, clipping, log)
+        self._clipping = clipping
+        self._log = log
+        self._on_device = current_device(plan.device)
+
+    def connect(self, square_sums: Tensor, all_square_sums: Tensor) -> None:
+        self._square_sum = square_sums
+        self.table.all_square_sums = all_square_sums
+
+    def launch_key(self) -> tuple[object, ...]:
+        """What a graph that holds a launch depends on. This object stands for the memory of its tables."""
+        return (self,)
+
+    @property
+    def is_preallocated(self) -> bool:
+        """Whether :meth:`preallocate` has nothing to do, as far as that can be seen without looking at hyperparameters."""
+        return self.table.gradients.reserved > 0
+
+    def preallocate(self) -> None:
+        """Allocate, after :meth:`compile`, all memory that a launch which may be captured keeps using."""
+        self.hypers.refresh()
+        self.table.gradients.reserve(1)
+
+    def copy_gradients_for_graph(self) -> None:
+        """Copy the prepared gradients to where a captured launch reads them, if no table says where they are."""
+
+
 class MultiTensorLowering(Capturable):
     """Runs the step of one plan with one kernel per dtype key."""
 
     name = "multi_tensor"
 
     def __init__(self, plan: Plan, clipping: Clipping, log: CompilationLog) -> None:
-        self.plan = plan
-        self._clipping = clipping
-        self._log = log
-        self._hypers = HyperPointers(plan, clipping, log)
+        super().__init__(plan, clipping, log)
         self._stages = plan.rule.stages(plan.statics)
-        self.parts: list[Part] = []
-        self._on_device = current_device(plan.device)
+        self.parts: list[KernelTensors] = []
 
     def compile(self) -> None:
         if self.parts:
@@ -74,12 +104,12 @@ class MultiTensorLowering(Capturable):
         if isinstance(refusal := addresses.reader(), str):
             self._log.fall_back(f"{self.plan.rule.name} looks at its tensors one by one: {refusal}", "a step takes longer")
         self._tensors = PlanTensors(self.plan)
-        self._table = CoefficientTable(self.plan, self._clipping, self._hypers, self._log)
+        self.table = CoefficientTable(self.plan, self._clipping, self.hypers, self._log)
         if self._stages:  # by these, kernels divide
-            self._counts = upload([max(n, 1) for n in self._tensors.whole_numels], self.plan.device).double()
+            self._counts = upload(self._tensors.counts, self.plan.device).double()
         expressions = max((p.sums.stop - p.sums.start for p in self._stages.values()), default=0)
         self.parts = [
-            Part(kernel, self._tensors, self._table.gradients, where, expressions)
+            KernelTensors(kernel, self._tensors, self.table.gradients, where, expressions)
             for kernel, where in zip(kernels, positions.values(), strict=True)
         ]
 
@@ -95,12 +125,12 @@ class MultiTensorLowering(Capturable):
         counts = [part.square_sum_count for part in self.parts]
         for part, sums in zip(self.parts, torch.split(square_sums, counts), strict=True):
             part.square_sums = sums
-        self._table.all_square_sums = all_square_sums
+        self.table.all_square_sums = all_square_sums
 
     def prepare(self, grads: list[Tensor | None] | None) -> None:
-        self._hypers.prepare()
+        self.hypers.prepare()
         apart = self.plan.addresses.unlike or self._tensors.stand_ins
-        self._tensors.prepare(self.plan.gradients(grads) if apart else None, self._table.gradients)
+        self._tensors.prepare(self.plan.gradients(grads) if apart else None, self.table.gradients)
 
     def measure(self) -> None:
         with self._on_device:
@@ -114,108 +144,27 @@ class MultiTensorLowering(Capturable):
             return
         first, *others = self.parts
         with self._on_device:
-            first.kernel.step(first, self._table)
+            first.kernel.step(first, self.table)
             for part in others:
-                part.kernel.update(part, self._table)
+                part.kernel.update(part, self.table)
 
     def launch_in_stages(self) -> Generator[Tensor, Tensor, None]:
-        numbers = self._table.coefficients[1:]
+        numbers = self.table.coefficients[1:]
         with self._on_device:
-            self.parts[0].kernel.evaluate(self._table)
+            self.parts[0].kernel.evaluate(self.table)
         for stage, places in self._stages.items():
             with self._on_device:
                 for part in self.parts:
-                    part.kernel.average(stage, part, self._table)
+                    part.kernel.average(stage, part, self.table)
             if self.plan.sharded:
                 add_over_shards(numbers[places.sums], self.plan.params[0])
             if places.totals.start < places.totals.stop:
-                sums = torch.where(self._table.gradients.pointers != 0, numbers[places.totals] * self._counts, 0.0).sum(1)
+                sums = torch.where(self.table.gradients.pointers != 0, numbers[places.totals] * self._counts, 0.0).sum(1)
                 numbers[places.given] = (yield sums).unsqueeze(1)
         with self._on_device:
             for part in self.parts:
-                part.kernel.update(part, self._table)
+                part.kernel.update(part, self.table)
 
     def finish(self) -> None:
         self._tensors.finish()
         self.plan.finish()
-
-
-class Part:
-    """The tensors of a plan that one kernel updates: a ``MeasuredTable`` of ``kernels.table``.
-
-    They are those at ``positions`` of the plan's ``tensors``. ``expressions`` is the most that a reduction returns.
-    """
-
-    def __init__(
-        self, kernel: Kernel, tensors: PlanTensors, gradients: GradientPointers, positions: Sequence[int], expressions: int
-    ) -> None:
-        self.kernel = kernel
-        self.tensors = tensors.table
-        self._gradients = gradients
-        numels = [tensors.numels[i] for i in positions]
-        self.chunks, self.stretches = (
-            upload(pieces(numels, size, positions), tensors.table.device) for size in (kernel.chunk, kernel.stretch)
-        )
-        self.elements = sum(numels)
-        self.spans = upload(spans(numels, kernel.chunk, positions, tensors.whole_numels), self.chunks.device)
-        self.sums = torch.empty(expressions, len(self.chunks), dtype=torch.float64, device=self.chunks.device)
-        self.square_sum_count = kernel.square_sum_count(len(self.stretches))
-        self.square_sums = torch.empty(0, dtype=torch.float64, device=tensors.table.device)
-
-    @property
-    def grads(self) -> Tensor:
-        return self._gradients.pointers
-
-
-class PlanTensors:
-    """All parameters of a plan and their buffers, in the order of memory in which kernels update them.
-
-    ``table`` has the rows of a :class:`~compiled_optim.lowering.kernels.table.TensorTable`; each tensor is its own owner.
-    """
-
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
-        members = plan.members
-        self._orders = list(map(plan.memory_order, members))
-        self.numels = [real_numel(m.param) for m in members]  # real numbers in each; of a DTensor in this process's part
-        self.whole_numels = [real_numel(m.owner) for m in members]  # the same, of a DTensor in all parts
-        self.table = upload(
-            [
-                [order.target.data_ptr() for order in self._orders],
-                self.numels,
-                list(range(len(members))),
-                *([m.entries[name].data_ptr() for m in members] for name in plan.buffers),
-            ],
-            plan.device,
-        )
-        self._version = -1  # of the plan's addresses that the kernels know
-        self.stand_ins = [i for i, order in enumerate(self._orders) if order.stand_in is not None]  # positions
-        self._grads: Sequence[Tensor | None] = ()
-
-    def prepare(self, grads: Sequence[Tensor | None] | None, pointers: GradientPointers) -> None:
-        """Make the gradients known to the kernels, which read ``pointers``, for one step.
-
-        ``grads`` are all of the plan's where some must be brought into their parameters' order; None where its addresses do.
-        """
-        found = self._plan.addresses
-        if grads is None:
-            pointers.publish(found.gradients if self._version != found.version else None)
-            self._version = found.version
-        else:
-            self._version = -1
-            self._grads = [None if g is None else o.arranged(g) for o, g in zip(self._orders, grads, strict=True)]
-            pointers.publish([0 if g is None else _address(g) for g in self._grads])
-        for i in self.stand_ins:
-            self._orders[i].load()
-
-    def finish(self) -> None:
-        """Copy stand-ins back into their parameters after a step, and let go of the gradients."""
-        for i in self.stand_ins:
-            if self._grads[i] is not None:
-                self._orders[i].store()
-        self._grads = ()
-
-
-def _address(grad: Tensor) -> int:
-    assert has_memory(grad), "a gradient without memory must have been copied or refused"
-    return grad.data_ptr() if grad.numel() else EMPTY

@@ -17,9 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compiled_optim.lowering import multi_tensor
-from compiled_optim.lowering.interface import Capturable
-from compiled_optim.lowering.kernels.table import BUFFERS, NUMEL, PARAM, CoefficientTable, HyperPointers, Kernel, upload
+from compiled_optim.lowering.kernels.table import BUFFERS, NUMEL, PARAM, CoefficientTable, Kernel, PlanTensors, upload
+from compiled_optim.lowering.multi_tensor import Capturable, obtain_kernel
 from compiled_optim.lowering.torch_ops.eager import Recent
 from compiled_optim.lowering.torch_ops.inductor import LISTS, InductorLowering, Vectors
 from compiled_optim.memory.layout import as_real, compute_dtype
@@ -192,10 +191,7 @@ class RowTableLowering(Capturable):
     square_sum_count = 1
 
     def __init__(self, plan: Plan, clipping: Clipping, log: CompilationLog) -> None:
-        self.plan = plan
-        self._clipping = clipping
-        self._log = log
-        self._hypers = HyperPointers(plan, clipping, log)
+        super().__init__(plan, clipping, log)
         self._kernels: list[Kernel] = []
         self._batches: Recent[tuple[tuple[int, ...], tuple[int, ...], int], RowBatch] = Recent(_KEPT_BATCHES)
         self._kinds: Recent[tuple[tuple[int, ...], int], RowKind] = Recent(_KEPT_BATCHES)
@@ -203,7 +199,6 @@ class RowTableLowering(Capturable):
         self._parts: list[Part] = []
         self._gathered = self._reads_copies = False
         self._captured: list[object] = []  # read by every replay
-        self._on_device = multi_tensor.current_device(plan.device)
 
     @property
     def is_compiled(self) -> bool:
@@ -214,16 +209,14 @@ class RowTableLowering(Capturable):
             return
         members = self.plan.members
         self._kernels = [
-            multi_tensor.obtain_kernel(
-                self._log, kernel_key(self.plan, m, compute_dtype(m.param.dtype), MULTI_TENSOR), [m.name]
-            )
+            obtain_kernel(self._log, kernel_key(self.plan, m, compute_dtype(m.param.dtype), MULTI_TENSOR), [m.name])
             for m in members
         ]
-        self._tensors = multi_tensor.PlanTensors(self.plan).table
-        self._table = CoefficientTable(self.plan, self._clipping, self._hypers, self._log)
+        self._tensors = PlanTensors(self.plan).table
+        self.table = CoefficientTable(self.plan, self._clipping, self.hypers, self._log)
 
     def prepare(self, grads: list[Tensor | None] | None) -> None:
-        self._hypers.prepare()
+        self.hypers.prepare()
         alike: dict[tuple[Any, ...], dict[int, Tensor]] = {}
         given = self.plan.gradients(grads)
         for i, grad in enumerate(given):
@@ -245,7 +238,7 @@ class RowTableLowering(Capturable):
         needed = max((part.batch.rows for part in self._parts), default=0)
         if len(self._elections[-1]) < needed:
             self._elections.append(self._elections[-1].new_empty(needed))
-        self._table.mark(given)
+        self.table.gradients.mark(given)
         if is_capturing(self.plan.device):
             self._captured += [part.batch for part in self._parts]
         self._gathered = self._reads_copies = False
@@ -267,11 +260,11 @@ class RowTableLowering(Capturable):
         self._gather()
         with self._on_device:
             if not self._parts:
-                self._kernels[0].evaluate(self._table)  # writes down what became of the step
+                self._kernels[0].evaluate(self.table)  # writes down what became of the step
             for part in self._parts[:1]:
-                part.kernel.step(part.batch, self._table)
+                part.kernel.step(part.batch, self.table)
             for part in self._parts[1:]:
-                part.kernel.update(part.batch, self._table)
+                part.kernel.update(part.batch, self.table)
 
     def launch_in_stages(self) -> Generator[Tensor, Tensor, None]:
         raise NotImplementedError("totals are of dense gradients")

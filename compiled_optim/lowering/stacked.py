@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_optim.lowering.interface import Capturable
-from compiled_optim.lowering.kernels.table import CoefficientTable, HyperPointers, Kernel
-from compiled_optim.lowering.multi_tensor import current_device, obtain_kernel
+from compiled_optim.lowering.kernels.table import CoefficientTable, Kernel
+from compiled_optim.lowering.multi_tensor import Capturable, obtain_kernel
 from compiled_optim.lowering.torch_ops.eager import TorchLowering
 from compiled_optim.lowering.torch_ops.inductor import OPTIONS, fits_indices, say_too_large
 from compiled_optim.memory.layout import compute_dtype, is_plain, plain_copy
@@ -188,14 +187,12 @@ class StackTableLowering(Capturable, StackedLowering):
     """Stacks whose coefficients a kernel of the rule evaluates, so that a CUDA graph can hold the step."""
 
     def __init__(self, plan: Plan, clipping: Clipping, log: CompilationLog) -> None:
-        super().__init__(plan, clipping, log, compiled=True)
-        self._clipping = clipping
-        self._hypers = HyperPointers(plan, clipping, log)
+        StackedLowering.__init__(self, plan, clipping, log, compiled=True)
+        Capturable.__init__(self, plan, clipping, log)
         self._evaluator: Kernel | None = None
         self._kept: dict[Stack, Tensor] = {}
         self._measured_whole = self._first_within(_KEPT_BYTES)
         self._reads_copies = False
-        self._on_device = current_device(plan.device)
 
     @property
     def is_compiled(self) -> bool:
@@ -204,15 +201,15 @@ class StackTableLowering(Capturable, StackedLowering):
     def compile(self) -> None:
         if self._evaluator is None:  # first, since a compiler that does not work says so at once, unlike Inductor
             self._evaluator = obtain_kernel(self._log, coefficient_key(self.plan), [m.name for m in self.plan.members])
-            self._table = CoefficientTable(self.plan, self._clipping, self._hypers, self._log)
+            self.table = CoefficientTable(self.plan, self._clipping, self.hypers, self._log)
         super().compile()
 
     def prepare(self, grads: list[Tensor | None] | None) -> None:
         super().prepare(grads)
         self._kept = {}
         self._reads_copies = False
-        self._hypers.prepare()
-        self._table.mark(self._grads)
+        self.hypers.prepare()
+        self.table.gradients.mark(self._grads)
 
     def copy_gradients_for_graph(self) -> None:
         for stack in self.stacks:
@@ -245,9 +242,9 @@ class StackTableLowering(Capturable, StackedLowering):
     def _columns(self) -> Tensor:
         assert self._evaluator is not None
         with self._on_device:
-            self._evaluator.evaluate(self._table)
-        numbers = self._table.coefficients
-        absent = torch.where(self._table.gradients.pointers == 0, 1.0, self._table.outcome[1])
+            self._evaluator.evaluate(self.table)
+        numbers = self.table.coefficients
+        absent = torch.where(self.table.gradients.pointers == 0, 1.0, self.table.outcome[1])
         return torch.cat([numbers[:1], absent.unsqueeze(0), numbers[1:]])
 
     def _stacked_gradients(self, stack: Stack) -> Tensor | None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_optim.lowering.interface import Lowering
+from compiled_optim.lowering.choice import Lowering
 from compiled_optim.memory.layout import scalar_dtype
 from compiled_optim.memory.sharding import add_over_shards
 from compiled_optim.plan.clipping import Clipping

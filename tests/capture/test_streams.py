@@ -83,7 +83,7 @@ class TestDevice:
         (part,) = lowering.parts
 
         def launch() -> None:
-            part.kernel.step(part, lowering._table)
+            part.kernel.step(part, lowering.table)
 
         with device.device(0):
             self.expect(launch, "work on device 0 with memory of device 1")

@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compiled_optim.capture import graph as graphs
-from compiled_optim.lowering import multi_tensor, stacked
+from compiled_optim.lowering import multi_tensor
 from compiled_optim.lowering.kernels import cpp
 from compiled_optim.lowering.kernels.table import BUFFERS, PARAM, SCALARS, Kernel
 
@@ -350,7 +350,6 @@ def simulated_device(patch: Any) -> Iterator[SimulatedDevice]:
         patch.setattr(torch.cuda, name, stand_in)
     patch.setitem(graphs.GRAPHS, "cpu", graphs.CudaGraph)
     patch.setattr(multi_tensor, "current_device", device.device)
-    patch.setattr(stacked, "current_device", device.device)
     patch.setitem(multi_tensor.BACKENDS, "cpu", lambda s: RecordedKernel(_Kernel(cpp.CppKernel(s), device)))
     with device:
         yield device

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from compiled_optim.memory import torch_internals
-from compiled_optim.memory.layout import has_memory, is_lost, is_plain
+from compiled_optim.memory.addresses import EMPTY
+from compiled_optim.memory.layout import has_memory, is_lost, is_plain, real_numel
 from compiled_optim.memory.torch_internals import is_capturing
 from compiled_optim.plan.clipping import NAMES, Clipping
 from compiled_optim.plan.compilations import CompilationLog, KernelKey
@@ -46,8 +47,7 @@ class HyperPointers:
         self._groups = plan.groups
         self._names = [h.name for h in plan.hypers]
         self._device = plan.device
-        self.is_behind = False
-        self._in_groups = self._look()
+        self.is_behind = True
         self._tensors = self._read()  # held, so that no other tensor takes their addresses
         self._check(self._tensors)
         self.pointers = upload([0] * len(self._tensors), self._device)
@@ -79,16 +79,15 @@ class HyperPointers:
 
     def refresh(self) -> None:
         """Do what :meth:`prepare` does but for copies on the device, which a graph holds."""
-        if self.is_behind:
-            self._in_groups = self._look()
-            self.is_behind = False
         tensors = self._read()
         if not self._clipping.idle and any(map(torch_internals.is_fake, tensors[: len(NAMES)])):
             self._check(tensors)
         addresses = [t.data_ptr() or -id(t) for t in tensors]
         if addresses != self._addresses:
             self._check(tensors)
-            read = [t if self._readable(t) else own for t, own in zip(tensors, self._slots, strict=True)]
+            there = self._device, torch.float64
+            pairs = zip(tensors, self._slots, strict=True)
+            read = [t if (t.device, t.dtype) == there and is_plain(t) else own for t, own in pairs]
             pointers = [t.data_ptr() for t in read]
             if pointers != self._written:
                 if is_capturing(self._device):
@@ -97,7 +96,11 @@ class HyperPointers:
                         "take one step before capturing, or write into the hyperparameter with fill_"
                     )
                 self._addresses = self._written = []  # known to the kernels at the end, whatever interrupts it
-                self._write(pointers)
+                self._log.table_refreshes += 1
+                if self._device.type == "cpu":
+                    self.pointers.numpy()[:] = pointers
+                else:
+                    _copy(torch.tensor(pointers, dtype=torch.int64), self.pointers)
             self._copies = [(own, t.detach()) for own, t in zip(read, tensors, strict=True) if own is not t]
             self._tensors = tensors
             self._written = pointers
@@ -111,10 +114,10 @@ class HyperPointers:
         return [tensor.data_ptr() for _, tensor in self._copies]
 
     def _read(self) -> list[Tensor]:
+        if self.is_behind:
+            self._in_groups = [t for group in self._groups for name in self._names for t in group.read_only(name)]
+            self.is_behind = False
         return self._clipping.tensors(self._device) + self._in_groups
-
-    def _look(self) -> list[Tensor]:
-        return [t for group in self._groups for name in self._names for t in group.read_only(name)]
 
     def _check(self, tensors: Sequence[Tensor]) -> None:
         """Raise ``ValueError`` where a tensor of :meth:`_read` has no number."""
@@ -123,16 +126,6 @@ class HyperPointers:
                 owners = [(g.label, name) for g in self._groups for name in self._names for _ in g.read_only(name)]
                 name = [*NAMES, *(f"{label}[{name!r}]" for label, name in owners)][index]
                 raise ValueError(f"{name} is a tensor without memory, or its storage was freed; it has no value")
-
-    def _readable(self, tensor: Tensor) -> bool:
-        return tensor.dtype == torch.float64 and tensor.device == self._device and is_plain(tensor)
-
-    def _write(self, values: Sequence[int]) -> None:
-        self._log.table_refreshes += 1
-        if self._device.type == "cpu":
-            self.pointers.numpy()[:] = values
-        else:
-            self.pointers.copy_(torch.tensor(values, dtype=torch.int64).pin_memory(), non_blocking=True)
 
 
 class GradientPointers:
@@ -171,12 +164,13 @@ class GradientPointers:
             self._log.table_refreshes += 1
             self.pointers = self._own
             if self._device.type != "cpu":
-                self.pointers.copy_(torch.from_numpy(self._host).pin_memory(), non_blocking=True)
+                _copy(torch.from_numpy(self._host), self.pointers)
             self.reserve(1)
             self._is_known = True
 
-    def publish_marks(self, marks: Sequence[bool]) -> None:
-        """Make ``marks`` known to the kernels, in place of addresses that none of them reads."""
+    def mark(self, grads: Sequence[Tensor | None]) -> None:
+        """Make known to the kernels which of ``grads`` are there, where none of them reads their addresses here."""
+        marks = [grad is not None for grad in grads]
         self.publish(None if (self._host == marks).all() else marks)
 
     @contextlib.contextmanager
@@ -203,7 +197,8 @@ class GradientPointers:
     def reserve(self, steps: int) -> None:
         """Let :attr:`reserved` be at least ``steps``."""
         while len(self._spares) < steps:
-            self._spares.append((torch.empty_like(self._own), self._host_memory()))
+            host = torch.empty_like(self._own, device="cpu")
+            self._spares.append((torch.empty_like(self._own), host.pin_memory() if self._own.is_cuda else host))
 
     def _capture(self) -> None:
         """Give the step that is being captured memory that no other step uses.
@@ -222,9 +217,10 @@ class GradientPointers:
             self._later.append((self.pointers, host))
         self._captured.append((self.pointers, host))
 
-    def _host_memory(self) -> Tensor:
-        memory = torch.empty_like(self._own, device="cpu")
-        return memory.pin_memory() if self._device.type == "cuda" else memory
+
+def _copy(host: Tensor, out: Tensor) -> None:
+    """Copy ``host`` to ``out`` on an accelerator, without waiting for that."""
+    out.copy_(host.pin_memory(), non_blocking=True)
 
 
 def upload(values: Sequence[object] | Tensor, device: torch.device) -> Tensor:
@@ -284,10 +280,6 @@ class CoefficientTable:
         self.outcome = clipping.outcome(plan.device)
         self.leads = plan.is_first
 
-    def mark(self, grads: Sequence[Tensor | None]) -> None:
-        """Let those take part that have a gradient, where no kernel reads the gradients' addresses here."""
-        self.gradients.publish_marks([grad is not None for grad in grads])
-
 
 class TensorTable(Protocol):
     """The tensors that one kernel updates, each of them in chunks."""
@@ -301,17 +293,95 @@ class TensorTable(Protocol):
         """(tensors,) int64, the addresses of the gradients; 0 leaves a tensor as it is."""
 
 
-class MeasuredTable(TensorTable, Protocol):
-    """Tensors whose gradients a kernel measures too, in stretches, and whose means it takes; each is its own owner.
+class PlanTensors:
+    """All parameters of a plan and their buffers, in the order of memory in which kernels update them.
 
-    A span is a tensor, its first chunk, the one after its last, and its number of real elements, at least 1. For a DTensor
-    all shards count.
+    ``table`` has the rows of a :class:`TensorTable`; each tensor is its own owner.
     """
 
-    stretches: Tensor  # (stretches, 2) int64, the tensor and which of its stretches
-    square_sums: Tensor  # float64, written: the partial sums of the squares of the gradients
-    spans: Tensor  # (tensors, 4) int64
-    sums: Tensor  # (expressions, chunks) float64, written: the sums over chunks
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        members = plan.members
+        self._orders = list(map(plan.memory_order, members))
+        self.numels = [real_numel(m.param) for m in members]  # real numbers in each; of a DTensor in this process's part
+        self.counts = [max(real_numel(m.owner), 1) for m in members]  # the same, of a DTensor in all parts; at least 1
+        self.table = upload(
+            [
+                [order.target.data_ptr() for order in self._orders],
+                self.numels,
+                list(range(len(members))),
+                *([m.entries[name].data_ptr() for m in members] for name in plan.buffers),
+            ],
+            plan.device,
+        )
+        self._version = -1  # of the plan's addresses that the kernels know
+        self.stand_ins = [i for i, order in enumerate(self._orders) if order.stand_in is not None]  # positions
+        self._grads: Sequence[Tensor | None] = ()
+
+    def prepare(self, grads: Sequence[Tensor | None] | None, pointers: GradientPointers) -> None:
+        """Make the gradients known to the kernels, which read ``pointers``, for one step.
+
+        ``grads`` are all of the plan's where some must be brought into their parameters' order; None where its addresses do.
+        """
+        found = self._plan.addresses
+        if grads is None:
+            pointers.publish(found.gradients if self._version != found.version else None)
+            self._version = found.version
+        else:
+            self._version = -1
+            self._grads = [None if g is None else o.arranged(g) for o, g in zip(self._orders, grads, strict=True)]
+            pointers.publish([0 if g is None else _address(g) for g in self._grads])
+        for i in self.stand_ins:
+            self._orders[i].load()
+
+    def finish(self) -> None:
+        """Copy stand-ins back into their parameters after a step, and let go of the gradients."""
+        for i in self.stand_ins:
+            if self._grads[i] is not None:
+                self._orders[i].store()
+        self._grads = ()
+
+
+def _address(grad: Tensor) -> int:
+    assert has_memory(grad), "a gradient without memory must have been copied or refused"
+    return grad.data_ptr() if grad.numel() else EMPTY
+
+
+class KernelTensors:
+    """A :class:`TensorTable` of those of a plan's tensors that one kernel updates, measures and reduces.
+
+    They are those at ``positions`` of the plan's ``tensors``, each its own owner. ``expressions`` is the most that a
+    reduction returns. For a DTensor all shards count.
+
+    Attributes:
+        stretches: (stretches, 2) int64, the tensor and which of its stretches.
+        square_sums: float64, written: the partial sums of the squares of the gradients.
+        spans: (tensors, 4) int64: a tensor, its first chunk, the one after its last, its real elements (at least 1).
+        sums: (expressions, chunks) float64, written: the sums over chunks.
+    """
+
+    def __init__(
+        self, kernel: Kernel, tensors: PlanTensors, gradients: GradientPointers, positions: Sequence[int], expressions: int
+    ) -> None:
+        self.kernel = kernel
+        self.tensors = tensors.table
+        self._gradients = gradients
+        device, numels = self.tensors.device, [tensors.numels[i] for i in positions]
+        self.elements = sum(numels)
+        self.chunks, self.stretches = (
+            upload(pieces(numels, size, positions), device) for size in (kernel.chunk, kernel.stretch)
+        )
+        counts = -(-np.array(numels) // kernel.chunk)
+        ends = np.cumsum(counts)
+        spans = np.stack([positions, ends - counts, ends, [tensors.counts[i] for i in positions]], axis=1)
+        self.spans = upload(torch.from_numpy(spans), device)
+        self.sums = torch.empty(expressions, len(self.chunks), dtype=torch.float64, device=device)
+        self.square_sum_count = kernel.square_sum_count(len(self.stretches))
+        self.square_sums = torch.empty(0, dtype=torch.float64, device=device)
+
+    @property
+    def grads(self) -> Tensor:
+        return self._gradients.pointers
 
 
 class Kernel(abc.ABC):
@@ -336,7 +406,7 @@ class Kernel(abc.ABC):
     def _launch(self, name: str, programs: tuple[int, ...], elements: int, *arguments: Tensor | int) -> None:
         """Run the function ``name`` in so many ``programs``, for so many ``elements`` together."""
 
-    def measure(self, table: MeasuredTable) -> None:
+    def measure(self, table: KernelTensors) -> None:
         """Write the partial sums of the squares of the gradients."""
         tables = table.tensors, table.grads, table.stretches, table.square_sums
         counts = len(table.grads), len(table.stretches)
@@ -347,7 +417,7 @@ class Kernel(abc.ABC):
         programs = -(-coefficients.owners.shape[1] // TENSORS)
         self._launch("evaluate", (programs,), 0, *self._evaluated(coefficients))
 
-    def average(self, stage: int, table: MeasuredTable, coefficients: CoefficientTable) -> None:
+    def average(self, stage: int, table: KernelTensors, coefficients: CoefficientTable) -> None:
         """Write the means of one stage of the rule, behind the coefficients of the tensors that have a gradient.
 
         Of a DTensor it is this part's share of the mean.
@@ -391,14 +461,3 @@ def pieces(numels: Sequence[int], size: int, tensors: npt.ArrayLike | None = Non
     which = np.arange(len(places)) - (np.cumsum(counts) - counts)[places]
     named = places if tensors is None else np.asarray(tensors, dtype=np.int64)[places]
     return torch.from_numpy(np.stack([named, which], axis=1))
-
-
-def spans(numels: Sequence[int], size: int, tensors: Sequence[int], wholes: Sequence[int]) -> Tensor:
-    """The spans of a :class:`MeasuredTable` whose chunks are the :func:`pieces` of the same tensors.
-
-    ``wholes`` says by number how many real elements a tensor has in all its parts.
-    """
-    ends = np.cumsum(-(-np.array(numels, dtype=np.int64) // size))
-    starts = np.concatenate([[0], ends[:-1]]).astype(np.int64)
-    counts = [max(wholes[t], 1) for t in tensors]
-    return torch.from_numpy(np.stack([np.asarray(tensors, dtype=np.int64), starts, ends, np.array(counts)], axis=1))
