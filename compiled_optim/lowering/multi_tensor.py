@@ -20,6 +20,7 @@ from compiled_optim.lowering.kernels.table import (
     Kernel,
     KernelTensors,
     PlanTensors,
+    TensorTable,
     upload,
 )
 from compiled_optim.memory import addresses
@@ -80,6 +81,13 @@ class Capturable:
 
     def copy_gradients_for_graph(self) -> None:
         """Copy the prepared gradients to where a captured launch reads them, if no table says where they are."""
+
+    def _step(self, tables: Sequence[TensorTable]) -> None:
+        """Evaluate the coefficients once, and update the tensors of all ``tables``."""
+        with self._on_device:
+            tables[0].kernel.step(tables[0], self.table)
+            for table in tables[1:]:
+                table.kernel.update(table, self.table)
 
 
 class MultiTensorLowering(Capturable):
@@ -142,11 +150,7 @@ class MultiTensorLowering(Capturable):
             for _ in self.launch_in_stages():
                 raise AssertionError("totals are over all plans")
             return
-        first, *others = self.parts
-        with self._on_device:
-            first.kernel.step(first, self.table)
-            for part in others:
-                part.kernel.update(part, self.table)
+        self._step(self.parts)
 
     def launch_in_stages(self) -> Generator[Tensor, Tensor, None]:
         numbers = self.table.coefficients[1:]

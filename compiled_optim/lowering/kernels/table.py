@@ -284,6 +284,7 @@ class CoefficientTable:
 class TensorTable(Protocol):
     """The tensors that one kernel updates, each of them in chunks."""
 
+    kernel: Kernel
     tensors: Tensor  # (rows, tensors) int64; see PARAM and the rows beside it
     chunks: Tensor  # (chunks, 2) int64, the tensor and which of its chunks
     elements: int  # real numbers in all tensors of the chunks
