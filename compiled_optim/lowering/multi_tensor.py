@@ -98,10 +98,10 @@ class MultiTensorLowering(Capturable):
     def __init__(self, plan: Plan, clipping: Clipping, log: CompilationLog) -> None:
         super().__init__(plan, clipping, log)
         self._stages = plan.rule.stages(plan.statics)
-        self.parts: list[KernelTensors] = []
+        self.tables: list[KernelTensors] = []
 
     def compile(self) -> None:
-        if self.parts:
+        if self.tables:
             return
         positions: dict[KernelKey, list[int]] = {}
         for i, (member, grad_dtype) in enumerate(zip(self.plan.members, self.plan.grad_dtypes, strict=True)):
@@ -116,23 +116,23 @@ class MultiTensorLowering(Capturable):
         if self._stages:  # by these, kernels divide
             self._counts = upload(self._tensors.counts, self.plan.device).double()
         expressions = max((p.sums.stop - p.sums.start for p in self._stages.values()), default=0)
-        self.parts = [
+        self.tables = [
             KernelTensors(kernel, self._tensors, self.table.gradients, where, expressions)
             for kernel, where in zip(kernels, positions.values(), strict=True)
         ]
 
     @property
     def is_compiled(self) -> bool:
-        return bool(self.parts)
+        return bool(self.tables)
 
     @property
     def square_sum_count(self) -> int:
-        return sum(part.square_sum_count for part in self.parts)
+        return sum(table.square_sum_count for table in self.tables)
 
     def connect(self, square_sums: Tensor, all_square_sums: Tensor) -> None:
-        counts = [part.square_sum_count for part in self.parts]
-        for part, sums in zip(self.parts, torch.split(square_sums, counts), strict=True):
-            part.square_sums = sums
+        counts = [table.square_sum_count for table in self.tables]
+        for table, sums in zip(self.tables, torch.split(square_sums, counts), strict=True):
+            table.square_sums = sums
         self.table.all_square_sums = all_square_sums
 
     def prepare(self, grads: list[Tensor | None] | None) -> None:
@@ -142,32 +142,32 @@ class MultiTensorLowering(Capturable):
 
     def measure(self) -> None:
         with self._on_device:
-            for part in self.parts:
-                part.kernel.measure(part)
+            for table in self.tables:
+                table.kernel.measure(table)
 
     def launch(self) -> None:
         if self._stages:
             for _ in self.launch_in_stages():
                 raise AssertionError("totals are over all plans")
             return
-        self._step(self.parts)
+        self._step(self.tables)
 
     def launch_in_stages(self) -> Generator[Tensor, Tensor, None]:
         numbers = self.table.coefficients[1:]
         with self._on_device:
-            self.parts[0].kernel.evaluate(self.table)
+            self.tables[0].kernel.evaluate(self.table)
         for stage, places in self._stages.items():
             with self._on_device:
-                for part in self.parts:
-                    part.kernel.average(stage, part, self.table)
+                for table in self.tables:
+                    table.kernel.average(stage, table, self.table)
             if self.plan.sharded:
                 add_over_shards(numbers[places.sums], self.plan.params[0])
             if places.totals.start < places.totals.stop:
                 sums = torch.where(self.table.gradients.pointers != 0, numbers[places.totals] * self._counts, 0.0).sum(1)
                 numbers[places.given] = (yield sums).unsqueeze(1)
         with self._on_device:
-            for part in self.parts:
-                part.kernel.update(part, self.table)
+            for table in self.tables:
+                table.kernel.update(table, self.table)
 
     def finish(self) -> None:
         self._tensors.finish()

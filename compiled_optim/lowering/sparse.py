@@ -176,7 +176,7 @@ _CACHED_BATCHES = 16  # as many different numbers of entries have their memory c
 class RowTableLowering(Capturable):
     """Runs the multi-tensor kernels on rows: the address of a row follows from its number, on the device.
 
-    Coefficients are evaluated for parameters. To the update each entry is a tensor that its parameter owns, and has a
+    Coefficients are evaluated for parameters. To the update each entry is a tensor in the column of its parameter, and has a
     gradient if its row elected it. Parameters are contiguous. Those whose rows share a kernel and a shape are updated
     together, however many they are.
     """
@@ -347,7 +347,7 @@ class RowBatch:
         self._sum_addresses = torch.arange(start, start + count * size, size, device=device)
         self.grads = torch.empty_like(self._own)
         self.tensors = torch.empty_like(self._base)
-        self.chunks = torch.cartesian_prod(self._own, torch.arange(-(-kind.width // kernel.chunk), device=device))
+        self.blocks = torch.cartesian_prod(self._own, torch.arange(-(-kind.width // kernel.block), device=device))
         self.elements = count * kind.width
 
     def copy_entries(self, grads: Sequence[Tensor]) -> None:

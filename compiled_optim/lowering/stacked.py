@@ -30,7 +30,7 @@ from compiled_optim.plan.compilations import CompilationLog, KernelKey, coeffici
 from compiled_optim.plan.plan import Plan
 from compiled_optim.rule.rule import number_type
 
-CHUNK = 256  # how many numbers a program adds up in the second stage
+BLOCK = 256  # how many numbers a program adds up in the second stage
 _ALONE = 1 << 13  # the most numbers that one program adds up where their count is known to the compiler
 
 
@@ -66,23 +66,23 @@ def _sum(x: Tensor, dims: Sequence[int]) -> Tensor:
         x = x.sum(-1, keepdim=True)
         del left[-1]
     if left:
-        x = _chunked(x.flatten(left[0], left[-1]), left[0])
+        x = _sum_in_blocks(x.flatten(left[0], left[-1]), left[0])
     return x.reshape(shape)
 
 
-def _chunked(x: Tensor, dim: int) -> Tensor:
+def _sum_in_blocks(x: Tensor, dim: int) -> Tensor:
     """The sum over one dimension of any size.
 
-    Padding would copy everything, so the last chunk reads the last number again and counts it as 0.
+    Padding would copy everything, so the last block reads the last number again and counts it as 0.
     """
     size = x.shape[dim]
     if isinstance(size, int) and size <= _ALONE:
         return x.sum(dim)
-    place = torch.arange((size + CHUNK - 1) // CHUNK * CHUNK, device=x.device)
+    place = torch.arange((size + BLOCK - 1) // BLOCK * BLOCK, device=x.device)
     exists = (place < size).view([-1 if d == dim else 1 for d in range(x.dim())])
     padded = torch.where(exists, x.index_select(dim, place.clamp(max=size - 1)), 0.0)
-    chunks = padded.view(*x.shape[:dim], -1, CHUNK, *x.shape[dim + 1 :])
-    return chunks.sum(dim + 1).sum(dim)
+    blocks = padded.view(*x.shape[:dim], -1, BLOCK, *x.shape[dim + 1 :])
+    return blocks.sum(dim + 1).sum(dim)
 
 
 StackKernel = Callable[[list[Tensor]], Sequence[Tensor]]

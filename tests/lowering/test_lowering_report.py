@@ -627,6 +627,6 @@ def test_every_elementwise_loop_is_vectorized_on_a_cpu(optimizer: type[co.Compil
         ]
         report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
         lines = text.splitlines()
-        update = lines.index(next(line for line in lines if "static void update_chunk" in line))
+        update = lines.index(next(line for line in lines if "static void update_block" in line))
         loop = 1 + next(i for i in range(update, len(lines)) if "for (int64_t i" in lines[i])
         assert re.search(rf"kernel\.cpp:{loop}:\d+: optimized: loop vectorized", report), lines[loop - 1 : loop + 30]

@@ -38,7 +38,7 @@ def _compile(rule: Any, statics: dict[str, Any], dtype: str, arch: int) -> dict[
     signature = KernelKey(rule, tuple(statics.items()), "cuda", "multi-tensor", dtype, dtype, buffers)
     module = lowering.load(lowering.source(signature))
     numbers = {"coefficients": "*fp64", "out": "*fp64", "sums": "*fp64", "outcome": "*fp64"}
-    sizes = dict.fromkeys(("count", "owner_count", "stretch_count", "sum_count", "leads", "chunk_count", "first"), "i32")
+    sizes = dict.fromkeys(("count", "columns", "sum_count", "leads", "block_count", "first"), "i32")
     result = {}
     stages = rule.stages(statics)
     of_stages = [*(f"sums{stage}" for stage in stages), "average"] if stages else []
@@ -74,7 +74,7 @@ def test_compiles_without_spills_and_with_wide_accesses(case: Any, dtype: str, a
     statics = _statics(case)
     kernels = _compile(case.optimizer._rule, statics, dtype, arch)
     per_thread = lowering.BLOCK // (32 * lowering.WARPS)
-    words = per_thread * (4 if dtype == "float32" else 2) // 16  # 16-byte accesses for one tensor's share of a chunk
+    words = per_thread * (4 if dtype == "float32" else 2) // 16  # 16-byte accesses for one tensor's share of a block
     buffers = len(case.optimizer._rule.present_buffers(statics))
     assert kernels["update"]["wide loads"] == words * (2 + buffers)
     assert kernels["update"]["wide stores"] == words * (1 + buffers)

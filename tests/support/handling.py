@@ -112,10 +112,10 @@ def huge(elements: int) -> tuple[torch.Tensor, CompiledOptimizer]:
     return param, co.SGD([param], lr=0.5)
 
 
-def end_of_huge(chunks: int) -> tuple[list[float], list[float]]:
-    """Step only the last chunks of a tensor of more than 2**31 elements; its last values, and the expected ones.
+def end_of_huge(blocks: int) -> tuple[list[float], list[float]]:
+    """Step only the last blocks of a tensor of more than 2**31 elements; its last values, and the expected ones.
 
-    The chunks must reach back to element 2**31 or a little less; 100 values before it are 1 and have gradient 0.
+    The blocks must reach back to element 2**31 or a little less; 100 values before it are 1 and have gradient 0.
     """
     from compiled_optim.lowering.kernels.table import KernelTensors
 
@@ -127,10 +127,10 @@ def end_of_huge(chunks: int) -> tuple[list[float], list[float]]:
         param[-beyond - before : -beyond], param.grad[-beyond - before : -beyond] = 1, 0
     make = KernelTensors.__init__
 
-    def shortened(part: KernelTensors, *args: Any, **kwargs: Any) -> None:
-        make(part, *args, **kwargs)
-        part.chunks = part.chunks[-chunks:].clone()
-        part.elements = beyond
+    def shortened(table: KernelTensors, *args: Any, **kwargs: Any) -> None:
+        make(table, *args, **kwargs)
+        table.blocks = table.blocks[-blocks:].clone()
+        table.elements = beyond
 
     KernelTensors.__init__ = shortened
     try:

@@ -90,7 +90,7 @@ struct float16 {
 """
 
 
-CHUNK = 8192  # elements that one thread updates at a time
+BLOCK = 8192  # elements that one thread updates at a time
 SERIAL = 32768  # elements below which waking other threads costs more than they save
 
 _STORAGE = {
@@ -100,8 +100,8 @@ _STORAGE = {
 _DIALECT = Dialect("const auto {} = {};", "T({})", "&&", "||", "uint32_t({})")
 _ACCESSES = Accesses(
     control="*at<const T>(hypers, {}, 1, 0)",
-    row="double_of(owners[{} * count + t])",
-    address="double* const scalars{} = at<double>(owners, {}, count, t);",
+    row="double_of(inputs[{} * count + t])",
+    address="double* const scalars{} = at<double>(inputs, {}, count, t);",
     scalar="*scalars{}",
     hyper="*at<const T>(hyper, {}, 1, 0)",
     store_scalar="*scalars{} = {};",
@@ -116,7 +116,7 @@ _INDEPENDENT = "#pragma GCC ivdep"
 def source(key: KernelKey) -> str:
     """The C++ text of the kernel for one key; its entry points are those that a kernel launches."""
     evaluated = evaluation(key, _DIALECT, _ACCESSES)
-    text = WORDS + _EVALUATION.format(**{n: _block(v) if isinstance(v, list) else v for n, v in evaluated.items()})
+    text = WORDS + _EVALUATION.format(**{n: _indented(v) if isinstance(v, list) else v for n, v in evaluated.items()})
     if key.rule.granularity != "element":
         return text
     program = Program.of(key, _DIALECT)
@@ -135,13 +135,13 @@ class _Store(NamedTuple):
 def _means(program: Program, stage: int, written: Written) -> str:
     sums = {f"sum{i}": expression for i, expression in enumerate(written.results.values())}
     stores = [_Store(expression, f"{name} += double({expression});") for name, expression in sums.items()]
-    return _chunk(program, f"sums{stage}", written, stores, list(sums))
+    return _each_block(program, f"sums{stage}", written, stores, list(sums))
 
 
 def _update(program: Program) -> str:
     stores = [_store(program.update, array, value) for array, value in program.new_elements()]
     (grad,) = (_STORAGE[a.dtype] for a in program.arrays if a.row is None)
-    return _chunk(program, "update", program.update, stores) + _UPDATE.format(grad=grad, numel=rows.NUMEL, chunk=CHUNK)
+    return _each_block(program, "update", program.update, stores) + _UPDATE.format(grad=grad, numel=rows.NUMEL, block=BLOCK)
 
 
 def _store(written: Written, array: Array, value: str) -> _Store:
@@ -152,8 +152,8 @@ def _store(written: Written, array: Array, value: str) -> _Store:
     return _Store(value, f"{array.address}[{_place(array)}] = {kind}({value});", array.grouped)
 
 
-def _chunk(program: Program, name: str, written: Written, stores: Sequence[_Store], totals: Sequence[str] = ()) -> str:
-    """The function ``name`` that does what is ``written`` for the elements of each chunk, and then ``stores``.
+def _each_block(program: Program, name: str, written: Written, stores: Sequence[_Store], totals: Sequence[str] = ()) -> str:
+    """The function ``name`` that does what is ``written`` for the elements of each block, and then ``stores``.
 
     ``totals`` are the variables to which that adds.
     """
@@ -166,19 +166,19 @@ def _chunk(program: Program, name: str, written: Written, stores: Sequence[_Stor
     else:
         loop = _loop(pragma, "0", "size", [*loads.values(), *written.lines, *(s.text for s in stores)])
     before = [*map(_pointer, program.arrays), "const T factor = T(k[0]);"]
-    before += [f"const T k{i} = T(k[{i + 1} * owners]);" for i in range(len(written.numbers))]
-    return _CHUNK.format(
+    before += [f"const T k{i} = T(k[{i + 1} * columns]);" for i in range(len(written.numbers))]
+    return _EACH_BLOCK.format(
         name=name,
         parameters=", double* sums" if totals else "",
-        chunk_parameters=", double* sums, int64_t chunk_count" if totals else "",
-        chunk_arguments=", sums + c, chunk_count" if totals else "",
-        owner=rows.OWNER,
+        block_parameters=", double* sums, int64_t block_count" if totals else "",
+        block_arguments=", sums + c, block_count" if totals else "",
+        column=rows.COLUMN,
         compute=_STORAGE[program.compute],
         numel=rows.NUMEL,
-        size=CHUNK,
-        before=_block([*before, *(f"double {total} = 0;" for total in totals)]),
-        loop=_block(loop),
-        after=_block([f"sums[{i} * chunk_count] = {total};" for i, total in enumerate(totals)]),
+        size=BLOCK,
+        before=_indented([*before, *(f"double {total} = 0;" for total in totals)]),
+        loop=_indented(loop),
+        after=_indented([f"sums[{i} * block_count] = {total};" for i, total in enumerate(totals)]),
     )
 
 
@@ -268,15 +268,15 @@ def _needed(statements: Sequence[Statement], names: set[str]) -> list[Statement]
     return found[::-1]
 
 
-def _block(lines: Sequence[str]) -> str:
+def _indented(lines: Sequence[str]) -> str:
     return "\n".join(f"  {line}" for line in lines)
 
 
-_CHUNK = """
-static void {name}_chunk(const int64_t* tensors, const int64_t* grads, const double* k, int64_t owners, int64_t count,
-                         int64_t t, int64_t chunk{chunk_parameters}) {{
+_EACH_BLOCK = """
+static void {name}_block(const int64_t* tensors, const int64_t* grads, const double* k, int64_t columns, int64_t count,
+                         int64_t t, int64_t block{block_parameters}) {{
   using T = {compute};
-  const int64_t start = chunk * {size};
+  const int64_t start = block * {size};
   const int64_t left = tensors[{numel} * count + t] - start;
   const int64_t size = left < {size} ? left : {size};
 {before}
@@ -284,14 +284,14 @@ static void {name}_chunk(const int64_t* tensors, const int64_t* grads, const dou
 {after}
 }}
 
-OURS void {name}(const int64_t* tensors, const int64_t* grads, const int64_t* chunks, const double* outcome, const double* k,
-                 int64_t count, int64_t owners{parameters}, int64_t chunk_count, int64_t threads) {{
+OURS void {name}(const int64_t* tensors, const int64_t* grads, const int64_t* blocks, const double* outcome, const double* k,
+                 int64_t count, int64_t columns{parameters}, int64_t block_count, int64_t threads) {{
   if (outcome[1]) return;
-#pragma omp parallel for schedule(dynamic, 4) num_threads(threads) if (threads > 1 && chunk_count > 1)
-  for (int64_t c = 0; c < chunk_count; c++) {{
-    const int64_t t = chunks[2 * c];
+#pragma omp parallel for schedule(dynamic, 4) num_threads(threads) if (threads > 1 && block_count > 1)
+  for (int64_t c = 0; c < block_count; c++) {{
+    const int64_t t = blocks[2 * c];
     if (grads[t])
-      {name}_chunk(tensors, grads, k + tensors[{owner} * count + t], owners, count, t, chunks[2 * c + 1]{chunk_arguments});
+      {name}_block(tensors, grads, k + tensors[{column} * count + t], columns, count, t, blocks[2 * c + 1]{block_arguments});
   }}
 }}
 """
@@ -317,33 +317,33 @@ static double gradient_factor(const int64_t* hypers, const double* square_sums, 
   return {factor};
 }}
 
-static void coefficients_of(const int64_t* owners, const int64_t* hypers, double* out, double factor, int64_t count,
+static void coefficients_of(const int64_t* inputs, const int64_t* hypers, double* out, double factor, int64_t count,
                             int64_t t) {{
   using T = double;
-  const int64_t* hyper = hypers + {controls} + owners[{group} * count + t] * {hypers};
+  const int64_t* hyper = hypers + {controls} + inputs[{group} * count + t] * {hypers};
   (void)hyper;
-  out[0] = owners[{maximize} * count + t] ? -factor : factor;
+  out[0] = inputs[{maximize} * count + t] ? -factor : factor;
 {coefficients}
 }}
 
-OURS void evaluate(const int64_t* owners, const int64_t* grads, const int64_t* hypers, const double* square_sums,
+OURS void evaluate(const int64_t* inputs, const int64_t* grads, const int64_t* hypers, const double* square_sums,
                    double* outcome, double* k, int64_t count, int64_t square_sum_count, int64_t leads, int64_t, int64_t) {{
   const double factor = gradient_factor(hypers, square_sums, square_sum_count, outcome, leads);
   if (outcome[1]) return;
   for (int64_t t = 0; t < count; t++)
-    if (grads[t]) coefficients_of(owners, hypers, k + t, factor, count, t);
+    if (grads[t]) coefficients_of(inputs, hypers, k + t, factor, count, t);
 }}
 """
 
 _AVERAGE = """
-OURS void average(const double* sums, const int64_t* spans, const int64_t* grads, const double* outcome, double* k,
-                  int64_t chunk_count, int64_t owners, int64_t first, int64_t span_count, int64_t width, int64_t) {
+OURS void average(const double* sums, const int64_t* ranges, const int64_t* grads, const double* outcome, double* k,
+                  int64_t block_count, int64_t columns, int64_t first, int64_t range_count, int64_t width, int64_t) {
   if (outcome[1]) return;
-  for (const int64_t* span = spans; span < spans + 4 * span_count; span += 4)
-    for (int64_t i = 0; i < width && grads[span[0]]; i++) {
+  for (const int64_t* range = ranges; range < ranges + 4 * range_count; range += 4)
+    for (int64_t i = 0; i < width && grads[range[0]]; i++) {
       double sum = 0;
-      for (int64_t c = span[1]; c < span[2]; c++) sum += sums[i * chunk_count + c];
-      k[(first + i) * owners + span[0]] = sum / double(span[3]);
+      for (int64_t c = range[1]; c < range[2]; c++) sum += sums[i * block_count + c];
+      k[(first + i) * columns + range[0]] = sum / double(range[3]);
     }
 }
 """
@@ -359,22 +359,22 @@ static double sum_of_squares(const {grad}* __restrict grads, int64_t size) {{
   return sum;
 }}
 
-OURS void square_sums(const int64_t* tensors, const int64_t* grads, const int64_t* chunks, double* sums, int64_t count,
-                      int64_t chunk_count, int64_t, int64_t threads) {{
-#pragma omp parallel for schedule(dynamic, 4) num_threads(threads) if (threads > 1 && chunk_count > 1)
-  for (int64_t c = 0; c < chunk_count; c++) {{
-    const int64_t t = chunks[2 * c], start = chunks[2 * c + 1] * {chunk};
+OURS void square_sums(const int64_t* tensors, const int64_t* grads, const int64_t* blocks, double* sums, int64_t count,
+                      int64_t block_count, int64_t, int64_t threads) {{
+#pragma omp parallel for schedule(dynamic, 4) num_threads(threads) if (threads > 1 && block_count > 1)
+  for (int64_t c = 0; c < block_count; c++) {{
+    const int64_t t = blocks[2 * c], start = blocks[2 * c + 1] * {block};
     const int64_t left = tensors[{numel} * count + t] - start;
-    sums[c] = grads[t] ? sum_of_squares(at<const {grad}>(grads, 0, count, t) + start, left < {chunk} ? left : {chunk}) : 0;
+    sums[c] = grads[t] ? sum_of_squares(at<const {grad}>(grads, 0, count, t) + start, left < {block} ? left : {block}) : 0;
   }}
 }}
 
-OURS void step(const int64_t* owners, const int64_t* marks, const int64_t* hypers, const double* square_sums,
-               double* outcome, double* k, int64_t owner_count, int64_t square_sum_count, int64_t leads,
-               const int64_t* tensors, const int64_t* grads, const int64_t* chunks, const double*, const double*,
-               int64_t count, int64_t, int64_t chunk_count, int64_t threads) {{
-  evaluate(owners, marks, hypers, square_sums, outcome, k, owner_count, square_sum_count, leads, 1, 1);
-  update(tensors, grads, chunks, outcome, k, count, owner_count, chunk_count, threads);
+OURS void step(const int64_t* inputs, const int64_t* marks, const int64_t* hypers, const double* square_sums,
+               double* outcome, double* k, int64_t columns, int64_t square_sum_count, int64_t leads,
+               const int64_t* tensors, const int64_t* grads, const int64_t* blocks, const double*, const double*,
+               int64_t count, int64_t, int64_t block_count, int64_t threads) {{
+  evaluate(inputs, marks, hypers, square_sums, outcome, k, columns, square_sum_count, leads, 1, 1);
+  update(tensors, grads, blocks, outcome, k, count, columns, block_count, threads);
 }}
 """
 
@@ -386,7 +386,7 @@ class CppKernel(Kernel):
         CompilerError: it cannot be compiled or loaded on this machine.
     """
 
-    chunk = stretch = CHUNK
+    block = reduce_block = BLOCK
 
     def __init__(self, key: KernelKey) -> None:
         super().__init__(key)
@@ -396,13 +396,13 @@ class CppKernel(Kernel):
             function = getattr(self._code, name)
             function.argtypes, function.restype = [ctypes.c_int64] * len(parameters.split(",")), None
 
-    def square_sum_count(self, stretches: int) -> int:
-        """One partial sum per stretch, so that their order does not depend on the threads."""
-        return stretches
+    def square_sum_count(self, reduce_blocks: int) -> int:
+        """One partial sum per block, so that their order does not depend on the threads."""
+        return reduce_blocks
 
     def step(self, table: TensorTable, coefficients: CoefficientTable) -> None:
         arguments = *self._evaluated(coefficients), *self._updated(table, coefficients)
-        self._launch("step", (len(table.chunks),), table.elements, *arguments)
+        self._launch("step", (len(table.blocks),), table.elements, *arguments)
 
     def _launch(self, name: str, programs: tuple[int, ...], elements: int, *arguments: Tensor | int) -> None:
         threads = torch.get_num_threads() if elements > SERIAL else 1

@@ -1,8 +1,7 @@
 """What kernels read and write: tables in the memory of their device.
 
 ``evaluate`` works on one :class:`CoefficientTable` for all parameters of a plan, whatever their dtypes. ``measure`` and
-``update`` work on a :class:`TensorTable` for each kernel. A tensor there names its owner: the parameter whose
-coefficients hold for it.
+``update`` work on a :class:`TensorTable` for each kernel. A tensor there names its column of coefficients.
 """
 
 from __future__ import annotations
@@ -42,10 +41,9 @@ class HyperPointers:
     """
 
     def __init__(self, plan: Plan, clipping: Clipping, log: CompilationLog) -> None:
-        self._log = log
+        self._plan = plan
         self._clipping = clipping
-        self._groups = plan.groups
-        self._names = [h.name for h in plan.hypers]
+        self._log = log
         self._device = plan.device
         self.is_behind = True
         self._tensors = self._read()  # held, so that no other tensor takes their addresses
@@ -115,7 +113,7 @@ class HyperPointers:
 
     def _read(self) -> list[Tensor]:
         if self.is_behind:
-            self._in_groups = [t for group in self._groups for name in self._names for t in group.read_only(name)]
+            self._in_groups = [t for g in self._plan.groups for h in self._plan.hypers for t in g.read_only(h.name)]
             self.is_behind = False
         return self._clipping.tensors(self._device) + self._in_groups
 
@@ -123,8 +121,8 @@ class HyperPointers:
         """Raise ``ValueError`` where a tensor of :meth:`_read` has no number."""
         for index, tensor in enumerate(tensors):
             if not has_memory(tensor) and (torch_internals.is_fake(tensor) or tensor.is_meta or is_lost(tensor)):
-                owners = [(g.label, name) for g in self._groups for name in self._names for _ in g.read_only(name)]
-                name = [*NAMES, *(f"{label}[{name!r}]" for label, name in owners)][index]
+                elements = [(g, h.name) for g in self._plan.groups for h in self._plan.hypers for _ in range(h.length)]
+                name = [*NAMES, *(f"{group.label}[{name!r}]" for group, name in elements)][index]
                 raise ValueError(f"{name} is a tensor without memory, or its storage was freed; it has no value")
 
 
@@ -234,8 +232,8 @@ SCALARS = FIRST_NUMBER + len(NUMBERS)
 """Rows of a :class:`CoefficientTable`: the index of the group, whether to maximize, the parameter's :data:`NUMBERS` (bits of
 a float64), and the addresses of the step count and of the rule's scalars."""
 
-PARAM, NUMEL, OWNER, BUFFERS = range(4)
-"""Rows of a :class:`TensorTable`: the address, the number of real elements, the owner, and the addresses of the buffers."""
+PARAM, NUMEL, COLUMN, BUFFERS = range(4)
+"""Rows of a :class:`TensorTable`: address, number of real elements, column of coefficients, and addresses of buffers."""
 
 TENSORS = 32  # parameters whose coefficients one program evaluates
 
@@ -250,7 +248,7 @@ class CoefficientTable:
         log: where refreshes are counted.
 
     Attributes:
-        owners: (rows, parameters) int64; see :data:`GROUP_INDEX` and the rows beside it.
+        inputs: (rows, parameters) int64; see :data:`GROUP_INDEX` and the rows beside it.
         hypers: (clipping + groups * hyperparameters,) int64, addresses of float64 numbers: first the step's clipping, as in
             :data:`compiled_optim.plan.clipping.NAMES`, then those of each group.
         gradients: not 0 for the parameters that take part in the step.
@@ -263,7 +261,7 @@ class CoefficientTable:
 
     def __init__(self, plan: Plan, clipping: Clipping, hypers: HyperPointers, log: CompilationLog) -> None:
         members = plan.members
-        self.owners = upload(
+        self.inputs = upload(
             [
                 plan.group_index,
                 plan.maximizes,
@@ -282,12 +280,12 @@ class CoefficientTable:
 
 
 class TensorTable(Protocol):
-    """The tensors that one kernel updates, each of them in chunks."""
+    """The tensors that one kernel updates, each of them in blocks."""
 
     kernel: Kernel
     tensors: Tensor  # (rows, tensors) int64; see PARAM and the rows beside it
-    chunks: Tensor  # (chunks, 2) int64, the tensor and which of its chunks
-    elements: int  # real numbers in all tensors of the chunks
+    blocks: Tensor  # (blocks, 2) int64, the tensor and which of its blocks
+    elements: int  # real numbers in all tensors of the blocks
 
     @property
     def grads(self) -> Tensor:
@@ -297,7 +295,7 @@ class TensorTable(Protocol):
 class PlanTensors:
     """All parameters of a plan and their buffers, in the order of memory in which kernels update them.
 
-    ``table`` has the rows of a :class:`TensorTable`; each tensor is its own owner.
+    ``table`` has the rows of a :class:`TensorTable`; each tensor has a column of its own.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -351,14 +349,14 @@ def _address(grad: Tensor) -> int:
 class KernelTensors:
     """A :class:`TensorTable` of those of a plan's tensors that one kernel updates, measures and reduces.
 
-    They are those at ``positions`` of the plan's ``tensors``, each its own owner. ``expressions`` is the most that a
+    They are those at ``positions`` of the plan's ``tensors``. ``expressions`` is the most that a
     reduction returns. For a DTensor all shards count.
 
     Attributes:
-        stretches: (stretches, 2) int64, the tensor and which of its stretches.
+        reduce_blocks: (blocks, 2) int64, the same of the blocks whose squares are added up.
         square_sums: float64, written: the partial sums of the squares of the gradients.
-        spans: (tensors, 4) int64: a tensor, its first chunk, the one after its last, its real elements (at least 1).
-        sums: (expressions, chunks) float64, written: the sums over chunks.
+        ranges: (tensors, 4) int64: a tensor, its first block, the one after its last, its real elements (at least 1).
+        sums: (expressions, blocks) float64, written: the sums over blocks.
     """
 
     def __init__(
@@ -369,15 +367,15 @@ class KernelTensors:
         self._gradients = gradients
         device, numels = self.tensors.device, [tensors.numels[i] for i in positions]
         self.elements = sum(numels)
-        self.chunks, self.stretches = (
-            upload(pieces(numels, size, positions), device) for size in (kernel.chunk, kernel.stretch)
+        blocks, ranges = blocks_of(positions, numels, kernel.block)
+        counts = torch.tensor([(i, tensors.counts[i]) for i in positions], device="cpu")
+        self.blocks, self.ranges = (
+            upload(blocks, device),
+            upload(torch.cat([counts[:, :1], ranges, counts[:, 1:]], 1), device),
         )
-        counts = -(-np.array(numels) // kernel.chunk)
-        ends = np.cumsum(counts)
-        spans = np.stack([positions, ends - counts, ends, [tensors.counts[i] for i in positions]], axis=1)
-        self.spans = upload(torch.from_numpy(spans), device)
-        self.sums = torch.empty(expressions, len(self.chunks), dtype=torch.float64, device=device)
-        self.square_sum_count = kernel.square_sum_count(len(self.stretches))
+        self.reduce_blocks = upload(blocks_of(positions, numels, kernel.reduce_block)[0], device)
+        self.sums = torch.empty(expressions, len(self.blocks), dtype=torch.float64, device=device)
+        self.square_sum_count = kernel.square_sum_count(len(self.reduce_blocks))
         self.square_sums = torch.empty(0, dtype=torch.float64, device=device)
 
     @property
@@ -389,19 +387,19 @@ class Kernel(abc.ABC):
     """A rule's compiled functions, the same in every language. A rule that is not elementwise has ``evaluate`` only.
 
     Attributes:
-        chunk: elements that it updates at a time.
-        stretch: elements that it measures at a time.
+        block: elements that it updates at a time.
+        reduce_block: elements that it measures at a time.
     """
 
-    chunk: int
-    stretch: int
+    block: int
+    reduce_block: int
 
     def __init__(self, key: KernelKey) -> None:
         self._stages = key.rule.stages(dict(key.statics))
 
     @abc.abstractmethod
-    def square_sum_count(self, stretches: int) -> int:
-        """How many partial sums :meth:`measure` writes for so many stretches."""
+    def square_sum_count(self, reduce_blocks: int) -> int:
+        """How many partial sums :meth:`measure` writes of so many blocks."""
 
     @abc.abstractmethod
     def _launch(self, name: str, programs: tuple[int, ...], elements: int, *arguments: Tensor | int) -> None:
@@ -409,13 +407,13 @@ class Kernel(abc.ABC):
 
     def measure(self, table: KernelTensors) -> None:
         """Write the partial sums of the squares of the gradients."""
-        tables = table.tensors, table.grads, table.stretches, table.square_sums
-        counts = len(table.grads), len(table.stretches)
+        tables = table.tensors, table.grads, table.reduce_blocks, table.square_sums
+        counts = len(table.grads), len(table.reduce_blocks)
         self._launch("square_sums", (len(table.square_sums),), table.elements, *tables, *counts)
 
     def evaluate(self, coefficients: CoefficientTable) -> None:
         """Count a step, and write the coefficients of all parameters that take part, and what became of the step."""
-        programs = -(-coefficients.owners.shape[1] // TENSORS)
+        programs = -(-coefficients.inputs.shape[1] // TENSORS)
         self._launch("evaluate", (programs,), 0, *self._evaluated(coefficients))
 
     def average(self, stage: int, table: KernelTensors, coefficients: CoefficientTable) -> None:
@@ -423,15 +421,15 @@ class Kernel(abc.ABC):
 
         Of a DTensor it is this part's share of the mean.
         """
-        chunks, places = len(table.chunks), self._stages[stage].sums
-        self._launch(f"sums{stage}", (chunks,), table.elements, *self._updated(table, coefficients), table.sums)
-        tables = table.sums, table.spans, table.grads, coefficients.outcome, coefficients.coefficients
-        counts = chunks, coefficients.owners.shape[1], 1 + places.start
-        self._launch("average", (len(table.spans), places.stop - places.start), 0, *tables, *counts)
+        blocks, places = len(table.blocks), self._stages[stage].sums
+        self._launch(f"sums{stage}", (blocks,), table.elements, *self._updated(table, coefficients), table.sums)
+        tables = table.sums, table.ranges, table.grads, coefficients.outcome, coefficients.coefficients
+        counts = blocks, coefficients.inputs.shape[1], 1 + places.start
+        self._launch("average", (len(table.ranges), places.stop - places.start), 0, *tables, *counts)
 
     def update(self, table: TensorTable, coefficients: CoefficientTable) -> None:
-        """Update the tensors that have a gradient, with the coefficients of their owners."""
-        self._launch("update", (len(table.chunks),), table.elements, *self._updated(table, coefficients))
+        """Update the tensors that have a gradient, with the coefficients in their columns."""
+        self._launch("update", (len(table.blocks),), table.elements, *self._updated(table, coefficients))
 
     def step(self, table: TensorTable, coefficients: CoefficientTable) -> None:
         """Evaluate, then update: in one call where that is faster."""
@@ -442,23 +440,25 @@ class Kernel(abc.ABC):
     def _evaluated(table: CoefficientTable) -> tuple[Tensor | int, ...]:
         """What ``evaluate`` takes."""
         marks = table.gradients.pointers
-        tables = table.owners, marks, table.hypers, table.all_square_sums, table.outcome, table.coefficients
-        return *tables, table.owners.shape[1], len(table.all_square_sums), int(table.leads)
+        tables = table.inputs, marks, table.hypers, table.all_square_sums, table.outcome, table.coefficients
+        return *tables, table.inputs.shape[1], len(table.all_square_sums), int(table.leads)
 
     @staticmethod
     def _updated(table: TensorTable, coefficients: CoefficientTable) -> tuple[Tensor | int, ...]:
-        """What a function takes that works on the chunks of ``table``."""
-        tables = table.tensors, table.grads, table.chunks, coefficients.outcome, coefficients.coefficients
-        return *tables, len(table.grads), coefficients.owners.shape[1]
+        """What a function takes that works on the blocks of ``table``."""
+        tables = table.tensors, table.grads, table.blocks, coefficients.outcome, coefficients.coefficients
+        return *tables, len(table.grads), coefficients.inputs.shape[1]
 
 
-def pieces(numels: Sequence[int], size: int, tensors: npt.ArrayLike | None = None) -> Tensor:
-    """The int64 table (pieces, 2) of all pieces of tensors with ``numels`` elements: the tensor, and which of its pieces.
+def blocks_of(tensors: Sequence[int], numels: Sequence[int], size: int) -> tuple[Tensor, Tensor]:
+    """Cut ``tensors``, given by their numbers, which have ``numels`` elements, into blocks of at most ``size`` elements.
 
-    A piece has ``size`` elements, the last one of a tensor maybe fewer. ``tensors`` are their numbers, by default from 0 on.
+    Returns:
+        Two int64 tables: (blocks, 2), the tensor and which of its blocks; (tensors, 2), the tensor's first block and the one
+        after its last.
     """
     counts = -(-np.array(numels, dtype=np.int64) // size)
+    ends = np.cumsum(counts)
     places = np.repeat(np.arange(len(counts)), counts)
-    which = np.arange(len(places)) - (np.cumsum(counts) - counts)[places]
-    named = places if tensors is None else np.asarray(tensors, dtype=np.int64)[places]
-    return torch.from_numpy(np.stack([named, which], axis=1))
+    blocks = [np.asarray(tensors, dtype=np.int64)[places], np.arange(len(places)) - (ends - counts)[places]]
+    return torch.from_numpy(np.stack(blocks, 1)), torch.from_numpy(np.stack([ends - counts, ends], 1))
