@@ -1,7 +1,7 @@
 """A rule as C++: a kernel evaluates the coefficients of all parameters and updates all tensors in a single call.
 
 The C++ compiler vectorizes what the rule's two functions wrote down. Nothing of torch is included, so a kernel compiles in
-less than a second, and it is kept on disk for the next process.
+less than a second, and it is cached on disk for the next process.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from compiled_optim.lowering.kernels import table as rows
-from compiled_optim.lowering.kernels.program import Accesses, Array, Program, evaluation
+from compiled_optim.lowering.kernels.program import Accesses, Array, Program, evaluation, indented
 from compiled_optim.lowering.kernels.table import CoefficientTable, Kernel, TensorTable
 from compiled_optim.memory.cache import library
 from compiled_optim.plan.compilations import KernelKey
@@ -115,8 +115,7 @@ _INDEPENDENT = "#pragma GCC ivdep"
 
 def source(key: KernelKey) -> str:
     """The C++ text of the kernel for one key; its entry points are those that a kernel launches."""
-    evaluated = evaluation(key, _DIALECT, _ACCESSES)
-    text = WORDS + _EVALUATION.format(**{n: _indented(v) if isinstance(v, list) else v for n, v in evaluated.items()})
+    text = WORDS + _EVALUATION.format(**evaluation(key, _DIALECT, _ACCESSES, "  "))
     if key.rule.granularity != "element":
         return text
     program = Program.of(key, _DIALECT)
@@ -149,7 +148,7 @@ def _store(written: Written, array: Array, value: str) -> _Store:
     kind, made = _STORAGE[array.dtype], next((s for s in written.statements if s.name == value), None)
     if kind == "bfloat16" and made is not None and made.word == "from_upper":
         value, kind = made.reads[0], "bfloat16::of_bits"
-    return _Store(value, f"{array.address}[{_place(array)}] = {kind}({value});", array.grouped)
+    return _Store(value, f"{array.address}[{_index(array)}] = {kind}({value});", array.grouped)
 
 
 def _each_block(program: Program, name: str, written: Written, stores: Sequence[_Store], totals: Sequence[str] = ()) -> str:
@@ -176,9 +175,9 @@ def _each_block(program: Program, name: str, written: Written, stores: Sequence[
         compute=_STORAGE[program.compute],
         numel=rows.NUMEL,
         size=BLOCK,
-        before=_indented([*before, *(f"double {total} = 0;" for total in totals)]),
-        loop=_indented(loop),
-        after=_indented([f"sums[{i} * block_count] = {total};" for i, total in enumerate(totals)]),
+        before=indented([*before, *(f"double {total} = 0;" for total in totals)], "  "),
+        loop=indented(loop, "  "),
+        after=indented([f"sums[{i} * block_count] = {total};" for i, total in enumerate(totals)], "  "),
     )
 
 
@@ -191,13 +190,13 @@ def _pointer(array: Array) -> str:
 
 def _load(array: Array) -> str:
     """What defines an element, or a group's number."""
-    value = f"{array.address}[{_place(array)}]"
-    if array.is_whole:
+    value = f"{array.address}[{_index(array)}]"
+    if array.is_int:
         return f"const uint32_t {array.element} = uint32_t(int32_t({value}));"
     return f"const T {array.element} = {'factor * ' if array.row is None else ''}T({value});"
 
 
-def _place(array: Array) -> str:
+def _index(array: Array) -> str:
     return f"g / {GROUP}" if array.grouped else "i"
 
 
@@ -212,7 +211,7 @@ def _loop_over_groups(
 
     What is late waits for those. The second loop reads what it needs of the first one from the stack.
     """
-    kinds = {INDEX: Kind(whole=True), **{a.element: Kind(a.is_whole) for a in arrays}}
+    kinds = {INDEX: Kind(whole=True), **{a.element: Kind(a.is_int) for a in arrays}}
     kinds |= {s.name: s.kind for s in written.statements}
 
     def is_late(store: _Store) -> bool:
@@ -226,21 +225,21 @@ def _loop_over_groups(
     late = [s for s in of_elements if s not in early]
     known = {*loads, *(s.name for s in early)}
     read_again = [name for s in late for name in s.reads] + [s.expression for s in by_element if is_late(s)]
-    kept = {n: "uint32_t" if kinds.get(n, Kind()).whole else "T" for n in dict.fromkeys(read_again) if n in known}
+    cached = {n: "uint32_t" if kinds.get(n, Kind()).whole else "T" for n in dict.fromkeys(read_again) if n in known}
     first = [
         *loads.values(),
         *(s.text for s in early),
-        *(f"{name}_of[i - g] = {name};" for name in kept),
+        *(f"{name}_of[i - g] = {name};" for name in cached),
         *(f"{s.name}_most = {s.reads[0]} > {s.name}_most ? {s.reads[0]} : {s.name}_most;" for s in largest),
         *(s.text for s in by_element if not is_late(s)),
     ]
-    second = [f"const {kind} {name} = {name}_of[i - g];" for name, kind in kept.items()]
+    second = [f"const {kind} {name} = {name}_of[i - g];" for name, kind in cached.items()]
     second += [*(s.text for s in late), *(s.text for s in by_element if is_late(s))]
     group = [
         "const int64_t end = g + group_size;",
         *(_load(a) for a in arrays if a.grouped),
         *(s.text for s in of_groups if not s.kind.late),
-        *(f"{kind} {name}_of[{GROUP}];" for name, kind in kept.items()),
+        *(f"{kind} {name}_of[{GROUP}];" for name, kind in cached.items()),
         *(f"uint32_t {s.name}_most = 0;" for s in largest),
         *_loop(pragma, "g", "end", first),
         *(f"const uint32_t {s.name} = {s.name}_most;" for s in largest),
@@ -252,9 +251,9 @@ def _loop_over_groups(
         "const auto update_group = [&](const int64_t g, const auto group_size) __attribute__((always_inline)) {",
         *(f"  {line}" for line in group),
         "};",
-        f"const int64_t whole_groups = size / {GROUP} * {GROUP};",
-        f"for (int64_t g = 0; g < whole_groups; g += {GROUP}) update_group(g, Known<{GROUP}>());",
-        "if (whole_groups < size) update_group(whole_groups, size - whole_groups);",
+        f"const int64_t full_groups = size / {GROUP} * {GROUP};",
+        f"for (int64_t g = 0; g < full_groups; g += {GROUP}) update_group(g, Known<{GROUP}>());",
+        "if (full_groups < size) update_group(full_groups, size - full_groups);",
     ]
 
 
@@ -266,10 +265,6 @@ def _needed(statements: Sequence[Statement], names: set[str]) -> list[Statement]
             needed |= {*statement.reads}
             found.append(statement)
     return found[::-1]
-
-
-def _indented(lines: Sequence[str]) -> str:
-    return "\n".join(f"  {line}" for line in lines)
 
 
 _EACH_BLOCK = """

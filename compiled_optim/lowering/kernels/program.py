@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -31,7 +31,12 @@ class Accesses:
     store_coefficient: str
 
 
-def evaluation(key: KernelKey, dialect: Dialect, accesses: Accesses) -> dict[str, Any]:
+def indented(lines: Iterable[str], indent: str) -> str:
+    """The text of ``lines``, each behind ``indent``."""
+    return "\n".join(indent + line for line in lines)
+
+
+def evaluation(key: KernelKey, dialect: Dialect, accesses: Accesses, indent: str) -> dict[str, object]:
     """What happens once for each parameter: what a language's text of ``evaluate`` leaves open, by name.
 
     The statements ``gradient`` read ``square_sum``; their results are the expressions ``factor``, ``norm`` and ``skip``. The
@@ -52,22 +57,18 @@ def evaluation(key: KernelKey, dialect: Dialect, accesses: Accesses) -> dict[str
     reads["step"] = f"{accesses.scalar.format(0)} + 1"
     reads |= {f"scalar{i - 1}": accesses.scalar.format(i) for i in range(1, len(scalars))}
     reads |= {f"hyper{i}": accesses.hyper.format(i) for i in range(hypers)}
+    coefficients = [
+        *(accesses.address.format(i, SCALARS + i) for i in range(len(scalars))),
+        *map(define, reads, reads.values()),
+        *lines,
+        *(accesses.store_scalar.format(i, value) for i, value in enumerate(scalars)),
+        *(accesses.store_coefficient.format(i, value) for i, value in enumerate(numbers, 1)),
+    ]
     return {
-        "gradient": [*map(define, controls, controls.values()), *code.lines],
-        "factor": factor,
-        "norm": norm,
-        "skip": skip,
-        "controls": len(NAMES),
-        "hypers": hypers,
-        "group": GROUP_INDEX,
-        "maximize": MAXIMIZE,
-        "coefficients": [
-            *(accesses.address.format(i, SCALARS + i) for i in range(len(scalars))),
-            *map(define, reads, reads.values()),
-            *lines,
-            *(accesses.store_scalar.format(i, value) for i, value in enumerate(scalars)),
-            *(accesses.store_coefficient.format(i, value) for i, value in enumerate(numbers, 1)),
-        ],
+        "gradient": indented([*map(define, controls, controls.values()), *code.lines], indent),
+        "coefficients": indented(coefficients, indent),
+        **{"factor": factor, "norm": norm, "skip": skip, "controls": len(NAMES), "hypers": hypers},
+        **{"group": GROUP_INDEX, "maximize": MAXIMIZE},
     }
 
 
@@ -91,7 +92,7 @@ class Array:
         return int(getattr(torch, self.dtype).itemsize)
 
     @property
-    def is_whole(self) -> bool:
+    def is_int(self) -> bool:
         """Whether the elements are integers to the rule."""
         return not (self.grouped or getattr(torch, self.dtype).is_floating_point)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from compiled_optim.memory import torch_internals
-from compiled_optim.memory.addresses import EMPTY
+from compiled_optim.memory.addresses import EMPTY, Longs
 from compiled_optim.memory.layout import has_memory, is_lost, is_plain, real_numel
 from compiled_optim.memory.torch_internals import is_capturing
 from compiled_optim.plan.clipping import NAMES, Clipping
@@ -28,12 +28,7 @@ from compiled_optim.state import scalar_names
 
 
 class HyperPointers:
-    """The addresses of a step's clipping and of the hyperparameters of a plan's groups.
-
-    Args:
-        plan: whose groups.
-        clipping: what holds for the whole step.
-        log: where refreshes are counted.
+    """The addresses of a step's clipping and of the hyperparameters of a plan's groups. A ``log`` counts refreshes.
 
     Attributes:
         pointers: int64; see :class:`~compiled_optim.lowering.kernels.table.CoefficientTable`.
@@ -127,12 +122,7 @@ class HyperPointers:
 
 
 class GradientPointers:
-    """The addresses of the gradients of a plan's parameters, or marks that they are there; 0 where there is none.
-
-    Args:
-        count: of parameters.
-        device: theirs.
-        log: where refreshes are counted.
+    """The addresses of the gradients of ``count`` parameters, or marks that they are there; 0 where there is none.
 
     Attributes:
         pointers: (count,) int64: what kernels read, on the device; another tensor in a graph that is being captured.
@@ -221,9 +211,9 @@ def _copy(host: Tensor, out: Tensor) -> None:
     out.copy_(host.pin_memory(), non_blocking=True)
 
 
-def upload(values: Sequence[object] | Tensor, device: torch.device) -> Tensor:
+def upload(values: Any, device: torch.device) -> Tensor:
     """``values`` as int64 on ``device``, without waiting for it."""
-    host = values if isinstance(values, Tensor) else torch.tensor(values, dtype=torch.int64, device="cpu")
+    host = torch.as_tensor(values, dtype=torch.int64, device="cpu")
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
@@ -240,12 +230,6 @@ TENSORS = 32  # parameters whose coefficients one program evaluates
 
 class CoefficientTable:
     """What ``evaluate`` reads and writes; a column is a parameter of the plan.
-
-    Args:
-        plan: the parameters.
-        clipping: what holds for the whole step.
-        hypers: of the plan.
-        log: where refreshes are counted.
 
     Attributes:
         inputs: (rows, parameters) int64; see :data:`GROUP_INDEX` and the rows beside it.
@@ -349,13 +333,13 @@ def _address(grad: Tensor) -> int:
 class KernelTensors:
     """A :class:`TensorTable` of those of a plan's tensors that one kernel updates, measures and reduces.
 
-    They are those at ``positions`` of the plan's ``tensors``. ``expressions`` is the most that a
-    reduction returns. For a DTensor all shards count.
+    They are those at ``positions`` of the plan's ``tensors``. ``expressions`` is the most that a reduction returns.
 
     Attributes:
         reduce_blocks: (blocks, 2) int64, the same of the blocks whose squares are added up.
         square_sums: float64, written: the partial sums of the squares of the gradients.
-        ranges: (tensors, 4) int64: a tensor, its first block, the one after its last, its real elements (at least 1).
+        ranges: (tensors, 4) int64: a tensor, its first block, the one after its last, and its number of real elements: at
+            least 1, and of a DTensor in all shards.
         sums: (expressions, blocks) float64, written: the sums over blocks.
     """
 
@@ -368,11 +352,8 @@ class KernelTensors:
         device, numels = self.tensors.device, [tensors.numels[i] for i in positions]
         self.elements = sum(numels)
         blocks, ranges = blocks_of(positions, numels, kernel.block)
-        counts = torch.tensor([(i, tensors.counts[i]) for i in positions], device="cpu")
-        self.blocks, self.ranges = (
-            upload(blocks, device),
-            upload(torch.cat([counts[:, :1], ranges, counts[:, 1:]], 1), device),
-        )
+        self.blocks = upload(blocks, device)
+        self.ranges = upload(np.column_stack([positions, ranges, [tensors.counts[i] for i in positions]]), device)
         self.reduce_blocks = upload(blocks_of(positions, numels, kernel.reduce_block)[0], device)
         self.sums = torch.empty(expressions, len(self.blocks), dtype=torch.float64, device=device)
         self.square_sum_count = kernel.square_sum_count(len(self.reduce_blocks))
@@ -450,7 +431,7 @@ class Kernel(abc.ABC):
         return *tables, len(table.grads), coefficients.inputs.shape[1]
 
 
-def blocks_of(tensors: Sequence[int], numels: Sequence[int], size: int) -> tuple[Tensor, Tensor]:
+def blocks_of(tensors: Sequence[int], numels: Sequence[int], size: int) -> tuple[Longs, Longs]:
     """Cut ``tensors``, given by their numbers, which have ``numels`` elements, into blocks of at most ``size`` elements.
 
     Returns:
@@ -460,5 +441,5 @@ def blocks_of(tensors: Sequence[int], numels: Sequence[int], size: int) -> tuple
     counts = -(-np.array(numels, dtype=np.int64) // size)
     ends = np.cumsum(counts)
     places = np.repeat(np.arange(len(counts)), counts)
-    blocks = [np.asarray(tensors, dtype=np.int64)[places], np.arange(len(places)) - (ends - counts)[places]]
-    return torch.from_numpy(np.stack(blocks, 1)), torch.from_numpy(np.stack([ends - counts, ends], 1))
+    named = np.asarray(tensors, dtype=np.int64)[places]
+    return np.stack([named, np.arange(len(places)) - (ends - counts)[places]], 1), np.stack([ends - counts, ends], 1)

@@ -10,13 +10,13 @@ import hashlib
 import itertools
 import linecache
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import ModuleType
 from typing import NamedTuple
 
 from torch import Tensor
 
-from compiled_optim.lowering.kernels.program import Accesses, Array, Program, evaluation
+from compiled_optim.lowering.kernels.program import Accesses, Array, Program, evaluation, indented
 from compiled_optim.lowering.kernels.table import COLUMN, NUMEL, TENSORS, Kernel
 from compiled_optim.plan.compilations import KernelKey
 from compiled_optim.rule.bits import GROUP
@@ -147,6 +147,7 @@ def store_shared(pointer, start, left, x, row: tl.constexpr):
 """
 )
 
+_INDENT = "    "
 _DIALECT = Dialect("{} = {}", "{}", "&", "|", calls=(("group_max", "group_max_({}, inside)"),))
 # State of 8 bits is further from exact than a root that is not rounded to nearest.
 _ROUGHER = dataclasses.replace(_DIALECT, calls=(*_DIALECT.calls, ("sqrt", "near_sqrt({})")))
@@ -164,8 +165,7 @@ _ACCESSES = Accesses(
 def source(key: KernelKey) -> str:
     """The text of a module with the kernels for one key."""
     dialect = _ROUGHER if key.rule.grouped_buffers(dict(key.statics)) else _DIALECT
-    evaluated = evaluation(key, dialect, _ACCESSES)
-    text = WORDS + _EVALUATION.format(**{n: _indented(v, 1) if isinstance(v, list) else v for n, v in evaluated.items()})
+    text = WORDS + _EVALUATION.format(**evaluation(key, dialect, _ACCESSES, _INDENT))
     if key.rule.granularity != "element":
         return text
     program = Program.of(key, dialect)
@@ -188,7 +188,7 @@ class _Path(NamedTuple):
         """The statement that defines an element."""
         if array.grouped:
             return f"{array.element} = load_shared({self._of_groups(array)}, {self.size}).to(tl.{compute})"
-        kind = "int32" if array.is_whole else compute
+        kind = "int32" if array.is_int else compute
         return f"{array.element} = tl.load({self._pointer(array)} + at, mask=inside).to(tl.{kind})"
 
     def store(self, array: Array, value: str) -> str:
@@ -219,7 +219,7 @@ def _each_block(program: Program, name: str, written: Written, results: Callable
     def along(path: _Path, level: int) -> str:
         index = [f"{INDEX} = at.to(tl.int32)"] if written.reads_index else []
         loads = [path.load(array, program.compute) for array in program.arrays]
-        return _indented([*index, *loads, "grad = factor * grad", *written.lines, *results(path)], level)
+        return indented([*index, *loads, "grad = factor * grad", *written.lines, *results(path)], _INDENT * level)
 
     rows = ["grads + 0" if a.row is None else f"tensors + {a.row}" for a in program.arrays]
     before = [f"{a.address} = tl.load({row} * count + t)" for a, row in zip(program.arrays, rows, strict=True)]
@@ -232,7 +232,7 @@ def _each_block(program: Program, name: str, written: Written, results: Callable
         numel=NUMEL,
         addresses=" | ".join(array.address for array in elementwise),
         lanes=_lanes(*elementwise),
-        numbers=_indented(before, 2),
+        numbers=indented(before, _INDENT * 2),
         wide=along(wide, 3),
         narrow=along(narrow, 4),
         **{"sums": "", "before": "", "after": "", **around},
@@ -248,9 +248,9 @@ def _means(program: Program, stage: int, written: Written) -> str:
             return [f"sum{i} = tl.sum({value}, axis=0)" for i, value in enumerate(chosen)]
         return [f"lanes{i} += {value}" for i, value in enumerate(chosen)]
 
-    before = _indented([f"lanes{i} = tl.zeros([NARROW], tl.float64)" for i in count], 3)
-    after = _indented([f"sum{i} = tl.sum(lanes{i}, axis=0)" for i in count], 3) + "\n"
-    after += _indented([f"tl.store(sums + {i} * tl.num_programs(0) + block, sum{i})" for i in count], 2)
+    before = indented([f"lanes{i} = tl.zeros([NARROW], tl.float64)" for i in count], _INDENT * 3)
+    after = indented([f"sum{i} = tl.sum(lanes{i}, axis=0)" for i in count], _INDENT * 3) + "\n"
+    after += indented([f"tl.store(sums + {i} * tl.num_programs(0) + block, sum{i})" for i in count], _INDENT * 2)
     return _each_block(program, f"sums{stage}", written, add, sums=", sums", before=before, after=after)
 
 
@@ -266,7 +266,7 @@ def _update(program: Program) -> str:
         reduce_block=reduce_block,
         grad_bytes=grad.size,
         grad_lanes=_lanes(grad),
-        squares=_indented(squares, 3),
+        squares=indented(squares, _INDENT * 3),
     )
     new = program.new_elements()
     return square_sums + _each_block(
@@ -277,10 +277,6 @@ def _update(program: Program) -> str:
 def _lanes(*arrays: Array) -> int:
     """The fewest elements that fill a whole number of 16 bytes in each of ``arrays``."""
     return 16 // min(array.size for array in arrays)
-
-
-def _indented(lines: Sequence[str], level: int) -> str:
-    return "\n".join("    " * level + line for line in lines)
 
 
 _EVALUATION = """
