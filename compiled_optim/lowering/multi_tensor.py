@@ -8,7 +8,7 @@ nothing. A gradient that is absent has the address 0, and its parameter is left 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -33,11 +33,6 @@ BACKENDS: dict[str, Callable[[KernelKey], Kernel]] = {"cpu": cpp.CppKernel, "cud
 """By device type, what makes the kernel of a key."""
 
 _kernels: dict[KernelKey, Kernel] = {}
-
-
-def obtain_kernel(log: CompilationLog, key: KernelKey, names: Sequence[str]) -> Kernel:
-    """The process's kernel of ``key``, for the parameters ``names`` of the optimizer that keeps ``log``."""
-    return log.obtain(_kernels, key, names, BACKENDS[key.device])
 
 
 def current_device(device: torch.device) -> contextlib.AbstractContextManager[None]:
@@ -82,6 +77,10 @@ class Capturable:
     def copy_gradients_for_graph(self) -> None:
         """Copy the prepared gradients to where a captured launch reads them, if no table says where they are."""
 
+    def _obtain_kernel(self, key: KernelKey, positions: Iterable[int]) -> Kernel:
+        """The process's kernel of ``key``, for the parameters at ``positions``."""
+        return self._log.obtain(_kernels, key, [self.plan.members[i].name for i in positions], BACKENDS[key.device])
+
     def _step(self, tables: Sequence[TensorTable]) -> None:
         """Evaluate the coefficients once, and update the tensors of all ``tables``."""
         with self._on_device:
@@ -106,9 +105,7 @@ class MultiTensorLowering(Capturable):
         positions: dict[KernelKey, list[int]] = {}
         for i, (member, grad_dtype) in enumerate(zip(self.plan.members, self.plan.grad_dtypes, strict=True)):
             positions.setdefault(kernel_key(self.plan, member, grad_dtype, MULTI_TENSOR), []).append(i)
-        kernels = [
-            obtain_kernel(self._log, key, [self.plan.members[i].name for i in where]) for key, where in positions.items()
-        ]
+        kernels = [self._obtain_kernel(key, where) for key, where in positions.items()]
         if isinstance(refusal := addresses.reader(), str):
             self._log.fall_back(f"{self.plan.rule.name} looks at its tensors one by one: {refusal}", "a step takes longer")
         self._tensors = PlanTensors(self.plan)
@@ -130,10 +127,10 @@ class MultiTensorLowering(Capturable):
         return sum(table.square_sum_count for table in self.tables)
 
     def connect(self, square_sums: Tensor, all_square_sums: Tensor) -> None:
+        super().connect(square_sums, all_square_sums)
         counts = [table.square_sum_count for table in self.tables]
         for table, sums in zip(self.tables, torch.split(square_sums, counts), strict=True):
             table.square_sums = sums
-        self.table.all_square_sums = all_square_sums
 
     def prepare(self, grads: list[Tensor | None] | None) -> None:
         self.hypers.prepare()
@@ -146,11 +143,11 @@ class MultiTensorLowering(Capturable):
                 table.kernel.measure(table)
 
     def launch(self) -> None:
-        if self._stages:
-            for _ in self.launch_in_stages():
-                raise AssertionError("totals are over all plans")
+        if not self._stages:
+            self._step(self.tables)
             return
-        self._step(self.tables)
+        for _ in self.launch_in_stages():
+            raise AssertionError("totals are over all plans")
 
     def launch_in_stages(self) -> Generator[Tensor, Tensor, None]:
         numbers = self.table.coefficients[1:]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from compiled_optim.lowering.kernels.table import BUFFERS, NUMEL, PARAM, CoefficientTable, Kernel, PlanTensors, upload
-from compiled_optim.lowering.multi_tensor import Capturable, obtain_kernel
+from compiled_optim.lowering.multi_tensor import Capturable
 from compiled_optim.lowering.torch_ops.eager import Recent
 from compiled_optim.lowering.torch_ops.inductor import LISTS, InductorLowering, Vectors
 from compiled_optim.memory.layout import as_real, compute_dtype
@@ -202,11 +202,8 @@ class RowTableLowering(Capturable):
     def compile(self) -> None:
         if self._kernels:
             return
-        members = self.plan.members
-        self._kernels = [
-            obtain_kernel(self._log, kernel_key(self.plan, m, compute_dtype(m.param.dtype), MULTI_TENSOR), [m.name])
-            for m in members
-        ]
+        keys = [kernel_key(self.plan, m, compute_dtype(m.param.dtype), MULTI_TENSOR) for m in self.plan.members]
+        self._kernels = [self._obtain_kernel(key, [i]) for i, key in enumerate(keys)]
         self._tensors = PlanTensors(self.plan).table
         self.table = CoefficientTable(self.plan, self._clipping, self.hypers, self._log)
 

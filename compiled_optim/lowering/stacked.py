@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from compiled_optim.lowering.kernels.table import CoefficientTable, Kernel
-from compiled_optim.lowering.multi_tensor import Capturable, obtain_kernel
+from compiled_optim.lowering.multi_tensor import Capturable
 from compiled_optim.lowering.torch_ops.eager import TorchLowering
 from compiled_optim.lowering.torch_ops.inductor import OPTIONS, fits_indices, say_too_large
 from compiled_optim.memory.layout import compute_dtype, is_plain, plain_copy
@@ -200,7 +200,7 @@ class StackTableLowering(Capturable, StackedLowering):
 
     def compile(self) -> None:
         if self._evaluator is None:  # first, since a compiler that does not work says so at once, unlike Inductor
-            self._evaluator = obtain_kernel(self._log, coefficient_key(self.plan), [m.name for m in self.plan.members])
+            self._evaluator = self._obtain_kernel(coefficient_key(self.plan), range(len(self.plan.members)))
             self.table = CoefficientTable(self.plan, self._clipping, self.hypers, self._log)
         super().compile()
 
