@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from compiled_optim import CompiledOptimizer, CUDAGraphRunner
 from compiled_optim.capture.graph import GRAPHS
-from compiled_optim.lowering.kernels.table import CoefficientTable, MeasuredTable, TensorTable
+from compiled_optim.lowering.kernels.table import CoefficientTable, KernelTensors, TensorTable
 from compiled_optim.lowering.multi_tensor import MultiTensorLowering
 from compiled_optim.optimizer import engine_of
 from perf.competitors import OURS, Competitor, competitor
@@ -240,12 +240,12 @@ def _bytes(tensor: Tensor) -> int:
 class _NoKernel:
     """Stands for a kernel whose run takes no time."""
 
-    chunk = stretch = 1
+    block = reduce_block = 1
 
-    def square_sum_count(self, stretches: int) -> int:
+    def square_sum_count(self, reduce_blocks: int) -> int:
         return 0
 
-    def measure(self, table: MeasuredTable) -> None:
+    def measure(self, table: KernelTensors) -> None:
         """Do nothing."""
 
     def evaluate(self, coefficients: CoefficientTable) -> None:
@@ -283,8 +283,8 @@ def _remove_kernels(optimizer: CompiledOptimizer) -> None:
     for lowering in engine_of(optimizer).step.lowerings:
         if not isinstance(lowering, MultiTensorLowering):
             raise RuntimeError("the overhead benchmark needs the C++ lowering; no compiler was found")
-        for part in lowering.parts:
-            part.kernel = _NoKernel()
+        for table in lowering.tables:
+            table.kernel = _NoKernel()
 
 
 def _turns(entrants: Sequence[T], index: int) -> Iterator[T]:

@@ -1,10 +1,18 @@
-"""Which lowering runs the step of a plan."""
+"""Which lowering runs the step of a plan, and what the optimizer asks of it, whichever it is.
+
+A step is :meth:`~Lowering.compile`, :meth:`~Lowering.prepare`, :meth:`~Lowering.measure` where the norm of all gradients is
+needed, :meth:`~Lowering.launch`, and :meth:`~Lowering.finish`. The device's work is in ``measure`` and ``launch`` alone, and
+a CUDA graph can repeat it.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Generator
+from typing import Protocol
 
-from compiled_optim.lowering.interface import Lowering
+from torch import Tensor
+
 from compiled_optim.lowering.multi_tensor import MultiTensorLowering
 from compiled_optim.lowering.sparse import GatheredRowsLowering, RowTableLowering
 from compiled_optim.lowering.stacked import StackedLowering, StackTableLowering
@@ -18,6 +26,59 @@ from compiled_optim.rule.rule import Rule
 
 LOWERINGS = ("auto", "multi_tensor", "inductor", "eager")  # what users can ask for
 _refused: dict[tuple[str, Rule], str] = {}  # by device type and rule, why its kernels do not compile in this process
+
+
+class Lowering(Protocol):
+    """Runs the step of one plan.
+
+    It is made of the plan, of what holds for the whole step, and of where compilations and fallbacks are recorded.
+    """
+
+    @property
+    def name(self) -> str:
+        """What reports call it."""
+
+    @property
+    def plan(self) -> Plan:
+        """The tensors."""
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether :meth:`compile` has nothing to do."""
+
+    def compile(self) -> None:
+        """Make what does not exist yet: kernels, and the tables they read.
+
+        Raises:
+            RecompileError: that is forbidden here. Nothing is changed then.
+            CompilerError: a kernel does not compile on this machine. Another lowering has to run the plan.
+        """
+
+    @property
+    def square_sum_count(self) -> int:
+        """How many partial sums :meth:`measure` writes."""
+
+    def connect(self, square_sums: Tensor, all_square_sums: Tensor) -> None:
+        """Let :meth:`measure` write to ``square_sums``, a part of ``all_square_sums``: those of all gradients."""
+
+    def prepare(self, grads: list[Tensor | None] | None) -> None:
+        """Note what was assigned and ``grads``, one entry for each of the plan's parameters; None for their own."""
+
+    def measure(self) -> None:
+        """Write the partial sums of the squares of the prepared gradients."""
+
+    def launch(self) -> None:
+        """Update every parameter of the plan that has a prepared gradient."""
+
+    def launch_in_stages(self) -> Generator[Tensor, Tensor, None]:
+        """As :meth:`launch`, of a rule that has totals.
+
+        At each stage that has some it yields their sums over the plan, (totals,), and is sent the sums over everything and
+        what the rule's ``adapt`` makes of them.
+        """
+
+    def finish(self) -> None:
+        """Let go of the gradients."""
 
 
 def refuse(plan: Plan, reason: str) -> None:

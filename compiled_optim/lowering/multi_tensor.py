@@ -8,25 +8,22 @@ nothing. A gradient that is absent has the address 0, and its parameter is left 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from compiled_optim.lowering.interface import Capturable
 from compiled_optim.lowering.kernels import cpp, triton
 from compiled_optim.lowering.kernels.table import (
     CoefficientTable,
-    GradientPointers,
     HyperPointers,
     Kernel,
-    pieces,
-    spans,
+    KernelTensors,
+    PlanTensors,
+    TensorTable,
     upload,
 )
 from compiled_optim.memory import addresses
-from compiled_optim.memory.addresses import EMPTY
-from compiled_optim.memory.layout import has_memory, real_numel
 from compiled_optim.memory.sharding import add_over_shards
 from compiled_optim.plan.clipping import Clipping
 from compiled_optim.plan.compilations import MULTI_TENSOR, CompilationLog, KernelKey, kernel_key
@@ -38,14 +35,58 @@ BACKENDS: dict[str, Callable[[KernelKey], Kernel]] = {"cpu": cpp.CppKernel, "cud
 _kernels: dict[KernelKey, Kernel] = {}
 
 
-def obtain_kernel(log: CompilationLog, key: KernelKey, names: Sequence[str]) -> Kernel:
-    """The process's kernel of ``key``, for the parameters ``names`` of the optimizer that keeps ``log``."""
-    return log.obtain(_kernels, key, names, BACKENDS[key.device])
-
-
 def current_device(device: torch.device) -> contextlib.AbstractContextManager[None]:
     """Makes ``device`` the current one, on which Triton launches whatever the device of the tensors."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+class Capturable:
+    """A lowering whose launch a CUDA graph can hold: its kernels read tables that are brought up to date outside of it.
+
+    Attributes:
+        table: of all parameters of the plan, from :meth:`~compiled_optim.lowering.choice.Lowering.compile` on.
+    """
+
+    table: CoefficientTable
+
+    def __init__(self, plan: Plan, clipping: Clipping, log: CompilationLog) -> None:
+        self.plan = plan
+        self.hypers = HyperPointers(plan, clipping, log)
+        self._clipping = clipping
+        self._log = log
+        self._on_device = current_device(plan.device)
+
+    def connect(self, square_sums: Tensor, all_square_sums: Tensor) -> None:
+        self._square_sum = square_sums
+        self.table.all_square_sums = all_square_sums
+
+    def launch_key(self) -> tuple[object, ...]:
+        """What a graph that holds a launch depends on. This object stands for the memory of its tables."""
+        return (self,)
+
+    @property
+    def is_preallocated(self) -> bool:
+        """Whether :meth:`preallocate` has nothing to do, as far as that can be seen without looking at hyperparameters."""
+        return self.table.gradients.reserved > 0
+
+    def preallocate(self) -> None:
+        """Allocate, after :meth:`compile`, all memory that a launch which may be captured keeps using."""
+        self.hypers.refresh()
+        self.table.gradients.reserve(1)
+
+    def copy_gradients_for_graph(self) -> None:
+        """Copy the prepared gradients to where a captured launch reads them, if no table says where they are."""
+
+    def _obtain_kernel(self, key: KernelKey, positions: Iterable[int]) -> Kernel:
+        """The process's kernel of ``key``, for the parameters at ``positions``."""
+        return self._log.obtain(_kernels, key, [self.plan.members[i].name for i in positions], BACKENDS[key.device])
+
+    def _step(self, tables: Sequence[TensorTable]) -> None:
+        """Evaluate the coefficients once, and update the tensors of all ``tables``."""
+        with self._on_device:
+            tables[0].kernel.step(tables[0], self.table)
+            for table in tables[1:]:
+                table.kernel.update(table, self.table)
 
 
 class MultiTensorLowering(Capturable):
@@ -54,168 +95,77 @@ class MultiTensorLowering(Capturable):
     name = "multi_tensor"
 
     def __init__(self, plan: Plan, clipping: Clipping, log: CompilationLog) -> None:
-        self.plan = plan
-        self._clipping = clipping
-        self._log = log
-        self._hypers = HyperPointers(plan, clipping, log)
+        super().__init__(plan, clipping, log)
         self._stages = plan.rule.stages(plan.statics)
-        self.parts: list[Part] = []
-        self._on_device = current_device(plan.device)
+        self.tables: list[KernelTensors] = []
 
     def compile(self) -> None:
-        if self.parts:
+        if self.tables:
             return
         positions: dict[KernelKey, list[int]] = {}
         for i, (member, grad_dtype) in enumerate(zip(self.plan.members, self.plan.grad_dtypes, strict=True)):
             positions.setdefault(kernel_key(self.plan, member, grad_dtype, MULTI_TENSOR), []).append(i)
-        kernels = [
-            obtain_kernel(self._log, key, [self.plan.members[i].name for i in where]) for key, where in positions.items()
-        ]
+        kernels = [self._obtain_kernel(key, where) for key, where in positions.items()]
         if isinstance(refusal := addresses.reader(), str):
             self._log.fall_back(f"{self.plan.rule.name} looks at its tensors one by one: {refusal}", "a step takes longer")
         self._tensors = PlanTensors(self.plan)
-        self._table = CoefficientTable(self.plan, self._clipping, self._hypers, self._log)
+        self.table = CoefficientTable(self.plan, self._clipping, self.hypers, self._log)
         if self._stages:  # by these, kernels divide
-            self._counts = upload([max(n, 1) for n in self._tensors.whole_numels], self.plan.device).double()
+            self._counts = upload(self._tensors.counts, self.plan.device).double()
         expressions = max((p.sums.stop - p.sums.start for p in self._stages.values()), default=0)
-        self.parts = [
-            Part(kernel, self._tensors, self._table.gradients, where, expressions)
+        self.tables = [
+            KernelTensors(kernel, self._tensors, self.table.gradients, where, expressions)
             for kernel, where in zip(kernels, positions.values(), strict=True)
         ]
 
     @property
     def is_compiled(self) -> bool:
-        return bool(self.parts)
+        return bool(self.tables)
 
     @property
     def square_sum_count(self) -> int:
-        return sum(part.square_sum_count for part in self.parts)
+        return sum(table.square_sum_count for table in self.tables)
 
     def connect(self, square_sums: Tensor, all_square_sums: Tensor) -> None:
-        counts = [part.square_sum_count for part in self.parts]
-        for part, sums in zip(self.parts, torch.split(square_sums, counts), strict=True):
-            part.square_sums = sums
-        self._table.all_square_sums = all_square_sums
+        super().connect(square_sums, all_square_sums)
+        counts = [table.square_sum_count for table in self.tables]
+        for table, sums in zip(self.tables, torch.split(square_sums, counts), strict=True):
+            table.square_sums = sums
 
     def prepare(self, grads: list[Tensor | None] | None) -> None:
-        self._hypers.prepare()
+        self.hypers.prepare()
         apart = self.plan.addresses.unlike or self._tensors.stand_ins
-        self._tensors.prepare(self.plan.gradients(grads) if apart else None, self._table.gradients)
+        self._tensors.prepare(self.plan.gradients(grads) if apart else None, self.table.gradients)
 
     def measure(self) -> None:
         with self._on_device:
-            for part in self.parts:
-                part.kernel.measure(part)
+            for table in self.tables:
+                table.kernel.measure(table)
 
     def launch(self) -> None:
-        if self._stages:
-            for _ in self.launch_in_stages():
-                raise AssertionError("totals are over all plans")
+        if not self._stages:
+            self._step(self.tables)
             return
-        first, *others = self.parts
-        with self._on_device:
-            first.kernel.step(first, self._table)
-            for part in others:
-                part.kernel.update(part, self._table)
+        for _ in self.launch_in_stages():
+            raise AssertionError("totals are over all plans")
 
     def launch_in_stages(self) -> Generator[Tensor, Tensor, None]:
-        numbers = self._table.coefficients[1:]
+        numbers = self.table.coefficients[1:]
         with self._on_device:
-            self.parts[0].kernel.evaluate(self._table)
+            self.tables[0].kernel.evaluate(self.table)
         for stage, places in self._stages.items():
             with self._on_device:
-                for part in self.parts:
-                    part.kernel.average(stage, part, self._table)
+                for table in self.tables:
+                    table.kernel.average(stage, table, self.table)
             if self.plan.sharded:
                 add_over_shards(numbers[places.sums], self.plan.params[0])
             if places.totals.start < places.totals.stop:
-                sums = torch.where(self._table.gradients.pointers != 0, numbers[places.totals] * self._counts, 0.0).sum(1)
+                sums = torch.where(self.table.gradients.pointers != 0, numbers[places.totals] * self._counts, 0.0).sum(1)
                 numbers[places.given] = (yield sums).unsqueeze(1)
         with self._on_device:
-            for part in self.parts:
-                part.kernel.update(part, self._table)
+            for table in self.tables:
+                table.kernel.update(table, self.table)
 
     def finish(self) -> None:
         self._tensors.finish()
         self.plan.finish()
-
-
-class Part:
-    """The tensors of a plan that one kernel updates: a ``MeasuredTable`` of ``kernels.table``.
-
-    They are those at ``positions`` of the plan's ``tensors``. ``expressions`` is the most that a reduction returns.
-    """
-
-    def __init__(
-        self, kernel: Kernel, tensors: PlanTensors, gradients: GradientPointers, positions: Sequence[int], expressions: int
-    ) -> None:
-        self.kernel = kernel
-        self.tensors = tensors.table
-        self._gradients = gradients
-        numels = [tensors.numels[i] for i in positions]
-        self.chunks, self.stretches = (
-            upload(pieces(numels, size, positions), tensors.table.device) for size in (kernel.chunk, kernel.stretch)
-        )
-        self.elements = sum(numels)
-        self.spans = upload(spans(numels, kernel.chunk, positions, tensors.whole_numels), self.chunks.device)
-        self.sums = torch.empty(expressions, len(self.chunks), dtype=torch.float64, device=self.chunks.device)
-        self.square_sum_count = kernel.square_sum_count(len(self.stretches))
-        self.square_sums = torch.empty(0, dtype=torch.float64, device=tensors.table.device)
-
-    @property
-    def grads(self) -> Tensor:
-        return self._gradients.pointers
-
-
-class PlanTensors:
-    """All parameters of a plan and their buffers, in the order of memory in which kernels update them.
-
-    ``table`` has the rows of a :class:`~compiled_optim.lowering.kernels.table.TensorTable`; each tensor is its own owner.
-    """
-
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
-        members = plan.members
-        self._orders = list(map(plan.memory_order, members))
-        self.numels = [real_numel(m.param) for m in members]  # real numbers in each; of a DTensor in this process's part
-        self.whole_numels = [real_numel(m.owner) for m in members]  # the same, of a DTensor in all parts
-        self.table = upload(
-            [
-                [order.target.data_ptr() for order in self._orders],
-                self.numels,
-                list(range(len(members))),
-                *([m.entries[name].data_ptr() for m in members] for name in plan.buffers),
-            ],
-            plan.device,
-        )
-        self._version = -1  # of the plan's addresses that the kernels know
-        self.stand_ins = [i for i, order in enumerate(self._orders) if order.stand_in is not None]  # positions
-        self._grads: Sequence[Tensor | None] = ()
-
-    def prepare(self, grads: Sequence[Tensor | None] | None, pointers: GradientPointers) -> None:
-        """Make the gradients known to the kernels, which read ``pointers``, for one step.
-
-        ``grads`` are all of the plan's where some must be brought into their parameters' order; None where its addresses do.
-        """
-        found = self._plan.addresses
-        if grads is None:
-            pointers.publish(found.gradients if self._version != found.version else None)
-            self._version = found.version
-        else:
-            self._version = -1
-            self._grads = [None if g is None else o.arranged(g) for o, g in zip(self._orders, grads, strict=True)]
-            pointers.publish([0 if g is None else _address(g) for g in self._grads])
-        for i in self.stand_ins:
-            self._orders[i].load()
-
-    def finish(self) -> None:
-        """Copy stand-ins back into their parameters after a step, and let go of the gradients."""
-        for i in self.stand_ins:
-            if self._grads[i] is not None:
-                self._orders[i].store()
-        self._grads = ()
-
-
-def _address(grad: Tensor) -> int:
-    assert has_memory(grad), "a gradient without memory must have been copied or refused"
-    return grad.data_ptr() if grad.numel() else EMPTY

@@ -11,15 +11,14 @@ import itertools
 import math
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from compiled_optim.lowering import multi_tensor
-from compiled_optim.lowering.interface import Capturable
-from compiled_optim.lowering.kernels.table import BUFFERS, NUMEL, PARAM, CoefficientTable, HyperPointers, Kernel, upload
+from compiled_optim.lowering.kernels.table import BUFFERS, NUMEL, PARAM, CoefficientTable, Kernel, PlanTensors, upload
+from compiled_optim.lowering.multi_tensor import Capturable
 from compiled_optim.lowering.torch_ops.eager import Recent
 from compiled_optim.lowering.torch_ops.inductor import LISTS, InductorLowering, Vectors
 from compiled_optim.memory.layout import as_real, compute_dtype
@@ -101,22 +100,17 @@ def entries_of(grad: Tensor, dtype: torch.dtype, *, distinct: bool) -> Entries:
     return Entries(index, add_up(rows, own, values, own.new_empty(math.prod(shape)), sums), sums)
 
 
-def _is_readable(grad: Tensor) -> bool:
-    """Whether the host can look at the indices of a sparse gradient without waiting."""
-    return grad.device.type == "cpu" and not is_fake(grad)
-
-
 class GatheredRows(Vectors):
     """The rows of a member's parameter and buffers that a gradient names, copied out and copied back."""
 
     def __init__(self, plan: Plan, member: Member) -> None:
-        tensors = [member.param.detach(), *(member.entries[name] for name in plan.buffers)]
-        self._whole, self._dim = list(map(as_real, tensors)), member.param.dim()
+        tensors = member.param.detach(), *(member.entries[name] for name in plan.buffers)
+        self._full, self._dim = list(map(as_real, tensors)), member.param.dim()
 
     def read(self, grad: Entries) -> list[Tensor]:
         self._index = grad.index
         one_row = grad.sums.dim() > self._dim  # there are no sparse dimensions
-        self._targets = [t.unsqueeze(0) for t in self._whole] if one_row else self._whole
+        self._targets = [t.unsqueeze(0) for t in self._full] if one_row else self._full
         param, *buffers = (t[grad.index].reshape(-1) for t in self._targets)
         return [param, as_real(grad.sums[grad.elected]).reshape(-1), *buffers]
 
@@ -136,21 +130,20 @@ class GatheredRowsLowering(InductorLowering):
     def __init__(self, plan: Plan, clipping: Clipping, log: CompilationLog, *, compiled: bool) -> None:
         super().__init__(plan, clipping, log, compiled=compiled)
         self.name = "inductor" if compiled else "eager"
-        self._entries: list[Entries | None] = []
 
     def _kind(self, member: Member, grad_dtype: torch.dtype) -> tuple[KernelKey, bool]:
         return kernel_key(self.plan, member, compute_dtype(member.param.dtype), LISTS), True
 
     def prepare(self, grads: list[Tensor | None] | None) -> None:
         super().prepare(grads)
-        self._entries = []
+        self._entries: list[Entries | None] = []
+        is_read = self.plan.device.type == "cpu" and not any(g is not None and is_fake(g) for g in self._grads)
         given = zip(self.plan.members, self._grads, strict=True)
-        self._distinct = [g is not None and _is_readable(g) and has_distinct_rows(g, m.name) for m, g in given]
+        self._distinct = [is_read and g is not None and has_distinct_rows(g, m.name) for m, g in given]
 
     def measure(self) -> None:
         """Write the sum of the squares of the prepared gradients, after the entries of each row have been added up."""
-        self._add_up()
-        sums = [entries.sums for entries in self._entries if entries is not None]
+        sums = [entries.sums for entries in self._added_up() if entries is not None]
         self._square_sum.fill_(square_sum(sums, self.plan.device))
 
     def finish(self) -> None:
@@ -159,30 +152,31 @@ class GatheredRowsLowering(InductorLowering):
 
     def _update(self, coefficients: Tensor) -> None:
         """Update the rows that the gradients name."""
-        self._add_up()
-        named = [entries if entries is not None and entries.sums.numel() else None for entries in self._entries]
+        named = [e if e is not None and e.sums.numel() else None for e in self._added_up()]
         for part in self._parts:
             part.update(named, coefficients)
 
-    def _add_up(self) -> None:
+    def _added_up(self) -> list[Entries | None]:
+        """The entries of the prepared gradients, added up once for each step."""
         if not self._entries:
             given = zip(self.plan.members, self._grads, self._distinct, strict=True)
             self._entries = [
                 None if grad is None else entries_of(grad, compute_dtype(member.param.dtype), distinct=distinct)
                 for member, grad, distinct in given
             ]
+        return self._entries
 
 
 Rows: TypeAlias = Literal["distinct", "repeated", "said to be distinct", "unknown"]
 """What is known of the rows that entries name. In the first two cases the host has looked at them."""
 
-_KEPT_BATCHES = 16  # memory is kept for as many different numbers of entries
+_CACHED_BATCHES = 16  # as many different numbers of entries have their memory cached
 
 
 class RowTableLowering(Capturable):
     """Runs the multi-tensor kernels on rows: the address of a row follows from its number, on the device.
 
-    Coefficients are evaluated for parameters. To the update each entry is a tensor that its parameter owns, and has a
+    Coefficients are evaluated for parameters. To the update each entry is a tensor in the column of its parameter, and has a
     gradient if its row elected it. Parameters are contiguous. Those whose rows share a kernel and a shape are updated
     together, however many they are.
     """
@@ -192,18 +186,14 @@ class RowTableLowering(Capturable):
     square_sum_count = 1
 
     def __init__(self, plan: Plan, clipping: Clipping, log: CompilationLog) -> None:
-        self.plan = plan
-        self._clipping = clipping
-        self._log = log
-        self._hypers = HyperPointers(plan, clipping, log)
+        super().__init__(plan, clipping, log)
         self._kernels: list[Kernel] = []
-        self._batches: Recent[tuple[tuple[int, ...], tuple[int, ...], int], RowBatch] = Recent(_KEPT_BATCHES)
-        self._kinds: Recent[tuple[tuple[int, ...], int], RowKind] = Recent(_KEPT_BATCHES)
+        self._batches: Recent[tuple[tuple[int, ...], tuple[int, ...], int], RowBatch] = Recent(_CACHED_BATCHES)
+        self._kinds: Recent[tuple[tuple[int, ...], int], RowKind] = Recent(_CACHED_BATCHES)
         self._elections = [torch.empty(0, dtype=torch.int64, device=plan.device)]  # a captured graph may use any of them
-        self._parts: list[Part] = []
+        self._prepared: list[Prepared] = []
         self._gathered = self._reads_copies = False
         self._captured: list[object] = []  # read by every replay
-        self._on_device = multi_tensor.current_device(plan.device)
 
     @property
     def is_compiled(self) -> bool:
@@ -212,18 +202,13 @@ class RowTableLowering(Capturable):
     def compile(self) -> None:
         if self._kernels:
             return
-        members = self.plan.members
-        self._kernels = [
-            multi_tensor.obtain_kernel(
-                self._log, kernel_key(self.plan, m, compute_dtype(m.param.dtype), MULTI_TENSOR), [m.name]
-            )
-            for m in members
-        ]
-        self._tensors = multi_tensor.PlanTensors(self.plan).table
-        self._table = CoefficientTable(self.plan, self._clipping, self._hypers, self._log)
+        keys = [kernel_key(self.plan, m, compute_dtype(m.param.dtype), MULTI_TENSOR) for m in self.plan.members]
+        self._kernels = [self._obtain_kernel(key, [i]) for i, key in enumerate(keys)]
+        self._tensors = PlanTensors(self.plan).table
+        self.table = CoefficientTable(self.plan, self._clipping, self.hypers, self._log)
 
     def prepare(self, grads: list[Tensor | None] | None) -> None:
-        self._hypers.prepare()
+        self.hypers.prepare()
         alike: dict[tuple[Any, ...], dict[int, Tensor]] = {}
         given = self.plan.gradients(grads)
         for i, grad in enumerate(given):
@@ -231,8 +216,8 @@ class RowTableLowering(Capturable):
                 shape = grad.shape[grad.sparse_dim() :]
                 alike.setdefault((self._kernels[i], grad.sparse_dim(), grad.dtype, shape), {})[i] = grad
         reads_indices = self.plan.device.type == "cpu" and not is_capturing(self.plan.device)
-        self._parts = []
-        for (kernel, sparse_dims, *_), found in alike.items():
+        self._prepared = []
+        for (_, sparse_dims, *_), found in alike.items():
             positions, counts = tuple(found), tuple(grad._nnz() for grad in found.values())
             batch = self._batches.get((positions, counts, sparse_dims), self._batch_of)
             rows: Rows = "unknown"
@@ -241,50 +226,48 @@ class RowTableLowering(Capturable):
                 rows = "distinct" if all(distinct) else "repeated"
             elif all(grad.is_coalesced() for grad in found.values()):
                 rows = "said to be distinct"
-            self._parts.append(Part(batch, kernel, list(found.values()), rows))
-        needed = max((part.batch.rows for part in self._parts), default=0)
+            self._prepared.append(Prepared(batch, list(found.values()), rows))
+        needed = max((p.batch.kind.rows for p in self._prepared), default=0)
         if len(self._elections[-1]) < needed:
             self._elections.append(self._elections[-1].new_empty(needed))
-        self._table.mark(given)
+        self.table.gradients.mark(given)
         if is_capturing(self.plan.device):
-            self._captured += [part.batch for part in self._parts]
+            self._captured += [p.batch for p in self._prepared]
         self._gathered = self._reads_copies = False
 
     def launch_key(self) -> tuple[object, ...]:
-        return (*super().launch_key(), *((part.batch, part.rows) for part in self._parts))
+        return (*super().launch_key(), *((p.batch, p.rows) for p in self._prepared))
 
     def copy_gradients_for_graph(self) -> None:
-        for part in self._parts:
-            part.batch.copy_entries(part.grads)
+        for prepared in self._prepared:
+            prepared.batch.copy_entries(prepared.grads)
         self._reads_copies = True
 
     def measure(self) -> None:
         self._gather()
-        self._square_sum.fill_(square_sum([part.batch.sums for part in self._parts], self.plan.device))
+        self._square_sum.fill_(square_sum([p.batch.sums for p in self._prepared], self.plan.device))
 
     def launch(self) -> None:
         """Update the rows that the gradients name, and count a step of every parameter that has a gradient."""
         self._gather()
-        with self._on_device:
-            if not self._parts:
-                self._kernels[0].evaluate(self._table)  # writes down what became of the step
-            for part in self._parts[:1]:
-                part.kernel.step(part.batch, self._table)
-            for part in self._parts[1:]:
-                part.kernel.update(part.batch, self._table)
+        if self._prepared:
+            self._step([p.batch for p in self._prepared])
+        else:  # nothing is updated, but what became of the step is written down
+            with self._on_device:
+                self._kernels[0].evaluate(self.table)
 
     def launch_in_stages(self) -> Generator[Tensor, Tensor, None]:
         raise NotImplementedError("totals are of dense gradients")
 
     def finish(self) -> None:
         self.plan.finish()
-        self._parts = []
+        self._prepared = []
 
     def _gather(self) -> None:
         if not self._gathered:
-            for part in self._parts:
-                indices, values = (self._reads_copies and part.batch.copied_entries) or joined(part.grads)
-                part.batch.gather(indices, values, self._elections[-1], part.rows)
+            for batch, grads, rows in self._prepared:
+                indices, values = (self._reads_copies and batch.copied_entries) or joined(grads)
+                batch.gather(indices, values, self._elections[-1], rows)
         self._gathered = True
 
     def _batch_of(self, key: tuple[tuple[int, ...], tuple[int, ...], int]) -> RowBatch:
@@ -295,15 +278,13 @@ class RowTableLowering(Capturable):
                 f"gradients of so many entries ({', '.join(map(str, counts))}); take one step before capturing"
             )
         kind = self._kinds.get((positions, sparse_dims), lambda key: RowKind(self.plan, self._tensors, *key))
-        return RowBatch(self.plan, kind, counts, self._kernels[positions[0]].chunk)
+        return RowBatch(self.plan, kind, counts, self._kernels[positions[0]])
 
 
-@dataclass(frozen=True)
-class Part:
+class Prepared(NamedTuple):
     """The gradients whose rows one kernel updates together."""
 
     batch: RowBatch
-    kernel: Kernel
     grads: list[Tensor]
     rows: Rows
 
@@ -319,24 +300,22 @@ class RowKind:
             common count, the strides of all its sparse dimensions but the last in rows, the sizes of the sparse dimensions,
             and what the table says of the row with number 0.
         row_bytes: (rows of the table, 1) int64: what the table's entries grow by from row to row.
+        rows: how many rows all have together.
     """
 
     def __init__(self, plan: Plan, tensors: Tensor, positions: Sequence[int], sparse_dims: int) -> None:
-        self.positions = tuple(positions)
         members = [plan.members[i] for i in positions]
+        self.names = ", ".join(f"'{m.name}'" for m in members)
         shapes = [m.param.shape[:sparse_dims] for m in members]
         self.dense = members[0].param.shape[sparse_dims:]
         self.dtype = compute_dtype(members[0].param.dtype)
-        width = math.prod(self.dense)
-        firsts = [0, *itertools.accumulate(map(math.prod, shapes))]
-        self.rows = firsts.pop()
-        row_bytes = torch.zeros(len(tensors), 1, dtype=torch.int64, device="cpu")
-        row_bytes[PARAM] = width * members[0].param.element_size()
-        for row, name in enumerate(plan.buffers, BUFFERS):
-            row_bytes[row] = width * members[0].entries[name].element_size()
-        self.row_bytes = upload(row_bytes, plan.device)
+        self.width = math.prod(self.dense)
+        *firsts, self.rows = itertools.accumulate(map(math.prod, shapes), initial=0)
+        sizes = {PARAM: members[0].param.element_size()}
+        sizes |= {row: members[0].entries[name].element_size() for row, name in enumerate(plan.buffers, BUFFERS)}
+        self.row_bytes = upload([[self.width * sizes.get(row, 0)] for row in range(len(tensors))], plan.device)
         columns = tensors.index_select(1, upload(positions, plan.device))
-        columns[NUMEL] = width
+        columns[NUMEL] = self.width
         strides = zip(*[row_strides(shape)[:-1] for shape in shapes], strict=True)
         places = upload([firsts, *strides, *zip(*shapes, strict=True)], plan.device)
         self.facts = torch.cat([places, columns - self.row_bytes * places[0]])
@@ -346,29 +325,27 @@ class RowBatch:
     """A :class:`~compiled_optim.lowering.kernels.table.TensorTable` of the rows of several parameters.
 
     All memory stays where it is, and all that follows from ``counts``, the number of each gradient's entries, is computed
-    once. The kernel updates ``chunk`` elements at a time.
+    once.
     """
 
-    def __init__(self, plan: Plan, kind: RowKind, counts: Sequence[int], chunk: int) -> None:
-        device = plan.device
-        count, width = sum(counts), math.prod(kind.dense)
+    def __init__(self, plan: Plan, kind: RowKind, counts: Sequence[int], kernel: Kernel) -> None:
+        device, count = plan.device, sum(counts)
+        self.kind, self.kernel = kind, kernel
         of_entry = upload(torch.repeat_interleave(torch.tensor(counts, device="cpu")), device)  # which of the parameters
         places, self._base = kind.facts.index_select(1, of_entry).tensor_split([len(kind.facts) - len(kind.row_bytes)])
         sparse_dims = (len(places) + 1) // 2  # a row of firsts stands for none too
         self._first_rows, *self._strides = places[:sparse_dims].unbind()
         self._limits = places[sparse_dims:]
-        self._row_bytes = kind.row_bytes
-        self._names = ", ".join(f"'{plan.members[i].name}'" for i in kind.positions)
-        self.rows = kind.rows
 
         self._own = torch.arange(count, device=device)
         self.copied_entries: tuple[Tensor, Tensor] | None = None
         self.sums = torch.empty(count, *kind.dense, dtype=kind.dtype, device=device)
-        self._sum_addresses = _addresses(self.sums, count)
+        size, start = max(kind.width * self.sums.element_size(), 1), self.sums.data_ptr()
+        self._sum_addresses = torch.arange(start, start + count * size, size, device=device)
         self.grads = torch.empty_like(self._own)
         self.tensors = torch.empty_like(self._base)
-        self.chunks = torch.cartesian_prod(self._own, torch.arange(-(-width // chunk), device=device))
-        self.elements = count * width
+        self.blocks = torch.cartesian_prod(self._own, torch.arange(-(-kind.width // kernel.block), device=device))
+        self.elements = count * kind.width
 
     def copy_entries(self, grads: Sequence[Tensor]) -> None:
         """Copy the entries of ``grads``, one for each parameter, to ``copied_entries``, whose memory stays where it is."""
@@ -385,7 +362,7 @@ class RowBatch:
         """
         if found not in ("distinct", "repeated"):
             inside = (indices >= 0) & (indices < self._limits)
-            assert_on_device(inside.all(), f"an entry of the gradients of {self._names} lies outside of its parameter")
+            assert_on_device(inside.all(), f"an entry of the gradients of {self.kind.names} lies outside of its parameter")
         rows = self._first_rows
         for stride, index in zip([*self._strides, None], indices, strict=False):
             rows = rows + index if stride is None else torch.addcmul(rows, stride, index)
@@ -395,16 +372,9 @@ class RowBatch:
         else:
             elected = add_up(rows, self._own, values, election, self.sums, sorts=found != "said to be distinct")
         torch.mul(self._sum_addresses, elected == self._own, out=self.grads)
-        torch.addcmul(self._base, self._row_bytes, rows, out=self.tensors)
+        torch.addcmul(self._base, self.kind.row_bytes, rows, out=self.tensors)
 
 
 def joined(grads: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """The indices (sparse dimensions, entries) and the values (entries, dense part) of all ``grads``."""
     return torch.cat([grad._indices() for grad in grads], 1), torch.cat([grad._values() for grad in grads])
-
-
-def _addresses(tensor: Tensor, count: int) -> Tensor:
-    """The addresses of ``count`` pieces of equal size, one after the other, that make up ``tensor``."""
-    size = max(tensor.nbytes // max(count, 1), 1)
-    start = tensor.data_ptr()
-    return torch.arange(start, start + count * size, size, device=tensor.device)

@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_optim.lowering.interface import Capturable
-from compiled_optim.lowering.kernels.table import CoefficientTable, HyperPointers, Kernel
-from compiled_optim.lowering.multi_tensor import current_device, obtain_kernel
+from compiled_optim.lowering.kernels.table import CoefficientTable, Kernel
+from compiled_optim.lowering.multi_tensor import Capturable
 from compiled_optim.lowering.torch_ops.eager import TorchLowering
 from compiled_optim.lowering.torch_ops.inductor import OPTIONS, fits_indices, say_too_large
 from compiled_optim.memory.layout import compute_dtype, is_plain, plain_copy
@@ -31,7 +30,7 @@ from compiled_optim.plan.compilations import CompilationLog, KernelKey, coeffici
 from compiled_optim.plan.plan import Plan
 from compiled_optim.rule.rule import number_type
 
-CHUNK = 256  # how many numbers a program adds up in the second stage
+BLOCK = 256  # how many numbers a program adds up in the second stage
 _ALONE = 1 << 13  # the most numbers that one program adds up where their count is known to the compiler
 
 
@@ -67,23 +66,23 @@ def _sum(x: Tensor, dims: Sequence[int]) -> Tensor:
         x = x.sum(-1, keepdim=True)
         del left[-1]
     if left:
-        x = _chunked(x.flatten(left[0], left[-1]), left[0])
+        x = _sum_in_blocks(x.flatten(left[0], left[-1]), left[0])
     return x.reshape(shape)
 
 
-def _chunked(x: Tensor, dim: int) -> Tensor:
+def _sum_in_blocks(x: Tensor, dim: int) -> Tensor:
     """The sum over one dimension of any size.
 
-    Padding would copy everything, so the last chunk reads the last number again and counts it as 0.
+    Padding would copy everything, so the last block reads the last number again and counts it as 0.
     """
     size = x.shape[dim]
     if isinstance(size, int) and size <= _ALONE:
         return x.sum(dim)
-    place = torch.arange((size + CHUNK - 1) // CHUNK * CHUNK, device=x.device)
+    place = torch.arange((size + BLOCK - 1) // BLOCK * BLOCK, device=x.device)
     exists = (place < size).view([-1 if d == dim else 1 for d in range(x.dim())])
     padded = torch.where(exists, x.index_select(dim, place.clamp(max=size - 1)), 0.0)
-    chunks = padded.view(*x.shape[:dim], -1, CHUNK, *x.shape[dim + 1 :])
-    return chunks.sum(dim + 1).sum(dim)
+    blocks = padded.view(*x.shape[:dim], -1, BLOCK, *x.shape[dim + 1 :])
+    return blocks.sum(dim + 1).sum(dim)
 
 
 StackKernel = Callable[[list[Tensor]], Sequence[Tensor]]
@@ -103,7 +102,7 @@ _OPTIONS = {"loop_ordering_after_fusion": False, "assert_indirect_indexing": Fal
 _BYTES = 1 << 27
 """The most bytes in a stack of several tensors, of their widest dtype. A step needs 6 to 8 times as many beside it."""
 
-_KEPT_BYTES = 1 << 27
+_CACHED_BYTES = 1 << 27
 """The most bytes of gradients that stay stacked between :meth:`StackTableLowering.measure` and the update."""
 
 _CPU_ELEMENTS = 1 << 17
@@ -143,17 +142,15 @@ class StackedLowering(TorchLowering):
         return all(stack.kernel is not None for stack in self.stacks)
 
     def compile(self) -> None:
-        for stack in self.stacks:
-            if stack.kernel is None:
-                stack.kernel = self._obtain(stack, [self.plan.members[i].name for i in stack.positions])
-
-    def _obtain(self, stack: Stack, names: Sequence[str]) -> StackKernel:
-        if not self._compiled:
-            return _uncompiled(stack.key)
-        if not fits_indices(self.plan.device, stack.numel):
-            say_too_large(self._log, names[0])
-            return _uncompiled(stack.key)
-        return self._log.obtain_or_fall_back(_kernels, stack.key, names, _make, _uncompiled)
+        for stack in (stack for stack in self.stacks if stack.kernel is None):
+            names = [self.plan.members[i].name for i in stack.positions]
+            if not self._compiled:
+                stack.kernel = _uncompiled(stack.key)
+            elif not fits_indices(self.plan.device, stack.numel):
+                say_too_large(self._log, names[0])
+                stack.kernel = _uncompiled(stack.key)
+            else:
+                stack.kernel = self._log.obtain_or_fall_back(_kernels, stack.key, names, _make, _uncompiled)
 
     def launch(self) -> None:
         columns = self._columns()
@@ -188,14 +185,14 @@ class StackTableLowering(Capturable, StackedLowering):
     """Stacks whose coefficients a kernel of the rule evaluates, so that a CUDA graph can hold the step."""
 
     def __init__(self, plan: Plan, clipping: Clipping, log: CompilationLog) -> None:
-        super().__init__(plan, clipping, log, compiled=True)
-        self._clipping = clipping
-        self._hypers = HyperPointers(plan, clipping, log)
+        StackedLowering.__init__(self, plan, clipping, log, compiled=True)
+        Capturable.__init__(self, plan, clipping, log)
         self._evaluator: Kernel | None = None
-        self._kept: dict[Stack, Tensor] = {}
-        self._measured_whole = self._first_within(_KEPT_BYTES)
+        self._cached: dict[Stack, Tensor] = {}  # gradients, of the first stacks of several tensors that fit
+        several = [stack for stack in self.stacks if len(stack.positions) > 1]
+        ends = itertools.accumulate(stack.numel * stack.key.dtypes[1].itemsize for stack in several)
+        self._caches = {stack for stack, end in zip(several, ends, strict=True) if end <= _CACHED_BYTES}
         self._reads_copies = False
-        self._on_device = current_device(plan.device)
 
     @property
     def is_compiled(self) -> bool:
@@ -203,16 +200,16 @@ class StackTableLowering(Capturable, StackedLowering):
 
     def compile(self) -> None:
         if self._evaluator is None:  # first, since a compiler that does not work says so at once, unlike Inductor
-            self._evaluator = obtain_kernel(self._log, coefficient_key(self.plan), [m.name for m in self.plan.members])
-            self._table = CoefficientTable(self.plan, self._clipping, self._hypers, self._log)
+            self._evaluator = self._obtain_kernel(coefficient_key(self.plan), range(len(self.plan.members)))
+            self.table = CoefficientTable(self.plan, self._clipping, self.hypers, self._log)
         super().compile()
 
     def prepare(self, grads: list[Tensor | None] | None) -> None:
         super().prepare(grads)
-        self._kept = {}
+        self._cached = {}
         self._reads_copies = False
-        self._hypers.prepare()
-        self._table.mark(self._grads)
+        self.hypers.prepare()
+        self.table.gradients.mark(self._grads)
 
     def copy_gradients_for_graph(self) -> None:
         for stack in self.stacks:
@@ -220,40 +217,34 @@ class StackTableLowering(Capturable, StackedLowering):
         self._reads_copies = True
 
     def measure(self) -> None:
-        """Write the sum of the squares of the prepared gradients. What is stacked for that is kept for :meth:`launch`."""
+        """Write the sum of the squares of the prepared gradients. Some of what is stacked is cached for :meth:`launch`."""
         measured = [grads for stack in self.stacks for grads in self._measured(stack)]
         self._square_sum.fill_(sum(map(_square_sum, measured), 0.0))
 
     def _measured(self, stack: Stack) -> Sequence[Tensor]:
         """The prepared gradients of ``stack``, all together or one by one."""
-        if stack in self._measured_whole:
+        if stack in self._caches:
             if (grads := self._stacked_gradients(stack)) is None:
                 return []
-            self._kept[stack] = grads
+            self._cached[stack] = grads
             return [grads]
         if self._reads_copies:
             assert stack.copied_gradients is not None
             return torch.split(stack.copied_gradients, 1)
         return [_stack([grad]) for i in stack.positions if (grad := self._grads[i]) is not None]
 
-    def _first_within(self, limit: int) -> set[Stack]:
-        """The first stacks of several tensors, as many as have gradients of ``limit`` bytes together."""
-        several = [stack for stack in self.stacks if len(stack.positions) > 1]
-        ends = itertools.accumulate(stack.numel * stack.key.dtypes[1].itemsize for stack in several)
-        return {stack for stack, end in zip(several, ends, strict=True) if end <= limit}
-
     def _columns(self) -> Tensor:
         assert self._evaluator is not None
         with self._on_device:
-            self._evaluator.evaluate(self._table)
-        numbers = self._table.coefficients
-        absent = torch.where(self._table.gradients.pointers == 0, 1.0, self._table.outcome[1])
+            self._evaluator.evaluate(self.table)
+        numbers = self.table.coefficients
+        absent = torch.where(self.table.gradients.pointers == 0, 1.0, self.table.outcome[1])
         return torch.cat([numbers[:1], absent.unsqueeze(0), numbers[1:]])
 
     def _stacked_gradients(self, stack: Stack) -> Tensor | None:
         if self._reads_copies:
             return stack.copied_gradients
-        return self._kept.pop(stack, None) if stack in self._kept else super()._stacked_gradients(stack)
+        return self._cached.pop(stack, None) if stack in self._cached else super()._stacked_gradients(stack)
 
 
 class Stack:
@@ -278,12 +269,10 @@ class Stack:
         self._axes = None if axes == tuple(range(len(axes))) else axes
         self._index = torch.tensor(positions, device=plan.device)
         self._dtype = compute_dtype(self._params[0].dtype)
-        self._buffers = []
-        for name in plan.buffers:
-            stacked = _stack([m.entries[name] for m in members])
+        self._buffers = [_stack([m.entries[name] for m in members]) for name in plan.buffers]
+        for name, stacked in zip(plan.buffers, self._buffers, strict=True):
             for member, view in zip(members, stacked.unbind(), strict=True):
                 member.put(name, view)
-            self._buffers.append(stacked)
         self._entries: list[Tensor] = [members[0].state[name] for name in plan.buffers]  # which say how buffers are spread
 
     def gathered(self, grads: Sequence[Tensor | None]) -> Tensor | None:
@@ -296,15 +285,15 @@ class Stack:
     def copy_gradients(self, grads: Sequence[Tensor | None]) -> None:
         """Copy the stack's of all ``grads``, 0 where there is none, to ``copied_gradients``, whose memory stays in place."""
         if self.copied_gradients is None:
-            dtype = getattr(torch, self.key.grad_dtype)
             shape = (len(self.positions), *self._params[0].shape)
-            self.copied_gradients = torch.empty(shape, dtype=dtype, device=self._params[0].device)
-        own = [grads[i] for i in self.positions]
-        if any(grad is None for grad in own):
+            dtype = getattr(torch, self.key.grad_dtype)
+            self.copied_gradients = torch.zeros(shape, dtype=dtype, device=self._params[0].device)
+        pairs = zip(self.copied_gradients.unbind(), (grads[i] for i in self.positions), strict=True)
+        present = [(copy, grad) for copy, grad in pairs if grad is not None]
+        if len(present) < len(self.positions):
             self.copied_gradients.zero_()
-        copies = [copy for copy, grad in zip(self.copied_gradients.unbind(), own, strict=True) if grad is not None]
-        if copies:
-            torch._foreach_copy_(copies, [grad for grad in own if grad is not None])
+        if present:
+            torch._foreach_copy_([copy for copy, _ in present], [grad for _, grad in present])
 
     def step(self, grads: Tensor, coefficients: Tensor) -> None:
         """Update from stacked ``grads``; a tensor stays as it is where the second of its ``coefficients`` is not 0."""
@@ -314,29 +303,28 @@ class Stack:
         columns = coefficients.index_select(1, self._index).to(param.device, self._dtype)
         columns = columns.view(*columns.shape, *[1] * (param.dim() - 1))
         new_param, *new_buffers = self.kernel([param, self._seen(grads, self._owner), *buffers, *columns.unbind()])
-        torch._foreach_copy_(self._params, self._kept(new_param, self._owner).unbind())
+        torch._foreach_copy_(self._params, self._held(new_param, self._owner).unbind())
         if self._buffers:  # apart, since tensors of several dtypes are copied one by one
-            torch._foreach_copy_(self._buffers, list(map(self._kept, new_buffers, self._entries)))
+            torch._foreach_copy_(self._buffers, list(map(self._held, new_buffers, self._entries)))
 
     def _seen(self, stacked: Tensor, like: Tensor) -> Tensor:
         """``stacked`` tensors, spread like ``like``, as an update sees them."""
-        whole = whole_stack(stacked, like)
+        full = whole_stack(stacked, like)
         if self._matrices:
-            return whole
+            return full
         if self._owner.dim() < 2:
-            return whole.view(len(whole), -1)
+            return full.view(len(full), -1)
         if self._axes:
-            whole = whole.permute(0, *(1 + axis for axis in self._axes)).contiguous()
-        batch = math.prod(whole.shape[1:-2])
-        return whole.view(len(whole), batch, *whole.shape[-2:])
+            full = full.permute(0, *(1 + axis for axis in self._axes)).contiguous()
+        return full.view(len(full), math.prod(full.shape[1:-2]), *full.shape[-2:])
 
-    def _kept(self, seen: Tensor, like: Tensor) -> Tensor:
+    def _held(self, seen: Tensor, like: Tensor) -> Tensor:
         """Of new tensors as an update sees them, and spread like ``like``, what this process holds."""
         if self._axes is None:
             return parts_of_stack(seen.view(len(seen), *like.shape), like)
-        whole = seen.view(len(seen), *(like.shape[axis] for axis in self._axes))
+        full = seen.view(len(seen), *(like.shape[axis] for axis in self._axes))
         back = (1 + self._axes.index(axis) for axis in range(like.dim()))
-        return parts_of_stack(whole.permute(0, *back), like)
+        return parts_of_stack(full.permute(0, *back), like)
 
 
 def _stack(tensors: Sequence[Tensor]) -> Tensor:
@@ -354,43 +342,33 @@ def _square_sum(stack: Tensor) -> Tensor:
 
 def _example(key: KernelKey, device: str) -> tuple[list[Tensor], list[list[int]]]:
     """Tensors to compile a kernel of ``key`` with, none the same object, and for each its dimensions of any size."""
-    rule = key.rule
+    rule, statics = key.rule, dict(key.statics)
     kind = key.arrangement.removeprefix("stacks of ")
     examples = _EXAMPLES if key.device in _SEQUENTIAL else _LARGE_EXAMPLES
     count, *shape = examples[kind] if kind in examples else (_COUNT, *map(int, kind.split(" x ")))
-    param, grad = (torch.ones(count, *shape, dtype=dtype, device=device) for dtype in key.dtypes[:2])
-    present = rule.present_buffers(dict(key.statics))
-    fields = [b for b in rule.buffers if b.name in present]
-    buffers = [
-        torch.ones(count, *own, dtype=dtype, device=device)
-        for field, dtype in zip(fields, key.dtypes[2:], strict=True)
-        for own in [shape if field.shape is None else field.shape(torch.Size(shape))]
-    ]
-    dtype = compute_dtype(param.dtype)
-    column = (count, *[1] * len(shape))
-    columns = [
-        torch.ones(column, dtype=dtype, device=device) for _ in range(len(rule.coefficient_names(dict(key.statics))) + 2)
-    ]
-    tensors = [param, grad, *buffers, *columns]
+    fields = [b for b in rule.buffers if b.name in rule.present_buffers(statics)]
+    of_buffers = [shape if field.shape is None else field.shape(torch.Size(shape)) for field in fields]
+    made = list(zip([shape, shape, *of_buffers], key.dtypes, strict=True))
+    column = [1] * len(shape), compute_dtype(key.dtypes[0])
+    made += [column] * (len(rule.coefficient_names(statics)) + 2)
+    tensors = [torch.ones(count, *own, dtype=dtype, device=device) for own, dtype in made]
     of_any_size = slice(0, 1 if rule.granularity == "matrix" else None)
     return tensors, [[d for d in range(t.dim())[of_any_size] if t.shape[d] > 1] for t in tensors]
 
 
 def _make(key: KernelKey) -> StackKernel | str:
-    sequential = key.device in _SEQUENTIAL
+    sequential, example = key.device in _SEQUENTIAL, functools.partial(_example, key)
     staged = None if sequential else decompositions()
-    example = functools.partial(_example, key)
     graph = obtain_graph(_stack_function(key), example, key.device, OPTIONS | _OPTIONS, from_one=True, decompositions=staged)
     if isinstance(graph, str):
         return graph
-    (param, *_), (any_size, *_) = example("meta")
+    made, (any_size, *_) = example("meta")
 
     def run(tensors: list[Tensor]) -> Sequence[Tensor]:
-        return graph.run({param.shape[d]: tensors[0].shape[d] for d in any_size}, tensors)
+        return graph.run({made[0].shape[d]: tensors[0].shape[d] for d in any_size}, tensors)
 
     if not sequential:
-        tensors, _ = example("meta")
-        kinds = [(t.shape[1:], t.dtype) for t in tensors]
+        kinds = [(t.shape[1:], t.dtype) for t in made]
         ones = {kind: torch.ones(1, *kind[0], dtype=kind[1], device=key.device) for kind in set(kinds)}
         run([ones[kind] for kind in kinds])  # loads and tunes what a capture could not
     return run

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+import contextlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from compiled_optim.lowering.interface import Lowering
+from compiled_optim.lowering.choice import Lowering
 from compiled_optim.memory.layout import scalar_dtype
 from compiled_optim.memory.sharding import add_over_shards
 from compiled_optim.plan.clipping import Clipping
@@ -23,33 +24,33 @@ class SquareSums:
     """
 
     def __init__(self, lowerings: Sequence[Lowering]) -> None:
-        self._lowerings = list(lowerings)
+        self._own: list[tuple[Lowering, Tensor]] = []  # each with its partial sums
+        self._of_device: dict[torch.device, tuple[Tensor, Tensor]] = {}  # those of its plans, the numbers of the others
         devices = list(dict.fromkeys(lowering.plan.device for lowering in lowerings))
-        counts = {d: [x.square_sum_count for x in lowerings if x.plan.device == d] for d in devices}
-        self._sums = {d: torch.zeros(sum(counts[d]) + len(devices) - 1, dtype=scalar_dtype(d), device=d) for d in devices}
-        self._parts: list[Tensor] = []
-        pieces = {d: iter(torch.split(self._sums[d][: sum(counts[d])], counts[d])) for d in devices}
-        for lowering in lowerings:
-            part = next(pieces[lowering.plan.device])
-            lowering.connect(part, self._sums[lowering.plan.device])
-            self._parts.append(part)
-        self._local = {d: self._sums[d][: sum(counts[d])] for d in devices}
-        self._foreign = {d: self._sums[d][sum(counts[d]) :] for d in devices}
+        for device in devices:
+            here = [lowering for lowering in lowerings if lowering.plan.device == device]
+            counts, others = [lowering.square_sum_count for lowering in here], len(devices) - 1
+            sums = torch.zeros(sum(counts) + others, dtype=scalar_dtype(device), device=device)
+            *own, foreign = torch.split(sums, [*counts, others])
+            self._of_device[device] = sums[: sum(counts)], foreign
+            self._own += zip(here, own, strict=True)
+            for lowering, square_sums in zip(here, own, strict=True):
+                lowering.connect(square_sums, sums)
 
     def measure(self) -> None:
         """Measure the prepared gradients of all plans."""
-        for lowering, part in zip(self._lowerings, self._parts, strict=True):
+        for lowering, own in self._own:
             if lowering.plan.is_meta:  # what has no numbers adds none
                 continue
             lowering.measure()
             if lowering.plan.sharded:
-                total = part.sum()
+                total = own.sum()
                 add_over_shards(total, lowering.plan.params[0])
-                part.zero_()
-                part[0] = total  # of all processes, in one number
-        if len(self._sums) > 1:
-            sums = {device: local.sum() for device, local in self._local.items()}
-            for device, foreign in self._foreign.items():
+                own.zero_()
+                own[0] = total  # of all processes, in one number
+        if len(self._of_device) > 1:
+            sums = {device: local.sum() for device, (local, _) in self._of_device.items()}
+            for device, (_, foreign) in self._of_device.items():
                 others = (s for d, s in sums.items() if d != device)
                 for entry, other in zip(foreign.unbind(), others, strict=True):
                     entry.copy_(other, non_blocking=True)
@@ -69,16 +70,18 @@ class Totals:
         self._lowerings = list(lowerings)
         self._clipping = clipping
         self._plans = [lowering.plan for lowering in lowerings]
-        self._first = self._plans[0]
-        self._rule = self._first.rule
+        self._rule, self._device = self._plans[0].rule, self._plans[0].device
         names = [[w.totals for w in self._rule.written(plan.statics, PLAIN) if w.totals] for plan in self._plans]
         if any(other != names[0] for other in names):
             choices = ", ".join(s.name for s in self._rule.statics)
             raise ValueError(f"{self._rule.name} sums over all parameters, so its groups must agree in {choices}")
         self._names = names[0]
-        self._adapts = self._rule.adapt is not None
-        if self._rule.shared_scalars:
-            self._share()
+        shared = enumerate(scalar_names(self._rule))
+        self._shared = {name: row for row, name in shared if name in self._rule.shared_scalars}
+        if self._shared:
+            columns = torch.cat([block.to(self._device) for plan in self._plans for block in plan.scalar_blocks], 1)
+            leading = columns.index_select(1, columns[0].argmax().view(1))[:, 0]
+            self._share({name: leading[row] for name, row in self._shared.items()})
 
     def launch(self) -> None:
         """Update every parameter that has a prepared gradient."""
@@ -86,16 +89,18 @@ class Totals:
             launches = [lowering.launch_in_stages() for lowering in self._lowerings]
             sums = [next(launch) for launch in launches]
             for stage, names in enumerate(self._names):
-                total = torch.stack([s.to(self._first.device, non_blocking=True) for s in sums]).sum(0)
-                given = self._adapted(names, total) if stage == 0 and self._adapts else total
+                total = torch.stack([s.to(self._device, non_blocking=True) for s in sums]).sum(0)
+                given = self._adapted(names, total) if stage == 0 and self._rule.adapt is not None else total
                 own = [given.to(plan.device, non_blocking=True) for plan in self._plans]
-                further = [_sent(launch, numbers) for launch, numbers in zip(launches, own, strict=True)]
-                sums = [s for s in further if s is not None]
+                sums = []
+                for launch, numbers in zip(launches, own, strict=True):
+                    with contextlib.suppress(StopIteration):  # after the last stage
+                        sums.append(launch.send(numbers))
 
     def _adapted(self, names: Sequence[str], total: Tensor) -> Tensor:
         """``total``, and behind it what ``adapt`` makes of it for ``update``; the shared scalars take their new values."""
-        plan, scalars = self._first, self._first.scalar_blocks[0][:, 0].unbind()
-        shared = {n: s for n, s in zip(scalar_names(self._rule), scalars, strict=True) if n in self._rule.shared_scalars}
+        plan, block = self._plans[0], self._plans[0].scalar_blocks[0]
+        shared = {name: block[row, 0] for name, row in self._shared.items()}
         values: dict[str, Any] = {**plan.statics, **shared, **dict(zip(names, total.unbind(), strict=True))}
         for h in plan.hypers:
             elements = tuple(t.to(plan.device, total.dtype) for t in plan.groups[0].read_only(h.name))
@@ -104,34 +109,16 @@ class Totals:
         adapted = self._rule.adapt(values).items()
         found = {name: torch.as_tensor(value, dtype=total.dtype, device=plan.device) for name, value in adapted}
         further = [value for name, value in found.items() if name not in shared]
-        goes_on = None if self._clipping.idle else self._clipping.outcome(plan.device)[1] == 0
-        for name, old in shared.items():
-            if name in found:
-                self._write(name, found[name] if goes_on is None else torch.where(goes_on, found[name], old))
+        changed = {name: found[name] for name in shared if name in found}
+        if not self._clipping.idle:
+            goes_on = self._clipping.outcome(plan.device)[1] == 0
+            changed = {name: torch.where(goes_on, new, shared[name]) for name, new in changed.items()}
+        self._share(changed)
         return torch.cat([total, torch.stack(further)]) if further else total
 
-    def _share(self) -> None:
-        """Let all parameters have the scalars of the one that took the most steps."""
-        counts = [block[0].max() for plan in self._plans for block in plan.scalar_blocks]
-        blocks = [block for plan in self._plans for block in plan.scalar_blocks]
-        device = self._first.device
-        leading = torch.stack([count.to(device) for count in counts]).argmax()
-        for row, name in enumerate(scalar_names(self._rule)):
-            if name in self._rule.shared_scalars:
-                last = [block[row].index_select(0, block[0].argmax().view(1))[0] for block in blocks]
-                values = torch.stack([value.to(device) for value in last])
-                self._write(name, values.index_select(0, leading.view(1))[0])
-
-    def _write(self, name: str, value: Tensor) -> None:
-        row = scalar_names(self._rule).index(name)
-        for plan in self._plans:
-            for block in plan.scalar_blocks:
-                block[row].copy_(value, non_blocking=True)
-
-
-def _sent(launch: Generator[Tensor, Tensor, None], numbers: Tensor) -> Tensor | None:
-    """The sums of the next stage of ``launch``; None where it has ended."""
-    try:
-        return launch.send(numbers)
-    except StopIteration:
-        return None
+    def _share(self, values: Mapping[str, Tensor]) -> None:
+        """Write ``values`` of shared scalars to all parameters."""
+        for name, value in values.items():
+            for plan in self._plans:
+                for block in plan.scalar_blocks:
+                    block[self._shared[name]].copy_(value, non_blocking=True)

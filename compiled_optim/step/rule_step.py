@@ -11,7 +11,7 @@ from torch import Tensor
 
 from compiled_optim.groups.live import Live
 from compiled_optim.lowering.choice import LOWERINGS, lower, refuse
-from compiled_optim.lowering.interface import Capturable
+from compiled_optim.lowering.multi_tensor import Capturable
 from compiled_optim.lowering.torch_ops.inductor import InductorLowering, InlinedStep, obstacle
 from compiled_optim.lowering.totals import SquareSums, Totals
 from compiled_optim.memory.cache import CompilerError
@@ -242,7 +242,7 @@ class RuleStep(Step):
         """Let every lowering of the steps that are captured upload at the end of the ``with`` block."""
         with contextlib.ExitStack() as stack:
             for lowering in self._capturable if self._is_compiled else ():  # else no step is captured
-                stack.enter_context(lowering.uploading_later(steps))
+                stack.enter_context(lowering.table.gradients.uploading_later(steps))
             with super().reserve(steps):
                 yield
 
@@ -256,5 +256,5 @@ class RuleStep(Step):
             return None
         Live.send(self.changes)
         for lowering in self._capturable:
-            lowering.upload_hyperparameters()
-        return (self._square_sums, *self.lowerings, *(lowering.copied() for lowering in self._capturable))
+            lowering.hypers.refresh()
+        return (self._square_sums, *self.lowerings, *(lowering.hypers.copied() for lowering in self._capturable))

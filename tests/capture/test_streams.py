@@ -80,10 +80,10 @@ class TestDevice:
     def test_work_on_another_device_than_its_memory(self, device: SimulatedDevice) -> None:
         ours = stepped()
         (lowering,) = engine_of(ours.optimizer).step.lowerings
-        (part,) = lowering.parts
+        (table,) = lowering.tables
 
         def launch() -> None:
-            part.kernel.step(part, lowering._table)
+            table.kernel.step(table, lowering.table)
 
         with device.device(0):
             self.expect(launch, "work on device 0 with memory of device 1")

@@ -62,7 +62,7 @@ def test_alignment_changes_no_bit(interpreted: dict[str, Any]) -> None:
 
 
 def test_what_fills_sixteen_bytes_is_accessed_so(interpreted: dict[str, Any]) -> None:
-    """Sizes of tensors; of 1030 elements, the first 1024 are a chunk."""
+    """Sizes of tensors; of 1030 elements, the first 1024 are a block."""
     assert interpreted["wide"] == {
         "float32": [12, 120, 1030, 2048],
         "float64": [12, 120, 1030, 2048],
@@ -95,13 +95,13 @@ def _kernel(arch: int) -> Any:
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100])
-def test_every_chunk_can_be_accessed_both_ways(arch: int) -> None:
-    """All accesses are masked: those of 16 bytes are for the last chunk of a tensor too, where its size allows it."""
+def test_every_block_can_be_accessed_both_ways(arch: int) -> None:
+    """All accesses are masked: those of 16 bytes are for the last block of a tensor too, where its size allows it."""
     text = _kernel(arch).asm["ptx"]
     accesses = [a for a in ptx.accesses(text) if a.elementwise]
     assert all(a.masked for a in accesses)
     moved = {size: ptx.threads(text) * sum(a.bytes for a in accesses if a.bytes == size) for size in (4, 16)}
-    assert moved == {4: 28 * triton_lowering.PART, 16: 28 * triton_lowering.BLOCK}
+    assert moved == {4: 28 * triton_lowering.NARROW, 16: 28 * triton_lowering.BLOCK}
     assert sum(moved.values()) == ptx.threads(text) * sum(a.bytes for a in accesses)
 
 

@@ -307,7 +307,7 @@ def test_a_bound_on_the_host_is_taken_over_without_a_copy() -> None:
         assert [(o.name, o.waits, o.crosses) for o in steady.operators] == [("fill_", False, False)]
         with mock.patch.dict(torch_internals.CAPTURING, {"cuda": lambda: True}):
             (own,) = engine_of(optimizer).step.lowerings
-            own.upload_hyperparameters()  # as in a runner's capture, which does so outside too
+            own.hypers.refresh()  # as in a runner's capture, which does so outside too
             assert recorder.take().operators == []
             with pytest.raises(RuntimeError, match="max_grad_norm is a tensor on another device; take one step"):
                 optimizer.step()  # captured by hand
@@ -631,6 +631,6 @@ def test_every_elementwise_loop_is_vectorized_on_a_cpu(optimizer: type[co.Compil
         ]
         report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
         lines = text.splitlines()
-        update = lines.index(next(line for line in lines if "static void update_chunk" in line))
+        update = lines.index(next(line for line in lines if "static void update_block" in line))
         loop = 1 + next(i for i in range(update, len(lines)) if "for (int64_t i" in lines[i])
         assert re.search(rf"kernel\.cpp:{loop}:\d+: optimized: loop vectorized", report), lines[loop - 1 : loop + 30]

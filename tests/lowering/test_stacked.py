@@ -470,7 +470,7 @@ def test_batches_and_one_stack_are_alike(
     norms, results = [], []
     for limit in (1 << 27, 2 * 12 * 20 * 8):
         monkeypatch.setattr(stacks, "_BYTES", limit)
-        monkeypatch.setattr(stacks, "_KEPT_BYTES", limit * 3 // 2)
+        monkeypatch.setattr(stacks, "_CACHED_BYTES", limit * 3 // 2)
         generator = torch.Generator().manual_seed(0)
         shapes = [(12, 20), (20, 12)] * 5
         params = [torch.nn.Parameter(torch.randn(s, dtype=torch.float64, generator=generator)) for s in shapes]

@@ -38,19 +38,14 @@ def _compile(rule: Any, statics: dict[str, Any], dtype: str, arch: int) -> dict[
     signature = KernelKey(rule, tuple(statics.items()), "cuda", "multi-tensor", dtype, dtype, buffers)
     module = lowering.load(lowering.source(signature))
     numbers = {"coefficients": "*fp64", "out": "*fp64", "sums": "*fp64", "outcome": "*fp64"}
-    sizes = dict.fromkeys(("count", "owner_count", "stretch_count", "sum_count", "leads", "chunk_count", "first"), "i32")
+    sizes = dict.fromkeys(("count", "columns", "sum_count", "leads", "block_count", "first"), "i32")
     result = {}
     stages = rule.stages(statics)
-    for function, constants in (
-        (module.square_sums, {"BLOCK": lowering.BLOCK}),
-        (module.evaluate, {"TENSORS": lowering.TENSORS, "LANES": lowering.BLOCK}),
-        (module.update, {"BLOCK": lowering.BLOCK, "PART": lowering.PART}),
-        *((getattr(module, f"sums{stage}"), {"BLOCK": lowering.BLOCK, "PART": lowering.PART}) for stage in stages),
-        *([(module.average, {"LANES": lowering.BLOCK})] if stages else []),
-    ):
-        known = {**numbers, **sizes}
-        types = {name: known.get(name, "*i64") for name in function.arg_names if name not in constants}
-        source = ASTSource(function, types | dict.fromkeys(constants, "constexpr"), constexprs=constants, attrs={})
+    of_stages = [*(f"sums{stage}" for stage in stages), "average"] if stages else []
+    for name in ("square_sums", "evaluate", "update", *of_stages):
+        function = getattr(module, name)
+        types = {name: {**numbers, **sizes}.get(name, "*i64") for name in function.arg_names}
+        source = ASTSource(function, types, constexprs={}, attrs={})
         kernel = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": lowering.WARPS})
         ptx = kernel.asm["ptx"]
         command = [get_ptxas(arch).path, "-v", f"--gpu-name=sm_{arch}{'a' * (arch >= 90)}", "-o", os.devnull, "-"]
@@ -79,7 +74,7 @@ def test_compiles_without_spills_and_with_wide_accesses(case: Any, dtype: str, a
     statics = _statics(case)
     kernels = _compile(case.optimizer._rule, statics, dtype, arch)
     per_thread = lowering.BLOCK // (32 * lowering.WARPS)
-    words = per_thread * (4 if dtype == "float32" else 2) // 16  # 16-byte accesses for one tensor's share of a chunk
+    words = per_thread * (4 if dtype == "float32" else 2) // 16  # 16-byte accesses for one tensor's share of a block
     buffers = len(case.optimizer._rule.present_buffers(statics))
     assert kernels["update"]["wide loads"] == words * (2 + buffers)
     assert kernels["update"]["wide stores"] == words * (1 + buffers)

@@ -315,9 +315,9 @@ class TestWithoutMemoryOfTheirOwn:
         for param in params:
             param.grad = Wrapped(torch.ones_like(param))
         optimizer.step()
-        (part,) = engine_of(optimizer).step.lowerings[0].parts
-        assert part.grads.tolist()[1] == EMPTY
-        assert part.grads.tolist()[0] not in (0, EMPTY)
+        (table,) = engine_of(optimizer).step.lowerings[0].tables
+        assert table.grads.tolist()[1] == EMPTY
+        assert table.grads.tolist()[0] not in (0, EMPTY)
 
 
 class TestSharedMemory:

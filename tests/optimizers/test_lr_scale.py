@@ -179,7 +179,7 @@ class TestOnePlan:
             param.grad = torch.ones(3)
         optimizer.step()
         (lowering,) = engine_of(optimizer).step.lowerings
-        assert (len(optimizer.param_groups), len(lowering.plan.members), len(lowering.parts)) == (1, 300, 1)
+        assert (len(optimizer.param_groups), len(lowering.plan.members), len(lowering.tables)) == (1, 300, 1)
         assert all(torch.equal(p, torch.full((3,), 1 - 0.5 * scales[n])) for n, p in params.items())
 
     @pytest.mark.parametrize("lowering", LOWERINGS)

@@ -112,12 +112,12 @@ def huge(elements: int) -> tuple[torch.Tensor, CompiledOptimizer]:
     return param, co.SGD([param], lr=0.5)
 
 
-def end_of_huge(chunks: int) -> tuple[list[float], list[float]]:
-    """Step only the last chunks of a tensor of more than 2**31 elements; its last values, and the expected ones.
+def end_of_huge(blocks: int) -> tuple[list[float], list[float]]:
+    """Step only the last blocks of a tensor of more than 2**31 elements; its last values, and the expected ones.
 
-    The chunks must reach back to element 2**31 or a little less; 100 values before it are 1 and have gradient 0.
+    The blocks must reach back to element 2**31 or a little less; 100 values before it are 1 and have gradient 0.
     """
-    from compiled_optim.lowering.multi_tensor import Part
+    from compiled_optim.lowering.kernels.table import KernelTensors
 
     beyond, before = 1500, 100
     param, optimizer = huge(2**31 + beyond)
@@ -125,17 +125,17 @@ def end_of_huge(chunks: int) -> tuple[list[float], list[float]]:
     with torch.no_grad():
         param[-beyond:], param.grad[-beyond:] = values, slopes
         param[-beyond - before : -beyond], param.grad[-beyond - before : -beyond] = 1, 0
-    make = Part.__init__
+    make = KernelTensors.__init__
 
-    def shortened(part: Part, *args: Any, **kwargs: Any) -> None:
-        make(part, *args, **kwargs)
-        part.chunks = part.chunks[-chunks:].clone()
-        part.elements = beyond
+    def shortened(table: KernelTensors, *args: Any, **kwargs: Any) -> None:
+        make(table, *args, **kwargs)
+        table.blocks = table.blocks[-blocks:].clone()
+        table.elements = beyond
 
-    Part.__init__ = shortened
+    KernelTensors.__init__ = shortened
     try:
         optimizer.step()
     finally:
-        Part.__init__ = make
+        KernelTensors.__init__ = make
     expected = torch.cat([torch.ones(before), values - 0.5 * slopes])
     return param.detach()[-beyond - before :].tolist(), expected.tolist()

@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compiled_optim.capture import graph as graphs
-from compiled_optim.lowering import multi_tensor, stacked
+from compiled_optim.lowering import multi_tensor
 from compiled_optim.lowering.kernels import cpp
 from compiled_optim.lowering.kernels.table import BUFFERS, PARAM, SCALARS, Kernel
 
@@ -235,11 +235,11 @@ class _Kernel:
     def __init__(self, kernel: Kernel, device: SimulatedDevice) -> None:
         self._kernel = kernel
         self._device = device
-        self.chunk, self.stretch = kernel.chunk, kernel.stretch
+        self.block, self.reduce_block = kernel.block, kernel.reduce_block
         self.square_sum_count = kernel.square_sum_count
 
     def measure(self, table: Any) -> None:
-        reads = [table.tensors, table.grads, table.stretches, *filter(None, table.grads.tolist())]
+        reads = [table.tensors, table.grads, table.reduce_blocks, *filter(None, table.grads.tolist())]
         self._run(reads, [table.square_sums])
         self._kernel.measure(table)
 
@@ -249,7 +249,7 @@ class _Kernel:
 
     def average(self, stage: int, table: Any, coefficients: Any) -> None:
         reads, read_too = self._updated(table, coefficients)
-        self._run([*reads, *read_too, table.spans], [table.sums, coefficients.coefficients])
+        self._run([*reads, *read_too, table.ranges], [table.sums, coefficients.coefficients])
         self._kernel.average(stage, table, coefficients)
 
     def update(self, table: Any, coefficients: Any) -> None:
@@ -265,8 +265,8 @@ class _Kernel:
     def _evaluated(table: Any) -> tuple[list[Any], list[Any]]:
         """What ``evaluate`` reads and what it writes."""
         marks = table.gradients.pointers
-        scalars = table.owners[SCALARS:, marks != 0]
-        reads = [table.owners, marks, table.hypers, table.all_square_sums, *filter(None, table.hypers.tolist())]
+        scalars = table.inputs[SCALARS:, marks != 0]
+        reads = [table.inputs, marks, table.hypers, table.all_square_sums, *filter(None, table.hypers.tolist())]
         return reads, [table.coefficients, table.outcome, *scalars.flatten().tolist()]
 
     @staticmethod
@@ -274,7 +274,7 @@ class _Kernel:
         """What ``update`` reads and what it writes."""
         present = table.tensors[:, table.grads != 0]
         written = [*present[PARAM].tolist(), *present[BUFFERS:].flatten().tolist()]
-        reads = [table.tensors, table.grads, table.chunks, coefficients.coefficients, coefficients.outcome]
+        reads = [table.tensors, table.grads, table.blocks, coefficients.coefficients, coefficients.outcome]
         return [*reads, *filter(None, table.grads.tolist())], [*filter(None, written)]
 
     def _run(self, reads: Sequence[Tensor | int], writes: Sequence[Tensor | int]) -> None:
@@ -350,7 +350,6 @@ def simulated_device(patch: Any) -> Iterator[SimulatedDevice]:
         patch.setattr(torch.cuda, name, stand_in)
     patch.setitem(graphs.GRAPHS, "cpu", graphs.CudaGraph)
     patch.setattr(multi_tensor, "current_device", device.device)
-    patch.setattr(stacked, "current_device", device.device)
     patch.setitem(multi_tensor.BACKENDS, "cpu", lambda s: RecordedKernel(_Kernel(cpp.CppKernel(s), device)))
     with device:
         yield device

@@ -30,8 +30,8 @@ from compiled_optim.memory.torch_internals import wraps_others
 from compiled_optim.plan.compilations import KernelKey
 from compiled_optim.step import traced
 
-_COEFFICIENTS = ("owners", "hypers", "coefficients", "all_square_sums", "outcome")
-_TENSORS = ("tensors", "grads", "chunks", "stretches", "square_sums", "spans", "sums")
+_COEFFICIENTS = ("inputs", "hypers", "coefficients", "all_square_sums", "outcome")
+_TENSORS = ("tensors", "grads", "blocks", "reduce_blocks", "square_sums", "ranges", "sums")
 
 
 def _pieces(tree: Any) -> list[Tensor]:
@@ -168,7 +168,7 @@ class RecordedKernel:
 
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel
-        self.chunk, self.stretch = kernel.chunk, kernel.stretch
+        self.block, self.reduce_block = kernel.block, kernel.reduce_block
         self.square_sum_count = kernel.square_sum_count
 
     def measure(self, table: Any) -> None:
@@ -199,7 +199,7 @@ def _baked(graph: SimulatedGraph, table: Any) -> SimpleNamespace:
     """What a launch with ``table`` keeps of it."""
     fields = {name: getattr(table, name) for name in (*_COEFFICIENTS, *_TENSORS) if hasattr(table, name)}
     kept = SimpleNamespace(**{name: graph.where_it_is(tensor) for name, tensor in fields.items()})
-    if hasattr(table, "owners"):
+    if hasattr(table, "inputs"):
         kept.gradients = SimpleNamespace(pointers=graph.where_it_is(table.gradients.pointers))
         kept.leads = table.leads
     else:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
-from compiled_optim.lowering.kernels.table import BUFFERS, FIRST_NUMBER, PARAM
+from compiled_optim.lowering.kernels.table import BUFFERS, FIRST_NUMBER, GROUP_INDEX, MAXIMIZE, PARAM, SCALARS
 from compiled_optim.plan.clipping import NAMES, scaled
 from compiled_optim.plan.compilations import KernelKey
 from compiled_optim.rule.rule import NUMBERS, Written
@@ -18,61 +19,57 @@ class Accesses:
     """How a language reads and writes what ``evaluate`` finds in tables.
 
     ``{}`` stands for the position of a control, scalar, hyperparameter or coefficient, or for a row of the table. Where
-    something is stored, a second ``{}`` stands for its value.
+    something is defined or stored, a second ``{}`` stands for its row or its value.
     """
 
     control: str
     row: str
+    address: str
     scalar: str
     hyper: str
     store_scalar: str
     store_coefficient: str
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """What happens once for each parameter, as statements.
+def indented(lines: Iterable[str], indent: str) -> str:
+    """The text of ``lines``, each behind ``indent``."""
+    return "\n".join(indent + line for line in lines)
 
-    ``gradient`` reads ``square_sum``; its results are the expressions ``factor``, ``norm`` and ``skip``. ``coefficients``
-    read and store all else. A parameter has ``scalars`` of its own, the step count first, and its group ``hypers``.
+
+def evaluation(key: KernelKey, dialect: Dialect, accesses: Accesses, indent: str) -> dict[str, object]:
+    """What happens once for each parameter: what a language's text of ``evaluate`` leaves open, by name.
+
+    The statements ``gradient`` read ``square_sum``; their results are the expressions ``factor``, ``norm`` and ``skip``. The
+    statements ``coefficients`` read and store all else. ``group`` and ``maximize`` are rows, and the ``hypers`` of a group
+    follow the ``controls``.
     """
+    rule, statics, define = key.rule, dict(key.statics), dialect.statement.format
+    code = Code(dialect, "s")
+    controls = {f"control{i}": accesses.control.format(i) for i in range(len(NAMES))}
+    clipping = dict(zip(NAMES, (Symbol(code, name) for name in controls), strict=True))
+    factor, norm, skip = map(code.operand, scaled(Symbol(code, "square_sum"), **clipping))
 
-    gradient: list[str]
-    factor: str
-    norm: str
-    skip: str
-    hypers: int
-    scalars: int
-    coefficients: list[str]
-
-    @classmethod
-    def of(cls, key: KernelKey, dialect: Dialect, accesses: Accesses) -> Evaluation:
-        """The evaluation for ``key``."""
-        rule, statics, define = key.rule, dict(key.statics), dialect.statement.format
-        code = Code(dialect, "s")
-        controls = {f"control{i}": accesses.control.format(i) for i in range(len(NAMES))}
-        clipping = dict(zip(NAMES, (Symbol(code, name) for name in controls), strict=True))
-        factor, norm, skip = map(code.operand, scaled(Symbol(code, "square_sum"), **clipping))
-
-        lines, returned = rule.written_coefficients(statics, dialect)
-        scalars = ["step", *(returned[s.name] for s in rule.scalars)]
-        numbers = [returned[name] for name in rule.coefficient_names(statics)]
-        hypers = sum(h.length for h in rule.present_hypers(statics))
-        reads = {name: accesses.row.format(row) for row, name in enumerate(NUMBERS, FIRST_NUMBER)}
-        reads["step"] = f"{accesses.scalar.format(0)} + 1"
-        reads |= {f"scalar{i - 1}": accesses.scalar.format(i) for i in range(1, len(scalars))}
-        reads |= {f"hyper{i}": accesses.hyper.format(i) for i in range(hypers)}
-        stores = [accesses.store_scalar.format(i, value) for i, value in enumerate(scalars)]
-        stores += [accesses.store_coefficient.format(i, value) for i, value in enumerate(numbers, 1)]
-        return cls(
-            gradient=[*map(define, controls, controls.values()), *code.lines],
-            factor=factor,
-            norm=norm,
-            skip=skip,
-            hypers=hypers,
-            scalars=len(scalars),
-            coefficients=[*map(define, reads, reads.values()), *lines, *stores],
-        )
+    lines, returned = rule.written_coefficients(statics, dialect)
+    scalars = ["step", *(returned[s.name] for s in rule.scalars)]
+    numbers = [returned[name] for name in rule.coefficient_names(statics)]
+    hypers = sum(h.length for h in rule.present_hypers(statics))
+    reads = {name: accesses.row.format(row) for row, name in enumerate(NUMBERS, FIRST_NUMBER)}
+    reads["step"] = f"{accesses.scalar.format(0)} + 1"
+    reads |= {f"scalar{i - 1}": accesses.scalar.format(i) for i in range(1, len(scalars))}
+    reads |= {f"hyper{i}": accesses.hyper.format(i) for i in range(hypers)}
+    coefficients = [
+        *(accesses.address.format(i, SCALARS + i) for i in range(len(scalars))),
+        *map(define, reads, reads.values()),
+        *lines,
+        *(accesses.store_scalar.format(i, value) for i, value in enumerate(scalars)),
+        *(accesses.store_coefficient.format(i, value) for i, value in enumerate(numbers, 1)),
+    ]
+    return {
+        "gradient": indented([*map(define, controls, controls.values()), *code.lines], indent),
+        "coefficients": indented(coefficients, indent),
+        **{"factor": factor, "norm": norm, "skip": skip, "controls": len(NAMES), "hypers": hypers},
+        **{"group": GROUP_INDEX, "maximize": MAXIMIZE},
+    }
 
 
 @dataclass(frozen=True)
@@ -95,39 +92,35 @@ class Array:
         return int(getattr(torch, self.dtype).itemsize)
 
     @property
-    def is_whole(self) -> bool:
+    def is_int(self) -> bool:
         """Whether the elements are integers to the rule."""
         return not (self.grouped or getattr(torch, self.dtype).is_floating_point)
 
 
 @dataclass(frozen=True)
 class Program:
-    """What a kernel does: ``means`` by their stage, and an ``update`` where the rule is elementwise.
+    """What a kernel does to elements: ``means`` by their stage, and an ``update``.
 
     ``arrays`` are parameter, gradient and buffers. ``compute`` names the dtype in which they are updated.
     """
 
-    evaluation: Evaluation
     arrays: list[Array]
     compute: str
     means: dict[int, Written]
-    update: Written | None
+    update: Written
 
     @classmethod
-    def of(cls, key: KernelKey, dialect: Dialect, accesses: Accesses) -> Program:
-        """The program for ``key`` in a language."""
+    def of(cls, key: KernelKey, dialect: Dialect) -> Program:
+        """The program for ``key``, of an elementwise rule, in a language."""
         rule, statics = key.rule, dict(key.statics)
-        evaluation = Evaluation.of(key, dialect, accesses)
-        if rule.granularity != "element":
-            return cls(evaluation, [], "", {}, None)
         arrays = [Array(key.param_dtype, "params", "param", PARAM), Array(key.grad_dtype, "grad_values", "grad", None)]
         for i, (name, dtype) in enumerate(zip(rule.present_buffers(statics), key.buffer_dtypes, strict=True)):
             grouped = name in rule.grouped_buffers(statics)
             arrays.append(Array(dtype, f"buffers{i}", f"buffer{i}", BUFFERS + i, grouped))
         compute = "float64" if key.param_dtype == "float64" else "float32"
         *means, update = rule.written(statics, dialect)
-        return cls(evaluation, arrays, compute, {i: stage for i, stage in enumerate(means) if stage.results}, update)
+        return cls(arrays, compute, {i: stage for i, stage in enumerate(means) if stage.results}, update)
 
-    def new_elements(self, update: Written) -> list[tuple[Array, str]]:
-        """The arrays that ``update`` writes, each with the expression of its new element."""
-        return list(zip([a for a in self.arrays if a.row is not None], update.results.values(), strict=True))
+    def new_elements(self) -> list[tuple[Array, str]]:
+        """The arrays that are updated, each with the expression of its new element."""
+        return list(zip([a for a in self.arrays if a.row is not None], self.update.results.values(), strict=True))

@@ -1,15 +1,15 @@
 """What kernels read and write: tables in the memory of their device.
 
 ``evaluate`` works on one :class:`CoefficientTable` for all parameters of a plan, whatever their dtypes. ``measure`` and
-``update`` work on a :class:`TensorTable` for each kernel. A tensor there names its owner: the parameter whose
-coefficients hold for it.
+``update`` work on a :class:`TensorTable` for each kernel. A tensor there names its column of coefficients.
 """
 
 from __future__ import annotations
 
+import abc
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,22 +17,18 @@ import torch
 from torch import Tensor
 
 from compiled_optim.memory import torch_internals
-from compiled_optim.memory.layout import has_memory, is_lost, is_plain
+from compiled_optim.memory.addresses import EMPTY, Longs
+from compiled_optim.memory.layout import has_memory, is_lost, is_plain, real_numel
 from compiled_optim.memory.torch_internals import is_capturing
 from compiled_optim.plan.clipping import NAMES, Clipping
-from compiled_optim.plan.compilations import CompilationLog
+from compiled_optim.plan.compilations import CompilationLog, KernelKey
 from compiled_optim.plan.plan import Plan
 from compiled_optim.rule.rule import NUMBERS
 from compiled_optim.state import scalar_names
 
 
 class HyperPointers:
-    """The addresses of a step's clipping and of the hyperparameters of a plan's groups.
-
-    Args:
-        plan: whose groups.
-        clipping: what holds for the whole step.
-        log: where refreshes are counted.
+    """The addresses of a step's clipping and of the hyperparameters of a plan's groups. A ``log`` counts refreshes.
 
     Attributes:
         pointers: int64; see :class:`~compiled_optim.lowering.kernels.table.CoefficientTable`.
@@ -40,13 +36,11 @@ class HyperPointers:
     """
 
     def __init__(self, plan: Plan, clipping: Clipping, log: CompilationLog) -> None:
-        self._log = log
+        self._plan = plan
         self._clipping = clipping
-        self._groups = plan.groups
-        self._names = [h.name for h in plan.hypers]
+        self._log = log
         self._device = plan.device
-        self.is_behind = False
-        self._in_groups = self._look()
+        self.is_behind = True
         self._tensors = self._read()  # held, so that no other tensor takes their addresses
         self._check(self._tensors)
         self.pointers = upload([0] * len(self._tensors), self._device)
@@ -78,16 +72,15 @@ class HyperPointers:
 
     def refresh(self) -> None:
         """Do what :meth:`prepare` does but for copies on the device, which a graph holds."""
-        if self.is_behind:
-            self._in_groups = self._look()
-            self.is_behind = False
         tensors = self._read()
         if not self._clipping.idle and any(map(torch_internals.is_fake, tensors[: len(NAMES)])):
             self._check(tensors)
         addresses = [t.data_ptr() or -id(t) for t in tensors]
         if addresses != self._addresses:
             self._check(tensors)
-            read = [t if self._readable(t) else own for t, own in zip(tensors, self._slots, strict=True)]
+            there = self._device, torch.float64
+            pairs = zip(tensors, self._slots, strict=True)
+            read = [t if (t.device, t.dtype) == there and is_plain(t) else own for t, own in pairs]
             pointers = [t.data_ptr() for t in read]
             if pointers != self._written:
                 if is_capturing(self._device):
@@ -96,7 +89,11 @@ class HyperPointers:
                         "take one step before capturing, or write into the hyperparameter with fill_"
                     )
                 self._addresses = self._written = []  # known to the kernels at the end, whatever interrupts it
-                self._write(pointers)
+                self._log.table_refreshes += 1
+                if self._device.type == "cpu":
+                    self.pointers.numpy()[:] = pointers
+                else:
+                    _copy(torch.tensor(pointers, dtype=torch.int64), self.pointers)
             self._copies = [(own, t.detach()) for own, t in zip(read, tensors, strict=True) if own is not t]
             self._tensors = tensors
             self._written = pointers
@@ -110,37 +107,22 @@ class HyperPointers:
         return [tensor.data_ptr() for _, tensor in self._copies]
 
     def _read(self) -> list[Tensor]:
+        if self.is_behind:
+            self._in_groups = [t for g in self._plan.groups for h in self._plan.hypers for t in g.read_only(h.name)]
+            self.is_behind = False
         return self._clipping.tensors(self._device) + self._in_groups
-
-    def _look(self) -> list[Tensor]:
-        return [t for group in self._groups for name in self._names for t in group.read_only(name)]
 
     def _check(self, tensors: Sequence[Tensor]) -> None:
         """Raise ``ValueError`` where a tensor of :meth:`_read` has no number."""
         for index, tensor in enumerate(tensors):
             if not has_memory(tensor) and (torch_internals.is_fake(tensor) or tensor.is_meta or is_lost(tensor)):
-                owners = [(g.label, name) for g in self._groups for name in self._names for _ in g.read_only(name)]
-                name = [*NAMES, *(f"{label}[{name!r}]" for label, name in owners)][index]
+                elements = [(g, h.name) for g in self._plan.groups for h in self._plan.hypers for _ in range(h.length)]
+                name = [*NAMES, *(f"{group.label}[{name!r}]" for group, name in elements)][index]
                 raise ValueError(f"{name} is a tensor without memory, or its storage was freed; it has no value")
-
-    def _readable(self, tensor: Tensor) -> bool:
-        return tensor.dtype == torch.float64 and tensor.device == self._device and is_plain(tensor)
-
-    def _write(self, values: Sequence[int]) -> None:
-        self._log.table_refreshes += 1
-        if self._device.type == "cpu":
-            self.pointers.numpy()[:] = values
-        else:
-            self.pointers.copy_(torch.tensor(values, dtype=torch.int64).pin_memory(), non_blocking=True)
 
 
 class GradientPointers:
-    """The addresses of the gradients of a plan's parameters, or marks that they are there; 0 where there is none.
-
-    Args:
-        count: of parameters.
-        device: theirs.
-        log: where refreshes are counted.
+    """The addresses of the gradients of ``count`` parameters, or marks that they are there; 0 where there is none.
 
     Attributes:
         pointers: (count,) int64: what kernels read, on the device; another tensor in a graph that is being captured.
@@ -170,12 +152,13 @@ class GradientPointers:
             self._log.table_refreshes += 1
             self.pointers = self._own
             if self._device.type != "cpu":
-                self.pointers.copy_(torch.from_numpy(self._host).pin_memory(), non_blocking=True)
+                _copy(torch.from_numpy(self._host), self.pointers)
             self.reserve(1)
             self._is_known = True
 
-    def publish_marks(self, marks: Sequence[bool]) -> None:
-        """Make ``marks`` known to the kernels, in place of addresses that none of them reads."""
+    def mark(self, grads: Sequence[Tensor | None]) -> None:
+        """Make known to the kernels which of ``grads`` are there, where none of them reads their addresses here."""
+        marks = [grad is not None for grad in grads]
         self.publish(None if (self._host == marks).all() else marks)
 
     @contextlib.contextmanager
@@ -202,7 +185,8 @@ class GradientPointers:
     def reserve(self, steps: int) -> None:
         """Let :attr:`reserved` be at least ``steps``."""
         while len(self._spares) < steps:
-            self._spares.append((torch.empty_like(self._own), self._host_memory()))
+            host = torch.empty_like(self._own, device="cpu")
+            self._spares.append((torch.empty_like(self._own), host.pin_memory() if self._own.is_cuda else host))
 
     def _capture(self) -> None:
         """Give the step that is being captured memory that no other step uses.
@@ -221,14 +205,15 @@ class GradientPointers:
             self._later.append((self.pointers, host))
         self._captured.append((self.pointers, host))
 
-    def _host_memory(self) -> Tensor:
-        memory = torch.empty_like(self._own, device="cpu")
-        return memory.pin_memory() if self._device.type == "cuda" else memory
+
+def _copy(host: Tensor, out: Tensor) -> None:
+    """Copy ``host`` to ``out`` on an accelerator, without waiting for that."""
+    out.copy_(host.pin_memory(), non_blocking=True)
 
 
-def upload(values: Sequence[object] | Tensor, device: torch.device) -> Tensor:
+def upload(values: Any, device: torch.device) -> Tensor:
     """``values`` as int64 on ``device``, without waiting for it."""
-    host = values if isinstance(values, Tensor) else torch.tensor(values, dtype=torch.int64, device="cpu")
+    host = torch.as_tensor(values, dtype=torch.int64, device="cpu")
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
@@ -237,21 +222,17 @@ SCALARS = FIRST_NUMBER + len(NUMBERS)
 """Rows of a :class:`CoefficientTable`: the index of the group, whether to maximize, the parameter's :data:`NUMBERS` (bits of
 a float64), and the addresses of the step count and of the rule's scalars."""
 
-PARAM, NUMEL, OWNER, BUFFERS = range(4)
-"""Rows of a :class:`TensorTable`: the address, the number of real elements, the owner, and the addresses of the buffers."""
+PARAM, NUMEL, COLUMN, BUFFERS = range(4)
+"""Rows of a :class:`TensorTable`: address, number of real elements, column of coefficients, and addresses of buffers."""
+
+TENSORS = 32  # parameters whose coefficients one program evaluates
 
 
 class CoefficientTable:
     """What ``evaluate`` reads and writes; a column is a parameter of the plan.
 
-    Args:
-        plan: the parameters.
-        clipping: what holds for the whole step.
-        hypers: of the plan.
-        log: where refreshes are counted.
-
     Attributes:
-        owners: (rows, parameters) int64; see :data:`GROUP_INDEX` and the rows beside it.
+        inputs: (rows, parameters) int64; see :data:`GROUP_INDEX` and the rows beside it.
         hypers: (clipping + groups * hyperparameters,) int64, addresses of float64 numbers: first the step's clipping, as in
             :data:`compiled_optim.plan.clipping.NAMES`, then those of each group.
         gradients: not 0 for the parameters that take part in the step.
@@ -264,7 +245,7 @@ class CoefficientTable:
 
     def __init__(self, plan: Plan, clipping: Clipping, hypers: HyperPointers, log: CompilationLog) -> None:
         members = plan.members
-        self.owners = upload(
+        self.inputs = upload(
             [
                 plan.group_index,
                 plan.maximizes,
@@ -281,87 +262,184 @@ class CoefficientTable:
         self.outcome = clipping.outcome(plan.device)
         self.leads = plan.is_first
 
-    def mark(self, grads: Sequence[Tensor | None]) -> None:
-        """Let those take part that have a gradient, where no kernel reads the gradients' addresses here."""
-        self.gradients.publish_marks([grad is not None for grad in grads])
-
 
 class TensorTable(Protocol):
-    """The tensors that one kernel updates, each of them in chunks."""
+    """The tensors that one kernel updates, each of them in blocks."""
 
+    kernel: Kernel
     tensors: Tensor  # (rows, tensors) int64; see PARAM and the rows beside it
-    chunks: Tensor  # (chunks, 2) int64, the tensor and which of its chunks
-    elements: int  # real numbers in all tensors of the chunks
+    blocks: Tensor  # (blocks, 2) int64, the tensor and which of its blocks
+    elements: int  # real numbers in all tensors of the blocks
 
     @property
     def grads(self) -> Tensor:
         """(tensors,) int64, the addresses of the gradients; 0 leaves a tensor as it is."""
 
 
-class MeasuredTable(TensorTable, Protocol):
-    """Tensors whose gradients a kernel measures too, in stretches, and whose means it takes; each is its own owner.
+class PlanTensors:
+    """All parameters of a plan and their buffers, in the order of memory in which kernels update them.
 
-    A span is a tensor, its first chunk, the one after its last, and its number of real elements, at least 1. For a DTensor
-    all shards count.
+    ``table`` has the rows of a :class:`TensorTable`; each tensor has a column of its own.
     """
 
-    stretches: Tensor  # (stretches, 2) int64, the tensor and which of its stretches
-    square_sums: Tensor  # float64, written: the partial sums of the squares of the gradients
-    spans: Tensor  # (tensors, 4) int64
-    sums: Tensor  # (expressions, chunks) float64, written: the sums over chunks
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        members = plan.members
+        self._orders = list(map(plan.memory_order, members))
+        self.numels = [real_numel(m.param) for m in members]  # real numbers in each; of a DTensor in this process's part
+        self.counts = [max(real_numel(m.owner), 1) for m in members]  # the same, of a DTensor in all parts; at least 1
+        self.table = upload(
+            [
+                [order.target.data_ptr() for order in self._orders],
+                self.numels,
+                list(range(len(members))),
+                *([m.entries[name].data_ptr() for m in members] for name in plan.buffers),
+            ],
+            plan.device,
+        )
+        self._version = -1  # of the plan's addresses that the kernels know
+        self.stand_ins = [i for i, order in enumerate(self._orders) if order.stand_in is not None]  # positions
+        self._grads: Sequence[Tensor | None] = ()
+
+    def prepare(self, grads: Sequence[Tensor | None] | None, pointers: GradientPointers) -> None:
+        """Make the gradients known to the kernels, which read ``pointers``, for one step.
+
+        ``grads`` are all of the plan's where some must be brought into their parameters' order; None where its addresses do.
+        """
+        found = self._plan.addresses
+        if grads is None:
+            pointers.publish(found.gradients if self._version != found.version else None)
+            self._version = found.version
+        else:
+            self._version = -1
+            self._grads = [None if g is None else o.arranged(g) for o, g in zip(self._orders, grads, strict=True)]
+            pointers.publish([0 if g is None else _address(g) for g in self._grads])
+        for i in self.stand_ins:
+            self._orders[i].load()
+
+    def finish(self) -> None:
+        """Copy stand-ins back into their parameters after a step, and let go of the gradients."""
+        for i in self.stand_ins:
+            if self._grads[i] is not None:
+                self._orders[i].store()
+        self._grads = ()
 
 
-class Kernel(Protocol):
-    """A rule's compiled functions. A rule that is not elementwise has ``evaluate`` only."""
+def _address(grad: Tensor) -> int:
+    assert has_memory(grad), "a gradient without memory must have been copied or refused"
+    return grad.data_ptr() if grad.numel() else EMPTY
+
+
+class KernelTensors:
+    """A :class:`TensorTable` of those of a plan's tensors that one kernel updates, measures and reduces.
+
+    They are those at ``positions`` of the plan's ``tensors``. ``expressions`` is the most that a reduction returns.
+
+    Attributes:
+        reduce_blocks: (blocks, 2) int64, the same of the blocks whose squares are added up.
+        square_sums: float64, written: the partial sums of the squares of the gradients.
+        ranges: (tensors, 4) int64: a tensor, its first block, the one after its last, and its number of real elements: at
+            least 1, and of a DTensor in all shards.
+        sums: (expressions, blocks) float64, written: the sums over blocks.
+    """
+
+    def __init__(
+        self, kernel: Kernel, tensors: PlanTensors, gradients: GradientPointers, positions: Sequence[int], expressions: int
+    ) -> None:
+        self.kernel = kernel
+        self.tensors = tensors.table
+        self._gradients = gradients
+        device, numels = self.tensors.device, [tensors.numels[i] for i in positions]
+        self.elements = sum(numels)
+        blocks, ranges = blocks_of(positions, numels, kernel.block)
+        self.blocks = upload(blocks, device)
+        self.ranges = upload(np.column_stack([positions, ranges, [tensors.counts[i] for i in positions]]), device)
+        self.reduce_blocks = upload(blocks_of(positions, numels, kernel.reduce_block)[0], device)
+        self.sums = torch.empty(expressions, len(self.blocks), dtype=torch.float64, device=device)
+        self.square_sum_count = kernel.square_sum_count(len(self.reduce_blocks))
+        self.square_sums = torch.empty(0, dtype=torch.float64, device=device)
 
     @property
-    def chunk(self) -> int:
-        """Elements that it updates at a time."""
+    def grads(self) -> Tensor:
+        return self._gradients.pointers
 
-    @property
-    def stretch(self) -> int:
-        """Elements that it measures at a time."""
 
-    def square_sum_count(self, stretches: int) -> int:
-        """How many partial sums :meth:`measure` writes for so many stretches."""
+class Kernel(abc.ABC):
+    """A rule's compiled functions, the same in every language. A rule that is not elementwise has ``evaluate`` only.
 
-    def measure(self, table: MeasuredTable) -> None:
+    Attributes:
+        block: elements that it updates at a time.
+        reduce_block: elements that it measures at a time.
+    """
+
+    block: int
+    reduce_block: int
+
+    def __init__(self, key: KernelKey) -> None:
+        self._stages = key.rule.stages(dict(key.statics))
+
+    @abc.abstractmethod
+    def square_sum_count(self, reduce_blocks: int) -> int:
+        """How many partial sums :meth:`measure` writes of so many blocks."""
+
+    @abc.abstractmethod
+    def _launch(self, name: str, programs: tuple[int, ...], elements: int, *arguments: Tensor | int) -> None:
+        """Run the function ``name`` in so many ``programs``, for so many ``elements`` together."""
+
+    def measure(self, table: KernelTensors) -> None:
         """Write the partial sums of the squares of the gradients."""
+        tables = table.tensors, table.grads, table.reduce_blocks, table.square_sums
+        counts = len(table.grads), len(table.reduce_blocks)
+        self._launch("square_sums", (len(table.square_sums),), table.elements, *tables, *counts)
 
     def evaluate(self, coefficients: CoefficientTable) -> None:
         """Count a step, and write the coefficients of all parameters that take part, and what became of the step."""
+        programs = -(-coefficients.inputs.shape[1] // TENSORS)
+        self._launch("evaluate", (programs,), 0, *self._evaluated(coefficients))
 
-    def average(self, stage: int, table: MeasuredTable, coefficients: CoefficientTable) -> None:
+    def average(self, stage: int, table: KernelTensors, coefficients: CoefficientTable) -> None:
         """Write the means of one stage of the rule, behind the coefficients of the tensors that have a gradient.
 
         Of a DTensor it is this part's share of the mean.
         """
+        blocks, places = len(table.blocks), self._stages[stage].sums
+        self._launch(f"sums{stage}", (blocks,), table.elements, *self._updated(table, coefficients), table.sums)
+        tables = table.sums, table.ranges, table.grads, coefficients.outcome, coefficients.coefficients
+        counts = blocks, coefficients.inputs.shape[1], 1 + places.start
+        self._launch("average", (len(table.ranges), places.stop - places.start), 0, *tables, *counts)
 
     def update(self, table: TensorTable, coefficients: CoefficientTable) -> None:
-        """Update the tensors that have a gradient, with the coefficients of their owners."""
+        """Update the tensors that have a gradient, with the coefficients in their columns."""
+        self._launch("update", (len(table.blocks),), table.elements, *self._updated(table, coefficients))
 
     def step(self, table: TensorTable, coefficients: CoefficientTable) -> None:
         """Evaluate, then update: in one call where that is faster."""
+        self.evaluate(coefficients)
+        self.update(table, coefficients)
+
+    @staticmethod
+    def _evaluated(table: CoefficientTable) -> tuple[Tensor | int, ...]:
+        """What ``evaluate`` takes."""
+        marks = table.gradients.pointers
+        tables = table.inputs, marks, table.hypers, table.all_square_sums, table.outcome, table.coefficients
+        return *tables, table.inputs.shape[1], len(table.all_square_sums), int(table.leads)
+
+    @staticmethod
+    def _updated(table: TensorTable, coefficients: CoefficientTable) -> tuple[Tensor | int, ...]:
+        """What a function takes that works on the blocks of ``table``."""
+        tables = table.tensors, table.grads, table.blocks, coefficients.outcome, coefficients.coefficients
+        return *tables, len(table.grads), coefficients.inputs.shape[1]
 
 
-def pieces(numels: Sequence[int], size: int, tensors: npt.ArrayLike | None = None) -> Tensor:
-    """The int64 table (pieces, 2) of all pieces of tensors with ``numels`` elements: the tensor, and which of its pieces.
+def blocks_of(tensors: Sequence[int], numels: Sequence[int], size: int) -> tuple[Longs, Longs]:
+    """Cut ``tensors``, given by their numbers, which have ``numels`` elements, into blocks of at most ``size`` elements.
 
-    A piece has ``size`` elements, the last one of a tensor maybe fewer. ``tensors`` are their numbers, by default from 0 on.
+    Returns:
+        Two int64 tables: (blocks, 2), the tensor and which of its blocks; (tensors, 2), the tensor's first block and the one
+        after its last.
     """
     counts = -(-np.array(numels, dtype=np.int64) // size)
+    ends = np.cumsum(counts)
     places = np.repeat(np.arange(len(counts)), counts)
-    which = np.arange(len(places)) - (np.cumsum(counts) - counts)[places]
-    named = places if tensors is None else np.asarray(tensors, dtype=np.int64)[places]
-    return torch.from_numpy(np.stack([named, which], axis=1))
-
-
-def spans(numels: Sequence[int], size: int, tensors: Sequence[int], wholes: Sequence[int]) -> Tensor:
-    """The spans of a :class:`MeasuredTable` whose chunks are the :func:`pieces` of the same tensors.
-
-    ``wholes`` says by number how many real elements a tensor has in all its parts.
-    """
-    ends = np.cumsum(-(-np.array(numels, dtype=np.int64) // size))
-    starts = np.concatenate([[0], ends[:-1]]).astype(np.int64)
-    counts = [max(wholes[t], 1) for t in tensors]
-    return torch.from_numpy(np.stack([np.asarray(tensors, dtype=np.int64), starts, ends, np.array(counts)], axis=1))
+    named = np.asarray(tensors, dtype=np.int64)[places]
+    return np.stack([named, np.arange(len(places)) - (ends - counts)[places]], 1), np.stack([ends - counts, ends], 1)

@@ -7,30 +7,29 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import linecache
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import ModuleType
 from typing import NamedTuple
 
 from torch import Tensor
 
-from compiled_optim.lowering.kernels.program import Accesses, Array, Evaluation, Program
-from compiled_optim.lowering.kernels.table import (
-    GROUP_INDEX,
-    MAXIMIZE,
-    NUMEL,
-    OWNER,
-    SCALARS,
-    CoefficientTable,
-    MeasuredTable,
-    TensorTable,
-)
-from compiled_optim.plan.clipping import NAMES
+from compiled_optim.lowering.kernels.program import Accesses, Array, Program, evaluation, indented
+from compiled_optim.lowering.kernels.table import COLUMN, NUMEL, TENSORS, Kernel
 from compiled_optim.plan.compilations import KernelKey
 from compiled_optim.rule.bits import GROUP
 from compiled_optim.rule.rule import INDEX, Written
 from compiled_optim.rule.symbols import Dialect
+
+BLOCK = 1024  # elements of a block, updated by one program
+NARROW = 512  # elements of a block that are updated at a time where they are accessed one by one, which takes registers
+REDUCE_BYTES = (
+    16384  # bytes of a gradient whose squares a program adds up at a time: the memory's latency is paid once for all
+)
+WARPS = 4
+REDUCING_PROGRAMS = 4096  # programs that reduce the gradients: enough to keep the memory of a large GPU busy
 
 _EXPRESSIONS = {
     "sqrt_(x)": "tl.sqrt_rn(x) if x.dtype == tl.float32 else tl.sqrt(x)",
@@ -59,7 +58,7 @@ WORDS = (
 import triton
 import triton.language as tl
 
-GROUP = tl.constexpr({GROUP})
+BLOCK, NARROW, TENSORS, GROUP = map(tl.constexpr, ({BLOCK}, {NARROW}, {TENSORS}, {GROUP}))
 """
     + "".join(f"\n\n@triton.jit\ndef {head}:\n    return {body}\n" for head, body in _EXPRESSIONS.items())
     + """
@@ -148,19 +147,14 @@ def store_shared(pointer, start, left, x, row: tl.constexpr):
 """
 )
 
-BLOCK = 1024  # elements of a chunk, updated by one program
-PART = 512  # elements of a chunk that are updated at a time where they are accessed one by one, which takes registers
-STRETCH = 16384  # bytes of a gradient whose squares a program adds up at a time: the memory's latency is paid once for all
-TENSORS = 32  # tensors whose coefficients one program evaluates
-WARPS = 4
-REDUCING_PROGRAMS = 4096  # programs that reduce the gradients: enough to keep the memory of a large GPU busy
-
+_INDENT = "    "
 _DIALECT = Dialect("{} = {}", "{}", "&", "|", calls=(("group_max", "group_max_({}, inside)"),))
 # State of 8 bits is further from exact than a root that is not rounded to nearest.
 _ROUGHER = dataclasses.replace(_DIALECT, calls=(*_DIALECT.calls, ("sqrt", "near_sqrt({})")))
 _ACCESSES = Accesses(
     control="control_of(hypers, {})",
-    row="tl.load(owners + {} * count + t, mask=here, other=0).to(tl.float64, bitcast=True)",
+    row="tl.load(inputs + {} * count + t, mask=here, other=0).to(tl.float64, bitcast=True)",
+    address="scalars{} = address(inputs, {}, count, t, here, tl.float64)",
     scalar="tl.load(scalars{}, mask=here, other=0.0)",
     hyper="hyper_of(hypers, hyper + {}, here)",
     store_scalar="tl.store(scalars{}, {}, mask=here)",
@@ -170,32 +164,17 @@ _ACCESSES = Accesses(
 
 def source(key: KernelKey) -> str:
     """The text of a module with the kernels for one key."""
-    program = Program.of(key, _ROUGHER if key.rule.grouped_buffers(dict(key.statics)) else _DIALECT, _ACCESSES)
-    text = WORDS + _evaluation(program.evaluation)
-    if program.update is None:
+    dialect = _ROUGHER if key.rule.grouped_buffers(dict(key.statics)) else _DIALECT
+    text = WORDS + _EVALUATION.format(**evaluation(key, dialect, _ACCESSES, _INDENT))
+    if key.rule.granularity != "element":
         return text
+    program = Program.of(key, dialect)
     means = "".join(_means(program, *means) for means in program.means.items())
-    return text + means + (_AVERAGE if means else "") + _update(program, program.update)
-
-
-def _evaluation(evaluation: Evaluation) -> str:
-    scalars = [f"scalars{i} = address(owners, {SCALARS + i}, count, t, here, tl.float64)" for i in range(evaluation.scalars)]
-    return _EVALUATION.format(
-        gradient=_block(evaluation.gradient, 1),
-        factor=evaluation.factor,
-        norm=evaluation.norm,
-        skip=evaluation.skip,
-        controls=len(NAMES),
-        hypers=evaluation.hypers,
-        group=GROUP_INDEX,
-        maximize=MAXIMIZE,
-        scalars=_block(scalars, 1),
-        coefficients=_block(evaluation.coefficients, 1),
-    )
+    return text + means + (_AVERAGE if means else "") + _update(program)
 
 
 class _Path(NamedTuple):
-    """One of two ways through a chunk: from element ``start`` on, ``size`` at a time, as long as some are ``left``.
+    """One of two ways through a block: from element ``start`` on, ``size`` at a time, as long as some are ``left``.
 
     A thread accesses ``row`` elements at a time, which are one behind the other.
     """
@@ -209,7 +188,7 @@ class _Path(NamedTuple):
         """The statement that defines an element."""
         if array.grouped:
             return f"{array.element} = load_shared({self._of_groups(array)}, {self.size}).to(tl.{compute})"
-        kind = "int32" if array.is_whole else compute
+        kind = "int32" if array.is_int else compute
         return f"{array.element} = tl.load({self._pointer(array)} + at, mask=inside).to(tl.{kind})"
 
     def store(self, array: Array, value: str) -> str:
@@ -228,42 +207,36 @@ class _Path(NamedTuple):
         return f"narrow({array.address}, tl.{array.dtype}), {self.start}, {self.left}"
 
 
-def _chunk(program: Program, name: str, written: Written, results: Callable[[_Path], list[str]], **around: str) -> str:
-    """A kernel that does what is ``written`` for the elements of a chunk, and last, on each path, ``results``.
+def _each_block(program: Program, name: str, written: Written, results: Callable[[_Path], list[str]], **around: str) -> str:
+    """A kernel that does what is ``written`` for the elements of a block, and last, on each path, ``results``.
 
     There is more ``around`` it.
     """
     elementwise = [a for a in program.arrays if not a.grouped]
     wide = _Path("start", "left", "BLOCK", 16 // max(a.size for a in elementwise if a.row is not None))
-    narrow = _Path("start + part", "left - part", "PART", 1)
+    narrow = _Path("start + offset", "left - offset", "NARROW", 1)
 
-    def block(path: _Path, level: int) -> str:
+    def along(path: _Path, level: int) -> str:
         index = [f"{INDEX} = at.to(tl.int32)"] if written.reads_index else []
         loads = [path.load(array, program.compute) for array in program.arrays]
-        return _block([*index, *loads, "grad = factor * grad", *written.lines, *results(path)], level)
+        return indented([*index, *loads, "grad = factor * grad", *written.lines, *results(path)], _INDENT * level)
 
-    before = [f"{a.address} = tl.load({_row(a)} * count + t)" for a in program.arrays]
-    before += [f"owner = tl.load(tensors + {OWNER} * count + t)", _number(program, "factor", "coefficients")]
-    before += [_number(program, f"k{i}", f"coefficients + {i + 1} * owner_count") for i in range(len(written.numbers))]
-    return _CHUNK.format(
+    rows = ["grads + 0" if a.row is None else f"tensors + {a.row}" for a in program.arrays]
+    before = [f"{a.address} = tl.load({row} * count + t)" for a, row in zip(program.arrays, rows, strict=True)]
+    before.append(f"column = coefficients + tl.load(tensors + {COLUMN} * count + t)")
+    numbers = ["factor", *(f"k{i}" for i in range(len(written.numbers)))]
+    load = f"{{}} = tl.load(column + {{}} * columns).to(tl.{program.compute})"
+    before += map(load.format, numbers, itertools.count())
+    return _EACH_BLOCK.format(
         name=name,
         numel=NUMEL,
         addresses=" | ".join(array.address for array in elementwise),
         lanes=_lanes(*elementwise),
-        numbers=_block(before, 2),
-        wide=block(wide, 3),
-        narrow=block(narrow, 4),
+        numbers=indented(before, _INDENT * 2),
+        wide=along(wide, 3),
+        narrow=along(narrow, 4),
         **{"sums": "", "before": "", "after": "", **around},
     )
-
-
-def _row(array: Array) -> str:
-    return "grads + 0" if array.row is None else f"tensors + {array.row}"
-
-
-def _number(program: Program, name: str, row: str) -> str:
-    """What defines one of the numbers of the tensor's owner."""
-    return f"{name} = tl.load({row} + owner).to(tl.{program.compute})"
 
 
 def _means(program: Program, stage: int, written: Written) -> str:
@@ -275,28 +248,30 @@ def _means(program: Program, stage: int, written: Written) -> str:
             return [f"sum{i} = tl.sum({value}, axis=0)" for i, value in enumerate(chosen)]
         return [f"lanes{i} += {value}" for i, value in enumerate(chosen)]
 
-    before = _block([f"lanes{i} = tl.zeros([PART], tl.float64)" for i in count], 3)
-    after = _block([f"sum{i} = tl.sum(lanes{i}, axis=0)" for i in count], 3) + "\n"
-    after += _block([f"tl.store(sums + {i} * tl.num_programs(0) + chunk, sum{i})" for i in count], 2)
-    return _chunk(program, f"sums{stage}", written, add, sums=" sums,", before=before, after=after)
+    before = indented([f"lanes{i} = tl.zeros([NARROW], tl.float64)" for i in count], _INDENT * 3)
+    after = indented([f"sum{i} = tl.sum(lanes{i}, axis=0)" for i in count], _INDENT * 3) + "\n"
+    after += indented([f"tl.store(sums + {i} * tl.num_programs(0) + block, sum{i})" for i in count], _INDENT * 2)
+    return _each_block(program, f"sums{stage}", written, add, sums=", sums", before=before, after=after)
 
 
-def _update(program: Program, written: Written) -> str:
+def _update(program: Program) -> str:
     (grad,) = (array for array in program.arrays if array.row is None)
-    stretch = STRETCH // grad.size
-    blocks = range(0, stretch, BLOCK)
-    squares = [f"grad{i} = tl.load(grad_values + {i} + at, mask=at < left - {i}, other=0.0)" for i in blocks]
-    squares += [f"squares += square_sums_of_rows(grad{i}, {_lanes(grad)})" for i in blocks]
+    reduce_block = REDUCE_BYTES // grad.size
+    starts = range(0, reduce_block, BLOCK)
+    squares = [f"grad{i} = tl.load(grad_values + {i} + at, mask=at < left - {i}, other=0.0)" for i in starts]
+    squares += [f"squares += square_sums_of_rows(grad{i}, {_lanes(grad)})" for i in starts]
     square_sums = _SQUARE_SUMS.format(
         numel=NUMEL,
         grad=f"tl.{grad.dtype}",
-        stretch=stretch,
+        reduce_block=reduce_block,
         grad_bytes=grad.size,
         grad_lanes=_lanes(grad),
-        squares=_block(squares, 3),
+        squares=indented(squares, _INDENT * 3),
     )
-    new = program.new_elements(written)
-    return square_sums + _chunk(program, "update", written, lambda path: [path.store(*element) for element in new])
+    new = program.new_elements()
+    return square_sums + _each_block(
+        program, "update", program.update, lambda path: [path.store(*element) for element in new]
+    )
 
 
 def _lanes(*arrays: Array) -> int:
@@ -304,19 +279,13 @@ def _lanes(*arrays: Array) -> int:
     return 16 // min(array.size for array in arrays)
 
 
-def _block(lines: Sequence[str], level: int) -> str:
-    return "\n".join("    " * level + line for line in lines)
-
-
 _EVALUATION = """
 
 @triton.jit(do_not_specialize=["count", "sum_count", "leads"])
-def evaluate(
-    owners, grads, hypers, sums, outcome, out, count, sum_count, leads, TENSORS: tl.constexpr, LANES: tl.constexpr
-):
-    lanes = tl.zeros([LANES], tl.float64)
-    for start in range(0, sum_count, LANES):
-        at = start + tl.arange(0, LANES)
+def evaluate(inputs, grads, hypers, sums, outcome, out, count, sum_count, leads):
+    lanes = tl.zeros([BLOCK], tl.float64)
+    for start in range(0, sum_count, BLOCK):
+        at = start + tl.arange(0, BLOCK)
         lanes += tl.load(sums + at, mask=at < sum_count, other=0.0)
     square_sum = tl.sum(lanes, axis=0)
 {gradient}
@@ -327,23 +296,20 @@ def evaluate(
     t = tl.program_id(0) * TENSORS + tl.arange(0, TENSORS)
     inside = t < tl.where({skip} == 0, count, 0)
     here = inside & (tl.load(grads + t, mask=inside, other=0) != 0)
-    hyper = {controls} + {hypers} * tl.load(owners + {group} * count + t, mask=here, other=0)
-    maximize = tl.load(owners + {maximize} * count + t, mask=here, other=0)
+    hyper = {controls} + {hypers} * tl.load(inputs + {group} * count + t, mask=here, other=0)
+    maximize = tl.load(inputs + {maximize} * count + t, mask=here, other=0)
     tl.store(out + t, tl.where(maximize != 0, -{factor}, {factor}), mask=here)
-{scalars}
 {coefficients}
 """
 
-_CHUNK = """
+_EACH_BLOCK = """
 
-@triton.jit(do_not_specialize=["count", "owner_count"])
-def {name}(
-    tensors, grads, chunks, outcome, coefficients,{sums} count, owner_count, BLOCK: tl.constexpr, PART: tl.constexpr
-):
-    chunk = tl.program_id(0)
-    t = tl.load(chunks + 2 * chunk)
+@triton.jit(do_not_specialize=["count", "columns"])
+def {name}(tensors, grads, blocks, outcome, coefficients, count, columns{sums}):
+    block = tl.program_id(0)
+    t = tl.load(blocks + 2 * block)
     if (tl.load(grads + t) != 0) & (tl.load(outcome + 1) == 0):
-        start = tl.load(chunks + 2 * chunk + 1) * BLOCK
+        start = tl.load(blocks + 2 * block + 1) * BLOCK
         left = tl.minimum(tl.load(tensors + {numel} * count + t) - start, BLOCK).to(tl.int32)
 {numbers}
         if (({addresses}) % 16 == 0) & (left % {lanes} == 0):
@@ -353,8 +319,8 @@ def {name}(
 {wide}
         else:
 {before}
-            for part in range(0, left, PART):
-                lane = part + tl.arange(0, PART)
+            for offset in range(0, left, NARROW):
+                lane = offset + tl.arange(0, NARROW)
                 inside = lane < left
                 at = start + lane
 {narrow}
@@ -363,34 +329,34 @@ def {name}(
 
 _AVERAGE = """
 
-@triton.jit(do_not_specialize=["chunk_count", "owner_count", "first"])
-def average(sums, spans, grads, outcome, coefficients, chunk_count, owner_count, first, LANES: tl.constexpr):
-    span = spans + 4 * tl.program_id(0)
-    t = tl.load(span)
+@triton.jit(do_not_specialize=["block_count", "columns", "first"])
+def average(sums, ranges, grads, outcome, coefficients, block_count, columns, first):
+    tensor = ranges + 4 * tl.program_id(0)
+    t = tl.load(tensor)
     if (tl.load(grads + t) != 0) & (tl.load(outcome + 1) == 0):
-        end = tl.load(span + 2)
-        sums += tl.program_id(1) * chunk_count
-        lanes = tl.zeros([LANES], tl.float64)
-        for start in range(tl.load(span + 1), end, LANES):
-            at = start + tl.arange(0, LANES)
+        end = tl.load(tensor + 2)
+        sums += tl.program_id(1) * block_count
+        lanes = tl.zeros([BLOCK], tl.float64)
+        for start in range(tl.load(tensor + 1), end, BLOCK):
+            at = start + tl.arange(0, BLOCK)
             lanes += tl.load(sums + at, mask=at < end, other=0.0)
-        mean = tl.sum(lanes, axis=0) / tl.load(span + 3)
-        tl.store(coefficients + (first + tl.program_id(1)) * owner_count + t, mean)
+        mean = tl.sum(lanes, axis=0) / tl.load(tensor + 3)
+        tl.store(coefficients + (first + tl.program_id(1)) * columns + t, mean)
 """
 
 _SQUARE_SUMS = """
 
-@triton.jit(do_not_specialize=["count", "stretch_count"])
-def square_sums(tensors, grads, stretches, sums, count, stretch_count, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["count", "block_count"])
+def square_sums(tensors, grads, blocks, sums, count, block_count):
     squares = tl.zeros([BLOCK // {grad_lanes}], tl.float64)
-    share = stretch_count // tl.num_programs(0)
-    longer = stretch_count % tl.num_programs(0)
+    share = block_count // tl.num_programs(0)
+    longer = block_count % tl.num_programs(0)
     first = tl.program_id(0) * share + tl.minimum(tl.program_id(0), longer)
-    for stretch in range(first, first + share + tl.where(tl.program_id(0) < longer, 1, 0)):
-        t = tl.load(stretches + 2 * stretch)
-        start = tl.load(stretches + 2 * stretch + 1) * {stretch}
+    for block in range(first, first + share + tl.where(tl.program_id(0) < longer, 1, 0)):
+        t = tl.load(blocks + 2 * block)
+        start = tl.load(blocks + 2 * block + 1) * {reduce_block}
         address = tl.load(grads + t)
-        left = tl.minimum(tl.load(tensors + {numel} * count + t) - start, {stretch})
+        left = tl.minimum(tl.load(tensors + {numel} * count + t) - start, {reduce_block})
         left = tl.where(address != 0, left, 0).to(tl.int32)
         address += start * {grad_bytes}
         at = tl.arange(0, BLOCK)
@@ -399,91 +365,28 @@ def square_sums(tensors, grads, stretches, sums, count, stretch_count, BLOCK: tl
             grad_values = wide(address, {grad}, 16)
 {squares}
         else:
-            for part in range(0, left, BLOCK):
-                grad = tl.load(narrow(address, {grad}) + part + at, mask=at < left - part, other=0.0)
+            for offset in range(0, left, BLOCK):
+                grad = tl.load(narrow(address, {grad}) + offset + at, mask=at < left - offset, other=0.0)
                 squares += square_sums_of_rows(grad, {grad_lanes})
     tl.store(sums + tl.program_id(0), tl.sum(squares, axis=0))
 """
 
 
-class TritonKernel:
+class TritonKernel(Kernel):
     """The kernels of one key, which Triton compiles when they first run."""
 
-    chunk = BLOCK
+    block = BLOCK
 
     def __init__(self, key: KernelKey) -> None:
+        super().__init__(key)
         self._module = load(source(key))
-        self._stages = key.rule.stages(dict(key.statics))
-        self.stretch = STRETCH // key.dtypes[1].itemsize
+        self.reduce_block = REDUCE_BYTES // key.dtypes[1].itemsize
 
-    def square_sum_count(self, stretches: int) -> int:
+    def square_sum_count(self, reduce_blocks: int) -> int:
         """One partial sum per program that reduces."""
-        return min(stretches, REDUCING_PROGRAMS)
+        return min(reduce_blocks, REDUCING_PROGRAMS)
 
-    def measure(self, table: MeasuredTable) -> None:
-        counts = len(table.grads), len(table.stretches)
-        programs = (len(table.square_sums),)
-        self._launch("square_sums", programs, table.tensors, table.grads, table.stretches, table.square_sums, *counts, BLOCK)
-
-    def evaluate(self, coefficients: CoefficientTable) -> None:
-        count = coefficients.owners.shape[1]
-        self._launch(
-            "evaluate",
-            (-(-count // TENSORS),),
-            coefficients.owners,
-            coefficients.gradients.pointers,
-            coefficients.hypers,
-            coefficients.all_square_sums,
-            coefficients.outcome,
-            coefficients.coefficients,
-            count,
-            len(coefficients.all_square_sums),
-            int(coefficients.leads),
-            TENSORS,
-            BLOCK,
-        )
-
-    def average(self, stage: int, table: MeasuredTable, coefficients: CoefficientTable) -> None:
-        self._each_chunk(f"sums{stage}", table, coefficients, table.sums)
-        places = self._stages[stage].sums
-        self._launch(
-            "average",
-            (len(table.spans), places.stop - places.start),
-            table.sums,
-            table.spans,
-            table.grads,
-            coefficients.outcome,
-            coefficients.coefficients,
-            len(table.chunks),
-            coefficients.owners.shape[1],
-            1 + places.start,
-            BLOCK,
-        )
-
-    def update(self, table: TensorTable, coefficients: CoefficientTable) -> None:
-        self._each_chunk("update", table, coefficients)
-
-    def step(self, table: TensorTable, coefficients: CoefficientTable) -> None:
-        self.evaluate(coefficients)
-        self.update(table, coefficients)
-
-    def _each_chunk(self, name: str, table: TensorTable, coefficients: CoefficientTable, *sums: Tensor) -> None:
-        self._launch(
-            name,
-            (len(table.chunks),),
-            table.tensors,
-            table.grads,
-            table.chunks,
-            coefficients.outcome,
-            coefficients.coefficients,
-            *sums,
-            len(table.grads),
-            coefficients.owners.shape[1],
-            BLOCK,
-            PART,
-        )
-
-    def _launch(self, name: str, programs: tuple[int, ...], *arguments: object) -> None:
+    def _launch(self, name: str, programs: tuple[int, ...], elements: int, *arguments: Tensor | int) -> None:
         if all(programs):
             getattr(self._module, name)[programs](*arguments, num_warps=WARPS, enable_fp_fusion=True)
 

@@ -1,7 +1,8 @@
-"""The tables of chunks: which pieces of which tensors a kernel works on."""
+"""The tables of blocks: which blocks of which tensors a kernel works on."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import compiled_optim as co
-from compiled_optim.lowering.kernels.table import pieces
+from compiled_optim.lowering.kernels.table import blocks_of
 from compiled_optim.optimizer import engine_of
 from perf.lowering.fake_cuda import fake_cuda
 from perf.lowering.report import processor_seconds
@@ -17,14 +18,16 @@ from perf.lowering.report import processor_seconds
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # times are the machine's
 @given(st.lists(st.integers(0, 40), max_size=8), st.integers(1, 9))
-def test_every_element_is_in_one_piece(numels: list[int], size: int) -> None:
-    expected = [[t, start // size] for t, numel in enumerate(numels) for start in range(0, numel, size)]
-    table = pieces(numels, size)
+def test_every_element_is_in_one_block(numels: list[int], size: int) -> None:
+    names = [7 * t + 3 for t in range(len(numels))]
+    expected = [[name, start // size] for name, numel in zip(names, numels, strict=True) for start in range(0, numel, size)]
+    table, ranges = blocks_of(names, numels, size)
     assert table.tolist() == expected
     assert table.shape == (len(expected), 2)
-    assert table.dtype == torch.int64
-    names = [7 * t + 3 for t in range(len(numels))]
-    assert pieces(numels, size, names).tolist() == [[names[t], piece] for t, piece in expected]
+    assert table.dtype == ranges.dtype == np.int64
+    assert [{t for t, _ in expected[start:end]} for start, end in ranges] == [
+        {n} if k else set() for n, k in zip(names, numels, strict=True)
+    ]
 
 
 def _seconds(shapes: list[tuple[int, ...]]) -> float:
@@ -34,8 +37,8 @@ def _seconds(shapes: list[tuple[int, ...]]) -> float:
     started = processor_seconds()
     lowering.compile()
     seconds = processor_seconds() - started
-    (part,) = lowering.parts
-    assert len(part.chunks) == sum(-(-p.numel() // 1024) for p in params)
+    (table,) = lowering.tables
+    assert len(table.blocks) == sum(-(-p.numel() // 1024) for p in params)
     return seconds
 
 

@@ -1,0 +1,92 @@
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+// Integers of 32 bits wrap around. Where their sign matters, two's complement has it.
+static inline uint32_t shift_right_(uint32_t x, uint32_t count) { return uint32_t(int32_t(x) >> count); }
+static inline uint32_t maximum_(uint32_t x, uint32_t y) { return int32_t(x) > int32_t(y) ? x : y; }
+static inline uint32_t minimum_(uint32_t x, uint32_t y) { return int32_t(x) < int32_t(y) ? x : y; }
+static inline uint32_t integer_(float x) { return uint32_t(int32_t(x)); }
+static inline float number_(uint32_t x) { return float(int32_t(x)); }
+template <class T> static inline T spread_(T x) { return x; }
+template <int64_t N> struct Known { constexpr operator int64_t() const { return N; } };  // a number that loops know
+
+template <class T> static inline T sqrt_(T x) { return std::sqrt(x); }
+template <class T> static inline T absolute_(T x) { return std::fabs(x); }
+template <class T> static inline T sign_(T x) { return T(x > 0) - T(x < 0); }
+template <class T> static inline T floor_(T x) { return std::floor(x); }
+template <class T> static inline T power_(T x, T y) { return std::pow(x, y); }
+template <class T> static inline T maximum_(T x, T y) { const T r = x > y ? x : y; return x != x ? x : r; }
+template <class T> static inline T minimum_(T x, T y) { const T r = x < y ? x : y; return x != x ? x : r; }
+template <class T> static inline T where_(bool condition, T x, T y) { return condition ? x : y; }
+template <class T> static inline T product_(T x, T y) { const T p = x * y; return p == p ? p : T(0); }
+template <class T> static inline T bias_correction_(T beta, T step) { return -std::expm1(step * std::log(beta)); }
+
+static inline double double_of(int64_t bits) { double x; std::memcpy(&x, &bits, 8); return x; }
+static inline float from_bits(uint32_t bits) { float x; std::memcpy(&x, &bits, 4); return x; }
+static inline uint32_t to_bits(float x) { uint32_t bits; std::memcpy(&bits, &x, 4); return bits; }
+
+static inline float from_bits_(uint32_t bits) { return from_bits(bits); }
+static inline float from_upper_(uint32_t bits) { return from_bits(bits << 16); }
+static inline uint32_t bits_(float x) { return to_bits(x); }
+
+struct bfloat16 {
+  uint16_t bits;
+  operator float() const { return from_bits(uint32_t(bits) << 16); }
+  bfloat16() = default;
+  static bfloat16 of_bits(uint32_t bits) { bfloat16 x; x.bits = uint16_t(bits); return x; }
+  explicit bfloat16(float x) {  // round to nearest, ties to even
+    const uint32_t u = to_bits(x);
+    const uint32_t rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+    bits = uint16_t(x != x ? 0x7fc0 : rounded);
+  }
+};
+
+struct float16 {
+  uint16_t bits;
+  operator float() const {  // the multiplication by 2^112 also normalizes subnormal numbers
+    const uint32_t magnitude = uint32_t(bits & 0x7fff) << 13;
+    const float finite = from_bits(magnitude) * from_bits(0x77800000);
+    const float special = from_bits(magnitude | 0x7f800000);
+    const float x = (bits & 0x7c00) == 0x7c00 ? special : finite;
+    return from_bits(to_bits(x) | (uint32_t(bits & 0x8000) << 16));
+  }
+  float16() = default;
+  explicit float16(float x) {  // round to nearest, ties to even
+    const uint32_t u = to_bits(x), sign = (u >> 16) & 0x8000, magnitude = u & 0x7fffffff;
+    const uint32_t normal = (magnitude + 0xc8000fff + ((magnitude >> 13) & 1)) >> 13;
+    const uint32_t subnormal = to_bits(from_bits(magnitude) + 0.5f) - 0x3f000000;
+    const uint32_t finite = magnitude < 0x38800000 ? subnormal : normal;
+    const uint32_t overflow = magnitude > 0x7f800000 ? 0x7e00 : 0x7c00;
+    bits = uint16_t(sign | (magnitude >= 0x477ff000 ? overflow : finite));
+  }
+};
+
+// Protected, so that a function of ours calls ours, whatever else of that name the process has loaded. Its last arguments
+// are the number of programs, which are loops here, and of threads.
+#define OURS extern "C" __attribute__((visibility("protected")))
+
+template <class P> static inline P* at(const int64_t* table, int64_t row, int64_t count, int64_t t) {
+  return reinterpret_cast<P*>(table[row * count + t]);
+}
+
+template <class P> static double sum_of_squares(const P* __restrict grads, int64_t size) {
+  double sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t i = 0; i < size; i++) {
+    const double x = double(grads[i]);
+    sum += x * x;
+  }
+  return sum;
+}
+
+OURS void average(const double* sums, const int64_t* ranges, const int64_t* grads, const double* outcome, double* k,
+                  int64_t block_count, int64_t columns, int64_t first, int64_t range_count, int64_t width, int64_t) {
+  if (outcome[1]) return;
+  for (const int64_t* range = ranges; range < ranges + 4 * range_count; range += 4)
+    for (int64_t i = 0; i < width && grads[range[0]]; i++) {
+      double sum = 0;
+      for (int64_t c = range[1]; c < range[2]; c++) sum += sums[i * block_count + c];
+      k[(first + i) * columns + range[0]] = sum / double(range[3]);
+    }
+}
