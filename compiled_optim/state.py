@@ -22,7 +22,6 @@ from compiled_optim.memory.layout import DTYPES, MemoryOrder, as_real, flat, is_
 from compiled_optim.memory.sharding import as_part_of, is_sharded, local, placement, spread_like, zeros_spread_like
 from compiled_optim.memory.torch_internals import is_fake
 from compiled_optim.rule import formats
-from compiled_optim.rule.bits import GROUP
 from compiled_optim.rule.fields import Buffer, Scalar
 from compiled_optim.rule.rule import Declaration, Rule
 from compiled_optim.rule.storage import (
@@ -36,6 +35,7 @@ from compiled_optim.rule.storage import (
     scale_name,
     whole,
 )
+from compiled_optim.rule.vocabulary import GROUP
 
 CODES = {dtype: kind for kind, dtype in CODE_DTYPES.items()}
 """The dtypes of codes, and the numbers that they stand for."""

@@ -8,8 +8,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from compiled_optim.rule.bits import bits, from_bits, from_upper, group_max, integer, number, spread
-from compiled_optim.rule.vocabulary import absolute, floor, maximum, minimum, sqrt, where
+from compiled_optim.rule.vocabulary import (
+    absolute,
+    bits,
+    broadcast,
+    floor,
+    from_bits,
+    from_upper,
+    group_max,
+    integer,
+    maximum,
+    minimum,
+    number,
+    sqrt,
+    where,
+)
 
 _SIGN, _MAGNITUDE = -(1 << 31), (1 << 31) - 1
 _NOT_A_NUMBER = 0x7FC00000
@@ -169,9 +182,9 @@ def encoded(value: Any, scale: Any, kind: str, threshold: Any = 0.5) -> Any:
     """
     if kind == "unsigned":
         root = sqrt(value)
-        code = integer(root * spread(_inverse(scale, _LEVELS, of_root=True)) + threshold)
+        code = integer(root * broadcast(_inverse(scale, _LEVELS, of_root=True)) + threshold)
         return minimum(maximum(code, minimum(bits(root), 1)), int(_LEVELS))
-    part = absolute(value) * spread(_inverse(scale, 1.0))
+    part = absolute(value) * broadcast(_inverse(scale, 1.0))
     added = parts_in(threshold, _STEP)
     code = minimum((bits(part + _OFFSET) + added - _OFFSET_BITS) >> _STEP, 127)
     return _signed(code, bits(value) >> 31)
@@ -197,9 +210,9 @@ def decoded(code: Any, scale: Any, kind: str) -> Any:
     code = integer(code)
     if kind == "unsigned":
         root = number(code)
-        return root * root * (1 / (_LEVELS * _LEVELS)) * spread(scale)
+        return root * root * (1 / (_LEVELS * _LEVELS)) * broadcast(scale)
     part = from_bits((_signed(code, code >> 31) << _STEP) + _OFFSET_BITS) - _OFFSET
-    return from_bits(bits(part * spread(scale)) | (code & _SIGN))
+    return from_bits(bits(part * broadcast(scale)) | (code & _SIGN))
 
 
 _KEYS = float(1 << 24)

@@ -15,10 +15,10 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, cast
 
 import torch
 
-from compiled_optim.rule.bits import GROUP
 from compiled_optim.rule.fields import Buffer, Fact, Hyper, Option, Scalar, Scale, Static
 from compiled_optim.rule.misspelled import hint
 from compiled_optim.rule.symbols import PLAIN, Code, Dialect, Kind, NotWritable, Statement, Symbol
+from compiled_optim.rule.vocabulary import GROUP
 
 Gradients: TypeAlias = Literal["dense", "sparse"]  # the gradients that an optimizer takes; sparse ones are COO tensors
 Granularity: TypeAlias = Literal["element", "tensor", "matrix"]  # what a rule's update sees at a time
@@ -402,8 +402,8 @@ class Rule(Declaration):
         values |= dict.fromkeys(b.name for b in self.buffers)
         grouped, whole = self.grouped_buffers(statics), self.whole_buffers(statics)
         for i, name in enumerate(self.present_buffers(statics)):
-            values[name] = Symbol(code, f"buffer{i}", Kind(name in whole, shared=name in grouped))
-        values[INDEX] = Symbol(code, INDEX, Kind(whole=True))
+            values[name] = Symbol(code, f"buffer{i}", Kind(name in whole, per_group=name in grouped))
+        values[INDEX] = Symbol(code, INDEX, Kind(is_int=True))
         c = number_type(numbers)(*(Symbol(code, f"k{i}") for i in range(len(numbers))))
         return {**values, "param": Symbol(code, "param"), "grad": Symbol(code, "grad"), "c": c}
 

@@ -32,8 +32,8 @@ from compiled_optim.plan.clipping import CHOSEN, NAMES, Clipping, square_sum
 from compiled_optim.plan.compilations import CompilationLog, KernelKey, coefficient_key, kernel_key
 from compiled_optim.plan.plan import Member, Plan
 from compiled_optim.plan.schedule import Schedules
-from compiled_optim.rule.bits import GROUP
 from compiled_optim.rule.rule import NUMBERS
+from compiled_optim.rule.vocabulary import GROUP
 from compiled_optim.state import filled
 
 Kernel: TypeAlias = Mapping[int, Callable[[Sequence[int], list[Tensor]], Any]]

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from compiled_optim.memory.layout import compute_dtype, scalar_dtype
-from compiled_optim.rule import bits, vocabulary
 from compiled_optim.rule.rule import INDEX, Rule, Written
-from compiled_optim.rule.symbols import Dialect, Statement
+from compiled_optim.rule.symbols import WORDS, Dialect, Statement
 from compiled_optim.state import filled
 
 Values: TypeAlias = dict[str, list[Any]]
@@ -31,7 +30,7 @@ TORCH = Dialect("{1}", "{}", "&", "|")
 """Python expressions of tensors."""
 
 _WORDS: dict[str, Any] = {
-    **{f"{name}_": getattr(module, name) for module in (vocabulary, bits) for name in module.__all__},
+    **{f"{name}_": word for name, word in WORDS.items()},
     "shift_right_": operator.rshift,
     "inf": math.inf,
     "nan": math.nan,
