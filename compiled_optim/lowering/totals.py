@@ -97,9 +97,8 @@ class Totals:
         plan, scalars = self._first, self._first.scalar_blocks[0][:, 0].unbind()
         shared = {n: s for n, s in zip(scalar_names(self._rule), scalars, strict=True) if n in self._rule.shared_scalars}
         values: dict[str, Any] = {**plan.statics, **shared, **dict(zip(names, total.unbind(), strict=True))}
-        for h in plan.hypers:
-            elements = tuple(t.to(plan.device, total.dtype) for t in plan.groups[0].read_only(h.name))
-            values[h.name] = elements if h.is_tuple else elements[0]
+        elements = (t.to(plan.device, total.dtype) for h in plan.hypers for t in plan.groups[0].read_only(h.name))
+        values |= self._rule.by_name(plan.statics, elements)
         assert self._rule.adapt is not None
         adapted = self._rule.adapt(values).items()
         found = {name: torch.as_tensor(value, dtype=total.dtype, device=plan.device) for name, value in adapted}

@@ -49,8 +49,7 @@ def lr_scaled(rule: Rule) -> Rule:
         return rule
 
     def coefficients(values: Values) -> dict[str, Any]:
-        scale = values["lr_scale"]
-        scaled = {} if scale is None else {name: values[name] * scale for name in rates if name in values}
+        scaled = {name: values[name] * values["lr_scale"] for name in rates if name in values}
         return rule.coefficients({**values, **scaled})
 
     choice = Scale(default=None, name="lr_scale")

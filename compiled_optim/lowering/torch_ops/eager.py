@@ -65,8 +65,7 @@ def evaluated(
     statics: Mapping[str, Any],
     scalars: Tensor,
     hypers: Sequence[Tensor],
-    numbers: Mapping[str, Tensor | None],
-    signs: Tensor,
+    constants: Tensor,
     clipping: Sequence[Tensor],
     square_sum: Tensor | None,
     present: Tensor | None,
@@ -74,10 +73,11 @@ def evaluated(
     """Count a step for the tensors where ``present`` is true (all if None), and write nothing.
 
     Vectors have an entry for each tensor. ``scalars`` are :attr:`Plan.scalars` before the step, ``hypers`` the present
-    hyperparameters one element after the other, ``numbers`` what was chosen for each tensor (None for 1), ``signs`` factors
-    of the gradients. ``clipping`` are the numbers called :data:`~compiled_optim.plan.clipping.NAMES`, none where gradients
-    are used as they are. ``square_sum`` is of all gradients, None where nobody needs it.
+    hyperparameters one element after the other, ``constants`` as in :class:`CoefficientStage`. ``clipping`` are the numbers
+    called :data:`~compiled_optim.plan.clipping.NAMES`, none where gradients are used as they are. ``square_sum`` is of all
+    gradients, None where nobody needs it.
     """
+    signs, *numbers = constants.unbind()
     factor, outcome, skip = signs, None, torch.zeros_like(signs)
     if clipping:
         total = torch.zeros_like(clipping[0]) if square_sum is None else square_sum
@@ -88,10 +88,8 @@ def evaluated(
         present = live if present is None else present & live
         factor, skip = factor * clip, skipped.expand_as(factor)
     step = scalars[0] + 1
-    elements = iter(hypers)
-    values: dict[str, Any] = {"step": step, **numbers, **statics}
-    for h in rule.present_hypers(statics):
-        values[h.name] = tuple(next(elements) for _ in range(h.length)) if h.is_tuple else next(elements)
+    values: dict[str, Any] = {"step": step, **dict(zip(rule.per_parameter, numbers, strict=True))}
+    values |= {**statics, **rule.by_name(statics, hypers)}
     values |= {s.name: scalar for s, scalar in zip(rule.scalars, scalars[1:].unbind(), strict=True)}
     rows = {
         name: torch.as_tensor(value, dtype=step.dtype, device=step.device).expand_as(step)
@@ -112,7 +110,7 @@ class CoefficientStage:
     """Evaluates a rule's ``coefficients`` for all tensors of a plan at once, in float64 where the device has it.
 
     Attributes:
-        constants: the signs of the gradients, and those numbers that groups chose for tensors which are not all 1.
+        constants: the signs of the gradients, and then the :attr:`Plan.numbers`, with one entry per tensor.
         group_index: which of the plan's groups each tensor is in.
     """
 
@@ -120,19 +118,11 @@ class CoefficientStage:
         self.plan = plan
         self.clipping = clipping
         self._square_sums: Tensor | None = None
-        self._rows = self._rows_of(plan)
-        self._neutral = dict.fromkeys(plan.numbers.keys() - self._rows)
-        signs = [-1.0 if maximizes else 1.0 for maximizes in plan.maximizes]
-        rows = [signs, *(plan.numbers[name] for name in self._rows)]
+        rows = [[-1.0 if maximizes else 1.0 for maximizes in plan.maximizes], *plan.numbers.values()]
         self.constants = torch.tensor(rows, dtype=plan.scalars.dtype, device="cpu").to(plan.device)
         self.group_index = torch.tensor(plan.group_index, device="cpu").to(plan.device)
         given = plan.recorded_scalars
         self._recorded: tuple[int, Tensor] | None = None if given is None else (plan.scalars._version, given)
-
-    @staticmethod
-    def _rows_of(plan: Plan) -> list[str]:
-        """Those numbers of the tensors that are not all 1: nothing is multiplied by the others."""
-        return [name for name, row in plan.numbers.items() if {*row} != {1.0}]
 
     @property
     def is_compiled(self) -> bool:
@@ -182,13 +172,11 @@ class CoefficientStage:
     ) -> Evaluated:
         """:func:`evaluated` of what stands for the plan's scalars, the attributes, and its groups' hyperparameters."""
         plan = self.plan
-        signs, *rows = constants.unbind()
-        numbers = self._neutral | dict(zip(self._rows, rows, strict=True))
         clipping = [t.to(plan.device, scalars.dtype) for t in clipping]
         if len(plan.groups) > 1:
             table = torch.stack(list(hypers)).view(len(plan.groups), -1).t()
             hypers = table[:, group_index].unbind()
-        return evaluated(plan.rule, plan.statics, scalars, hypers, numbers, signs, clipping, square_sum, present)
+        return evaluated(plan.rule, plan.statics, scalars, hypers, constants, clipping, square_sum, present)
 
     def _scalars(self) -> Tensor:
         """The scalars as the last step left them: with its graph if it was recorded and nobody wrote to them since."""

@@ -32,7 +32,6 @@ from compiled_optim.plan.clipping import CHOSEN, NAMES, Clipping, square_sum
 from compiled_optim.plan.compilations import CompilationLog, KernelKey, coefficient_key, kernel_key
 from compiled_optim.plan.plan import Member, Plan
 from compiled_optim.plan.schedule import Schedules
-from compiled_optim.rule.rule import NUMBERS
 from compiled_optim.rule.vocabulary import GROUP
 from compiled_optim.state import filled
 
@@ -218,10 +217,6 @@ class CoefficientGraph(CoefficientStage):
         self._all = torch.ones(len(plan.members), dtype=torch.bool, device=plan.device)
         self._nothing = scalar(0.0, plan.device)
 
-    @staticmethod
-    def _rows_of(plan: Plan) -> list[str]:
-        return list(plan.numbers)
-
     @property
     def is_compiled(self) -> bool:
         return self._kernel is not None
@@ -290,7 +285,7 @@ def _example(
         numbers = 2 + len(key.rule.number_names(statics)[stage])
         return [*tensors, torch.zeros(len(sizes), numbers, dtype=wide, device=device)], [[0]] * len(tensors) + [[]]
     hypers = sum(h.length for h in key.rule.present_hypers(statics))
-    rows = ((1 + len(key.rule.scalars), _TENSORS), (_GROUPS, hypers), (1 + len(_number_names(key)), _TENSORS))
+    rows = ((1 + len(key.rule.scalars), _TENSORS), (_GROUPS, hypers), (1 + len(key.rule.per_parameter), _TENSORS))
     tensors = [torch.ones(shape, dtype=wide, device=device) for shape in rows]
     tensors += [torch.ones(_TENSORS, dtype=dtype, device=device) for dtype in (torch.int64, torch.bool)]
     tensors += [torch.ones((), dtype=wide, device=device) for _ in ("total", *NAMES)]
@@ -339,17 +334,11 @@ def _run_lists(key: KernelKey, stage: int, sizes: Sequence[int], tensors: list[T
     return tuple(e for es in given.expressions(stage, values) for e in torch._foreach_mul(es, 1.0))
 
 
-def _number_names(key: KernelKey) -> list[str]:
-    """The keys of :attr:`Plan.numbers`."""
-    return list(dict.fromkeys((*NUMBERS, *(scale.name for scale in key.rule.scales))))
-
-
 def _evaluate(key: KernelKey, sizes: Sequence[int], tensors: list[Tensor]) -> tuple[Tensor, ...]:
     """Update the scalars. Returns the coefficients and the outcome."""
     scalars, table, constants, group_index, present, total, *clipping = tensors
-    signs, *rows = constants.unbind()
-    numbers, hypers = dict(zip(_number_names(key), rows, strict=True)), table[group_index].unbind(1)
-    found = evaluated(key.rule, dict(key.statics), scalars, hypers, numbers, signs, clipping, total, present)
+    hypers = table[group_index].unbind(1)
+    found = evaluated(key.rule, dict(key.statics), scalars, hypers, constants, clipping, total, present)
     coefficients = torch.stack(found.rows)  # before the scalars change: a coefficient may be a view of them
     scalars.copy_(found.scalars)
     assert found.outcome is not None
@@ -358,33 +347,27 @@ def _evaluate(key: KernelKey, sizes: Sequence[int], tensors: list[Tensor]) -> tu
 
 def obstacle(plans: Sequence[Plan], clipping: Clipping) -> str:
     """Why the step of ``plans`` cannot be inlined; empty if it can."""
-    reasons = {
-        "there are no parameters": not plans,
-        "parameters are on several devices": len({plan.device for plan in plans}) > 1,
-        "the norm of gradients is taken over several processes": clipping.measures_norm and any(p.sharded for p in plans),
-    }
-    reason = next((reason for reason, holds in reasons.items() if holds), "")
-    return reason or next(filter(None, map(_obstacle, plans)), "")
-
-
-def _obstacle(plan: Plan) -> str:
-    """:func:`obstacle` of one plan."""
-    rule, name = plan.rule, plan.members[0].name
-    ends_early = plan.grouped_buffers and any(m.param.numel() % GROUP for m in plan.members)
-    reduced = rule.stages(plan.statics).values()
-    reasons = {
-        f"a parameter like '{name}' ends inside of a group of elements, and Inductor loses what is there": ends_early,
-        f"{rule.name} does not work element by element": rule.granularity != "element" or rule.gradients != "dense",
-        f"'{name}' has no memory of its own": plan.wrapped,
-        f"'{name}' shares memory with another parameter": plan.shares_memory,
-        f"'{name}' has complex numbers, which Inductor does not compile": plan.members[0].param.is_complex(),
-        f"{rule.name} takes sums over all parameters": rule.has_totals(plan.statics),
-        f"{rule.name} takes means over all parts of '{name}'": plan.sharded and bool(reduced),
-        f"{rule.name} takes means, with which Inductor fails before torch 2.12": (
-            bool(reduced) and lists.fuses_lists(plan.device) and not compiles_means_with_lists()
-        ),
-    }
-    return next((reason for reason, holds in reasons.items() if holds), "")
+    reasons = [
+        ("there are no parameters", not plans),
+        ("parameters are on several devices", len({plan.device for plan in plans}) > 1),
+        ("the norm of gradients is taken over several processes", clipping.measures_norm and any(p.sharded for p in plans)),
+    ]
+    for plan in plans:
+        rule, name = plan.rule, plan.members[0].name
+        ends_early = plan.grouped_buffers and any(m.param.numel() % GROUP for m in plan.members)
+        reduces = bool(rule.stages(plan.statics))
+        fails = reduces and lists.fuses_lists(plan.device) and not compiles_means_with_lists()
+        reasons += [
+            (f"a parameter like '{name}' ends inside of a group of elements, and Inductor loses what is there", ends_early),
+            (f"{rule.name} does not work element by element", not rule.is_elementwise),
+            (f"'{name}' has no memory of its own", plan.wrapped),
+            (f"'{name}' shares memory with another parameter", plan.shares_memory),
+            (f"'{name}' has complex numbers, which Inductor does not compile", plan.members[0].param.is_complex()),
+            (f"{rule.name} takes sums over all parameters", rule.has_totals(plan.statics)),
+            (f"{rule.name} takes means over all parts of '{name}'", plan.sharded and reduces),
+            (f"{rule.name} takes means, with which Inductor fails before torch 2.12", fails),
+        ]
+    return next((reason for reason, holds in reasons if holds), "")
 
 
 class InlinedStep:

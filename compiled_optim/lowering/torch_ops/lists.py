@@ -65,7 +65,7 @@ class Programs:
         *self.reductions, self.update = (ListProgram(written, ends) for written in rule.written(choices, TORCH))
         self.buffers = rule.present_buffers(choices)
         self.grouped = rule.grouped_buffers(choices)
-        self.integers = rule.whole_buffers(choices)
+        self.integers = rule.integer_buffers(choices)
         self.reads_index = rule.reads_index(choices)
 
 
