@@ -118,9 +118,8 @@ class Declared:
         cls._every_state_name.update(cls._state_names())
         cls._every_option_name.update(f.name for kind in (Hyper, Static, Option) for f in cls._fields_of(kind))
         flags = _torch_flags(cls)
-        cls._group_flags = (*flags, *(("maximize",) if "maximize" not in flags else ()))
-        by_position = [name for name, is_so in flags.items() if is_so]
-        cls._announce(_constructor_signature(cls._all_fields, by_position, _annotations(cls)))
+        cls._group_flags = tuple(dict.fromkeys((*flags, "maximize")))
+        cls._announce(_constructor_signature(cls, [name for name, is_by_position in flags.items() if is_by_position]))
         cls._explain()
 
     @classmethod
@@ -169,13 +168,10 @@ class Declared:
             self._warn_of_attribute(name)
         super().__setattr__(name, value)
 
-    def _warn_of_attribute(self, name: str) -> None:
-        """Warn that a new attribute is one of the constructor's arguments, or a misspelled one, which nothing reads.
-
-        A class with a constructor of its own may keep there what it likes.
-        """
-        cls = type(self)
-        if not hasattr(cls.__init__, "__signature__"):
+    @classmethod
+    def _warn_of_attribute(cls, name: str) -> None:
+        """Warn that a new attribute is one of the constructor's arguments, or a misspelled one, which nothing reads."""
+        if not hasattr(cls.__init__, "__signature__"):  # a constructor of its own, which may keep what it likes
             return
         arguments = tuple(cls.__signature__.parameters)  # type: ignore[attr-defined]
         if name in arguments:
@@ -189,6 +185,12 @@ class Declared:
 
     @classmethod
     def _made_rule(cls) -> Rule:
+        def transformed(rule: Rule) -> Rule:
+            made = functools.reduce(lambda before, t: t.by(before), cls._transforms, started(rule))
+            if made is not rule:
+                made.check()
+            return made
+
         rule = Rule(
             **{field.name: getattr(cls._declaration, field.name) for field in dataclasses.fields(Declaration)},
             coefficients=ByName(cls.coefficients),  # type: ignore[attr-defined]
@@ -199,15 +201,8 @@ class Declared:
             views={name: ByName(view) for name, view in cls._views.items()},
         )
         rule.check()  # what its author wrote, before transforms hide whose mistake it is
-        cls._view_rules = {name: cls._transformed(rule.viewed(name)) for name in rule.views}
-        return cls._transformed(rule)
-
-    @classmethod
-    def _transformed(cls, rule: Rule) -> Rule:
-        transformed = functools.reduce(lambda before, t: t.by(before), cls._transforms, started(rule))
-        if transformed is not rule:
-            transformed.check()
-        return transformed
+        cls._view_rules = {name: transformed(rule.viewed(name)) for name in rule.views}
+        return transformed(rule)
 
     @staticmethod
     def check(hypers: Mapping[str, Any], statics: Mapping[str, Any]) -> None:
@@ -257,12 +252,11 @@ def added_choices(cls: type[Declared]) -> dict[str, Any]:
     optimizer, these are the choices that transforms add.
     """
     if "_added" not in vars(cls):
-        choices = {s.name: s.default for s in cls._fields_of(Static) if s.init}
-        choices |= {s.name: s.default for kind in (Scale, Option) for s in cls._fields_of(kind)}
-        choices |= {f.name: f.default for f in cls._fields_of(Flag) if f.name in cls._group_flags}
-        choices |= {h.name: h.default for h in cls._fields_of(Hyper) if h.when}
+        choices = [*(s for s in cls._fields_of(Static) if s.init), *cls._fields_of(Scale), *cls._fields_of(Option)]
+        choices += [f for f in cls._fields_of(Flag) if f.name in cls._group_flags]
+        choices += [h for h in cls._fields_of(Hyper) if h.when]
         known = _torch_arguments(cls.__name__) or cls._declared
-        cls._added = {name: default for name, default in choices.items() if name not in known}
+        cls._added = {choice.name: choice.default for choice in choices if choice.name not in known}
     return cls._added
 
 
@@ -291,25 +285,18 @@ def _torch_arguments(name: str) -> Mapping[str, inspect.Parameter]:
     return {} if theirs is None else inspect.signature(theirs).parameters
 
 
-def _annotations(cls: type[Declared]) -> Mapping[str, Any]:
-    """What the bodies of ``cls`` and its bases say of their names; as it is written where it cannot be evaluated."""
+def _constructor_signature(cls: type[Declared], positional_flags: Sequence[str]) -> inspect.Signature:
+    fields, empty = cls._all_fields, inspect.Parameter.empty
     try:
-        return get_type_hints(cls)
-    except NameError:
-        return {name: said for base in reversed(cls.__mro__) for name, said in inspect.get_annotations(base).items()}
-
-
-def _constructor_signature(
-    fields: Mapping[str, Any], positional_flags: Sequence[str], hints: Mapping[str, Any]
-) -> inspect.Signature:
+        hints = get_type_hints(cls)
+    except NameError:  # as they are written
+        hints = {name: said for base in reversed(cls.__mro__) for name, said in inspect.get_annotations(base).items()}
     made = [f for f in fields.values() if isinstance(f, (Hyper, Flag, Scale, Option)) or (isinstance(f, Static) and f.init)]
     keyword = [f for f in made if isinstance(f, (Flag, Scale, Option)) or (f.when if isinstance(f, Hyper) else f.kw_only)]
-    positional = [f for f in made if f not in keyword] + [fields[name] for name in positional_flags]
+    positional: list[Any] = [f for f in made if f not in keyword] + [fields[name] for name in positional_flags]
     either, only = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
     kinds = {f: either for f in positional} | {f: only for f in keyword if f not in positional}
-    empty = inspect.Parameter.empty
     parameters = [inspect.Parameter("params", either, annotation=hints.get("params", empty))]
-    for field, kind in kinds.items():
-        annotation = hints.get(field.name, empty)
-        parameters.append(inspect.Parameter(field.name, kind, default=field.default, annotation=annotation))
+    for f, kind in kinds.items():
+        parameters.append(inspect.Parameter(f.name, kind, default=f.default, annotation=hints.get(f.name, empty)))
     return inspect.Signature(parameters)

@@ -80,7 +80,7 @@ def _limited(upper: Any, x: Any, dtype: str) -> Any:
     return where(x == x, _value(minimum(upper, _LARGEST[dtype]), x, dtype), x)
 
 
-def _kept(dtype: str, remainder_bits: int) -> tuple[int, int]:
+def _lost_and_held(dtype: str, remainder_bits: int) -> tuple[int, int]:
     """How many bits of a magnitude a remainder cannot hold, and how many it holds."""
     held = min(remainder_bits, _LOWER[dtype])
     return _LOWER[dtype] - held, held
@@ -94,7 +94,7 @@ def split(x: Any, dtype: str, remainder_bits: int, noise: Any = None) -> tuple[A
     else to nearest, ties to even. Halfway between two numbers of ``dtype`` the larger magnitude is taken. What is infinite
     in ``dtype`` has no remainder.
     """
-    lost, held = _kept(dtype, remainder_bits)
+    lost, held = _lost_and_held(dtype, remainder_bits)
     whole = _magnitude(x, dtype)
     both = _cut(whole, lost) if noise is None or not lost else _cut_randomly(whole, lost, noise)
     upper = (both + (1 << (held - 1))) >> held
@@ -103,7 +103,7 @@ def split(x: Any, dtype: str, remainder_bits: int, noise: Any = None) -> tuple[A
 
 def joined(param: Any, remainder: Any, dtype: str, remainder_bits: int) -> Any:
     """The float32 that :func:`split` took apart; within half a unit of a parameter that was written meanwhile."""
-    lost, _ = _kept(dtype, remainder_bits)
+    lost, _ = _lost_and_held(dtype, remainder_bits)
     magnitude = maximum(_magnitude(param, dtype) + (integer(remainder) << lost), 0)
     size = from_bits(magnitude) * (1 / _SHRINK[dtype]) if dtype == "float16" else from_bits(magnitude)
     return where(param - param == 0, from_bits(bits(size) | (bits(param) & _SIGN)), param)
@@ -124,7 +124,7 @@ def remainder_beside(value: Any, param: Any, dtype: str, remainder_bits: int) ->
 
     It equals :func:`split`'s remainder if ``split`` rounds ``value`` to the same ``param``.
     """
-    lost, held = _kept(dtype, remainder_bits)
+    lost, held = _lost_and_held(dtype, remainder_bits)
     both = _cut(_magnitude(value, dtype), lost)
     signed = where(bits(value) & _SIGN == bits(param) & _SIGN, both, 0 - both)
     remainder = signed - ((_magnitude(param, dtype) >> _LOWER[dtype]) << held)

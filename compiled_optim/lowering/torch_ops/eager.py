@@ -6,9 +6,8 @@ A step evaluates the coefficients for all tensors of a plan, then the rule's red
 from __future__ import annotations
 
 import functools
-from collections import OrderedDict
-from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,30 +18,6 @@ from compiled_optim.memory.sharding import add_over_shards
 from compiled_optim.plan.clipping import Clipping, scaled, square_sum
 from compiled_optim.plan.plan import Plan
 from compiled_optim.rule.rule import Rule
-
-K = TypeVar("K", bound=Hashable)
-V = TypeVar("V")
-
-
-class Recent(Generic[K, V]):
-    """The ``size`` values that were asked for last, by key.
-
-    ``functools.lru_cache`` around a method keeps the method's object alive, and the object the cache.
-    """
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._values: OrderedDict[K, V] = OrderedDict()
-
-    def get(self, key: K, make: Callable[[K], V]) -> V:
-        """The value of ``key``, made if it is not kept."""
-        if key in self._values:
-            self._values.move_to_end(key)
-        else:
-            self._values[key] = make(key)
-            if len(self._values) > self._size:
-                self._values.popitem(last=False)
-        return self._values[key]
 
 
 class Evaluated(NamedTuple):
@@ -122,6 +97,7 @@ class CoefficientStage:
         self.constants = torch.tensor(rows, dtype=plan.scalars.dtype, device="cpu").to(plan.device)
         self.group_index = torch.tensor(plan.group_index, device="cpu").to(plan.device)
         given = plan.recorded_scalars
+        # The scalars as the last step left them, with its graph, and their version.
         self._recorded: tuple[int, Tensor] | None = None if given is None else (plan.scalars._version, given)
 
     @property
@@ -152,12 +128,16 @@ class CoefficientStage:
 
     def _step(self, hypers: list[Tensor], square_sum: Tensor | None, present: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Update the plan's scalars. Returns the coefficients and the outcome."""
-        plan, clipping = self.plan, self.clipping
-        numbers = () if clipping.idle else clipping.tensors(plan.device)
-        found = self.evaluate(self._scalars(), self.constants, self.group_index, hypers, numbers, square_sum, present)
+        scalars, version = self.plan.scalars, self.plan.scalars._version
+        if self._recorded is not None and self._recorded[0] == version:  # nobody wrote to them since
+            before = self._recorded[1]
+        else:
+            before = scalars.clone() if torch.is_grad_enabled() else scalars
+        clip_args = () if self.clipping.idle else self.clipping.tensors(self.plan.device)
+        found = self.evaluate(before, self.constants, self.group_index, hypers, clip_args, square_sum, present)
         coefficients = torch.stack(found.rows)
-        plan.scalars.copy_(found.scalars.detach())
-        self._recorded = (plan.scalars._version, found.scalars) if found.scalars.requires_grad else None
+        scalars.copy_(found.scalars.detach())
+        self._recorded = (scalars._version, found.scalars) if found.scalars.requires_grad else None
         return coefficients, found.outcome
 
     def evaluate(
@@ -178,12 +158,6 @@ class CoefficientStage:
             hypers = table[:, group_index].unbind()
         return evaluated(plan.rule, plan.statics, scalars, hypers, constants, clipping, square_sum, present)
 
-    def _scalars(self) -> Tensor:
-        """The scalars as the last step left them: with its graph if it was recorded and nobody wrote to them since."""
-        if self._recorded is not None and self._recorded[0] == self.plan.scalars._version:
-            return self._recorded[1]
-        return self.plan.scalars.clone() if torch.is_grad_enabled() else self.plan.scalars
-
 
 class TorchLowering:
     """Runs the step of one plan: the coefficients first, in torch operations, then what a subclass makes of them."""
@@ -195,7 +169,8 @@ class TorchLowering:
         self._stage = CoefficientStage(plan, clipping) if stage is None else stage
         self._grads: Sequence[Tensor | None] = ()
         self._stages = plan.rule.stages(plan.statics)
-        self._masks: Recent[tuple[bool, ...], Tensor] = Recent(256)  # a new one waits for the device
+        device = plan.device  # a cache that knows this object would keep it alive
+        self._mask_of = functools.lru_cache(256)(lambda marks: torch.tensor(marks, device=device))  # a new one waits for it
 
     def connect(self, square_sums: Tensor, all_square_sums: Tensor) -> None:
         self._square_sum = square_sums
@@ -237,9 +212,7 @@ class TorchLowering:
         Returns the coefficients, see :meth:`CoefficientStage.advance`, and which parameters have a gradient (None if all).
         """
         present = tuple(grad is not None for grad in self._grads)
-        mask = None
-        if not all(present):
-            mask = self._masks.get(present, lambda marks: torch.tensor(marks, device=self.plan.device))
+        mask = None if all(present) else self._mask_of(present)
         return self._stage.advance(mask), mask
 
     def _reduce(self, stage: int, coefficients: Tensor, sums: Tensor) -> None:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from compiled_optim.lowering.torch_ops import lists
-from compiled_optim.lowering.torch_ops.eager import CoefficientStage, Recent, TorchLowering, evaluated, note_outcome
+from compiled_optim.lowering.torch_ops.eager import CoefficientStage, TorchLowering, evaluated, note_outcome
 from compiled_optim.lowering.torch_ops.lists import Lists, programs, sum_of
 from compiled_optim.memory.layout import compute_dtype, flat, real_numel, scalar, scalar_dtype
 from compiled_optim.memory.torch_compiler import CompiledGraph, obtain_graph
@@ -35,8 +35,8 @@ from compiled_optim.plan.schedule import Schedules
 from compiled_optim.rule.vocabulary import GROUP
 from compiled_optim.state import filled
 
-Kernel: TypeAlias = Mapping[int, Callable[[Sequence[int], list[Tensor]], Any]]
-"""The code of one key, of the tensors' sizes and the tensors: the rule's reductions by stage, and the update."""
+Kernel: TypeAlias = Mapping[int, Callable[[list[Tensor]], Any]]
+"""The code of one key, a function of tensors for each stage of the rule's reductions, and for the update."""
 
 UPDATE = -1  # what stands for a stage where a kernel updates, or evaluates coefficients
 
@@ -161,7 +161,8 @@ class Part:
         self._count = _count(key)
         self._numels = [real_numel(plan.members[i].param) for i in self.positions]
         self._vectors = [vectors(plan, plan.members[i]) for i in self.positions]
-        self._columns: Recent[tuple[int, ...], Tensor] = Recent(256)
+        columns_of = functools.partial(_columns_of, self.positions, self._count, key.device)
+        self._columns_of = functools.lru_cache(256)(columns_of)
         # What stands in for a tensor that a list lacks.
         self._stand_ins = [torch.zeros(1, *row, dtype=dtype, device=key.device) for row, dtype in _kinds(key)]
 
@@ -186,19 +187,20 @@ class Part:
         present = tuple(k for k, i in enumerate(self.positions) if grads[i] is not None)
         if not present:
             return
-        rows = coefficients.t().index_select(0, self._columns.get(present, self._columns_of))
+        rows = coefficients.t().index_select(0, self._columns_of(present))
         for start in range(0, len(present), self._count):
             here = present[start : start + self._count]
             tensors = [self._vectors[k].read(grads[self.positions[k]]) for k in here]
             shaped = [[t.view(-1, *s.shape[1:]) for t, s in zip(own, self._stand_ins, strict=True)] for own in tensors]
             shaped += [self._stand_ins] * (self._count - len(here))
             given = [*itertools.chain(*zip(*shaped, strict=True)), rows[start : start + self._count]]
-            yield here, tensors, self.kernel[stage]([len(own[0]) for own in shaped], given)
+            yield here, tensors, self.kernel[stage](given)
 
-    def _columns_of(self, present: tuple[int, ...]) -> Tensor:
-        """The positions of those ``present``, and then some position, up to a whole number of lists."""
-        positions = [self.positions[k] for k in present]
-        return torch.tensor(positions + positions[:1] * (-len(positions) % self._count), device=self.key.device)
+
+def _columns_of(positions: Sequence[int], count: int, device: str, present: Sequence[int]) -> Tensor:
+    """Those of ``positions`` that are ``present``, and then some position, up to a whole number of lists of ``count``."""
+    found = [positions[k] for k in present]
+    return torch.tensor(found + found[:1] * (-len(found) % count), device=device)
 
 
 class CoefficientGraph(CoefficientStage):
@@ -232,7 +234,7 @@ class CoefficientGraph(CoefficientStage):
         marks, total = self._all if present is None else present, self._nothing if square_sum is None else square_sum
         numbers = [t.to(plan.device, plan.scalars.dtype) for t in self.clipping.tensors(plan.device)]
         given = [plan.scalars, table, self.constants, self.group_index, marks, total, *numbers]
-        coefficients, outcome = self._kernel[UPDATE]((len(plan.members), len(plan.groups)), given)
+        coefficients, outcome = self._kernel[UPDATE](given)
         return coefficients, outcome
 
 
@@ -260,14 +262,20 @@ def _make(key: KernelKey) -> Kernel | str:
     graphs: dict[int, Callable[..., Any]] = {}
     options = _LIST_OPTIONS if lists.fuses_lists(torch.device(key.device)) else OPTIONS
     sizes = [1024 + 16 * i for i in range(_count(key))] if key.updates else [_TENSORS, _GROUPS]
-    for stage, run in uncompiled(key).items():
-        kernel, traced = _compilable(key, run)
+    for stage, function in uncompiled(key).items():
+        kernel, traced = _compilable(key, function)
         example = functools.partial(_example, key, stage, sizes, traced)
         graph = obtain_graph(kernel, example, key.device, options, from_one=True)
         if isinstance(graph, str):
             return graph
-        graphs[stage] = functools.partial(_run, graph, sizes)
+        graphs[stage] = functools.partial(_run, key, graph, sizes)
     return graphs
+
+
+def _run(key: KernelKey, graph: CompiledGraph, example: Sequence[int], tensors: list[Tensor]) -> Any:
+    """Run ``graph``, which was compiled with the sizes of an ``example``: of lists, or of the scalars and the groups."""
+    sizes = map(len, tensors) if key.updates else (tensors[0].shape[1], len(tensors[1]))
+    return graph.run(dict(zip(example, sizes, strict=False)), tensors)
 
 
 def _example(
@@ -292,18 +300,14 @@ def _example(
     return tensors, [[1], [0], [1], [0], [0]] + [[]] * (1 + len(NAMES))
 
 
-def _run(graph: CompiledGraph, example: Sequence[int], sizes: Sequence[int], tensors: list[Tensor]) -> Any:
-    return graph.run(dict(zip(example, sizes, strict=True)), tensors)
-
-
-def _compilable(key: KernelKey, run: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def _compilable(key: KernelKey, function: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """A function of tensors with a code object and a name of its own, and what it calls, which Dynamo is not to trace.
 
     Dynamo's recompile limit counts per code object, and it remembers the shapes it saw per name.
     """
 
     def traced(tensors: list[Tensor]) -> tuple[Tensor, ...]:
-        results: tuple[Tensor, ...] = run((), tensors)
+        results: tuple[Tensor, ...] = function(tensors)
         return results
 
     def kernel(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -315,13 +319,13 @@ def _compilable(key: KernelKey, run: Callable[..., Any]) -> tuple[Callable[..., 
 
 
 def uncompiled(key: KernelKey) -> Kernel:
-    """The functions of sizes and tensors by stage, uncompiled."""
+    """The functions of tensors by stage, uncompiled."""
     if not key.updates:
         return {UPDATE: functools.partial(_evaluate, key)}
     return {stage: functools.partial(_run_lists, key, stage) for stage in (UPDATE, *key.rule.stages(dict(key.statics)))}
 
 
-def _run_lists(key: KernelKey, stage: int, sizes: Sequence[int], tensors: list[Tensor]) -> tuple[Tensor, ...]:
+def _run_lists(key: KernelKey, stage: int, tensors: list[Tensor]) -> tuple[Tensor, ...]:
     """Update; or return, for each expression of a stage of the rule's reductions, what it is over each tensor."""
     params, grads, *buffers, (columns,) = _split(tensors, _count(key))
     dtype = compute_dtype(params[0].dtype)
@@ -334,7 +338,7 @@ def _run_lists(key: KernelKey, stage: int, sizes: Sequence[int], tensors: list[T
     return tuple(e for es in given.expressions(stage, values) for e in torch._foreach_mul(es, 1.0))
 
 
-def _evaluate(key: KernelKey, sizes: Sequence[int], tensors: list[Tensor]) -> tuple[Tensor, ...]:
+def _evaluate(key: KernelKey, tensors: list[Tensor]) -> tuple[Tensor, ...]:
     """Update the scalars. Returns the coefficients and the outcome."""
     scalars, table, constants, group_index, present, total, *clipping = tensors
     hypers = table[group_index].unbind(1)
