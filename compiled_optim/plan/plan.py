@@ -31,8 +31,8 @@ from compiled_optim.memory.sharding import (
     part_number,
     placement,
 )
+from compiled_optim.rule.formats import GROUP
 from compiled_optim.rule.rule import Declaration, Rule
-from compiled_optim.rule.vocabulary import GROUP
 from compiled_optim.state import (
     OptimizerState,
     ParamState,

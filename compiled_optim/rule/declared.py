@@ -62,7 +62,6 @@ class Declared:
     _body: ClassVar[dict[str, Field]] = {}  # by name: what the body of the class declares
     _declared: ClassVar[dict[str, Field]] = {}  # by name: what the bodies of the class and its bases declare
     _all_fields: ClassVar[dict[str, Field]] = {}  # by name: what is declared, and what transforms add
-    _by_kind: ClassVar[tuple[dict[str, Field], dict[type[Any], tuple[Any, ...]]]] = ({}, {})  # fields, and these by kind
     _added: ClassVar[dict[str, Any]]  # what `added_choices` returns
     _transforms: ClassVar[tuple[Transform, ...]] = ()  # what rules go through, in this order
     _declaration: ClassVar[Declaration]
@@ -108,8 +107,8 @@ class Declared:
         bodies = [vars(base).get("_body", {}) for base in reversed(cls.__mro__)]
         cls._all_fields = cls._declared = {name: field for body in bodies for name, field in body.items()}
         kinds = (Hyper, Static, Scale, Option, Fact, Buffer, Scalar)
-        parts: list[Any] = [*map(cls._fields_of, kinds), ByName(cls.axes) if hasattr(cls, "axes") else None]
-        cls._declaration = Declaration(cls.__name__, *parts)
+        by_kind: list[Any] = [tuple(f for f in cls._declared.values() if isinstance(f, kind)) for kind in kinds]
+        cls._declaration = Declaration(cls.__name__, *by_kind, ByName(cls.axes) if hasattr(cls, "axes") else None)
         _check_references(cls._declaration)
         if hasattr(cls, "update"):
             rule = cls._declaration = cls._rule = cls._made_rule()
@@ -217,14 +216,10 @@ class Declared:
         return "step", *[f.name for f in (*cls._declaration.scalars, *cls._declaration.buffers)]
 
     @classmethod
+    @functools.cache
     def _fields_of(cls, kind: type[Any]) -> tuple[Any, ...]:
-        """The declared fields of one kind, in declared order."""
-        fields, known = cls._by_kind
-        if fields is not cls._all_fields:  # another class's, or those before its rule was made
-            cls._by_kind = fields, known = cls._all_fields, {}
-        if kind not in known:
-            known[kind] = tuple(f for f in fields.values() if isinstance(f, kind))
-        return known[kind]
+        """The fields of one kind, in declared order, of a class that is made."""
+        return tuple(f for f in cls._all_fields.values() if isinstance(f, kind))
 
 
 def _check_references(declaration: Declaration) -> None:

@@ -291,7 +291,7 @@ class Buffer(Field):
     divided by or whose roots are. Such a buffer starts at 0, and steps replace or average it: 8 bits would lose what is
     added to a sum. ``dtype`` makes another dtype of the choices, or None
     for the parameter's. A ``grouped`` buffer has a number for each group of elements, see
-    :func:`~compiled_optim.rule.vocabulary.group_max`.
+    :func:`~compiled_optim.rule.formats.group_max`.
     """
 
     when: str | Callable[[Mapping[str, Any]], bool] | None = None

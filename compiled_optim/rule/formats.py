@@ -2,27 +2,66 @@
 
 The *remainder* of a parameter of 16 bits holds what is left of its number of 32 bits. All arithmetic is on bits, so that
 compilers cannot leave a rounding away, and every lowering stores the same. NaN stays NaN, and infinity stays infinite.
+
+The first functions are words, as those of :mod:`~compiled_optim.rule.vocabulary`, that no optimizer needs. Integers have 32
+bits, and ``+ - * & | ^ << >>`` work on them.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from compiled_optim.rule.vocabulary import (
-    absolute,
-    bits,
-    broadcast,
-    floor,
-    from_bits,
-    from_upper,
-    group_max,
-    integer,
-    maximum,
-    minimum,
-    number,
-    sqrt,
-    where,
-)
+import torch
+from torch import Tensor
+
+from compiled_optim.rule.symbols import word
+from compiled_optim.rule.vocabulary import absolute, floor, maximum, minimum, sqrt, where
+
+GROUP = 64
+"""How many elements, one after the other in memory, share a scale."""
+
+
+@word
+def bits(x: Tensor) -> Tensor:
+    """The bits of a float32 as a 32-bit integer, on which ``+ - * & | ^ << >>`` work; ``>>`` keeps the sign."""
+    return x.view(torch.int32)
+
+
+@word
+def from_bits(x: Tensor) -> Tensor:
+    """The float32 of these :func:`bits`."""
+    return x.view(torch.float32)
+
+
+@word
+def from_upper(x: Tensor) -> Tensor:
+    """The float32 whose upper 16 :func:`bits` are these, and whose others are 0: a number that bfloat16 has."""
+    return (x << 16).view(torch.float32)
+
+
+@word
+def integer(x: Tensor) -> Tensor:
+    """A whole number as a 32-bit integer."""
+    return x.to(torch.int32)
+
+
+@word
+def number(x: Tensor) -> Tensor:
+    """A 32-bit integer as a float32."""
+    return x.to(torch.float32)
+
+
+@word
+def group_max(x: Tensor) -> Tensor:
+    """The largest of the integers of each :data:`GROUP` elements, at least 0: one number for each of these groups."""
+    return x.view(*x.shape[:-1], -1, GROUP).amax(-1)
+
+
+@word
+def broadcast(x: Tensor) -> Tensor:
+    """A number of each group, for each of its elements."""
+    return x.unsqueeze(-1).expand(*x.shape, GROUP).flatten(-2)
+
 
 _SIGN, _MAGNITUDE = -(1 << 31), (1 << 31) - 1
 _NOT_A_NUMBER = 0x7FC00000

@@ -15,9 +15,9 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, cast
 import torch
 
 from compiled_optim.rule.fields import Buffer, Fact, Hyper, Option, Scalar, Scale, Static
+from compiled_optim.rule.formats import GROUP
 from compiled_optim.rule.misspelled import hint
 from compiled_optim.rule.symbols import PLAIN, Code, Dialect, Kind, NotWritable, Statement, Symbol
-from compiled_optim.rule.vocabulary import GROUP
 
 Gradients: TypeAlias = Literal["dense", "sparse"]  # the gradients that an optimizer takes; sparse ones are COO tensors
 Granularity: TypeAlias = Literal["element", "tensor", "matrix"]  # what a rule's update sees at a time

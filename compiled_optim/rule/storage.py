@@ -23,7 +23,7 @@ from compiled_optim.rule.rule import INDEX, Rule, Values
 from compiled_optim.rule.vocabulary import where
 
 MODES = ("kahan", "stochastic", "split8", "split16", "master")
-REST_BITS = {"split8": 8, "split16": 16}
+REMAINDER_BITS = {"split8": 8, "split16": 16}
 ROUNDED = ("stochastic", "kahan", "split8")
 """The modes that round by numbers of each step, so that steps of any size add up."""
 _THRESHOLDS = ("threshold0", "threshold1")
@@ -36,7 +36,7 @@ MINIMUM = 4096
 HALVES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _STATE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 CODE_DTYPES = {"signed": torch.int8, "unsigned": torch.uint8}
-REST_DTYPES = {"split8": torch.int8, "split16": torch.int16}
+REMAINDER_DTYPES = {"split8": torch.int8, "split16": torch.int16}
 
 _Matcher: TypeAlias = Callable[[Sequence[str]], bool]  # whether one of some patterns matches a parameter's name
 StateDtype: TypeAlias = "torch.dtype | str | Mapping[str, torch.dtype | str] | None"
@@ -99,7 +99,7 @@ def _stored_buffer(buffer: Buffer) -> Iterator[Buffer]:
 
 _PARTS = (
     Buffer(lambda c: _mode(c) == "kahan", name="kahan_comp"),
-    Buffer(lambda c: _mode(c) in REST_BITS, dtype=lambda c: REST_DTYPES[_mode(c) or ""], name="remainder"),
+    Buffer(lambda c: _mode(c) in REMAINDER_BITS, dtype=lambda c: REMAINDER_DTYPES[_mode(c) or ""], name="remainder"),
     Buffer(lambda c: _mode(c) == "master", dtype=lambda c: torch.float32, name="master_param"),
 )
 PARTS = tuple(part.name for part in _PARTS)
@@ -124,7 +124,7 @@ def stored(rule: Rule) -> Rule:
             if values.get(code_name(name)) is not None:
                 found[name] = formats.decoded(values[code_name(name)], values[scale_name(name)], signs[name])
         if (mode := _mode(values)) is not None:
-            found["param"] = whole(values["param"], values, mode, values["weights"][1])
+            found["param"] = joined(values["param"], values, mode, values["weights"][1])
         return found
 
     def coefficients(values: Values) -> dict[str, Any]:
@@ -165,12 +165,12 @@ def stored(rule: Rule) -> Rule:
     )
 
 
-def whole(param: Any, parts: Mapping[str, Any], mode: str, dtype: str) -> Any:
+def joined(param: Any, parts: Mapping[str, Any], mode: str, dtype: str) -> Any:
     """The float32 of a parameter that is stored in ``mode`` with its ``parts``, by name."""
     if mode == "kahan":
         return formats.compensated(param, parts["kahan_comp"], dtype)
-    if mode in REST_BITS:
-        return formats.joined(param, parts["remainder"], dtype, REST_BITS[mode])
+    if mode in REMAINDER_BITS:
+        return formats.joined(param, parts["remainder"], dtype, REMAINDER_BITS[mode])
     if mode == "master":  # unless somebody wrote into the parameter meanwhile
         return where(formats.nearest(parts["master_param"], dtype) == param, parts["master_param"], param)
     return param
@@ -186,8 +186,8 @@ def parts_of(value: Any, values: Mapping[str, Any], mode: str, dtype: str) -> di
     if mode == "stochastic":
         return {"param": formats.randomly_rounded(value, formats.noise_of(values["c"].noise, values[INDEX]), dtype)}
     noise = formats.parts_in(getattr(values["c"], _PART_THRESHOLD), 24) if mode in ROUNDED and values else None
-    if mode in REST_BITS:
-        param, remainder = formats.split(value, dtype, REST_BITS[mode], noise)
+    if mode in REMAINDER_BITS:
+        param, remainder = formats.split(value, dtype, REMAINDER_BITS[mode], noise)
         return {"param": param, "remainder": remainder}
     param = formats.nearest(value, dtype)
     if mode == "master":
@@ -202,8 +202,8 @@ def parts_beside(param: Any, value: Any, mode: str, dtype: str) -> dict[str, Any
     They are those of :func:`parts_of` where that would give this ``param``. Of a ``value`` further away than half a unit
     of ``param``, a remainder and a copy in float32 hold as much as they can, and a compensation is not read.
     """
-    if mode in REST_BITS:
-        return {"remainder": formats.remainder_beside(value, param, dtype, REST_BITS[mode])}
+    if mode in REMAINDER_BITS:
+        return {"remainder": formats.remainder_beside(value, param, dtype, REMAINDER_BITS[mode])}
     if mode == "master":
         return {"master_param": formats.copy_beside(value, param, dtype)}
     return {"kahan_comp": where((value - value == 0) & (param - param == 0), value - param, 0.0)} if mode == "kahan" else {}

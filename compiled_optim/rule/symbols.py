@@ -88,7 +88,7 @@ class Kind(NamedTuple):
 
     Attributes:
         is_int: whether it is a 32-bit integer.
-        per_group: whether there is one for each group of elements, see :func:`~compiled_optim.rule.vocabulary.group_max`.
+        per_group: whether there is one for each group of elements, see :func:`~compiled_optim.rule.formats.group_max`.
         after_reduce: whether it depends on all elements of its group.
     """
 

@@ -1,8 +1,7 @@
 """The words a rule may use besides ``+ - * /``, comparisons and ``if`` on static choices.
 
 On tensors they are torch operations, which serve eager execution, autograd and Inductor; on symbols they are calls in the
-language that the rule is written in. Those from :func:`bits` on are for formats of numbers, and no optimizer needs them.
-Integers have 32 bits, and ``+ - * & | ^ << >>`` work on them.
+language that the rule is written in.
 """
 
 from __future__ import annotations
@@ -13,9 +12,6 @@ import torch
 from torch import Tensor
 
 from compiled_optim.rule.symbols import word
-
-GROUP = 64
-"""How many elements, one after the other in memory, :func:`group_max` takes together."""
 
 
 @word
@@ -81,45 +77,3 @@ def bias_correction(beta: Tensor, step: Tensor) -> Tensor:
     """``1 - beta**step`` without the cancellation: within 2 ulp for every ``beta`` in [0, 1) and ``step`` >= 1."""
     zero = beta == 0  # where the logarithm has no derivative
     return torch.where(zero, 1 - beta**step, -torch.expm1(step * torch.log(torch.where(zero, 0.5, beta))))
-
-
-@word
-def bits(x: Tensor) -> Tensor:
-    """The bits of a float32 as a 32-bit integer, on which ``+ - * & | ^ << >>`` work; ``>>`` keeps the sign."""
-    return x.view(torch.int32)
-
-
-@word
-def from_bits(x: Tensor) -> Tensor:
-    """The float32 of these :func:`bits`."""
-    return x.view(torch.float32)
-
-
-@word
-def from_upper(x: Tensor) -> Tensor:
-    """The float32 whose upper 16 :func:`bits` are these, and whose others are 0: a number that bfloat16 has."""
-    return (x << 16).view(torch.float32)
-
-
-@word
-def integer(x: Tensor) -> Tensor:
-    """A whole number as a 32-bit integer."""
-    return x.to(torch.int32)
-
-
-@word
-def number(x: Tensor) -> Tensor:
-    """A 32-bit integer as a float32."""
-    return x.to(torch.float32)
-
-
-@word
-def group_max(x: Tensor) -> Tensor:
-    """The largest of the integers of each :data:`GROUP` elements, at least 0: one number for each of these groups."""
-    return x.view(*x.shape[:-1], -1, GROUP).amax(-1)
-
-
-@word
-def broadcast(x: Tensor) -> Tensor:
-    """A number of each group, for each of its elements."""
-    return x.unsqueeze(-1).expand(*x.shape, GROUP).flatten(-2)

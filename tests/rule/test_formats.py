@@ -13,8 +13,8 @@ from torch import Tensor
 
 import compiled_optim as co
 from compiled_optim.rule import formats
-from compiled_optim.rule.storage import parts_of, whole
-from compiled_optim.rule.vocabulary import GROUP, broadcast
+from compiled_optim.rule.formats import GROUP, broadcast
+from compiled_optim.rule.storage import joined, parts_of
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 INF, NAN = float("inf"), float("nan")
@@ -83,7 +83,7 @@ def test_what_somebody_writes_into_a_parameter_counts(dtype: str, mode: str, wri
     before = torch.tensor([1.0019, -1.0019, 3e4 + 7, 1e-3, -0.0039], dtype=torch.float32)
     parts = _parts_of(before, mode, dtype)
     param = torch.full_like(before, written)
-    found = whole(param, parts, mode, dtype)
+    found = joined(param, parts, mode, dtype)
     if not math.isfinite(written):
         torch.testing.assert_close(found, param, rtol=0, atol=0, equal_nan=True)
         return

@@ -19,9 +19,9 @@ from compiled_optim.lowering.kernels.table import CoefficientTable, MeasuredTabl
 from compiled_optim.memory.cache import library
 from compiled_optim.plan.clipping import NAMES
 from compiled_optim.plan.compilations import KernelKey
+from compiled_optim.rule.formats import GROUP
 from compiled_optim.rule.rule import INDEX, Written
 from compiled_optim.rule.symbols import Dialect, Kind, Statement
-from compiled_optim.rule.vocabulary import GROUP
 
 WORDS = """\
 #include <cmath>

@@ -28,9 +28,9 @@ from compiled_optim.lowering.kernels.table import (
 )
 from compiled_optim.plan.clipping import NAMES
 from compiled_optim.plan.compilations import KernelKey
+from compiled_optim.rule.formats import GROUP
 from compiled_optim.rule.rule import INDEX, Written
 from compiled_optim.rule.symbols import Dialect
-from compiled_optim.rule.vocabulary import GROUP
 
 _EXPRESSIONS = {
     "sqrt_(x)": "tl.sqrt_rn(x) if x.dtype == tl.float32 else tl.sqrt(x)",

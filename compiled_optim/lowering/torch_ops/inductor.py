@@ -32,7 +32,7 @@ from compiled_optim.plan.clipping import CHOSEN, NAMES, Clipping, square_sum
 from compiled_optim.plan.compilations import CompilationLog, KernelKey, coefficient_key, kernel_key
 from compiled_optim.plan.plan import Member, Plan
 from compiled_optim.plan.schedule import Schedules
-from compiled_optim.rule.vocabulary import GROUP
+from compiled_optim.rule.formats import GROUP
 from compiled_optim.state import filled
 
 Kernel: TypeAlias = Mapping[int, Callable[[list[Tensor]], Any]]
@@ -112,12 +112,17 @@ class InductorLowering(TorchLowering):
         graph = compiled and lists.fuses_lists(plan.device)
         super().__init__(plan, clipping, CoefficientGraph(plan, clipping, log) if graph else None)
         self._log = log
-        self._compiled = compiled
         positions: dict[tuple[KernelKey, bool], list[int]] = {}
         for i, (member, grad_dtype) in enumerate(zip(plan.members, plan.grad_dtypes, strict=True)):
             if member.param.numel() > 0:
                 positions.setdefault(self._kind(member, grad_dtype), []).append(i)
-        self._parts = [Part(plan, where, key, self._vectors, fits=fits) for (key, fits), where in positions.items()]
+        self._parts = []
+        for (key, fits), where in positions.items():
+            part = Part(plan, where, key, self._vectors)
+            if compiled and not fits:
+                say_too_large(log, plan.members[part.positions[0]].name)
+            part.kernel = None if compiled and fits else uncompiled(key)
+            self._parts.append(part)
 
     def _kind(self, member: Member, grad_dtype: torch.dtype) -> tuple[KernelKey, bool]:
         """The key of the kernel that updates ``member``, and whether that can count its elements."""
@@ -130,11 +135,7 @@ class InductorLowering(TorchLowering):
         self._stage.compile()
         for part in self._parts:
             if part.kernel is None:
-                names = [self.plan.members[i].name for i in part.positions]
-                if self._compiled and not part.fits:
-                    say_too_large(self._log, names[0])
-                runs = self._compiled and part.fits
-                part.kernel = _obtain_kernel(self._log, part.key, names) if runs else uncompiled(part.key)
+                part.kernel = _obtain_kernel(self._log, part.key, [self.plan.members[i].name for i in part.positions])
 
     @property
     def is_compiled(self) -> bool:
@@ -152,11 +153,10 @@ class InductorLowering(TorchLowering):
 class Part:
     """Tensors of a plan, at ``positions``, that share a kernel, which updates the ``vectors`` of each."""
 
-    def __init__(self, plan: Plan, positions: Sequence[int], key: KernelKey, vectors: type[Vectors], *, fits: bool) -> None:
+    def __init__(self, plan: Plan, positions: Sequence[int], key: KernelKey, vectors: type[Vectors]) -> None:
         # Tensors of similar sizes share a list, whatever their order.
         self.positions = tuple(sorted(positions, key=lambda i: -plan.members[i].param.numel()))
         self.key = key
-        self.fits = fits
         self.kernel: Kernel | None = None
         self._count = _count(key)
         self._numels = [real_numel(plan.members[i].param) for i in self.positions]
