@@ -231,6 +231,15 @@ class Scale(Choice):
         return float(element)
 
 
+def _says_nothing(*_: Any) -> None:
+    """Nothing about any parameter."""
+
+
+def _suits_every(*_: Any) -> bool:
+    """Yes."""
+    return True
+
+
 @dataclass(frozen=True)
 class Option(Choice):
     """A choice of a group from which follows what shapes the code and the state of each of its parameters.
@@ -243,8 +252,8 @@ class Option(Choice):
     """
 
     valid: Callable[[Any, str], None] | None = None
-    of: Callable[[Mapping[str, Any], Callable[[Sequence[str]], bool], Tensor, str], Any] = lambda *_: None
-    suits: Callable[[Any, Tensor], bool] = lambda *_: True
+    of: Callable[[Mapping[str, Any], Callable[[Sequence[str]], bool], Tensor, str], Any] = _says_nothing
+    suits: Callable[[Any, Tensor], bool] = _suits_every
 
     def check(self, value: Any, where: str = "") -> None:
         """Raise ``TypeError`` or ``ValueError`` if ``value`` is no such choice; ``where`` is as in :meth:`Hyper.check`."""

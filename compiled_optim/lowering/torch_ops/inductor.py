@@ -358,7 +358,7 @@ def obstacle(plans: Sequence[Plan], clipping: Clipping) -> str:
     ]
     for plan in plans:
         rule, name = plan.rule, plan.members[0].name
-        ends_early = plan.grouped_buffers and any(m.param.numel() % GROUP for m in plan.members)
+        ends_early = bool(plan.grouped_buffers) and any(m.param.numel() % GROUP for m in plan.members)
         reduces = bool(rule.stages(plan.statics))
         fails = reduces and lists.fuses_lists(plan.device) and not compiles_means_with_lists()
         reasons += [
