@@ -100,14 +100,6 @@ class CoefficientStage:
         # The scalars as the last step left them, with its graph, and their version.
         self._recorded: tuple[int, Tensor] | None = None if given is None else (plan.scalars._version, given)
 
-    @property
-    def is_compiled(self) -> bool:
-        """Whether :meth:`compile` has nothing to do."""
-        return True
-
-    def compile(self) -> None:
-        """Compile what is not compiled yet."""
-
     def connect(self, square_sums: Tensor) -> None:
         """Take the vector whose sum is the sum of the squares of all gradients."""
         self._square_sums = square_sums

@@ -109,8 +109,8 @@ class InductorLowering(TorchLowering):
     _vectors = Vectors
 
     def __init__(self, plan: Plan, clipping: Clipping, log: CompilationLog, *, compiled: bool = True) -> None:
-        graph = compiled and lists.fuses_lists(plan.device)
-        super().__init__(plan, clipping, CoefficientGraph(plan, clipping, log) if graph else None)
+        graph = CoefficientGraph(plan, clipping) if compiled and lists.fuses_lists(plan.device) else None
+        super().__init__(plan, clipping, graph)
         self._log = log
         positions: dict[tuple[KernelKey, bool], list[int]] = {}
         for i, (member, grad_dtype) in enumerate(zip(plan.members, plan.grad_dtypes, strict=True)):
@@ -123,6 +123,7 @@ class InductorLowering(TorchLowering):
                 say_too_large(log, plan.members[part.positions[0]].name)
             part.kernel = None if compiled and fits else uncompiled(key)
             self._parts.append(part)
+        self._compiled: list[Part | CoefficientGraph] = [*([] if graph is None else [graph]), *self._parts]
 
     def _kind(self, member: Member, grad_dtype: torch.dtype) -> tuple[KernelKey, bool]:
         """The key of the kernel that updates ``member``, and whether that can count its elements."""
@@ -132,14 +133,14 @@ class InductorLowering(TorchLowering):
         return key, fits_indices(plan.device, numel)
 
     def compile(self) -> None:
-        self._stage.compile()
-        for part in self._parts:
+        for part in self._compiled:
             if part.kernel is None:
-                part.kernel = _obtain_kernel(self._log, part.key, [self.plan.members[i].name for i in part.positions])
+                names = [self.plan.members[i].name for i in part.positions]
+                part.kernel = self._log.obtain_or_fall_back(_kernels, part.key, names, _make, uncompiled)
 
     @property
     def is_compiled(self) -> bool:
-        return self._stage.is_compiled and all(part.kernel is not None for part in self._parts)
+        return all(part.kernel is not None for part in self._compiled)
 
     def _reduce(self, stage: int, coefficients: Tensor, sums: Tensor) -> None:
         for part in self._parts:
@@ -209,38 +210,25 @@ class CoefficientGraph(CoefficientStage):
     So it leaves nothing out: clipping and what users choose for a parameter are numbers that may be neutral.
     """
 
-    def __init__(self, plan: Plan, clipping: Clipping, log: CompilationLog) -> None:
+    def __init__(self, plan: Plan, clipping: Clipping) -> None:
         super().__init__(plan, clipping)
-        self._log = log
+        self.positions = range(len(plan.members))
         # Whether a hyperparameter is 0 is no choice of this code.
         statics = tuple((k, v) for k, v in plan.statics.items() if k not in plan.rule.structural_hypers)
-        self._key = dataclasses.replace(coefficient_key(plan), statics=statics, device=str(plan.device))
-        self._kernel: Kernel | None = None
+        self.key = dataclasses.replace(coefficient_key(plan), statics=statics, device=str(plan.device))
+        self.kernel: Kernel | None = None
         self._all = torch.ones(len(plan.members), dtype=torch.bool, device=plan.device)
         self._nothing = scalar(0.0, plan.device)
 
-    @property
-    def is_compiled(self) -> bool:
-        return self._kernel is not None
-
-    def compile(self) -> None:
-        if self._kernel is None:
-            self._kernel = _obtain_kernel(self._log, self._key, [member.name for member in self.plan.members])
-
     def _step(self, hypers: list[Tensor], square_sum: Tensor | None, present: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        assert self._kernel is not None
+        assert self.kernel is not None
         plan = self.plan
         table = torch.stack(hypers).view(len(plan.groups), -1)
         marks, total = self._all if present is None else present, self._nothing if square_sum is None else square_sum
         numbers = [t.to(plan.device, plan.scalars.dtype) for t in self.clipping.tensors(plan.device)]
         given = [plan.scalars, table, self.constants, self.group_index, marks, total, *numbers]
-        coefficients, outcome = self._kernel[UPDATE](given)
+        coefficients, outcome = self.kernel[UPDATE](given)
         return coefficients, outcome
-
-
-def _obtain_kernel(log: CompilationLog, key: KernelKey, names: Sequence[str]) -> Kernel:
-    """The process's kernel of ``key``, for the parameters ``names`` of the optimizer that keeps ``log``."""
-    return log.obtain_or_fall_back(_kernels, key, names, _make, uncompiled)
 
 
 def _count(key: KernelKey) -> int:
