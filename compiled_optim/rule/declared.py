@@ -45,7 +45,7 @@ _ARGUMENTS = {
     "amsgrad": "divide by the largest average of squares so far instead of the last one (arXiv:1904.09237).",
     "decoupled_weight_decay": "decay weights apart from the gradient.",
 }
-"""What ``help`` says of an argument whose field does not say it."""
+"""What ``help`` says about an argument whose field has no ``doc``."""
 _WEIGHT_DECAY: dict[Decays, str] = {
     "gradient": "this number times the parameter is added to the gradient.",
     "weights": "a step takes ``lr`` times this number times the parameter away from the parameter.",
@@ -62,7 +62,6 @@ class Declared:
     _body: ClassVar[dict[str, Field]] = {}  # by name: what the body of the class declares
     _declared: ClassVar[dict[str, Field]] = {}  # by name: what the bodies of the class and its bases declare
     _all_fields: ClassVar[dict[str, Field]] = {}  # by name: what is declared, and what transforms add
-    _added: ClassVar[dict[str, Any]]  # what `added_choices` returns
     _transforms: ClassVar[tuple[Transform, ...]] = ()  # what rules go through, in this order
     _declaration: ClassVar[Declaration]
     _rule: ClassVar[Rule]  # the declaration, where it has an update
@@ -240,19 +239,18 @@ def _check_references(declaration: Declaration) -> None:
             raise TypeError(f"{declaration.name}.{field.name}: {argument}={name!r} {there}{hint(name, known)}")
 
 
+@functools.cache
 def added_choices(cls: type[Declared]) -> dict[str, Any]:
     """The choices, and what goes with them, that torch.optim's optimizer of this name lacks, with their defaults.
 
     A group stores one only when it is not the default, so that groups keep torch.optim's keys. Where torch.optim lacks the
     optimizer, these are the choices that transforms add.
     """
-    if "_added" not in vars(cls):
-        choices = [*(s for s in cls._fields_of(Static) if s.init), *cls._fields_of(Scale), *cls._fields_of(Option)]
-        choices += [f for f in cls._fields_of(Flag) if f.name in cls._group_flags]
-        choices += [h for h in cls._fields_of(Hyper) if h.when]
-        known = _torch_arguments(cls.__name__) or cls._declared
-        cls._added = {choice.name: choice.default for choice in choices if choice.name not in known}
-    return cls._added
+    choices = [*(s for s in cls._fields_of(Static) if s.init), *cls._fields_of(Scale), *cls._fields_of(Option)]
+    choices += [f for f in cls._fields_of(Flag) if f.name in cls._group_flags]
+    choices += [h for h in cls._fields_of(Hyper) if h.when]
+    known = _torch_arguments(cls.__name__) or cls._declared
+    return {choice.name: choice.default for choice in choices if choice.name not in known}
 
 
 def no_hyperparameter(cls: type[Declared], name: str) -> str:

@@ -113,7 +113,7 @@ def randomly_rounded(x: Any, noise: Any, dtype: str) -> Any:
 
 
 def _limited(upper: Any, x: Any, dtype: str) -> Any:
-    """The float32 of these bits of a magnitude in ``dtype``, with the sign of ``x``, and not a number where that is none."""
+    """The float32 of these bits of a magnitude in ``dtype``, with the sign of ``x``; NaN where ``x`` is."""
     if dtype == "bfloat16":
         return _value(upper, x, dtype)
     return where(x == x, _value(minimum(upper, _LARGEST[dtype]), x, dtype), x)

@@ -401,7 +401,7 @@ class Rule(Declaration):
         return tuple(s.name for s in self.scalars if s.shared)
 
     def _element(self, statics: Mapping[str, Any], code: Code, numbers: tuple[str, ...]) -> dict[str, Any]:
-        """What ``update`` sees of an element in ``code``, if ``c`` has the attributes ``numbers``."""
+        """The arguments of ``update`` as symbols of ``code``; ``c`` has the attributes ``numbers``."""
         values: dict[str, Any] = {n: choice for n, choice in statics.items() if n not in self.structural_hypers}
         values |= dict.fromkeys(b.name for b in self.buffers)
         grouped, integers = self.grouped_buffers(statics), self.integer_buffers(statics)
@@ -428,7 +428,7 @@ class Rule(Declaration):
                 raise TypeError(f"{self.name}.update returns a {name} of shape {now} for one of shape {was}")
 
     def evaluated(self, values: Values) -> dict[str, Any]:
-        """What ``coefficients`` returns; scalars that are shared stay."""
+        """The results of ``coefficients``; scalars that are shared stay."""
         return {**{name: values[name] for name in self.shared_scalars}, **self.coefficients(values)}
 
     def updated(self, values: Values) -> dict[str, Any]:
@@ -437,7 +437,7 @@ class Rule(Declaration):
 
     @staticmethod
     def _moved(param: Any, returned: Mapping[str, Any]) -> dict[str, Any]:
-        """What ``update`` ``returned`` for ``param``, and what follows from it."""
+        """The results of ``update``, which ``returned`` a step, with the ``param`` after the step."""
         new, step = returned.get("param", param), returned["step"]
         new = new if isinstance(step, float) and step == 0.0 else new - step
         new = returned["after"](new) if "after" in returned else new
@@ -461,7 +461,7 @@ class Rule(Declaration):
         needed: Sequence[str] = (),
         known: set[str] | None = None,
     ) -> dict[str, Any]:
-        """What ``function`` returns of ``values``: at least the ``needed`` names, and no others than the ``known`` ones."""
+        """Call ``function``; it must return the ``needed`` names, and no others than the ``known`` ones."""
         results, where = self._called(title, function, values), f"{self.name}.{title}"
         if not isinstance(results, dict):
             raise TypeError(f"{where} must return a dict of values by name, got {type(results).__name__}")
@@ -472,7 +472,7 @@ class Rule(Declaration):
         return results
 
     def _called(self, title: str, function: Callable[[Values], Any], values: Values) -> Any:
-        """What ``function``, which messages call ``title``, returns of ``values``, which are all that it may name."""
+        """Call ``function``, which is ``title`` in messages, with ``values``; it may take no other name."""
         where = f"{self.name}.{title}"
         if unknown := sorted(set(function.names) - values.keys()) if isinstance(function, ByName) else []:
             raise TypeError(f"{where} takes {unknown}, which the class does not declare{hint(unknown[0], values)}")

@@ -64,19 +64,15 @@ def _codes(choices: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _rounded_by_step(choices: Mapping[str, Any], signs: Mapping[str, Any]) -> dict[str, str]:
-    """The averages whose ``state_dtype`` is chosen and has less than 32 bits, in one order, with that.
-
-    They are rounded by numbers of each step, see :func:`formats.threshold_of`.
-    """
+    """The averages that have fewer than 32 bits by choice, in order, with their dtypes; steps round them by a threshold."""
     few = (INT8, *HALVES.values())
     return {name: dtype for name, dtype in choices.get("state_dtype", ()) if dtype in few and name in signs}
 
 
 def _stored_buffer(buffer: Buffer) -> Iterator[Buffer]:
-    """What stores a buffer of the rule: numbers under its own name, or codes with their scales.
+    """The entries that store a buffer of the rule: numbers under its own name, or codes with their scales.
 
-    Where ``state_dtype`` says nothing, a buffer to which a step adds little has all bits if the parameter has: slow weights,
-    sums.
+    Without a ``state_dtype``, a buffer to which a step adds little, such as a sum, has all bits if the parameter has.
     """
 
     def is_coded(choices: Mapping[str, Any]) -> bool:
@@ -177,7 +173,7 @@ def joined(param: Any, parts: Mapping[str, Any], mode: str, dtype: str) -> Any:
 
 
 def parts_of(value: Any, values: Mapping[str, Any], mode: str, dtype: str) -> dict[str, Any]:
-    """What is stored of ``value``, a parameter's float32, in ``mode``: ``param``, as a float32, and its parts, by name.
+    """Split a parameter's float32 ``value`` as ``mode`` stores it: into ``param``, as a float32, and parts, by name.
 
     ``values`` are what ``update`` gets; without them the parts are rounded to nearest. In a step a remainder of few bits is
     rounded up or down by a number of the step and the tensor, the same for all elements: rounded to nearest, steps that are
@@ -197,10 +193,10 @@ def parts_of(value: Any, values: Mapping[str, Any], mode: str, dtype: str) -> di
 
 
 def parts_beside(param: Any, value: Any, mode: str, dtype: str) -> dict[str, Any]:
-    """The parts, by name, with which ``param``, as it is, stands for ``value`` in ``mode``; both are float32.
+    """The parts, by name, that make ``param``, which stays, stand for ``value`` in ``mode``; both are float32.
 
-    They are those of :func:`parts_of` where that would give this ``param``. Of a ``value`` further away than half a unit
-    of ``param``, a remainder and a copy in float32 hold as much as they can, and a compensation is not read.
+    They equal those of :func:`parts_of` if that gives the same ``param``. If ``value`` is more than half a unit of ``param``
+    away, a remainder and a copy in float32 hold as much of it as they can, and a compensation is not read.
     """
     if mode in REMAINDER_BITS:
         return {"remainder": formats.remainder_beside(value, param, dtype, REMAINDER_BITS[mode])}

@@ -13,7 +13,7 @@ from compiled_optim.rule.fields import Hyper, Scale, Static
 from compiled_optim.rule.rule import Rule, Values, mean
 from compiled_optim.rule.vocabulary import floor, maximum, sign, where
 
-PARAM = "param"  # what ``init`` of such a buffer says
+PARAM = "param"  # the ``init`` of a buffer that begins as the parameter
 _STARTS = "first_step"  # the coefficient that is not 0 in the first step of a parameter
 
 

@@ -76,7 +76,7 @@ def evaluated(
 
 
 def note_outcome(outcome: Tensor, found: Tensor, *, counts: bool) -> None:
-    """Write :attr:`Evaluated.outcome` to what :meth:`Clipping.outcome` returned; ``counts`` where this plan counts skips."""
+    """Write ``found``, an :attr:`Evaluated.outcome`, to ``outcome``, a :meth:`Clipping.outcome` that ``counts`` skips."""
     skipped = outcome[2:] + found[1:] if counts else outcome[2:]
     outcome.copy_(torch.cat([found, skipped]))
 
@@ -142,7 +142,7 @@ class CoefficientStage:
         square_sum: Tensor | None,
         present: Tensor | None,
     ) -> Evaluated:
-        """:func:`evaluated` of what stands for the plan's scalars, the attributes, and its groups' hyperparameters."""
+        """:func:`evaluated` with these in place of the plan's scalars, the attributes, and its groups' hyperparameters."""
         plan = self.plan
         clipping = [t.to(plan.device, scalars.dtype) for t in clipping]
         if len(plan.groups) > 1:
@@ -208,16 +208,16 @@ class TorchLowering:
         return self._stage.advance(mask), mask
 
     def _reduce(self, stage: int, coefficients: Tensor, sums: Tensor) -> None:
-        """Write to ``sums``, (expressions, tensors), what a stage of the rule's reductions is over each prepared tensor."""
+        """Write a stage's sums over each prepared tensor to ``sums``, (expressions, tensors)."""
         raise NotImplementedError(f"the reductions of {self.plan.rule.name}")
 
     def _update(self, coefficients: Tensor) -> None:
-        """Update every prepared tensor by ``coefficients``, behind which are the results of the reductions."""
+        """Update every prepared tensor by its column of ``coefficients``, which ends with the results of reductions."""
         raise NotImplementedError(f"the update of {self.plan.rule.name}")
 
     @functools.cached_property
     def _counts(self) -> Tensor:
-        """The numbers of elements: of DTensors the whole ones, and at least 1."""
+        """The number of real elements of each parameter, at least 1; a DTensor counts in full."""
         counts = [max(real_numel(param), 1) for param in self.plan.params]
         return torch.tensor(counts, dtype=self.plan.scalars.dtype, device=self.plan.device)
 

@@ -80,8 +80,8 @@ class Vectors:
         self._order = plan.memory_order(member)
         entries = [flat(member.entries[name]) for name in plan.buffers]
         self._memory = [flat(self._order.target), *entries]
-        whole_groups = plan.grouped_buffers
-        self._fills = [bool(whole_groups) and name not in whole_groups for name in ("param", *plan.buffers)]
+        grouped = plan.grouped_buffers
+        self._fills = [bool(grouped) and name not in grouped for name in ("param", *plan.buffers)]
 
     def read(self, grad: Any) -> list[Tensor]:
         """Parameter, ``grad`` and buffers."""
@@ -164,7 +164,7 @@ class Part:
         self._vectors = [vectors(plan, plan.members[i]) for i in self.positions]
         columns_of = functools.partial(_columns_of, self.positions, self._count, key.device)
         self._columns_of = functools.lru_cache(256)(columns_of)
-        # What stands in for a tensor that a list lacks.
+        # They fill up the last list.
         self._stand_ins = [torch.zeros(1, *row, dtype=dtype, device=key.device) for row, dtype in _kinds(key)]
 
     def update(self, grads: Sequence[Any], coefficients: Tensor) -> None:
@@ -174,7 +174,7 @@ class Part:
                 self._vectors[k].store([param, *buffers])
 
     def reduce(self, stage: int, grads: Sequence[Any], coefficients: Tensor, sums: Tensor) -> None:
-        """Write to ``sums``, (expressions, tensors of the plan), what a stage of reductions is over each tensor."""
+        """Write a stage's sums over each tensor to ``sums``, (expressions, tensors of the plan)."""
         for here, _, found in self._run(stage, grads, coefficients):
             for place, k in enumerate(here):  # torch adds up many numbers on many processors, whatever their number
                 own = [sum_of(e, self._numels[k], sums.dtype) for e in found[place :: self._count]]
@@ -314,7 +314,7 @@ def uncompiled(key: KernelKey) -> Kernel:
 
 
 def _run_lists(key: KernelKey, stage: int, tensors: list[Tensor]) -> tuple[Tensor, ...]:
-    """Update; or return, for each expression of a stage of the rule's reductions, what it is over each tensor."""
+    """Update the tensors; or return each expression of a stage of reductions, element by element."""
     params, grads, *buffers, (columns,) = _split(tensors, _count(key))
     dtype = compute_dtype(params[0].dtype)
     scales, skips, *numbers = [list(c.to(dtype).unbind()) for c in columns.unbind(1)]
@@ -407,13 +407,9 @@ class InlinedStep:
         attributes of these names; of a hyperparameter there are one or more numbers. ``clipping`` is empty where gradients
         are used as they are.
         """
-        outcome, *rest = tensors
-        values = dict(zip(self.hypers, hypers, strict=True))
-        by_plan = []
-        for plan in (stage.plan for stage in self._stages):
-            count = 3 + len(plan.buffers) * len(plan.members)
-            by_plan.append(rest[:count])
-            del rest[:count]
+        rest, values = iter(tensors), dict(zip(self.hypers, hypers, strict=True))
+        outcome, plans = next(rest), [stage.plan for stage in self._stages]
+        by_plan = [list(itertools.islice(rest, 3 + len(p.buffers) * len(p.members))) for p in plans]
         self._schedules.write([scalars[0] for scalars, *_ in by_plan], values)
         total = square_sum(grads, outcome.device) if self.clips else None
         for stage, places, used, given in zip(self._stages, self._positions, self._hypers, by_plan, strict=True):
@@ -465,8 +461,8 @@ def _unbound(rows: list[Tensor], fuses: bool) -> list[Sequence[Tensor]]:
     if not (fuses and rows[0].dtype == torch.float32):
         return [row.unbind() for row in _realized(rows).unbind()]
     # Inductor lets a kernel of lists read so many tensors and numbers together; two numbers in one are half as many.
-    whole = [row.view(torch.int32).to(torch.int64) for row in (*rows, *rows[-1:])]
-    pairs = _realized([(low & 0xFFFFFFFF) | (high << 32) for low, high in zip(whole[:-1:2], whole[1::2], strict=True)])
+    bits = [row.view(torch.int32).to(torch.int64) for row in (*rows, *rows[-1:])]
+    pairs = _realized([(low & 0xFFFFFFFF) | (high << 32) for low, high in zip(bits[:-1:2], bits[1::2], strict=True)])
     halves = [half.to(torch.int32).view(torch.float32).unbind() for half in (pairs, pairs >> 32)]
     return [row.unbind() for pair in zip(*halves, strict=True) for row in pair][: len(rows)]
 

@@ -22,7 +22,7 @@ from compiled_optim.rule.symbols import WORDS, Dialect, Statement
 from compiled_optim.state import filled
 
 Values: TypeAlias = dict[str, list[Any]]
-"""By a name in generated code, what stands for it for each tensor of the lists."""
+"""For each name in generated code, its value for every tensor of the lists."""
 
 Store: TypeAlias = Callable[[str, list[Tensor]], list[Tensor]]
 
