@@ -106,8 +106,9 @@ class Declared:
         bodies = [vars(base).get("_body", {}) for base in reversed(cls.__mro__)]
         cls._all_fields = cls._declared = {name: field for body in bodies for name, field in body.items()}
         kinds = (Hyper, Static, Scale, Option, Fact, Buffer, Scalar)
-        by_kind: list[Any] = [tuple(f for f in cls._declared.values() if isinstance(f, kind)) for kind in kinds]
-        cls._declaration = Declaration(cls.__name__, *by_kind, ByName(cls.axes) if hasattr(cls, "axes") else None)
+        parts: list[Any] = [tuple(f for f in cls._declared.values() if isinstance(f, kind)) for kind in kinds]
+        parts.append(ByName(cls.axes) if hasattr(cls, "axes") else None)
+        cls._declaration = Declaration(cls.__name__, *parts)
         _check_references(cls._declaration)
         if hasattr(cls, "update"):
             rule = cls._declaration = cls._rule = cls._made_rule()

@@ -153,7 +153,8 @@ class RuleStep(Step):
         if reason:
             return reason
         if self._inlined is None or not self._inlined.follows(self._clipping):
-            made = InlinedStep(plans, self._positions, self._clipping, self._schedules)
+            lowerings = [x for x in self.lowerings if isinstance(x, InductorLowering)]  # all of them, by the name
+            made = InlinedStep(lowerings, self._positions, self._clipping, self._schedules)
             hypers = [vector for group, name in made.hypers for vector in self.vectors[group][name]]
             for tensor in (*made.tensors, *made.clipping, *hypers):
                 let_stay(tensor)

@@ -48,7 +48,7 @@ def evaluated(
     """Count a step for the tensors where ``present`` is true (all if None), and write nothing.
 
     Vectors have an entry for each tensor. ``scalars`` are :attr:`Plan.scalars` before the step, ``hypers`` the present
-    hyperparameters one element after the other, ``constants`` as in :class:`CoefficientStage`. ``clipping`` are the numbers
+    hyperparameters one element after the other, ``constants`` as in :class:`TorchLowering`. ``clipping`` are the numbers
     called :data:`~compiled_optim.plan.clipping.NAMES`, none where gradients are used as they are. ``square_sum`` is of all
     gradients, None where nobody needs it.
     """
@@ -81,92 +81,35 @@ def note_outcome(outcome: Tensor, found: Tensor, *, counts: bool) -> None:
     outcome.copy_(torch.cat([found, skipped]))
 
 
-class CoefficientStage:
-    """Evaluates a rule's ``coefficients`` for all tensors of a plan at once, in float64 where the device has it.
+class TorchLowering:
+    """Runs the step of one plan: the coefficients first, in torch operations, then what a subclass makes of them.
+
+    Coefficients are evaluated for all tensors at once, in float64 where the device has it.
 
     Attributes:
         constants: the signs of the gradients, and then the :attr:`Plan.numbers`, with one entry per tensor.
         group_index: which of the plan's groups each tensor is in.
     """
 
+    square_sum_count = 1
+
     def __init__(self, plan: Plan, clipping: Clipping) -> None:
         self.plan = plan
-        self.clipping = clipping
-        self._square_sums: Tensor | None = None
+        self._clipping = clipping
+        self._grads: Sequence[Tensor | None] = ()
+        self._stages = plan.rule.stages(plan.statics)
+        self._all_square_sums: Tensor | None = None
         rows = [[-1.0 if maximizes else 1.0 for maximizes in plan.maximizes], *plan.numbers.values()]
         self.constants = torch.tensor(rows, dtype=plan.scalars.dtype, device="cpu").to(plan.device)
         self.group_index = torch.tensor(plan.group_index, device="cpu").to(plan.device)
         given = plan.recorded_scalars
         # The scalars as the last step left them, with its graph, and their version.
         self._recorded: tuple[int, Tensor] | None = None if given is None else (plan.scalars._version, given)
-
-    def connect(self, square_sums: Tensor) -> None:
-        """Take the vector whose sum is the sum of the squares of all gradients."""
-        self._square_sums = square_sums
-
-    def advance(self, present: Tensor | None) -> Tensor:
-        """Count a step for the tensors where ``present`` is true (all if None) and return their coefficients.
-
-        Returns a (2 + coefficients, tensors) matrix, see :attr:`Evaluated.rows`.
-        """
-        plan, clipping = self.plan, self.clipping
-        live = [t for group in plan.groups for h in plan.hypers for t in group.read_only(h.name)]
-        hypers = [t.to(plan.device, plan.scalars.dtype) for t in live]
-        total = None if clipping.idle or self._square_sums is None else self._square_sums.sum()
-        coefficients, outcome = self._step(hypers, total, present)
-        if outcome is not None and not clipping.idle:
-            note_outcome(clipping.outcome(plan.device), outcome.detach(), counts=plan.is_first)
-        return coefficients
-
-    def _step(self, hypers: list[Tensor], square_sum: Tensor | None, present: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Update the plan's scalars. Returns the coefficients and the outcome."""
-        scalars, version = self.plan.scalars, self.plan.scalars._version
-        if self._recorded is not None and self._recorded[0] == version:  # nobody wrote to them since
-            before = self._recorded[1]
-        else:
-            before = scalars.clone() if torch.is_grad_enabled() else scalars
-        clip_args = () if self.clipping.idle else self.clipping.tensors(self.plan.device)
-        found = self.evaluate(before, self.constants, self.group_index, hypers, clip_args, square_sum, present)
-        coefficients = torch.stack(found.rows)
-        scalars.copy_(found.scalars.detach())
-        self._recorded = (scalars._version, found.scalars) if found.scalars.requires_grad else None
-        return coefficients, found.outcome
-
-    def evaluate(
-        self,
-        scalars: Tensor,
-        constants: Tensor,
-        group_index: Tensor,
-        hypers: Sequence[Tensor],
-        clipping: Sequence[Tensor],
-        square_sum: Tensor | None,
-        present: Tensor | None,
-    ) -> Evaluated:
-        """:func:`evaluated` with these in place of the plan's scalars, the attributes, and its groups' hyperparameters."""
-        plan = self.plan
-        clipping = [t.to(plan.device, scalars.dtype) for t in clipping]
-        if len(plan.groups) > 1:
-            table = torch.stack(list(hypers)).view(len(plan.groups), -1).t()
-            hypers = table[:, group_index].unbind()
-        return evaluated(plan.rule, plan.statics, scalars, hypers, constants, clipping, square_sum, present)
-
-
-class TorchLowering:
-    """Runs the step of one plan: the coefficients first, in torch operations, then what a subclass makes of them."""
-
-    square_sum_count = 1
-
-    def __init__(self, plan: Plan, clipping: Clipping, stage: CoefficientStage | None = None) -> None:
-        self.plan = plan
-        self._stage = CoefficientStage(plan, clipping) if stage is None else stage
-        self._grads: Sequence[Tensor | None] = ()
-        self._stages = plan.rule.stages(plan.statics)
         device = plan.device  # a cache that knows this object would keep it alive
         self._mask_of = functools.lru_cache(256)(lambda marks: torch.tensor(marks, device=device))  # a new one waits for it
 
     def connect(self, square_sums: Tensor, all_square_sums: Tensor) -> None:
-        self._square_sum = square_sums
-        self._stage.connect(all_square_sums)
+        self._square_sum, self._all_square_sums = square_sums, all_square_sums
 
     def prepare(self, grads: list[Tensor | None] | None) -> None:
         self._grads = self.plan.gradients(grads)
@@ -201,11 +144,51 @@ class TorchLowering:
     def _advance(self) -> tuple[Tensor, Tensor | None]:
         """Count a step of every parameter with a gradient.
 
-        Returns the coefficients, see :meth:`CoefficientStage.advance`, and which parameters have a gradient (None if all).
+        Returns the coefficients, a (2 + coefficients, tensors) matrix, see :attr:`Evaluated.rows`, and which parameters have
+        a gradient (None if all).
         """
+        plan, clipping = self.plan, self._clipping
         present = tuple(grad is not None for grad in self._grads)
         mask = None if all(present) else self._mask_of(present)
-        return self._stage.advance(mask), mask
+        live = [t for group in plan.groups for h in plan.hypers for t in group.read_only(h.name)]
+        hypers = [t.to(plan.device, plan.scalars.dtype) for t in live]
+        total = None if clipping.idle or self._all_square_sums is None else self._all_square_sums.sum()
+        coefficients, outcome = self._evaluated(hypers, total, mask)
+        if outcome is not None and not clipping.idle:
+            note_outcome(clipping.outcome(plan.device), outcome.detach(), counts=plan.is_first)
+        return coefficients, mask
+
+    def _evaluated(self, hypers: list[Tensor], total: Tensor | None, present: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Update the plan's scalars; ``total`` is the sum of all squares. Returns the coefficients and the outcome."""
+        scalars, version = self.plan.scalars, self.plan.scalars._version
+        if self._recorded is not None and self._recorded[0] == version:  # nobody wrote to them since
+            before = self._recorded[1]
+        else:
+            before = scalars.clone() if torch.is_grad_enabled() else scalars
+        clip_args = () if self._clipping.idle else self._clipping.tensors(self.plan.device)
+        found = self.evaluate(before, self.constants, self.group_index, hypers, clip_args, total, present)
+        coefficients = torch.stack(found.rows)
+        scalars.copy_(found.scalars.detach())
+        self._recorded = (scalars._version, found.scalars) if found.scalars.requires_grad else None
+        return coefficients, found.outcome
+
+    def evaluate(
+        self,
+        scalars: Tensor,
+        constants: Tensor,
+        group_index: Tensor,
+        hypers: Sequence[Tensor],
+        clipping: Sequence[Tensor],
+        square_sum: Tensor | None,
+        present: Tensor | None,
+    ) -> Evaluated:
+        """:func:`evaluated` with these in place of the plan's scalars, the attributes, and its groups' hyperparameters."""
+        plan = self.plan
+        clipping = [t.to(plan.device, scalars.dtype) for t in clipping]
+        if len(plan.groups) > 1:
+            table = torch.stack(list(hypers)).view(len(plan.groups), -1).t()
+            hypers = table[:, group_index].unbind()
+        return evaluated(plan.rule, plan.statics, scalars, hypers, constants, clipping, square_sum, present)
 
     def _reduce(self, stage: int, coefficients: Tensor, sums: Tensor) -> None:
         """Write a stage's sums over each prepared tensor to ``sums``, (expressions, tensors)."""

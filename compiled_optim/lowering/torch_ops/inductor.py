@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from compiled_optim.lowering.torch_ops import lists
-from compiled_optim.lowering.torch_ops.eager import CoefficientStage, TorchLowering, evaluated, note_outcome
+from compiled_optim.lowering.torch_ops.eager import TorchLowering, evaluated, note_outcome
 from compiled_optim.lowering.torch_ops.lists import Lists, programs, sum_of
 from compiled_optim.memory.layout import compute_dtype, flat, real_numel, scalar, scalar_dtype
 from compiled_optim.memory.torch_compiler import CompiledGraph, obtain_graph
@@ -101,16 +101,15 @@ class Vectors:
 class InductorLowering(TorchLowering):
     """Runs the step of one plan with Inductor's kernels, or without where these cannot count a tensor's elements.
 
-    On accelerators, where each operation is a launch, a graph evaluates the coefficients. Where it is not ``compiled``, it
-    runs the operations that kernels are compiled from.
+    On accelerators, where each operation is a launch, a graph evaluates the coefficients. Where the lowering is not
+    ``compiled``, it runs the operations that kernels are compiled from.
     """
 
     name = "inductor"
     _vectors = Vectors
 
     def __init__(self, plan: Plan, clipping: Clipping, log: CompilationLog, *, compiled: bool = True) -> None:
-        graph = CoefficientGraph(plan, clipping) if compiled and lists.fuses_lists(plan.device) else None
-        super().__init__(plan, clipping, graph)
+        super().__init__(plan, clipping)
         self._log = log
         positions: dict[tuple[KernelKey, bool], list[int]] = {}
         for i, (member, grad_dtype) in enumerate(zip(plan.members, plan.grad_dtypes, strict=True)):
@@ -123,7 +122,8 @@ class InductorLowering(TorchLowering):
                 say_too_large(log, plan.members[part.positions[0]].name)
             part.kernel = None if compiled and fits else uncompiled(key)
             self._parts.append(part)
-        self._compiled: list[Part | CoefficientGraph] = [*([] if graph is None else [graph]), *self._parts]
+        self._graph = CoefficientGraph(plan) if compiled and lists.fuses_lists(plan.device) else None
+        self._compiled: list[Part | CoefficientGraph] = [*([] if self._graph is None else [self._graph]), *self._parts]
 
     def _kind(self, member: Member, grad_dtype: torch.dtype) -> tuple[KernelKey, bool]:
         """The key of the kernel that updates ``member``, and whether that can count its elements."""
@@ -141,6 +141,18 @@ class InductorLowering(TorchLowering):
     @property
     def is_compiled(self) -> bool:
         return all(part.kernel is not None for part in self._compiled)
+
+    def _evaluated(self, hypers: list[Tensor], total: Tensor | None, present: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        if self._graph is None:
+            return super()._evaluated(hypers, total, present)
+        plan, graph = self.plan, self._graph
+        assert graph.kernel is not None
+        table = torch.stack(hypers).view(len(plan.groups), -1)
+        present, total = graph.all if present is None else present, graph.nothing if total is None else total
+        numbers = [t.to(plan.device, plan.scalars.dtype) for t in self._clipping.tensors(plan.device)]
+        given = [plan.scalars, table, self.constants, self.group_index, present, total, *numbers]
+        coefficients, outcome = graph.kernel[UPDATE](given)
+        return coefficients, outcome
 
     def _reduce(self, stage: int, coefficients: Tensor, sums: Tensor) -> None:
         for part in self._parts:
@@ -204,31 +216,21 @@ def _columns_of(positions: Sequence[int], count: int, device: str, present: Sequ
     return torch.tensor(found + found[:1] * (-len(found) % count), device=device)
 
 
-class CoefficientGraph(CoefficientStage):
-    """A :class:`CoefficientStage` whose code is shared by all plans of a rule, however many tensors and groups they have.
+class CoefficientGraph:
+    """The kernel that evaluates the coefficients of any plan of a rule, however many tensors and groups it has.
 
-    So it leaves nothing out: clipping and what users choose for a parameter are numbers that may be neutral.
+    It takes clipping and the numbers of parameters where they are neutral, too: ``all`` tensors have gradients, and
+    ``nothing`` is the sum of their squares.
     """
 
-    def __init__(self, plan: Plan, clipping: Clipping) -> None:
-        super().__init__(plan, clipping)
+    def __init__(self, plan: Plan) -> None:
         self.positions = range(len(plan.members))
         # Whether a hyperparameter is 0 is no choice of this code.
         statics = tuple((k, v) for k, v in plan.statics.items() if k not in plan.rule.structural_hypers)
         self.key = dataclasses.replace(coefficient_key(plan), statics=statics, device=str(plan.device))
         self.kernel: Kernel | None = None
-        self._all = torch.ones(len(plan.members), dtype=torch.bool, device=plan.device)
-        self._nothing = scalar(0.0, plan.device)
-
-    def _step(self, hypers: list[Tensor], square_sum: Tensor | None, present: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        assert self.kernel is not None
-        plan = self.plan
-        table = torch.stack(hypers).view(len(plan.groups), -1)
-        marks, total = self._all if present is None else present, self._nothing if square_sum is None else square_sum
-        numbers = [t.to(plan.device, plan.scalars.dtype) for t in self.clipping.tensors(plan.device)]
-        given = [plan.scalars, table, self.constants, self.group_index, marks, total, *numbers]
-        coefficients, outcome = self.kernel[UPDATE](given)
-        return coefficients, outcome
+        self.all = torch.ones(len(plan.members), dtype=torch.bool, device=plan.device)
+        self.nothing = scalar(0.0, plan.device)
 
 
 def _count(key: KernelKey) -> int:
@@ -374,19 +376,22 @@ class InlinedStep:
     """
 
     def __init__(
-        self, plans: Sequence[Plan], positions: Sequence[Sequence[int]], clipping: Clipping, schedules: Schedules
+        self,
+        lowerings: Sequence[TorchLowering],
+        positions: Sequence[Sequence[int]],
+        clipping: Clipping,
+        schedules: Schedules,
     ) -> None:
-        self._stages = [CoefficientStage(plan, clipping) for plan in plans]
-        self._positions = positions
-        self._schedules = schedules
+        plans = [lowering.plan for lowering in lowerings]
+        self._lowerings, self._positions, self._schedules = lowerings, positions, schedules
         self.clips = clipping.measures_norm
         self._chosen = clipping.chosen
         self._hypers = [[(i, h.name) for i in sorted({m.group for m in p.members}) for h in p.hypers] for p in plans]
         self.hypers = list(dict.fromkeys([*itertools.chain(*self._hypers), *schedules.scheduled]))
         self.clipping = [t.view(1) for t in clipping.tensors(plans[0].device, CHOSEN)]
         self.tensors = [clipping.outcome(plans[0].device)]
-        for plan, stage in zip(plans, self._stages, strict=True):
-            self.tensors += [plan.scalars, stage.constants, stage.group_index]
+        for plan, lowering in zip(plans, lowerings, strict=True):
+            self.tensors += [plan.scalars, lowering.constants, lowering.group_index]
             self.tensors += [member.entries[name] for name in plan.buffers for member in plan.members]
 
     def follows(self, clipping: Clipping) -> bool:
@@ -408,20 +413,21 @@ class InlinedStep:
         are used as they are.
         """
         rest, values = iter(tensors), dict(zip(self.hypers, hypers, strict=True))
-        outcome, plans = next(rest), [stage.plan for stage in self._stages]
+        outcome, plans = next(rest), [lowering.plan for lowering in self._lowerings]
         by_plan = [list(itertools.islice(rest, 3 + len(p.buffers) * len(p.members))) for p in plans]
         self._schedules.write([scalars[0] for scalars, *_ in by_plan], values)
         total = square_sum(grads, outcome.device) if self.clips else None
-        for stage, places, used, given in zip(self._stages, self._positions, self._hypers, by_plan, strict=True):
+        for lowering, places, used, given in zip(self._lowerings, self._positions, self._hypers, by_plan, strict=True):
             scalars, constants, group_index, *entries = given
             numbers = [number for where in used for number in values[where]]
             own = [grads[i] for i in places]
             before = scalars.clone()  # a coefficient may be a view of them
-            found = stage.evaluate(before, constants, group_index, numbers, clipping, total, _marks(own, scalars.device))
+            marks = _marks(own, scalars.device)
+            found = lowering.evaluate(before, constants, group_index, numbers, clipping, total, marks)
             scalars.copy_(found.scalars)
             if found.outcome is not None:
-                note_outcome(outcome, found.outcome, counts=stage.plan.is_first)
-            _update_in_graph(stage.plan, [params[i] for i in places], own, entries, found.rows, clips=bool(clipping))
+                note_outcome(outcome, found.outcome, counts=lowering.plan.is_first)
+            _update_in_graph(lowering.plan, [params[i] for i in places], own, entries, found.rows, clips=bool(clipping))
 
 
 def _update_in_graph(
