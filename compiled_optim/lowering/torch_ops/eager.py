@@ -39,22 +39,26 @@ def evaluated(
     rule: Rule,
     statics: Mapping[str, Any],
     scalars: Tensor,
-    hypers: Sequence[Tensor],
     constants: Tensor,
+    group_index: Tensor,
+    hypers: Sequence[Tensor],
     clipping: Sequence[Tensor],
     square_sum: Tensor | None,
     present: Tensor | None,
 ) -> Evaluated:
     """Count a step for the tensors where ``present`` is true (all if None), and write nothing.
 
-    Vectors have an entry for each tensor. ``scalars`` are :attr:`Plan.scalars` before the step, ``hypers`` the present
-    hyperparameters one element after the other, ``constants`` as in :class:`TorchLowering`. ``clipping`` are the numbers
-    called :data:`~compiled_optim.plan.clipping.NAMES`, none where gradients are used as they are. ``square_sum`` is of all
-    gradients, None where nobody needs it.
+    ``scalars`` are :attr:`Plan.scalars` before the step; ``constants`` and ``group_index`` as in :class:`TorchLowering`;
+    ``hypers`` the elements of the present hyperparameters, of several groups one after the other, or vectors with an entry
+    per tensor. ``clipping`` are the numbers called :data:`~compiled_optim.plan.clipping.NAMES`, none where gradients are
+    used as they are. ``square_sum`` is of all gradients, None where nobody needs it.
     """
+    if len(hypers) > (count := sum(h.length for h in rule.present_hypers(statics))):
+        hypers = torch.stack(list(hypers)).view(-1, count)[group_index].unbind(1)
     signs, *numbers = constants.unbind()
     factor, outcome, skip = signs, None, torch.zeros_like(signs)
     if clipping:
+        clipping = [t.to(scalars.device, scalars.dtype) for t in clipping]
         total = torch.zeros_like(clipping[0]) if square_sum is None else square_sum
         clip, norm, skipped = scaled(total, *clipping)
         skipped = torch.as_tensor(skipped, dtype=scalars.dtype, device=scalars.device)
@@ -166,29 +170,14 @@ class TorchLowering:
         else:
             before = scalars.clone() if torch.is_grad_enabled() else scalars
         clip_args = () if self._clipping.idle else self._clipping.tensors(self.plan.device)
-        found = self.evaluate(before, self.constants, self.group_index, hypers, clip_args, total, present)
+        found = evaluated(
+            *(self.plan.rule, self.plan.statics, before, self.constants, self.group_index),
+            *(hypers, clip_args, total, present),
+        )
         coefficients = torch.stack(found.rows)
         scalars.copy_(found.scalars.detach())
         self._recorded = (scalars._version, found.scalars) if found.scalars.requires_grad else None
         return coefficients, found.outcome
-
-    def evaluate(
-        self,
-        scalars: Tensor,
-        constants: Tensor,
-        group_index: Tensor,
-        hypers: Sequence[Tensor],
-        clipping: Sequence[Tensor],
-        square_sum: Tensor | None,
-        present: Tensor | None,
-    ) -> Evaluated:
-        """:func:`evaluated` with these in place of the plan's scalars, the attributes, and its groups' hyperparameters."""
-        plan = self.plan
-        clipping = [t.to(plan.device, scalars.dtype) for t in clipping]
-        if len(plan.groups) > 1:
-            table = torch.stack(list(hypers)).view(len(plan.groups), -1).t()
-            hypers = table[:, group_index].unbind()
-        return evaluated(plan.rule, plan.statics, scalars, hypers, constants, clipping, square_sum, present)
 
     def _reduce(self, stage: int, coefficients: Tensor, sums: Tensor) -> None:
         """Write a stage's sums over each prepared tensor to ``sums``, (expressions, tensors)."""

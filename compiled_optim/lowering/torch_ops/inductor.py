@@ -331,8 +331,8 @@ def _run_lists(key: KernelKey, stage: int, tensors: list[Tensor]) -> tuple[Tenso
 def _evaluate(key: KernelKey, tensors: list[Tensor]) -> tuple[Tensor, ...]:
     """Update the scalars. Returns the coefficients and the outcome."""
     scalars, table, constants, group_index, present, total, *clipping = tensors
-    hypers = table[group_index].unbind(1)
-    found = evaluated(key.rule, dict(key.statics), scalars, hypers, constants, clipping, total, present)
+    statics, hypers = dict(key.statics), table[group_index].unbind(1)
+    found = evaluated(key.rule, statics, scalars, constants, group_index, hypers, clipping, total, present)
     coefficients = torch.stack(found.rows)  # before the scalars change: a coefficient may be a view of them
     scalars.copy_(found.scalars)
     assert found.outcome is not None
@@ -382,8 +382,8 @@ class InlinedStep:
         clipping: Clipping,
         schedules: Schedules,
     ) -> None:
-        plans = [lowering.plan for lowering in lowerings]
-        self._lowerings, self._positions, self._schedules = lowerings, positions, schedules
+        self._plans = plans = [lowering.plan for lowering in lowerings]
+        self._positions, self._schedules = positions, schedules
         self.clips = clipping.measures_norm
         self._chosen = clipping.chosen
         self._hypers = [[(i, h.name) for i in sorted({m.group for m in p.members}) for h in p.hypers] for p in plans]
@@ -413,21 +413,21 @@ class InlinedStep:
         are used as they are.
         """
         rest, values = iter(tensors), dict(zip(self.hypers, hypers, strict=True))
-        outcome, plans = next(rest), [lowering.plan for lowering in self._lowerings]
-        by_plan = [list(itertools.islice(rest, 3 + len(p.buffers) * len(p.members))) for p in plans]
+        outcome = next(rest)
+        by_plan = [list(itertools.islice(rest, 3 + len(p.buffers) * len(p.members))) for p in self._plans]
         self._schedules.write([scalars[0] for scalars, *_ in by_plan], values)
         total = square_sum(grads, outcome.device) if self.clips else None
-        for lowering, places, used, given in zip(self._lowerings, self._positions, self._hypers, by_plan, strict=True):
+        for plan, places, used, given in zip(self._plans, self._positions, self._hypers, by_plan, strict=True):
             scalars, constants, group_index, *entries = given
             numbers = [number for where in used for number in values[where]]
             own = [grads[i] for i in places]
             before = scalars.clone()  # a coefficient may be a view of them
-            marks = _marks(own, scalars.device)
-            found = lowering.evaluate(before, constants, group_index, numbers, clipping, total, marks)
+            marks, rule = _marks(own, scalars.device), plan.rule
+            found = evaluated(rule, plan.statics, before, constants, group_index, numbers, clipping, total, marks)
             scalars.copy_(found.scalars)
             if found.outcome is not None:
-                note_outcome(outcome, found.outcome, counts=lowering.plan.is_first)
-            _update_in_graph(lowering.plan, [params[i] for i in places], own, entries, found.rows, clips=bool(clipping))
+                note_outcome(outcome, found.outcome, counts=plan.is_first)
+            _update_in_graph(plan, [params[i] for i in places], own, entries, found.rows, clips=bool(clipping))
 
 
 def _update_in_graph(

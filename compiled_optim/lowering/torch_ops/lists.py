@@ -259,7 +259,8 @@ class Lists:
 
     def update(self, values: Values) -> None:
         """Write new parameters and buffers to where they are."""
-        self._programs.update.run(values, self._store, {name for name in self._targets if self._keeps_all_bits(name)})
+        exact = {name for name, ts in self._targets.items() if [t.dtype for t in ts] == self._kinds(name)}
+        self._programs.update.run(values, self._store, exact)
 
     def update_by_means(self, values: Values) -> None:
         """As :meth:`update`, after the rule's means."""
@@ -281,9 +282,6 @@ class Lists:
     def _kinds(self, name: str) -> list[torch.dtype]:
         """The dtypes in which the rule sees the tensors called ``name``."""
         return [torch.int32] * len(self._dtypes) if name in self._programs.integers else self._dtypes
-
-    def _keeps_all_bits(self, name: str) -> bool:
-        return [target.dtype for target in self._targets[name]] == self._kinds(name)
 
     def _seen(self, name: str, tensors: Sequence[Tensor] | None = None) -> list[Tensor]:
         """The targets called ``name``, or ``tensors`` in their place, as the rule sees them."""
