@@ -221,6 +221,20 @@ class Declared:
         """The fields of one kind, in declared order, of a class that is made."""
         return tuple(f for f in cls._all_fields.values() if isinstance(f, kind))
 
+    @classmethod
+    @functools.cache
+    def _added_choices(cls) -> dict[str, Any]:
+        """The choices, and what goes with them, that torch.optim's optimizer of this name lacks, with their defaults.
+
+        A group stores one only when it is not the default, so that groups keep torch.optim's keys. Where torch.optim lacks
+        the optimizer, these are the choices that transforms add.
+        """
+        choices = [*(s for s in cls._fields_of(Static) if s.init), *cls._fields_of(Scale), *cls._fields_of(Option)]
+        choices += [f for f in cls._fields_of(Flag) if f.name in cls._group_flags]
+        choices += [h for h in cls._fields_of(Hyper) if h.when]
+        known = _torch_arguments(cls.__name__) or cls._declared
+        return {choice.name: choice.default for choice in choices if choice.name not in known}
+
 
 def _check_references(declaration: Declaration) -> None:
     """Raise ``TypeError`` where a field names another one that is not there, or is of no kind that there is."""
@@ -238,20 +252,6 @@ def _check_references(declaration: Declaration) -> None:
         if isinstance(name, str) and name not in known:
             there = f"must be one of {', '.join(known)}" if known else "names nothing that the class declares"
             raise TypeError(f"{declaration.name}.{field.name}: {argument}={name!r} {there}{hint(name, known)}")
-
-
-@functools.cache
-def added_choices(cls: type[Declared]) -> dict[str, Any]:
-    """The choices, and what goes with them, that torch.optim's optimizer of this name lacks, with their defaults.
-
-    A group stores one only when it is not the default, so that groups keep torch.optim's keys. Where torch.optim lacks the
-    optimizer, these are the choices that transforms add.
-    """
-    choices = [*(s for s in cls._fields_of(Static) if s.init), *cls._fields_of(Scale), *cls._fields_of(Option)]
-    choices += [f for f in cls._fields_of(Flag) if f.name in cls._group_flags]
-    choices += [h for h in cls._fields_of(Hyper) if h.when]
-    known = _torch_arguments(cls.__name__) or cls._declared
-    return {choice.name: choice.default for choice in choices if choice.name not in known}
 
 
 def no_hyperparameter(cls: type[Declared], name: str) -> str:
