@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,21 +20,6 @@ from compiled_optim.plan.plan import Plan
 from compiled_optim.rule.rule import Rule
 
 
-class Evaluated(NamedTuple):
-    """What the scalar stage of a step makes.
-
-    Attributes:
-        rows: the coefficients, with one entry per tensor: the factor of the gradient, 1 where the step is skipped, else 0,
-            and what the rule's update takes. Entries of absent tensors have no meaning.
-        scalars: those after the step.
-        outcome: the norm of all gradients, and 1 where the step is skipped; None without clipping.
-    """
-
-    rows: list[Tensor]
-    scalars: Tensor
-    outcome: Tensor | None
-
-
 def evaluated(
     rule: Rule,
     statics: Mapping[str, Any],
@@ -45,13 +30,18 @@ def evaluated(
     clipping: Sequence[Tensor],
     square_sum: Tensor | None,
     present: Tensor | None,
-) -> Evaluated:
+) -> tuple[list[Tensor], Tensor, Tensor | None]:
     """Count a step for the tensors where ``present`` is true (all if None), and write nothing.
 
     ``scalars`` are :attr:`Plan.scalars` before the step; ``constants`` and ``group_index`` as in :class:`TorchLowering`;
     ``hypers`` the elements of the present hyperparameters, of several groups one after the other, or vectors with an entry
     per tensor. ``clipping`` are the numbers called :data:`~compiled_optim.plan.clipping.NAMES`, none where gradients are
     used as they are. ``square_sum`` is of all gradients, None where nobody needs it.
+
+    Returns:
+        The rows of coefficients, with one entry per tensor: the factor of the gradient, 1 where the step is skipped, else 0,
+        and what the rule's update takes; entries of absent tensors have no meaning. The scalars after the step. The norm of
+        all gradients, and 1 where the step is skipped; None without clipping.
     """
     if len(hypers) > (count := sum(h.length for h in rule.present_hypers(statics))):
         hypers = torch.stack(list(hypers)).view(-1, count)[group_index].unbind(1)
@@ -76,11 +66,11 @@ def evaluated(
     }
     new = torch.stack([step, *(rows[s.name] for s in rule.scalars)])
     new = new if present is None else torch.where(present, new, scalars)
-    return Evaluated([factor, skip, *(rows[name] for name in rule.coefficient_names(statics))], new, outcome)
+    return [factor, skip, *(rows[name] for name in rule.coefficient_names(statics))], new, outcome
 
 
 def note_outcome(outcome: Tensor, found: Tensor, *, counts: bool) -> None:
-    """Write ``found``, an :attr:`Evaluated.outcome`, to ``outcome``, a :meth:`Clipping.outcome` that ``counts`` skips."""
+    """Write the norm and skip that were ``found`` to ``outcome``, a :meth:`Clipping.outcome` that ``counts`` skips."""
     skipped = outcome[2:] + found[1:] if counts else outcome[2:]
     outcome.copy_(torch.cat([found, skipped]))
 
@@ -148,8 +138,8 @@ class TorchLowering:
     def _advance(self) -> tuple[Tensor, Tensor | None]:
         """Count a step of every parameter with a gradient.
 
-        Returns the coefficients, a (2 + coefficients, tensors) matrix, see :attr:`Evaluated.rows`, and which parameters have
-        a gradient (None if all).
+        Returns the coefficients, a (2 + coefficients, tensors) matrix of the rows of :func:`evaluated`, and which parameters
+        have a gradient (None if all).
         """
         plan, clipping = self.plan, self._clipping
         present = tuple(grad is not None for grad in self._grads)
@@ -170,14 +160,12 @@ class TorchLowering:
         else:
             before = scalars.clone() if torch.is_grad_enabled() else scalars
         clip_args = () if self._clipping.idle else self._clipping.tensors(self.plan.device)
-        found = evaluated(
-            *(self.plan.rule, self.plan.statics, before, self.constants, self.group_index),
-            *(hypers, clip_args, total, present),
-        )
-        coefficients = torch.stack(found.rows)
-        scalars.copy_(found.scalars.detach())
-        self._recorded = (scalars._version, found.scalars) if found.scalars.requires_grad else None
-        return coefficients, found.outcome
+        of_plan = self.plan.rule, self.plan.statics, before, self.constants, self.group_index
+        rows, new, outcome = evaluated(*of_plan, hypers, clip_args, total, present)
+        coefficients = torch.stack(rows)  # before the scalars change: a coefficient may be a view of them
+        scalars.copy_(new.detach())
+        self._recorded = (scalars._version, new) if new.requires_grad else None
+        return coefficients, outcome
 
     def _reduce(self, stage: int, coefficients: Tensor, sums: Tensor) -> None:
         """Write a stage's sums over each prepared tensor to ``sums``, (expressions, tensors)."""

@@ -332,11 +332,11 @@ def _evaluate(key: KernelKey, tensors: list[Tensor]) -> tuple[Tensor, ...]:
     """Update the scalars. Returns the coefficients and the outcome."""
     scalars, table, constants, group_index, present, total, *clipping = tensors
     statics, hypers = dict(key.statics), table[group_index].unbind(1)
-    found = evaluated(key.rule, statics, scalars, constants, group_index, hypers, clipping, total, present)
-    coefficients = torch.stack(found.rows)  # before the scalars change: a coefficient may be a view of them
-    scalars.copy_(found.scalars)
-    assert found.outcome is not None
-    return coefficients, found.outcome
+    rows, new, outcome = evaluated(key.rule, statics, scalars, constants, group_index, hypers, clipping, total, present)
+    coefficients = torch.stack(rows)
+    scalars.copy_(new)
+    assert outcome is not None
+    return coefficients, outcome
 
 
 def obstacle(plans: Sequence[Plan], clipping: Clipping) -> str:
@@ -423,11 +423,11 @@ class InlinedStep:
             own = [grads[i] for i in places]
             before = scalars.clone()  # a coefficient may be a view of them
             marks, rule = _marks(own, scalars.device), plan.rule
-            found = evaluated(rule, plan.statics, before, constants, group_index, numbers, clipping, total, marks)
-            scalars.copy_(found.scalars)
-            if found.outcome is not None:
-                note_outcome(outcome, found.outcome, counts=plan.is_first)
-            _update_in_graph(plan, [params[i] for i in places], own, entries, found.rows, clips=bool(clipping))
+            rows, new, found = evaluated(rule, plan.statics, before, constants, group_index, numbers, clipping, total, marks)
+            scalars.copy_(new)
+            if found is not None:
+                note_outcome(outcome, found, counts=plan.is_first)
+            _update_in_graph(plan, [params[i] for i in places], own, entries, rows, clips=bool(clipping))
 
 
 def _update_in_graph(
@@ -439,7 +439,7 @@ def _update_in_graph(
     *,
     clips: bool,
 ) -> None:
-    """Update those of a plan's ``params`` that have a gradient, by :attr:`Evaluated.rows`.
+    """Update those of a plan's ``params`` that have a gradient, by the rows of :func:`evaluated`.
 
     ``entries`` are the tensors of each buffer. Only a step that ``clips`` uses the first two rows.
     """
