@@ -6,7 +6,7 @@ A step evaluates the coefficients for all tensors of a plan, then the rule's red
 from __future__ import annotations
 
 import functools
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,13 +30,15 @@ def evaluated(
     clipping: Sequence[Tensor],
     square_sum: Tensor | None,
     present: Tensor | None,
+    neutral: Collection[str] = (),
 ) -> tuple[list[Tensor], Tensor, Tensor | None]:
     """Count a step for the tensors where ``present`` is true (all if None), and write nothing.
 
     ``scalars`` are :attr:`Plan.scalars` before the step; ``constants`` and ``group_index`` as in :class:`TorchLowering`;
     ``hypers`` the elements of the present hyperparameters, of several groups one after the other, or vectors with an entry
     per tensor. ``clipping`` are the numbers called :data:`~compiled_optim.plan.clipping.NAMES`, none where gradients are
-    used as they are. ``square_sum`` is of all gradients, None where nobody needs it.
+    used as they are. ``square_sum`` is of all gradients, None where nobody needs it. ``neutral`` names numbers that are 1
+    for all tensors, by which nothing has to be multiplied.
 
     Returns:
         The rows of coefficients, with one entry per tensor: the factor of the gradient, 1 where the step is skipped, else 0,
@@ -57,8 +59,8 @@ def evaluated(
         present = live if present is None else present & live
         factor, skip = factor * clip, skipped.expand_as(factor)
     step = scalars[0] + 1
-    values: dict[str, Any] = {"step": step, **dict(zip(rule.per_parameter, numbers, strict=True))}
-    values |= {**statics, **rule.by_name(statics, hypers)}
+    values: dict[str, Any] = dict(zip(rule.per_parameter, numbers, strict=True)) | dict.fromkeys(neutral, 1.0)
+    values |= {"step": step, **statics, **rule.by_name(statics, hypers)}
     values |= {s.name: scalar for s, scalar in zip(rule.scalars, scalars[1:].unbind(), strict=True)}
     rows = {
         name: torch.as_tensor(value, dtype=step.dtype, device=step.device).expand_as(step)
@@ -83,6 +85,7 @@ class TorchLowering:
     Attributes:
         constants: the signs of the gradients, and then the :attr:`Plan.numbers`, with one entry per tensor.
         group_index: which of the plan's groups each tensor is in.
+        neutral: the names of those numbers that are 1 for all tensors.
     """
 
     square_sum_count = 1
@@ -93,6 +96,7 @@ class TorchLowering:
         self._grads: Sequence[Tensor | None] = ()
         self._stages = plan.rule.stages(plan.statics)
         self._all_square_sums: Tensor | None = None
+        self.neutral = [name for name, row in plan.numbers.items() if {*row} == {1.0}]
         rows = [[-1.0 if maximizes else 1.0 for maximizes in plan.maximizes], *plan.numbers.values()]
         self.constants = torch.tensor(rows, dtype=plan.scalars.dtype, device="cpu").to(plan.device)
         self.group_index = torch.tensor(plan.group_index, device="cpu").to(plan.device)
@@ -161,7 +165,7 @@ class TorchLowering:
             before = scalars.clone() if torch.is_grad_enabled() else scalars
         clip_args = () if self._clipping.idle else self._clipping.tensors(self.plan.device)
         of_plan = self.plan.rule, self.plan.statics, before, self.constants, self.group_index
-        rows, new, outcome = evaluated(*of_plan, hypers, clip_args, total, present)
+        rows, new, outcome = evaluated(*of_plan, hypers, clip_args, total, present, self.neutral)
         coefficients = torch.stack(rows)  # before the scalars change: a coefficient may be a view of them
         scalars.copy_(new.detach())
         self._recorded = (scalars._version, new) if new.requires_grad else None

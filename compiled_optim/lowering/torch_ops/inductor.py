@@ -383,6 +383,7 @@ class InlinedStep:
         schedules: Schedules,
     ) -> None:
         self._plans = plans = [lowering.plan for lowering in lowerings]
+        self._neutral = [lowering.neutral for lowering in lowerings]
         self._positions, self._schedules = positions, schedules
         self.clips = clipping.measures_norm
         self._chosen = clipping.chosen
@@ -417,13 +418,14 @@ class InlinedStep:
         by_plan = [list(itertools.islice(rest, 3 + len(p.buffers) * len(p.members))) for p in self._plans]
         self._schedules.write([scalars[0] for scalars, *_ in by_plan], values)
         total = square_sum(grads, outcome.device) if self.clips else None
-        for plan, places, used, given in zip(self._plans, self._positions, self._hypers, by_plan, strict=True):
+        about = zip(self._plans, self._neutral, self._positions, self._hypers, by_plan, strict=True)
+        for plan, neutral, places, used, given in about:
             scalars, constants, group_index, *entries = given
             numbers = [number for where in used for number in values[where]]
             own = [grads[i] for i in places]
             before = scalars.clone()  # a coefficient may be a view of them
-            marks, rule = _marks(own, scalars.device), plan.rule
-            rows, new, found = evaluated(rule, plan.statics, before, constants, group_index, numbers, clipping, total, marks)
+            of_plan, marks = (plan.rule, plan.statics, before, constants, group_index), _marks(own, scalars.device)
+            rows, new, found = evaluated(*of_plan, numbers, clipping, total, marks, neutral)
             scalars.copy_(new)
             if found is not None:
                 note_outcome(outcome, found, counts=plan.is_first)
