@@ -231,15 +231,6 @@ class Scale(Choice):
         return float(element)
 
 
-def _says_nothing(*_: Any) -> None:
-    """Nothing about any parameter."""
-
-
-def _suits_every(*_: Any) -> bool:
-    """Yes."""
-    return True
-
-
 @dataclass(frozen=True)
 class Option(Choice):
     """A choice of a group from which follows what shapes the code and the state of each of its parameters.
@@ -248,12 +239,12 @@ class Option(Choice):
     does so for one parameter: it gets the group's entries, whether one of some patterns matches the parameter's name, the
     parameter, and what to call it in messages. It returns a hashable value, or None where the choice says nothing about
     this parameter. ``suits`` says whether the choice, another than the default, is of use for a parameter whose name no
-    pattern excludes.
+    pattern excludes; without it, it always is.
     """
 
     valid: Callable[[Any, str], None] | None = None
-    of: Callable[[Mapping[str, Any], Callable[[Sequence[str]], bool], Tensor, str], Any] = _says_nothing
-    suits: Callable[[Any, Tensor], bool] = _suits_every
+    of: Callable[[Mapping[str, Any], Callable[[Sequence[str]], bool], Tensor, str], Any] | None = None
+    suits: Callable[[Any, Tensor], bool] | None = None
 
     def check(self, value: Any, where: str = "") -> None:
         """Raise ``TypeError`` or ``ValueError`` if ``value`` is no such choice; ``where`` is as in :meth:`Hyper.check`."""

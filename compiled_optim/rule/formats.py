@@ -134,8 +134,8 @@ def split(x: Any, dtype: str, remainder_bits: int, noise: Any = None) -> tuple[A
     in ``dtype`` has no remainder.
     """
     lost, held = _lost_and_held(dtype, remainder_bits)
-    whole = _magnitude(x, dtype)
-    both = _cut(whole, lost) if noise is None or not lost else _cut_randomly(whole, lost, noise)
+    magnitude = _magnitude(x, dtype)
+    both = _cut(magnitude, lost) if noise is None or not lost else _cut_randomly(magnitude, lost, noise)
     upper = (both + (1 << (held - 1))) >> held
     return _limited(upper, x, dtype), both - (upper << held)
 
