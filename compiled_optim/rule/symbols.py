@@ -222,13 +222,13 @@ class Code:
 
     def binary(self, operator: str, left: Any, right: Any) -> Symbol:
         """Append an operation on two values, and return the symbol of its result."""
-        is_int = _are_ints(left, right)
+        is_int = _any_int(left, right)
         text = f"{self.operand(left, is_int=is_int)} {operator} {self.operand(right, is_int=is_int)}"
         return self.assign(text, left, right, is_int=is_int and operator in _MAKES_INTEGERS)
 
     def call(self, name: str, *values: Any) -> Symbol:
         """Append a call of a word of the vocabulary, and return the symbol of its result."""
-        is_int = _are_ints(*values)
+        is_int = _any_int(*values)
         if name == "integer" and is_int:
             return cast(Symbol, values[0])
         arguments = ", ".join(self.operand(value, is_int=is_int) for value in values)
@@ -237,6 +237,6 @@ class Code:
         return self.assign(text, *values, is_int=is_int if makes_int is None else makes_int, word=name)
 
 
-def _are_ints(*values: Any) -> bool:
+def _any_int(*values: Any) -> bool:
     """Whether one of ``values`` is an integer of the generated code, so that the others count as such."""
     return any(isinstance(value, Symbol) and value.kind.is_int for value in values)
