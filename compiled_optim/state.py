@@ -22,24 +22,24 @@ from compiled_optim.memory.layout import DTYPES, MemoryOrder, as_real, flat, is_
 from compiled_optim.memory.sharding import as_part_of, is_sharded, local, placement, spread_like, zeros_spread_like
 from compiled_optim.memory.torch_internals import is_fake
 from compiled_optim.rule import formats
-from compiled_optim.rule.bits import GROUP
 from compiled_optim.rule.fields import Buffer, Scalar
+from compiled_optim.rule.formats import GROUP
 from compiled_optim.rule.rule import Declaration, Rule
 from compiled_optim.rule.storage import (
     CODE_DTYPES,
     HALVES,
     PARTS,
-    REST_DTYPES,
+    REMAINDER_DTYPES,
     code_name,
+    joined,
     parts_beside,
     parts_of,
     scale_name,
-    whole,
 )
 
 CODES = {dtype: kind for kind, dtype in CODE_DTYPES.items()}
 """The dtypes of codes, and the numbers that they stand for."""
-SPLITS = {dtype: mode for mode, dtype in REST_DTYPES.items()}
+SPLITS = {dtype: mode for mode, dtype in REMAINDER_DTYPES.items()}
 _PART_OF = {"kahan": "kahan_comp", "split8": "remainder", "split16": "remainder", "master": "master_param"}
 
 
@@ -471,7 +471,7 @@ def weight(param: Tensor, parts: Mapping[str, Any], mode: str, half: str) -> Ten
     """The float32 of a weight of the dtype ``half`` that is stored in ``mode``: this process's shard of it."""
     values = {name: shard_like(parts[name], param) for name in PARTS if parts.get(name) is not None}
     numbers = {name: part.float() if part.is_floating_point() else part for name, part in values.items()}
-    return whole(local(param.detach()).float(), numbers, mode, half)  # type: ignore[no-any-return]
+    return joined(local(param.detach()).float(), numbers, mode, half)  # type: ignore[no-any-return]
 
 
 def adds_nothing(param: Tensor, name: str, part: Tensor) -> bool:

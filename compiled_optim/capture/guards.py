@@ -16,7 +16,6 @@ from compiled_optim.groups.parameters import named_parameters, parameter_name
 from compiled_optim.memory.addresses import Addresses
 from compiled_optim.memory.sharding import local
 from compiled_optim.optimizer import CompiledOptimizer, engine_of
-from compiled_optim.rule.declared import added_choices
 
 
 def guards_of(optimizer: CompiledOptimizer) -> dict[str, str]:
@@ -32,7 +31,7 @@ def guards_of(optimizer: CompiledOptimizer) -> dict[str, str]:
         guards[f"schedule of param_groups[{i}][{name!r}]"] = (
             f"{getattr(function, '__name__', 'object')} at {id(function):#x}"
         )
-    declared, added = optimizer._declaration, added_choices(type(optimizer))
+    declared, added = optimizer._declaration, type(optimizer)._added_choices()
     for i, group in enumerate(optimizer.param_groups):
         label = f"param_groups[{i}]"
         guards[label] = f"{len(group['params'])} parameters"

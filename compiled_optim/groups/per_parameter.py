@@ -141,7 +141,7 @@ def choices_of(options: Sequence[Option], group: Mapping[str, Any], group_index:
         return any(matches(pattern, names) for pattern in patterns)
 
     with advising():
-        found = {o.name: o.of(group, is_matched, group["params"][index], where) for o in options}
+        found = {o.name: o.of(group, is_matched, group["params"][index], where) for o in options if o.of}
     return {name: choice for name, choice in found.items() if choice is not None}
 
 
@@ -232,6 +232,6 @@ def warn_of_unused(options: Sequence[Option], groups: Sequence[Mapping[str, Any]
 def _may_apply(option: Option, group: Mapping[str, Any], index: int) -> bool:
     """Whether an option may be of use for a parameter, or the user excluded it by name."""
     param = group["params"][index]
-    if is_lazy(param) or option.suits(group[option.name], param):
+    if is_lazy(param) or option.suits is None or option.suits(group[option.name], param):
         return True
     return any(matches(pattern, _names(group, index)) for pattern in group.get("exclude") or ())

@@ -7,9 +7,10 @@ are elected. All shapes follow from N, and the host knows N. So no step waits fo
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -19,7 +20,6 @@ from torch import Tensor
 
 from compiled_optim.lowering.kernels.table import BUFFERS, NUMEL, PARAM, CoefficientTable, Kernel, PlanTensors, upload
 from compiled_optim.lowering.multi_tensor import Capturable
-from compiled_optim.lowering.torch_ops.eager import Recent
 from compiled_optim.lowering.torch_ops.inductor import LISTS, InductorLowering, Vectors
 from compiled_optim.memory.layout import as_real, compute_dtype
 from compiled_optim.memory.torch_internals import assert_on_device, is_capturing, is_fake
@@ -188,8 +188,6 @@ class RowTableLowering(Capturable):
     def __init__(self, plan: Plan, clipping: Clipping, log: CompilationLog) -> None:
         super().__init__(plan, clipping, log)
         self._kernels: list[Kernel] = []
-        self._batches: Recent[tuple[tuple[int, ...], tuple[int, ...], int], RowBatch] = Recent(_CACHED_BATCHES)
-        self._kinds: Recent[tuple[tuple[int, ...], int], RowKind] = Recent(_CACHED_BATCHES)
         self._elections = [torch.empty(0, dtype=torch.int64, device=plan.device)]  # a captured graph may use any of them
         self._prepared: list[Prepared] = []
         self._gathered = self._reads_copies = False
@@ -206,6 +204,10 @@ class RowTableLowering(Capturable):
         self._kernels = [self._obtain_kernel(key, [i]) for i, key in enumerate(keys)]
         self._tensors = PlanTensors(self.plan).table
         self.table = CoefficientTable(self.plan, self._clipping, self.hypers, self._log)
+        # A cache that knows this object would keep it alive.
+        kind_of = functools.lru_cache(_CACHED_BATCHES)(functools.partial(RowKind, self.plan, self._tensors))
+        batch_of = functools.partial(_batch_of, self.plan, self._kernels, kind_of)
+        self._batch_of = functools.lru_cache(_CACHED_BATCHES)(batch_of)
 
     def prepare(self, grads: list[Tensor | None] | None) -> None:
         self.hypers.prepare()
@@ -219,7 +221,7 @@ class RowTableLowering(Capturable):
         self._prepared = []
         for (_, sparse_dims, *_), found in alike.items():
             positions, counts = tuple(found), tuple(grad._nnz() for grad in found.values())
-            batch = self._batches.get((positions, counts, sparse_dims), self._batch_of)
+            batch = self._batch_of(positions, counts, sparse_dims)
             rows: Rows = "unknown"
             if reads_indices:
                 distinct = [has_distinct_rows(grad, self.plan.members[i].name) for i, grad in found.items()]
@@ -270,15 +272,22 @@ class RowTableLowering(Capturable):
                 batch.gather(indices, values, self._elections[-1], rows)
         self._gathered = True
 
-    def _batch_of(self, key: tuple[tuple[int, ...], tuple[int, ...], int]) -> RowBatch:
-        positions, counts, sparse_dims = key
-        if is_capturing(self.plan.device):
-            raise RuntimeError(
-                f"{self.plan.rule.name}.step() cannot be captured in a CUDA graph now: no step was taken before with "
-                f"gradients of so many entries ({', '.join(map(str, counts))}); take one step before capturing"
-            )
-        kind = self._kinds.get((positions, sparse_dims), lambda key: RowKind(self.plan, self._tensors, *key))
-        return RowBatch(self.plan, kind, counts, self._kernels[positions[0]])
+
+def _batch_of(
+    plan: Plan,
+    kernels: Sequence[Kernel],
+    kind_of: Callable[..., RowKind],
+    positions: tuple[int, ...],
+    counts: tuple[int, ...],
+    sparse_dims: int,
+) -> RowBatch:
+    """The memory for gradients of so many entries, of the parameters at ``positions``."""
+    if is_capturing(plan.device):
+        raise RuntimeError(
+            f"{plan.rule.name}.step() cannot be captured in a CUDA graph now: no step was taken before with "
+            f"gradients of so many entries ({', '.join(map(str, counts))}); take one step before capturing"
+        )
+    return RowBatch(plan, kind_of(positions, sparse_dims), counts, kernels[positions[0]])
 
 
 class Prepared(NamedTuple):

@@ -102,9 +102,8 @@ class Totals:
         plan, block = self._plans[0], self._plans[0].scalar_blocks[0]
         shared = {name: block[row, 0] for name, row in self._shared.items()}
         values: dict[str, Any] = {**plan.statics, **shared, **dict(zip(names, total.unbind(), strict=True))}
-        for h in plan.hypers:
-            elements = tuple(t.to(plan.device, total.dtype) for t in plan.groups[0].read_only(h.name))
-            values[h.name] = elements if h.is_tuple else elements[0]
+        elements = (t.to(plan.device, total.dtype) for h in plan.hypers for t in plan.groups[0].read_only(h.name))
+        values |= self._rule.by_name(plan.statics, elements)
         assert self._rule.adapt is not None
         adapted = self._rule.adapt(values).items()
         found = {name: torch.as_tensor(value, dtype=total.dtype, device=plan.device) for name, value in adapted}

@@ -31,8 +31,8 @@ from compiled_optim.memory.sharding import (
     part_number,
     placement,
 )
-from compiled_optim.rule.bits import GROUP
-from compiled_optim.rule.rule import NUMBERS, Declaration, Rule
+from compiled_optim.rule.formats import GROUP
+from compiled_optim.rule.rule import Declaration, Rule
 from compiled_optim.state import (
     OptimizerState,
     ParamState,
@@ -224,9 +224,8 @@ class Plan:
 
     @functools.cached_property
     def numbers(self) -> dict[str, list[float]]:
-        """By name, the :data:`NUMBERS` and further scales of the members; 1 where nobody chose."""
-        names = (*NUMBERS, *(scale.name for scale in self.rule.scales))
-        chosen = {name: [m.numbers.get(name, 1.0) for m in self.members] for name in names}
+        """By name, the :attr:`Rule.per_parameter` numbers of the members; 1 where nobody chose."""
+        chosen = {name: [m.numbers.get(name, 1.0) for m in self.members] for name in self.rule.per_parameter}
         if self.sharded and self.rule.reads_index(self.statics):  # which counts the elements of each part from 0 on
             shift = _SEEDS * part_number(self.params[0])
             chosen["seed"] = [(seed + shift) % (1 << 24) for seed in chosen["seed"]]

@@ -45,7 +45,7 @@ _ARGUMENTS = {
     "amsgrad": "divide by the largest average of squares so far instead of the last one (arXiv:1904.09237).",
     "decoupled_weight_decay": "decay weights apart from the gradient.",
 }
-"""What ``help`` says of an argument whose field does not say it."""
+"""What ``help`` says about an argument whose field has no ``doc``."""
 _WEIGHT_DECAY: dict[Decays, str] = {
     "gradient": "this number times the parameter is added to the gradient.",
     "weights": "a step takes ``lr`` times this number times the parameter away from the parameter.",
@@ -62,8 +62,6 @@ class Declared:
     _body: ClassVar[dict[str, Field]] = {}  # by name: what the body of the class declares
     _declared: ClassVar[dict[str, Field]] = {}  # by name: what the bodies of the class and its bases declare
     _all_fields: ClassVar[dict[str, Field]] = {}  # by name: what is declared, and what transforms add
-    _by_kind: ClassVar[tuple[dict[str, Field], dict[type[Any], tuple[Any, ...]]]] = ({}, {})  # fields, and these by kind
-    _added: ClassVar[dict[str, Any]]  # what `added_choices` returns
     _transforms: ClassVar[tuple[Transform, ...]] = ()  # what rules go through, in this order
     _declaration: ClassVar[Declaration]
     _rule: ClassVar[Rule]  # the declaration, where it has an update
@@ -108,7 +106,8 @@ class Declared:
         bodies = [vars(base).get("_body", {}) for base in reversed(cls.__mro__)]
         cls._all_fields = cls._declared = {name: field for body in bodies for name, field in body.items()}
         kinds = (Hyper, Static, Scale, Option, Fact, Buffer, Scalar)
-        parts: list[Any] = [*map(cls._fields_of, kinds), ByName(cls.axes) if hasattr(cls, "axes") else None]
+        parts: list[Any] = [tuple(f for f in cls._declared.values() if isinstance(f, kind)) for kind in kinds]
+        parts.append(ByName(cls.axes) if hasattr(cls, "axes") else None)
         cls._declaration = Declaration(cls.__name__, *parts)
         _check_references(cls._declaration)
         if hasattr(cls, "update"):
@@ -118,9 +117,8 @@ class Declared:
         cls._every_state_name.update(cls._state_names())
         cls._every_option_name.update(f.name for kind in (Hyper, Static, Option) for f in cls._fields_of(kind))
         flags = _torch_flags(cls)
-        cls._group_flags = (*flags, *(("maximize",) if "maximize" not in flags else ()))
-        by_position = [name for name, is_so in flags.items() if is_so]
-        cls._announce(_constructor_signature(cls._all_fields, by_position, _annotations(cls)))
+        cls._group_flags = tuple(dict.fromkeys((*flags, "maximize")))
+        cls._announce(_constructor_signature(cls, [name for name, is_by_position in flags.items() if is_by_position]))
         cls._explain()
 
     @classmethod
@@ -169,13 +167,10 @@ class Declared:
             self._warn_of_attribute(name)
         super().__setattr__(name, value)
 
-    def _warn_of_attribute(self, name: str) -> None:
-        """Warn that a new attribute is one of the constructor's arguments, or a misspelled one, which nothing reads.
-
-        A class with a constructor of its own may keep there what it likes.
-        """
-        cls = type(self)
-        if not hasattr(cls.__init__, "__signature__"):
+    @classmethod
+    def _warn_of_attribute(cls, name: str) -> None:
+        """Warn that a new attribute is one of the constructor's arguments, or a misspelled one, which nothing reads."""
+        if not hasattr(cls.__init__, "__signature__"):  # a constructor of its own, which may keep what it likes
             return
         arguments = tuple(cls.__signature__.parameters)  # type: ignore[attr-defined]
         if name in arguments:
@@ -189,6 +184,12 @@ class Declared:
 
     @classmethod
     def _made_rule(cls) -> Rule:
+        def transformed(rule: Rule) -> Rule:
+            made = functools.reduce(lambda before, t: t.by(before), cls._transforms, started(rule))
+            if made is not rule:
+                made.check()
+            return made
+
         rule = Rule(
             **{field.name: getattr(cls._declaration, field.name) for field in dataclasses.fields(Declaration)},
             coefficients=ByName(cls.coefficients),  # type: ignore[attr-defined]
@@ -199,15 +200,8 @@ class Declared:
             views={name: ByName(view) for name, view in cls._views.items()},
         )
         rule.check()  # what its author wrote, before transforms hide whose mistake it is
-        cls._view_rules = {name: cls._transformed(rule.viewed(name)) for name in rule.views}
-        return cls._transformed(rule)
-
-    @classmethod
-    def _transformed(cls, rule: Rule) -> Rule:
-        transformed = functools.reduce(lambda before, t: t.by(before), cls._transforms, started(rule))
-        if transformed is not rule:
-            transformed.check()
-        return transformed
+        cls._view_rules = {name: transformed(rule.viewed(name)) for name in rule.views}
+        return transformed(rule)
 
     @staticmethod
     def check(hypers: Mapping[str, Any], statics: Mapping[str, Any]) -> None:
@@ -222,14 +216,24 @@ class Declared:
         return "step", *[f.name for f in (*cls._declaration.scalars, *cls._declaration.buffers)]
 
     @classmethod
+    @functools.cache
     def _fields_of(cls, kind: type[Any]) -> tuple[Any, ...]:
-        """The declared fields of one kind, in declared order."""
-        fields, known = cls._by_kind
-        if fields is not cls._all_fields:  # another class's, or those before its rule was made
-            cls._by_kind = fields, known = cls._all_fields, {}
-        if kind not in known:
-            known[kind] = tuple(f for f in fields.values() if isinstance(f, kind))
-        return known[kind]
+        """The fields of one kind, in declared order, of a class that is made."""
+        return tuple(f for f in cls._all_fields.values() if isinstance(f, kind))
+
+    @classmethod
+    @functools.cache
+    def _added_choices(cls) -> dict[str, Any]:
+        """The choices, and what goes with them, that torch.optim's optimizer of this name lacks, with their defaults.
+
+        A group stores one only when it is not the default, so that groups keep torch.optim's keys. Where torch.optim lacks
+        the optimizer, these are the choices that transforms add.
+        """
+        choices = [*(s for s in cls._fields_of(Static) if s.init), *cls._fields_of(Scale), *cls._fields_of(Option)]
+        choices += [f for f in cls._fields_of(Flag) if f.name in cls._group_flags]
+        choices += [h for h in cls._fields_of(Hyper) if h.when]
+        known = _torch_arguments(cls.__name__) or cls._declared
+        return {choice.name: choice.default for choice in choices if choice.name not in known}
 
 
 def _check_references(declaration: Declaration) -> None:
@@ -248,22 +252,6 @@ def _check_references(declaration: Declaration) -> None:
         if isinstance(name, str) and name not in known:
             there = f"must be one of {', '.join(known)}" if known else "names nothing that the class declares"
             raise TypeError(f"{declaration.name}.{field.name}: {argument}={name!r} {there}{hint(name, known)}")
-
-
-def added_choices(cls: type[Declared]) -> dict[str, Any]:
-    """The choices, and what goes with them, that torch.optim's optimizer of this name lacks, with their defaults.
-
-    A group stores one only when it is not the default, so that groups keep torch.optim's keys. Where torch.optim lacks the
-    optimizer, these are the choices that transforms add.
-    """
-    if "_added" not in vars(cls):
-        choices = {s.name: s.default for s in cls._fields_of(Static) if s.init}
-        choices |= {s.name: s.default for kind in (Scale, Option) for s in cls._fields_of(kind)}
-        choices |= {f.name: f.default for f in cls._fields_of(Flag) if f.name in cls._group_flags}
-        choices |= {h.name: h.default for h in cls._fields_of(Hyper) if h.when}
-        known = _torch_arguments(cls.__name__) or cls._declared
-        cls._added = {name: default for name, default in choices.items() if name not in known}
-    return cls._added
 
 
 def no_hyperparameter(cls: type[Declared], name: str) -> str:
@@ -291,25 +279,18 @@ def _torch_arguments(name: str) -> Mapping[str, inspect.Parameter]:
     return {} if theirs is None else inspect.signature(theirs).parameters
 
 
-def _annotations(cls: type[Declared]) -> Mapping[str, Any]:
-    """What the bodies of ``cls`` and its bases say of their names; as it is written where it cannot be evaluated."""
+def _constructor_signature(cls: type[Declared], positional_flags: Sequence[str]) -> inspect.Signature:
+    fields, empty = cls._all_fields, inspect.Parameter.empty
     try:
-        return get_type_hints(cls)
-    except NameError:
-        return {name: said for base in reversed(cls.__mro__) for name, said in inspect.get_annotations(base).items()}
-
-
-def _constructor_signature(
-    fields: Mapping[str, Any], positional_flags: Sequence[str], hints: Mapping[str, Any]
-) -> inspect.Signature:
+        hints = get_type_hints(cls)
+    except NameError:  # as they are written
+        hints = {name: said for base in reversed(cls.__mro__) for name, said in inspect.get_annotations(base).items()}
     made = [f for f in fields.values() if isinstance(f, (Hyper, Flag, Scale, Option)) or (isinstance(f, Static) and f.init)]
     keyword = [f for f in made if isinstance(f, (Flag, Scale, Option)) or (f.when if isinstance(f, Hyper) else f.kw_only)]
-    positional = [f for f in made if f not in keyword] + [fields[name] for name in positional_flags]
+    positional: list[Any] = [f for f in made if f not in keyword] + [fields[name] for name in positional_flags]
     either, only = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
     kinds = {f: either for f in positional} | {f: only for f in keyword if f not in positional}
-    empty = inspect.Parameter.empty
     parameters = [inspect.Parameter("params", either, annotation=hints.get("params", empty))]
-    for field, kind in kinds.items():
-        annotation = hints.get(field.name, empty)
-        parameters.append(inspect.Parameter(field.name, kind, default=field.default, annotation=annotation))
+    for f, kind in kinds.items():
+        parameters.append(inspect.Parameter(f.name, kind, default=f.default, annotation=hints.get(f.name, empty)))
     return inspect.Signature(parameters)

@@ -231,32 +231,26 @@ class Scale(Choice):
         return float(element)
 
 
-def _says_nothing(*_: Any) -> None:
-    """Nothing about any parameter."""
-
-
-def _suits_every(*_: Any) -> bool:
-    """Yes."""
-    return True
-
-
 @dataclass(frozen=True)
 class Option(Choice):
     """A choice of a group from which follows what shapes the code and the state of each of its parameters.
 
-    ``valid`` raises ``TypeError`` or ``ValueError`` where the choice does not fit. ``of`` does so for one parameter: it
-    gets the group's entries, whether one of some patterns matches the parameter's name, the parameter, and what to call it
-    in messages. It returns a hashable value, or None where the choice says nothing about this parameter. ``suits`` says
-    whether the choice, another than the default, is of use for a parameter whose name no pattern excludes.
+    ``valid`` raises ``TypeError`` or ``ValueError`` where the choice does not fit; without it the choice is a bool. ``of``
+    does so for one parameter: it gets the group's entries, whether one of some patterns matches the parameter's name, the
+    parameter, and what to call it in messages. It returns a hashable value, or None where the choice says nothing about
+    this parameter. ``suits`` says whether the choice, another than the default, is of use for a parameter whose name no
+    pattern excludes; without it, it always is.
     """
 
-    valid: Callable[[Any, str], None]
-    of: Callable[[Mapping[str, Any], Callable[[Sequence[str]], bool], Tensor, str], Any] = _says_nothing
-    suits: Callable[[Any, Tensor], bool] = _suits_every
+    valid: Callable[[Any, str], None] | None = None
+    of: Callable[[Mapping[str, Any], Callable[[Sequence[str]], bool], Tensor, str], Any] | None = None
+    suits: Callable[[Any, Tensor], bool] | None = None
 
     def check(self, value: Any, where: str = "") -> None:
         """Raise ``TypeError`` or ``ValueError`` if ``value`` is no such choice; ``where`` is as in :meth:`Hyper.check`."""
-        if value is not self.default:
+        if self.valid is None:
+            super().check(value, where)
+        elif value is not self.default:
             self.valid(value, _placed(self.name, where))
 
 
@@ -297,7 +291,7 @@ class Buffer(Field):
     divided by or whose roots are. Such a buffer starts at 0, and steps replace or average it: 8 bits would lose what is
     added to a sum. ``dtype`` makes another dtype of the choices, or None
     for the parameter's. A ``grouped`` buffer has a number for each group of elements, see
-    :func:`~compiled_optim.rule.bits.group_max`.
+    :func:`~compiled_optim.rule.formats.group_max`.
     """
 
     when: str | Callable[[Mapping[str, Any]], bool] | None = None

@@ -2,14 +2,66 @@
 
 The *remainder* of a parameter of 16 bits holds what is left of its number of 32 bits. All arithmetic is on bits, so that
 compilers cannot leave a rounding away, and every lowering stores the same. NaN stays NaN, and infinity stays infinite.
+
+The first functions are words, as those of :mod:`~compiled_optim.rule.vocabulary`, that no optimizer needs. Integers have 32
+bits, and ``+ - * & | ^ << >>`` work on them.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from compiled_optim.rule.bits import bits, from_bits, from_upper, group_max, integer, number, spread
+import torch
+from torch import Tensor
+
+from compiled_optim.rule.symbols import word
 from compiled_optim.rule.vocabulary import absolute, floor, maximum, minimum, sqrt, where
+
+GROUP = 64
+"""How many elements, one after the other in memory, share a scale."""
+
+
+@word
+def bits(x: Tensor) -> Tensor:
+    """The bits of a float32 as a 32-bit integer, on which ``+ - * & | ^ << >>`` work; ``>>`` keeps the sign."""
+    return x.view(torch.int32)
+
+
+@word
+def from_bits(x: Tensor) -> Tensor:
+    """The float32 of these :func:`bits`."""
+    return x.view(torch.float32)
+
+
+@word
+def from_upper(x: Tensor) -> Tensor:
+    """The float32 whose upper 16 :func:`bits` are these, and whose others are 0: a number that bfloat16 has."""
+    return (x << 16).view(torch.float32)
+
+
+@word
+def integer(x: Tensor) -> Tensor:
+    """A whole number as a 32-bit integer."""
+    return x.to(torch.int32)
+
+
+@word
+def number(x: Tensor) -> Tensor:
+    """A 32-bit integer as a float32."""
+    return x.to(torch.float32)
+
+
+@word
+def group_max(x: Tensor) -> Tensor:
+    """The largest of the integers of each :data:`GROUP` elements, at least 0: one number for each of these groups."""
+    return x.view(*x.shape[:-1], -1, GROUP).amax(-1)
+
+
+@word
+def broadcast(x: Tensor) -> Tensor:
+    """A number of each group, for each of its elements."""
+    return x.unsqueeze(-1).expand(*x.shape, GROUP).flatten(-2)
+
 
 _SIGN, _MAGNITUDE = -(1 << 31), (1 << 31) - 1
 _NOT_A_NUMBER = 0x7FC00000
@@ -61,13 +113,13 @@ def randomly_rounded(x: Any, noise: Any, dtype: str) -> Any:
 
 
 def _limited(upper: Any, x: Any, dtype: str) -> Any:
-    """The float32 of these bits of a magnitude in ``dtype``, with the sign of ``x``, and not a number where that is none."""
+    """The float32 of these bits of a magnitude in ``dtype``, with the sign of ``x``; NaN where ``x`` is."""
     if dtype == "bfloat16":
         return _value(upper, x, dtype)
     return where(x == x, _value(minimum(upper, _LARGEST[dtype]), x, dtype), x)
 
 
-def _kept(dtype: str, remainder_bits: int) -> tuple[int, int]:
+def _lost_and_held(dtype: str, remainder_bits: int) -> tuple[int, int]:
     """How many bits of a magnitude a remainder cannot hold, and how many it holds."""
     held = min(remainder_bits, _LOWER[dtype])
     return _LOWER[dtype] - held, held
@@ -81,16 +133,16 @@ def split(x: Any, dtype: str, remainder_bits: int, noise: Any = None) -> tuple[A
     else to nearest, ties to even. Halfway between two numbers of ``dtype`` the larger magnitude is taken. What is infinite
     in ``dtype`` has no remainder.
     """
-    lost, held = _kept(dtype, remainder_bits)
-    whole = _magnitude(x, dtype)
-    both = _cut(whole, lost) if noise is None or not lost else _cut_randomly(whole, lost, noise)
+    lost, held = _lost_and_held(dtype, remainder_bits)
+    magnitude = _magnitude(x, dtype)
+    both = _cut(magnitude, lost) if noise is None or not lost else _cut_randomly(magnitude, lost, noise)
     upper = (both + (1 << (held - 1))) >> held
     return _limited(upper, x, dtype), both - (upper << held)
 
 
 def joined(param: Any, remainder: Any, dtype: str, remainder_bits: int) -> Any:
     """The float32 that :func:`split` took apart; within half a unit of a parameter that was written meanwhile."""
-    lost, _ = _kept(dtype, remainder_bits)
+    lost, _ = _lost_and_held(dtype, remainder_bits)
     magnitude = maximum(_magnitude(param, dtype) + (integer(remainder) << lost), 0)
     size = from_bits(magnitude) * (1 / _SHRINK[dtype]) if dtype == "float16" else from_bits(magnitude)
     return where(param - param == 0, from_bits(bits(size) | (bits(param) & _SIGN)), param)
@@ -111,7 +163,7 @@ def remainder_beside(value: Any, param: Any, dtype: str, remainder_bits: int) ->
 
     It equals :func:`split`'s remainder if ``split`` rounds ``value`` to the same ``param``.
     """
-    lost, held = _kept(dtype, remainder_bits)
+    lost, held = _lost_and_held(dtype, remainder_bits)
     both = _cut(_magnitude(value, dtype), lost)
     signed = where(bits(value) & _SIGN == bits(param) & _SIGN, both, 0 - both)
     remainder = signed - ((_magnitude(param, dtype) >> _LOWER[dtype]) << held)
@@ -169,9 +221,9 @@ def encoded(value: Any, scale: Any, kind: str, threshold: Any = 0.5) -> Any:
     """
     if kind == "unsigned":
         root = sqrt(value)
-        code = integer(root * spread(_inverse(scale, _LEVELS, of_root=True)) + threshold)
+        code = integer(root * broadcast(_inverse(scale, _LEVELS, of_root=True)) + threshold)
         return minimum(maximum(code, minimum(bits(root), 1)), int(_LEVELS))
-    part = absolute(value) * spread(_inverse(scale, 1.0))
+    part = absolute(value) * broadcast(_inverse(scale, 1.0))
     added = parts_in(threshold, _STEP)
     code = minimum((bits(part + _OFFSET) + added - _OFFSET_BITS) >> _STEP, 127)
     return _signed(code, bits(value) >> 31)
@@ -197,9 +249,9 @@ def decoded(code: Any, scale: Any, kind: str) -> Any:
     code = integer(code)
     if kind == "unsigned":
         root = number(code)
-        return root * root * (1 / (_LEVELS * _LEVELS)) * spread(scale)
+        return root * root * (1 / (_LEVELS * _LEVELS)) * broadcast(scale)
     part = from_bits((_signed(code, code >> 31) << _STEP) + _OFFSET_BITS) - _OFFSET
-    return from_bits(bits(part * spread(scale)) | (code & _SIGN))
+    return from_bits(bits(part * broadcast(scale)) | (code & _SIGN))
 
 
 _KEYS = float(1 << 24)

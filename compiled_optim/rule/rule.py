@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import functools
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, cast
 
 import torch
 
-from compiled_optim.rule.bits import GROUP
 from compiled_optim.rule.fields import Buffer, Fact, Hyper, Option, Scalar, Scale, Static
+from compiled_optim.rule.formats import GROUP
 from compiled_optim.rule.misspelled import hint
 from compiled_optim.rule.symbols import PLAIN, Code, Dialect, Kind, NotWritable, Statement, Symbol
 
@@ -114,10 +113,18 @@ class Declaration:
         return tuple(b.name for b in self.buffers if b.grouped and b.is_present(statics))
 
     @_once
-    def whole_buffers(self, statics: Mapping[str, Any]) -> tuple[str, ...]:
+    def integer_buffers(self, statics: Mapping[str, Any]) -> tuple[str, ...]:
         """Those of :meth:`present_buffers` that hold integers, which an update sees as such."""
         present = [b for b in self.buffers if b.is_present(statics)]
         return tuple(b.name for b in present if not self.dtype_of(b, torch.float32, statics).is_floating_point)
+
+    def by_name(self, statics: Mapping[str, Any], elements: Iterable[Any]) -> dict[str, Any]:
+        """The hyperparameters that a rule may read, by name, made of their ``elements`` one after the other."""
+        numbers = iter(elements)
+        return {
+            h.name: tuple(itertools.islice(numbers, h.length)) if h.is_tuple else next(numbers)
+            for h in self.present_hypers(statics)
+        }
 
     def dtype_of(self, buffer: Buffer, param_dtype: torch.dtype, statics: Mapping[str, Any]) -> torch.dtype:
         """The dtype of ``buffer`` of a parameter of ``param_dtype``, under these choices."""
@@ -338,19 +345,11 @@ class Rule(Declaration):
         """
         code = Code(dialect, "c")
         values: dict[str, Any] = {**statics, **{name: Symbol(code, name) for name in ("step", *NUMBERS)}}
-        values |= self._hyper_symbols(code, statics)
-        values |= {s.name: Symbol(code, f"scalar{i}") for i, s in enumerate(self.scalars)}
+        values |= self.by_name(statics, _symbols(code, "hyper"))
+        values |= {s.name: symbol for s, symbol in zip(self.scalars, _symbols(code, "scalar"), strict=False)}
         results = self._run("coefficients", self.coefficients, values, [s.name for s in self.scalars if not s.shared])
         results = {**{name: values[name] for name in self.shared_scalars}, **results}
         return code.lines, {name: code.operand(value) for name, value in results.items()}
-
-    def _hyper_symbols(self, code: Code, statics: Mapping[str, Any]) -> dict[str, Any]:
-        """The hyperparameters that the rule may read, by name, as ``hyper0``, ``hyper1``, ... of ``code``."""
-        count, symbols = itertools.count(), {}
-        for h in self.present_hypers(statics):
-            elements = tuple(Symbol(code, f"hyper{next(count)}") for _ in range(h.length))
-            symbols[h.name] = elements if h.is_tuple else elements[0]
-        return symbols
 
     @_once
     def written(self, statics: Mapping[str, Any], dialect: Dialect) -> list[Written]:
@@ -362,7 +361,7 @@ class Rule(Declaration):
             for name, value in found.items():
                 if not isinstance(value, Reduction):
                     raise TypeError(f"{self.name}.reduce returns a {name} that is neither mean(...) nor total(...)")
-            found = _means_first(found)
+            found = dict(sorted(found.items(), key=lambda item: item[1].is_total))  # means first
             totals = tuple(name for name in found if found[name].is_total)
             adapted = self._adapted_names(statics, totals) if stage == 0 else ()
             if taken := {*found, *adapted} & set(names):
@@ -383,8 +382,13 @@ class Rule(Declaration):
             raise TypeError(f"{self.name}.adapt is for totals, and reduce returns none")
         code = Code(PLAIN, "a")
         values = {**statics, **{name: Symbol(code, name) for name in (*totals, *self.shared_scalars)}}
-        found = self._run("adapt", self.adapt, values | self._hyper_symbols(code, statics))
+        found = self._run("adapt", self.adapt, values | self.by_name(statics, _symbols(code, "hyper")))
         return tuple(name for name in found if name not in self.shared_scalars)
+
+    @functools.cached_property
+    def per_parameter(self) -> tuple[str, ...]:
+        """The numbers of each parameter that ``coefficients`` may take: :data:`NUMBERS`, and what further choices say."""
+        return tuple(dict.fromkeys((*NUMBERS, *(scale.name for scale in self.scales))))
 
     @functools.cached_property
     def scalar_names(self) -> tuple[str, ...]:
@@ -397,14 +401,14 @@ class Rule(Declaration):
         return tuple(s.name for s in self.scalars if s.shared)
 
     def _element(self, statics: Mapping[str, Any], code: Code, numbers: tuple[str, ...]) -> dict[str, Any]:
-        """What ``update`` sees of an element in ``code``, if ``c`` has the attributes ``numbers``."""
+        """The arguments of ``update`` as symbols of ``code``; ``c`` has the attributes ``numbers``."""
         values: dict[str, Any] = {n: choice for n, choice in statics.items() if n not in self.structural_hypers}
         values |= dict.fromkeys(b.name for b in self.buffers)
-        grouped, whole = self.grouped_buffers(statics), self.whole_buffers(statics)
+        grouped, integers = self.grouped_buffers(statics), self.integer_buffers(statics)
         for i, name in enumerate(self.present_buffers(statics)):
-            values[name] = Symbol(code, f"buffer{i}", Kind(name in whole, shared=name in grouped))
-        values[INDEX] = Symbol(code, INDEX, Kind(whole=True))
-        c = number_type(numbers)(*(Symbol(code, f"k{i}") for i in range(len(numbers))))
+            values[name] = Symbol(code, f"buffer{i}", Kind(name in integers, per_group=name in grouped))
+        values[INDEX] = Symbol(code, INDEX, Kind(is_int=True))
+        c = number_type(numbers)(*itertools.islice(_symbols(code, "k"), len(numbers)))
         return {**values, "param": Symbol(code, "param"), "grad": Symbol(code, "grad"), "c": c}
 
     def _check_stack(self, statics: Mapping[str, Any], names: tuple[str, ...], shape: tuple[int, ...]) -> None:
@@ -424,20 +428,16 @@ class Rule(Declaration):
                 raise TypeError(f"{self.name}.update returns a {name} of shape {now} for one of shape {was}")
 
     def evaluated(self, values: Values) -> dict[str, Any]:
-        """What ``coefficients`` returns; scalars that are shared stay."""
+        """The results of ``coefficients``; scalars that are shared stay."""
         return {**{name: values[name] for name in self.shared_scalars}, **self.coefficients(values)}
 
     def updated(self, values: Values) -> dict[str, Any]:
         """The new ``param`` and the new buffers, by name."""
         return self._moved(values["param"], self.update(values))
 
-    def reduced(self, stage: int, values: Values) -> dict[str, Reduction]:
-        """What one of ``reductions`` returns: the means, and then the totals."""
-        return _means_first(self.reductions[stage](values))
-
     @staticmethod
     def _moved(param: Any, returned: Mapping[str, Any]) -> dict[str, Any]:
-        """What ``update`` ``returned`` for ``param``, and what follows from it."""
+        """The results of ``update``, which ``returned`` a step, with the ``param`` after the step."""
         new, step = returned.get("param", param), returned["step"]
         new = new if isinstance(step, float) and step == 0.0 else new - step
         new = returned["after"](new) if "after" in returned else new
@@ -450,8 +450,8 @@ class Rule(Declaration):
         results = self._run("update", self.update, values, ("step", *present), known)
         if not callable(results.get("after", callable)):
             raise TypeError(f"{self.name}.update returns an after that is no function of the parameter")
-        with self._blaming("update", values):
-            return self._moved(values["param"], results)
+        moved: dict[str, Any] = self._called("update", lambda values: self._moved(values["param"], results), values)
+        return moved
 
     def _run(
         self,
@@ -461,7 +461,7 @@ class Rule(Declaration):
         needed: Sequence[str] = (),
         known: set[str] | None = None,
     ) -> dict[str, Any]:
-        """What ``function`` returns of ``values``: at least the ``needed`` names, and no others than the ``known`` ones."""
+        """Call ``function``; it must return the ``needed`` names, and no others than the ``known`` ones."""
         results, where = self._called(title, function, values), f"{self.name}.{title}"
         if not isinstance(results, dict):
             raise TypeError(f"{where} must return a dict of values by name, got {type(results).__name__}")
@@ -472,19 +472,12 @@ class Rule(Declaration):
         return results
 
     def _called(self, title: str, function: Callable[[Values], Any], values: Values) -> Any:
-        """What ``function``, which messages call ``title``, returns of ``values``, which are all that it may name."""
-        if unknown := sorted(set(function.names) - values.keys()) if isinstance(function, ByName) else []:
-            near = hint(unknown[0], values)
-            raise TypeError(f"{self.name}.{title} takes {unknown}, which the class does not declare{near}")
-        with self._blaming(title, values):
-            return function(values)
-
-    @contextlib.contextmanager
-    def _blaming(self, title: str, values: Values) -> Iterator[None]:
-        """Say what the function ``title`` did where it fails inside a ``with`` block."""
+        """Call ``function``, which is ``title`` in messages, with ``values``; it may take no other name."""
         where = f"{self.name}.{title}"
+        if unknown := sorted(set(function.names) - values.keys()) if isinstance(function, ByName) else []:
+            raise TypeError(f"{where} takes {unknown}, which the class does not declare{hint(unknown[0], values)}")
         try:
-            yield
+            return function(values)
         except NotWritable as error:
             raise TypeError(f"{where} {error}") from error
         except NameError as error:
@@ -495,12 +488,13 @@ class Rule(Declaration):
             raise TypeError(f"{where} cannot be run: {error}") from error
 
 
+def _symbols(code: Code, prefix: str) -> Iterator[Symbol]:
+    """As many symbols as one takes, called ``prefix`` and a number."""
+    return (Symbol(code, f"{prefix}{i}") for i in itertools.count())
+
+
 # Stacks to try a rule on: tensors without columns of 1, each way round.
 _STACKS: dict[str, tuple[tuple[int, ...], ...]] = {"tensor": ((2, 5), (2, 3, 4, 5)), "matrix": ((2, 3, 5), (2, 5, 3))}
-
-
-def _means_first(found: Mapping[str, Reduction]) -> dict[str, Reduction]:
-    return dict(sorted(found.items(), key=lambda item: item[1].is_total))
 
 
 @functools.cache

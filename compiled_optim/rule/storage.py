@@ -7,6 +7,7 @@ parameter, weight decay and lookahead too, is done to a number of 32 bits.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ from compiled_optim.rule.rule import INDEX, Rule, Values
 from compiled_optim.rule.vocabulary import where
 
 MODES = ("kahan", "stochastic", "split8", "split16", "master")
-REST_BITS = {"split8": 8, "split16": 16}
+REMAINDER_BITS = {"split8": 8, "split16": 16}
 ROUNDED = ("stochastic", "kahan", "split8")
 """The modes that round by numbers of each step, so that steps of any size add up."""
 _THRESHOLDS = ("threshold0", "threshold1")
@@ -35,7 +36,7 @@ MINIMUM = 4096
 HALVES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _STATE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 CODE_DTYPES = {"signed": torch.int8, "unsigned": torch.uint8}
-REST_DTYPES = {"split8": torch.int8, "split16": torch.int16}
+REMAINDER_DTYPES = {"split8": torch.int8, "split16": torch.int16}
 
 _Matcher: TypeAlias = Callable[[Sequence[str]], bool]  # whether one of some patterns matches a parameter's name
 StateDtype: TypeAlias = "torch.dtype | str | Mapping[str, torch.dtype | str] | None"
@@ -63,19 +64,15 @@ def _codes(choices: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _rounded_by_step(choices: Mapping[str, Any], signs: Mapping[str, Any]) -> dict[str, str]:
-    """The averages whose ``state_dtype`` is chosen and has less than 32 bits, in one order, with that.
-
-    They are rounded by numbers of each step, see :func:`formats.threshold_of`.
-    """
+    """The averages that have fewer than 32 bits by choice, in order, with their dtypes; steps round them by a threshold."""
     few = (INT8, *HALVES.values())
     return {name: dtype for name, dtype in choices.get("state_dtype", ()) if dtype in few and name in signs}
 
 
 def _stored_buffer(buffer: Buffer) -> Iterator[Buffer]:
-    """What stores a buffer of the rule: numbers under its own name, or codes with their scales.
+    """The entries that store a buffer of the rule: numbers under its own name, or codes with their scales.
 
-    Where ``state_dtype`` says nothing, a buffer to which a step adds little has all bits if the parameter has: slow weights,
-    sums.
+    Without a ``state_dtype``, a buffer to which a step adds little, such as a sum, has all bits if the parameter has.
     """
 
     def is_coded(choices: Mapping[str, Any]) -> bool:
@@ -98,7 +95,7 @@ def _stored_buffer(buffer: Buffer) -> Iterator[Buffer]:
 
 _PARTS = (
     Buffer(lambda c: _mode(c) == "kahan", name="kahan_comp"),
-    Buffer(lambda c: _mode(c) in REST_BITS, dtype=lambda c: REST_DTYPES[_mode(c) or ""], name="remainder"),
+    Buffer(lambda c: _mode(c) in REMAINDER_BITS, dtype=lambda c: REMAINDER_DTYPES[_mode(c) or ""], name="remainder"),
     Buffer(lambda c: _mode(c) == "master", dtype=lambda c: torch.float32, name="master_param"),
 )
 PARTS = tuple(part.name for part in _PARTS)
@@ -123,7 +120,7 @@ def stored(rule: Rule) -> Rule:
             if values.get(code_name(name)) is not None:
                 found[name] = formats.decoded(values[code_name(name)], values[scale_name(name)], signs[name])
         if (mode := _mode(values)) is not None:
-            found["param"] = whole(values["param"], values, mode, values["weights"][1])
+            found["param"] = joined(values["param"], values, mode, values["weights"][1])
         return found
 
     def coefficients(values: Values) -> dict[str, Any]:
@@ -157,26 +154,26 @@ def stored(rule: Rule) -> Rule:
 
     return rule.seeing(
         opened,
-        options=(*rule.options, *_options(rule, signs)),
+        options=(*rule.options, *_options(rule)),
         buffers=(*(b for b in buffers if not b.grouped), *_PARTS, *(b for b in buffers if b.grouped)),
         coefficients=coefficients,
         update=update,
     )
 
 
-def whole(param: Any, parts: Mapping[str, Any], mode: str, dtype: str) -> Any:
+def joined(param: Any, parts: Mapping[str, Any], mode: str, dtype: str) -> Any:
     """The float32 of a parameter that is stored in ``mode`` with its ``parts``, by name."""
     if mode == "kahan":
         return formats.compensated(param, parts["kahan_comp"], dtype)
-    if mode in REST_BITS:
-        return formats.joined(param, parts["remainder"], dtype, REST_BITS[mode])
+    if mode in REMAINDER_BITS:
+        return formats.joined(param, parts["remainder"], dtype, REMAINDER_BITS[mode])
     if mode == "master":  # unless somebody wrote into the parameter meanwhile
         return where(formats.nearest(parts["master_param"], dtype) == param, parts["master_param"], param)
     return param
 
 
 def parts_of(value: Any, values: Mapping[str, Any], mode: str, dtype: str) -> dict[str, Any]:
-    """What is stored of ``value``, a parameter's float32, in ``mode``: ``param``, as a float32, and its parts, by name.
+    """Split a parameter's float32 ``value`` as ``mode`` stores it: into ``param``, as a float32, and parts, by name.
 
     ``values`` are what ``update`` gets; without them the parts are rounded to nearest. In a step a remainder of few bits is
     rounded up or down by a number of the step and the tensor, the same for all elements: rounded to nearest, steps that are
@@ -185,8 +182,8 @@ def parts_of(value: Any, values: Mapping[str, Any], mode: str, dtype: str) -> di
     if mode == "stochastic":
         return {"param": formats.randomly_rounded(value, formats.noise_of(values["c"].noise, values[INDEX]), dtype)}
     noise = formats.parts_in(getattr(values["c"], _PART_THRESHOLD), 24) if mode in ROUNDED and values else None
-    if mode in REST_BITS:
-        param, remainder = formats.split(value, dtype, REST_BITS[mode], noise)
+    if mode in REMAINDER_BITS:
+        param, remainder = formats.split(value, dtype, REMAINDER_BITS[mode], noise)
         return {"param": param, "remainder": remainder}
     param = formats.nearest(value, dtype)
     if mode == "master":
@@ -196,33 +193,24 @@ def parts_of(value: Any, values: Mapping[str, Any], mode: str, dtype: str) -> di
 
 
 def parts_beside(param: Any, value: Any, mode: str, dtype: str) -> dict[str, Any]:
-    """The parts, by name, with which ``param``, as it is, stands for ``value`` in ``mode``; both are float32.
+    """The parts, by name, that make ``param``, which stays, stand for ``value`` in ``mode``; both are float32.
 
-    They are those of :func:`parts_of` where that would give this ``param``. Of a ``value`` further away than half a unit
-    of ``param``, a remainder and a copy in float32 hold as much as they can, and a compensation is not read.
+    They equal those of :func:`parts_of` if that gives the same ``param``. If ``value`` is more than half a unit of ``param``
+    away, a remainder and a copy in float32 hold as much of it as they can, and a compensation is not read.
     """
-    if mode in REST_BITS:
-        return {"remainder": formats.remainder_beside(value, param, dtype, REST_BITS[mode])}
+    if mode in REMAINDER_BITS:
+        return {"remainder": formats.remainder_beside(value, param, dtype, REMAINDER_BITS[mode])}
     if mode == "master":
         return {"master_param": formats.copy_beside(value, param, dtype)}
     return {"kahan_comp": where((value - value == 0) & (param - param == 0), value - param, 0.0)} if mode == "kahan" else {}
 
 
-def _options(rule: Rule, signs: Mapping[str, Any]) -> tuple[Option, ...]:
-    buffers = [b.name for b in rule.buffers]
-
-    def valid_state(value: Any, what: str) -> None:
-        _check_state_dtype(value, what, buffers, signs, rule.name)
-        if isinstance(value, Mapping):
-            _warn_of_wide(value, [b for b in rule.buffers if b.int8 and (b.when is None or b.name in value)])
-
-    def state_dtype(group: Mapping[str, Any], is_matched: _Matcher, param: Tensor, where: str) -> Any:
-        return _state_dtypes(group, is_matched, param, where, buffers, signs)
-
+def _options(rule: Rule) -> tuple[Option, ...]:
+    check_state, state_of = functools.partial(_check_state_dtype, rule), functools.partial(_state_dtypes, rule)
     return (
         Option(None, of=_weights, valid=_check_weights, suits=_suits_weights, name="weights"),
-        Option(False, valid=_check_kahan_sum, name="kahan_sum"),
-        Option(None, of=state_dtype, valid=valid_state, suits=_suits_state, name="state_dtype"),
+        Option(False, optional=True, name="kahan_sum"),
+        Option(None, of=state_of, valid=check_state, suits=_suits_state, name="state_dtype"),
         Option((), valid=_check_exclude, name="exclude"),
         Option(0, valid=_check_seed, name="rounding_seed"),
     )
@@ -242,11 +230,6 @@ def _check_weights(value: Any, what: str) -> None:
         raise ValueError(f"{what} must be None or one of {', '.join(map(repr, MODES))}, got {value!r}{near}")
 
 
-def _check_kahan_sum(value: Any, what: str) -> None:
-    if value is not None and not isinstance(value, bool):
-        raise TypeError(f"{what} must be a bool or None, got {value!r}")
-
-
 def _check_seed(value: Any, what: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{what} must be a whole number, got {value!r}")
@@ -259,36 +242,37 @@ def _check_exclude(value: Any, what: str) -> None:
         raise TypeError(f"{what} must be a sequence of patterns of names, such as ('*.bias', 'lm_head.*'), got {value!r}")
 
 
-def _check_state_dtype(value: Any, what: str, buffers: Sequence[str], signs: Mapping[str, Any], optimizer: str) -> None:
-    chosen = value if isinstance(value, Mapping) else dict.fromkeys(signs or buffers, value)
+def _check_state_dtype(rule: Rule, value: Any, what: str) -> None:
+    """Raise ``ValueError`` where the buffers of ``rule`` cannot have this ``state_dtype``; warn of a bad mixture."""
+    signs = {b.name: b.int8 for b in rule.buffers}
+    averages = [name for name, sign in signs.items() if sign]
+    by_name = isinstance(value, Mapping)
+    chosen: Mapping[str, Any] = value if by_name else dict.fromkeys(averages or signs, value)
     for name, dtype in chosen.items():
-        where = f"{what}[{name!r}]" if isinstance(value, Mapping) else what
-        if name not in buffers:
-            raise ValueError(f"{where}: {optimizer} has no buffer of this name; it has {', '.join(buffers) or 'none'}")
+        where = f"{what}[{name!r}]" if by_name else what
+        if name not in signs:
+            raise ValueError(f"{where}: {rule.name} has no buffer of this name; it has {', '.join(signs) or 'none'}")
         if dtype is None or dtype in _STATE_DTYPES:
             continue
         if dtype != INT8:
             kinds = ", ".join(str(d) for d in _STATE_DTYPES)
             raise ValueError(f"{where} must be one of {kinds}, or 'int8' for 8-bit codes with scales, got {dtype!r}")
-        if name not in signs:
+        if not signs[name]:
             raise ValueError(
-                f"{where}: 8 bits are too few for '{name}' of {optimizer}, to which steps add or which they subtract; "
+                f"{where}: 8 bits are too few for '{name}' of {rule.name}, to which steps add or which they subtract; "
                 "choose torch.bfloat16 or torch.float32 for it"
             )
-    if value in (INT8, *HALVES) and not isinstance(value, Mapping) and not signs:
-        raise ValueError(
-            f"{what}={value!r}: {optimizer} has no state that so few bits hold well; choose it by name, in a dict"
-        )
-
-
-def _warn_of_wide(chosen: Mapping[str, Any], buffers: Sequence[Buffer]) -> None:
-    """Warn of averages in codes beside squares that are not.
-
-    Both in codes, an element's square is not 0 where its average is not. Otherwise a small element beside large ones has an
-    average of 0, and in some steps one of a whole code, which is divided by its own small root: a kick of many ``lr``.
-    """
-    coded = [b.name for b in buffers if b.int8 == "signed" and chosen.get(b.name) == INT8]
-    wide = [b.name for b in buffers if b.int8 == "unsigned" and chosen.get(b.name) != INT8]
+    if not by_name:
+        if value in (INT8, *HALVES) and not averages:
+            raise ValueError(
+                f"{what}={value!r}: {rule.name} has no state that so few bits hold well; choose it by name, in a dict"
+            )
+        return
+    # With both in codes, an element's square is not 0 where its average is not. Otherwise a small element beside large ones
+    # has an average of 0, and in some steps one of a whole code, which is divided by its own small root: many ``lr``.
+    present = [b.name for b in rule.buffers if b.when is None or b.name in chosen]
+    coded = [name for name in present if signs[name] == "signed" and chosen.get(name) == INT8]
+    wide = [name for name in present if signs[name] == "unsigned" and chosen.get(name) != INT8]
     if coded and wide:
         warnings.warn(
             f"state_dtype: with 'int8' for '{coded[0]}' and more bits for '{wide[0]}', by which steps are divided, elements "
@@ -320,12 +304,7 @@ def _weights(group: Mapping[str, Any], is_matched: _Matcher, param: Tensor, wher
 
 
 def _state_dtypes(
-    group: Mapping[str, Any],
-    is_matched: _Matcher,
-    param: Tensor,
-    where: str,
-    buffers: Sequence[str],
-    signs: Mapping[str, Any],
+    rule: Rule, group: Mapping[str, Any], is_matched: _Matcher, param: Tensor, where: str
 ) -> tuple[tuple[str, str], ...] | None:
     chosen = group.get("state_dtype")
     if chosen is None:
@@ -334,10 +313,10 @@ def _state_dtypes(
         chosen = torch.float32
     if not isinstance(chosen, Mapping):
         is_low = chosen in (INT8, *HALVES)  # too few bits for anything but averages
-        chosen = {b: chosen if b in signs or not is_low else None for b in buffers}
+        chosen = {b.name: chosen if b.int8 or not is_low else None for b in rule.buffers}
     full = torch.float32 if param.dtype in HALVES else param.dtype
     if is_excluded := _is_excluded(group, is_matched, param):
-        chosen = dict.fromkeys(buffers, full)
+        chosen = {b.name: full for b in rule.buffers}
     elif group.get("differentiable"):
         raise ValueError(f"state_dtype of {where} does not go with differentiable=True")
     elif param.is_complex():
@@ -348,4 +327,4 @@ def _state_dtypes(
     named = {b: INT8 if dtype == INT8 else str(dtype).removeprefix("torch.") for b, dtype in dtypes.items()}
     if is_excluded and full == param.dtype:  # and stays with those of groups that choose nothing
         return None
-    return tuple((b, named[b]) for b in buffers if b in named) or None
+    return tuple((b.name, named[b.name]) for b in rule.buffers if b.name in named) or None

@@ -15,7 +15,20 @@ from typing_extensions import ParamSpec
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-_words: dict[str, Callable[..., Any]] = {}
+WORDS: dict[str, Callable[..., Any]] = {}
+"""The words of the vocabulary, by name."""
+
+_OF_FORMATS = {
+    "bits": True,
+    "integer": True,
+    "from_bits": False,
+    "from_upper": False,
+    "number": False,
+    "group_max": True,
+    "broadcast": None,
+}
+"""The words that no optimizer needs, which messages leave out: whether they make integers; None: of integers only."""
+
 _REDUCTIONS = {"dot", "linalg_vector_norm", "mean", "norm", "std", "sum", "var", "vector_norm"}
 # What torch and Python call a word of the vocabulary, where that is another name.
 _SPELLINGS = {
@@ -39,12 +52,6 @@ def word(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
     Called with tensors and numbers, the word runs ``function``; called with symbols, it writes down a call of itself.
     """
-    _words[function.__name__] = function
-    return word_of_formats(function)
-
-
-def word_of_formats(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """As :func:`word`, for a word that no optimizer needs, so that messages do not name it."""
 
     @functools.wraps(function)
     def traced(*values: _P.args, **named: _P.kwargs) -> _R:
@@ -53,17 +60,19 @@ def word_of_formats(function: Callable[_P, _R]) -> Callable[_P, _R]:
                 return cast(_R, value.code.call(function.__name__, *values))
         return function(*values, **named)
 
+    WORDS[function.__name__] = traced
     return traced
 
 
 def _advice(name: str) -> str:
-    plain = name.strip("_")
-    wanted = _SPELLINGS.get(plain, plain if plain in _words else None)
+    offered, plain = WORDS.keys() - _OF_FORMATS.keys(), name.strip("_")
     if plain in _REDUCTIONS:
         return "return mean(...) or total(...) of the expression from reduce, and read that from c"
-    if wanted is None:
-        return f"the vocabulary has {', '.join(sorted(_words))}"
-    return f"write {wanted}" if wanted not in _words else f"the vocabulary has {wanted}"
+    if plain in offered:
+        return f"the vocabulary has {plain}"
+    if (wanted := _SPELLINGS.get(plain)) is None:
+        return f"the vocabulary has {', '.join(sorted(offered))}"
+    return f"the vocabulary has {wanted}" if wanted in offered else f"write {wanted}"
 
 
 class NotWritable(TypeError):
@@ -74,21 +83,28 @@ class NotWritableName(NotWritable, AttributeError):
     """A rule reads an attribute that symbols do not have."""
 
 
-def _operator(sign: str, *, swapped: bool = False) -> Any:
-    """The method of a symbol that writes down the operator ``sign``."""
-    return lambda symbol, other: symbol._binary(sign, other, swapped=swapped)
-
-
 class Kind(NamedTuple):
     """What a value of generated code is.
 
-    ``whole`` says that it is a 32-bit integer. ``shared`` says that there is one for each group of elements, see
-    :func:`~compiled_optim.rule.bits.group_max`, and ``late`` that it depends on all elements of its group.
+    Attributes:
+        is_int: whether it is a 32-bit integer.
+        per_group: whether there is one for each group of elements, see :func:`~compiled_optim.rule.formats.group_max`.
+        after_reduce: whether it depends on all elements of its group.
     """
 
-    whole: bool = False
-    shared: bool = False
-    late: bool = False
+    is_int: bool = False
+    per_group: bool = False
+    after_reduce: bool = False
+
+
+def _operator(sign: str, *, swapped: bool = False) -> Any:
+    """The method of a symbol that writes down the operator ``sign``."""
+    return lambda symbol, other: symbol.code.binary(sign, *((other, symbol) if swapped else (symbol, other)))
+
+
+def _call(word: str, *, swapped: bool = False) -> Any:
+    """The method of a symbol that writes down a call of ``word``."""
+    return lambda symbol, *others: symbol.code.call(word, *((*others, symbol) if swapped else (symbol, *others)))
 
 
 class Symbol:
@@ -101,38 +117,20 @@ class Symbol:
         self.name = name
         self.kind = kind
 
-    def _binary(self, operator: str, other: Any, *, swapped: bool = False) -> Symbol:
-        whole = self.code.whole(self, other)
-        left, right = self.code.operand(self), self.code.operand(other, whole=whole)
-        text = f"{right} {operator} {left}" if swapped else f"{left} {operator} {right}"
-        return self.code.assign(text, self, other, whole=whole and operator in _WHOLE)
-
-    __add__, __sub__, __mul__, __truediv__ = map(_operator, "+-*/")
+    __add__, __sub__, __mul__, __truediv__, __xor__, __lshift__ = map(_operator, ("+", "-", "*", "/", "^", "<<"))
     __radd__, __rsub__, __rmul__, __rtruediv__ = (_operator(sign, swapped=True) for sign in "+-*/")
     __eq__, __ne__, __lt__, __le__, __gt__, __ge__ = map(_operator, ("==", "!=", "<", "<=", ">", ">="))
-
-    def __pow__(self, other: Any) -> Symbol:
-        return self.code.call("power", self, other)
-
-    def __rpow__(self, other: Any) -> Symbol:
-        return self.code.call("power", other, self)
-
-    def __abs__(self) -> Symbol:
-        return self.code.call("absolute", self)
+    __pow__, __abs__, __rshift__ = map(_call, ("power", "absolute", "shift_right"))
+    __rpow__ = _call("power", swapped=True)
 
     def __neg__(self) -> Symbol:
         return self.code.assign(f"-{self.name}", self)
 
     def __and__(self, other: Any) -> Symbol:
-        return self._binary("&" if self.kind.whole else self.code.dialect.both, other)
+        return self.code.binary("&" if self.kind.is_int else self.code.dialect.both, self, other)
 
     def __or__(self, other: Any) -> Symbol:
-        return self._binary("|" if self.kind.whole else self.code.dialect.either, other)
-
-    __xor__, __lshift__ = map(_operator, ("^", "<<"))
-
-    def __rshift__(self, other: int) -> Symbol:
-        return self.code.call("shift_right", self, other)
+        return self.code.binary("|" if self.kind.is_int else self.code.dialect.either, self, other)
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -150,14 +148,7 @@ class Symbol:
         raise NotWritable(f"calls torch's {function.__name__}; {_advice(function.__name__)}")
 
 
-_WHOLE = {"+", "-", "*", "&", "|", "^", "<<"}  # operators that make integers of integers
-_MAKES_WHOLE = {
-    "bits": True,
-    "integer": True,
-    "from_bits": False,
-    "from_upper": False,
-    "number": False,
-}  # of words that make one of the other
+_MAKES_INTEGERS = {"+", "-", "*", "&", "|", "^", "<<"}  # operators that make integers of integers
 
 
 @dataclass(frozen=True)
@@ -204,16 +195,11 @@ class Code:
         """The text of the statements."""
         return [statement.text for statement in self.statements]
 
-    @staticmethod
-    def whole(*values: Any) -> bool:
-        """Whether one of ``values`` is an integer of the generated code."""
-        return any(isinstance(value, Symbol) and value.kind.whole for value in values)
-
-    def operand(self, value: Any, *, whole: bool = False) -> str:
-        """How ``value``, a symbol or a Python number, is written inside an expression: of integers if ``whole``."""
+    def operand(self, value: Any, *, is_int: bool = False) -> str:
+        """How ``value``, a symbol or a Python number, is written inside an expression: of integers if ``is_int``."""
         if isinstance(value, Symbol):
             return value.name
-        if whole and isinstance(value, int):
+        if is_int and isinstance(value, int):
             return self.dialect.integer.format(value)
         if isinstance(value, (int, float)):
             return self.dialect.number.format(repr(float(value)))
@@ -221,36 +207,36 @@ class Code:
             raise NotWritable("computes with None, which stands for a buffer that is absent")
         raise NotWritable(f"computes with {value!r}; a constant is a Python number")
 
-    def assign(
-        self, expression: str, *operands: Any, whole: bool = False, kind: Kind | None = None, word: str = ""
-    ) -> Symbol:
-        """Append a statement that defines a new name by its ``operands``, and return the symbol of that name.
-
-        Without a ``kind`` the value is shared if all operands are, and late if one is.
-        """
+    def assign(self, expression: str, *operands: Any, is_int: bool = False, word: str = "") -> Symbol:
+        """Append a statement that defines a new name by its ``operands``, and return the symbol of that name."""
         if expression in self._known:
             return self._known[expression]
         read = [value for value in operands if isinstance(value, Symbol)]
-        if kind is None:
-            shared = bool(read) and all(value.kind.shared for value in read)
-            kind = Kind(whole, shared, any(value.kind.late for value in read))
+        per_group = word == "group_max" or (word != "broadcast" and bool(read) and all(v.kind.per_group for v in read))
+        kind = Kind(is_int, per_group, word == "group_max" or any(value.kind.after_reduce for value in read))
         name = f"{self._prefix}{len(self.statements)}"
         text = self.dialect.statement.format(name, expression)
         self.statements.append(Statement(text, name, kind, tuple(value.name for value in read), word))
         self._known[expression] = Symbol(self, name, kind)
         return self._known[expression]
 
+    def binary(self, operator: str, left: Any, right: Any) -> Symbol:
+        """Append an operation on two values, and return the symbol of its result."""
+        is_int = _any_int(left, right)
+        text = f"{self.operand(left, is_int=is_int)} {operator} {self.operand(right, is_int=is_int)}"
+        return self.assign(text, left, right, is_int=is_int and operator in _MAKES_INTEGERS)
+
     def call(self, name: str, *values: Any) -> Symbol:
         """Append a call of a word of the vocabulary, and return the symbol of its result."""
-        whole = self.whole(*values)
-        if name == "integer" and whole:
+        is_int = _any_int(*values)
+        if name == "integer" and is_int:
             return cast(Symbol, values[0])
-        arguments = ", ".join(self.operand(value, whole=whole) for value in values)
+        arguments = ", ".join(self.operand(value, is_int=is_int) for value in values)
         text = dict(self.dialect.calls).get(name, f"{name}_({{}})").format(arguments)
-        makes_whole = _MAKES_WHOLE.get(name, whole)
-        if name == "group_max":
-            return self.assign(text, *values, kind=Kind(makes_whole, shared=True, late=True), word=name)
-        if name == "spread":
-            late = any(isinstance(value, Symbol) and value.kind.late for value in values)
-            return self.assign(text, *values, kind=Kind(makes_whole, shared=False, late=late), word=name)
-        return self.assign(text, *values, whole=makes_whole, word=name)
+        makes_int = _OF_FORMATS.get(name)
+        return self.assign(text, *values, is_int=is_int if makes_int is None else makes_int, word=name)
+
+
+def _any_int(*values: Any) -> bool:
+    """Whether one of ``values`` is an integer of the generated code, so that the others count as such."""
+    return any(isinstance(value, Symbol) and value.kind.is_int for value in values)

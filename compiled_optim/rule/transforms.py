@@ -13,7 +13,7 @@ from compiled_optim.rule.fields import Hyper, Scale, Static
 from compiled_optim.rule.rule import Rule, Values, mean
 from compiled_optim.rule.vocabulary import floor, maximum, sign, where
 
-PARAM = "param"  # what ``init`` of such a buffer says
+PARAM = "param"  # the ``init`` of a buffer that begins as the parameter
 _STARTS = "first_step"  # the coefficient that is not 0 in the first step of a parameter
 
 
@@ -49,8 +49,7 @@ def lr_scaled(rule: Rule) -> Rule:
         return rule
 
     def coefficients(values: Values) -> dict[str, Any]:
-        scale = values["lr_scale"]
-        scaled = {} if scale is None else {name: values[name] * scale for name in rates if name in values}
+        scaled = {name: values[name] * values["lr_scale"] for name in rates if name in values}
         return rule.coefficients({**values, **scaled})
 
     choice = Scale(default=None, name="lr_scale")

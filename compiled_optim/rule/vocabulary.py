@@ -13,8 +13,6 @@ from torch import Tensor
 
 from compiled_optim.rule.symbols import word
 
-__all__ = ["absolute", "bias_correction", "floor", "maximum", "minimum", "power", "product", "sign", "sqrt", "where"]
-
 
 @word
 def sqrt(x: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from compiled_optim.memory.sharding import local_gradient
 from compiled_optim.plan.clipping import Clipping
 from compiled_optim.plan.compilations import CompilationLog
 from compiled_optim.plan.plan import Member, Plan
-from compiled_optim.rule.bits import GROUP
+from compiled_optim.rule.formats import GROUP
 from compiled_optim.rule.storage import HALVES, INT8, ROUNDED, code_name, scale_name
 from compiled_optim.state import ParamState, decoded, filled, weight
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from compiled_optim.groups.param_group import ParamGroup, is_own
 from compiled_optim.groups.per_parameter import check_choices, kept
-from compiled_optim.rule.declared import Declared, added_choices
+from compiled_optim.rule.declared import Declared
 from compiled_optim.rule.fields import Choice, Hyper, Option, Scale, Static
 
 
@@ -35,7 +35,7 @@ def position(group: int, count: int) -> int:
 
 def group_entries(kind: type[Declared], options: Mapping[str, Any]) -> dict[str, Any]:
     """Those of the constructor's ``options`` that groups hold: a choice that torch.optim lacks only where it was made."""
-    added = added_choices(kind)
+    added = kind._added_choices()
     found = {name: options[name] for name in group_keys(kind) if name in options}
     scales = {scale.name for scale in kind._fields_of(Scale)}
     chosen = {name: value for name, value in found.items() if name not in added or value != added[name]}
@@ -77,7 +77,7 @@ def check_values(kind: type[Declared], group: Mapping[str, Any], before: Mapping
     """
     where = f"param_groups[{index}]"
     given = group
-    group = {**added_choices(kind), **group}
+    group = {**kind._added_choices(), **group}
     for choice in kind._fields_of(Choice):
         choice.check(group.get(choice.name, choice.default), where)
     hypers = {h.name: group[h.name] for h in kind._fields_of(Hyper)}

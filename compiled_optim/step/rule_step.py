@@ -143,17 +143,17 @@ class RuleStep(Step):
         return all(lowering.is_compiled for lowering in self.lowerings)
 
     def inlined(self) -> InlinedStep | str:
-        plans = [lowering.plan for lowering in self.lowerings]
+        lowerings = [x for x in self.lowerings if isinstance(x, InductorLowering)]  # all of them, if this is their name
         reason = "" if self.name == InductorLowering.name else f"it is lowered to {self.name}"
         names = self.kind._declaration.structural_hypers
         if not reason and (name := next((n for g in self._groups for n in names if g.is_unreported(n)), "")):
             reason = f"{name} is 0, and who has its tensor may write another number to it"
-        reason = reason or obstacle(plans, self._clipping)
+        reason = reason or obstacle([x.plan for x in lowerings], self._clipping)
         self._log.compiled_step = f"an operator: {reason}" if reason else "its own operations"
         if reason:
             return reason
         if self._inlined is None or not self._inlined.follows(self._clipping):
-            made = InlinedStep(plans, self._positions, self._clipping, self._schedules)
+            made = InlinedStep(lowerings, self._positions, self._clipping, self._schedules)
             hypers = [vector for group, name in made.hypers for vector in self.vectors[group][name]]
             for tensor in (*made.tensors, *made.clipping, *hypers):
                 let_stay(tensor)

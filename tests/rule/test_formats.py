@@ -13,8 +13,8 @@ from torch import Tensor
 
 import compiled_optim as co
 from compiled_optim.rule import formats
-from compiled_optim.rule.bits import GROUP, spread
-from compiled_optim.rule.storage import parts_of, whole
+from compiled_optim.rule.formats import GROUP, broadcast
+from compiled_optim.rule.storage import joined, parts_of
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 INF, NAN = float("inf"), float("nan")
@@ -83,7 +83,7 @@ def test_what_somebody_writes_into_a_parameter_counts(dtype: str, mode: str, wri
     before = torch.tensor([1.0019, -1.0019, 3e4 + 7, 1e-3, -0.0039], dtype=torch.float32)
     parts = _parts_of(before, mode, dtype)
     param = torch.full_like(before, written)
-    found = whole(param, parts, mode, dtype)
+    found = joined(param, parts, mode, dtype)
     if not math.isfinite(written):
         torch.testing.assert_close(found, param, rtol=0, atol=0, equal_nan=True)
         return
@@ -134,15 +134,15 @@ class TestCodes:
     def test_errors_of_squares_are_within_half_a_level_of_the_root(self) -> None:
         """And so, relative to the value, within one over its code."""
         values, scale, codes, found = self.random_values("unsigned")
-        steps = (values.sqrt() - found.sqrt()).abs() / spread(scale).sqrt() * 255
+        steps = (values.sqrt() - found.sqrt()).abs() / broadcast(scale).sqrt() * 255
         assert steps[codes > 1].max() <= 0.5001
         assert steps.max() <= 1  # the least is 1
 
     def test_errors_of_signed_numbers_are_within_a_64th(self) -> None:
         """Of the number and a sixteenth of the scale, or less."""
         values, scale, _, found = self.random_values("signed")
-        parts = values.double().abs() / spread(scale)
-        errors = (values.double() - found).abs() / spread(scale)
+        parts = values.double().abs() / broadcast(scale)
+        errors = (values.double() - found).abs() / broadcast(scale)
         assert (errors <= (parts + 0.06875) / 64 + 1e-6).all()
         assert errors[parts < 0.05].max() <= 2**-4 / 64 + 1e-6
         assert ((found == 0) | (found.sign() == values.sign())).all()

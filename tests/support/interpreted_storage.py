@@ -35,7 +35,9 @@ def main() -> None:
     leave_undefined()
     multi_tensor.BACKENDS["cpu"] = triton.TritonKernel
     warnings.filterwarnings("ignore", category=RuntimeWarning)  # numpy's, of what is infinite
-    broken = {f"{mode} {name}": broken_promises(mode, dtype) for mode in storage.REST_BITS for name, dtype in HALVES.items()}
+    broken = {
+        f"{mode} {name}": broken_promises(mode, dtype) for mode in storage.REMAINDER_BITS for name, dtype in HALVES.items()
+    }
     with mock.patch.object(storage, "MINIMUM", MINIMUM):
         unlike = {name: differences(case) for name, case in CASES.items()}
     json.dump({"differences": unlike, "broken promises": broken}, sys.stdout)
@@ -111,11 +113,11 @@ def broken_promises(mode: str, dtype: torch.dtype) -> dict[str, int]:
         optimizer.step()
         written.append((param.detach().clone(), optimizer.state[param]["remainder"].clone()))
     (narrow, rest), again = written
-    whole = storage.whole(narrow.float(), {"remainder": rest.float()}, mode, str(dtype).removeprefix("torch."))
+    whole = storage.joined(narrow.float(), {"remainder": rest.float()}, mode, str(dtype).removeprefix("torch."))
     to_whole = (whole.view(torch.int32) - numbers.view(torch.int32)).abs()
     smallest, largest = torch.finfo(dtype).smallest_normal, torch.finfo(dtype).max
     lower = {torch.bfloat16: 16, torch.float16: 13}[dtype]  # bits of a float32 behind those of the weight
-    held = min(lower, storage.REST_BITS[mode])
+    held = min(lower, storage.REMAINDER_BITS[mode])
     unit = 1 << (lower - held)  # what both hold together, in units of a float32's last bit
     normal = (numbers.abs() >= smallest) & (numbers.abs() <= largest)
     subnormal = numbers.abs() < smallest

@@ -20,7 +20,7 @@ from compiled_optim.lowering.kernels.program import Accesses, Array, Program, ev
 from compiled_optim.lowering.kernels.table import CoefficientTable, Kernel, TensorTable
 from compiled_optim.memory.cache import library
 from compiled_optim.plan.compilations import KernelKey
-from compiled_optim.rule.bits import GROUP
+from compiled_optim.rule.formats import GROUP
 from compiled_optim.rule.rule import INDEX, Written
 from compiled_optim.rule.symbols import Dialect, Kind, Statement
 
@@ -147,21 +147,21 @@ def _loop_over_groups(
 
     What is late waits for those. The second loop reads what it needs of the first one from the stack.
     """
-    kinds = {INDEX: Kind(whole=True), **{a.element: Kind(a.is_int) for a in arrays}}
+    kinds = {INDEX: Kind(is_int=True), **{a.element: Kind(a.is_int) for a in arrays}}
     kinds |= {s.name: s.kind for s in written.statements}
 
     def is_late(store: _Store) -> bool:
-        return kinds.get(store.expression, Kind()).late
+        return kinds.get(store.expression, Kind()).after_reduce
 
-    of_elements = [s for s in written.statements if not s.kind.shared]
+    of_elements = [s for s in written.statements if not s.kind.per_group]
     largest = [s for s in written.statements if s.word == "group_max"]
-    of_groups = [s for s in written.statements if s.kind.shared and s not in largest]
+    of_groups = [s for s in written.statements if s.kind.per_group and s not in largest]
     by_element = [s for s in stores if not s.grouped]
     early = _needed(of_elements, {s.reads[0] for s in largest} | {s.expression for s in stores if not is_late(s)})
     late = [s for s in of_elements if s not in early]
     known = {*loads, *(s.name for s in early)}
     read_again = [name for s in late for name in s.reads] + [s.expression for s in by_element if is_late(s)]
-    cached = {n: "uint32_t" if kinds.get(n, Kind()).whole else "T" for n in dict.fromkeys(read_again) if n in known}
+    cached = {n: "uint32_t" if kinds.get(n, Kind()).is_int else "T" for n in dict.fromkeys(read_again) if n in known}
     first = [
         *loads.values(),
         *(s.text for s in early),
@@ -174,12 +174,12 @@ def _loop_over_groups(
     group = [
         "const int64_t end = g + group_size;",
         *(_load(a) for a in arrays if a.grouped),
-        *(s.text for s in of_groups if not s.kind.late),
+        *(s.text for s in of_groups if not s.kind.after_reduce),
         *(f"{kind} {name}_of[{GROUP}];" for name, kind in cached.items()),
         *(f"uint32_t {s.name}_most = 0;" for s in largest),
         *_loop(pragma, "g", "end", first),
         *(f"const uint32_t {s.name} = {s.name}_most;" for s in largest),
-        *(s.text for s in of_groups if s.kind.late),
+        *(s.text for s in of_groups if s.kind.after_reduce),
         *(s.text for s in stores if s.grouped),
         *(_loop(_INDEPENDENT, "g", "end", second) if second else []),
     ]

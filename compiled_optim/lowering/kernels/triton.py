@@ -19,7 +19,7 @@ from torch import Tensor
 from compiled_optim.lowering.kernels.program import Accesses, Array, Program, evaluation, indented
 from compiled_optim.lowering.kernels.table import COLUMN, NUMEL, TENSORS, Kernel
 from compiled_optim.plan.compilations import KernelKey
-from compiled_optim.rule.bits import GROUP
+from compiled_optim.rule.formats import GROUP
 from compiled_optim.rule.rule import INDEX, Written
 from compiled_optim.rule.symbols import Dialect
 
@@ -46,7 +46,7 @@ _EXPRESSIONS = {
     "number_(x)": "x.to(tl.float32)",
     "shift_right_(whole, count)": "whole >> count",
     "group_max_(x, inside)": "tl.max(tl.reshape(tl.where(inside, x, 0), [inside.shape[0] // GROUP, GROUP]), axis=1)",
-    "spread_(x)": "tl.reshape(tl.broadcast_to(x[:, None], [x.shape[0], GROUP]), [x.shape[0] * GROUP])",
+    "broadcast_(x)": "tl.reshape(tl.broadcast_to(x[:, None], [x.shape[0], GROUP]), [x.shape[0] * GROUP])",
     "rounded(x, dtype: tl.constexpr)": "x.to(dtype)",
     "narrow(address, dtype: tl.constexpr)": "address.to(tl.pointer_type(dtype))",
     "wide(address, dtype: tl.constexpr, size: tl.constexpr)": "tl.multiple_of(address.to(tl.pointer_type(dtype)), size)",
@@ -140,7 +140,7 @@ def load_shared(pointer, start, left, size: tl.constexpr):
 # in a row. As a vector of one number for each group, the numbers would change threads, by way of shared memory.
 @triton.jit
 def store_shared(pointer, start, left, x, row: tl.constexpr):
-    elements = spread_(x)
+    elements = broadcast_(x)
     rows = tl.max(tl.reshape(elements, [elements.shape[0] // row, row]), axis=1)
     at = tl.arange(0, rows.shape[0]) * row
     tl.store(pointer + start // GROUP + at // GROUP, rows, mask=(at % GROUP == 0) & (at < left))

@@ -8,7 +8,7 @@ static inline uint32_t maximum_(uint32_t x, uint32_t y) { return int32_t(x) > in
 static inline uint32_t minimum_(uint32_t x, uint32_t y) { return int32_t(x) < int32_t(y) ? x : y; }
 static inline uint32_t integer_(float x) { return uint32_t(int32_t(x)); }
 static inline float number_(uint32_t x) { return float(int32_t(x)); }
-template <class T> static inline T spread_(T x) { return x; }
+template <class T> static inline T broadcast_(T x) { return x; }
 template <int64_t N> struct Known { constexpr operator int64_t() const { return N; } };  // a number that loops know
 
 template <class T> static inline T sqrt_(T x) { return std::sqrt(x); }

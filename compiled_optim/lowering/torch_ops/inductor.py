@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from compiled_optim.lowering.torch_ops import lists
-from compiled_optim.lowering.torch_ops.eager import CoefficientStage, Recent, TorchLowering, evaluated, note_outcome
+from compiled_optim.lowering.torch_ops.eager import TorchLowering, evaluated, note_outcome
 from compiled_optim.lowering.torch_ops.lists import Lists, programs, sum_of
 from compiled_optim.memory.layout import compute_dtype, flat, real_numel, scalar, scalar_dtype
 from compiled_optim.memory.torch_compiler import CompiledGraph, obtain_graph
@@ -32,12 +32,11 @@ from compiled_optim.plan.clipping import CHOSEN, NAMES, Clipping, square_sum
 from compiled_optim.plan.compilations import CompilationLog, KernelKey, coefficient_key, kernel_key
 from compiled_optim.plan.plan import Member, Plan
 from compiled_optim.plan.schedule import Schedules
-from compiled_optim.rule.bits import GROUP
-from compiled_optim.rule.rule import NUMBERS
+from compiled_optim.rule.formats import GROUP
 from compiled_optim.state import filled
 
-Kernel: TypeAlias = Mapping[int, Callable[[Sequence[int], list[Tensor]], Any]]
-"""The code of one key, of the tensors' sizes and the tensors: the rule's reductions by stage, and the update."""
+Kernel: TypeAlias = Mapping[int, Callable[[list[Tensor]], Any]]
+"""The code of one key, a function of tensors for each stage of the rule's reductions, and for the update."""
 
 UPDATE = -1  # what stands for a stage where a kernel updates, or evaluates coefficients
 
@@ -81,8 +80,8 @@ class Vectors:
         self._order = plan.memory_order(member)
         entries = [flat(member.entries[name]) for name in plan.buffers]
         self._memory = [flat(self._order.target), *entries]
-        whole_groups = plan.grouped_buffers
-        self._fills = [bool(whole_groups) and name not in whole_groups for name in ("param", *plan.buffers)]
+        grouped = plan.grouped_buffers
+        self._fills = [bool(grouped) and name not in grouped for name in ("param", *plan.buffers)]
 
     def read(self, grad: Any) -> list[Tensor]:
         """Parameter, ``grad`` and buffers."""
@@ -102,23 +101,29 @@ class Vectors:
 class InductorLowering(TorchLowering):
     """Runs the step of one plan with Inductor's kernels, or without where these cannot count a tensor's elements.
 
-    On accelerators, where each operation is a launch, a graph evaluates the coefficients. Where it is not ``compiled``, it
-    runs the operations that kernels are compiled from.
+    On accelerators, where each operation is a launch, a graph evaluates the coefficients. Where the lowering is not
+    ``compiled``, it runs the operations that kernels are compiled from.
     """
 
     name = "inductor"
     _vectors = Vectors
 
     def __init__(self, plan: Plan, clipping: Clipping, log: CompilationLog, *, compiled: bool = True) -> None:
-        graph = compiled and lists.fuses_lists(plan.device)
-        super().__init__(plan, clipping, CoefficientGraph(plan, clipping, log) if graph else None)
+        super().__init__(plan, clipping)
         self._log = log
-        self._compiled = compiled
         positions: dict[tuple[KernelKey, bool], list[int]] = {}
         for i, (member, grad_dtype) in enumerate(zip(plan.members, plan.grad_dtypes, strict=True)):
             if member.param.numel() > 0:
                 positions.setdefault(self._kind(member, grad_dtype), []).append(i)
-        self._parts = [Part(plan, where, key, self._vectors, fits=fits) for (key, fits), where in positions.items()]
+        self._parts = []
+        for (key, fits), where in positions.items():
+            part = Part(plan, where, key, self._vectors)
+            if compiled and not fits:
+                say_too_large(log, plan.members[part.positions[0]].name)
+            part.kernel = None if compiled and fits else uncompiled(key)
+            self._parts.append(part)
+        self._graph = CoefficientGraph(plan) if compiled and lists.fuses_lists(plan.device) else None
+        self._compiled: list[Part | CoefficientGraph] = [*([] if self._graph is None else [self._graph]), *self._parts]
 
     def _kind(self, member: Member, grad_dtype: torch.dtype) -> tuple[KernelKey, bool]:
         """The key of the kernel that updates ``member``, and whether that can count its elements."""
@@ -128,18 +133,26 @@ class InductorLowering(TorchLowering):
         return key, fits_indices(plan.device, numel)
 
     def compile(self) -> None:
-        self._stage.compile()
-        for part in self._parts:
+        for part in self._compiled:
             if part.kernel is None:
                 names = [self.plan.members[i].name for i in part.positions]
-                if self._compiled and not part.fits:
-                    say_too_large(self._log, names[0])
-                runs = self._compiled and part.fits
-                part.kernel = _obtain_kernel(self._log, part.key, names) if runs else uncompiled(part.key)
+                part.kernel = self._log.obtain_or_fall_back(_kernels, part.key, names, _make, uncompiled)
 
     @property
     def is_compiled(self) -> bool:
-        return self._stage.is_compiled and all(part.kernel is not None for part in self._parts)
+        return all(part.kernel is not None for part in self._compiled)
+
+    def _evaluated(self, hypers: list[Tensor], total: Tensor | None, present: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        if self._graph is None:
+            return super()._evaluated(hypers, total, present)
+        plan, graph = self.plan, self._graph
+        assert graph.kernel is not None
+        table = torch.stack(hypers).view(len(plan.groups), -1)
+        present, total = graph.all if present is None else present, graph.nothing if total is None else total
+        numbers = [t.to(plan.device, plan.scalars.dtype) for t in self._clipping.tensors(plan.device)]
+        given = [plan.scalars, table, self.constants, self.group_index, present, total, *numbers]
+        coefficients, outcome = graph.kernel[UPDATE](given)
+        return coefficients, outcome
 
     def _reduce(self, stage: int, coefficients: Tensor, sums: Tensor) -> None:
         for part in self._parts:
@@ -153,17 +166,17 @@ class InductorLowering(TorchLowering):
 class Part:
     """Tensors of a plan, at ``positions``, that share a kernel, which updates the ``vectors`` of each."""
 
-    def __init__(self, plan: Plan, positions: Sequence[int], key: KernelKey, vectors: type[Vectors], *, fits: bool) -> None:
+    def __init__(self, plan: Plan, positions: Sequence[int], key: KernelKey, vectors: type[Vectors]) -> None:
         # Tensors of similar sizes share a list, whatever their order.
         self.positions = tuple(sorted(positions, key=lambda i: -plan.members[i].param.numel()))
         self.key = key
-        self.fits = fits
         self.kernel: Kernel | None = None
         self._count = _count(key)
         self._numels = [real_numel(plan.members[i].param) for i in self.positions]
         self._vectors = [vectors(plan, plan.members[i]) for i in self.positions]
-        self._columns: Recent[tuple[int, ...], Tensor] = Recent(256)
-        # What stands in for a tensor that a list lacks.
+        columns_of = functools.partial(_columns_of, self.positions, self._count, key.device)
+        self._columns_of = functools.lru_cache(256)(columns_of)
+        # They fill up the last list.
         self._stand_ins = [torch.zeros(1, *row, dtype=dtype, device=key.device) for row, dtype in _kinds(key)]
 
     def update(self, grads: Sequence[Any], coefficients: Tensor) -> None:
@@ -173,7 +186,7 @@ class Part:
                 self._vectors[k].store([param, *buffers])
 
     def reduce(self, stage: int, grads: Sequence[Any], coefficients: Tensor, sums: Tensor) -> None:
-        """Write to ``sums``, (expressions, tensors of the plan), what a stage of reductions is over each tensor."""
+        """Write a stage's sums over each tensor to ``sums``, (expressions, tensors of the plan)."""
         for here, _, found in self._run(stage, grads, coefficients):
             for place, k in enumerate(here):  # torch adds up many numbers on many processors, whatever their number
                 own = [sum_of(e, self._numels[k], sums.dtype) for e in found[place :: self._count]]
@@ -187,63 +200,37 @@ class Part:
         present = tuple(k for k, i in enumerate(self.positions) if grads[i] is not None)
         if not present:
             return
-        rows = coefficients.t().index_select(0, self._columns.get(present, self._columns_of))
+        rows = coefficients.t().index_select(0, self._columns_of(present))
         for start in range(0, len(present), self._count):
             here = present[start : start + self._count]
             tensors = [self._vectors[k].read(grads[self.positions[k]]) for k in here]
             shaped = [[t.view(-1, *s.shape[1:]) for t, s in zip(own, self._stand_ins, strict=True)] for own in tensors]
             shaped += [self._stand_ins] * (self._count - len(here))
             given = [*itertools.chain(*zip(*shaped, strict=True)), rows[start : start + self._count]]
-            yield here, tensors, self.kernel[stage]([len(own[0]) for own in shaped], given)
-
-    def _columns_of(self, present: tuple[int, ...]) -> Tensor:
-        """The positions of those ``present``, and then some position, up to a whole number of lists."""
-        positions = [self.positions[k] for k in present]
-        return torch.tensor(positions + positions[:1] * (-len(positions) % self._count), device=self.key.device)
+            yield here, tensors, self.kernel[stage](given)
 
 
-class CoefficientGraph(CoefficientStage):
-    """A :class:`CoefficientStage` whose code is shared by all plans of a rule, however many tensors and groups they have.
+def _columns_of(positions: Sequence[int], count: int, device: str, present: Sequence[int]) -> Tensor:
+    """Those of ``positions`` that are ``present``, and then some position, up to a whole number of lists of ``count``."""
+    found = [positions[k] for k in present]
+    return torch.tensor(found + found[:1] * (-len(found) % count), device=device)
 
-    So it leaves nothing out: clipping and what users choose for a parameter are numbers that may be neutral.
+
+class CoefficientGraph:
+    """The kernel that evaluates the coefficients of any plan of a rule, however many tensors and groups it has.
+
+    It takes clipping and the numbers of parameters where they are neutral, too: ``all`` tensors have gradients, and
+    ``nothing`` is the sum of their squares.
     """
 
-    def __init__(self, plan: Plan, clipping: Clipping, log: CompilationLog) -> None:
-        super().__init__(plan, clipping)
-        self._log = log
+    def __init__(self, plan: Plan) -> None:
+        self.positions = range(len(plan.members))
         # Whether a hyperparameter is 0 is no choice of this code.
         statics = tuple((k, v) for k, v in plan.statics.items() if k not in plan.rule.structural_hypers)
-        self._key = dataclasses.replace(coefficient_key(plan), statics=statics, device=str(plan.device))
-        self._kernel: Kernel | None = None
-        self._all = torch.ones(len(plan.members), dtype=torch.bool, device=plan.device)
-        self._nothing = scalar(0.0, plan.device)
-
-    @staticmethod
-    def _rows_of(plan: Plan) -> list[str]:
-        return list(plan.numbers)
-
-    @property
-    def is_compiled(self) -> bool:
-        return self._kernel is not None
-
-    def compile(self) -> None:
-        if self._kernel is None:
-            self._kernel = _obtain_kernel(self._log, self._key, [member.name for member in self.plan.members])
-
-    def _step(self, hypers: list[Tensor], square_sum: Tensor | None, present: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        assert self._kernel is not None
-        plan = self.plan
-        table = torch.stack(hypers).view(len(plan.groups), -1)
-        marks, total = self._all if present is None else present, self._nothing if square_sum is None else square_sum
-        numbers = [t.to(plan.device, plan.scalars.dtype) for t in self.clipping.tensors(plan.device)]
-        given = [plan.scalars, table, self.constants, self.group_index, marks, total, *numbers]
-        coefficients, outcome = self._kernel[UPDATE]((len(plan.members), len(plan.groups)), given)
-        return coefficients, outcome
-
-
-def _obtain_kernel(log: CompilationLog, key: KernelKey, names: Sequence[str]) -> Kernel:
-    """The process's kernel of ``key``, for the parameters ``names`` of the optimizer that keeps ``log``."""
-    return log.obtain_or_fall_back(_kernels, key, names, _make, uncompiled)
+        self.key = dataclasses.replace(coefficient_key(plan), statics=statics, device=str(plan.device))
+        self.kernel: Kernel | None = None
+        self.all = torch.ones(len(plan.members), dtype=torch.bool, device=plan.device)
+        self.nothing = scalar(0.0, plan.device)
 
 
 def _count(key: KernelKey) -> int:
@@ -265,14 +252,20 @@ def _make(key: KernelKey) -> Kernel | str:
     graphs: dict[int, Callable[..., Any]] = {}
     options = _LIST_OPTIONS if lists.fuses_lists(torch.device(key.device)) else OPTIONS
     sizes = [1024 + 16 * i for i in range(_count(key))] if key.updates else [_TENSORS, _GROUPS]
-    for stage, run in uncompiled(key).items():
-        kernel, traced = _compilable(key, run)
+    for stage, function in uncompiled(key).items():
+        kernel, traced = _compilable(key, function)
         example = functools.partial(_example, key, stage, sizes, traced)
         graph = obtain_graph(kernel, example, key.device, options, from_one=True)
         if isinstance(graph, str):
             return graph
-        graphs[stage] = functools.partial(_run, graph, sizes)
+        graphs[stage] = functools.partial(_run, key, graph, sizes)
     return graphs
+
+
+def _run(key: KernelKey, graph: CompiledGraph, example: Sequence[int], tensors: list[Tensor]) -> Any:
+    """Run ``graph``, which was compiled with the sizes of an ``example``: of lists, or of the scalars and the groups."""
+    sizes = map(len, tensors) if key.updates else (tensors[0].shape[1], len(tensors[1]))
+    return graph.run(dict(zip(example, sizes, strict=False)), tensors)
 
 
 def _example(
@@ -290,25 +283,21 @@ def _example(
         numbers = 2 + len(key.rule.number_names(statics)[stage])
         return [*tensors, torch.zeros(len(sizes), numbers, dtype=wide, device=device)], [[0]] * len(tensors) + [[]]
     hypers = sum(h.length for h in key.rule.present_hypers(statics))
-    rows = ((1 + len(key.rule.scalars), _TENSORS), (_GROUPS, hypers), (1 + len(_number_names(key)), _TENSORS))
+    rows = ((1 + len(key.rule.scalars), _TENSORS), (_GROUPS, hypers), (1 + len(key.rule.per_parameter), _TENSORS))
     tensors = [torch.ones(shape, dtype=wide, device=device) for shape in rows]
     tensors += [torch.ones(_TENSORS, dtype=dtype, device=device) for dtype in (torch.int64, torch.bool)]
     tensors += [torch.ones((), dtype=wide, device=device) for _ in ("total", *NAMES)]
     return tensors, [[1], [0], [1], [0], [0]] + [[]] * (1 + len(NAMES))
 
 
-def _run(graph: CompiledGraph, example: Sequence[int], sizes: Sequence[int], tensors: list[Tensor]) -> Any:
-    return graph.run(dict(zip(example, sizes, strict=True)), tensors)
-
-
-def _compilable(key: KernelKey, run: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def _compilable(key: KernelKey, function: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """A function of tensors with a code object and a name of its own, and what it calls, which Dynamo is not to trace.
 
     Dynamo's recompile limit counts per code object, and it remembers the shapes it saw per name.
     """
 
     def traced(tensors: list[Tensor]) -> tuple[Tensor, ...]:
-        results: tuple[Tensor, ...] = run((), tensors)
+        results: tuple[Tensor, ...] = function(tensors)
         return results
 
     def kernel(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -320,14 +309,14 @@ def _compilable(key: KernelKey, run: Callable[..., Any]) -> tuple[Callable[..., 
 
 
 def uncompiled(key: KernelKey) -> Kernel:
-    """The functions of sizes and tensors by stage, uncompiled."""
+    """The functions of tensors by stage, uncompiled."""
     if not key.updates:
         return {UPDATE: functools.partial(_evaluate, key)}
     return {stage: functools.partial(_run_lists, key, stage) for stage in (UPDATE, *key.rule.stages(dict(key.statics)))}
 
 
-def _run_lists(key: KernelKey, stage: int, sizes: Sequence[int], tensors: list[Tensor]) -> tuple[Tensor, ...]:
-    """Update; or return, for each expression of a stage of the rule's reductions, what it is over each tensor."""
+def _run_lists(key: KernelKey, stage: int, tensors: list[Tensor]) -> tuple[Tensor, ...]:
+    """Update the tensors; or return each expression of a stage of reductions, element by element."""
     params, grads, *buffers, (columns,) = _split(tensors, _count(key))
     dtype = compute_dtype(params[0].dtype)
     scales, skips, *numbers = [list(c.to(dtype).unbind()) for c in columns.unbind(1)]
@@ -339,52 +328,40 @@ def _run_lists(key: KernelKey, stage: int, sizes: Sequence[int], tensors: list[T
     return tuple(e for es in given.expressions(stage, values) for e in torch._foreach_mul(es, 1.0))
 
 
-def _number_names(key: KernelKey) -> list[str]:
-    """The keys of :attr:`Plan.numbers`."""
-    return list(dict.fromkeys((*NUMBERS, *(scale.name for scale in key.rule.scales))))
-
-
-def _evaluate(key: KernelKey, sizes: Sequence[int], tensors: list[Tensor]) -> tuple[Tensor, ...]:
+def _evaluate(key: KernelKey, tensors: list[Tensor]) -> tuple[Tensor, ...]:
     """Update the scalars. Returns the coefficients and the outcome."""
     scalars, table, constants, group_index, present, total, *clipping = tensors
-    signs, *rows = constants.unbind()
-    numbers, hypers = dict(zip(_number_names(key), rows, strict=True)), table[group_index].unbind(1)
-    found = evaluated(key.rule, dict(key.statics), scalars, hypers, numbers, signs, clipping, total, present)
-    coefficients = torch.stack(found.rows)  # before the scalars change: a coefficient may be a view of them
-    scalars.copy_(found.scalars)
-    assert found.outcome is not None
-    return coefficients, found.outcome
+    statics, hypers = dict(key.statics), table[group_index].unbind(1)
+    rows, new, outcome = evaluated(key.rule, statics, scalars, constants, group_index, hypers, clipping, total, present)
+    coefficients = torch.stack(rows)
+    scalars.copy_(new)
+    assert outcome is not None
+    return coefficients, outcome
 
 
 def obstacle(plans: Sequence[Plan], clipping: Clipping) -> str:
     """Why the step of ``plans`` cannot be inlined; empty if it can."""
-    reasons = {
-        "there are no parameters": not plans,
-        "parameters are on several devices": len({plan.device for plan in plans}) > 1,
-        "the norm of gradients is taken over several processes": clipping.measures_norm and any(p.sharded for p in plans),
-    }
-    reason = next((reason for reason, holds in reasons.items() if holds), "")
-    return reason or next(filter(None, map(_obstacle, plans)), "")
-
-
-def _obstacle(plan: Plan) -> str:
-    """:func:`obstacle` of one plan."""
-    rule, name = plan.rule, plan.members[0].name
-    ends_early = plan.grouped_buffers and any(m.param.numel() % GROUP for m in plan.members)
-    reduced = rule.stages(plan.statics).values()
-    reasons = {
-        f"a parameter like '{name}' ends inside of a group of elements, and Inductor loses what is there": ends_early,
-        f"{rule.name} does not work element by element": rule.granularity != "element" or rule.gradients != "dense",
-        f"'{name}' has no memory of its own": plan.wrapped,
-        f"'{name}' shares memory with another parameter": plan.shares_memory,
-        f"'{name}' has complex numbers, which Inductor does not compile": plan.members[0].param.is_complex(),
-        f"{rule.name} takes sums over all parameters": rule.has_totals(plan.statics),
-        f"{rule.name} takes means over all parts of '{name}'": plan.sharded and bool(reduced),
-        f"{rule.name} takes means, with which Inductor fails before torch 2.12": (
-            bool(reduced) and lists.fuses_lists(plan.device) and not compiles_means_with_lists()
-        ),
-    }
-    return next((reason for reason, holds in reasons.items() if holds), "")
+    reasons = [
+        ("there are no parameters", not plans),
+        ("parameters are on several devices", len({plan.device for plan in plans}) > 1),
+        ("the norm of gradients is taken over several processes", clipping.measures_norm and any(p.sharded for p in plans)),
+    ]
+    for plan in plans:
+        rule, name = plan.rule, plan.members[0].name
+        ends_early = bool(plan.grouped_buffers) and any(m.param.numel() % GROUP for m in plan.members)
+        reduces = bool(rule.stages(plan.statics))
+        fails = reduces and lists.fuses_lists(plan.device) and not compiles_means_with_lists()
+        reasons += [
+            (f"a parameter like '{name}' ends inside of a group of elements, and Inductor loses what is there", ends_early),
+            (f"{rule.name} does not work element by element", not rule.is_elementwise),
+            (f"'{name}' has no memory of its own", plan.wrapped),
+            (f"'{name}' shares memory with another parameter", plan.shares_memory),
+            (f"'{name}' has complex numbers, which Inductor does not compile", plan.members[0].param.is_complex()),
+            (f"{rule.name} takes sums over all parameters", rule.has_totals(plan.statics)),
+            (f"{rule.name} takes means over all parts of '{name}'", plan.sharded and reduces),
+            (f"{rule.name} takes means, with which Inductor fails before torch 2.12", fails),
+        ]
+    return next((reason for reason, holds in reasons if holds), "")
 
 
 class InlinedStep:
@@ -399,19 +376,23 @@ class InlinedStep:
     """
 
     def __init__(
-        self, plans: Sequence[Plan], positions: Sequence[Sequence[int]], clipping: Clipping, schedules: Schedules
+        self,
+        lowerings: Sequence[TorchLowering],
+        positions: Sequence[Sequence[int]],
+        clipping: Clipping,
+        schedules: Schedules,
     ) -> None:
-        self._stages = [CoefficientStage(plan, clipping) for plan in plans]
-        self._positions = positions
-        self._schedules = schedules
+        self._plans = plans = [lowering.plan for lowering in lowerings]
+        self._neutral = [lowering.neutral for lowering in lowerings]
+        self._positions, self._schedules = positions, schedules
         self.clips = clipping.measures_norm
         self._chosen = clipping.chosen
         self._hypers = [[(i, h.name) for i in sorted({m.group for m in p.members}) for h in p.hypers] for p in plans]
         self.hypers = list(dict.fromkeys([*itertools.chain(*self._hypers), *schedules.scheduled]))
         self.clipping = [t.view(1) for t in clipping.tensors(plans[0].device, CHOSEN)]
         self.tensors = [clipping.outcome(plans[0].device)]
-        for plan, stage in zip(plans, self._stages, strict=True):
-            self.tensors += [plan.scalars, stage.constants, stage.group_index]
+        for plan, lowering in zip(plans, lowerings, strict=True):
+            self.tensors += [plan.scalars, lowering.constants, lowering.group_index]
             self.tensors += [member.entries[name] for name in plan.buffers for member in plan.members]
 
     def follows(self, clipping: Clipping) -> bool:
@@ -432,25 +413,23 @@ class InlinedStep:
         attributes of these names; of a hyperparameter there are one or more numbers. ``clipping`` is empty where gradients
         are used as they are.
         """
-        outcome, *rest = tensors
-        values = dict(zip(self.hypers, hypers, strict=True))
-        by_plan = []
-        for plan in (stage.plan for stage in self._stages):
-            count = 3 + len(plan.buffers) * len(plan.members)
-            by_plan.append(rest[:count])
-            del rest[:count]
+        rest, values = iter(tensors), dict(zip(self.hypers, hypers, strict=True))
+        outcome = next(rest)
+        by_plan = [list(itertools.islice(rest, 3 + len(p.buffers) * len(p.members))) for p in self._plans]
         self._schedules.write([scalars[0] for scalars, *_ in by_plan], values)
         total = square_sum(grads, outcome.device) if self.clips else None
-        for stage, places, used, given in zip(self._stages, self._positions, self._hypers, by_plan, strict=True):
+        about = zip(self._plans, self._neutral, self._positions, self._hypers, by_plan, strict=True)
+        for plan, neutral, places, used, given in about:
             scalars, constants, group_index, *entries = given
             numbers = [number for where in used for number in values[where]]
             own = [grads[i] for i in places]
             before = scalars.clone()  # a coefficient may be a view of them
-            found = stage.evaluate(before, constants, group_index, numbers, clipping, total, _marks(own, scalars.device))
-            scalars.copy_(found.scalars)
-            if found.outcome is not None:
-                note_outcome(outcome, found.outcome, counts=stage.plan.is_first)
-            _update_in_graph(stage.plan, [params[i] for i in places], own, entries, found.rows, clips=bool(clipping))
+            of_plan, marks = (plan.rule, plan.statics, before, constants, group_index), _marks(own, scalars.device)
+            rows, new, found = evaluated(*of_plan, numbers, clipping, total, marks, neutral)
+            scalars.copy_(new)
+            if found is not None:
+                note_outcome(outcome, found, counts=plan.is_first)
+            _update_in_graph(plan, [params[i] for i in places], own, entries, rows, clips=bool(clipping))
 
 
 def _update_in_graph(
@@ -462,7 +441,7 @@ def _update_in_graph(
     *,
     clips: bool,
 ) -> None:
-    """Update those of a plan's ``params`` that have a gradient, by :attr:`Evaluated.rows`.
+    """Update those of a plan's ``params`` that have a gradient, by the rows of :func:`evaluated`.
 
     ``entries`` are the tensors of each buffer. Only a step that ``clips`` uses the first two rows.
     """
@@ -490,8 +469,8 @@ def _unbound(rows: list[Tensor], fuses: bool) -> list[Sequence[Tensor]]:
     if not (fuses and rows[0].dtype == torch.float32):
         return [row.unbind() for row in _realized(rows).unbind()]
     # Inductor lets a kernel of lists read so many tensors and numbers together; two numbers in one are half as many.
-    whole = [row.view(torch.int32).to(torch.int64) for row in (*rows, *rows[-1:])]
-    pairs = _realized([(low & 0xFFFFFFFF) | (high << 32) for low, high in zip(whole[:-1:2], whole[1::2], strict=True)])
+    bits = [row.view(torch.int32).to(torch.int64) for row in (*rows, *rows[-1:])]
+    pairs = _realized([(low & 0xFFFFFFFF) | (high << 32) for low, high in zip(bits[:-1:2], bits[1::2], strict=True)])
     halves = [half.to(torch.int32).view(torch.float32).unbind() for half in (pairs, pairs >> 32)]
     return [row.unbind() for pair in zip(*halves, strict=True) for row in pair][: len(rows)]
 

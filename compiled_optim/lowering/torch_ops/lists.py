@@ -17,13 +17,12 @@ import torch
 from torch import Tensor
 
 from compiled_optim.memory.layout import compute_dtype, scalar_dtype
-from compiled_optim.rule import bits, vocabulary
 from compiled_optim.rule.rule import INDEX, Rule, Written
-from compiled_optim.rule.symbols import Dialect, Statement
+from compiled_optim.rule.symbols import WORDS, Dialect, Statement
 from compiled_optim.state import filled
 
 Values: TypeAlias = dict[str, list[Any]]
-"""By a name in generated code, what stands for it for each tensor of the lists."""
+"""For each name in generated code, its value for every tensor of the lists."""
 
 Store: TypeAlias = Callable[[str, list[Tensor]], list[Tensor]]
 
@@ -31,7 +30,7 @@ TORCH = Dialect("{1}", "{}", "&", "|")
 """Python expressions of tensors."""
 
 _WORDS: dict[str, Any] = {
-    **{f"{name}_": getattr(module, name) for module in (vocabulary, bits) for name in module.__all__},
+    **{f"{name}_": word for name, word in WORDS.items()},
     "shift_right_": operator.rshift,
     "inf": math.inf,
     "nan": math.nan,
@@ -66,7 +65,7 @@ class Programs:
         *self.reductions, self.update = (ListProgram(written, ends) for written in rule.written(choices, TORCH))
         self.buffers = rule.present_buffers(choices)
         self.grouped = rule.grouped_buffers(choices)
-        self.integers = rule.whole_buffers(choices)
+        self.integers = rule.integer_buffers(choices)
         self.reads_index = rule.reads_index(choices)
 
 
@@ -260,7 +259,8 @@ class Lists:
 
     def update(self, values: Values) -> None:
         """Write new parameters and buffers to where they are."""
-        self._programs.update.run(values, self._store, {name for name in self._targets if self._keeps_all_bits(name)})
+        exact = {name for name, ts in self._targets.items() if [t.dtype for t in ts] == self._kinds(name)}
+        self._programs.update.run(values, self._store, exact)
 
     def update_by_means(self, values: Values) -> None:
         """As :meth:`update`, after the rule's means."""
@@ -282,9 +282,6 @@ class Lists:
     def _kinds(self, name: str) -> list[torch.dtype]:
         """The dtypes in which the rule sees the tensors called ``name``."""
         return [torch.int32] * len(self._dtypes) if name in self._programs.integers else self._dtypes
-
-    def _keeps_all_bits(self, name: str) -> bool:
-        return [target.dtype for target in self._targets[name]] == self._kinds(name)
 
     def _seen(self, name: str, tensors: Sequence[Tensor] | None = None) -> list[Tensor]:
         """The targets called ``name``, or ``tensors`` in their place, as the rule sees them."""

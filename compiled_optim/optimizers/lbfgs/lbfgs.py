@@ -21,7 +21,7 @@ from compiled_optim.memory.torch_internals import is_capturing, mend_tracing, ou
 from compiled_optim.optimizer import CompiledOptimizer, engine_of
 from compiled_optim.optimizers.lbfgs.iteration import Trial, direction, new_pairs, record, strong_wolfe
 from compiled_optim.optimizers.lbfgs.state_dict import COUNTS, ENTRIES, MEMORY, NUMBERS, VECTORS, order_of, packed, unpack
-from compiled_optim.rule.declared import Declared, added_choices
+from compiled_optim.rule.declared import Declared
 from compiled_optim.rule.fields import Number, Scale, hyper, static
 from compiled_optim.state import ParamState
 from compiled_optim.step.engine import Engine
@@ -51,7 +51,7 @@ class LBFGSStep(Step):
                 "does, such as AdamW, or replicate the model with DistributedDataParallel"
             )
         self.devices = (self.params[0].device,)
-        choices = {**added_choices(engine.kind), **self._group}
+        choices = {**engine.kind._added_choices(), **self._group}
         self.is_fixed, self._maximizes = choices["fixed_iterations"], choices["maximize"]
         self._iterations = choices["max_iter"]  # traced code cannot read groups
         self._captured_lr = self.live[0]["lr"].detach().clone()  # what a runner's graph reads
