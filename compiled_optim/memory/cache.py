@@ -62,7 +62,15 @@ def load_kept(name: str, make: Callable[[], bytes], load: Callable[[Path], T]) -
         return _load(directory, name, once, load)
     except OSError as error:
         loaded = _load(_private_directory(), name, once, load)
-        _refuse(directory, error)
+        if directory not in _refused:
+            _refused.add(directory)
+            warnings.warn(
+                f"compiled_optim: compiled code is not kept in {directory}: {error.strerror or error}; every process "
+                "compiles it again. Make it a directory of yours that nobody else can write to, or name another place in "
+                "XDG_CACHE_HOME or TORCHINDUCTOR_CACHE_DIR",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         return loaded
 
 
@@ -78,19 +86,6 @@ def _private_directory() -> Path:
     path = tempfile.mkdtemp(prefix="compiled_optim-")
     atexit.register(shutil.rmtree, path, ignore_errors=True)
     return Path(path)
-
-
-def _refuse(directory: Path, error: OSError) -> None:
-    if directory in _refused:
-        return
-    _refused.add(directory)
-    warnings.warn(
-        f"compiled_optim: compiled code is not kept in {directory}: {error.strerror or error}; every process compiles it "
-        "again. Make it a directory of yours that nobody else can write to, or name another place in XDG_CACHE_HOME or "
-        "TORCHINDUCTOR_CACHE_DIR",
-        RuntimeWarning,
-        stacklevel=2,
-    )
 
 
 def _load(directory: Path, name: str, make: Callable[[], bytes], load: Callable[[Path], T]) -> T:
