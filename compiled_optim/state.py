@@ -310,6 +310,11 @@ def converted(
     return {name: new.get(name) for name in (*names, *PARTS) if new.get(name) is not entries.get(name)}
 
 
+def changed(entries: Mapping[str, Any], changes: Mapping[str, Tensor | None]) -> dict[str, Any]:
+    """``entries`` with the ``changes`` that :func:`converted` returned."""
+    return {name: value for name, value in {**entries, **changes}.items() if value is not None or name not in changes}
+
+
 def held_name(field: Buffer, entries: Mapping[str, Any]) -> str | None:
     """The entry that holds the buffer ``field``, if one does; of two the plain one, which somebody put beside the codes.
 

@@ -43,6 +43,7 @@ from compiled_optim.state import (
     SPLITS,
     OptimizerState,
     adds_nothing,
+    changed,
     check_codes,
     converted,
     fill,
@@ -367,7 +368,7 @@ def _as_chosen(declaration: Declaration, param: Tensor, saved: dict[str, Any], c
         raise
     except ValueError as error:
         raise Unloadable(str(error)) from error
-    return {name: value for name, value in {**saved, **changes}.items() if value is not None or name not in changes}
+    return changed(saved, changes)
 
 
 def _coded(
