@@ -24,11 +24,11 @@ from compiled_optim.checkpoint.read import (
 )
 from compiled_optim.checkpoint.state_dict import LoadReport, refuse_mismatches, set_apart
 from compiled_optim.groups.parameters import parameters_of
-from compiled_optim.memory.sharding import local, spread_like
+from compiled_optim.memory.sharding import as_part_of, local, spread_like
 from compiled_optim.memory.torch_internals import outside_dynamo
 from compiled_optim.optimizer import CompiledOptimizer, engine_of, prepare_load
 from compiled_optim.rule.storage import parts_of
-from compiled_optim.state import from_shard, mode_of, part_of, shard_like, structure, weight
+from compiled_optim.state import mode_of, part_of, shard_like, structure, weight
 
 Optimizers: TypeAlias = CompiledOptimizer | Sequence[CompiledOptimizer]
 
@@ -254,7 +254,7 @@ class _SplitWeight(NamedTuple):
             nearer = torch.nextafter(found, param.float())
             is_halfway = (found.to(param.dtype) != param) & (nearer.to(param.dtype) == param)
             found = torch.where(is_halfway, nearer, found)
-        return from_shard(found, self.param)
+        return as_part_of(found, self.param)
 
     def copies(self, value: Tensor) -> Copies:
         """What to copy into which tensor, so that the weight is ``value``."""

@@ -147,7 +147,7 @@ class PreparedLoad:
                 self.groups[index].load(key, value)
         for group, names in zip(self.groups, self.names, strict=False):
             group.set_quietly("param_names", names)
-        for param, new, gone, _ in self.state_writes:
+        for param, new, gone in self.state_writes:
             if new or gone:
                 self.state[param].update(new)
                 for name in gone:
@@ -199,10 +199,9 @@ def prepare_load(
         saved = from_optimi(given, declaration) if is_optimi(given) else given
         params, missing, unexpected = match(groups, aliases, saved, kind._implied_state, known)
         values, conflicts = check_groups(kind, groups, params, saved["param_groups"], keep=keep)
-        writes, problems = check_state(declaration, groups, state, params, values, known)
+        writes, copies, problems = check_state(declaration, groups, state, params, values, known)
         names = names_to_take(groups, saved["param_groups"])
         report = LoadReport(missing, unexpected + orphans, problems + conflicts)
-        copies = [copy for each in writes for copy in each.copies]
         load = PreparedLoad(report, groups, values, names, state, writes, foreign, copies)
         load.set_apart(load.targets)
     if strict:

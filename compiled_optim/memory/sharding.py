@@ -47,7 +47,9 @@ def _placed_like(tensor: Any, param: Any) -> Any:
 
 
 def as_part_of(tensor: Tensor, like: Any) -> Tensor:
-    """A DTensor of the shape and placements of ``like`` whose part on this process is ``tensor``."""
+    """A DTensor like ``like`` whose part on this process is ``tensor``; that itself where ``like`` is no DTensor."""
+    if not is_sharded(like):
+        return tensor
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(

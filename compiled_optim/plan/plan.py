@@ -36,11 +36,9 @@ from compiled_optim.rule.rule import NUMBERS, Declaration, Rule
 from compiled_optim.state import (
     OptimizerState,
     ParamState,
-    check_entries,
-    convert,
+    StateForm,
     has_own_entries,
     initial_values,
-    missing_entries,
     scalar_names,
     structure,
 )
@@ -302,14 +300,15 @@ def partition(
                 continue
             own_state, choices = state[param], structure(rule, groups, i, j)
             _check_order(rule, param, name, choices)
-            convert(rule, param, own_state, name, choices)
-            check_entries(rule, param, own_state, name, choices)
+            form = StateForm(rule, param, choices)
+            form.convert(own_state, name)
+            form.check(own_state, name)
             if not _has_memory(rule, param, own_state, name, needed=is_needed):
                 continue
             buffers = rule.present_buffers(choices)
             if not own_state:
                 own_state.initial = begun
-            own_state.update_quietly(missing_entries(rule, buffers, param, own_state, initial, choices))
+            own_state.update_quietly(form.missing(buffers, own_state, initial))
             numbers = {s.name: number_of(s, group, i, j, by_short_name=by_short_name) for s in scales}
             digest = hashlib.blake2b(f"{rounding_seed} {canonical_name(name)}".encode(), digest_size=3).digest()
             numbers["seed"] = float(int.from_bytes(digest, "big"))  # by name, so equal on replicas and after a resume
