@@ -222,9 +222,8 @@ class StateForm(NamedTuple):
             value = state.get(scalar)
             if value is not None and not _is_number(value):
                 got = f"{value.dtype}, shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r}"
-                raise ValueError(
-                    f"state '{scalar}' of '{name}' must be a real number or a 1-element tensor of one, got {got}"
-                )
+                what = f"state '{scalar}' of '{name}'"
+                raise ValueError(f"{what} must be a real number or a 1-element tensor of one, got {got}")
         for field in self.declaration.buffers:
             if (value := state.get(field.name)) is None:
                 continue
@@ -257,10 +256,8 @@ class StateForm(NamedTuple):
         except ValueError as error:
             raise ValueError(f"the state of '{name}' does not fit: {error}") from error
         for entry, field in fields.items():
-            if entry not in changes and (dtype := field.dtype and field.dtype(self.choices)) not in (
-                None,
-                state[entry].dtype,
-            ):
+            dtype = field.dtype and field.dtype(self.choices)
+            if entry not in changes and dtype not in (None, state[entry].dtype):
                 changes[entry] = state[entry].detach().to(dtype)
         state.update_quietly({entry: tensor for entry, tensor in changes.items() if tensor is not None})
         for entry in [entry for entry, tensor in changes.items() if tensor is None]:
