@@ -17,9 +17,22 @@ from torch import Tensor
 from compiled_optim.groups.param_group import ParamGroup
 from compiled_optim.groups.per_parameter import choices_of
 from compiled_optim.groups.watched import Changes, WatchedDict
-from compiled_optim.memory import sharding
-from compiled_optim.memory.layout import DTYPES, MemoryOrder, as_real, flat, is_lost, scalar_dtype, scalars_device
-from compiled_optim.memory.sharding import as_part_of, is_sharded, local, placement, spread_like, zeros_spread_like
+from compiled_optim.memory.layout import (
+    DTYPES,
+    MemoryOrder,
+    as_part_of,
+    as_real,
+    flat,
+    full_tensor,
+    is_lost,
+    is_sharded,
+    local,
+    placement,
+    scalar_dtype,
+    scalars_device,
+    spread_like,
+    zeros_spread_like,
+)
 from compiled_optim.memory.torch_internals import is_fake
 from compiled_optim.rule import formats
 from compiled_optim.rule.bits import GROUP
@@ -296,7 +309,7 @@ class StateForm(NamedTuple):
             if placement(value) == placement(scales) == placement(param):
                 value = as_part_of(decoded(local(value), local(scales)), param)
             else:
-                value = decoded(sharding.whole(value), sharding.whole(scales))
+                value = decoded(full_tensor(value), full_tensor(scales))
         if wanted not in CODES:
             return {field.name: value.to(wanted)}
         codes, vector = _encoded(shard_like(value, param), local(param), wanted)
@@ -491,5 +504,5 @@ def adds_nothing(param: Tensor, name: str, part: Tensor) -> bool:
 def shard_like(tensor: Tensor, param: Tensor) -> Tensor:
     """This process's shard of ``tensor``, on the device of ``param``, as ``param`` is sharded."""
     if placement(tensor) != placement(param):
-        tensor = spread_like(sharding.whole(tensor), param)
+        tensor = spread_like(full_tensor(tensor), param)
     return local(tensor.detach()).to(param.device)

@@ -24,7 +24,7 @@ from compiled_optim.checkpoint.read import (
 )
 from compiled_optim.checkpoint.state_dict import LoadReport, refuse_mismatches, set_apart
 from compiled_optim.groups.parameters import parameters_of
-from compiled_optim.memory.sharding import as_part_of, local, spread_like
+from compiled_optim.memory.layout import as_part_of, local, spread_like
 from compiled_optim.memory.torch_internals import outside_dynamo
 from compiled_optim.optimizer import CompiledOptimizer, engine_of, prepare_load
 from compiled_optim.rule.storage import parts_of

@@ -17,7 +17,6 @@ from compiled_optim.checkpoint import optimi
 from compiled_optim.checkpoint.match import SavedParam
 from compiled_optim.checkpoint.read import (
     FLOATING,
-    TORCH_TYPES,
     Unloadable,
     as_buffer,
     as_number,
@@ -30,8 +29,7 @@ from compiled_optim.checkpoint.read import (
     plain,
 )
 from compiled_optim.groups.param_group import ParamGroup, is_own
-from compiled_optim.memory.layout import obstacle
-from compiled_optim.memory.sharding import local, placement
+from compiled_optim.memory.layout import TORCH_TYPES, local, obstacle, placement
 from compiled_optim.memory.torch_internals import outside_inference_mode
 from compiled_optim.rule.declared import Declared
 from compiled_optim.rule.fields import Buffer, Hyper, Scalar

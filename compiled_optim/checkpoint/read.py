@@ -22,16 +22,13 @@ import torch
 from torch import Tensor
 
 from compiled_optim.groups.parameters import canonical_names
-from compiled_optim.memory.layout import has_memory, is_lost, plain_copy
-from compiled_optim.memory.sharding import is_sharded, local, whole
+from compiled_optim.memory.layout import TORCH_TYPES, full_tensor, has_memory, is_lost, is_sharded, local, plain_copy
 from compiled_optim.memory.torch_internals import shape_of_part
 
 FLOATING = {
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex32, torch.complex64, torch.complex128),
     *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e8m0fnu),
 }
-TORCH_TYPES = {Tensor, torch.nn.Parameter}
-"""The classes of tensors that raise nothing when they are asked what they are."""
 
 
 class Unloadable(ValueError):
@@ -74,7 +71,7 @@ def as_number(value: Any, what: str, *, finite: bool = True) -> float:
             check_memory(value, what)
             if value.numel() != 1:
                 raise Unloadable(f"{what} is not a number")
-            value = whole(value).detach().item()
+            value = full_tensor(value).detach().item()
         is_complex = isinstance(value, numbers.Complex) and not isinstance(value, numbers.Real)
         if is_complex or not hasattr(value, "__float__"):  # numpy's complex numbers have one, and lose their imaginary part
             raise Unloadable(f"{what} is not a number")

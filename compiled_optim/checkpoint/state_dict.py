@@ -27,11 +27,10 @@ from compiled_optim.checkpoint.check import (
 )
 from compiled_optim.checkpoint.match import match, names_to_take
 from compiled_optim.checkpoint.optimi import from_optimi, is_optimi
-from compiled_optim.checkpoint.read import FORMAT_VERSION, TORCH_TYPES, naming, read
+from compiled_optim.checkpoint.read import FORMAT_VERSION, naming, read
 from compiled_optim.groups.param_group import ParamGroup
 from compiled_optim.groups.parameters import advising
-from compiled_optim.memory.layout import span
-from compiled_optim.memory.sharding import local, spread_like
+from compiled_optim.memory.layout import TORCH_TYPES, local, span, spread_like
 from compiled_optim.rule.declared import Declared
 from compiled_optim.rule.fields import Scale
 from compiled_optim.rule.rule import Declaration

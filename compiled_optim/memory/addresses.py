@@ -18,7 +18,7 @@ from torch import Tensor
 
 from compiled_optim.memory import cache
 from compiled_optim.memory.layout import is_plain, overlap_shifted
-from compiled_optim.memory.torch_internals import build_identity, pointer_offset
+from compiled_optim.memory.torch_internals import build_identity
 
 EMPTY = 16  # stands for the address of a gradient without elements, which has none: 0 says that there is no gradient
 
@@ -86,7 +86,7 @@ class _CppWatch(NamedTuple):
 
 
 def _cpp_watch(tensors: list[Tensor], dtypes: Sequence[torch.dtype], gradients: Longs, present: Bytes) -> _CppWatch | None:
-    """What looks at ``tensors`` in C++, the first of which have gradients; None where C++ cannot."""
+    """What looks at ``tensors`` in C++; None where C++ cannot. The first tensors, one for each of ``dtypes``, have gradients."""
     found = reader()
     if isinstance(found, str):
         return None
@@ -174,7 +174,11 @@ def reader() -> tuple[int, Any] | str:
     """
     if sys.platform != "linux" or not cache.compiler():
         return "no C++ compiler was found"
-    if (offset := pointer_offset()) is None:
+    # The pointer is found by its value, so that the object may have any layout in this version of torch.
+    example = torch.empty(0)
+    words = (ctypes.c_uint64 * (Tensor.__basicsize__ // 8)).from_address(id(example))
+    offsets = [8 * i for i, word in enumerate(words) if word == example._cdata]
+    if len(offsets) != 1:
         return "this version of torch is not understood"
     directory = Path(torch.__file__).parent
     constants = {"SEEN_UNLIKE": _UNLIKE, "SEEN_MOVED": _MOVED, "FLAG_BITS": _FLAG_BITS, "NO_ELEMENTS": EMPTY}
@@ -195,4 +199,4 @@ def reader() -> tuple[int, Any] | str:
     for name, (result, *arguments) in signatures.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
-    return offset, library
+    return offsets[0], library

@@ -21,15 +21,20 @@ from compiled_optim.groups.parameters import advising, canonical_name, parameter
 from compiled_optim.groups.per_parameter import ignores_prefixes, number_of
 from compiled_optim.memory import torch_internals
 from compiled_optim.memory.addresses import Addresses, gradient
-from compiled_optim.memory.layout import MemoryOrder, has_memory, is_lost, obstacle, scalars_device, span
-from compiled_optim.memory.sharding import (
+from compiled_optim.memory.layout import (
+    MemoryOrder,
     as_part_of,
+    has_memory,
     has_whole_groups,
+    is_lost,
     is_sharded,
     local,
     local_gradient,
+    obstacle,
     part_number,
     placement,
+    scalars_device,
+    span,
 )
 from compiled_optim.rule.bits import GROUP
 from compiled_optim.rule.rule import NUMBERS, Declaration, Rule
