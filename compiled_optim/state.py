@@ -139,27 +139,6 @@ def has_own_entries(declaration: Declaration, state: Mapping[Any, Any]) -> bool:
     return any(name in state for name in (*scalar_names(declaration), *[b.name for b in declaration.buffers]))
 
 
-def structure(
-    declaration: Declaration,
-    groups: Sequence[ParamGroup],
-    group_index: int,
-    index: int,
-    loaded: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """What shapes the code and the state of a parameter, by name: of the one at ``index`` of the group at ``group_index``.
-
-    Its items are static choices, what follows from options, facts, and for each structural hyperparameter whether it may
-    differ from 0, in its group or among the numbers that are going to be ``loaded`` into that.
-    """
-    numbers, group = loaded or {}, groups[group_index]
-    choices = {s.name: group.get(s.name, s.default) for s in declaration.statics}
-    choices |= choices_of(declaration.options, group, group_index, index)
-    choices |= {f.name: f.of(group["params"][index].shape) for f in declaration.facts}
-    return choices | {
-        name: numbers[name] != 0 if name in numbers else group.nonzero(name) for name in declaration.structural_hypers
-    }
-
-
 def initial_values(declaration: Declaration, group: Mapping[str, Any]) -> dict[str, float | Tensor]:
     """The number that every scalar and buffer of ``declaration`` starts from in ``group``.
 
@@ -175,11 +154,39 @@ def initial_values(declaration: Declaration, group: Mapping[str, Any]) -> dict[s
 
 
 class StateForm(NamedTuple):
-    """How a parameter's state is stored: in which entries, shapes and dtypes; ``choices`` are of :func:`structure`."""
+    """How a parameter's state is stored: in which entries, shapes and dtypes.
+
+    ``choices`` shape its code too, by name: static choices, what follows from options, facts, and for each structural
+    hyperparameter whether it may differ from 0.
+    """
 
     declaration: Declaration
     param: Tensor
-    choices: Mapping[str, Any]
+    choices: dict[str, Any]
+
+    @classmethod
+    def of(
+        cls,
+        declaration: Declaration,
+        groups: Sequence[ParamGroup],
+        index: int,
+        place: int,
+        loaded: Mapping[str, Any] | None = None,
+    ) -> StateForm:
+        """The form of the parameter at ``place`` in ``groups[index]``, once that has the ``loaded`` numbers."""
+        group, numbers, param = groups[index], loaded or {}, groups[index]["params"][place]
+        choices = {s.name: group.get(s.name, s.default) for s in declaration.statics}
+        choices |= choices_of(declaration.options, group, index, place)
+        choices |= {f.name: f.of(param.shape) for f in declaration.facts}
+        for name in declaration.structural_hypers:
+            choices[name] = numbers[name] != 0 if name in numbers else group.nonzero(name)
+        return cls(declaration, param, choices)
+
+    @property
+    def split(self) -> tuple[str, str, str] | None:
+        """Which of :data:`PARTS` the weight has, with the mode and dtype in which it is stored; None if it has none."""
+        mode, half = self.choices.get("weights") or ("", "")
+        return (_PART_OF[mode], mode, half) if mode in _PART_OF else None
 
     def shape_of(self, field: Buffer) -> tuple[int, ...]:
         """The shape of a buffer."""
@@ -269,12 +276,12 @@ class StateForm(NamedTuple):
         except ValueError as error:
             raise ValueError(f"the state of '{name}' does not fit: {error}") from error
         for entry, field in fields.items():
-            dtype = field.dtype and field.dtype(self.choices)
-            if entry not in changes and dtype not in (None, state[entry].dtype):
-                changes[entry] = state[entry].detach().to(dtype)
+            if entry not in changes and field.dtype and (wanted := field.dtype(self.choices)) is not None:
+                changes[entry] = state[entry] if state[entry].dtype == wanted else state[entry].detach().to(wanted)
         state.update_quietly({entry: tensor for entry, tensor in changes.items() if tensor is not None})
-        for entry in [entry for entry, tensor in changes.items() if tensor is None]:
-            state.drop_quietly(entry)
+        for entry, tensor in changes.items():
+            if tensor is None:
+                state.drop_quietly(entry)
 
     def converted(self, entries: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
         """What changes in ``entries`` when they are stored in this form: new ones by name, or None for one that goes.
@@ -319,11 +326,13 @@ class StateForm(NamedTuple):
 
     def _stored_part(self, entries: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The part of the weight, by name, if ``entries`` have one and the choices want one."""
-        (mode, half), name = self.choices.get("weights") or ("", ""), part_of(self.choices)
-        if name is not None and name in entries and mode_of(name, entries[name]) == mode:
+        if self.split is None:
+            stored_part(entries)
+            return {}
+        name, mode, half = self.split
+        if name in entries and mode_of(name, entries[name]) == mode:
             return {name: entries[name]}  # others are what an interrupted conversion left
-        held = stored_part(entries)
-        if held is None or name is None:
+        if (held := stored_part(entries)) is None:
             return {}
         own = local(self.param.detach())
         value = weight(self.param, {held: entries[held]}, mode_of(held, entries[held]), half)
@@ -451,12 +460,6 @@ def filled(vector: Tensor) -> Tensor:
     """``vector`` with zeros up to a whole number of groups."""
     missing = -vector.shape[0] % GROUP
     return torch.nn.functional.pad(vector, (0, missing)) if missing else vector
-
-
-def part_of(choices: Mapping[str, Any]) -> str | None:
-    """Which of :data:`PARTS` a weight has under these choices."""
-    mode, _ = choices.get("weights") or ("", "")
-    return _PART_OF.get(mode)
 
 
 def stored_part(entries: Mapping[str, Any]) -> str | None:

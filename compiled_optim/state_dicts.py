@@ -28,7 +28,7 @@ from compiled_optim.memory.layout import as_part_of, local, spread_like
 from compiled_optim.memory.torch_internals import outside_dynamo
 from compiled_optim.optimizer import CompiledOptimizer, engine_of, prepare_load
 from compiled_optim.rule.storage import parts_of
-from compiled_optim.state import mode_of, part_of, shard_like, structure, weight
+from compiled_optim.state import StateForm, mode_of, shard_like, weight
 
 Optimizers: TypeAlias = CompiledOptimizer | Sequence[CompiledOptimizer]
 
@@ -352,10 +352,9 @@ def _split_weights(model: nn.Module, optimizers: Sequence[CompiledOptimizer]) ->
         for i, group in enumerate(groups):
             for param, j in parameters_of(group).items():
                 is_known |= id(param) in params
-                choices = structure(engine.kind._declaration, groups, i, j)
-                name = part_of(choices)
-                if name is not None and (entry := state.get(param, {}).get(name)) is not None:
-                    found[id(param)] = _SplitWeight(param, name, entry, choices["weights"][1])
+                name, _, half = StateForm.of(engine.kind._declaration, groups, i, j).split or ("", "", "")
+                if (entry := state.get(param, {}).get(name)) is not None:
+                    found[id(param)] = _SplitWeight(param, name, entry, half)
     if not is_known:
         raise ValueError("no parameter of the model is in the optimizer")
     return found

@@ -47,10 +47,8 @@ from compiled_optim.state import (
     fill,
     held_name,
     initial_values,
-    part_of,
     scalar_names,
     stored_part,
-    structure,
 )
 
 GroupValues: TypeAlias = dict[int, dict[str, Any]]
@@ -236,8 +234,7 @@ def check_state(
         new: dict[Any, Any] = {}
         try:
             if not (reason := obstacle(param)):
-                choices = structure(declaration, groups, each.group, each.index, group_values.get(each.group, {}))
-                form = StateForm(declaration, param, choices)
+                form = StateForm.of(declaration, groups, each.group, each.index, group_values.get(each.group, {}))
                 own = _as_chosen(form, own)
                 if own or (foreign and param.requires_grad):
                     values = _values(form, own)
@@ -308,7 +305,11 @@ def _targets(
     """
     needed = form.declaration.present_buffers(form.choices)
     present = {*needed, *values, *live}
-    shapes = {b.name: form.shape_of(b) for b in form.declaration.buffers if b.name in present}
+    shapes = {
+        b.name: tuple(value.shape) if isinstance(value := values.get(b.name), Tensor) else form.shape_of(b)
+        for b in form.declaration.buffers
+        if b.name in present
+    }
     new: dict[Any, Any] = {}
     if values:
         is_inference = torch.is_inference_mode_enabled()
@@ -354,7 +355,7 @@ def _as_chosen(form: StateForm, saved: dict[str, Any]) -> dict[str, Any]:
             if field.int8 and (held := held_name(field, saved)):
                 stored |= _coded(form, field, held, saved)
         changes = form.converted(stored)
-        if name is not None and part_of(form.choices) is None and not adds_nothing(param, name, stored[name]):
+        if name is not None and form.split is None and not adds_nothing(param, name, stored[name]):
             del changes[name]
     except Unloadable:
         raise

@@ -29,7 +29,7 @@ from compiled_optim.rule.declared import Declared
 from compiled_optim.rule.rule import Declaration
 from compiled_optim.rule.storage import PARTS, code_name
 from compiled_optim.rule.transforms import DECOUPLED
-from compiled_optim.state import StateForm, changed, part_of, structure
+from compiled_optim.state import StateForm, changed
 
 STATE = ("exp_avg", "exp_avg_diff", "exp_avg_sq", "prev_grad", "la_param", "kahan_comp")  # of a parameter, besides its step
 _BETAS = ("beta1", "beta2", "beta3")
@@ -135,12 +135,12 @@ def in_optimis_storage(kind: type[Declared], groups: Sequence[ParamGroup], saved
             choice = "'lr_scale'" if by_name else "weights='stochastic'"
             raise ValueError(f"param_groups[{index}] has {choice}, which has no counterpart in optimi")
         keys = saved["param_groups"][index]["params"]
-        for param, place in parameters_of(group).items():
+        for place in parameters_of(group).values():
             if entries := saved["state"].get(keys[place]):
-                choices = structure(declaration, groups, index, place)
-                choices |= {"weights": part_of(choices) and ("kahan", choices["weights"][1]), "state_dtype": ()}
+                form = StateForm.of(declaration, groups, index, place)
+                form.choices.update(weights=form.split and ("kahan", form.split[2]), state_dtype=())
                 stored = {b.name: entries[b.name] for b in declaration.buffers if entries.get(b.name) is not None}
-                saved["state"][keys[place]] = changed(entries, StateForm(declaration, param, choices).converted(stored))
+                saved["state"][keys[place]] = changed(entries, form.converted(stored))
     return saved
 
 

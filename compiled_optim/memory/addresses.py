@@ -86,7 +86,7 @@ class _CppWatch(NamedTuple):
 
 
 def _cpp_watch(tensors: list[Tensor], dtypes: Sequence[torch.dtype], gradients: Longs, present: Bytes) -> _CppWatch | None:
-    """What looks at ``tensors`` in C++; None where C++ cannot. The first tensors, one for each of ``dtypes``, have gradients."""
+    """What looks at ``tensors`` in C++, or None. The first of them, one for each of ``dtypes``, have gradients."""
     found = reader()
     if isinstance(found, str):
         return None

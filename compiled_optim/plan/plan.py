@@ -45,7 +45,6 @@ from compiled_optim.state import (
     has_own_entries,
     initial_values,
     scalar_names,
-    structure,
 )
 
 _SEEDS = 0x9E3779  # how far apart the seeds of the parts of a DTensor are
@@ -303,9 +302,9 @@ def partition(
                 if is_needed:
                     raise ValueError(f"can't optimize '{name}': {reason}")
                 continue
-            own_state, choices = state[param], structure(rule, groups, i, j)
+            own_state, form = state[param], StateForm.of(rule, groups, i, j)
+            choices = form.choices
             _check_order(rule, param, name, choices)
-            form = StateForm(rule, param, choices)
             form.convert(own_state, name)
             form.check(own_state, name)
             if not _has_memory(rule, param, own_state, name, needed=is_needed):
