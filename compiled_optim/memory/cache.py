@@ -170,15 +170,19 @@ class CompilerError(RuntimeError):
 def compiler() -> tuple[str, ...]:
     """The command of the C++ compiler: ``$CXX``, else the first of g++, clang++ and c++ on the path; empty without one."""
     wanted = os.environ.get("CXX", "")
-    for name in (wanted, "g++", "clang++", "c++"):
-        if command := _command(name):
-            if wanted not in ("", name):
+    with contextlib.suppress(ValueError):  # a program with spaces in its name, or with arguments
+        program, *arguments = (wanted,) if shutil.which(wanted) else shlex.split(wanted)
+        if found := shutil.which(program):
+            return (found, *arguments)
+    for name in ("g++", "clang++", "c++"):
+        if found := shutil.which(name):
+            if wanted:
                 warnings.warn(
                     f"compiled_optim: CXX is {wanted!r}, which was not found; {name} compiles instead",
                     RuntimeWarning,
                     stacklevel=2,
                 )
-            return command
+            return (found,)
     return ()
 
 
@@ -194,17 +198,6 @@ def library(text: str, flags: Sequence[str] = (), kind: type[ctypes.CDLL] = ctyp
         return load_kept(f"{key}.so", lambda: _compiled(command, text, flags), lambda path: kind(str(path)))
     except OSError as error:
         raise CompilerError(f"a compiled library could not be loaded: {error}") from error
-
-
-def _command(text: str) -> tuple[str, ...]:
-    """The command in ``text``, a program and perhaps arguments; empty if there is no such program."""
-    if found := shutil.which(text):
-        return (found,)
-    with contextlib.suppress(ValueError):
-        program, *arguments = shlex.split(text)
-        if found := shutil.which(program):
-            return (found, *arguments)
-    return ()
 
 
 def _compiled(command: Sequence[str], text: str, flags: Sequence[str]) -> bytes:
@@ -225,10 +218,9 @@ def _compiled(command: Sequence[str], text: str, flags: Sequence[str]) -> bytes:
 
 @functools.cache
 def _version(command: Sequence[str]) -> str:
-    try:
+    with contextlib.suppress(OSError):  # compiling says why it cannot run
         return subprocess.run([*command, "--version"], capture_output=True, text=True, errors="replace").stdout
-    except OSError:
-        return ""  # compiling says why
+    return ""
 
 
 @functools.cache

@@ -42,26 +42,19 @@ def without_memory() -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if fakes_are_made() else FakeTensorMode()
 
 
-class StandaloneCode(NamedTuple):
-    """What Inductor compiled, in a form that runs without it: the text of a function that takes all inputs in a list."""
-
-    text: str
-    libraries: dict[str, str]
-    """By name in the text, the path of an extension module with a function ``kernel``."""
-
-
 class CompiledGraph(NamedTuple):
     """What Inductor compiled for ``compile_graph``.
 
     ``code`` takes a list of ``order``: for each input, whether it is a tensor, and which of the arguments or which size of
-    the example. ``returned`` are the positions of the function's results among those of ``code``. ``standalone`` is None
-    where the code runs in this process alone.
+    the example. ``returned`` are the positions of the function's results among those of ``code``. ``standalone`` is the text
+    of a function that takes the same list and runs without Inductor, with the extension modules whose function ``kernel`` it
+    calls, by the name in the text -> their paths; None where the code runs in this process alone.
     """
 
     code: Callable[[list[Any]], Sequence[Any]]
     order: Sequence[tuple[bool, int]]
     returned: Sequence[int]
-    standalone: StandaloneCode | None = None
+    standalone: tuple[str, Mapping[str, str]] | None = None
 
     def run(self, sizes: Mapping[int, int], tensors: Sequence[Tensor]) -> list[Tensor]:
         """The function's results. ``sizes`` maps the example's sizes of dynamic dimensions to those of ``tensors``."""
@@ -147,7 +140,7 @@ class _Backend:
             return None
         code, order, outputs = self._calls[-1]
         returned = [next(i for i, o in enumerate(outputs) if o is r) for r in results]
-        return CompiledGraph(code, order, returned, standalone_code(code))
+        return CompiledGraph(code, order, returned, _standalone(code))
 
     def _compile(self, module: torch.fx.GraphModule, example: Sequence[Any], **kwargs: Any) -> Any:
         from torch._inductor.compile_fx import compile_fx_inner
@@ -182,7 +175,7 @@ def _output_count(module: torch.fx.GraphModule) -> int:
     return len(cast("Sequence[Any]", module.graph.output_node().args[0]))
 
 
-def standalone_code(function: Callable[..., Any]) -> StandaloneCode | None:
+def _standalone(function: Callable[..., Any]) -> tuple[str, Mapping[str, str]] | None:
     """The code of ``function``, where it is a module's that Inductor wrote and needs nothing but :func:`_names`."""
     written = getattr(function, "__func__", None)
     if written is None:
@@ -201,7 +194,7 @@ def standalone_code(function: Callable[..., Any]) -> StandaloneCode | None:
                 return None
         elif value is not offered.get(name, vars(builtins).get(name)) or (value is None and name not in vars(builtins)):
             return None
-    return None if any(_is_name(node, "self") for node in nodes) else StandaloneCode(text, libraries)
+    return None if any(_is_name(node, "self") for node in nodes) else (text, libraries)
 
 
 def compiler_settings() -> str | None:
@@ -219,20 +212,15 @@ def compiler_settings() -> str | None:
         torch.get_default_dtype(),
         sorted((k, v) for k, v in os.environ.items() if k.startswith("TORCHINDUCTOR_") and k != "TORCHINDUCTOR_CACHE_DIR"),
     ]
-    return repr([sys.version, *of_process, *_changed_settings()])
-
-
-def _changed_settings() -> list[tuple[str, Any]]:
-    """What was written to Inductor's settings since it was imported, other than what they are by default."""
+    changed = []  # Inductor's settings that were written since it was imported, other than they are by default
     settings = sys.modules.get("torch._inductor.config")
-    found = []
     for name, entry in sorted(getattr(settings, "_config", {}).items()):
         written = entry.user_override
         value = written.get() if isinstance(written, ContextVar) else written
         default = entry.default if type(entry.env_value_default) is object else entry.env_value_default
         if type(value) is not object and value != default:  # an object of no other class stands for what is not set
-            found.append((name, value))
-    return found
+            changed.append((name, value))
+    return repr([sys.version, *of_process, *changed])
 
 
 _ENTRY = "kernel"  # the name of the function in Inductor's extension modules
@@ -257,7 +245,7 @@ def _names() -> dict[str, Any]:
 
 
 def load_library(path: Path) -> Callable[..., Any]:
-    """The function of a library of :class:`StandaloneCode`, whose file must be named by its content.
+    """The function of a library of standalone code, whose file must be named by its content.
 
     Raises:
         OSError: it cannot be loaded.
@@ -374,12 +362,13 @@ def _written(graph: CompiledGraph | str, libraries: dict[str, bytes]) -> bytes:
     """An entry: the text of Inductor's code and the names of its libraries, which are files of their own."""
     if isinstance(graph, str) or graph.standalone is None:
         raise _NotKeptError
+    text, paths = graph.standalone
     files = {}
-    for name, path in graph.standalone.libraries.items():
+    for name, path in paths.items():
         content = Path(path).read_bytes()
         files[name] = f"{hashlib.sha256(content).hexdigest()[:32]}.so"
         libraries[files[name]] = content
-    entry = {"text": graph.standalone.text, "libraries": files, "order": graph.order, "returned": graph.returned}
+    entry = {"text": text, "libraries": files, "order": graph.order, "returned": graph.returned}
     return json.dumps(entry).encode() + b"\n"
 
 
