@@ -22,7 +22,7 @@ from compiled_optim.checkpoint.read import (
     plain,
     read,
 )
-from compiled_optim.checkpoint.state_dict import LoadReport, refuse_mismatches, set_apart
+from compiled_optim.checkpoint.state_dict import STRICTLY, LoadReport, refuse_mismatches, set_apart
 from compiled_optim.groups.parameters import parameters_of
 from compiled_optim.memory.layout import as_part_of, local, spread_like
 from compiled_optim.memory.torch_internals import outside_dynamo
@@ -166,7 +166,7 @@ def load_named_state_dict(
             for name in load.report.mismatched:
                 report.mismatched.append(f"optimizers[{index}].{name}" if name.startswith("param_groups[") else name)
         if strict:
-            refuse_mismatches(report, ", ".join(type(each).__name__ for each in optimizers))
+            refuse_mismatches(report, STRICTLY.format(", ".join(type(each).__name__ for each in optimizers)))
         targets = [target for load in prepared for target in load.targets]
         for load in prepared:
             load.set_apart(targets)
@@ -191,7 +191,7 @@ def _parts(optimizers: Sequence[CompiledOptimizer], saved: Mapping[str, Any]) ->
     params, _, unexpected = match(groups, aliases, saved, {}, known_names())
     parts = []
     for index in range(len(optimizers)):
-        names = {each.key for each in params if owners[each.group] == index}
+        names = {each.saved.key for each in params if owners[each.own.group] == index}
         its_groups = [{**g, "params": [name for name in g["params"] if name in names]} for g in saved["param_groups"]]
         part = {
             "state": {name: entries for name, entries in saved["state"].items() if name in names},
@@ -374,10 +374,8 @@ def _entries(model: nn.Module, split: Mapping[int, _SplitWeight]) -> dict[str, A
 
 def _read(entries: Mapping[str, Any], given: Mapping[str, Any], foreign: set[str]) -> dict[str, Tensor]:
     """What of ``given`` goes into the tensors in ``entries``, but for ``foreign`` ones; ``ValueError`` names all misfits."""
-    problems = {
-        "missing": [name for name in entries if name not in given],
-        "unexpected": [str(name) for name in given if name not in entries],
-    }
+    absent, others = [name for name in entries if name not in given], [str(name) for name in given if name not in entries]
+    report = LoadReport(absent, others, [])
     values: dict[str, Tensor] = {}
     first: dict[int, str] = {}
     for name, entry in entries.items():
@@ -389,8 +387,6 @@ def _read(entries: Mapping[str, Any], given: Mapping[str, Any], foreign: set[str
                 if value is not values[tied] and not value.to(values[tied]).allclose(values[tied], 0, 0, equal_nan=True):
                     raise Unloadable(f"{name} is not equal to {tied}, which is the same tensor in the model")
             except Unloadable as problem:
-                problems.setdefault("mismatched", []).append(str(problem))
-    if any(problems.values()):
-        parts = [f"{kind}: {', '.join(found)}" for kind, found in problems.items() if found]
-        raise ValueError(f"the state dict does not match the model; {'; '.join(parts)}")
+                report.mismatched.append(str(problem))
+    refuse_mismatches(report, "the state dict does not match the model")
     return values

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -57,16 +57,11 @@ GroupValues: TypeAlias = dict[int, dict[str, Any]]
 Copies: TypeAlias = list[tuple[Tensor, float | Tensor]]
 """Tensors, each with what is copied into it; a number fills it."""
 
+StateWrites: TypeAlias = list[tuple[Tensor, dict[Any, Any], list[Any]]]
+"""Parameters, each with what is put into its state, tensors that it lacks and foreign entries, and names of what goes."""
+
 _BY_LR = "decouple_lr"
 _CODED = code_name(""), scale_name("")  # how the names of codes and their scales end
-
-
-class StateWrites(NamedTuple):
-    """What a load writes into the state of one parameter."""
-
-    param: Tensor
-    new: dict[Any, Any]  # entries to put there: tensors that the optimizer lacks, and foreign ones
-    gone: list[Any]  # names of foreign entries to remove
 
 
 def check_groups(
@@ -86,7 +81,7 @@ def check_groups(
     """
     sources: dict[int, dict[int, Mapping[str, Any]]] = {}
     for each in params:
-        sources.setdefault(each.group, {})[each.saved_group] = saved_groups[each.saved_group]
+        sources.setdefault(each.own.group, {})[each.saved.group] = saved_groups[each.saved.group]
     values: GroupValues = {}
     conflicts: list[str] = []
     for index, found in sources.items():
@@ -113,7 +108,14 @@ def _group_values(
     """
     declaration = kind._declaration
     hypers = {h.name: h for h in declaration.hypers}
-    problems = [*_of_another_optimizer(declaration, group, saved)]
+    problems: list[str] = []
+    shared = set(saved[0]).intersection(*saved[1:])
+    if absent := [h.name for h in declaration.hypers if not h.when and h.name not in shared]:
+        problems.append(f"the checkpoint has no {', '.join(absent)} for it")
+    for key in [s.name for s in declaration.statics if not s.init]:
+        kept = (copied(g[key], f"{key} of {group.label}") for g in saved if key in g)
+        if (other := next((value for value in kept if not _equal(value, group[key])), None)) is not None:
+            problems.append(f"{key} is {described(other)} in the checkpoint")
     chosen = (*declaration.statics, *declaration.scales, *declaration.options)
     skipped = {*kind._group_flags, *kind._modes, *[choice.name for choice in chosen], "params", "param_names"}
     for h in declaration.hypers:
@@ -132,17 +134,6 @@ def _group_values(
         problems += decays
         values = {key: value for key, value in values.items() if key not in ("weight_decay", "max_lr")}
     return values, problems
-
-
-def _of_another_optimizer(declaration: Declaration, group: ParamGroup, saved: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """The signs that another kind of optimizer saved the groups."""
-    shared = set(saved[0]).intersection(*saved[1:])
-    if absent := [h.name for h in declaration.hypers if not h.when and h.name not in shared]:
-        yield f"the checkpoint has no {', '.join(absent)} for it"
-    for key in [s.name for s in declaration.statics if not s.init]:
-        found = (copied(g[key], f"{key} of {group.label}") for g in saved if key in g)
-        if (other := next((value for value in found if not _equal(value, group[key])), None)) is not None:
-            yield f"{key} is {described(other)} in the checkpoint"
 
 
 def _decay_conflicts(declaration: Declaration, group: ParamGroup, saved: Mapping[str, Any]) -> Iterator[str]:
@@ -208,7 +199,7 @@ def check_state(
     params: Sequence[SavedParam],
     group_values: GroupValues,
     known: Collection[str],
-) -> tuple[list[StateWrites], Copies, list[str]]:
+) -> tuple[StateWrites, Copies, list[str]]:
     """What the state of parameters takes once the groups hold ``group_values``, and what does not fit, by parameter name.
 
     The copies go into new and live tensors. A parameter takes nothing if one of its entries cannot be loaded. An entry that
@@ -217,47 +208,48 @@ def check_state(
     fields: tuple[Scalar | Buffer, ...] = (*declaration.scalars, *declaration.buffers)
     hypers = {field.init for field in fields if isinstance(field.init, str)}
     initial: dict[int, dict[str, float | Tensor]] = {}
-    for index in {each.group for each in params}:
+    for index in {each.own.group for each in params}:
         group, loaded = groups[index], group_values.get(index, {})
         numbers = loaded if hypers <= loaded.keys() else {**group.floats(), **loaded}
         initial[index] = initial_values(declaration, {**numbers, "differentiable": group.get("differentiable", False)})
-    writes: list[StateWrites] = []
+    writes: StateWrites = []
     problems: list[str] = []
     copies: Copies = []
     for each in params:
-        param, live = each.param, state.get(each.param, {})
+        name, index, param = each.own.name, each.own.group, each.own.key
+        live = state.get(param, {})
         if param.is_meta and not any(isinstance(v, Tensor) and v.dim() and not v.is_meta for v in each.entries.values()):
             continue  # there is nothing to copy, and nowhere to put it
-        own = {name: value for name, value in each.entries.items() if name in known}
-        foreign = {name: value for name, value in each.entries.items() if name not in known}
+        own = {key: value for key, value in each.entries.items() if key in known}
+        foreign = {key: value for key, value in each.entries.items() if key not in known}
         values: dict[str, float | Tensor] = {}
         new: dict[Any, Any] = {}
         try:
             if not (reason := obstacle(param)):
-                form = StateForm.of(declaration, groups, each.group, each.index, group_values.get(each.group, {}))
+                form = StateForm.of(declaration, groups, index, each.own.index, group_values.get(index))
                 own = _as_chosen(form, own)
                 if own or (foreign and param.requires_grad):
                     values = _values(form, own)
                 if values or (live and param.requires_grad):
-                    new, of_param = _targets(form, live, values, initial[each.group])
+                    new, of_param = _targets(form, live, values, initial[index])
                     copies += of_param
             elif own:
                 raise Unloadable(reason)
         except Unloadable as problem:
-            problems.append(f"{each.name}: {problem}")
+            problems.append(f"{name}: {problem}")
             continue
-        if absent := [name for name in own if name not in values]:
-            problems.append(f"{each.name}: the optimizer has no {', '.join(absent)} for it")
-        for name, value in foreign.items():
-            what = name if isinstance(name, str) else described(name)
+        if absent := [key for key in own if key not in values]:
+            problems.append(f"{name}: the optimizer has no {', '.join(absent)} for it")
+        for key, value in foreign.items():
+            what = key if isinstance(key, str) else described(key)
             try:
                 with naming(what, "cannot be copied"), outside_inference_mode():
-                    new[name] = _on(param, value, what)
+                    new[key] = _on(param, value, what)
             except Unloadable as problem:
-                problems.append(f"{each.name}: {problem}")
+                problems.append(f"{name}: {problem}")
         stays = not each.entries and not param.requires_grad
-        gone = [] if stays else [name for name in live if name not in known and name not in foreign]
-        writes.append(StateWrites(param, new, gone))
+        gone = [] if stays else [key for key in live if key not in known and key not in foreign]
+        writes.append((param, new, gone))
     return writes, copies, problems
 
 

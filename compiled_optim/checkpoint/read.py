@@ -164,7 +164,10 @@ def read(state_dict: Any) -> dict[str, Any]:
     if isinstance(result, dict):
         result |= {key: plain(result[key], f"'{key}'") for key in ("state", "param_groups", "aliases") if key in result}
         if isinstance(groups := result.get("param_groups"), list):
-            result["param_groups"] = [_plain_group(group, f"param_groups[{i}]") for i, group in enumerate(groups)]
+            result["param_groups"] = groups = [plain(group, f"param_groups[{i}]") for i, group in enumerate(groups)]
+            for i, group in enumerate(groups):
+                for key in {"params", "param_names"} & set(group) if isinstance(group, dict) else ():
+                    group[key] = plain(group[key], f"param_groups[{i}]['{key}']")
     check(result)
     if result.pop("optimizers", None) is not None:
         for group in result["param_groups"]:
@@ -178,13 +181,6 @@ def foreign_state(state_dict: Mapping[str, Any]) -> dict[Any, Any]:
     """What the ``state`` of a state dict holds under keys that no group lists: what hooks and wrappers keep there."""
     listed = {param for group in state_dict["param_groups"] for param in group["params"]}
     return {key: value for key, value in state_dict["state"].items() if key not in listed}
-
-
-def _plain_group(group: Any, where: str) -> Any:
-    group = plain(group, where)
-    if isinstance(group, dict):
-        group |= {key: plain(group[key], f"{where}['{key}']") for key in ("params", "param_names") if key in group}
-    return group
 
 
 def with_foreign(states: dict[Any, Any], foreign: dict[Any, Any]) -> dict[Any, Any]:

@@ -36,6 +36,8 @@ from compiled_optim.rule.fields import Scale
 from compiled_optim.rule.rule import Declaration
 from compiled_optim.state import OptimizerState, fill, scalar_names
 
+STRICTLY = "the checkpoint does not match the optimizer, as strict=True demands ({})"
+
 
 class LoadReport(NamedTuple):
     """What a load left out: names in the optimizer only, in the checkpoint only, and in both but unlike each other.
@@ -51,12 +53,11 @@ class LoadReport(NamedTuple):
     mismatched: list[str]
 
 
-def refuse_mismatches(report: LoadReport, optimizer: str) -> None:
-    """Raise ``ValueError`` where ``report`` of a load into the ``optimizer`` of this name is not empty."""
+def refuse_mismatches(report: LoadReport, demand: str) -> None:
+    """Raise ``ValueError``, which begins with the ``demand``, where ``report`` is not empty."""
     if any(report):
         parts = [f"{kind}: {', '.join(names)}" for kind, names in zip(report._fields, report, strict=True) if names]
-        demand = f"the checkpoint does not match the optimizer, as strict=True demands ({optimizer})"
-        raise ValueError(f"{demand}; {'; '.join(parts)}")
+        raise ValueError("; ".join([demand, *parts]))
 
 
 def save(
@@ -70,7 +71,7 @@ def save(
 
     ``neutral`` gives the value to store for each run-time flag, in place of the optimizer's own.
     """
-    read = {s.name for s in declaration.scales}
+    read, scalars = {s.name for s in declaration.scales}, scalar_names(declaration)
     packed_groups = []
     packed_state = {}
     first = 0
@@ -82,45 +83,33 @@ def save(
         packed |= {k: 1.0 for k in read & packed.keys() if Scale.is_read(packed[k])}
         packed_groups.append({**floats, **packed, "params": [numbers[param] for param in params]})
         for param, number in numbers.items():
+            # torch.distributed.checkpoint loads into the tensors of a state dict, and then drops the state of frozen
+            # parameters (pytorch#192202). What it loads for those reaches the optimizer only if the tensors are live ones.
+            copied = scalars if param.requires_grad else ()
             if entries := state.get(param):
-                packed_state[number] = {k: _snapshot(k, v, declaration, param) for k, v in entries.items()}
+                packed_state[number] = {
+                    k: v.detach().to("cpu", copy=True) if k in copied and isinstance(v, Tensor) else v
+                    for k, v in entries.items()
+                }
         first += len(params)
     packed_state |= {key: value for key, value in state.foreign.items() if key not in packed_state}
     result = {"state": packed_state, "param_groups": packed_groups, "format_version": FORMAT_VERSION}
     return result | ({"aliases": dict(aliases)} if aliases else {})
 
 
-def _snapshot(key: str, value: Any, declaration: Declaration, param: Tensor) -> Any:
-    # torch.distributed.checkpoint loads into the tensors of a state dict, and then drops the state of frozen parameters
-    # (pytorch#192202). What it loads for those reaches the optimizer only if the tensors are the live ones.
-    if key not in scalar_names(declaration) or not isinstance(value, Tensor) or not param.requires_grad:
-        return value
-    return value.detach().to("cpu", copy=True)
-
-
 @dataclass
 class PreparedLoad:
-    """A load. Everything is checked and made, so that writing cannot fail; nothing is written yet.
+    """A load. Everything is checked and made, so that writing cannot fail; nothing is written yet."""
 
-    Attributes:
-        report: what it leaves out.
-        group_values: what goes into ``groups``.
-        names: the parameter names of each group, where they are new.
-        state_writes: what changes in the ``state`` of each parameter.
-        foreign: the foreign state.
-        copies: what goes into state tensors, live or new.
-        afterwards: called when everything is written.
-    """
-
-    report: LoadReport
+    report: LoadReport  # what it leaves out
     groups: Sequence[ParamGroup]
     group_values: GroupValues
-    names: list[list[str]]
+    names: list[list[str]]  # of the parameters of each group, where they are new
     state: OptimizerState
-    state_writes: list[StateWrites]
-    foreign: dict[Any, Any]
-    copies: Copies
-    afterwards: list[Callable[[], object]] = field(default_factory=list)
+    state_writes: StateWrites
+    foreign: dict[Any, Any]  # the foreign state
+    copies: Copies  # into state tensors, live or new
+    afterwards: list[Callable[[], object]] = field(default_factory=list)  # called when everything is written
 
     @property
     def targets(self) -> list[Tensor]:
@@ -204,7 +193,7 @@ def prepare_load(
         load = PreparedLoad(report, groups, values, names, state, writes, foreign, copies)
         load.set_apart(load.targets)
     if strict:
-        refuse_mismatches(report, declaration.name)
+        refuse_mismatches(report, STRICTLY.format(declaration.name))
     if names:
         load.afterwards.append(lambda: aliases.update(saved.get("aliases", {})))
     return load
