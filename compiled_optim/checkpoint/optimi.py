@@ -126,8 +126,12 @@ def in_optimis_storage(kind: type[Declared], groups: Sequence[ParamGroup], saved
         ValueError: optimi has no optimizer like ``kind``, or lacks what a group chose and no state dict tells.
     """
     declaration, update = kind._declaration, getattr(kind, "update", kind)
+    hypers, codes = {h.name for h in declaration.hypers}, {code_name(b.name) for b in declaration.buffers}
+    options = _form(hypers | {s.name for s in declaration.statics}) or frozenset()
+    buffers = {b.name for b in declaration.buffers if not b.grouped and b.name not in PARTS} - codes - {"max_exp_avg_sq"}
     is_theirs = update.__module__.startswith("compiled_optim.") and update.__qualname__.partition(".")[0] in _COUNTERPARTS
-    if not is_theirs or not _has_counterpart(declaration):
+    has_same_options = hypers - {"max_lr"} == {"lr", "weight_decay", *options} - {"adam_wd"} and not declaration.scalars
+    if not (is_theirs and has_same_options and options in _FORMS and buffers == {*_FORMS[options]}):
         raise ValueError(f"optimi has no {kind.__name__}")
     for index, group in enumerate(groups):
         by_name = isinstance(scale := group.get("lr_scale"), Mapping) or callable(scale)
@@ -142,16 +146,6 @@ def in_optimis_storage(kind: type[Declared], groups: Sequence[ParamGroup], saved
                 stored = {b.name: entries[b.name] for b in declaration.buffers if entries.get(b.name) is not None}
                 saved["state"][keys[place]] = changed(entries, form.converted(stored))
     return saved
-
-
-def _has_counterpart(declaration: Declaration) -> bool:
-    """Whether optimi has an optimizer with the options and the state of ``declaration``."""
-    form, hypers = _form({f.name for f in (*declaration.hypers, *declaration.statics)}), {h.name for h in declaration.hypers}
-    if form is None or declaration.scalars or hypers - {"max_lr"} != {"lr", "weight_decay", *form} - {"adam_wd"}:
-        return False
-    codes = {code_name(b.name) for b in declaration.buffers}
-    buffers = {b.name for b in declaration.buffers if not b.grouped and b.name not in PARTS}
-    return buffers - codes - {"max_exp_avg_sq"} == set(_FORMS[form])
 
 
 def to_optimi(state_dict: Mapping[str, Any]) -> dict[str, Any]:
