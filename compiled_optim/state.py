@@ -319,9 +319,13 @@ class StateForm(NamedTuple):
                 value = decoded(full_tensor(value), full_tensor(scales))
         if wanted not in CODES:
             return {field.name: value.to(wanted)}
-        codes, vector = _encoded(shard_like(value, param), local(param), wanted)
-        scales = zeros_spread_like(param, shape, vector.dtype)
-        local(scales).copy_(vector.view_as(local(scales)))
+        order = MemoryOrder(local(param))
+        vector = filled(flat(order.arranged(shard_like(value, param).float())))
+        found = formats.scale_of(vector)
+        codes = torch.empty_like(order.target, dtype=wanted, requires_grad=False)
+        flat(codes).copy_(formats.encoded(vector, found, CODES[wanted])[: codes.numel()])
+        scales = zeros_spread_like(param, shape, found.dtype)
+        local(scales).copy_(found.view_as(local(scales)))
         return {coded: as_part_of(codes, param), scale: scales}
 
     def _stored_part(self, entries: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -444,16 +448,6 @@ def _vector(codes: Tensor) -> Tensor:
     order = MemoryOrder(codes)
     order.load()
     return filled(flat(order.target))
-
-
-def _encoded(value: Tensor, param: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The codes of ``value``, of this dtype, in the order of memory of ``param``, and a vector of their scales."""
-    order = MemoryOrder(param)
-    vector = filled(flat(order.arranged(value.detach().float())))
-    scales = formats.scale_of(vector)
-    codes = torch.empty_like(order.target, dtype=dtype, requires_grad=False)
-    flat(codes).copy_(formats.encoded(vector, scales, CODES[dtype])[: codes.numel()])
-    return codes, scales
 
 
 def filled(vector: Tensor) -> Tensor:

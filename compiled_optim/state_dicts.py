@@ -169,7 +169,7 @@ def load_named_state_dict(
             refuse_mismatches(report, STRICTLY.format(", ".join(type(each).__name__ for each in optimizers)))
         targets = [target for load in prepared for target in load.targets]
         for load in prepared:
-            load.set_apart(targets)
+            load.copies = set_apart(load.copies, targets)
         for load in prepared:
             load.write()
     for each in optimizers:

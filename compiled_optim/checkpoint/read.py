@@ -209,7 +209,18 @@ def check(state_dict: Any) -> None:
     if {"state", "param_groups"} <= set(states):
         raise ValueError("not an optimizer state dict: its 'state' is a whole state dict")
     for i, group in enumerate(groups):
-        _check_group(group, i)
+        where = f"param_groups[{i}]"
+        if not isinstance(group, Mapping) or not isinstance(group.get("params"), (list, tuple)):
+            raise ValueError(f"not an optimizer state dict: {where} must be a dict with a list 'params'")
+        params, names = group["params"], group_names(group)
+        if nameless := [described(key) for key in group if not isinstance(key, str)]:
+            raise ValueError(f"the entries of {where} must have names, got {nameless[0]}")
+        if not all([isinstance(p, (int, str)) for p in params]):
+            raise ValueError(f"{where}['params'] must be integers or names, got {described(tuple(params))}")
+        if names is not None and not (isinstance(names, (list, tuple)) and all([isinstance(n, str) for n in names])):
+            raise ValueError(f"{where}['param_names'] must be a list of names, got {described(names)}")
+        if names is not None and len(names) != len(params):
+            raise ValueError(f"{where} has {len(params)} params but {len(names)} param_names")
     foreign = foreign_state(state_dict)
     for key, entries in states.items():
         if key not in foreign and not isinstance(entries, Mapping):
@@ -218,21 +229,6 @@ def check(state_dict: Any) -> None:
         raise ValueError(f"'aliases' must be a dict name -> name, got {described(aliases)}")
     refuse_repeated([*{name for group in groups for name in group_names(group) or ()}, *aliases], "names")
     refuse_repeated([param for group in groups for param in dict.fromkeys(group["params"])])
-
-
-def _check_group(group: Any, index: int) -> None:
-    where = f"param_groups[{index}]"
-    if not isinstance(group, Mapping) or not isinstance(group.get("params"), (list, tuple)):
-        raise ValueError(f"not an optimizer state dict: {where} must be a dict with a list 'params'")
-    params, names = group["params"], group_names(group)
-    if nameless := [described(key) for key in group if not isinstance(key, str)]:
-        raise ValueError(f"the entries of {where} must have names, got {nameless[0]}")
-    if not all([isinstance(p, (int, str)) for p in params]):
-        raise ValueError(f"{where}['params'] must be integers or names, got {described(tuple(params))}")
-    if names is not None and not (isinstance(names, (list, tuple)) and all([isinstance(n, str) for n in names])):
-        raise ValueError(f"{where}['param_names'] must be a list of names, got {described(names)}")
-    if names is not None and len(names) != len(params):
-        raise ValueError(f"{where} has {len(params)} params but {len(names)} param_names")
 
 
 def refuse_repeated(values: Iterable[int | str], verb: str = "") -> None:

@@ -123,11 +123,6 @@ class PreparedLoad:
         return numbers + [target for target, _ in self.copies]
 
     @torch.no_grad()
-    def set_apart(self, written: Iterable[Tensor]) -> None:
-        """Clone what is copied from the memory of ``written``, into which this load or another writes first."""
-        self.copies = set_apart(self.copies, written)
-
-    @torch.no_grad()
     def write(self) -> None:
         """Write. DTensors are spread over the processes as they are copied, one at a time."""
         for index, values in self.group_values.items():
@@ -147,6 +142,7 @@ class PreparedLoad:
             function()
 
 
+@torch.no_grad()
 def set_apart(copies: Copies, written: Iterable[Tensor]) -> Copies:
     """``copies`` with clones of those sources that lie in the memory of ``written``, as live tensors of a state dict may."""
     spans = sorted([span(t if type(t) in TORCH_TYPES else local(t)) for t in written])
@@ -191,7 +187,7 @@ def prepare_load(
         names = names_to_take(groups, saved["param_groups"])
         report = LoadReport(missing, unexpected + orphans, problems + conflicts)
         load = PreparedLoad(report, groups, values, names, state, writes, foreign, copies)
-        load.set_apart(load.targets)
+        load.copies = set_apart(copies, load.targets)
     if strict:
         refuse_mismatches(report, STRICTLY.format(declaration.name))
     if names:

@@ -121,10 +121,9 @@ def is_dense(tensor: Tensor) -> bool:
         return False
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
     return True
 
 
