@@ -205,10 +205,8 @@ def _parts(optimizers: Sequence[CompiledOptimizer], saved: Mapping[str, Any]) ->
 def _check_has_no_foreign_state(state_dict: Mapping[str, Any]) -> None:
     """Raise ``ValueError`` where state lies under the key of no parameter: nobody could say whose it is."""
     for key in foreign_state(state_dict):
-        raise ValueError(
-            f"the state holds {described(key)}, which is no parameter's and has no place in a state dict of several "
-            "optimizers"
-        )
+        reason = "which is no parameter's and has no place in a state dict of several optimizers"
+        raise ValueError(f"the state holds {described(key)}, {reason}")
 
 
 def optimi_state_dict(optimizer: CompiledOptimizer) -> dict[str, Any]:

@@ -29,7 +29,7 @@ class SavedParam(NamedTuple):
 
     own: ListedParam
     saved: ListedParam
-    entries: dict[str, Any]  # its state in the checkpoint, empty where it never had any
+    entries: dict[str, Any]  # its state in the checkpoint, with what is implied; empty where it never had any
 
 
 def match(
@@ -65,7 +65,13 @@ def match(
     else:
         _check_repeats(ours, saved_groups)
         found = _match_names(ours, theirs)
-    matched = [SavedParam(ours[i], found[i], _entries(saved, found[i], implied, known)) for i in sorted(found)]
+    matched = []
+    for i in sorted(found):
+        state = saved["state"].get(found[i].key, {})
+        # A flattened checkpoint of torch.distributed.checkpoint has an empty dict for an entry that was not saved.
+        blank = {k for k, v in state.items() if v is None or (type(v) is dict and not v)}
+        entries = {**implied, **{k: v for k, v in state.items() if k not in blank or k not in known}}
+        matched.append(SavedParam(ours[i], found[i], entries if state.keys() - blank else {}))
     keys = {param.saved.key for param in matched}
     missing = [own.name for i, own in enumerate(ours) if i not in found]
     return matched, missing, [other.name for other in theirs if other.key not in keys]
@@ -97,16 +103,6 @@ def _listed(groups: Sequence[Mapping[str, Any]], aliases: Mapping[str, str]) -> 
                 known.aliases.append(name)
         listed += by_key.values()
     return listed
-
-
-def _entries(
-    saved: Mapping[str, Any], param: ListedParam, implied: Mapping[str, float], known: Collection[str]
-) -> dict[str, Any]:
-    """The saved state of a parameter without ``known`` entries that stand for nothing, and with what the others imply."""
-    state = saved["state"].get(param.key, {})
-    # A flattened checkpoint of torch.distributed.checkpoint has an empty dict for an entry that was not saved.
-    blank = {k for k, v in state.items() if v is None or (type(v) is dict and not v)}
-    return {**implied, **{k: v for k, v in state.items() if not (k in blank and k in known)}} if state.keys() - blank else {}
 
 
 def _check_sizes(groups: Sequence[ParamGroup], saved_groups: Sequence[Mapping[str, Any]]) -> None:

@@ -177,11 +177,8 @@ def compiler() -> tuple[str, ...]:
     for name in ("g++", "clang++", "c++"):
         if found := shutil.which(name):
             if wanted:
-                warnings.warn(
-                    f"compiled_optim: CXX is {wanted!r}, which was not found; {name} compiles instead",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
+                message = f"compiled_optim: CXX is {wanted!r}, which was not found; {name} compiles instead"
+                warnings.warn(message, RuntimeWarning, stacklevel=2)
             return (found,)
     return ()
 

@@ -346,11 +346,8 @@ def obtain_graph(
     except _NotKeptError:
         return compiled()
     except OSError as error:
-        warnings.warn(
-            f"compiled_optim: code of Inductor is not kept: {error}; every process compiles it again",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        message = f"compiled_optim: code of Inductor is not kept: {error}; every process compiles it again"
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
         return compiled()
 
 

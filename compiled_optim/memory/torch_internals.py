@@ -115,14 +115,9 @@ def wraps_others(tensor: Tensor) -> bool:
     return torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python)
 
 
-def _capturing_stream() -> int | None:
-    if not torch.cuda.is_current_stream_capturing():
-        return None
-    handle: int = torch.cuda.current_stream().cuda_stream
-    return handle
-
-
-CAPTURING: dict[str, Callable[[], object | None]] = {"cuda": _capturing_stream}
+CAPTURING: dict[str, Callable[[], object | None]] = {
+    "cuda": lambda: torch.cuda.current_stream().cuda_stream if torch.cuda.is_current_stream_capturing() else None
+}
 """By device type, a function that identifies the capture which records the current stream; None where work is executed."""
 
 
