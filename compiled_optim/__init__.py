@@ -4,12 +4,10 @@ The package is a house: a module imports only from its own floor and from floors
 
     capture/             training steps as CUDA graphs
     model.py             a model's parameters by name: groups for an optimizer, and dtypes
-    full_precision.py    weights with all the bits that optimizers keep of them
-    optimi.py            state for the optimizers of optimi
+    state_dicts.py       state by name, of several optimizers, for optimi; weights with all the bits that optimizers keep
     release.py           updates inside of backward, after which gradients are freed
     report.py            no_recompiles, compile_report and memory_report
     optimizers/          one optimizer per file: its fields and the two functions of its rule
-    named.py             several optimizers of one model, and state keyed by parameter name
     views.py             optimizers whose parameters are evaluated as others than they are trained
     optimizer.py         CompiledOptimizer: torch.optim's interface over groups, state and plans
     step/                the engine, which owns groups and state and runs steps, and what one step does
@@ -24,10 +22,7 @@ The package is a house: a module imports only from its own floor and from floors
 
 from compiled_optim.capture.runner import CUDAGraphRunner
 from compiled_optim.checkpoint.state_dict import LoadReport
-from compiled_optim.full_precision import full_precision_state_dict, load_full_precision_state_dict
 from compiled_optim.model import param_groups, to_low_precision
-from compiled_optim.named import load_named_state_dict, named_state_dict
-from compiled_optim.optimi import optimi_state_dict
 from compiled_optim.optimizer import CompiledOptimizer
 from compiled_optim.optimizers import mup
 from compiled_optim.optimizers.adadelta import Adadelta
@@ -55,6 +50,13 @@ from compiled_optim.optimizers.stable_adamw import StableAdamW
 from compiled_optim.plan.compilations import RecompileError
 from compiled_optim.release import prepare_for_gradient_release, remove_gradient_release
 from compiled_optim.report import CompileReport, MemoryReport, compile_report, memory_report, no_recompiles
+from compiled_optim.state_dicts import (
+    full_precision_state_dict,
+    load_full_precision_state_dict,
+    load_named_state_dict,
+    named_state_dict,
+    optimi_state_dict,
+)
 from compiled_optim.step.numerics import NumericsReport
 
 __version__ = "0.1.0"

@@ -45,7 +45,15 @@ def param_groups(model: Model, patterns: Mapping[str, Mapping[str, Any]]) -> lis
         TypeError: something is not of the type that is said here.
         ValueError: a pattern matches no parameter, two match the same one, or options hold ``params``.
     """
-    listed = _parameters(model)
+    if isinstance(model, nn.Module):
+        model = model.named_parameters(remove_duplicate=False)
+    names, tensors = names_and_tensors(model, "model")
+    if len(names) != len(tensors):
+        raise TypeError("model must be a module, or names and parameters: pairs, as named_parameters() gives, or a dict")
+    for name, tensor in zip(names, tensors, strict=True):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"'{name}' of the model is no tensor")
+    listed = _by_first_name((name, tensor, []) for name, tensor in zip(names, tensors, strict=True))
     if not isinstance(patterns, Mapping):
         raise TypeError(f"patterns must be a dict pattern -> options, got {type(patterns).__name__}")
     for pattern, options in patterns.items():
@@ -95,8 +103,12 @@ def to_low_precision(
     _check_dtype(dtype, "dtype")
     dtypes = _dtypes_by_key(keep)
     listed = _by_first_name(_entries(model))
+
+    def is_kept(key: Key, entry: _Listed) -> bool:
+        return matches(key, entry.names) if isinstance(key, str) else any(isinstance(owner, key) for owner in entry.owners)
+
     chosen = first_matches(
-        list(dtypes), listed, _is_kept, "parameter or buffer", lambda first, second: dtypes[first] != dtypes[second]
+        list(dtypes), listed, is_kept, "parameter or buffer", lambda first, second: dtypes[first] != dtypes[second]
     )
     new: dict[Tensor, Tensor] = {}
     for name, entry in listed.items():
@@ -112,19 +124,6 @@ def to_low_precision(
 
     model._apply(converted)  # type: ignore[no-untyped-call]
     return model
-
-
-def _parameters(model: Model) -> dict[str, _Listed]:
-    """The parameters of ``model`` by their first names."""
-    if isinstance(model, nn.Module):
-        model = model.named_parameters(remove_duplicate=False)
-    names, tensors = names_and_tensors(model, "model")
-    if len(names) != len(tensors):
-        raise TypeError("model must be a module, or names and parameters: pairs, as named_parameters() gives, or a dict")
-    for name, tensor in zip(names, tensors, strict=True):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"'{name}' of the model is no tensor")
-    return _by_first_name((name, tensor, []) for name, tensor in zip(names, tensors, strict=True))
 
 
 def _entries(
@@ -166,10 +165,6 @@ def _dtypes_by_key(keep: Any) -> dict[Key, torch.dtype | None]:
         if dtype is not None:
             _check_dtype(dtype, f"the dtype of {key!r}")
     return dtypes
-
-
-def _is_kept(key: Key, entry: _Listed) -> bool:
-    return matches(key, entry.names) if isinstance(key, str) else any(isinstance(owner, key) for owner in entry.owners)
 
 
 def _check_pattern(pattern: Any) -> None:

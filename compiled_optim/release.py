@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from compiled_optim.groups.parameters import named_parameters
-from compiled_optim.memory.sharding import local
+from compiled_optim.memory.layout import local
 from compiled_optim.memory.torch_internals import after_backward, backward_number, quickly_outside_dynamo
 from compiled_optim.optimizer import CompiledOptimizer, engine_of
 from compiled_optim.step.engine import Engine, refuse_whole

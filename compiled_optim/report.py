@@ -13,7 +13,7 @@ from torch import Tensor
 
 from compiled_optim.memory.addresses import gradient
 from compiled_optim.memory.cache import cache_directory
-from compiled_optim.memory.sharding import local
+from compiled_optim.memory.layout import local
 from compiled_optim.optimizer import CompiledOptimizer, engine_of
 from compiled_optim.plan.compilations import Compilation, RecompileError, forbidding_recompilation
 from compiled_optim.rule.storage import PARTS

@@ -9,7 +9,7 @@ each process converts its shard.
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,9 +17,22 @@ from torch import Tensor
 from compiled_optim.groups.param_group import ParamGroup
 from compiled_optim.groups.per_parameter import choices_of
 from compiled_optim.groups.watched import Changes, WatchedDict
-from compiled_optim.memory import sharding
-from compiled_optim.memory.layout import DTYPES, MemoryOrder, as_real, flat, is_lost, scalar_dtype, scalars_device
-from compiled_optim.memory.sharding import as_part_of, is_sharded, local, placement, spread_like, zeros_spread_like
+from compiled_optim.memory.layout import (
+    DTYPES,
+    MemoryOrder,
+    as_part_of,
+    as_real,
+    flat,
+    full_tensor,
+    is_lost,
+    is_sharded,
+    local,
+    placement,
+    scalar_dtype,
+    scalars_device,
+    spread_like,
+    zeros_spread_like,
+)
 from compiled_optim.memory.torch_internals import is_fake
 from compiled_optim.rule import formats
 from compiled_optim.rule.fields import Buffer, Scalar
@@ -126,27 +139,6 @@ def has_own_entries(declaration: Declaration, state: Mapping[Any, Any]) -> bool:
     return any(name in state for name in (*scalar_names(declaration), *[b.name for b in declaration.buffers]))
 
 
-def structure(
-    declaration: Declaration,
-    groups: Sequence[ParamGroup],
-    group_index: int,
-    index: int,
-    loaded: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """What shapes the code and the state of a parameter, by name: of the one at ``index`` of the group at ``group_index``.
-
-    Its items are static choices, what follows from options, facts, and for each structural hyperparameter whether it may
-    differ from 0, in its group or among the numbers that are going to be ``loaded`` into that.
-    """
-    numbers, group = loaded or {}, groups[group_index]
-    choices = {s.name: group.get(s.name, s.default) for s in declaration.statics}
-    choices |= choices_of(declaration.options, group, group_index, index)
-    choices |= {f.name: f.of(group["params"][index].shape) for f in declaration.facts}
-    return choices | {
-        name: numbers[name] != 0 if name in numbers else group.nonzero(name) for name in declaration.structural_hypers
-    }
-
-
 def initial_values(declaration: Declaration, group: Mapping[str, Any]) -> dict[str, float | Tensor]:
     """The number that every scalar and buffer of ``declaration`` starts from in ``group``.
 
@@ -161,37 +153,199 @@ def initial_values(declaration: Declaration, group: Mapping[str, Any]) -> dict[s
     return values
 
 
-def missing_entries(
-    declaration: Declaration,
-    buffers: tuple[str, ...],
-    param: Tensor,
-    state: Mapping[str, Any],
-    initial: Mapping[str, float | Tensor],
-    choices: Mapping[str, Any],
-) -> dict[str, Tensor]:
-    """New tensors for the entries that ``declaration`` needs and ``state`` lacks or has on another device than ``param``.
+class StateForm(NamedTuple):
+    """How a parameter's state is stored: in which entries, shapes and dtypes.
 
-    ``choices`` are those of :func:`structure`. An entry on another device is copied. A scalar may be a number or a tensor
-    of any dtype, and becomes a float64 tensor.
+    ``choices`` shape its code too, by name: static choices, what follows from options, facts, and for each structural
+    hyperparameter whether it may differ from 0.
     """
-    device = scalars_device([param])
-    dtype = scalar_dtype(device)
-    made: dict[str, Tensor] = {}
-    for name in scalar_names(declaration):
-        value: Any = state.get(name)
-        if value is None or (isinstance(value, Tensor) and value.is_meta):
-            made[name] = _new_scalar(initial[name], dtype, device)
-        elif not isinstance(value, Tensor) or value.device != device or value.dtype != dtype or value.dim():
-            made[name] = _new_scalar(value, dtype, device)
-    for field in [b for b in declaration.buffers if b.name in buffers]:
-        value = state.get(field.name)
-        if value is None or (value.is_meta and not param.is_meta):
-            dtype = declaration.dtype_of(field, param.dtype, choices)
-            shape = declaration.shape_of(field, param.shape, choices)
-            made[field.name] = _new_buffer(field, param, shape, dtype, initial[field.name])
-        elif value.device != param.device:
-            made[field.name] = value.to(param.device)
-    return made
+
+    declaration: Declaration
+    param: Tensor
+    choices: dict[str, Any]
+
+    @classmethod
+    def of(
+        cls,
+        declaration: Declaration,
+        groups: Sequence[ParamGroup],
+        index: int,
+        place: int,
+        loaded: Mapping[str, Any] | None = None,
+    ) -> StateForm:
+        """The form of the parameter at ``place`` in ``groups[index]``, once that has the ``loaded`` numbers."""
+        group, numbers, param = groups[index], loaded or {}, groups[index]["params"][place]
+        choices = {s.name: group.get(s.name, s.default) for s in declaration.statics}
+        choices |= choices_of(declaration.options, group, index, place)
+        choices |= {f.name: f.of(param.shape) for f in declaration.facts}
+        for name in declaration.structural_hypers:
+            choices[name] = numbers[name] != 0 if name in numbers else group.nonzero(name)
+        return cls(declaration, param, choices)
+
+    @property
+    def split(self) -> tuple[str, str, str] | None:
+        """Which of :data:`PARTS` the weight has, with the mode and dtype in which it is stored; None if it has none."""
+        mode, half = self.choices.get("weights") or ("", "")
+        return (_PART_OF[mode], mode, half) if mode in _PART_OF else None
+
+    def shape_of(self, field: Buffer) -> tuple[int, ...]:
+        """The shape of a buffer."""
+        return self.declaration.shape_of(field, self.param.shape, self.choices)
+
+    def dtype_of(self, field: Buffer) -> torch.dtype:
+        """The dtype of a buffer."""
+        return self.declaration.dtype_of(field, self.param.dtype, self.choices)
+
+    def missing(
+        self, buffers: Container[str], state: Mapping[str, Any], initial: Mapping[str, float | Tensor]
+    ) -> dict[str, Tensor]:
+        """New tensors for the scalars and ``buffers`` that ``state`` lacks or has on another device than the parameter.
+
+        An entry on another device is copied. A scalar may be a number or a tensor, and becomes a float64 tensor.
+        """
+        device = scalars_device([self.param])
+        dtype = scalar_dtype(device)
+        made: dict[str, Tensor] = {}
+        for name in scalar_names(self.declaration):
+            value: Any = state.get(name)
+            if value is None or (isinstance(value, Tensor) and value.is_meta):
+                made[name] = _new_scalar(initial[name], dtype, device)
+            elif not isinstance(value, Tensor) or value.device != device or value.dtype != dtype or value.dim():
+                made[name] = _new_scalar(value, dtype, device)
+        for field in self.declaration.buffers:
+            if field.name in buffers:
+                value = state.get(field.name)
+                if value is None or (value.is_meta and not self.param.is_meta):
+                    made[field.name] = self._new_buffer(field, initial[field.name])
+                elif value.device != self.param.device:
+                    made[field.name] = value.to(self.param.device)
+        return made
+
+    def _new_buffer(self, field: Buffer, value: float | Tensor) -> Tensor:
+        """A state buffer filled with ``value``.
+
+        A buffer of the parameter's shape also has its memory format. That and a grouped one have a DTensor's placements.
+        """
+        param, dtype = self.param, self.dtype_of(field)
+        if field.grouped:
+            buffer = zeros_spread_like(param, self.shape_of(field), dtype)
+        elif field.shape is None:
+            buffer = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format, requires_grad=False)
+        else:
+            buffer = torch.zeros(self.shape_of(field), dtype=dtype, device=param.device)
+        return buffer if isinstance(value, float) and value == 0.0 else fill(buffer, value)
+
+    def check(self, state: ParamState, name: str) -> None:
+        """Raise ``ValueError`` where a buffer or scalar in ``state`` is not one for the parameter, called ``name``."""
+        param = self.param
+        for scalar in scalar_names(self.declaration):
+            value = state.get(scalar)
+            if value is not None and not _is_number(value):
+                got = f"{value.dtype}, shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r}"
+                what = f"state '{scalar}' of '{name}'"
+                raise ValueError(f"{what} must be a real number or a 1-element tensor of one, got {got}")
+        for field in self.declaration.buffers:
+            if (value := state.get(field.name)) is None:
+                continue
+            what, expected, wanted = f"state '{field.name}' of '{name}'", self.shape_of(field), self.dtype_of(field)
+            if not isinstance(value, Tensor) or tuple(value.shape) != expected:
+                got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r}"
+                raise ValueError(f"{what} must have shape {expected}, got {got}")
+            fits = value.dtype == wanted if wanted not in DTYPES else value.dtype in DTYPES
+            if value.is_complex() != param.is_complex() or not fits:
+                raise ValueError(f"{what} is {value.dtype} for a parameter of {param.dtype}")
+            if value.layout is not torch.strided:
+                raise ValueError(f"{what} is {value.layout}, not dense")
+            if is_fake(value) and not is_fake(param):
+                raise ValueError(f"{what} has no memory: it is a FakeTensor")
+
+    def convert(self, state: ParamState, name: str) -> None:
+        """Store the entries in ``state`` of the parameter, called ``name``, in this form.
+
+        So an option may be assigned while there is state, a parameter get another order of memory, and numbers be assigned
+        in place of codes. What :meth:`check` refuses is left to it.
+
+        Raises:
+            ValueError: codes have no scales of theirs, or a weight has two of :data:`PARTS`.
+        """
+        fields = {b.name: b for b in self.declaration.buffers if state.get(b.name) is not None}
+        if not fields or not all([_is_readable(field, state[entry], self.param) for entry, field in fields.items()]):
+            return
+        try:
+            changes = self.converted({entry: state[entry] for entry in fields})
+        except ValueError as error:
+            raise ValueError(f"the state of '{name}' does not fit: {error}") from error
+        for entry, field in fields.items():
+            if entry not in changes and field.dtype and (wanted := field.dtype(self.choices)) is not None:
+                changes[entry] = state[entry] if state[entry].dtype == wanted else state[entry].detach().to(wanted)
+        state.update_quietly({entry: tensor for entry, tensor in changes.items() if tensor is not None})
+        for entry, tensor in changes.items():
+            if tensor is None:
+                state.drop_quietly(entry)
+
+    def converted(self, entries: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
+        """What changes in ``entries`` when they are stored in this form: new ones by name, or None for one that goes.
+
+        Buffers are decoded and encoded. A weight is joined with its part and stored with as many of those bits as the new
+        part has, for the parameter as it is now.
+
+        Raises:
+            ValueError: codes have no scales, or not as many as groups, or are of the other kind; or a weight has two parts.
+        """
+        names: list[str] = []
+        new: dict[str, Tensor] = {}
+        for field in [b for b in self.declaration.buffers if b.int8]:
+            if held := held_name(field, entries):
+                names += [field.name, code_name(field.name), scale_name(field.name)]
+                new |= self._stored_buffer(field, held, entries)
+        new |= self._stored_part(entries)
+        return {name: new.get(name) for name in (*names, *PARTS) if new.get(name) is not entries.get(name)}
+
+    def _stored_buffer(self, field: Buffer, held: str, entries: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The entries that store the buffer ``field``, now in the entry ``held``."""
+        value, param, wanted = entries[held], self.param, self.dtype_of(field)
+        if wanted not in CODES and value.dtype not in CODES:
+            return {held: value}
+        coded, scale = code_name(field.name), scale_name(field.name)
+        shape = self.shape_of(self._field(scale))
+        if value.dtype in CODES:
+            scales = check_codes(field, value, entries.get(scale))
+            if wanted == value.dtype and _are_in_place(value, scales, param):
+                is_shaped = tuple(scales.shape) == shape or is_sharded(scales)
+                return {coded: value, scale: scales if is_shaped else scales.reshape(shape)}
+            if placement(value) == placement(scales) == placement(param):
+                value = as_part_of(decoded(local(value), local(scales)), param)
+            else:
+                value = decoded(full_tensor(value), full_tensor(scales))
+        if wanted not in CODES:
+            return {field.name: value.to(wanted)}
+        order = MemoryOrder(local(param))
+        vector = filled(flat(order.arranged(shard_like(value, param).float())))
+        found = formats.scale_of(vector)
+        codes = torch.empty_like(order.target, dtype=wanted, requires_grad=False)
+        flat(codes).copy_(formats.encoded(vector, found, CODES[wanted])[: codes.numel()])
+        scales = zeros_spread_like(param, shape, found.dtype)
+        local(scales).copy_(found.view_as(local(scales)))
+        return {coded: as_part_of(codes, param), scale: scales}
+
+    def _stored_part(self, entries: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The part of the weight, by name, if ``entries`` have one and the choices want one."""
+        if self.split is None:
+            stored_part(entries)
+            return {}
+        name, mode, half = self.split
+        if name in entries and mode_of(name, entries[name]) == mode:
+            return {name: entries[name]}  # others are what an interrupted conversion left
+        if (held := stored_part(entries)) is None:
+            return {}
+        own = local(self.param.detach())
+        value = weight(self.param, {held: entries[held]}, mode_of(held, entries[held]), half)
+        found = parts_beside(own.float(), value, mode, half)[name]
+        dtype = self.dtype_of(self._field(name))
+        return {name: as_part_of(torch.empty_like(own, dtype=dtype).copy_(found), self.param)}
+
+    def _field(self, name: str) -> Buffer:
+        return next(b for b in self.declaration.buffers if b.name == name)
 
 
 def _new_scalar(value: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -203,51 +357,10 @@ def _new_scalar(value: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
     return fresh.copy_(value.reshape(())) if isinstance(value, Tensor) else fresh.fill_(value)
 
 
-def _new_buffer(field: Buffer, param: Tensor, shape: tuple[int, ...], dtype: torch.dtype, value: float | Tensor) -> Tensor:
-    """A state buffer of ``shape``, ``dtype`` and ``param``'s device, filled with ``value``.
-
-    A buffer of the parameter's shape also has its memory format. That and a grouped one have a DTensor's placements.
-    """
-    if field.grouped:
-        buffer = zeros_spread_like(param, shape, dtype)
-    elif field.shape is None:
-        buffer = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format, requires_grad=False)
-    else:
-        buffer = torch.zeros(shape, dtype=dtype, device=param.device)
-    return buffer if isinstance(value, float) and value == 0.0 else fill(buffer, value)
-
-
 def fill(entry: Tensor, value: float | Tensor) -> Tensor:
     """Set every number of ``entry``, both parts of a complex one, to ``value``."""
     (as_real(local(entry)) if type(entry) is not Tensor or entry.is_complex() else entry).fill_(value)
     return entry
-
-
-def check_entries(declaration: Declaration, param: Tensor, state: ParamState, name: str, choices: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` where a buffer or scalar in ``state`` is not one for ``param``, called ``name``.
-
-    ``choices`` are those of :func:`structure`.
-    """
-    for scalar in scalar_names(declaration):
-        value = state.get(scalar)
-        if value is not None and not _is_number(value):
-            got = f"{value.dtype}, shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r}"
-            raise ValueError(f"state '{scalar}' of '{name}' must be a real number or a 1-element tensor of one, got {got}")
-    for field in declaration.buffers:
-        if (value := state.get(field.name)) is None:
-            continue
-        what, expected = f"state '{field.name}' of '{name}'", declaration.shape_of(field, param.shape, choices)
-        if not isinstance(value, Tensor) or tuple(value.shape) != expected:
-            got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r}"
-            raise ValueError(f"{what} must have shape {expected}, got {got}")
-        wanted = declaration.dtype_of(field, param.dtype, choices)
-        fits = value.dtype == wanted if wanted not in DTYPES else value.dtype in DTYPES
-        if value.is_complex() != param.is_complex() or not fits:
-            raise ValueError(f"{what} is {value.dtype} for a parameter of {param.dtype}")
-        if value.layout is not torch.strided:
-            raise ValueError(f"{what} is {value.layout}, not dense")
-        if is_fake(value) and not is_fake(param):
-            raise ValueError(f"{what} has no memory: it is a FakeTensor")
 
 
 def _is_number(value: Any) -> bool:
@@ -255,30 +368,6 @@ def _is_number(value: Any) -> bool:
         return hasattr(value, "__float__") and not isinstance(value, complex)
     is_single = value.numel() == 1 and value.layout is torch.strided
     return is_single and not value.is_complex() and not is_lost(value)
-
-
-def convert(declaration: Declaration, param: Tensor, state: ParamState, name: str, choices: Mapping[str, Any]) -> None:
-    """Store the entries in ``state`` of ``param``, called ``name``, as ``choices``, those of :func:`structure`, say.
-
-    So an option may be assigned while there is state, a parameter get another order of memory, and numbers be assigned in
-    place of codes. What :func:`check_entries` refuses is left to it.
-
-    Raises:
-        ValueError: codes have no scales of theirs, or a weight has two of :data:`PARTS`.
-    """
-    fields = {b.name: b for b in declaration.buffers if state.get(b.name) is not None}
-    if not fields or not all([_is_readable(field, state[entry], param) for entry, field in fields.items()]):
-        return
-    try:
-        changes = converted(declaration, param, {entry: state[entry] for entry in fields}, choices)
-    except ValueError as error:
-        raise ValueError(f"the state of '{name}' does not fit: {error}") from error
-    for entry, field in fields.items():
-        if entry not in changes and (dtype := field.dtype and field.dtype(choices)) not in (None, state[entry].dtype):
-            changes[entry] = state[entry].detach().to(dtype)
-    state.update_quietly({entry: tensor for entry, tensor in changes.items() if tensor is not None})
-    for entry in [entry for entry, tensor in changes.items() if tensor is None]:
-        state.drop_quietly(entry)
 
 
 def _is_readable(field: Buffer, value: Any, param: Tensor) -> bool:
@@ -289,25 +378,9 @@ def _is_readable(field: Buffer, value: Any, param: Tensor) -> bool:
     return has_shape and is_fake(value) == is_fake(param)
 
 
-def converted(
-    declaration: Declaration, param: Tensor, entries: Mapping[str, Tensor], choices: Mapping[str, Any]
-) -> dict[str, Tensor | None]:
-    """What changes in ``entries``, one parameter's, when they are stored as ``choices`` say: new ones by name, or None.
-
-    None stands for an entry that goes. Buffers are decoded and encoded. A weight is joined with its part and stored with as
-    many of those bits as the new part has, for ``param`` as it is now.
-
-    Raises:
-        ValueError: codes have no scales, or not as many as groups, or are of the other kind; or a weight has two parts.
-    """
-    names: list[str] = []
-    new: dict[str, Tensor] = {}
-    for field in [b for b in declaration.buffers if b.int8]:
-        if held := held_name(field, entries):
-            names += [field.name, code_name(field.name), scale_name(field.name)]
-            new |= _stored_buffer(declaration, field, held, param, entries, choices)
-    new |= _stored_part(declaration, param, entries, choices)
-    return {name: new.get(name) for name in (*names, *PARTS) if new.get(name) is not entries.get(name)}
+def changed(entries: Mapping[str, Any], changes: Mapping[str, Tensor | None]) -> dict[str, Any]:
+    """``entries`` with the ``changes`` that :meth:`StateForm.converted` returned."""
+    return {name: value for name, value in {**entries, **changes}.items() if value is not None or name not in changes}
 
 
 def held_name(field: Buffer, entries: Mapping[str, Any]) -> str | None:
@@ -318,41 +391,6 @@ def held_name(field: Buffer, entries: Mapping[str, Any]) -> str | None:
     if field.name in entries:
         return field.name
     return coded if (coded := code_name(field.name)) in entries else None
-
-
-def _stored_buffer(
-    declaration: Declaration,
-    field: Buffer,
-    held: str,
-    param: Tensor,
-    entries: Mapping[str, Tensor],
-    choices: Mapping[str, Any],
-) -> dict[str, Tensor]:
-    """The entries that store the buffer ``field``, now in the entry ``held``, as ``choices`` say."""
-    value, wanted = entries[held], declaration.dtype_of(field, param.dtype, choices)
-    if wanted not in CODES and value.dtype not in CODES:
-        return {held: value}
-    coded, scale = code_name(field.name), scale_name(field.name)
-    shape = declaration.shape_of(_field(declaration, scale), param.shape, choices)
-    if value.dtype in CODES:
-        scales = check_codes(field, value, entries.get(scale))
-        if wanted == value.dtype and _are_in_place(value, scales, param):
-            is_shaped = tuple(scales.shape) == shape or is_sharded(scales)
-            return {coded: value, scale: scales if is_shaped else scales.reshape(shape)}
-        if placement(value) == placement(scales) == placement(param):
-            value = from_shard(decoded(local(value), local(scales)), param)
-        else:
-            value = decoded(sharding.whole(value), sharding.whole(scales))
-    if wanted not in CODES:
-        return {field.name: value.to(wanted)}
-    codes, vector = _encoded(shard_like(value, param), local(param), wanted)
-    scales = zeros_spread_like(param, shape, vector.dtype)
-    local(scales).copy_(vector.view_as(local(scales)))
-    return {coded: from_shard(codes, param), scale: scales}
-
-
-def _field(declaration: Declaration, name: str) -> Buffer:
-    return next(b for b in declaration.buffers if b.name == name)
 
 
 def check_codes(field: Buffer, codes: Tensor, scales: Tensor | None) -> Tensor:
@@ -412,42 +450,10 @@ def _vector(codes: Tensor) -> Tensor:
     return filled(flat(order.target))
 
 
-def _encoded(value: Tensor, param: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The codes of ``value``, of this dtype, in the order of memory of ``param``, and a vector of their scales."""
-    order = MemoryOrder(param)
-    vector = filled(flat(order.arranged(value.detach().float())))
-    scales = formats.scale_of(vector)
-    codes = torch.empty_like(order.target, dtype=dtype, requires_grad=False)
-    flat(codes).copy_(formats.encoded(vector, scales, CODES[dtype])[: codes.numel()])
-    return codes, scales
-
-
 def filled(vector: Tensor) -> Tensor:
     """``vector`` with zeros up to a whole number of groups."""
     missing = -vector.shape[0] % GROUP
     return torch.nn.functional.pad(vector, (0, missing)) if missing else vector
-
-
-def _stored_part(
-    declaration: Declaration, param: Tensor, entries: Mapping[str, Tensor], choices: Mapping[str, Any]
-) -> dict[str, Tensor]:
-    """The part of the weight ``param`` as ``choices`` say, by name, if ``entries`` have one and the choices want one."""
-    (mode, half), name = choices.get("weights") or ("", ""), part_of(choices)
-    if name is not None and name in entries and mode_of(name, entries[name]) == mode:
-        return {name: entries[name]}  # others are what an interrupted conversion left
-    held = stored_part(entries)
-    if held is None or name is None:
-        return {}
-    value = weight(param, {held: entries[held]}, mode_of(held, entries[held]), half)
-    found = parts_beside(local(param.detach()).float(), value, mode, half)[name]
-    dtype = declaration.dtype_of(_field(declaration, name), param.dtype, choices)
-    return {name: from_shard(torch.empty_like(local(param.detach()), dtype=dtype).copy_(found), param)}
-
-
-def part_of(choices: Mapping[str, Any]) -> str | None:
-    """Which of :data:`PARTS` a weight has under these choices."""
-    mode, _ = choices.get("weights") or ("", "")
-    return _PART_OF.get(mode)
 
 
 def stored_part(entries: Mapping[str, Any]) -> str | None:
@@ -495,10 +501,5 @@ def adds_nothing(param: Tensor, name: str, part: Tensor) -> bool:
 def shard_like(tensor: Tensor, param: Tensor) -> Tensor:
     """This process's shard of ``tensor``, on the device of ``param``, as ``param`` is sharded."""
     if placement(tensor) != placement(param):
-        tensor = spread_like(sharding.whole(tensor), param)
+        tensor = spread_like(full_tensor(tensor), param)
     return local(tensor.detach()).to(param.device)
-
-
-def from_shard(shard: Tensor, param: Tensor) -> Tensor:
-    """``shard``, of the shape of this process's shard of ``param``, as a DTensor where ``param`` is one."""
-    return as_part_of(shard, param) if is_sharded(param) else shard

@@ -25,9 +25,8 @@ from checkpoint_forms import check_has_no_others, check_lossless, indexed, plain
 from convert_options import FORMS, parse
 from torch import Tensor
 
-from compiled_optim.checkpoint.optimi import from_optimi, is_optimi
+from compiled_optim.checkpoint.optimi import from_optimi, is_optimi, to_optimi
 from compiled_optim.checkpoint.read import check, foreign_state, group_names, named
-from compiled_optim.optimi import to_optimi
 from compiled_optim.rule.storage import INT8, PARTS, scale_name
 
 

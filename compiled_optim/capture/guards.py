@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from compiled_optim.groups.parameters import named_parameters, parameter_name
 from compiled_optim.memory.addresses import Addresses
-from compiled_optim.memory.sharding import local
+from compiled_optim.memory.layout import local
 from compiled_optim.optimizer import CompiledOptimizer, engine_of
 
 

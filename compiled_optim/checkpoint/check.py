@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ from compiled_optim.checkpoint import optimi
 from compiled_optim.checkpoint.match import SavedParam
 from compiled_optim.checkpoint.read import (
     FLOATING,
-    TORCH_TYPES,
     Unloadable,
     as_buffer,
     as_number,
@@ -30,8 +29,7 @@ from compiled_optim.checkpoint.read import (
     plain,
 )
 from compiled_optim.groups.param_group import ParamGroup, is_own
-from compiled_optim.memory.layout import obstacle
-from compiled_optim.memory.sharding import local, placement
+from compiled_optim.memory.layout import TORCH_TYPES, local, obstacle, placement
 from compiled_optim.memory.torch_internals import outside_inference_mode
 from compiled_optim.rule.declared import Declared
 from compiled_optim.rule.fields import Buffer, Hyper, Scalar
@@ -42,17 +40,15 @@ from compiled_optim.state import (
     CODES,
     SPLITS,
     OptimizerState,
+    StateForm,
     adds_nothing,
+    changed,
     check_codes,
-    converted,
     fill,
     held_name,
     initial_values,
-    missing_entries,
-    part_of,
     scalar_names,
     stored_part,
-    structure,
 )
 
 GroupValues: TypeAlias = dict[int, dict[str, Any]]
@@ -61,17 +57,11 @@ GroupValues: TypeAlias = dict[int, dict[str, Any]]
 Copies: TypeAlias = list[tuple[Tensor, float | Tensor]]
 """Tensors, each with what is copied into it; a number fills it."""
 
+StateWrites: TypeAlias = list[tuple[Tensor, dict[Any, Any], list[Any]]]
+"""Parameters, each with what is put into its state, tensors that it lacks and foreign entries, and names of what goes."""
+
 _BY_LR = "decouple_lr"
 _CODED = code_name(""), scale_name("")  # how the names of codes and their scales end
-
-
-class StateWrites(NamedTuple):
-    """What a load writes into the state of one parameter."""
-
-    param: Tensor
-    new: dict[Any, Any]  # entries to put there: tensors that the optimizer lacks, and foreign ones
-    gone: list[Any]  # names of foreign entries to remove
-    copies: Copies  # into new and live tensors
 
 
 def check_groups(
@@ -91,7 +81,7 @@ def check_groups(
     """
     sources: dict[int, dict[int, Mapping[str, Any]]] = {}
     for each in params:
-        sources.setdefault(each.group, {})[each.saved_group] = saved_groups[each.saved_group]
+        sources.setdefault(each.own.group, {})[each.saved.group] = saved_groups[each.saved.group]
     values: GroupValues = {}
     conflicts: list[str] = []
     for index, found in sources.items():
@@ -118,34 +108,32 @@ def _group_values(
     """
     declaration = kind._declaration
     hypers = {h.name: h for h in declaration.hypers}
-    problems = [*_of_another_optimizer(declaration, group, saved)]
+    problems: list[str] = []
+    shared = set(saved[0]).intersection(*saved[1:])
+    if absent := [h.name for h in declaration.hypers if not h.when and h.name not in shared]:
+        problems.append(f"the checkpoint has no {', '.join(absent)} for it")
+    for key in [s.name for s in declaration.statics if not s.init]:
+        kept = (copied(g[key], f"{key} of {group.label}") for g in saved if key in g)
+        if (other := next((value for value in kept if not _equal(value, group[key])), None)) is not None:
+            problems.append(f"{key} is {described(other)} in the checkpoint")
     chosen = (*declaration.statics, *declaration.scales, *declaration.options)
     skipped = {*kind._group_flags, *kind._modes, *[choice.name for choice in chosen], "params", "param_names"}
-    for name, when in [(h.name, h.when) for h in declaration.hypers]:
-        if when and not group.get(when) and any([is_set(g, when, group.label) for g in saved]):
-            skipped.add(name)
+    for h in declaration.hypers:
+        if h.when and not group.get(h.when) and any([is_set(g, h.when, group.label) for g in saved]):
+            skipped.add(h.name)
+    taken = [{key: _value(group, key, hypers.get(key), g[key]) for key in g if key not in skipped} for g in saved]
     values: dict[str, Any] = {}
-    for key in dict.fromkeys([key for g in saved for key in g if key not in skipped]):
-        found = [_value(group, key, hypers.get(key), g[key]) for g in saved if key in g]
-        if len(found) == 1 or all([_equal(value, found[0]) for value in found[1:]]):
-            values[key] = found[0]
-        else:
+    for each in taken:
+        values = {**each, **values}
+    for key in [*values] if len(taken) > 1 else ():
+        found = [each[key] for each in taken if key in each]
+        if not all([_equal(value, found[0]) for value in found[1:]]):
             problems.append(f"its parameters were in groups with different {key}: [{', '.join(map(described, found))}]")
+            del values[key]
     if decays := dict.fromkeys([problem for g in saved for problem in _decay_conflicts(declaration, group, g)]):
         problems += decays
         values = {key: value for key, value in values.items() if key not in ("weight_decay", "max_lr")}
     return values, problems
-
-
-def _of_another_optimizer(declaration: Declaration, group: ParamGroup, saved: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """The signs that another kind of optimizer saved the groups."""
-    shared = set(saved[0]).intersection(*saved[1:])
-    if absent := [h.name for h in declaration.hypers if not h.when and h.name not in shared]:
-        yield f"the checkpoint has no {', '.join(absent)} for it"
-    for key in [s.name for s in declaration.statics if not s.init]:
-        found = (copied(g[key], f"{key} of {group.label}") for g in saved if key in g)
-        if (other := next((value for value in found if not _equal(value, group[key])), None)) is not None:
-            yield f"{key} is {described(other)} in the checkpoint"
 
 
 def _decay_conflicts(declaration: Declaration, group: ParamGroup, saved: Mapping[str, Any]) -> Iterator[str]:
@@ -211,57 +199,58 @@ def check_state(
     params: Sequence[SavedParam],
     group_values: GroupValues,
     known: Collection[str],
-) -> tuple[list[StateWrites], list[str]]:
+) -> tuple[StateWrites, Copies, list[str]]:
     """What the state of parameters takes once the groups hold ``group_values``, and what does not fit, by parameter name.
 
-    A parameter takes nothing if one of its entries cannot be loaded. An entry that only another optimizer has does not fit;
-    what fits is taken. ``known`` are the names of entries that an optimizer gives.
+    The copies go into new and live tensors. A parameter takes nothing if one of its entries cannot be loaded. An entry that
+    only another optimizer has does not fit; what fits is taken. ``known`` are the names of entries that an optimizer gives.
     """
     fields: tuple[Scalar | Buffer, ...] = (*declaration.scalars, *declaration.buffers)
     hypers = {field.init for field in fields if isinstance(field.init, str)}
     initial: dict[int, dict[str, float | Tensor]] = {}
-    for index in {each.group for each in params}:
+    for index in {each.own.group for each in params}:
         group, loaded = groups[index], group_values.get(index, {})
         numbers = loaded if hypers <= loaded.keys() else {**group.floats(), **loaded}
         initial[index] = initial_values(declaration, {**numbers, "differentiable": group.get("differentiable", False)})
-    writes: list[StateWrites] = []
+    writes: StateWrites = []
     problems: list[str] = []
+    copies: Copies = []
     for each in params:
-        param, live = each.param, state.get(each.param, {})
+        name, index, param = each.own.name, each.own.group, each.own.key
+        live = state.get(param, {})
         if param.is_meta and not any(isinstance(v, Tensor) and v.dim() and not v.is_meta for v in each.entries.values()):
             continue  # there is nothing to copy, and nowhere to put it
-        own = {name: value for name, value in each.entries.items() if name in known}
-        foreign = {name: value for name, value in each.entries.items() if name not in known}
+        own = {key: value for key, value in each.entries.items() if key in known}
+        foreign = {key: value for key, value in each.entries.items() if key not in known}
         values: dict[str, float | Tensor] = {}
         new: dict[Any, Any] = {}
-        copies: Copies = []
         try:
-            if reason := obstacle(param):
-                if own:
-                    raise Unloadable(reason)
-            else:
-                choices = structure(declaration, groups, each.group, each.index, group_values.get(each.group, {}))
-                own = _as_chosen(declaration, param, own, choices)
+            if not (reason := obstacle(param)):
+                form = StateForm.of(declaration, groups, index, each.own.index, group_values.get(index))
+                own = _as_chosen(form, own)
                 if own or (foreign and param.requires_grad):
-                    values = _values(declaration, param, own, choices)
+                    values = _values(form, own)
                 if values or (live and param.requires_grad):
-                    new, copies = _targets(declaration, param, live, values, initial[each.group], choices)
+                    new, of_param = _targets(form, live, values, initial[index])
+                    copies += of_param
+            elif own:
+                raise Unloadable(reason)
         except Unloadable as problem:
-            problems.append(f"{each.name}: {problem}")
+            problems.append(f"{name}: {problem}")
             continue
-        if absent := [name for name in own if name not in values]:
-            problems.append(f"{each.name}: the optimizer has no {', '.join(absent)} for it")
-        for name, value in foreign.items():
-            what = name if isinstance(name, str) else described(name)
+        if absent := [key for key in own if key not in values]:
+            problems.append(f"{name}: the optimizer has no {', '.join(absent)} for it")
+        for key, value in foreign.items():
+            what = key if isinstance(key, str) else described(key)
             try:
                 with naming(what, "cannot be copied"), outside_inference_mode():
-                    new[name] = _on(param, value, what)
+                    new[key] = _on(param, value, what)
             except Unloadable as problem:
-                problems.append(f"{each.name}: {problem}")
+                problems.append(f"{name}: {problem}")
         stays = not each.entries and not param.requires_grad
-        gone = [] if stays else [name for name in live if name not in known and name not in foreign]
-        writes.append(StateWrites(param, new, gone, copies))
-    return writes, problems
+        gone = [] if stays else [key for key in live if key not in known and key not in foreign]
+        writes.append((param, new, gone))
+    return writes, copies, problems
 
 
 def _on(param: Tensor, value: Any, what: str) -> Any:
@@ -277,15 +266,14 @@ def _on(param: Tensor, value: Any, what: str) -> Any:
     return copy.deepcopy(value)
 
 
-def _values(
-    declaration: Declaration, param: Tensor, saved: Mapping[str, Any], choices: Mapping[str, Any]
-) -> dict[str, float | Tensor]:
-    """What of ``saved`` to copy into the state of ``param``: everything that it needs.
+def _values(form: StateForm, saved: Mapping[str, Any]) -> dict[str, float | Tensor]:
+    """What of ``saved`` to copy into the state of a parameter: everything that it needs.
 
     A buffer that a hyperparameter other than 0 makes necessary may be there without need, from when that was not 0. The part
     of a weight may be absent. Another entry that is absent, or one that is not what it must be, is :class:`Unloadable`.
     """
-    scalars, needed = scalar_names(declaration), declaration.present_buffers(choices)
+    declaration = form.declaration
+    scalars, needed = scalar_names(declaration), declaration.present_buffers(form.choices)
     if absent := [name for name in (*scalars, *needed) if name not in saved and name not in PARTS]:
         raise Unloadable(f"the checkpoint has no {', '.join(absent)} for it")
     values: dict[str, float | Tensor] = {name: as_number(saved[name], name) for name in scalars}
@@ -293,35 +281,32 @@ def _values(
         raise Unloadable(f"step is {values['step']}")
     for b in declaration.buffers:
         if b.name in saved and (b.name in needed or b.when in declaration.structural_hypers):
-            shape, dtype = declaration.shape_of(b, param.shape, choices), declaration.dtype_of(b, param.dtype, choices)
-            values[b.name] = as_buffer(saved[b.name], b.name, shape, dtype)
+            values[b.name] = as_buffer(saved[b.name], b.name, form.shape_of(b), form.dtype_of(b))
     return values
 
 
 def _targets(
-    declaration: Declaration,
-    param: Tensor,
-    live: Mapping[str, Any],
-    values: Mapping[str, float | Tensor],
-    initial: Mapping[str, float | Tensor],
-    choices: Mapping[str, Any],
+    form: StateForm, live: Mapping[str, Any], values: Mapping[str, float | Tensor], initial: Mapping[str, float | Tensor]
 ) -> tuple[dict[Any, Any], Copies]:
-    """The tensors that ``live``, the state of ``param``, must get for ``values``, and what to copy into which tensor.
+    """The tensors that ``live``, the state of a parameter, must get for ``values``, and what to copy into which tensor.
 
     Without ``values``, the parameter never took a step when the checkpoint was saved, and its state starts anew. So it does
     where the state dict was not copied then, and its buffers are the live ones, which steps have changed. A tensor that a
     differentiable step recorded is replaced, as such a step does. The part of a weight stays if
-    ``values`` do not have it: a step knows whether it fits ``param``.
+    ``values`` do not have it: a step knows whether it fits the parameter.
     """
-    needed = declaration.present_buffers(choices)
+    needed = form.declaration.present_buffers(form.choices)
     present = {*needed, *values, *live}
-    shapes = {b.name: declaration.shape_of(b, param.shape, choices) for b in declaration.buffers if b.name in present}
+    shapes = {
+        b.name: tuple(value.shape) if isinstance(value := values.get(b.name), Tensor) else form.shape_of(b)
+        for b in form.declaration.buffers
+        if b.name in present
+    }
     new: dict[Any, Any] = {}
     if values:
         is_inference = torch.is_inference_mode_enabled()
         with naming("the optimizer's own state"), outside_inference_mode() if is_inference else contextlib.nullcontext():
-            names = tuple([name for name in shapes if name in needed or name in values])
-            new = {**missing_entries(declaration, names, param, live, initial, choices)}
+            new = {**form.missing({*needed, *values}, live, initial)}
     copies: Copies = []
     was_stepped = values.get("step") == 0 and "step" in live and live["step"].item() != 0
     for name, begun in initial.items():
@@ -339,53 +324,52 @@ def _targets(
     return new, copies
 
 
-def _as_chosen(declaration: Declaration, param: Tensor, saved: dict[str, Any], choices: Mapping[str, Any]) -> dict[str, Any]:
-    """``saved``, the entries of ``param`` in a checkpoint, stored as ``choices`` say; the same tensors where they are so.
+def _as_chosen(form: StateForm, saved: dict[str, Any]) -> dict[str, Any]:
+    """``saved``, a parameter's entries in a checkpoint, stored in this form; the same tensors where they are.
 
-    Where the choices keep no part of a weight, one that is there stays, for the load to report; or goes, if ``param`` holds
-    by itself what it adds. What is converted is in memory until the load is written.
+    Where the choices keep no part of a weight, one that is there stays, for the load to report; or goes, if the parameter
+    holds by itself what it adds. What is converted is in memory until the load is written.
 
     Raises:
         Unloadable: an entry that must be converted is not what it must be, such as a negative scale.
     """
     is_plain = not any([n in PARTS or n.endswith(_CODED) or getattr(v, "dtype", None) in CODES for n, v in saved.items()])
-    if is_plain and not (choices.get("weights") or choices.get("state_dtype")):
+    if is_plain and not (form.choices.get("weights") or form.choices.get("state_dtype")):
         return saved
+    param = form.param
     stored: dict[str, Tensor] = {}
     try:
         if (name := stored_part({name: value for name, value in saved.items() if value is not None})) is not None:
             dtype = getattr(saved[name], "dtype", param.dtype)
             is_split = name == "remainder" and dtype in SPLITS
             stored[name] = as_buffer(saved[name], name, tuple(param.shape), dtype if is_split else param.dtype)
-        for field in declaration.buffers:
+        for field in form.declaration.buffers:
             if field.int8 and (held := held_name(field, saved)):
-                stored |= _coded(declaration, field, held, param, saved, choices)
-        changes = converted(declaration, param, stored, choices)
-        if name is not None and part_of(choices) is None and not adds_nothing(param, name, stored[name]):
+                stored |= _coded(form, field, held, saved)
+        changes = form.converted(stored)
+        if name is not None and form.split is None and not adds_nothing(param, name, stored[name]):
             del changes[name]
     except Unloadable:
         raise
     except ValueError as error:
         raise Unloadable(str(error)) from error
-    return {name: value for name, value in {**saved, **changes}.items() if value is not None or name not in changes}
+    return changed(saved, changes)
 
 
-def _coded(
-    declaration: Declaration, field: Buffer, name: str, param: Tensor, saved: Mapping[str, Any], choices: Mapping[str, Any]
-) -> dict[str, Tensor]:
+def _coded(form: StateForm, field: Buffer, name: str, saved: Mapping[str, Any]) -> dict[str, Tensor]:
     """The entries of ``saved`` that store the buffer ``field`` under ``name``, if they are codes or must become codes.
 
     Codes and scales that no step makes are :class:`Unloadable`; an overflow makes infinite scales.
     """
-    coded, scale, shape = code_name(field.name), scale_name(field.name), tuple(param.shape)
+    coded, scale, shape = code_name(field.name), scale_name(field.name), tuple(form.param.shape)
     if name != coded and coded in saved:
         raise Unloadable(f"it has both {name} and {coded}")
     dtype = getattr(saved[name], "dtype", None)
     if name != coded and dtype not in CODES:
         if dtype in FLOATING and scale in saved:
             raise Unloadable(f"{scale} belongs to codes of 8 bits, and {name} is {dtype}")
-        becomes_codes = declaration.dtype_of(field, param.dtype, choices) in CODES
-        return {name: as_buffer(saved[name], name, shape, param.dtype)} if becomes_codes else {}
+        becomes_codes = form.dtype_of(field) in CODES
+        return {name: as_buffer(saved[name], name, shape, form.param.dtype)} if becomes_codes else {}
     if scale not in saved:
         raise Unloadable(f"{name} has codes of 8 bits, and the checkpoint has no {scale} for them")
     kind = dtype if dtype in CODES else CODE_DTYPES[field.int8 or ""]

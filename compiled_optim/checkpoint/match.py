@@ -6,9 +6,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-from torch import Tensor
+from typing import Any, NamedTuple
 
 from compiled_optim.checkpoint.read import group_names, refuse_repeated
 from compiled_optim.groups.param_group import ParamGroup
@@ -16,20 +14,7 @@ from compiled_optim.groups.parameters import canonical_name, numbered, parameter
 
 
 @dataclass
-class SavedParam:
-    """A parameter of a checkpoint, and which one of the optimizer it is."""
-
-    name: str  # what the optimizer calls it
-    param: Tensor
-    group: int  # the index of its group in the optimizer
-    index: int  # its own in that group
-    key: Any  # in the checkpoint's state
-    saved_group: int  # the index of its group in the checkpoint
-    entries: dict[str, Any]  # its state in the checkpoint, empty where it never had any
-
-
-@dataclass
-class _Listed:
+class ListedParam:
     """One parameter as the groups of one side list it: at an index of a group, under a name and aliases."""
 
     name: str
@@ -37,6 +22,14 @@ class _Listed:
     group: int
     index: int
     key: Any  # what the group lists: the parameter itself, or a number or name of it in a checkpoint
+
+
+class SavedParam(NamedTuple):
+    """A parameter of a checkpoint, and which one of the optimizer it is."""
+
+    own: ListedParam
+    saved: ListedParam
+    entries: dict[str, Any]  # its state in the checkpoint, with what is implied; empty where it never had any
 
 
 def match(
@@ -72,11 +65,14 @@ def match(
     else:
         _check_repeats(ours, saved_groups)
         found = _match_names(ours, theirs)
-    matched = [
-        SavedParam(own.name, own.key, own.group, own.index, other.key, other.group, _entries(saved, other, implied, known))
-        for own, other in [(ours[i], found[i]) for i in sorted(found)]
-    ]
-    keys = {param.key for param in matched}
+    matched = []
+    for i in sorted(found):
+        state = saved["state"].get(found[i].key, {})
+        # A flattened checkpoint of torch.distributed.checkpoint has an empty dict for an entry that was not saved.
+        blank = {k for k, v in state.items() if v is None or (type(v) is dict and not v)}
+        entries = {**implied, **{k: v for k, v in state.items() if k not in blank or k not in known}}
+        matched.append(SavedParam(ours[i], found[i], entries if state.keys() - blank else {}))
+    keys = {param.saved.key for param in matched}
     missing = [own.name for i, own in enumerate(ours) if i not in found]
     return matched, missing, [other.name for other in theirs if other.key not in keys]
 
@@ -91,32 +87,22 @@ def names_to_take(groups: Sequence[ParamGroup], saved_groups: Sequence[Mapping[s
     return [names for group in saved_groups if (names := group_names(group)) is not None]
 
 
-def _listed(groups: Sequence[Mapping[str, Any]], aliases: Mapping[str, str]) -> list[_Listed]:
+def _listed(groups: Sequence[Mapping[str, Any]], aliases: Mapping[str, str]) -> list[ListedParam]:
     further: dict[str, list[str]] = {}
     for alias, name in aliases.items():
         further.setdefault(name, []).append(alias)
-    listed: list[_Listed] = []
+    listed: list[ListedParam] = []
     for i, group in enumerate(groups):
         params = group["params"]
         names = group_names(group) or [parameter_name(group, i, j) for j in range(len(params))]
-        by_key: dict[Any, _Listed] = {}
+        by_key: dict[Any, ListedParam] = {}
         for j, (name, key) in enumerate(zip(names, params, strict=True)):
             if (known := by_key.get(key)) is None:
-                by_key[key] = _Listed(name, [*further.get(name, ())], i, j, key)
+                by_key[key] = ListedParam(name, [*further.get(name, ())], i, j, key)
             elif name not in (known.name, *known.aliases):
                 known.aliases.append(name)
         listed += by_key.values()
     return listed
-
-
-def _entries(
-    saved: Mapping[str, Any], param: _Listed, implied: Mapping[str, float], known: Collection[str]
-) -> dict[str, Any]:
-    """The saved state of a parameter without ``known`` entries that stand for nothing, and with what the others imply."""
-    state = saved["state"].get(param.key, {})
-    # A flattened checkpoint of torch.distributed.checkpoint has an empty dict for an entry that was not saved.
-    blank = {k for k, v in state.items() if v is None or (type(v) is dict and not v)}
-    return {**implied, **{k: v for k, v in state.items() if not (k in blank and k in known)}} if state.keys() - blank else {}
 
 
 def _check_sizes(groups: Sequence[ParamGroup], saved_groups: Sequence[Mapping[str, Any]]) -> None:
@@ -143,7 +129,7 @@ def _firsts(params: Sequence[Any]) -> list[int]:
     return [first.setdefault(param, index) for index, param in enumerate(params)]
 
 
-def _check_repeats(ours: Sequence[_Listed], saved_groups: Sequence[Mapping[str, Any]]) -> None:
+def _check_repeats(ours: Sequence[ListedParam], saved_groups: Sequence[Mapping[str, Any]]) -> None:
     """Raise ``ValueError`` where the checkpoint has one parameter for several of ``ours``, by their names."""
     owners = {name: param.name for param in ours for name in (param.name, *param.aliases)}
     for group in saved_groups:
@@ -154,7 +140,7 @@ def _check_repeats(ours: Sequence[_Listed], saved_groups: Sequence[Mapping[str, 
         refuse_repeated([param for param, _ in known])
 
 
-def _match_names(ours: list[_Listed], theirs: list[_Listed]) -> dict[int, _Listed]:
+def _match_names(ours: list[ListedParam], theirs: list[ListedParam]) -> dict[int, ListedParam]:
     """The one of ``theirs`` that has the name of one of ``ours``, by the index of that. Equal names are numbered first.
 
     A name as it is comes before a name without the prefixes of module wrappers, and a parameter's name before its aliases.
@@ -162,7 +148,7 @@ def _match_names(ours: list[_Listed], theirs: list[_Listed]) -> dict[int, _Liste
     for side in (ours, theirs):
         for param, name in zip(side, numbered([param.name for param in side]), strict=True):
             param.name = name
-    found: dict[int, _Listed] = {}
+    found: dict[int, ListedParam] = {}
     left = set(range(len(theirs)))
     spellings: tuple[Callable[[str], str], ...] = (str, canonical_name)
     for spelling, with_aliases in itertools.product(spellings, (False, True)):
@@ -176,7 +162,7 @@ def _match_names(ours: list[_Listed], theirs: list[_Listed]) -> dict[int, _Liste
     return found
 
 
-def _by_name(params: Sequence[_Listed], spelling: Callable[[str], str], *, with_aliases: bool) -> dict[str, int]:
+def _by_name(params: Sequence[ListedParam], spelling: Callable[[str], str], *, with_aliases: bool) -> dict[str, int]:
     """The indices of ``params`` by the ``spelling`` of their names. A spelling that several of them share is left out."""
     found: dict[str, int] = {}
     shared: set[str] = set()

@@ -22,16 +22,13 @@ import torch
 from torch import Tensor
 
 from compiled_optim.groups.parameters import canonical_names
-from compiled_optim.memory.layout import has_memory, is_lost, plain_copy
-from compiled_optim.memory.sharding import is_sharded, local, whole
+from compiled_optim.memory.layout import TORCH_TYPES, full_tensor, has_memory, is_lost, is_sharded, local, plain_copy
 from compiled_optim.memory.torch_internals import shape_of_part
 
 FLOATING = {
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex32, torch.complex64, torch.complex128),
     *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e8m0fnu),
 }
-TORCH_TYPES = {Tensor, torch.nn.Parameter}
-"""The classes of tensors that raise nothing when they are asked what they are."""
 
 
 class Unloadable(ValueError):
@@ -74,7 +71,7 @@ def as_number(value: Any, what: str, *, finite: bool = True) -> float:
             check_memory(value, what)
             if value.numel() != 1:
                 raise Unloadable(f"{what} is not a number")
-            value = whole(value).detach().item()
+            value = full_tensor(value).detach().item()
         is_complex = isinstance(value, numbers.Complex) and not isinstance(value, numbers.Real)
         if is_complex or not hasattr(value, "__float__"):  # numpy's complex numbers have one, and lose their imaginary part
             raise Unloadable(f"{what} is not a number")
@@ -167,7 +164,10 @@ def read(state_dict: Any) -> dict[str, Any]:
     if isinstance(result, dict):
         result |= {key: plain(result[key], f"'{key}'") for key in ("state", "param_groups", "aliases") if key in result}
         if isinstance(groups := result.get("param_groups"), list):
-            result["param_groups"] = [_plain_group(group, f"param_groups[{i}]") for i, group in enumerate(groups)]
+            result["param_groups"] = groups = [plain(group, f"param_groups[{i}]") for i, group in enumerate(groups)]
+            for i, group in enumerate(groups):
+                for key in {"params", "param_names"} & set(group) if isinstance(group, dict) else ():
+                    group[key] = plain(group[key], f"param_groups[{i}]['{key}']")
     check(result)
     if result.pop("optimizers", None) is not None:
         for group in result["param_groups"]:
@@ -181,13 +181,6 @@ def foreign_state(state_dict: Mapping[str, Any]) -> dict[Any, Any]:
     """What the ``state`` of a state dict holds under keys that no group lists: what hooks and wrappers keep there."""
     listed = {param for group in state_dict["param_groups"] for param in group["params"]}
     return {key: value for key, value in state_dict["state"].items() if key not in listed}
-
-
-def _plain_group(group: Any, where: str) -> Any:
-    group = plain(group, where)
-    if isinstance(group, dict):
-        group |= {key: plain(group[key], f"{where}['{key}']") for key in ("params", "param_names") if key in group}
-    return group
 
 
 def with_foreign(states: dict[Any, Any], foreign: dict[Any, Any]) -> dict[Any, Any]:
@@ -216,7 +209,18 @@ def check(state_dict: Any) -> None:
     if {"state", "param_groups"} <= set(states):
         raise ValueError("not an optimizer state dict: its 'state' is a whole state dict")
     for i, group in enumerate(groups):
-        _check_group(group, i)
+        where = f"param_groups[{i}]"
+        if not isinstance(group, Mapping) or not isinstance(group.get("params"), (list, tuple)):
+            raise ValueError(f"not an optimizer state dict: {where} must be a dict with a list 'params'")
+        params, names = group["params"], group_names(group)
+        if nameless := [described(key) for key in group if not isinstance(key, str)]:
+            raise ValueError(f"the entries of {where} must have names, got {nameless[0]}")
+        if not all([isinstance(p, (int, str)) for p in params]):
+            raise ValueError(f"{where}['params'] must be integers or names, got {described(tuple(params))}")
+        if names is not None and not (isinstance(names, (list, tuple)) and all([isinstance(n, str) for n in names])):
+            raise ValueError(f"{where}['param_names'] must be a list of names, got {described(names)}")
+        if names is not None and len(names) != len(params):
+            raise ValueError(f"{where} has {len(params)} params but {len(names)} param_names")
     foreign = foreign_state(state_dict)
     for key, entries in states.items():
         if key not in foreign and not isinstance(entries, Mapping):
@@ -225,21 +229,6 @@ def check(state_dict: Any) -> None:
         raise ValueError(f"'aliases' must be a dict name -> name, got {described(aliases)}")
     refuse_repeated([*{name for group in groups for name in group_names(group) or ()}, *aliases], "names")
     refuse_repeated([param for group in groups for param in dict.fromkeys(group["params"])])
-
-
-def _check_group(group: Any, index: int) -> None:
-    where = f"param_groups[{index}]"
-    if not isinstance(group, Mapping) or not isinstance(group.get("params"), (list, tuple)):
-        raise ValueError(f"not an optimizer state dict: {where} must be a dict with a list 'params'")
-    params, names = group["params"], group_names(group)
-    if nameless := [described(key) for key in group if not isinstance(key, str)]:
-        raise ValueError(f"the entries of {where} must have names, got {nameless[0]}")
-    if not all([isinstance(p, (int, str)) for p in params]):
-        raise ValueError(f"{where}['params'] must be integers or names, got {described(tuple(params))}")
-    if names is not None and not (isinstance(names, (list, tuple)) and all([isinstance(n, str) for n in names])):
-        raise ValueError(f"{where}['param_names'] must be a list of names, got {described(names)}")
-    if names is not None and len(names) != len(params):
-        raise ValueError(f"{where} has {len(params)} params but {len(names)} param_names")
 
 
 def refuse_repeated(values: Iterable[int | str], verb: str = "") -> None:

@@ -27,15 +27,16 @@ from compiled_optim.checkpoint.check import (
 )
 from compiled_optim.checkpoint.match import match, names_to_take
 from compiled_optim.checkpoint.optimi import from_optimi, is_optimi
-from compiled_optim.checkpoint.read import FORMAT_VERSION, TORCH_TYPES, naming, read
+from compiled_optim.checkpoint.read import FORMAT_VERSION, naming, read
 from compiled_optim.groups.param_group import ParamGroup
 from compiled_optim.groups.parameters import advising
-from compiled_optim.memory.layout import span
-from compiled_optim.memory.sharding import local, spread_like
+from compiled_optim.memory.layout import TORCH_TYPES, local, span, spread_like
 from compiled_optim.rule.declared import Declared
 from compiled_optim.rule.fields import Scale
 from compiled_optim.rule.rule import Declaration
 from compiled_optim.state import OptimizerState, fill, scalar_names
+
+STRICTLY = "the checkpoint does not match the optimizer, as strict=True demands ({})"
 
 
 class LoadReport(NamedTuple):
@@ -52,12 +53,11 @@ class LoadReport(NamedTuple):
     mismatched: list[str]
 
 
-def refuse_mismatches(report: LoadReport, optimizer: str) -> None:
-    """Raise ``ValueError`` where ``report`` of a load into the ``optimizer`` of this name is not empty."""
+def refuse_mismatches(report: LoadReport, demand: str) -> None:
+    """Raise ``ValueError``, which begins with the ``demand``, where ``report`` is not empty."""
     if any(report):
         parts = [f"{kind}: {', '.join(names)}" for kind, names in zip(report._fields, report, strict=True) if names]
-        demand = f"the checkpoint does not match the optimizer, as strict=True demands ({optimizer})"
-        raise ValueError(f"{demand}; {'; '.join(parts)}")
+        raise ValueError("; ".join([demand, *parts]))
 
 
 def save(
@@ -71,7 +71,7 @@ def save(
 
     ``neutral`` gives the value to store for each run-time flag, in place of the optimizer's own.
     """
-    read = {s.name for s in declaration.scales}
+    read, scalars = {s.name for s in declaration.scales}, scalar_names(declaration)
     packed_groups = []
     packed_state = {}
     first = 0
@@ -83,45 +83,33 @@ def save(
         packed |= {k: 1.0 for k in read & packed.keys() if Scale.is_read(packed[k])}
         packed_groups.append({**floats, **packed, "params": [numbers[param] for param in params]})
         for param, number in numbers.items():
+            # torch.distributed.checkpoint loads into the tensors of a state dict, and then drops the state of frozen
+            # parameters (pytorch#192202). What it loads for those reaches the optimizer only if the tensors are live ones.
+            copied = scalars if param.requires_grad else ()
             if entries := state.get(param):
-                packed_state[number] = {k: _snapshot(k, v, declaration, param) for k, v in entries.items()}
+                packed_state[number] = {
+                    k: v.detach().to("cpu", copy=True) if k in copied and isinstance(v, Tensor) else v
+                    for k, v in entries.items()
+                }
         first += len(params)
     packed_state |= {key: value for key, value in state.foreign.items() if key not in packed_state}
     result = {"state": packed_state, "param_groups": packed_groups, "format_version": FORMAT_VERSION}
     return result | ({"aliases": dict(aliases)} if aliases else {})
 
 
-def _snapshot(key: str, value: Any, declaration: Declaration, param: Tensor) -> Any:
-    # torch.distributed.checkpoint loads into the tensors of a state dict, and then drops the state of frozen parameters
-    # (pytorch#192202). What it loads for those reaches the optimizer only if the tensors are the live ones.
-    if key not in scalar_names(declaration) or not isinstance(value, Tensor) or not param.requires_grad:
-        return value
-    return value.detach().to("cpu", copy=True)
-
-
 @dataclass
 class PreparedLoad:
-    """A load. Everything is checked and made, so that writing cannot fail; nothing is written yet.
+    """A load. Everything is checked and made, so that writing cannot fail; nothing is written yet."""
 
-    Attributes:
-        report: what it leaves out.
-        group_values: what goes into ``groups``.
-        names: the parameter names of each group, where they are new.
-        state_writes: what changes in the ``state`` of each parameter.
-        foreign: the foreign state.
-        copies: what goes into state tensors, live or new.
-        afterwards: called when everything is written.
-    """
-
-    report: LoadReport
+    report: LoadReport  # what it leaves out
     groups: Sequence[ParamGroup]
     group_values: GroupValues
-    names: list[list[str]]
+    names: list[list[str]]  # of the parameters of each group, where they are new
     state: OptimizerState
-    state_writes: list[StateWrites]
-    foreign: dict[Any, Any]
-    copies: Copies
-    afterwards: list[Callable[[], object]] = field(default_factory=list)
+    state_writes: StateWrites
+    foreign: dict[Any, Any]  # the foreign state
+    copies: Copies  # into state tensors, live or new
+    afterwards: list[Callable[[], object]] = field(default_factory=list)  # called when everything is written
 
     @property
     def targets(self) -> list[Tensor]:
@@ -135,11 +123,6 @@ class PreparedLoad:
         return numbers + [target for target, _ in self.copies]
 
     @torch.no_grad()
-    def set_apart(self, written: Iterable[Tensor]) -> None:
-        """Clone what is copied from the memory of ``written``, into which this load or another writes first."""
-        self.copies = set_apart(self.copies, written)
-
-    @torch.no_grad()
     def write(self) -> None:
         """Write. DTensors are spread over the processes as they are copied, one at a time."""
         for index, values in self.group_values.items():
@@ -147,7 +130,7 @@ class PreparedLoad:
                 self.groups[index].load(key, value)
         for group, names in zip(self.groups, self.names, strict=False):
             group.set_quietly("param_names", names)
-        for param, new, gone, _ in self.state_writes:
+        for param, new, gone in self.state_writes:
             if new or gone:
                 self.state[param].update(new)
                 for name in gone:
@@ -159,6 +142,7 @@ class PreparedLoad:
             function()
 
 
+@torch.no_grad()
 def set_apart(copies: Copies, written: Iterable[Tensor]) -> Copies:
     """``copies`` with clones of those sources that lie in the memory of ``written``, as live tensors of a state dict may."""
     spans = sorted([span(t if type(t) in TORCH_TYPES else local(t)) for t in written])
@@ -199,14 +183,13 @@ def prepare_load(
         saved = from_optimi(given, declaration) if is_optimi(given) else given
         params, missing, unexpected = match(groups, aliases, saved, kind._implied_state, known)
         values, conflicts = check_groups(kind, groups, params, saved["param_groups"], keep=keep)
-        writes, problems = check_state(declaration, groups, state, params, values, known)
+        writes, copies, problems = check_state(declaration, groups, state, params, values, known)
         names = names_to_take(groups, saved["param_groups"])
         report = LoadReport(missing, unexpected + orphans, problems + conflicts)
-        copies = [copy for each in writes for copy in each.copies]
         load = PreparedLoad(report, groups, values, names, state, writes, foreign, copies)
-        load.set_apart(load.targets)
+        load.copies = set_apart(copies, load.targets)
     if strict:
-        refuse_mismatches(report, declaration.name)
+        refuse_mismatches(report, STRICTLY.format(declaration.name))
     if names:
         load.afterwards.append(lambda: aliases.update(saved.get("aliases", {})))
     return load

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from compiled_optim.memory.sharding import is_sharded
+from compiled_optim.memory.layout import is_sharded
 from compiled_optim.rule.declared import Declared
 
 _WRAPPER_PREFIXES = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.")

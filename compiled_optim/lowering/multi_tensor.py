@@ -24,7 +24,7 @@ from compiled_optim.lowering.kernels.table import (
     upload,
 )
 from compiled_optim.memory import addresses
-from compiled_optim.memory.sharding import add_over_shards
+from compiled_optim.memory.layout import add_over_shards
 from compiled_optim.plan.clipping import Clipping
 from compiled_optim.plan.compilations import MULTI_TENSOR, CompilationLog, KernelKey, kernel_key
 from compiled_optim.plan.plan import Plan

@@ -22,8 +22,7 @@ from compiled_optim.lowering.kernels.table import CoefficientTable, Kernel
 from compiled_optim.lowering.multi_tensor import Capturable
 from compiled_optim.lowering.torch_ops.eager import TorchLowering
 from compiled_optim.lowering.torch_ops.inductor import OPTIONS, fits_indices, say_too_large
-from compiled_optim.memory.layout import compute_dtype, is_plain, plain_copy
-from compiled_optim.memory.sharding import parts_of_stack, whole_stack
+from compiled_optim.memory.layout import compute_dtype, is_plain, parts_of_stack, plain_copy, whole_stack
 from compiled_optim.memory.torch_compiler import obtain_graph
 from compiled_optim.plan.clipping import Clipping
 from compiled_optim.plan.compilations import CompilationLog, KernelKey, coefficient_key, kernel_key

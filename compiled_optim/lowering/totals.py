@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from compiled_optim.lowering.choice import Lowering
-from compiled_optim.memory.layout import scalar_dtype
-from compiled_optim.memory.sharding import add_over_shards
+from compiled_optim.memory.layout import add_over_shards, scalar_dtype
 from compiled_optim.plan.clipping import Clipping
 from compiled_optim.rule.symbols import PLAIN
 from compiled_optim.state import scalar_names

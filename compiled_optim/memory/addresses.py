@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from compiled_optim.memory import cache
 from compiled_optim.memory.layout import is_plain, overlap_shifted
-from compiled_optim.memory.torch_internals import build_identity, pointer_offset
+from compiled_optim.memory.torch_internals import build_identity
 
 EMPTY = 16  # stands for the address of a gradient without elements, which has none: 0 says that there is no gradient
 
@@ -48,9 +48,9 @@ class Addresses:
         # Of the last read: the gradients' addresses, 0 if missing or not to be read where they lie; and which are there.
         self.gradients: Longs = np.zeros(len(tensors), dtype=np.int64)
         self.present: Bytes = np.zeros(len(tensors), dtype=np.uint8)
-        watched = _Watched([*tensors, *others], len(tensors), dtypes, self.gradients, self.present)
-        self._watch = _CppWatch.of(watched) or _PythonWatch(watched)
-        self._first_count, self._count = len(tensors), len(tensors) + len(others)
+        self._tensors = [*tensors, *others]
+        watched = (self._tensors, dtypes, self.gradients, self.present)
+        self._watch = _cpp_watch(*watched) or _PythonWatch(*watched)
         self.read()
 
     def read(self, grads: list[Tensor | None] | None = None, *, others: bool = True, keep_alive: bool = False) -> None:
@@ -58,14 +58,14 @@ class Addresses:
 
         ``keep_alive`` says that the user's code runs before :meth:`finish`, so that the gradients must be kept alive.
         """
-        seen = self._watch.look(grads, 0, self._count if others else self._first_count, keep_alive)
+        seen = self._watch.look(grads, 0, len(self._tensors if others else self.gradients), keep_alive)
         self.moved = bool(seen & _MOVED)  # whether any tensor has another address or form than at first
         self.unlike = bool(seen & _UNLIKE)  # whether a gradient's dtype, strides, layout or device keep it from being read
         self.version = seen >> _FLAG_BITS  # which grows whenever `gradients` changes
 
     def others_moved(self) -> bool:
         """Whether any of the others has another address or form than at first."""
-        return bool(self._watch.look(None, self._first_count, self._count, False) & _MOVED)
+        return bool(self._watch.look(None, len(self.gradients), len(self._tensors), False) & _MOVED)
 
     def finish(self) -> None:
         """Let the gradients go, and tell autograd that the tensors with gradients were written."""
@@ -73,83 +73,70 @@ class Addresses:
 
     def set_written(self, written: Sequence[bool]) -> None:
         """Say for each tensor whether :meth:`finish` reports it as written, in place of whether it has a gradient."""
-        self._watch.set_written(np.array(written, dtype=np.uint8))
+        self._written: Bytes = np.array(written, dtype=np.uint8)  # which C++ goes on reading
+        self._watch.set_written(self._written)
 
 
-class _Watched(NamedTuple):
-    """What a watch looks at, and where it writes what it found: the first ``with_gradients`` have gradients."""
+class _CppWatch(NamedTuple):
+    """Functions that look in C++, at torch's own objects."""
 
-    tensors: list[Tensor]
-    with_gradients: int
-    dtypes: Sequence[torch.dtype]
-    gradients: Longs
-    present: Bytes
+    look: Callable[[list[Tensor | None] | None, int, int, bool], int]
+    finish: Callable[[], None]
+    set_written: Callable[[Bytes], None]
 
 
-class _CppWatch:
-    """Looks in C++, at torch's own objects."""
-
-    def __init__(self, offset: int, functions: Any, capsule: object, kept_alive: object) -> None:
-        self._offset, self._functions, self._capsule, self._kept_alive = offset, functions, capsule, kept_alive
-
-    @classmethod
-    def of(cls, watched: _Watched) -> _CppWatch | None:
-        """A watch; None where C++ cannot look at the tensors."""
-        found = reader()
-        if isinstance(found, str):
-            return None
-        (offset, functions), (tensors, count, dtypes, gradients, present) = found, watched
-        if [ctypes.c_uint64.from_address(id(t) + offset).value for t in tensors] != [t._cdata for t in tensors]:
-            return None
-        examples = {dtype: torch.empty(0, dtype=dtype, device="cpu") for dtype in dtypes}
-        objects = np.array([id(t) + offset for t in tensors], dtype=np.int64)
-        kinds = np.array([id(examples[dtype]) + offset for dtype in dtypes], dtype=np.int64)
-        places = [array.ctypes.data for array in (kinds, gradients, present)]
-        capsule = functions.make_watch(len(tensors), objects.ctypes.data, count, *places)
-        return None if capsule is None else cls(offset, functions, capsule, (watched, objects))
-
-    def look(self, grads: list[Tensor | None] | None, first: int, end: int, keep_alive: bool) -> int:
-        seen: int = self._functions.look(self._capsule, grads, self._offset, first, end, keep_alive)
-        return seen
-
-    def finish(self) -> None:
-        self._functions.finish(self._capsule)
-
-    def set_written(self, written: Bytes) -> None:
-        self._written = written  # which C++ goes on reading
-        self._functions.set_written(self._capsule, written.ctypes.data)
+def _cpp_watch(tensors: list[Tensor], dtypes: Sequence[torch.dtype], gradients: Longs, present: Bytes) -> _CppWatch | None:
+    """What looks at ``tensors`` in C++, or None. The first of them, one for each of ``dtypes``, have gradients."""
+    found = reader()
+    if isinstance(found, str):
+        return None
+    offset, functions = found
+    if [ctypes.c_uint64.from_address(id(t) + offset).value for t in tensors] != [t._cdata for t in tensors]:
+        return None
+    examples = {dtype: torch.empty(0, dtype=dtype, device="cpu") for dtype in dtypes}
+    objects = np.array([id(t) + offset for t in tensors], dtype=np.int64)
+    kinds = np.array([id(examples[dtype]) + offset for dtype in dtypes], dtype=np.int64)
+    places = [array.ctypes.data for array in (kinds, gradients, present)]
+    capsule = functions.make_watch(len(tensors), objects.ctypes.data, len(dtypes), *places)
+    if capsule is None:
+        return None
+    return _CppWatch(
+        lambda grads, first, end, keep_alive: functions.look(capsule, grads, offset, first, end, keep_alive),
+        lambda: functions.finish(capsule),
+        lambda written: functions.set_written(capsule, written.ctypes.data),
+    )
 
 
 class _PythonWatch:
     """Looks in Python, on machines where nothing can be compiled. It always keeps the gradients alive."""
 
-    def __init__(self, watched: _Watched) -> None:
-        self._watched, self._written = watched, watched.present
-        self._forms = _forms(watched.tensors)
+    def __init__(self, tensors: list[Tensor], dtypes: Sequence[torch.dtype], gradients: Longs, present: Bytes) -> None:
+        self._tensors, self._dtypes, self._gradients, self._present = tensors, dtypes, gradients, present
+        self._forms = _forms(tensors)
         self._kept_alive: list[Tensor | None] = []
         self._version = 0
+        self.set_written(present)
 
     def look(self, grads: list[Tensor | None] | None, first: int, end: int, keep_alive: bool) -> int:
-        everything, count, dtypes, gradients, present = self._watched
-        seen = 0 if _forms(everything[first:end]) == self._forms[first:end] else _MOVED
+        seen = 0 if _forms(self._tensors[first:end]) == self._forms[first:end] else _MOVED
         if first:
             return seen
-        tensors = everything[:count]
+        tensors = self._tensors[: len(self._dtypes)]
         self._kept_alive = list(map(gradient, tensors)) if grads is None else grads
-        found = [0] * count
-        for i, (tensor, dtype, grad) in enumerate(zip(tensors, dtypes, self._kept_alive, strict=True)):
+        found = [0] * len(tensors)
+        for i, (tensor, dtype, grad) in enumerate(zip(tensors, self._dtypes, self._kept_alive, strict=True)):
             if grad is not None and _lies_like(grad, tensor, dtype):
                 found[i] = grad.data_ptr() or EMPTY
             elif grad is not None:
                 seen |= _UNLIKE
-        present[:] = [grad is not None for grad in self._kept_alive]
-        if found != gradients.tolist():
+        self._present[:] = [grad is not None for grad in self._kept_alive]
+        if found != self._gradients.tolist():
             self._version += 1
-            gradients[:] = found
+            self._gradients[:] = found
         return self._version << _FLAG_BITS | seen
 
     def finish(self) -> None:
-        pairs = zip(self._watched.tensors[: len(self._written)], self._written.tolist(), strict=True)
+        pairs = zip(self._tensors[: len(self._written)], self._written.tolist(), strict=True)
         torch.autograd.graph.increment_version([tensor for tensor, is_written in pairs if is_written])
         self._kept_alive = []
 
@@ -187,7 +174,11 @@ def reader() -> tuple[int, Any] | str:
     """
     if sys.platform != "linux" or not cache.compiler():
         return "no C++ compiler was found"
-    if (offset := pointer_offset()) is None:
+    # The pointer is found by its value, so that the object may have any layout in this version of torch.
+    example = torch.empty(0)
+    words = (ctypes.c_uint64 * (Tensor.__basicsize__ // 8)).from_address(id(example))
+    offsets = [8 * i for i, word in enumerate(words) if word == example._cdata]
+    if len(offsets) != 1:
         return "this version of torch is not understood"
     directory = Path(torch.__file__).parent
     constants = {"SEEN_UNLIKE": _UNLIKE, "SEEN_MOVED": _MOVED, "FLAG_BITS": _FLAG_BITS, "NO_ELEMENTS": EMPTY}
@@ -208,4 +199,4 @@ def reader() -> tuple[int, Any] | str:
     for name, (result, *arguments) in signatures.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
-    return offset, library
+    return offsets[0], library

@@ -62,7 +62,15 @@ def load_kept(name: str, make: Callable[[], bytes], load: Callable[[Path], T]) -
         return _load(directory, name, once, load)
     except OSError as error:
         loaded = _load(_private_directory(), name, once, load)
-        _refuse(directory, error)
+        if directory not in _refused:
+            _refused.add(directory)
+            warnings.warn(
+                f"compiled_optim: compiled code is not kept in {directory}: {error.strerror or error}; every process "
+                "compiles it again. Make it a directory of yours that nobody else can write to, or name another place in "
+                "XDG_CACHE_HOME or TORCHINDUCTOR_CACHE_DIR",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         return loaded
 
 
@@ -78,19 +86,6 @@ def _private_directory() -> Path:
     path = tempfile.mkdtemp(prefix="compiled_optim-")
     atexit.register(shutil.rmtree, path, ignore_errors=True)
     return Path(path)
-
-
-def _refuse(directory: Path, error: OSError) -> None:
-    if directory in _refused:
-        return
-    _refused.add(directory)
-    warnings.warn(
-        f"compiled_optim: compiled code is not kept in {directory}: {error.strerror or error}; every process compiles it "
-        "again. Make it a directory of yours that nobody else can write to, or name another place in XDG_CACHE_HOME or "
-        "TORCHINDUCTOR_CACHE_DIR",
-        RuntimeWarning,
-        stacklevel=2,
-    )
 
 
 def _load(directory: Path, name: str, make: Callable[[], bytes], load: Callable[[Path], T]) -> T:
@@ -175,15 +170,16 @@ class CompilerError(RuntimeError):
 def compiler() -> tuple[str, ...]:
     """The command of the C++ compiler: ``$CXX``, else the first of g++, clang++ and c++ on the path; empty without one."""
     wanted = os.environ.get("CXX", "")
-    for name in (wanted, "g++", "clang++", "c++"):
-        if command := _command(name):
-            if wanted not in ("", name):
-                warnings.warn(
-                    f"compiled_optim: CXX is {wanted!r}, which was not found; {name} compiles instead",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
-            return command
+    with contextlib.suppress(ValueError):  # a program with spaces in its name, or with arguments
+        program, *arguments = (wanted,) if shutil.which(wanted) else shlex.split(wanted)
+        if found := shutil.which(program):
+            return (found, *arguments)
+    for name in ("g++", "clang++", "c++"):
+        if found := shutil.which(name):
+            if wanted:
+                message = f"compiled_optim: CXX is {wanted!r}, which was not found; {name} compiles instead"
+                warnings.warn(message, RuntimeWarning, stacklevel=2)
+            return (found,)
     return ()
 
 
@@ -199,17 +195,6 @@ def library(text: str, flags: Sequence[str] = (), kind: type[ctypes.CDLL] = ctyp
         return load_kept(f"{key}.so", lambda: _compiled(command, text, flags), lambda path: kind(str(path)))
     except OSError as error:
         raise CompilerError(f"a compiled library could not be loaded: {error}") from error
-
-
-def _command(text: str) -> tuple[str, ...]:
-    """The command in ``text``, a program and perhaps arguments; empty if there is no such program."""
-    if found := shutil.which(text):
-        return (found,)
-    with contextlib.suppress(ValueError):
-        program, *arguments = shlex.split(text)
-        if found := shutil.which(program):
-            return (found, *arguments)
-    return ()
 
 
 def _compiled(command: Sequence[str], text: str, flags: Sequence[str]) -> bytes:
@@ -230,10 +215,9 @@ def _compiled(command: Sequence[str], text: str, flags: Sequence[str]) -> bytes:
 
 @functools.cache
 def _version(command: Sequence[str]) -> str:
-    try:
+    with contextlib.suppress(OSError):  # compiling says why it cannot run
         return subprocess.run([*command, "--version"], capture_output=True, text=True, errors="replace").stdout
-    except OSError:
-        return ""  # compiling says why
+    return ""
 
 
 @functools.cache

@@ -1,8 +1,10 @@
-"""How tensors lie in memory: whether they have any, in which order, with which numbers."""
+"""How tensors lie in memory: whether they have any, in which order, with which numbers; and DTensors over processes."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -16,7 +18,8 @@ DTYPES = {
 }
 """The dtypes of parameters and of their state."""
 
-_OWNERS = {Tensor, torch.nn.Parameter}  # classes whose tensors have memory of their own, and are no fakes
+TORCH_TYPES = {Tensor, torch.nn.Parameter}
+"""The classes of tensors with memory of their own, that raise nothing when they are asked what they are."""
 
 
 class MemoryOrder:
@@ -77,7 +80,7 @@ def has_memory(tensor: Tensor) -> bool:
     """
     if tensor.numel() == 0:
         return True
-    if type(tensor) not in _OWNERS and torch_internals.is_fake(tensor):
+    if type(tensor) not in TORCH_TYPES and torch_internals.is_fake(tensor):
         return False
     try:
         if tensor.data_ptr() == 0:
@@ -118,10 +121,9 @@ def is_dense(tensor: Tensor) -> bool:
         return False
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
     return True
 
 
@@ -176,3 +178,151 @@ def scalars_device(params: Iterable[Tensor]) -> torch.device:
 def scalar(number: float, device: torch.device) -> Tensor:
     """A new 0-dim tensor on ``device``, filled there: to copy a number there would wait for the device."""
     return torch.full((), number, dtype=scalar_dtype(device), device=device)
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is a DTensor. ``torch.distributed.tensor`` is slow to import, and is not imported to find out."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a DTensor that this process holds, sharing its memory; any other tensor itself."""
+    if type(tensor) in TORCH_TYPES or not is_sharded(tensor):
+        return tensor
+    shard = cast(Any, tensor)._local_tensor  # to_local makes a new one in every call
+    return cast(Tensor, shard.wait() if hasattr(shard, "wait") else shard)  # a collective may still be under way
+
+
+def local_gradient(grad: Any, param: Any) -> Tensor:
+    """The part of ``grad`` that belongs to this process's part of ``param``."""
+    return local(_placed_like(grad, param))
+
+
+def traced_part(tensor: Any, param: Any) -> Tensor:
+    """This process's part of ``tensor``, spread like ``param``, in operations that compilers trace.
+
+    It shares memory with a DTensor that is spread like ``param``; a tensor that is no DTensor is returned itself.
+    """
+    return cast(Tensor, _placed_like(tensor, param).to_local() if is_sharded(tensor) else tensor)
+
+
+def _placed_like(tensor: Any, param: Any) -> Any:
+    if placement(tensor) in (None, placement(param)):
+        return tensor
+    return tensor.redistribute(param.device_mesh, param.placements)
+
+
+def as_part_of(tensor: Tensor, like: Any, *more: int) -> Tensor:
+    """A DTensor spread like ``like``, of its shape and ``more`` dimensions, whose part on this process is ``tensor``.
+
+    Where ``like`` is no DTensor, it is ``tensor`` itself.
+    """
+    if not is_sharded(like):
+        return tensor
+    from torch.distributed.tensor import DTensor
+
+    shape = torch.Size((*like.shape, *more))
+    stride = torch.empty(shape, device="meta").stride() if more else like.stride()
+    return DTensor.from_local(tensor, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride)
+
+
+def zeros_spread_like(like: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros of ``shape``, on the device of ``like``; a DTensor with its placements where it is one."""
+    if not is_sharded(like):
+        return torch.zeros(shape, dtype=dtype, device=like.device)
+    from torch.distributed import tensor
+
+    return tensor.zeros(shape, dtype=dtype, device_mesh=like.device_mesh, placements=like.placements)
+
+
+def has_whole_groups(tensor: Any, size: int) -> bool:
+    """Whether every process holds whole groups of ``size`` elements that lie one after the other; so of no DTensor.
+
+    Then numbers of the groups, in the shape of the tensor with fewer columns or else in a vector, have its placements too.
+    """
+    if not is_sharded(tensor):
+        return True
+    parts: dict[int, int] = {}
+    for count, kind in zip(tensor.device_mesh.shape, tensor.placements, strict=True):
+        if (dim := getattr(kind, "dim", None)) is not None and count > 1:
+            parts[dim] = parts.get(dim, 1) * count
+    if not (tensor.is_contiguous() and parts):
+        return not parts
+    shape = tensor.shape
+    if shape[-1] % size == 0:
+        return bool(shape[-1] // size % parts.get(len(shape) - 1, 1) == 0)
+    first = parts.get(0, 1)
+    return parts.keys() == {0} and shape[0] % first == 0 and tensor.numel() // first % size == 0
+
+
+def part_number(tensor: Any) -> int:
+    """A number of the part of a DTensor that this process holds, the same for all copies of it; 0 for any other tensor."""
+    number = 0
+    if is_sharded(tensor):
+        for dim, kind in enumerate(tensor.placements):
+            if not kind.is_replicate():
+                number = number * tensor.device_mesh.size(dim) + tensor.device_mesh.get_local_rank(dim)
+    return number
+
+
+def whole_stack(parts: Tensor, like: Any) -> Tensor:
+    """Whole tensors, stacked, of what this process holds of them, stacked too: ``parts``. All are spread like ``like``.
+
+    All processes that hold parts must call this together. Where ``like`` is no DTensor, ``parts`` are whole.
+    """
+    if not is_sharded(like):
+        return parts
+    last = parts.movedim(0, -1)  # so that the placements count the same dimensions
+    return full_tensor(as_part_of(last, like, len(parts))).movedim(-1, 0).contiguous()
+
+
+def parts_of_stack(stack: Tensor, like: Any) -> Tensor:
+    """What this process holds of the whole tensors in ``stack``, spread like ``like``: :func:`whole_stack` undone."""
+    if not is_sharded(like):
+        return stack
+    from torch.distributed.tensor import distribute_tensor
+
+    spread = distribute_tensor(stack.movedim(0, -1), like.device_mesh, like.placements, src_data_rank=None)
+    return spread.to_local().movedim(-1, 0)
+
+
+def spread_like(tensor: Any, target: Any) -> Tensor:
+    """``tensor`` in a form that can be copied into ``target``: a DTensor on its mesh, or a tensor that is whole.
+
+    A ``tensor`` that is no DTensor must be the same on every process. All processes must call this together where ``tensor``
+    is a DTensor and ``target`` is none or on another mesh.
+    """
+    if type(tensor) in TORCH_TYPES and type(target) in TORCH_TYPES:
+        return cast(Tensor, tensor)
+    if is_sharded(tensor) and not (is_sharded(target) and tensor.device_mesh == target.device_mesh):
+        tensor = full_tensor(tensor)
+    if is_sharded(target) and not is_sharded(tensor):
+        from torch.distributed.tensor import distribute_tensor
+
+        tensor = distribute_tensor(tensor.detach(), target.device_mesh, target.placements, src_data_rank=None)
+    return tensor  # type: ignore[no-any-return]
+
+
+def full_tensor(tensor: Any) -> Tensor:
+    """All of a DTensor, for which all processes that hold parts must call this together; any other tensor itself."""
+    if not is_sharded(tensor):
+        return cast(Tensor, tensor)
+    if tensor.dtype == torch.int16:  # which neither gloo nor NCCL sends
+        return cast(Tensor, tensor.int().full_tensor().short())
+    return cast(Tensor, tensor.full_tensor())
+
+
+def placement(tensor: Any) -> tuple[Any, ...] | None:
+    """The mesh and the placements of a DTensor; None for any other tensor."""
+    return None if type(tensor) in TORCH_TYPES or not is_sharded(tensor) else (tensor.device_mesh, tensor.placements)
+
+
+def add_over_shards(sums: Tensor, sharded: Any) -> None:
+    """Replace each of ``sums``, of this process's shard of a tensor spread like ``sharded``, by the sum over all shards.
+
+    All processes that hold parts must call this together.
+    """
+    for dim, kind in enumerate(sharded.placements):
+        if not kind.is_replicate():
+            torch.distributed.all_reduce(sums, group=sharded.device_mesh.get_group(dim))

@@ -42,26 +42,19 @@ def without_memory() -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if fakes_are_made() else FakeTensorMode()
 
 
-class StandaloneCode(NamedTuple):
-    """What Inductor compiled, in a form that runs without it: the text of a function that takes all inputs in a list."""
-
-    text: str
-    libraries: dict[str, str]
-    """By name in the text, the path of an extension module with a function ``kernel``."""
-
-
 class CompiledGraph(NamedTuple):
     """What Inductor compiled for ``compile_graph``.
 
     ``code`` takes a list of ``order``: for each input, whether it is a tensor, and which of the arguments or which size of
-    the example. ``returned`` are the positions of the function's results among those of ``code``. ``standalone`` is None
-    where the code runs in this process alone.
+    the example. ``returned`` are the positions of the function's results among those of ``code``. ``standalone`` is the text
+    of a function that takes the same list and runs without Inductor, with the extension modules whose function ``kernel`` it
+    calls, by the name in the text -> their paths; None where the code runs in this process alone.
     """
 
     code: Callable[[list[Any]], Sequence[Any]]
     order: Sequence[tuple[bool, int]]
     returned: Sequence[int]
-    standalone: StandaloneCode | None = None
+    standalone: tuple[str, Mapping[str, str]] | None = None
 
     def run(self, sizes: Mapping[int, int], tensors: Sequence[Tensor]) -> list[Tensor]:
         """The function's results. ``sizes`` maps the example's sizes of dynamic dimensions to those of ``tensors``."""
@@ -112,7 +105,8 @@ def compile_graph(
         try:
             results = torch.compile(function, backend=backend, fullgraph=True)(*args)
         except BackendCompilerFailed as error:
-            return f"Inductor failed: {_message(error.inner_exception)}"
+            message = getattr(error.inner_exception, "output", "") or str(error.inner_exception)  # the compiler's own first
+            return f"Inductor failed: {textwrap.shorten(message, 500, placeholder=' ...')}"
     return backend.compiled(results or ()) or "torch.compile is switched off"
 
 
@@ -146,7 +140,7 @@ class _Backend:
             return None
         code, order, outputs = self._calls[-1]
         returned = [next(i for i, o in enumerate(outputs) if o is r) for r in results]
-        return CompiledGraph(code, order, returned, standalone_code(code))
+        return CompiledGraph(code, order, returned, _standalone(code))
 
     def _compile(self, module: torch.fx.GraphModule, example: Sequence[Any], **kwargs: Any) -> Any:
         from torch._inductor.compile_fx import compile_fx_inner
@@ -181,17 +175,13 @@ def _output_count(module: torch.fx.GraphModule) -> int:
     return len(cast("Sequence[Any]", module.graph.output_node().args[0]))
 
 
-def _message(error: Exception) -> str:
-    """The beginning of a message: of the compiler's own, where one failed, else of the error's."""
-    return textwrap.shorten(getattr(error, "output", "") or str(error), 500, placeholder=" ...")
-
-
-def standalone_code(function: Callable[..., Any]) -> StandaloneCode | None:
+def _standalone(function: Callable[..., Any]) -> tuple[str, Mapping[str, str]] | None:
     """The code of ``function``, where it is a module's that Inductor wrote and needs nothing but :func:`_names`."""
     written = getattr(function, "__func__", None)
     if written is None:
         return None
     text = textwrap.dedent(inspect.getsource(written))
+    nodes = [*ast.walk(ast.parse(text))]
     offered, used = _names(), written.__globals__
     libraries: dict[str, str] = {}
     for name in _global_names(written.__code__):
@@ -199,19 +189,12 @@ def standalone_code(function: Callable[..., Any]) -> StandaloneCode | None:
         if isinstance(value, BuiltinFunctionType) and value.__name__ == _ENTRY:
             libraries[name] = str(cast("ModuleType", value.__self__).__file__)
         elif name == "extern_kernels":
-            called = {n.attr for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Attribute) and _is_name(n.value, name)}
+            called = {n.attr for n in nodes if isinstance(n, ast.Attribute) and _is_name(n.value, name)}
             if any(getattr(value, c, None) is not getattr(offered[name], c, name) for c in called):
                 return None
         elif value is not offered.get(name, vars(builtins).get(name)) or (value is None and name not in vars(builtins)):
             return None
-    return None if any(_is_name(node, "self") for node in ast.walk(ast.parse(text))) else StandaloneCode(text, libraries)
-
-
-def load_standalone(text: str, kernels: Mapping[str, Callable[..., Any]]) -> Callable[[list[Any]], Sequence[Any]]:
-    """The function of standalone code with the ``kernels`` of its libraries. Inductor is not imported."""
-    names = _names() | dict(kernels)
-    exec(compile(text, "<kept code of Inductor>", "exec"), names)
-    return functools.partial(names["call"], None)
+    return None if any(_is_name(node, "self") for node in nodes) else (text, libraries)
 
 
 def compiler_settings() -> str | None:
@@ -229,24 +212,15 @@ def compiler_settings() -> str | None:
         torch.get_default_dtype(),
         sorted((k, v) for k, v in os.environ.items() if k.startswith("TORCHINDUCTOR_") and k != "TORCHINDUCTOR_CACHE_DIR"),
     ]
-    return repr([sys.version, *of_process, *_changed_settings()])
-
-
-def _changed_settings() -> list[tuple[str, Any]]:
-    """What was written to Inductor's settings since it was imported, other than what they are by default."""
+    changed = []  # Inductor's settings that were written since it was imported, other than they are by default
     settings = sys.modules.get("torch._inductor.config")
-    found = []
     for name, entry in sorted(getattr(settings, "_config", {}).items()):
         written = entry.user_override
         value = written.get() if isinstance(written, ContextVar) else written
-        default = entry.default if _is_unset(entry.env_value_default) else entry.env_value_default
-        if not _is_unset(value) and value != default:
-            found.append((name, value))
-    return found
-
-
-def _is_unset(value: Any) -> bool:
-    return type(value) is object  # what stands for nothing among torch's settings
+        default = entry.default if type(entry.env_value_default) is object else entry.env_value_default
+        if type(value) is not object and value != default:  # an object of no other class stands for what is not set
+            changed.append((name, value))
+    return repr([sys.version, *of_process, *changed])
 
 
 _ENTRY = "kernel"  # the name of the function in Inductor's extension modules
@@ -255,12 +229,9 @@ _ENTRY = "kernel"  # the name of the function in Inductor's extension modules
 def _names() -> dict[str, Any]:
     """What the code of Inductor's modules for CPUs may refer to, by the names that it uses."""
     guards = torch._C._dynamo.guards
-    own = ("assert_size_stride", "assert_alignment")
-    under = ("empty_strided_cpu", "reinterpret_tensor")
-    products = {name: getattr(torch, name) for name in ("mm", "bmm", "addmm", "baddbmm")}
     return {
-        **{name: getattr(guards, name) for name in own},
-        **{name: getattr(guards, f"_{name}") for name in under},
+        **{name: getattr(guards, name) for name in ("assert_size_stride", "assert_alignment")},
+        **{name: getattr(guards, f"_{name}") for name in ("empty_strided_cpu", "reinterpret_tensor")},
         "aten": torch.ops.aten,
         "inductor_ops": torch.ops.inductor,
         "torch": torch,
@@ -269,12 +240,12 @@ def _names() -> dict[str, Any]:
         "nan": math.nan,
         "device": torch.device,
         "empty_strided": torch.empty_strided,
-        "extern_kernels": SimpleNamespace(**products),
+        "extern_kernels": SimpleNamespace(mm=torch.mm, bmm=torch.bmm, addmm=torch.addmm, baddbmm=torch.baddbmm),
     }
 
 
 def load_library(path: Path) -> Callable[..., Any]:
-    """The function of a library of :class:`StandaloneCode`, whose file must be named by its content.
+    """The function of a library of standalone code, whose file must be named by its content.
 
     Raises:
         OSError: it cannot be loaded.
@@ -303,29 +274,21 @@ def _is_name(node: ast.AST, name: str) -> bool:
     return isinstance(node, ast.Name) and node.id == name
 
 
-def operations_of(function: Callable[..., Any], tensors: Sequence[Tensor]) -> str:
-    """What ``function`` does with ``tensors``, operation by operation, and which ones it returns, in words.
-
-    Raises:
-        Exception: it does what tensors without memory cannot, or reads other tensors than these.
-    """
-    operations = _Operations(tensors)
-    with torch.no_grad(), operations:
-        returned = function(*tensors)
-    return operations.result(returned)
-
-
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Writes down torch's operations on ``tensors`` and on what these return."""
+    """Writes down in words what a function does with ``tensors``, operation by operation, and which ones it returns."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._known: dict[int, tuple[Tensor, str]] = {}
         self._lines = [self._described(tensor) for tensor in tensors]
 
-    def result(self, returned: Any) -> str:
-        """All that was written down, and which tensors were ``returned``."""
-        return "\n".join([*self._lines, self._text(returned)])
+    @classmethod
+    def of(cls, function: Callable[..., Any], tensors: Sequence[Tensor]) -> str:
+        """What ``function`` does. It raises if that needs memory, or if it reads other tensors than these."""
+        operations = cls(tensors)
+        with torch.no_grad(), operations:
+            returned = function(*tensors)
+        return "\n".join([*operations._lines, operations._text(returned)])
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -354,7 +317,6 @@ Example = Callable[[str], tuple[list[Tensor], Sequence[Sequence[int]]]]
 """Tensors on a device to compile with, no two the same object, and for each its dimensions that may have any size."""
 
 _FORMAT = 1  # of an entry
-_KEPT = {"cpu"}  # the devices whose code runs without Inductor
 
 
 def obtain_graph(
@@ -366,7 +328,7 @@ def obtain_graph(
     from_one: bool = False,
     decompositions: Mapping[Any, Callable[..., Any]] | None = None,
 ) -> CompiledGraph | str:
-    """What :func:`~compiled_optim.torch_compiler.compile_graph` makes of ``function``, compiled now or kept."""
+    """What :func:`compile_graph` makes of ``function``, compiled now or kept."""
 
     @functools.cache
     def compiled() -> CompiledGraph | str:
@@ -374,7 +336,7 @@ def obtain_graph(
             args, dynamic = example(device)
             return compile_graph(function, args, dynamic, options, from_one=from_one, decompositions=decompositions)
 
-    identity = _identity(function, example, options, from_one) if device in _KEPT else None
+    identity = _identity(function, example, options, from_one) if device == "cpu" else None
     if identity is None:
         return compiled()
     name = f"{hashlib.sha256(identity.encode(errors='surrogateescape')).hexdigest()[:32]}.graph"
@@ -384,11 +346,8 @@ def obtain_graph(
     except _NotKeptError:
         return compiled()
     except OSError as error:
-        warnings.warn(
-            f"compiled_optim: code of Inductor is not kept: {error}; every process compiles it again",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        message = f"compiled_optim: code of Inductor is not kept: {error}; every process compiles it again"
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
         return compiled()
 
 
@@ -400,17 +359,18 @@ def _written(graph: CompiledGraph | str, libraries: dict[str, bytes]) -> bytes:
     """An entry: the text of Inductor's code and the names of its libraries, which are files of their own."""
     if isinstance(graph, str) or graph.standalone is None:
         raise _NotKeptError
-    places = {}
-    for name, path in graph.standalone.libraries.items():
+    text, paths = graph.standalone
+    files = {}
+    for name, path in paths.items():
         content = Path(path).read_bytes()
-        places[name] = f"{hashlib.sha256(content).hexdigest()[:32]}.so"
-        libraries[places[name]] = content
-    entry = {"text": graph.standalone.text, "libraries": places, "order": graph.order, "returned": graph.returned}
+        files[name] = f"{hashlib.sha256(content).hexdigest()[:32]}.so"
+        libraries[files[name]] = content
+    entry = {"text": text, "libraries": files, "order": graph.order, "returned": graph.returned}
     return json.dumps(entry).encode() + b"\n"
 
 
 def _read(path: Path, libraries: Mapping[str, bytes]) -> CompiledGraph:
-    """The graph of an entry; ``OSError`` where a library is missing that this process did not compile."""
+    """The graph of an entry, without Inductor; ``OSError`` where a library is missing that this process did not compile."""
 
     def library(file: str) -> bytes:
         if file not in libraries:
@@ -419,8 +379,9 @@ def _read(path: Path, libraries: Mapping[str, bytes]) -> CompiledGraph:
 
     entry = json.loads(path.read_bytes().partition(b"\n")[0])
     files = entry["libraries"].items()
-    kernels = {name: load_kept(file, functools.partial(library, file), load_library) for name, file in files}
-    return CompiledGraph(load_standalone(entry["text"], kernels), entry["order"], entry["returned"])
+    names = _names() | {name: load_kept(file, functools.partial(library, file), load_library) for name, file in files}
+    exec(compile(entry["text"], "<kept code of Inductor>", "exec"), names)
+    return CompiledGraph(functools.partial(names["call"], None), entry["order"], entry["returned"])
 
 
 def _identity(function: Callable[..., Any], example: Example, options: Mapping[str, Any], from_one: bool) -> str | None:
@@ -429,7 +390,7 @@ def _identity(function: Callable[..., Any], example: Example, options: Mapping[s
         return None
     args, dynamic = example("meta")
     try:
-        traces = [operations_of(function, _empty(args, dynamic, larger)) for larger in (False, True)]
+        traces = [_Operations.of(function, _empty(args, dynamic, larger)) for larger in (False, True)]
     except Exception:  # the function does what empty tensors cannot: it is compiled in every process
         return None
     described = [(arg.dtype, arg.shape, arg.stride()) for arg in args]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import ctypes
 import functools
 import getpass
 import os
@@ -54,18 +53,6 @@ def quickly_outside_dynamo(function: F) -> F:
         return function(*args, **kwargs)
 
     return cast("F", call)
-
-
-@functools.cache
-def pointer_offset() -> int | None:
-    """How many bytes into a Python tensor its pointer to torch's own tensor lies; None where several words could be it.
-
-    The pointer is found by its value, so that the object may have any layout in this version of torch.
-    """
-    example = torch.empty(0)
-    words = (ctypes.c_uint64 * (torch.Tensor.__basicsize__ // 8)).from_address(id(example))
-    found = [8 * i for i, word in enumerate(words) if word == example._cdata]
-    return found[0] if len(found) == 1 else None
 
 
 def compiles_means_with_lists() -> bool:
@@ -128,20 +115,9 @@ def wraps_others(tensor: Tensor) -> bool:
     return torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python)
 
 
-def local_tensor(tensor: Any) -> Tensor:
-    """The tensor that a DTensor wraps: ``to_local`` makes a new one in every call."""
-    wrapped: Tensor = tensor._local_tensor
-    return wrapped
-
-
-def _capturing_stream() -> int | None:
-    if not torch.cuda.is_current_stream_capturing():
-        return None
-    handle: int = torch.cuda.current_stream().cuda_stream
-    return handle
-
-
-CAPTURING: dict[str, Callable[[], object | None]] = {"cuda": _capturing_stream}
+CAPTURING: dict[str, Callable[[], object | None]] = {
+    "cuda": lambda: torch.cuda.current_stream().cuda_stream if torch.cuda.is_current_stream_capturing() else None
+}
 """By device type, a function that identifies the capture which records the current stream; None where work is executed."""
 
 
@@ -161,8 +137,7 @@ def outside_inference_mode() -> Iterator[None]:
 
 def is_capturing(device: torch.device) -> bool:
     """Whether a graph of ``device`` is being captured."""
-    ask = CAPTURING.get(device.type)
-    return ask is not None and ask() is not None
+    return current_capture(device) is not None
 
 
 def can_capture(device: torch.device) -> bool:

@@ -21,28 +21,30 @@ from compiled_optim.groups.parameters import advising, canonical_name, parameter
 from compiled_optim.groups.per_parameter import ignores_prefixes, number_of
 from compiled_optim.memory import torch_internals
 from compiled_optim.memory.addresses import Addresses, gradient
-from compiled_optim.memory.layout import MemoryOrder, has_memory, is_lost, obstacle, scalars_device, span
-from compiled_optim.memory.sharding import (
+from compiled_optim.memory.layout import (
+    MemoryOrder,
     as_part_of,
+    has_memory,
     has_whole_groups,
+    is_lost,
     is_sharded,
     local,
     local_gradient,
+    obstacle,
     part_number,
     placement,
+    scalars_device,
+    span,
 )
 from compiled_optim.rule.formats import GROUP
 from compiled_optim.rule.rule import Declaration, Rule
 from compiled_optim.state import (
     OptimizerState,
     ParamState,
-    check_entries,
-    convert,
+    StateForm,
     has_own_entries,
     initial_values,
-    missing_entries,
     scalar_names,
-    structure,
 )
 
 _SEEDS = 0x9E3779  # how far apart the seeds of the parts of a DTensor are
@@ -299,16 +301,17 @@ def partition(
                 if is_needed:
                     raise ValueError(f"can't optimize '{name}': {reason}")
                 continue
-            own_state, choices = state[param], structure(rule, groups, i, j)
+            own_state, form = state[param], StateForm.of(rule, groups, i, j)
+            choices = form.choices
             _check_order(rule, param, name, choices)
-            convert(rule, param, own_state, name, choices)
-            check_entries(rule, param, own_state, name, choices)
+            form.convert(own_state, name)
+            form.check(own_state, name)
             if not _has_memory(rule, param, own_state, name, needed=is_needed):
                 continue
             buffers = rule.present_buffers(choices)
             if not own_state:
                 own_state.initial = begun
-            own_state.update_quietly(missing_entries(rule, buffers, param, own_state, initial, choices))
+            own_state.update_quietly(form.missing(buffers, own_state, initial))
             numbers = {s.name: number_of(s, group, i, j, by_short_name=by_short_name) for s in scales}
             digest = hashlib.blake2b(f"{rounding_seed} {canonical_name(name)}".encode(), digest_size=3).digest()
             numbers["seed"] = float(int.from_bytes(digest, "big"))  # by name, so equal on replicas and after a resume

@@ -12,8 +12,7 @@ from torch import Tensor
 from compiled_optim.lowering.choice import lower
 from compiled_optim.lowering.totals import Totals
 from compiled_optim.memory.addresses import gradient
-from compiled_optim.memory.layout import MemoryOrder, as_real, flat
-from compiled_optim.memory.sharding import local_gradient
+from compiled_optim.memory.layout import MemoryOrder, as_real, flat, local_gradient
 from compiled_optim.plan.clipping import Clipping
 from compiled_optim.plan.compilations import CompilationLog
 from compiled_optim.plan.plan import Member, Plan

@@ -13,7 +13,7 @@ from operator import is_
 import torch
 from torch import Tensor
 
-from compiled_optim.memory.sharding import local, traced_part
+from compiled_optim.memory.layout import local, traced_part
 from compiled_optim.memory.torch_internals import called_while_tracing, let_compilers_trace, mend_tracing
 from compiled_optim.step.engine import ENGINES, NAMED, Engine, without_number
 from compiled_optim.step.step import Step

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 import compiled_optim as co
-from compiled_optim.memory.sharding import has_whole_groups
+from compiled_optim.memory.layout import has_whole_groups
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo"),

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from compiled_optim.lowering.torch_ops.lists import Lists, Values, programs
-from compiled_optim.memory.layout import as_real, compute_dtype, real_numel
-from compiled_optim.memory.sharding import add_over_shards
+from compiled_optim.memory.layout import add_over_shards, as_real, compute_dtype, real_numel
 from compiled_optim.plan.clipping import Clipping, scaled, square_sum
 from compiled_optim.plan.plan import Plan
 from compiled_optim.rule.rule import Rule

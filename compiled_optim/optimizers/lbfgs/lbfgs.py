@@ -15,8 +15,7 @@ from compiled_optim.checkpoint.read import naming, read
 from compiled_optim.checkpoint.state_dict import PreparedLoad
 from compiled_optim.groups.live import Live
 from compiled_optim.groups.parameters import parameter_name
-from compiled_optim.memory.layout import as_real, compute_dtype, obstacle, real_numel, scalar_dtype
-from compiled_optim.memory.sharding import is_sharded
+from compiled_optim.memory.layout import as_real, compute_dtype, is_sharded, obstacle, real_numel, scalar_dtype
 from compiled_optim.memory.torch_internals import is_capturing, mend_tracing, outside_dynamo
 from compiled_optim.optimizer import CompiledOptimizer, engine_of
 from compiled_optim.optimizers.lbfgs.iteration import Trial, direction, new_pairs, record, strong_wolfe

@@ -1,0 +1,390 @@
+"""Other forms of what optimizers hold: state by name, of several optimizers, for optimi, and weights with all their bits."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from compiled_optim.checkpoint.check import Copies, check_writable, is_same, known_names
+from compiled_optim.checkpoint.match import match
+from compiled_optim.checkpoint.optimi import in_optimis_storage, to_optimi
+from compiled_optim.checkpoint.read import (
+    Unloadable,
+    as_buffer,
+    described,
+    foreign_state,
+    group_names,
+    named,
+    plain,
+    read,
+)
+from compiled_optim.checkpoint.state_dict import STRICTLY, LoadReport, refuse_mismatches, set_apart
+from compiled_optim.groups.parameters import parameters_of
+from compiled_optim.memory.layout import as_part_of, local, spread_like
+from compiled_optim.memory.torch_internals import outside_dynamo
+from compiled_optim.optimizer import CompiledOptimizer, engine_of, prepare_load
+from compiled_optim.rule.storage import parts_of
+from compiled_optim.state import StateForm, mode_of, shard_like, weight
+
+Optimizers: TypeAlias = CompiledOptimizer | Sequence[CompiledOptimizer]
+
+
+def _listed(optimizers: Any) -> list[CompiledOptimizer]:
+    """``optimizers``, one or several, as a list; an error if they are none of this package, or share a parameter."""
+    result = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
+    if foreign := [each for each in result if not isinstance(each, CompiledOptimizer)]:
+        raise TypeError(f"an optimizer of this package, or a list of some, is needed, got {described(foreign[0])}")
+    if not result:
+        raise ValueError("the list of optimizers is empty")
+    owners: dict[int, str] = {}
+    for label, optimizer in _labeled(result).items():
+        for group in optimizer.param_groups:
+            for j, param in enumerate(group["params"]):
+                if (other := owners.setdefault(id(param), label)) != label:
+                    name = (group.get("param_names") or {j: j})[j]
+                    raise ValueError(f"{other} and {label} both have the parameter '{name}'")
+    return result
+
+
+def _labeled(optimizers: Sequence[CompiledOptimizer]) -> dict[str, CompiledOptimizer]:
+    """The optimizers of a list, each after what messages call it."""
+    return {f"optimizers[{index}] ({type(each).__name__})": each for index, each in enumerate(optimizers)}
+
+
+@contextlib.contextmanager
+def _locked(optimizers: Sequence[CompiledOptimizer]) -> Iterator[None]:
+    """Let steps, saves and loads of other threads wait during a ``with`` block."""
+    with contextlib.ExitStack() as locks:
+        for engine in sorted(map(engine_of, optimizers), key=lambda engine: int(engine.key)):
+            locks.enter_context(engine.lock)
+        yield
+
+
+@contextlib.contextmanager
+def _labeling(label: str) -> Iterator[None]:
+    """Let an error begin with the ``label`` of its optimizer."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        if len(error.args) == 1:
+            error.args = (f"{label}: {error}",)
+        raise
+
+
+def named_state_dict(optimizer: Optimizers) -> dict[str, Any]:
+    """The state dict with parameter names for keys, of one optimizer or of several together.
+
+    ``{"state": {"fc.bias": {...}}, "param_groups": [{"params": ["fc.bias"], "lr": ...}]}``. Prefixes that module wrappers
+    insert are removed. Values are those of :meth:`CompiledOptimizer.state_dict`, so ``torch.distributed.checkpoint`` can
+    save it, and load into it, as it is.
+
+    Of a list of optimizers for different parameters, such as Muon for the matrices of a model and AdamW for the rest, it has
+    the groups one after another: ``"optimizers"`` lists the optimizers' names, and ``"optimizer"`` in a group is the index
+    of its optimizer in that list.
+
+    Args:
+        optimizer: the optimizer, or a list of several.
+
+    Raises:
+        ValueError: the optimizers' parameters have no names, or two of them the same; or a parameter is in two optimizers,
+            or one of several keeps state under the key of no parameter, or has a group with an entry ``"optimizer"``.
+    """
+    if isinstance(optimizer, CompiledOptimizer):
+        return named(optimizer.state_dict())
+    optimizers = _listed(optimizer)
+    result: dict[str, Any] = {"state": {}, "param_groups": [], "optimizers": [type(o).__name__ for o in optimizers]}
+    owners: dict[str, str] = {}
+    aliases: dict[str, str] = {}
+    for index, (label, each) in enumerate(_labeled(optimizers).items()):
+        with _labeling(label):
+            part = named(each.state_dict())
+            _check_has_no_foreign_state(part)
+            if any("optimizer" in group for group in part["param_groups"]):
+                raise ValueError("a group has an entry 'optimizer', which a state dict of several uses itself")
+        for name in (*(name for group in part["param_groups"] for name in group["params"]), *part.get("aliases", {})):
+            if (other := owners.setdefault(name, label)) != label:
+                raise ValueError(f"{other} and {label} both have a parameter '{name}'")
+        result["state"] |= part["state"]
+        result["param_groups"] += [{**group, "optimizer": index} for group in part["param_groups"]]
+        result["format_version"] = part["format_version"]
+        aliases |= part.get("aliases", {})
+    return result | ({"aliases": aliases} if aliases else {})
+
+
+def load_named_state_dict(
+    optimizer: Optimizers,
+    state_dict: Mapping[str, Any],
+    *,
+    strict: bool = True,
+    hyperparameters: Literal["checkpoint", "keep"] = "checkpoint",
+) -> LoadReport:
+    """Copy a state dict keyed by parameter name into the live tensors; see :meth:`CompiledOptimizer.load_state_dict`.
+
+    Several optimizers get what their parameters have in it, whichever optimizer had them when it was saved, if its kind of
+    state fits: all of them, or where something does not fit none.
+
+    Args:
+        optimizer: the optimizer, or a list of several for different parameters.
+        state_dict: of :func:`named_state_dict`, whether of one optimizer or of several.
+        strict: as for :meth:`CompiledOptimizer.load_state_dict`.
+        hyperparameters: as there.
+
+    Returns:
+        What was missing, unexpected and mismatched, of all optimizers together.
+
+    Raises:
+        ValueError, TypeError: a parameter on either side has no name, or as :meth:`CompiledOptimizer.load_state_dict`. No
+            optimizer is changed then.
+    """
+    state_dict = read(state_dict)
+    is_one, optimizers = isinstance(optimizer, CompiledOptimizer), _listed(optimizer)
+    for label, each in _labeled(optimizers).items():
+        if not all("param_names" in group for group in each.param_groups):
+            whose = "the optimizer's" if is_one else f"{label}'s"
+            raise ValueError(f"{whose} parameters have no names: make it from named_parameters() or a dict")
+    for i, group in enumerate(state_dict["param_groups"]):
+        if group_names(group) is None:
+            raise ValueError(f"the state dict has no names for the parameters of param_groups[{i}]")
+    if is_one:
+        return optimizers[0].load_state_dict(state_dict, strict=strict, hyperparameters=hyperparameters)
+    saved = named(state_dict)
+    _check_has_no_foreign_state(saved)
+    with _locked(optimizers):
+        parts, unexpected = _parts(optimizers, saved)
+        prepared = []
+        for (label, each), part in zip(_labeled(optimizers).items(), parts, strict=True):
+            with _labeling(label):
+                prepared.append(prepare_load(each, part, False, hyperparameters))
+        report = LoadReport([], unexpected, [])
+        for index, load in enumerate(prepared):
+            report.missing.extend(load.report.missing)
+            report.unexpected.extend(load.report.unexpected)
+            for name in load.report.mismatched:
+                report.mismatched.append(f"optimizers[{index}].{name}" if name.startswith("param_groups[") else name)
+        if strict:
+            refuse_mismatches(report, STRICTLY.format(", ".join(type(each).__name__ for each in optimizers)))
+        targets = [target for load in prepared for target in load.targets]
+        for load in prepared:
+            load.copies = set_apart(load.copies, targets)
+        for load in prepared:
+            load.write()
+    for each in optimizers:
+        for post_hook in each._optimizer_load_state_dict_post_hooks.values():
+            post_hook(each)
+    return report
+
+
+def _parts(optimizers: Sequence[CompiledOptimizer], saved: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
+    """What ``saved``, a named state dict, has for each optimizer, as state dicts; and the names that no optimizer has."""
+    groups: list[Any] = []
+    aliases: dict[str, str] = {}
+    owners: list[int] = []  # the optimizer of each group
+    for index, engine in enumerate(map(engine_of, optimizers)):
+        engine.current()
+        groups += engine.distinct_groups
+        owners += [index] * len(engine.distinct_groups)
+        aliases |= engine.aliases
+    params, _, unexpected = match(groups, aliases, saved, {}, known_names())
+    parts = []
+    for index in range(len(optimizers)):
+        names = {each.saved.key for each in params if owners[each.own.group] == index}
+        its_groups = [{**g, "params": [name for name in g["params"] if name in names]} for g in saved["param_groups"]]
+        part = {
+            "state": {name: entries for name, entries in saved["state"].items() if name in names},
+            "param_groups": [group for group in its_groups if group["params"]],
+            "aliases": {alias: name for alias, name in saved.get("aliases", {}).items() if name in names},
+        }
+        parts.append({**saved, **part})
+    return parts, unexpected
+
+
+def _check_has_no_foreign_state(state_dict: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` where state lies under the key of no parameter: nobody could say whose it is."""
+    for key in foreign_state(state_dict):
+        reason = "which is no parameter's and has no place in a state dict of several optimizers"
+        raise ValueError(f"the state holds {described(key)}, {reason}")
+
+
+def optimi_state_dict(optimizer: CompiledOptimizer) -> dict[str, Any]:
+    """A state dict that optimi's optimizer of the same name loads, with which it goes on as ``optimizer`` does.
+
+    For SGD, Adam, AdamW, RAdam, Lion, Adan, StableAdamW and Ranger of optimi 0.3. Its tensors are copies, which optimi can
+    write into. optimi's plain loops then run, with the choices that are saved here and not those of its constructor. Loading
+    goes the other way without a call: :meth:`CompiledOptimizer.load_state_dict` takes what optimi saves.
+
+    Codes of 8 bits become numbers, and what a weight's own dtype cannot hold becomes ``kahan_comp``, in that dtype. What is
+    not part of a group, such as ``max_grad_norm``, does not go along. RAdam's ``eps`` means something else in optimi
+    for as long as its second bias correction is not 1: there it is added to the corrected root.
+
+    Raises:
+        ValueError: optimi has no such optimizer or option, or it cannot count as here: the parameters of a group took
+            different numbers of steps where it counts them; or ``weights`` are rounded at random.
+    """
+    saved = optimizer.state_dict()
+    return to_optimi(in_optimis_storage(type(optimizer), engine_of(optimizer).distinct_groups, saved))
+
+
+class _SplitWeight(NamedTuple):
+    """A weight whose bits are in two places: the parameter, and an entry of its state."""
+
+    param: Tensor
+    name: str  # of the entry
+    entry: Tensor
+    half: str  # the parameter's dtype
+
+    @property
+    def mode(self) -> str:
+        return mode_of(self.name, self.entry)
+
+    def joined(self) -> Tensor:
+        """The float32 of the weight: a DTensor where the parameter is one.
+
+        Where a compensation of half a unit makes it halfway between its parameter and another number, it is one bit nearer
+        to the parameter. So a load finds the same parameter again, and the same compensation.
+        """
+        found = weight(self.param, {self.name: self.entry}, self.mode, self.half)
+        if self.mode == "kahan":
+            param = local(self.param.detach())
+            nearer = torch.nextafter(found, param.float())
+            is_halfway = (found.to(param.dtype) != param) & (nearer.to(param.dtype) == param)
+            found = torch.where(is_halfway, nearer, found)
+        return as_part_of(found, self.param)
+
+    def copies(self, value: Tensor) -> Copies:
+        """What to copy into which tensor, so that the weight is ``value``."""
+        new = parts_of(shard_like(value, self.param).float(), {}, self.mode, self.half)
+        return [(local(self.param), new["param"]), (local(self.entry), new[self.name])]
+
+
+@outside_dynamo
+@torch.no_grad()
+def full_precision_state_dict(model: nn.Module, optimizer: Optimizers) -> dict[str, Any]:
+    """The state dict of a model, with weights in float32 where an optimizer keeps more bits of them than the model has.
+
+    ``torch.save(co.full_precision_state_dict(model, opt), path)`` writes what a model in float32 loads. Those weights are
+    copies: of all 32 bits with ``weights="split16"`` and ``"master"``, of 24 with ``"split8"``, and of at least as many with
+    ``"kahan"``; in float16 below 2**-14, only ``"master"`` has them all. Everything else is as in ``model.state_dict()``:
+    buffers, frozen parameters, and parameters that are only rounded. A parameter with several names is one tensor under all
+    of them; DTensors stay DTensors.
+
+    Args:
+        model: the module; one that wraps it gives names with its prefixes, as its own ``state_dict()`` does.
+        optimizer: the optimizer, or a list of several for different parameters, which may have others than the model's.
+
+    Raises:
+        TypeError: ``model`` is no module, or ``optimizer`` none of this package.
+        ValueError: no parameter of the model is in the optimizer, or a parameter is in two optimizers; or a hook of
+            the model gives another name or shape to one of those weights in its state dict, or leaves it out.
+    """
+    optimizers = _checked(model, optimizer)
+    with _locked(optimizers):
+        split = _split_weights(model, optimizers)
+        entries = _entries(model, split)
+        joined = {key: split[key].joined() for key in dict.fromkeys(map(id, entries.values())) if key in split}
+        for name, entry in entries.items():
+            if isinstance(entry, Tensor):
+                entries[name] = joined[id(entry)] if id(entry) in joined else entry.detach()
+    return entries
+
+
+@outside_dynamo
+@torch.no_grad()
+def load_full_precision_state_dict(model: nn.Module, optimizer: Optimizers, state_dict: Mapping[str, Any]) -> None:
+    """Load weights in float32 into a model and what its optimizers keep beside it, as much of them as both can hold.
+
+    It takes what :func:`full_precision_state_dict` gives, or the state dict of the same model in float32. All of it is
+    copied, buffers too, into the tensors that are there; the rest of the optimizers' state stays as it is. A checkpoint that
+    an optimizer saved together with these weights may be loaded before this. It may be loaded after this too where both
+    optimizers have the same ``weights=``: what it has beside the weights belongs to the same numbers of 16 bits then.
+
+    Args:
+        model: the module.
+        optimizer: as for :func:`full_precision_state_dict`.
+        state_dict: an entry for each of ``model.state_dict()``, and no others. It is not modified. A tensor in place of a
+            DTensor must be whole, and the same on every process.
+
+    Raises:
+        TypeError: as :func:`full_precision_state_dict`, or ``state_dict`` is no dict.
+        ValueError: an entry is missing, unexpected, or not what it must be, such as of another shape; nothing is changed
+            then. Or as :func:`full_precision_state_dict`.
+    """
+    optimizers = _checked(model, optimizer)
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"state_dict must be a dict, got {described(state_dict)}")
+    given: dict[str, Any] = plain(state_dict, "the state dict")
+    with _locked(optimizers):
+        split = _split_weights(model, optimizers)
+        live = {id(t) for t in (*model.parameters(), *model.buffers())}
+        entries = _entries(model, split)
+        foreign = {name for name, entry in entries.items() if id(entry) not in live}
+        copies: Copies = []
+        for name, value in _read(entries, given, foreign).items():
+            stored = split.get(id(entries[name]))
+            copies += [(entries[name], value)] if stored is None else stored.copies(value)
+        if foreign:  # such as what modules add with get_extra_state; this may fail
+            model.load_state_dict({name: given[name] for name in foreign}, strict=False)
+        copies = [(target, source) for target, source in copies if not is_same(target, source)]
+        for target, source in set_apart(copies, [target for target, _ in copies]):
+            target.copy_(spread_like(source, target))
+
+
+def _checked(model: Any, optimizer: Any) -> list[CompiledOptimizer]:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a module, got {described(model)}")
+    return _listed(optimizer)
+
+
+def _split_weights(model: nn.Module, optimizers: Sequence[CompiledOptimizer]) -> dict[int, _SplitWeight]:
+    """The weights that have more bits in the optimizers than in the model, by the ``id`` of the parameter."""
+    params = {id(param) for param in model.parameters()}
+    found: dict[int, _SplitWeight] = {}
+    is_known = False
+    for optimizer in optimizers:
+        engine = engine_of(optimizer)
+        engine.current()
+        groups, state = engine.distinct_groups, engine.state
+        for i, group in enumerate(groups):
+            for param, j in parameters_of(group).items():
+                is_known |= id(param) in params
+                name, _, half = StateForm.of(engine.kind._declaration, groups, i, j).split or ("", "", "")
+                if (entry := state.get(param, {}).get(name)) is not None:
+                    found[id(param)] = _SplitWeight(param, name, entry, half)
+    if not is_known:
+        raise ValueError("no parameter of the model is in the optimizer")
+    return found
+
+
+def _entries(model: nn.Module, split: Mapping[int, _SplitWeight]) -> dict[str, Any]:
+    """The state dict of ``model`` with its own tensors, also in place of what hooks made of the parameters in ``split``."""
+    entries: dict[str, Any] = model.state_dict(keep_vars=True)
+    named = [(name, p) for name, p in model.named_parameters(remove_duplicate=False) if id(p) in split]
+    entries |= {name: p for name, p in named if getattr(entries.get(name), "shape", None) == p.shape}
+    found = {id(entry) for entry in entries.values()}
+    for name, param in named:
+        if id(param) not in found:
+            raise ValueError(f"the model's state dict does not have the parameter '{name}' as it is: a hook changes it")
+    return entries
+
+
+def _read(entries: Mapping[str, Any], given: Mapping[str, Any], foreign: set[str]) -> dict[str, Tensor]:
+    """What of ``given`` goes into the tensors in ``entries``, but for ``foreign`` ones; ``ValueError`` names all misfits."""
+    absent, others = [name for name in entries if name not in given], [str(name) for name in given if name not in entries]
+    report = LoadReport(absent, others, [])
+    values: dict[str, Tensor] = {}
+    first: dict[int, str] = {}
+    for name, entry in entries.items():
+        if name in given and name not in foreign:
+            try:
+                values[name] = value = as_buffer(given[name], name, tuple(entry.shape), entry.dtype)
+                check_writable(entry, f"the model's own {name}", tuple(entry.shape), value)
+                tied = first.setdefault(id(entry), name)
+                if value is not values[tied] and not value.to(values[tied]).allclose(values[tied], 0, 0, equal_nan=True):
+                    raise Unloadable(f"{name} is not equal to {tied}, which is the same tensor in the model")
+            except Unloadable as problem:
+                report.mismatched.append(str(problem))
+    refuse_mismatches(report, "the state dict does not match the model")
+    return values
