@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map, tree_map_only
 
 from compiled_optim.capture.gradients import CapturedGradients, LiveAutograd, watching_zero_grad
-from compiled_optim.capture.graph import CudaGraph
+from compiled_optim.capture.graph import CudaGraph, Run, graph_of
 from compiled_optim.capture.guards import Guards
 from compiled_optim.capture.inputs import CONSTANTS, StaticInputs
-from compiled_optim.capture.run_step import Run, graph_of
 from compiled_optim.optimizer import CompiledOptimizer, engine_of
 from compiled_optim.rule.fields import Hyper
 from compiled_optim.step.engine import Engine, recorded_by_runner

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from compiled_optim.groups.live import Live, Numbers, address, as_fake_as, warn_of_driven
-from compiled_optim.groups.per_parameter import kept
+from compiled_optim.groups.per_parameter import check_choices, kept
 from compiled_optim.groups.watched import Changes, WatchedDict, WatchedList
 from compiled_optim.memory.layout import is_lost, scalar, scalar_dtype
 from compiled_optim.memory.torch_internals import (
@@ -27,7 +27,8 @@ from compiled_optim.memory.torch_internals import (
     outside_inference_mode,
     quickly_outside_dynamo,
 )
-from compiled_optim.rule.fields import Hyper
+from compiled_optim.rule.declared import Declared, added_choices
+from compiled_optim.rule.fields import Choice, Hyper, Option, Scale, Static
 from compiled_optim.rule.misspelled import warn_of_entry
 from compiled_optim.rule.rule import TRAIN_MODE, Declaration
 
@@ -366,3 +367,43 @@ def is_own(hyper: Hyper, value: Any, group: Mapping[str, Any]) -> bool:
     if isinstance(value, Tensor):
         return value.numel() != 1
     return isinstance(value, (str, bytes)) or not hasattr(value, "__float__")
+
+
+def group_keys(kind: type[Declared]) -> list[str]:
+    """What a group of ``kind`` may hold besides its parameters."""
+    kinds = (Hyper, Static, Scale, Option)
+    return [f.name for of_kind in kinds for f in kind._fields_of(of_kind)] + [*kind._group_flags, *kind._modes]
+
+
+def check_keys(kind: type[Declared], group: Mapping[str, Any], index: int) -> None:
+    """Raise ``TypeError`` where ``param_groups[index]`` has what belongs to the whole optimizer."""
+    known = group_keys(kind)
+    if foreign := [key for key in group if key in kind._all_fields and key not in known]:
+        raise TypeError(f"{foreign[0]} is an option of the whole optimizer, not of param_groups[{index}]")
+
+
+def check_values(kind: type[Declared], group: Mapping[str, Any], before: Mapping[str, Any], index: int) -> None:
+    """Raise an error where an entry of ``param_groups[index]`` is out of range, or does not fit another.
+
+    ``before`` are the entries whose place it takes.
+    """
+    where = f"param_groups[{index}]"
+    given = group
+    group = {**added_choices(kind), **group}
+    for choice in kind._fields_of(Choice):
+        choice.check(group.get(choice.name, choice.default), where)
+    hypers = {h.name: group[h.name] for h in kind._fields_of(Hyper)}
+    for hyper in kind._fields_of(Hyper):
+        value = hypers[hyper.name]
+        was_own = hyper.name in before and is_own(hyper, value, group)  # from a checkpoint
+        if (value is not None or not hyper.like) and not was_own:
+            is_written = isinstance(before, ParamGroup)  # which refuses a number out of range in the next step
+            hyper.elements(value, where) if is_written else hyper.checked(value, where)
+    kind.check(hypers, group)
+    for check in dict.fromkeys(t.check for t in kind._transforms if t.check):
+        check(group)
+    check_choices(kind._fields_of(Scale), kind._fields_of(Option), group, before, index)
+    check_keys(kind, given, index)
+    for mode in kind._modes:
+        if isinstance(before, ParamGroup) and group[mode] is not before[mode]:
+            raise ValueError(f"{mode} of {where} follows the parameters; call the optimizer's eval() or train()")

@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from compiled_optim.checkpoint import state_dict as checkpoint
 from compiled_optim.checkpoint.state_dict import PreparedLoad
 from compiled_optim.groups.live import Live
-from compiled_optim.groups.param_group import ParamGroup
+from compiled_optim.groups.param_group import ParamGroup, check_keys, check_values, group_keys
 from compiled_optim.groups.parameters import (
     check_params,
     first_repeat,
@@ -54,7 +54,6 @@ from compiled_optim.rule.misspelled import warn_of_entry
 from compiled_optim.rule.rule import TRAIN_MODE
 from compiled_optim.state import OptimizerState, ParamState
 from compiled_optim.step.accumulation import AccumulatedSteps
-from compiled_optim.step.options import check_keys, check_values, group_keys, position
 from compiled_optim.step.step import Gradients, Step
 
 MakeStep: TypeAlias = Callable[["Engine", Callable[[Tensor], Tensor | None]], Step]
@@ -238,9 +237,9 @@ class Engine:
 
         def check(group: Mapping[str, Any], before: Mapping[str, Any]) -> None:
             check_values(kind, group, before, index)
-            assigned = [scale for scale in kind._fields_of(Scale) if group.get(scale.name) is not before.get(scale.name)]
-            if assigned and (engine := own()) is not None:
-                engine._check_scales(assigned, [group], [other for other in engine.groups if other is not before])
+            is_assigned = any(group.get(scale.name) is not before.get(scale.name) for scale in kind._fields_of(Scale))
+            if is_assigned and (engine := own()) is not None:
+                engine._check_scales([group, *(other for other in engine.groups if other is not before)])
 
         device = scalars_device(values["params"] or [torch.empty(0)])  # for no parameters, the default device
         others = [g for i, g in enumerate(self.groups) if i != index and isinstance(g, ParamGroup)]
@@ -273,20 +272,16 @@ class Engine:
             elsewhere |= {id(param): parameter_name(group, index, j) for j, param in enumerate(group["params"])}
             if group["params"]:
                 group.to(scalars_device(group["params"]))
-        self._checked_scales = self._check_scales(self.kind._fields_of(Scale), self.groups)
+        self._checked_scales = self._check_scales(self.groups)
         self._unused = warn_of_unused(self.kind._declaration.options, self.groups, self._unused)
         self._note_names()
         self._drop_unstepped()
 
-    def _check_scales(
-        self, scales: Sequence[Scale], groups: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, Any]] = ()
-    ) -> list[Any]:
-        """Return what ``groups`` choose for ``scales``.
-
-        ``ValueError`` where a dict that is new does not fit the names of parameters, in ``groups`` and ``others``.
-        """
-        names = [name for group in (*groups, *others) for name in group.get("param_names", ())]
-        by_short_name = ignores_prefixes(scales, [*groups, *others])
+    def _check_scales(self, groups: Sequence[Mapping[str, Any]]) -> list[Any]:
+        """Return what ``groups`` choose as scales; ``ValueError`` where a new dict does not fit their parameters' names."""
+        scales = self.kind._fields_of(Scale)
+        names = [name for group in groups for name in group.get("param_names", ())]
+        by_short_name = ignores_prefixes(scales, groups)
         chosen = [(scale, kept(group.get(scale.name))) for scale in scales for group in groups]
         found = {id(given): (scale, given) for scale, given in chosen}
         for scale, given in found.values():
@@ -333,7 +328,7 @@ class Engine:
             raise ValueError(no_hyperparameter(self.kind, min(unknown)))
         groups = self.distinct_groups
         schedules = self.schedules.copy()
-        for index in range(len(groups)) if group is None else [position(group, len(groups))]:
+        for index in range(len(groups)) if group is None else [self._place(group)]:
             for name, function in functions.items():
                 if function is not None and name not in groups[index]:
                     raise ValueError(f"param_groups[{index}] has no {name}; it needs {hypers[name].when}=True")
@@ -341,6 +336,13 @@ class Engine:
         self.schedules = schedules
         schedules.follow(groups)
         self.changes.pending = True
+
+    def _place(self, group: int) -> int:
+        """Which group ``group`` is, counted from the start; an ``IndexError`` where there is none."""
+        count = len(self.distinct_groups)
+        if group not in range(-count, count):
+            raise IndexError(f"there is no param_groups[{group}]; the last is param_groups[{count - 1}]")
+        return range(count)[group]
 
     def check_numbers(self) -> None:
         """Raise ``ValueError`` where a number that was written to a group is out of range."""
@@ -418,13 +420,18 @@ class Engine:
             names = (f"{description} #{number}" for number in itertools.count())
             self.name = next(name for name in names if NAMED.setdefault(name, self) is self)
 
-    def _step_for(self, grads: Gradients) -> tuple[Step, Gradients]:
-        """A step that can be taken with ``grads``, made anew if need be, and these in the order of its parameters."""
+    def _prepared(self, grads: Gradients, *, ahead: bool = False) -> tuple[Step, Gradients]:
+        """A step that is prepared for ``grads``, or preallocated ``ahead`` of them; and these in its parameters' order."""
+        self.clipping.take(*self.clip_args)
         step = self.step
         if step is None or not step.is_current() or not step.describes(grads):
             step, grads = self.renew(grads)
             described = step.describes(grads)
             assert described
+        try:
+            step.preallocate() if ahead else step.prepare(grads)
+        except CompilerError:  # which lets the plans have another lowering
+            return self._prepared(grads, ahead=ahead)
         return step, grads
 
     def preallocate(self) -> Step:
@@ -434,32 +441,26 @@ class Engine:
 
     @outside_inference_mode()
     def _preallocate(self, grads: Gradients) -> tuple[Step, Gradients]:
-        """:meth:`_step_for`, with all of its memory."""
-        step, grads = self._step_for(grads)
-        self.clipping.take(*self.clip_args)
-        try:
-            step.preallocate()
-        except CompilerError:  # which lets the plans have another lowering
-            return self._preallocate(grads)
-        return step, grads
+        return self._prepared(grads, ahead=True)
 
     def preallocate_for_graphs(self) -> bool:
         """Make the step current, and its memory where a compiler's CUDA graph can hold it. Whether one can."""
         with self.lock:
             self.check_numbers()
             step = self.current()
-            if not self._fits_graphs(step) or any(map(is_capturing, step.devices)):  # where nothing could be made
-                return self._fits_graphs(step)
-            step = self.preallocate()
             fits = self._fits_graphs(step)
-            before = self._in_graphs
-            if fits and (before is None or before() is not step):
-                cause = before and "groups, state or clipping changed, or a tensor moved, and compiled code holds the step"
-                if cause:
-                    spend(f"{self.kind.__name__} would capture its step again: {cause}")
-                self._guard()
-                self.log.captures.append(cause or "")
-                self._in_graphs = weakref.ref(step)
+            if fits and not any(map(is_capturing, step.devices)):  # where nothing could be made
+                step = self.preallocate()
+                fits = self._fits_graphs(step)
+                before = self._in_graphs
+                if fits and (before is None or before() is not step):
+                    cause = ""
+                    if before is not None:
+                        cause = "groups, state or clipping changed, or a tensor moved, and compiled code holds the step"
+                        spend(f"{self.kind.__name__} would capture its step again: {cause}")
+                    self._guard()
+                    self.log.captures.append(cause)
+                    self._in_graphs = weakref.ref(step)
             return fits
 
     def _fits_graphs(self, step: Step) -> bool:
@@ -501,7 +502,7 @@ class Engine:
     def hand_out(self, name: str, group: int) -> None:
         """Note that somebody gets the live tensors of a hyperparameter; ``KeyError`` or ``IndexError`` if there are none."""
         live = self.current().live
-        if name not in live[position(group, len(live))]:
+        if name not in live[self._place(group)]:
             raise KeyError(no_hyperparameter(self.kind, name))
         self.distinct_groups[group].tensors(name)
 
@@ -593,13 +594,7 @@ class Engine:
             )
         self.mark_stepped()
         Live.send(self.changes)
-        self.clipping.take(*self.clip_args)
-        step, grads = self._step_for(grads)
-        try:
-            step.prepare(grads)
-        except CompilerError:  # which lets the plans have another lowering
-            return self.prepare(grads)
-        return step
+        return self._prepared(grads)[0]
 
     def mark_stepped(self) -> None:
         """Let torch's schedulers know that there was a step, unless a number is out of range."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from compiled_optim.groups.live import Live
 from compiled_optim.lowering.choice import LOWERINGS, lower, refuse
 from compiled_optim.lowering.interface import Capturable
+from compiled_optim.lowering.torch_ops.eager import EagerLowering
 from compiled_optim.lowering.torch_ops.inductor import InductorLowering, InlinedStep, obstacle
 from compiled_optim.lowering.totals import SquareSums, Totals
 from compiled_optim.memory.cache import CompilerError
@@ -19,8 +20,8 @@ from compiled_optim.memory.torch_internals import can_capture, let_stay
 from compiled_optim.plan.clipping import Clipping
 from compiled_optim.plan.plan import Plan, partition
 from compiled_optim.rule.declared import Declared
+from compiled_optim.rule.rule import Rule
 from compiled_optim.step.engine import Engine
-from compiled_optim.step.numerics import NumericsReport, check_numerics
 from compiled_optim.step.step import Gradients, Step
 
 
@@ -98,9 +99,19 @@ class RuleStep(Step):
         """Tables, coefficients and scheduled hyperparameters."""
         return self.lowerings, self._square_sums, self._schedules
 
-    def check_numerics(self) -> NumericsReport:
-        Live.send(self.changes)
-        return check_numerics(self.kind.__name__, [lowering.plan for lowering in self.lowerings])
+    def view(self, rule: Rule, groups: Collection[int]) -> None:
+        """Replace those parameters of ``groups``, by index, that took a step with what ``rule`` makes of them."""
+        for plan in [lowering.plan for lowering in self.lowerings]:
+            view = Plan(rule, plan.statics, plan.members, lambda _: None)
+            before = view.scalars.clone()
+            begun = zip(plan.members, before[0].tolist(), strict=True)
+            lowering = EagerLowering(view, Clipping(plan.device))
+            lowering.prepare([m.owner if m.group in groups and steps else None for m, steps in begun])
+            try:
+                lowering.launch()
+            finally:
+                view.scalars.copy_(before)
+            lowering.finish()
 
     def is_current(self) -> bool:
         """Whether, besides, nobody has ceased to clip, and no meta parameter has got memory."""

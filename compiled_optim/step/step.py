@@ -15,7 +15,6 @@ from compiled_optim.groups.param_group import ParamGroup
 from compiled_optim.groups.watched import Changes
 from compiled_optim.lowering.torch_ops.inductor import InlinedStep
 from compiled_optim.rule.declared import Declared
-from compiled_optim.step.numerics import NumericsReport
 
 Gradients: TypeAlias = "list[Tensor | None] | None"
 """One entry for each parameter of a step; None for the parameters' own."""
@@ -66,10 +65,6 @@ class Step:
     def refusal(self) -> str:
         """Why no CUDA graph can hold the step; empty if one can."""
         return ""
-
-    def check_numerics(self) -> NumericsReport:
-        """Which parameters the next step is too small to move. ``NotImplementedError`` where that cannot be foreseen."""
-        raise NotImplementedError(f"{self.kind.__name__} cannot check its numerics: its steps need a closure")
 
     def is_current(self) -> bool:
         """Whether nobody has reported a change, or replaced a group behind the optimizer's back."""

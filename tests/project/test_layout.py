@@ -33,7 +33,7 @@ FLOORS = [
     {"lowering"},
     {"step"},
     {"optimizer"},
-    {"named", "views"},
+    {"named"},
     {"optimizers", "model", "full_precision", "optimi", "release", "report"},
     {"capture"},
     {""},
