@@ -23,10 +23,14 @@ from compiled_optim.step.step import Step
 
 @called_while_tracing
 def ask(key: str, method: str, *args: Any) -> bool | None:
-    """What this method of an engine returns, if that is a constant of the trace."""
-    let_compilers_trace(run_inlined)
+    """What this method of an engine returns, if a trace can hold it."""
     answer = getattr(ENGINES[key], method)(*args)
     return answer if isinstance(answer, bool) else None
+
+
+@called_while_tracing
+def _let_trace() -> None:
+    let_compilers_trace(run_inlined)
 
 
 @called_while_tracing
@@ -41,6 +45,7 @@ def record_step(engine: Engine, scaler: tuple[Tensor | None, Tensor | None]) -> 
     calls the step, with tensors that are other ones each time.
     """
     mend_tracing()
+    _let_trace()
     ask(engine.key, "current")
     # Dynamo refuses to read sparse gradients; no step with such is inlined.
     is_sparse = engine.kind._gradients == "sparse"
@@ -194,14 +199,16 @@ def _copy_to(given: list[Tensor], params: list[Tensor]) -> None:
                 torch.autograd.graph.increment_version(copy)
 
 
-_HOSTED = (torch.Tag.cudagraph_unsafe,)
-"""Of an operator whose host's half must run every time, so that no compiler may put it into a CUDA graph."""
+OPERATORS: dict[str, Callable[..., None]] = {
+    "step": functools.partial(_step, Engine.run),
+    "step_in_graph": functools.partial(_step, Engine.run_in_graph),
+    "step_own_gradients": _step_own_gradients,
+}
+"""By name, what each operator does. The host's half of all but one must run every time: no CUDA graph may hold them."""
 
-for _name, _arguments, _run, _tags in (
-    ("step", "Tensor[] grads, int[] positions, ", functools.partial(_step, Engine.run), _HOSTED),
-    ("step_in_graph", "Tensor[] grads, int[] positions, ", functools.partial(_step, Engine.run_in_graph), ()),
-    ("step_own_gradients", "", _step_own_gradients, _HOSTED),
-):
-    _library.define(f"{_name}(Tensor(a!)[] params, {_arguments}str optimizer) -> ()", tags=_tags)  # type: ignore[no-untyped-call]
+for _name, _run in OPERATORS.items():
+    _given = "" if _run is _step_own_gradients else "Tensor[] grads, int[] positions, "
+    _tags = () if _name == "step_in_graph" else (torch.Tag.cudagraph_unsafe,)
+    _library.define(f"{_name}(Tensor(a!)[] params, {_given}str optimizer) -> ()", tags=_tags)  # type: ignore[no-untyped-call]
     _library.impl(_name, _run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"compiled_optim::{_name}", lambda *args: None, lib=_library)
