@@ -222,6 +222,8 @@ class CompiledOptimizer(Declared, Optimizer):
         else:
             self._engine.current()
             self._engine.zeroed += backward_number() < 0
+        if set_to_none and self._engine.note_zero_grad is not None:
+            self._engine.note_zero_grad(self._engine)
         for param in self._engine.params:
             if set_to_none:
                 param.grad = None  # unread, so that compiled code does not depend on whether there was one
@@ -334,7 +336,8 @@ class CompiledOptimizer(Declared, Optimizer):
             KeyError, IndexError: there is no such hyperparameter or group.
         """
         traced.ask(self._engine.key, "hand_out", name, group)
-        value: Tensor | tuple[Tensor, ...] = self._engine.live[group][name]
+        assert self._engine.step is not None
+        value: Tensor | tuple[Tensor, ...] = self._engine.step.live[group][name]
         return value
 
     @property
@@ -444,10 +447,9 @@ class CompiledOptimizer(Declared, Optimizer):
         engine = self._engine
         engine.accumulated.check_ended("copied")
         unshown = [group.unshown() if isinstance(group, ParamGroup) else {} for group in engine.distinct_groups]
-        own: dict[str, Any] = {"lowering": engine.lowering, "aliases": engine.aliases, "unshown": unshown}
-        own |= {"schedules": engine.schedules.functions, "max_grad_norm": self.max_grad_norm}
-        own |= {"skip_nonfinite": self.skip_nonfinite}
-        return {**super().__getstate__(), **own}
+        own = {"lowering": engine.lowering, "aliases": engine.aliases, "schedules": engine.schedules.functions}
+        chosen = {"max_grad_norm": self.max_grad_norm, "skip_nonfinite": self.skip_nonfinite}
+        return {**super().__getstate__(), **own, **chosen, "unshown": unshown}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         before = vars(self).get("_engine")

@@ -53,8 +53,7 @@ from compiled_optim.rule.fields import Hyper, Scale
 from compiled_optim.rule.misspelled import warn_of_entry
 from compiled_optim.rule.rule import TRAIN_MODE
 from compiled_optim.state import OptimizerState, ParamState
-from compiled_optim.step.accumulation import AccumulatedSteps
-from compiled_optim.step.step import Gradients, Step
+from compiled_optim.step.step import AccumulatedSteps, Gradients, Step
 
 MakeStep: TypeAlias = Callable[["Engine", Callable[[Tensor], Tensor | None]], Step]
 Launcher: TypeAlias = Callable[[Step, Callable[[], Any] | None], Any]
@@ -102,6 +101,7 @@ class Engine:
         self.launcher: Launcher | None = None  # what steps call in place of Step.launch, if anything
         self.release: Callable[[Gradients], None] | None = None  # what ends steps whose updates are in backward, if any are
         self.zeroed = 0  # how often somebody dropped all gradients outside of backward
+        self.note_zero_grad: Callable[[Engine], None] | None = None  # called in a runner before gradients become None
         self.launches = 0  # how many updates of some parameters or of all were launched here
         self.runs = 0  # how many steps were run here, captured ones among them
         self.steps = 0  # how many were taken, replayed ones among them
@@ -151,11 +151,6 @@ class Engine:
     def params(self) -> list[Tensor]:
         """All parameters, group by group, as they were when the step was made last."""
         return [] if self.step is None else self.step.params
-
-    @property
-    def live(self) -> list[dict[str, Any]]:
-        """The live hyperparameters of each group."""
-        return [] if self.step is None else self.step.live
 
     @property
     def clip_args(self) -> tuple[Any, ...]:

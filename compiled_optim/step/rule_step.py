@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from compiled_optim.groups.live import Live
+from compiled_optim.groups.parameters import first_three
 from compiled_optim.lowering.choice import LOWERINGS, lower, refuse
 from compiled_optim.lowering.interface import Capturable
 from compiled_optim.lowering.torch_ops.eager import EagerLowering
@@ -61,7 +62,11 @@ class RuleStep(Step):
         if has_totals and differentiable:
             raise ValueError(f"differentiable=True does not go with {plans[0].rule.name}, which sums over all parameters")
         self._totals = Totals(self.lowerings, self._clipping) if has_totals else None
-        self._report_shared_memory(plans)
+        if later := [f"'{member.name}'" for plan in plans if plan.shares_memory for member in plan.members]:
+            self._log.fall_back(
+                f"{first_three(later)} share memory with other parameters, and are updated after them",
+                "a step has more launches for it",
+            )
         self._schedules.count(plans)
         self._square_sums: SquareSums | None = None
         for param in self.params:
@@ -73,14 +78,6 @@ class RuleStep(Step):
         planned = {i for positions in self._positions for i in positions}
         self._meta = [p for plan in plans if plan.is_meta for p in plan.params]
         self._stateless = [i for i in range(len(self.params)) if i not in planned]
-
-    def _report_shared_memory(self, plans: Sequence[Plan]) -> None:
-        if later := [f"'{member.name}'" for plan in plans if plan.shares_memory for member in plan.members]:
-            more = f" and {len(later) - 3} more" if len(later) > 3 else ""
-            self._log.fall_back(
-                f"{', '.join(later[:3])}{more} share memory with other parameters, and are updated after them",
-                "a step has more launches for it",
-            )
 
     @classmethod
     def check_options(cls, optimizer: type[Declared], options: Mapping[str, Any]) -> None:
