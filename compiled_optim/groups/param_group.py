@@ -6,6 +6,7 @@ what they gave: a Python number, or a tensor. An assignment fills the live tenso
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -267,13 +268,10 @@ class ParamGroup(WatchedDict[str, Any]):
             if key in taken:
                 self._assign(key, taken[key])
                 continue
-            if key in structural:
-                self._changes.pending = True
-            elif key not in self:
+            if key not in self and key not in structural:
                 warn_of_entry(key, (*self._hypers, *structural), self.label)
-            self.set_quietly(key, value)
-            if key in structural:
-                self._changes.pending = True  # another thread may have rebuilt in between
+            with self._changes.reported() if key in structural else contextlib.nullcontext():
+                self.set_quietly(key, value)
             for name in (h.name for h in self._hypers.values() if h.when == key and value):
                 self._show(name, new=True)
 
@@ -375,20 +373,14 @@ def group_keys(kind: type[Declared]) -> list[str]:
     return [f.name for of_kind in kinds for f in kind._fields_of(of_kind)] + [*kind._group_flags, *kind._modes]
 
 
-def check_keys(kind: type[Declared], group: Mapping[str, Any], index: int) -> None:
-    """Raise ``TypeError`` where ``param_groups[index]`` has what belongs to the whole optimizer."""
-    known = group_keys(kind)
-    if foreign := [key for key in group if key in kind._all_fields and key not in known]:
-        raise TypeError(f"{foreign[0]} is an option of the whole optimizer, not of param_groups[{index}]")
-
-
 def check_values(kind: type[Declared], group: Mapping[str, Any], before: Mapping[str, Any], index: int) -> None:
-    """Raise an error where an entry of ``param_groups[index]`` is out of range, or does not fit another.
+    """Raise an error where an entry of ``param_groups[index]`` is out of range, does not fit another, or is no group's.
 
     ``before`` are the entries whose place it takes.
     """
-    where = f"param_groups[{index}]"
-    given = group
+    where, known = f"param_groups[{index}]", group_keys(kind)
+    if foreign := [key for key in group if key in kind._all_fields and key not in known]:
+        raise TypeError(f"{foreign[0]} is an option of the whole optimizer, not of {where}")
     group = {**added_choices(kind), **group}
     for choice in kind._fields_of(Choice):
         choice.check(group.get(choice.name, choice.default), where)
@@ -403,7 +395,6 @@ def check_values(kind: type[Declared], group: Mapping[str, Any], before: Mapping
     for check in dict.fromkeys(t.check for t in kind._transforms if t.check):
         check(group)
     check_choices(kind._fields_of(Scale), kind._fields_of(Option), group, before, index)
-    check_keys(kind, given, index)
     for mode in kind._modes:
         if isinstance(before, ParamGroup) and group[mode] is not before[mode]:
             raise ValueError(f"{mode} of {where} follows the parameters; call the optimizer's eval() or train()")

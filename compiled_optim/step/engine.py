@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from compiled_optim.checkpoint import state_dict as checkpoint
 from compiled_optim.checkpoint.state_dict import PreparedLoad
 from compiled_optim.groups.live import Live
-from compiled_optim.groups.param_group import ParamGroup, check_keys, check_values, group_keys
+from compiled_optim.groups.param_group import ParamGroup, check_values, group_keys
 from compiled_optim.groups.parameters import (
     check_params,
     first_repeat,
@@ -130,9 +130,8 @@ class Engine:
 
     @groups.setter
     def groups(self, groups: Iterable[Any]) -> None:
-        self.changes.pending = True
-        self._groups = WatchedList(self.changes, groups)
-        self.changes.pending = True
+        with self.changes.reported():
+            self._groups = WatchedList(self.changes, groups)
 
     @property
     def distinct_groups(self) -> list[ParamGroup]:
@@ -141,11 +140,11 @@ class Engine:
 
     def replace_state(self, values: Mapping[Any, Any]) -> None:
         """Let the state be ``values``, a mapping of mappings."""
-        self.changes.pending = True
-        self.changes.is_state_handed_out = bool(values)
-        self.state = OptimizerState(changes=self.changes, names=frozenset(self.kind._state_names()))
-        self.accumulated.forget()
-        self.state.update(values)
+        with self.changes.reported():
+            self.changes.is_state_handed_out = bool(values)
+            self.state = OptimizerState(changes=self.changes, names=frozenset(self.kind._state_names()))
+            self.accumulated.forget()
+            self.state.update(values)
 
     @property
     def params(self) -> list[Tensor]:
@@ -195,7 +194,6 @@ class Engine:
         given = {k: tensor for k, (number, tensor) in self.given.items() if self.defaults.get(k) == number}
         defaults = {**self.defaults, **given}
         values = {**defaults, **param_group}
-        check_keys(self.kind, values, index)
         if "params" not in param_group:
             raise ValueError(f"{label} has no 'params'")
         names, params = names_and_tensors(param_group["params"], f"{label}['params']")
@@ -432,11 +430,7 @@ class Engine:
     def preallocate(self) -> Step:
         """The step, with all of its long-lived memory allocated; see :meth:`Step.preallocate`."""
         with self.lock:
-            return self._preallocate([None] * len(self.current().params))[0]
-
-    @outside_inference_mode()
-    def _preallocate(self, grads: Gradients) -> tuple[Step, Gradients]:
-        return self._prepared(grads, ahead=True)
+            return self._prepared([None] * len(self.current().params), ahead=True)[0]
 
     def preallocate_for_graphs(self) -> bool:
         """Make the step current, and its memory where a compiler's CUDA graph can hold it. Whether one can."""
@@ -543,7 +537,7 @@ class Engine:
                 return
             ordered = grads
             if step.obstacle(grads, self.clip_args) or not step.is_preallocated:
-                step, ordered = beside_graphs(lambda: self._preallocate(grads), step.devices[0])
+                step, ordered = beside_graphs(lambda: self._prepared(grads, ahead=True), step.devices[0])
             if captures and step.refusal:
                 raise RuntimeError(step.refusal)
             step = self.prepare(ordered, by_inductor=True)

@@ -17,7 +17,7 @@ from compiled_optim.lowering.torch_ops.eager import EagerLowering
 from compiled_optim.lowering.torch_ops.inductor import InductorLowering, InlinedStep, obstacle
 from compiled_optim.lowering.totals import SquareSums, Totals
 from compiled_optim.memory.cache import CompilerError
-from compiled_optim.memory.torch_internals import can_capture, let_stay
+from compiled_optim.memory.torch_internals import can_capture, let_stay, outside_inference_mode
 from compiled_optim.plan.clipping import Clipping
 from compiled_optim.plan.plan import Plan, partition
 from compiled_optim.rule.declared import Declared
@@ -168,6 +168,7 @@ class RuleStep(Step):
             self._inlined = made
         return self._inlined
 
+    @outside_inference_mode()
     def preallocate(self) -> None:
         self._compile(self._by_plan([None] * len(self.params)))
         for lowering in self.lowerings:
