@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
+from compiled_optim.checkpoint import state_dict as checkpoint
 from compiled_optim.checkpoint.read import described, plain
 from compiled_optim.checkpoint.state_dict import LoadReport, PreparedLoad
 from compiled_optim.groups.live import Live
@@ -25,14 +26,14 @@ from compiled_optim.memory.torch_internals import (
     refuse_tracing,
 )
 from compiled_optim.plan.schedule import Schedule
-from compiled_optim.rule.declared import Declared, added_choices
+from compiled_optim.rule.declared import Declared, added_choices, no_hyperparameter
 from compiled_optim.rule.fields import Choice, Hyper, Number, PerParameter, Scale, Static, flag, transform
 from compiled_optim.rule.rule import TRAIN_MODE
 from compiled_optim.rule.storage import StateDtype, stored
 from compiled_optim.rule.transforms import cautious, check_decay, decay, lr_scaled
 from compiled_optim.state import OptimizerState
 from compiled_optim.step import traced
-from compiled_optim.step.engine import Engine
+from compiled_optim.step.engine import Engine, refuse_whole
 from compiled_optim.step.numerics import NumericsReport, check_numerics
 from compiled_optim.step.rule_step import RuleStep
 from compiled_optim.step.step import Step
@@ -271,7 +272,14 @@ class CompiledOptimizer(Declared, Optimizer):
     def optimizer_accumulation(self, on: bool) -> None:
         if not isinstance(on, bool):
             raise TypeError(f"optimizer_accumulation must be a bool, got {on!r}")
-        self._engine.accumulate(on)
+        engine, accumulated = self._engine, self._engine.accumulated
+        if on:
+            refuse_whole("optimizer accumulation", engine.assigned)
+            engine.current()
+            accumulated.check(engine.distinct_groups, begins=True)
+            if not accumulated.was_on:
+                engine.changes.pending = accumulated.was_on = True
+        accumulated.is_on = on
 
     _step_supports_amp_scaling = True  # torch's GradScaler hands over ``grad_scale`` and ``found_inf`` instead of waiting
 
@@ -323,7 +331,20 @@ class CompiledOptimizer(Declared, Optimizer):
             TypeError, ValueError: a function does not fit; no schedule is changed then.
             IndexError: there is no such group.
         """
-        self._engine.schedule(group, functions)
+        engine, kind = self._engine, type(self)
+        engine.current()
+        hypers = {h.name: h for h in kind._fields_of(Hyper)}
+        if unknown := functions.keys() - hypers.keys():
+            raise ValueError(no_hyperparameter(kind, min(unknown)))
+        groups, schedules = engine.distinct_groups, engine.schedules.copy()
+        for index in range(len(groups)) if group is None else [engine.place_of(group)]:
+            for name, function in functions.items():
+                if function is not None and name not in groups[index]:
+                    raise ValueError(f"param_groups[{index}] has no {name}; it needs {hypers[name].when}=True")
+                schedules.set(index, groups[index], hypers[name], function)
+        engine.schedules = schedules
+        schedules.follow(groups)
+        engine.changes.pending = True
 
     def hyperparameter(self, name: str, group: int = 0) -> Tensor | tuple[Tensor, ...]:
         """The live tensor, or tuple of tensors, behind ``param_groups[group][name]``, which steps read where it lies.
@@ -394,8 +415,13 @@ class CompiledOptimizer(Declared, Optimizer):
             pre_hook(self)
         run_time = [name for name in self._group_flags if name != "maximize"]
         neutral = {name: self._all_fields[name].default for name in run_time}  # type: ignore[attr-defined]
-        with self._engine.lock:
-            result = self._engine.save(neutral)
+        engine = self._engine
+        with engine.lock:
+            step = engine.current()
+            engine.accumulated.check_ended("saved")
+            engine.changes.is_state_handed_out = True
+            saved = checkpoint.save(self._declaration, engine.distinct_groups, engine.state, engine.aliases, neutral)
+            result = step.saved(saved)
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             replaced = post_hook(self, result)
             result = result if replaced is None else replaced
@@ -597,4 +623,12 @@ def prepare_load(
     for pre_hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
         replaced = pre_hook(optimizer, saved)
         saved = saved if replaced is None else replaced
-    return optimizer._engine.prepare_load(saved, strict, hyperparameters)
+    engine = optimizer._engine
+
+    def prepare(saved: Mapping[str, Any]) -> PreparedLoad:
+        groups, state, aliases = engine.distinct_groups, engine.state, engine.aliases
+        return checkpoint.prepare_load(engine.kind, groups, state, aliases, saved, strict, hyperparameters)
+
+    load = engine.current().prepare_load(saved, prepare)
+    load.afterwards += [engine.accumulated.forget, engine.note_names]
+    return load

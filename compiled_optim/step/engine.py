@@ -9,15 +9,13 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from compiled_optim.checkpoint import state_dict as checkpoint
-from compiled_optim.checkpoint.state_dict import PreparedLoad
 from compiled_optim.groups.live import Live
 from compiled_optim.groups.param_group import ParamGroup, check_values, group_keys
 from compiled_optim.groups.parameters import (
@@ -47,9 +45,9 @@ from compiled_optim.memory.torch_internals import (
 )
 from compiled_optim.plan.clipping import CHOSEN, NAMES, Clipping
 from compiled_optim.plan.compilations import CompilationLog, spend
-from compiled_optim.plan.schedule import Schedule, Schedules
+from compiled_optim.plan.schedule import Schedules
 from compiled_optim.rule.declared import Declared, no_hyperparameter
-from compiled_optim.rule.fields import Hyper, Scale
+from compiled_optim.rule.fields import Scale
 from compiled_optim.rule.misspelled import warn_of_entry
 from compiled_optim.rule.rule import TRAIN_MODE
 from compiled_optim.state import OptimizerState, ParamState
@@ -267,7 +265,7 @@ class Engine:
                 group.to(scalars_device(group["params"]))
         self._checked_scales = self._check_scales(self.groups)
         self._unused = warn_of_unused(self.kind._declaration.options, self.groups, self._unused)
-        self._note_names()
+        self.note_names()
         self._drop_unstepped()
 
     def _check_scales(self, groups: Sequence[Mapping[str, Any]]) -> list[Any]:
@@ -282,7 +280,7 @@ class Engine:
                 check_names(scale, given, names, self.aliases, by_short_name=by_short_name)
         return [given for _, given in found.values()]
 
-    def _note_names(self) -> None:
+    def note_names(self) -> None:
         """Note whose the names are, for :meth:`_follow_names`. torch swaps no tensors that have weak references."""
         pairs = [(group["params"], group.get("param_names", ())) for group in self.groups]
         self._named = [list(zip(*pair, strict=False)) for pair in pairs]
@@ -313,24 +311,7 @@ class Engine:
         for param in [p for p in gone if self.state[p].is_initial()]:
             del self.state[param]
 
-    def schedule(self, group: int | None, functions: Mapping[str, Schedule | None]) -> None:
-        """Begin or end schedules of one group or of all; an error, and no change, where one does not fit."""
-        self.current()
-        hypers = {h.name: h for h in self.kind._fields_of(Hyper)}
-        if unknown := functions.keys() - hypers.keys():
-            raise ValueError(no_hyperparameter(self.kind, min(unknown)))
-        groups = self.distinct_groups
-        schedules = self.schedules.copy()
-        for index in range(len(groups)) if group is None else [self._place(group)]:
-            for name, function in functions.items():
-                if function is not None and name not in groups[index]:
-                    raise ValueError(f"param_groups[{index}] has no {name}; it needs {hypers[name].when}=True")
-                schedules.set(index, groups[index], hypers[name], function)
-        self.schedules = schedules
-        schedules.follow(groups)
-        self.changes.pending = True
-
-    def _place(self, group: int) -> int:
+    def place_of(self, group: int) -> int:
         """Which group ``group`` is, counted from the start; an ``IndexError`` where there is none."""
         count = len(self.distinct_groups)
         if group not in range(-count, count):
@@ -346,30 +327,6 @@ class Engine:
                 if not group.get(TRAIN_MODE, True):
                     raise RuntimeError(f"{group.label} has the parameters to evaluate; call the optimizer's train() first")
             self.changes.is_refused = False
-
-    def save(self, flags: Mapping[str, Any]) -> dict[str, Any]:
-        """The state dict, with the values of ``flags`` for run-time flags. The caller holds :attr:`lock`."""
-        step = self.current()
-        self.accumulated.check_ended("saved")
-        self.changes.is_state_handed_out = True
-        groups = self.distinct_groups
-        return step.saved(checkpoint.save(self.kind._declaration, groups, self.state, self.aliases, flags))
-
-    def prepare_load(
-        self, saved: Mapping[str, Any], strict: bool, hyperparameters: Literal["checkpoint", "keep"]
-    ) -> PreparedLoad:
-        """Check what copies a state dict into groups and state; an error where it does not fit.
-
-        The caller holds :attr:`lock` until all is written.
-        """
-
-        def prepare(saved: Mapping[str, Any]) -> PreparedLoad:
-            groups, state, aliases = self.distinct_groups, self.state, self.aliases
-            return checkpoint.prepare_load(self.kind, groups, state, aliases, saved, strict, hyperparameters)
-
-        load = self.current().prepare_load(saved, prepare)
-        load.afterwards += [self.accumulated.forget, self._note_names]
-        return load
 
     def current(self) -> Step:
         """The step, made anew if groups or state changed."""
@@ -491,7 +448,7 @@ class Engine:
     def hand_out(self, name: str, group: int) -> None:
         """Note that somebody gets the live tensors of a hyperparameter; ``KeyError`` or ``IndexError`` if there are none."""
         live = self.current().live
-        if name not in live[self._place(group)]:
+        if name not in live[self.place_of(group)]:
             raise KeyError(no_hyperparameter(self.kind, name))
         self.distinct_groups[group].tensors(name)
 
@@ -553,20 +510,6 @@ class Engine:
             with self.accumulated.launching(step.params, grads, self.state):
                 step.launch_part()
             self.finish(step, counts=not (goes_on or self.accumulated.is_on))
-
-    def accumulate(self, on: bool) -> None:
-        """Let the next gradients be taken by the state, or let parameters move again.
-
-        Raises:
-            ValueError: the state cannot take several gradients for one step, which is then as before.
-        """
-        if on:
-            refuse_whole("optimizer accumulation", self.assigned)
-            self.current()
-            self.accumulated.check(self.distinct_groups, begins=True)
-            if not self.accumulated.was_on:
-                self.changes.pending = self.accumulated.was_on = True
-        self.accumulated.is_on = on
 
     def prepare(self, grads: Gradients = None, *, by_inductor: bool = False) -> Step:
         """The host's part of a step, which may be a new one; nothing is updated yet. ``grads`` as in :meth:`Step.prepare`.
