@@ -8,7 +8,6 @@ The package is a house: a module imports only from its own floor and from floors
     release.py           updates inside of backward, after which gradients are freed
     report.py            no_recompiles, compile_report and memory_report
     optimizers/          one optimizer per file: its fields and the two functions of its rule
-    views.py             optimizers whose parameters are evaluated as others than they are trained
     optimizer.py         CompiledOptimizer: torch.optim's interface over groups, state and plans
     step/                the engine, which owns groups and state and runs steps, and what one step does
     lowering/            how the step of a plan runs: kernels, torch operations, stacks, sparse rows

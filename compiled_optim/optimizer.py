@@ -10,22 +10,31 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
+from compiled_optim.checkpoint import state_dict as checkpoint
 from compiled_optim.checkpoint.read import described, plain
 from compiled_optim.checkpoint.state_dict import LoadReport, PreparedLoad
-from compiled_optim.groups.param_group import ParamGroup
+from compiled_optim.groups.live import Live
+from compiled_optim.groups.param_group import ParamGroup, group_keys
 from compiled_optim.groups.parameters import as_groups
+from compiled_optim.groups.per_parameter import kept
 from compiled_optim.memory.layout import scalar_dtype, scalars_device
-from compiled_optim.memory.torch_internals import backward_number, outside_dynamo, refuse_tracing
+from compiled_optim.memory.torch_internals import (
+    backward_number,
+    is_capturing,
+    outside_dynamo,
+    outside_inference_mode,
+    refuse_tracing,
+)
 from compiled_optim.plan.schedule import Schedule
-from compiled_optim.rule.declared import Declared
-from compiled_optim.rule.fields import Choice, Number, PerParameter, Static, flag, transform
+from compiled_optim.rule.declared import Declared, no_hyperparameter
+from compiled_optim.rule.fields import Choice, Hyper, Number, PerParameter, Scale, Static, flag, transform
+from compiled_optim.rule.rule import TRAIN_MODE
 from compiled_optim.rule.storage import StateDtype, stored
 from compiled_optim.rule.transforms import cautious, check_decay, decay, lr_scaled
 from compiled_optim.state import OptimizerState
 from compiled_optim.step import traced
-from compiled_optim.step.engine import Engine
-from compiled_optim.step.numerics import NumericsReport
-from compiled_optim.step.options import as_defaults, check_read, group_entries
+from compiled_optim.step.engine import Engine, refuse_whole
+from compiled_optim.step.numerics import NumericsReport, check_numerics
 from compiled_optim.step.rule_step import RuleStep
 from compiled_optim.step.step import Step
 
@@ -133,9 +142,9 @@ class CompiledOptimizer(Declared, Optimizer):
         self._begin(options["lowering"])
         self.max_grad_norm = options["max_grad_norm"]
         self.skip_nonfinite = options["skip_nonfinite"]
-        defaults, self._engine.given = as_defaults(type(self), options)
+        defaults, self._engine.given = _as_defaults(type(self), options)
         groups = as_groups(params)
-        check_read(type(self), options, groups)
+        _check_read(type(self), options, groups)
         self._engine.is_open = True
         super().__init__(cast(ParamsT, groups), defaults)
         self._engine.is_open = False
@@ -210,10 +219,12 @@ class CompiledOptimizer(Declared, Optimizer):
             set_to_none: set them to None instead of to zero.
         """
         if torch.compiler.is_compiling():
-            traced.preallocate(self._engine.key)
+            traced.ask(self._engine.key, "preallocate_for_graphs")
         else:
             self._engine.current()
             self._engine.zeroed += backward_number() < 0
+        if set_to_none and self._engine.note_zero_grad is not None:
+            self._engine.note_zero_grad(self._engine)
         for param in self._engine.params:
             if set_to_none:
                 param.grad = None  # unread, so that compiled code does not depend on whether there was one
@@ -261,7 +272,14 @@ class CompiledOptimizer(Declared, Optimizer):
     def optimizer_accumulation(self, on: bool) -> None:
         if not isinstance(on, bool):
             raise TypeError(f"optimizer_accumulation must be a bool, got {on!r}")
-        self._engine.accumulate(on)
+        engine, accumulated = self._engine, self._engine.accumulated
+        if on:
+            refuse_whole("optimizer accumulation", engine.assigned)
+            engine.current()
+            accumulated.check(engine.distinct_groups, begins=True)
+            if not accumulated.was_on:
+                engine.changes.pending = accumulated.was_on = True
+        accumulated.is_on = on
 
     _step_supports_amp_scaling = True  # torch's GradScaler hands over ``grad_scale`` and ``found_inf`` instead of waiting
 
@@ -293,9 +311,7 @@ class CompiledOptimizer(Declared, Optimizer):
         advice. ``NotImplementedError`` where steps need a closure.
         """
         with self._engine.lock:
-            step = self._engine.current()
-            self._engine.check_numbers()
-            return step.check_numerics()
+            return check_numerics(self._engine)
 
     def schedule(self, group: int | None = None, **functions: Schedule | None) -> None:
         """Make hyperparameters functions of the step count, evaluated on the device as part of every step.
@@ -315,7 +331,20 @@ class CompiledOptimizer(Declared, Optimizer):
             TypeError, ValueError: a function does not fit; no schedule is changed then.
             IndexError: there is no such group.
         """
-        self._engine.schedule(group, functions)
+        engine, kind = self._engine, type(self)
+        engine.current()
+        hypers = {h.name: h for h in kind._fields_of(Hyper)}
+        if unknown := functions.keys() - hypers.keys():
+            raise ValueError(no_hyperparameter(kind, min(unknown)))
+        groups, schedules = engine.distinct_groups, engine.schedules.copy()
+        for index in range(len(groups)) if group is None else [engine.place_of(group)]:
+            for name, function in functions.items():
+                if function is not None and name not in groups[index]:
+                    raise ValueError(f"param_groups[{index}] has no {name}; it needs {hypers[name].when}=True")
+                schedules.set(index, groups[index], hypers[name], function)
+        engine.schedules = schedules
+        schedules.follow(groups)
+        engine.changes.pending = True
 
     def hyperparameter(self, name: str, group: int = 0) -> Tensor | tuple[Tensor, ...]:
         """The live tensor, or tuple of tensors, behind ``param_groups[group][name]``, which steps read where it lies.
@@ -327,8 +356,9 @@ class CompiledOptimizer(Declared, Optimizer):
         Raises:
             KeyError, IndexError: there is no such hyperparameter or group.
         """
-        traced.hand_out(self._engine.key, name, group)
-        value: Tensor | tuple[Tensor, ...] = self._engine.live[group][name]
+        traced.ask(self._engine.key, "hand_out", name, group)
+        assert self._engine.step is not None
+        value: Tensor | tuple[Tensor, ...] = self._engine.step.live[group][name]
         return value
 
     @property
@@ -385,8 +415,13 @@ class CompiledOptimizer(Declared, Optimizer):
             pre_hook(self)
         run_time = [name for name in self._group_flags if name != "maximize"]
         neutral = {name: self._all_fields[name].default for name in run_time}  # type: ignore[attr-defined]
-        with self._engine.lock:
-            result = self._engine.save(neutral)
+        engine = self._engine
+        with engine.lock:
+            step = engine.current()
+            engine.accumulated.check_ended("saved")
+            engine.changes.is_state_handed_out = True
+            saved = checkpoint.save(self._declaration, engine.distinct_groups, engine.state, engine.aliases, neutral)
+            result = step.saved(saved)
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             replaced = post_hook(self, result)
             result = result if replaced is None else replaced
@@ -438,10 +473,9 @@ class CompiledOptimizer(Declared, Optimizer):
         engine = self._engine
         engine.accumulated.check_ended("copied")
         unshown = [group.unshown() if isinstance(group, ParamGroup) else {} for group in engine.distinct_groups]
-        own: dict[str, Any] = {"lowering": engine.lowering, "aliases": engine.aliases, "unshown": unshown}
-        own |= {"schedules": engine.schedules.functions, "max_grad_norm": self.max_grad_norm}
-        own |= {"skip_nonfinite": self.skip_nonfinite}
-        return {**super().__getstate__(), **own}
+        own = {"lowering": engine.lowering, "aliases": engine.aliases, "schedules": engine.schedules.functions}
+        chosen = {"max_grad_norm": self.max_grad_norm, "skip_nonfinite": self.skip_nonfinite}
+        return {**super().__getstate__(), **own, **chosen, "unshown": unshown}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         before = vars(self).get("_engine")
@@ -455,7 +489,7 @@ class CompiledOptimizer(Declared, Optimizer):
         self.max_grad_norm, self.skip_nonfinite = values["max_grad_norm"], values["skip_nonfinite"]
         self.param_groups, self.state, self.defaults = groups, entries, values["defaults"]
         super().__setstate__(state)
-        self.defaults = group_entries(type(self), self.defaults)  # torch adds a key
+        self.defaults = _group_entries(type(self), self.defaults)  # torch adds a key
         self._engine.aliases, self._engine.schedules.functions = dict(values["aliases"]), dict(values["schedules"])
         self._engine.adopt(checked=True, unshown=values["unshown"])
 
@@ -488,6 +522,86 @@ for _name, _meaning in {
     setattr(CompiledOptimizer, _name, _assigned(_name, _meaning))
 
 
+def _group_entries(kind: type[Declared], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the constructor's ``options`` that groups hold: a choice that torch.optim lacks only where it was made."""
+    added = kind._added_choices()
+    found = {name: options[name] for name in group_keys(kind) if name in options}
+    scales = {scale.name for scale in kind._fields_of(Scale)}
+    chosen = {name: value for name, value in found.items() if name not in added or value != added[name]}
+    return {**kind._modes, **{name: kept(value) if name in scales else value for name, value in chosen.items()}}
+
+
+def _as_defaults(kind: type[Declared], options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[Any, Any]]]:
+    """:func:`_group_entries` with Python numbers for hyperparameters, and those that came in tensors with what they came as.
+
+    Raises:
+        TypeError, ValueError: a hyperparameter is no number, or out of range.
+    """
+    defaults, given = _group_entries(kind, options), {}
+    for hyper in (h for h in kind._fields_of(Hyper) if h.name in defaults):
+        elements = hyper.elements(options[hyper.name], "")
+        numbers = tuple(e.item() if isinstance(e, Tensor) else e for e in elements)
+        for index, number in enumerate(numbers):
+            hyper.check(number, index, "")
+        defaults[hyper.name] = hyper.plain(numbers)
+        if any(isinstance(e, Tensor) for e in elements):
+            given[hyper.name] = defaults[hyper.name], options[hyper.name]
+    kind.check({**options, **defaults}, options)
+    return defaults, given
+
+
+def _check_read(kind: type[Declared], options: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ``ValueError`` where the constructor was given a hyperparameter that none of ``groups`` has a use for."""
+    for hyper in kind._fields_of(Hyper):
+        if hyper.when is None or options[hyper.name] is None:
+            continue
+        if not any(group.get(hyper.when, options[hyper.when]) for group in groups):
+            raise ValueError(f"nothing reads {hyper.name} without {hyper.when}=True, which no group has")
+
+
+class ViewedOptimizer(CompiledOptimizer):
+    """An optimizer whose parameters stand for others, which are to be evaluated; a subclass has ``views``.
+
+    The entry ``train_mode`` of each group says which of them the parameters are. It is saved, and a load takes it from the
+    checkpoint: the model's parameters are to be loaded from the same one.
+    """
+
+    _modes = {TRAIN_MODE: True}
+
+    def eval(self) -> None:
+        """Let parameters be those to evaluate and to save for use; a step is an error until :meth:`train`.
+
+        Parameters that never took a step stay as they are. What was rounded to 16 bits is rounded again, there and back.
+
+        Raises:
+            RuntimeError: a CUDA graph is being captured, or a step of several micro-batches has not ended.
+        """
+        self._show(train=False)
+
+    def train(self) -> None:
+        """Let parameters be those to train, as they are at first; raises what :meth:`eval` does."""
+        self._show(train=True)
+
+    @outside_dynamo
+    @outside_inference_mode()
+    @torch.no_grad()
+    def _show(self, *, train: bool) -> None:
+        engine = self._engine
+        with engine.lock:
+            step, groups = engine.current(), engine.distinct_groups
+            assert isinstance(step, RuleStep)
+            if any(map(is_capturing, step.devices)):
+                raise RuntimeError(
+                    "a CUDA graph is being captured, which holds steps alone; call eval() and train() outside"
+                )
+            engine.accumulated.check_ended("evaluated")
+            Live.send(engine.changes)
+            if changed := [i for i, group in enumerate(groups) if group[TRAIN_MODE] is not train]:
+                step.view(self._view_rules["train" if train else "eval"], changed)
+            for index in changed:
+                groups[index].set_quietly(TRAIN_MODE, train)
+
+
 def engine_of(optimizer: CompiledOptimizer) -> Engine:
     """What runs the steps of ``optimizer``: for the rest of the package, which users have no need of."""
     return optimizer._engine
@@ -509,4 +623,12 @@ def prepare_load(
     for pre_hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
         replaced = pre_hook(optimizer, saved)
         saved = saved if replaced is None else replaced
-    return optimizer._engine.prepare_load(saved, strict, hyperparameters)
+    engine = optimizer._engine
+
+    def prepare(saved: Mapping[str, Any]) -> PreparedLoad:
+        groups, state, aliases = engine.distinct_groups, engine.state, engine.aliases
+        return checkpoint.prepare_load(engine.kind, groups, state, aliases, saved, strict, hyperparameters)
+
+    load = engine.current().prepare_load(saved, prepare)
+    load.afterwards += [engine.accumulated.forget, engine.note_names]
+    return load

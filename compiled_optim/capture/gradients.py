@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -13,55 +12,43 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from compiled_optim.capture.guards import gradient_place
-from compiled_optim.optimizer import CompiledOptimizer, engine_of
+from compiled_optim.groups.parameters import first_three
+from compiled_optim.step.engine import Engine
 
 
 @contextlib.contextmanager
-def watching_zero_grad(optimizers: Sequence[CompiledOptimizer]) -> Iterator[set[Tensor]]:
+def watching_zero_grad(engines: Sequence[Engine]) -> Iterator[set[Tensor]]:
     """Collect the parameters whose gradients ``zero_grad`` sets to None before anything used or changed them.
 
     No gradient is kept alive for that.
     """
-    engines = [engine_of(o) for o in optimizers]
     runs = [engine.runs for engine in engines]
     params = [p for engine in engines for p in engine.params]
     seen = [_seen(p.grad) for p in params]
     places: set[int] = set()  # in ``params``: Dynamo traces what follows, and knows no sets of tensors
     dropped: set[Tensor] = set()
 
-    def watched(optimizer: CompiledOptimizer) -> Callable[..., None]:
-        original = optimizer.zero_grad
+    def note(optimizer: Engine) -> None:
+        used = {id(p) for engine, before in zip(engines, runs, strict=True) if engine.runs > before for p in engine.params}
+        wanted = {id(p) for p in optimizer.params if id(p) not in used}
+        for place, (param, (reference, version)) in enumerate(zip(params, seen, strict=True)):
+            if id(param) in wanted:
+                grad = param.grad
+                if grad is None or reference is None:
+                    is_untouched = grad is None and reference is None
+                else:
+                    is_untouched = reference() is grad and version == grad._version
+                if is_untouched:
+                    places.add(place)
 
-        @functools.wraps(original)
-        def zero_grad(set_to_none: bool = True) -> None:
-            if set_to_none:
-                stepped = [engine for engine, before in zip(engines, runs, strict=True) if engine.runs > before]
-                used = {id(p) for engine in stepped for p in engine.params}
-                wanted = {id(p) for p in engine_of(optimizer).params if id(p) not in used}
-                for place, (param, (reference, version)) in enumerate(zip(params, seen, strict=True)):
-                    if id(param) in wanted:
-                        grad = param.grad
-                        if grad is None or reference is None:
-                            is_untouched = grad is None and reference is None
-                        else:
-                            is_untouched = reference() is grad and version == grad._version
-                        if is_untouched:
-                            places.add(place)
-            original(set_to_none)
-
-        return zero_grad
-
-    own = [vars(o).get("zero_grad") for o in optimizers]
-    for optimizer in optimizers:
-        vars(optimizer)["zero_grad"] = watched(optimizer)
     try:
+        for engine in engines:
+            engine.note_zero_grad = note
         yield dropped
     finally:
         dropped.update(params[place] for place in places)
-        for optimizer, assigned in zip(optimizers, own, strict=True):
-            del vars(optimizer)["zero_grad"]
-            if assigned is not None:
-                vars(optimizer)["zero_grad"] = assigned
+        for engine in engines:
+            engine.note_zero_grad = None
 
 
 def _seen(grad: Tensor | None) -> tuple[weakref.ref[Tensor] | None, int]:
@@ -185,9 +172,8 @@ class LiveAutograd:
         live = self._held(params)
         held = [f"'{name}'" for param, name in params.items() if param in live & self._through]
         if held:
-            more = f" and {len(held) - 3} more" if len(held) > 3 else ""
             raise RuntimeError(
-                f"a loss, or what else depends on {', '.join(held[:3])}{more}, is kept from an uncaptured step with its "
+                f"a loss, or what else depends on {first_three(held)}, is kept from an uncaptured step with its "
                 "autograd graph, through which no CUDA graph can record a backward pass: detach() it before it is kept. "
                 "DistributedDataParallel keeps such a graph; wrap the model on a stream that the runner gets as stream="
             )

@@ -1,13 +1,19 @@
-"""Device work that is recorded once and then replayed."""
+"""CUDA graphs, and when one holds the launches of an optimizer's step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import ClassVar, TypeVar
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
+from compiled_optim.capture.guards import differences, guards_of
+from compiled_optim.groups.parameters import named_parameters
 from compiled_optim.memory.torch_internals import abandon_capture, any_stream_captures
+from compiled_optim.optimizer import CompiledOptimizer, engine_of
+from compiled_optim.plan.compilations import spend
+from compiled_optim.step.step import Step
 
 T = TypeVar("T")
 
@@ -93,3 +99,153 @@ class CudaGraph:
 
 GRAPHS: dict[str, type[CudaGraph]] = {"cuda": CudaGraph}
 """By device type, what captures work there; a device that is not here has no graphs."""
+
+
+def graph_of(step: Step | None) -> Step:
+    """``step``, or a ``ValueError`` where no graph can hold it."""
+    assert step is not None
+    if step.refusal:
+        raise ValueError(step.refusal)
+    return step
+
+
+class Run:
+    """One graph, and when it may be captured; the arguments are those of ``CUDAGraphRunner``."""
+
+    alone: ClassVar[bool]  # whether the graph holds a step and nothing else
+
+    def __init__(
+        self, optimizers: Sequence[CompiledOptimizer], warmup: int, recaptures: int, stream: torch.Stream | None
+    ) -> None:
+        self._optimizers = list(optimizers)
+        self._engines = [engine_of(o) for o in optimizers]
+        self._stream = stream
+        self._device = self._common_device()
+        self._graph = self._new_graph(self._device)
+        self._guards: list[dict[str, str]] = []  # of each optimizer when the graph was captured; empty before
+        self._cause = ""  # of the next capture
+        self._pending = warmup  # calls that run as usual before it
+        self._recaptures = self._left = recaptures
+        self.released = False
+
+    @property
+    def _captured(self) -> bool:
+        return bool(self._guards)
+
+    def _common_device(self) -> torch.device:
+        placed: dict[torch.device, str] = {
+            param.device: name for o in self._optimizers for name, param in named_parameters(o.param_groups)
+        }
+        if len(placed) != 1:
+            where = ", ".join(f"'{name}' on {device}" for device, name in placed.items())
+            raise ValueError(f"a graph holds work of one device; the parameters are on {len(placed)}: {where}")
+        return next(iter(placed))
+
+    def _has_moved(self) -> bool:
+        """Whether the first parameter is on another device."""
+        params = (param for o in self._optimizers for _, param in named_parameters(o.param_groups))
+        return next((param.device for param in params), self._device) != self._device
+
+    def _follow_device(self) -> None:
+        """Have a graph where the parameters are; ``ValueError``, and no change, if no graph can hold steps there."""
+        if (device := self._common_device()) != self._device:
+            self._graph, self._device = self._new_graph(device), device
+
+    def _new_graph(self, device: torch.device) -> CudaGraph | None:
+        make = GRAPHS.get(device.type)
+        for engine in self._engines:
+            if make is None:
+                engine.log.fall_back(
+                    f"CUDAGraphRunner runs {engine.kind.__name__} uncaptured: {device.type} has no CUDA graphs",
+                    "use it for parameters on CUDA",
+                )
+            elif (refusal := graph_of(engine.current()).only_whole) and self.alone:
+                raise ValueError(refusal)
+        if make is None:
+            return None
+        graph = make(device, self._stream)
+        weakref.finalize(self, graph.release)
+        return graph
+
+    def _drop(self, cause: str) -> None:
+        """Let go of the stale graph; the next call captures again. An error, and no change, where that is not allowed."""
+        stale = self._graph
+        assert stale is not None
+        if self._left == 0:
+            raise RuntimeError(
+                f"CUDAGraphRunner would capture its graph again, after {self._recaptures} times: {cause}; "
+                "keep that as it is between calls, or allow more recaptures"
+            )
+        self._common_device()
+        spend(f"CUDAGraphRunner would capture its graph again: {cause}")
+        self._follow_device()
+        self._left -= 1
+        self._cause, self._pending, self._guards = cause, 1, []
+        stale.release()
+
+    def _note_capture(self) -> None:
+        self._guards = list(map(guards_of, self._optimizers))
+        for engine in self._engines:
+            engine.log.captures.append(self._cause)
+
+    def _explain(self) -> str:
+        """Why the graph is stale."""
+        found = map(differences, self._guards, map(guards_of, self._optimizers))
+        return next(filter(None, found), "tables were made anew")
+
+    def release(self) -> None:
+        """Free the graph; the run is of no use then."""
+        self.released, self._guards = True, []
+        if self._graph is not None:
+            self._graph.release()
+
+
+class StepRun(Run):
+    """The launches of one optimizer's step."""
+
+    alone = True
+
+    _key: tuple[object, ...] = ()  # of the graph, or of the last launch where there is none
+
+    @property
+    def optimizer(self) -> CompiledOptimizer:
+        """Whose step it is."""
+        return self._optimizers[0]
+
+    def step(self, closure: Callable[[], Any] | None, scaler: dict[str, Any]) -> Any:
+        """One step with its launches replayed; ``scaler`` is what a gradient scaler handed over."""
+        (engine,) = self._engines
+        for name, value in scaler.items():
+            setattr(self.optimizer, name, value)
+        try:
+            engine.launcher = self._launch
+            return self.optimizer.step(closure)
+        finally:
+            engine.launcher = None
+            for name in scaler:
+                delattr(self.optimizer, name)
+
+    def _launch(self, step: Step, closure: Callable[[], Any] | None) -> Any:
+        """In place of ``step.launch``, after ``prepare``."""
+        if not self._captured and self._has_moved():
+            self._follow_device()
+        if self._graph is None:
+            return step.launch(closure)
+        part = graph_of(step)
+        key = part.key()
+        if not self._captured:
+            self._common_device()
+        elif key != self._key:
+            self._drop(self._explain())
+        if self._graph is None or self._pending or key != self._key:
+            step.launch()  # also loads what a capture could not
+            self._pending = max(self._pending - 1, 0)
+            self._key = key
+            return None
+        part.copy_gradients()
+        if not self._captured:
+            self._graph.capture(step.launch)
+            self._note_capture()
+        self._graph.replay()
+        self._engines[0].log.replays += 1
+        return None

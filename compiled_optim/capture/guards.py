@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compiled_optim.groups.parameters import named_parameters, parameter_name
+from compiled_optim.groups.parameters import first_three, named_parameters, parameter_name
 from compiled_optim.memory.addresses import Addresses
 from compiled_optim.memory.layout import local
 from compiled_optim.optimizer import CompiledOptimizer, engine_of
@@ -79,8 +79,7 @@ def differences(old: Mapping[str, str], new: Mapping[str, str]) -> str:
     changes += [f"{label} is new" for label in new if label not in old and not label.startswith(quiet)]
     changes += [f"{label} is gone" for label in old if label not in new and not label.startswith(quiet)]
     changes = [change for change in changes if not change.startswith("state")] or changes
-    more = f" and {len(changes) - 3} more" if len(changes) > 3 else ""
-    return ", ".join(changes[:3]) + more
+    return first_three(changes)
 
 
 def modules_of(function: Callable[..., Any], seen: set[int] | None = None) -> Iterator[nn.Module]:

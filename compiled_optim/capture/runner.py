@@ -14,9 +14,9 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from compiled_optim.capture.graph import StepRun
 from compiled_optim.capture.guards import modules_of
 from compiled_optim.capture.run_function import FunctionRun
-from compiled_optim.capture.run_step import StepRun
 from compiled_optim.optimizer import CompiledOptimizer
 
 

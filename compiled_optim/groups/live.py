@@ -162,18 +162,15 @@ class Live:
     def write(self, value: float | Tensor) -> None:
         """Let the number be ``value``, which may be a 1-element tensor on any device."""
         is_zero = not isinstance(value, Tensor) and value == 0
-        is_reported = self.shapes and self.changes.is_guarded and (self.written == 0) != is_zero
-        if is_reported:
-            self.changes.pending = True
-        self.written_last = None  # until the end, whatever interrupts it
-        if isinstance(value, Tensor):
-            self._fill(value)
-        elif not self._wait(value):
-            self._fill(value)
-            self._version = _version(self.tensor)
-            self.written_last = value
-        if is_reported:
-            self.changes.pending = True  # another thread may have rebuilt in between
+        is_watched = self.shapes and self.changes.is_guarded and (self.written == 0) != is_zero
+        with self.changes.reported() if is_watched else nullcontext():
+            self.written_last = None  # until the end, whatever interrupts it
+            if isinstance(value, Tensor):
+                self._fill(value)
+            elif not self._wait(value):
+                self._fill(value)
+                self._version = _version(self.tensor)
+                self.written_last = value
 
     def write_plain(self, value: float) -> bool:
         """Write where :attr:`is_private`, without a new version of the tensor. Whether that can be done."""

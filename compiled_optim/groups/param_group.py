@@ -6,6 +6,7 @@ what they gave: a Python number, or a tensor. An assignment fills the live tenso
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from compiled_optim.groups.live import Live, Numbers, address, as_fake_as, warn_of_driven
-from compiled_optim.groups.per_parameter import kept
+from compiled_optim.groups.per_parameter import check_choices, kept
 from compiled_optim.groups.watched import Changes, WatchedDict, WatchedList
 from compiled_optim.memory.layout import is_lost, scalar, scalar_dtype
 from compiled_optim.memory.torch_internals import (
@@ -27,7 +28,8 @@ from compiled_optim.memory.torch_internals import (
     outside_inference_mode,
     quickly_outside_dynamo,
 )
-from compiled_optim.rule.fields import Hyper
+from compiled_optim.rule.declared import Declared
+from compiled_optim.rule.fields import Choice, Hyper, Option, Scale, Static
 from compiled_optim.rule.misspelled import warn_of_entry
 from compiled_optim.rule.rule import TRAIN_MODE, Declaration
 
@@ -266,13 +268,10 @@ class ParamGroup(WatchedDict[str, Any]):
             if key in taken:
                 self._assign(key, taken[key])
                 continue
-            if key in structural:
-                self._changes.pending = True
-            elif key not in self:
+            if key not in self and key not in structural:
                 warn_of_entry(key, (*self._hypers, *structural), self.label)
-            self.set_quietly(key, value)
-            if key in structural:
-                self._changes.pending = True  # another thread may have rebuilt in between
+            with self._changes.reported() if key in structural else contextlib.nullcontext():
+                self.set_quietly(key, value)
             for name in (h.name for h in self._hypers.values() if h.when == key and value):
                 self._show(name, new=True)
 
@@ -366,3 +365,36 @@ def is_own(hyper: Hyper, value: Any, group: Mapping[str, Any]) -> bool:
     if isinstance(value, Tensor):
         return value.numel() != 1
     return isinstance(value, (str, bytes)) or not hasattr(value, "__float__")
+
+
+def group_keys(kind: type[Declared]) -> list[str]:
+    """What a group of ``kind`` may hold besides its parameters."""
+    kinds = (Hyper, Static, Scale, Option)
+    return [f.name for of_kind in kinds for f in kind._fields_of(of_kind)] + [*kind._group_flags, *kind._modes]
+
+
+def check_values(kind: type[Declared], group: Mapping[str, Any], before: Mapping[str, Any], index: int) -> None:
+    """Raise an error where an entry of ``param_groups[index]`` is out of range, does not fit another, or is no group's.
+
+    ``before`` are the entries whose place it takes.
+    """
+    where, known = f"param_groups[{index}]", group_keys(kind)
+    if foreign := [key for key in group if key in kind._all_fields and key not in known]:
+        raise TypeError(f"{foreign[0]} is an option of the whole optimizer, not of {where}")
+    group = {**kind._added_choices(), **group}
+    for choice in kind._fields_of(Choice):
+        choice.check(group.get(choice.name, choice.default), where)
+    hypers = {h.name: group[h.name] for h in kind._fields_of(Hyper)}
+    for hyper in kind._fields_of(Hyper):
+        value = hypers[hyper.name]
+        was_own = hyper.name in before and is_own(hyper, value, group)  # from a checkpoint
+        if (value is not None or not hyper.like) and not was_own:
+            is_written = isinstance(before, ParamGroup)  # which refuses a number out of range in the next step
+            hyper.elements(value, where) if is_written else hyper.checked(value, where)
+    kind.check(hypers, group)
+    for check in dict.fromkeys(t.check for t in kind._transforms if t.check):
+        check(group)
+    check_choices(kind._fields_of(Scale), kind._fields_of(Option), group, before, index)
+    for mode in kind._modes:
+        if isinstance(before, ParamGroup) and group[mode] is not before[mode]:
+            raise ValueError(f"{mode} of {where} follows the parameters; call the optimizer's eval() or train()")

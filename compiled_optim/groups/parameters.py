@@ -48,6 +48,11 @@ def named_parameters(groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str,
     return ((parameter_name(group, i, j), p) for i, group in enumerate(groups) for j, p in enumerate(group["params"]))
 
 
+def first_three(names: Sequence[str]) -> str:
+    """The first three of ``names`` for a message, and how many more there are."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
 def canonical_names(names: Sequence[str]) -> list[str]:
     """:func:`canonical_name` of each of ``names``; all as they are if two would become equal."""
     short = list(map(canonical_name, names))

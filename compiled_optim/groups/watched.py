@@ -1,13 +1,10 @@
-"""A dict and a list that report every write, so that what was derived from them is rebuilt and never stale.
-
-A write is reported twice: before it is made, so that an interrupt in between loses nothing, and after it, since another
-thread may have rebuilt in between.
-"""
+"""A dict and a list that report every write, so that what was derived from them is rebuilt and never stale."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
 K = TypeVar("K")
@@ -26,6 +23,18 @@ class Changes:
     def __init__(self) -> None:
         self.unsent: dict[int, Any] = {}  # numbers that wait to be sent to a device
 
+    @contextlib.contextmanager
+    def reported(self) -> Iterator[None]:
+        """Report a write that is made inside a ``with`` block.
+
+        It is reported before, so that an interrupt loses nothing, and after, as another thread may have rebuilt meanwhile.
+        """
+        self.pending = True
+        try:
+            yield
+        finally:
+            self.pending = True
+
     def refuse(self) -> None:
         """Let the next step look for numbers that it cannot use."""
         self.is_refused = True
@@ -33,16 +42,12 @@ class Changes:
 
 
 def _reporting(method: Any) -> Callable[..., Any]:
-    """``method``, which writes, with a report before and after it where what it writes is watched."""
+    """``method``, which writes, with a report where what it writes is watched."""
 
     @functools.wraps(method)
     def write(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not self._is_watched(*args[:1]):
+        with self._changes.reported() if self._is_watched(*args[:1]) else contextlib.nullcontext():
             return method(self, *args, **kwargs)
-        self._changes.pending = True
-        result = method(self, *args, **kwargs)
-        self._changes.pending = True
-        return result
 
     return write
 

@@ -1,7 +1,7 @@
 """Schedule-Free AdamW."""
 
+from compiled_optim.optimizer import ViewedOptimizer
 from compiled_optim.rule import Number, bias_correction, buffer, hyper, maximum, minimum, product, scalar, sqrt, where
-from compiled_optim.views import ViewedOptimizer
 
 
 class AdamWScheduleFree(ViewedOptimizer):

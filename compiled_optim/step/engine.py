@@ -9,17 +9,15 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from compiled_optim.checkpoint import state_dict as checkpoint
-from compiled_optim.checkpoint.state_dict import PreparedLoad
 from compiled_optim.groups.live import Live
-from compiled_optim.groups.param_group import ParamGroup
+from compiled_optim.groups.param_group import ParamGroup, check_values, group_keys
 from compiled_optim.groups.parameters import (
     check_params,
     first_repeat,
@@ -47,15 +45,13 @@ from compiled_optim.memory.torch_internals import (
 )
 from compiled_optim.plan.clipping import CHOSEN, NAMES, Clipping
 from compiled_optim.plan.compilations import CompilationLog, spend
-from compiled_optim.plan.schedule import Schedule, Schedules
+from compiled_optim.plan.schedule import Schedules
 from compiled_optim.rule.declared import Declared, no_hyperparameter
-from compiled_optim.rule.fields import Hyper, Scale
+from compiled_optim.rule.fields import Scale
 from compiled_optim.rule.misspelled import warn_of_entry
 from compiled_optim.rule.rule import TRAIN_MODE
 from compiled_optim.state import OptimizerState, ParamState
-from compiled_optim.step.accumulation import AccumulatedSteps
-from compiled_optim.step.options import check_keys, check_values, group_keys, position
-from compiled_optim.step.step import Gradients, Step
+from compiled_optim.step.step import AccumulatedSteps, Gradients, Step
 
 MakeStep: TypeAlias = Callable[["Engine", Callable[[Tensor], Tensor | None]], Step]
 Launcher: TypeAlias = Callable[[Step, Callable[[], Any] | None], Any]
@@ -103,6 +99,7 @@ class Engine:
         self.launcher: Launcher | None = None  # what steps call in place of Step.launch, if anything
         self.release: Callable[[Gradients], None] | None = None  # what ends steps whose updates are in backward, if any are
         self.zeroed = 0  # how often somebody dropped all gradients outside of backward
+        self.note_zero_grad: Callable[[Engine], None] | None = None  # called in a runner before gradients become None
         self.launches = 0  # how many updates of some parameters or of all were launched here
         self.runs = 0  # how many steps were run here, captured ones among them
         self.steps = 0  # how many were taken, replayed ones among them
@@ -131,9 +128,8 @@ class Engine:
 
     @groups.setter
     def groups(self, groups: Iterable[Any]) -> None:
-        self.changes.pending = True
-        self._groups = WatchedList(self.changes, groups)
-        self.changes.pending = True
+        with self.changes.reported():
+            self._groups = WatchedList(self.changes, groups)
 
     @property
     def distinct_groups(self) -> list[ParamGroup]:
@@ -142,21 +138,16 @@ class Engine:
 
     def replace_state(self, values: Mapping[Any, Any]) -> None:
         """Let the state be ``values``, a mapping of mappings."""
-        self.changes.pending = True
-        self.changes.is_state_handed_out = bool(values)
-        self.state = OptimizerState(changes=self.changes, names=frozenset(self.kind._state_names()))
-        self.accumulated.forget()
-        self.state.update(values)
+        with self.changes.reported():
+            self.changes.is_state_handed_out = bool(values)
+            self.state = OptimizerState(changes=self.changes, names=frozenset(self.kind._state_names()))
+            self.accumulated.forget()
+            self.state.update(values)
 
     @property
     def params(self) -> list[Tensor]:
         """All parameters, group by group, as they were when the step was made last."""
         return [] if self.step is None else self.step.params
-
-    @property
-    def live(self) -> list[dict[str, Any]]:
-        """The live hyperparameters of each group."""
-        return [] if self.step is None else self.step.live
 
     @property
     def clip_args(self) -> tuple[Any, ...]:
@@ -201,7 +192,6 @@ class Engine:
         given = {k: tensor for k, (number, tensor) in self.given.items() if self.defaults.get(k) == number}
         defaults = {**self.defaults, **given}
         values = {**defaults, **param_group}
-        check_keys(self.kind, values, index)
         if "params" not in param_group:
             raise ValueError(f"{label} has no 'params'")
         names, params = names_and_tensors(param_group["params"], f"{label}['params']")
@@ -238,9 +228,9 @@ class Engine:
 
         def check(group: Mapping[str, Any], before: Mapping[str, Any]) -> None:
             check_values(kind, group, before, index)
-            assigned = [scale for scale in kind._fields_of(Scale) if group.get(scale.name) is not before.get(scale.name)]
-            if assigned and (engine := own()) is not None:
-                engine._check_scales(assigned, [group], [other for other in engine.groups if other is not before])
+            is_assigned = any(group.get(scale.name) is not before.get(scale.name) for scale in kind._fields_of(Scale))
+            if is_assigned and (engine := own()) is not None:
+                engine._check_scales([group, *(other for other in engine.groups if other is not before)])
 
         device = scalars_device(values["params"] or [torch.empty(0)])  # for no parameters, the default device
         others = [g for i, g in enumerate(self.groups) if i != index and isinstance(g, ParamGroup)]
@@ -273,20 +263,16 @@ class Engine:
             elsewhere |= {id(param): parameter_name(group, index, j) for j, param in enumerate(group["params"])}
             if group["params"]:
                 group.to(scalars_device(group["params"]))
-        self._checked_scales = self._check_scales(self.kind._fields_of(Scale), self.groups)
+        self._checked_scales = self._check_scales(self.groups)
         self._unused = warn_of_unused(self.kind._declaration.options, self.groups, self._unused)
-        self._note_names()
+        self.note_names()
         self._drop_unstepped()
 
-    def _check_scales(
-        self, scales: Sequence[Scale], groups: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, Any]] = ()
-    ) -> list[Any]:
-        """Return what ``groups`` choose for ``scales``.
-
-        ``ValueError`` where a dict that is new does not fit the names of parameters, in ``groups`` and ``others``.
-        """
-        names = [name for group in (*groups, *others) for name in group.get("param_names", ())]
-        by_short_name = ignores_prefixes(scales, [*groups, *others])
+    def _check_scales(self, groups: Sequence[Mapping[str, Any]]) -> list[Any]:
+        """Return what ``groups`` choose as scales; ``ValueError`` where a new dict does not fit their parameters' names."""
+        scales = self.kind._fields_of(Scale)
+        names = [name for group in groups for name in group.get("param_names", ())]
+        by_short_name = ignores_prefixes(scales, groups)
         chosen = [(scale, kept(group.get(scale.name))) for scale in scales for group in groups]
         found = {id(given): (scale, given) for scale, given in chosen}
         for scale, given in found.values():
@@ -294,7 +280,7 @@ class Engine:
                 check_names(scale, given, names, self.aliases, by_short_name=by_short_name)
         return [given for _, given in found.values()]
 
-    def _note_names(self) -> None:
+    def note_names(self) -> None:
         """Note whose the names are, for :meth:`_follow_names`. torch swaps no tensors that have weak references."""
         pairs = [(group["params"], group.get("param_names", ())) for group in self.groups]
         self._named = [list(zip(*pair, strict=False)) for pair in pairs]
@@ -325,22 +311,12 @@ class Engine:
         for param in [p for p in gone if self.state[p].is_initial()]:
             del self.state[param]
 
-    def schedule(self, group: int | None, functions: Mapping[str, Schedule | None]) -> None:
-        """Begin or end schedules of one group or of all; an error, and no change, where one does not fit."""
-        self.current()
-        hypers = {h.name: h for h in self.kind._fields_of(Hyper)}
-        if unknown := functions.keys() - hypers.keys():
-            raise ValueError(no_hyperparameter(self.kind, min(unknown)))
-        groups = self.distinct_groups
-        schedules = self.schedules.copy()
-        for index in range(len(groups)) if group is None else [position(group, len(groups))]:
-            for name, function in functions.items():
-                if function is not None and name not in groups[index]:
-                    raise ValueError(f"param_groups[{index}] has no {name}; it needs {hypers[name].when}=True")
-                schedules.set(index, groups[index], hypers[name], function)
-        self.schedules = schedules
-        schedules.follow(groups)
-        self.changes.pending = True
+    def place_of(self, group: int) -> int:
+        """Which group ``group`` is, counted from the start; an ``IndexError`` where there is none."""
+        count = len(self.distinct_groups)
+        if group not in range(-count, count):
+            raise IndexError(f"there is no param_groups[{group}]; the last is param_groups[{count - 1}]")
+        return range(count)[group]
 
     def check_numbers(self) -> None:
         """Raise ``ValueError`` where a number that was written to a group is out of range."""
@@ -351,30 +327,6 @@ class Engine:
                 if not group.get(TRAIN_MODE, True):
                     raise RuntimeError(f"{group.label} has the parameters to evaluate; call the optimizer's train() first")
             self.changes.is_refused = False
-
-    def save(self, flags: Mapping[str, Any]) -> dict[str, Any]:
-        """The state dict, with the values of ``flags`` for run-time flags. The caller holds :attr:`lock`."""
-        step = self.current()
-        self.accumulated.check_ended("saved")
-        self.changes.is_state_handed_out = True
-        groups = self.distinct_groups
-        return step.saved(checkpoint.save(self.kind._declaration, groups, self.state, self.aliases, flags))
-
-    def prepare_load(
-        self, saved: Mapping[str, Any], strict: bool, hyperparameters: Literal["checkpoint", "keep"]
-    ) -> PreparedLoad:
-        """Check what copies a state dict into groups and state; an error where it does not fit.
-
-        The caller holds :attr:`lock` until all is written.
-        """
-
-        def prepare(saved: Mapping[str, Any]) -> PreparedLoad:
-            groups, state, aliases = self.distinct_groups, self.state, self.aliases
-            return checkpoint.prepare_load(self.kind, groups, state, aliases, saved, strict, hyperparameters)
-
-        load = self.current().prepare_load(saved, prepare)
-        load.afterwards += [self.accumulated.forget, self._note_names]
-        return load
 
     def current(self) -> Step:
         """The step, made anew if groups or state changed."""
@@ -418,48 +370,43 @@ class Engine:
             names = (f"{description} #{number}" for number in itertools.count())
             self.name = next(name for name in names if NAMED.setdefault(name, self) is self)
 
-    def _step_for(self, grads: Gradients) -> tuple[Step, Gradients]:
-        """A step that can be taken with ``grads``, made anew if need be, and these in the order of its parameters."""
+    def _prepared(self, grads: Gradients, *, ahead: bool = False) -> tuple[Step, Gradients]:
+        """A step that is prepared for ``grads``, or preallocated ``ahead`` of them; and these in its parameters' order."""
+        self.clipping.take(*self.clip_args)
         step = self.step
         if step is None or not step.is_current() or not step.describes(grads):
             step, grads = self.renew(grads)
             described = step.describes(grads)
             assert described
+        try:
+            step.preallocate() if ahead else step.prepare(grads)
+        except CompilerError:  # which lets the plans have another lowering
+            return self._prepared(grads, ahead=ahead)
         return step, grads
 
     def preallocate(self) -> Step:
         """The step, with all of its long-lived memory allocated; see :meth:`Step.preallocate`."""
         with self.lock:
-            return self._preallocate([None] * len(self.current().params))[0]
-
-    @outside_inference_mode()
-    def _preallocate(self, grads: Gradients) -> tuple[Step, Gradients]:
-        """:meth:`_step_for`, with all of its memory."""
-        step, grads = self._step_for(grads)
-        self.clipping.take(*self.clip_args)
-        try:
-            step.preallocate()
-        except CompilerError:  # which lets the plans have another lowering
-            return self._preallocate(grads)
-        return step, grads
+            return self._prepared([None] * len(self.current().params), ahead=True)[0]
 
     def preallocate_for_graphs(self) -> bool:
         """Make the step current, and its memory where a compiler's CUDA graph can hold it. Whether one can."""
         with self.lock:
             self.check_numbers()
             step = self.current()
-            if not self._fits_graphs(step) or any(map(is_capturing, step.devices)):  # where nothing could be made
-                return self._fits_graphs(step)
-            step = self.preallocate()
             fits = self._fits_graphs(step)
-            before = self._in_graphs
-            if fits and (before is None or before() is not step):
-                cause = before and "groups, state or clipping changed, or a tensor moved, and compiled code holds the step"
-                if cause:
-                    spend(f"{self.kind.__name__} would capture its step again: {cause}")
-                self._guard()
-                self.log.captures.append(cause or "")
-                self._in_graphs = weakref.ref(step)
+            if fits and not any(map(is_capturing, step.devices)):  # where nothing could be made
+                step = self.preallocate()
+                fits = self._fits_graphs(step)
+                before = self._in_graphs
+                if fits and (before is None or before() is not step):
+                    cause = ""
+                    if before is not None:
+                        cause = "groups, state or clipping changed, or a tensor moved, and compiled code holds the step"
+                        spend(f"{self.kind.__name__} would capture its step again: {cause}")
+                    self._guard()
+                    self.log.captures.append(cause)
+                    self._in_graphs = weakref.ref(step)
             return fits
 
     def _fits_graphs(self, step: Step) -> bool:
@@ -501,7 +448,7 @@ class Engine:
     def hand_out(self, name: str, group: int) -> None:
         """Note that somebody gets the live tensors of a hyperparameter; ``KeyError`` or ``IndexError`` if there are none."""
         live = self.current().live
-        if name not in live[position(group, len(live))]:
+        if name not in live[self.place_of(group)]:
             raise KeyError(no_hyperparameter(self.kind, name))
         self.distinct_groups[group].tensors(name)
 
@@ -547,7 +494,7 @@ class Engine:
                 return
             ordered = grads
             if step.obstacle(grads, self.clip_args) or not step.is_preallocated:
-                step, ordered = beside_graphs(lambda: self._preallocate(grads), step.devices[0])
+                step, ordered = beside_graphs(lambda: self._prepared(grads, ahead=True), step.devices[0])
             if captures and step.refusal:
                 raise RuntimeError(step.refusal)
             step = self.prepare(ordered, by_inductor=True)
@@ -564,20 +511,6 @@ class Engine:
                 step.launch_part()
             self.finish(step, counts=not (goes_on or self.accumulated.is_on))
 
-    def accumulate(self, on: bool) -> None:
-        """Let the next gradients be taken by the state, or let parameters move again.
-
-        Raises:
-            ValueError: the state cannot take several gradients for one step, which is then as before.
-        """
-        if on:
-            refuse_whole("optimizer accumulation", self.assigned)
-            self.current()
-            self.accumulated.check(self.distinct_groups, begins=True)
-            if not self.accumulated.was_on:
-                self.changes.pending = self.accumulated.was_on = True
-        self.accumulated.is_on = on
-
     def prepare(self, grads: Gradients = None, *, by_inductor: bool = False) -> Step:
         """The host's part of a step, which may be a new one; nothing is updated yet. ``grads`` as in :meth:`Step.prepare`.
 
@@ -593,13 +526,7 @@ class Engine:
             )
         self.mark_stepped()
         Live.send(self.changes)
-        self.clipping.take(*self.clip_args)
-        step, grads = self._step_for(grads)
-        try:
-            step.prepare(grads)
-        except CompilerError:  # which lets the plans have another lowering
-            return self.prepare(grads)
-        return step
+        return self._prepared(grads)[0]
 
     def mark_stepped(self) -> None:
         """Let torch's schedulers know that there was a step, unless a number is out of range."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from compiled_optim.groups.live import Live
 from compiled_optim.lowering.choice import lower
 from compiled_optim.lowering.totals import Totals
 from compiled_optim.memory.addresses import gradient
@@ -19,6 +20,8 @@ from compiled_optim.plan.plan import Member, Plan
 from compiled_optim.rule.formats import GROUP
 from compiled_optim.rule.storage import HALVES, INT8, ROUNDED, code_name, scale_name
 from compiled_optim.state import ParamState, decoded, filled, weight
+from compiled_optim.step.engine import Engine
+from compiled_optim.step.rule_step import RuleStep
 
 _CHOICES = ("weights", "state_dtype")  # how things are stored
 
@@ -81,16 +84,22 @@ class NumericsReport:
 
 
 @torch.no_grad()
-def check_numerics(optimizer: str, plans: Sequence[Plan]) -> NumericsReport:
-    """Take the next step of ``plans`` on copies in float64, one parameter at a time, and compare it with what is stored.
+def check_numerics(engine: Engine) -> NumericsReport:
+    """Take the engine's next step on copies in float64, one parameter at a time, and compare it with what is stored.
 
     Sums over all parameters are then of one alone.
 
     Raises:
+        NotImplementedError: the step needs a closure.
         TypeError, ValueError: a step cannot take a gradient, as :meth:`Plan.read` says.
     """
+    current, name = engine.current(), engine.kind.__name__
+    engine.check_numbers()
+    if not isinstance(current, RuleStep):
+        raise NotImplementedError(f"{name} cannot check its numerics: its steps need a closure")
+    Live.send(engine.changes)
     checked, stuck, uneven = [], [], {}
-    for plan in plans:
+    for plan in [lowering.plan for lowering in current.lowerings]:
         for member in plan.members:
             grad = _gradient(plan, member)
             if grad is None or plan.is_meta:
@@ -111,7 +120,7 @@ def check_numerics(optimizer: str, plans: Sequence[Plan]) -> NumericsReport:
                 weight, needed, available = (t[stays].median().item() for t in (before.abs(), half_unit, step))
                 stuck.append(StuckParameter(member.name, share, lr, weight, needed, available, _remedy(plan, member)))
     stuck.sort(key=lambda found: -found.needed / found.available)
-    return NumericsReport(optimizer, tuple(checked), tuple(stuck), uneven)
+    return NumericsReport(name, tuple(checked), tuple(stuck), uneven)
 
 
 def _uneven(plan: Plan, member: Member, grad: Tensor) -> float:

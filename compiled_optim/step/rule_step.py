@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from compiled_optim.groups.live import Live
+from compiled_optim.groups.parameters import first_three
 from compiled_optim.lowering.choice import LOWERINGS, lower, refuse
 from compiled_optim.lowering.multi_tensor import Capturable
+from compiled_optim.lowering.torch_ops.eager import EagerLowering
 from compiled_optim.lowering.torch_ops.inductor import InductorLowering, InlinedStep, obstacle
 from compiled_optim.lowering.totals import SquareSums, Totals
 from compiled_optim.memory.cache import CompilerError
-from compiled_optim.memory.torch_internals import can_capture, let_stay
+from compiled_optim.memory.torch_internals import can_capture, let_stay, outside_inference_mode
 from compiled_optim.plan.clipping import Clipping
 from compiled_optim.plan.plan import Plan, partition
 from compiled_optim.rule.declared import Declared
+from compiled_optim.rule.rule import Rule
 from compiled_optim.step.engine import Engine
-from compiled_optim.step.numerics import NumericsReport, check_numerics
 from compiled_optim.step.step import Gradients, Step
 
 
@@ -60,7 +62,11 @@ class RuleStep(Step):
         if has_totals and differentiable:
             raise ValueError(f"differentiable=True does not go with {plans[0].rule.name}, which sums over all parameters")
         self._totals = Totals(self.lowerings, self._clipping) if has_totals else None
-        self._report_shared_memory(plans)
+        if later := [f"'{member.name}'" for plan in plans if plan.shares_memory for member in plan.members]:
+            self._log.fall_back(
+                f"{first_three(later)} share memory with other parameters, and are updated after them",
+                "a step has more launches for it",
+            )
         self._schedules.count(plans)
         self._square_sums: SquareSums | None = None
         for param in self.params:
@@ -72,14 +78,6 @@ class RuleStep(Step):
         planned = {i for positions in self._positions for i in positions}
         self._meta = [p for plan in plans if plan.is_meta for p in plan.params]
         self._stateless = [i for i in range(len(self.params)) if i not in planned]
-
-    def _report_shared_memory(self, plans: Sequence[Plan]) -> None:
-        if later := [f"'{member.name}'" for plan in plans if plan.shares_memory for member in plan.members]:
-            more = f" and {len(later) - 3} more" if len(later) > 3 else ""
-            self._log.fall_back(
-                f"{', '.join(later[:3])}{more} share memory with other parameters, and are updated after them",
-                "a step has more launches for it",
-            )
 
     @classmethod
     def check_options(cls, optimizer: type[Declared], options: Mapping[str, Any]) -> None:
@@ -98,9 +96,19 @@ class RuleStep(Step):
         """Tables, coefficients and scheduled hyperparameters."""
         return self.lowerings, self._square_sums, self._schedules
 
-    def check_numerics(self) -> NumericsReport:
-        Live.send(self.changes)
-        return check_numerics(self.kind.__name__, [lowering.plan for lowering in self.lowerings])
+    def view(self, rule: Rule, groups: Collection[int]) -> None:
+        """Replace those parameters of ``groups``, by index, that took a step with what ``rule`` makes of them."""
+        for plan in [lowering.plan for lowering in self.lowerings]:
+            view = Plan(rule, plan.statics, plan.members, lambda _: None)
+            before = view.scalars.clone()
+            begun = zip(plan.members, before[0].tolist(), strict=True)
+            lowering = EagerLowering(view, Clipping(plan.device))
+            lowering.prepare([m.owner if m.group in groups and steps else None for m, steps in begun])
+            try:
+                lowering.launch()
+            finally:
+                view.scalars.copy_(before)
+            lowering.finish()
 
     def is_current(self) -> bool:
         """Whether, besides, nobody has ceased to clip, and no meta parameter has got memory."""
@@ -160,6 +168,7 @@ class RuleStep(Step):
             self._inlined = made
         return self._inlined
 
+    @outside_inference_mode()
     def preallocate(self) -> None:
         self._compile(self._by_plan([None] * len(self.params)))
         for lowering in self.lowerings:

@@ -7,8 +7,10 @@ operations. The name says what the optimizer is, since compiled code can be kept
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from operator import is_
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,32 +22,20 @@ from compiled_optim.step.step import Step
 
 
 @called_while_tracing
-def make_current(key: str) -> None:
-    """:meth:`Engine.current`."""
-    ENGINES[key].current()
+def ask(key: str, method: str, *args: Any) -> bool | None:
+    """What this method of an engine returns, if a trace can hold it."""
+    answer = getattr(ENGINES[key], method)(*args)
+    return answer if isinstance(answer, bool) else None
 
 
 @called_while_tracing
-def preallocate(key: str) -> bool:
-    """:meth:`Engine.preallocate_for_graphs`."""
-    return ENGINES[key].preallocate_for_graphs()
-
-
-@called_while_tracing
-def hand_out(key: str, name: str, group: int) -> None:
-    """:meth:`Engine.hand_out`."""
-    ENGINES[key].hand_out(name, group)
-
-
-@called_while_tracing
-def _inline(key: str, present: Sequence[int]) -> bool:
+def _let_trace() -> None:
     let_compilers_trace(run_inlined)
-    return ENGINES[key].inline(present)
 
 
 @called_while_tracing
 def _depend_on(identity: str) -> None:
-    """Let what is traced be valid for as long as ``step`` is the same object."""
+    """Let what is traced be valid for as long as a step has this ``identity``."""
 
 
 def record_step(engine: Engine, scaler: tuple[Tensor | None, Tensor | None]) -> None:
@@ -55,15 +45,16 @@ def record_step(engine: Engine, scaler: tuple[Tensor | None, Tensor | None]) -> 
     calls the step, with tensors that are other ones each time.
     """
     mend_tracing()
-    make_current(engine.key)
+    _let_trace()
+    ask(engine.key, "current")
     # Dynamo refuses to read sparse gradients; no step with such is inlined.
     is_sparse = engine.kind._gradients == "sparse"
     positions = [] if is_sparse else [i for i, p in enumerate(engine.params) if p.grad is not None]
     is_scaled = scaler[0] is not None or scaler[1] is not None
-    if _inline(engine.key, positions):
+    if ask(engine.key, "inline", positions):
         _record_operations(engine, positions, scaler, is_scaled=is_scaled)
         return
-    is_in_graph = preallocate(engine.key) and not is_scaled
+    is_in_graph = ask(engine.key, "preallocate_for_graphs") and not is_scaled
     owned, name = engine.params, engine.name
     if is_sparse:
         torch.ops.compiled_optim.step_own_gradients(owned, name)
@@ -167,33 +158,24 @@ def _place(tensor: Tensor) -> tuple[int, int]:
 _library = torch.library.Library("compiled_optim", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
-def _step(params: list[Tensor], grads: list[Tensor], positions: list[int], optimizer: str) -> None:
-    engine = _found(optimizer, params, positions)
-    _run_with(engine.run, engine, params, grads, positions)
-
-
-def _step_in_graph(params: list[Tensor], grads: list[Tensor], positions: list[int], optimizer: str) -> None:
-    engine = _found(optimizer, params, positions)
-    _run_with(engine.run_in_graph, engine, params, grads, positions)
-
-
-def _run_with(
-    run: Callable[[list[Tensor | None]], None],
-    engine: Engine,
+def _step(
+    run: Callable[[Engine, list[Tensor | None]], None],
     params: list[Tensor],
     grads: list[Tensor],
     positions: list[int],
+    optimizer: str,
 ) -> None:
-    """Update ``params``, which are those at ``positions``, ascending, of the engine's parameters, from ``grads``.
+    """Let an engine ``run`` with ``grads`` of ``params``, which are those at ``positions``, ascending, of its parameters.
 
     A compiler may hand over copies of the parameters and copy them back later; they then get the new values too.
     """
+    engine = _found(optimizer, params, positions)
     owned = _at(engine, positions)
     given: list[Tensor | None] = [*grads]
     if len(positions) < len(engine.params):
         by_position = dict(zip(positions, grads, strict=True))
         given = [by_position.get(i) for i in range(len(engine.params))]
-    run(given)
+    run(engine, given)
     _copy_to(params, owned)
 
 
@@ -217,15 +199,16 @@ def _copy_to(given: list[Tensor], params: list[Tensor]) -> None:
                 torch.autograd.graph.increment_version(copy)
 
 
-_HOSTED = (torch.Tag.cudagraph_unsafe,)
-"""Of an operator whose host's half must run every time, so that no compiler may put it into a CUDA graph."""
+OPERATORS: dict[str, Callable[..., None]] = {
+    "step": functools.partial(_step, Engine.run),
+    "step_in_graph": functools.partial(_step, Engine.run_in_graph),
+    "step_own_gradients": _step_own_gradients,
+}
+"""By name, what each operator does. The host's half of all but one must run every time: no CUDA graph may hold them."""
 
-for _schema, _run, _tags in (
-    ("step(Tensor(a!)[] params, Tensor[] grads, int[] positions, str optimizer) -> ()", _step, _HOSTED),
-    ("step_in_graph(Tensor(a!)[] params, Tensor[] grads, int[] positions, str optimizer) -> ()", _step_in_graph, ()),
-    ("step_own_gradients(Tensor(a!)[] params, str optimizer) -> ()", _step_own_gradients, _HOSTED),
-):
-    _library.define(_schema, tags=_tags)  # type: ignore[no-untyped-call]
-    _name = _schema.partition("(")[0]
+for _name, _run in OPERATORS.items():
+    _given = "" if _run is _step_own_gradients else "Tensor[] grads, int[] positions, "
+    _tags = () if _name == "step_in_graph" else (torch.Tag.cudagraph_unsafe,)
+    _library.define(f"{_name}(Tensor(a!)[] params, {_given}str optimizer) -> ()", tags=_tags)  # type: ignore[no-untyped-call]
     _library.impl(_name, _run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"compiled_optim::{_name}", lambda *args: None, lib=_library)

@@ -35,7 +35,7 @@ from loading import (
 from torch import Tensor, nn
 
 import compiled_optim as co
-from compiled_optim.views import ViewedOptimizer
+from compiled_optim.optimizer import ViewedOptimizer
 
 EXAMPLES = 3000
 _LBFGS = [{}, {"line_search_fn": "strong_wolfe"}, {"history_size": 2}, {"fixed_iterations": True}]

@@ -33,7 +33,6 @@ FLOORS = [
     {"lowering"},
     {"step"},
     {"optimizer"},
-    {"views"},
     {"optimizers", "model", "release", "report", "state_dicts"},
     {"capture"},
     {""},

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import compiled_optim as co
+from compiled_optim.optimizer import ViewedOptimizer
 from compiled_optim.rule import Accumulation, Number, buffer, hyper
-from compiled_optim.views import ViewedOptimizer
 
 LOWERINGS = ["eager", "multi_tensor", "inductor"]
 FAR: dict[str, Any] = {"lr": 0.2, "betas": (0.6, 0.8), "weight_decay": 0.4, "eps": 0.03, "warmup_steps": 3}

@@ -43,7 +43,7 @@ def _pieces(tree: Any) -> list[Tensor]:
 def own_operator(func: Any) -> Callable[..., None] | None:
     """What runs an operator of the package, whose work is what it launches; None of another one."""
     namespace, _, name = func.name().partition("::")
-    return getattr(traced, f"_{name}") if namespace == "compiled_optim" else None
+    return traced.OPERATORS[name] if namespace == "compiled_optim" else None
 
 
 class SimulatedGraph(TorchDispatchMode):
