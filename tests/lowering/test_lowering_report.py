@@ -29,18 +29,19 @@ from compiled_optim.plan.compilations import kernel_key
 from perf.lowering import __main__ as command
 from perf.lowering import inductor_source, ptx
 from perf.lowering import report as report_module
-from perf.lowering import results as lowering_results
 from perf.lowering.fake_cuda import fake_cuda
 from perf.lowering.record import Decisions, recording
 from perf.lowering.report import (
     KernelReport,
     Report,
+    Workload,
     cpu_in_place_of_cuda,
+    elementwise,
     launches,
     lower,
+    optimizers,
     processor_seconds,
 )
-from perf.lowering.workload import Workload, elementwise, optimizers
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.filterwarnings("ignore:.*Profiler.*")
@@ -56,9 +57,9 @@ def _table(rows: list[tuple[Any, ...]]) -> str:
 
 
 def _accesses(report: Report) -> str:
-    kernels = [k for k in report.kernels if k.loads]
+    kernels = [k for k in report.kernels if k.widths]
     masked = " masked" if any(k.masked for k in kernels) else ""
-    return " ".join(sorted({w for k in kernels for w in (*k.loads, *k.stores)})) + masked
+    return " ".join(sorted({w for k in kernels for w in k.widths})) + masked
 
 
 def _registers(kernel: KernelReport, dtype: torch.dtype) -> int:
@@ -529,7 +530,7 @@ def test_a_whole_training_step_updates_in_place() -> None:
 @pytest.fixture
 def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "lowering.csv"
-    monkeypatch.setattr(lowering_results.append, "__defaults__", (1, path))
+    monkeypatch.setattr(command, "PATH", path)
     return path
 
 
@@ -545,7 +546,7 @@ def test_command_prints_the_table_and_the_source(
     assert "def update(" in printed
     assert "28.0" in results.read_text()
     monkeypatch.setattr(sys, "argv", ["lowering", "adamw", "--workload", "1000"])
-    monkeypatch.setattr(command, "lower", lambda name, *args, **kwargs: lower("multi_tensor", Workload("sgd", 1), 90))
+    monkeypatch.setattr(report_module, "lower", lambda name, *args, **kwargs: lower("multi_tensor", Workload("sgd", 1), 90))
     assert command.main() == 0
     assert "ask with --lowering torch" in capsys.readouterr().out
 
@@ -558,7 +559,7 @@ def test_command_reports_the_median_of_repeats_in_turn(results: Path, monkeypatc
         turns.append((name, workload.tensors))
         return replace(lower("multi_tensor", Workload("sgd", 1), 90), lowering=name, seconds=next(seconds))
 
-    monkeypatch.setattr(command, "lower", timed)
+    monkeypatch.setattr(report_module, "lower", timed)
     arguments = ["lowering", "sgd", "--lowering", "operator", "torch", "--repeats", "3", "--save"]
     monkeypatch.setattr(sys, "argv", arguments)
     assert command.main() == 0

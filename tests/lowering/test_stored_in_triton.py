@@ -12,8 +12,7 @@ from new_process import printed_by
 from stored_cases import CASES, MODES
 
 from compiled_optim.rule.symbols import PLAIN
-from perf.lowering.report import KernelReport, Report, lower
-from perf.lowering.workload import Workload, elementwise, optimizers
+from perf.lowering.report import KernelReport, Report, Workload, elementwise, lower, optimizers
 
 pytest.importorskip("triton")
 
@@ -44,7 +43,7 @@ def test_table_of_stored_formats() -> None:
         kernel = _update(report)
         assert kernel.resources.spills == kernel.barriers == 0, row
         assert kernel.resources.registers <= REGISTERS, row
-        widths = " ".join(sorted({*kernel.loads, *kernel.stores}))
+        widths = " ".join(kernel.widths)
         lines.append(" | ".join(map(str, (*row, report.launches, report.bytes_per_param, widths))))
     expecttest.assert_expected_inline(
         "\n".join(lines) + "\n",
