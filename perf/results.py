@@ -111,7 +111,7 @@ def show(rows: Sequence[Row], title: str) -> None:
 
 def show_table(table: pd.DataFrame, title: str) -> None:
     """Print every row and column of ``table``."""
-    text = table.to_string(index=False, max_colwidth=None, na_rep="", float_format="{:.2f}".format)
+    text = table.astype(object).fillna("").to_string(index=False, max_colwidth=None, float_format="{:.2f}".format)
     print(f"{title}\n{text}\n", flush=True)
 
 

@@ -19,22 +19,8 @@ LOWERINGS = ("multi_tensor", "operator", "inlined", "inductor", "torch")
 LIMITS = {"operator": 148, "inlined": 148, "torch": 148}
 """Tensors above which compiling takes long, up to an hour."""
 
-SHOWN = {
-    "lowering": "lowering",
-    "graphs": "graphs",
-    "launches": "launches",
-    "operators": "operators",
-    "moved_operators": "with moved gradients",
-    "cpp": "C++",
-    "waits": "waits",
-    "bytes_per_param": "bytes/param",
-    "registers": "registers",
-    "seconds": "first step CPU s",
-    "partitions": "CUDA graphs",
-    "copied": "copied into",
-    "cuda_graph": "hold",
-}
-"""Headings of the columns that a terminal is shown."""
+HIDDEN = ["workload", "arch", "uploads", "kernels", "sources", "shared", "accesses", "repeats"]
+"""Columns that a terminal is not shown."""
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -80,15 +66,12 @@ def main() -> int:
     options = (("max_grad_norm", 1.0),) if args.clip else ()
     dtype = getattr(torch, args.dtype)
     workload = Workload(args.optimizer, args.workload, args.groups, dtype, options=options, shapes=args.shapes)
-    lowerings = args.lowering
-    skipped: dict[str, str] = {}
+    lowerings, skipped = args.lowering, {}
     if lowerings == ["all"]:
         lowerings = LOWERINGS if args.optimizer in elementwise() else ["auto"]
-        skipped = {
-            name: f"not run: compiling more than {limit} tensors takes long; ask with --lowering {name}"
-            for name, limit in LIMITS.items()
-            if name in lowerings and workload.tensors > limit
-        }
+        slow = [name for name in lowerings if workload.tensors > LIMITS.get(name, sys.maxsize)]
+        advice = "not run: compiling more than {} tensors takes long; ask with --lowering {}"
+        skipped = {name: advice.format(LIMITS[name], name) for name in slow}
     reports = _reports(lowerings, workload, ARCHITECTURES[args.arch], args.repeats, skipped)
     _show(reports, args.repeats, save=args.save)
     for name, reason in skipped.items():
@@ -136,9 +119,9 @@ def _show(reports: Sequence[Report], repeats: int, *, save: bool) -> None:
     work = reports[0].workload
     tensors = f"{work.tensors} tensors ({work.shapes} shapes), {work.groups} groups"
     title = f"{work.optimizer}, {tensors}, {steps['dtype'][0]}, {reports[0].arch}"
-    results.show_table(steps[[*SHOWN]].rename(columns=SHOWN), title)
-    kernels = [{"lowering": r.lowering, **k._asdict(), **k.resources._asdict()} for r in reports for k in r.kernels]
-    results.show_table(pd.DataFrame(kernels).drop(columns=["resources"], errors="ignore"), "Triton kernels")
+    results.show_table(steps.drop(columns=[*vars(work), *HIDDEN]), title)
+    if kernels := [{"lowering": r.lowering, **k._asdict(), **k.resources._asdict()} for r in reports for k in r.kernels]:
+        results.show_table(pd.DataFrame(kernels).drop(columns=["resources", "extern", "barriers"]), "Triton kernels")
     if save:
         table = results.stamp(steps.round({"bytes_per_param": 3, "seconds": 2}).assign(triton=triton.__version__))
         results.append_table(table[pd.read_csv(results.RESULTS / PATH.name, nrows=0).columns], PATH)

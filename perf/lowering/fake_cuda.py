@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import functools
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -74,7 +74,6 @@ def fake_cuda(arch: int) -> Iterator[None]:
     fixed = {name: staticmethod(functools.partial(_answer, value)) for name, value in answers.items()}
     worker = type("Worker", (device_interface.CudaInterface.Worker,), fixed)
     interface = type("FakeCuda", (device_interface.CudaInterface,), {**fixed, "Worker": worker})
-    remembering = [*vars(torch.utils._triton).values(), DeviceProperties.create]  # functions that ask for the device once
     current = [0]
 
     def exchange(index: int) -> int:
@@ -83,6 +82,7 @@ def fake_cuda(arch: int) -> Iterator[None]:
         return before
 
     with (
+        contextlib.ExitStack() as stack,
         triton_target(arch),
         _device_guard(),
         mock.patch.dict(device_interface.device_interfaces, dict.fromkeys(("cuda", "cuda:0", "cuda:1"), interface)),
@@ -99,24 +99,14 @@ def fake_cuda(arch: int) -> Iterator[None]:
         mock.patch.object(torch_internals, "is_fake", _is_not_fake),
         # It computes constants on the device, and caches graphs of a device that is not there.
         config.patch(joint_graph_constant_folding=False, fx_graph_cache=False, compile_threads=1),
-        _forgetting(remembering),
         FakeTensorMode(allow_non_fake_inputs=True),
         _RealHost(),
     ):
+        for function in (*vars(torch.utils._triton).values(), DeviceProperties.create):
+            if hasattr(function, "cache_clear"):  # it remembers the device
+                function.cache_clear()
+                stack.callback(function.cache_clear)
         yield
-
-
-@contextlib.contextmanager
-def _forgetting(functions: Sequence[Any]) -> Iterator[None]:
-    """Have cached ``functions`` answer anew, inside and afterwards."""
-    clears = [function.cache_clear for function in functions if hasattr(function, "cache_clear")]
-    for clear in clears:
-        clear()
-    try:
-        yield
-    finally:
-        for clear in clears:
-            clear()
 
 
 class _RealHost(TorchDispatchMode):
@@ -124,8 +114,7 @@ class _RealHost(TorchDispatchMode):
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Yes: Dynamo may trace under it."""
-        return True
+        return True  # Dynamo may trace under it
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):

@@ -77,11 +77,6 @@ def threads(ptx: str) -> int:
     return int(count)
 
 
-def external_functions(ptx: str) -> list[str]:
-    """Functions that ``ptx`` calls and does not contain."""
-    return re.findall(r"^\.extern \.func.*?(\w+)\s*$", ptx, re.MULTILINE)
-
-
 def accesses(ptx: str) -> list[Access]:
     """All global memory accesses in the text."""
     return [access for block in _blocks(ptx) for access in block.accesses]
@@ -178,7 +173,8 @@ def _write(op: str, operands: str, values: dict[str, Any]) -> None:
         return
     written, _, read = operands.partition("}" if operands.startswith("{") else ",")
     names = [part.strip() for part in re.split(r"[,\[\]{}+]", read) if part.strip()]
-    sources = [values.get(name, _ALIKE) if "%" in name else _constant(name) for name in names]
+    constants = {name: np.array([int(name, 0)]) for name in names if re.fullmatch(r"-?(0x[0-9a-fA-F]+|\d+)", name)}
+    sources = [constants.get(name, values.get(name, _ALIKE)) for name in names]
     if any(source is None for source in sources):
         result = None
     elif compute := _OPERATIONS.get((op.partition(".")[0], len(sources))):
@@ -186,7 +182,3 @@ def _write(op: str, operands: str, values: dict[str, Any]) -> None:
     else:
         result = _ALIKE if all((source == source[0]).all() for source in sources) else None
     values.update(dict.fromkeys(_NAME.findall(written), result))
-
-
-def _constant(text: str) -> Any:
-    return np.array([int(text, 0)]) if re.fullmatch(r"-?(0x[0-9a-fA-F]+|\d+)", text) else _ALIKE

@@ -71,32 +71,26 @@ class Graph(NamedTuple):
 
 @dataclass
 class Record:
-    """What happened, in order."""
+    """What happened, in order, since it was taken last."""
 
     launches: list[Launch] = field(default_factory=list)
     operators: list[Operator] = field(default_factory=list)
     graphs: list[Graph] = field(default_factory=list)
 
-
-class Recorder:
-    """Where what happens is written down, while nothing pauses it."""
-
-    def __init__(self) -> None:
-        self.record = Record()  # to write to
-
     def take(self) -> Record:
         """What happened since the last call."""
-        taken, self.record = self.record, Record()
+        taken = Record(**vars(self))
+        vars(self).update(vars(Record()))
         return taken
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Write nothing down inside."""
-        record = self.take()
+        before = self.take()
         try:
             yield
         finally:
-            self.record = record
+            vars(self).update(vars(before))
 
 
 @contextlib.contextmanager
@@ -133,7 +127,7 @@ def deciding() -> Iterator[Decisions]:
 
 
 @contextlib.contextmanager
-def recording(device: str) -> Iterator[Recorder]:
+def recording(device: str) -> Iterator[Record]:
     """Record what Triton and Inductor would launch, under ``fake_cuda`` or ``triton_target``, instead of running it.
 
     Everything else runs, and is recorded where it involves a tensor on ``device``.
@@ -141,25 +135,25 @@ def recording(device: str) -> Iterator[Recorder]:
     from torch._inductor import compile_fx
     from triton.runtime.jit import JITFunction
 
-    recorder = Recorder()
+    record = Record()
     compile_graph, launch = compile_fx.compile_fx, JITFunction.run
 
     def record_launch(function: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         kernel = launch(function, *args, grid=grid, warmup=True, **kwargs)
         current = torch.cuda.current_device() if device == "cuda" else 0
         programs = math.prod(grid(kwargs) if callable(grid) else grid)
-        recorder.record.launches.append(Launch(function.__name__, programs, current, kernel))
+        record.launches.append(Launch(function.__name__, programs, current, kernel))
         return kernel
 
     def record_graph(module: Any, inputs: Any, *args: Any, **kwargs: Any) -> Callable[..., Any]:
         itself = mock.patch.object(compile_fx, "compile_fx", compile_graph)  # which it calls again with its options
-        with recorder.paused(), deciding() as decisions, itself:
+        with record.paused(), deciding() as decisions, itself:
             compile_graph(module, inputs, *args, **kwargs)
 
         def run(*values: Any) -> Any:
             shapes = [tuple(v.shape) if isinstance(v, Tensor) else int(v) for v in values]
-            recorder.record.graphs.extend(Graph(source, shapes, decisions) for source in decisions.sources)
-            with recorder.paused():
+            record.graphs.extend(Graph(source, shapes, decisions) for source in decisions.sources)
+            with record.paused():
                 return module(*values)
 
         return run
@@ -167,22 +161,21 @@ def recording(device: str) -> Iterator[Recorder]:
     with (
         mock.patch.object(JITFunction, "run", record_launch),
         mock.patch.object(compile_fx, "compile_fx", record_graph),
-        _Operators(recorder, device),
+        _Operators(record, device),
     ):
-        yield recorder
+        yield record
 
 
 class _Operators(TorchDispatchMode):
     """Records the operators on tensors of one device type; views and allocations do not reach it."""
 
-    def __init__(self, recorder: Recorder, device: str) -> None:
+    def __init__(self, record: Record, device: str) -> None:
         super().__init__()
-        self._recorder, self._device = recorder, device
+        self._record, self._device = record, device
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Yes: Dynamo may trace under it."""
-        return True
+        return True  # Dynamo may trace under it
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -197,7 +190,7 @@ class _Operators(TorchDispatchMode):
         if self._device in devices:
             moved, crosses = sum(t.numel() * t.itemsize for t in (*reads, *writes)), len(devices) > 1
             waits = name in _WAITS or (crosses and not values.get("non_blocking", False))
-            self._recorder.record.operators.append(Operator(name, moved, waits, crosses))
+            self._record.operators.append(Operator(name, moved, waits, crosses))
         return result
 
 

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import math
+import re
 import resource
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -33,7 +34,7 @@ _OWN = {"operator": "multi_tensor", "inlined": "inductor"}
 
 _NUMEL = 4096  # elements of each of several equal tensors: whole chunks
 _MIXED = [(64, 64), (4096,), (768,), (768, 768)]
-_PROBE = 1 << 15
+_PROBES = (1 << 14, 1 << 15)
 _ENTRIES = 5  # of a sparse gradient
 _WITHOUT_HOST = {"lbfgs": {"fixed_iterations": True, "max_iter": 1}}  # for what else it does, a host has to decide
 
@@ -187,9 +188,12 @@ def _launched(workload: Workload, arch: int) -> list[Launch]:
 def _elements_per_program(
     optimizer: str, dtype: torch.dtype, options: tuple[tuple[str, Any], ...], arch: int
 ) -> dict[str, float]:
-    """How many elements a program has of each kernel whose number of programs grows with the elements."""
-    launched = _launched(Workload(optimizer, 1, 1, dtype, _PROBE, options), arch)
-    return {launch.name: _PROBE / launch.programs for launch in launched if launch.programs > 1}
+    """For each kernel whose number of programs grows with the elements: how many elements a program has."""
+    probes = [_launched(Workload(optimizer, 1, 1, dtype, numel, options), arch) for numel in _PROBES]
+    small, large = ({launch.name: launch.programs for launch in launched} for launched in probes)
+    growing = [n for n in small if large[n] != small[n]]
+    assert all(large[n] * _PROBES[0] == small[n] * _PROBES[1] for n in growing), "a program has more than one chunk"
+    return {n: _PROBES[0] / small[n] for n in growing}
 
 
 @contextlib.contextmanager
@@ -203,10 +207,8 @@ def cpu_in_place_of_cuda(arch: int) -> Iterator[None]:
 @contextlib.contextmanager
 def _fake_cuda_anew(arch: int) -> Iterator[None]:
     """``fake_cuda`` where nothing is compiled yet."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(fake_cuda(arch))
-        for module in (inductor, multi_tensor, stacked):
-            stack.enter_context(mock.patch.object(module, "_kernels", {}))
+    kernels = [mock.patch.object(module, "_kernels", {}) for module in (inductor, multi_tensor, stacked)]
+    with fake_cuda(arch), kernels[0], kernels[1], kernels[2]:
         torch._dynamo.reset()
         yield
     torch._dynamo.reset()
@@ -310,7 +312,7 @@ def _kernel(name: str, launches: int, kernel: Any, arch: int, elements: float | 
         made._replace(shared=max(made.shared, kernel.metadata.shared)),
         widths=sorted({a.width for a in path}),
         masked=any(a.masked for a in path),
-        extern=tuple(ptx.external_functions(text)),
+        extern=tuple(re.findall(r"^\.extern \.func.*?(\w+)\s*$", text, re.MULTILINE)),
         barriers=ptx.barriers(text),
     )
 
