@@ -54,10 +54,11 @@ def main() -> int:
     args = parse(sys.argv[1:])
     import torch
 
-    from perf.lowering.report import Workload, elementwise, optimizers
+    from perf.competitors import exported
+    from perf.lowering.report import Workload, elementwise
 
-    if args.optimizer not in optimizers():
-        print(f"there is no optimizer {args.optimizer}; there are {', '.join(optimizers())}", file=sys.stderr)
+    if args.optimizer not in exported():
+        print(f"there is no optimizer {args.optimizer}; there are {', '.join(exported())}", file=sys.stderr)
         return 2
     if args.shapes == "gpt2" and args.workload != 148:
         print("GPT-2 has 148 tensors: --workload 148", file=sys.stderr)

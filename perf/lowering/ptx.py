@@ -71,28 +71,25 @@ def resources(ptx: str, arch: int) -> Resources:
     return Resources(*(sum(map(int, re.findall(rf"(\d+) {what}", done.stderr))) for what in counted))
 
 
-def threads(ptx: str) -> int:
-    """Threads of one program."""
-    (count,) = re.findall(r"\.reqntid (\d+)", ptx)
-    return int(count)
+class Kernel(NamedTuple):
+    """What the text of a kernel says. A loop is on the full path once: it counts as one turn."""
+
+    threads: int  # of one program
+    accesses: list[Access]  # all to global memory
+    full_path: list[Access]  # those on the path with element accesses and the fewest masked ones
+    barriers: int  # how often the threads of a program wait for each other on that path, as to exchange numbers
+    extern: tuple[str, ...]  # functions that it calls and does not contain
 
 
-def accesses(ptx: str) -> list[Access]:
-    """All global memory accesses in the text."""
-    return [access for block in _blocks(ptx) for access in block.accesses]
-
-
-def full_path(ptx: str) -> list[Access]:
-    """The accesses a thread makes on the path with element accesses and the fewest masked ones.
-
-    A loop counts as one turn of it: its blocks are on the path once.
-    """
-    return [access for block in _full_path(ptx) for access in block.accesses]
-
-
-def barriers(ptx: str) -> int:
-    """How often the threads of a program wait for each other on the :func:`full_path`, as to exchange numbers."""
-    return sum(block.barriers for block in _full_path(ptx))
+@functools.lru_cache(maxsize=1024)
+def read(ptx: str) -> Kernel:
+    """Read a kernel's PTX."""
+    (threads,) = map(int, re.findall(r"\.reqntid (\d+)", ptx))
+    blocks = _blocks(ptx, threads)
+    path = _full_path(blocks)
+    accesses, on_path = ([access for block in some for access in block.accesses] for some in (blocks, path))
+    extern = re.findall(r"^\.extern \.func.*?(\w+)\s*$", ptx, re.MULTILINE)
+    return Kernel(threads, accesses, on_path, sum(block.barriers for block in path), tuple(extern))
 
 
 @dataclass
@@ -106,9 +103,7 @@ class _Block:
     goes_on: bool = True
 
 
-@functools.lru_cache(maxsize=1024)
-def _full_path(ptx: str) -> list[_Block]:
-    blocks = _blocks(ptx)
+def _full_path(blocks: list[_Block]) -> list[_Block]:
     places = {block.label: i for i, block in enumerate(blocks)}
     known: dict[int, tuple[bool, int, int, list[int]]] = {}
 
@@ -127,11 +122,11 @@ def _full_path(ptx: str) -> list[_Block]:
     return [blocks[i] for i in best(0)[-1]]
 
 
-def _blocks(ptx: str) -> list[_Block]:
+def _blocks(ptx: str, threads: int) -> list[_Block]:
     lines = [line.partition("//")[0].strip() for line in ptx[ptx.index("\n{") :].splitlines()]
     found = [match.groups("") for match in map(_LINE.match, lines) if match]
-    count, blocks = threads(ptx), [_Block()]
-    values = {"%tid.x": np.arange(count), "%laneid": np.arange(count) % 32}
+    blocks = [_Block()]
+    values = {"%tid.x": np.arange(threads), "%laneid": np.arange(threads) % 32}
     for *_, op, operands in found:  # the text may read what it writes further down
         _write(op, operands, values)
     for label, predicate, op, operands in found:
@@ -143,7 +138,7 @@ def _blocks(ptx: str) -> list[_Block]:
         elif access := _ACCESS.match(op):
             (address,) = _NAME.findall(operands[operands.index("[") : operands.index("]")])
             value = values.get(address, _ALIKE)
-            addresses = count if value is None else len(np.unique(value))
+            addresses = threads if value is None else len(np.unique(value))
             kind, lanes, bits = access[1], int(access[2] or 1), int(access[3])
             width = f"v{lanes}.b{bits}" if lanes > 1 else f"b{bits}"
             blocks[-1].accesses.append(Access(kind, width, lanes * bits // 8, bool(predicate), addresses))

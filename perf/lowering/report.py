@@ -6,7 +6,6 @@ import contextlib
 import functools
 import inspect
 import math
-import re
 import resource
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -25,6 +24,7 @@ from compiled_optim.lowering.kernels import triton
 from compiled_optim.lowering.torch_ops import inductor
 from compiled_optim.optimizer import engine_of
 from perf import competitors, workloads
+from perf.competitors import exported
 from perf.lowering import inductor_source, ptx
 from perf.lowering.fake_cuda import fake_cuda, triton_target
 from perf.lowering.record import Decisions, Launch, Record, recording
@@ -65,20 +65,13 @@ class Workload:
         return sum(map(math.prod, self.sizes))
 
 
-def optimizers() -> dict[str, type[compiled_optim.CompiledOptimizer]]:
-    """The package's optimizers by lower-case name."""
-    exported = (getattr(compiled_optim, name) for name in compiled_optim.__all__)
-    classes = [c for c in exported if isinstance(c, type) and issubclass(c, compiled_optim.CompiledOptimizer)]
-    return {c.__name__.lower(): c for c in classes if c is not compiled_optim.CompiledOptimizer}
-
-
 def elementwise() -> list[str]:
     """The names of those that are an elementwise rule over dense gradients; the others have the lowering ``auto`` only."""
     return [name for name, (cls, _) in competitors.optimizers().items() if cls._granularity == "element"]
 
 
 class KernelReport(NamedTuple):
-    """One Triton kernel of a step. Its full path is that of :func:`ptx.full_path`."""
+    """One Triton kernel of a step. Its full path is that of :class:`ptx.Kernel`."""
 
     name: str  # as its source calls it
     launches: int  # per step
@@ -218,7 +211,7 @@ def _groups(workload: Workload, device: str) -> list[dict[str, Any]]:
     """Parameters with gradients, in groups."""
     params = [torch.empty(s, dtype=workload.dtype, device=device, requires_grad=True) for s in workload.sizes]
     for param in params:
-        param.grad = _gradient(param, optimizers()[workload.optimizer])
+        param.grad = _gradient(param, exported()[workload.optimizer])
     return [{"params": params[i :: workload.groups]} for i in range(workload.groups)]
 
 
@@ -232,14 +225,14 @@ def _gradient(param: Tensor, optimizer: type[Optimizer]) -> Tensor:
 
 
 def _ours(workload: Workload, device: str, lowering: str) -> compiled_optim.CompiledOptimizer:
-    cls = optimizers()[workload.optimizer]
+    cls = exported()[workload.optimizer]
     options = competitors.arguments(cls) | _WITHOUT_HOST.get(workload.optimizer, {}) | dict(workload.options)
     return cls(_groups(workload, device), lowering=lowering, **options)
 
 
 def _stock(workload: Workload) -> Optimizer:
     """torch.optim's optimizer, foreach, with state and learning rate on the device; a first step made the state."""
-    cls = getattr(torch.optim, optimizers()[workload.optimizer].__name__, None)
+    cls = getattr(torch.optim, exported()[workload.optimizer].__name__, None)
     if cls is None:
         raise ValueError(f"torch.optim has no {workload.optimizer}")
     if workload.options:
@@ -302,9 +295,9 @@ def _compiled(name: str, text: str) -> Any:
 
 def _kernel(name: str, launches: int, kernel: Any, arch: int, elements: float | None = None) -> KernelReport:
     """A program of the kernel has so many ``elements``: 0 where it works on whole tensors, None if nobody knows."""
-    text = kernel.asm["ptx"]
-    made = ptx.resources(text, arch)
-    path = [] if elements == 0 else [a for a in ptx.full_path(text) if a.elementwise]
+    text = ptx.read(kernel.asm["ptx"])
+    made = ptx.resources(kernel.asm["ptx"], arch)
+    path = [] if elements == 0 else [a for a in text.full_path if a.elementwise]
     return KernelReport(
         name,
         launches,
@@ -312,8 +305,8 @@ def _kernel(name: str, launches: int, kernel: Any, arch: int, elements: float | 
         made._replace(shared=max(made.shared, kernel.metadata.shared)),
         widths=sorted({a.width for a in path}),
         masked=any(a.masked for a in path),
-        extern=tuple(re.findall(r"^\.extern \.func.*?(\w+)\s*$", text, re.MULTILINE)),
-        barriers=ptx.barriers(text),
+        extern=text.extern,
+        barriers=text.barriers,
     )
 
 
