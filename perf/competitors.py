@@ -39,15 +39,21 @@ class Competitor:
     dtype: torch.dtype = torch.float32
 
 
+def exported() -> dict[str, type[compiled_optim.CompiledOptimizer]]:
+    """The package's optimizers by lower-case name."""
+    public = [getattr(compiled_optim, name) for name in compiled_optim.__all__]
+    classes = [c for c in public if isinstance(c, type) and issubclass(c, compiled_optim.CompiledOptimizer)]
+    return {c.__name__.lower(): c for c in classes if c is not compiled_optim.CompiledOptimizer}
+
+
 def optimizers() -> dict[str, tuple[type[Optimizer], type[Optimizer] | None]]:
     """By lower-case name: each optimizer of this package, and torch.optim's where it has it.
 
     Those left out, of sparse gradients and of closures, step from something else than a dense gradient per parameter.
     """
-    exported = {name: getattr(compiled_optim, name) for name in compiled_optim.__all__}
     return {
-        name.lower(): (ours, getattr(torch.optim, name, None))
-        for name, ours in exported.items()
+        name: (ours, getattr(torch.optim, ours.__name__, None))
+        for name, ours in exported().items()
         if hasattr(ours, "_rule") and ours._gradients == "dense"
     }
 

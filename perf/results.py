@@ -78,11 +78,20 @@ def append(rows: Sequence[Row], device: torch.device, directory: Path = RESULTS)
     written = []
     for benchmark, part in frame(rows, device).groupby("benchmark", sort=False):
         path = directory / f"{benchmark}.csv"
-        if path.exists() and (there := list(pd.read_csv(path, nrows=0).columns)) != COLUMNS:
-            raise ValueError(f"{path} has the columns {there}, not {COLUMNS}")
-        part.to_csv(path, mode="a", header=not path.exists(), index=False, float_format="%.6g")
+        append_table(part, path, float_format="%.6g")
         written.append(path)
     return written
+
+
+def append_table(table: pd.DataFrame, path: Path, float_format: str | None = None) -> None:
+    """Append ``table`` to a file.
+
+    Raises:
+        ValueError: the file has other columns.
+    """
+    if path.exists() and (there := list(pd.read_csv(path, nrows=0).columns)) != list(table.columns):
+        raise ValueError(f"{path} has the columns {there}, not {list(table.columns)}")
+    table.to_csv(path, mode="a", header=not path.exists(), index=False, float_format=float_format)
 
 
 def show(rows: Sequence[Row], title: str) -> None:
@@ -102,7 +111,8 @@ def show(rows: Sequence[Row], title: str) -> None:
 
 def show_table(table: pd.DataFrame, title: str) -> None:
     """Print every row and column of ``table``."""
-    print(f"{title}\n{table.to_string(index=False, max_colwidth=None)}\n", flush=True)
+    text = table.astype(object).fillna("").to_string(index=False, max_colwidth=None, float_format="{:.2f}".format)
+    print(f"{title}\n{text}\n", flush=True)
 
 
 def device_name(device: torch.device) -> str:

@@ -1,80 +1,146 @@
-"""The command line of the report; see ``tools/lowering --help``."""
+"""The command ``tools/lowering``. Its parser needs the standard library alone, before anything is installed."""
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from statistics import median
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    from perf.lowering.report import Report, Workload
 
-from perf.lowering import options, results
-from perf.lowering.report import Report, lower
-from perf.lowering.workload import Workload, elementwise, optimizers
+PATH = Path(__file__).parents[1] / "results" / "lowering.csv"
+ARCHITECTURES = {"sm_80": 80, "sm_90": 90, "sm_100": 100}
+LOWERINGS = ("multi_tensor", "operator", "inlined", "inductor", "torch")
+LIMITS = {"operator": 148, "inlined": 148, "torch": 148}
+"""Tensors above which compiling takes long, up to an hour."""
+
+HIDDEN = ["workload", "arch", "uploads", "kernels", "sources", "shared", "accesses", "repeats"]
+"""Columns that a terminal is not shown."""
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The parsed command line; --help and mistakes end the program."""
+    parser = argparse.ArgumentParser(
+        prog="tools/lowering",
+        description="Show what one step of an optimizer lowers to on a GPU, without one: graphs, launches, memory traffic, "
+        "registers. Kernels are compiled by Triton's own assembler; nothing is run.",
+    )
+    shapes = "equal: 4096 elements each; mixed: four shapes in turn; gpt2: GPT-2 small's, of which there are 148"
+    lowerings = """multi_tensor, inductor: called as usual; operator, inlined: these two inside a function that is compiled
+        whole with torch.compile; torch: torch.optim, foreach, compiled; auto: the only one of optimizers that are not
+        elementwise"""
+    repeats = "compile each lowering so often, in turn, and report the median of the times"
+    parser.add_argument("optimizer", type=str.lower, nargs="?", default="adamw", help="an optimizer of the package")
+    parser.add_argument("--workload", type=int, choices=(10, 148, 1000, 20000), default=10, help="tensors")
+    parser.add_argument("--shapes", choices=("equal", "mixed", "gpt2"), default="equal", help=shapes)
+    parser.add_argument("--groups", type=int, choices=(1, 8), default=1)
+    parser.add_argument("--arch", choices=ARCHITECTURES, default="sm_90")
+    parser.add_argument("--lowering", choices=(*LOWERINGS, "auto", "all"), nargs="+", default=["all"], help=lowerings)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--clip", action="store_true", help="with max_grad_norm")
+    parser.add_argument("--repeats", type=int, default=1, help=repeats)
+    parser.add_argument("--source", action="store_true", help="print the kernels too")
+    parser.add_argument("--save", action="store_true", help="append to perf/results/lowering.csv")
+    return parser.parse_args(arguments)
 
 
 def main() -> int:
     """Lower what the options ask for and print it; its exit status is the command's."""
-    args = options.parse(sys.argv[1:])
-    if args.optimizer not in optimizers():
-        print(f"there is no optimizer {args.optimizer}; there are {', '.join(optimizers())}", file=sys.stderr)
+    args = parse(sys.argv[1:])
+    import torch
+
+    from perf.competitors import exported
+    from perf.lowering.report import Workload, elementwise
+
+    if args.optimizer not in exported():
+        print(f"there is no optimizer {args.optimizer}; there are {', '.join(exported())}", file=sys.stderr)
         return 2
     if args.shapes == "gpt2" and args.workload != 148:
         print("GPT-2 has 148 tensors: --workload 148", file=sys.stderr)
         return 2
     torch._logging.set_logs(dynamo=40)
-    workload = Workload(
-        args.optimizer,
-        args.workload,
-        args.groups,
-        getattr(torch, args.dtype),
-        options=(("max_grad_norm", 1.0),) if args.clip else (),
-        shapes=args.shapes,
-    )
-    skipped: dict[str, str] = {}
-    lowerings = list(options.LOWERINGS) if args.optimizer in elementwise() else ["auto"]
-    if args.lowering != ["all"]:
-        lowerings = args.lowering
-    elif slow := [name for name in lowerings if workload.tensors > options.LIMITS.get(name, sys.maxsize)]:
-        for name in slow:
-            limit = options.LIMITS[name]
-            skipped[name] = f"not run: compiling more than {limit} tensors takes long; ask with --lowering {name}"
-            lowerings.remove(name)
-    reports = list(_reports(lowerings, workload, options.ARCHITECTURES[args.arch], args.repeats, skipped).values())
-    results.show(reports, skipped)
-    if args.source:
-        for report in reports:
-            for source in report.sources:
-                print(f"\n# {report.lowering}\n{source}")
-    if args.save and reports:
-        results.append(reports, args.repeats)
+    options = (("max_grad_norm", 1.0),) if args.clip else ()
+    dtype = getattr(torch, args.dtype)
+    workload = Workload(args.optimizer, args.workload, args.groups, dtype, options=options, shapes=args.shapes)
+    lowerings, skipped = args.lowering, {}
+    if lowerings == ["all"]:
+        lowerings = LOWERINGS if args.optimizer in elementwise() else ["auto"]
+        slow = [name for name in lowerings if workload.tensors > LIMITS.get(name, sys.maxsize)]
+        advice = "not run: compiling more than {} tensors takes long; ask with --lowering {}"
+        skipped = {name: advice.format(LIMITS[name], name) for name in slow}
+    reports = _reports(lowerings, workload, ARCHITECTURES[args.arch], args.repeats, skipped)
+    _show(reports, args.repeats, save=args.save)
+    for name, reason in skipped.items():
+        print(f"{name}: {reason}")
+    for report in reports if args.source else []:
+        print(*(f"\n# {report.lowering}\n{source}" for source in report.sources), sep="\n")
     return 0 if reports else 1
 
 
-def _reports(
-    lowerings: Sequence[str], workload: Workload, arch: int, repeats: int, skipped: dict[str, str]
-) -> dict[str, Report]:
-    """By lowering what ``workload`` lowers to; ``skipped`` takes why something does not.
+def _reports(lowerings: Sequence[str], workload: Workload, arch: int, repeats: int, skipped: dict[str, str]) -> list[Report]:
+    """What ``workload`` lowers to, by each lowering; ``skipped`` takes why something does not.
 
     With ``repeats`` every lowering has its turn as often, after one small workload that loads the compilers, so that
     no time has what the first in a process has to do.
     """
-    found: dict[str, list[Report]] = {}
+    from perf.lowering import report
+
+    found: dict[str, list[Report]] = {name: [] for name in lowerings}
     for index in range(-1, repeats) if repeats > 1 else [0]:
         for name in lowerings if index % 2 == 0 else reversed(lowerings):
             if name in skipped:
                 continue
             taken = workload if index >= 0 else replace(workload, tensors=2, shapes="equal")
             try:
-                report = lower(name, taken, arch, stand_in=workload.tensors > 1000)
+                made = report.lower(name, taken, arch, stand_in=workload.tensors > 1000)
             except (AssertionError, RuntimeError, TypeError, ValueError) as error:
                 skipped[name] = str(error).partition("\n")[0]
                 continue
             if index >= 0:
-                found.setdefault(name, []).append(report)
+                found[name].append(made)
+    return [replace(made[0], seconds=median(r.seconds for r in made)) for made in found.values() if made]
+
+
+def _show(reports: Sequence[Report], repeats: int, *, save: bool) -> None:
+    """Print one row per report and one per kernel; append the first to the table of all, with the versions."""
+    import pandas as pd
+    import triton
+
+    from perf import results
+
+    if not reports:
+        return
+    integers = dict.fromkeys(("registers", "shared", "partitions", "copied"), "Int64")  # some are absent
+    steps = pd.DataFrame([_row(r, repeats) for r in reports]).astype({"bytes_per_param": float, **integers})
+    work = reports[0].workload
+    tensors = f"{work.tensors} tensors ({work.shapes} shapes), {work.groups} groups"
+    title = f"{work.optimizer}, {tensors}, {steps['dtype'][0]}, {reports[0].arch}"
+    results.show_table(steps.drop(columns=[*vars(work), *HIDDEN]), title)
+    if kernels := [{"lowering": r.lowering, **k._asdict(), **k.resources._asdict()} for r in reports for k in r.kernels]:
+        results.show_table(pd.DataFrame(kernels).drop(columns=["resources", "extern", "barriers"]), "Triton kernels")
+    if save:
+        table = results.stamp(steps.round({"bytes_per_param": 3, "seconds": 2}).assign(triton=triton.__version__))
+        results.append_table(table[pd.read_csv(results.RESULTS / PATH.name, nrows=0).columns], PATH)
+
+
+def _row(report: Report, repeats: int) -> dict[str, Any]:
+    """A report's entries, its kernels' figures taken together: most registers, all spills, widths of all accesses."""
+    kernels = report.kernels
     return {
-        name: replace(found[name][0], seconds=median(r.seconds for r in found[name])) for name in lowerings if name in found
+        **vars(report.workload),
+        **vars(report),
+        "dtype": str(report.workload.dtype).removeprefix("torch."),
+        "options": " ".join(f"{name}={value}" for name, value in report.workload.options),
+        "registers": max((k.resources.registers for k in kernels), default=None),
+        "spills": sum(k.resources.spills for k in kernels),
+        "shared": max((k.resources.shared for k in kernels), default=None),
+        "accesses": " ".join(sorted({width for k in kernels for width in k.widths})),
+        "repeats": repeats,
     }
 
 

@@ -27,30 +27,18 @@ _DEVICE_TYPES = 22  # entries of c10's registry of device guards
 _CUDA, _MPS, _META = 1, 13, 14  # positions in it
 
 
-class _Driver:
-    """What Triton asks of a driver before a launch."""
-
-    def __init__(self, arch: int) -> None:
-        self._arch = arch
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", self._arch, 32)
-
-    def get_current_device(self) -> int:
-        return self._arch  # Triton keeps compiled kernels per device
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
 @contextlib.contextmanager
 def triton_target(arch: int) -> Iterator[None]:
     """Let Triton compile for compute capability ``arch`` (90 for sm_90); a launch fails."""
+    from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
-    with mock.patch.object(driver, "_active", _Driver(arch)):
+    asked_before_a_launch = types.SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", arch, 32),
+        get_current_device=lambda: arch,  # Triton keeps compiled kernels per device
+        get_current_stream=lambda device: 0,
+    )
+    with mock.patch.object(driver, "_active", asked_before_a_launch):
         yield
 
 
@@ -72,10 +60,8 @@ def fake_cuda(arch: int) -> Iterator[None]:
 
     limits = {"max_threads_per_multi_processor": 2048, "max_threads_per_block": 1024, "regs_per_multiprocessor": 65536}
     limits |= {"warp_size": 32, "shared_memory_per_block_optin": 227 << 10, "total_memory": 80 << 30}
-    count, (major, minor) = _MULTIPROCESSORS[arch], divmod(arch, 10)
-    properties = types.SimpleNamespace(
-        name=f"sm_{arch}", gcnArchName="", major=major, minor=minor, multi_processor_count=count, **limits
-    )
+    limits |= {"multi_processor_count": _MULTIPROCESSORS[arch], "major": arch // 10, "minor": arch % 10}
+    properties = types.SimpleNamespace(name=f"sm_{arch}", gcnArchName="", **limits)
     answers = {
         "is_available": True,
         "get_device_properties": properties,
@@ -90,48 +76,36 @@ def fake_cuda(arch: int) -> Iterator[None]:
     interface = type("FakeCuda", (device_interface.CudaInterface,), {**fixed, "Worker": worker})
     current = [0]
 
-    def current_device() -> int:
-        return current[0]
-
     def exchange(index: int) -> int:
         """Make ``index`` the current device, and return the one before."""
         before, current[0] = current[0], index
         return before
 
-    def forget() -> None:
-        """Drop what torch remembers about the device."""
-        for function in vars(torch.utils._triton).values():
-            if hasattr(function, "cache_clear"):
+    with (
+        contextlib.ExitStack() as stack,
+        triton_target(arch),
+        _device_guard(),
+        mock.patch.dict(device_interface.device_interfaces, dict.fromkeys(("cuda", "cuda:0", "cuda:1"), interface)),
+        mock.patch.multiple(
+            torch.cuda,
+            get_device_properties=functools.partial(_answer, properties),
+            current_device=lambda: current[0],
+            _exchange_device=exchange,
+            _maybe_exchange_device=exchange,
+            is_current_stream_capturing=functools.partial(_answer, False),
+        ),
+        mock.patch.object(triton_helpers, "set_driver_to_gpu"),
+        mock.patch.multiple(Tensor, create=True, data_ptr=_address, pin_memory=lambda tensor, device=None: tensor),
+        mock.patch.object(torch_internals, "is_fake", _is_not_fake),
+        # It computes constants on the device, and caches graphs of a device that is not there.
+        config.patch(joint_graph_constant_folding=False, fx_graph_cache=False, compile_threads=1),
+        FakeTensorMode(allow_non_fake_inputs=True),
+        _RealHost(),
+    ):
+        for function in (*vars(torch.utils._triton).values(), DeviceProperties.create):
+            if hasattr(function, "cache_clear"):  # it remembers the device
                 function.cache_clear()
-        DeviceProperties.create.cache_clear()
-
-    with contextlib.ExitStack() as stack:
-        enter = stack.enter_context
-        enter(triton_target(arch))
-        enter(_device_guard())
-        enter(mock.patch.dict(device_interface.device_interfaces))
-        for device in ("cuda", "cuda:0", "cuda:1"):
-            device_interface.register_interface_for_device(device, interface)
-        enter(mock.patch.object(torch.cuda, "get_device_properties", return_value=properties))
-        enter(mock.patch.object(torch.cuda, "current_device", current_device))
-        enter(mock.patch.object(torch.cuda, "_exchange_device", exchange))
-        enter(mock.patch.object(torch.cuda, "_maybe_exchange_device", exchange))
-        enter(mock.patch.object(triton_helpers, "set_driver_to_gpu"))
-        enter(mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False))
-        enter(mock.patch.object(Tensor, "data_ptr", _address, create=True))
-        enter(mock.patch.object(torch_internals, "is_fake", _is_not_fake))
-        enter(mock.patch.object(Tensor, "pin_memory", lambda tensor, device=None: tensor, create=True))
-        enter(
-            config.patch(
-                joint_graph_constant_folding=False,  # it computes constants on the device
-                fx_graph_cache=False,  # of a device that is not there
-                compile_threads=1,
-            )
-        )
-        forget()
-        stack.callback(forget)
-        enter(FakeTensorMode(allow_non_fake_inputs=True))
-        enter(_RealHost())
+                stack.callback(function.cache_clear)
         yield
 
 
@@ -140,8 +114,7 @@ class _RealHost(TorchDispatchMode):
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Yes: Dynamo may trace under it."""
-        return True
+        return True  # Dynamo may trace under it
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):

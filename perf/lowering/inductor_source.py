@@ -5,58 +5,45 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
+
+Inputs: TypeAlias = Sequence[int | tuple[int, ...]]
+"""Shapes of a graph's inputs, or sizes."""
 
 _KERNEL = re.compile(r"^(\w+) = async_compile\.triton\('\w+', '''\n(.*?)^'''", re.MULTILINE | re.DOTALL)
 _RUN = re.compile(r"^\s+(\w+)\.run\(", re.MULTILINE)
 _EXTERN = re.compile(r"^\s+(?:\w+ = )?((?:extern_kernels\.|torch\.ops\.|aten\.)[\w.]+|\w+\.copy_)\(", re.MULTILINE)
 _CPP = re.compile(r"^\s+(cpp_\w+)\(", re.MULTILINE)
 _WAIT = re.compile(r"\.item\(\)|\.tolist\(\)|\.cpu\(\)|\.synchronize\(\)")
-_ACCESS = re.compile(r"tl\.(load|store)\((\w+) \+ \(")
+_ACCESS = re.compile(r"tl\.(?:load|store)\((\w+) \+ \((.*?)\)(?:, |\)$)")  # a pointer and an index
 _PARTITION = re.compile(r"^def partition_\d+\(", re.MULTILINE)
 
 
-@dataclass(frozen=True)
-class Module:
-    """One graph's module.
+class Module(NamedTuple):
+    """One graph's module."""
 
-    Attributes:
-        launches: Triton kernels in the order of their launches.
-        externs: library calls, operators and copies.
-        cpp: calls of C++ kernels.
-        waits: places where the host reads a value of the device.
-        kernels: text of each Triton kernel.
-        bytes: moved by all launches together; None where that was not asked.
-        outside: how many launches, externs and C++ kernels are in no partition that a CUDA graph can hold.
-    """
-
-    launches: list[str]
-    externs: list[str]
-    cpp: list[str]
-    waits: list[str]
-    kernels: Mapping[str, str]
-    bytes: float | None
-    outside: int
+    launches: list[str]  # Triton kernels in the order of their launches
+    externs: list[str]  # library calls, operators and copies
+    cpp: list[str]  # calls of C++ kernels
+    waits: list[str]  # places where the host reads a value of the device
+    kernels: Mapping[str, str]  # text of each Triton kernel
+    bytes: float | None  # moved by all launches together; None where that was not asked
+    outside: int  # how many launches, externs and C++ kernels are in no partition that a CUDA graph can hold
 
 
-def read(source: str, inputs: Sequence[int | tuple[int, ...]] | None) -> Module:
-    """Read a module; ``inputs`` are the shapes of its inputs, or sizes, None not to count bytes."""
-    kernels = {name: text for name, text in _KERNEL.findall(source)}
+def read(source: str, inputs: Inputs | None) -> Module:
+    """Read a module; without ``inputs`` bytes are not counted."""
+    kernels = dict(_KERNEL.findall(source))
     partition = _PARTITION.search(source)
     outer = source[source.index("def call(") :]
     calls = outer if partition is None else source[partition.start() :]
     launches = [name for name in _RUN.findall(calls) if name in kernels]
     outside = sum(len(pattern.findall(outer)) for pattern in (_RUN, _EXTERN, _CPP))
-    moved = None
-    if inputs is not None:
-        moved = sum(_kernel_bytes(kernels[name], sizes) for name, sizes in _sizes(calls, kernels, inputs))
+    moved = None if inputs is None else sum(_kernel_bytes(kernels[n], sizes) for n, sizes in _sizes(calls, kernels, inputs))
     return Module(launches, _EXTERN.findall(calls), _CPP.findall(calls), _WAIT.findall(calls), kernels, moved, outside)
 
 
-def _sizes(
-    calls: str, kernels: Mapping[str, str], inputs: Sequence[int | tuple[int, ...]]
-) -> Iterator[tuple[str, Mapping[str, int]]]:
+def _sizes(calls: str, kernels: Mapping[str, str], inputs: Inputs) -> Iterator[tuple[str, Mapping[str, int]]]:
     """Each launch of a kernel, with the sizes that its text leaves open."""
     known: dict[str, Any] = {}
     for line in calls.splitlines():
@@ -69,9 +56,8 @@ def _sizes(
         elif made := re.match(r"\s+(s\d+|\w+_xnumel(?:_\d+)?) = (.*)$", line):
             known[made[1]] = eval(made[2], {}, known)
         elif (run := re.match(r"\s+(\w+)\.run\((.*), stream=", line)) and run[1] in kernels:
-            parameters = re.search(rf"^def {run[1]}\((.*)\):", kernels[run[1]], re.MULTILINE)
-            assert parameters is not None, run[1]
-            pairs = zip(parameters[1].split(", "), run[2].split(", "), strict=False)
+            (parameters,) = re.findall(rf"^def {run[1]}\((.*)\):", kernels[run[1]], re.MULTILINE)
+            pairs = zip(parameters.split(", "), run[2].split(", "), strict=False)
             yield run[1], {name: eval(text, {}, known) for name, text in pairs if name.startswith("xnumel")}
 
 
@@ -80,8 +66,7 @@ def _kernel_bytes(text: str, given: Mapping[str, int]) -> float:
     body = text[text.index("\ndef ") :]
     count: float = given.get("xnumel", 0)
     indices: dict[str, float] = {}
-    moved = 0.0
-    found = 0
+    moved, found = 0.0, 0
     for line in body.splitlines():
         if size := re.match(r"\s+xnumel = (\d+)$", line):
             count = int(size[1])
@@ -89,30 +74,18 @@ def _kernel_bytes(text: str, given: Mapping[str, int]) -> float:
             count = given[section[1]]
         if index := re.match(r"\s+(x\d+) = (.*)$", line):
             indices[index[1]] = _distinct(index[2], count)
-        if access := _ACCESS.search(line):
+        for pointer, used in _ACCESS.findall(line):
             found += 1
-            used = [indices[name] for name in re.findall(r"\bx\d+\b", _argument(line, access.end())) if name in indices]
-            moved += itemsize(text, access[2]) * min(math.prod(used), count)
+            values = math.prod(indices[name] for name in re.findall(r"\bx\d+\b", used) if name in indices)
+            moved += itemsize(text, pointer) * min(values, count)
     assert found == len(re.findall(r"\btl\.(?:load|store|atomic_\w+)\(", body)), "an access was not understood"
     return moved
 
 
 def itemsize(text: str, pointer: str) -> int:
     """The bytes of an element behind one of a kernel's pointers."""
-    kind = re.search(rf"'{pointer}': '\*(\w+)'", text)
-    assert kind is not None, pointer
-    bits = re.search(r"\d+$", kind[1])
-    return 1 if bits is None else max(1, int(bits[0]) // 8)
-
-
-def _argument(line: str, start: int) -> str:
-    """The text from ``start`` to the parenthesis that closes it."""
-    depth = 1
-    for end in range(start, len(line)):
-        depth += {"(": 1, ")": -1}.get(line[end], 0)
-        if depth == 0:
-            return line[start:end]
-    raise AssertionError(line)
+    bits = re.findall(rf"'{pointer}': '\*[a-z]+(\d*)", text)[0]
+    return max(1, int(bits or 1) // 8)
 
 
 def _distinct(expression: str, count: float) -> float:

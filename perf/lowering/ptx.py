@@ -14,7 +14,7 @@ import re
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,28 +23,14 @@ _ACCESS = re.compile(r"(ld|st|atom|red)\.(?:[\w:]+\.)*?global(?:\.[\w:]+)*?(?:\.
 _NAME = re.compile(r"%\w+(?:\.\w+)?")
 
 
-@dataclass(frozen=True)
-class Access:
-    """One global memory access of a thread.
+class Access(NamedTuple):
+    """One global memory access of a thread."""
 
-    Attributes:
-        kind: ``ld``, ``st``, ``atom`` or ``red``.
-        lanes: registers it moves.
-        bits: size of each.
-        masked: whether it is predicated.
-        addresses: how many different ones the threads of a program access.
-    """
-
-    kind: str
-    lanes: int
-    bits: int
-    masked: bool
-    addresses: int
-
-    @property
-    def bytes(self) -> int:
-        """Bytes that a thread moves."""
-        return self.lanes * self.bits // 8
+    kind: str  # ``ld``, ``st``, ``atom`` or ``red``
+    width: str  # of what it moves: ``v4.b32``
+    bytes: int  # that a thread moves
+    masked: bool  # whether it is predicated
+    addresses: int  # how many different ones the threads of a program access
 
     @property
     def elementwise(self) -> bool:
@@ -56,22 +42,16 @@ class Access:
         """Bytes that a program moves between memory and all its threads: what threads share counts once."""
         return self.bytes * self.addresses
 
-    @property
-    def width(self) -> str:
-        """What it moves: ``v4.b32``."""
-        return f"v{self.lanes}.b{self.bits}" if self.lanes > 1 else f"b{self.bits}"
-
     def __str__(self) -> str:
         return f"{self.kind}.{self.width}"
 
 
-@dataclass(frozen=True)
-class Resources:
-    """What the assembler gives one kernel: registers of a thread, bytes spilled, bytes of shared memory."""
+class Resources(NamedTuple):
+    """What the assembler gives one kernel."""
 
-    registers: int
-    spills: int
-    shared: int
+    registers: int  # of a thread
+    spills: int  # in bytes
+    shared: int  # bytes of shared memory
 
 
 @functools.lru_cache(maxsize=1024)
@@ -87,40 +67,29 @@ def resources(ptx: str, arch: int) -> Resources:
     done = subprocess.run(command, input=ptx, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"ptxas: {done.stderr}")
-    registers, spills, shared = (
-        sum(map(int, re.findall(rf"(\d+) {what}", done.stderr))) for what in ("registers", "bytes spill", "bytes smem")
-    )
-    return Resources(registers, spills, shared)
+    counted = ("registers", "bytes spill", "bytes smem")
+    return Resources(*(sum(map(int, re.findall(rf"(\d+) {what}", done.stderr))) for what in counted))
 
 
-def threads(ptx: str) -> int:
-    """Threads of one program."""
-    found = re.search(r"\.reqntid (\d+)", ptx)
-    assert found is not None
-    return int(found[1])
+class Kernel(NamedTuple):
+    """What the text of a kernel says. A loop is on the full path once: it counts as one turn."""
+
+    threads: int  # of one program
+    accesses: list[Access]  # all to global memory
+    full_path: list[Access]  # those on the path with element accesses and the fewest masked ones
+    barriers: int  # how often the threads of a program wait for each other on that path, as to exchange numbers
+    extern: tuple[str, ...]  # functions that it calls and does not contain
 
 
-def external_functions(ptx: str) -> list[str]:
-    """Functions that ``ptx`` calls and does not contain."""
-    return re.findall(r"^\.extern \.func.*?(\w+)\s*$", ptx, re.MULTILINE)
-
-
-def accesses(ptx: str) -> list[Access]:
-    """All global memory accesses in the text."""
-    return [access for block in _blocks(ptx) for access in block.accesses]
-
-
-def full_path(ptx: str) -> list[Access]:
-    """The accesses a thread makes on the path with element accesses and the fewest masked ones.
-
-    A loop counts as one turn of it: its blocks are on the path once.
-    """
-    return [access for block in _full_path(ptx) for access in block.accesses]
-
-
-def barriers(ptx: str) -> int:
-    """How often the threads of a program wait for each other on the :func:`full_path`, as to exchange numbers."""
-    return sum(block.barriers for block in _full_path(ptx))
+@functools.lru_cache(maxsize=1024)
+def read(ptx: str) -> Kernel:
+    """Read a kernel's PTX."""
+    (threads,) = map(int, re.findall(r"\.reqntid (\d+)", ptx))
+    blocks = _blocks(ptx, threads)
+    path = _full_path(blocks)
+    accesses, on_path = ([access for block in some for access in block.accesses] for some in (blocks, path))
+    extern = re.findall(r"^\.extern \.func.*?(\w+)\s*$", ptx, re.MULTILINE)
+    return Kernel(threads, accesses, on_path, sum(block.barriers for block in path), tuple(extern))
 
 
 @dataclass
@@ -134,35 +103,30 @@ class _Block:
     goes_on: bool = True
 
 
-@functools.lru_cache(maxsize=1024)
-def _full_path(ptx: str) -> tuple[_Block, ...]:
-    blocks = _blocks(ptx)
+def _full_path(blocks: list[_Block]) -> list[_Block]:
     places = {block.label: i for i, block in enumerate(blocks)}
-    known: dict[int, dict[bool, tuple[int, int, list[int]]]] = {}
+    known: dict[int, tuple[bool, int, int, list[int]]] = {}
 
-    def best(i: int) -> dict[bool, tuple[int, int, list[int]]]:
-        """The way from block ``i`` on, with and without element accesses: fewest masked ones, then most bytes."""
+    def best(i: int) -> tuple[bool, int, int, list[int]]:
+        """The way from block ``i`` on: with element accesses, then with the fewest masked ones, then with most bytes."""
         if i not in known:
-            known[i] = {}  # an edge back to this block leads nowhere
-            own = [a for a in blocks[i].accesses if a.elementwise]
+            known[i] = (False, 0, 0, [])  # of an edge back to this block
             following = [places[blocks[i].target]] if blocks[i].target else []
             following += [i + 1] if blocks[i].goes_on and i + 1 < len(blocks) else []
-            ways: dict[bool, tuple[int, int, list[int]]] = {}
-            for has, (unmasked, moved, path) in [w for s in following for w in best(s).items()] or [(False, (0, 0, []))]:
-                way = (unmasked - sum(a.masked for a in own), moved + sum(a.bytes for a in own), [i, *path])
-                ways[has or bool(own)] = max(way, ways.get(has or bool(own), way))
-            known[i] = ways
+            has, unmasked, moved, path = max(map(best, following), default=known[i])
+            own = [a for a in blocks[i].accesses if a.elementwise]
+            unmasked, moved = unmasked - sum(a.masked for a in own), moved + sum(a.bytes for a in own)
+            known[i] = (has or bool(own), unmasked, moved, [i, *path])
         return known[i]
 
-    ways = best(0)
-    return tuple(blocks[i] for i in ways[max(ways)][2])
+    return [blocks[i] for i in best(0)[-1]]
 
 
-def _blocks(ptx: str) -> list[_Block]:
+def _blocks(ptx: str, threads: int) -> list[_Block]:
     lines = [line.partition("//")[0].strip() for line in ptx[ptx.index("\n{") :].splitlines()]
     found = [match.groups("") for match in map(_LINE.match, lines) if match]
-    count, blocks = threads(ptx), [_Block()]
-    values = {"%tid.x": np.arange(count), "%laneid": np.arange(count) % 32}
+    blocks = [_Block()]
+    values = {"%tid.x": np.arange(threads), "%laneid": np.arange(threads) % 32}
     for *_, op, operands in found:  # the text may read what it writes further down
         _write(op, operands, values)
     for label, predicate, op, operands in found:
@@ -174,8 +138,10 @@ def _blocks(ptx: str) -> list[_Block]:
         elif access := _ACCESS.match(op):
             (address,) = _NAME.findall(operands[operands.index("[") : operands.index("]")])
             value = values.get(address, _ALIKE)
-            addresses = count if value is None else len(np.unique(value))
-            blocks[-1].accesses.append(Access(access[1], int(access[2] or 1), int(access[3]), bool(predicate), addresses))
+            addresses = threads if value is None else len(np.unique(value))
+            kind, lanes, bits = access[1], int(access[2] or 1), int(access[3])
+            width = f"v{lanes}.b{bits}" if lanes > 1 else f"b{bits}"
+            blocks[-1].accesses.append(Access(kind, width, lanes * bits // 8, bool(predicate), addresses))
         blocks[-1].barriers += op.startswith("bar.sync")
         _write(op, operands, values)
     return blocks
@@ -202,7 +168,8 @@ def _write(op: str, operands: str, values: dict[str, Any]) -> None:
         return
     written, _, read = operands.partition("}" if operands.startswith("{") else ",")
     names = [part.strip() for part in re.split(r"[,\[\]{}+]", read) if part.strip()]
-    sources = [values.get(name, _ALIKE) if "%" in name else _constant(name) for name in names]
+    constants = {name: np.array([int(name, 0)]) for name in names if re.fullmatch(r"-?(0x[0-9a-fA-F]+|\d+)", name)}
+    sources = [constants.get(name, values.get(name, _ALIKE)) for name in names]
     if any(source is None for source in sources):
         result = None
     elif compute := _OPERATIONS.get((op.partition(".")[0], len(sources))):
@@ -210,7 +177,3 @@ def _write(op: str, operands: str, values: dict[str, Any]) -> None:
     else:
         result = _ALIKE if all((source == source[0]).all() for source in sources) else None
     values.update(dict.fromkeys(_NAME.findall(written), result))
-
-
-def _constant(text: str) -> Any:
-    return np.array([int(text, 0)]) if re.fullmatch(r"-?(0x[0-9a-fA-F]+|\d+)", text) else _ALIKE

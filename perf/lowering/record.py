@@ -7,7 +7,7 @@ import math
 import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -20,48 +20,31 @@ _WITHOUT_LAUNCH = {"empty", "empty_strided", "empty_like", "new_empty", "lift_fr
 _WITHOUT_LAUNCH |= {"sparse_dim", "_nnz", "is_coalesced"}
 
 
-@dataclass(frozen=True)
-class Launch:
-    """One launch of a Triton kernel: which, on how many programs of which device, and the compiled kernel."""
+class Launch(NamedTuple):
+    """One launch of a Triton kernel."""
 
     name: str
     programs: int
     device: int
-    kernel: Any
+    kernel: Any  # as Triton compiled it
 
 
-@dataclass(frozen=True)
-class Operator:
-    """One operator that a device would run.
+class Operator(NamedTuple):
+    """One operator that a device would run."""
 
-    Attributes:
-        name: without overload.
-        bytes: of the tensors it reads and of those it writes.
-        waits: whether the host waits for its result.
-        crosses: whether it copies between host and device.
-    """
-
-    name: str
-    bytes: int
-    waits: bool
-    crosses: bool
+    name: str  # without overload
+    bytes: int  # of the tensors that it reads and of those that it writes
+    waits: bool  # whether the host waits for its result
+    crosses: bool  # whether it copies between host and device
 
 
-@dataclass(frozen=True)
-class Partition:
-    """A part of a compiled function that one CUDA graph is to hold.
-
-    Attributes:
-        inputs: how many there are.
-        stays: the positions of those that are read and written where they are; the others are copied before each replay.
-        written: the positions of those that it writes.
-        source: what Inductor wrote for the whole function.
-    """
+class Partition(NamedTuple):
+    """A part of a compiled function that one CUDA graph is to hold."""
 
     inputs: int
-    stays: tuple[int, ...]
-    written: tuple[int, ...]
-    source: str
+    stays: Sequence[int]  # positions of the inputs that are read and written where they are
+    written: Sequence[int]  # positions of the inputs that it writes
+    source: str  # what Inductor wrote for the whole function
 
     @property
     def copied(self) -> int:
@@ -78,43 +61,36 @@ class Decisions:
     skipped: list[str] = field(default_factory=list)  # why functions are to run without CUDA graphs
 
 
-@dataclass(frozen=True)
-class Graph:
-    """One run of a graph that Inductor compiled: its module, the shapes of its inputs, or sizes, and what was decided."""
+class Graph(NamedTuple):
+    """One run of a graph that Inductor compiled."""
 
     source: str
-    inputs: tuple[int | tuple[int, ...], ...]
+    inputs: Sequence[int | tuple[int, ...]]  # their shapes, or sizes
     decisions: Decisions
 
 
 @dataclass
 class Record:
-    """What happened, in order."""
+    """What happened, in order, since it was taken last."""
 
     launches: list[Launch] = field(default_factory=list)
     operators: list[Operator] = field(default_factory=list)
     graphs: list[Graph] = field(default_factory=list)
 
-
-class Recorder:
-    """Where what happens is written down, while nothing pauses it."""
-
-    def __init__(self) -> None:
-        self.record = Record()  # to write to
-
     def take(self) -> Record:
         """What happened since the last call."""
-        taken, self.record = self.record, Record()
+        taken = Record(**vars(self))
+        vars(self).update(vars(Record()))
         return taken
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Write nothing down inside."""
-        record = self.take()
+        before = self.take()
         try:
             yield
         finally:
-            self.record = record
+            vars(self).update(vars(before))
 
 
 @contextlib.contextmanager
@@ -128,22 +104,17 @@ def deciding() -> Iterator[Decisions]:
 
     decisions = Decisions()
 
+    def call(inputs: list[Any]) -> list[Any]:
+        raise NotImplementedError("a function compiled for a GPU that is not there")
+
     def load(graph: GraphLowering, code: Any) -> types.SimpleNamespace:
         decisions.sources.append(code.value)
-
-        def apply(functions: Sequence[Any]) -> None:
-            for function in functions:
-                function(call)
-
-        def call(inputs: list[Any]) -> list[Any]:
-            raise NotImplementedError("a function compiled for a GPU that is not there")
-
-        runner = types.SimpleNamespace(partitions=[call], recursively_apply_fns=apply)
+        runner = types.SimpleNamespace(partitions=[call], recursively_apply_fns=lambda wrappers: [w(call) for w in wrappers])
         return types.SimpleNamespace(call=call, runner=runner, __file__=__file__, __name__=__name__)
 
     def cudagraphify(model: Any, static_input_idxs: Sequence[int] = (), **kwargs: Any) -> Any:
-        inputs, written = len(kwargs["placeholders"]), tuple(kwargs["mutated_input_idxs"])
-        decisions.partitions.append(Partition(inputs, tuple(static_input_idxs), written, decisions.sources[-1]))
+        inputs, written = len(kwargs["placeholders"]), kwargs["mutated_input_idxs"]
+        decisions.partitions.append(Partition(inputs, static_input_idxs, written, decisions.sources[-1]))
         return model
 
     with (
@@ -156,7 +127,7 @@ def deciding() -> Iterator[Decisions]:
 
 
 @contextlib.contextmanager
-def recording(device: str) -> Iterator[Recorder]:
+def recording(device: str) -> Iterator[Record]:
     """Record what Triton and Inductor would launch, under ``fake_cuda`` or ``triton_target``, instead of running it.
 
     Everything else runs, and is recorded where it involves a tensor on ``device``.
@@ -164,25 +135,25 @@ def recording(device: str) -> Iterator[Recorder]:
     from torch._inductor import compile_fx
     from triton.runtime.jit import JITFunction
 
-    recorder = Recorder()
+    record = Record()
     compile_graph, launch = compile_fx.compile_fx, JITFunction.run
 
     def record_launch(function: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         kernel = launch(function, *args, grid=grid, warmup=True, **kwargs)
         current = torch.cuda.current_device() if device == "cuda" else 0
         programs = math.prod(grid(kwargs) if callable(grid) else grid)
-        recorder.record.launches.append(Launch(function.__name__, programs, current, kernel))
+        record.launches.append(Launch(function.__name__, programs, current, kernel))
         return kernel
 
     def record_graph(module: Any, inputs: Any, *args: Any, **kwargs: Any) -> Callable[..., Any]:
         itself = mock.patch.object(compile_fx, "compile_fx", compile_graph)  # which it calls again with its options
-        with recorder.paused(), deciding() as decisions, itself:
+        with record.paused(), deciding() as decisions, itself:
             compile_graph(module, inputs, *args, **kwargs)
 
         def run(*values: Any) -> Any:
-            shapes = tuple(tuple(v.shape) if isinstance(v, Tensor) else int(v) for v in values)
-            recorder.record.graphs.extend(Graph(source, shapes, decisions) for source in decisions.sources)
-            with recorder.paused():
+            shapes = [tuple(v.shape) if isinstance(v, Tensor) else int(v) for v in values]
+            record.graphs.extend(Graph(source, shapes, decisions) for source in decisions.sources)
+            with record.paused():
                 return module(*values)
 
         return run
@@ -190,23 +161,21 @@ def recording(device: str) -> Iterator[Recorder]:
     with (
         mock.patch.object(JITFunction, "run", record_launch),
         mock.patch.object(compile_fx, "compile_fx", record_graph),
-        _Operators(recorder, device),
+        _Operators(record, device),
     ):
-        yield recorder
+        yield record
 
 
 class _Operators(TorchDispatchMode):
     """Records the operators on tensors of one device type; views and allocations do not reach it."""
 
-    def __init__(self, recorder: Recorder, device: str) -> None:
+    def __init__(self, record: Record, device: str) -> None:
         super().__init__()
-        self._recorder = recorder
-        self._device = device
+        self._record, self._device = record, device
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Yes: Dynamo may trace under it."""
-        return True
+        return True  # Dynamo may trace under it
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -216,14 +185,12 @@ class _Operators(TorchDispatchMode):
         values = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | (kwargs or {})
         written = {a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
         reads = _tensors([v for key, v in values.items() if key not in written or name not in _WRITE_ONLY])
-        writes = _tensors([v for key, v in values.items() if key in written])
-        writes += [t for t in _tensors(result) if not any(t is w for w in writes)]
+        writes = {id(t): t for t in _tensors([[v for key, v in values.items() if key in written], result])}.values()
         devices = {t.device.type for t in (*reads, *writes)}
         if self._device in devices:
-            moved = sum(t.numel() * t.element_size() for t in (*reads, *writes))
-            crosses = len(devices) > 1
+            moved, crosses = sum(t.numel() * t.itemsize for t in (*reads, *writes)), len(devices) > 1
             waits = name in _WAITS or (crosses and not values.get("non_blocking", False))
-            self._recorder.record.operators.append(Operator(name, moved, waits, crosses))
+            self._record.operators.append(Operator(name, moved, waits, crosses))
         return result
 
 

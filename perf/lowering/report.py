@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
+import math
 import resource
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import cycle, islice
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 import compiled_optim
@@ -19,84 +23,87 @@ from compiled_optim.lowering import multi_tensor, stacked
 from compiled_optim.lowering.kernels import triton
 from compiled_optim.lowering.torch_ops import inductor
 from compiled_optim.optimizer import engine_of
+from perf import competitors, workloads
+from perf.competitors import exported
 from perf.lowering import inductor_source, ptx
 from perf.lowering.fake_cuda import fake_cuda, triton_target
-from perf.lowering.record import Decisions, Record, recording
-from perf.lowering.workload import Workload, gradient, ours, stock
+from perf.lowering.record import Decisions, Launch, Record, recording
 
 _OWN = {"operator": "multi_tensor", "inlined": "inductor"}
 """The lowerings of steps in functions that the user compiles."""
 
+_NUMEL = 4096  # elements of each of several equal tensors: whole chunks
+_MIXED = [(64, 64), (4096,), (768,), (768, 768)]
 _PROBES = (1 << 14, 1 << 15)
+_ENTRIES = 5  # of a sparse gradient
+_WITHOUT_HOST = {"lbfgs": {"fixed_iterations": True, "max_iter": 1}}  # for what else it does, a host has to decide
 
 
 @dataclass(frozen=True)
-class KernelReport:
-    """One Triton kernel of a step.
+class Workload:
+    """What is stepped: parameters of some shapes, and an optimizer of them by its lower-case name."""
 
-    Attributes:
-        name: as its source calls it.
-        launches: per step.
-        bytes_per_param: counted from loads and stores of the full path; None where work is per tensor.
-        resources: registers, spills and shared memory.
-        loads, stores: widths of the element accesses on the full path, ``v4.b32``.
-        masked: whether the full path has predicated element accesses.
-        extern: functions it calls and does not contain.
-        barriers: how often the threads of a program wait for each other on the full path.
-    """
+    optimizer: str
+    tensors: int
+    groups: int = 1  # that the tensors are spread over
+    dtype: torch.dtype = torch.float32  # of parameters, gradients and state
+    numel: int = _NUMEL  # of each of several equal tensors
+    options: tuple[tuple[str, Any], ...] = ()  # further arguments of this package's optimizer
+    shapes: str = "equal"  # or ``mixed``, four shapes in turn; or ``gpt2``, the first tensors of GPT-2 small, which has 148
 
-    name: str
-    launches: int
-    bytes_per_param: float | None
+    @property
+    def sizes(self) -> workloads.Shapes:
+        """The shapes of the parameters. Equal ones are vectors for elementwise optimizers, square matrices for others."""
+        side = math.isqrt(self.numel)
+        equal = (self.numel,) if self.optimizer in elementwise() else (side, side)
+        kinds = {"equal": [equal], "mixed": _MIXED, "gpt2": workloads.shapes("gpt2-124m")}
+        return list(islice(cycle(kinds[self.shapes]), self.tensors))
+
+    @property
+    def elements(self) -> int:
+        """Real numbers in all parameters."""
+        return sum(map(math.prod, self.sizes))
+
+
+def elementwise() -> list[str]:
+    """The names of those that are an elementwise rule over dense gradients; the others have the lowering ``auto`` only."""
+    return [name for name, (cls, _) in competitors.optimizers().items() if cls._granularity == "element"]
+
+
+class KernelReport(NamedTuple):
+    """One Triton kernel of a step. Its full path is that of :class:`ptx.Kernel`."""
+
+    name: str  # as its source calls it
+    launches: int  # per step
+    bytes_per_param: float | None  # of loads and stores of the full path; None where work is per tensor
     resources: ptx.Resources
-    loads: tuple[str, ...]
-    stores: tuple[str, ...]
-    masked: bool
-    extern: tuple[str, ...]
-    barriers: int
+    widths: Sequence[str]  # of the element accesses on the full path, ``v4.b32``
+    masked: bool  # whether the full path has predicated element accesses
+    extern: Sequence[str]  # functions that it calls and does not contain
+    barriers: int  # how often the threads of a program wait for each other on the full path
 
 
 @dataclass(frozen=True)
 class Report:
-    """What one step lowers to.
+    """What one step lowers to; "moved" is a step whose gradients all have new addresses."""
 
-    Attributes:
-        lowering: as given to :func:`lower`.
-        graphs: graphs that Inductor compiled; 0 where none is needed.
-        launches: of Triton kernels, per step.
-        operators: torch operators and library calls on the device, per step.
-        cpp: C++ kernels, per step.
-        waits: times the host waits for the device in a step whose gradients all have new addresses.
-        uploads: copies from host to device, in a step whose gradients all have new addresses.
-        moved_operators: those of them in a step whose gradients all have new addresses.
-        bytes_per_param: moved by kernels and operators together, tables of a few bytes per tensor not counted; None where an
-            operator's content is not known here.
-        kernels: the distinct Triton kernels; empty if they were not compiled.
-        sources: their text, and that of the modules around them.
-        seconds: of processors, for the first step, compiling included.
-        partitions: CUDA graphs that Inductor makes of a step with ``mode="reduce-overhead"``; None of steps that the user
-            does not compile, and so the following two.
-        copied: tensors that are copied into those before each replay.
-        cuda_graph: what they hold, or why there are none.
-    """
-
-    lowering: str
+    lowering: str  # as given to :func:`lower`
     workload: Workload
     arch: str
-    graphs: int
-    launches: int
-    operators: int
-    cpp: int
-    waits: int
-    uploads: int
-    moved_operators: int
-    bytes_per_param: float | None
-    kernels: tuple[KernelReport, ...]
-    sources: tuple[str, ...]
-    seconds: float
-    partitions: int | None = None
-    copied: int | None = None
-    cuda_graph: str = ""
+    graphs: int  # that Inductor compiled; 0 where none is needed
+    launches: int  # of Triton kernels, per step
+    operators: int  # torch operators and library calls on the device, per step
+    cpp: int  # C++ kernels, per step
+    waits: int  # times that the host waits for the device in a moved step
+    uploads: int  # copies between host and device in a moved step
+    moved_operators: int  # operators of a moved step
+    bytes_per_param: float | None  # of kernels and operators, tables not counted; None where an operator is not known here
+    kernels: Sequence[KernelReport]  # the distinct Triton kernels
+    sources: Sequence[str]  # their text, and that of the modules around them
+    seconds: float  # of processor time that the first step took
+    partitions: int | None  # parts that CUDA graphs are to hold; None where the user compiles nothing
+    copied: int | None  # tensors copied into CUDA graphs before each replay
+    cuda_graph: str  # what they hold, or why there are none
 
 
 def lower(lowering: str, workload: Workload, arch: int, *, stand_in: bool = False) -> Report:
@@ -117,43 +124,40 @@ def lower(lowering: str, workload: Workload, arch: int, *, stand_in: bool = Fals
     device, own, compiled = "cpu" if stand_in else "cuda", lowering == "multi_tensor", lowering in (*_OWN, "torch")
     place = cpu_in_place_of_cuda if stand_in else fake_cuda if own else _fake_cuda_anew
     with place(arch):
-        optimizer = stock(workload) if lowering == "torch" else ours(workload, device, _OWN.get(lowering, lowering))
-        steps = _steps(optimizer, device, compiled=compiled, inlined=lowering == "inlined")
-        graphs, steady = steps.steady.graphs, steps.steady.operators
-        modules = [inductor_source.read(g.source, g.inputs if lowering != "auto" else None) for g in graphs]
+        optimizer = _stock(workload) if lowering == "torch" else _ours(workload, device, _OWN.get(lowering, lowering))
+        first, steady, moved = _steps(optimizer, device, compiled=compiled, inlined=lowering == "inlined")
+        modules = [inductor_source.read(g.source, None if lowering == "auto" else g.inputs) for g in steady.graphs]
         launched = Counter(name for module in modules for name in module.launches)
-        kernels = [
-            _kernel(name, launched[name], _compiled(name, text), arch)
-            for name, text in {n: t for m in modules for n, t in m.kernels.items()}.items()
-        ]
-    per_program: Mapping[str, float] = {}
+        texts = {name: text for module in modules for name, text in module.kernels.items()}
+        kernels = [_kernel(name, launched[name], _compiled(name, text), arch) for name, text in texts.items()]
+    programs = {}
     if lowering in ("multi_tensor", "operator"):
-        per_program = _elements_per_program(workload.optimizer, workload.dtype, workload.options, arch)
-    counts = Counter(launch.name for launch in steps.steady.launches)
-    first = {launch.name: launch.kernel for launch in reversed(steps.steady.launches)}
-    of_package = [_kernel(name, count, first[name], arch, per_program.get(name, 0)) for name, count in counts.items()]
-    moved = sum((k.bytes_per_param or 0) * k.launches for k in of_package)
+        programs = _elements_per_program(workload.optimizer, workload.dtype, workload.options, arch)
+    counts = Counter(launch.name for launch in steady.launches)
+    ours = {launch.name: launch.kernel for launch in reversed(steady.launches)}
+    of_package = [_kernel(name, count, ours[name], arch, programs.get(name, 0)) for name, count in counts.items()]
+    bytes_per_param = sum((k.bytes_per_param or 0) * k.launches for k in of_package)
     if not own:  # whose operators touch tables alone
-        moved += (sum(m.bytes or 0 for m in modules) + sum(o.bytes for o in steady)) / workload.elements
-    is_known = lowering != "auto" and all("compiled_optim" in name for m in modules for name in m.externs)
-    decided = list({id(g.decisions): g.decisions for g in graphs}.values())
+        bytes_per_param += (sum(m.bytes or 0 for m in modules) + sum(o.bytes for o in steady.operators)) / workload.elements
+    externs = [name for module in modules for name in module.externs]
+    is_known = lowering != "auto" and all("compiled_optim" in name for name in externs)
+    decided = list({id(g.decisions): g.decisions for g in steady.graphs}.values())
     partitions = [partition for decisions in decided for partition in decisions.partitions]
-    externs = sum(len(m.externs) for m in modules)
     return Report(
         lowering=lowering,
         workload=workload,
         arch=f"sm_{arch}",
-        graphs=len({g.source for g in graphs}),
+        graphs=len({g.source for g in steady.graphs}),
         launches=counts.total() + launched.total(),
-        operators=len(steady) + externs,
+        operators=len(steady.operators) + len(externs),
         cpp=sum(len(m.cpp) for m in modules),
-        waits=sum(o.waits for o in steps.moved.operators) + sum(len(m.waits) for m in modules),
-        uploads=sum(o.crosses for o in steps.moved.operators),
-        moved_operators=len(steps.moved.operators) + externs,
-        bytes_per_param=moved if is_known else None,
-        kernels=(*kernels, *of_package),
-        sources=tuple(dict.fromkeys([*(g.source for g in graphs), *(kernel.src.fn.src for kernel in first.values())])),
-        seconds=steps.first,
+        waits=sum(o.waits for o in moved.operators) + sum(len(m.waits) for m in modules),
+        uploads=sum(o.crosses for o in moved.operators),
+        moved_operators=len(moved.operators) + len(externs),
+        bytes_per_param=bytes_per_param if is_known else None,
+        kernels=[*kernels, *of_package],
+        sources=list(dict.fromkeys([*(g.source for g in steady.graphs), *(kernel.src.fn.src for kernel in ours.values())])),
+        seconds=first,
         partitions=len(partitions) if compiled else None,
         copied=sum(part.copied for part in partitions) if compiled else None,
         cuda_graph=_decision(decided, sum(m.outside for m in modules)) if compiled else "",
@@ -162,54 +166,91 @@ def lower(lowering: str, workload: Workload, arch: int, *, stand_in: bool = Fals
 
 def launches(workload: Workload, arch: int = 90) -> list[str]:
     """The Triton kernels that one step of the multi-tensor lowering launches, in order; CPU tensors stand in for a GPU's."""
+    return [launch.name for launch in _launched(workload, arch)]
+
+
+def _launched(workload: Workload, arch: int) -> list[Launch]:
     with cpu_in_place_of_cuda(arch):
-        optimizer = ours(workload, "cpu", "multi_tensor")
+        optimizer = _ours(workload, "cpu", "multi_tensor")
         with recording("cpu") as recorder:
             optimizer.step()
-            return [launch.name for launch in recorder.take().launches]
+            return recorder.take().launches
+
+
+@functools.cache
+def _elements_per_program(
+    optimizer: str, dtype: torch.dtype, options: tuple[tuple[str, Any], ...], arch: int
+) -> dict[str, float]:
+    """For each kernel whose number of programs grows with the elements: how many elements a program has."""
+    probes = [_launched(Workload(optimizer, 1, 1, dtype, numel, options), arch) for numel in _PROBES]
+    small, large = ({launch.name: launch.programs for launch in launched} for launched in probes)
+    growing = [n for n in small if large[n] != small[n]]
+    assert all(large[n] * _PROBES[0] == small[n] * _PROBES[1] for n in growing), "a program has more than one chunk"
+    return {n: _PROBES[0] / small[n] for n in growing}
 
 
 @contextlib.contextmanager
 def cpu_in_place_of_cuda(arch: int) -> Iterator[None]:
     """Let CPU tensors take the lowering of a GPU."""
-    with (
-        triton_target(arch),
-        mock.patch.dict(multi_tensor.BACKENDS, {"cpu": triton.TritonKernel}),
-        mock.patch.object(multi_tensor, "_kernels", {}),
-    ):
+    backends = mock.patch.dict(multi_tensor.BACKENDS, {"cpu": triton.TritonKernel})
+    with triton_target(arch), backends, mock.patch.object(multi_tensor, "_kernels", {}):
         yield
 
 
 @contextlib.contextmanager
 def _fake_cuda_anew(arch: int) -> Iterator[None]:
     """``fake_cuda`` where nothing is compiled yet."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(fake_cuda(arch))
-        for module in (inductor, multi_tensor, stacked):
-            stack.enter_context(mock.patch.object(module, "_kernels", {}))
+    kernels = [mock.patch.object(module, "_kernels", {}) for module in (inductor, multi_tensor, stacked)]
+    with fake_cuda(arch), kernels[0], kernels[1], kernels[2]:
         torch._dynamo.reset()
         yield
     torch._dynamo.reset()
 
 
-def _decision(decided: Sequence[Decisions], outside: int) -> str:
-    """What CUDA graphs hold of a step that makes so many calls ``outside`` of them; or why there are none."""
-    reasons = [reason for decisions in decided for reason in decisions.skipped]
-    if reasons:
-        return "; ".join(dict.fromkeys(reasons))
-    return f"all but {outside} calls" if outside else "all"
+def _groups(workload: Workload, device: str) -> list[dict[str, Any]]:
+    """Parameters with gradients, in groups."""
+    params = [torch.empty(s, dtype=workload.dtype, device=device, requires_grad=True) for s in workload.sizes]
+    for param in params:
+        param.grad = _gradient(param, exported()[workload.optimizer])
+    return [{"params": params[i :: workload.groups]} for i in range(workload.groups)]
 
 
-class _Steps(NamedTuple):
-    """The processor seconds of the first step, a step like the one before, and one after all gradients moved."""
+def _gradient(param: Tensor, optimizer: type[Optimizer]) -> Tensor:
+    """What an optimizer of this class finds as the gradient of ``param``."""
+    if getattr(optimizer, "_gradients", "dense") == "dense":
+        return torch.empty_like(param, requires_grad=False)
+    indices = torch.empty(1, _ENTRIES, dtype=torch.int64, device=param.device)
+    values = torch.empty(_ENTRIES, *param.shape[1:], dtype=param.dtype, device=param.device)
+    return torch.sparse_coo_tensor(indices, values, param.shape, check_invariants=False)
 
-    first: float
-    steady: Record
-    moved: Record
+
+def _ours(workload: Workload, device: str, lowering: str) -> compiled_optim.CompiledOptimizer:
+    cls = exported()[workload.optimizer]
+    options = competitors.arguments(cls) | _WITHOUT_HOST.get(workload.optimizer, {}) | dict(workload.options)
+    return cls(_groups(workload, device), lowering=lowering, **options)
 
 
-def _steps(optimizer: Optimizer, device: str, *, compiled: bool = False, inlined: bool = False) -> _Steps:
-    """Three steps, ``compiled`` by the caller, in ours whole; ``inlined``, as operations of the caller's graph."""
+def _stock(workload: Workload) -> Optimizer:
+    """torch.optim's optimizer, foreach, with state and learning rate on the device; a first step made the state."""
+    cls = getattr(torch.optim, exported()[workload.optimizer].__name__, None)
+    if cls is None:
+        raise ValueError(f"torch.optim has no {workload.optimizer}")
+    if workload.options:
+        raise ValueError(f"torch.optim's step has no {', '.join(name for name, _ in workload.options)}")
+    options = dict.fromkeys({"foreach", "capturable"} & inspect.signature(cls).parameters.keys(), True)
+    optimizer: Optimizer = cls(_groups(workload, "cuda"), **options, **competitors.arguments(cls))
+    optimizer.step()
+    if "capturable" in options:
+        for group in optimizer.param_groups:
+            group["lr"] = torch.empty((), device="cuda")
+    return optimizer
+
+
+def _steps(optimizer: Optimizer, device: str, *, compiled: bool, inlined: bool) -> tuple[float, Record, Record]:
+    """The processor seconds of the first step, a step like the one before, and one after all gradients moved.
+
+    Where ``compiled``, the caller compiles them, of ours whole; ``inlined``, as operations of the caller's graph.
+    """
     is_own = isinstance(optimizer, compiled_optim.CompiledOptimizer)
     step = torch.compile(optimizer.step, fullgraph=is_own, mode="reduce-overhead") if compiled else optimizer.step
     if isinstance(optimizer, compiled_optim.LBFGS):
@@ -229,33 +270,16 @@ def _steps(optimizer: Optimizer, device: str, *, compiled: bool = False, inlined
             optimizer.step()  # what the operator does, of which the graph has the name alone
             steady.launches += record.take().launches
         with record.paused():
-            for group in optimizer.param_groups:
-                for param in group["params"]:
-                    param.grad = gradient(param, type(optimizer))
+            for param in [param for group in optimizer.param_groups for param in group["params"]]:
+                param.grad = _gradient(param, type(optimizer))
         step()
-        return _Steps(first, steady, record.take())
+        return first, steady, record.take()
 
 
 def processor_seconds() -> float:
     """The time that processors spent on this process and those it waited for, in seconds."""
     usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(u.ru_utime + u.ru_stime for u in usage)
-
-
-@functools.cache
-def _elements_per_program(
-    optimizer: str, dtype: torch.dtype, options: tuple[tuple[str, Any], ...], arch: int
-) -> Mapping[str, float]:
-    """For each kernel whose number of programs grows with the elements: how many elements a program has."""
-    programs: list[dict[str, int]] = []
-    with cpu_in_place_of_cuda(arch):
-        for numel in _PROBES:
-            steps = _steps(ours(Workload(optimizer, 1, 1, dtype, numel, options), "cpu", "multi_tensor"), "cpu")
-            programs.append({launch.name: launch.programs for launch in steps.steady.launches})
-    small, large = programs
-    growing = [n for n in small if large[n] != small[n]]
-    assert all(large[n] * _PROBES[0] == small[n] * _PROBES[1] for n in growing), "a program has more than one chunk"
-    return {n: _PROBES[0] / small[n] for n in growing}
 
 
 def _compiled(name: str, text: str) -> Any:
@@ -271,17 +295,22 @@ def _compiled(name: str, text: str) -> Any:
 
 def _kernel(name: str, launches: int, kernel: Any, arch: int, elements: float | None = None) -> KernelReport:
     """A program of the kernel has so many ``elements``: 0 where it works on whole tensors, None if nobody knows."""
-    text = kernel.asm["ptx"]
-    made = ptx.resources(text, arch)
-    path = [] if elements == 0 else [a for a in ptx.full_path(text) if a.elementwise]
+    text = ptx.read(kernel.asm["ptx"])
+    made = ptx.resources(kernel.asm["ptx"], arch)
+    path = [] if elements == 0 else [a for a in text.full_path if a.elementwise]
     return KernelReport(
         name,
         launches,
         sum(a.program_bytes for a in path) / elements if elements else None,
-        replace(made, shared=max(made.shared, kernel.metadata.shared)),
-        loads=tuple(sorted({a.width for a in path if a.kind == "ld"})),
-        stores=tuple(sorted({a.width for a in path if a.kind != "ld"})),
+        made._replace(shared=max(made.shared, kernel.metadata.shared)),
+        widths=sorted({a.width for a in path}),
         masked=any(a.masked for a in path),
-        extern=tuple(ptx.external_functions(text)),
-        barriers=ptx.barriers(text),
+        extern=text.extern,
+        barriers=text.barriers,
     )
+
+
+def _decision(decided: Sequence[Decisions], outside: int) -> str:
+    """What CUDA graphs hold of a step that makes so many calls ``outside`` of them; or why there are none."""
+    reasons = dict.fromkeys(reason for decisions in decided for reason in decisions.skipped)
+    return "; ".join(reasons) or (f"all but {outside} calls" if outside else "all")

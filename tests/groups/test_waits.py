@@ -20,13 +20,13 @@ import compiled_optim as co
 from compiled_optim.memory import torch_internals
 from compiled_optim.optimizer import CompiledOptimizer, engine_of
 from perf.lowering.fake_cuda import fake_cuda
-from perf.lowering.record import Recorder, recording
+from perf.lowering.record import Record, recording
 
 pytest.importorskip("triton")
 
 
 @pytest.fixture
-def recorder() -> Iterator[Recorder]:
+def recorder() -> Iterator[Record]:
     with fake_cuda(90), recording("cuda") as recorder:
         yield recorder
 
@@ -64,7 +64,7 @@ WRITES: dict[str, Callable[[CompiledOptimizer], object]] = {
 
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
-def test_nothing_that_is_written_waits(write: Callable[[CompiledOptimizer], object], recorder: Recorder) -> None:
+def test_nothing_that_is_written_waits(write: Callable[[CompiledOptimizer], object], recorder: Record) -> None:
     param = torch.zeros(3, device="cuda", requires_grad=True)
     param.grad = torch.zeros_like(param)
     optimizer = co.AdamW([param], lr=0.5)
@@ -86,7 +86,7 @@ SCHEDULERS: dict[str, Callable[[CompiledOptimizer], Any]] = {
 @pytest.mark.parametrize("groups", [1, 24])
 @pytest.mark.parametrize("make", SCHEDULERS.values(), ids=SCHEDULERS)
 def test_a_scheduler_asks_nothing_of_the_device_until_the_step_which_copies_once(
-    make: Callable[[CompiledOptimizer], Any], groups: int, recorder: Recorder
+    make: Callable[[CompiledOptimizer], Any], groups: int, recorder: Record
 ) -> None:
     optimizer = many(groups)
     scheduler = make(optimizer)
@@ -116,7 +116,7 @@ def test_a_scheduler_asks_nothing_of_the_device_until_the_step_which_copies_once
     ids=["handed out", "compiled step", "compiled function", "captured by hand"],
 )
 def test_a_number_does_not_wait_where_somebody_may_read_it_earlier(
-    read: Callable[[CompiledOptimizer], object], recorder: Recorder
+    read: Callable[[CompiledOptimizer], object], recorder: Record
 ) -> None:
     optimizer = many(1, lowering="inductor")
     optimizer.step()
@@ -135,14 +135,14 @@ def many(groups: int, **options: Any) -> co.AdamW:
     return co.AdamW([{"params": [param]} for param in params], lr=0.5, **options)
 
 
-def test_a_write_that_waits_would_be_seen(recorder: Recorder) -> None:
+def test_a_write_that_waits_would_be_seen(recorder: Record) -> None:
     torch.tensor(0.3, device="cuda")
     torch.tensor(0.3).to("cuda:0")
     torch.zeros(3).to("cuda:0", non_blocking=True)
     assert [o.waits for o in recorder.take().operators] == [True, True, False]
 
 
-def test_a_replayed_function_copies_no_scale_that_its_graph_copies(recorder: Recorder) -> None:
+def test_a_replayed_function_copies_no_scale_that_its_graph_copies(recorder: Record) -> None:
     param = torch.zeros(3, device="cuda", requires_grad=True)
     param.grad = torch.zeros_like(param)
     optimizer = co.SGD([param])

@@ -18,7 +18,7 @@ from compiled_optim.memory.torch_internals import compiles_means_with_lists
 from compiled_optim.optimizer import engine_of
 from compiled_optim.rule import storage
 from perf.lowering.fake_cuda import fake_cuda
-from perf.lowering.record import Recorder, recording
+from perf.lowering.record import Record, recording
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*Profiler.*")
 
@@ -66,16 +66,16 @@ def _called(case: GPUCase) -> list[Written]:
         compiled.append((graph, sources))
 
         def code(values: list[Any]) -> Any:
-            before = len(recorder.record.graphs)
+            before = len(recorder.graphs)
             found = graph.code(values)
-            sources.extend(g.source for g in recorder.record.graphs[before:])
+            sources.extend(g.source for g in recorder.graphs[before:])
             return found
 
         return graph._replace(code=code)
 
     with fake_cuda(90), in_lists_of_two(noting):
         _, optimizer = _on_gpu(case)
-        recorder: Recorder
+        recorder: Record
         with recording("cuda") as recorder:
             optimizer.step()
     return [Written("".join(sources[:1]), list(graph.order), list(graph.returned)) for graph, sources in compiled]

@@ -98,11 +98,11 @@ def _kernel(arch: int) -> Any:
 def test_every_block_can_be_accessed_both_ways(arch: int) -> None:
     """All accesses are masked: those of 16 bytes are for the last block of a tensor too, where its size allows it."""
     text = _kernel(arch).asm["ptx"]
-    accesses = [a for a in ptx.accesses(text) if a.elementwise]
+    accesses = [a for a in ptx.read(text).accesses if a.elementwise]
     assert all(a.masked for a in accesses)
-    moved = {size: ptx.threads(text) * sum(a.bytes for a in accesses if a.bytes == size) for size in (4, 16)}
+    moved = {size: ptx.read(text).threads * sum(a.bytes for a in accesses if a.bytes == size) for size in (4, 16)}
     assert moved == {4: 28 * triton_lowering.NARROW, 16: 28 * triton_lowering.BLOCK}
-    assert sum(moved.values()) == ptx.threads(text) * sum(a.bytes for a in accesses)
+    assert sum(moved.values()) == ptx.read(text).threads * sum(a.bytes for a in accesses)
 
 
 def test_alignment_is_no_matter_of_kernels_or_graphs() -> None:

@@ -27,21 +27,22 @@ from compiled_optim.lowering.kernels import triton as lowering
 from compiled_optim.memory import cache, torch_internals
 from compiled_optim.optimizer import engine_of
 from compiled_optim.plan.compilations import kernel_key
+from perf.competitors import exported
 from perf.lowering import __main__ as command
 from perf.lowering import inductor_source, ptx
 from perf.lowering import report as report_module
-from perf.lowering import results as lowering_results
 from perf.lowering.fake_cuda import fake_cuda
 from perf.lowering.record import Decisions, recording
 from perf.lowering.report import (
     KernelReport,
     Report,
+    Workload,
     cpu_in_place_of_cuda,
+    elementwise,
     launches,
     lower,
     processor_seconds,
 )
-from perf.lowering.workload import Workload, elementwise, optimizers
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.filterwarnings("ignore:.*Profiler.*")
@@ -57,9 +58,9 @@ def _table(rows: list[tuple[Any, ...]]) -> str:
 
 
 def _accesses(report: Report) -> str:
-    kernels = [k for k in report.kernels if k.loads]
+    kernels = [k for k in report.kernels if k.widths]
     masked = " masked" if any(k.masked for k in kernels) else ""
-    return " ".join(sorted({w for k in kernels for w in (*k.loads, *k.stores)})) + masked
+    return " ".join(sorted({w for k in kernels for w in k.widths})) + masked
 
 
 def _registers(kernel: KernelReport, dtype: torch.dtype) -> int:
@@ -74,13 +75,13 @@ def _registers(kernel: KernelReport, dtype: torch.dtype) -> int:
 
 
 def test_every_elementwise_rule_is_reported() -> None:
-    assert {optimizers()[name] for name in elementwise()} == {c for c in ruled("dense") if c._granularity == "element"}
+    assert {exported()[name] for name in elementwise()} == {c for c in ruled("dense") if c._granularity == "element"}
 
 
 def test_multi_tensor_table() -> None:
     """Launches, operators in a steady step and in one with moved gradients, bytes per parameter, width of the accesses."""
     rows: list[tuple[Any, ...]] = []
-    for name in sorted(name for name in elementwise() if not optimizers()[name]._rule.has_totals()):
+    for name in sorted(name for name in elementwise() if not exported()[name]._rule.has_totals()):
         reports = [lower("multi_tensor", Workload(name, 10), 90)]
         reports += [lower("multi_tensor", Workload(name, 10), arch, stand_in=True) for arch in ARCHITECTURES]
         reports += [
@@ -164,7 +165,7 @@ sgd | 4 | 5 | 32.0 | v4.b32 masked
 def test_table_of_the_other_optimizers() -> None:
     """Launches and operators of a steady step, among them library calls, whatever the number of tensors."""
     rows: list[tuple[Any, ...]] = []
-    for name in sorted(set(optimizers()) - set(elementwise())):
+    for name in sorted(set(exported()) - set(elementwise())):
         reports = [lower("auto", Workload(name, tensors), 90) for tensors in (2, 40)]
         reports.append(lower("auto", Workload(name, 2), 80))
         for report in reports:
@@ -194,7 +195,7 @@ MANY = [("adamw", 20_000), ("lamb", 20_000)]
 @pytest.mark.parametrize(("name", "tensors"), [*itertools.product(sorted(elementwise()), (10, 148, 1000)), *MANY])
 def test_launches_are_two_for_any_number_of_tensors_and_groups(name: str, tensors: int) -> None:
     """And two more where the rule reduces."""
-    means = ["sums0", "average"] if hasattr(optimizers()[name], "reduce") else []
+    means = ["sums0", "average"] if hasattr(exported()[name], "reduce") else []
     for groups in (1, 8):
         assert launches(Workload(name, tensors, groups, numel=4)) == ["evaluate", *means, "update"]
 
@@ -340,22 +341,22 @@ $L__BB0_3:
 
 
 def test_ptx_is_read_along_its_full_path() -> None:
-    path = ptx.full_path(PTX)
+    path = ptx.read(PTX).full_path
     assert [(str(a), a.bytes, a.masked, a.elementwise) for a in path] == [
         ("ld.b64", 8, False, False),
         ("ld.v4.b32", 16, False, True),
         ("st.v2.b64", 16, False, True),
     ]
-    masked = [a for a in ptx.accesses(PTX) if a.masked]
+    masked = [a for a in ptx.read(PTX).accesses if a.masked]
     assert [str(a) for a in masked] == ["ld.b32", "st.b32", "st.b32"]
-    assert ptx.threads(PTX) == 128
+    assert ptx.read(PTX).threads == 128
 
 
 def test_a_loop_in_ptx_counts_as_one_turn() -> None:
     looped = PTX.replace("bra.uni 	$L__BB0_3;", "@%p3 bra 	$L__BB0_1;\n	bra.uni 	$L__BB0_3;").replace(
         "	ld.global.v4", "$L__BB0_1:\n	ld.global.v4"
     )
-    assert ptx.full_path(looped) == ptx.full_path(PTX)
+    assert ptx.read(looped).full_path == ptx.read(PTX).full_path
 
 
 def test_what_threads_share_is_moved_once() -> None:
@@ -367,9 +368,9 @@ def test_what_threads_share_is_moved_once() -> None:
 	ld.global.b32 { %r2 }, [ %rd5 + 0 ];
 	bar.sync 	0;""",
     )
-    moved = [[access.program_bytes for access in ptx.full_path(text)] for text in (PTX, shared)]
+    moved = [[access.program_bytes for access in ptx.read(text).full_path] for text in (PTX, shared)]
     assert moved == [[8, 128 * 16, 128 * 16], [8, 16 * 4, 128 * 16]]
-    assert [ptx.barriers(text) for text in (PTX, shared)] == [0, 1]
+    assert [ptx.read(text).barriers for text in (PTX, shared)] == [0, 1]
 
 
 def test_inductor_table() -> None:
@@ -533,7 +534,7 @@ def test_a_whole_training_step_updates_in_place() -> None:
 @pytest.fixture
 def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "lowering.csv"
-    monkeypatch.setattr(lowering_results.append, "__defaults__", (1, path))
+    monkeypatch.setattr(command, "PATH", path)
     return path
 
 
@@ -549,7 +550,7 @@ def test_command_prints_the_table_and_the_source(
     assert "def update(" in printed
     assert "28.0" in results.read_text()
     monkeypatch.setattr(sys, "argv", ["lowering", "adamw", "--workload", "1000"])
-    monkeypatch.setattr(command, "lower", lambda name, *args, **kwargs: lower("multi_tensor", Workload("sgd", 1), 90))
+    monkeypatch.setattr(report_module, "lower", lambda name, *args, **kwargs: lower("multi_tensor", Workload("sgd", 1), 90))
     assert command.main() == 0
     assert "ask with --lowering torch" in capsys.readouterr().out
 
@@ -562,7 +563,7 @@ def test_command_reports_the_median_of_repeats_in_turn(results: Path, monkeypatc
         turns.append((name, workload.tensors))
         return replace(lower("multi_tensor", Workload("sgd", 1), 90), lowering=name, seconds=next(seconds))
 
-    monkeypatch.setattr(command, "lower", timed)
+    monkeypatch.setattr(report_module, "lower", timed)
     arguments = ["lowering", "sgd", "--lowering", "operator", "torch", "--repeats", "3", "--save"]
     monkeypatch.setattr(sys, "argv", arguments)
     assert command.main() == 0

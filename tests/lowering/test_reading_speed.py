@@ -83,7 +83,7 @@ def test_clipping_asks_for_more_than_the_memory_gives(dtype: torch.dtype, tmp_pa
         co.SGD([param], max_grad_norm=1.0).step()
         (kernel,) = [launch.kernel for launch in recorder.take().launches if launch.name == "square_sums"]
     turn = _turn(_machine_code(kernel.asm["cubin"], tmp_path))
-    threads = ptx.threads(kernel.asm["ptx"])
+    threads = ptx.read(kernel.asm["ptx"]).threads
     programs = _programs(ptx.resources(kernel.asm["ptx"], 90).registers, threads)
     moved = sum(_bytes(op) for op, _ in turn if op.startswith("LDG") and _bytes(op) == 16) * threads
     assert moved * programs * MULTIPROCESSORS / _seconds(turn) >= 2 * BYTES_PER_SECOND

@@ -12,8 +12,8 @@ from new_process import printed_by
 from stored_cases import CASES, MODES
 
 from compiled_optim.rule.symbols import PLAIN
-from perf.lowering.report import KernelReport, Report, lower
-from perf.lowering.workload import Workload, elementwise, optimizers
+from perf.competitors import exported
+from perf.lowering.report import KernelReport, Report, Workload, elementwise, lower
 
 pytest.importorskip("triton")
 
@@ -44,7 +44,7 @@ def test_table_of_stored_formats() -> None:
         kernel = _update(report)
         assert kernel.resources.spills == kernel.barriers == 0, row
         assert kernel.resources.registers <= REGISTERS, row
-        widths = " ".join(sorted({*kernel.loads, *kernel.stores}))
+        widths = " ".join(kernel.widths)
         lines.append(" | ".join(map(str, (*row, report.launches, report.bytes_per_param, widths))))
     expecttest.assert_expected_inline(
         "\n".join(lines) + "\n",
@@ -80,9 +80,9 @@ def test_a_step_in_the_fewest_bytes(arch: int) -> None:
 
 @pytest.mark.parametrize("name", sorted(elementwise()))
 def test_every_optimizer_has_a_kernel_of_the_smallest_formats(name: str) -> None:
-    holds_codes = any(buffer.int8 for buffer in optimizers()[name]._rule.buffers)
+    holds_codes = any(buffer.int8 for buffer in exported()[name]._rule.buffers)
     report = _lowered(name, 90, "split8", "int8" if holds_codes else None)
-    assert report.launches == (4 if hasattr(optimizers()[name], "reduce") else 2)
+    assert report.launches == (4 if hasattr(exported()[name], "reduce") else 2)
     for kernel in report.kernels:
         assert kernel.resources.spills == 0
         assert kernel.extern == ()
@@ -91,7 +91,7 @@ def test_every_optimizer_has_a_kernel_of_the_smallest_formats(name: str) -> None
 
 def test_buffers_are_coded_in_the_order_of_their_declaration() -> None:
     """In the order of a set, which differs between processes, each process would have to compile kernels of its own."""
-    rule = optimizers()["adan"]._rule
+    rule = exported()["adan"]._rule
     coded = tuple(buffer.name for buffer in rule.buffers if buffer.int8)
     statics = {static.name: static.default for static in rule.statics}
     update = rule.written({**statics, "state_dtype": tuple((name, "int8") for name in coded)}, PLAIN)[-1]

@@ -17,8 +17,7 @@ from torch import Tensor
 import compiled_optim as co
 from compiled_optim.rule import Number, absolute, buffer, hyper, sign, sqrt, static, where
 from perf import competitors
-from perf.lowering.report import lower
-from perf.lowering.workload import Workload, elementwise
+from perf.lowering.report import Workload, elementwise, lower
 
 
 class Toy(co.CompiledOptimizer):

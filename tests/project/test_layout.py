@@ -95,16 +95,16 @@ def test_the_floor_plan_lists_every_floor_from_the_top() -> None:
 
 
 BUDGET = {
-    "": 2615,
-    "capture": 1265,
-    "checkpoint": 1225,
-    "groups": 1250,
-    "lowering": 4020,
-    "memory": 1550,
+    "": 2415,
+    "capture": 1235,
+    "checkpoint": 1365,
+    "groups": 1285,
+    "lowering": 3565,
+    "memory": 1450,
     "optimizers": 1815,
-    "plan": 850,
-    "rule": 2500,
-    "step": 1725,
+    "plan": 855,
+    "rule": 2425,
+    "step": 1540,
 }
 """Lines of each folder's modules; "" are those beside the folders. A commit of its own raises one, and says why."""
 
