@@ -202,12 +202,12 @@ class RowTableLowering(Capturable):
             return
         keys = [kernel_key(self.plan, m, compute_dtype(m.param.dtype), MULTI_TENSOR) for m in self.plan.members]
         self._kernels = [self._obtain_kernel(key, [i]) for i, key in enumerate(keys)]
-        self._tensors = PlanTensors(self.plan).table
-        self.table = CoefficientTable(self.plan, self._clipping, self.hypers, self._log)
+        tensors = PlanTensors(self.plan).table
         # A cache that knows this object would keep it alive.
-        kind_of = functools.lru_cache(_CACHED_BATCHES)(functools.partial(RowKind, self.plan, self._tensors))
+        kind_of = functools.lru_cache(_CACHED_BATCHES)(functools.partial(RowKind, self.plan, tensors))
         batch_of = functools.partial(_batch_of, self.plan, self._kernels, kind_of)
         self._batch_of = functools.lru_cache(_CACHED_BATCHES)(batch_of)
+        self.table = CoefficientTable(self.plan, self._clipping, self.hypers, self._log)
 
     def prepare(self, grads: list[Tensor | None] | None) -> None:
         self.hypers.prepare()

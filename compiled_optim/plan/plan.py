@@ -138,9 +138,12 @@ class Plan:
         return Addresses(params, self.grad_dtypes[: len(params)], list(filter(has_memory, self._entries())))
 
     def reread(self, grads: list[Tensor | None] | None) -> None:
-        """Read all addresses anew, after the lowering gave state other memory; ``grads`` are as in :meth:`read`."""
+        """Read all addresses anew, after the lowering gave state other memory; ``grads`` are as in :meth:`read`.
+
+        Schedules may run before the launch, so the gradients are kept alive.
+        """
         vars(self).pop("addresses", None)
-        self.addresses.read(self._looked_at(grads))
+        self.addresses.read(self._looked_at(grads), keep_alive=True)
 
     def _entries(self) -> list[Tensor]:
         return [entry for m in self.members for entry in m.entries.values()]

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
 from catalog import LOWERINGS, registry, relative_error, required
+from new_process import printed_by
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import return_and_correct_aliasing
@@ -454,19 +455,8 @@ class TestNumbers:
 
 class TestWhileAStepRuns:
     def test_a_schedule_that_drops_the_gradients(self) -> None:
-        param = nn.Parameter(torch.zeros(2_000_000))
-        optimizer = co.SGD([param], lr=1.0)
-
-        def rate(step: Tensor) -> Tensor:
-            optimizer.zero_grad()
-            return torch.ones_like(step)
-
-        optimizer.schedule(lr=rate)
-        for i in range(3):
-            param.grad = torch.full_like(param, 1.0 + i)
-            before = param.detach().clone()
-            optimizer.step()
-            assert torch.equal(before - param, torch.full_like(param, 1.0 + i))
+        """In a process without other threads, whose presence alone would keep the gradients alive."""
+        assert printed_by("dropped_gradients") == "True True True "
 
     @pytest.mark.parametrize("optimizer", [co.AdamW, co.Adafactor, co.SparseAdam], ids=name_of)
     @pytest.mark.parametrize("lowering", ["auto", "inductor"])
