@@ -594,10 +594,10 @@ class TestBesideAStep:
     @pytest.mark.parametrize(
         ("kind", "inside", "act"),
         [
-            (co.SGD, "prepare_load", lambda o, saved: o.load_state_dict(saved)),
-            (co.SGD, "save", lambda o, saved: o.state_dict()),
+            (co.SGD, "current", lambda o, saved: o.load_state_dict(saved)),
+            (co.SGD, "current", lambda o, saved: o.state_dict()),
             (co.SGD, "_append", lambda o, saved: o.add_param_group({"params": model("z")})),
-            (co.LBFGS, "prepare_load", lambda o, saved: o.load_state_dict(saved)),
+            (co.LBFGS, "current", lambda o, saved: o.load_state_dict(saved)),
         ],
         ids=["load", "save", "add", "LBFGS"],
     )
