@@ -163,8 +163,9 @@ def running() -> Iterator[Runs]:
         mock.patch.object(compile_fx, "compile_fx", load),
         mock.patch.object(JITFunction, "run", _nothing),
         mock.patch.object(torch_compiler, "without_memory", runs.without_memory),
-        mock.patch.object(torch.cuda, "set_device", _nothing),
-        mock.patch.object(torch._C, "_cuda_getCurrentRawStream", _nothing, create=True),
+        # Functions of their own, since Dynamo has a rule for each of torch's.
+        mock.patch.object(torch.cuda, "set_device", lambda device: None),
+        mock.patch.object(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, create=True),
         _Made(runs),
     ):
         yield runs
