@@ -378,8 +378,8 @@ def check_values(kind: type[Declared], group: Mapping[str, Any], before: Mapping
 
     ``before`` are the entries whose place it takes.
     """
-    where, known = f"param_groups[{index}]", group_keys(kind)
-    if foreign := [key for key in group if key in kind._all_fields and key not in known]:
+    where, known, is_new = f"param_groups[{index}]", group_keys(kind), not isinstance(before, ParamGroup)
+    if is_new and (foreign := [key for key in group if key in kind._all_fields and key not in known]):
         raise TypeError(f"{foreign[0]} is an option of the whole optimizer, not of {where}")
     group = {**kind._added_choices(), **group}
     for choice in kind._fields_of(Choice):
@@ -389,12 +389,12 @@ def check_values(kind: type[Declared], group: Mapping[str, Any], before: Mapping
         value = hypers[hyper.name]
         was_own = hyper.name in before and is_own(hyper, value, group)  # from a checkpoint
         if (value is not None or not hyper.like) and not was_own:
-            is_written = isinstance(before, ParamGroup)  # which refuses a number out of range in the next step
-            hyper.elements(value, where) if is_written else hyper.checked(value, where)
+            # A group that is there refuses a number out of range in the next step.
+            hyper.checked(value, where) if is_new else hyper.elements(value, where)
     kind.check(hypers, group)
     for check in dict.fromkeys(t.check for t in kind._transforms if t.check):
         check(group)
     check_choices(kind._fields_of(Scale), kind._fields_of(Option), group, before, index)
     for mode in kind._modes:
-        if isinstance(before, ParamGroup) and group[mode] is not before[mode]:
+        if not is_new and group[mode] is not before[mode]:
             raise ValueError(f"{mode} of {where} follows the parameters; call the optimizer's eval() or train()")

@@ -92,6 +92,15 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     pass
 
 
+# Two functions, since Dynamo has a rule for each of torch's.
+def _set_device(device: int) -> None:
+    pass
+
+
+def _stream(device: int) -> int:
+    return 0
+
+
 class _Externs:
     """Library calls, which write to a tensor that they are given."""
 
@@ -163,9 +172,8 @@ def running() -> Iterator[Runs]:
         mock.patch.object(compile_fx, "compile_fx", load),
         mock.patch.object(JITFunction, "run", _nothing),
         mock.patch.object(torch_compiler, "without_memory", runs.without_memory),
-        # Functions of their own, since Dynamo has a rule for each of torch's.
-        mock.patch.object(torch.cuda, "set_device", lambda device: None),
-        mock.patch.object(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, create=True),
+        mock.patch.object(torch.cuda, "set_device", _set_device),
+        mock.patch.object(torch._C, "_cuda_getCurrentRawStream", _stream, create=True),
         _Made(runs),
     ):
         yield runs
