@@ -378,9 +378,7 @@ def check_values(kind: type[Declared], group: Mapping[str, Any], before: Mapping
 
     ``before`` are the entries whose place it takes.
     """
-    where, known, is_new = f"param_groups[{index}]", group_keys(kind), not isinstance(before, ParamGroup)
-    if is_new and (foreign := [key for key in group if key in kind._all_fields and key not in known]):
-        raise TypeError(f"{foreign[0]} is an option of the whole optimizer, not of {where}")
+    where, given, is_new = f"param_groups[{index}]", group, not isinstance(before, ParamGroup)
     group = {**kind._added_choices(), **group}
     for choice in kind._fields_of(Choice):
         choice.check(group.get(choice.name, choice.default), where)
@@ -398,3 +396,6 @@ def check_values(kind: type[Declared], group: Mapping[str, Any], before: Mapping
     for mode in kind._modes:
         if not is_new and group[mode] is not before[mode]:
             raise ValueError(f"{mode} of {where} follows the parameters; call the optimizer's eval() or train()")
+    known = group_keys(kind)
+    if foreign := [key for key in given if key in kind._all_fields and key not in known]:
+        raise TypeError(f"{foreign[0]} is an option of the whole optimizer, not of {where}")
