@@ -215,8 +215,8 @@ static void {name}_block(const int64_t* tensors, const int64_t* grads, const dou
 {after}
 }}
 
-OURS void {name}(const int64_t* tensors, const int64_t* grads, const int64_t* blocks, const double* outcome, const double* k,
-                 int64_t count, int64_t columns{parameters}, int64_t block_count, int64_t threads) {{
+OURS void {name}(const int64_t* tensors, const int64_t* grads, const int64_t* blocks, const double* outcome,
+                 const double* k{parameters}, int64_t count, int64_t columns, int64_t block_count, int64_t threads) {{
   if (outcome[1]) return;
 #pragma omp parallel for schedule(dynamic, 4) num_threads(threads) if (threads > 1 && block_count > 1)
   for (int64_t c = 0; c < block_count; c++) {{
@@ -270,9 +270,9 @@ OURS void square_sums(const int64_t* tensors, const int64_t* grads, const int64_
 }}
 
 OURS void step(const int64_t* inputs, const int64_t* marks, const int64_t* hypers, const double* square_sums,
-               double* outcome, double* k, int64_t columns, int64_t square_sum_count, int64_t leads,
-               const int64_t* tensors, const int64_t* grads, const int64_t* blocks, const double*, const double*,
-               int64_t count, int64_t, int64_t block_count, int64_t threads) {{
+               double* outcome, double* k, const int64_t* tensors, const int64_t* grads, const int64_t* blocks,
+               int64_t columns, int64_t square_sum_count, int64_t leads, int64_t count, int64_t block_count,
+               int64_t threads) {{
   evaluate(inputs, marks, hypers, square_sums, outcome, k, columns, square_sum_count, leads, 1, 1);
   update(tensors, grads, blocks, outcome, k, count, columns, block_count, threads);
 }}
@@ -301,10 +301,12 @@ class CppKernel(Kernel):
         return reduce_blocks
 
     def step(self, table: TensorTable, coefficients: CoefficientTable) -> None:
-        arguments = *self._evaluated(coefficients), *self._updated(table, coefficients)
-        self._launch("step", (len(table.blocks),), table.elements, *arguments)
+        tables, counts = self._evaluated(coefficients)
+        tables += table.tensors, table.grads, table.blocks
+        self._launch("step", (table.blocks.shape[0],), table.elements, tables, (*counts, table.grads.numel()))
 
-    def _launch(self, name: str, programs: tuple[int, ...], elements: int, *arguments: Tensor | int) -> None:
+    def _launch(
+        self, name: str, programs: tuple[int, ...], elements: int, tensors: Sequence[Tensor], counts: Sequence[int]
+    ) -> None:
         threads = torch.get_num_threads() if elements > SERIAL else 1
-        given = [a.data_ptr() if isinstance(a, Tensor) else a for a in arguments]
-        getattr(self._code, name)(*given, *programs, threads)
+        getattr(self._code, name)(*map(Tensor.data_ptr, tensors), *counts, *programs, threads)

@@ -383,14 +383,19 @@ class Kernel(abc.ABC):
         """How many partial sums :meth:`measure` writes of so many blocks."""
 
     @abc.abstractmethod
-    def _launch(self, name: str, programs: tuple[int, ...], elements: int, *arguments: Tensor | int) -> None:
-        """Run the function ``name`` in so many ``programs``, for so many ``elements`` together."""
+    def _launch(
+        self, name: str, programs: tuple[int, ...], elements: int, tensors: Sequence[Tensor], counts: Sequence[int]
+    ) -> None:
+        """Run the function ``name``, which takes ``tensors`` and ``counts``, in so many ``programs``.
+
+        They have so many ``elements`` together.
+        """
 
     def measure(self, table: KernelTensors) -> None:
         """Write the partial sums of the squares of the gradients."""
         tables = table.tensors, table.grads, table.reduce_blocks, table.square_sums
         counts = len(table.grads), len(table.reduce_blocks)
-        self._launch("square_sums", (len(table.square_sums),), table.elements, *tables, *counts)
+        self._launch("square_sums", (len(table.square_sums),), table.elements, tables, counts)
 
     def evaluate(self, coefficients: CoefficientTable) -> None:
         """Count a step, and write the coefficients of all parameters that take part, and what became of the step."""
@@ -403,10 +408,11 @@ class Kernel(abc.ABC):
         Of a DTensor it is this part's share of the mean.
         """
         blocks, places = len(table.blocks), self._stages[stage].sums
-        self._launch(f"sums{stage}", (blocks,), table.elements, *self._updated(table, coefficients), table.sums)
-        tables = table.sums, table.ranges, table.grads, coefficients.outcome, coefficients.coefficients
+        tensors, counts = self._updated(table, coefficients)
+        self._launch(f"sums{stage}", (blocks,), table.elements, (*tensors, table.sums), counts)
+        tensors = table.sums, table.ranges, table.grads, coefficients.outcome, coefficients.coefficients
         counts = blocks, coefficients.inputs.shape[1], 1 + places.start
-        self._launch("average", (len(table.ranges), places.stop - places.start), 0, *tables, *counts)
+        self._launch("average", (len(table.ranges), places.stop - places.start), 0, tensors, counts)
 
     def update(self, table: TensorTable, coefficients: CoefficientTable) -> None:
         """Update the tensors that have a gradient, with the coefficients in their columns."""
@@ -418,17 +424,17 @@ class Kernel(abc.ABC):
         self.update(table, coefficients)
 
     @staticmethod
-    def _evaluated(table: CoefficientTable) -> tuple[Tensor | int, ...]:
+    def _evaluated(table: CoefficientTable) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
         """What ``evaluate`` takes."""
         marks = table.gradients.pointers
         tables = table.inputs, marks, table.hypers, table.all_square_sums, table.outcome, table.coefficients
-        return *tables, table.inputs.shape[1], len(table.all_square_sums), int(table.leads)
+        return tables, (table.inputs.shape[1], table.all_square_sums.numel(), int(table.leads))
 
     @staticmethod
-    def _updated(table: TensorTable, coefficients: CoefficientTable) -> tuple[Tensor | int, ...]:
+    def _updated(table: TensorTable, coefficients: CoefficientTable) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
         """What a function takes that works on the blocks of ``table``."""
         tables = table.tensors, table.grads, table.blocks, coefficients.outcome, coefficients.coefficients
-        return *tables, len(table.grads), coefficients.inputs.shape[1]
+        return tables, (table.grads.numel(), coefficients.inputs.shape[1])
 
 
 def blocks_of(tensors: Sequence[int], numels: Sequence[int], size: int) -> tuple[Longs, Longs]:

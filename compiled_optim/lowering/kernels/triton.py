@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import linecache
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import NamedTuple
 
@@ -305,7 +305,7 @@ def evaluate(inputs, grads, hypers, sums, outcome, out, count, sum_count, leads)
 _EACH_BLOCK = """
 
 @triton.jit(do_not_specialize=["count", "columns"])
-def {name}(tensors, grads, blocks, outcome, coefficients, count, columns{sums}):
+def {name}(tensors, grads, blocks, outcome, coefficients{sums}, count, columns):
     block = tl.program_id(0)
     t = tl.load(blocks + 2 * block)
     if (tl.load(grads + t) != 0) & (tl.load(outcome + 1) == 0):
@@ -386,9 +386,11 @@ class TritonKernel(Kernel):
         """One partial sum per program that reduces."""
         return min(reduce_blocks, REDUCING_PROGRAMS)
 
-    def _launch(self, name: str, programs: tuple[int, ...], elements: int, *arguments: Tensor | int) -> None:
+    def _launch(
+        self, name: str, programs: tuple[int, ...], elements: int, tensors: Sequence[Tensor], counts: Sequence[int]
+    ) -> None:
         if all(programs):
-            getattr(self._module, name)[programs](*arguments, num_warps=WARPS, enable_fp_fusion=True)
+            getattr(self._module, name)[programs](*tensors, *counts, num_warps=WARPS, enable_fp_fusion=True)
 
 
 def load(text: str) -> ModuleType:
