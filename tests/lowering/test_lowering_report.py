@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import re
 import subprocess
 import sys
@@ -188,11 +187,8 @@ sparseadam | 2 | 15
     )
 
 
-MANY = [("adamw", 20_000), ("lamb", 20_000)]
-"""A rule without reductions and one with them: what twenty thousand tensors take is the same for all."""
-
-
-@pytest.mark.parametrize(("name", "tensors"), [*itertools.product(sorted(elementwise()), (10, 148, 1000)), *MANY])
+@pytest.mark.parametrize("tensors", [10, 148, 1000, 20_000])
+@pytest.mark.parametrize("name", sorted(elementwise()))
 def test_launches_are_two_for_any_number_of_tensors_and_groups(name: str, tensors: int) -> None:
     """And two more where the rule reduces."""
     means = ["sums0", "average"] if hasattr(exported()[name], "reduce") else []
@@ -258,7 +254,7 @@ def test_compile_time_does_not_grow_with_the_tensors(tmp_path: Path, monkeypatch
     _first_step_seconds(10, tmp_path / "warm", monkeypatch)
     seconds: dict[int, list[float]] = {10: [], 1000: []}
     with_cache: dict[int, list[float]] = {10: [], 1000: []}
-    for i in range(3):
+    for i in range(5):
         for tensors in seconds:
             cache = tmp_path / f"{i}-{tensors}"
             seconds[tensors].append(_first_step_seconds(tensors, cache, monkeypatch))

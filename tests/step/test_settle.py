@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import simulated_graph
 import torch
-from catalog import Case, fullest, parameters, stacked_cases
+from catalog import Case, cases, parameters, stacked_cases
 from kept_memory import Made
 from simulated_graph import SimulatedGraph
 from torch import nn
@@ -19,7 +19,7 @@ OPTIONS: dict[str, dict[str, Any]] = {"plain": {}, "clipping": {"max_grad_norm":
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("case", [*fullest("dense"), *stacked_cases()[::3]], ids=str)
+@pytest.mark.parametrize("case", [*cases("dense"), *stacked_cases()][::3], ids=str)
 def test_steps_of_a_settled_optimizer_keep_no_memory(case: Case, options: str, monkeypatch: pytest.MonkeyPatch) -> None:
     simulated_graph.install(monkeypatch)
     params = [p for p in parameters(torch.float32) if case.optimizer._granularity != "matrix" or p.dim() == 2]

@@ -205,11 +205,6 @@ def cases(gradients: str | None = None) -> list[Case]:
     return [case for c in ruled(gradients) for case in configurations(c)]
 
 
-def fullest(gradients: str | None = None) -> list[Case]:
-    """Of each elementwise rule the configuration with the most arguments, whose kernel has most of the rule's statements."""
-    return [max(configurations(c), key=lambda case: len(case.arguments)) for c in ruled(gradients)]
-
-
 def shifted(optimizer: CompiledOptimizer, hyper: Hyper, share: float) -> tuple[float, ...]:
     """The values that a hyperparameter had at first, each moved within its range by that share."""
     default = optimizer.defaults.get(hyper.name)
