@@ -17,7 +17,7 @@ from torch import Tensor
 
 from compiled_optim.lowering.kernels import table as rows
 from compiled_optim.lowering.kernels.program import Accesses, Array, Program, evaluation, indented
-from compiled_optim.lowering.kernels.table import CoefficientTable, Kernel, TensorTable
+from compiled_optim.lowering.kernels.table import CoefficientTable, Ints, Kernel, TensorTable
 from compiled_optim.memory.cache import library
 from compiled_optim.plan.compilations import KernelKey
 from compiled_optim.rule.formats import GROUP
@@ -305,8 +305,6 @@ class CppKernel(Kernel):
         tables += table.tensors, table.grads, table.blocks
         self._launch("step", (table.blocks.shape[0],), table.elements, tables, (*counts, table.grads.numel()))
 
-    def _launch(
-        self, name: str, programs: tuple[int, ...], elements: int, tensors: Sequence[Tensor], counts: Sequence[int]
-    ) -> None:
+    def _launch(self, name: str, programs: Ints, elements: int, tensors: Sequence[Tensor], counts: Ints) -> None:
         threads = torch.get_num_threads() if elements > SERIAL else 1
         getattr(self._code, name)(*map(Tensor.data_ptr, tensors), *counts, *programs, threads)

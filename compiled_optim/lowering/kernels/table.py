@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,8 @@ from compiled_optim.plan.compilations import CompilationLog, KernelKey
 from compiled_optim.plan.plan import Plan
 from compiled_optim.rule.rule import NUMBERS
 from compiled_optim.state import scalar_names
+
+Ints: TypeAlias = tuple[int, ...]
 
 
 class HyperPointers:
@@ -383,13 +385,8 @@ class Kernel(abc.ABC):
         """How many partial sums :meth:`measure` writes of so many blocks."""
 
     @abc.abstractmethod
-    def _launch(
-        self, name: str, programs: tuple[int, ...], elements: int, tensors: Sequence[Tensor], counts: Sequence[int]
-    ) -> None:
-        """Run the function ``name``, which takes ``tensors`` and ``counts``, in so many ``programs``.
-
-        They have so many ``elements`` together.
-        """
+    def _launch(self, name: str, programs: Ints, elements: int, tensors: Sequence[Tensor], counts: Ints) -> None:
+        """Run the function ``name`` on ``tensors`` and ``counts``: so many ``programs``, for ``elements`` together."""
 
     def measure(self, table: KernelTensors) -> None:
         """Write the partial sums of the squares of the gradients."""
@@ -424,14 +421,14 @@ class Kernel(abc.ABC):
         self.update(table, coefficients)
 
     @staticmethod
-    def _evaluated(table: CoefficientTable) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    def _evaluated(table: CoefficientTable) -> tuple[tuple[Tensor, ...], Ints]:
         """What ``evaluate`` takes."""
         marks = table.gradients.pointers
         tables = table.inputs, marks, table.hypers, table.all_square_sums, table.outcome, table.coefficients
         return tables, (table.inputs.shape[1], table.all_square_sums.numel(), int(table.leads))
 
     @staticmethod
-    def _updated(table: TensorTable, coefficients: CoefficientTable) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    def _updated(table: TensorTable, coefficients: CoefficientTable) -> tuple[tuple[Tensor, ...], Ints]:
         """What a function takes that works on the blocks of ``table``."""
         tables = table.tensors, table.grads, table.blocks, coefficients.outcome, coefficients.coefficients
         return tables, (table.grads.numel(), coefficients.inputs.shape[1])

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from compiled_optim.lowering.kernels.program import Accesses, Array, Program, evaluation, indented
-from compiled_optim.lowering.kernels.table import COLUMN, NUMEL, TENSORS, Kernel
+from compiled_optim.lowering.kernels.table import COLUMN, NUMEL, TENSORS, Ints, Kernel
 from compiled_optim.plan.compilations import KernelKey
 from compiled_optim.rule.formats import GROUP
 from compiled_optim.rule.rule import INDEX, Written
@@ -386,9 +386,7 @@ class TritonKernel(Kernel):
         """One partial sum per program that reduces."""
         return min(reduce_blocks, REDUCING_PROGRAMS)
 
-    def _launch(
-        self, name: str, programs: tuple[int, ...], elements: int, tensors: Sequence[Tensor], counts: Sequence[int]
-    ) -> None:
+    def _launch(self, name: str, programs: Ints, elements: int, tensors: Sequence[Tensor], counts: Ints) -> None:
         if all(programs):
             getattr(self._module, name)[programs](*tensors, *counts, num_warps=WARPS, enable_fp_fusion=True)
 
