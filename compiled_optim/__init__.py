@@ -19,33 +19,15 @@ The package is a house: a module imports only from its own floor and from floors
     memory/              addresses, memory order, shards, compiled code and its cache, torch's parts without a public name
 """
 
+import importlib
+import pkgutil
+from typing import TYPE_CHECKING, Any
+
+from compiled_optim import optimizers
 from compiled_optim.capture.runner import CUDAGraphRunner
 from compiled_optim.checkpoint.state_dict import LoadReport
 from compiled_optim.model import param_groups, to_low_precision
 from compiled_optim.optimizer import CompiledOptimizer
-from compiled_optim.optimizers import mup
-from compiled_optim.optimizers.adadelta import Adadelta
-from compiled_optim.optimizers.adafactor import Adafactor
-from compiled_optim.optimizers.adagrad import Adagrad
-from compiled_optim.optimizers.adam import Adam
-from compiled_optim.optimizers.adamax import Adamax
-from compiled_optim.optimizers.adamw import AdamW
-from compiled_optim.optimizers.adamw_schedule_free import AdamWScheduleFree
-from compiled_optim.optimizers.adan import Adan
-from compiled_optim.optimizers.asgd import ASGD
-from compiled_optim.optimizers.lamb import LAMB
-from compiled_optim.optimizers.lbfgs.lbfgs import LBFGS
-from compiled_optim.optimizers.lion import Lion
-from compiled_optim.optimizers.muon import Muon
-from compiled_optim.optimizers.nadam import NAdam
-from compiled_optim.optimizers.prodigy import Prodigy
-from compiled_optim.optimizers.radam import RAdam
-from compiled_optim.optimizers.ranger import Ranger
-from compiled_optim.optimizers.rmsprop import RMSprop
-from compiled_optim.optimizers.rprop import Rprop
-from compiled_optim.optimizers.sgd import SGD
-from compiled_optim.optimizers.sparse_adam import SparseAdam
-from compiled_optim.optimizers.stable_adamw import StableAdamW
 from compiled_optim.plan.compilations import RecompileError
 from compiled_optim.release import prepare_for_gradient_release, remove_gradient_release
 from compiled_optim.report import CompileReport, MemoryReport, compile_report, memory_report, no_recompiles
@@ -57,6 +39,31 @@ from compiled_optim.state_dicts import (
     optimi_state_dict,
 )
 from compiled_optim.step.numerics import NumericsReport
+
+if TYPE_CHECKING:
+    from compiled_optim.optimizers import mup
+    from compiled_optim.optimizers.adadelta import Adadelta
+    from compiled_optim.optimizers.adafactor import Adafactor
+    from compiled_optim.optimizers.adagrad import Adagrad
+    from compiled_optim.optimizers.adam import Adam
+    from compiled_optim.optimizers.adamax import Adamax
+    from compiled_optim.optimizers.adamw import AdamW
+    from compiled_optim.optimizers.adamw_schedule_free import AdamWScheduleFree
+    from compiled_optim.optimizers.adan import Adan
+    from compiled_optim.optimizers.asgd import ASGD
+    from compiled_optim.optimizers.lamb import LAMB
+    from compiled_optim.optimizers.lbfgs.lbfgs import LBFGS
+    from compiled_optim.optimizers.lion import Lion
+    from compiled_optim.optimizers.muon import Muon
+    from compiled_optim.optimizers.nadam import NAdam
+    from compiled_optim.optimizers.prodigy import Prodigy
+    from compiled_optim.optimizers.radam import RAdam
+    from compiled_optim.optimizers.ranger import Ranger
+    from compiled_optim.optimizers.rmsprop import RMSprop
+    from compiled_optim.optimizers.rprop import Rprop
+    from compiled_optim.optimizers.sgd import SGD
+    from compiled_optim.optimizers.sparse_adam import SparseAdam
+    from compiled_optim.optimizers.stable_adamw import StableAdamW
 
 __version__ = "0.1.0"
 
@@ -104,3 +111,17 @@ __all__ = [
     "remove_gradient_release",
     "to_low_precision",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """An optimizer, or ``mup``, imported when it is asked for: few programs use many, and each takes time to be made."""
+    files = {module.name.replace("_", ""): module.name for module in pkgutil.iter_modules(optimizers.__path__)}
+    if name not in __all__ or name.lower() not in files:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(f"compiled_optim.optimizers.{files[name.lower()]}")
+    globals()[name] = found = module if name == "mup" else getattr(module, name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

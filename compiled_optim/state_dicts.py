@@ -188,7 +188,7 @@ def _parts(optimizers: Sequence[CompiledOptimizer], saved: Mapping[str, Any]) ->
         groups += engine.distinct_groups
         owners += [index] * len(engine.distinct_groups)
         aliases |= engine.aliases
-    params, _, unexpected = match(groups, aliases, saved, {}, known_names())
+    params, _, unexpected = match(groups, aliases, saved, {}, known_names(*map(type, optimizers)))
     parts = []
     for index in range(len(optimizers)):
         names = {each.saved.key for each in params if owners[each.own.group] == index}
@@ -225,7 +225,8 @@ def optimi_state_dict(optimizer: CompiledOptimizer) -> dict[str, Any]:
             different numbers of steps where it counts them; or ``weights`` are rounded at random.
     """
     saved = optimizer.state_dict()
-    return to_optimi(in_optimis_storage(type(optimizer), engine_of(optimizer).distinct_groups, saved))
+    kind = type(optimizer)
+    return to_optimi(in_optimis_storage(kind, engine_of(optimizer).distinct_groups, saved), kind)
 
 
 class _SplitWeight(NamedTuple):

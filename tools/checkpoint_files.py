@@ -25,6 +25,7 @@ from checkpoint_forms import check_has_no_others, check_lossless, indexed, plain
 from convert_options import FORMS, parse
 from torch import Tensor
 
+import compiled_optim as co
 from compiled_optim.checkpoint.optimi import from_optimi, is_optimi, to_optimi
 from compiled_optim.checkpoint.read import check, foreign_state, group_names, named
 from compiled_optim.rule.storage import INT8, PARTS, scale_name
@@ -147,10 +148,15 @@ def _read_groups(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is damaged, or not the groups of an optimizer ({error})") from error
 
 
+def _optimizers() -> list[type[co.CompiledOptimizer]]:
+    exported = (getattr(co, name) for name in co.__all__)
+    return [kind for kind in exported if isinstance(kind, type) and issubclass(kind, co.CompiledOptimizer)]
+
+
 def _torch_content(state_dict: Mapping[str, Any], form: str) -> dict[str, Any]:
     """What a file of ``torch.save`` holds."""
     if form == "optimi":
-        return indexed(state_dict) if is_optimi(state_dict) else to_optimi(indexed(state_dict))
+        return indexed(state_dict) if is_optimi(state_dict) else to_optimi(indexed(state_dict), *_optimizers())
     if form == "named":
         return named(with_steps(state_dict, torch.float64))
     if form == "compiled_optim":

@@ -26,6 +26,7 @@ from compiled_optim.checkpoint.read import (
 from compiled_optim.groups.param_group import ParamGroup
 from compiled_optim.groups.parameters import parameter_name, parameters_of
 from compiled_optim.rule.declared import Declared
+from compiled_optim.rule.fields import Hyper, Option, Static
 from compiled_optim.rule.rule import Declaration
 from compiled_optim.rule.storage import PARTS, code_name
 from compiled_optim.rule.transforms import DECOUPLED
@@ -148,11 +149,11 @@ def in_optimis_storage(kind: type[Declared], groups: Sequence[ParamGroup], saved
     return saved
 
 
-def to_optimi(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+def to_optimi(state_dict: Mapping[str, Any], *kinds: type[Declared]) -> dict[str, Any]:
     """The inverse of :func:`from_optimi`: an indexed state dict that optimi's optimizer of the same name loads.
 
-    It shares no memory with ``state_dict``, which has the indexed form, buffers in floating point, and compensations as the
-    only parts of weights.
+    It shares no memory with ``state_dict``, which an optimizer of one of ``kinds`` saved: in the indexed form, with buffers
+    in floating point, and compensations as the only parts of weights.
 
     Raises:
         ValueError: an option or a state entry has no counterpart there.
@@ -160,15 +161,16 @@ def to_optimi(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     if foreign := foreign_state(state_dict):
         raise ValueError(f"the state holds {min(foreign, key=str)!r}, which is no parameter's and has no place in optimi")
     state: dict[int, dict[str, Any]] = {}
-    groups = []
+    fields = (field for kind in kinds for each in (Hyper, Static, Option) for field in kind._fields_of(each))
+    groups, keys = [], {"maximize", *(field.name for field in fields)}
     for i, group in enumerate(state_dict["param_groups"]):
         where = f"param_groups[{i}]"
         names = {param: parameter_name(group, i, j) for j, param in enumerate(group["params"])}
         entries = {param: found for param in names if (found := state_dict["state"].get(param))}
-        form = _checked_form(group, {name for found in entries.values() for name in found}, where)
+        form = _checked_form(group, keys, {name for found in entries.values() for name in found}, where)
         steps = {names[param]: found.get("step") for param, found in entries.items()}
         step = _common_step(steps, where) if "eps" in form else 1  # an optimizer without eps counts no steps
-        groups.append(_optimi_group(group, form, step, where))
+        groups.append(_optimi_group(group, keys, form, step, where))
         groups[-1]["kahan_sum"] = any(found.get("kahan_comp") is not None for found in entries.values())
         for param, found in entries.items():
             if step and _integer(found.get("step", 1), f"the step of '{names[param]}'"):
@@ -182,17 +184,17 @@ def _form(options: Collection[str]) -> frozenset[str] | None:
     return max(similar, key=lambda form: len(form.intersection(options)) - len(form.difference(options)), default=None)
 
 
-def _checked_form(group: Mapping[str, Any], entries: set[Any], where: str) -> frozenset[str]:
-    """The form of ``group``.
+def _checked_form(group: Mapping[str, Any], keys: set[str], entries: set[Any], where: str) -> frozenset[str]:
+    """The form of ``group``, which may hold ``keys`` of this package.
 
     Raises:
-        ValueError: an option that the form needs is missing; or optimi does not know another option of this package, or one
-            of ``entries``, the names in the states of its parameters.
+        ValueError: an option that the form needs is missing; or optimi does not know another of ``keys``, or one of
+            ``entries``, the names in the states of its parameters.
     """
-    ours = group.keys() & (Declared._every_option_name | {"maximize"})
+    ours = group.keys() & keys
     if (form := _form(ours)) is None:
         raise ValueError(f"optimi has no optimizer with {', '.join(sorted(ours))}, which {where} has")
-    chosen = {key for key in ours if key not in _WITHOUT_EFFECT and (isinstance(group[key], Tensor) or group[key])}
+    chosen = {key for key in ours if isinstance(group[key], Tensor) or group[key]}
     unknown = (chosen - form - _SHARED - _STORAGE) | (entries - {"step", "kahan_comp", *_FORMS[form]})
     if unknown:
         raise ValueError(f"{where} has {', '.join(sorted(map(described, unknown)))}, which has no counterpart in optimi")
@@ -221,8 +223,8 @@ def _common_step(steps: Mapping[str, Any], where: str) -> int:
     return counts.get(first, 0)
 
 
-def _optimi_group(group: Mapping[str, Any], form: frozenset[str], step: int, where: str) -> dict[str, Any]:
-    """``group`` with optimi's options; others than this package's, such as a scheduler's, go along."""
+def _optimi_group(group: Mapping[str, Any], keys: set[str], form: frozenset[str], step: int, where: str) -> dict[str, Any]:
+    """``group`` with optimi's options; others than this package's ``keys``, such as a scheduler's, go along."""
     numbers = {
         k: _number(group[k], f"{k} of {where}") for k in ("lr", "weight_decay", *(form & {"eps", "alpha", "momentum"}))
     }
@@ -248,8 +250,7 @@ def _optimi_group(group: Mapping[str, Any], form: frozenset[str], step: int, whe
     options["max_lr"] = None if group.get("max_lr") is None else _number(group["max_lr"], f"max_lr of {where}")
     if "dampening" in form or any(key in group for key in DECOUPLED):
         options["decouple_wd"] = any(bool(group.get(key)) for key in DECOUPLED)
-    ours = Declared._every_option_name | {"maximize", *_WITHOUT_EFFECT}
-    foreign = {key: value for key, value in group.items() if key not in ours}
+    foreign = {key: value for key, value in group.items() if key not in keys and key not in _WITHOUT_EFFECT}
     names = {"param_names": list(group["param_names"])} if group.get("param_names") else {}
     return {**foreign, **options, "params": list(group["params"]), **names}
 

@@ -178,7 +178,7 @@ def prepare_load(
     """
     declaration, keep = kind._declaration, hyperparameters == "keep"
     with naming("the state dict", passing=(ValueError, TypeError)):
-        given, known = read(state_dict), known_names()
+        given, known = read(state_dict), known_names(kind)
         foreign, orphans = check_foreign(given, known, state.foreign)
         saved = from_optimi(given, declaration) if is_optimi(given) else given
         params, missing, unexpected = match(groups, aliases, saved, kind._implied_state, known)

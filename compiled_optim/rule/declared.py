@@ -76,8 +76,6 @@ class Declared:
     _views: ClassVar[Mapping[str, Callable[..., Any]]] = {}  # other values of a parameter, see :class:`Rule`
     _modes: ClassVar[Mapping[str, bool]] = {}  # further entries of groups, as they begin; checkpoints bring them back
     _implied_state: ClassVar[Mapping[str, float]] = {}  # that checkpoints of torch.optim's leave out
-    _every_state_name: ClassVar[set[str]] = set()  # the entries of state of all optimizers, of this package or made with it
-    _every_option_name: ClassVar[set[str]] = set()  # likewise the hyperparameters and choices that groups may hold
 
     def __init_subclass__(
         cls,
@@ -114,8 +112,6 @@ class Declared:
             rule = cls._declaration = cls._rule = cls._made_rule()
             added = (*rule.statics, *rule.hypers, *rule.scales, *rule.options)
             cls._all_fields = {**cls._declared, **{f.name: f for f in added}}
-        cls._every_state_name.update(cls._state_names())
-        cls._every_option_name.update(f.name for kind in (Hyper, Static, Option) for f in cls._fields_of(kind))
         flags = _torch_flags(cls)
         cls._group_flags = tuple(dict.fromkeys((*flags, "maximize")))
         cls._announce(_constructor_signature(cls, [name for name, is_by_position in flags.items() if is_by_position]))

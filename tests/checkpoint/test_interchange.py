@@ -176,7 +176,7 @@ class TestOptimi:
         _train(first, model, range(4))
         twin = _twin(model)
         second = make_theirs(twin.values()) if back else make_ours(twin.items())
-        second.load_state_dict(to_optimi(_copied(first)) if back else _copied(first))
+        second.load_state_dict(to_optimi(_copied(first), type(first)) if back else _copied(first))
         _same_future((first, model), (second, twin), 1e-12)
 
     @pytest.mark.parametrize("dampening", [0.0, 0.8])
@@ -187,7 +187,7 @@ class TestOptimi:
         twin = _twin(model)
         options = {"momentum": 0.8, "dampening": dampening != 0, "foreach": False, "triton": False}
         converted = optimi.SGD(twin.values(), lr=0.1, **options)
-        converted.load_state_dict(to_optimi(_copied(theirs)))
+        converted.load_state_dict(to_optimi(_copied(theirs), co.SGD))
         _same_future((theirs, model), (converted, twin), 1e-12)
 
     def test_what_has_no_counterpart_is_refused_by_name(self, optimi: Any) -> None:
@@ -211,13 +211,13 @@ class TestOptimi:
         ours = co.AdamW(model.items(), amsgrad=True)
         _train(ours, model, range(2))
         with pytest.raises(ValueError, match="'amsgrad', 'max_exp_avg_sq', which has no counterpart in optimi"):
-            to_optimi(ours.state_dict())
+            to_optimi(ours.state_dict(), co.AdamW)
         uneven = co.AdamW(model.items())
         _train(uneven, model, range(2))
         model["scale"].grad = None
         uneven.step()
         with pytest.raises(ValueError, match="took different numbers of steps"):
-            to_optimi(uneven.state_dict())
+            to_optimi(uneven.state_dict(), co.AdamW)
 
 
 def _trained() -> tuple[co.AdamW, dict[str, nn.Parameter]]:

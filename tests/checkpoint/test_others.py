@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 import compiled_optim as co
 from compiled_optim.checkpoint.check import known_names
 from compiled_optim.optimizer import engine_of
+from compiled_optim.rule import Number, buffer, hyper
 
 KINDS = [co.AdamW, co.SGD, co.Muon, co.LBFGS]
 BESIDE = {"ema_step": 3, ("a", 1): "text", None: [torch.ones(2), None], "decay": {"value": 0.5, "step": 7}}
@@ -288,6 +289,26 @@ class TestInAParametersState:
             set_optimizer_state_dict(model, target, saved, options=options)
             loaded.append({k: v for k, v in target.state[model.weight].items() if k not in known_names()})
         assert repr(loaded[0]) == repr(loaded[1]) == "{'slow': tensor([1., 1.])}"
+
+
+def test_the_known_entries_are_those_of_this_packages_optimizers() -> None:
+    assert known_names() == {name for kind in registry() for name in kind._state_names()}
+
+
+def test_a_class_of_ones_own_has_known_entries() -> None:
+    class Own(co.CompiledOptimizer):
+        lr: Number = hyper(default=0.1)
+        own_average = buffer()
+
+        @staticmethod
+        def coefficients(lr: Any) -> dict[str, Any]:
+            return {"lr": lr}
+
+        @staticmethod
+        def update(param: Any, grad: Any, own_average: Any, c: Any) -> dict[str, Any]:
+            return {"step": c.lr * grad, "own_average": own_average + grad}
+
+    assert known_names(Own) - known_names() == {"own_average"}
 
 
 @pytest.mark.parametrize("kind", registry(), ids=lambda k: k.__name__)

@@ -95,15 +95,15 @@ def test_the_floor_plan_lists_every_floor_from_the_top() -> None:
 
 
 BUDGET = {
-    "": 2415,
+    "": 2440,
     "capture": 1235,
-    "checkpoint": 1365,
+    "checkpoint": 1375,
     "groups": 1290,
     "lowering": 3565,
     "memory": 1450,
     "optimizers": 1815,
     "plan": 855,
-    "rule": 2425,
+    "rule": 2420,
     "step": 1540,
 }
 """Lines of each folder's modules; "" are those beside the folders. A commit of its own raises one, and says why."""

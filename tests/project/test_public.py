@@ -6,6 +6,8 @@ import importlib
 import importlib.metadata
 import inspect
 import pkgutil
+import subprocess
+import sys
 import typing
 from typing import Any
 
@@ -61,6 +63,21 @@ def test_every_optimizer_is_exported() -> None:
     assert defined == {kind.__name__ for kind in registry()}
     imported = {n for n, v in vars(co).items() if isinstance(v, type) and issubclass(v, co.CompiledOptimizer)}
     assert imported <= {*co.__all__}
+
+
+def test_optimizers_are_imported_when_they_are_asked_for() -> None:
+    """Each is made in milliseconds, of which importing the package would take one for every optimizer."""
+    code = (
+        "import sys, compiled_optim as co\n"
+        "def made(): return {n.split('.')[2] for n in sys.modules if n.startswith('compiled_optim.optimizers.')}\n"
+        "assert made() == set(), made()\n"
+        "assert {*co.__all__} <= {*dir(co)} and not hasattr(co, 'lbfg')\n"
+        "co.LBFGS, co.AdamWScheduleFree\n"
+        "assert made() == {'lbfgs', 'adamw_schedule_free'}, made()\n"
+        "names = {}; exec('from compiled_optim import *', names)\n"
+        "assert {*co.__all__} <= {*names}"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_nothing_without_a_reason() -> None:

@@ -1,0 +1,1 @@
+from compiled_optim.optimizers.lbfgs.lbfgs import LBFGS as LBFGS
