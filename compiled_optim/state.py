@@ -8,7 +8,7 @@ each process converts its shard.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -163,24 +163,28 @@ class StateForm(NamedTuple):
     declaration: Declaration
     param: Tensor
     choices: dict[str, Any]
+    buffers: tuple[str, ...]  # the names of those that a step needs
 
     @classmethod
-    def of(
-        cls,
-        declaration: Declaration,
-        groups: Sequence[ParamGroup],
-        index: int,
-        place: int,
-        loaded: Mapping[str, Any] | None = None,
-    ) -> StateForm:
-        """The form of the parameter at ``place`` in ``groups[index]``, once that has the ``loaded`` numbers."""
-        group, numbers, param = groups[index], loaded or {}, groups[index]["params"][place]
-        choices = {s.name: group.get(s.name, s.default) for s in declaration.statics}
-        choices |= choices_of(declaration.options, group, index, place)
-        choices |= {f.name: f.of(param.shape) for f in declaration.facts}
-        for name in declaration.structural_hypers:
-            choices[name] = numbers[name] != 0 if name in numbers else group.nonzero(name)
-        return cls(declaration, param, choices)
+    def of_group(
+        cls, declaration: Declaration, groups: Sequence[ParamGroup], index: int, loaded: Mapping[str, Any] | None = None
+    ) -> Callable[[int], StateForm]:
+        """What returns the form of the parameter at a place in ``groups[index]``, once that has the ``loaded`` numbers."""
+        group, numbers, params = groups[index], loaded or {}, groups[index]["params"]
+        statics = {s.name: group.get(s.name, s.default) for s in declaration.statics}
+        structural = {n: numbers[n] != 0 if n in numbers else group.nonzero(n) for n in declaration.structural_hypers}
+        options = [option for option in declaration.options if option.name in group]
+        made: dict[Any, tuple[dict[str, Any], tuple[str, ...]]] = {}
+
+        def of(place: int) -> StateForm:
+            chosen = choices_of(declaration.options, group, index, place) if options else {}
+            facts = {f.name: f.of(params[place].shape) for f in declaration.facts}
+            if (key := (*chosen.items(), *facts.items())) not in made:
+                choices = {**statics, **chosen, **facts, **structural}
+                made[key] = choices, declaration.present_buffers(choices)
+            return cls(declaration, params[place], *made[key])
+
+        return of
 
     @property
     def split(self) -> tuple[str, str, str] | None:

@@ -349,9 +349,10 @@ def _split_weights(model: nn.Module, optimizers: Sequence[CompiledOptimizer]) ->
         engine.current()
         groups, state = engine.distinct_groups, engine.state
         for i, group in enumerate(groups):
+            forms = StateForm.of_group(engine.kind._declaration, groups, i)
             for param, j in parameters_of(group).items():
                 is_known |= id(param) in params
-                name, _, half = StateForm.of(engine.kind._declaration, groups, i, j).split or ("", "", "")
+                name, _, half = forms(j).split or ("", "", "")
                 if (entry := state.get(param, {}).get(name)) is not None:
                     found[id(param)] = _SplitWeight(param, name, entry, half)
     if not is_known:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -214,6 +215,7 @@ def check_state(
     writes: StateWrites = []
     problems: list[str] = []
     copies: Copies = []
+    forms = functools.cache(lambda index: StateForm.of_group(declaration, groups, index, group_values.get(index)))
     for each in params:
         name, index, param = each.own.name, each.own.group, each.own.key
         live = state.get(param, {})
@@ -225,7 +227,7 @@ def check_state(
         new: dict[Any, Any] = {}
         try:
             if not (reason := obstacle(param)):
-                form = StateForm.of(declaration, groups, index, each.own.index, group_values.get(index))
+                form = forms(index)(each.own.index)
                 own = _as_chosen(form, own)
                 if own or (foreign and param.requires_grad):
                     values = _values(form, own)
@@ -272,7 +274,7 @@ def _values(form: StateForm, saved: Mapping[str, Any]) -> dict[str, float | Tens
     of a weight may be absent. Another entry that is absent, or one that is not what it must be, is :class:`Unloadable`.
     """
     declaration = form.declaration
-    scalars, needed = scalar_names(declaration), declaration.present_buffers(form.choices)
+    scalars, needed = scalar_names(declaration), form.buffers
     if absent := [name for name in (*scalars, *needed) if name not in saved and name not in PARTS]:
         raise Unloadable(f"the checkpoint has no {', '.join(absent)} for it")
     values: dict[str, float | Tensor] = {name: as_number(saved[name], name) for name in scalars}
@@ -294,8 +296,7 @@ def _targets(
     differentiable step recorded is replaced, as such a step does. The part of a weight stays if
     ``values`` do not have it: a step knows whether it fits the parameter.
     """
-    needed = form.declaration.present_buffers(form.choices)
-    present = {*needed, *values, *live}
+    present = {*form.buffers, *values, *live}
     shapes = {
         b.name: tuple(value.shape) if isinstance(value := values.get(b.name), Tensor) else form.shape_of(b)
         for b in form.declaration.buffers
@@ -305,7 +306,7 @@ def _targets(
     if values:
         is_inference = torch.is_inference_mode_enabled()
         with naming("the optimizer's own state"), outside_inference_mode() if is_inference else contextlib.nullcontext():
-            new = {**form.missing({*needed, *values}, live, initial)}
+            new = {**form.missing({*form.buffers, *values}, live, initial)}
     copies: Copies = []
     was_stepped = values.get("step") == 0 and "step" in live and live["step"].item() != 0
     for name, begun in initial.items():

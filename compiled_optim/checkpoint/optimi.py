@@ -139,11 +139,12 @@ def in_optimis_storage(kind: type[Declared], groups: Sequence[ParamGroup], saved
         if by_name or group.get("weights") == "stochastic":
             choice = "'lr_scale'" if by_name else "weights='stochastic'"
             raise ValueError(f"param_groups[{index}] has {choice}, which has no counterpart in optimi")
-        keys = saved["param_groups"][index]["params"]
+        keys, forms = saved["param_groups"][index]["params"], StateForm.of_group(declaration, groups, index)
         for place in parameters_of(group).values():
             if entries := saved["state"].get(keys[place]):
-                form = StateForm.of(declaration, groups, index, place)
-                form.choices.update(weights=form.split and ("kahan", form.split[2]), state_dtype=())
+                form = forms(place)
+                in_kahan = {"weights": form.split and ("kahan", form.split[2]), "state_dtype": ()}
+                form = form._replace(choices={**form.choices, **in_kahan})
                 stored = {b.name: entries[b.name] for b in declaration.buffers if entries.get(b.name) is not None}
                 saved["state"][keys[place]] = changed(entries, form.converted(stored))
     return saved

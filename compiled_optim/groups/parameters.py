@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
@@ -22,6 +23,12 @@ def parameter_name(group: Mapping[str, Any], group_index: int, index: int) -> st
     """The name of a parameter in messages, or its position where it has no name."""
     names = group.get("param_names") or ()
     return names[index] if index < len(names) else f"param_groups[{group_index}]['params'][{index}]"
+
+
+def parameter_names(group: Mapping[str, Any], group_index: int) -> list[str]:
+    """The :func:`parameter_name` of each parameter of a group."""
+    names, count = list(group.get("param_names") or ()), len(group["params"])
+    return names[:count] + [f"param_groups[{group_index}]['params'][{index}]" for index in range(len(names), count)]
 
 
 @contextlib.contextmanager
@@ -45,7 +52,8 @@ def parameters_of(group: Mapping[str, Any]) -> dict[Any, int]:
 
 def named_parameters(groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Any]]:
     """All parameters in ``groups``, each after its name in messages."""
-    return ((parameter_name(group, i, j), p) for i, group in enumerate(groups) for j, p in enumerate(group["params"]))
+    named = (zip(parameter_names(group, i), group["params"], strict=True) for i, group in enumerate(groups))
+    return itertools.chain.from_iterable(named)
 
 
 def first_three(names: Sequence[str]) -> str:
@@ -163,9 +171,9 @@ def check_params(
     It takes tensors of certain kinds, unless their ``id`` is in ``elsewhere``, which has the names of tensors in groups
     before. All groups have names, as the ``first`` has, or none. Integers are taken too: they get no gradients.
     """
-    for j, param in enumerate(group["params"]):
-        name = parameter_name(group, index, j)
-        _check_kind(optimizer, param, name, differentiable=group.get("differentiable", False))
+    differentiable = group.get("differentiable", False)
+    for name, param in zip(parameter_names(group, index), group["params"], strict=True):
+        _check_kind(optimizer, param, name, differentiable=differentiable)
         if (other := elsewhere.get(id(param))) is not None:
             raise ValueError(f"some parameters appear in more than one parameter group: '{name}' is also '{other}'")
     if ("param_names" in group) != ("param_names" in first):

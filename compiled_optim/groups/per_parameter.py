@@ -130,8 +130,6 @@ def number_of(scale: Scale, group: Mapping[str, Any], group_index: int, index: i
 
 def choices_of(options: Sequence[Option], group: Mapping[str, Any], group_index: int, index: int) -> dict[str, Any]:
     """What each of ``options`` chooses for one parameter of a group; ``ValueError`` where a choice does not fit it."""
-    if not any([o.name in group for o in options]):
-        return {}
     names = _names(group, index)
     where = f"'{parameter_name(group, group_index, index)}'"
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from compiled_optim.groups.param_group import ParamGroup
-from compiled_optim.groups.parameters import advising, canonical_name, parameter_name, parameters_of
+from compiled_optim.groups.parameters import advising, canonical_name, parameter_name, parameter_names, parameters_of
 from compiled_optim.groups.per_parameter import ignores_prefixes, number_of
 from compiled_optim.memory import torch_internals
 from compiled_optim.memory.addresses import Addresses, gradient
@@ -289,37 +289,39 @@ def partition(
     ``ValueError`` says which parameter or state cannot be updated, and which state does not fit its parameter.
     """
     found: list[tuple[Member, dict[str, Any]]] = []
-    by_short_name = ignores_prefixes(rule.scales, groups)
+    by_short_name, scalars = ignores_prefixes(rule.scales, groups), scalar_names(rule)
     for i, group in enumerate(groups):
         initial = initial_values(rule, {**group.for_compiled_code[0], "differentiable": group.get("differentiable", False)})
         rounding_seed = group.get("rounding_seed", 0)
         scales = [scale for scale in rule.scales if scale.is_read(group.get(scale.name))]
         begun = {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in initial.items()}
+        names = parameter_names(group, i)
+        forms = StateForm.of_group(rule, groups, i)
         for param, j in parameters_of(group).items():
             is_needed = grad_of(param) is not None
             if not (param.requires_grad or is_needed or has_own_entries(rule, state.get(param, {}))):
                 continue
-            name = parameter_name(group, i, j)
+            name = names[j]
             if reason := obstacle(param):
                 if is_needed:
                     raise ValueError(f"can't optimize '{name}': {reason}")
                 continue
-            own_state, form = state[param], StateForm.of(rule, groups, i, j)
+            own_state, form = state[param], forms(j)
             choices = form.choices
             _check_order(rule, param, name, choices)
-            form.convert(own_state, name)
-            form.check(own_state, name)
+            if own_state:
+                form.convert(own_state, name)
+                form.check(own_state, name)
             if not _has_memory(rule, param, own_state, name, needed=is_needed):
                 continue
-            buffers = rule.present_buffers(choices)
             if not own_state:
                 own_state.initial = begun
-            own_state.update_quietly(form.missing(buffers, own_state, initial))
+            own_state.update_quietly(form.missing(form.buffers, own_state, initial))
             numbers = {s.name: number_of(s, group, i, j, by_short_name=by_short_name) for s in scales}
             digest = hashlib.blake2b(f"{rounding_seed} {canonical_name(name)}".encode(), digest_size=3).digest()
             numbers["seed"] = float(int.from_bytes(digest, "big"))  # by name, so equal on replicas and after a resume
-            found.append((Member(param, groups, i, j, own_state, (*scalar_names(rule), *buffers), numbers), choices))
-    written = [[m.param, *[m.entries[name] for name in rule.present_buffers(choices)]] for m, choices in found]
+            found.append((Member(param, groups, i, j, own_state, (*scalars, *form.buffers), numbers), choices))
+    written = [[m.param, *[m.entries[name] for name in m.names[len(scalars) :]]] for m, _ in found]
     together: dict[Any, list[Member]] = {}
     for (member, choices), wave in zip(found, _waves(written), strict=True):
         param = member.owner
@@ -338,7 +340,7 @@ def _only_wraps(param: Tensor) -> bool:
 
 def _check_order(rule: Rule, param: Tensor, name: str, choices: Mapping[str, Any]) -> None:
     """Raise ``ValueError`` where ``rule`` goes by the order of memory, and this process's part of ``param`` has none."""
-    if rule.grouped_buffers(choices) and not has_whole_groups(param, GROUP):
+    if not has_whole_groups(param, GROUP) and rule.grouped_buffers(choices):
         raise ValueError(
             f"can't optimize '{name}' with 8-bit state: processes would share groups of {GROUP} elements of shape "
             f"{tuple(param.shape)} with {placement(param)[1]}; name it in exclude="  # type: ignore[index]
@@ -356,7 +358,8 @@ def _has_memory(rule: Declaration, param: Tensor, state: ParamState, name: str, 
     shares = not values.is_contiguous() and any(n > 1 and s == 0 for n, s in zip(values.shape, values.stride(), strict=True))
     if values._is_zerotensor() or shares:
         raise ValueError(f"can't optimize '{name}': several of its elements share memory (it is expanded); pass its clone()")
-    buffers = [(f"state '{b.name}' of ", local(state[b.name])) for b in rule.buffers if state.get(b.name) is not None]
+    held = [b.name for b in rule.buffers if state.get(b.name) is not None] if state else []
+    buffers = [(f"state '{name}' of ", local(state[name])) for name in held]
     for what, tensor in [("", values), *buffers]:
         if is_lost(tensor):
             if needed:
@@ -373,12 +376,14 @@ def _waves(written: Sequence[Sequence[Tensor]]) -> list[int]:
     """
     tensors = [(t, i) for i, tensors in enumerate(written) for t in tensors if t.numel() and has_memory(t)]
     earlier = defaultdict[int, set[int]](set)
-    open_spans: list[tuple[str, int, int]] = []
-    for device, start, end, i in sorted([(str(tensor.device), *span(tensor), i) for tensor, i in tensors]):
-        open_spans = [other for other in open_spans if other[0] == device and other[1] > start]
-        for *_, other in open_spans:
-            earlier[max(i, other)].add(min(i, other))
-        open_spans.append((device, end, i))
+    open_spans: list[tuple[int, int]] = []  # where each ends, and which of the tensors it is
+    for start, end, k in sorted([(*span(tensor), k) for k, (tensor, _) in enumerate(tensors)]):
+        open_spans = [other for other in open_spans if other[0] > start]
+        for _, other in open_spans:
+            if tensors[k][0].device == tensors[other][0].device:
+                first, last = sorted((tensors[k][1], tensors[other][1]))
+                earlier[last].add(first)
+        open_spans.append((end, k))
     waves: list[int] = []
     for i in range(len(written)):
         waves.append(max([waves[other] + 1 for other in earlier[i] - {i}], default=0))

@@ -24,6 +24,7 @@ from compiled_optim.groups.parameters import (
     named_parameters,
     names_and_tensors,
     parameter_name,
+    parameter_names,
     without_aliases,
 )
 from compiled_optim.groups.per_parameter import ByName, check_names, ignores_prefixes, kept, warn_of_unused
@@ -260,7 +261,7 @@ class Engine:
         for index, group in enumerate(groups):
             self._follow_names(group, index)
             check_params(self.kind, group, index, elsewhere, self.groups[0])
-            elsewhere |= {id(param): parameter_name(group, index, j) for j, param in enumerate(group["params"])}
+            elsewhere |= zip(map(id, group["params"]), parameter_names(group, index), strict=True)
             if group["params"]:
                 group.to(scalars_device(group["params"]))
         self._checked_scales = self._check_scales(self.groups)
