@@ -40,28 +40,25 @@ def prepare_for_gradient_release(
             loss_of(model(x)).backward()              # updates
             opt.step(); opt.zero_grad(); sched.step()
 
-    ``opt.step()`` ends a step: schedulers find it called as always. It also updates, as without release, those parameters of
-    the optimizer that have a gradient which no backward took: others than the model's, and those that were frozen here,
-    until this is called again. ``opt.zero_grad()`` finds nothing to do. Numbers are the same as without release, bit for bit
-    where an optimizer works element by element, and so are checkpoints; each backward uses the hyperparameters of its time.
-    Several optimizers can each release their part of a model. A copy of an optimizer, or an unpickled one, does not release.
-    ``del opt`` ends it too.
+    ``opt.step()`` ends a step: schedulers find it called as always. It also updates parameters whose gradient no backward
+    took: others than the model's, and those that were frozen here, until this is called again. ``opt.zero_grad()`` finds
+    nothing to do. Numbers are the same as without release, bit for bit where an optimizer works element by element, and so
+    are checkpoints; each backward uses the hyperparameters of its time. Several optimizers can each release their part of a
+    model. A copy of an optimizer, or an unpickled one, does not release. ``del opt`` ends it too.
 
     A parameter is updated once per step, when all of its uses in one backward have added their part. So a step may consist
     of several backwards through different parameters. After a backward that failed, also in an update, some parameters are
-    updated; call ``opt.zero_grad()`` before the next one. A parameter that is used in a reentrant checkpoint
-    (``use_reentrant=True``) and outside of it gets its gradient in parts, which is an error. A forward that reads one as
-    ``weight.data`` and as ``weight`` may get gradients at the updated value: autograd does not notice, as it does with
-    ``weight.detach()``.
+    updated; call ``opt.zero_grad()`` before the next one. It is an error to use a parameter in a reentrant checkpoint
+    (``use_reentrant=True``) and outside of it: its gradient comes in parts. A forward that reads ``weight.data`` and
+    ``weight`` may get gradients at the updated value: autograd does not notice, as it does with ``weight.detach()``.
 
     Args:
-        model: the module that holds the parameters. Those that require no gradient, or that ``optimizer`` has not, are left
-            alone.
+        model: the module. Parameters that require no gradient, or that ``optimizer`` has not, are left alone.
         optimizer: any of this package with a rule, which is all but LBFGS.
         ignore_existing_hooks: accept parameters that have post-accumulate-grad hooks of somebody else. Hooks run in the
             order of their registration, so later ones may find no gradient.
-        bucket_cap_mb: how many MiB of whole gradients, counted as their parameters' size, wait for a common update; 0 for
-            none, by which every parameter is updated by itself. None: 4, or a 32nd of all parameters if that is more.
+        bucket_cap_mb: how many MiB of whole gradients, counted as their parameters' size, wait for a common update; with 0
+            every parameter is updated by itself. None: 4, or a 32nd of all parameters if that is more.
 
     Raises:
         TypeError: ``model`` is no module, ``optimizer`` none of this package, or ``bucket_cap_mb`` no number.
@@ -73,9 +70,8 @@ def prepare_for_gradient_release(
     Later, ``ValueError`` is raised where ``max_grad_norm`` or ``skip_nonfinite`` is assigned, or a ``GradScaler`` steps.
     ``RuntimeError`` is raised by a second backward through a parameter without ``opt.step()`` in between, as in gradient
     accumulation, for which there is ``opt.optimizer_accumulation``, and by a step after DistributedDataParallel added
-    gradients. The last two, scaler and DistributedDataParallel, come after the backward has moved parameters, by gradients
-    that were scaled, or of one process: load model and optimizer again. Code that reads or clips gradients between backward
-    and step finds none.
+    gradients. After those of scaler and DistributedDataParallel load model and optimizer again: the backward has moved
+    parameters, by gradients that were scaled, or of one process. Code between backward and step finds no gradients.
 
     ``torch.compile`` of the model works; a compiled part hands over its gradients together. A function under
     ``torch.compile`` that steps runs uncompiled, and with ``fullgraph=True`` it is an error. FSDP2 works: shard the model
@@ -91,8 +87,7 @@ def prepare_for_gradient_release(
     engine = engine_of(optimizer)
     params = _params_of(model, optimizer)
     cap = max(4 * _MIB, sum(p.nbytes for p in params.values()) // _SHARE) if bucket_cap_mb is None else bucket_cap_mb * _MIB
-    before = engine.release
-    release = before if isinstance(before, GradientRelease) else GradientRelease(engine)
+    release = engine.release if isinstance(engine.release, GradientRelease) else GradientRelease(engine)
     refuse_whole(_WHERE, engine.assigned)
     for name, param in params.items():
         _check_hooks(name, param, release, ignore_existing_hooks)
@@ -182,12 +177,9 @@ _Waiting: TypeAlias = tuple[Tensor, torch.Stream | None]  # a parameter, and the
 class GradientRelease:
     """The updates of one optimizer inside of backward.
 
-    Autograd calls :meth:`take` for each parameter, on any of its threads. Gradients that are whole wait until they have
-    more than :attr:`cap` bytes together, or until the end of the backward; one call then updates their parameters. A step is
-    what happens between two calls of the object. It is an error if a parameter would be updated twice in it.
-
-    It is registered on parameters, and keeps neither them nor the optimizer alive. One whose optimizer is gone, or has
-    another, does nothing.
+    Autograd calls :meth:`take` for each parameter, on any of its threads. Whole gradients wait until they have more than
+    :attr:`cap` bytes together, or until the end of the backward; one call then updates their parameters. A step is what
+    happens between two calls of the object. It keeps neither parameters nor the optimizer alive.
     """
 
     def __init__(self, engine: Engine) -> None:

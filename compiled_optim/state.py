@@ -283,9 +283,8 @@ class StateForm(NamedTuple):
             if entry not in changes and field.dtype and (wanted := field.dtype(self.choices)) is not None:
                 changes[entry] = state[entry] if state[entry].dtype == wanted else state[entry].detach().to(wanted)
         state.update_quietly({entry: tensor for entry, tensor in changes.items() if tensor is not None})
-        for entry, tensor in changes.items():
-            if tensor is None:
-                state.drop_quietly(entry)
+        for entry in [entry for entry, tensor in changes.items() if tensor is None]:
+            state.drop_quietly(entry)
 
     def converted(self, entries: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
         """What changes in ``entries`` when they are stored in this form: new ones by name, or None for one that goes.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -33,30 +33,26 @@ from compiled_optim.state import StateForm, mode_of, shard_like, weight
 Optimizers: TypeAlias = CompiledOptimizer | Sequence[CompiledOptimizer]
 
 
-def _listed(optimizers: Any) -> list[CompiledOptimizer]:
-    """``optimizers``, one or several, as a list; an error if they are none of this package, or share a parameter."""
-    result = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
-    if foreign := [each for each in result if not isinstance(each, CompiledOptimizer)]:
+def _labeled(optimizers: Any) -> dict[str, CompiledOptimizer]:
+    """One or several ``optimizers`` by what messages call them; an error if one is none, or two share a parameter."""
+    listed = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
+    if foreign := [each for each in listed if not isinstance(each, CompiledOptimizer)]:
         raise TypeError(f"an optimizer of this package, or a list of some, is needed, got {described(foreign[0])}")
-    if not result:
+    if not listed:
         raise ValueError("the list of optimizers is empty")
+    labeled = {f"optimizers[{index}] ({type(each).__name__})": each for index, each in enumerate(listed)}
     owners: dict[int, str] = {}
-    for label, optimizer in _labeled(result).items():
+    for label, optimizer in labeled.items():
         for group in optimizer.param_groups:
             for j, param in enumerate(group["params"]):
                 if (other := owners.setdefault(id(param), label)) != label:
                     name = (group.get("param_names") or {j: j})[j]
                     raise ValueError(f"{other} and {label} both have the parameter '{name}'")
-    return result
-
-
-def _labeled(optimizers: Sequence[CompiledOptimizer]) -> dict[str, CompiledOptimizer]:
-    """The optimizers of a list, each after what messages call it."""
-    return {f"optimizers[{index}] ({type(each).__name__})": each for index, each in enumerate(optimizers)}
+    return labeled
 
 
 @contextlib.contextmanager
-def _locked(optimizers: Sequence[CompiledOptimizer]) -> Iterator[None]:
+def _locked(optimizers: Iterable[CompiledOptimizer]) -> Iterator[None]:
     """Let steps, saves and loads of other threads wait during a ``with`` block."""
     with contextlib.ExitStack() as locks:
         for engine in sorted(map(engine_of, optimizers), key=lambda engine: int(engine.key)):
@@ -82,12 +78,10 @@ def named_state_dict(optimizer: Optimizers) -> dict[str, Any]:
     insert are removed. Values are those of :meth:`CompiledOptimizer.state_dict`, so ``torch.distributed.checkpoint`` can
     save it, and load into it, as it is.
 
-    Of a list of optimizers for different parameters, such as Muon for the matrices of a model and AdamW for the rest, it has
-    the groups one after another: ``"optimizers"`` lists the optimizers' names, and ``"optimizer"`` in a group is the index
-    of its optimizer in that list.
-
     Args:
-        optimizer: the optimizer, or a list of several.
+        optimizer: the optimizer, or a list of several for different parameters, such as Muon for the matrices of a model and
+            AdamW for the rest. Of a list it has the groups one after another: ``"optimizers"`` lists the optimizers' names,
+            and ``"optimizer"`` in a group is the index of its optimizer in that list.
 
     Raises:
         ValueError: the optimizers' parameters have no names, or two of them the same; or a parameter is in two optimizers,
@@ -95,11 +89,12 @@ def named_state_dict(optimizer: Optimizers) -> dict[str, Any]:
     """
     if isinstance(optimizer, CompiledOptimizer):
         return named(optimizer.state_dict())
-    optimizers = _listed(optimizer)
-    result: dict[str, Any] = {"state": {}, "param_groups": [], "optimizers": [type(o).__name__ for o in optimizers]}
+    optimizers = _labeled(optimizer)
+    names = [type(each).__name__ for each in optimizers.values()]
+    result: dict[str, Any] = {"state": {}, "param_groups": [], "optimizers": names}
     owners: dict[str, str] = {}
     aliases: dict[str, str] = {}
-    for index, (label, each) in enumerate(_labeled(optimizers).items()):
+    for index, (label, each) in enumerate(optimizers.items()):
         with _labeling(label):
             part = named(each.state_dict())
             _check_has_no_foreign_state(part)
@@ -141,8 +136,9 @@ def load_named_state_dict(
             optimizer is changed then.
     """
     state_dict = read(state_dict)
-    is_one, optimizers = isinstance(optimizer, CompiledOptimizer), _listed(optimizer)
-    for label, each in _labeled(optimizers).items():
+    is_one, labeled = isinstance(optimizer, CompiledOptimizer), _labeled(optimizer)
+    optimizers = [*labeled.values()]
+    for label, each in labeled.items():
         if not all("param_names" in group for group in each.param_groups):
             whose = "the optimizer's" if is_one else f"{label}'s"
             raise ValueError(f"{whose} parameters have no names: make it from named_parameters() or a dict")
@@ -155,12 +151,11 @@ def load_named_state_dict(
     _check_has_no_foreign_state(saved)
     with _locked(optimizers):
         parts, unexpected = _parts(optimizers, saved)
-        prepared = []
-        for (label, each), part in zip(_labeled(optimizers).items(), parts, strict=True):
-            with _labeling(label):
-                prepared.append(prepare_load(each, part, False, hyperparameters))
         report = LoadReport([], unexpected, [])
-        for index, load in enumerate(prepared):
+        prepared = []
+        for index, (label, each) in enumerate(labeled.items()):
+            with _labeling(label):
+                prepared.append(load := prepare_load(each, parts[index], False, hyperparameters))
             report.missing.extend(load.report.missing)
             report.unexpected.extend(load.report.unexpected)
             for name in load.report.mismatched:
@@ -268,9 +263,8 @@ def full_precision_state_dict(model: nn.Module, optimizer: Optimizers) -> dict[s
 
     ``torch.save(co.full_precision_state_dict(model, opt), path)`` writes what a model in float32 loads. Those weights are
     copies: of all 32 bits with ``weights="split16"`` and ``"master"``, of 24 with ``"split8"``, and of at least as many with
-    ``"kahan"``; in float16 below 2**-14, only ``"master"`` has them all. Everything else is as in ``model.state_dict()``:
-    buffers, frozen parameters, and parameters that are only rounded. A parameter with several names is one tensor under all
-    of them; DTensors stay DTensors.
+    ``"kahan"``; in float16 below 2**-14, only ``"master"`` has them all. Everything else is as in ``model.state_dict()``.
+    A parameter with several names is one tensor under all of them; DTensors stay DTensors.
 
     Args:
         model: the module; one that wraps it gives names with its prefixes, as its own ``state_dict()`` does.
@@ -281,9 +275,7 @@ def full_precision_state_dict(model: nn.Module, optimizer: Optimizers) -> dict[s
         ValueError: no parameter of the model is in the optimizer, or a parameter is in two optimizers; or a hook of
             the model gives another name or shape to one of those weights in its state dict, or leaves it out.
     """
-    optimizers = _checked(model, optimizer)
-    with _locked(optimizers):
-        split = _split_weights(model, optimizers)
+    with _split_weights(model, optimizer) as split:
         entries = _entries(model, split)
         joined = {key: split[key].joined() for key in dict.fromkeys(map(id, entries.values())) if key in split}
         for name, entry in entries.items():
@@ -299,8 +291,8 @@ def load_full_precision_state_dict(model: nn.Module, optimizer: Optimizers, stat
 
     It takes what :func:`full_precision_state_dict` gives, or the state dict of the same model in float32. All of it is
     copied, buffers too, into the tensors that are there; the rest of the optimizers' state stays as it is. A checkpoint that
-    an optimizer saved together with these weights may be loaded before this. It may be loaded after this too where both
-    optimizers have the same ``weights=``: what it has beside the weights belongs to the same numbers of 16 bits then.
+    an optimizer saved together with these weights may be loaded before this, or after it where both optimizers have the same
+    ``weights=``: what it has beside the weights belongs to the same numbers of 16 bits then.
 
     Args:
         model: the module.
@@ -313,12 +305,10 @@ def load_full_precision_state_dict(model: nn.Module, optimizer: Optimizers, stat
         ValueError: an entry is missing, unexpected, or not what it must be, such as of another shape; nothing is changed
             then. Or as :func:`full_precision_state_dict`.
     """
-    optimizers = _checked(model, optimizer)
-    if not isinstance(state_dict, Mapping):
-        raise TypeError(f"state_dict must be a dict, got {described(state_dict)}")
-    given: dict[str, Any] = plain(state_dict, "the state dict")
-    with _locked(optimizers):
-        split = _split_weights(model, optimizers)
+    with _split_weights(model, optimizer) as split:
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(f"state_dict must be a dict, got {described(state_dict)}")
+        given: dict[str, Any] = plain(state_dict, "the state dict")
         live = {id(t) for t in (*model.parameters(), *model.buffers())}
         entries = _entries(model, split)
         foreign = {name for name, entry in entries.items() if id(entry) not in live}
@@ -333,31 +323,28 @@ def load_full_precision_state_dict(model: nn.Module, optimizer: Optimizers, stat
             target.copy_(spread_like(source, target))
 
 
-def _checked(model: Any, optimizer: Any) -> list[CompiledOptimizer]:
+@contextlib.contextmanager
+def _split_weights(model: nn.Module, optimizer: Optimizers) -> Iterator[dict[int, _SplitWeight]]:
+    """The weights that have more bits in optimizers than in the model, by the ``id`` of the parameter. Steps wait."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a module, got {described(model)}")
-    return _listed(optimizer)
-
-
-def _split_weights(model: nn.Module, optimizers: Sequence[CompiledOptimizer]) -> dict[int, _SplitWeight]:
-    """The weights that have more bits in the optimizers than in the model, by the ``id`` of the parameter."""
     params = {id(param) for param in model.parameters()}
     found: dict[int, _SplitWeight] = {}
     is_known = False
-    for optimizer in optimizers:
-        engine = engine_of(optimizer)
-        engine.current()
-        groups, state = engine.distinct_groups, engine.state
-        for i, group in enumerate(groups):
-            forms = StateForm.of_group(engine.kind._declaration, groups, i)
-            for param, j in parameters_of(group).items():
-                is_known |= id(param) in params
-                name, _, half = forms(j).split or ("", "", "")
-                if (entry := state.get(param, {}).get(name)) is not None:
-                    found[id(param)] = _SplitWeight(param, name, entry, half)
-    if not is_known:
-        raise ValueError("no parameter of the model is in the optimizer")
-    return found
+    optimizers = _labeled(optimizer).values()
+    with _locked(optimizers):
+        for engine in map(engine_of, optimizers):
+            engine.current()
+            for i, group in enumerate(groups := engine.distinct_groups):
+                forms = StateForm.of_group(engine.kind._declaration, groups, i)
+                for param, j in parameters_of(group).items():
+                    is_known |= id(param) in params
+                    name, _, half = forms(j).split or ("", "", "")
+                    if (entry := engine.state.get(param, {}).get(name)) is not None:
+                        found[id(param)] = _SplitWeight(param, name, entry, half)
+        if not is_known:
+            raise ValueError("no parameter of the model is in the optimizer")
+        yield found
 
 
 def _entries(model: nn.Module, split: Mapping[int, _SplitWeight]) -> dict[str, Any]:

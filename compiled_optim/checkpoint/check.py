@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -56,9 +56,6 @@ GroupValues: TypeAlias = dict[int, dict[str, Any]]
 
 Copies: TypeAlias = list[tuple[Tensor, float | Tensor]]
 """Tensors, each with what is copied into it; a number fills it."""
-
-StateWrites: TypeAlias = list[tuple[Tensor, dict[Any, Any], list[Any]]]
-"""Parameters, each with what is put into its state, tensors that it lacks and foreign entries, and names of what goes."""
 
 _BY_LR = "decouple_lr"
 _CODED = code_name(""), scale_name("")  # how the names of codes and their scales end
@@ -121,19 +118,17 @@ def _group_values(
     for h in declaration.hypers:
         if h.when and not group.get(h.when) and any([is_set(g, h.when, group.label) for g in saved]):
             skipped.add(h.name)
-    taken = [{key: _value(group, key, hypers.get(key), g[key]) for key in g if key not in skipped} for g in saved]
-    values: dict[str, Any] = {}
-    for each in taken:
-        values = {**each, **values}
-    for key in [*values] if len(taken) > 1 else ():
-        found = [each[key] for each in taken if key in each]
-        if not all([_equal(value, found[0]) for value in found[1:]]):
-            problems.append(f"its parameters were in groups with different {key}: [{', '.join(map(described, found))}]")
-            del values[key]
+    found: dict[str, list[Any]] = {}
+    for g in saved:
+        for key in [key for key in g if key not in skipped]:
+            found.setdefault(key, []).append(_value(group, key, hypers.get(key), g[key]))
+    differing = [key for key, values in found.items() if not all([_equal(value, values[0]) for value in values[1:]])]
+    for key in differing:
+        problems.append(f"its parameters were in groups with different {key}: [{', '.join(map(described, found[key]))}]")
     if decays := dict.fromkeys([problem for g in saved for problem in _decay_conflicts(declaration, group, g)]):
         problems += decays
-        values = {key: value for key, value in values.items() if key not in ("weight_decay", "max_lr")}
-    return values, problems
+        differing += ["weight_decay", "max_lr"]
+    return {key: values[0] for key, values in found.items() if key not in differing}, problems
 
 
 def _decay_conflicts(declaration: Declaration, group: ParamGroup, saved: Mapping[str, Any]) -> Iterator[str]:
@@ -145,19 +140,16 @@ def _decay_conflicts(declaration: Declaration, group: ParamGroup, saved: Mapping
     decay = as_number(saved.get("weight_decay", 0.0), f"weight_decay of {group.label}", finite=False)
     if _BY_LR not in defaults or not (decay or group.floats().get("weight_decay")):
         return
-    choices: dict[str, Any] = {_BY_LR: is_set(saved, _BY_LR, group.label)}
-    for name in DECOUPLED:
-        choices[name] = defaults.get(name) if saved.get(name) is None else is_set(saved, name, group.label)
-    differing = [] if choices[_BY_LR] == bool(group.get(_BY_LR)) else [(_BY_LR, choices[_BY_LR])]
+    given = [name for name in DECOUPLED if saved.get(name) is not None]
+    choices = defaults | {name: is_set(saved, name, group.label) for name in (*given, _BY_LR)}
     torchs_name, name = DECOUPLED
-    is_unknown = torchs_name in defaults and not saved.keys() & {*DECOUPLED}  # torch.optim did not always note it
-    if name in defaults and not is_unknown and is_decoupled(choices) != is_decoupled(group):
-        differing.append((name, is_decoupled(choices)))
-    for choice, value in differing:
-        yield (
-            f"{choice} is {value} in the checkpoint, whose weight_decay has another meaning; "
-            'hyperparameters="keep" keeps the optimizer\'s'
-        )
+    is_known = torchs_name not in defaults or saved.keys() & {*DECOUPLED}  # torch.optim did not always note it
+    meanings = [(_BY_LR, choices[_BY_LR], bool(group.get(_BY_LR)))]
+    meanings += [(name, is_decoupled(choices), is_decoupled(group))] if name in defaults and is_known else []
+    for choice, theirs, ours in meanings:
+        if theirs != ours:
+            meaning = 'whose weight_decay has another meaning; hyperparameters="keep" keeps the optimizer\'s'
+            yield f"{choice} is {theirs} in the checkpoint, {meaning}"
 
 
 def _value(group: ParamGroup, key: str, hyper: Hyper | None, value: Any) -> Any:
@@ -199,59 +191,61 @@ def check_state(
     params: Sequence[SavedParam],
     group_values: GroupValues,
     known: Collection[str],
-) -> tuple[StateWrites, Copies, list[str]]:
-    """What the state of parameters takes once the groups hold ``group_values``, and what does not fit, by parameter name.
+) -> tuple[Copies, list[str]]:
+    """What to copy into state once the groups hold ``group_values``, and what does not fit, by parameter name.
 
-    The copies go into new and live tensors. A parameter takes nothing if one of its entries cannot be loaded. An entry that
-    only another optimizer has does not fit; what fits is taken. ``known`` are the names of entries that an optimizer gives.
+    The copies go into live tensors and into what ``params`` get as ``new``. A parameter takes nothing if one of its entries
+    cannot be loaded. An entry that only another optimizer has does not fit; what fits is taken. ``known`` are the names of
+    entries that an optimizer gives.
     """
     fields: tuple[Scalar | Buffer, ...] = (*declaration.scalars, *declaration.buffers)
     hypers = {field.init for field in fields if isinstance(field.init, str)}
-    initial: dict[int, dict[str, float | Tensor]] = {}
-    for index in {each.own.group for each in params}:
+
+    @functools.cache
+    def of_group(index: int) -> tuple[dict[str, float | Tensor], Callable[[int], StateForm]]:
         group, loaded = groups[index], group_values.get(index, {})
         numbers = loaded if hypers <= loaded.keys() else {**group.floats(), **loaded}
-        initial[index] = initial_values(declaration, {**numbers, "differentiable": group.get("differentiable", False)})
-    writes: StateWrites = []
-    problems: list[str] = []
+        initial = initial_values(declaration, {**numbers, "differentiable": group.get("differentiable", False)})
+        return initial, StateForm.of_group(declaration, groups, index, loaded)
+
     copies: Copies = []
-    forms = functools.cache(lambda index: StateForm.of_group(declaration, groups, index, group_values.get(index)))
+    problems: list[str] = []
     for each in params:
-        name, index, param = each.own.name, each.own.group, each.own.key
-        live = state.get(param, {})
+        param, live = each.own.key, state.get(each.own.key, {})
         if param.is_meta and not any(isinstance(v, Tensor) and v.dim() and not v.is_meta for v in each.entries.values()):
             continue  # there is nothing to copy, and nowhere to put it
         own = {key: value for key, value in each.entries.items() if key in known}
         foreign = {key: value for key, value in each.entries.items() if key not in known}
         values: dict[str, float | Tensor] = {}
-        new: dict[Any, Any] = {}
+        misfits: list[object] = []
         try:
             if not (reason := obstacle(param)):
-                form = forms(index)(each.own.index)
+                initial, forms = of_group(each.own.group)
+                form = forms(each.own.index)
                 own = _as_chosen(form, own)
                 if own or (foreign and param.requires_grad):
                     values = _values(form, own)
                 if values or (live and param.requires_grad):
-                    new, of_param = _targets(form, live, values, initial[index])
-                    copies += of_param
+                    copies += _copies(form, live, each.new, values, initial)
             elif own:
                 raise Unloadable(reason)
-        except Unloadable as problem:
-            problems.append(f"{name}: {problem}")
+        except ValueError as problem:
+            each.new.clear()
+            problems.append(f"{each.own.name}: {problem}")
             continue
         if absent := [key for key in own if key not in values]:
-            problems.append(f"{name}: the optimizer has no {', '.join(absent)} for it")
+            misfits.append(f"the optimizer has no {', '.join(absent)} for it")
         for key, value in foreign.items():
             what = key if isinstance(key, str) else described(key)
             try:
                 with naming(what, "cannot be copied"), outside_inference_mode():
-                    new[key] = _on(param, value, what)
+                    each.new[key] = _on(param, value, what)
             except Unloadable as problem:
-                problems.append(f"{name}: {problem}")
-        stays = not each.entries and not param.requires_grad
-        gone = [] if stays else [key for key in live if key not in known and key not in foreign]
-        writes.append((param, new, gone))
-    return writes, copies, problems
+                misfits.append(problem)
+        problems += [f"{each.own.name}: {misfit}" for misfit in misfits]
+        if each.entries or param.requires_grad:
+            each.gone.extend([key for key in live if key not in known and key not in foreign])
+    return copies, problems
 
 
 def _on(param: Tensor, value: Any, what: str) -> Any:
@@ -286,42 +280,43 @@ def _values(form: StateForm, saved: Mapping[str, Any]) -> dict[str, float | Tens
     return values
 
 
-def _targets(
-    form: StateForm, live: Mapping[str, Any], values: Mapping[str, float | Tensor], initial: Mapping[str, float | Tensor]
-) -> tuple[dict[Any, Any], Copies]:
-    """The tensors that ``live``, the state of a parameter, must get for ``values``, and what to copy into which tensor.
+def _copies(
+    form: StateForm,
+    live: Mapping[str, Any],
+    new: dict[Any, Any],
+    values: Mapping[str, float | Tensor],
+    initial: Mapping[str, float | Tensor],
+) -> Copies:
+    """What to copy of ``values`` into ``live``, the state of a parameter, and into ``new``, which gets what that lacks.
 
     Without ``values``, the parameter never took a step when the checkpoint was saved, and its state starts anew. So it does
     where the state dict was not copied then, and its buffers are the live ones, which steps have changed. A tensor that a
-    differentiable step recorded is replaced, as such a step does. The part of a weight stays if
-    ``values`` do not have it: a step knows whether it fits the parameter.
+    differentiable step recorded is replaced, as such a step does. The part of a weight stays if ``values`` do not have it:
+    a step knows whether it fits the parameter.
     """
-    present = {*form.buffers, *values, *live}
-    shapes = {
-        b.name: tuple(value.shape) if isinstance(value := values.get(b.name), Tensor) else form.shape_of(b)
-        for b in form.declaration.buffers
-        if b.name in present
-    }
-    new: dict[Any, Any] = {}
+    fields = {b.name: b for b in form.declaration.buffers}
     if values:
         is_inference = torch.is_inference_mode_enabled()
         with naming("the optimizer's own state"), outside_inference_mode() if is_inference else contextlib.nullcontext():
-            new = {**form.missing({*form.buffers, *values}, live, initial)}
+            new |= form.missing({*form.buffers, *values}, live, initial)
     copies: Copies = []
     was_stepped = values.get("step") == 0 and "step" in live and live["step"].item() != 0
     for name, begun in initial.items():
         target, source = new.get(name, live.get(name)), values.get(name, begun)
         if target is None or (name in PARTS and name not in values):
             continue
+        shape = tuple(source.shape) if isinstance(source, Tensor) else None
+        if shape is None and name in fields:
+            shape = form.shape_of(fields[name])
         if was_stepped and is_same(target, source):
             source = begun
-        check_writable(target, f"the optimizer's own {name}", shapes.get(name), source)
+        check_writable(target, f"the optimizer's own {name}", shape, source)
         if target.requires_grad:
             with outside_inference_mode():
                 target = new[name] = torch.empty_like(target)
         if not is_same(target, source):
             copies.append((target, source))
-    return new, copies
+    return copies
 
 
 def _as_chosen(form: StateForm, saved: dict[str, Any]) -> dict[str, Any]:
@@ -331,28 +326,23 @@ def _as_chosen(form: StateForm, saved: dict[str, Any]) -> dict[str, Any]:
     holds by itself what it adds. What is converted is in memory until the load is written.
 
     Raises:
-        Unloadable: an entry that must be converted is not what it must be, such as a negative scale.
+        ValueError: an entry that must be converted is not what it must be, such as a negative scale.
     """
     is_plain = not any([n in PARTS or n.endswith(_CODED) or getattr(v, "dtype", None) in CODES for n, v in saved.items()])
     if is_plain and not (form.choices.get("weights") or form.choices.get("state_dtype")):
         return saved
     param = form.param
     stored: dict[str, Tensor] = {}
-    try:
-        if (name := stored_part({name: value for name, value in saved.items() if value is not None})) is not None:
-            dtype = getattr(saved[name], "dtype", param.dtype)
-            is_split = name == "remainder" and dtype in SPLITS
-            stored[name] = as_buffer(saved[name], name, tuple(param.shape), dtype if is_split else param.dtype)
-        for field in form.declaration.buffers:
-            if field.int8 and (held := held_name(field, saved)):
-                stored |= _coded(form, field, held, saved)
-        changes = form.converted(stored)
-        if name is not None and form.split is None and not adds_nothing(param, name, stored[name]):
-            del changes[name]
-    except Unloadable:
-        raise
-    except ValueError as error:
-        raise Unloadable(str(error)) from error
+    if (name := stored_part({name: value for name, value in saved.items() if value is not None})) is not None:
+        dtype = getattr(saved[name], "dtype", param.dtype)
+        is_split = name == "remainder" and dtype in SPLITS
+        stored[name] = as_buffer(saved[name], name, tuple(param.shape), dtype if is_split else param.dtype)
+    for field in form.declaration.buffers:
+        if field.int8 and (held := held_name(field, saved)):
+            stored |= _coded(form, field, held, saved)
+    changes = form.converted(stored)
+    if name is not None and form.split is None and not adds_nothing(param, name, stored[name]):
+        del changes[name]
     return changed(saved, changes)
 
 
@@ -398,8 +388,7 @@ def check_writable(target: Tensor, what: str, shape: tuple[int, ...] | None, sou
         if target.is_inference() and not torch.is_inference_mode_enabled():
             raise Unloadable(f"{what} was made in inference mode")
         if isinstance(source, Tensor):
-            is_rounded = target.dtype.is_floating_point or target.dtype.is_complex
-            if target.dtype != source.dtype and not is_rounded:
+            if target.dtype != source.dtype and not (target.is_floating_point() or target.is_complex()):
                 raise Unloadable(f"{what} is {target.dtype} instead of {source.dtype}")
         elif not is_simple:
             # Two elements: a single one takes a number that is too large for its dtype, as infinity.

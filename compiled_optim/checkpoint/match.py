@@ -25,11 +25,13 @@ class ListedParam:
 
 
 class SavedParam(NamedTuple):
-    """A parameter of a checkpoint, and which one of the optimizer it is."""
+    """A parameter of a checkpoint, which one of the optimizer it is, and what a load changes in that one's state."""
 
     own: ListedParam
     saved: ListedParam
     entries: dict[str, Any]  # its state in the checkpoint, with what is implied; empty where it never had any
+    new: dict[Any, Any]  # tensors that the optimizer's parameter lacks, and foreign entries
+    gone: list[Any]  # names of entries that go
 
 
 def match(
@@ -39,14 +41,11 @@ def match(
     implied: Mapping[str, float],
     known: Collection[str],
 ) -> tuple[list[SavedParam], list[str], list[str]]:
-    """Match parameters of ``saved``, a checkpoint that was read, by name where both sides have names, else by position.
+    """The parameters that the optimizer and a checkpoint both have, the names that only one has, and only the other.
 
-    ``aliases`` are the optimizer's further names of tied parameters -> the name in the group; ``implied`` is state that a
-    checkpoint may leave out, and its value where there is other state; ``known`` are the names that an optimizer gives.
-
-    Parameters of equal names are matched by their order, if both sides have equally many of them.
-
-    Returns the parameters that both have, the names that only the optimizer has, and those that only the checkpoint has.
+    They are matched by name where both sides have names, equal ones by their order, else by position. ``aliases`` are the
+    optimizer's further names of tied parameters -> the name in the group; ``implied`` is state that ``saved``, which was
+    read, may leave out, and its value where there is other state; ``known`` are the names that an optimizer gives.
 
     Raises:
         ValueError: only some of the checkpoint's groups have names; or without names the numbers of parameters differ; or
@@ -71,7 +70,7 @@ def match(
         # A flattened checkpoint of torch.distributed.checkpoint has an empty dict for an entry that was not saved.
         blank = {k for k, v in state.items() if v is None or (type(v) is dict and not v)}
         entries = {**implied, **{k: v for k, v in state.items() if k not in blank or k not in known}}
-        matched.append(SavedParam(ours[i], found[i], entries if state.keys() - blank else {}))
+        matched.append(SavedParam(ours[i], found[i], entries if state.keys() - blank else {}, {}, []))
     keys = {param.saved.key for param in matched}
     missing = [own.name for i, own in enumerate(ours) if i not in found]
     return matched, missing, [other.name for other in theirs if other.key not in keys]

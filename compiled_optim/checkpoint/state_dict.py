@@ -11,21 +11,14 @@ import bisect
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from compiled_optim.checkpoint.check import (
-    Copies,
-    GroupValues,
-    StateWrites,
-    check_foreign,
-    check_groups,
-    check_state,
-    known_names,
-)
-from compiled_optim.checkpoint.match import match, names_to_take
+from compiled_optim.checkpoint.check import Copies, GroupValues, check_foreign, check_groups, check_state, known_names
+from compiled_optim.checkpoint.match import SavedParam, match, names_to_take
 from compiled_optim.checkpoint.optimi import from_optimi, is_optimi
 from compiled_optim.checkpoint.read import FORMAT_VERSION, naming, read
 from compiled_optim.groups.param_group import ParamGroup
@@ -72,16 +65,14 @@ def save(
     ``neutral`` gives the value to store for each run-time flag, in place of the optimizer's own.
     """
     read, scalars = {s.name for s in declaration.scales}, scalar_names(declaration)
-    packed_groups = []
-    packed_state = {}
-    first = 0
+    packed_groups, packed_state = [], {}
+    places = itertools.count()
     for group in groups:
-        params = group["params"]
-        numbers = {param: number for number, param in enumerate(params, first)}  # the last place of each, as in torch.optim
+        numbers = dict(zip(group["params"], places, strict=False))  # the last place of each, as in torch.optim
         floats = group.floats()
         packed = {k: neutral.get(k, v) for k, v in group.items() if k not in floats and k != "params"}
         packed |= {k: 1.0 for k in read & packed.keys() if Scale.is_read(packed[k])}
-        packed_groups.append({**floats, **packed, "params": [numbers[param] for param in params]})
+        packed_groups.append({**floats, **packed, "params": [numbers[param] for param in group["params"]]})
         for param, number in numbers.items():
             # torch.distributed.checkpoint loads into the tensors of a state dict, and then drops the state of frozen
             # parameters (pytorch#192202). What it loads for those reaches the optimizer only if the tensors are live ones.
@@ -91,7 +82,6 @@ def save(
                     k: v.detach().to("cpu", copy=True) if k in copied and isinstance(v, Tensor) else v
                     for k, v in entries.items()
                 }
-        first += len(params)
     packed_state |= {key: value for key, value in state.foreign.items() if key not in packed_state}
     result = {"state": packed_state, "param_groups": packed_groups, "format_version": FORMAT_VERSION}
     return result | ({"aliases": dict(aliases)} if aliases else {})
@@ -104,9 +94,8 @@ class PreparedLoad:
     report: LoadReport  # what it leaves out
     groups: Sequence[ParamGroup]
     group_values: GroupValues
-    names: list[list[str]]  # of the parameters of each group, where they are new
     state: OptimizerState
-    state_writes: StateWrites
+    params: list[SavedParam]
     foreign: dict[Any, Any]  # the foreign state
     copies: Copies  # into state tensors, live or new
     afterwards: list[Callable[[], object]] = field(default_factory=list)  # called when everything is written
@@ -114,13 +103,9 @@ class PreparedLoad:
     @property
     def targets(self) -> list[Tensor]:
         """The tensors that are written into: of hyperparameters and of state."""
-        numbers = [
-            tensor
-            for index, values in self.group_values.items()
-            for key in values.keys() & self.groups[index].for_compiled_code[0].keys()
-            for tensor in self.groups[index].read_only(key)
-        ]
-        return numbers + [target for target, _ in self.copies]
+        groups = [(self.groups[index], values.keys()) for index, values in self.group_values.items()]
+        read = [group.read_only(key) for group, keys in groups for key in keys & group.for_compiled_code[0].keys()]
+        return [*itertools.chain(*read), *[target for target, _ in self.copies]]
 
     @torch.no_grad()
     def write(self) -> None:
@@ -128,13 +113,11 @@ class PreparedLoad:
         for index, values in self.group_values.items():
             for key, value in values.items():
                 self.groups[index].load(key, value)
-        for group, names in zip(self.groups, self.names, strict=False):
-            group.set_quietly("param_names", names)
-        for param, new, gone in self.state_writes:
-            if new or gone:
-                self.state[param].update(new)
-                for name in gone:
-                    del self.state[param][name]
+        for each in [p for p in self.params if p.new or p.gone]:
+            entries = self.state[each.own.key]
+            entries.update(each.new)
+            for name in each.gone:
+                del entries[name]
         self.state.replace_foreign(self.foreign)
         for target, source in self.copies:
             target.copy_(spread_like(source, target)) if isinstance(source, Tensor) else fill(target, source)
@@ -183,13 +166,13 @@ def prepare_load(
         saved = from_optimi(given, declaration) if is_optimi(given) else given
         params, missing, unexpected = match(groups, aliases, saved, kind._implied_state, known)
         values, conflicts = check_groups(kind, groups, params, saved["param_groups"], keep=keep)
-        writes, copies, problems = check_state(declaration, groups, state, params, values, known)
-        names = names_to_take(groups, saved["param_groups"])
+        copies, problems = check_state(declaration, groups, state, params, values, known)
         report = LoadReport(missing, unexpected + orphans, problems + conflicts)
-        load = PreparedLoad(report, groups, values, names, state, writes, foreign, copies)
+        load = PreparedLoad(report, groups, values, state, params, foreign, copies)
         load.copies = set_apart(copies, load.targets)
+        names = names_to_take(groups, saved["param_groups"])
+        load.afterwards += [partial(g.set_quietly, "param_names", n) for g, n in zip(groups, names, strict=False)]
+        load.afterwards += [partial(aliases.update, saved.get("aliases", {}))] if names else []
     if strict:
         refuse_mismatches(report, STRICTLY.format(declaration.name))
-    if names:
-        load.afterwards.append(lambda: aliases.update(saved.get("aliases", {})))
     return load
