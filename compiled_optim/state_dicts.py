@@ -9,20 +9,11 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from compiled_optim.checkpoint.check import Copies, check_writable, is_same, known_names
+from compiled_optim.checkpoint.check import Copies, LoadReport, check_writable, is_same, known_names
 from compiled_optim.checkpoint.match import match
 from compiled_optim.checkpoint.optimi import in_optimis_storage, to_optimi
-from compiled_optim.checkpoint.read import (
-    Unloadable,
-    as_buffer,
-    described,
-    foreign_state,
-    group_names,
-    named,
-    plain,
-    read,
-)
-from compiled_optim.checkpoint.state_dict import STRICTLY, LoadReport, refuse_mismatches, set_apart
+from compiled_optim.checkpoint.read import Unloadable, as_buffer, described, group_names, named, plain, read, refuse_foreign
+from compiled_optim.checkpoint.state_dict import STRICTLY, refuse_mismatches, set_apart
 from compiled_optim.groups.parameters import parameters_of
 from compiled_optim.memory.layout import as_part_of, local, spread_like
 from compiled_optim.memory.torch_internals import outside_dynamo
@@ -31,6 +22,7 @@ from compiled_optim.rule.storage import parts_of
 from compiled_optim.state import StateForm, mode_of, shard_like, weight
 
 Optimizers: TypeAlias = CompiledOptimizer | Sequence[CompiledOptimizer]
+_SEVERAL = "a state dict of several optimizers"  # where nobody could say whose foreign state is
 
 
 def _labeled(optimizers: Any) -> dict[str, CompiledOptimizer]:
@@ -97,7 +89,7 @@ def named_state_dict(optimizer: Optimizers) -> dict[str, Any]:
     for index, (label, each) in enumerate(optimizers.items()):
         with _labeling(label):
             part = named(each.state_dict())
-            _check_has_no_foreign_state(part)
+            refuse_foreign(part, _SEVERAL)
             if any("optimizer" in group for group in part["param_groups"]):
                 raise ValueError("a group has an entry 'optimizer', which a state dict of several uses itself")
         for name in (*(name for group in part["param_groups"] for name in group["params"]), *part.get("aliases", {})):
@@ -148,7 +140,7 @@ def load_named_state_dict(
     if is_one:
         return optimizers[0].load_state_dict(state_dict, strict=strict, hyperparameters=hyperparameters)
     saved = named(state_dict)
-    _check_has_no_foreign_state(saved)
+    refuse_foreign(saved, _SEVERAL)
     with _locked(optimizers):
         parts, unexpected = _parts(optimizers, saved)
         report = LoadReport([], unexpected, [])
@@ -195,13 +187,6 @@ def _parts(optimizers: Sequence[CompiledOptimizer], saved: Mapping[str, Any]) ->
         }
         parts.append({**saved, **part})
     return parts, unexpected
-
-
-def _check_has_no_foreign_state(state_dict: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` where state lies under the key of no parameter: nobody could say whose it is."""
-    for key in foreign_state(state_dict):
-        reason = "which is no parameter's and has no place in a state dict of several optimizers"
-        raise ValueError(f"the state holds {described(key)}, {reason}")
 
 
 def optimi_state_dict(optimizer: CompiledOptimizer) -> dict[str, Any]:

@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from checkpoint_forms import check_has_no_others, check_lossless, indexed, plain, with_steps
+from checkpoint_forms import check_lossless, indexed, plain, with_steps
 from convert_options import FORMS, parse
 from torch import Tensor
 
 import compiled_optim as co
 from compiled_optim.checkpoint.optimi import from_optimi, is_optimi, to_optimi
-from compiled_optim.checkpoint.read import check, foreign_state, group_names, named
+from compiled_optim.checkpoint.read import check, foreign_state, group_names, named, refuse_foreign
 from compiled_optim.rule.storage import INT8, PARTS, scale_name
 
 
@@ -189,7 +189,7 @@ def _safetensors_files(state_dict: Mapping[str, Any], path: Path) -> dict[Path, 
     """How to write the groups, and the state."""
     if path.suffix != ".safetensors":
         raise ValueError(f"{path} must end in .safetensors, since the groups go to the .json beside it")
-    check_has_no_others(state_dict, "safetensors")
+    refuse_foreign(state_dict, "safetensors")
     has_names = all(group_names(group) is not None for group in state_dict["param_groups"])
     state_dict = with_steps(named(state_dict) if has_names else state_dict, torch.float64)
     tensors = {

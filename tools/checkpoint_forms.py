@@ -68,12 +68,6 @@ def check_lossless(state_dict: Mapping[str, Any]) -> None:
         raise ValueError(f"the state of {min(orphans, key=str)!r} belongs to no parameter of a group")
 
 
-def check_has_no_others(state_dict: Mapping[str, Any], form: str) -> None:
-    """Raise ``ValueError`` where the state holds anything under the key of no parameter, for which ``form`` has no place."""
-    if apart := foreign_state(state_dict):
-        raise ValueError(f"the state holds {min(apart, key=str)!r}, which is no parameter's and has no place in {form}")
-
-
 def with_steps(state_dict: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     """``state_dict`` with every step count as a 0-dim tensor of ``dtype``; an error for a count that it cannot hold."""
     exact, apart = int(2 / torch.finfo(dtype).eps), foreign_state(state_dict)

@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -29,7 +31,7 @@ from compiled_optim.checkpoint.read import (
     plain,
 )
 from compiled_optim.groups.param_group import ParamGroup, is_own
-from compiled_optim.memory.layout import TORCH_TYPES, local, obstacle, placement
+from compiled_optim.memory.layout import TORCH_TYPES, local, obstacle, placement, spread_like
 from compiled_optim.memory.torch_internals import outside_inference_mode
 from compiled_optim.rule.declared import Declared
 from compiled_optim.rule.fields import Buffer, Hyper, Scalar
@@ -51,25 +53,72 @@ from compiled_optim.state import (
     stored_part,
 )
 
-GroupValues: TypeAlias = dict[int, dict[str, Any]]
-"""Values for some keys of groups, by the index of the group; hyperparameters are Python numbers."""
-
 Copies: TypeAlias = list[tuple[Tensor, float | Tensor]]
 """Tensors, each with what is copied into it; a number fills it."""
+
+Values: TypeAlias = dict[str, float | Tensor]
+"""Entries of a parameter's state by name: numbers of scalars, and of buffers that are filled, and tensors."""
 
 _BY_LR = "decouple_lr"
 _CODED = code_name(""), scale_name("")  # how the names of codes and their scales end
 
 
+class LoadReport(NamedTuple):
+    """What a load left out: names in the optimizer only, in the checkpoint only, and in both but unlike each other.
+
+    State that belongs to no parameter of the checkpoint is ``unexpected`` too. A parameter that is ``missing``, or
+    ``mismatched`` in one entry of its state, keeps all the state that it has: in a new optimizer it starts anew, at step 0.
+    A hyperparameter that is ``mismatched`` keeps the optimizer's value. What hooks and wrappers keep in the state, under
+    names that no optimizer gives, is loaded and not reported.
+    """
+
+    missing: list[str]
+    unexpected: list[str]
+    mismatched: list[str]
+
+
+@dataclass
+class PreparedLoad:
+    """A load. Everything is checked and made, so that writing cannot fail; nothing is written yet."""
+
+    report: LoadReport  # what it leaves out
+    groups: Sequence[ParamGroup]
+    state: OptimizerState
+    params: list[SavedParam]
+    foreign: dict[Any, Any]  # the foreign state
+    group_values: dict[int, dict[str, Any]] = field(default_factory=dict)  # by index of the group; numbers are Python's
+    copies: Copies = field(default_factory=list)  # into state tensors, live or new
+    afterwards: list[Callable[[], object]] = field(default_factory=list)  # called when everything is written
+
+    @property
+    def targets(self) -> list[Tensor]:
+        """The tensors that are written into: of hyperparameters and of state."""
+        groups = [(self.groups[index], values.keys()) for index, values in self.group_values.items()]
+        read = [group.read_only(key) for group, keys in groups for key in keys & group.for_compiled_code[0].keys()]
+        return [*itertools.chain(*read), *[target for target, _ in self.copies]]
+
+    @torch.no_grad()
+    def write(self) -> None:
+        """Write. DTensors are spread over the processes as they are copied, one at a time."""
+        for index, values in self.group_values.items():
+            for key, value in values.items():
+                self.groups[index].load(key, value)
+        for each in self.params:
+            if each.new or each.gone:
+                self.state[each.own.key].update(each.new)
+                for name in each.gone:
+                    del self.state[each.own.key][name]
+        self.state.replace_foreign(self.foreign)
+        for target, source in self.copies:
+            target.copy_(spread_like(source, target)) if isinstance(source, Tensor) else fill(target, source)
+        for function in self.afterwards:
+            function()
+
+
 def check_groups(
-    kind: type[Declared],
-    groups: Sequence[ParamGroup],
-    params: Sequence[SavedParam],
-    saved_groups: Sequence[Mapping[str, Any]],
-    *,
-    keep: bool,
-) -> tuple[GroupValues, list[str]]:
-    """What each group takes from the saved groups that its parameters were in, and where these do not fit it.
+    kind: type[Declared], load: PreparedLoad, saved_groups: Sequence[Mapping[str, Any]], *, keep: bool
+) -> list[str]:
+    """Let each group take its values from the saved groups that its parameters were in; where these do not fit it.
 
     With ``keep``, only modes are taken, and nothing else is looked at.
 
@@ -77,22 +126,22 @@ def check_groups(
         ValueError, TypeError: a value cannot be read, or a hyperparameter is none.
     """
     sources: dict[int, dict[int, Mapping[str, Any]]] = {}
-    for each in params:
+    for each in load.params:
         sources.setdefault(each.own.group, {})[each.saved.group] = saved_groups[each.saved.group]
-    values: GroupValues = {}
     conflicts: list[str] = []
     for index, found in sources.items():
-        group, saved = groups[index], list(found.values())
-        values[index], problems = ({}, []) if keep else _group_values(kind, group, saved)
+        group, saved = load.groups[index], list(found.values())
+        values, problems = ({}, []) if keep else _group_values(kind, group, saved)
         for name in kind._modes:
             modes = [g.get(name, True) for g in saved]
             if foreign := [mode for mode in modes if not isinstance(mode, bool)]:
                 raise Unloadable(f"{name} of {group.label} is {described(foreign[0])} instead of a bool")
-            values[index][name] = modes[0]
+            values[name] = modes[0]
             if len(set(modes)) > 1:
                 problems.append(f"its parameters were in groups with different {name}")
+        load.group_values[index] = values
         conflicts += [f"{group.label}: {problem}" for problem in problems]
-    return values, conflicts
+    return conflicts
 
 
 def _group_values(
@@ -120,9 +169,10 @@ def _group_values(
             skipped.add(h.name)
     found: dict[str, list[Any]] = {}
     for g in saved:
-        for key in [key for key in g if key not in skipped]:
-            found.setdefault(key, []).append(_value(group, key, hypers.get(key), g[key]))
-    differing = [key for key, values in found.items() if not all([_equal(value, values[0]) for value in values[1:]])]
+        for key in g:
+            if key not in skipped:
+                found.setdefault(key, []).append(_value(group, key, hypers.get(key), g[key]))
+    differing = [key for key, values in found.items() if len(values) > 1 and not all([_equal(v, values[0]) for v in values])]
     for key in differing:
         problems.append(f"its parameters were in groups with different {key}: [{', '.join(map(described, found[key]))}]")
     if decays := dict.fromkeys([problem for g in saved for problem in _decay_conflicts(declaration, group, g)]):
@@ -140,8 +190,8 @@ def _decay_conflicts(declaration: Declaration, group: ParamGroup, saved: Mapping
     decay = as_number(saved.get("weight_decay", 0.0), f"weight_decay of {group.label}", finite=False)
     if _BY_LR not in defaults or not (decay or group.floats().get("weight_decay")):
         return
-    given = [name for name in DECOUPLED if saved.get(name) is not None]
-    choices = defaults | {name: is_set(saved, name, group.label) for name in (*given, _BY_LR)}
+    noted = {name: is_set(saved, name, group.label) for name in (_BY_LR, *DECOUPLED) if saved.get(name) is not None}
+    choices = {**defaults, _BY_LR: False, **noted}
     torchs_name, name = DECOUPLED
     is_known = torchs_name not in defaults or saved.keys() & {*DECOUPLED}  # torch.optim did not always note it
     meanings = [(_BY_LR, choices[_BY_LR], bool(group.get(_BY_LR)))]
@@ -184,49 +234,39 @@ def _equal(a: Any, b: Any) -> bool:
         return False
 
 
-def check_state(
-    declaration: Declaration,
-    groups: Sequence[ParamGroup],
-    state: OptimizerState,
-    params: Sequence[SavedParam],
-    group_values: GroupValues,
-    known: Collection[str],
-) -> tuple[Copies, list[str]]:
-    """What to copy into state once the groups hold ``group_values``, and what does not fit, by parameter name.
+def check_state(declaration: Declaration, load: PreparedLoad, known: Collection[str]) -> None:
+    """Find what to copy into state once the groups have their values, and report what does not fit, by parameter name.
 
-    The copies go into live tensors and into what ``params`` get as ``new``. A parameter takes nothing if one of its entries
-    cannot be loaded. An entry that only another optimizer has does not fit; what fits is taken. ``known`` are the names of
-    entries that an optimizer gives.
+    A parameter takes nothing if one of its entries cannot be loaded. An entry that only another optimizer has does not fit;
+    what fits is taken. ``known`` are the names of entries that an optimizer gives.
     """
     fields: tuple[Scalar | Buffer, ...] = (*declaration.scalars, *declaration.buffers)
     hypers = {field.init for field in fields if isinstance(field.init, str)}
 
     @functools.cache
-    def of_group(index: int) -> tuple[dict[str, float | Tensor], Callable[[int], StateForm]]:
-        group, loaded = groups[index], group_values.get(index, {})
+    def of_group(index: int) -> tuple[Values, Callable[[int], StateForm]]:
+        group, loaded = load.groups[index], load.group_values.get(index, {})
         numbers = loaded if hypers <= loaded.keys() else {**group.floats(), **loaded}
         initial = initial_values(declaration, {**numbers, "differentiable": group.get("differentiable", False)})
-        return initial, StateForm.of_group(declaration, groups, index, loaded)
+        return initial, StateForm.of_group(declaration, load.groups, index, loaded)
 
-    copies: Copies = []
-    problems: list[str] = []
-    for each in params:
-        param, live = each.own.key, state.get(each.own.key, {})
+    problems = load.report.mismatched
+    for each in load.params:
+        param, live = each.own.key, load.state.get(each.own.key, {})
         if param.is_meta and not any(isinstance(v, Tensor) and v.dim() and not v.is_meta for v in each.entries.values()):
             continue  # there is nothing to copy, and nowhere to put it
         own = {key: value for key, value in each.entries.items() if key in known}
         foreign = {key: value for key, value in each.entries.items() if key not in known}
-        values: dict[str, float | Tensor] = {}
-        misfits: list[object] = []
+        values: Values = {}
+        initial, forms = of_group(each.own.group)
         try:
             if not (reason := obstacle(param)):
-                initial, forms = of_group(each.own.group)
                 form = forms(each.own.index)
                 own = _as_chosen(form, own)
                 if own or (foreign and param.requires_grad):
                     values = _values(form, own)
                 if values or (live and param.requires_grad):
-                    copies += _copies(form, live, each.new, values, initial)
+                    load.copies += _copies(form, live, each.new, values, initial)
             elif own:
                 raise Unloadable(reason)
         except ValueError as problem:
@@ -234,18 +274,16 @@ def check_state(
             problems.append(f"{each.own.name}: {problem}")
             continue
         if absent := [key for key in own if key not in values]:
-            misfits.append(f"the optimizer has no {', '.join(absent)} for it")
+            problems.append(f"{each.own.name}: the optimizer has no {', '.join(absent)} for it")
         for key, value in foreign.items():
             what = key if isinstance(key, str) else described(key)
             try:
                 with naming(what, "cannot be copied"), outside_inference_mode():
                     each.new[key] = _on(param, value, what)
             except Unloadable as problem:
-                misfits.append(problem)
-        problems += [f"{each.own.name}: {misfit}" for misfit in misfits]
+                problems.append(f"{each.own.name}: {problem}")
         if each.entries or param.requires_grad:
             each.gone.extend([key for key in live if key not in known and key not in foreign])
-    return copies, problems
 
 
 def _on(param: Tensor, value: Any, what: str) -> Any:
@@ -261,7 +299,7 @@ def _on(param: Tensor, value: Any, what: str) -> Any:
     return copy.deepcopy(value)
 
 
-def _values(form: StateForm, saved: Mapping[str, Any]) -> dict[str, float | Tensor]:
+def _values(form: StateForm, saved: Mapping[str, Any]) -> Values:
     """What of ``saved`` to copy into the state of a parameter: everything that it needs.
 
     A buffer that a hyperparameter other than 0 makes necessary may be there without need, from when that was not 0. The part
@@ -271,7 +309,7 @@ def _values(form: StateForm, saved: Mapping[str, Any]) -> dict[str, float | Tens
     scalars, needed = scalar_names(declaration), form.buffers
     if absent := [name for name in (*scalars, *needed) if name not in saved and name not in PARTS]:
         raise Unloadable(f"the checkpoint has no {', '.join(absent)} for it")
-    values: dict[str, float | Tensor] = {name: as_number(saved[name], name) for name in scalars}
+    values: Values = {name: as_number(saved[name], name) for name in scalars}
     if values.get("step", 0) < 0:
         raise Unloadable(f"step is {values['step']}")
     for b in declaration.buffers:
@@ -280,13 +318,7 @@ def _values(form: StateForm, saved: Mapping[str, Any]) -> dict[str, float | Tens
     return values
 
 
-def _copies(
-    form: StateForm,
-    live: Mapping[str, Any],
-    new: dict[Any, Any],
-    values: Mapping[str, float | Tensor],
-    initial: Mapping[str, float | Tensor],
-) -> Copies:
+def _copies(form: StateForm, live: Mapping[str, Any], new: dict[Any, Any], values: Values, initial: Values) -> Copies:
     """What to copy of ``values`` into ``live``, the state of a parameter, and into ``new``, which gets what that lacks.
 
     Without ``values``, the parameter never took a step when the checkpoint was saved, and its state starts anew. So it does
@@ -337,9 +369,9 @@ def _as_chosen(form: StateForm, saved: dict[str, Any]) -> dict[str, Any]:
         dtype = getattr(saved[name], "dtype", param.dtype)
         is_split = name == "remainder" and dtype in SPLITS
         stored[name] = as_buffer(saved[name], name, tuple(param.shape), dtype if is_split else param.dtype)
-    for field in form.declaration.buffers:
-        if field.int8 and (held := held_name(field, saved)):
-            stored |= _coded(form, field, held, saved)
+    for buffer in form.declaration.buffers:
+        if buffer.int8 and (held := held_name(buffer, saved)):
+            stored |= _coded(form, buffer, held, saved)
     changes = form.converted(stored)
     if name is not None and form.split is None and not adds_nothing(param, name, stored[name]):
         del changes[name]

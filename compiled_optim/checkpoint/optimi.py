@@ -21,6 +21,7 @@ from compiled_optim.checkpoint.read import (
     foreign_state,
     is_set,
     naming,
+    refuse_foreign,
     with_foreign,
 )
 from compiled_optim.groups.param_group import ParamGroup
@@ -159,8 +160,7 @@ def to_optimi(state_dict: Mapping[str, Any], *kinds: type[Declared]) -> dict[str
     Raises:
         ValueError: an option or a state entry has no counterpart there.
     """
-    if foreign := foreign_state(state_dict):
-        raise ValueError(f"the state holds {min(foreign, key=str)!r}, which is no parameter's and has no place in optimi")
+    refuse_foreign(state_dict, "optimi")
     state: dict[int, dict[str, Any]] = {}
     fields = (field for kind in kinds for each in (Hyper, Static, Option) for field in kind._fields_of(each))
     groups, keys = [], {"maximize", *(field.name for field in fields)}

@@ -183,6 +183,13 @@ def foreign_state(state_dict: Mapping[str, Any]) -> dict[Any, Any]:
     return {key: value for key, value in state_dict["state"].items() if key not in listed}
 
 
+def refuse_foreign(state_dict: Mapping[str, Any], form: str) -> None:
+    """Raise ``ValueError`` where there is :func:`foreign_state`, for which ``form`` has no place."""
+    if foreign := foreign_state(state_dict):
+        key = described(min(foreign, key=str))
+        raise ValueError(f"the state holds {key}, which is no parameter's and has no place in {form}")
+
+
 def with_foreign(states: dict[Any, Any], foreign: dict[Any, Any]) -> dict[Any, Any]:
     """The ``states`` of parameters and ``foreign`` state in one dict; ``ValueError`` if both have a key."""
     if taken := [key for key in foreign if key in states]:

@@ -9,41 +9,34 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from compiled_optim.checkpoint.check import Copies, GroupValues, check_foreign, check_groups, check_state, known_names
-from compiled_optim.checkpoint.match import SavedParam, match, names_to_take
+from compiled_optim.checkpoint.check import (
+    Copies,
+    LoadReport,
+    PreparedLoad,
+    check_foreign,
+    check_groups,
+    check_state,
+    known_names,
+)
+from compiled_optim.checkpoint.match import match, names_to_take
 from compiled_optim.checkpoint.optimi import from_optimi, is_optimi
 from compiled_optim.checkpoint.read import FORMAT_VERSION, naming, read
 from compiled_optim.groups.param_group import ParamGroup
 from compiled_optim.groups.parameters import advising
-from compiled_optim.memory.layout import TORCH_TYPES, local, span, spread_like
+from compiled_optim.memory.layout import TORCH_TYPES, local, span
 from compiled_optim.rule.declared import Declared
 from compiled_optim.rule.fields import Scale
 from compiled_optim.rule.rule import Declaration
-from compiled_optim.state import OptimizerState, fill, scalar_names
+from compiled_optim.state import OptimizerState, scalar_names
 
 STRICTLY = "the checkpoint does not match the optimizer, as strict=True demands ({})"
-
-
-class LoadReport(NamedTuple):
-    """What a load left out: names in the optimizer only, in the checkpoint only, and in both but unlike each other.
-
-    State that belongs to no parameter of the checkpoint is ``unexpected`` too. A parameter that is ``missing``, or
-    ``mismatched`` in one entry of its state, keeps all the state that it has: in a new optimizer it starts anew, at step 0.
-    A hyperparameter that is ``mismatched`` keeps the optimizer's value. What hooks and wrappers keep in the state, under
-    names that no optimizer gives, is loaded and not reported.
-    """
-
-    missing: list[str]
-    unexpected: list[str]
-    mismatched: list[str]
 
 
 def refuse_mismatches(report: LoadReport, demand: str) -> None:
@@ -87,44 +80,6 @@ def save(
     return result | ({"aliases": dict(aliases)} if aliases else {})
 
 
-@dataclass
-class PreparedLoad:
-    """A load. Everything is checked and made, so that writing cannot fail; nothing is written yet."""
-
-    report: LoadReport  # what it leaves out
-    groups: Sequence[ParamGroup]
-    group_values: GroupValues
-    state: OptimizerState
-    params: list[SavedParam]
-    foreign: dict[Any, Any]  # the foreign state
-    copies: Copies  # into state tensors, live or new
-    afterwards: list[Callable[[], object]] = field(default_factory=list)  # called when everything is written
-
-    @property
-    def targets(self) -> list[Tensor]:
-        """The tensors that are written into: of hyperparameters and of state."""
-        groups = [(self.groups[index], values.keys()) for index, values in self.group_values.items()]
-        read = [group.read_only(key) for group, keys in groups for key in keys & group.for_compiled_code[0].keys()]
-        return [*itertools.chain(*read), *[target for target, _ in self.copies]]
-
-    @torch.no_grad()
-    def write(self) -> None:
-        """Write. DTensors are spread over the processes as they are copied, one at a time."""
-        for index, values in self.group_values.items():
-            for key, value in values.items():
-                self.groups[index].load(key, value)
-        for each in [p for p in self.params if p.new or p.gone]:
-            entries = self.state[each.own.key]
-            entries.update(each.new)
-            for name in each.gone:
-                del entries[name]
-        self.state.replace_foreign(self.foreign)
-        for target, source in self.copies:
-            target.copy_(spread_like(source, target)) if isinstance(source, Tensor) else fill(target, source)
-        for function in self.afterwards:
-            function()
-
-
 @torch.no_grad()
 def set_apart(copies: Copies, written: Iterable[Tensor]) -> Copies:
     """``copies`` with clones of those sources that lie in the memory of ``written``, as live tensors of a state dict may."""
@@ -165,14 +120,14 @@ def prepare_load(
         foreign, orphans = check_foreign(given, known, state.foreign)
         saved = from_optimi(given, declaration) if is_optimi(given) else given
         params, missing, unexpected = match(groups, aliases, saved, kind._implied_state, known)
-        values, conflicts = check_groups(kind, groups, params, saved["param_groups"], keep=keep)
-        copies, problems = check_state(declaration, groups, state, params, values, known)
-        report = LoadReport(missing, unexpected + orphans, problems + conflicts)
-        load = PreparedLoad(report, groups, values, state, params, foreign, copies)
-        load.copies = set_apart(copies, load.targets)
-        names = names_to_take(groups, saved["param_groups"])
-        load.afterwards += [partial(g.set_quietly, "param_names", n) for g, n in zip(groups, names, strict=False)]
-        load.afterwards += [partial(aliases.update, saved.get("aliases", {}))] if names else []
+        load = PreparedLoad(LoadReport(missing, unexpected + orphans, []), groups, state, params, foreign)
+        conflicts = check_groups(kind, load, saved["param_groups"], keep=keep)
+        check_state(declaration, load, known)
+        load.report.mismatched.extend(conflicts)
+        load.copies = set_apart(load.copies, load.targets)
+        if names := names_to_take(groups, saved["param_groups"]):
+            load.afterwards += [partial(g.set_quietly, "param_names", n) for g, n in zip(groups, names, strict=False)]
+            load.afterwards.append(partial(aliases.update, saved.get("aliases", {})))
     if strict:
-        refuse_mismatches(report, STRICTLY.format(declaration.name))
+        refuse_mismatches(load.report, STRICTLY.format(declaration.name))
     return load
