@@ -18,23 +18,18 @@ class Adafactor(CompiledOptimizer, granularity="tensor"):
     """Adafactor (arXiv:1804.04235, Algorithms 4 and 5): the second moment of a matrix as the product of two vectors.
 
     ``eps`` bounds the second moment and the parameter's scale; its first element may be None, for the machine epsilon of the
-    parameter's dtype. As torch.optim.Adafactor it applies that bound to the estimate and not to the squared gradient, takes
-    means where the paper has sums, and decays weights by ``lr``. Differs from it: a group of several dtypes takes the
-    epsilon of each, and 16-bit parameters are updated in float32. DTensors are gathered for a step, and the two vectors are
-    whole on every process.
+    parameter's dtype. As torch.optim.Adafactor it bounds the estimate and not the squared gradient, takes means where the
+    paper has sums, and decays weights by ``lr``. Differs from it: a group of several dtypes takes the epsilon of each.
+    DTensors are gathered for a step, and the two vectors are whole on every process.
 
     Parameters of more than two axes are factored over the last two, as by torch.optim, or with ``factored_dims="largest"``
     over the two largest, of equal ones the later: less state for a convolution, whose kernel sizes come last. A checkpoint
     of the other choice does not fit.
     """
 
-    lr: Number = hyper(
-        default=1e-2, ge=0, doc="the largest step over the root mean square of the parameter; ``1 / sqrt(step)`` if less."
-    )
+    lr: Number = hyper(default=1e-2, ge=0, doc="the largest step, relative to the parameter; ``1 / sqrt(step)`` if less.")
     beta2_decay: Number = hyper(default=-0.8, le=0, doc="the exponent of the step count in the weight of a new square.")
-    eps: tuple[Number | None, Number] = hyper(
-        default=(None, 1e-3), ge=0, doc="the root of the least second moment, and the least scale of a parameter."
-    )
+    eps: tuple[Number | None, Number] = hyper(default=(None, 1e-3), ge=0, doc="root of the least square; least scale.")
     d: Number = hyper(default=1.0, ge=1, lt=None, doc="the root mean square to which longer directions are shortened.")
     weight_decay: Number = hyper(default=0.0, ge=0)
     factored_dims: str = static(default="last", kw_only=True, doc='the ``"last"`` or the ``"largest"`` two axes, see above.')

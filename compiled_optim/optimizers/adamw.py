@@ -7,8 +7,7 @@ from compiled_optim.rule import Number, bias_correction, buffer, ema, hyper, max
 class AdamW(Adam, decays="weights"):
     """AdamW: Adam with decoupled weight decay (arXiv:1711.05101, Algorithm 2).
 
-    ``amsgrad`` keeps the maximum of the second moment (arXiv:1904.09237). Differs from torch.optim.AdamW: moments are
-    averaged in float32 also for lower-precision parameters.
+    ``amsgrad`` keeps the maximum of the second moment (arXiv:1904.09237).
     """
 
     lr: Number = hyper(default=1e-3, ge=0)

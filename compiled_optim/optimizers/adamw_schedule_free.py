@@ -16,12 +16,7 @@ class AdamWScheduleFree(ViewedOptimizer):
     """
 
     lr: Number = hyper(default=2.5e-3, ge=0, doc="learning rate, from the end of the warmup on.")
-    betas: tuple[Number, Number] = hyper(
-        default=(0.9, 0.999),
-        gt=0,
-        lt=1,
-        doc="how near parameters are to their average; how much of the squares' stays.",
-    )
+    betas: tuple[Number, Number] = hyper(default=(0.9, 0.999), gt=0, lt=1, doc="nearness to the average; what squares keep.")
     eps: Number = hyper(default=1e-8, ge=0)
     weight_decay: Number = hyper(default=0.0, ge=0, doc="a step takes ``lr`` times this times the parameter from ``z``.")
     warmup_steps: Number = hyper(default=0, ge=0, doc="how many steps ``lr`` takes to grow from 0.")

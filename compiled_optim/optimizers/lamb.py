@@ -20,9 +20,7 @@ class LAMB(CompiledOptimizer):
     lr: Number = hyper(default=1e-3, ge=0, doc="learning rate, the length of a step as a share of the parameter's.")
     betas: tuple[Number, Number] = hyper(default=(0.9, 0.999), ge=0, lt=1)
     eps: Number = hyper(default=1e-6, ge=0)
-    weight_decay: Number = hyper(
-        default=0.0, ge=0, doc="this number times the parameter goes into the step before its length is taken."
-    )
+    weight_decay: Number = hyper(default=0.0, ge=0, doc="this times the parameter goes into the step before it is scaled.")
     exp_avg, exp_avg_sq = buffer(int8="signed"), buffer(int8="unsigned")
 
     @staticmethod

@@ -36,19 +36,16 @@ class Muon(CompiledOptimizer, granularity="matrix"):
     For the matrices of hidden layers; embeddings, biases and the last layer are for AdamW. ``adjust_lr_fn`` scales the
     learning rate with a matrix's shape: ``"original"`` (None) by the root of rows over columns where that is above 1,
     ``"match_rms_adamw"`` (arXiv:2502.16982, section 2.2) to updates of AdamW's size, and ``"spectral_unclamped"`` by the
-    root of rows over columns, whatever it is. The iteration is in bfloat16, as in torch.optim.Muon. Differs from it: all
-    matrices of one shape are one batched product, and an iteration adds its three terms before the last product. DTensors
-    are gathered for a step, by shape, and may have fewer rows than there are processes; their momentum stays spread as they
-    are.
+    root of rows over columns, whatever it is. The iteration is in bfloat16, as in torch.optim.Muon, and adds its three terms
+    before its last product. DTensors are gathered for a step, and may have fewer rows than there are processes; their
+    momentum stays spread as they are.
     """
 
     lr: Number = hyper(default=1e-3, ge=0, doc="learning rate: about the spectral norm of a step, before ``adjust_lr_fn``.")
     weight_decay: Number = hyper(default=0.1, ge=0)
     momentum: Number = hyper(default=0.95, ge=0, doc="how much of the buffer stays from one step to the next.")
     nesterov: bool = static(default=True, doc="orthogonalize gradient and buffer mixed by ``momentum``, not the buffer.")
-    ns_coefficients: tuple[Number, Number, Number] = hyper(
-        default=(3.4445, -4.775, 2.0315), doc="the polynomial of an iteration: of the first, third and fifth power."
-    )
+    ns_coefficients: tuple[Number, Number, Number] = hyper(default=(3.4445, -4.775, 2.0315), doc="of x, x**3 and x**5.")
     eps: Number = hyper(default=1e-7, ge=0, doc="the least norm that a matrix is divided by.")
     ns_steps: int = static(default=5, doc="iterations.")
     adjust_lr_fn: str | None = static(default=None, doc='how ``lr`` follows the shape, see above; None is ``"original"``.')
@@ -71,10 +68,8 @@ class Muon(CompiledOptimizer, granularity="matrix"):
     @staticmethod
     def check(hypers: Mapping[str, Any], statics: Mapping[str, Any]) -> None:
         if statics["adjust_lr_fn"] not in (None, *_RATIOS):
-            raise ValueError(
-                f"Adjust learning rate function {statics['adjust_lr_fn']} is not supported; "
-                "adjust_lr_fn must be None, 'original', 'match_rms_adamw' or 'spectral_unclamped'"
-            )
+            there = f"adjust_lr_fn must be None, {', '.join(map(repr, _RATIOS))}"
+            raise ValueError(f"Adjust learning rate function {statics['adjust_lr_fn']} is not supported; {there}")
         steps = statics["ns_steps"]
         if not isinstance(steps, int) or not 0 <= steps < 100:
             raise ValueError(f"ns_steps must be an integer >= 0 and < 100, got {steps!r}")

@@ -1,13 +1,10 @@
 """Optimizers for u-muP: learning rates that follow the shape, the kind and the depth of each parameter (arXiv:2407.17465).
 
 They read ``mup_type`` and ``mup_scaling_depth`` from the parameters, as unit_scaling's layers write them. The classes have
-the names and arguments of unit_scaling.optim's, and the scales are the same numbers. Its functions are called differently:
-:func:`lr_scale_for_adam` is ``lr_scale_func_adam(param)``, and :func:`lr_scale_for_sgd` is
-``lr_scale_func_sgd(readout_constraint)(param)``. Other optimizers take one of the two here as their ``lr_scale``, and these
-take any other ``lr_scale``. Parameters share a group whatever their scales. Groups have ``lr`` and ``weight_decay`` before
-scaling. ``decouple_lr`` and ``decouple_wd`` follow from other arguments, and are refused.
-
-FSDP2 and tensor parallelism make new parameters without these. There, pass ``lr_scale``: numbers by name, made before.
+the names and arguments of unit_scaling.optim's, and the scales are the same numbers: :func:`lr_scale_for_adam` is its
+``lr_scale_func_adam(param)``, and :func:`lr_scale_for_sgd` its ``lr_scale_func_sgd(readout_constraint)(param)``. Other
+optimizers take one of the two here as their ``lr_scale``, and these take any other ``lr_scale``. FSDP2 and tensor
+parallelism make new parameters without these entries: pass ``lr_scale`` there, numbers by name that were made before.
 """
 
 from __future__ import annotations
@@ -44,11 +41,7 @@ def lr_scale_for_adam(name: str | None, param: Tensor, *, allow_non_unit_scaling
 
 
 def lr_scale_for_sgd(
-    name: str | None,
-    param: Tensor,
-    *,
-    readout_constraint: str | None = None,
-    allow_non_unit_scaling_params: bool = False,
+    name: str | None, param: Tensor, *, readout_constraint: str | None = None, allow_non_unit_scaling_params: bool = False
 ) -> float:
     """What u-muP multiplies the learning rate of ``param`` with, if its steps are in proportion to its gradients.
 
@@ -80,10 +73,8 @@ def _scale(name: str | None, param: Tensor, allow_untagged: bool, *, grows: bool
     if kind == "weight":
         if len(shape) not in (1, 2, 3):
             raise ValueError(f"u-muP has no fan-in for {len(shape)} dimensions; {called} has them")
-        fan_in = max(
-            shape[1:].numel() if len(shape) > 1 else shape[0], 1
-        )  # of (outputs, inputs) or (outputs, inputs, width)
-        size = fan_in ** (0.5 if grows else -0.5)
+        fan_in = shape[1:] if len(shape) > 1 else shape  # of (outputs, inputs) or (outputs, inputs, width)
+        size = max(fan_in.numel(), 1) ** (0.5 if grows else -0.5)
     return (1 if depth is None else float(depth**-0.5)) * size
 
 
@@ -91,17 +82,9 @@ class _Scaled(CompiledOptimizer):
     """What turns the arguments of unit_scaling's optimizers into this package's."""
 
     lr: Number = hyper(default=1e-3, ge=0, doc="learning rate, as in the optimizer of this name, before scaling.")
-    weight_decay: Number = hyper(
-        default=0.0,
-        ge=0,
-        doc="as in the optimizer of this name, over the largest scaled ``lr`` (``independent_weight_decay``).",
-    )
-    independent_weight_decay: bool = flag(
-        default=True, kw_only=True, doc="divide ``weight_decay`` by ``max_lr`` times the scale, as ``decouple_lr`` does."
-    )
-    allow_non_unit_scaling_params: bool = flag(
-        default=False, kw_only=True, doc="take parameters without ``mup_type``, with scale 1, instead of refusing them."
-    )
+    weight_decay: Number = hyper(default=0.0, ge=0, doc="as in the optimizer of this name; see the next argument.")
+    independent_weight_decay: bool = flag(default=True, kw_only=True, doc="divide decay by ``max_lr`` times the scale.")
+    allow_non_unit_scaling_params: bool = flag(default=False, kw_only=True, doc="scale 1 for other modules' parameters.")
 
     _scale: ClassVar[Callable[..., float]] = staticmethod(lr_scale_for_adam)
     _scale_arguments: ClassVar[tuple[str, ...]] = ("allow_non_unit_scaling_params",)
@@ -148,11 +131,7 @@ class SGD(_Scaled, sgd.SGD):
     All but the rule is as in :class:`Adam`, and ``lr_scale`` is :func:`lr_scale_for_sgd` where it is not given.
     """
 
-    readout_constraint: str | None = flag(
-        default=None,
-        kw_only=True,
-        doc='the ``constraint`` of the model\'s ``LinearReadout``: None or ``"to_output_scale"``.',
-    )
+    readout_constraint: str | None = flag(default=None, kw_only=True, doc="the ``constraint`` of the ``LinearReadout``.")
 
     _scale = staticmethod(lr_scale_for_sgd)
     _scale_arguments = ("allow_non_unit_scaling_params", "readout_constraint")

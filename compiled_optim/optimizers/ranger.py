@@ -9,9 +9,8 @@ class Ranger(CompiledOptimizer):
     """Ranger: RAdam (arXiv:1908.03265, Algorithm 2) within Lookahead (arXiv:1907.08610, Algorithm 1).
 
     At every ``k``-th step of a parameter, its slow copy moves towards it by ``alpha`` of the distance, and it becomes the
-    slow copy. The slow copy is made at the first step. torch.optim has no Ranger; arguments and defaults are optimi's. As
-    there, and other than in torch's RAdam, ``eps`` is added after the bias correction, and ``decouple_wd`` is True by
-    default.
+    slow copy, which is made at the first step. As in optimi, and other than in RAdam, ``eps`` is added after the bias
+    correction, and ``decouple_wd`` is True by default.
     """
 
     lr: Number = hyper(ge=0)

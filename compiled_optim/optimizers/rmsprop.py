@@ -10,9 +10,8 @@ from compiled_optim.rule import Number, buffer, hyper, product, sqrt, static, wh
 class RMSprop(CompiledOptimizer, decays="gradient"):
     """RMSprop (Hinton, Coursera 2012, lecture 6e); ``centered`` divides by the deviation (arXiv:1308.0850, equation 40).
 
-    Differs from torch.optim.RMSprop: averages are taken in float32 also for lower-precision parameters, a variance that
-    rounding makes negative counts as 0 instead of yielding NaN, and while ``momentum`` is set to 0 during a run the buffer
-    follows the step instead of standing still.
+    Differs from torch.optim.RMSprop: a variance that rounding makes negative counts as 0 instead of yielding NaN, and while
+    ``momentum`` is set to 0 during a run the buffer follows the step instead of standing still.
     """
 
     lr: Number = hyper(default=1e-2, ge=0)

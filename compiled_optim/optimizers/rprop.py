@@ -15,9 +15,7 @@ class Rprop(CompiledOptimizer):
     """
 
     lr: Number = hyper(default=1e-2, ge=0, doc="the step of every element at first, in the parameter's units.")
-    etas: tuple[Number, Number] = hyper(
-        default=(0.5, 1.2), gt=0, doc="factors of a step where the gradient's sign changed, < 1, and where it stayed, > 1."
-    )
+    etas: tuple[Number, Number] = hyper(default=(0.5, 1.2), gt=0, doc="factors of steps where the sign changed, and stayed.")
     step_sizes: tuple[Number, Number] = hyper(default=(1e-6, 50.0), lt=None, doc="the smallest and the largest step.")
     prev, step_size = buffer(), buffer(init="lr")
 

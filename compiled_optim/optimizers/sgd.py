@@ -20,9 +20,7 @@ class SGD(CompiledOptimizer, decays="gradient"):
     momentum: Number = hyper(default=0.0, ge=0, doc="how much of the buffer stays from step to step; 0 for no buffer.")
     dampening: Number = hyper(default=0.0, doc="what part of each gradient does not get into the buffer.")
     weight_decay: Number = hyper(default=0.0, ge=0)
-    nesterov: bool = static(
-        default=False, doc="step along gradient plus ``momentum`` times buffer; needs momentum, and no dampening."
-    )
+    nesterov: bool = static(default=False, doc="step along gradient + ``momentum`` * buffer; needs momentum, no dampening.")
     momentum_buffer = buffer(when="momentum", int8="signed")
     accumulation = Accumulation(kept=("momentum",), unless=("nesterov",))
     implied_state: ClassVar[Mapping[str, float]] = {"step": 1.0}

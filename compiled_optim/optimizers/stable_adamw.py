@@ -8,10 +8,8 @@ class StableAdamW(CompiledOptimizer):
     """StableAdamW: AdamW whose learning rate is lower for tensors with surprising gradients (arXiv:2304.13013, Algorithm 2).
 
     The learning rate, for the decay too, is divided by the root mean square of ``grad / sqrt(exp_avg_sq)`` over the
-    tensor where that is above 1. torch.optim has no StableAdamW; arguments and defaults are optimi's.
-
-    Averages are plain, and divided by ``1 - beta**step`` where they are used. While ``betas`` stay as they are this is
-    Algorithm 2, and optimi's step; after they changed it is another.
+    tensor where that is above 1. Averages are plain, and divided by ``1 - beta**step`` where they are used. While ``betas``
+    stay as they are this is Algorithm 2, and optimi's step; after they changed it is another.
     """
 
     lr: Number = hyper(ge=0)

@@ -142,7 +142,8 @@ class Declared:
         own = [field for field in cls._declared.values() if field.name in cls.__signature__.parameters]  # type: ignore[attr-defined]
         lines = [f"    {f.name}: {doc}" for f in own if (doc := f.doc or sentences.get(f.name))]
         others = "``help(compiled_optim.CompiledOptimizer)`` explains the other arguments, and what is raised."
-        cls.__doc__ = "\n".join([inspect.cleandoc(said), "", "Args:", *lines, "", others])
+        widened = "Arithmetic is in float32 for parameters of fewer bits, also of averages, unlike in torch.optim."
+        cls.__doc__ = "\n".join([inspect.cleandoc(said), "", "Args:", *lines, "", others, widened])
 
     @classmethod
     def _arguments(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -101,7 +101,7 @@ BUDGET = {
     "groups": 1292,
     "lowering": 3565,
     "memory": 1450,
-    "optimizers": 1815,
+    "optimizers": 1720,
     "plan": 859,
     "rule": 2420,
     "step": 1540,
