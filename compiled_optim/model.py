@@ -50,9 +50,8 @@ def param_groups(model: Model, patterns: Mapping[str, Mapping[str, Any]]) -> lis
     names, tensors = names_and_tensors(model, "model")
     if len(names) != len(tensors):
         raise TypeError("model must be a module, or names and parameters: pairs, as named_parameters() gives, or a dict")
-    for name, tensor in zip(names, tensors, strict=True):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"'{name}' of the model is no tensor")
+    if foreign := [name for name, tensor in zip(names, tensors, strict=True) if not isinstance(tensor, Tensor)]:
+        raise TypeError(f"'{foreign[0]}' of the model is no tensor")
     listed = _by_first_name((name, tensor, []) for name, tensor in zip(names, tensors, strict=True))
     if not isinstance(patterns, Mapping):
         raise TypeError(f"patterns must be a dict pattern -> options, got {type(patterns).__name__}")
@@ -63,12 +62,11 @@ def param_groups(model: Model, patterns: Mapping[str, Mapping[str, Any]]) -> lis
         if taken := {"params", "param_names"} & set(options):
             raise ValueError(f"the options of the pattern {pattern!r} hold '{min(taken)}', which the model gives")
     chosen = first_matches(list(patterns), listed, lambda pattern, entry: matches(pattern, entry.names), "parameter")
-    groups = {pattern: {"params": [], **options} for pattern, options in patterns.items()}
-    rest: dict[str, Any] = {"params": []}
+    groups: dict[Any, dict[str, Any]] = {pattern: {"params": [], **options} for pattern, options in patterns.items()}
+    groups[None] = {"params": []}  # the rest
     for name, entry in listed.items():
-        group = groups[chosen[name]] if name in chosen else rest
-        group["params"].append((name, entry.tensor))
-    return [group for group in (*groups.values(), rest) if group["params"]]
+        groups[chosen.get(name)]["params"].append((name, entry.tensor))
+    return [group for group in groups.values() if group["params"]]
 
 
 def to_low_precision(
@@ -107,18 +105,18 @@ def to_low_precision(
     def is_kept(key: Key, entry: _Listed) -> bool:
         return matches(key, entry.names) if isinstance(key, str) else any(isinstance(owner, key) for owner in entry.owners)
 
-    chosen = first_matches(
-        list(dtypes), listed, is_kept, "parameter or buffer", lambda first, second: dtypes[first] != dtypes[second]
-    )
+    def differ(first: Key, second: Key) -> bool:
+        return dtypes[first] != dtypes[second]
+
+    chosen = first_matches(list(dtypes), listed, is_kept, "parameter or buffer", differ)
     new: dict[Tensor, Tensor] = {}
     for name, entry in listed.items():
         wanted = dtypes.get(chosen.get(name, ""), dtype)
         for tensor in (entry.tensor, entry.tensor.grad if isinstance(entry.tensor, nn.Parameter) else None):
             if tensor is not None and tensor.is_floating_point() and wanted not in (None, tensor.dtype):
-                with torch.no_grad():
-                    new[tensor] = tensor.to(wanted)
+                new[tensor] = tensor.detach().to(wanted)
 
-    def converted(tensor: Tensor) -> Tensor:
+    def converted(tensor: Tensor) -> Tensor:  # a tied one comes again
         replacement = new.get(tensor, tensor)
         return tensor if tensor.dtype == replacement.dtype else replacement
 

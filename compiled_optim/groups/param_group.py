@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -43,11 +44,10 @@ class ParamGroup(WatchedDict[str, Any]):
     writes by its owner, until a group is assigned another value. A write with ``dict.__setitem__(group, key, value)`` goes
     past this class, and is noticed when the key is read.
 
-    A write to a *structural* key is reported, since it changes which parameters are updated or with which code: ``params``,
-    ``maximize``, ``differentiable``, ``lr_scale`` and the static choices. Some hyperparameters decide, by being 0 or not,
-    whether a buffer exists. Writes into their tensors cannot be reported, so each step asks :meth:`nonzero`.
-    A hyperparameter that goes with a choice always has a tensor. Without the choice it is no entry until somebody gives it,
-    and what a checkpoint has under its name may be no number.
+    A write to a *structural* key is reported, since it changes which parameters are updated or with which code. Some
+    hyperparameters decide, by being 0 or not, whether a buffer exists: each step asks :meth:`nonzero`. A hyperparameter that
+    goes with a choice always has a tensor. Without the choice it is no entry until somebody gives it, and what a checkpoint
+    has under its name may be no number.
 
     Args:
         values: the group's entries, every hyperparameter among them that is not like another one.
@@ -57,13 +57,6 @@ class ParamGroup(WatchedDict[str, Any]):
         check: refuses a write to a structural or a new key. It gets all entries as they would be, and as they are.
         changes: where a write to a structural key is reported.
         others: the optimizer's other groups, with which this one may share adopted tensors.
-
-    Attributes:
-        for_compiled_code: two dicts by hyperparameter, to be read only. One has a 0-dim tensor or a tuple of them, the other
-            vectors of one element, since torch 2.13 traces a float64 of the CPU as a Python number.
-        followers: objects that know the tensors' addresses. A group sets ``is_behind`` of each before it replaces a tensor,
-            and calls ``follow`` afterwards.
-        out_of_range: by key, what is wrong with a number that was written. The step that would use it refuses it.
     """
 
     @outside_inference_mode()
@@ -79,9 +72,11 @@ class ParamGroup(WatchedDict[str, Any]):
     ) -> None:
         super().__init__(changes=changes)
         self.label = label
+        # Tensors by hyperparameter, to be read only: 0-dim ones or tuples of them, and tuples of vectors of one element,
+        # since torch 2.13 traces a float64 of the CPU as a Python number.
         self.for_compiled_code: tuple[dict[str, Any], dict[str, tuple[Tensor, ...]]] = {}, {}
-        self.followers: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.out_of_range: dict[str, str] = {}
+        self.followers: weakref.WeakSet[Any] = weakref.WeakSet()  # who know the tensors' addresses; see _put
+        self.out_of_range: dict[str, str] = {}  # by key, what is wrong with a number that was written: no step uses it
         self._check = check
         self._hypers = {h.name: h for h in declaration.hypers}
         self._declaration, self._device = declaration, device
@@ -159,10 +154,8 @@ class ParamGroup(WatchedDict[str, Any]):
         numbers.are_quick = not numbers.are_open and key not in self._declaration.structural_hypers
         self.out_of_range.pop(key, None)
         if new or self._is_entry(key):
-            values: list[Any] = [
-                n.written_last if private else n.tensor for n, private in zip(numbers, is_private, strict=True)
-            ]
-            numbers.entry = self._hypers[key].plain(values)
+            values = [n.written_last if private else n.tensor for n, private in zip(numbers, is_private, strict=True)]
+            numbers.entry = self._hypers[key].plain(cast(Any, values))
             dict.__setitem__(self, key, numbers.entry)
             if problem := numbers.problem(self.label):
                 self.out_of_range[key], numbers.are_quick = problem, False
@@ -227,16 +220,10 @@ class ParamGroup(WatchedDict[str, Any]):
         return {key: self._hypers[key].plain([n.as_float() for n in self._held(key)]) for key in shown}
 
     def validated(self, key: str, value: Any) -> tuple[float | Tensor, ...]:
-        """The elements of ``value`` for hyperparameter ``key``, whatever their range.
-
-        Raises:
-            TypeError: an element is not a number.
-            ValueError: an element is not a single number, or a tensor without memory.
-        """
+        """The elements of ``value`` for hyperparameter ``key``, whatever their range; an error where one is no number."""
         elements = self._hypers[key].elements(value, self.label)
-        for index, element in enumerate(elements):
-            is_empty = isinstance(element, Tensor) and (element.is_meta or is_fake(element) or is_lost(element))
-            if is_empty and not fakes_are_made():
+        for index, e in enumerate(elements):
+            if isinstance(e, Tensor) and (e.is_meta or is_fake(e) or is_lost(e)) and not fakes_are_made():
                 raise ValueError(f"{self._element(key, index)} must be a number, got a tensor without memory")
         return elements
 
@@ -287,10 +274,10 @@ class ParamGroup(WatchedDict[str, Any]):
             if element is not number.tensor:
                 if number.is_driven and not is_loaded:
                     warn_of_driven(self._element(key, index))
+                is_replaced = number.is_adopted or (isinstance(value, Tensor) and value.requires_grad)
                 if is_loaded and number.is_adopted and not isinstance(value, Tensor):
-                    is_replaced = self._shares(number) or not number.can_hold(value)
-                else:
-                    is_replaced = number.is_adopted or (isinstance(value, Tensor) and value.requires_grad)
+                    held = torch.tensor(value, dtype=number.tensor.dtype, device="cpu").item()
+                    is_replaced = self._shares(number) or not (held == value or math.isnan(value))
                 self._replace(key, index, value) if is_replaced else number.write(value)
             self._numbers[key][index].read_as(element)
         self._show(key, new=True)

@@ -98,7 +98,7 @@ BUDGET = {
     "": 2441,
     "capture": 1235,
     "checkpoint": 1377,
-    "groups": 1292,
+    "groups": 1213,
     "lowering": 3565,
     "memory": 1450,
     "optimizers": 1720,
