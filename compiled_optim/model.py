@@ -114,7 +114,8 @@ def to_low_precision(
         wanted = dtypes.get(chosen.get(name, ""), dtype)
         for tensor in (entry.tensor, entry.tensor.grad if isinstance(entry.tensor, nn.Parameter) else None):
             if tensor is not None and tensor.is_floating_point() and wanted not in (None, tensor.dtype):
-                new[tensor] = tensor.detach().to(wanted)
+                with torch.no_grad():
+                    new[tensor] = tensor.to(wanted)
 
     def converted(tensor: Tensor) -> Tensor:  # a tied one comes again
         replacement = new.get(tensor, tensor)

@@ -38,11 +38,10 @@ from compiled_optim.rule.rule import TRAIN_MODE, Declaration
 class ParamGroup(WatchedDict[str, Any]):
     """One entry of ``optimizer.param_groups``.
 
-    A hyperparameter is read as it was given: as a Python number, or as the tensor. A number that a schedule in the step
-    drives is read as a 0-dim copy. A tensor that is assigned over a number is copied into the live tensor, which users read
-    from then on. A floating tensor on ``device`` among ``values`` is adopted: all groups that got it see later in-place
-    writes by its owner, until a group is assigned another value. A write with ``dict.__setitem__(group, key, value)`` goes
-    past this class, and is noticed when the key is read.
+    A number that a schedule in the step drives is read as a 0-dim copy. A tensor that is assigned over a number is copied
+    into the live tensor, which users read from then on. A floating tensor on ``device`` among ``values`` is adopted: all
+    groups that got it see later in-place writes by its owner, until a group is assigned another value. A write with
+    ``dict.__setitem__(group, key, value)`` goes past this class, and is noticed when the key is read.
 
     A write to a *structural* key is reported, since it changes which parameters are updated or with which code. Some
     hyperparameters decide, by being 0 or not, whether a buffer exists: each step asks :meth:`nonzero`. A hyperparameter that
@@ -276,15 +275,13 @@ class ParamGroup(WatchedDict[str, Any]):
                     warn_of_driven(self._element(key, index))
                 is_replaced = number.is_adopted or (isinstance(value, Tensor) and value.requires_grad)
                 if is_loaded and number.is_adopted and not isinstance(value, Tensor):
+                    every = [n for group in number.groups.values() for numbers in group._numbers.values() for n in numbers]
                     held = torch.tensor(value, dtype=number.tensor.dtype, device="cpu").item()
-                    is_replaced = self._shares(number) or not (held == value or math.isnan(value))
+                    is_shared = sum(n is number for n in every) > 1  # in one group or in several
+                    is_replaced = is_shared or not (held == value or math.isnan(value))
                 self._replace(key, index, value) if is_replaced else number.write(value)
             self._numbers[key][index].read_as(element)
         self._show(key, new=True)
-
-    def _shares(self, number: Live) -> bool:
-        """Whether a number stands in two places, in one group or in several."""
-        return sum(n is number for group in number.groups.values() for held in group._numbers.values() for n in held) > 1
 
     @outside_inference_mode()
     def _replace(self, key: str, index: int, value: float | Tensor) -> None:

@@ -82,10 +82,7 @@ def numbered(names: Sequence[str]) -> list[str]:
 
 
 def without_aliases(names: Sequence[str], params: Sequence[Any]) -> tuple[list[str], list[Any], dict[str, str]]:
-    """Return the first name of each tensor in ``params``, each tensor once, and a dict of further names -> first names.
-
-    Without ``names``, the first and the last are empty, and the tensors are all of ``params``.
-    """
+    """The first name of each tensor in ``params``, each tensor once, and further names -> first; without ``names``, all."""
     if not names:
         return [], list(params), {}
     first: dict[int, tuple[str, Any]] = {}

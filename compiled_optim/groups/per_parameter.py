@@ -192,10 +192,7 @@ def check_names(
 
 
 def warn_of_unused(options: Sequence[Option], groups: Sequence[Mapping[str, Any]], known: Collection[str]) -> set[str]:
-    """Warn of options of ``groups`` and patterns in ``exclude`` that apply to no parameter; returns all that were looked at.
-
-    Those ``known``, which an earlier call looked at, are left out.
-    """
+    """Warn of options and patterns in ``exclude`` that apply to no parameter, unless ``known``; returns all of them."""
     patterns = {each for group in groups for pattern in group.get("exclude") or () for each in alternatives(pattern)}
     for pattern in sorted(patterns - {*known}):
         if not any(matches(pattern, [name]) for group in groups for name in group.get("param_names") or ()):

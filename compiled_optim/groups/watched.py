@@ -50,9 +50,7 @@ def _reporting(method: Any) -> Callable[..., Any]:
 
 
 class WatchedDict(dict[K, V], Generic[K, V]):
-    """A dict that reports each write that goes through its public methods.
-
-    Copies, deep copies and pickles are plain dicts, since a copy has nobody to report to.
+    """A dict that reports each write that goes through its public methods; copies and pickles are plain dicts.
 
     Args:
         values: the first content, by position as for a dict: some libraries make a copy with ``type(mapping)(items)``.

@@ -70,6 +70,5 @@ class Muon(CompiledOptimizer, granularity="matrix"):
         if statics["adjust_lr_fn"] not in (None, *_RATIOS):
             there = f"adjust_lr_fn must be None, {', '.join(map(repr, _RATIOS))}"
             raise ValueError(f"Adjust learning rate function {statics['adjust_lr_fn']} is not supported; {there}")
-        steps = statics["ns_steps"]
-        if not isinstance(steps, int) or not 0 <= steps < 100:
+        if not isinstance(steps := statics["ns_steps"], int) or not 0 <= steps < 100:
             raise ValueError(f"ns_steps must be an integer >= 0 and < 100, got {steps!r}")

@@ -27,15 +27,9 @@ def lr_scale_for_adam(name: str | None, param: Tensor, *, allow_non_unit_scaling
     """What u-muP multiplies the learning rate of ``param`` with, if its steps do not grow with its gradients.
 
     It is ``fan_in**-0.5`` for weights and 1 for all others, times ``mup_scaling_depth**-0.5``. The fan-in of an embedding is
-    its width. Of a DTensor the whole shape counts.
-
-    Args:
-        name: for messages.
-        param: has ``mup_type`` and ``mup_scaling_depth``.
-        allow_non_unit_scaling_params: 1 for a parameter without these, in place of an error.
-
-    Raises:
-        ValueError: the parameter lacks them, or has a shape or a depth for which there is no scale.
+    its width. Of a DTensor the whole shape counts. ``ValueError`` where ``param``, which messages call ``name``, has a shape
+    or a depth for which there is no scale, or no ``mup_type`` and ``mup_scaling_depth``; without these the scale is 1 with
+    ``allow_non_unit_scaling_params``.
     """
     return _scale(name, param, allow_non_unit_scaling_params, grows=False)
 
@@ -46,10 +40,8 @@ def lr_scale_for_sgd(
     """What u-muP multiplies the learning rate of ``param`` with, if its steps are in proportion to its gradients.
 
     With ``readout_constraint="to_output_scale"``, as unit_scaling's ``LinearReadout`` has it, it is ``fan_in**0.5`` for
-    weights, the size of biases and norms, and 1 for outputs, times ``mup_scaling_depth**-0.5``. Else it is as for Adam.
-
-    Raises:
-        ValueError: there is no such constraint, or as :func:`lr_scale_for_adam`, with whose other arguments.
+    weights, the size of biases and norms, and 1 for outputs, times ``mup_scaling_depth**-0.5``. Else, and in all besides,
+    it is as :func:`lr_scale_for_adam`.
     """
     if readout_constraint not in (None, "to_output_scale"):
         raise ValueError(f"readout_constraint must be None or 'to_output_scale', got {readout_constraint!r}")
@@ -111,9 +103,8 @@ class Adam(_Scaled, adam.Adam):
     """Adam with u-muP's learning rates (arXiv:2407.17465), as unit_scaling.optim's.
 
     ``lr_scale`` is :func:`lr_scale_for_adam` where it is not given: parameters share a group whatever their scales. Groups
-    and ``add_param_group`` take ``lr`` and ``weight_decay`` before scaling. ``max_lr`` is a group's first ``lr`` if it is
-    not given: give it if a schedule begins with 0. ``decouple_lr`` and ``decouple_wd`` follow from the arguments, and are
-    refused.
+    take ``lr`` and ``weight_decay`` before scaling. ``max_lr`` is a group's first ``lr`` if it is not given: give it if a
+    schedule begins with 0. ``decouple_lr`` and ``decouple_wd`` follow from the arguments, and are refused.
     """
 
 

@@ -182,10 +182,7 @@ class Declared:
 
     @staticmethod
     def check(hypers: Mapping[str, Any], statics: Mapping[str, Any]) -> None:
-        """Raise ``ValueError`` where fields do not fit each other; for subclasses to override.
-
-        It is called when a group is added and when a choice is assigned; not with each hyperparameter: those are on devices.
-        """
+        """Raise ``ValueError`` where fields do not fit each other, when a group is added or a choice is assigned."""
 
     @classmethod
     def _state_names(cls) -> Iterable[str]:
@@ -203,8 +200,7 @@ class Declared:
     def _added_choices(cls) -> dict[str, Any]:
         """The choices, and what goes with them, that torch.optim's optimizer of this name lacks, with their defaults.
 
-        A group stores one only when it is not the default, so that groups keep torch.optim's keys. Where torch.optim lacks
-        the optimizer, these are the choices that transforms add.
+        A group stores one only when it is not the default, so that groups keep torch.optim's keys.
         """
         choices = [*(s for s in cls._fields_of(Static) if s.init), *cls._fields_of(Scale), *cls._fields_of(Option)]
         choices += [f for f in cls._fields_of(Flag) if f.name in cls._group_flags]
@@ -238,11 +234,7 @@ def no_hyperparameter(cls: type[Declared], name: str) -> str:
 
 
 def _torch_flags(cls: type[Declared]) -> dict[str, bool]:
-    """The flags that torch.optim's optimizer of this name takes, and whether by position: after everything else.
-
-    An optimizer that torch.optim lacks takes those that most of torch.optim's take. Type checkers read all in the base
-    class, and ask for keywords.
-    """
+    """The flags that torch.optim's optimizer of this name takes, or most take, and whether by position, after all else."""
     if not (arguments := _torch_arguments(cls.__name__)):
         return dict.fromkeys(("foreach", "maximize", "capturable", "differentiable", "fused"), False)
     flags = {f.name for f in cls._fields_of(Flag)}

@@ -1,8 +1,4 @@
-"""What an optimizer declares: hyperparameters, static choices, flags, state buffers and per-tensor scalars.
-
-The class body of an optimizer is read once, when the class is made. The constructor, the validation, the parameter groups,
-the state and every lowering are derived from its fields.
-"""
+"""What an optimizer declares: hyperparameters, static choices, flags, state buffers and per-tensor scalars."""
 
 from __future__ import annotations
 
@@ -45,9 +41,6 @@ class Hyper(Field):
 
     ``ge``, ``gt``, ``le`` and ``lt`` bound every element, by default to finite numbers. An element whose default is None may
     be None, which is NaN in the tensor. A hyperparameter without a default is a required argument.
-
-    ``when`` names a choice. Only where that is made do rules read the hyperparameter; groups have it there, and where it was
-    given. ``like`` names another hyperparameter, whose value when a group is made is the default.
     """
 
     default: Any
@@ -55,8 +48,8 @@ class Hyper(Field):
     gt: float | None = -math.inf
     le: float | None = None
     lt: float | None = math.inf
-    when: str | None = None
-    like: str | None = None
+    when: str | None = None  # the choice with which rules read it; groups have it there, and where it was given
+    like: str | None = None  # another one, whose value when a group is made is the default
 
     @functools.cached_property
     def is_tuple(self) -> bool:
@@ -122,12 +115,12 @@ class Hyper(Field):
             raise ValueError(f"{_placed(self.name, where)} must have {self.length} elements, got {value!r}")
         return tuple([self._number(element, index, where) for index, element in enumerate(value)])
 
-    def checked(self, value: Any, where: str, slack: float = 0.0) -> tuple[float | Tensor, ...]:
+    def checked(self, value: Any, where: str) -> tuple[float | Tensor, ...]:
         """:meth:`elements` that pass :meth:`check`. A tensor on an accelerator is not read, since that would wait for it."""
         elements = self.elements(value, where)
         for index, element in enumerate(elements):
             if not isinstance(element, Tensor) or element.device.type == "cpu":
-                self.check(element.item() if isinstance(element, Tensor) else element, index, where, slack)
+                self.check(element.item() if isinstance(element, Tensor) else element, index, where)
         return elements
 
     def _number(self, value: Any, index: int, where: str) -> float | Tensor:

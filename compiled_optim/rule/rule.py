@@ -26,8 +26,7 @@ Decays: TypeAlias = Literal["gradient", "weights", None]
 """``"gradient"`` where ``update`` adds ``c.weight_decay`` times the parameter to the gradient."""
 
 NUMBERS = ("resolution", "lr_scale", "seed")
-"""What ``coefficients`` may take of each parameter: the machine epsilon of its dtype, what its group chose for it, and a
-whole number for random numbers."""
+"""What ``coefficients`` may take of each parameter: its dtype's machine epsilon, its group's choice, a random number."""
 
 TRAIN_MODE = "train_mode"
 """The entry of a group that says whether its parameters are those to train, where a rule has other ``views`` of them."""
@@ -237,18 +236,15 @@ class Rule(Declaration):
     def check(self) -> None:
         """Run all functions, once for every combination of the rule's own choices, with the last ``added`` one made.
 
-        Raises:
-            TypeError: a function takes or returns a name that is not declared, leaves one out, or does what a kernel cannot.
+        ``TypeError`` where one takes or returns a name that is not declared, leaves one out, or does what a kernel cannot.
         """
         if self.reductions and not self.is_elementwise:
             raise TypeError(f"{self.name}.reduce is for an elementwise update with dense gradients")
         if self.views and not (self.is_elementwise and self.views.keys() == {"eval", "train"}):
             raise TypeError(f"{self.name}.views must be of eval and train, for an elementwise update with dense gradients")
         entries = [field.name for field in (*self.scalars, *self.buffers)]
-        if repeated := [name for name in entries if entries.count(name) > 1]:
-            raise TypeError(
-                f"{self.name}.{repeated[0]} is also what the package calls a part of the state; name it otherwise"
-            )
+        if twice := [name for name in entries if entries.count(name) > 1]:
+            raise TypeError(f"{self.name}.{twice[0]} is also what the package calls a part of the state; name it otherwise")
         if self.decays == "gradient" and "weight_decay" not in self.coefficient_names():
             raise TypeError(f"{self.name} decays by its gradient, but its coefficients return no weight_decay")
         for statics in self._situations():
@@ -262,7 +258,7 @@ class Rule(Declaration):
                 self._check_stack(statics, names, shape)
 
     def _situations(self) -> Iterator[dict[str, Any]]:
-        """Every combination of the choices that are yes or no, the author's own first; the last that was added is yes."""
+        """Every combination of the choices that are yes or no; of those that were added, the last is yes."""
         free = [s.name for s in self.statics if isinstance(s.default, bool) and s.init and s.name not in self.added]
         free += [*(f.name for f in self.facts), *self.structural_hypers]
         made = {s.name: s.default for s in self.statics} | dict.fromkeys(self.added[-1:], True)
@@ -277,9 +273,8 @@ class Rule(Declaration):
     @_once
     def number_names(self, statics: Mapping[str, Any]) -> list[tuple[str, ...]]:
         """The attributes of ``c`` for each of ``reductions`` and then for ``update``, which is also their order."""
-        if self.reductions:
-            return [stage.numbers for stage in self.written(statics, PLAIN)]
-        return [self.coefficient_names(statics)]
+        by_stage = [stage.numbers for stage in self.written(statics, PLAIN)] if self.reductions else []
+        return by_stage or [self.coefficient_names(statics)]
 
     @_once
     def stages(self, statics: Mapping[str, Any]) -> dict[int, Places]:
@@ -453,14 +448,13 @@ class Rule(Declaration):
             raise TypeError(f"{where} takes {unknown}, which the class does not declare{hint(unknown[0], values)}")
         try:
             return function(values)
-        except NotWritable as error:
-            raise TypeError(f"{where} {error}") from error
-        except NameError as error:
-            raise TypeError(f"{where} uses {error.name}, which is not defined above the class") from error
         except Exception as error:
-            if isinstance(error, AttributeError) and "c" in values and error.obj is values["c"]:
-                raise TypeError(f"{where} reads c.{error.name}, which coefficients does not return") from error
-            raise TypeError(f"{where} cannot be run: {error}") from error
+            said = str(error) if isinstance(error, NotWritable) else f"cannot be run: {error}"
+            if isinstance(error, NameError):
+                said = f"uses {error.name}, which is not defined above the class"
+            elif isinstance(error, AttributeError) and "c" in values and error.obj is values["c"]:
+                said = f"reads c.{error.name}, which coefficients does not return"
+            raise TypeError(f"{where} {said}") from error
 
 
 def _symbols(code: Code, prefix: str) -> Iterator[Symbol]:

@@ -98,12 +98,12 @@ BUDGET = {
     "": 2441,
     "capture": 1235,
     "checkpoint": 1377,
-    "groups": 1213,
+    "groups": 1202,
     "lowering": 3565,
     "memory": 1450,
-    "optimizers": 1720,
+    "optimizers": 1683,
     "plan": 859,
-    "rule": 2324,
+    "rule": 2284,
     "step": 1540,
 }
 """Lines of each folder's modules; "" are those beside the folders. A commit of its own raises one, and says why."""

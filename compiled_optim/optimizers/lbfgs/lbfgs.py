@@ -48,10 +48,9 @@ class LBFGSStep(Step):
         if len(devices) > 1:
             raise ValueError(f"LBFGS needs parameters on one device, got {', '.join(devices)}")
         for j in (j for j, param in enumerate(self.params) if is_sharded(param)):
-            raise ValueError(
-                f"LBFGS does not support DTensors; '{parameter_name(self._group, 0, j)}' is one; use an optimizer that "
-                "does, such as AdamW, or replicate the model with DistributedDataParallel"
-            )
+            refused = f"LBFGS does not support DTensors; '{parameter_name(self._group, 0, j)}' is one"
+            advice = "use an optimizer that does, such as AdamW, or replicate the model with DistributedDataParallel"
+            raise ValueError(f"{refused}; {advice}")
         self.devices = (self.params[0].device,)
         choices = {**engine.kind._added_choices(), **self._group}
         self.is_fixed, self._maximizes = choices["fixed_iterations"], choices["maximize"]
@@ -112,8 +111,7 @@ class LBFGSStep(Step):
             first = closure()
         if self._waits:
             self._lay_out()
-        is_captured = self.is_recorded and is_capturing(self.devices[0])
-        lr = self._captured_lr if is_captured else self.live[0]["lr"]
+        lr = self._captured_lr if self.is_recorded and is_capturing(self.devices[0]) else self.live[0]["lr"]
         with torch.no_grad():
             (self._iterate_fixed if self.is_fixed else self._iterate)(closure, self._minimized(first), lr)
         return first
@@ -421,23 +419,18 @@ class LBFGS(CompiledOptimizer, steps=LBFGSStep):
             group["max_eval"] = group["max_iter"] * 5 // 4
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Perform one optimization step. With ``fixed_iterations`` it can be traced.
+        """Perform one optimization step, and return the loss before it. With ``fixed_iterations`` it can be traced.
 
         Args:
             closure: clears the gradients, re-evaluates the model, calls backward and returns the loss, a scalar.
-
-        Returns:
-            The loss before the step.
 
         Raises:
             TypeError: there is no closure.
             ValueError: ``max_grad_norm`` or ``skip_nonfinite`` was assigned.
         """
         if not callable(closure):
-            raise TypeError(
-                f"{type(self).__name__}.step needs a closure: a function that clears the gradients, evaluates the loss, "
-                f"calls backward and returns the loss; got {type(closure).__name__}"
-            )
+            needed = "a function that clears the gradients, evaluates the loss, calls backward and returns the loss"
+            raise TypeError(f"{type(self).__name__}.step needs a closure: {needed}; got {type(closure).__name__}")
         _refuse({"max_grad_norm": self.max_grad_norm, "skip_nonfinite": self.skip_nonfinite})
         engine = engine_of(self)
         if torch.compiler.is_compiling() and isinstance(engine.step, LBFGSStep) and engine.step.is_fixed:
