@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -128,21 +129,21 @@ class Hyper(Field):
             return value
         if value is None and self.optional(index):
             return math.nan
-        placed = _placed(self.element(index), where)
         if isinstance(value, Tensor):
-            if value.numel() != 1:
-                shape = tuple(value.shape)
-                raise ValueError(f"Tensor {self.element(index)} must be 1-element, got shape {shape} for {placed}")
-            if value.is_complex():
-                raise TypeError(f"{placed} must be real, got a {value.dtype} tensor")
-            return value
-        if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
-            raise TypeError(f"{placed} must be a number or a 1-element tensor, got {value!r}")
-        try:
-            number = float(value)
-            return int(value) if isinstance(value, numbers.Integral) and number == value else number
-        except (TypeError, ValueError, OverflowError):
-            raise ValueError(f"{placed} must be a single number, got {value!r}") from None
+            if value.numel() == 1 and not value.is_complex():
+                return value
+        elif is_number := not isinstance(value, (str, bytes)) and hasattr(value, "__float__"):
+            with contextlib.suppress(TypeError, ValueError, OverflowError):
+                number = float(value)
+                return int(value) if isinstance(value, numbers.Integral) and number == value else number
+        name = self.element(index)
+        placed = _placed(name, where)
+        if not isinstance(value, Tensor):
+            wanted = "a single number" if is_number else "a number or a 1-element tensor"
+            raise (ValueError if is_number else TypeError)(f"{placed} must be {wanted}, got {value!r}")
+        if value.numel() != 1:
+            raise ValueError(f"Tensor {name} must be 1-element, got shape {tuple(value.shape)} for {placed}")
+        raise TypeError(f"{placed} must be real, got a {value.dtype} tensor")
 
 
 @dataclass(frozen=True)
