@@ -100,7 +100,7 @@ BUDGET = {
     "checkpoint": 1377,
     "groups": 1292,
     "lowering": 3565,
-    "memory": 1450,
+    "memory": 1478,
     "optimizers": 1815,
     "plan": 859,
     "rule": 2420,
