@@ -61,7 +61,7 @@ def param_groups(model: Model, patterns: Mapping[str, Mapping[str, Any]]) -> lis
         if not isinstance(options, Mapping) or not all(isinstance(key, str) for key in options):
             raise TypeError(f"the options of the pattern {pattern!r} must be a dict with names, got {options!r}")
         if taken := {"params", "param_names"} & set(options):
-            raise ValueError(f"the options of the pattern {pattern!r} hold '{min(taken)}', which the model gives")
+            raise ValueError(f"the options of the pattern {pattern!r} hold '{min(taken)}', which comes from the model")
     chosen = first_matches(list(patterns), listed, lambda pattern, entry: matches(pattern, entry.names), "parameter")
     groups = {pattern: {"params": [], **options} for pattern, options in patterns.items()}
     rest: dict[str, Any] = {"params": []}

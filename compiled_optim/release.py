@@ -225,7 +225,7 @@ class GradientRelease:
                 raise RuntimeError(
                     f"'{_name(param, engine)}' was updated in backward and has another gradient before opt.step(): with "
                     "gradient release, call opt.step() after each backward, and do not accumulate gradients; after a "
-                    "backward that failed, call opt.zero_grad(); reentrant checkpoints are backwards of their own"
+                    "backward that failed, call opt.zero_grad(); a reentrant checkpoint counts as a separate backward"
                 )
             self._waiting[id(param)] = param, _current_stream(param.device)  # first, so that zero_grad() forgets all of it
             if not engine.accumulated.is_on:
@@ -265,9 +265,9 @@ class GradientRelease:
         left = [p for p in params if p.grad is not None]
         if again := [p for p in left if id(p) in self._taken]:
             raise RuntimeError(
-                f"'{_name(again[0], engine)}' was updated in backward and then got a gradient: a backward failed, after "
-                "which opt.zero_grad() must come before the next one, or something goes on with whole gradients, as "
-                "DistributedDataParallel does, with which gradient release does not go; load model and optimizer again"
+                f"'{_name(again[0], engine)}' was updated in backward and then got a gradient: a backward failed and "
+                "opt.zero_grad() was not called before the next one, or something changes gradients after backward, such "
+                "as DistributedDataParallel, which does not work with gradient release; load model and optimizer again"
             )
         grads = engine.accumulated.with_zeros(params, [p.grad for p in params])
         if any(grad is not None for grad in grads):

@@ -173,9 +173,9 @@ class LiveAutograd:
         held = [f"'{name}'" for param, name in params.items() if param in live & self._through]
         if held:
             raise RuntimeError(
-                f"a loss, or what else depends on {first_three(held)}, is kept from an uncaptured step with its "
-                "autograd graph, through which no CUDA graph can record a backward pass: detach() it before it is kept. "
-                "DistributedDataParallel keeps such a graph; wrap the model on a stream that the runner gets as stream="
+                f"a tensor that depends on {first_three(held)}, such as the loss, still holds the autograd graph of an "
+                "uncaptured step, so that no backward pass can be captured: detach() it before you keep it. "
+                "DistributedDataParallel holds such a graph; wrap the model on a stream, and pass stream= to the runner"
             )
         return live <= self._let_go
 

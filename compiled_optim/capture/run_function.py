@@ -217,7 +217,7 @@ class RecordedStep:
         if None in self._keys:
             raise RuntimeError("the function changes groups or state of its optimizers; do that outside of it")
         if change := self._guards.change():
-            raise RuntimeError(f"the function itself changes what every replay would find as it was: {change}")
+            raise RuntimeError(f"the function changes in Python what a replay cannot change again: {change}")
         self._gradients.accept()
 
     def undo(self) -> None:
@@ -339,7 +339,7 @@ class StaticInputs:
 def _check_kind(name: str, leaf: Any) -> None:
     if isinstance(leaf, Tensor):
         if leaf.requires_grad:
-            raise ValueError(f"{name} requires grad, and a copy of it would get the gradient; pass its detach()")
+            raise ValueError(f"{name} requires grad, but the runner's copy would get the gradient; pass its detach()")
     elif not isinstance(leaf, CONSTANTS):
         raise TypeError(f"{name} must be a tensor, a number, a string or None, got {type(leaf).__name__}")
 

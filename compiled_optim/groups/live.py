@@ -279,8 +279,8 @@ def warn_of_driven(label: str) -> None:
     """Warn of a write that the next step overrides."""
     name = label.partition(" of ")[0].partition("[")[0]
     warnings.warn(
-        f"{label} is what opt.schedule makes of it in each step, so that what was written is lost; "
-        f"opt.schedule({name}=None) ends that schedule",
+        f"opt.schedule sets {label} in each step, so the value that was written is lost; "
+        f"end the schedule first with opt.schedule({name}=None)",
         stacklevel=2,
     )
 

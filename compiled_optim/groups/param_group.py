@@ -282,7 +282,7 @@ class ParamGroup(WatchedDict[str, Any]):
     def _assign(self, key: str, taken: Iterable[tuple[float | Tensor, float | Tensor]], *, is_loaded: bool = False) -> None:
         if is_capturing(self._device):
             where = f"{self.label}[{key!r}] is assigned while a CUDA graph is being captured"
-            raise RuntimeError(f"{where}, and no replay would do that again; set hyperparameters outside")
+            raise RuntimeError(f"{where}, and no replay would repeat that; assign hyperparameters outside")
         for index, (number, (element, value)) in enumerate(zip(self._numbers[key], taken, strict=True)):
             if element is not number.tensor:
                 if number.is_driven and not is_loaded:
@@ -395,7 +395,7 @@ def check_values(kind: type[Declared], group: Mapping[str, Any], before: Mapping
     check_choices(kind._fields_of(Scale), kind._fields_of(Option), group, before, index)
     for mode in kind._modes:
         if not is_new and group[mode] is not before[mode]:
-            raise ValueError(f"{mode} of {where} follows the parameters; call the optimizer's eval() or train()")
+            raise ValueError(f"{mode} of {where} cannot be assigned; call the optimizer's eval() or train()")
     known = group_keys(kind)
     if foreign := [key for key in given if key in kind._all_fields and key not in known]:
         raise TypeError(f"{foreign[0]} is an option of the whole optimizer, not of {where}")

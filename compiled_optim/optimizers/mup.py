@@ -110,7 +110,7 @@ class _Scaled(CompiledOptimizer):
     def _arguments(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         arguments = super()._arguments(args, kwargs)
         if given := [name for name in ("decouple_lr", "decouple_wd") if name in kwargs]:
-            raise TypeError(f"{cls.__name__} of u-muP makes {given[0]} itself; pass it to the optimizer of that name")
+            raise TypeError(f"co.mup.{cls.__name__} sets {given[0]} itself; pass it to co.{cls.__name__} instead")
         if arguments["lr_scale"] is None:
             arguments["lr_scale"] = functools.partial(cls._scale, **{name: arguments[name] for name in cls._scale_arguments})
         if arguments["independent_weight_decay"]:

@@ -207,7 +207,7 @@ class Engine:
         if (place := first_repeat(zip(map(id, params), names or itertools.repeat(None), strict=False))) is not None:
             name = parameter_name({"param_names": names}, index, place)
             warnings.warn(
-                f"optimizer contains a parameter group with duplicate parameters: '{name}' is there before; it is updated "
+                f"optimizer contains a parameter group with duplicate parameters: '{name}' is listed before; it is updated "
                 "once per step",
                 stacklevel=2,
             )
@@ -216,7 +216,7 @@ class Engine:
         if (place := first_repeat(every, taken)) is not None:
             warnings.warn(
                 f"two parameters are named '{every[place]}', and checkpoints can tell them apart by their order alone; "
-                "give the names of each model a prefix of its own",
+                "give the names of each model a different prefix",
                 stacklevel=2,
             )
         self.groups.append(self._group(values, index))
@@ -326,7 +326,7 @@ class Engine:
                 for message in group.out_of_range.values():
                     raise ValueError(message)
                 if not group.get(TRAIN_MODE, True):
-                    raise RuntimeError(f"{group.label} has the parameters to evaluate; call the optimizer's train() first")
+                    raise RuntimeError(f"the parameters of {group.label} are in evaluation mode; call train() first")
             self.changes.is_refused = False
 
     def current(self) -> Step:
@@ -579,8 +579,8 @@ class UserGraphs:
         if self._is_read:
             self._is_read = False
             warnings.warn(
-                "groups, state or clipping changed after step() was captured in a CUDA graph, which goes on with those it "
-                "was captured with; capture it again, or with co.CUDAGraphRunner",
+                "groups, state or clipping changed after step() was captured in a CUDA graph, which still uses the old "
+                "ones; capture it again, or use co.CUDAGraphRunner",
                 RuntimeWarning,
                 stacklevel=3,
             )

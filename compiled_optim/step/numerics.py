@@ -50,8 +50,8 @@ class StuckParameter:
 
     def __str__(self) -> str:
         return (
-            f"'{self.name}': at lr {self.lr:.3g}, {self.share:.0%} of it stays: a weight of {self.weight:.2g} moves by "
-            f"{self.needed:.2g} at least, and gets {self.available:.2g}; {self.remedy}"
+            f"'{self.name}': at lr {self.lr:.3g}, {self.share:.0%} of it does not move: a weight of {self.weight:.2g} needs "
+            f"a step of {self.needed:.2g}, and gets {self.available:.2g}; {self.remedy}"
         )
 
 
@@ -189,6 +189,6 @@ def _half_unit(value: Tensor, plan: Plan, member: Member) -> Tensor:
 
 def _remedy(plan: Plan, member: Member) -> str:
     if member.param.dtype not in HALVES or "weights" in plan.statics:
-        return "use a larger lr: it has all bits of float32"
+        return "use a larger lr: the weights already have all bits of float32"
     is_elementwise = plan.rule.granularity == "element" and plan.rule.gradients == "dense"
     return "use weights='split8', 'kahan' or 'stochastic'" if is_elementwise else "keep it in float32"

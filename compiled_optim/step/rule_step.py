@@ -155,7 +155,7 @@ class RuleStep(Step):
         reason = "" if self.name == InductorLowering.name else f"it is lowered to {self.name}"
         names = self.kind._declaration.structural_hypers
         if not reason and (name := next((n for g in self._groups for n in names if g.is_unreported(n)), "")):
-            reason = f"{name} is 0, and who has its tensor may write another number to it"
+            reason = f"{name} is 0, and its tensor was handed out, so another number may be written into it"
         reason = reason or obstacle([x.plan for x in lowerings], self._clipping)
         self._log.compiled_step = f"an operator: {reason}" if reason else "its own operations"
         if reason:

@@ -186,8 +186,8 @@ class AccumulatedSteps:
         name, accumulation = self._kind.__name__, self._kind._accumulation
         if accumulation is None:
             raise ValueError(
-                f"{name} has no optimizer accumulation: a step of it needs whole gradients, and not only averages that its "
-                "state can take one by one"
+                f"{name} has no optimizer accumulation: its step needs whole gradients, not only averages, to which "
+                "micro-batches could be added one by one"
             )
         for index, group in enumerate(groups):
             rule, where = self._kind._rule, f"{name} has no optimizer accumulation with param_groups[{index}]"
@@ -196,7 +196,7 @@ class AccumulatedSteps:
                     raise ValueError(f"{where}[{choice!r}]=True: a step needs whole gradients besides their averages")
             for hyper in rule.structural_hypers:
                 if not group.nonzero(hyper):  # type: ignore[attr-defined]
-                    raise ValueError(f"{where}[{hyper!r}]=0: there is no state to take gradients, which would be lost")
+                    raise ValueError(f"{where}[{hyper!r}]=0: without state, the gradients of micro-batches would be lost")
 
     def check_ended(self, what: str) -> None:
         """Raise ``RuntimeError`` where state holds a part of a step."""
