@@ -52,7 +52,7 @@ def watching_zero_grad(engines: Sequence[Engine]) -> Iterator[set[Tensor]]:
 
 
 def _seen(grad: Tensor | None) -> tuple[weakref.ref[Tensor] | None, int]:
-    """What tells whether a gradient was replaced or written since."""
+    """A value that changes when a gradient is replaced or written."""
     return (None, 0) if grad is None else (weakref.ref(grad), grad._version)
 
 
@@ -164,10 +164,10 @@ class LiveAutograd:
         self.adopt(p for p in params if p not in self._through)
 
     def allow_capture(self, params: Mapping[Tensor, str]) -> bool:
-        """Whether a capture finds no node from elsewhere but those that the last call has shown to let go.
+        """Whether all autograd nodes that were made outside of the runner are ones that the last call released.
 
         Raises:
-            RuntimeError: a node lives that lived through the last call; ``params`` has the name of its parameter.
+            RuntimeError: a node is still held that was held through the last call; ``params`` has its parameter's name.
         """
         live = self._held(params)
         held = [f"'{name}'" for param, name in params.items() if param in live & self._through]

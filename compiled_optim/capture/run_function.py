@@ -125,7 +125,7 @@ class FunctionRun(Run):
         return outputs
 
     def _is_settled(self) -> bool:
-        """Whether a capture would find what the call before left, and no step would be derived anew.
+        """Whether a capture would find gradients and parameters as the last call left them, and would rebuild no step.
 
         It is an error if somebody keeps the graph of an uncaptured step, since no capture is possible then.
         """
@@ -226,7 +226,7 @@ class RecordedStep:
         self._guards.put_back()
 
     def change(self) -> str:
-        """What the graph cannot follow, with old and new value; empty if there is nothing."""
+        """The change that the graph cannot follow, with old and new value; empty if there is none."""
         change = self._guards.change()
         if change or (self._gradients.repeats and self._guards.gradients == self._settled):
             return change

@@ -1,4 +1,4 @@
-"""What groups choose for each of their parameters: numbers by name, options, and the patterns of names in them.
+"""Options of a group that differ by parameter: dicts of numbers by name, and options with patterns of names.
 
 See :class:`~compiled_optim.rule.fields.Scale` and :class:`~compiled_optim.rule.fields.Option`.
 """

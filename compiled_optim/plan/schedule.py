@@ -76,7 +76,7 @@ class Schedules:
             groups[index].drive(name, begin=True)
 
     def count(self, plans: Sequence[Plan]) -> None:
-        """Go by the step counts of ``plans`` from now on."""
+        """Use the step counts of ``plans`` from now on."""
         self._counts = [block[0] for plan in plans for block in plan.scalar_blocks]
 
     def evaluate(self) -> None:

@@ -1,4 +1,4 @@
-"""What makes a class body of fields and two functions an optimizer: the rule, and the signature of its constructor."""
+"""Makes an optimizer of a class body with fields and functions: its rule, and the signature of its constructor."""
 
 from __future__ import annotations
 

@@ -282,7 +282,7 @@ class Engine:
         return [given for _, given in found.values()]
 
     def note_names(self) -> None:
-        """Note whose the names are, for :meth:`_follow_names`. torch swaps no tensors that have weak references."""
+        """Record the parameter of each name, for :meth:`_follow_names`. torch swaps no tensors that have weak references."""
         pairs = [(group["params"], group.get("param_names", ())) for group in self.groups]
         self._named = [list(zip(*pair, strict=False)) for pair in pairs]
 
@@ -411,7 +411,7 @@ class Engine:
             return fits
 
     def _fits_graphs(self, step: Step) -> bool:
-        """Whether replays do all that steps must do, for as long as nothing is reported."""
+        """Whether replays are complete steps, as long as no change is reported."""
         is_plain = self.release is None and self.launcher is None and not (step.refusal or step.only_whole)
         limit, grad_scale, found_inf, _ = self.clip_args
         is_near = not isinstance(limit, Tensor) or [limit.device] == [*step.devices]
@@ -601,14 +601,14 @@ def recorded_by_runner(device: torch.device) -> Iterator[None]:
 
 
 def without_number(name: str) -> str:
-    """The name of an engine without its last part, which several engines that are alike differ in."""
+    """The name of an engine without its last part, a number that tells engines of equal optimizers apart."""
     return name.rpartition(" #")[0]
 
 
 def refuse_whole(where: str, assigned: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` where one of :data:`NAMES` is ``assigned`` that needs all gradients together.
+    """Raise ``ValueError`` if ``assigned`` switches on clipping, skipping or a scaler, which need all gradients together.
 
-    ``where`` says what does not have them.
+    ``where`` names the feature that never has all of them.
     """
     for name, value in assigned.items():
         if value is not None and value is not False:

@@ -34,10 +34,10 @@ class StuckParameter:
         name: of the parameter.
         share: how many of the elements that the rule would move stay, from 0.5 to 1.
         lr: the learning rate of its group.
-        weight: the magnitude of those elements; this and the next two are medians.
-        needed: the least step that moves them: half of the distance to the next number that can be stored.
-        available: the step that they are given.
-        remedy: what would move them.
+        weight: the median magnitude of those elements; the next two are medians too.
+        needed: the smallest step that moves them, half the distance to the next number that can be stored.
+        available: the step that the optimizer takes.
+        remedy: an option that would move them.
     """
 
     name: str
@@ -57,14 +57,14 @@ class StuckParameter:
 
 @dataclass(frozen=True)
 class NumericsReport:
-    """What an optimizer's ``check_numerics`` found.
+    """The result of an optimizer's ``check_numerics``.
 
     Attributes:
         optimizer: the class name.
         checked: the names of the parameters that a step would move.
         stuck: those that it moves too little, the worst first.
-        uneven: by the name of a parameter with state in 8 bits, the share of its groups of 64 elements in which half of the
-            elements have gradients and moments that are less than a tenth of the largest: 8 bits slow these.
+        uneven: for parameters with 8-bit state, by name, how many of the groups of 64 elements are uneven, as a share: half
+            of the elements have gradients and moments below a tenth of the group's largest. 8 bits slow these elements.
     """
 
     optimizer: str
@@ -87,7 +87,7 @@ class NumericsReport:
 def check_numerics(engine: Engine) -> NumericsReport:
     """Take the engine's next step on copies in float64, one parameter at a time, and compare it with what is stored.
 
-    Sums over all parameters are then of one alone.
+    A rule's sums over all parameters are then sums over one parameter.
 
     Raises:
         NotImplementedError: the step needs a closure.
