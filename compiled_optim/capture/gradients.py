@@ -175,7 +175,7 @@ class LiveAutograd:
             raise RuntimeError(
                 f"a tensor that depends on {first_three(held)}, such as the loss, still holds the autograd graph of an "
                 "uncaptured step, so that no backward pass can be captured: detach() it before you keep it. "
-                "DistributedDataParallel holds such a graph; wrap the model on a stream, and pass stream= to the runner"
+                "DistributedDataParallel keeps such a graph; wrap the model on a stream, and pass stream= to the runner"
             )
         return live <= self._let_go
 

@@ -280,7 +280,7 @@ def warn_of_driven(label: str) -> None:
     name = label.partition(" of ")[0].partition("[")[0]
     warnings.warn(
         f"opt.schedule sets {label} in each step, so the value that was written is lost; "
-        f"end the schedule first with opt.schedule({name}=None)",
+        f"opt.schedule({name}=None) ends that schedule",
         stacklevel=2,
     )
 

@@ -216,7 +216,7 @@ class Engine:
         if (place := first_repeat(every, taken)) is not None:
             warnings.warn(
                 f"two parameters are named '{every[place]}', and checkpoints can tell them apart by their order alone; "
-                "give the names of each model a different prefix",
+                "give the names of each model a prefix, such as 'encoder.'",
                 stacklevel=2,
             )
         self.groups.append(self._group(values, index))
