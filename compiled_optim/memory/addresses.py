@@ -205,7 +205,7 @@ def reader() -> tuple[int, Any] | str:
 def _places() -> dict[str, int] | None:
     """Where torch's objects hold what watch.cpp reads, found by its value in several tensors; None if that is not clear.
 
-    In a tensor: its storage, its number of dimensions with the sizes behind, and last its dispatch keys, some of which say
+    In a tensor: its storage, its number of dimensions with the sizes behind, and last its dispatch keys. Some of these say
     that its elements are not what lies in memory. In a storage: the address, and behind it the size.
     """
     complex_numbers = torch.zeros(3, 5, 7, dtype=torch.complex64)
