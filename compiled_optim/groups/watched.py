@@ -27,7 +27,7 @@ class Changes:
     def reported(self) -> Iterator[None]:
         """Report a write that is made inside a ``with`` block.
 
-        It is reported before, so that an interrupt loses nothing, and after, as another thread may have rebuilt meanwhile.
+        It is reported before the write, in case of an interrupt, and after it, in case another thread rebuilt in between.
         """
         self.pending = True
         try:
@@ -42,7 +42,7 @@ class Changes:
 
 
 def _reporting(method: Any) -> Callable[..., Any]:
-    """``method``, which writes, with a report where what it writes is watched."""
+    """``method``, a method that writes, made to report writes to watched keys."""
 
     @functools.wraps(method)
     def write(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -36,8 +36,8 @@ class Addresses:
     thread, or as a schedule. Nobody then frees what a kernel is reading. What a read finds is recorded before it returns, so
     that an interrupt right after it loses nothing.
 
-    All are dense tensors with memory of their own. The gradients of ``others`` do not matter. To be read where it lies, a
-    gradient must have its one of ``grad_dtypes``, by default the tensor's own.
+    All are dense tensors that do not wrap others. The gradients of ``others`` are not read. A gradient can be read in place
+    only if it has the dtype in ``grad_dtypes``, by default the tensor's.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class _CppWatch(NamedTuple):
 
 
 def _cpp_watch(tensors: list[Tensor], dtypes: Sequence[torch.dtype], gradients: Longs, present: Bytes) -> _CppWatch | None:
-    """What looks at ``tensors`` in C++, or None. The first of them, one for each of ``dtypes``, have gradients."""
+    """The C++ reader of ``tensors``, or None. The first ones, as many as there are ``dtypes``, may have gradients."""
     found = reader()
     if isinstance(found, str):
         return None
@@ -149,7 +149,7 @@ def gradient(tensor: Tensor) -> Tensor | None:
 
 
 def _forms(tensors: Sequence[Tensor]) -> list[object]:
-    """What must stay as it is for a tensor to count as unmoved."""
+    """The properties of tensors that must not change for them to count as unmoved."""
     return [(t.data_ptr(), t.dtype, t.shape, t.stride(), is_plain(t)) for t in tensors]
 
 
@@ -205,7 +205,7 @@ def reader() -> tuple[int, Any] | str:
 def _places() -> dict[str, int] | None:
     """Where torch's objects hold what watch.cpp reads, found by its value in several tensors; None if that is not clear.
 
-    In a tensor: its storage, its number of dimensions with the sizes behind, and last its dispatch keys, some of which say
+    In a tensor: its storage, its number of dimensions with the sizes behind, and last its dispatch keys. Some of these say
     that its elements are not what lies in memory. In a storage: the address, and behind it the size.
     """
     complex_numbers = torch.zeros(3, 5, 7, dtype=torch.complex64)

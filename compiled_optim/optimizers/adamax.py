@@ -9,9 +9,9 @@ class Adamax(CompiledOptimizer, decays="gradient"):
 
     lr: Number = hyper(default=2e-3, ge=0)
     betas: tuple[Number, Number] = hyper(
-        default=(0.9, 0.999), ge=0, lt=1, doc="how much of the average of gradients, and of the largest, stays in a step."
+        default=(0.9, 0.999), ge=0, lt=1, doc="how much of the average of gradients, and of their maximum, stays in a step."
     )
-    eps: Number = hyper(default=1e-8, ge=0, doc="is added to the size of each gradient.")
+    eps: Number = hyper(default=1e-8, ge=0, doc="is added to the magnitude of each gradient.")
     weight_decay: Number = hyper(default=0.0, ge=0)
     exp_avg, exp_inf = buffer(int8="signed"), buffer(int8="unsigned")
 

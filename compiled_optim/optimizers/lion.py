@@ -10,7 +10,7 @@ class Lion(CompiledOptimizer):
     The state is one average of gradients. torch.optim has no Lion; arguments and defaults are optimi's.
     """
 
-    lr: Number = hyper(ge=0, doc="learning rate: what every element moves by in a step.")
+    lr: Number = hyper(ge=0, doc="learning rate: the distance that every element moves in a step.")
     betas: tuple[Number, Number] = hyper(
         default=(0.9, 0.99), ge=0, lt=1, doc="how much of the average counts in the direction, and how much of it stays."
     )

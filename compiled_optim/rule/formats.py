@@ -1,7 +1,7 @@
-"""How numbers of 32 bits are stored in fewer, and beside each other: written once, for tensors and for generated code.
+"""Storage of 32-bit numbers in fewer bits, or split over two tensors. Written once for tensors and generated code.
 
-The *remainder* of a parameter of 16 bits holds what is left of its number of 32 bits. All arithmetic is on bits, so that
-compilers cannot leave a rounding away, and every lowering stores the same. NaN stays NaN, and infinity stays infinite.
+The *remainder* of a 16-bit parameter holds the bits of its 32-bit value that the parameter lacks. Arithmetic is on integers,
+so that compilers remove no rounding, and all lowerings store the same bits. NaN stays NaN, and infinity stays infinite.
 
 The first functions are words, as those of :mod:`~compiled_optim.rule.vocabulary`, that no optimizer needs. Integers have 32
 bits, and ``+ - * & | ^ << >>`` work on them.
@@ -129,10 +129,10 @@ def _lost_and_held(dtype: str, remainder_bits: int) -> tuple[int, int]:
 def split(x: Any, dtype: str, remainder_bits: int, noise: Any = None) -> tuple[Any, Any]:
     """The number of ``dtype`` nearest to ``x``, as a float32, and a remainder, an integer of ``remainder_bits`` bits.
 
-    The remainder counts in units of the last bit that both hold together. That is all of a float32 in 32 bits, but for what
-    float16 has no exponents for; of fewer it is rounded first: at random with ``noise``, an integer of 24 random bits, and
-    else to nearest, ties to even. Halfway between two numbers of ``dtype`` the larger magnitude is taken. What is infinite
-    in ``dtype`` has no remainder.
+    The unit of the remainder is the last bit that both hold together. With 16 bits they hold the whole float32, except
+    beyond float16's exponents. With fewer, ``x`` is first rounded: at random with ``noise``, an integer of 24 random bits,
+    else to nearest, ties to even. Halfway between two numbers of ``dtype``, the larger magnitude is taken. If the number is
+    infinite in ``dtype``, the remainder is 0.
     """
     lost, held = _lost_and_held(dtype, remainder_bits)
     if dtype == "bfloat16":

@@ -93,7 +93,7 @@ def test_what_it_says() -> None:
     assert first.available == pytest.approx(0.67e-5, rel=0.1)
     head, line = str(made.check_numerics()).splitlines()
     assert head == "SGD: the next step is too small for 1 of 4 parameters"
-    assert line.startswith("  'large': at lr 1e-05, 98% of it stays: a weight of 0.6")
+    assert line.startswith("  'large': at lr 1e-05, 98% of it does not move: a weight of 0.6")
     assert line.endswith("use weights='split8', 'kahan' or 'stochastic'")
 
 

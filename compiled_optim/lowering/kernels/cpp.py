@@ -103,7 +103,7 @@ def _update(program: Program) -> str:
 
 
 def _store(written: Written, array: Array, value: str) -> _Store:
-    """What stores a ``value`` in ``array``, without rounding it again where it is its upper bits."""
+    """The statement that stores ``value`` in ``array``; a value of only a float32's upper bits is not rounded again."""
     kind, made = _STORAGE[array.dtype], next((s for s in written.statements if s.name == value), None)
     bits = {"bfloat16": f"bfloat16::upper_of({value})", "float16": f"uint32_t(float16({value}).bits)"}.get(kind, value)
     if kind == "bfloat16" and made is not None and made.word == "from_upper":
@@ -112,7 +112,7 @@ def _store(written: Written, array: Array, value: str) -> _Store:
 
 
 def _each_block(program: Program, name: str, written: Written, stores: Sequence[_Store], totals: Sequence[str] = ()) -> str:
-    """The function ``name`` that does what is ``written`` for the elements of each block, and then ``stores``.
+    """The function ``name``, which runs the statements ``written`` for the elements of each block, and then ``stores``.
 
     ``totals`` are the variables to which that adds.
     """
@@ -151,7 +151,7 @@ def _pointer(array: Array) -> str:
 
 
 def _load(array: Array) -> str:
-    """What defines an element, or a group's number."""
+    """The statement that defines an element, or the number of a group of elements."""
     return _definition(array, f"{array.address}[{_index(array)}]")
 
 
@@ -203,7 +203,7 @@ def _loop_over_groups(
 ) -> list[str]:
     """Two loops over each group: one until its largest values are known, and one from there on.
 
-    What is late waits for those. The second loop reads what it needs of the first one from the stack.
+    Statements that need these values are in the second loop. It reads results of the first loop from the stack.
     """
     kinds = {INDEX: Kind(is_int=True), **{a.element: Kind(a.is_int) for a in arrays}}
     kinds |= {s.name: s.kind for s in written.statements}
