@@ -154,3 +154,19 @@ def test_gradients_that_a_step_refuses(optimizer: type[co.CompiledOptimizer]) ->
     for call in (made.step, made.check_numerics):
         with pytest.raises(TypeError, match=r"does not support (dense|sparse) gradients.*'table' has one"):
             call()
+
+
+def test_numbers_that_were_assigned_since_the_last_step() -> None:
+    made, _ = trained(co.AdamW, 1e-6)
+    made.param_groups[0]["lr"] = 0.1
+    assert stuck(made) == set()
+    made.param_groups[0]["lr"] = 1e-6
+    assert stuck(made) == {"wide", "large"}
+
+
+def test_what_a_step_refuses_is_refused() -> None:
+    made, _ = trained(co.AdamWScheduleFree, 1e-2)
+    made.eval()
+    for call in (made.step, made.check_numerics):
+        with pytest.raises(RuntimeError, match=r"call train\(\) first"):
+            call()
