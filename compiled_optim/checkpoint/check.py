@@ -200,7 +200,7 @@ def check_state(
     group_values: GroupValues,
     known: Collection[str],
 ) -> tuple[StateWrites, Copies, list[str]]:
-    """What the state of parameters takes once the groups hold ``group_values``, and what does not fit, by parameter name.
+    """What to copy into the parameters' state for groups with ``group_values``, and, by parameter name, what does not fit.
 
     The copies go into new and live tensors. A parameter takes nothing if one of its entries cannot be loaded. An entry that
     only another optimizer has does not fit; what fits is taken. ``known`` are the names of entries that an optimizer gives.
@@ -291,10 +291,10 @@ def _targets(
 ) -> tuple[dict[Any, Any], Copies]:
     """The tensors that ``live``, the state of a parameter, must get for ``values``, and what to copy into which tensor.
 
-    Without ``values``, the parameter never took a step when the checkpoint was saved, and its state starts anew. So it does
-    where the state dict was not copied then, and its buffers are the live ones, which steps have changed. A tensor that a
-    differentiable step recorded is replaced, as such a step does. The part of a weight stays if
-    ``values`` do not have it: a step knows whether it fits the parameter.
+    Without ``values``, the parameter had taken no step when the checkpoint was saved, and its state is reset; also if the
+    state dict holds the live buffers, which later steps have changed. A tensor that autograd recorded in a differentiable
+    step is replaced. Extra bits of a weight (:data:`PARTS`) stay if ``values`` have none: a step checks whether they fit the
+    parameter.
     """
     present = {*form.buffers, *values, *live}
     shapes = {
@@ -327,8 +327,8 @@ def _targets(
 def _as_chosen(form: StateForm, saved: dict[str, Any]) -> dict[str, Any]:
     """``saved``, a parameter's entries in a checkpoint, stored in this form; the same tensors where they are.
 
-    Where the choices keep no part of a weight, one that is there stays, for the load to report; or goes, if the parameter
-    holds by itself what it adds. What is converted is in memory until the load is written.
+    If this form stores no extra bits of a weight, saved ones stay, so that the load reports them; they are dropped if the
+    parameter's dtype holds them. Converted tensors are in memory until the load is written.
 
     Raises:
         Unloadable: an entry that must be converted is not what it must be, such as a negative scale.

@@ -40,12 +40,11 @@ STRICTLY = "the checkpoint does not match the optimizer, as strict=True demands 
 
 
 class LoadReport(NamedTuple):
-    """What a load left out: names in the optimizer only, in the checkpoint only, and in both but unlike each other.
+    """The names that a load left out: ``missing`` in the checkpoint, ``unexpected`` in it, or ``mismatched``.
 
-    State that belongs to no parameter of the checkpoint is ``unexpected`` too. A parameter that is ``missing``, or
-    ``mismatched`` in one entry of its state, keeps all the state that it has: in a new optimizer it starts anew, at step 0.
-    A hyperparameter that is ``mismatched`` keeps the optimizer's value. What hooks and wrappers keep in the state, under
-    names that no optimizer gives, is loaded and not reported.
+    State that belongs to no parameter of the checkpoint is ``unexpected`` too. A parameter that is ``missing``, or has one
+    ``mismatched`` entry, keeps its whole state: in a new optimizer it starts at step 0. A ``mismatched`` hyperparameter
+    keeps the optimizer's value. Entries of hooks and wrappers, whose names no optimizer uses, are loaded and not reported.
     """
 
     missing: list[str]

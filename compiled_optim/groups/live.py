@@ -40,7 +40,7 @@ class Live:
 
     Args:
         tensor: the tensor.
-        changes: where to report that the number became 0 or ceased to be, and which numbers wait.
+        changes: where to report that the number became 0 or is 0 no longer, and which numbers wait.
         number: what the tensor holds; None if the host does not know.
         is_adopted: whether a user gave the tensor, and may write to it or share it with other groups.
     """
@@ -72,7 +72,7 @@ class Live:
 
     @property
     def known(self) -> float | None:
-        """The number, of the kind that was written, or as it was fetched last; None where only the device knows it."""
+        """The Python number that was written or fetched last; None if only the device knows the present one."""
         if self._on_host:
             if (memory := self._memory()) is not None:
                 number: float = memory.value
@@ -156,14 +156,14 @@ class Live:
                     self._version, self.written_last = _version(self.tensor), value
 
     def write_plain(self, value: float) -> bool:
-        """Write where :attr:`is_private`, without a new version of the tensor. Whether that can be done."""
+        """Write ``value`` if :attr:`is_private`, without counting up the tensor's version; return whether it was written."""
         if (memory := self._memory_last) is None:
             return self._wait(value)
         memory.value = self.written_last = value
         return True
 
     def _wait(self, value: float) -> bool:
-        """Let a number wait for the next step, if it can."""
+        """Keep a number on the host until the next step sends it, if that is possible."""
         if self.changes.are_numbers_read or self.has_escaped or self.is_driven:
             return False
         if not can_capture(self.tensor.device) or is_capturing(self.tensor.device):
@@ -184,7 +184,7 @@ class Live:
             live.copy_(value.detach().reshape(())) if isinstance(value, Tensor) else live.fill_(value)
 
     def _memory(self) -> Any:
-        """The number as a C variable, to be read and written without torch; None where that cannot be."""
+        """The number as a C variable, which is read and written without torch; None if dtype or storage forbid that."""
         address, found = self.tensor.data_ptr(), self._memory_last
         if found is None or ctypes.addressof(found) != address:
             c_type = None if self.tensor.is_neg() or is_lost(self.tensor) else _C_TYPES.get(self.tensor.dtype)
@@ -257,7 +257,7 @@ def warn_of_driven(label: str) -> None:
     """Warn of a write that the next step overrides."""
     name = label.partition(" of ")[0].partition("[")[0]
     warnings.warn(
-        f"{label} is what opt.schedule makes of it in each step, so that what was written is lost; "
+        f"opt.schedule sets {label} in each step, so the value that was written is lost; "
         f"opt.schedule({name}=None) ends that schedule",
         stacklevel=2,
     )

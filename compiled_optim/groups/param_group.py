@@ -45,8 +45,8 @@ class ParamGroup(WatchedDict[str, Any]):
 
     A write to a *structural* key is reported, since it changes which parameters are updated or with which code. Some
     hyperparameters decide, by being 0 or not, whether a buffer exists: each step asks :meth:`nonzero`. A hyperparameter that
-    goes with a choice always has a tensor. Without the choice it is no entry until somebody gives it, and what a checkpoint
-    has under its name may be no number.
+    only an option reads, as ``max_lr`` with ``decouple_lr``, always has a tensor. While the option is off, the dict has no
+    such entry until a user gives it, and a checkpoint's entry of this name may be anything.
 
     Args:
         values: the group's entries, every hyperparameter among them that is not like another one.
@@ -146,7 +146,7 @@ class ParamGroup(WatchedDict[str, Any]):
         return tuple([number.tensor for number in self._held(key)])
 
     def _show(self, key: str, *, new: bool = False) -> None:
-        """Let users read a hyperparameter's numbers as they are now, if it is an entry or becomes a ``new`` one."""
+        """Put a hyperparameter's present numbers into the dict, if it has the entry or gets it as a ``new`` one."""
         numbers = self._numbers[key]
         is_private = [n.is_private for n in numbers]
         numbers.are_open = not all(is_private)
@@ -167,7 +167,7 @@ class ParamGroup(WatchedDict[str, Any]):
         return self._hypers[key].when is None or self._is_entry(key)
 
     def unshown(self) -> dict[str, Any]:
-        """The hyperparameters that go with a choice and are no entries, for a copy to :meth:`take_over`."""
+        """Hyperparameters that the dict does not list, since their option is off; a copy gets them by :meth:`take_over`."""
         return {key: numbers[0].value() for key, numbers in self._numbers.items() if not self._is_shown(key)}
 
     def take_over(self, unshown: Mapping[str, float | Tensor]) -> None:
@@ -268,7 +268,7 @@ class ParamGroup(WatchedDict[str, Any]):
     def _assign(self, key: str, taken: Iterable[tuple[float | Tensor, float | Tensor]], *, is_loaded: bool = False) -> None:
         if is_capturing(self._device):
             where = f"{self.label}[{key!r}] is assigned while a CUDA graph is being captured"
-            raise RuntimeError(f"{where}, and no replay would do that again; set hyperparameters outside")
+            raise RuntimeError(f"{where}, and no replay would repeat that; assign hyperparameters outside")
         for index, (number, (element, value)) in enumerate(zip(self._numbers[key], taken, strict=True)):
             if element is not number.tensor:
                 if number.is_driven and not is_loaded:
@@ -343,7 +343,7 @@ def _without_wait(element: float | Tensor) -> float | Tensor:
 
 
 def is_own(hyper: Hyper, value: Any, group: Mapping[str, Any]) -> bool:
-    """Whether ``value`` under the name of ``hyper`` is the user's own: no number, where ``group`` has no use for one."""
+    """Whether ``value``, no number, is a user's entry with the name of ``hyper``, whose option ``group`` has off."""
     if hyper.when is None or group.get(hyper.when):
         return False
     if isinstance(value, Tensor):
@@ -379,7 +379,7 @@ def check_values(kind: type[Declared], group: Mapping[str, Any], before: Mapping
     check_choices(kind._fields_of(Scale), kind._fields_of(Option), group, before, index)
     for mode in kind._modes:
         if not is_new and group[mode] is not before[mode]:
-            raise ValueError(f"{mode} of {where} follows the parameters; call the optimizer's eval() or train()")
+            raise ValueError(f"{mode} of {where} cannot be assigned; call the optimizer's eval() or train()")
     known = group_keys(kind)
     if foreign := [key for key in given if key in kind._all_fields and key not in known]:
         raise TypeError(f"{foreign[0]} is an option of the whole optimizer, not of {where}")

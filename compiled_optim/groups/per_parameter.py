@@ -1,4 +1,4 @@
-"""What groups choose for each of their parameters: numbers by name, options, and the patterns of names in them.
+"""Options of a group that differ by parameter: dicts of numbers by name, and options with patterns of names.
 
 See :class:`~compiled_optim.rule.fields.Scale` and :class:`~compiled_optim.rule.fields.Option`.
 """
@@ -86,7 +86,7 @@ class ByName(dict[str, float]):
         return found
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise TypeError("numbers by name are not edited where they are; assign another dict to the group")
+        raise TypeError("a group's dict of numbers by name cannot be edited in place; assign another dict to the group")
 
     __setitem__ = __delitem__ = __ior__ = setdefault = update = pop = popitem = clear = _refuse
 
@@ -147,8 +147,8 @@ def check_choices(
     for scale in scales:
         chosen = group.get(scale.name)
         if scale.is_read(before.get(scale.name)) and chosen is not None and not scale.is_read(chosen):
-            said = f"{scale.name} of param_groups[{index}] is {chosen!r}, which no step reads, in place of numbers"
-            raise ValueError(f"{said} that are read; give the group a dict or a function, or None for 1")
+            allowed = "must be a dict, a function or None, which stands for 1"
+            raise ValueError(f"{scale.name} of param_groups[{index}] {allowed}, got {chosen!r}; steps do not read a number")
     if not isinstance(group["params"], Sequence):
         return  # it is being assigned
     shaped = [j for j, param in enumerate(group["params"]) if not is_lazy(param)]
@@ -179,7 +179,7 @@ def check_names(
         if name is None:
             unknown.append(key)
         elif name not in own and number != chosen.get(chosen.key_of(aliases[name])):
-            raise ValueError(f"{scale.name} has a number of its own for '{key}', which is '{aliases[name]}': name that")
+            raise ValueError(f"{scale.name} has another number for '{key}' than for '{aliases[name]}', which it is tied to")
     if not unknown or not names:
         return
     said = f"{scale.name} has a number for {{!r}}, which no parameter is called"

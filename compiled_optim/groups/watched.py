@@ -25,7 +25,7 @@ class Changes:
 
     @contextlib.contextmanager
     def reported(self) -> Iterator[None]:
-        """Report a write in a ``with`` block: before, so that an interrupt loses nothing, and after, for other threads."""
+        """Report a write in a ``with`` block: before it, in case of an interrupt, and after it, for other threads."""
         self.pending = True
         try:
             yield
@@ -39,7 +39,7 @@ class Changes:
 
 
 def _reporting(method: Any) -> Callable[..., Any]:
-    """``method``, which writes, with a report where what it writes is watched."""
+    """``method``, a method that writes, made to report writes to watched keys."""
 
     @functools.wraps(method)
     def write(self: Any, *args: Any, **kwargs: Any) -> Any:

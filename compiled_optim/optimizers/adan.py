@@ -12,9 +12,9 @@ class Adan(CompiledOptimizer):
 
     lr: Number = hyper(ge=0)
     betas: tuple[Number, Number, Number] = hyper(default=(0.98, 0.92, 0.99), ge=0, lt=1, doc="decay rates, see above.")
-    weight_decay: Number = hyper(default=2e-2, ge=0, doc="after a step, parameters are divided by 1 + ``lr`` times this.")
+    weight_decay: Number = hyper(default=2e-2, ge=0, doc="a step then divides parameters by ``1 + lr * weight_decay``.")
     eps: Number = hyper(default=1e-6, ge=0)
-    adam_wd: bool = static(default=False, doc="decay weights as AdamW does instead; without effect in optimi.")
+    adam_wd: bool = static(default=False, doc="decay weights as AdamW does. optimi ignores this argument.")
     exp_avg, exp_avg_diff = buffer(int8="signed"), buffer(int8="signed")
     exp_avg_sq, prev_grad = buffer(int8="unsigned"), buffer(int8="signed")
 

@@ -5,7 +5,7 @@ from compiled_optim.rule import Number, buffer, hyper, power, product, scalar, w
 
 
 class ASGD(CompiledOptimizer, decays="gradient"):
-    """Averaged stochastic gradient descent (Polyak and Juditsky, doi:10.1137/0330046), the average in the state's ``ax``.
+    """Averaged stochastic gradient descent (Polyak and Juditsky, doi:10.1137/0330046). The state ``ax`` is the average.
 
     Differs from torch.optim.ASGD: ``eta`` and ``mu`` are float64.
     """

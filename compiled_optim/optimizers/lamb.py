@@ -12,15 +12,15 @@ def _adam(param, grad, c, exp_avg, exp_avg_sq):
 
 
 class LAMB(CompiledOptimizer):
-    """LAMB: Adam whose steps have the length of their parameter (arXiv:1904.00962, Algorithm 2, with phi(x) = x).
+    """LAMB: Adam with steps in proportion to the parameter's norm (arXiv:1904.00962, Algorithm 2, with phi(x) = x).
 
-    A parameter that is 0, or whose step is, takes the step of length 1 as it is, as in the paper's code.
+    If the norm of the parameter or of Adam's step is 0, the step is Adam's, as in the paper's code.
     """
 
-    lr: Number = hyper(default=1e-3, ge=0, doc="learning rate, the length of a step as a share of the parameter's.")
+    lr: Number = hyper(default=1e-3, ge=0, doc="learning rate: the norm of a step over the norm of the parameter.")
     betas: tuple[Number, Number] = hyper(default=(0.9, 0.999), ge=0, lt=1)
     eps: Number = hyper(default=1e-6, ge=0)
-    weight_decay: Number = hyper(default=0.0, ge=0, doc="this times the parameter goes into the step before it is scaled.")
+    weight_decay: Number = hyper(default=0.0, ge=0, doc="this times the parameter is added before the norm is taken.")
     exp_avg, exp_avg_sq = buffer(int8="signed"), buffer(int8="unsigned")
 
     @staticmethod

@@ -10,7 +10,7 @@ class Lion(CompiledOptimizer):
     The state is one average of gradients.
     """
 
-    lr: Number = hyper(ge=0, doc="learning rate: what every element moves by in a step.")
+    lr: Number = hyper(ge=0, doc="learning rate: the distance that every element moves in a step.")
     betas: tuple[Number, Number] = hyper(default=(0.9, 0.99), ge=0, lt=1, doc="the average's share of a step; what stays.")
     weight_decay: Number = hyper(default=0.0, ge=0)
     exp_avg = buffer(int8="signed")

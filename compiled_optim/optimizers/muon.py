@@ -35,19 +35,21 @@ class Muon(CompiledOptimizer, granularity="matrix"):
 
     For the matrices of hidden layers; embeddings, biases and the last layer are for AdamW. ``adjust_lr_fn`` scales the
     learning rate with a matrix's shape: ``"original"`` (None) by the root of rows over columns where that is above 1,
-    ``"match_rms_adamw"`` (arXiv:2502.16982, section 2.2) to updates of AdamW's size, and ``"spectral_unclamped"`` by the
-    root of rows over columns, whatever it is. The iteration is in bfloat16, as in torch.optim.Muon, and adds its three terms
-    before its last product. DTensors are gathered for a step, and may have fewer rows than there are processes; their
-    momentum stays spread as they are.
+    ``"match_rms_adamw"`` (arXiv:2502.16982, section 2.2) to updates of AdamW's size, and ``"spectral_unclamped"`` by that
+    root even if it is below 1. The iteration is in bfloat16, as in torch.optim.Muon. Differs from torch.optim.Muon: an
+    iteration adds its three terms before the last product. DTensors are gathered for a step, and may have fewer rows than
+    there are processes. Their momentum stays sharded.
     """
 
     lr: Number = hyper(default=1e-3, ge=0, doc="learning rate: about the spectral norm of a step, before ``adjust_lr_fn``.")
     weight_decay: Number = hyper(default=0.1, ge=0)
     momentum: Number = hyper(default=0.95, ge=0, doc="how much of the buffer stays from one step to the next.")
-    nesterov: bool = static(default=True, doc="orthogonalize gradient and buffer mixed by ``momentum``, not the buffer.")
-    ns_coefficients: tuple[Number, Number, Number] = hyper(default=(3.4445, -4.775, 2.0315), doc="of x, x**3 and x**5.")
+    nesterov: bool = static(default=True, doc="orthogonalize a mix of gradient and buffer, not the buffer alone.")
+    ns_coefficients: tuple[Number, Number, Number] = hyper(
+        default=(3.4445, -4.775, 2.0315), doc="coefficients of the first, third and fifth power in an iteration."
+    )
     eps: Number = hyper(default=1e-7, ge=0, doc="the least norm that a matrix is divided by.")
-    ns_steps: int = static(default=5, doc="iterations.")
+    ns_steps: int = static(default=5, doc="how many Newton-Schulz iterations a step makes.")
     adjust_lr_fn: str | None = static(default=None, doc='how ``lr`` follows the shape, see above; None is ``"original"``.')
     momentum_buffer = buffer()
     implied_state: ClassVar[Mapping[str, float]] = {"step": 1.0}

@@ -1,10 +1,11 @@
 """Optimizers for u-muP: learning rates that follow the shape, the kind and the depth of each parameter (arXiv:2407.17465).
 
-They read ``mup_type`` and ``mup_scaling_depth`` from the parameters, as unit_scaling's layers write them. The classes have
-the names and arguments of unit_scaling.optim's, and the scales are the same numbers: :func:`lr_scale_for_adam` is its
-``lr_scale_func_adam(param)``, and :func:`lr_scale_for_sgd` its ``lr_scale_func_sgd(readout_constraint)(param)``. Other
-optimizers take one of the two here as their ``lr_scale``, and these take any other ``lr_scale``. FSDP2 and tensor
-parallelism make new parameters without these entries: pass ``lr_scale`` there, numbers by name that were made before.
+They read ``mup_type`` and ``mup_scaling_depth``, which unit_scaling's layers set on their parameters. The classes have the
+names and arguments of unit_scaling.optim's classes, and the scales are the same numbers. :func:`lr_scale_for_adam` is
+unit_scaling's ``lr_scale_func_adam(param)``, and :func:`lr_scale_for_sgd` is its
+``lr_scale_func_sgd(readout_constraint)(param)``. Either can be the ``lr_scale`` of any other optimizer.
+
+FSDP2 and tensor parallelism make new parameters, without the two attributes. Compute a dict ``lr_scale`` before sharding.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ _TYPES = ("weight", "bias", "norm", "output")
 
 
 def lr_scale_for_adam(name: str | None, param: Tensor, *, allow_non_unit_scaling_params: bool = False) -> float:
-    """What u-muP multiplies the learning rate of ``param`` with, if its steps do not grow with its gradients.
+    """The factor of ``param``'s learning rate in u-muP, for optimizers whose steps do not grow with the gradients.
 
     It is ``fan_in**-0.5`` for weights and 1 for all others, times ``mup_scaling_depth**-0.5``. The fan-in of an embedding is
-    its width. Of a DTensor the whole shape counts. ``ValueError`` where ``param``, which messages call ``name``, has a shape
-    or a depth for which there is no scale, or no ``mup_type`` and ``mup_scaling_depth``; without these the scale is 1 with
-    ``allow_non_unit_scaling_params``.
+    its width. Of a DTensor the whole shape counts. ``ValueError`` if no scale is defined for the shape or depth of
+    ``param``, which messages call ``name``, or if it lacks ``mup_type`` and ``mup_scaling_depth``; without these attributes
+    the scale is 1 with ``allow_non_unit_scaling_params``.
     """
     return _scale(name, param, allow_non_unit_scaling_params, grows=False)
 
@@ -37,7 +38,7 @@ def lr_scale_for_adam(name: str | None, param: Tensor, *, allow_non_unit_scaling
 def lr_scale_for_sgd(
     name: str | None, param: Tensor, *, readout_constraint: str | None = None, allow_non_unit_scaling_params: bool = False
 ) -> float:
-    """What u-muP multiplies the learning rate of ``param`` with, if its steps are in proportion to its gradients.
+    """The factor of ``param``'s learning rate in u-muP, for optimizers whose steps are in proportion to the gradients.
 
     With ``readout_constraint="to_output_scale"``, as unit_scaling's ``LinearReadout`` has it, it is ``fan_in**0.5`` for
     weights, the size of biases and norms, and 1 for outputs, times ``mup_scaling_depth**-0.5``. Else, and in all besides,
@@ -49,7 +50,7 @@ def lr_scale_for_sgd(
 
 
 def _scale(name: str | None, param: Tensor, allow_untagged: bool, *, grows: bool) -> float:
-    """The scale of ``param``, which ``grows`` with its size or shrinks."""
+    """The factor of the learning rate of ``param``. It ``grows`` or shrinks with the parameter's size."""
     shape, kind, depth = param.shape, getattr(param, "mup_type", None), getattr(param, "mup_scaling_depth", 0.0)
     called = f"a parameter of shape {tuple(shape)}" if name is None else f"'{name}', of shape {tuple(shape)},"
     if kind not in _TYPES or not (depth is None or isinstance(depth, int)):
@@ -71,12 +72,14 @@ def _scale(name: str | None, param: Tensor, allow_untagged: bool, *, grows: bool
 
 
 class _Scaled(CompiledOptimizer):
-    """What turns the arguments of unit_scaling's optimizers into this package's."""
+    """Translates the arguments of unit_scaling's optimizers into arguments of this package."""
 
     lr: Number = hyper(default=1e-3, ge=0, doc="learning rate, as in the optimizer of this name, before scaling.")
     weight_decay: Number = hyper(default=0.0, ge=0, doc="as in the optimizer of this name; see the next argument.")
     independent_weight_decay: bool = flag(default=True, kw_only=True, doc="divide decay by ``max_lr`` times the scale.")
-    allow_non_unit_scaling_params: bool = flag(default=False, kw_only=True, doc="scale 1 for other modules' parameters.")
+    allow_non_unit_scaling_params: bool = flag(
+        default=False, kw_only=True, doc="take parameters without ``mup_type``, with scale 1, instead of refusing them."
+    )
 
     _scale: ClassVar[Callable[..., float]] = staticmethod(lr_scale_for_adam)
     _scale_arguments: ClassVar[tuple[str, ...]] = ("allow_non_unit_scaling_params",)
@@ -85,7 +88,7 @@ class _Scaled(CompiledOptimizer):
     def _arguments(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         arguments = super()._arguments(args, kwargs)
         if given := [name for name in ("decouple_lr", "decouple_wd") if name in kwargs]:
-            raise TypeError(f"{cls.__name__} of u-muP makes {given[0]} itself; pass it to the optimizer of that name")
+            raise TypeError(f"co.mup.{cls.__name__} sets {given[0]} itself; pass it to co.{cls.__name__} instead")
         if arguments["lr_scale"] is None:
             arguments["lr_scale"] = functools.partial(cls._scale, **{name: arguments[name] for name in cls._scale_arguments})
         if arguments["independent_weight_decay"]:
@@ -102,24 +105,24 @@ class _Scaled(CompiledOptimizer):
 class Adam(_Scaled, adam.Adam):
     """Adam with u-muP's learning rates (arXiv:2407.17465), as unit_scaling.optim's.
 
-    ``lr_scale`` is :func:`lr_scale_for_adam` where it is not given: parameters share a group whatever their scales. Groups
-    take ``lr`` and ``weight_decay`` before scaling. ``max_lr`` is a group's first ``lr`` if it is not given: give it if a
-    schedule begins with 0. ``decouple_lr`` and ``decouple_wd`` follow from the arguments, and are refused.
+    ``lr_scale`` is :func:`lr_scale_for_adam` by default. A group may hold parameters of different scales; its ``lr`` and
+    ``weight_decay`` are not scaled. ``max_lr`` is the group's first ``lr`` by default: pass it if a schedule begins with 0.
+    ``decouple_lr`` and ``decouple_wd`` are set by other arguments, and passing them is an error.
     """
 
 
 class AdamW(_Scaled, adamw.AdamW):
     """AdamW with u-muP's learning rates (arXiv:2407.17465), as unit_scaling.optim's.
 
-    All but the rule is as in :class:`Adam`. Weights do not decay by default. With ``independent_weight_decay``, a step at
-    the largest ``lr`` takes ``weight_decay`` of a parameter away, whatever that and the scale.
+    Like :class:`Adam`, with AdamW's update. Weights do not decay by default. With ``independent_weight_decay``, a step at
+    ``max_lr`` shrinks a parameter by the share ``weight_decay``, independently of ``max_lr`` and the scale.
     """
 
 
 class SGD(_Scaled, sgd.SGD):
     """SGD with u-muP's learning rates (arXiv:2407.17465), as unit_scaling.optim's.
 
-    All but the rule is as in :class:`Adam`, and ``lr_scale`` is :func:`lr_scale_for_sgd` where it is not given.
+    Like :class:`Adam`, with SGD's update. ``lr_scale`` is :func:`lr_scale_for_sgd` by default.
     """
 
     readout_constraint: str | None = flag(default=None, kw_only=True, doc="the ``constraint`` of the ``LinearReadout``.")

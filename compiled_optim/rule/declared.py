@@ -1,4 +1,4 @@
-"""What makes a class body of fields and two functions an optimizer: the rule, and the signature of its constructor."""
+"""Makes an optimizer of a class body with fields and functions: its rule, and the signature of its constructor."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _MEANINGS = {
     "update": "Return new values of an element of a parameter and of its state.",
 }
 _ARGUMENTS = {
-    "lr": "learning rate, about as much as an element moves in a step where its gradients agree.",
+    "lr": "learning rate, about the distance that an element with steady gradients moves in a step.",
     "betas": "how much of the average of gradients, and of their squares, stays from one step to the next.",
-    "eps": "keeps the divisor from 0, in units of the gradient.",
+    "eps": "is added to the divisor, so that it is never 0; in units of the gradient.",
     "amsgrad": "divide by the largest average of squares so far instead of the last one (arXiv:1904.09237).",
     "decoupled_weight_decay": "decay weights apart from the gradient.",
 }

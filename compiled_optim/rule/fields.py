@@ -175,7 +175,7 @@ class Static(Choice):
 
 @dataclass(frozen=True)
 class Scale(Choice):
-    """A :data:`PerParameter`. ``coefficients`` may take the parameter's number, 1 by default. It shapes no code.
+    """A :data:`PerParameter` option: a number for each parameter, 1 by default, which ``coefficients`` may read.
 
     One number in a group is the user's own, as in torch.optim, and no step reads it: timm's schedulers multiply by it.
     """
@@ -215,7 +215,7 @@ class Scale(Choice):
 
 @dataclass(frozen=True)
 class Option(Choice):
-    """A choice of a group from which follows what shapes the code and the state of each of its parameters.
+    """A group's option that decides, parameter by parameter, which code updates it and which state it has.
 
     ``valid`` raises an error where the choice does not fit; without it the choice is a bool. ``of`` does so for one
     parameter: it gets the group's entries, whether one of some patterns matches the parameter's name, the parameter, and
@@ -243,7 +243,7 @@ class Fact(Field):
 
 
 class Flag(Choice):
-    """An option that no rule sees (``maximize``, ``foreach``)."""
+    """An argument that no rule reads (``maximize``, ``foreach``)."""
 
 
 @dataclass(frozen=True)

@@ -241,10 +241,10 @@ class Rule(Declaration):
         if self.reductions and not self.is_elementwise:
             raise TypeError(f"{self.name}.reduce is for an elementwise update with dense gradients")
         if self.views and not (self.is_elementwise and self.views.keys() == {"eval", "train"}):
-            raise TypeError(f"{self.name}.views must be of eval and train, for an elementwise update with dense gradients")
+            raise TypeError(f"{self.name}.views must be eval and train, for an elementwise update with dense gradients")
         entries = [field.name for field in (*self.scalars, *self.buffers)]
         if twice := [name for name in entries if entries.count(name) > 1]:
-            raise TypeError(f"{self.name}.{twice[0]} is also what the package calls a part of the state; name it otherwise")
+            raise TypeError(f"{self.name}.{twice[0]} is a name that the package itself uses in the state; choose another")
         if self.decays == "gradient" and "weight_decay" not in self.coefficient_names():
             raise TypeError(f"{self.name} decays by its gradient, but its coefficients return no weight_decay")
         for statics in self._situations():

@@ -99,11 +99,11 @@ BUDGET = {
     "capture": 1235,
     "checkpoint": 1377,
     "groups": 1202,
-    "lowering": 3565,
-    "memory": 1450,
-    "optimizers": 1683,
+    "lowering": 3622,
+    "memory": 1478,
+    "optimizers": 1690,
     "plan": 859,
-    "rule": 2284,
+    "rule": 2286,
     "step": 1540,
 }
 """Lines of each folder's modules; "" are those beside the folders. A commit of its own raises one, and says why."""

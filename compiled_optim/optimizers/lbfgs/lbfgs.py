@@ -365,24 +365,24 @@ def _refuse(options: Mapping[str, Any]) -> None:
 class LBFGS(CompiledOptimizer, steps=LBFGSStep):
     """L-BFGS (Liu and Nocedal, Mathematical Programming 45, 1989, doi:10.1007/BF01589116; Nocedal & Wright, Algorithm 7.5).
 
-    A step makes up to ``max_iter`` iterations; see torch.optim.LBFGS for when it stops earlier. With ``fixed_iterations``
-    it makes exactly ``max_iter``, of the given ``lr`` and with ``max_iter`` calls of the closure, whatever the tolerances
-    and ``max_eval``; such a step never waits for the device, so that a training step with it can be traced and captured.
-    Several parameters count as one vector, a missing gradient as 0, a complex number as two real ones. A tolerance below 0
-    ends no step. Without history the direction is the gradient's, scaled by the latest curvature. With ``maximize`` a step
-    minimizes the negative of the closure's loss, as torch.optim.LBFGS does from 2.15 on, and returns the loss itself.
+    A step makes up to ``max_iter`` iterations; see torch.optim.LBFGS for when it stops earlier. With ``fixed_iterations`` it
+    makes exactly ``max_iter`` iterations and calls of the closure, with step size ``lr``; tolerances and ``max_eval`` are
+    ignored. Such a step never waits for the device, so it can be traced and captured. All parameters together are one
+    vector. A missing gradient is 0, a complex number two real ones. A negative tolerance never stops a step. If the history
+    is empty, the direction is the negative gradient, scaled by the latest curvature. With ``maximize`` a step minimizes the
+    negative of the closure's loss, as torch.optim.LBFGS does from 2.15 on, and returns the loss itself.
 
-    Differs from torch.optim.LBFGS: the direction takes four products with the whole history in place of four per pair; a
-    line search takes NaN for an infinite loss; parameters may lie in memory in any way. The step runs as plain torch
-    operations. Several groups or devices are a ``ValueError``.
+    Differs from torch.optim.LBFGS: a direction takes four matrix products with the history instead of four dot products per
+    iteration in it; a line search treats a NaN loss as infinite; parameters may have any strides. The step runs as plain
+    torch operations. Several groups or devices are a ``ValueError``.
     """
 
-    lr: Number = hyper(default=1.0, ge=0, doc="what part of each direction a step goes; the first guess of a line search.")
+    lr: Number = hyper(default=1.0, ge=0, doc="an iteration moves by this times its direction; a line search begins at it.")
     max_iter: int = static(default=20, doc="iterations per step.")
     max_eval: int | None = static(default=None, doc="calls of the closure per step; None for 1.25 times ``max_iter``.")
-    tolerance_grad: float = static(default=1e-7, doc="stop where no element of the gradient is larger.")
-    tolerance_change: float = static(default=1e-9, doc="stop where the parameters, or the loss, change by no more.")
-    history_size: int = static(default=100, doc="past steps that estimate the curvature; each costs two numbers an element.")
+    tolerance_grad: float = static(default=1e-7, doc="stop when no element of the gradient is larger.")
+    tolerance_change: float = static(default=1e-9, doc="stop when neither parameters nor loss change by more.")
+    history_size: int = static(default=100, doc="how many iterations estimate the curvature; each stores two vectors.")
     line_search_fn: str | None = static(default=None, doc='None or ``"strong_wolfe"``.')
     fixed_iterations: bool = static(default=False, kw_only=True, doc="make ``max_iter`` iterations, without a line search.")
 
