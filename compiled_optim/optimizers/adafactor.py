@@ -56,14 +56,8 @@ class Adafactor(CompiledOptimizer, granularity="tensor"):
     @staticmethod
     def coefficients(step, lr, beta2_decay, eps, d, weight_decay, resolution):
         bound = where(eps[0] == eps[0], eps[0], resolution)
-        return dict(
-            weight=power(step, beta2_decay),
-            rho=minimum(lr, 1 / sqrt(step)),
-            decay=1 - lr * weight_decay,
-            bound=bound,
-            least_scale=eps[1],
-            d=d,
-        )
+        weight, rho = power(step, beta2_decay), minimum(lr, 1 / sqrt(step))
+        return dict(weight=weight, rho=rho, decay=1 - lr * weight_decay, bound=bound, least_scale=eps[1], d=d)
 
     @staticmethod
     def update(param, grad, c, row_var, col_var, variance, matrix):

@@ -23,15 +23,8 @@ class ASGD(CompiledOptimizer, decays="gradient"):
         step_size = where(step == 1, lr, eta)  # the learning rate as it is now, whatever it was when the state was made
         next_eta = lr / power(1 + lambd * lr * step, alpha)
         next_mu = 1 / where(step - t0 > 1, step - t0, 1.0)
-        return dict(
-            eta=next_eta,
-            mu=next_mu,
-            weight_decay=weight_decay,
-            decay=1 - lambd * step_size,
-            step_size=step_size,
-            kept=1 - mu,
-            added=mu,
-        )
+        numbers = dict(weight_decay=weight_decay, decay=1 - lambd * step_size, step_size=step_size, kept=1 - mu, added=mu)
+        return dict(eta=next_eta, mu=next_mu, **numbers)
 
     @staticmethod
     def update(param, grad, c, ax):

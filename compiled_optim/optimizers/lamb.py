@@ -25,15 +25,9 @@ class LAMB(CompiledOptimizer):
 
     @staticmethod
     def coefficients(step, lr, betas, eps, weight_decay):
-        beta1, beta2 = betas
-        return dict(
-            lr=lr,
-            eps=eps,
-            weight_decay=weight_decay,
-            **ema(betas),
-            correction1=bias_correction(beta1, step),
-            correction2=bias_correction(beta2, step),
-        )
+        averages = ema(betas)
+        correction1, correction2 = (bias_correction(beta, step) for beta in betas)
+        return dict(lr=lr, eps=eps, weight_decay=weight_decay, **averages, correction1=correction1, correction2=correction2)
 
     @staticmethod
     def reduce(param, grad, c, exp_avg, exp_avg_sq):
