@@ -27,10 +27,10 @@ class Adafactor(CompiledOptimizer, granularity="tensor"):
     choice that it was saved with.
     """
 
-    lr: Number = hyper(default=1e-2, ge=0, doc="the step over the parameter's mean square root; at most ``1 / sqrt(step)``.")
+    lr: Number = hyper(default=1e-2, ge=0, doc="relative step size, at most ``1 / sqrt(step)``.")
     beta2_decay: Number = hyper(default=-0.8, le=0, doc="a new squared gradient has the weight ``step**beta2_decay``.")
     eps: tuple[Number | None, Number] = hyper(
-        default=(None, 1e-3), ge=0, doc="least root of a moment; least scale, see above."
+        default=(None, 1e-3), ge=0, doc="least root of the second moment; least scale."
     )
     d: Number = hyper(default=1.0, ge=1, lt=None, doc="a direction whose root mean square is larger is scaled down to this.")
     weight_decay: Number = hyper(default=0.0, ge=0)

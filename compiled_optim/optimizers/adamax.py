@@ -8,7 +8,7 @@ class Adamax(CompiledOptimizer, decays="gradient"):
     """Adamax: Adam with the infinity norm in place of the second moment (arXiv:1412.6980, Algorithm 2)."""
 
     lr: Number = hyper(default=2e-3, ge=0)
-    betas: tuple[Number, Number] = hyper(default=(0.9, 0.999), ge=0, lt=1, doc="what stays of the average; of the maximum.")
+    betas: tuple[Number, Number] = hyper(default=(0.9, 0.999), ge=0, lt=1, doc="decay rates of the average and the maximum.")
     eps: Number = hyper(default=1e-8, ge=0, doc="is added to the magnitude of each gradient.")
     weight_decay: Number = hyper(default=0.0, ge=0)
     exp_avg, exp_inf = buffer(int8="signed"), buffer(int8="unsigned")

@@ -17,7 +17,7 @@ class AdamWScheduleFree(ViewedOptimizer):
 
     lr: Number = hyper(default=2.5e-3, ge=0, doc="learning rate, from the end of the warmup on.")
     betas: tuple[Number, Number] = hyper(
-        default=(0.9, 0.999), gt=0, lt=1, doc="how near parameters are to the average of ``z``; what stays of squares."
+        default=(0.9, 0.999), gt=0, lt=1, doc="share of the average in the weights; decay rate of squares."
     )
     eps: Number = hyper(default=1e-8, ge=0)
     weight_decay: Number = hyper(default=0.0, ge=0, doc="a step subtracts ``lr * weight_decay * param`` from ``z``.")

@@ -11,7 +11,9 @@ class Adan(CompiledOptimizer):
     """
 
     lr: Number = hyper(ge=0)
-    betas: tuple[Number, Number, Number] = hyper(default=(0.98, 0.92, 0.99), ge=0, lt=1, doc="decay rates, see above.")
+    betas: tuple[Number, Number, Number] = hyper(
+        default=(0.98, 0.92, 0.99), ge=0, lt=1, doc="decay rates of the three averages."
+    )
     weight_decay: Number = hyper(default=2e-2, ge=0, doc="a step then divides parameters by ``1 + lr * weight_decay``.")
     eps: Number = hyper(default=1e-6, ge=0)
     adam_wd: bool = static(default=False, doc="decay weights as AdamW does. optimi ignores this argument.")

@@ -11,7 +11,9 @@ class Lion(CompiledOptimizer):
     """
 
     lr: Number = hyper(ge=0, doc="learning rate: the distance that every element moves in a step.")
-    betas: tuple[Number, Number] = hyper(default=(0.9, 0.99), ge=0, lt=1, doc="the average's share of a step; what stays.")
+    betas: tuple[Number, Number] = hyper(
+        default=(0.9, 0.99), ge=0, lt=1, doc="share of the average in a step; its decay rate."
+    )
     weight_decay: Number = hyper(default=0.0, ge=0)
     exp_avg = buffer(int8="signed")
 

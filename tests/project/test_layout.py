@@ -95,16 +95,16 @@ def test_the_floor_plan_lists_every_floor_from_the_top() -> None:
 
 
 BUDGET = {
-    "": 2441,
-    "capture": 1235,
-    "checkpoint": 1377,
+    "": 2439,
+    "capture": 1233,
+    "checkpoint": 1376,
     "groups": 1202,
     "lowering": 3622,
     "memory": 1478,
-    "optimizers": 1671,
+    "optimizers": 1675,
     "plan": 859,
     "rule": 2286,
-    "step": 1540,
+    "step": 1539,
 }
 """Lines of each folder's modules; "" are those beside the folders. A commit of its own raises one, and says why."""
 
