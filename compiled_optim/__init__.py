@@ -1,21 +1,21 @@
 """compiled_optim: PyTorch optimizers for training steps that are compiled, captured and scheduled.
 
-The package is a house: a module imports only from its own floor and from floors below. From the top:
+The parts are floors of a house: a module imports only from its own floor and from floors below. From the top:
 
     capture/             training steps as CUDA graphs
     model.py             a model's parameters by name: groups for an optimizer, and dtypes
-    state_dicts.py       state by name, of several optimizers, for optimi; weights with all the bits that optimizers keep
-    release.py           updates inside of backward, after which gradients are freed
+    state_dicts.py       state dicts by name, for several optimizers, for optimi; float32 weights of 16-bit models
+    release.py           gradient release: updates inside of backward, which then frees the gradients
     report.py            no_recompiles, compile_report and memory_report
-    optimizers/          one optimizer per file: its fields and the two functions of its rule
+    optimizers/          one optimizer per file: its fields and its rule, functions that define the update
     optimizer.py         CompiledOptimizer: torch.optim's interface over groups, state and plans
-    step/                the engine, which owns groups and state and runs steps, and what one step does
-    lowering/            how the step of a plan runs: kernels, torch operations, stacks, sparse rows
-    plan/                which parameters are updated together; keys of kernels, clipping, schedules
+    step/                the engine, which owns groups and state and runs steps; a step, made of plans
+    lowering/            the ways to run a plan: kernels, torch operations, stacks, sparse rows
+    plan/                a plan: parameters that are updated together; keys of kernels, clipping, schedules
     checkpoint/          state dicts: read, match, check, write; the checkpoints of other packages
-    state.py             what belongs to a parameter, and how it is stored
-    groups/              what belongs to a group: hyperparameter tensors, names, parameters
-    rule/                what an optimizer's file is written with: fields, vocabulary; what it becomes
+    state.py             the state of each parameter, and how it is stored
+    groups/              parameter groups: hyperparameter tensors, names, parameters
+    rule/                the language of an optimizer's file: fields, vocabulary; the rule that is made of them
     memory/              addresses, memory order, shards, compiled code and its cache, torch's parts without a public name
 """
 

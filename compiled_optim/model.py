@@ -28,14 +28,14 @@ def param_groups(model: Model, patterns: Mapping[str, Mapping[str, Any]]) -> lis
 
     ``co.AdamW(co.param_groups(model, {"*.bias|*norm*": dict(weight_decay=0), "embed.*": dict(lr=1e-4)}), lr=1e-3)``
 
-    A pattern is one of the shell, whose ``*`` stands for dots too, or several with ``|`` between them; case matters. Names
-    match with and without the prefixes of module wrappers. Each parameter belongs to the one pattern that it matches; what
-    matches none is the last group, which has the optimizer's defaults. So that order never decides silently, a parameter
-    must not match two patterns; only a last pattern ``"*"`` is for what the others leave.
+    A pattern is shell-style, or several with ``|`` between them; ``*`` matches dots too, and case matters. Names match with
+    and without the prefixes of module wrappers. Parameters that match no pattern form the last group, with the optimizer's
+    defaults. A parameter must not match two patterns, so their order does not matter. Only a last pattern ``"*"`` may
+    overlap: it takes all parameters that no other pattern matches.
 
     Args:
-        model: a module, or the names and parameters of one: pairs, or a dict.
-        patterns: pattern -> the options of its group, such as ``lr`` and ``weight_decay``.
+        model: a module, or its parameters as ``(name, parameter)`` pairs or as a dict ``name -> parameter``.
+        patterns: maps each pattern to the options of its group, such as ``lr`` and ``weight_decay``.
 
     Returns:
         The groups in the order of their patterns, with ``(name, parameter)`` pairs in the order of the model. Frozen
@@ -50,9 +50,8 @@ def param_groups(model: Model, patterns: Mapping[str, Mapping[str, Any]]) -> lis
     names, tensors = names_and_tensors(model, "model")
     if len(names) != len(tensors):
         raise TypeError("model must be a module, or names and parameters: pairs, as named_parameters() gives, or a dict")
-    for name, tensor in zip(names, tensors, strict=True):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"'{name}' of the model is no tensor")
+    if foreign := [name for name, tensor in zip(names, tensors, strict=True) if not isinstance(tensor, Tensor)]:
+        raise TypeError(f"'{foreign[0]}' of the model is no tensor")
     listed = _by_first_name((name, tensor, []) for name, tensor in zip(names, tensors, strict=True))
     if not isinstance(patterns, Mapping):
         raise TypeError(f"patterns must be a dict pattern -> options, got {type(patterns).__name__}")
@@ -61,14 +60,13 @@ def param_groups(model: Model, patterns: Mapping[str, Mapping[str, Any]]) -> lis
         if not isinstance(options, Mapping) or not all(isinstance(key, str) for key in options):
             raise TypeError(f"the options of the pattern {pattern!r} must be a dict with names, got {options!r}")
         if taken := {"params", "param_names"} & set(options):
-            raise ValueError(f"the options of the pattern {pattern!r} hold '{min(taken)}', which the model gives")
+            raise ValueError(f"the options of the pattern {pattern!r} hold '{min(taken)}', which comes from the model")
     chosen = first_matches(list(patterns), listed, lambda pattern, entry: matches(pattern, entry.names), "parameter")
-    groups = {pattern: {"params": [], **options} for pattern, options in patterns.items()}
-    rest: dict[str, Any] = {"params": []}
+    groups: dict[Any, dict[str, Any]] = {pattern: {"params": [], **options} for pattern, options in patterns.items()}
+    groups[None] = {"params": []}  # the rest
     for name, entry in listed.items():
-        group = groups[chosen[name]] if name in chosen else rest
-        group["params"].append((name, entry.tensor))
-    return [group for group in (*groups.values(), rest) if group["params"]]
+        groups[chosen.get(name)]["params"].append((name, entry.tensor))
+    return [group for group in groups.values() if group["params"]]
 
 
 def to_low_precision(
@@ -80,16 +78,16 @@ def to_low_precision(
 
     ``co.to_low_precision(model, keep={nn.Embedding: torch.float32, "*norm*": None, "*rotary*": torch.float32})``
 
-    Integers and complex numbers stay as they are. Parameters stay the objects that they are, and tied ones and tied buffers
-    stay tied. Convert before an optimizer is made: the state of one that exists stays in the dtype that it has. While this
-    runs, old and new numbers are both in memory: an error leaves the model as it was.
+    Integer and complex tensors are not converted. Parameters stay the same objects; tied parameters and buffers stay tied.
+    Convert before you make the optimizer: the state of an existing optimizer keeps its dtype. Old and converted tensors are
+    in memory together until all are converted, so an error leaves the model as it was.
 
     Args:
         model: the module.
-        dtype: of what ``keep`` does not name.
-        keep: what stays in its dtype, or which dtype it gets instead. Keys are patterns of names, as in
-            :func:`param_groups`, and types of modules: for everything inside of a module of the type. Alone, or in a list,
-            a key stands for what stays; in a dict, with None for that or with a dtype.
+        dtype: the new dtype of everything that ``keep`` does not name.
+        keep: tensors that keep their dtype, or get another one. A key is a pattern of names, as in :func:`param_groups`, or
+            a module type, for all tensors inside of such modules. Pass a key, a list of keys, or a dict ``key -> dtype``;
+            keys without a dtype, or with None, keep the tensors' dtype.
 
     Returns:
         The model.
@@ -107,9 +105,10 @@ def to_low_precision(
     def is_kept(key: Key, entry: _Listed) -> bool:
         return matches(key, entry.names) if isinstance(key, str) else any(isinstance(owner, key) for owner in entry.owners)
 
-    chosen = first_matches(
-        list(dtypes), listed, is_kept, "parameter or buffer", lambda first, second: dtypes[first] != dtypes[second]
-    )
+    def differ(first: Key, second: Key) -> bool:
+        return dtypes[first] != dtypes[second]
+
+    chosen = first_matches(list(dtypes), listed, is_kept, "parameter or buffer", differ)
     new: dict[Tensor, Tensor] = {}
     for name, entry in listed.items():
         wanted = dtypes.get(chosen.get(name, ""), dtype)
@@ -118,7 +117,7 @@ def to_low_precision(
                 with torch.no_grad():
                     new[tensor] = tensor.to(wanted)
 
-    def converted(tensor: Tensor) -> Tensor:
+    def converted(tensor: Tensor) -> Tensor:  # a tied one comes again
         replacement = new.get(tensor, tensor)
         return tensor if tensor.dtype == replacement.dtype else replacement
 

@@ -52,57 +52,59 @@ class CompiledOptimizer(Declared, Optimizer):
     Args:
         params: tensors, ``(name, tensor)`` pairs, a dict ``name -> tensor``, or dicts of parameter groups with any of these
             as ``params``. A tensor that a group lists under several names, as ``named_parameters(remove_duplicate=False)``
-            lists tied ones, is one parameter: it takes the first name, and checkpoints find it under every one. What is
-            there twice is updated once, and a warning says so, as where two tensors have one name. Integers are skipped.
+            lists tied ones, is one parameter: it takes the first name, and checkpoints find it under each. A tensor listed
+            twice in a group is updated once, with a warning. Two tensors of one name are a warning too. Integer tensors are
+            skipped.
         maximize: step along the gradient instead of against it.
-        differentiable: record the step with autograd; implies ``lowering="eager"``. Gradients are dense.
+        differentiable: record the step with autograd; implies ``lowering="eager"``. Gradients must be dense.
         foreach, capturable, fused: accepted for torch.optim's sake and without effect.
         max_grad_norm: clip the gradients of all parameters together to this norm inside the step, as
             ``torch.nn.utils.clip_grad_norm_`` does before it; a number or a 0-dim tensor. See :attr:`grad_norm`.
-        skip_nonfinite: skip steps whose norm, unscaled, is NaN or > 1.8e19: its square would be infinite. Where all
-            parameters are float64, that is 1.3e154.
-        decouple_wd: shrink parameters by ``lr * weight_decay`` before their step, as AdamW does, in place of adding decay to
-            the gradient (False). None: as the optimizer does by itself, and True with ``decouple_lr``. Per group, for
-            optimizers that add it.
-        decouple_lr: divide ``weight_decay`` by ``max_lr``, so that at that learning rate a step takes ``weight_decay`` of
-            the parameter away, and at others in proportion; per group, for optimizers with ``weight_decay``.
-        max_lr: what ``decouple_lr`` divides by, and 0 for no decay. None: each group's own ``lr`` when it is made: pass it
-            where a schedule goes above that, or decay is more than ``weight_decay``. torch's OneCycleLR writes its peak
-            there. It is an entry of groups with ``decouple_lr``, and where it was given.
-        cautious: move only elements whose step goes against their gradient, and those the more (arXiv:2411.16085); per
-            group, for optimizers that work element by element on dense gradients. Both parts of a complex number are
-            elements.
-        lr_scale: a number >= 0 for each parameter, by which its ``lr`` is multiplied: a dict by name, where a name that is
-            absent has 1, or a function of the name, None without names, and the parameter; per group. It is data: neither
-            groups nor kernels are split. A function is asked when groups change. Checkpoints do not hold it.
-        weights: how parameters in bfloat16 or float16 keep the bits that their dtype lacks, per group. None rounds them as
-            torch.optim does. ``"kahan"`` keeps a compensation of the same dtype beside them, ``"split8"`` and ``"split16"``
-            a remainder of 8 or 16 bits (24 or all 32 bits in all), ``"master"`` a copy in float32. ``"stochastic"`` keeps
-            nothing and rounds at random, without bias. Parameters of other dtypes must be in ``exclude``. This and the next
-            four are for optimizers that work element by element.
-        kahan_sum: optimi's spelling: True and None are ``weights="kahan"`` for parameters of 16 bits. False says nothing.
-        state_dtype: the dtype of averages in place of the parameter's, per group; ``"int8"`` for codes of 8 bits
-            (``exp_avg_int8``) with a scale for each 64 elements, where one that is infinite or NaN spoils the others; or
-            a dict by the name of the state tensor, for sums too. Averages in 16 bits or fewer are rounded by a number of a
-            step and tensor, so that slow ones follow what they average; without this choice to nearest, as in torch.optim.
-        exclude: shell-style patterns of names, such as ``("*.bias", "lm_head.*")``, per group. Parameters that match keep
-            full state and weights: in float32, where they have 16 bits. So do all of fewer than 4096 elements. A pattern
-            that matches none is a warning.
-        rounding_seed: a whole number >= 0 and below 2**24, per group. With the step and the parameter's name it makes the
-            random numbers. They are the same in every process and after a resume.
-        lowering: how a step runs. ``"multi_tensor"``: one kernel for all tensors; an operator in a function that the user
-            compiles. ``"inductor"``: torch.compile's code. A function that the user compiles holds its operations, nothing
-            of it runs on the host, numbers are read where they are, and the function is traced again after a change of
-            groups, of what gradients there are, or of what a step is made of; a step that cannot be inlined is the operator.
-            ``"eager"``: plain torch operations. ``"auto"``: the fastest for the device.
+        skip_nonfinite: skip steps whose gradient norm, after unscaling, is NaN or so large that its square overflows: above
+            1.8e19, or above 1.3e154 if all parameters are float64.
+        decouple_wd: True multiplies parameters by ``1 - lr * weight_decay`` before the step, as AdamW does. False adds the
+            decay to the gradient. None is the optimizer's default, and True with ``decouple_lr``. Per group, for optimizers
+            that can add decay to the gradient.
+        decouple_lr: divide ``weight_decay`` by ``max_lr``: a step then shrinks the parameter by the share ``weight_decay *
+            lr / max_lr``. Per group, for optimizers with ``weight_decay``.
+        max_lr: the learning rate that ``decouple_lr`` divides by; 0 switches decay off. None is the ``lr`` with which the
+            group was made: pass ``max_lr`` if a schedule exceeds that, else decay exceeds ``weight_decay``. torch's
+            OneCycleLR writes its peak here. Only groups with ``decouple_lr`` or a given ``max_lr`` have it.
+        cautious: move only elements whose step goes against their gradient, and enlarge their steps to make up for the
+            others (arXiv:2411.16085). Per group, for optimizers that work element by element on dense gradients. The real
+            and the imaginary part of a complex number are two elements.
+        lr_scale: a factor >= 0 of ``lr`` for each parameter, per group: a dict ``name -> factor``, where absent names have
+            1, or a function ``(name, parameter) -> factor``, where the name may be None. Groups and kernels are not split by
+            it. The function is called when groups change. Checkpoints do not hold the factors.
+        weights: how the state stores the bits that bfloat16 and float16 parameters lack, per group. None rounds the
+            parameters, as torch.optim does. ``"kahan"`` stores a compensation of the same dtype, ``"split8"`` and
+            ``"split16"`` a remainder (24 or 32 bits with the parameter's), ``"master"`` a float32 copy. ``"stochastic"``
+            stores nothing and rounds at random, without bias. Parameters of other dtypes must be in ``exclude``. This
+            argument and the next four are for optimizers that work element by element.
+        kahan_sum: optimi's name: True and None are ``weights="kahan"`` for 16-bit parameters. False does not change
+            ``weights``.
+        state_dtype: the dtype of moving averages, per group; by default the parameter's. ``"int8"`` stores 8-bit codes
+            (``exp_avg_int8``) with a scale per 64 elements; an infinite or NaN element spoils all 64. A dict ``state name ->
+            dtype`` chooses for each state, and also for sums. With this argument, averages of at most 16 bits are dithered,
+            so that small changes are not lost. Without it they are rounded to nearest, as in torch.optim.
+        exclude: shell-style patterns of names, such as ``("*.bias", "lm_head.*")``, per group. Parameters that match, and
+            all of fewer than 4096 elements, are not compressed: 16-bit ones have float32 state and a float32 copy. A pattern
+            without a match is a warning.
+        rounding_seed: a whole number >= 0 and below 2**24, per group. Random numbers depend on it, on the step count and on
+            the parameter's name, so they are the same in every process and after a resume.
+        lowering: how a step runs. ``"multi_tensor"``: one kernel updates all tensors; in a function that you compile, the
+            step is one custom operator. ``"inductor"``: torch.compile generates the kernels; in a function that you compile,
+            the step is inlined, and no Python runs. The function is retraced when groups, state tensors or the set of
+            parameters with gradients change. A step that cannot be inlined becomes the custom operator. ``"eager"``: plain
+            torch operations. ``"auto"``: the fastest one for the device.
 
-    Groups in ``param_groups`` hold the numbers that you gave. Steps read 0-dim tensors, float64 where the device has it:
-    :meth:`hyperparameter` returns them. The next step uses what you assign to a group, or write to such a tensor. State
-    exists from construction for every parameter that requires a gradient.
+    Groups in ``param_groups`` hold the numbers that you gave. Steps read 0-dim tensors, which :meth:`hyperparameter`
+    returns; they are float64 where the device supports it. The next step uses what you assign to a group, or write into such
+    a tensor. Every parameter that requires a gradient has its state from construction on.
 
     Raises:
         TypeError: something is not a tensor, a number or a known argument.
-        ValueError: a hyperparameter is out of range, a parameter is no leaf or in two groups, or only some have names.
+        ValueError: a hyperparameter is out of range, a parameter is no leaf or in two groups, or some have no name.
     """
 
     params: ParamsT
@@ -151,7 +153,7 @@ class CompiledOptimizer(Declared, Optimizer):
         self._engine.renew()
 
     def _begin(self, lowering: str) -> None:
-        """Own nothing yet; who waits for the lock of an optimizer that is unpickled goes on waiting for it."""
+        """Empty the engine. An optimizer that is unpickled in place keeps its engine, for whose lock threads may wait."""
         self._engine: Engine = vars(self).setdefault("_engine", Engine(self._step_class))
         self._engine.begin(type(self), lowering)
 
@@ -177,7 +179,7 @@ class CompiledOptimizer(Declared, Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Perform one optimization step; parameters without a gradient, which may be all, stay as they are.
+        """Perform one optimization step. Parameters without a gradient stay as they are.
 
         Args:
             closure: re-evaluates the model, with gradients enabled, and returns the loss.
@@ -187,11 +189,10 @@ class CompiledOptimizer(Declared, Optimizer):
 
         Raises:
             TypeError: ``closure`` cannot be called, a gradient is sparse where the optimizer takes dense ones, or the other
-                way round, or what was assigned since the last step is of a wrong type. Nothing is changed then, nor by any
-                other error.
+                way round, or what was assigned since the last step is of a wrong type. No error of a step changes anything.
             ValueError: what was assigned since the last step is out of range or does not fit, such as ``max_grad_norm``.
             RecompileError: something would be compiled again inside ``no_recompiles``.
-            RuntimeError: a CUDA graph is being captured that cannot hold what this step needs.
+            RuntimeError: a CUDA graph is being captured, and this step cannot be part of one.
         """
         loss = None
         if closure is not None:
@@ -239,32 +240,32 @@ class CompiledOptimizer(Declared, Optimizer):
 
     @property
     def optimizer_accumulation(self) -> bool:
-        """Whether steps take gradients into the state only, until one with False moves the parameters: as in AdamA.
+        """Whether :meth:`step` only adds gradients to the state, as in AdamA; the next call with False moves the parameters.
 
-        A step is then made of the gradients of several micro-batches, and none need be kept (arXiv:2305.19982)::
+        One step then takes the gradients of several micro-batches, and no gradient need be kept (arXiv:2305.19982)::
 
             opt.optimizer_accumulation = index % 4 != 3
             (loss_of(model(x)) / 4).backward(); opt.step(); opt.zero_grad()
 
-        Such a step counts once. Its first micro-batch lets the averages decay; each adds what its gradient ``g`` adds to
-        them: with two micro-batches ``exp_avg`` becomes ``beta1 * exp_avg + (1 - beta1) * (g1 + g2)``, and ``exp_avg_sq``
-        ``beta2 * exp_avg_sq + (1 - beta2) * (g1 * g1 + g2 * g2)``. The last one moves every parameter that had a gradient in
-        any of them, and decays weights; decay that goes into the gradient goes into this one. A step of one micro-batch is
-        as always. (The others may write a parameter with ``weights="kahan"`` as another sum, of the same value.)
+        All micro-batches together count as one step. Averages decay only at the first one. Each micro-batch adds its
+        gradient ``g``: with two, ``exp_avg`` becomes ``beta1 * exp_avg + (1 - beta1) * (g1 + g2)``, and ``exp_avg_sq``
+        becomes ``beta2 * exp_avg_sq + (1 - beta2) * (g1 * g1 + g2 * g2)``. The last one moves every parameter that had a
+        gradient in any of them, and decays weights; decay that is added to a gradient is added to this one. One micro-batch
+        alone is an ordinary step. (With ``weights="kahan"``, earlier calls may split a weight anew.)
 
-        So divide the loss by the number of micro-batches, as for gradients that are summed. SGD with momentum then does what
-        it does with those. Sums of squares are smaller than squares of sums where micro-batches agree, and steps larger: as
-        in AdamA, whose authors find that it trains alike, since gradients of micro-batches are noise for the most part.
+        Divide the loss by the number of micro-batches, as when you accumulate in ``.grad``. SGD with momentum gives the same
+        result as that. In Adam, ``g1 * g1 + g2 * g2`` is smaller than ``(g1 + g2)**2`` if micro-batches agree, so steps are
+        larger. AdamA's authors find that it trains alike, since gradients of micro-batches are mostly noise.
 
-        optimi counts and decays in every micro-batch, and SGD without momentum loses all gradients but the last.
+        optimi counts a step and decays averages in every micro-batch. Its SGD without momentum uses only the last gradient.
 
-        It goes with gradient release and without, and not into CUDA graphs. State cannot be saved within a step.
+        It works with or without gradient release, not in CUDA graphs. State cannot be saved between micro-batches.
 
         Raises:
-            ValueError: assigned True where state cannot hold several gradients (optimizers whose step reads the gradient
-                besides averages, SGD without momentum or with ``nesterov``, ``cautious``, ``differentiable``), or
-                with clipping, ``skip_nonfinite`` or a gradient scaler, which are refused from then on.
-            TypeError: assigned anything but a bool.
+            ValueError: True is assigned where averages alone do not determine the step (optimizers whose step also reads the
+                gradient, SGD without momentum or with ``nesterov``, ``cautious``, ``differentiable``), or together with
+                clipping, ``skip_nonfinite`` or a gradient scaler. Those three cannot be switched on afterwards either.
+            TypeError: a value that is no bool is assigned.
         """
         return bool(self._engine.accumulated.is_on)
 
@@ -290,42 +291,42 @@ class CompiledOptimizer(Declared, Optimizer):
     def grad_norm(self) -> Tensor | None:
         """The norm of all gradients in the last step, unscaled and before clipping: a 0-dim tensor, on the device.
 
-        None where the step does not need it: without ``max_grad_norm`` and ``skip_nonfinite``. It neither overflows nor
-        underflows for gradients from 1e-38 to 3e38; beyond that, in float64, it does from 1e-154 and 1e154 on.
+        None without ``max_grad_norm`` and ``skip_nonfinite``, since the step then does not compute it. It does not overflow
+        or underflow for float32 gradients. For float64 ones it does above 1e154 and below 1e-154.
         """
         clipping = self._engine.clipping
         return clipping.outcome(clipping.device)[0] if clipping.measures_norm else None
 
     @property
     def skipped_steps(self) -> Tensor:
-        """How many steps ``skip_nonfinite`` or a gradient scaler left out: a 0-dim tensor, on the device."""
+        """How many steps ``skip_nonfinite`` or a gradient scaler skipped: a 0-dim tensor, on the device."""
         clipping = self._engine.clipping
         return clipping.outcome(clipping.device)[2]
 
     @outside_dynamo
     def check_numerics(self) -> NumericsReport:
-        """Which parameters the next step is too small to move, by name; changes nothing, and waits for the device.
+        """Report which parameters the next step is too small to move. It changes nothing, and waits for the device.
 
-        The step is estimated with the gradients that are there, unscaled ones, or from momentum without them. The report's
-        ``stuck`` lists such parameters, the worst first; ``uneven`` those whose state in 8 bits is too coarse. It prints as
-        advice. ``NotImplementedError`` where steps need a closure.
+        The next step is computed from the present gradients, which must be unscaled; a parameter without one moves by its
+        momentum. The report's ``stuck`` lists such parameters, the worst first; ``uneven`` lists those whose 8-bit state is
+        too coarse. Print the report for advice. ``NotImplementedError`` if steps need a closure.
         """
         with self._engine.lock:
             return check_numerics(self._engine)
 
     def schedule(self, group: int | None = None, **functions: Schedule | None) -> None:
-        """Make hyperparameters functions of the step count, evaluated on the device as part of every step.
+        """Set hyperparameters by functions of the step count, which every step evaluates on the device.
 
-        A captured graph then moves them by itself, without the host: ``opt.schedule(lr=lambda step: 0.1 * 0.99**step)``. The
-        value is written into the group's tensor before the step uses it, and overrides what was assigned.
+        A CUDA graph then follows the schedule without the host: ``opt.schedule(lr=lambda step: 0.1 * 0.99**step)``. The step
+        writes the value into the group's tensor before it reads it, and so overrides what was assigned.
 
         Args:
             group: the index of a group; None for all groups.
-            **functions: by hyperparameter, a function from the step that is about to be taken to the value. The step is a
-                0-dim float64 tensor, one more than the largest step count of any parameter: 1 at first, and what a loaded
-                checkpoint or a skipped step make of it. The value is a 0-dim tensor or a number, a tuple of them for
-                ``betas``; only the first one is checked against the hyperparameter's range. The function must consist of
-                torch operations. None ends the schedule, at the value that it has reached.
+            **functions: for each hyperparameter a function ``step -> value``, made of torch operations. ``step`` is a 0-dim
+                float64 tensor, one more than the largest step count of any parameter: 1 in the first step. It continues from
+                a loaded checkpoint, and a skipped step does not advance it. The value is a 0-dim tensor or a number, or a
+                tuple of them for ``betas``; only the first value is checked against the hyperparameter's range. None ends
+                the schedule and keeps the value that it has reached.
 
         Raises:
             TypeError, ValueError: a function does not fit; no schedule is changed then.
@@ -347,11 +348,11 @@ class CompiledOptimizer(Declared, Optimizer):
         engine.changes.pending = True
 
     def hyperparameter(self, name: str, group: int = 0) -> Tensor | tuple[Tensor, ...]:
-        """The live tensor, or tuple of tensors, behind ``param_groups[group][name]``, which steps read where it lies.
+        """The live tensor, or tuple of tensors, from which steps read ``param_groups[group][name]``. It can be traced.
 
-        Its address stays, but for a tensor that a user gave and a group that is assigned another value. It can be traced.
-        Write to it outside of compiled code: torch 2.13 loses in-place writes to 0-dim float64 tensors on the CPU there.
-        What is written past the tensor's version, as to ``.data``, the group shows on a CPU alone.
+        Its address stays, except if you gave the tensor yourself and then assign another value to the group. Write into it
+        outside of compiled code: torch 2.13 loses in-place writes to 0-dim float64 CPU tensors there. A write that does not
+        count up the tensor's version, as through ``.data``, reaches the steps, but the group shows it on a CPU only.
 
         Raises:
             KeyError, IndexError: there is no such hyperparameter or group.
@@ -363,9 +364,9 @@ class CompiledOptimizer(Declared, Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The parameter groups, which are dicts that check what they are given.
+        """The parameter groups: dicts that check the values that you assign.
 
-        Compiled code cannot read them: Dynamo writes into every group it reads, and knows plain dicts only.
+        Compiled code cannot read them: Dynamo supports only plain dicts as groups, and writes into every one that it reads.
         """
         refuse_tracing("param_groups", "read a hyperparameter with opt.hyperparameter(name, group), and set it outside")
         return self._engine.groups
@@ -374,15 +375,15 @@ class CompiledOptimizer(Declared, Optimizer):
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
         self._engine.groups = groups
 
-    defaults = _of_engine("defaults", "What groups take that lack it: the constructor's values.")
-    _opt_called = _of_engine("is_called", "Whether there was a step: torch's schedulers ask.")
+    defaults = _of_engine("defaults", "The constructor's values. A group takes from them what it does not set itself.")
+    _opt_called = _of_engine("is_called", "Whether a step was taken. torch's schedulers read this.")
 
     @property  # type: ignore[override]
     def state(self) -> OptimizerState:
-        """Parameter -> its state, a mapping of tensors by name. Any mapping of mappings can be assigned.
+        """A mapping from each parameter to its state, a mapping of tensors by name. Any mapping of mappings can be assigned.
 
-        Under other names in a parameter's state, and under keys that are no tensors, hooks and wrappers may keep anything:
-        it is saved, loaded, copied and pickled with the rest.
+        Hooks and wrappers may keep anything under other names in a parameter's state, and under keys that are no tensors. It
+        is saved, loaded, copied and pickled with the rest.
         """
         changes = self._engine.changes
         if not changes.is_state_handed_out:
@@ -408,8 +409,8 @@ class CompiledOptimizer(Declared, Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state in torch.optim's layout, with ``param_names`` where the parameters have names.
 
-        Hyperparameters are Python numbers, step counts and scalars copies on the CPU; buffers are the live tensors, as in
-        torch.optim: to come back to them later, copy the state dict deeply. Run-time flags have their defaults.
+        Hyperparameters are Python numbers. Step counts and other scalars are copies on the CPU. Other state tensors are the
+        live ones, as in torch.optim: keep their values with ``copy.deepcopy``. ``foreach`` and such have defaults.
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
@@ -434,33 +435,34 @@ class CompiledOptimizer(Declared, Optimizer):
         strict: bool = True,
         hyperparameters: Literal["checkpoint", "keep"] = "checkpoint",
     ) -> LoadReport:
-        """Copy a state dict into the live tensors: of this package, or of torch.optim's or optimi's optimizer of this name.
+        """Copy a state dict of this class, or of torch.optim's or optimi's class of the same name, into the live tensors.
 
-        Parameters are matched by name where both sides have names, whatever the order and grouping, else by position.
-        Prefixes that module wrappers insert do not matter where names stay different without them, and a tied parameter is
-        found under each of its names. Parameters without names take the checkpoint's ``param_names``, as in torch.optim.
-        Static choices and run-time flags stay the optimizer's own. A frozen parameter without state in the checkpoint keeps
-        what it has; any other starts anew. A step of another thread waits.
+        Parameters are matched by name, in any order and grouping, or by position if one side has no names. Prefixes of
+        module wrappers are ignored if names stay different without them. A tied parameter is found under each of its names.
+        Parameters without names take the checkpoint's ``param_names``, as in torch.optim. Options such as ``amsgrad`` and
+        ``foreach`` are not loaded. A parameter that the checkpoint lists without state is reset, but a frozen one keeps its
+        state. A step of another thread waits for the load.
 
-        State may come from other ``weights`` and ``state_dtype``: codes, numbers and what is beside weights become what
-        the optimizer's own choices say. Load the model first: what is beside a weight is converted for the weight as it is.
-        An optimizer that keeps nothing there reports it as mismatched, unless the weight has those bits itself; where the
-        checkpoint has nothing, what is there stays.
+        State that was saved with other ``weights`` and ``state_dtype`` is converted to the optimizer's. Load the model
+        first: the extra bits of a weight (remainder, compensation, master copy) are computed from the weight that is there.
+        An optimizer that cannot store these bits reports them as mismatched, unless the weight's dtype holds them. If the
+        checkpoint has no such bits, the optimizer's stay.
 
-        What hooks and wrappers keep in :attr:`state` is replaced by what they kept in the checkpoint, as in torch.optim: by
-        copies, on the device of the parameter whose state it is in, and in its dtype where both are floating point.
+        Entries that hooks and wrappers keep in :attr:`state` are replaced by copies of the checkpoint's, as in torch.optim:
+        on the device of their parameter, and in its dtype if both are floating point.
 
         Args:
             state_dict: as returned by :meth:`state_dict` or ``co.named_state_dict``. It is not modified.
             strict: raise unless every parameter and every state entry matches; otherwise load the intersection.
-            hyperparameters: ``"checkpoint"`` to take the checkpoint's values, ``"keep"`` to keep the groups'.
+            hyperparameters: ``"checkpoint"`` takes the checkpoint's values, ``"keep"`` keeps the present ones.
 
         Returns:
             The names that were missing, unexpected and mismatched; empty lists with ``strict``.
 
         Raises:
-            ValueError, TypeError: the checkpoint does not match, naming what; the optimizer is then unchanged. Only an
-                interrupt or an operator that fails while tensors are copied can leave part of a load; another mends that.
+            ValueError, TypeError: the checkpoint does not match; the message says where. The optimizer is then unchanged.
+                Only an interrupt or an operator that fails while tensors are copied can leave a partial load; load again
+                then.
         """
         with self._engine.lock:
             prepared = prepare_load(self, state_dict, strict, hyperparameters)
@@ -514,16 +516,16 @@ def _assigned(name: str, meaning: str) -> Any:
 
 
 for _name, _meaning in {
-    "max_grad_norm": "What the norm of all gradients is clipped to inside the step: None, a number or a 0-dim tensor.",
-    "grad_scale": "What a gradient scaler that calls the step multiplied the gradients by; it sets and deletes this.",
-    "found_inf": "Whether a gradient scaler that calls the step found an infinite gradient; it sets and deletes this.",
-    "skip_nonfinite": "Whether steps whose norm is NaN or infinite are skipped.",
+    "max_grad_norm": "The norm to which a step clips all gradients together: None, a number or a 0-dim tensor.",
+    "grad_scale": "The factor by which a gradient scaler scaled the loss. The scaler sets it for its step and deletes it.",
+    "found_inf": "Whether a gradient scaler found an infinite gradient. The scaler sets it for its step and deletes it.",
+    "skip_nonfinite": "Whether steps whose gradient norm is NaN or infinite are skipped.",
 }.items():  # after the class, which takes fields of these names out of its body
     setattr(CompiledOptimizer, _name, _assigned(_name, _meaning))
 
 
 def _group_entries(kind: type[Declared], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the constructor's ``options`` that groups hold: a choice that torch.optim lacks only where it was made."""
+    """The constructor's ``options`` that groups hold, without defaults of options that torch.optim lacks."""
     added = kind._added_choices()
     found = {name: options[name] for name in group_keys(kind) if name in options}
     scales = {scale.name for scale in kind._fields_of(Scale)}
@@ -532,7 +534,7 @@ def _group_entries(kind: type[Declared], options: Mapping[str, Any]) -> dict[str
 
 
 def _as_defaults(kind: type[Declared], options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[Any, Any]]]:
-    """:func:`_group_entries` with Python numbers for hyperparameters, and those that came in tensors with what they came as.
+    """:func:`_group_entries` with hyperparameters as Python numbers; and, for those given as tensors, number and tensors.
 
     Raises:
         TypeError, ValueError: a hyperparameter is no number, or out of range.
@@ -560,18 +562,18 @@ def _check_read(kind: type[Declared], options: Mapping[str, Any], groups: Sequen
 
 
 class ViewedOptimizer(CompiledOptimizer):
-    """An optimizer whose parameters stand for others, which are to be evaluated; a subclass has ``views``.
+    """An optimizer that evaluates other weights than it trains. A subclass defines the conversion as ``views``.
 
-    The entry ``train_mode`` of each group says which of them the parameters are. It is saved, and a load takes it from the
-    checkpoint: the model's parameters are to be loaded from the same one.
+    The entry ``train_mode`` of each group says whether the model holds the weights for training or for evaluation. It is
+    saved with the state and loaded from the checkpoint: load the model's parameters from the same checkpoint.
     """
 
     _modes = {TRAIN_MODE: True}
 
     def eval(self) -> None:
-        """Let parameters be those to evaluate and to save for use; a step is an error until :meth:`train`.
+        """Put the weights for evaluation into the parameters; a step is an error until :meth:`train`.
 
-        Parameters that never took a step stay as they are. What was rounded to 16 bits is rounded again, there and back.
+        Parameters that never took a step stay as they are. Each conversion of a 16-bit parameter rounds it again.
 
         Raises:
             RuntimeError: a CUDA graph is being captured, or a step of several micro-batches has not ended.
@@ -579,7 +581,7 @@ class ViewedOptimizer(CompiledOptimizer):
         self._show(train=False)
 
     def train(self) -> None:
-        """Let parameters be those to train, as they are at first; raises what :meth:`eval` does."""
+        """Put the weights for training back into the parameters. Raises what :meth:`eval` does."""
         self._show(train=True)
 
     @outside_dynamo
@@ -603,14 +605,14 @@ class ViewedOptimizer(CompiledOptimizer):
 
 
 def engine_of(optimizer: CompiledOptimizer) -> Engine:
-    """What runs the steps of ``optimizer``: for the rest of the package, which users have no need of."""
+    """The engine that runs the steps of ``optimizer``. For use in this package."""
     return optimizer._engine
 
 
 def prepare_load(
     optimizer: CompiledOptimizer, state_dict: Any, strict: bool, hyperparameters: Literal["checkpoint", "keep"]
 ) -> PreparedLoad:
-    """Check all of a load, after the hooks that come before it. The caller holds the engine's lock until it is written.
+    """Run the pre-hooks and check a whole load. The caller holds the engine's lock until the load is written.
 
     Raises:
         TypeError, ValueError: as :meth:`CompiledOptimizer.load_state_dict`.

@@ -31,51 +31,52 @@ def prepare_for_gradient_release(
     *,
     bucket_cap_mb: float | None = None,
 ) -> None:
-    """Let every backward update the parameters as soon as their gradients are whole, and free the gradients.
+    """Let every backward update parameters as soon as their gradients are complete, and then free the gradients.
 
-    The gradients of a model are then never all there at once. The training loop stays as it is::
+    So the gradients of a model are never all in memory at once. The training loop does not change::
 
         co.prepare_for_gradient_release(model, opt)
         for x in batches:
             loss_of(model(x)).backward()              # updates
             opt.step(); opt.zero_grad(); sched.step()
 
-    ``opt.step()`` ends a step: schedulers find it called as always. It also updates parameters whose gradient no backward
-    took: others than the model's, and those that were frozen here, until this is called again. ``opt.zero_grad()`` finds
-    nothing to do. Numbers are the same as without release, bit for bit where an optimizer works element by element, and so
-    are checkpoints; each backward uses the hyperparameters of its time. Several optimizers can each release their part of a
-    model. A copy of an optimizer, or an unpickled one, does not release. ``del opt`` ends it too.
+    Still call ``opt.step()``: it ends the step, and schedulers expect it. It also updates parameters of the optimizer that
+    are not released: those outside of the model, and those that were frozen when this was called (call this again after you
+    unfreeze them). Results and checkpoints are the same as without release, bit for bit if the optimizer works element by
+    element. Each backward uses the hyperparameters of the moment. Several optimizers can each release their parameters of a
+    model. A copied or unpickled optimizer does not release. ``del opt`` ends the release too.
 
-    A parameter is updated once per step, when all of its uses in one backward have added their part. So a step may consist
-    of several backwards through different parameters. After a backward that failed, also in an update, some parameters are
-    updated; call ``opt.zero_grad()`` before the next one. It is an error to use a parameter in a reentrant checkpoint
-    (``use_reentrant=True``) and outside of it: its gradient comes in parts. A forward that reads ``weight.data`` and
-    ``weight`` may get gradients at the updated value: autograd does not notice, as it does with ``weight.detach()``.
+    A parameter is updated once per step, when one backward has accumulated its gradient. So a step may have several
+    backwards through different parameters. If a backward or an update in it fails, some parameters are already updated; call
+    ``opt.zero_grad()`` before the next backward. A parameter that is used both in a reentrant checkpoint
+    (``use_reentrant=True``) and outside of it gets its gradient in two backwards, which is an error. If a forward uses both
+    ``weight.data`` and ``weight``, gradients may be computed from the updated weight; autograd notices that only for
+    ``weight.detach()``.
 
     Args:
-        model: the module. Parameters that require no gradient, or that ``optimizer`` has not, are left alone.
-        optimizer: any of this package with a rule, which is all but LBFGS.
-        ignore_existing_hooks: accept parameters that have post-accumulate-grad hooks of somebody else. Hooks run in the
-            order of their registration, so later ones may find no gradient.
-        bucket_cap_mb: how many MiB of whole gradients, counted as their parameters' size, wait for a common update; with 0
-            every parameter is updated by itself. None: 4, or a 32nd of all parameters if that is more.
+        model: the module. Its parameters that require no gradient, or that are not in ``optimizer``, are not released.
+        optimizer: any optimizer of this package but LBFGS and those that sum over all parameters, such as Prodigy.
+        ignore_existing_hooks: accept parameters that already have post-accumulate-grad hooks. Hooks run in the order of
+            their registration; a hook that is registered later may find no gradient.
+        bucket_cap_mb: gradients are collected until their parameters have this many MiB, and are then used in one update. 0
+            updates every parameter alone. None is 4 or a 32nd of all released parameters, whichever is more.
 
     Raises:
         TypeError: ``model`` is no module, ``optimizer`` none of this package, or ``bucket_cap_mb`` no number.
         ValueError: ``bucket_cap_mb`` is negative or NaN; the optimizer has no parameter of the model, or needs all gradients
             at once (``max_grad_norm``, ``skip_nonfinite``, ``differentiable=True``, LBFGS); another optimizer releases a
-            parameter; a parameter has hooks; the model is wrapped in DistributedDataParallel, which reduces gradients later
-            and keeps memory for all of them. Nothing is changed then.
+            parameter; a parameter has hooks; the model is wrapped in DistributedDataParallel, which reduces gradients after
+            backward and keeps memory for all of them. Nothing is changed then.
 
-    Later, ``ValueError`` is raised where ``max_grad_norm`` or ``skip_nonfinite`` is assigned, or a ``GradScaler`` steps.
-    ``RuntimeError`` is raised by a second backward through a parameter without ``opt.step()`` in between, as in gradient
-    accumulation, for which there is ``opt.optimizer_accumulation``, and by a step after DistributedDataParallel added
-    gradients. After those of scaler and DistributedDataParallel load model and optimizer again: the backward has moved
-    parameters, by gradients that were scaled, or of one process. Code between backward and step finds no gradients.
+    Afterwards, assigning ``max_grad_norm`` or ``skip_nonfinite``, and ``GradScaler.step``, raise ``ValueError``. A second
+    backward through a parameter without ``opt.step()`` in between raises ``RuntimeError``: accumulate with
+    ``opt.optimizer_accumulation``. So does a step after DistributedDataParallel added gradients. With GradScaler and
+    DistributedDataParallel the backward has already moved parameters, by scaled or unreduced gradients: load model and
+    optimizer again. Code that reads or clips gradients between backward and step finds none.
 
-    ``torch.compile`` of the model works; a compiled part hands over its gradients together. A function under
-    ``torch.compile`` that steps runs uncompiled, and with ``fullgraph=True`` it is an error. FSDP2 works: shard the model
-    first. ``co.CUDAGraphRunner`` captures a whole training step as always.
+    ``torch.compile`` of the model works; each compiled graph produces its gradients together. A function under
+    ``torch.compile`` that calls ``opt.step()`` runs uncompiled, or is an error with ``fullgraph=True``. FSDP2 works: shard
+    the model first. ``co.CUDAGraphRunner`` captures a whole training step as without release.
     """
     _check_module(model)
     if not isinstance(optimizer, CompiledOptimizer):
@@ -99,9 +100,9 @@ def prepare_for_gradient_release(
 
 
 def remove_gradient_release(model: nn.Module) -> None:
-    """Let backward leave the gradients of ``model`` to ``opt.step()`` again, whichever optimizers released them.
+    """End the gradient release of all optimizers for ``model``: ``opt.step()`` uses the gradients again.
 
-    Gradients that are there stay. A model without gradient release stays as it is.
+    Present gradients stay. Nothing happens for a model without gradient release.
 
     Raises:
         TypeError: ``model`` is no module.
@@ -126,7 +127,7 @@ def _check_module(model: Any) -> None:
 def _params_of(model: nn.Module, optimizer: CompiledOptimizer) -> dict[str, Tensor]:
     """The parameters of ``model`` that ``optimizer`` updates, by their names in the optimizer.
 
-    ``ValueError`` where it does not update them one by one, or something else than autograd makes their gradients whole.
+    ``ValueError`` if it does not update each from its own gradient alone, or if gradients are not complete after autograd.
     """
     kind = type(optimizer).__name__
     if not hasattr(optimizer, "_rule"):
@@ -177,9 +178,12 @@ _Waiting: TypeAlias = tuple[Tensor, torch.Stream | None]  # a parameter, and the
 class GradientRelease:
     """The updates of one optimizer inside of backward.
 
-    Autograd calls :meth:`take` for each parameter, on any of its threads. Whole gradients wait until they have more than
-    :attr:`cap` bytes together, or until the end of the backward; one call then updates their parameters. A step is what
-    happens between two calls of the object. It keeps neither parameters nor the optimizer alive.
+    Autograd calls :meth:`take` for each parameter, on any of its threads. Complete gradients wait until they have more than
+    :attr:`cap` bytes together, or until the end of the backward; then their parameters are updated together. A step lasts
+    from one call of the object to the next. A parameter that would be updated twice in a step is an error.
+
+    The hooks of the parameters hold this object, which keeps neither parameters nor optimizer alive. It does nothing once
+    the optimizer is deleted or has another object of this class.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -195,12 +199,12 @@ class GradientRelease:
 
     @property
     def engine(self) -> Engine | None:
-        """Of the optimizer; None where this does nothing any more."""
+        """The optimizer's engine; None if the optimizer is deleted, or has another object of this class."""
         engine = self._engine()
         return engine if engine is not None and engine.release is self else None
 
     def take(self, param: Tensor) -> None:
-        """Update ``param``, now or at the end of this backward, from its gradient, which is whole.
+        """Update ``param`` from its complete gradient, at once or later in this backward.
 
         Raises:
             RuntimeError: it was taken before in this step.
@@ -220,7 +224,7 @@ class GradientRelease:
                 raise RuntimeError(
                     f"'{_name(param, engine)}' was updated in backward and has another gradient before opt.step(): with "
                     "gradient release, call opt.step() after each backward, and do not accumulate gradients; after a "
-                    "backward that failed, call opt.zero_grad(); reentrant checkpoints are backwards of their own"
+                    "backward that failed, call opt.zero_grad(); a reentrant checkpoint counts as a separate backward"
                 )
             self._waiting[id(param)] = param, _current_stream(param.device)  # first, so that zero_grad() forgets all of it
             if not engine.accumulated.is_on:
@@ -234,9 +238,9 @@ class GradientRelease:
                 self._flush(engine)
 
     def __call__(self, given: Gradients) -> None:
-        """End a step: update what waits, and parameters that have a gradient which no backward has taken.
+        """End a step: update the parameters whose gradients wait, and those whose gradients no backward has used.
 
-        ``given`` are gradients that compiled code hands over: an error, since its backward ran no hooks.
+        Gradients that compiled code passes as ``given`` are an error, since its backward ran no hooks.
 
         Raises:
             RuntimeError: a parameter that was updated has a gradient again, or a graph or compiled code holds the step.
@@ -260,9 +264,9 @@ class GradientRelease:
         left = [p for p in params if p.grad is not None]
         if again := [p for p in left if id(p) in self._taken]:
             raise RuntimeError(
-                f"'{_name(again[0], engine)}' was updated in backward and then got a gradient: a backward failed, after "
-                "which opt.zero_grad() must come before the next one, or something goes on with whole gradients, as "
-                "DistributedDataParallel does, with which gradient release does not go; load model and optimizer again"
+                f"'{_name(again[0], engine)}' was updated in backward and then got a gradient: a backward failed and "
+                "opt.zero_grad() was not called before the next one, or something changes gradients after backward, such "
+                "as DistributedDataParallel, which does not work with gradient release; load model and optimizer again"
             )
         grads = engine.accumulated.with_zeros(params, [p.grad for p in params])
         if any(grad is not None for grad in grads):
@@ -271,7 +275,7 @@ class GradientRelease:
         self._forget()
 
     def _look_for_zero_grad(self, engine: Engine) -> None:
-        """Let a backward that failed, or its update, be followed by another one after ``opt.zero_grad()``."""
+        """Begin anew if ``opt.zero_grad()`` was called after a backward that failed."""
         if self._zeroed != engine.zeroed and (self._open or self._waiting):
             self._forget()
         self._zeroed = engine.zeroed
@@ -283,7 +287,7 @@ class GradientRelease:
 
     @quickly_outside_dynamo
     def _end(self, number: int) -> None:
-        """Update what waits at the end of a backward."""
+        """Update the waiting parameters at the end of a backward."""
         if (engine := self.engine) is not None:
             with engine.lock:
                 self._open.discard(number)
@@ -291,7 +295,7 @@ class GradientRelease:
 
     @torch.no_grad()
     def _flush(self, engine: Engine, *, ended: bool = False) -> None:
-        """Update what waits, and free its gradients. Where that is an error, it goes on waiting."""
+        """Update the waiting parameters and free their gradients. After an error they still wait."""
         refuse_whole(_WHERE, engine.assigned)
         places = engine.current().places
         waiting = [(param, stream) for at, (param, stream) in self._waiting.items() if at in places]
@@ -309,9 +313,9 @@ class GradientRelease:
 
     @contextlib.contextmanager
     def _after_streams(self, waiting: Sequence[_Waiting], *, stay: bool) -> Iterator[None]:
-        """Work on the gradients' streams, for which autograd waits, or ``stay`` on the current ones, if it has waited.
+        """Run on the streams that made the gradients, or on the current ones to ``stay`` there.
 
-        An update follows the one before, since it writes the same tables.
+        Each update waits for the update before it, since both write the same tables.
         """
         streams = dict(self._last)
         streams |= {param.device: stream for param, stream in waiting if stream is not None}

@@ -28,10 +28,10 @@ def no_recompiles(budget: int = 0) -> Iterator[None]:
     ``torch.compile``. What is compiled or captured for the first time is allowed.
 
     Args:
-        budget: how many recompilations and re-captures are allowed all the same, those of all optimizers together.
+        budget: how many recompilations and re-captures are allowed, counted over all optimizers.
 
     Raises:
-        RecompileError: naming what changed, with old and new value. The optimizer has not taken the step.
+        RecompileError: the message says what changed, with old and new value. The optimizer has not taken the step.
         ValueError: ``budget`` is negative.
     """
     if budget < 0:
@@ -53,17 +53,17 @@ class CompileReport:
     Attributes:
         optimizer: the class name.
         lowering: how its steps run: ``multi_tensor``, ``inductor``, ``stacked``, ``eager``, or several of them.
-        steps: how many steps it has taken, but for those in ``its own operations`` of compiled code.
+        steps: how many steps it has taken. Steps that are inlined in compiled code are not counted.
         kernels: the keys of the kernels its step calls.
-        compilations: the kernels that were compiled or loaded for it, in order, with the seconds that each took; those
-            that the process had already are not among them.
+        compilations: the kernels that were compiled or loaded for it, in order, with their seconds. Kernels that the process
+            already had are not listed.
         fallbacks: why anything runs uncompiled.
-        captures: why each graph of a ``co.CUDAGraphRunner``, or of the compiler's own, was captured; empty for a first one.
-        replays: how often such graphs were replayed.
-        table_refreshes: how often addresses in a kernel's table were written, which compiles nothing.
-        compiled_step: what code under ``torch.compile`` holds of its steps: ``its own operations``, or an operator, and why;
-            empty where no code was traced.
-        cache: the directory that keeps compiled C++ for other processes, or for this one where no other can be trusted.
+        captures: why each CUDA graph of a ``co.CUDAGraphRunner`` or of torch.compile was captured; "" for a first one.
+        replays: how often these graphs were replayed.
+        table_refreshes: how often a kernel's table of addresses was written again. That compiles nothing.
+        compiled_step: how a function under ``torch.compile`` holds its steps: as ``its own operations`` (inlined), or as an
+            operator and why; empty if no function was traced.
+        cache: the directory of compiled C++. Other processes use it too, unless no directory was safe to share.
     """
 
     optimizer: str
@@ -90,17 +90,17 @@ class CompileReport:
 
     @property
     def loaded(self) -> int:
-        """How many of them came from the cache, where another process had compiled them."""
+        """How many of these kernels came from the cache, where another process had put them."""
         return sum(c.loaded for c in self.compilations)
 
     @property
     def recompiles(self) -> int:
-        """How many of them were compiled after the first step."""
+        """How many of these kernels were compiled after the first step."""
         return sum(bool(c.cause) for c in self.compilations)
 
     @property
     def seconds(self) -> float:
-        """The time spent compiling and loading, with what had to be imported for that."""
+        """The time spent compiling and loading, with the imports needed for that."""
         return sum(c.seconds for c in self.compilations)
 
     def __str__(self) -> str:
@@ -127,7 +127,7 @@ class CompileReport:
 
 
 def compile_report(optimizer: CompiledOptimizer) -> CompileReport:
-    """The report for ``optimizer``.
+    """Report what was compiled for ``optimizer``.
 
     Raises:
         TypeError: ``optimizer`` is not one of this package.
@@ -151,16 +151,16 @@ def compile_report(optimizer: CompiledOptimizer) -> CompileReport:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """The bytes that training with an optimizer takes on this process, without activations and what autograd keeps.
+    """The bytes that training with an optimizer takes on this process, without the tensors that autograd saves.
 
     Attributes:
         optimizer: the class name.
-        elements: how many numbers the parameters have, of DTensors this process's part.
+        elements: how many elements the parameters have. Of a DTensor the local shard counts.
         weights: bytes of the parameters.
-        gradients: bytes of the gradients that are there now.
-        state: bytes of the state by entry, such as ``exp_avg``; what a parameter's own dtype cannot hold is under
+        gradients: bytes of the present gradients.
+        state: bytes of the state by entry, such as ``exp_avg``. Bits that a parameter's dtype lacks are under
             ``kahan_comp``, ``remainder`` or ``master_param``.
-        tables: bytes of all else that steps read and write: addresses, coefficients, hyperparameters.
+        tables: bytes of everything else that steps read and write: addresses, coefficients, hyperparameters.
     """
 
     optimizer: str
@@ -195,7 +195,7 @@ class MemoryReport:
 
 
 def memory_report(optimizer: CompiledOptimizer) -> MemoryReport:
-    """The report for ``optimizer``, as it is now: gradients that ``zero_grad`` dropped take nothing.
+    """Report the bytes that ``optimizer`` takes now. Gradients that ``zero_grad`` set to None take nothing.
 
     Raises:
         TypeError: ``optimizer`` is not one of this package.

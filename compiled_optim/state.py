@@ -463,7 +463,7 @@ def stored_part(entries: Mapping[str, Any]) -> str | None:
     """Which of :data:`PARTS` is in ``entries``; ``ValueError`` where several are."""
     stored = [name for name in PARTS if name in entries]
     if len(stored) > 1:
-        raise ValueError(f"it has both {' and '.join(stored)}, and a weight has one of them")
+        raise ValueError(f"it has both {' and '.join(stored)}, but a weight has at most one of them")
     return stored[0] if stored else None
 
 

@@ -64,20 +64,22 @@ def _labeling(label: str) -> Iterator[None]:
 
 
 def named_state_dict(optimizer: Optimizers) -> dict[str, Any]:
-    """The state dict with parameter names for keys, of one optimizer or of several together.
+    """A state dict whose keys are parameter names, of one optimizer or of several together.
 
     ``{"state": {"fc.bias": {...}}, "param_groups": [{"params": ["fc.bias"], "lr": ...}]}``. Prefixes that module wrappers
-    insert are removed. Values are those of :meth:`CompiledOptimizer.state_dict`, so ``torch.distributed.checkpoint`` can
-    save it, and load into it, as it is.
+    insert are removed. Values are as in :meth:`CompiledOptimizer.state_dict`, so ``torch.distributed.checkpoint`` can save
+    this dict and load into it.
+
+    Several optimizers must have different parameters, such as Muon the matrices and AdamW the rest. Their groups follow each
+    other in ``"param_groups"``. ``"optimizers"`` lists the optimizers' names, and ``"optimizer"`` in a group is the index of
+    its optimizer in that list.
 
     Args:
-        optimizer: the optimizer, or a list of several for different parameters, such as Muon for the matrices of a model and
-            AdamW for the rest. Of a list it has the groups one after another: ``"optimizers"`` lists the optimizers' names,
-            and ``"optimizer"`` in a group is the index of its optimizer in that list.
+        optimizer: the optimizer, or a list of several.
 
     Raises:
-        ValueError: the optimizers' parameters have no names, or two of them the same; or a parameter is in two optimizers,
-            or one of several keeps state under the key of no parameter, or has a group with an entry ``"optimizer"``.
+        ValueError: parameters have no names, or two have the same; or a parameter is in two optimizers; or, of several
+            optimizers, one has state under a key that is no parameter, or a group with an entry ``"optimizer"``.
     """
     if isinstance(optimizer, CompiledOptimizer):
         return named(optimizer.state_dict())
@@ -111,21 +113,21 @@ def load_named_state_dict(
 ) -> LoadReport:
     """Copy a state dict keyed by parameter name into the live tensors; see :meth:`CompiledOptimizer.load_state_dict`.
 
-    Several optimizers get what their parameters have in it, whichever optimizer had them when it was saved, if its kind of
-    state fits: all of them, or where something does not fit none.
+    Each of several optimizers loads the state of its parameters, even if another optimizer saved it, if it has the same
+    entries. Either all optimizers load, or none does.
 
     Args:
         optimizer: the optimizer, or a list of several for different parameters.
-        state_dict: of :func:`named_state_dict`, whether of one optimizer or of several.
+        state_dict: from :func:`named_state_dict`, for one optimizer or for several.
         strict: as for :meth:`CompiledOptimizer.load_state_dict`.
-        hyperparameters: as there.
+        hyperparameters: as for :meth:`CompiledOptimizer.load_state_dict`.
 
     Returns:
-        What was missing, unexpected and mismatched, of all optimizers together.
+        The names that were missing, unexpected and mismatched, of all optimizers together.
 
     Raises:
-        ValueError, TypeError: a parameter on either side has no name, or as :meth:`CompiledOptimizer.load_state_dict`. No
-            optimizer is changed then.
+        ValueError, TypeError: a parameter of the optimizer or the checkpoint has no name, or as
+            :meth:`CompiledOptimizer.load_state_dict`. No optimizer is changed then.
     """
     state_dict = read(state_dict)
     is_one, labeled = isinstance(optimizer, CompiledOptimizer), _labeled(optimizer)
@@ -190,19 +192,19 @@ def _parts(optimizers: Sequence[CompiledOptimizer], saved: Mapping[str, Any]) ->
 
 
 def optimi_state_dict(optimizer: CompiledOptimizer) -> dict[str, Any]:
-    """A state dict that optimi's optimizer of the same name loads, with which it goes on as ``optimizer`` does.
+    """A state dict for optimi's optimizer of the same name, with which training continues as with ``optimizer``.
 
     For SGD, Adam, AdamW, RAdam, Lion, Adan, StableAdamW and Ranger of optimi 0.3. Its tensors are copies, which optimi can
-    write into. optimi's plain loops then run, with the choices that are saved here and not those of its constructor. Loading
-    goes the other way without a call: :meth:`CompiledOptimizer.load_state_dict` takes what optimi saves.
+    write into. optimi takes its options from this dict instead of its constructor's arguments, and runs its for-loop
+    implementation. In the other direction, :meth:`CompiledOptimizer.load_state_dict` loads optimi's state dicts.
 
-    Codes of 8 bits become numbers, and what a weight's own dtype cannot hold becomes ``kahan_comp``, in that dtype. What is
-    not part of a group, such as ``max_grad_norm``, does not go along. RAdam's ``eps`` means something else in optimi
-    for as long as its second bias correction is not 1: there it is added to the corrected root.
+    8-bit codes are decoded. The bits that a weight's dtype lacks become ``kahan_comp``, in that dtype. ``max_grad_norm`` and
+    other options outside of groups are not in it. optimi's RAdam adds ``eps`` after the second bias correction, and this
+    package before it: the steps differ until that correction is 1.
 
     Raises:
-        ValueError: optimi has no such optimizer or option, or it cannot count as here: the parameters of a group took
-            different numbers of steps where it counts them; or ``weights`` are rounded at random.
+        ValueError: optimi has no such optimizer or option; or ``weights`` is ``"stochastic"``; or the parameters of a group
+            have different step counts, and optimi has one for the group.
     """
     saved = optimizer.state_dict()
     kind = type(optimizer)
@@ -244,21 +246,22 @@ class _SplitWeight(NamedTuple):
 @outside_dynamo
 @torch.no_grad()
 def full_precision_state_dict(model: nn.Module, optimizer: Optimizers) -> dict[str, Any]:
-    """The state dict of a model, with weights in float32 where an optimizer keeps more bits of them than the model has.
+    """The state dict of a model, with float32 weights where an optimizer keeps more bits than the 16-bit parameter has.
 
-    ``torch.save(co.full_precision_state_dict(model, opt), path)`` writes what a model in float32 loads. Those weights are
-    copies: of all 32 bits with ``weights="split16"`` and ``"master"``, of 24 with ``"split8"``, and of at least as many with
-    ``"kahan"``; in float16 below 2**-14, only ``"master"`` has them all. Everything else is as in ``model.state_dict()``.
-    A parameter with several names is one tensor under all of them; DTensors stay DTensors.
+    ``torch.save(co.full_precision_state_dict(model, opt), path)`` writes a file that a float32 model loads. The float32
+    weights are copies. They have all 32 bits with ``weights="split16"`` and ``"master"``, and at least 24 with ``"split8"``
+    and ``"kahan"``. float16 weights below 2**-14 have all bits only with ``"master"``. Everything else is as in
+    ``model.state_dict()``: buffers, frozen parameters, rounded parameters. A tied parameter is one tensor under all its
+    names; DTensors stay DTensors.
 
     Args:
-        model: the module; one that wraps it gives names with its prefixes, as its own ``state_dict()`` does.
-        optimizer: the optimizer, or a list of several for different parameters, which may have others than the model's.
+        model: the module. The names are those of ``model.state_dict()``, with the prefixes of a wrapper.
+        optimizer: the optimizer, or a list of several for different parameters. Parameters of other models are ignored.
 
     Raises:
         TypeError: ``model`` is no module, or ``optimizer`` none of this package.
-        ValueError: no parameter of the model is in the optimizer, or a parameter is in two optimizers; or a hook of
-            the model gives another name or shape to one of those weights in its state dict, or leaves it out.
+        ValueError: no parameter of the model is in the optimizer, or a parameter is in two optimizers; or a state-dict hook
+            of the model renames, reshapes or omits one of the float32 weights.
     """
     with _split_weights(model, optimizer) as split:
         entries = _entries(model, split)
@@ -272,23 +275,23 @@ def full_precision_state_dict(model: nn.Module, optimizer: Optimizers) -> dict[s
 @outside_dynamo
 @torch.no_grad()
 def load_full_precision_state_dict(model: nn.Module, optimizer: Optimizers, state_dict: Mapping[str, Any]) -> None:
-    """Load weights in float32 into a model and what its optimizers keep beside it, as much of them as both can hold.
+    """Load float32 weights into a model and into the extra bits that its optimizers keep of 16-bit parameters.
 
-    It takes what :func:`full_precision_state_dict` gives, or the state dict of the same model in float32. All of it is
-    copied, buffers too, into the tensors that are there; the rest of the optimizers' state stays as it is. A checkpoint that
-    an optimizer saved together with these weights may be loaded before this, or after it where both optimizers have the same
-    ``weights=``: what it has beside the weights belongs to the same numbers of 16 bits then.
+    The weights are rounded to the bits that model and optimizer can hold together. All entries, buffers too, are copied into
+    the existing tensors; other state of the optimizers does not change. Load an optimizer's checkpoint that was saved with
+    these weights before you call this. If the saved optimizer had the same ``weights=``, you may also load it afterwards:
+    its extra bits belong to the same 16-bit parameters.
 
     Args:
         model: the module.
         optimizer: as for :func:`full_precision_state_dict`.
-        state_dict: an entry for each of ``model.state_dict()``, and no others. It is not modified. A tensor in place of a
-            DTensor must be whole, and the same on every process.
+        state_dict: from :func:`full_precision_state_dict`, or of the same model in float32, with the keys of
+            ``model.state_dict()``. It is not modified. A full tensor may replace a DTensor if it is equal on every process.
 
     Raises:
         TypeError: as :func:`full_precision_state_dict`, or ``state_dict`` is no dict.
-        ValueError: an entry is missing, unexpected, or not what it must be, such as of another shape; nothing is changed
-            then. Or as :func:`full_precision_state_dict`.
+        ValueError: an entry is missing, unexpected, or has for example another shape; or as
+            :func:`full_precision_state_dict`. Nothing is changed then.
     """
     with _split_weights(model, optimizer) as split:
         if not isinstance(state_dict, Mapping):

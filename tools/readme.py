@@ -119,10 +119,10 @@ def _against(ours: Row, theirs: Row, mark: str = "") -> list[str]:
 
 
 _WORKLOADS = {
-    "gpt2-124m": "GPT-2's 148, 124 million numbers",
-    "small-1000": "1000 of 4096 numbers",
-    "small-148": "148 of 4096 numbers",
-    "tiny-10": "10 of 16 numbers",
+    "gpt2-124m": "GPT-2's 148 tensors, 124 million elements",
+    "small-1000": "1000 tensors, 4096 elements each",
+    "small-148": "148 tensors, 4096 elements each",
+    "tiny-10": "10 tensors, 16 elements each",
 }
 
 
@@ -152,9 +152,9 @@ def summary() -> str:
     where = [_conditions(times["adamw", "gpt2-124m"][_OURS]) for times in (gpu, cpu)]
     small = _conditions(next(row for row in memory if not _is_gpu(row)))
     text = f"""
-        Medians; each step has gradients in new tensors. Times of the second table are shares of {_FUSED}'s in float32.
+        Medians; each step gets its gradients in new tensors. Times in the second table are relative to {_FUSED} in float32.
         GPU: {where[0]} (patched for that torch). CPU: {where[1]}; second table: {small}. Later revisions were not measured.
-        *By hand. [perf](perf/README.md) has all.
+        *Measured by hand. [perf](perf/README.md) has all measurements.
     """
     return "\n\n".join([steps, _grid(head, stored), _paragraphs(text)])
 
@@ -172,7 +172,7 @@ def speed_table() -> str:
                 name = min(theirs, key=lambda name: float(theirs[name]["p50"]))
                 figures = _against(entrants[_OURS], theirs[name])
                 others.append([optimizer, workload, *figures, name.removeprefix("torch ")])
-        head = ["step", "workload", _OURS, "the fastest of torch.optim", "ratio", "it is"]
+        head = ["step", "workload", _OURS, "the fastest of torch.optim", "ratio", "which one"]
         last = max((row for entrants in times.values() for row in entrants.values()), key=lambda row: row["date"])
         parts += [_grid(["AdamW step", _OURS, _FUSED, "ratio"], rows), _grid(head, others, 2)]
         parts.append(f"{_conditions(last)};\nmedians from `perf/results/step.csv`.")
@@ -185,14 +185,14 @@ def gpu() -> str:
     moved = {tuple(r["metric"].split(", ")): f"{float(r['p50']):.0f}" for r in reversed(speeds)}  # the first run has all
     kinds, dtypes = ("step", "clipped step", "copy"), ("float32", "bfloat16")
     bandwidth = _grid(
-        ["GB/s, half a billion numbers", *kinds], [[dtype, *(moved[kind, dtype] for kind in kinds)] for dtype in dtypes]
+        ["GB/s, half a billion elements", *kinds], [[dtype, *(moved[kind, dtype] for kind in kinds)] for dtype in dtypes]
     )
     first = {(r["workload"], r["metric"]): float(r["p50"]) for r in _measured("first_step") if _is_gpu(r)}
     fresh, warm = (max(t for (_, metric), t in first.items() if metric == f"both, {c} cache") for c in ("fresh", "warm"))
     begin = f"""
-        Construction and first step take at most {fresh:.1f} s with an empty cache, and {warm:.1f} s with a full one
-        (`first_step.csv`, `bandwidth.csv`). The other figures are from `by_hand.csv`: ms of wall clock with the wait for the
-        device, and us of the host alone.
+        Construction and first step take at most {fresh:.1f} s with an empty cache, and {warm:.1f} s with a filled one
+        (`first_step.csv`, `bandwidth.csv`). The other figures are from `by_hand.csv`: ms until the device is done, and us
+        until the call returns.
     """
     steps = _measured("by_hand", metric="step, with the wait for the device")
     host = _measured("by_hand", metric="host time of a step")
@@ -243,9 +243,9 @@ def schedulers() -> str:
     ratios = {r["metric"]: float(r["ratio"]) for r in rows}
     special, ratio = ours.pop("OneCycleLR"), ratios.pop("OneCycleLR")
     return _paragraphs(f"""
-        Over 24 groups a step of a scheduler takes {min(ours.values()):.0f} to {max(ours.values()):.0f} us on the host,
-        {min(ratios.values()):.1f} to {max(ratios.values()):.1f} times torch.optim's, and OneCycleLR {special:.0f} us,
-        {ratio:.1f} times ({_conditions(rows[-1])}; `perf/results/schedulers.csv`).
+        With 24 groups, a scheduler's step takes {min(ours.values()):.0f} to {max(ours.values()):.0f} us on the host. This is
+        {min(ratios.values()):.1f} to {max(ratios.values()):.1f} times as long as with torch.optim. OneCycleLR takes
+        {special:.0f} us, {ratio:.1f} times as long ({_conditions(rows[-1])}; `perf/results/schedulers.csv`).
     """)
 
 
@@ -257,7 +257,7 @@ def convergence() -> str:
         worst[row["workload"]] = max(worst.get(row["workload"], 0.0), float(row["p50"]))
     said = " and ".join(f"{bound:.4f} on {task}" for task, bound in worst.items())
     return _paragraphs(f"""
-        Low precision ends at most so many nats above float32: {said} (one-sided, 95 %, over {rows[0]["n"]} seeds;
+        The final loss in low precision exceeds float32's by at most {said} (nats; one-sided, 95 %, {rows[0]["n"]} seeds;
         {_conditions(rows[-1])}; `perf/results/convergence.csv`).
     """)
 
@@ -271,9 +271,10 @@ def tested() -> str:
     return _paragraphs(f"""
         On a GPU ({_conditions(rows[0])}, patched for that torch) {count["passed"]} tests passed, {count["failed"]} failed,
         and {count["not reached"]} were not reached; {count["skipped for want of a second GPU"]} need two GPUs. The failures
-        were Lion and Ranger with `lowering="inductor"`, whose updates were wrong. This is mended, and tested without a GPU.
-        One of two tests of times failed: a replay took the host {replay["p50"]} us. After 5 steps {most["workload"]} were at
-        most {most["p50"]} from torch.optim, Muon {muon["p50"]}. Later revisions have not run on a GPU.
+        were Lion and Ranger with `lowering="inductor"`, whose updates were wrong. This is fixed, and tested without a GPU.
+        One of two tests of speed failed: a replay took the host {replay["p50"]} us, more than its limit. After 5 steps,
+        parameters of {most["workload"].removesuffix(" but Muon")} differed by at most {most["p50"]} from torch.optim's,
+        and with Muon by {muon["p50"]}. Later revisions have not run on a GPU.
     """)
 
 
@@ -330,17 +331,17 @@ def choice() -> str:
     last = {r["competitor"]: r for r in _measured("training_step", metric="training step, default")}
     step = {name: f"{_time(row)} ms" for name, row in last.items()}
     return _paragraphs(f"""
-        Leave it at `"auto"`. `"multi_tensor"` is {launches["multi_tensor"]} launches for GPT-2's 148 tensors on a GPU. It is
-        compiled in {seconds["multi_tensor"]} and follows every change. In a function that you compile it is one operator;
-        its host's half runs each time outside of CUDA graphs.
+        Leave it at `"auto"`. A step of AdamW with `"multi_tensor"` has {launches["multi_tensor"]} launches for GPT-2's 148
+        tensors on a GPU. It compiles in {seconds["multi_tensor"]}, and changes of groups or numbers compile nothing. In a
+        function that you compile, the step is one operator, whose Python runs at every call, except in a CUDA graph.
 
-        Take `"inductor"` if the step shall be operations of your compiled function. The compiler fuses them with others, and
-        the host has nothing to do. The step is then {launches["inlined"]} launches, compiled in {seconds["inlined"]}
-        ({seconds["torch"]} for torch.optim's AdamW). The function is traced again when groups, state or the set of gradients
-        change, but not when numbers do. Take `"eager"` for derivatives through a step, or to look into one.
+        Take `"inductor"` to have the step inlined into your compiled function. The compiler can then fuse its operations
+        with others, and no Python runs. The step then has {launches["inlined"]} launches, and compiles in
+        {seconds["inlined"]} ({seconds["torch"]} for torch.optim's AdamW). The function is traced again when groups, state or
+        the set of gradients change, but not when numbers do. Take `"eager"` for derivatives through a step, or to debug one.
 
         On a CPU a compiled training step of the demo's model takes {step[_OURS]} with the operator, {step[_INDUCTOR]} with
-        the step's operations inlined, and {step[_FOREACH]} with torch.optim's ({_conditions(last[_OURS])}; medians from
+        the step inlined, and {step[_FOREACH]} with torch.optim ({_conditions(last[_OURS])}; medians from
         `perf/results/training_step.csv`).
     """)
 

@@ -52,7 +52,7 @@ def watching_zero_grad(engines: Sequence[Engine]) -> Iterator[set[Tensor]]:
 
 
 def _seen(grad: Tensor | None) -> tuple[weakref.ref[Tensor] | None, int]:
-    """What tells whether a gradient was replaced or written since."""
+    """A value that changes when a gradient is replaced or written."""
     return (None, 0) if grad is None else (weakref.ref(grad), grad._version)
 
 
@@ -164,18 +164,18 @@ class LiveAutograd:
         self.adopt(p for p in params if p not in self._through)
 
     def allow_capture(self, params: Mapping[Tensor, str]) -> bool:
-        """Whether a capture finds no node from elsewhere but those that the last call has shown to let go.
+        """Whether all autograd nodes that were made outside of the runner are ones that the last call released.
 
         Raises:
-            RuntimeError: a node lives that lived through the last call; ``params`` has the name of its parameter.
+            RuntimeError: a node is still held that was held through the last call; ``params`` has its parameter's name.
         """
         live = self._held(params)
         held = [f"'{name}'" for param, name in params.items() if param in live & self._through]
         if held:
             raise RuntimeError(
-                f"a loss, or what else depends on {first_three(held)}, is kept from an uncaptured step with its "
-                "autograd graph, through which no CUDA graph can record a backward pass: detach() it before it is kept. "
-                "DistributedDataParallel keeps such a graph; wrap the model on a stream that the runner gets as stream="
+                f"a tensor that depends on {first_three(held)}, such as the loss, still holds the autograd graph of an "
+                "uncaptured step, so that no backward pass can be captured: detach() it before you keep it. "
+                "DistributedDataParallel keeps such a graph; wrap the model on a stream, and pass stream= to the runner"
             )
         return live <= self._let_go
 

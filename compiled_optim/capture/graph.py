@@ -174,7 +174,7 @@ class Run:
         if self._left == 0:
             raise RuntimeError(
                 f"CUDAGraphRunner would capture its graph again, after {self._recaptures} times: {cause}; "
-                "keep that as it is between calls, or allow more recaptures"
+                "avoid this change between calls, or pass a larger recaptures="
             )
         self._common_device()
         spend(f"CUDAGraphRunner would capture its graph again: {cause}")

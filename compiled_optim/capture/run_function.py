@@ -125,7 +125,7 @@ class FunctionRun(Run):
         return outputs
 
     def _is_settled(self) -> bool:
-        """Whether a capture would find what the call before left, and no step would be derived anew.
+        """Whether a capture would find gradients and parameters as the last call left them, and would rebuild no step.
 
         It is an error if somebody keeps the graph of an uncaptured step, since no capture is possible then.
         """
@@ -217,7 +217,7 @@ class RecordedStep:
         if None in self._keys:
             raise RuntimeError("the function changes groups or state of its optimizers; do that outside of it")
         if change := self._guards.change():
-            raise RuntimeError(f"the function itself changes what every replay would find as it was: {change}")
+            raise RuntimeError(f"the function changes in Python what a replay cannot change again: {change}")
         self._gradients.accept()
 
     def undo(self) -> None:
@@ -226,7 +226,7 @@ class RecordedStep:
         self._guards.put_back()
 
     def change(self) -> str:
-        """What the graph cannot follow, with old and new value; empty if there is nothing."""
+        """The change that the graph cannot follow, with old and new value; empty if there is none."""
         change = self._guards.change()
         if change or (self._gradients.repeats and self._guards.gradients == self._settled):
             return change
@@ -339,7 +339,7 @@ class StaticInputs:
 def _check_kind(name: str, leaf: Any) -> None:
     if isinstance(leaf, Tensor):
         if leaf.requires_grad:
-            raise ValueError(f"{name} requires grad, and a copy of it would get the gradient; pass its detach()")
+            raise ValueError(f"{name} requires grad, but the runner's copy would get the gradient; pass its detach()")
     elif not isinstance(leaf, CONSTANTS):
         raise TypeError(f"{name} must be a tensor, a number, a string or None, got {type(leaf).__name__}")
 

@@ -1,8 +1,8 @@
 """Optimizer steps and whole training steps as CUDA graphs that follow the training.
 
-A graph repeats what was recorded with the addresses it had then. Kernels of this package read the addresses of gradients
-and hyperparameters from tables, which are brought up to date before a replay; whatever a table cannot follow makes the
-runner capture again, or refuse. It never replays what is stale.
+A graph replays kernels with the addresses of its capture. Kernels of this package read the addresses of gradients and
+hyperparameters from tables, which are updated before a replay. After a change that no table can express, the runner captures
+again or raises. It never replays a stale graph.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ class CUDAGraphRunner:
     new tensors, absent or at other addresses in every step. ``CUDAGraphRunner(train_step, optimizers=opt)`` runs a function
     with forward, backward, step and ``zero_grad``: ``runner(*inputs)`` copies the inputs in and replays.
 
-    N calls are N updates: the first ``warmup`` calls run as usual, then one is captured and replayed. Hyperparameters may be
-    assigned or written in place between calls, schedulers called, checkpoints loaded and steps taken outside of the runner.
-    What a graph cannot follow, such as a parameter that moved, a group that was added, clipping switched on or another
-    number of entries in a sparse gradient, takes one call that runs as usual, and is captured again in the next.
+    N calls are N updates: the first ``warmup`` calls run without a graph, the next one is captured and replayed. Between
+    calls you may assign hyperparameters or write them in place, call schedulers, load checkpoints and take steps outside of
+    the runner. After a change that a graph cannot follow, such as a moved parameter, a new group, clipping switched on or
+    another number of entries in a sparse gradient, the next call runs without a graph, and the call after it captures again.
 
-    In a captured function everything but tensors is as it was in the capture: its Python runs no more. Gradients that it
-    drops first, with ``zero_grad(set_to_none=True)`` of one of the optimizers, are None in the capture from the start; those
-    that it leaves are memory of the graph, which the next call writes. Schedulers belong outside; inputs are tensors of the
-    first call's shapes, and a number among them that changes is captured again. Other modules and buffers, ``train()``,
-    ``eval()``, ``requires_grad`` and autocast are noticed in the modules the function refers to: by closure, default, global
-    or attribute of the object it is bound to.
+    Replays do not run the function's Python: only tensors change. Gradients that remain after a call are memory of the
+    graph, which the next call overwrites. Gradients that the function drops at its start, with
+    ``zero_grad(set_to_none=True)`` of one of the optimizers, are None when the capture begins. Call schedulers outside of
+    the function. Input tensors keep the first call's shapes; a changed number among the inputs is captured again. So are
+    replaced modules and buffers, ``train()``, ``eval()``, ``requires_grad`` and autocast, in modules that the function
+    refers to by closure, default, global or attribute of ``self``.
 
-    The step alone of an optimizer that works on whole tensors or sparse gradients copies the gradients to memory of the
-    graph first. L-BFGS calls its closure in a step, so that only a function can be captured, with ``fixed_iterations``.
+    ``CUDAGraphRunner(opt)`` first copies the gradients into the graph's memory for Adafactor, Muon and SparseAdam. L-BFGS
+    calls its closure in a step: give the runner a function, and ``fixed_iterations`` to the optimizer.
 
-    Where there are no CUDA graphs, everything runs uncaptured, which is said once, with equal checks and results.
+    Without CUDA, everything runs uncaptured, with the same checks and results; one warning says so.
 
     Args:
         target: an optimizer, or a function that steps ``optimizers`` exactly as often in every call.
         optimizers: every optimizer that the function steps.
         warmup: how many calls run as usual before the first capture; at least 1.
-        recaptures: how many stale graphs may be replaced before it is an error.
-        modules: the modules that the function reads, where it does not refer to them itself.
-        clone_outputs: return copies of the function's tensors. Otherwise they are the graph's own memory, which the next
-            call overwrites. Either way they are detached.
+        recaptures: how many times a stale graph is replaced. One more is a ``RuntimeError``.
+        modules: modules that the function uses without referring to them as above.
+        clone_outputs: return copies of the function's output tensors. False returns memory of the graph, which the next call
+            overwrites. Outputs are detached in both cases.
 
     Raises:
         TypeError: an argument is not what its description says.
@@ -100,7 +100,7 @@ class CUDAGraphRunner:
 
         Raises:
             TypeError: the runner holds a whole training step.
-            RuntimeError: it was released, or its graph is stale more often than ``recaptures`` allows, naming what changed.
+            RuntimeError: the runner was released, or needs more captures than ``recaptures`` allows; names what changed.
             RecompileError: the graph is stale inside ``no_recompiles``. The step was not taken.
         """
         run = self._alive()
@@ -125,7 +125,7 @@ class CUDAGraphRunner:
         return run(args, kwargs)
 
     def release(self) -> None:
-        """Free the graph and its memory; also done at exit and with the last reference. The runner is of no use then.
+        """Free the graph and its memory, and end the runner. The end of a ``with`` block and deletion do so too.
 
         Gradients and outputs that somebody holds stay valid.
         """
@@ -133,7 +133,7 @@ class CUDAGraphRunner:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Those of the optimizer whose step the runner holds."""
+        """The parameter groups of the optimizer whose step the runner holds."""
         if not isinstance(self._run, StepRun):
             raise AttributeError("param_groups")
         return self._run.optimizer.param_groups

@@ -64,12 +64,11 @@ _CODED = code_name(""), scale_name("")  # how the names of codes and their scale
 
 
 class LoadReport(NamedTuple):
-    """What a load left out: names in the optimizer only, in the checkpoint only, and in both but unlike each other.
+    """The names that a load left out: ``missing`` in the checkpoint, ``unexpected`` in it, or ``mismatched``.
 
-    State that belongs to no parameter of the checkpoint is ``unexpected`` too. A parameter that is ``missing``, or
-    ``mismatched`` in one entry of its state, keeps all the state that it has: in a new optimizer it starts anew, at step 0.
-    A hyperparameter that is ``mismatched`` keeps the optimizer's value. What hooks and wrappers keep in the state, under
-    names that no optimizer gives, is loaded and not reported.
+    State that belongs to no parameter of the checkpoint is ``unexpected`` too. A parameter that is ``missing``, or has one
+    ``mismatched`` entry, keeps its whole state: in a new optimizer it starts at step 0. A ``mismatched`` hyperparameter
+    keeps the optimizer's value. Entries of hooks and wrappers, whose names no optimizer uses, are loaded and not reported.
     """
 
     missing: list[str]
@@ -235,7 +234,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def check_state(declaration: Declaration, load: PreparedLoad, known: Collection[str]) -> None:
-    """Find what to copy into state once the groups have their values, and report what does not fit, by parameter name.
+    """Find what to copy into the parameters' state for the groups' new values; report what does not fit, by parameter name.
 
     A parameter takes nothing if one of its entries cannot be loaded. An entry that only another optimizer has does not fit;
     what fits is taken. ``known`` are the names of entries that an optimizer gives.
@@ -321,10 +320,10 @@ def _values(form: StateForm, saved: Mapping[str, Any]) -> Values:
 def _copies(form: StateForm, live: Mapping[str, Any], new: dict[Any, Any], values: Values, initial: Values) -> Copies:
     """What to copy of ``values`` into ``live``, the state of a parameter, and into ``new``, which gets what that lacks.
 
-    Without ``values``, the parameter never took a step when the checkpoint was saved, and its state starts anew. So it does
-    where the state dict was not copied then, and its buffers are the live ones, which steps have changed. A tensor that a
-    differentiable step recorded is replaced, as such a step does. The part of a weight stays if ``values`` do not have it:
-    a step knows whether it fits the parameter.
+    Without ``values``, the parameter had taken no step when the checkpoint was saved, and its state is reset; also if the
+    state dict holds the live buffers, which later steps have changed. A tensor that autograd recorded in a differentiable
+    step is replaced. Extra bits of a weight (:data:`PARTS`) stay if ``values`` have none: a step checks whether they fit the
+    parameter.
     """
     fields = {b.name: b for b in form.declaration.buffers}
     if values:
@@ -354,8 +353,8 @@ def _copies(form: StateForm, live: Mapping[str, Any], new: dict[Any, Any], value
 def _as_chosen(form: StateForm, saved: dict[str, Any]) -> dict[str, Any]:
     """``saved``, a parameter's entries in a checkpoint, stored in this form; the same tensors where they are.
 
-    Where the choices keep no part of a weight, one that is there stays, for the load to report; or goes, if the parameter
-    holds by itself what it adds. What is converted is in memory until the load is written.
+    If this form stores no extra bits of a weight, saved ones stay, so that the load reports them; they are dropped if the
+    parameter's dtype holds them. Converted tensors are in memory until the load is written.
 
     Raises:
         ValueError: an entry that must be converted is not what it must be, such as a negative scale.

@@ -40,28 +40,21 @@ class Live:
 
     Args:
         tensor: the tensor.
-        changes: where to report that the number became 0 or ceased to be, and which numbers wait.
+        changes: where to report that the number became 0 or is 0 no longer, and which numbers wait.
         number: what the tensor holds; None if the host does not know.
         is_adopted: whether a user gave the tensor, and may write to it or share it with other groups.
-
-    Attributes:
-        groups: by id, the groups that have or had the number.
-        shapes: whether a step depends on the number being 0.
-        is_tensor: whether users read the tensor itself, since they gave one.
-        has_escaped: whether somebody has the tensor, and may write to it without a report.
-        is_driven: whether the device writes the number by itself, in a step or a graph, so that the host never knows it.
-        written_last: the Python number that was written last; None if a tensor was.
     """
 
     def __init__(self, tensor: Tensor, changes: Changes, number: float | None = None, *, is_adopted: bool = False) -> None:
-        self.tensor = tensor
-        self.is_adopted = self.is_tensor = self.has_escaped = is_adopted
-        self.groups: WeakValueDictionary[int, Any] = WeakValueDictionary()
-        self.changes = changes
-        self.shapes = self.is_driven = False
+        self.tensor, self.changes, self.is_adopted = tensor, changes, is_adopted
+        self.is_tensor = is_adopted  # whether users read the tensor itself, since they gave one
+        self.has_escaped = is_adopted  # whether somebody has the tensor, and may write to it without a report
+        self.is_driven = False  # whether the device writes the number, in a step or a graph, so that the host never knows it
+        self.shapes = False  # whether a step depends on the number being 0
+        self.groups: WeakValueDictionary[int, Any] = WeakValueDictionary()  # by id, those that have or had the number
+        self.written_last = number  # the Python number that was written last; None if a tensor was
         self._on_host = tensor.device.type == "cpu" and "cpu" not in CAPTURING and type(tensor) is Tensor
         self._memory_last: Any = None  # the number as C has it, where the tensor lay when that was looked for
-        self.written_last = number
         self._version = _version(tensor)
         self._fetched: tuple[int | None, float] = None, math.nan
         self._copy: Tensor | None = None  # what was read last while the device writes the number
@@ -79,7 +72,7 @@ class Live:
 
     @property
     def known(self) -> float | None:
-        """The number, of the kind that was written, or as it was fetched last; None where only the device knows it."""
+        """The Python number that was written or fetched last; None if only the device knows the present one."""
         if self._on_host:
             if (memory := self._memory()) is not None:
                 number: float = memory.value
@@ -107,11 +100,7 @@ class Live:
         return self.tensor.detach() if (known := self.known) is None else known
 
     def read(self, label: str) -> float | Tensor:
-        """What users read: a tensor, or a number, for which the host may wait. ``label`` names it in messages.
-
-        Raises:
-            ValueError: the tensor's storage was freed.
-        """
+        """What users read: a tensor, or a number, for which the host may wait; an error where its storage was freed."""
         if self.is_tensor:
             return self.tensor
         if self.is_driven:
@@ -155,32 +144,26 @@ class Live:
         if self.is_tensor:
             self.escape()
 
-    def can_hold(self, value: float) -> bool:
-        """Whether the tensor, whose dtype may be a user's choice, holds ``value`` without rounding it."""
-        return math.isnan(value) or torch.tensor(value, dtype=self.tensor.dtype, device="cpu").item() == value
-
     def write(self, value: float | Tensor) -> None:
         """Let the number be ``value``, which may be a 1-element tensor on any device."""
-        is_zero = not isinstance(value, Tensor) and value == 0
-        is_watched = self.shapes and self.changes.is_guarded and (self.written == 0) != is_zero
+        is_number = not isinstance(value, Tensor)
+        is_watched = self.shapes and self.changes.is_guarded and (self.written == 0) != (is_number and value == 0)
         with self.changes.reported() if is_watched else nullcontext():
             self.written_last = None  # until the end, whatever interrupts it
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) or not self._wait(value):
                 self._fill(value)
-            elif not self._wait(value):
-                self._fill(value)
-                self._version = _version(self.tensor)
-                self.written_last = value
+                if not isinstance(value, Tensor):
+                    self._version, self.written_last = _version(self.tensor), value
 
     def write_plain(self, value: float) -> bool:
-        """Write where :attr:`is_private`, without a new version of the tensor. Whether that can be done."""
+        """Write ``value`` if :attr:`is_private`, without counting up the tensor's version; return whether it was written."""
         if (memory := self._memory_last) is None:
             return self._wait(value)
         memory.value = self.written_last = value
         return True
 
     def _wait(self, value: float) -> bool:
-        """Let a number wait for the next step, if it can."""
+        """Keep a number on the host until the next step sends it, if that is possible."""
         if self.changes.are_numbers_read or self.has_escaped or self.is_driven:
             return False
         if not can_capture(self.tensor.device) or is_capturing(self.tensor.device):
@@ -201,7 +184,7 @@ class Live:
             live.copy_(value.detach().reshape(())) if isinstance(value, Tensor) else live.fill_(value)
 
     def _memory(self) -> Any:
-        """The number as a C variable, to be read and written without torch; None where that cannot be."""
+        """The number as a C variable, which is read and written without torch; None if dtype or storage forbid that."""
         address, found = self.tensor.data_ptr(), self._memory_last
         if found is None or ctypes.addressof(found) != address:
             c_type = None if self.tensor.is_neg() or is_lost(self.tensor) else _C_TYPES.get(self.tensor.dtype)
@@ -225,23 +208,18 @@ class Live:
                     host = torch.tensor(numbers, dtype=tensors[0].dtype, device="cpu")
                     sent = (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
                     torch._foreach_copy_(tensors, list(sent.unbind()))
-            for live, number in waiting:  # those alone that were sent, whatever interrupts this or writes meanwhile
+            for live, number in waiting:  # that were not written meanwhile, whatever interrupts this
                 if changes.unsent.get(id(live)) == (live, number):
                     live._version = _version(live.tensor)
                     del changes.unsent[id(live)]
 
 
 class Numbers(tuple[Live, ...]):
-    """The numbers of one hyperparameter of one group.
+    """The numbers of one hyperparameter of one group."""
 
-    Attributes:
-        entry: what stands in the group's dict for them.
-        are_open: whether somebody else may write them, so that ``entry`` may be old.
-        are_quick: whether a write of numbers in range changes nothing else.
-    """
-
-    entry: Any = None
-    are_open, are_quick = True, False
+    entry: Any = None  # what stands in the group's dict for them
+    are_open = True  # whether somebody else may write them, so that ``entry`` may be old
+    are_quick = False  # whether a write of numbers in range changes nothing else
     _hyper: Hyper
 
     def __new__(cls, numbers: Iterable[Live], hyper: Hyper) -> Numbers:
@@ -279,7 +257,7 @@ def warn_of_driven(label: str) -> None:
     """Warn of a write that the next step overrides."""
     name = label.partition(" of ")[0].partition("[")[0]
     warnings.warn(
-        f"{label} is what opt.schedule makes of it in each step, so that what was written is lost; "
+        f"opt.schedule sets {label} in each step, so the value that was written is lost; "
         f"opt.schedule({name}=None) ends that schedule",
         stacklevel=2,
     )

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -37,17 +38,15 @@ from compiled_optim.rule.rule import TRAIN_MODE, Declaration
 class ParamGroup(WatchedDict[str, Any]):
     """One entry of ``optimizer.param_groups``.
 
-    A hyperparameter is read as it was given: as a Python number, or as the tensor. A number that a schedule in the step
-    drives is read as a 0-dim copy. A tensor that is assigned over a number is copied into the live tensor, which users read
-    from then on. A floating tensor on ``device`` among ``values`` is adopted: all groups that got it see later in-place
-    writes by its owner, until a group is assigned another value. A write with ``dict.__setitem__(group, key, value)`` goes
-    past this class, and is noticed when the key is read.
+    A number that a schedule in the step drives is read as a 0-dim copy. A tensor that is assigned over a number is copied
+    into the live tensor, which users read from then on. A floating tensor on ``device`` among ``values`` is adopted: all
+    groups that got it see later in-place writes by its owner, until a group is assigned another value. A write with
+    ``dict.__setitem__(group, key, value)`` goes past this class, and is noticed when the key is read.
 
-    A write to a *structural* key is reported, since it changes which parameters are updated or with which code: ``params``,
-    ``maximize``, ``differentiable``, ``lr_scale`` and the static choices. Some hyperparameters decide, by being 0 or not,
-    whether a buffer exists. Writes into their tensors cannot be reported, so each step asks :meth:`nonzero`.
-    A hyperparameter that goes with a choice always has a tensor. Without the choice it is no entry until somebody gives it,
-    and what a checkpoint has under its name may be no number.
+    A write to a *structural* key is reported, since it changes which parameters are updated or with which code. Some
+    hyperparameters decide, by being 0 or not, whether a buffer exists: each step asks :meth:`nonzero`. A hyperparameter that
+    only an option reads, as ``max_lr`` with ``decouple_lr``, always has a tensor. While the option is off, the dict has no
+    such entry until a user gives it, and a checkpoint's entry of this name may be anything.
 
     Args:
         values: the group's entries, every hyperparameter among them that is not like another one.
@@ -57,13 +56,6 @@ class ParamGroup(WatchedDict[str, Any]):
         check: refuses a write to a structural or a new key. It gets all entries as they would be, and as they are.
         changes: where a write to a structural key is reported.
         others: the optimizer's other groups, with which this one may share adopted tensors.
-
-    Attributes:
-        for_compiled_code: two dicts by hyperparameter, to be read only. One has a 0-dim tensor or a tuple of them, the other
-            vectors of one element, since torch 2.13 traces a float64 of the CPU as a Python number.
-        followers: objects that know the tensors' addresses. A group sets ``is_behind`` of each before it replaces a tensor,
-            and calls ``follow`` afterwards.
-        out_of_range: by key, what is wrong with a number that was written. The step that would use it refuses it.
     """
 
     @outside_inference_mode()
@@ -79,9 +71,11 @@ class ParamGroup(WatchedDict[str, Any]):
     ) -> None:
         super().__init__(changes=changes)
         self.label = label
+        # Tensors by hyperparameter, to be read only: 0-dim ones or tuples of them, and tuples of vectors of one element,
+        # since torch 2.13 traces a float64 of the CPU as a Python number.
         self.for_compiled_code: tuple[dict[str, Any], dict[str, tuple[Tensor, ...]]] = {}, {}
-        self.followers: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.out_of_range: dict[str, str] = {}
+        self.followers: weakref.WeakSet[Any] = weakref.WeakSet()  # who know the tensors' addresses; see _put
+        self.out_of_range: dict[str, str] = {}  # by key, what is wrong with a number that was written: no step uses it
         self._check = check
         self._hypers = {h.name: h for h in declaration.hypers}
         self._declaration, self._device = declaration, device
@@ -152,17 +146,15 @@ class ParamGroup(WatchedDict[str, Any]):
         return tuple([number.tensor for number in self._held(key)])
 
     def _show(self, key: str, *, new: bool = False) -> None:
-        """Let users read a hyperparameter's numbers as they are now, if it is an entry or becomes a ``new`` one."""
+        """Put a hyperparameter's present numbers into the dict, if it has the entry or gets it as a ``new`` one."""
         numbers = self._numbers[key]
         is_private = [n.is_private for n in numbers]
         numbers.are_open = not all(is_private)
         numbers.are_quick = not numbers.are_open and key not in self._declaration.structural_hypers
         self.out_of_range.pop(key, None)
         if new or self._is_entry(key):
-            values: list[Any] = [
-                n.written_last if private else n.tensor for n, private in zip(numbers, is_private, strict=True)
-            ]
-            numbers.entry = self._hypers[key].plain(values)
+            values = [n.written_last if private else n.tensor for n, private in zip(numbers, is_private, strict=True)]
+            numbers.entry = self._hypers[key].plain(cast(Any, values))
             dict.__setitem__(self, key, numbers.entry)
             if problem := numbers.problem(self.label):
                 self.out_of_range[key], numbers.are_quick = problem, False
@@ -175,7 +167,7 @@ class ParamGroup(WatchedDict[str, Any]):
         return self._hypers[key].when is None or self._is_entry(key)
 
     def unshown(self) -> dict[str, Any]:
-        """The hyperparameters that go with a choice and are no entries, for a copy to :meth:`take_over`."""
+        """Hyperparameters that the dict does not list, since their option is off; a copy gets them by :meth:`take_over`."""
         return {key: numbers[0].value() for key, numbers in self._numbers.items() if not self._is_shown(key)}
 
     def take_over(self, unshown: Mapping[str, float | Tensor]) -> None:
@@ -227,16 +219,10 @@ class ParamGroup(WatchedDict[str, Any]):
         return {key: self._hypers[key].plain([n.as_float() for n in self._held(key)]) for key in shown}
 
     def validated(self, key: str, value: Any) -> tuple[float | Tensor, ...]:
-        """The elements of ``value`` for hyperparameter ``key``, whatever their range.
-
-        Raises:
-            TypeError: an element is not a number.
-            ValueError: an element is not a single number, or a tensor without memory.
-        """
+        """The elements of ``value`` for hyperparameter ``key``, whatever their range; an error where one is no number."""
         elements = self._hypers[key].elements(value, self.label)
-        for index, element in enumerate(elements):
-            is_empty = isinstance(element, Tensor) and (element.is_meta or is_fake(element) or is_lost(element))
-            if is_empty and not fakes_are_made():
+        for index, e in enumerate(elements):
+            if isinstance(e, Tensor) and (e.is_meta or is_fake(e) or is_lost(e)) and not fakes_are_made():
                 raise ValueError(f"{self._element(key, index)} must be a number, got a tensor without memory")
         return elements
 
@@ -282,22 +268,20 @@ class ParamGroup(WatchedDict[str, Any]):
     def _assign(self, key: str, taken: Iterable[tuple[float | Tensor, float | Tensor]], *, is_loaded: bool = False) -> None:
         if is_capturing(self._device):
             where = f"{self.label}[{key!r}] is assigned while a CUDA graph is being captured"
-            raise RuntimeError(f"{where}, and no replay would do that again; set hyperparameters outside")
+            raise RuntimeError(f"{where}, and no replay would repeat that; assign hyperparameters outside")
         for index, (number, (element, value)) in enumerate(zip(self._numbers[key], taken, strict=True)):
             if element is not number.tensor:
                 if number.is_driven and not is_loaded:
                     warn_of_driven(self._element(key, index))
+                is_replaced = number.is_adopted or (isinstance(value, Tensor) and value.requires_grad)
                 if is_loaded and number.is_adopted and not isinstance(value, Tensor):
-                    is_replaced = self._shares(number) or not number.can_hold(value)
-                else:
-                    is_replaced = number.is_adopted or (isinstance(value, Tensor) and value.requires_grad)
+                    every = [n for group in number.groups.values() for numbers in group._numbers.values() for n in numbers]
+                    held = torch.tensor(value, dtype=number.tensor.dtype, device="cpu").item()
+                    is_shared = sum(n is number for n in every) > 1  # in one group or in several
+                    is_replaced = is_shared or not (held == value or math.isnan(value))
                 self._replace(key, index, value) if is_replaced else number.write(value)
             self._numbers[key][index].read_as(element)
         self._show(key, new=True)
-
-    def _shares(self, number: Live) -> bool:
-        """Whether a number stands in two places, in one group or in several."""
-        return sum(n is number for group in number.groups.values() for held in group._numbers.values() for n in held) > 1
 
     @outside_inference_mode()
     def _replace(self, key: str, index: int, value: float | Tensor) -> None:
@@ -359,7 +343,7 @@ def _without_wait(element: float | Tensor) -> float | Tensor:
 
 
 def is_own(hyper: Hyper, value: Any, group: Mapping[str, Any]) -> bool:
-    """Whether ``value`` under the name of ``hyper`` is the user's own: no number, where ``group`` has no use for one."""
+    """Whether ``value``, no number, is a user's entry with the name of ``hyper``, whose option ``group`` has off."""
     if hyper.when is None or group.get(hyper.when):
         return False
     if isinstance(value, Tensor):
@@ -395,7 +379,7 @@ def check_values(kind: type[Declared], group: Mapping[str, Any], before: Mapping
     check_choices(kind._fields_of(Scale), kind._fields_of(Option), group, before, index)
     for mode in kind._modes:
         if not is_new and group[mode] is not before[mode]:
-            raise ValueError(f"{mode} of {where} follows the parameters; call the optimizer's eval() or train()")
+            raise ValueError(f"{mode} of {where} cannot be assigned; call the optimizer's eval() or train()")
     known = group_keys(kind)
     if foreign := [key for key in given if key in kind._all_fields and key not in known]:
         raise TypeError(f"{foreign[0]} is an option of the whole optimizer, not of {where}")

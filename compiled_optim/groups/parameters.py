@@ -76,19 +76,13 @@ def canonical_name(name: str) -> str:
 
 def numbered(names: Sequence[str]) -> list[str]:
     """``names``, where equal ones become ``"name (1 of 2)"`` and ``"name (2 of 2)"``."""
-    counts, places = Counter(names), Counter[str]()
-    result = []
-    for name in names:
-        places[name] += 1
-        result.append(f"{name} ({places[name]} of {counts[name]})" if counts[name] > 1 else name)
-    return result
+    counts = Counter(names)
+    places = {name: itertools.count(1) for name in counts}
+    return [f"{name} ({next(places[name])} of {counts[name]})" if counts[name] > 1 else name for name in names]
 
 
 def without_aliases(names: Sequence[str], params: Sequence[Any]) -> tuple[list[str], list[Any], dict[str, str]]:
-    """Return the first name of each tensor in ``params``, each tensor once, and a dict of further names -> first names.
-
-    Without ``names``, the first and the last are empty, and the tensors are all of ``params``.
-    """
+    """The first name of each tensor in ``params``, each tensor once, and further names -> first; without ``names``, all."""
     if not names:
         return [], list(params), {}
     first: dict[int, tuple[str, Any]] = {}
@@ -138,20 +132,13 @@ def _check_iterable(params: Any, what: str) -> None:
 
 
 def names_and_tensors(params: Any, what: str) -> tuple[list[str], list[Any]]:
-    """The names, if any, and the tensors in one group's ``params``, called ``what``.
-
-    Raises:
-        TypeError: they are no ordered collection, or a name is no string.
-        ValueError: only some have names.
-    """
+    """The names, if any, and the tensors in one group's ``params``, called ``what``; an error where they do not fit."""
     if isinstance(params, Tensor):
         return [], [params]
     _check_iterable(params, what)
     if isinstance(params, set):
-        raise TypeError(
-            "optimizer parameters need to be organized in ordered collections, but the ordering of tensors in sets will "
-            "change between runs. Please use a list instead."
-        )
+        unordered = "but the ordering of tensors in sets will change between runs. Please use a list instead."
+        raise TypeError(f"optimizer parameters need to be organized in ordered collections, {unordered}")
     entries = list(params.items() if isinstance(params, Mapping) else params)
     pairs = [e for e in entries if isinstance(e, tuple)]
     if pairs and len(pairs) != len(entries):
@@ -166,10 +153,9 @@ def names_and_tensors(params: Any, what: str) -> tuple[list[str], list[Any]]:
 def check_params(
     optimizer: type[Declared], group: Mapping[str, Any], index: int, elsewhere: Mapping[int, str], first: Mapping[str, Any]
 ) -> None:
-    """Raise an error unless ``optimizer`` takes ``group``, which comes at ``index``.
+    """Raise an error unless ``optimizer`` takes ``group``, which comes at ``index``; integers too, which get no gradients.
 
-    It takes tensors of certain kinds, unless their ``id`` is in ``elsewhere``, which has the names of tensors in groups
-    before. All groups have names, as the ``first`` has, or none. Integers are taken too: they get no gradients.
+    ``elsewhere`` has the names of tensors in groups before, by ``id``. All groups have names, as the ``first`` has, or none.
     """
     differentiable = group.get("differentiable", False)
     for name, param in zip(parameter_names(group, index), group["params"], strict=True):
@@ -177,11 +163,8 @@ def check_params(
         if (other := elsewhere.get(id(param))) is not None:
             raise ValueError(f"some parameters appear in more than one parameter group: '{name}' is also '{other}'")
     if ("param_names" in group) != ("param_names" in first):
-        with_or_without = "with" if "param_names" in group else "without"
-        raise ValueError(
-            "all optimizer param groups should be with/without names. "
-            f"cannot add param group {with_or_without} names to the optimizer"
-        )
+        refused = f"cannot add param group {'with' if 'param_names' in group else 'without'} names to the optimizer"
+        raise ValueError(f"all optimizer param groups should be with/without names. {refused}")
 
 
 def _check_kind(optimizer: type[Declared], param: Any, name: str, *, differentiable: bool) -> None:
@@ -198,14 +181,10 @@ def _check_kind(optimizer: type[Declared], param: Any, name: str, *, differentia
     if optimizer._gradients == "sparse" and is_sharded(param):
         raise ValueError(f"{kind} does not support DTensors; '{name}' is one; use an optimizer that takes dense gradients")
     if optimizer._granularity == "matrix" and not is_lazy(param) and param.dim() != 2:
-        raise ValueError(
-            f"{kind} only supports 2D parameters whereas we found a parameter with size: "
-            f"{param.shape} ('{name}'); give the others to an elementwise optimizer"
-        )
+        found = f"we found a parameter with size: {param.shape} ('{name}')"
+        raise ValueError(f"{kind} only supports 2D parameters whereas {found}; give the others to an elementwise optimizer")
     if differentiable and is_sharded(param):
         raise ValueError(f"differentiable=True does not work with DTensors; '{name}' is one")
     if not differentiable and not (param.is_leaf or param.retains_grad):
-        raise ValueError(
-            f"can't optimize a non-leaf Tensor: '{name}' was computed from another, as .to() does; pass the other one, or "
-            ".detach().requires_grad_() of it"
-        )
+        advice = "pass the other one, or .detach().requires_grad_() of it"
+        raise ValueError(f"can't optimize a non-leaf Tensor: '{name}' was computed from another, as .to() does; {advice}")

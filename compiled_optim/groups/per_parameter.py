@@ -1,4 +1,4 @@
-"""What groups choose for each of their parameters: numbers by name, options, and the patterns of names in them.
+"""Options of a group that differ by parameter: dicts of numbers by name, and options with patterns of names.
 
 See :class:`~compiled_optim.rule.fields.Scale` and :class:`~compiled_optim.rule.fields.Option`.
 """
@@ -42,12 +42,10 @@ def first_matches(
     what: str,
     conflict: Callable[[Any, Any], bool] = lambda first, second: True,
 ) -> dict[str, Any]:
-    """By the name of each of ``things``, the key that it matches; nothing for one that matches none.
+    """By the name of each of ``things``, which messages call a ``what``, the key that it matches, if any.
 
-    The last key may be ``"*"``: it takes what no other key matches. Messages call each thing a ``what``.
-
-    Raises:
-        ValueError: a key matches nothing, or two that are in ``conflict`` match the same.
+    The last key may be ``"*"``, for what no other matches. ``ValueError`` where a key matches nothing, or two that are in
+    ``conflict`` the same.
     """
     found: dict[str, Any] = {}
     for index, key in enumerate(keys):
@@ -56,10 +54,9 @@ def first_matches(
             listed = f"; there are {', '.join([*things][:5])}{', ...' if len(things) > 5 else ''}" if things else ""
             raise ValueError(f"{_described(key)} matches no {what}{listed}")
         for name in matched:
-            if name not in found:
-                found[name] = key
-            elif conflict(found[name], key) and not (key == "*" and index == len(keys) - 1):
-                raise ValueError(f"{what} '{name}' matches both {_described(found[name])} and {_described(key)}")
+            other, is_rest = found.setdefault(name, key), key == "*" and index == len(keys) - 1
+            if other != key and conflict(other, key) and not is_rest:
+                raise ValueError(f"{what} '{name}' matches both {_described(other)} and {_described(key)}")
     return found
 
 
@@ -68,21 +65,13 @@ def _described(key: Any) -> str:
 
 
 class ByName(dict[str, float]):
-    """A copy of a dict of numbers that nobody can edit: another choice is another dict.
-
-    It equals the original. A number in a tensor of one element becomes a Python number, so that later writes into the tensor
-    do not count either. ``copy`` and ``|`` make plain dicts, which can be edited and assigned.
-    """
+    """A copy of a dict of numbers that nobody can edit, nor write into its tensors; ``copy`` and ``|`` make plain dicts."""
 
     def __init__(self, numbers: Mapping[str, Any]) -> None:
         super().__init__({k: n.item() if isinstance(n, Tensor) and n.numel() == 1 else n for k, n in numbers.items()})
 
     def key_of(self, name: str) -> str:
-        """The key for ``name``: that itself, or else one that differs in prefixes of module wrappers; ``name`` if none does.
-
-        Raises:
-            ValueError: several keys differ in prefixes alone, and have different numbers.
-        """
+        """The key for ``name``: itself, or one that differs in prefixes of module wrappers, if all such have one number."""
         if name in self or not (keys := self._by_short_name.get(canonical_name(name))):
             return name
         if len({self[key] for key in keys}) > 1:
@@ -92,12 +81,12 @@ class ByName(dict[str, float]):
     @functools.cached_property
     def _by_short_name(self) -> dict[str, list[str]]:
         found: dict[str, list[str]] = {}
-        for key in filter(lambda key: isinstance(key, str), self):
+        for key in (key for key in self if isinstance(key, str)):
             found.setdefault(canonical_name(key), []).append(key)
         return found
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise TypeError("numbers by name are not edited where they are; assign another dict to the group")
+        raise TypeError("a group's dict of numbers by name cannot be edited in place; assign another dict to the group")
 
     __setitem__ = __delitem__ = __ior__ = setdefault = update = pop = popitem = clear = _refuse
 
@@ -158,18 +147,16 @@ def check_choices(
     for scale in scales:
         chosen = group.get(scale.name)
         if scale.is_read(before.get(scale.name)) and chosen is not None and not scale.is_read(chosen):
-            raise ValueError(
-                f"{scale.name} of param_groups[{index}] is {chosen!r}, which no step reads, in place of numbers that are "
-                "read; give the group a dict or a function, or None for 1"
-            )
+            allowed = "must be a dict, a function or None, which stands for 1"
+            raise ValueError(f"{scale.name} of param_groups[{index}] {allowed}, got {chosen!r}; steps do not read a number")
     if not isinstance(group["params"], Sequence):
         return  # it is being assigned
     shaped = [j for j, param in enumerate(group["params"]) if not is_lazy(param)]
-    names = group.get("param_names")
-    for scale in [s for s in scales if s.is_read(group.get(s.name)) and len(names or ()) in (0, len(group["params"]))]:
-        found = {**group, scale.name: kept(group[scale.name])}
-        for j in shaped:
-            number_of(scale, found, index, j)
+    for scale in scales if len(group.get("param_names") or ()) in (0, len(group["params"])) else ():
+        if scale.is_read(group.get(scale.name)):
+            found = {**group, scale.name: kept(group[scale.name])}
+            for j in shaped:
+                number_of(scale, found, index, j)
     if any([group.get(o.name, o.default) != o.default for o in options]):
         for j in shaped:
             choices_of(options, group, index, j)
@@ -180,8 +167,8 @@ def check_names(
 ) -> None:
     """Raise ``ValueError`` where ``chosen`` has none of ``names``, those of all parameters, or misspells one of them.
 
-    Its other keys may be for another optimizer, or for parameters to come. A tied parameter's further name, which
-    ``aliases`` maps to the name that was kept, must have the same number.
+    A further name of a tied parameter, which ``aliases`` maps to the one that was kept, must have the same number. Other
+    keys may be for another optimizer, or for parameters to come.
     """
     own, every = set(names), [*dict.fromkeys([*names, *aliases])]
     known = {canonical_name(name): name for name in reversed(every)} if by_short_name else {}
@@ -192,7 +179,7 @@ def check_names(
         if name is None:
             unknown.append(key)
         elif name not in own and number != chosen.get(chosen.key_of(aliases[name])):
-            raise ValueError(f"{scale.name} has a number of its own for '{key}', which is '{aliases[name]}': name that")
+            raise ValueError(f"{scale.name} has another number for '{key}' than for '{aliases[name]}', which it is tied to")
     if not unknown or not names:
         return
     said = f"{scale.name} has a number for {{!r}}, which no parameter is called"
@@ -205,10 +192,7 @@ def check_names(
 
 
 def warn_of_unused(options: Sequence[Option], groups: Sequence[Mapping[str, Any]], known: Collection[str]) -> set[str]:
-    """Warn of options of ``groups`` and patterns in ``exclude`` that apply to no parameter; returns all that were looked at.
-
-    Those ``known``, which an earlier call looked at, are left out.
-    """
+    """Warn of options and patterns in ``exclude`` that apply to no parameter, unless ``known``; returns all of them."""
     patterns = {each for group in groups for pattern in group.get("exclude") or () for each in alternatives(pattern)}
     for pattern in sorted(patterns - {*known}):
         if not any(matches(pattern, [name]) for group in groups for name in group.get("param_names") or ()):
@@ -217,12 +201,8 @@ def warn_of_unused(options: Sequence[Option], groups: Sequence[Mapping[str, Any]
     for option in [o for o in options if o.name not in told]:
         chosen = [group for group in groups if group.get(option.name, option.default) != option.default and group["params"]]
         if chosen and not any(_may_apply(option, group, j) for group in chosen for j in range(len(group["params"]))):
-            warnings.warn(
-                f"{option.name}={chosen[0][option.name]!r} applies to no parameter: all are small (fewer than 4096 "
-                "elements), or of other dtypes",
-                UserWarning,
-                stacklevel=2,
-            )
+            said = f"{option.name}={chosen[0][option.name]!r} applies to no parameter"
+            warnings.warn(f"{said}: all are small (fewer than 4096 elements), or of other dtypes", UserWarning, stacklevel=2)
             told.add(option.name)
     return patterns | told
 

@@ -14,7 +14,7 @@ V = TypeVar("V")
 class Changes:
     """Whether there were changes. Dicts and lists that report, and the optimizer that asks, share one such object."""
 
-    pending = True
+    pending = True  # until all that was derived from groups and state is made anew
     is_guarded = False  # whether compiled code asks, and nobody else does before it runs
     is_refused = False  # whether a group may hold a number that no step can use
     is_state_handed_out = False  # whether somebody may hold state tensors, and give them other memory
@@ -25,10 +25,7 @@ class Changes:
 
     @contextlib.contextmanager
     def reported(self) -> Iterator[None]:
-        """Report a write that is made inside a ``with`` block.
-
-        It is reported before, so that an interrupt loses nothing, and after, as another thread may have rebuilt meanwhile.
-        """
+        """Report a write in a ``with`` block: before it, in case of an interrupt, and after it, for other threads."""
         self.pending = True
         try:
             yield
@@ -42,7 +39,7 @@ class Changes:
 
 
 def _reporting(method: Any) -> Callable[..., Any]:
-    """``method``, which writes, with a report where what it writes is watched."""
+    """``method``, a method that writes, made to report writes to watched keys."""
 
     @functools.wraps(method)
     def write(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -53,9 +50,7 @@ def _reporting(method: Any) -> Callable[..., Any]:
 
 
 class WatchedDict(dict[K, V], Generic[K, V]):
-    """A dict that reports each write that goes through its public methods.
-
-    Copies, deep copies and pickles are plain dicts, since a copy has nobody to report to.
+    """A dict that reports each write that goes through its public methods; copies and pickles are plain dicts.
 
     Args:
         values: the first content, by position as for a dict: some libraries make a copy with ``type(mapping)(items)``.
@@ -74,13 +69,7 @@ class WatchedDict(dict[K, V], Generic[K, V]):
         """Write without reporting, which the package does where nothing is to be derived anew."""
         super().__setitem__(key, value)
 
-    def update_quietly(self, values: Mapping[K, V]) -> None:
-        """Write all of ``values`` without reporting: all or none, whatever interrupts it."""
-        dict.update(self, values)
-
-    def drop_quietly(self, key: K) -> None:
-        """Remove without reporting."""
-        super().__delitem__(key)
+    update_quietly, drop_quietly = dict.update, dict.__delitem__  # without reporting, all or nothing
 
     def setdefault(self, key: K, default: Any = None) -> V:
         if key not in self:

@@ -1,4 +1,4 @@
-"""Which lowering runs the step of a plan, and what the optimizer asks of it, whichever it is.
+"""The choice of the lowering that runs the step of a plan, and the interface of all lowerings.
 
 A step is :meth:`~Lowering.compile`, :meth:`~Lowering.prepare`, :meth:`~Lowering.measure` where the norm of all gradients is
 needed, :meth:`~Lowering.launch`, and :meth:`~Lowering.finish`. The device's work is in ``measure`` and ``launch`` alone, and
@@ -31,7 +31,7 @@ _refused: dict[tuple[str, Rule], str] = {}  # by device type and rule, why its k
 class Lowering(Protocol):
     """Runs the step of one plan.
 
-    It is made of the plan, of what holds for the whole step, and of where compilations and fallbacks are recorded.
+    It is made of the plan, of the step's clipping, and of the log of compilations and fallbacks.
     """
 
     @property
@@ -62,7 +62,7 @@ class Lowering(Protocol):
         """Let :meth:`measure` write to ``square_sums``, a part of ``all_square_sums``: those of all gradients."""
 
     def prepare(self, grads: list[Tensor | None] | None) -> None:
-        """Note what was assigned and ``grads``, one entry for each of the plan's parameters; None for their own."""
+        """Take what was assigned, and ``grads``, an entry per parameter; None for their own ``grad``."""
 
     def measure(self) -> None:
         """Write the partial sums of the squares of the prepared gradients."""
@@ -73,8 +73,8 @@ class Lowering(Protocol):
     def launch_in_stages(self) -> Generator[Tensor, Tensor, None]:
         """As :meth:`launch`, of a rule that has totals.
 
-        At each stage that has some it yields their sums over the plan, (totals,), and is sent the sums over everything and
-        what the rule's ``adapt`` makes of them.
+        At each stage with totals, it yields the sums over the plan, a tensor of shape (totals,). It is sent the sums over
+        all plans, devices and processes, followed by the results of the rule's ``adapt``.
         """
 
     def finish(self) -> None:

@@ -1,7 +1,7 @@
 """The lowering of rules that are not elementwise: equal tensors are stacked, and each stack is updated at once.
 
 State lives in the stacks. Parameters and gradients are copied in, unless a stack has a single tensor, and parameters are
-copied out. A stack is so large that a device is busy with it, and so small that its copies are little beside a large model.
+copied out. A stack is large enough to keep the device busy, and small enough that its copies need little memory.
 
 Inductor compiles a rule that reduces for stacks of any size, so neither the number of tensors nor their shapes compile
 anything. It compiles a rule on matrices once for each of their shapes, for any number of matrices.
@@ -216,7 +216,7 @@ class StackTableLowering(Capturable, StackedLowering):
         self._reads_copies = True
 
     def measure(self) -> None:
-        """Write the sum of the squares of the prepared gradients. Some of what is stacked is cached for :meth:`launch`."""
+        """Write the sum of the squares of the prepared gradients. Some stacked gradients are kept for :meth:`launch`."""
         measured = [grads for stack in self.stacks for grads in self._measured(stack)]
         self._square_sum.fill_(sum(map(_square_sum, measured), 0.0))
 
@@ -249,9 +249,9 @@ class StackTableLowering(Capturable, StackedLowering):
 class Stack:
     """Tensors of one shape and one dtype each for parameters, gradients and every buffer.
 
-    An update sees (tensors, columns), or (tensors, batch, rows, columns) where a parameter has two dimensions or more, whose
-    axes come in the rule's order; (tensors, rows, columns) where its granularity says that all are matrices. What is
-    stacked of DTensors, here and between steps, is this process's part of them.
+    An update gets tensors of shape (tensors, columns) for vectors, and (tensors, batch, rows, columns) for parameters of
+    more dimensions, whose axes are in the rule's order. A rule of granularity "matrix" gets (tensors, rows, columns). Of
+    DTensors, the local shards are stacked.
     """
 
     def __init__(self, plan: Plan, positions: Sequence[int], key: KernelKey) -> None:

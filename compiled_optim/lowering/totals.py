@@ -1,4 +1,4 @@
-"""What is summed over everything: every plan, device and process."""
+"""Sums over all parameters: over every plan, device and process."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Totals:
                         sums.append(launch.send(numbers))
 
     def _adapted(self, names: Sequence[str], total: Tensor) -> Tensor:
-        """``total``, and behind it what ``adapt`` makes of it for ``update``; the shared scalars take their new values."""
+        """``total``, followed by the results of ``adapt`` that ``update`` reads. The shared scalars get their new values."""
         plan, block = self._plans[0], self._plans[0].scalar_blocks[0]
         shared = {name: block[row, 0] for name, row in self._shared.items()}
         values: dict[str, Any] = {**plan.statics, **shared, **dict(zip(names, total.unbind(), strict=True))}

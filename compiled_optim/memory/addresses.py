@@ -18,7 +18,6 @@ from torch import Tensor
 
 from compiled_optim.memory import cache
 from compiled_optim.memory.layout import is_plain, overlap_shifted
-from compiled_optim.memory.torch_internals import build_identity
 
 EMPTY = 16  # stands for the address of a gradient without elements, which has none: 0 says that there is no gradient
 
@@ -37,8 +36,8 @@ class Addresses:
     thread, or as a schedule. Nobody then frees what a kernel is reading. What a read finds is recorded before it returns, so
     that an interrupt right after it loses nothing.
 
-    All are dense tensors with memory of their own. The gradients of ``others`` do not matter. To be read where it lies, a
-    gradient must have its one of ``grad_dtypes``, by default the tensor's own.
+    All are dense tensors that do not wrap others. The gradients of ``others`` are not read. A gradient can be read in place
+    only if it has the dtype in ``grad_dtypes``, by default the tensor's.
     """
 
     def __init__(
@@ -86,7 +85,7 @@ class _CppWatch(NamedTuple):
 
 
 def _cpp_watch(tensors: list[Tensor], dtypes: Sequence[torch.dtype], gradients: Longs, present: Bytes) -> _CppWatch | None:
-    """What looks at ``tensors`` in C++, or None. The first of them, one for each of ``dtypes``, have gradients."""
+    """The C++ reader of ``tensors``, or None. The first ones, as many as there are ``dtypes``, may have gradients."""
     found = reader()
     if isinstance(found, str):
         return None
@@ -150,7 +149,7 @@ def gradient(tensor: Tensor) -> Tensor | None:
 
 
 def _forms(tensors: Sequence[Tensor]) -> list[object]:
-    """What must stay as it is for a tensor to count as unmoved."""
+    """The properties of tensors that must not change for them to count as unmoved."""
     return [(t.data_ptr(), t.dtype, t.shape, t.stride(), is_plain(t)) for t in tensors]
 
 
@@ -170,7 +169,7 @@ def _lies_like(grad: Tensor, tensor: Tensor, dtype: torch.dtype) -> bool:
 def reader() -> tuple[int, Any] | str:
     """How far into a tensor's Python object its pointer to torch's own lies, and the C++ functions; or why there are none.
 
-    They are compiled once per machine and build of torch.
+    They are compiled once per machine and layout of torch's objects.
     """
     if sys.platform != "linux" or not cache.compiler():
         return "no C++ compiler was found"
@@ -178,15 +177,13 @@ def reader() -> tuple[int, Any] | str:
     example = torch.empty(0)
     words = (ctypes.c_uint64 * (Tensor.__basicsize__ // 8)).from_address(id(example))
     offsets = [8 * i for i, word in enumerate(words) if word == example._cdata]
-    if len(offsets) != 1:
+    if len(offsets) != 1 or (places := _places()) is None:
         return "this version of torch is not understood"
-    directory = Path(torch.__file__).parent
-    constants = {"SEEN_UNLIKE": _UNLIKE, "SEEN_MOVED": _MOVED, "FLAG_BITS": _FLAG_BITS, "NO_ELEMENTS": EMPTY}
+    constants = {"SEEN_UNLIKE": _UNLIKE, "SEEN_MOVED": _MOVED, "FLAG_BITS": _FLAG_BITS, "NO_ELEMENTS": EMPTY, **places}
     flags = [f"-D{name}={value}" for name, value in constants.items()]
-    flags += ["-std=c++20", f"-I{directory / 'include'}", f"-L{directory / 'lib'}", "-lc10", "-ltorch_cpu"]
     source = Path(__file__).with_name("watch.cpp").read_text(encoding="utf-8")
     try:
-        library = cache.library(f"// {build_identity()}\n{source}", flags, ctypes.PyDLL)
+        library = cache.library(source, flags, ctypes.PyDLL)
     except cache.CompilerError as error:
         return str(error)
     thing, pointer, integer = ctypes.py_object, ctypes.c_void_p, ctypes.c_int64
@@ -195,8 +192,42 @@ def reader() -> tuple[int, Any] | str:
         "look": (integer, thing, thing, integer, integer, integer, integer),
         "finish": (None, thing),
         "set_written": (None, thing, pointer),
+        "missing_function": (ctypes.c_char_p,),
     }
     for name, (result, *arguments) in signatures.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
+    if (name := library.missing_function()) is not None:
+        return f"this version of torch has no {name.decode()}"
     return offsets[0], library
+
+
+def _places() -> dict[str, int] | None:
+    """Where torch's objects hold what watch.cpp reads, found by its value in several tensors; None if that is not clear.
+
+    In a tensor: its storage, its number of dimensions with the sizes behind, and last its dispatch keys. Some of these say
+    that its elements are not what lies in memory. In a storage: the address, and behind it the size.
+    """
+    complex_numbers = torch.zeros(3, 5, 7, dtype=torch.complex64)
+    tensors = [torch.zeros(3, 5, 7), complex_numbers, torch.from_numpy(np.zeros((3, 5, 7)))]
+    others = [complex_numbers.conj(), complex_numbers.conj().imag, torch._efficientzerotensor(2)]
+    keys = [torch._C._dispatch_keys(t).raw_repr() for t in (*tensors, *others)]
+    found = {
+        "STORAGE_AT": _place([(t._cdata, [t.untyped_storage()._cdata]) for t in tensors]),
+        "FORM_AT": _place([(t._cdata, [3, 3, 5, 7]) for t in tensors]),
+        "KEYS_AT": _place([(t._cdata, [k]) for t, k in zip((*tensors, *others), keys, strict=True)]),
+        "DATA_AT": _place([(t.untyped_storage()._cdata, [t.data_ptr()]) for t in tensors]),
+        "NBYTES_AT": _place([(t.untyped_storage()._cdata, [t.untyped_storage().nbytes()]) for t in tensors]),
+    }
+    python = torch._C.DispatchKeySet(torch._C.DispatchKey.Python).raw_repr()
+    found["OTHER_KEYS"] = (keys[3] | keys[4] | keys[5]) & ~(keys[0] | keys[1]) | python
+    is_in_order = found["STORAGE_AT"] < found["FORM_AT"] < found["KEYS_AT"] and found["DATA_AT"] < found["NBYTES_AT"]
+    return found if is_in_order and min(found.values()) > 0 else None
+
+
+def _place(examples: Sequence[tuple[int, list[int]]]) -> int:
+    """How far into each object, told by its address, its values lie; 0 if there is no such place, or more than one."""
+    words = [(list((ctypes.c_uint64 * 28).from_address(address)), values) for address, values in examples]
+    places = [{i for i in range(1, 24) if found[i : i + len(values)] == values} for found, values in words]
+    common = set.intersection(*places)
+    return 8 * common.pop() if len(common) == 1 else 0

@@ -103,9 +103,9 @@ def _load(directory: Path, name: str, make: Callable[[], bytes], load: Callable[
 
 @contextlib.contextmanager
 def _opened(directory: Path) -> Iterator[Path]:
-    """``directory``, made if it is missing, under a name that stays its own whoever renames directories above it.
+    """``directory``, made if it is missing, by a path that stays valid if directories above it are renamed.
 
-    They cannot put one of their own in its place: the one that was opened must be this user's.
+    Nobody can put another directory in its place: the opened one must belong to this user.
     """
     if not directory.is_absolute():
         raise OSError("there is no home directory, or XDG_CACHE_HOME is a relative path")

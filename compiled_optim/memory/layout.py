@@ -237,9 +237,9 @@ def zeros_spread_like(like: Any, shape: tuple[int, ...], dtype: torch.dtype) -> 
 
 
 def has_whole_groups(tensor: Any, size: int) -> bool:
-    """Whether every process holds whole groups of ``size`` elements that lie one after the other; so of no DTensor.
+    """Whether no group of ``size`` successive elements is split between processes; True for a tensor that is no DTensor.
 
-    Then numbers of the groups, in the shape of the tensor with fewer columns or else in a vector, have its placements too.
+    A tensor with one number per group, of its shape with fewer columns, or a vector, can then have its placements.
     """
     if not is_sharded(tensor):
         return True
@@ -267,7 +267,7 @@ def part_number(tensor: Any) -> int:
 
 
 def whole_stack(parts: Tensor, like: Any) -> Tensor:
-    """Whole tensors, stacked, of what this process holds of them, stacked too: ``parts``. All are spread like ``like``.
+    """The full tensors of stacked local shards, ``parts``, stacked too. All are sharded like ``like``.
 
     All processes that hold parts must call this together. Where ``like`` is no DTensor, ``parts`` are whole.
     """
@@ -278,7 +278,7 @@ def whole_stack(parts: Tensor, like: Any) -> Tensor:
 
 
 def parts_of_stack(stack: Tensor, like: Any) -> Tensor:
-    """What this process holds of the whole tensors in ``stack``, spread like ``like``: :func:`whole_stack` undone."""
+    """The local shards of the full tensors in ``stack``, sharded like ``like``: the inverse of :func:`whole_stack`."""
     if not is_sharded(like):
         return stack
     from torch.distributed.tensor import distribute_tensor

@@ -31,7 +31,7 @@ compiler_at_work = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
 
 def outside_dynamo(function: F) -> F:
-    """A decorator: never traced. Unlike ``torch.compiler.disable`` it does not import the compiler, called or not."""
+    """Decorator: Dynamo does not trace the function. Unlike ``torch.compiler.disable`` it never imports the compiler."""
     outside: Callable[..., Any] = _disable_dynamo(function)
 
     @functools.wraps(function)
@@ -236,7 +236,7 @@ def shape_of_part(tensor: Any) -> tuple[int, ...]:
 
 
 def assert_on_device(condition: Tensor, message: str) -> None:
-    """Fail as a wrong index does if ``condition``, a single bool, is false. The host does not wait for an accelerator."""
+    """Fail, as an index out of range does, if ``condition``, a 1-element bool, is false. It does not wait for the device."""
     torch._assert_async(condition, message)
 
 

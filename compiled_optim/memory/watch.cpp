@@ -1,13 +1,14 @@
 // Looks at many tensors and their gradients in one call; addresses.py defines the constants and says what each function does.
-// It reads torch's own objects, so it is compiled against the headers of the installed torch.
-#include <ATen/core/Tensor.h>
+// It declares what it takes of torch and Python: torch's headers take seconds to compile, and Python's may be missing. Those of
+// C++ would double what is left.
+#include <dlfcn.h>
+#include <stdint.h>
+#include <string.h>
 
-#include <memory>
-#include <vector>
+using Object = const char*;  // of the class c10::TensorImpl, or of its storage
+using Handle = const Object*;  // at::Tensor: a pointer to such an object
 
-using Impl = c10::TensorImpl;
-
-extern "C" {  // of Python, whose headers may be missing
+extern "C" {
 char* PyList_GetItem(char* list, int64_t index);
 void* PyInterpreterState_Get();
 void* PyInterpreterState_ThreadHead(void* interpreter);
@@ -18,136 +19,239 @@ void Py_IncRef(char* object);
 extern char _Py_NoneStruct;
 }
 
+// Torch's functions are looked up in its library, which is loaded already: to link against it takes as long as to compile.
+static const char* missing = nullptr;
+
+template <class F>
+static F* function(const char* name) {
+  void* found = dlsym(dlopen("libtorch_cpu.so", RTLD_NOLOAD | RTLD_LAZY), name);
+  if (!found) missing = name;
+  return reinterpret_cast<F*>(found);
+}
+
+static const auto delete_handle = function<int32_t(Handle)>("aoti_torch_delete_tensor_object");
+static const auto new_handle = function<int32_t(Handle, Handle*)>("aoti_torch_new_tensor_handle");
+static const auto new_alias = function<int32_t(Handle, int64_t, const int64_t*, const int64_t*, int64_t, Handle*)>(
+    "aoti_torch__reinterpret_tensor");
+static const auto data_ptr = function<int32_t(Handle, char**)>("aoti_torch_get_data_ptr");
+static const auto device_index = function<int32_t(Handle, int32_t*)>("aoti_torch_get_device_index");
+static const auto device_type = function<int32_t(Handle, int32_t*)>("aoti_torch_get_device_type");
+static const auto dim_of = function<int32_t(Handle, int64_t*)>("aoti_torch_get_dim");
+static const auto dtype_of = function<int32_t(Handle, int32_t*)>("aoti_torch_get_dtype");
+static const auto numel_of = function<int32_t(Handle, int64_t*)>("aoti_torch_get_numel");
+static const auto sizes_of = function<int32_t(Handle, int64_t**)>("aoti_torch_get_sizes");
+static const auto strides_of = function<int32_t(Handle, int64_t**)>("aoti_torch_get_strides");
+static const auto storage_offset = function<int32_t(Handle, int64_t*)>("aoti_torch_get_storage_offset");
+static const auto storage_size = function<int32_t(Handle, int64_t*)>("aoti_torch_get_storage_size");
+static const auto itemsize_of = function<size_t(int32_t)>("aoti_torch_dtype_element_size");
+static const auto grad_of = function<Handle(Object)>("_ZNK3c1010TensorImpl4gradEv");
+static const auto bump_version = function<void(Handle)>("_ZN5torch8autograd4impl12bump_versionERKN2at6TensorE");
+
+extern "C" const char* missing_function() { return missing; }
+
+struct Failed {};
+
+template <class T>
+static T ask(int32_t (*property)(Handle, T*), Handle t) {
+  T found;
+  if (property(t, &found)) throw Failed();
+  return found;
+}
+
+struct Snapshot {  // of what in a tensor's object and in its storage says where it lies, and as what
+  Object tensor = nullptr, storage;
+  char form[KEYS_AT + 8 - FORM_AT], memory[NBYTES_AT + 8 - DATA_AT];
+};
+
 struct Form {  // a tensor as it was when the watch was made
-  Impl* const* object;
-  const void* address;
+  Handle object;
+  const char* address;
   const int64_t* extents;  // sizes, then strides
   int64_t dim;
   int64_t numel;
   int64_t span;  // elements from the first to behind the last
   int64_t bytes;  // the same in bytes
-  c10::ScalarType dtype, grad_dtype;
+  int32_t dtype, grad_dtype;
+  Snapshot itself, gradient;  // as they were when they were looked at in detail, and nothing was wrong
+  int64_t found;  // the address of that gradient
 };
 
 struct Watch {
-  std::vector<Form> forms;
-  std::vector<int64_t> extents;
-  std::vector<c10::Storage> kept_alive;  // the memory of gradients that a kernel may be reading while other code runs
+  Form* forms;
+  int64_t* extents;
+  Handle* kept_alive;  // gradients whose memory a kernel may be reading while other code runs; null for the others
   int64_t with_gradient;
   int64_t* gradients;
   char* present;
   const char* written;
+  Object undefined;  // the gradient of a tensor that has none
+  bool keeps_alive;
   int64_t version;
 };
 
-static bool is_plain(const Impl& t) {
-  constexpr c10::DispatchKeySet other{c10::DispatchKey::Conjugate, c10::DispatchKey::Negative,
-                                      c10::DispatchKey::ZeroTensor, c10::DispatchKey::Python};
-  return t.has_storage() && !t.key_set().has_any(other);
+static Object storage_of(Object t) { return *reinterpret_cast<const Handle>(t + STORAGE_AT); }
+
+static bool is_plain(Object t) {
+  uint64_t keys;
+  memcpy(&keys, t + KEYS_AT, sizeof keys);
+  return storage_of(t) && !(keys & OTHER_KEYS);
 }
 
-static bool lies_as(const Impl& t, const Form& form, c10::ScalarType dtype) {
-  if (t.dim() != form.dim || t.dtype().toScalarType() != dtype) return false;
-  const int64_t *sizes = t.sizes().data(), *strides = t.strides().data();
-  bool equal = true;
-  for (int64_t d = 0; d < form.dim; d++)
-    equal &= sizes[d] == form.extents[d] & strides[d] == form.extents[form.dim + d];
-  return equal;
+static void take(Object t, int64_t dim, Snapshot& snapshot) {
+  if (dim > 5) return;  // whose sizes lie elsewhere
+  snapshot.storage = storage_of(t);
+  memcpy(snapshot.form, t + FORM_AT, sizeof snapshot.form);
+  memcpy(snapshot.memory, snapshot.storage + DATA_AT, sizeof snapshot.memory);
+  snapshot.tensor = t;
 }
 
-static bool has_memory(const Impl& t, const Form& form) {  // a storage can be shorter than a tensor in it
-  return !form.numel || (t.storage_offset() + form.span) * t.itemsize() <= t.unsafe_storage().nbytes();
+static bool is_same(Object t, const Snapshot& snapshot) {
+  return t == snapshot.tensor && storage_of(t) == snapshot.storage &&
+         !memcmp(t + FORM_AT, snapshot.form, sizeof snapshot.form) &&
+         !memcmp(snapshot.storage + DATA_AT, snapshot.memory, sizeof snapshot.memory);
+}
+
+static bool lies_as(Handle t, const Form& form, int32_t dtype) {
+  if (ask(dim_of, t) != form.dim || ask(dtype_of, t) != dtype) return false;
+  const size_t size = form.dim * sizeof(int64_t);
+  return !memcmp(ask(sizes_of, t), form.extents, size) &&
+         !memcmp(ask(strides_of, t), form.extents + form.dim, size);
+}
+
+static bool is_beside(Handle g, Handle t) {
+  return ask(device_type, g) == ask(device_type, t) &&
+         ask(device_index, g) == ask(device_index, t);
+}
+
+// The address of a gradient, or 0 where kernels cannot read it. A storage can be shorter than a tensor in it, and a gradient
+// in exactly its parameter's memory does no harm.
+static int64_t readable(Handle g, const Form& form) {
+  if (!is_plain(*g) || !is_beside(g, form.object) || !lies_as(g, form, form.grad_dtype)) return 0;
+  if (!form.numel) return NO_ELEMENTS;
+  const int64_t itemsize = itemsize_of(form.grad_dtype);
+  const int64_t end = ask(storage_offset, g) + form.span;
+  if (end * itemsize > ask(storage_size, g)) return 0;
+  const char *start = ask(data_ptr, g), *param = form.address;
+  const bool overlaps = start != param && start < param + form.bytes && param < start + form.span * itemsize;
+  return overlaps ? 0 : reinterpret_cast<int64_t>(start);
 }
 
 static bool has_other_threads() {
   return PyThreadState_Next(PyInterpreterState_ThreadHead(PyInterpreterState_Get()));
 }
 
-static bool overlaps(const Impl& g, const Form& form) {  // a gradient in exactly its parameter's memory does no harm
-  const auto *start = static_cast<const char*>(g.data()), *param = static_cast<const char*>(form.address);
-  return start != param && start < param + form.bytes && param < start + form.span * g.itemsize();
-}
-
-static void prefetch(const std::vector<Form>& forms, int64_t i, int64_t end) {
+static void prefetch(const Form* forms, int64_t i, int64_t end) {
   if (i + 16 < end) __builtin_prefetch(forms[i + 16].object);
   if (i + 8 < end) {
-    const auto* t = reinterpret_cast<const char*>(*forms[i + 8].object);
-    for (size_t line = 0; line < sizeof(Impl); line += 64) __builtin_prefetch(t + line);
+    const Object t = *forms[i + 8].object;
+    for (int64_t at = STORAGE_AT; at < KEYS_AT + 8; at += 64) __builtin_prefetch(t + at);
+    for (size_t at = 0; at < sizeof(Form); at += 64) __builtin_prefetch(reinterpret_cast<Object>(&forms[i + 8]) + at);
   }
-  if (i + 4 < end) __builtin_prefetch((**forms[i + 4].object).unsafe_storage().unsafeGetStorageImpl());
+  if (i + 4 < end) __builtin_prefetch(storage_of(*forms[i + 4].object) + DATA_AT);
+}
+
+// The user's code may give a gradient other memory with `.data =`: an alias keeps what it has.
+static void keep(Handle g, const Form& form, bool as_alias, Handle& kept) {
+  if (kept) delete_handle(kept);
+  kept = nullptr;
+  const int64_t *strides = form.extents + form.dim, start = ask(storage_offset, g);
+  if (as_alias ? new_alias(g, form.dim, form.extents, strides, start, &kept)
+               : new_handle(g, &kept))
+    throw Failed();
 }
 
 static Watch* in(char* capsule) { return static_cast<Watch*>(PyCapsule_GetPointer(capsule, nullptr)); }
 
-static void destroy(char* capsule) { delete in(capsule); }
+static void let_go(Watch* watch) {
+  for (int64_t i = 0; watch->keeps_alive && i < watch->with_gradient; i++) {
+    if (watch->kept_alive[i]) delete_handle(watch->kept_alive[i]);
+    watch->kept_alive[i] = nullptr;
+  }
+  watch->keeps_alive = false;
+}
+
+static void destroy(Watch* watch) {
+  let_go(watch);
+  delete[] watch->forms;
+  delete[] watch->extents;
+  delete[] watch->kept_alive;
+  delete watch;
+}
 
 static char* none() {
   Py_IncRef(&_Py_NoneStruct);
   return &_Py_NoneStruct;
 }
 
-extern "C" char* make_watch(int64_t count, Impl* const* const* tensors, int64_t with_gradient,
-                            Impl* const* const* examples, int64_t* gradients, char* present) try {
-  auto watch = std::make_unique<Watch>();
-  size_t size = 0;
-  for (int64_t i = 0; i < count; i++) size += 2 * (**tensors[i]).dim();
-  watch->extents.reserve(size);
-  for (int64_t i = 0; i < count; i++) {
-    Impl& t = **tensors[i];
-    if (!is_plain(t)) return none();
-    const int64_t* extents = watch->extents.data() + watch->extents.size();
-    for (const auto& part : {t.sizes(), t.strides()})
-      watch->extents.insert(watch->extents.end(), part.begin(), part.end());
-    const auto dtype = t.dtype().toScalarType();
-    const auto grad_dtype = i < with_gradient ? (*examples[i])->dtype().toScalarType() : dtype;
-    int64_t span = 1;
-    for (int64_t d = 0; d < t.dim(); d++) span += (t.sizes()[d] - 1) * t.strides()[d];
-    const int64_t bytes = t.numel() ? span * t.itemsize() : 0;
-    watch->forms.push_back(
-        {tensors[i], t.mutable_data(), extents, t.dim(), t.numel(), span, bytes, dtype, grad_dtype});
+extern "C" char* make_watch(int64_t count, const Handle* tensors, int64_t with_gradient, const Handle* examples,
+                            int64_t* gradients, char* present) {
+  auto* watch = new Watch{new Form[count], nullptr, new Handle[with_gradient](), with_gradient, gradients, present, present,
+                          nullptr, false, 0};
+  try {
+    int64_t size = 0;
+    for (int64_t i = 0; i < count; i++) size += 2 * ask(dim_of, tensors[i]);
+    int64_t* extents = watch->extents = new int64_t[size];
+    for (int64_t i = 0; i < count; i++) {
+      Handle t = tensors[i];
+      if (!is_plain(*t)) throw Failed();
+      const int64_t dim = ask(dim_of, t), numel = ask(numel_of, t);
+      const int64_t *sizes = ask(sizes_of, t), *strides = ask(strides_of, t);
+      memcpy(extents, sizes, dim * sizeof(int64_t));
+      memcpy(extents + dim, strides, dim * sizeof(int64_t));
+      const int32_t dtype = ask(dtype_of, t), grad_dtype = i < with_gradient ? ask(dtype_of, examples[i]) : dtype;
+      int64_t span = 1;
+      for (int64_t d = 0; d < dim; d++) span += (sizes[d] - 1) * strides[d];
+      const int64_t bytes = numel ? span * itemsize_of(dtype) : 0;
+      watch->forms[i] = {t, ask(data_ptr, t), extents, dim, numel, span, bytes, dtype, grad_dtype, {}, {}, 0};
+      take(*t, dim, watch->forms[i].itself);
+      extents += 2 * dim;
+    }
+    if (with_gradient) watch->undefined = *grad_of(*examples[0]);
+    return PyCapsule_New(watch, nullptr, [](char* capsule) { destroy(in(capsule)); });
+  } catch (...) {
+    destroy(watch);
+    return none();
   }
-  watch->with_gradient = with_gradient;
-  watch->gradients = gradients;
-  watch->present = present;
-  watch->written = present;
-  watch->version = 0;
-  return PyCapsule_New(watch.release(), nullptr, destroy);
-} catch (...) {
-  return none();
 }
 
 // `offset` says how far into a tensor's Python object its pointer to torch's own object lies.
 extern "C" int64_t look(char* capsule, char* grads, int64_t offset, int64_t first, int64_t end, int64_t keep_alive) {
   Watch* watch = in(capsule);
   const bool read_grad = grads == &_Py_NoneStruct;
-  const auto& forms = watch->forms;
-  if (keep_alive || has_other_threads()) watch->kept_alive.resize(watch->with_gradient);
+  Form* forms = watch->forms;
+  watch->keeps_alive |= keep_alive || has_other_threads();
   int64_t seen = 0;
   bool renewed = false;
   for (int64_t i = first; i < end; i++) try {
     prefetch(forms, i, end);
-    const Form& form = forms[i];
-    Impl& t = **form.object;
-    if (!is_plain(t) || t.mutable_data() != form.address || !lies_as(t, form, form.dtype)) seen |= SEEN_MOVED;
+    Form& form = forms[i];
+    Handle t = form.object;
+    if (!is_same(*t, form.itself)) {
+      if (is_plain(*t) && ask(data_ptr, t) == form.address && lies_as(t, form, form.dtype))
+        take(*t, form.dim, form.itself);
+      else
+        seen |= SEEN_MOVED;
+    }
     if (i >= watch->with_gradient) continue;
-    const Impl* gradient = nullptr;
+    Handle g = read_grad ? grad_of(*t) : nullptr;
     if (read_grad) {
-      if (t.grad().defined()) gradient = t.grad().unsafeGetTensorImpl();
+      if (*g == watch->undefined) g = nullptr;
     } else if (char* item = PyList_GetItem(grads, i); item != &_Py_NoneStruct) {
-      gradient = *reinterpret_cast<Impl**>(item + offset);
+      g = reinterpret_cast<Handle>(item + offset);
     }
     int64_t found = 0;
-    if (gradient) {
-      const Impl& g = *gradient;
-      if (is_plain(g) && g.device() == t.device() && lies_as(g, form, form.grad_dtype) && has_memory(g, form) &&
-          !overlaps(g, form)) {
-        found = form.numel ? reinterpret_cast<int64_t>(g.data()) : NO_ELEMENTS;
-        if (!watch->kept_alive.empty()) watch->kept_alive[i] = g.storage();
+    if (g) {
+      if (is_same(*g, form.gradient)) {
+        found = form.found;
+      } else if ((found = readable(g, form))) {
+        take(*g, form.dim, form.gradient);
+        form.found = found;
       } else {
         seen |= SEEN_UNLIKE;
       }
+      if (found && watch->keeps_alive) keep(g, form, keep_alive, watch->kept_alive[i]);
     }
-    watch->present[i] = gradient != nullptr;
+    watch->present[i] = g != nullptr;
     renewed |= found != watch->gradients[i];
     watch->gradients[i] = found;
   } catch (...) {
@@ -159,11 +263,11 @@ extern "C" int64_t look(char* capsule, char* grads, int64_t offset, int64_t firs
 
 extern "C" void finish(char* capsule) {
   Watch* watch = in(capsule);
-  for (int64_t i = 0; i < watch->with_gradient; i++) {
-    Impl& t = **watch->forms[i].object;
-    if (watch->written[i] && !t.is_inference()) t.bump_version();
+  for (int64_t i = 0; i < watch->with_gradient; i++) try {
+    if (watch->written[i]) bump_version(watch->forms[i].object);
+  } catch (...) {  // a tensor of inference mode has no version
   }
-  watch->kept_alive.clear();
+  let_go(watch);
 }
 
 extern "C" void set_written(char* capsule, const char* written) { in(capsule)->written = written; }

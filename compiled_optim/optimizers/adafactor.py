@@ -17,25 +17,22 @@ def _root_mean_square(stack: Tensor) -> Tensor:
 class Adafactor(CompiledOptimizer, granularity="tensor"):
     """Adafactor (arXiv:1804.04235, Algorithms 4 and 5): the second moment of a matrix as the product of two vectors.
 
-    ``eps`` bounds the second moment and the parameter's scale; its first element may be None, for the machine epsilon of the
-    parameter's dtype. As torch.optim.Adafactor it applies that bound to the estimate and not to the squared gradient, takes
-    means where the paper has sums, and decays weights by ``lr``. Differs from it: a group of several dtypes takes the
-    epsilon of each, and 16-bit parameters are updated in float32. DTensors are gathered for a step, and the two vectors are
-    whole on every process.
+    The two elements of ``eps`` bound the second moment and the parameter's scale from below. If the first is None, it is the
+    machine epsilon of the parameter's dtype. As in torch.optim.Adafactor, it bounds the estimate and not the squared
+    gradient, means replace the paper's sums, and weights decay by ``lr``. DTensors are gathered for a step, and every
+    process has both full vectors.
 
-    Parameters of more than two axes are factored over the last two, as by torch.optim, or with ``factored_dims="largest"``
-    over the two largest, of equal ones the later: less state for a convolution, whose kernel sizes come last. A checkpoint
-    of the other choice does not fit.
+    Parameters of more than two axes are factored over the last two, as in torch.optim. ``factored_dims="largest"`` takes the
+    two largest axes, and the later ones of equal axes: convolutions then have less state. A checkpoint only loads with the
+    choice that it was saved with.
     """
 
-    lr: Number = hyper(
-        default=1e-2, ge=0, doc="the largest step over the root mean square of the parameter; ``1 / sqrt(step)`` if less."
-    )
-    beta2_decay: Number = hyper(default=-0.8, le=0, doc="the exponent of the step count in the weight of a new square.")
+    lr: Number = hyper(default=1e-2, ge=0, doc="relative step size, at most ``1 / sqrt(step)``.")
+    beta2_decay: Number = hyper(default=-0.8, le=0, doc="a new squared gradient has the weight ``step**beta2_decay``.")
     eps: tuple[Number | None, Number] = hyper(
-        default=(None, 1e-3), ge=0, doc="the root of the least second moment, and the least scale of a parameter."
+        default=(None, 1e-3), ge=0, doc="least root of the second moment; least scale."
     )
-    d: Number = hyper(default=1.0, ge=1, lt=None, doc="the root mean square to which longer directions are shortened.")
+    d: Number = hyper(default=1.0, ge=1, lt=None, doc="a direction whose root mean square is larger is scaled down to this.")
     weight_decay: Number = hyper(default=0.0, ge=0)
     factored_dims: str = static(default="last", kw_only=True, doc='the ``"last"`` or the ``"largest"`` two axes, see above.')
     matrix, vector = fact(of=lambda shape: len(shape) > 1), fact(of=lambda shape: len(shape) < 2)
@@ -59,14 +56,8 @@ class Adafactor(CompiledOptimizer, granularity="tensor"):
     @staticmethod
     def coefficients(step, lr, beta2_decay, eps, d, weight_decay, resolution):
         bound = where(eps[0] == eps[0], eps[0], resolution)
-        return dict(
-            weight=power(step, beta2_decay),
-            rho=minimum(lr, 1 / sqrt(step)),
-            decay=1 - lr * weight_decay,
-            bound=bound,
-            least_scale=eps[1],
-            d=d,
-        )
+        weight, rho = power(step, beta2_decay), minimum(lr, 1 / sqrt(step))
+        return dict(weight=weight, rho=rho, decay=1 - lr * weight_decay, bound=bound, least_scale=eps[1], d=d)
 
     @staticmethod
     def update(param, grad, c, row_var, col_var, variance, matrix):

@@ -7,13 +7,13 @@ from compiled_optim.rule import Number, buffer, hyper, product, sqrt
 class Adagrad(CompiledOptimizer, decays="gradient"):
     """Adagrad: steps over the root of the sum of squared gradients (Duchi et al., JMLR 12, 2011, Figure 1).
 
-    Differs from torch.optim.Adagrad: gradients are dense, and a group's own ``initial_accumulator_value`` is used.
+    Differs from torch.optim.Adagrad: gradients must be dense, and a group may set ``initial_accumulator_value``.
     """
 
     lr: Number = hyper(default=1e-2, ge=0, doc="learning rate: the step is this number times the direction.")
     lr_decay: Number = hyper(default=0.0, ge=0, doc="``lr`` is divided by 1 plus this number times the steps so far.")
     weight_decay: Number = hyper(default=0.0, ge=0)
-    initial_accumulator_value: Number = hyper(default=0.0, ge=0, doc="what the sum of squares begins with.")
+    initial_accumulator_value: Number = hyper(default=0.0, ge=0, doc="the first value of the sum of squares.")
     eps: Number = hyper(default=1e-10, ge=0)
     sum = buffer(init="initial_accumulator_value")
 

@@ -7,8 +7,7 @@ from compiled_optim.rule import Accumulation, Number, bias_correction, buffer, e
 class Adam(CompiledOptimizer, advice="SparseAdam", decays="gradient"):
     """Adam (arXiv:1412.6980, Algorithm 1), with weight decay in the gradient or decoupled from it.
 
-    ``amsgrad`` keeps the maximum of the second moment (arXiv:1904.09237). Differs from torch.optim.Adam: moments are
-    averaged in float32 also for lower-precision parameters.
+    ``amsgrad`` keeps the maximum of the second moment (arXiv:1904.09237).
     """
 
     lr: Number = hyper(default=1e-3, ge=0)

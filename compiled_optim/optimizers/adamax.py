@@ -8,24 +8,16 @@ class Adamax(CompiledOptimizer, decays="gradient"):
     """Adamax: Adam with the infinity norm in place of the second moment (arXiv:1412.6980, Algorithm 2)."""
 
     lr: Number = hyper(default=2e-3, ge=0)
-    betas: tuple[Number, Number] = hyper(
-        default=(0.9, 0.999), ge=0, lt=1, doc="how much of the average of gradients, and of the largest, stays in a step."
-    )
-    eps: Number = hyper(default=1e-8, ge=0, doc="is added to the size of each gradient.")
+    betas: tuple[Number, Number] = hyper(default=(0.9, 0.999), ge=0, lt=1, doc="decay rates of the average and the maximum.")
+    eps: Number = hyper(default=1e-8, ge=0, doc="is added to the magnitude of each gradient.")
     weight_decay: Number = hyper(default=0.0, ge=0)
     exp_avg, exp_inf = buffer(int8="signed"), buffer(int8="unsigned")
 
     @staticmethod
     def coefficients(step, lr, betas, eps, weight_decay):
         beta1, beta2 = betas
-        return dict(
-            weight_decay=weight_decay,
-            step_size=lr / bias_correction(beta1, step),
-            beta1=beta1,
-            weight1=1 - beta1,
-            beta2=beta2,
-            eps=eps,
-        )
+        step_size = lr / bias_correction(beta1, step)
+        return dict(weight_decay=weight_decay, step_size=step_size, beta1=beta1, weight1=1 - beta1, beta2=beta2, eps=eps)
 
     @staticmethod
     def update(param, grad, c, exp_avg, exp_inf):

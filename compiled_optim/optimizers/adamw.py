@@ -1,24 +1,17 @@
 """AdamW."""
 
 from compiled_optim.optimizers.adam import Adam
-from compiled_optim.rule import Number, bias_correction, buffer, ema, hyper, maximum, sqrt, static
+from compiled_optim.rule import Number, bias_correction, ema, hyper, maximum, sqrt, static
 
 
 class AdamW(Adam, decays="weights"):
     """AdamW: Adam with decoupled weight decay (arXiv:1711.05101, Algorithm 2).
 
-    ``amsgrad`` keeps the maximum of the second moment (arXiv:1904.09237). Differs from torch.optim.AdamW: moments are
-    averaged in float32 also for lower-precision parameters.
+    All other arguments, and the state, are Adam's.
     """
 
-    lr: Number = hyper(default=1e-3, ge=0)
-    betas: tuple[Number, Number] = hyper(default=(0.9, 0.999), ge=0, lt=1)
-    eps: Number = hyper(default=1e-8, ge=0)
     weight_decay: Number = hyper(default=1e-2, ge=0)
-    amsgrad: bool = static(default=False)
     decoupled_weight_decay: bool = static(default=True, init=False)
-    exp_avg, exp_avg_sq = buffer(int8="signed"), buffer(int8="unsigned")
-    max_exp_avg_sq = buffer(when="amsgrad", int8="unsigned")
 
     @staticmethod
     def coefficients(step, lr, betas, eps, weight_decay):

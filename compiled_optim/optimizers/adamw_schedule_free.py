@@ -7,23 +7,20 @@ from compiled_optim.rule import Number, bias_correction, buffer, hyper, maximum,
 class AdamWScheduleFree(ViewedOptimizer):
     """Schedule-Free AdamW: an average of all steps in place of a schedule that ends (arXiv:2405.15682, Algorithm 1).
 
-    The parameters to train are between those that take the steps, ``z``, and their average, which is to be evaluated: call
-    :meth:`eval` before validation and before the model is saved for use, and :meth:`train` before the next step. Batch
-    normalization needs its statistics of the average: run some batches after :meth:`eval`. Differs from the authors' package
-    as the paper does: the weight of a step in the average is its own squared learning rate, not the largest so far.
+    The state ``z`` takes the steps. Gradients are taken at weights between ``z`` and the average of all ``z``; the average
+    is for evaluation. Call :meth:`eval` before validation and before you save the model for use, and :meth:`train` before
+    the next step. Batch normalization needs the statistics of the average: run some batches after :meth:`eval`. As in the
+    paper, a step's weight in the average is its squared learning rate; the authors' package uses the largest rate so far.
 
-    With parameters of 16 bits, give ``z`` more: ``state_dtype={"z": torch.float32}``, and ``weights``.
+    With 16-bit parameters, pass ``state_dtype={"z": torch.float32}`` and ``weights``.
     """
 
     lr: Number = hyper(default=2.5e-3, ge=0, doc="learning rate, from the end of the warmup on.")
     betas: tuple[Number, Number] = hyper(
-        default=(0.9, 0.999),
-        gt=0,
-        lt=1,
-        doc="how near parameters are to their average; how much of the squares' stays.",
+        default=(0.9, 0.999), gt=0, lt=1, doc="share of the average in the weights; decay rate of squares."
     )
     eps: Number = hyper(default=1e-8, ge=0)
-    weight_decay: Number = hyper(default=0.0, ge=0, doc="a step takes ``lr`` times this times the parameter from ``z``.")
+    weight_decay: Number = hyper(default=0.0, ge=0, doc="a step subtracts ``lr * weight_decay * param`` from ``z``.")
     warmup_steps: Number = hyper(default=0, ge=0, doc="how many steps ``lr`` takes to grow from 0.")
     z, exp_avg_sq = buffer(init="param"), buffer(int8="unsigned")
     weight_sum = scalar()

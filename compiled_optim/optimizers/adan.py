@@ -7,19 +7,16 @@ from compiled_optim.rule import Number, bias_correction, buffer, ema, hyper, sqr
 class Adan(CompiledOptimizer):
     """Adan: Adam with an average of the gradient's changes (arXiv:2208.06677, Algorithm 1), without restarts.
 
-    torch.optim has no Adan; arguments and defaults are optimi's.
+    ``betas`` are for averages of gradients, of their changes and of squares: 1 less the paper's.
     """
 
     lr: Number = hyper(ge=0)
     betas: tuple[Number, Number, Number] = hyper(
-        default=(0.98, 0.92, 0.99),
-        ge=0,
-        lt=1,
-        doc="decay rates of gradients, changes and squares: 1 less the paper's.",
+        default=(0.98, 0.92, 0.99), ge=0, lt=1, doc="decay rates of the three averages."
     )
-    weight_decay: Number = hyper(default=2e-2, ge=0, doc="after a step, parameters are divided by 1 + ``lr`` times this.")
+    weight_decay: Number = hyper(default=2e-2, ge=0, doc="a step then divides parameters by ``1 + lr * weight_decay``.")
     eps: Number = hyper(default=1e-6, ge=0)
-    adam_wd: bool = static(default=False, doc="decay weights as AdamW does instead; without effect in optimi.")
+    adam_wd: bool = static(default=False, doc="decay weights as AdamW does. optimi ignores this argument.")
     exp_avg, exp_avg_diff = buffer(int8="signed"), buffer(int8="signed")
     exp_avg_sq, prev_grad = buffer(int8="unsigned"), buffer(int8="signed")
 

@@ -5,7 +5,7 @@ from compiled_optim.rule import Number, buffer, hyper, power, product, scalar, w
 
 
 class ASGD(CompiledOptimizer, decays="gradient"):
-    """Averaged stochastic gradient descent (Polyak and Juditsky, doi:10.1137/0330046), the average in the state's ``ax``.
+    """Averaged stochastic gradient descent (Polyak and Juditsky, doi:10.1137/0330046). The state ``ax`` is the average.
 
     Differs from torch.optim.ASGD: ``eta`` and ``mu`` are float64.
     """
@@ -23,15 +23,8 @@ class ASGD(CompiledOptimizer, decays="gradient"):
         step_size = where(step == 1, lr, eta)  # the learning rate as it is now, whatever it was when the state was made
         next_eta = lr / power(1 + lambd * lr * step, alpha)
         next_mu = 1 / where(step - t0 > 1, step - t0, 1.0)
-        return dict(
-            eta=next_eta,
-            mu=next_mu,
-            weight_decay=weight_decay,
-            decay=1 - lambd * step_size,
-            step_size=step_size,
-            kept=1 - mu,
-            added=mu,
-        )
+        numbers = dict(weight_decay=weight_decay, decay=1 - lambd * step_size, step_size=step_size, kept=1 - mu, added=mu)
+        return dict(eta=next_eta, mu=next_mu, **numbers)
 
     @staticmethod
     def update(param, grad, c, ax):

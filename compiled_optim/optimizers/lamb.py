@@ -12,30 +12,22 @@ def _adam(param, grad, c, exp_avg, exp_avg_sq):
 
 
 class LAMB(CompiledOptimizer):
-    """LAMB: Adam whose steps have the length of their parameter (arXiv:1904.00962, Algorithm 2, with phi(x) = x).
+    """LAMB: Adam with steps in proportion to the parameter's norm (arXiv:1904.00962, Algorithm 2, with phi(x) = x).
 
-    A parameter that is 0, or whose step is, takes the step of length 1 as it is, as in the paper's code.
+    If the norm of the parameter or of Adam's step is 0, the step is Adam's, as in the paper's code.
     """
 
-    lr: Number = hyper(default=1e-3, ge=0, doc="learning rate, the length of a step as a share of the parameter's.")
+    lr: Number = hyper(default=1e-3, ge=0, doc="learning rate: the norm of a step over the norm of the parameter.")
     betas: tuple[Number, Number] = hyper(default=(0.9, 0.999), ge=0, lt=1)
     eps: Number = hyper(default=1e-6, ge=0)
-    weight_decay: Number = hyper(
-        default=0.0, ge=0, doc="this number times the parameter goes into the step before its length is taken."
-    )
+    weight_decay: Number = hyper(default=0.0, ge=0, doc="this times the parameter is added before the norm is taken.")
     exp_avg, exp_avg_sq = buffer(int8="signed"), buffer(int8="unsigned")
 
     @staticmethod
     def coefficients(step, lr, betas, eps, weight_decay):
-        beta1, beta2 = betas
-        return dict(
-            lr=lr,
-            eps=eps,
-            weight_decay=weight_decay,
-            **ema(betas),
-            correction1=bias_correction(beta1, step),
-            correction2=bias_correction(beta2, step),
-        )
+        averages = ema(betas)
+        correction1, correction2 = (bias_correction(beta, step) for beta in betas)
+        return dict(lr=lr, eps=eps, weight_decay=weight_decay, **averages, correction1=correction1, correction2=correction2)
 
     @staticmethod
     def reduce(param, grad, c, exp_avg, exp_avg_sq):

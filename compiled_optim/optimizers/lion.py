@@ -7,12 +7,12 @@ from compiled_optim.rule import Number, buffer, ema, hyper, sign
 class Lion(CompiledOptimizer):
     """Lion: the sign of a momentum, with decoupled weight decay (arXiv:2302.06675, Algorithm 2).
 
-    The state is one average of gradients. torch.optim has no Lion; arguments and defaults are optimi's.
+    The state is one average of gradients.
     """
 
-    lr: Number = hyper(ge=0, doc="learning rate: what every element moves by in a step.")
+    lr: Number = hyper(ge=0, doc="learning rate: the distance that every element moves in a step.")
     betas: tuple[Number, Number] = hyper(
-        default=(0.9, 0.99), ge=0, lt=1, doc="how much of the average counts in the direction, and how much of it stays."
+        default=(0.9, 0.99), ge=0, lt=1, doc="share of the average in a step; its decay rate."
     )
     weight_decay: Number = hyper(default=0.0, ge=0)
     exp_avg = buffer(int8="signed")

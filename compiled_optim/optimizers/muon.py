@@ -35,22 +35,21 @@ class Muon(CompiledOptimizer, granularity="matrix"):
 
     For the matrices of hidden layers; embeddings, biases and the last layer are for AdamW. ``adjust_lr_fn`` scales the
     learning rate with a matrix's shape: ``"original"`` (None) by the root of rows over columns where that is above 1,
-    ``"match_rms_adamw"`` (arXiv:2502.16982, section 2.2) to updates of AdamW's size, and ``"spectral_unclamped"`` by the
-    root of rows over columns, whatever it is. The iteration is in bfloat16, as in torch.optim.Muon. Differs from it: all
-    matrices of one shape are one batched product, and an iteration adds its three terms before the last product. DTensors
-    are gathered for a step, by shape, and may have fewer rows than there are processes; their momentum stays spread as they
-    are.
+    ``"match_rms_adamw"`` (arXiv:2502.16982, section 2.2) to updates of AdamW's size, and ``"spectral_unclamped"`` by that
+    root even if it is below 1. The iteration is in bfloat16, as in torch.optim.Muon. Differs from torch.optim.Muon: an
+    iteration adds its three terms before the last product. DTensors are gathered for a step, and may have fewer rows than
+    there are processes. Their momentum stays sharded.
     """
 
     lr: Number = hyper(default=1e-3, ge=0, doc="learning rate: about the spectral norm of a step, before ``adjust_lr_fn``.")
     weight_decay: Number = hyper(default=0.1, ge=0)
     momentum: Number = hyper(default=0.95, ge=0, doc="how much of the buffer stays from one step to the next.")
-    nesterov: bool = static(default=True, doc="orthogonalize gradient and buffer mixed by ``momentum``, not the buffer.")
+    nesterov: bool = static(default=True, doc="orthogonalize a mix of gradient and buffer, not the buffer alone.")
     ns_coefficients: tuple[Number, Number, Number] = hyper(
-        default=(3.4445, -4.775, 2.0315), doc="the polynomial of an iteration: of the first, third and fifth power."
+        default=(3.4445, -4.775, 2.0315), doc="coefficients of the first, third and fifth power in an iteration."
     )
     eps: Number = hyper(default=1e-7, ge=0, doc="the least norm that a matrix is divided by.")
-    ns_steps: int = static(default=5, doc="iterations.")
+    ns_steps: int = static(default=5, doc="how many Newton-Schulz iterations a step makes.")
     adjust_lr_fn: str | None = static(default=None, doc='how ``lr`` follows the shape, see above; None is ``"original"``.')
     momentum_buffer = buffer()
     implied_state: ClassVar[Mapping[str, float]] = {"step": 1.0}
@@ -71,10 +70,7 @@ class Muon(CompiledOptimizer, granularity="matrix"):
     @staticmethod
     def check(hypers: Mapping[str, Any], statics: Mapping[str, Any]) -> None:
         if statics["adjust_lr_fn"] not in (None, *_RATIOS):
-            raise ValueError(
-                f"Adjust learning rate function {statics['adjust_lr_fn']} is not supported; "
-                "adjust_lr_fn must be None, 'original', 'match_rms_adamw' or 'spectral_unclamped'"
-            )
-        steps = statics["ns_steps"]
-        if not isinstance(steps, int) or not 0 <= steps < 100:
+            there = f"adjust_lr_fn must be None, {', '.join(map(repr, _RATIOS))}"
+            raise ValueError(f"Adjust learning rate function {statics['adjust_lr_fn']} is not supported; {there}")
+        if not isinstance(steps := statics["ns_steps"], int) or not 0 <= steps < 100:
             raise ValueError(f"ns_steps must be an integer >= 0 and < 100, got {steps!r}")

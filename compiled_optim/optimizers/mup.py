@@ -1,13 +1,11 @@
 """Optimizers for u-muP: learning rates that follow the shape, the kind and the depth of each parameter (arXiv:2407.17465).
 
-They read ``mup_type`` and ``mup_scaling_depth`` from the parameters, as unit_scaling's layers write them. The classes have
-the names and arguments of unit_scaling.optim's, and the scales are the same numbers. Its functions are called differently:
-:func:`lr_scale_for_adam` is ``lr_scale_func_adam(param)``, and :func:`lr_scale_for_sgd` is
-``lr_scale_func_sgd(readout_constraint)(param)``. Other optimizers take one of the two here as their ``lr_scale``, and these
-take any other ``lr_scale``. Parameters share a group whatever their scales. Groups have ``lr`` and ``weight_decay`` before
-scaling. ``decouple_lr`` and ``decouple_wd`` follow from other arguments, and are refused.
+They read ``mup_type`` and ``mup_scaling_depth``, which unit_scaling's layers set on their parameters. The classes have the
+names and arguments of unit_scaling.optim's classes, and the scales are the same numbers. :func:`lr_scale_for_adam` is
+unit_scaling's ``lr_scale_func_adam(param)``, and :func:`lr_scale_for_sgd` is its
+``lr_scale_func_sgd(readout_constraint)(param)``. Either can be the ``lr_scale`` of any other optimizer.
 
-FSDP2 and tensor parallelism make new parameters without these. There, pass ``lr_scale``: numbers by name, made before.
+FSDP2 and tensor parallelism make new parameters, without the two attributes. Compute a dict ``lr_scale`` before sharding.
 """
 
 from __future__ import annotations
@@ -27,36 +25,24 @@ _TYPES = ("weight", "bias", "norm", "output")
 
 
 def lr_scale_for_adam(name: str | None, param: Tensor, *, allow_non_unit_scaling_params: bool = False) -> float:
-    """What u-muP multiplies the learning rate of ``param`` with, if its steps do not grow with its gradients.
+    """The factor of ``param``'s learning rate in u-muP, for optimizers whose steps do not grow with the gradients.
 
     It is ``fan_in**-0.5`` for weights and 1 for all others, times ``mup_scaling_depth**-0.5``. The fan-in of an embedding is
-    its width. Of a DTensor the whole shape counts.
-
-    Args:
-        name: for messages.
-        param: has ``mup_type`` and ``mup_scaling_depth``.
-        allow_non_unit_scaling_params: 1 for a parameter without these, in place of an error.
-
-    Raises:
-        ValueError: the parameter lacks them, or has a shape or a depth for which there is no scale.
+    its width. Of a DTensor the whole shape counts. ``ValueError`` if no scale is defined for the shape or depth of
+    ``param``, which messages call ``name``, or if it lacks ``mup_type`` and ``mup_scaling_depth``; without these attributes
+    the scale is 1 with ``allow_non_unit_scaling_params``.
     """
     return _scale(name, param, allow_non_unit_scaling_params, grows=False)
 
 
 def lr_scale_for_sgd(
-    name: str | None,
-    param: Tensor,
-    *,
-    readout_constraint: str | None = None,
-    allow_non_unit_scaling_params: bool = False,
+    name: str | None, param: Tensor, *, readout_constraint: str | None = None, allow_non_unit_scaling_params: bool = False
 ) -> float:
-    """What u-muP multiplies the learning rate of ``param`` with, if its steps are in proportion to its gradients.
+    """The factor of ``param``'s learning rate in u-muP, for optimizers whose steps are in proportion to the gradients.
 
     With ``readout_constraint="to_output_scale"``, as unit_scaling's ``LinearReadout`` has it, it is ``fan_in**0.5`` for
-    weights, the size of biases and norms, and 1 for outputs, times ``mup_scaling_depth**-0.5``. Else it is as for Adam.
-
-    Raises:
-        ValueError: there is no such constraint, or as :func:`lr_scale_for_adam`, with whose other arguments.
+    weights, the size of biases and norms, and 1 for outputs, times ``mup_scaling_depth**-0.5``. Else, and in all besides,
+    it is as :func:`lr_scale_for_adam`.
     """
     if readout_constraint not in (None, "to_output_scale"):
         raise ValueError(f"readout_constraint must be None or 'to_output_scale', got {readout_constraint!r}")
@@ -64,7 +50,7 @@ def lr_scale_for_sgd(
 
 
 def _scale(name: str | None, param: Tensor, allow_untagged: bool, *, grows: bool) -> float:
-    """The scale of ``param``, which ``grows`` with its size or shrinks."""
+    """The factor of the learning rate of ``param``. It ``grows`` or shrinks with the parameter's size."""
     shape, kind, depth = param.shape, getattr(param, "mup_type", None), getattr(param, "mup_scaling_depth", 0.0)
     called = f"a parameter of shape {tuple(shape)}" if name is None else f"'{name}', of shape {tuple(shape)},"
     if kind not in _TYPES or not (depth is None or isinstance(depth, int)):
@@ -80,25 +66,17 @@ def _scale(name: str | None, param: Tensor, allow_untagged: bool, *, grows: bool
     if kind == "weight":
         if len(shape) not in (1, 2, 3):
             raise ValueError(f"u-muP has no fan-in for {len(shape)} dimensions; {called} has them")
-        fan_in = max(
-            shape[1:].numel() if len(shape) > 1 else shape[0], 1
-        )  # of (outputs, inputs) or (outputs, inputs, width)
-        size = fan_in ** (0.5 if grows else -0.5)
+        fan_in = shape[1:] if len(shape) > 1 else shape  # of (outputs, inputs) or (outputs, inputs, width)
+        size = max(fan_in.numel(), 1) ** (0.5 if grows else -0.5)
     return (1 if depth is None else float(depth**-0.5)) * size
 
 
 class _Scaled(CompiledOptimizer):
-    """What turns the arguments of unit_scaling's optimizers into this package's."""
+    """Translates the arguments of unit_scaling's optimizers into arguments of this package."""
 
     lr: Number = hyper(default=1e-3, ge=0, doc="learning rate, as in the optimizer of this name, before scaling.")
-    weight_decay: Number = hyper(
-        default=0.0,
-        ge=0,
-        doc="as in the optimizer of this name, over the largest scaled ``lr`` (``independent_weight_decay``).",
-    )
-    independent_weight_decay: bool = flag(
-        default=True, kw_only=True, doc="divide ``weight_decay`` by ``max_lr`` times the scale, as ``decouple_lr`` does."
-    )
+    weight_decay: Number = hyper(default=0.0, ge=0, doc="as in the optimizer of this name; see the next argument.")
+    independent_weight_decay: bool = flag(default=True, kw_only=True, doc="divide decay by ``max_lr`` times the scale.")
     allow_non_unit_scaling_params: bool = flag(
         default=False, kw_only=True, doc="take parameters without ``mup_type``, with scale 1, instead of refusing them."
     )
@@ -110,7 +88,7 @@ class _Scaled(CompiledOptimizer):
     def _arguments(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         arguments = super()._arguments(args, kwargs)
         if given := [name for name in ("decouple_lr", "decouple_wd") if name in kwargs]:
-            raise TypeError(f"{cls.__name__} of u-muP makes {given[0]} itself; pass it to the optimizer of that name")
+            raise TypeError(f"co.mup.{cls.__name__} sets {given[0]} itself; pass it to co.{cls.__name__} instead")
         if arguments["lr_scale"] is None:
             arguments["lr_scale"] = functools.partial(cls._scale, **{name: arguments[name] for name in cls._scale_arguments})
         if arguments["independent_weight_decay"]:
@@ -127,32 +105,27 @@ class _Scaled(CompiledOptimizer):
 class Adam(_Scaled, adam.Adam):
     """Adam with u-muP's learning rates (arXiv:2407.17465), as unit_scaling.optim's.
 
-    ``lr_scale`` is :func:`lr_scale_for_adam` where it is not given: parameters share a group whatever their scales. Groups
-    and ``add_param_group`` take ``lr`` and ``weight_decay`` before scaling. ``max_lr`` is a group's first ``lr`` if it is
-    not given: give it if a schedule begins with 0. ``decouple_lr`` and ``decouple_wd`` follow from the arguments, and are
-    refused.
+    ``lr_scale`` is :func:`lr_scale_for_adam` by default. A group may hold parameters of different scales; its ``lr`` and
+    ``weight_decay`` are not scaled. ``max_lr`` is the group's first ``lr`` by default: pass it if a schedule begins with 0.
+    ``decouple_lr`` and ``decouple_wd`` are set by other arguments, and passing them is an error.
     """
 
 
 class AdamW(_Scaled, adamw.AdamW):
     """AdamW with u-muP's learning rates (arXiv:2407.17465), as unit_scaling.optim's.
 
-    All but the rule is as in :class:`Adam`. Weights do not decay by default. With ``independent_weight_decay``, a step at
-    the largest ``lr`` takes ``weight_decay`` of a parameter away, whatever that and the scale.
+    Like :class:`Adam`, with AdamW's update. Weights do not decay by default. With ``independent_weight_decay``, a step at
+    ``max_lr`` shrinks a parameter by the share ``weight_decay``, independently of ``max_lr`` and the scale.
     """
 
 
 class SGD(_Scaled, sgd.SGD):
     """SGD with u-muP's learning rates (arXiv:2407.17465), as unit_scaling.optim's.
 
-    All but the rule is as in :class:`Adam`, and ``lr_scale`` is :func:`lr_scale_for_sgd` where it is not given.
+    Like :class:`Adam`, with SGD's update. ``lr_scale`` is :func:`lr_scale_for_sgd` by default.
     """
 
-    readout_constraint: str | None = flag(
-        default=None,
-        kw_only=True,
-        doc='the ``constraint`` of the model\'s ``LinearReadout``: None or ``"to_output_scale"``.',
-    )
+    readout_constraint: str | None = flag(default=None, kw_only=True, doc="the ``constraint`` of the ``LinearReadout``.")
 
     _scale = staticmethod(lr_scale_for_sgd)
     _scale_arguments = ("allow_non_unit_scaling_params", "readout_constraint")

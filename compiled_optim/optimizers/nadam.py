@@ -7,8 +7,7 @@ from compiled_optim.rule import Number, bias_correction, buffer, ema, hyper, pow
 class NAdam(CompiledOptimizer, decays="gradient"):
     """NAdam: Adam with Nesterov momentum (Dozat, ICLR 2016 workshop, openreview.net OM0jvwB8jIp57ZJjtNEZ).
 
-    Differs from torch.optim.NAdam: ``mu_product`` is float64, and moments are averaged in float32 also for
-    lower-precision parameters.
+    Differs from torch.optim.NAdam: ``mu_product`` is float64.
     """
 
     lr: Number = hyper(default=2e-3, ge=0)

@@ -7,19 +7,18 @@ from compiled_optim.rule import Number, absolute, buffer, hyper, maximum, produc
 class Prodigy(CompiledOptimizer):
     """Prodigy: Adam that estimates its learning rate as it goes (arXiv:2306.06101, Algorithm 4).
 
-    The estimate ``d`` grows with how far the parameters have come from where they started, summed over all parameters. The
-    state of every parameter has it. In each step the sums behind it keep ``sqrt(betas[1])`` of themselves. ``betas`` and
-    ``d_coef`` of the first group count for it. Differs from the authors' package as the paper does: ``eps`` is multiplied
-    by the ``d`` that the step uses, not by the next one. Weights decay apart from the gradient, as with ``decouple=True``
-    there.
+    The estimate ``d`` of the learning rate grows with the distance of all parameters together from where they started. Every
+    parameter's state has a copy. ``d`` is a quotient of two sums, which decay by ``sqrt(betas[1])`` in each step; the first
+    group's ``betas`` and ``d_coef`` apply. As in the paper, ``eps`` is multiplied by the ``d`` of the step; the authors'
+    package uses the next ``d``. Weight decay is decoupled, as with ``decouple=True`` in that package.
 
-    Parameters of 16 bits need ``weights``: without it, how far they have come is mostly rounding.
+    16-bit parameters need ``weights``. Without it, most of the measured distance is rounding error.
     """
 
-    lr: Number = hyper(default=1.0, ge=0, doc="factor of the estimated learning rate; schedules act on it.")
+    lr: Number = hyper(default=1.0, ge=0, doc="factor of the estimated learning rate, for schedules.")
     betas: tuple[Number, Number] = hyper(default=(0.9, 0.999), ge=0, lt=1)
     eps: Number = hyper(default=1e-8, ge=0)
-    weight_decay: Number = hyper(default=0.0, ge=0, doc="a step takes ``lr * d`` times this share of the parameter away.")
+    weight_decay: Number = hyper(default=0.0, ge=0, doc="a step subtracts ``lr * d * weight_decay * param``.")
     d0: Number = hyper(default=1e-6, gt=0, doc="the estimate that training starts with.")
     d_coef: Number = hyper(default=1.0, gt=0, doc="factor of each new estimate.")
     exp_avg, exp_avg_sq = buffer(int8="signed"), buffer(int8="unsigned")

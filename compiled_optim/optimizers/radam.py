@@ -5,10 +5,7 @@ from compiled_optim.rule import Accumulation, Number, bias_correction, buffer, e
 
 
 class RAdam(CompiledOptimizer, decays="gradient"):
-    """RAdam: Adam whose adaptive step is rectified by its variance (arXiv:1908.03265, Algorithm 2).
-
-    Differs from torch.optim.RAdam: moments are averaged in float32 also for lower-precision parameters.
-    """
+    """RAdam: Adam whose adaptive step is rectified by its variance (arXiv:1908.03265, Algorithm 2)."""
 
     lr: Number = hyper(default=1e-3, ge=0)
     betas: tuple[Number, Number] = hyper(default=(0.9, 0.999), ge=0, lt=1)

@@ -8,17 +8,16 @@ from compiled_optim.rule import Number, bias_correction, buffer, floor, hyper, p
 class Ranger(CompiledOptimizer):
     """Ranger: RAdam (arXiv:1908.03265, Algorithm 2) within Lookahead (arXiv:1907.08610, Algorithm 1).
 
-    At every ``k``-th step of a parameter, its slow copy moves towards it by ``alpha`` of the distance, and it becomes the
-    slow copy. The slow copy is made at the first step. torch.optim has no Ranger; arguments and defaults are optimi's. As
-    there, and other than in torch's RAdam, ``eps`` is added after the bias correction, and ``decouple_wd`` is True by
-    default.
+    At every ``k``-th step of a parameter, its slow copy moves towards the parameter by ``alpha`` of the distance, and the
+    parameter is set to the slow copy. The first step makes the slow copy. As in optimi, and unlike torch.optim.RAdam,
+    ``eps`` is added after the bias correction, and ``decouple_wd`` is True by default.
     """
 
     lr: Number = hyper(ge=0)
     betas: tuple[Number, Number] = hyper(default=(0.9, 0.99), ge=0, lt=1)
     weight_decay: Number = hyper(default=0.0, ge=0)
     eps: Number = hyper(default=1e-6, ge=0)
-    k: Number = hyper(default=6, ge=1, doc="steps between synchronizations with the slow copy, on average if not whole.")
+    k: Number = hyper(default=6, ge=1, doc="steps between synchronizations with the slow copy; may be a fraction.")
     alpha: Number = hyper(default=0.5, ge=0, le=1, doc="how far the slow copy moves towards the parameter, from 0 to 1.")
     decouple_wd: bool = static(default=True, kw_only=True)
     exp_avg, exp_avg_sq, la_param = buffer(int8="signed"), buffer(int8="unsigned"), buffer()

@@ -10,16 +10,15 @@ from compiled_optim.rule import Number, buffer, hyper, product, sqrt, static, wh
 class RMSprop(CompiledOptimizer, decays="gradient"):
     """RMSprop (Hinton, Coursera 2012, lecture 6e); ``centered`` divides by the deviation (arXiv:1308.0850, equation 40).
 
-    Differs from torch.optim.RMSprop: averages are taken in float32 also for lower-precision parameters, a variance that
-    rounding makes negative counts as 0 instead of yielding NaN, and while ``momentum`` is set to 0 during a run the buffer
-    follows the step instead of standing still.
+    Differs from torch.optim.RMSprop: a variance that rounding makes negative counts as 0 instead of yielding NaN, and while
+    ``momentum`` is 0 during a run, the buffer is the last step instead of keeping its value.
     """
 
     lr: Number = hyper(default=1e-2, ge=0)
     alpha: Number = hyper(default=0.99, ge=0, doc="how much of the averages stays from one step to the next.")
     eps: Number = hyper(default=1e-8, ge=0)
     weight_decay: Number = hyper(default=0.0, ge=0)
-    momentum: Number = hyper(default=0.0, ge=0, doc="how much of the last step is added to the next; 0 for no buffer.")
+    momentum: Number = hyper(default=0.0, ge=0, doc="the share of the last step that is added to the next; 0 for no buffer.")
     centered: bool = static(default=False, doc="subtract the squared average of gradients from the average of squares.")
     square_avg, momentum_buffer = buffer(int8="unsigned"), buffer(when="momentum", int8="signed")
     grad_avg = buffer(when="centered")

@@ -10,14 +10,12 @@ from compiled_optim.rule import Number, buffer, hyper, maximum, minimum, sign, w
 class Rprop(CompiledOptimizer):
     """Rprop: step sizes that grow while the gradient keeps its sign (Riedmiller and Braun, doi:10.1109/ICNN.1993.298623).
 
-    Where the sign changes the parameter rests for a step. Differs from torch.optim.Rprop: the product of two tiny
-    gradients of equal sign does not underflow to "no sign".
+    An element whose gradient changes its sign does not move in that step. Differs from torch.optim.Rprop: the product of two
+    tiny gradients of equal sign does not underflow to "no sign".
     """
 
     lr: Number = hyper(default=1e-2, ge=0, doc="the step of every element at first, in the parameter's units.")
-    etas: tuple[Number, Number] = hyper(
-        default=(0.5, 1.2), gt=0, doc="factors of a step where the gradient's sign changed, < 1, and where it stayed, > 1."
-    )
+    etas: tuple[Number, Number] = hyper(default=(0.5, 1.2), gt=0, doc="step factors if the sign changed, < 1; if not, > 1.")
     step_sizes: tuple[Number, Number] = hyper(default=(1e-6, 50.0), lt=None, doc="the smallest and the largest step.")
     prev, step_size = buffer(), buffer(init="lr")
 

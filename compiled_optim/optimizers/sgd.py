@@ -10,19 +10,16 @@ from compiled_optim.rule import Accumulation, Number, buffer, hyper, product, st
 class SGD(CompiledOptimizer, decays="gradient"):
     """Stochastic gradient descent with momentum (Sutskever et al., ICML 2013), in torch.optim.SGD's form.
 
-    The first step takes the whole gradient into ``momentum_buffer`` whatever ``dampening`` is, as torch.optim does.
-    Differs from torch.optim.SGD: gradients are dense, and the state also holds ``step``. While ``momentum`` is written to 0
-    in place the buffer follows the gradient instead of standing still, and where it is raised from 0 during a run,
-    ``dampening`` holds from its first step on.
+    The first step ignores ``dampening``, as in torch.optim. Differs from torch.optim.SGD: gradients must be dense, and the
+    state also holds ``step``. While an in-place write keeps ``momentum`` at 0, the buffer is the gradient; torch.optim
+    leaves it as it was. If ``momentum`` is raised from 0 during a run, ``dampening`` applies at once.
     """
 
     lr: Number = hyper(default=1e-3, ge=0, doc="learning rate: the step is this number times the direction.")
     momentum: Number = hyper(default=0.0, ge=0, doc="how much of the buffer stays from step to step; 0 for no buffer.")
-    dampening: Number = hyper(default=0.0, doc="what part of each gradient does not get into the buffer.")
+    dampening: Number = hyper(default=0.0, doc="the share of each gradient that is not added to the buffer.")
     weight_decay: Number = hyper(default=0.0, ge=0)
-    nesterov: bool = static(
-        default=False, doc="step along gradient plus ``momentum`` times buffer; needs momentum, and no dampening."
-    )
+    nesterov: bool = static(default=False, doc="step along gradient + ``momentum`` * buffer; needs momentum, no dampening.")
     momentum_buffer = buffer(when="momentum", int8="signed")
     accumulation = Accumulation(kept=("momentum",), unless=("nesterov",))
     implied_state: ClassVar[Mapping[str, float]] = {"step": 1.0}

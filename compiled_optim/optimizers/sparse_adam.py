@@ -8,8 +8,7 @@ class SparseAdam(CompiledOptimizer, gradients="sparse", advice="Adam"):
     """Adam (arXiv:1412.6980, Algorithm 1) on the rows that sparse gradients name, for ``nn.Embedding(sparse=True)``.
 
     The moments of other rows do not decay. ``eps`` is outside the bias correction (the paper's section 2, end). Differs from
-    torch.optim.SparseAdam: repeated rows are added up, and moments averaged, in float32 also for lower-precision parameters,
-    ``lr`` may be 0, and no step waits for the device.
+    torch.optim.SparseAdam: ``lr`` may be 0, and no step waits for the device.
     """
 
     lr: Number = hyper(default=1e-3, ge=0)

@@ -5,18 +5,16 @@ from compiled_optim.rule import Number, bias_correction, buffer, ema, hyper, max
 
 
 class StableAdamW(CompiledOptimizer):
-    """StableAdamW: AdamW whose learning rate is lower for tensors with surprising gradients (arXiv:2304.13013, Algorithm 2).
+    """StableAdamW: AdamW with smaller steps where gradients exceed their average (arXiv:2304.13013, Algorithm 2).
 
-    The learning rate, for the decay too, is divided by the root mean square of ``grad / sqrt(exp_avg_sq)`` over the
-    tensor where that is above 1. torch.optim has no StableAdamW; arguments and defaults are optimi's.
-
-    Averages are plain, and divided by ``1 - beta**step`` where they are used. While ``betas`` stay as they are this is
-    Algorithm 2, and optimi's step; after they changed it is another.
+    A tensor's learning rate, also for its decay, is divided by the root mean square of ``grad / sqrt(exp_avg_sq)`` if that
+    is above 1. The state holds averages without bias correction; the step divides them by ``1 - beta**step``. This equals
+    Algorithm 2, and optimi's step, while ``betas`` are constant. If ``betas`` change, results differ.
     """
 
     lr: Number = hyper(ge=0)
     betas: tuple[Number, Number] = hyper(default=(0.9, 0.99), ge=0, lt=1)
-    weight_decay: Number = hyper(default=1e-2, ge=0, doc="a step takes its rate times this share of the parameter away.")
+    weight_decay: Number = hyper(default=1e-2, ge=0, doc="a step subtracts its rate times this times the parameter.")
     eps: Number = hyper(default=1e-6, gt=0, doc="keeps divisors from 0, in units of the gradient.")
     exp_avg, exp_avg_sq = buffer(int8="signed"), buffer(int8="unsigned")
 

@@ -1,4 +1,4 @@
-"""What holds for a whole step, whatever the group: clipping, the loss scale, and whether the step is skipped.
+"""Settings of the whole step, not of a group: clipping, the loss scale, and whether the step is skipped.
 
 All of it is data on the device: nothing recompiles when it changes, and a step never waits to see it.
 """
@@ -34,7 +34,7 @@ class _Taken(NamedTuple):
 
 
 class Clipping:
-    """The clipping of one optimizer, as 0-dim tensors, and what its last step made of them. Numbers go to ``device``.
+    """The clipping of one optimizer as 0-dim tensors, and the norm and skips of its last step. Numbers go to ``device``.
 
     Numbers that are assigned as ``max_grad_norm`` are written into one tensor, which whoever reads it then follows.
     """

@@ -154,8 +154,8 @@ class CompilationLog:
     def obtain(self, cache: dict[KernelKey, K], key: KernelKey, names: Sequence[str], make: Callable[[KernelKey], K]) -> K:
         """The kernel of ``key`` for the parameters ``names``: from ``cache``, else made, cached and recorded.
 
-        A kernel that does without a buffer is made together with the one that a hyperparameter's change may ask for. Inside
-        ``no_recompiles``, ``RecompileError`` is raised in place of making one again.
+        A kernel without a buffer that a hyperparameter may switch on is compiled together with the kernel that has this
+        buffer. Inside ``no_recompiles``, a recompilation raises ``RecompileError``.
         """
         if key not in cache:
             if cause := next((c for c in (self._cause(name, key) for name in names) if c), ""):

@@ -90,7 +90,7 @@ class GradientLayoutError(TypeError, RuntimeError):
 
 @dataclass(eq=False)
 class Plan:
-    """The parameters of one device and one set of static choices; DTensors also share their mesh and placements.
+    """The parameters on one device with the same static options. DTensors in a plan share mesh and placements too.
 
     ``device`` is where step counts and coefficients are: for meta parameters the CPU.
     """
@@ -198,7 +198,7 @@ class Plan:
         return [None if g is None else local_gradient(g, p) for g, p in zip(found, self.params, strict=True)]
 
     def _looked_at(self, grads: list[Tensor | None] | None) -> list[Tensor | None] | None:
-        """``grads``, or other tensors where kernels cannot read those. They are kept until :meth:`finish`."""
+        """``grads``, with copies of those that kernels cannot read. The copies are kept until :meth:`finish`."""
         if self.wrapped or not (self.sharded or self._has_own_grad):
             return grads
         self._made = self.gradients(grads)

@@ -58,8 +58,8 @@ class Schedules:
             hyper.check(value, i, where)
         if values != again:
             warnings.warn(
-                f"{where} gives {values} and then {again} for the same step count; let it depend on nothing else: it is "
-                "also called between steps, and its Python does not run in the replays of a graph",
+                f"{where} gives {values} and then {again} for the same step count; let it depend on the step count only: it "
+                "is also called between steps, and replays of a graph do not run its Python",
                 UserWarning,
                 stacklevel=3,
             )
@@ -76,7 +76,7 @@ class Schedules:
             groups[index].drive(name, begin=True)
 
     def count(self, plans: Sequence[Plan]) -> None:
-        """Go by the step counts of ``plans`` from now on."""
+        """Use the step counts of ``plans`` from now on."""
         self._counts = [block[0] for plan in plans for block in plan.scalar_blocks]
 
     def evaluate(self) -> None:

@@ -1,4 +1,4 @@
-"""What makes a class body of fields and two functions an optimizer: the rule, and the signature of its constructor."""
+"""Makes an optimizer of a class body with fields and functions: its rule, and the signature of its constructor."""
 
 from __future__ import annotations
 
@@ -12,22 +12,8 @@ from typing import Any, ClassVar, get_type_hints
 import torch
 from typing_extensions import dataclass_transform
 
-from compiled_optim.rule.fields import (
-    Buffer,
-    Fact,
-    Field,
-    Flag,
-    Hyper,
-    Option,
-    Scalar,
-    Scale,
-    Static,
-    Transform,
-    flag,
-    hyper,
-    static,
-    transform,
-)
+from compiled_optim.rule import fields
+from compiled_optim.rule.fields import Buffer, Fact, Field, Flag, Hyper, Option, Scalar, Scale, Static, Transform
 from compiled_optim.rule.misspelled import hint, misspelled
 from compiled_optim.rule.rule import ByName, Decays, Declaration, Gradients, Granularity, Rule
 from compiled_optim.rule.transforms import PARAM, Accumulation, started
@@ -39,9 +25,9 @@ _MEANINGS = {
     "update": "Return new values of an element of a parameter and of its state.",
 }
 _ARGUMENTS = {
-    "lr": "learning rate, about as much as an element moves in a step where its gradients agree.",
+    "lr": "learning rate, about the distance that an element with steady gradients moves in a step.",
     "betas": "how much of the average of gradients, and of their squares, stays from one step to the next.",
-    "eps": "keeps the divisor from 0, in units of the gradient.",
+    "eps": "is added to the divisor, so that it is never 0; in units of the gradient.",
     "amsgrad": "divide by the largest average of squares so far instead of the last one (arXiv:1904.09237).",
     "decoupled_weight_decay": "decay weights apart from the gradient.",
 }
@@ -52,7 +38,7 @@ _WEIGHT_DECAY: dict[Decays, str] = {
 }
 
 
-@dataclass_transform(field_specifiers=(hyper, static, flag, transform))
+@dataclass_transform(field_specifiers=(fields.hyper, fields.static, fields.flag, fields.transform))
 class Declared:
     """Turns a class body of fields into a constructor signature and, where the body holds an update, a :class:`Rule`.
 
@@ -88,17 +74,15 @@ class Declared:
     ) -> None:
         super().__init_subclass__(**kwargs)
         given = {"gradients": gradients, "advice": advice, "granularity": granularity, "decays": decays}
-        for name, value in given.items():
-            if value is not None:
-                setattr(cls, f"_{name}", value)
         for name in vars(cls).keys() & _MEANINGS:  # for help(), which shows a rule
             getattr(cls, name).__doc__ = getattr(cls, name).__doc__ or _MEANINGS[name]
-        for name in {"accumulation", "implied_state", "views"} & vars(cls).keys():  # taken out of the body, as fields are
-            setattr(cls, f"_{name}", vars(cls)[name])
-            delattr(cls, name)
         own = {name: value for name, value in vars(cls).items() if isinstance(value, Field)}
-        for name in own:
+        others = {name: vars(cls)[name] for name in {"accumulation", "implied_state", "views"} & vars(cls).keys()}
+        for name in (*own, *others):
             delattr(cls, name)
+        for name, value in (given | others).items():
+            if value is not None:
+                setattr(cls, f"_{name}", value)
         cls._transforms = tuple(dict.fromkeys((*cls._transforms, *(f for f in own.values() if isinstance(f, Transform)))))
         cls._body = {n: dataclasses.replace(f, name=n) for n, f in own.items() if not isinstance(f, Transform)}
         bodies = [vars(base).get("_body", {}) for base in reversed(cls.__mro__)]
@@ -142,7 +126,8 @@ class Declared:
         own = [field for field in cls._declared.values() if field.name in cls.__signature__.parameters]  # type: ignore[attr-defined]
         lines = [f"    {f.name}: {doc}" for f in own if (doc := f.doc or sentences.get(f.name))]
         others = "``help(compiled_optim.CompiledOptimizer)`` explains the other arguments, and what is raised."
-        cls.__doc__ = "\n".join([inspect.cleandoc(said), "", "Args:", *lines, "", others])
+        widened = "Arithmetic is in float32 for parameters of fewer bits, also of averages, unlike in torch.optim."
+        cls.__doc__ = "\n".join([inspect.cleandoc(said), "", "Args:", *lines, "", others, widened])
 
     @classmethod
     def _arguments(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -151,8 +136,7 @@ class Declared:
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError as error:
-            unknown = [name for name in kwargs if f"'{name}'" in str(error)]
-            hints = (hint(name, signature.parameters) for name in unknown)
+            hints = (hint(name, signature.parameters) for name in kwargs if f"'{name}'" in str(error))
             raise TypeError(f"{cls.__name__}() {error}{''.join(hints)}") from None
         bound.apply_defaults()
         return dict(bound.arguments)
@@ -166,17 +150,14 @@ class Declared:
     @classmethod
     def _warn_of_attribute(cls, name: str) -> None:
         """Warn that a new attribute is one of the constructor's arguments, or a misspelled one, which nothing reads."""
-        if not hasattr(cls.__init__, "__signature__"):  # a constructor of its own, which may keep what it likes
-            return
-        arguments = tuple(cls.__signature__.parameters)  # type: ignore[attr-defined]
+        # A constructor of its own, without a signature from here, may keep what it likes.
+        arguments = tuple(inspect.signature(cls).parameters) if hasattr(cls.__init__, "__signature__") else ()
+        in_group = isinstance(cls._all_fields.get(name), (Hyper, Static, Scale, Option)) or name in cls._group_flags
+        advice = (wanted := misspelled(name, arguments)) and f"did you mean {wanted}?"
         if name in arguments:
-            in_group = isinstance(cls._all_fields.get(name), (Hyper, Static, Scale, Option)) or name in cls._group_flags
             advice = f"assign param_groups[i]['{name}']" if in_group else "pass it to the constructor"
-        elif wanted := misspelled(name, arguments):
-            advice = f"did you mean {wanted}?"
-        else:
-            return
-        warnings.warn(f"nothing reads {cls.__name__}.{name}; {advice}", UserWarning, stacklevel=3)
+        if advice:
+            warnings.warn(f"nothing reads {cls.__name__}.{name}; {advice}", UserWarning, stacklevel=3)
 
     @classmethod
     def _made_rule(cls) -> Rule:
@@ -201,10 +182,7 @@ class Declared:
 
     @staticmethod
     def check(hypers: Mapping[str, Any], statics: Mapping[str, Any]) -> None:
-        """Raise ``ValueError`` where fields do not fit each other; for subclasses to override.
-
-        It is called when a group is added and when a choice is assigned; not with each hyperparameter: those are on devices.
-        """
+        """Raise ``ValueError`` where fields do not fit each other, when a group is added or a choice is assigned."""
 
     @classmethod
     def _state_names(cls) -> Iterable[str]:
@@ -222,8 +200,7 @@ class Declared:
     def _added_choices(cls) -> dict[str, Any]:
         """The choices, and what goes with them, that torch.optim's optimizer of this name lacks, with their defaults.
 
-        A group stores one only when it is not the default, so that groups keep torch.optim's keys. Where torch.optim lacks
-        the optimizer, these are the choices that transforms add.
+        A group stores one only when it is not the default, so that groups keep torch.optim's keys.
         """
         choices = [*(s for s in cls._fields_of(Static) if s.init), *cls._fields_of(Scale), *cls._fields_of(Option)]
         choices += [f for f in cls._fields_of(Flag) if f.name in cls._group_flags]
@@ -257,11 +234,7 @@ def no_hyperparameter(cls: type[Declared], name: str) -> str:
 
 
 def _torch_flags(cls: type[Declared]) -> dict[str, bool]:
-    """The flags that torch.optim's optimizer of this name takes, and whether by position: after everything else.
-
-    An optimizer that torch.optim lacks takes those that most of torch.optim's take. Type checkers read all in the base
-    class, and ask for keywords.
-    """
+    """The flags that torch.optim's optimizer of this name takes, or most take, and whether by position, after all else."""
     if not (arguments := _torch_arguments(cls.__name__)):
         return dict.fromkeys(("foreach", "maximize", "capturable", "differentiable", "fused"), False)
     flags = {f.name for f in cls._fields_of(Flag)}
@@ -276,14 +249,14 @@ def _torch_arguments(name: str) -> Mapping[str, inspect.Parameter]:
 
 
 def _constructor_signature(cls: type[Declared], positional_flags: Sequence[str]) -> inspect.Signature:
-    fields, empty = cls._all_fields, inspect.Parameter.empty
+    every, empty = cls._all_fields, inspect.Parameter.empty
     try:
         hints = get_type_hints(cls)
     except NameError:  # as they are written
         hints = {name: said for base in reversed(cls.__mro__) for name, said in inspect.get_annotations(base).items()}
-    made = [f for f in fields.values() if isinstance(f, (Hyper, Flag, Scale, Option)) or (isinstance(f, Static) and f.init)]
+    made = [f for f in every.values() if isinstance(f, (Hyper, Flag, Scale, Option)) or (isinstance(f, Static) and f.init)]
     keyword = [f for f in made if isinstance(f, (Flag, Scale, Option)) or (f.when if isinstance(f, Hyper) else f.kw_only)]
-    positional: list[Any] = [f for f in made if f not in keyword] + [fields[name] for name in positional_flags]
+    positional: list[Any] = [f for f in made if f not in keyword] + [every[name] for name in positional_flags]
     either, only = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
     kinds = {f: either for f in positional} | {f: only for f in keyword if f not in positional}
     parameters = [inspect.Parameter("params", either, annotation=hints.get("params", empty))]

@@ -1,11 +1,8 @@
-"""What an optimizer declares: hyperparameters, static choices, flags, state buffers and per-tensor scalars.
-
-The class body of an optimizer is read once, when the class is made. The constructor, the validation, the parameter groups,
-the state and every lowering are derived from its fields.
-"""
+"""What an optimizer declares: hyperparameters, static choices, flags, state buffers and per-tensor scalars."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -45,9 +42,6 @@ class Hyper(Field):
 
     ``ge``, ``gt``, ``le`` and ``lt`` bound every element, by default to finite numbers. An element whose default is None may
     be None, which is NaN in the tensor. A hyperparameter without a default is a required argument.
-
-    ``when`` names a choice. Only where that is made do rules read the hyperparameter; groups have it there, and where it was
-    given. ``like`` names another hyperparameter, whose value when a group is made is the default.
     """
 
     default: Any
@@ -55,8 +49,8 @@ class Hyper(Field):
     gt: float | None = -math.inf
     le: float | None = None
     lt: float | None = math.inf
-    when: str | None = None
-    like: str | None = None
+    when: str | None = None  # the choice with which rules read it; groups have it there, and where it was given
+    like: str | None = None  # another one, whose value when a group is made is the default
 
     @functools.cached_property
     def is_tuple(self) -> bool:
@@ -86,9 +80,9 @@ class Hyper(Field):
     @functools.cached_property
     def span(self) -> tuple[float, float]:
         """The least and the greatest number that is in range."""
-        least = self.ge if self.ge is not None else math.nextafter(-math.inf if self.gt is None else self.gt, math.inf)
-        most = self.le if self.le is not None else math.nextafter(math.inf if self.lt is None else self.lt, -math.inf)
-        return least, most
+        above = -math.inf if self.gt is None else math.nextafter(self.gt, math.inf)
+        below = math.inf if self.lt is None else math.nextafter(self.lt, -math.inf)
+        return above if self.ge is None else self.ge, below if self.le is None else self.le
 
     def plain(self, numbers: Sequence[float | Tensor]) -> Any:
         """``numbers`` as a user writes them: one of them or a tuple, with None for NaN where that is allowed."""
@@ -104,14 +98,8 @@ class Hyper(Field):
         """
         if math.isnan(value) and self.optional(index):
             return
-        inside = (
-            not math.isnan(value)
-            and (self.ge is None or value >= self.ge - slack)
-            and (self.gt is None or value > self.gt)
-            and (self.le is None or value <= self.le + slack)
-            and (self.lt is None or value < self.lt)
-        )
-        if not inside:
+        least, most = self.span
+        if not least - slack * (self.ge is not None) <= value <= most + slack * (self.le is not None):
             label = _LABELS.get(self.name, f"{self.name} value").format(index=index)
             raise ValueError(f"Invalid {label}: {value} ({_placed(self.element(index), where)} must be {self.allowed})")
 
@@ -128,14 +116,12 @@ class Hyper(Field):
             raise ValueError(f"{_placed(self.name, where)} must have {self.length} elements, got {value!r}")
         return tuple([self._number(element, index, where) for index, element in enumerate(value)])
 
-    def checked(self, value: Any, where: str, slack: float = 0.0) -> tuple[float | Tensor, ...]:
+    def checked(self, value: Any, where: str) -> tuple[float | Tensor, ...]:
         """:meth:`elements` that pass :meth:`check`. A tensor on an accelerator is not read, since that would wait for it."""
         elements = self.elements(value, where)
         for index, element in enumerate(elements):
-            if not isinstance(element, Tensor):
-                self.check(element, index, where, slack)
-            elif element.device.type == "cpu":
-                self.check(element.item(), index, where, slack)
+            if not isinstance(element, Tensor) or element.device.type == "cpu":
+                self.check(element.item() if isinstance(element, Tensor) else element, index, where)
         return elements
 
     def _number(self, value: Any, index: int, where: str) -> float | Tensor:
@@ -143,22 +129,21 @@ class Hyper(Field):
             return value
         if value is None and self.optional(index):
             return math.nan
-        name = self.element(index)
         if isinstance(value, Tensor):
-            if value.numel() != 1:
-                raise ValueError(
-                    f"Tensor {name} must be 1-element, got shape {tuple(value.shape)} for {_placed(name, where)}"
-                )
-            if value.is_complex():
-                raise TypeError(f"{_placed(name, where)} must be real, got a {value.dtype} tensor")
-            return value
-        if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
-            raise TypeError(f"{_placed(name, where)} must be a number or a 1-element tensor, got {value!r}")
-        try:
-            number = float(value)
-            return int(value) if isinstance(value, numbers.Integral) and number == value else number
-        except (TypeError, ValueError, OverflowError):
-            raise ValueError(f"{_placed(name, where)} must be a single number, got {value!r}") from None
+            if value.numel() == 1 and not value.is_complex():
+                return value
+        elif is_number := not isinstance(value, (str, bytes)) and hasattr(value, "__float__"):
+            with contextlib.suppress(TypeError, ValueError, OverflowError):
+                number = float(value)
+                return int(value) if isinstance(value, numbers.Integral) and number == value else number
+        name = self.element(index)
+        placed = _placed(name, where)
+        if not isinstance(value, Tensor):
+            wanted = "a single number" if is_number else "a number or a 1-element tensor"
+            raise (ValueError if is_number else TypeError)(f"{placed} must be {wanted}, got {value!r}")
+        if value.numel() != 1:
+            raise ValueError(f"Tensor {name} must be 1-element, got shape {tuple(value.shape)} for {placed}")
+        raise TypeError(f"{placed} must be real, got a {value.dtype} tensor")
 
 
 @dataclass(frozen=True)
@@ -190,7 +175,7 @@ class Static(Choice):
 
 @dataclass(frozen=True)
 class Scale(Choice):
-    """A :data:`PerParameter`. ``coefficients`` may take the parameter's number, 1 by default. It shapes no code.
+    """A :data:`PerParameter` option: a number for each parameter, 1 by default, which ``coefficients`` may read.
 
     One number in a group is the user's own, as in torch.optim, and no step reads it: timm's schedulers multiply by it.
     """
@@ -198,8 +183,7 @@ class Scale(Choice):
     def check(self, value: Any, where: str = "") -> None:
         """Raise ``TypeError`` if ``value`` is no such choice; ``where`` is as in :meth:`Hyper.check`."""
         is_number = isinstance(value, numbers.Real) or (isinstance(value, Tensor) and value.numel() == 1)
-        is_allowed = value is None or self.is_read(value) or (is_number and where)
-        if not is_allowed:
+        if not (value is None or self.is_read(value) or (is_number and where)):
             wanted = "a dict name -> number or a function (name, parameter) -> number"
             raise TypeError(f"{_placed(self.name, where)} must be {wanted}, got {value!r}")
 
@@ -211,9 +195,7 @@ class Scale(Choice):
     def number(self, value: Any, name: str | None, param: Tensor, where: str) -> float:
         """The number that ``value`` gives ``param``, which is called ``name``, and ``where`` in messages.
 
-        Raises:
-            TypeError, ValueError, AttributeError: it is no number, or not finite and at least 0, or ``name`` is None and
-                ``value`` needs it.
+        An error where it is no finite number >= 0, or where ``name`` is None and ``value`` needs it.
         """
         if not self.is_read(value):
             return 1.0
@@ -226,20 +208,19 @@ class Scale(Choice):
         if name is None and isinstance(value, Mapping):
             raise ValueError(f"{self.name} has numbers by name, and {where} has no name")
         found = Hyper(1.0, ge=0, name=self.name)
-        (element,) = found.elements(number, where)
-        found.check(float(element), 0, where)
-        return float(element)
+        element = float(found.elements(number, where)[0])
+        found.check(element, 0, where)
+        return element
 
 
 @dataclass(frozen=True)
 class Option(Choice):
-    """A choice of a group from which follows what shapes the code and the state of each of its parameters.
+    """A group's option that decides, parameter by parameter, which code updates it and which state it has.
 
-    ``valid`` raises ``TypeError`` or ``ValueError`` where the choice does not fit; without it the choice is a bool. ``of``
-    does so for one parameter: it gets the group's entries, whether one of some patterns matches the parameter's name, the
-    parameter, and what to call it in messages. It returns a hashable value, or None where the choice says nothing about
-    this parameter. ``suits`` says whether the choice, another than the default, is of use for a parameter whose name no
-    pattern excludes; without it, it always is.
+    ``valid`` raises an error where the choice does not fit; without it the choice is a bool. ``of`` does so for one
+    parameter: it gets the group's entries, whether one of some patterns matches the parameter's name, the parameter, and
+    what to call it in messages. It returns a hashable value, or None where the choice says nothing about this parameter.
+    ``suits`` says whether a choice other than the default is of use for a parameter whose name no pattern excludes.
     """
 
     valid: Callable[[Any, str], None] | None = None
@@ -261,9 +242,8 @@ class Fact(Field):
     of: Callable[[torch.Size], bool]
 
 
-@dataclass(frozen=True)
 class Flag(Choice):
-    """An option that no rule sees (``maximize``, ``foreach``)."""
+    """An argument that no rule reads (``maximize``, ``foreach``)."""
 
 
 @dataclass(frozen=True)
@@ -281,17 +261,16 @@ class Transform(Field):
 class Buffer(Field):
     """A state tensor of the parameter's dtype and device, and of its shape or the one that ``shape`` makes of it.
 
-    ``shape`` gets the parameter's as an update sees it: with its axes in the order of :meth:`Rule.axes_of`.
-    ``when`` names a static field, a fact or a hyperparameter: the buffer exists only where that is true, or not 0; or it is
-    a function of the choices. It does not exist where the function ``unless`` is true: other buffers store it then.
-    ``init`` is the number that fills a new buffer, or the name of a hyperparameter whose value does; both parts of a complex
-    number get it. With ``"param"`` the buffer begins as the parameter is when the first step finds it.
+    ``shape`` gets the parameter's with its axes in the order of :meth:`Rule.axes_of`. ``when`` names a static field, a fact
+    or a hyperparameter: the buffer exists only where that is true, or not 0; or it is a function of the choices. It does not
+    exist where the function ``unless`` is true: other buffers store it then. ``init`` is the number that fills a new buffer,
+    or the name of a hyperparameter whose value does; both parts of a complex number get it. With ``"param"`` the buffer
+    begins as the parameter is when the first step finds it.
 
-    ``int8`` says that 8 bits can hold the buffer, and of what: of ``"signed"`` numbers or of ``"unsigned"`` ones, which are
-    divided by or whose roots are. Such a buffer starts at 0, and steps replace or average it: 8 bits would lose what is
-    added to a sum. ``dtype`` makes another dtype of the choices, or None
-    for the parameter's. A ``grouped`` buffer has a number for each group of elements, see
-    :func:`~compiled_optim.rule.formats.group_max`.
+    ``int8`` says that 8 bits can hold the buffer: of ``"signed"`` numbers or of ``"unsigned"`` ones, which are divided by or
+    whose roots are. Such a buffer starts at 0, and steps replace or average it: 8 bits would lose what is added to a sum.
+    ``dtype`` makes another dtype of the choices, or None for the parameter's. A ``grouped`` buffer has a number for each
+    group of elements, see :func:`~compiled_optim.rule.formats.group_max`.
     """
 
     when: str | Callable[[Mapping[str, Any]], bool] | None = None
@@ -304,9 +283,8 @@ class Buffer(Field):
 
     def is_present(self, choices: Mapping[str, Any]) -> bool:
         """Whether the buffer exists under these choices."""
-        if self.unless is not None and self.unless(choices):
-            return False
-        return self.when is None or bool(self.when(choices) if callable(self.when) else choices[self.when])
+        is_wanted = self.when is None or bool(self.when(choices) if callable(self.when) else choices[self.when])
+        return is_wanted and not (self.unless is not None and self.unless(choices))
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""How numbers of 32 bits are stored in fewer, and beside each other: written once, for tensors and for generated code.
+"""Storage of 32-bit numbers in fewer bits, or split over two tensors. Written once for tensors and generated code.
 
-The *remainder* of a parameter of 16 bits holds what is left of its number of 32 bits. All arithmetic is on bits, so that
-compilers cannot leave a rounding away, and every lowering stores the same. NaN stays NaN, and infinity stays infinite.
+The *remainder* of a 16-bit parameter holds the bits of its 32-bit value that the parameter lacks. Arithmetic is on integers,
+so that compilers remove no rounding, and all lowerings store the same bits. NaN stays NaN, and infinity stays infinite.
 
 The first functions are words, as those of :mod:`~compiled_optim.rule.vocabulary`, that no optimizer needs. Integers have 32
 bits, and ``+ - * & | ^ << >>`` work on them.
@@ -35,8 +35,8 @@ def from_bits(x: Tensor) -> Tensor:
 
 @word
 def from_upper(x: Tensor) -> Tensor:
-    """The float32 whose upper 16 :func:`bits` are these, and whose others are 0: a number that bfloat16 has."""
-    return (x << 16).view(torch.float32)
+    """The float32 with the upper 16 of these :func:`bits`, whose others are 0: a number that bfloat16 has."""
+    return (x & -65536).view(torch.float32)
 
 
 @word
@@ -75,33 +75,34 @@ _LARGEST = {"bfloat16": 0x7F80, "float16": 0x7C00}  # the bits of infinity in th
 def _magnitude(x: Any, dtype: str) -> Any:
     """The bits of ``|x|`` with the exponents of ``dtype``: its own bits, and behind them those that it lacks."""
     if dtype == "bfloat16":
-        return minimum(bits(x) & _MAGNITUDE, _NOT_A_NUMBER)
+        return bits(x) & _MAGNITUDE
     return bits(absolute(x) * _SHRINK[dtype])
 
 
 def _value(upper: Any, like: Any, dtype: str) -> Any:
-    """The float32 of these bits of a magnitude in ``dtype``, with the sign of ``like``."""
-    if dtype == "bfloat16":
-        return from_upper(upper | ((bits(like) >> 16) & 0x8000))
+    """The float32 of these bits of a magnitude in float16, with the sign of ``like``."""
     size = from_bits(upper << _LOWER[dtype]) * (1 / _SHRINK[dtype])
     return from_bits(bits(where(size >= 65536.0, size * 2.0**127, size)) | (bits(like) & _SIGN))  # infinity's is 65536 there
 
 
-def _cut(magnitude: Any, lower: int) -> Any:
-    """``magnitude`` without its ``lower`` bits, rounded to nearest, ties to even."""
+def _raised(x: Any, lower: int, noise: Any = None) -> Any:
+    """``x`` with what rounds it when its ``lower`` bits are cut off: to nearest, ties to even, or by 24 bits of ``noise``.
+
+    With noise it is rounded up the more often the larger those bits are.
+    """
     if not lower:
-        return magnitude
-    return (magnitude + ((1 << (lower - 1)) - 1) + ((magnitude >> lower) & 1)) >> lower
+        return x
+    return x + (((1 << (lower - 1)) - 1) + ((x >> lower) & 1) if noise is None else noise >> (24 - lower))
 
 
-def _cut_randomly(magnitude: Any, lower: int, noise: Any) -> Any:
-    """``magnitude`` without its ``lower`` bits, rounded up the more often the larger they are, by 24 bits of ``noise``."""
-    return (magnitude + (noise >> (24 - lower))) >> lower
+def _in_place(x: Any, lower: int, noise: Any = None) -> Any:
+    """The bits of ``x``, sign and all, :func:`_raised`; NaN has its own, since a carry could leave its exponent."""
+    return where(x == x, _raised(bits(x), lower, noise), _NOT_A_NUMBER)
 
 
 def nearest(x: Any, dtype: str) -> Any:
     """``x`` rounded to ``dtype``, ties to even, as a float32."""
-    return _limited(_cut(_magnitude(x, dtype), _LOWER[dtype]), x, dtype)
+    return randomly_rounded(x, None, dtype)
 
 
 def randomly_rounded(x: Any, noise: Any, dtype: str) -> Any:
@@ -109,13 +110,13 @@ def randomly_rounded(x: Any, noise: Any, dtype: str) -> Any:
 
     ``noise`` is an integer of 24 random bits.
     """
-    return _limited(_cut_randomly(_magnitude(x, dtype), _LOWER[dtype], noise), x, dtype)
+    if dtype == "bfloat16":
+        return from_upper(_in_place(x, _LOWER[dtype], noise))
+    return _limited(_raised(_magnitude(x, dtype), _LOWER[dtype], noise) >> _LOWER[dtype], x, dtype)
 
 
 def _limited(upper: Any, x: Any, dtype: str) -> Any:
-    """The float32 of these bits of a magnitude in ``dtype``, with the sign of ``x``; NaN where ``x`` is."""
-    if dtype == "bfloat16":
-        return _value(upper, x, dtype)
+    """The float32 of these bits of a magnitude in float16, with the sign of ``x``; NaN where ``x`` is."""
     return where(x == x, _value(minimum(upper, _LARGEST[dtype]), x, dtype), x)
 
 
@@ -128,14 +129,16 @@ def _lost_and_held(dtype: str, remainder_bits: int) -> tuple[int, int]:
 def split(x: Any, dtype: str, remainder_bits: int, noise: Any = None) -> tuple[Any, Any]:
     """The number of ``dtype`` nearest to ``x``, as a float32, and a remainder, an integer of ``remainder_bits`` bits.
 
-    The remainder counts in units of the last bit that both hold together. That is all of a float32 in 32 bits, but for what
-    float16 has no exponents for; of fewer it is rounded first: at random with ``noise``, an integer of 24 random bits, and
-    else to nearest, ties to even. Halfway between two numbers of ``dtype`` the larger magnitude is taken. What is infinite
-    in ``dtype`` has no remainder.
+    The unit of the remainder is the last bit that both hold together. With 16 bits they hold the whole float32, except
+    beyond float16's exponents. With fewer, ``x`` is first rounded: at random with ``noise``, an integer of 24 random bits,
+    else to nearest, ties to even. Halfway between two numbers of ``dtype``, the larger magnitude is taken. If the number is
+    infinite in ``dtype``, the remainder is 0.
     """
     lost, held = _lost_and_held(dtype, remainder_bits)
-    magnitude = _magnitude(x, dtype)
-    both = _cut(magnitude, lost) if noise is None or not lost else _cut_randomly(magnitude, lost, noise)
+    if dtype == "bfloat16":
+        both = _in_place(x, lost, noise)
+        return from_upper(both + 0x8000), (both << 16) >> (16 + lost)
+    both = _raised(_magnitude(x, dtype), lost, noise) >> lost
     upper = (both + (1 << (held - 1))) >> held
     return _limited(upper, x, dtype), both - (upper << held)
 
@@ -164,7 +167,7 @@ def remainder_beside(value: Any, param: Any, dtype: str, remainder_bits: int) ->
     It equals :func:`split`'s remainder if ``split`` rounds ``value`` to the same ``param``.
     """
     lost, held = _lost_and_held(dtype, remainder_bits)
-    both = _cut(_magnitude(value, dtype), lost)
+    both = _raised(_magnitude(value, dtype), lost) >> lost
     signed = where(bits(value) & _SIGN == bits(param) & _SIGN, both, 0 - both)
     remainder = signed - ((_magnitude(param, dtype) >> _LOWER[dtype]) << held)
     limit = 1 << (remainder_bits - 1)
@@ -222,7 +225,7 @@ def encoded(value: Any, scale: Any, kind: str, threshold: Any = 0.5) -> Any:
     if kind == "unsigned":
         root = sqrt(value)
         code = integer(root * broadcast(_inverse(scale, _LEVELS, of_root=True)) + threshold)
-        return minimum(maximum(code, minimum(bits(root), 1)), int(_LEVELS))
+        return maximum(minimum(code, int(_LEVELS)), minimum(bits(root), 1))
     part = absolute(value) * broadcast(_inverse(scale, 1.0))
     added = parts_in(threshold, _STEP)
     code = minimum((bits(part + _OFFSET) + added - _OFFSET_BITS) >> _STEP, 127)
@@ -250,7 +253,7 @@ def decoded(code: Any, scale: Any, kind: str) -> Any:
     if kind == "unsigned":
         root = number(code)
         return root * root * (1 / (_LEVELS * _LEVELS)) * broadcast(scale)
-    part = from_bits((_signed(code, code >> 31) << _STEP) + _OFFSET_BITS) - _OFFSET
+    part = from_bits((absolute(code) << _STEP) + _OFFSET_BITS) - _OFFSET
     return from_bits(bits(part * broadcast(scale)) | (code & _SIGN))
 
 

@@ -9,14 +9,8 @@ import warnings
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
-_OTHER_WORDS = {
-    "learning_rate": "lr",
-    "epsilon": "eps",
-    "beta1": "betas",
-    "beta2": "betas",
-    "clip_grad_norm": "max_grad_norm",
-    "max_norm": "max_grad_norm",
-}
+_OTHER_WORDS = {"learning_rate": "lr", "epsilon": "eps", "beta1": "betas", "beta2": "betas"}
+_OTHER_WORDS |= dict.fromkeys(("clip_grad_norm", "max_norm"), "max_grad_norm")
 
 
 def meant(word: str, known: Collection[str]) -> str | None:
@@ -38,8 +32,7 @@ def misspelled(word: str, known: tuple[str, ...]) -> str | None:
 
 def hint(word: str, known: Collection[str]) -> str:
     """``"; did you mean lr?"``, or nothing."""
-    found = meant(word, known)
-    return f"; did you mean {found}?" if found else ""
+    return f"; did you mean {found}?" if (found := meant(word, known)) else ""
 
 
 def mistyped(names: Iterable[str], known: Iterable[str]) -> Iterator[tuple[str, str]]:
@@ -48,15 +41,13 @@ def mistyped(names: Iterable[str], known: Iterable[str]) -> Iterator[tuple[str, 
     Other numbers, and words of another first letter such as ``encoder`` and ``decoder``, make another name.
     """
     others: dict[Any, list[tuple[str, str]]] = {}
-    for name in known:
-        for word, rest in _words(name):
-            others.setdefault(rest, []).append((word, name))
-    for name in names:
-        for word, rest in _words(name):
-            for other, wanted in others.get(rest, ()):
-                is_close = word.isalpha() and word[0] == other[0] and difflib.get_close_matches(word, [other], 1, 0.81)
-                if word == other or is_close:
-                    yield name, wanted
+    for wanted, (other, rest) in ((name, each) for name in known for each in _words(name)):
+        others.setdefault(rest, []).append((other, wanted))
+    for name, (word, rest) in ((each, part) for each in names for part in _words(each)):
+        for other, wanted in others.get(rest, ()):
+            is_close = word.isalpha() and word[0] == other[0] and difflib.get_close_matches(word, [other], 1, 0.81)
+            if word == other or is_close:
+                yield name, wanted
 
 
 def _words(name: str) -> list[tuple[str, Any]]:

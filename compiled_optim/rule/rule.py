@@ -26,8 +26,7 @@ Decays: TypeAlias = Literal["gradient", "weights", None]
 """``"gradient"`` where ``update`` adds ``c.weight_decay`` times the parameter to the gradient."""
 
 NUMBERS = ("resolution", "lr_scale", "seed")
-"""What ``coefficients`` may take of each parameter: the machine epsilon of its dtype, what its group chose for it, and a
-whole number for random numbers."""
+"""What ``coefficients`` may take of each parameter: its dtype's machine epsilon, its group's choice, a random number."""
 
 TRAIN_MODE = "train_mode"
 """The entry of a group that says whether its parameters are those to train, where a rule has other ``views`` of them."""
@@ -43,15 +42,12 @@ class ByName:
     """A function of a rule, called with values by name: it gets those that its signature names; all if it ends in ``**``."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        parameters = inspect.signature(function).parameters.values()
-        self._function = function
-        self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        self.names = tuple(p.name for p in parameters if p.kind is not p.VAR_KEYWORD)
+        kinds = {p.name: p.kind for p in inspect.signature(function).parameters.values()}
+        self._function, self._takes_all = function, inspect.Parameter.VAR_KEYWORD in kinds.values()
+        self.names = tuple(name for name, kind in kinds.items() if kind is not inspect.Parameter.VAR_KEYWORD)
 
     def __call__(self, values: Values) -> Any:
-        if self._takes_all:
-            return self._function(**values)
-        return self._function(**{name: values[name] for name in self.names if name in values})
+        return self._function(**(values if self._takes_all else {n: values[n] for n in self.names if n in values}))
 
 
 def _once(method: F) -> F:
@@ -115,7 +111,7 @@ class Declaration:
     @_once
     def integer_buffers(self, statics: Mapping[str, Any]) -> tuple[str, ...]:
         """Those of :meth:`present_buffers` that hold integers, which an update sees as such."""
-        present = [b for b in self.buffers if b.is_present(statics)]
+        present = (b for b in self.buffers if b.is_present(statics))
         return tuple(b.name for b in present if not self.dtype_of(b, torch.float32, statics).is_floating_point)
 
     def by_name(self, statics: Mapping[str, Any], elements: Iterable[Any]) -> dict[str, Any]:
@@ -135,10 +131,7 @@ class Declaration:
         return tuple(range(len(shape)) if self.axes is None else self.axes({**statics, "shape": shape}))
 
     def shape_of(self, buffer: Buffer, shape: torch.Size, statics: Mapping[str, Any]) -> tuple[int, ...]:
-        """The shape of ``buffer`` of a parameter of ``shape``, under these static choices.
-
-        A grouped buffer is shaped like the parameter, with fewer columns, where groups end with its rows, and else a vector.
-        """
+        """The shape of ``buffer`` of a parameter of ``shape``; of a grouped one a vector, unless groups end with rows."""
         if buffer.grouped:
             columns = shape[-1] if shape else 1
             return (*shape[:-1], columns // GROUP) if columns % GROUP == 0 else (-(-math.prod(shape) // GROUP),)
@@ -173,10 +166,7 @@ def ema(betas: Sequence[Any]) -> dict[str, Any]:
 
 
 class Places(NamedTuple):
-    """Where the results of a stage of reductions are among the attributes of ``c``.
-
-    ``sums`` are all of them: the means, and then the ``totals``. ``given`` are the totals and what ``adapt`` adds to them.
-    """
+    """Where a stage of reductions has its ``sums`` in ``c``: means, then ``totals``; ``given`` are these and ``adapt``'s."""
 
     sums: slice
     totals: slice
@@ -188,8 +178,8 @@ class Written:
     """What one of a rule's functions does to an element, in another language: statements, and what it returns by name.
 
     They read ``param``, ``grad``, ``buffer0``, ... of the buffers that are present, ``index``, and ``k0``, ... for
-    ``numbers``, the attributes of ``c``. The results of ``update`` are the new parameter and then the new buffers. Those of
-    ``reduce`` are its means and then its ``totals``; ``adapted`` attributes of ``c`` follow.
+    ``numbers``, the attributes of ``c``. The results of ``update`` are the new parameter and the new buffers; those of
+    ``reduce`` its means and its ``totals``, after which ``c`` has ``adapted`` attributes.
     """
 
     numbers: tuple[str, ...]
@@ -214,15 +204,13 @@ class Rule(Declaration):
     """A declaration with an update: everything the engine knows about one optimizer.
 
     The README of this folder says what its functions take and return; here they take it as one mapping, :data:`Values`.
-    ``coefficients`` takes float64 vectors with one entry per tensor. An absent buffer is ``None``. A buffer that depends on
-    the new parameter is returned as a function of it. What each of ``reductions`` returns, the next ones and ``update`` find
-    as attributes of ``c``; ``adapt`` takes totals of the first.
+    ``coefficients`` takes float64 vectors with one entry per tensor. An absent buffer is ``None``. What each of
+    ``reductions`` returns, the next ones and ``update`` find in ``c``; ``adapt`` takes totals of the first.
 
-    With the granularity ``"element"``, ``update`` is elementwise. Otherwise it sees stacks of equal tensors: the first
-    dimension counts tensors, the coefficients broadcast against it, and ``update`` may reduce over all others. With
-    ``"tensor"`` a stack is (tensors, columns) or (tensors, batch, rows, columns), and ``axes(shape, <statics>)`` may say in
-    which order the axes of a parameter come, the rows and columns last. With ``"matrix"`` it is (tensors, rows, columns),
-    and ``update`` may depend on the numbers of rows and columns.
+    With the granularity ``"element"``, ``update`` is elementwise. Otherwise it sees stacks of equal tensors, against which
+    the coefficients broadcast, and may reduce over all dimensions but the first. With ``"tensor"`` a stack is (tensors,
+    columns) or (tensors, batch, rows, columns), and ``axes(shape, <statics>)`` may say in which order the axes of a
+    parameter come. With ``"matrix"`` it is (tensors, rows, columns), and ``update`` may depend on the last two.
 
     ``advice`` names the optimizer for gradients of the other kind than ``gradients``. ``decays`` says what
     ``c.weight_decay`` times the parameter is added to. ``added`` names choices that transforms added.
@@ -248,16 +236,15 @@ class Rule(Declaration):
     def check(self) -> None:
         """Run all functions, once for every combination of the rule's own choices, with the last ``added`` one made.
 
-        Raises:
-            TypeError: a function takes or returns a name that is not declared, leaves one out, or does what a kernel cannot.
+        ``TypeError`` where one takes or returns a name that is not declared, leaves one out, or does what a kernel cannot.
         """
         if self.reductions and not self.is_elementwise:
             raise TypeError(f"{self.name}.reduce is for an elementwise update with dense gradients")
         if self.views and not (self.is_elementwise and self.views.keys() == {"eval", "train"}):
-            raise TypeError(f"{self.name}.views must be of eval and train, for an elementwise update with dense gradients")
-        for name, count in collections.Counter(field.name for field in (*self.scalars, *self.buffers)).items():
-            if count > 1:
-                raise TypeError(f"{self.name}.{name} is also what the package calls a part of the state; name it otherwise")
+            raise TypeError(f"{self.name}.views must be eval and train, for an elementwise update with dense gradients")
+        entries = [field.name for field in (*self.scalars, *self.buffers)]
+        if twice := [name for name in entries if entries.count(name) > 1]:
+            raise TypeError(f"{self.name}.{twice[0]} is a name that the package itself uses in the state; choose another")
         if self.decays == "gradient" and "weight_decay" not in self.coefficient_names():
             raise TypeError(f"{self.name} decays by its gradient, but its coefficients return no weight_decay")
         for statics in self._situations():
@@ -279,20 +266,15 @@ class Rule(Declaration):
             yield {**made, **dict(zip(free, values, strict=True))}
 
     def coefficient_names(self, statics: Mapping[str, Any] | None = None) -> tuple[str, ...]:
-        """What ``coefficients`` returns besides the scalars, in the order of the kernels' tables, under static choices.
-
-        Without ``statics`` these are as the optimizer's author left them.
-        """
-        scalars = {s.name for s in self.scalars}
+        """What ``coefficients`` returns besides the scalars, in the order of kernels' tables; by default, as declared."""
         _, returned = self.written_coefficients(next(self._situations()) if statics is None else statics, PLAIN)
-        return tuple(name for name in returned if name not in scalars)
+        return tuple(name for name in returned if name not in self.scalar_names[1:])
 
     @_once
     def number_names(self, statics: Mapping[str, Any]) -> list[tuple[str, ...]]:
         """The attributes of ``c`` for each of ``reductions`` and then for ``update``, which is also their order."""
-        if self.reductions:
-            return [stage.numbers for stage in self.written(statics, PLAIN)]
-        return [self.coefficient_names(statics)]
+        by_stage = [stage.numbers for stage in self.written(statics, PLAIN)] if self.reductions else []
+        return by_stage or [self.coefficient_names(statics)]
 
     @_once
     def stages(self, statics: Mapping[str, Any]) -> dict[int, Places]:
@@ -300,9 +282,9 @@ class Rule(Declaration):
         places = {}
         for stage, written in enumerate(self.written(statics, PLAIN)[:-1] if self.reductions else ()):
             start, end = len(written.numbers), len(written.numbers) + len(written.results)
-            totals = slice(end - len(written.totals), end)
+            total = end - len(written.totals)
             if start < end:
-                places[stage] = Places(slice(start, end), totals, slice(totals.start, end + len(written.adapted)))
+                places[stage] = Places(slice(start, end), slice(total, end), slice(total, end + len(written.adapted)))
         return places
 
     def seeing(self, seen: Callable[[Values], Values], **changes: Any) -> Rule:
@@ -324,7 +306,7 @@ class Rule(Declaration):
         return dataclasses.replace(self, update=update, reductions=(), adapt=None)
 
     def has_totals(self, statics: Mapping[str, Any] | None = None) -> bool:
-        """Whether ``reduce`` sums over all parameters; without ``statics``, as the optimizer's author left them."""
+        """Whether ``reduce`` sums over all parameters; by default, as declared."""
         statics = next(self._situations()) if statics is None else statics
         return any(places.totals.start < places.totals.stop for places in self.stages(statics).values())
 
@@ -339,17 +321,14 @@ class Rule(Declaration):
 
     @_once
     def written_coefficients(self, statics: Mapping[str, Any], dialect: Dialect) -> tuple[list[str], dict[str, str]]:
-        """``coefficients`` in another language, under these static choices: the statements, and what it returns.
-
-        It reads ``step``, :data:`NUMBERS`, ``hyper0``, ``hyper1``, ... and ``scalar0``, ...
-        """
+        """``coefficients`` of ``step``, :data:`NUMBERS`, ``hyper0``, ..., ``scalar0``, ...: statements and results."""
         code = Code(dialect, "c")
         values: dict[str, Any] = {**statics, **{name: Symbol(code, name) for name in ("step", *NUMBERS)}}
         values |= self.by_name(statics, _symbols(code, "hyper"))
         values |= {s.name: symbol for s, symbol in zip(self.scalars, _symbols(code, "scalar"), strict=False)}
         results = self._run("coefficients", self.coefficients, values, [s.name for s in self.scalars if not s.shared])
         results = {**{name: values[name] for name in self.shared_scalars}, **results}
-        return code.lines, {name: code.operand(value) for name, value in results.items()}
+        return [s.text for s in code.statements], {name: code.operand(value) for name, value in results.items()}
 
     @_once
     def written(self, statics: Mapping[str, Any], dialect: Dialect) -> list[Written]:
@@ -413,18 +392,16 @@ class Rule(Declaration):
 
     def _check_stack(self, statics: Mapping[str, Any], names: tuple[str, ...], shape: tuple[int, ...]) -> None:
         """Run ``update``, whose ``c`` has the attributes ``names``, on a stack of this shape."""
-        choices = {**statics, **{f.name: f.of(torch.Size(shape[1:])) for f in self.facts}}
+        count, size = shape[0], torch.Size(shape[1:])
+        choices = {**statics, **{f.name: f.of(size) for f in self.facts}}
         present = self.present_buffers(choices)
         values: dict[str, Any] = {name: torch.ones(shape) for name in ("param", "grad")}
-        one = torch.ones(shape[0], *(1 for _ in shape[1:]))
         for b in self.buffers:
-            own = shape[1:] if b.shape is None else b.shape(torch.Size(shape[1:]))
-            values[b.name] = torch.ones(shape[0], *own) if b.name in present else None
-        c = number_type(names)(*[one] * len(names))
+            values[b.name] = torch.ones(count, *(b.shape(size) if b.shape else size)) if b.name in present else None
+        c = number_type(names)(*[torch.ones(count, *(1 for _ in size))] * len(names))
         results = self._checked_update({**choices, **values, "c": c}, present)
         for name in ("param", *present):
-            if results[name].shape != values[name].shape:
-                was, now = tuple(values[name].shape), tuple(results[name].shape)
+            if (now := tuple(results[name].shape)) != (was := tuple(values[name].shape)):
                 raise TypeError(f"{self.name}.update returns a {name} of shape {now} for one of shape {was}")
 
     def evaluated(self, values: Values) -> dict[str, Any]:
@@ -437,38 +414,31 @@ class Rule(Declaration):
 
     @staticmethod
     def _moved(param: Any, returned: Mapping[str, Any]) -> dict[str, Any]:
-        """The results of ``update``, which ``returned`` a step, with the ``param`` after the step."""
+        """What ``update`` ``returned``, with the ``param`` after the step, and made of that what is a function of it."""
         new, step = returned.get("param", param), returned["step"]
         new = new if isinstance(step, float) and step == 0.0 else new - step
         new = returned["after"](new) if "after" in returned else new
-        state = {name: value for name, value in returned.items() if name != "after"}
-        return {**{name: value(new) if callable(value) else value for name, value in state.items()}, "param": new}
+        return {n: v(new) if callable(v) else v for n, v in returned.items() if n != "after"} | {"param": new}
 
     def _checked_update(self, values: Mapping[str, Any], present: Sequence[str]) -> dict[str, Any]:
         """:meth:`updated` in a rule that is being made, with the buffers that are ``present``."""
-        known = {"param", "step", "after", *(b.name for b in self.buffers)}
-        results = self._run("update", self.update, values, ("step", *present), known)
+        results = self._run("update", self.update, values, ("step", *present))
+        if unknown := results.keys() - {"param", "step", "after", *(b.name for b in self.buffers)}:
+            raise TypeError(f"{self.name}.update returns {sorted(unknown)}, which the class does not declare")
         if not callable(results.get("after", callable)):
             raise TypeError(f"{self.name}.update returns an after that is no function of the parameter")
         moved: dict[str, Any] = self._called("update", lambda values: self._moved(values["param"], results), values)
         return moved
 
     def _run(
-        self,
-        title: str,
-        function: Callable[[Values], dict[str, Any]],
-        values: Values,
-        needed: Sequence[str] = (),
-        known: set[str] | None = None,
+        self, title: str, function: Callable[[Values], dict[str, Any]], values: Values, needed: Sequence[str] = ()
     ) -> dict[str, Any]:
-        """Call ``function``; it must return the ``needed`` names, and no others than the ``known`` ones."""
+        """Call ``function``; it must return a dict, which has the ``needed`` names."""
         results, where = self._called(title, function, values), f"{self.name}.{title}"
         if not isinstance(results, dict):
             raise TypeError(f"{where} must return a dict of values by name, got {type(results).__name__}")
         if missing := [name for name in needed if results.get(name) is None]:
             raise TypeError(f"{where} does not return {', '.join(missing)}")
-        if unknown := set() if known is None else set(results) - known:
-            raise TypeError(f"{where} returns {sorted(unknown)}, which the class does not declare")
         return results
 
     def _called(self, title: str, function: Callable[[Values], Any], values: Values) -> Any:
@@ -478,14 +448,13 @@ class Rule(Declaration):
             raise TypeError(f"{where} takes {unknown}, which the class does not declare{hint(unknown[0], values)}")
         try:
             return function(values)
-        except NotWritable as error:
-            raise TypeError(f"{where} {error}") from error
-        except NameError as error:
-            raise TypeError(f"{where} uses {error.name}, which is not defined above the class") from error
         except Exception as error:
-            if isinstance(error, AttributeError) and "c" in values and error.obj is values["c"]:
-                raise TypeError(f"{where} reads c.{error.name}, which coefficients does not return") from error
-            raise TypeError(f"{where} cannot be run: {error}") from error
+            said = str(error) if isinstance(error, NotWritable) else f"cannot be run: {error}"
+            if isinstance(error, NameError):
+                said = f"uses {error.name}, which is not defined above the class"
+            elif isinstance(error, AttributeError) and "c" in values and error.obj is values["c"]:
+                said = f"reads c.{error.name}, which coefficients does not return"
+            raise TypeError(f"{where} {said}") from error
 
 
 def _symbols(code: Code, prefix: str) -> Iterator[Symbol]:

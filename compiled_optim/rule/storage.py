@@ -259,14 +259,12 @@ def _check_state_dtype(rule: Rule, value: Any, what: str) -> None:
             raise ValueError(f"{where} must be one of {kinds}, or 'int8' for 8-bit codes with scales, got {dtype!r}")
         if not signs[name]:
             raise ValueError(
-                f"{where}: 8 bits are too few for '{name}' of {rule.name}, to which steps add or which they subtract; "
+                f"{where}: 8 bits are too few for '{name}' of {rule.name}, a sum or a value that steps subtract; "
                 "choose torch.bfloat16 or torch.float32 for it"
             )
     if not by_name:
         if value in (INT8, *HALVES) and not averages:
-            raise ValueError(
-                f"{what}={value!r}: {rule.name} has no state that so few bits hold well; choose it by name, in a dict"
-            )
+            raise ValueError(f"{what}={value!r}: {rule.name} has no moving averages; choose dtypes by state name, in a dict")
         return
     # With both in codes, an element's square is not 0 where its average is not. Otherwise a small element beside large ones
     # has an average of 0, and in some steps one of a whole code, which is divided by its own small root: many ``lr``.

@@ -18,33 +18,18 @@ _R = TypeVar("_R")
 WORDS: dict[str, Callable[..., Any]] = {}
 """The words of the vocabulary, by name."""
 
-_OF_FORMATS = {
-    "bits": True,
-    "integer": True,
-    "from_bits": False,
-    "from_upper": False,
-    "number": False,
-    "group_max": True,
-    "broadcast": None,
-}
+_OF_FORMATS: dict[str, bool | None] = dict.fromkeys(("bits", "integer", "group_max"), True)
+_OF_FORMATS |= {**dict.fromkeys(("from_bits", "from_upper", "number"), False), "broadcast": None}
 """The words that no optimizer needs, which messages leave out: whether they make integers; None: of integers only."""
 
 _REDUCTIONS = {"dot", "linalg_vector_norm", "mean", "norm", "std", "sum", "var", "vector_norm"}
-# What torch and Python call a word of the vocabulary, where that is another name.
 _SPELLINGS = {
-    "abs": "absolute",
-    "pow": "power",
-    "float_power": "power",
-    "max": "maximum",
-    "fmax": "maximum",
-    "clamp_min": "maximum",
-    "min": "minimum",
-    "fmin": "minimum",
-    "clamp_max": "minimum",
-    "rsqrt": "sqrt",
-    "square": "x * x",
-    "sgn": "sign",
+    **dict.fromkeys(("pow", "float_power"), "power"),
+    **dict.fromkeys(("max", "fmax", "clamp_min"), "maximum"),
+    **dict.fromkeys(("min", "fmin", "clamp_max"), "minimum"),
+    **{"abs": "absolute", "rsqrt": "sqrt", "sgn": "sign", "square": "x * x"},
 }
+"""What torch and Python call a word of the vocabulary, where that is another name."""
 
 
 def word(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -68,11 +53,8 @@ def _advice(name: str) -> str:
     offered, plain = WORDS.keys() - _OF_FORMATS.keys(), name.strip("_")
     if plain in _REDUCTIONS:
         return "return mean(...) or total(...) of the expression from reduce, and read that from c"
-    if plain in offered:
-        return f"the vocabulary has {plain}"
-    if (wanted := _SPELLINGS.get(plain)) is None:
-        return f"the vocabulary has {', '.join(sorted(offered))}"
-    return f"the vocabulary has {wanted}" if wanted in offered else f"write {wanted}"
+    wanted = plain if plain in offered else _SPELLINGS.get(plain, ", ".join(sorted(offered)))
+    return f"write {wanted}" if wanted == "x * x" else f"the vocabulary has {wanted}"
 
 
 class NotWritable(TypeError):
@@ -84,17 +66,11 @@ class NotWritableName(NotWritable, AttributeError):
 
 
 class Kind(NamedTuple):
-    """What a value of generated code is.
+    """What a value of generated code is; for groups see :func:`~compiled_optim.rule.formats.group_max`."""
 
-    Attributes:
-        is_int: whether it is a 32-bit integer.
-        per_group: whether there is one for each group of elements, see :func:`~compiled_optim.rule.formats.group_max`.
-        after_reduce: whether it depends on all elements of its group.
-    """
-
-    is_int: bool = False
-    per_group: bool = False
-    after_reduce: bool = False
+    is_int: bool = False  # a 32-bit integer
+    per_group: bool = False  # one for each group of elements
+    after_reduce: bool = False  # depends on all elements of its group
 
 
 def _operator(sign: str, *, swapped: bool = False) -> Any:
@@ -155,8 +131,7 @@ _MAKES_INTEGERS = {"+", "-", "*", "&", "|", "^", "<<"}  # operators that make in
 class Dialect:
     """How one language writes statements, numbers and logic; ``{}`` stands for the parts.
 
-    In every language a word of the vocabulary is a function with an underscore behind its name, such as ``sqrt_``. In
-    ``calls`` are words that take more there.
+    A word of the vocabulary is a function with an underscore behind its name, as ``sqrt_``; in ``calls`` are others.
     """
 
     statement: str

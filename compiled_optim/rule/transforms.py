@@ -40,10 +40,7 @@ def started(rule: Rule) -> Rule:
 
 
 def lr_scaled(rule: Rule) -> Rule:
-    """``rule`` with the choice ``lr_scale``: a number per parameter, by which ``coefficients`` finds ``lr`` multiplied.
-
-    ``max_lr``, to which others compare ``lr``, is multiplied too. A rule without ``lr`` stays as it is.
-    """
+    """``rule``, if it has ``lr``, with ``lr_scale``, by which ``coefficients`` finds ``lr`` and ``max_lr`` multiplied."""
     rates = [h.name for h in rule.hypers if h.name in ("lr", "max_lr")]
     if "lr" not in rates:
         return rule
@@ -63,10 +60,9 @@ def cautious(rule: Rule) -> Rule:
     """``rule`` with the choice ``cautious``: only elements that a step takes down their gradient move (arXiv:2411.16085).
 
     Their steps are divided by the share of the tensor's elements that move, or by :data:`LEAST` if that is more. Weight
-    decay apart from the step stays, and so do the buffers. The gradient is the one that ``rule`` gets. All this is as in the
-    authors' C-AdamW. Algorithm 1 of the paper adds a small number to the share instead of bounding it, and the authors'
-    C-Lion adds 1 to the number of elements that move. It is for elementwise rules on dense gradients, but not for one with
-    views, whose parameter follows its state.
+    decay apart from the step stays, and so do the buffers. All this is as in the authors' C-AdamW; Algorithm 1 of the paper
+    adds a small number to the share instead, and C-Lion 1 to the number of elements. It is for elementwise rules on dense
+    gradients, but not for one with views, whose parameter follows its state.
     """
     if rule.views or not rule.is_elementwise:
         return rule
@@ -102,12 +98,10 @@ _MAX_LR = Hyper(default=None, ge=0, when=_LR.name, like="lr", name="max_lr")
 def decay(rule: Rule) -> Rule:
     """``rule`` with ``decouple_lr`` and ``max_lr`` and, where it decays weights by the gradient, with ``decouple_wd``.
 
-    With ``decouple_lr`` the rule gets ``weight_decay / max_lr`` for ``weight_decay``, and 0 where ``max_lr`` is 0. Where
-    weights decay apart from the gradient, they then shrink by ``weight_decay * lr / max_lr`` in a step. With ``decouple_wd``
-    a parameter is multiplied by ``1 - lr * weight_decay`` before the step, as in AdamW, and the rule decays no more itself;
-    None is True with ``decouple_lr``. A rule that has such a choice of its own keeps it.
-
-    A rule without ``lr`` or ``weight_decay``, or with names of these, stays as it is.
+    With ``decouple_lr`` the rule gets ``weight_decay / max_lr`` for ``weight_decay``, and 0 where ``max_lr`` is 0. With
+    ``decouple_wd`` a parameter is multiplied by ``1 - lr * weight_decay`` before the step, as in AdamW, and the rule decays
+    no more itself; None is True with ``decouple_lr``. A rule that has such a choice of its own keeps it. One without ``lr``
+    or ``weight_decay``, or with names of these, stays as it is.
     """
     names = {f.name for f in (*rule.hypers, *rule.statics)}
     if not {"lr", "weight_decay"} <= names or names & {_LR.name, _MAX_LR.name}:
@@ -148,11 +142,7 @@ def decay(rule: Rule) -> Rule:
 
 
 def check_decay(group: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` where one of a group's choices decouples weight decay and the other forbids it.
-
-    Warn where ``max_lr`` is about to become 0 unasked, by which weights would never decay; where weights would decay by
-    more than :data:`LARGEST` in a step; and where ``decouple_wd=False`` means other than in optimi, which ignores it there.
-    """
+    """Raise ``ValueError`` where a group's choices of decay exclude each other; warn where they mean what few want."""
     if group.get(_TORCHS) and group.get(_WD.name) is False:
         raise ValueError(f"{_WD.name}=False does not go with {_TORCHS}=True")
     if not group.get(_LR.name):
@@ -163,15 +153,11 @@ def check_decay(group: Mapping[str, Any]) -> None:
     if isinstance(wd := group["weight_decay"], (int, float)) and wd > LARGEST:
         message = f"with {_LR.name}=True a step at max_lr takes {wd:g} of a parameter away, whatever the learning rate"
         warnings.warn(f"{message}; usual values of weight_decay are then 1e-6 to 1e-4", UserWarning, stacklevel=2)
-    is_open = group.get(_MAX_LR.name) is None
-    if is_open and _is_known_0(group["lr"]) and not _is_known_0(group["weight_decay"]):
+    # A tensor is not read, since that may wait for a device.
+    is_0 = {name: isinstance(n := group.get(name), (int, float)) and n == 0 for name in ("lr", "weight_decay")}
+    if group.get(_MAX_LR.name) is None and is_0["lr"] and not is_0["weight_decay"]:
         message = "weights will not decay: max_lr, which decouple_lr divides weight_decay by, is the group's first lr, 0"
         warnings.warn(f"{message}; pass the learning rate that a schedule reaches as max_lr", UserWarning, stacklevel=2)
-
-
-def _is_known_0(number: Any) -> bool:
-    """Whether ``number`` is 0; a tensor is not read, since that may wait for a device."""
-    return isinstance(number, (int, float)) and number == 0
 
 
 def is_decoupled(choices: Mapping[str, Any]) -> bool:
@@ -186,23 +172,18 @@ GOES_ON, STAYS = 0.25, 0.5
 
 @dataclass(frozen=True)
 class Accumulation:
-    """That a rule's step depends on gradients through its buffers alone, and each buffer is an average of them.
+    """That a rule's step depends on gradients through its buffers alone, and each buffer is an average of them."""
 
-    ``kept`` are the numbers of ``coefficients`` with which a step multiplies what it finds in a buffer. ``unless`` names the
-    choices with which it is not so.
-    """
-
-    kept: tuple[str, ...]
-    unless: tuple[str, ...] = ()
+    kept: tuple[str, ...]  # the numbers of ``coefficients`` with which a step multiplies what it finds in a buffer
+    unless: tuple[str, ...] = ()  # the choices with which it is not so
 
 
 @functools.cache
 def accumulating(rule: Rule, accumulation: Accumulation) -> Rule:
-    """``rule`` with steps that may take several gradients, in one call for each.
+    """``rule`` with steps that may take several gradients, in one call for each: the fraction of ``step`` says which.
 
-    The fraction of ``step`` tells whether the gradient is not the first of its step (:data:`GOES_ON`) and not the last
-    (:data:`STAYS`). The first one lets buffers decay, every one is added to them with its weight, and with the last one the
-    parameter moves and decays: into that gradient, if the rule decays so. A step of one gradient is as in ``rule``.
+    The first one lets buffers decay, every one is added to them with its weight, and with the last one the parameter moves
+    and decays: into that gradient, if the rule decays so. A step of one gradient is as in ``rule``.
     """
 
     def coefficients(values: Values) -> dict[str, Any]:

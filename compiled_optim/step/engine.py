@@ -207,7 +207,7 @@ class Engine:
         if (place := first_repeat(zip(map(id, params), names or itertools.repeat(None), strict=False))) is not None:
             name = parameter_name({"param_names": names}, index, place)
             warnings.warn(
-                f"optimizer contains a parameter group with duplicate parameters: '{name}' is there before; it is updated "
+                f"optimizer contains a parameter group with duplicate parameters: '{name}' is listed before; it is updated "
                 "once per step",
                 stacklevel=2,
             )
@@ -216,7 +216,7 @@ class Engine:
         if (place := first_repeat(every, taken)) is not None:
             warnings.warn(
                 f"two parameters are named '{every[place]}', and checkpoints can tell them apart by their order alone; "
-                "give the names of each model a prefix of its own",
+                "give the names of each model a prefix, such as 'encoder.'",
                 stacklevel=2,
             )
         self.groups.append(self._group(values, index))
@@ -282,7 +282,7 @@ class Engine:
         return [given for _, given in found.values()]
 
     def note_names(self) -> None:
-        """Note whose the names are, for :meth:`_follow_names`. torch swaps no tensors that have weak references."""
+        """Record the parameter of each name, for :meth:`_follow_names`. torch swaps no tensors that have weak references."""
         pairs = [(group["params"], group.get("param_names", ())) for group in self.groups]
         self._named = [list(zip(*pair, strict=False)) for pair in pairs]
 
@@ -326,7 +326,7 @@ class Engine:
                 for message in group.out_of_range.values():
                     raise ValueError(message)
                 if not group.get(TRAIN_MODE, True):
-                    raise RuntimeError(f"{group.label} has the parameters to evaluate; call the optimizer's train() first")
+                    raise RuntimeError(f"the parameters of {group.label} are in evaluation mode; call train() first")
             self.changes.is_refused = False
 
     def current(self) -> Step:
@@ -411,7 +411,7 @@ class Engine:
             return fits
 
     def _fits_graphs(self, step: Step) -> bool:
-        """Whether replays do all that steps must do, for as long as nothing is reported."""
+        """Whether replays are complete steps, as long as no change is reported."""
         is_plain = self.release is None and self.launcher is None and not (step.refusal or step.only_whole)
         limit, grad_scale, found_inf, _ = self.clip_args
         is_near = not isinstance(limit, Tensor) or [limit.device] == [*step.devices]
@@ -579,8 +579,8 @@ class UserGraphs:
         if self._is_read:
             self._is_read = False
             warnings.warn(
-                "groups, state or clipping changed after step() was captured in a CUDA graph, which goes on with those it "
-                "was captured with; capture it again, or with co.CUDAGraphRunner",
+                "groups, state or clipping changed after step() was captured in a CUDA graph, which still uses the old "
+                "ones; capture it again, or use co.CUDAGraphRunner",
                 RuntimeWarning,
                 stacklevel=3,
             )
@@ -601,14 +601,14 @@ def recorded_by_runner(device: torch.device) -> Iterator[None]:
 
 
 def without_number(name: str) -> str:
-    """The name of an engine without its last part, which several engines that are alike differ in."""
+    """The name of an engine without its last part, a number that tells engines of equal optimizers apart."""
     return name.rpartition(" #")[0]
 
 
 def refuse_whole(where: str, assigned: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` where one of :data:`NAMES` is ``assigned`` that needs all gradients together.
+    """Raise ``ValueError`` if ``assigned`` switches on clipping, skipping or a scaler, which need all gradients together.
 
-    ``where`` says what does not have them.
+    ``where`` names the feature that never has all of them.
     """
     for name, value in assigned.items():
         if value is not None and value is not False:

@@ -34,10 +34,10 @@ class StuckParameter:
         name: of the parameter.
         share: how many of the elements that the rule would move stay, from 0.5 to 1.
         lr: the learning rate of its group.
-        weight: the magnitude of those elements; this and the next two are medians.
-        needed: the least step that moves them: half of the distance to the next number that can be stored.
-        available: the step that they are given.
-        remedy: what would move them.
+        weight: the median magnitude of those elements; the next two are medians too.
+        needed: the smallest step that moves them, half the distance to the next number that can be stored.
+        available: the step that the optimizer takes.
+        remedy: an option that would move them.
     """
 
     name: str
@@ -50,21 +50,21 @@ class StuckParameter:
 
     def __str__(self) -> str:
         return (
-            f"'{self.name}': at lr {self.lr:.3g}, {self.share:.0%} of it stays: a weight of {self.weight:.2g} moves by "
-            f"{self.needed:.2g} at least, and gets {self.available:.2g}; {self.remedy}"
+            f"'{self.name}': at lr {self.lr:.3g}, {self.share:.0%} of it does not move: a weight of {self.weight:.2g} needs "
+            f"a step of {self.needed:.2g}, and gets {self.available:.2g}; {self.remedy}"
         )
 
 
 @dataclass(frozen=True)
 class NumericsReport:
-    """What an optimizer's ``check_numerics`` found.
+    """The result of an optimizer's ``check_numerics``.
 
     Attributes:
         optimizer: the class name.
         checked: the names of the parameters that a step would move.
         stuck: those that it moves too little, the worst first.
-        uneven: by the name of a parameter with state in 8 bits, the share of its groups of 64 elements in which half of the
-            elements have gradients and moments that are less than a tenth of the largest: 8 bits slow these.
+        uneven: for parameters with 8-bit state, by name, how many of the groups of 64 elements are uneven, as a share: half
+            of the elements have gradients and moments below a tenth of the group's largest. 8 bits slow these elements.
     """
 
     optimizer: str
@@ -87,7 +87,7 @@ class NumericsReport:
 def check_numerics(engine: Engine) -> NumericsReport:
     """Take the engine's next step on copies in float64, one parameter at a time, and compare it with what is stored.
 
-    Sums over all parameters are then of one alone.
+    A rule's sums over all parameters are then sums over one parameter.
 
     Raises:
         NotImplementedError: the step needs a closure.
@@ -189,6 +189,6 @@ def _half_unit(value: Tensor, plan: Plan, member: Member) -> Tensor:
 
 def _remedy(plan: Plan, member: Member) -> str:
     if member.param.dtype not in HALVES or "weights" in plan.statics:
-        return "use a larger lr: it has all bits of float32"
+        return "use a larger lr: the weights already have all bits of float32"
     is_elementwise = plan.rule.granularity == "element" and plan.rule.gradients == "dense"
     return "use weights='split8', 'kahan' or 'stochastic'" if is_elementwise else "keep it in float32"

@@ -111,7 +111,7 @@ class RuleStep(Step):
             lowering.finish()
 
     def is_current(self) -> bool:
-        """Whether, besides, nobody has ceased to clip, and no meta parameter has got memory."""
+        """Whether also clipping was not switched off, and no meta parameter has got memory."""
         clips = self._square_sums is None or self._clipping.measures_norm
         return clips and all(p.is_meta for p in self._meta) and super().is_current()
 
@@ -132,7 +132,7 @@ class RuleStep(Step):
         return [list(map(grads.__getitem__, positions)) for positions in self._positions]
 
     def obstacle(self, grads: Gradients, clip_args: tuple[Any, ...]) -> str:
-        """What a graph could not hold: anything but the work of a step like the last one."""
+        """Why a graph cannot hold this step: it needs more than the device's work of a step like the last one."""
         elsewhere = any(t.device != device for device in self.devices for t in self._clipping.tensors(device))
         clips = clip_args[0] is not None or clip_args[-1]
         reasons = {
@@ -155,7 +155,7 @@ class RuleStep(Step):
         reason = "" if self.name == InductorLowering.name else f"it is lowered to {self.name}"
         names = self.kind._declaration.structural_hypers
         if not reason and (name := next((n for g in self._groups for n in names if g.is_unreported(n)), "")):
-            reason = f"{name} is 0, and who has its tensor may write another number to it"
+            reason = f"{name} is 0, and its tensor was handed out, so another number may be written into it"
         reason = reason or obstacle([x.plan for x in lowerings], self._clipping)
         self._log.compiled_step = f"an operator: {reason}" if reason else "its own operations"
         if reason:

@@ -73,7 +73,7 @@ class Step:
         return not self.changes.pending and self._shapes() == self._made_of
 
     def _shapes(self) -> list[tuple[Any, ...]]:
-        """What of the groups may change unreported: identity, length, a write into a hyperparameter that was 0."""
+        """What groups may change without a report: identity, length, and (in place) whether a hyperparameter is 0."""
         names = self.kind._declaration.structural_hypers
         return [
             (id(g), len(g.get("params", ())), *[isinstance(g, ParamGroup) and g.nonzero(n) for n in names])
@@ -162,7 +162,7 @@ class Step:
 
 
 class AccumulatedSteps:
-    """Which parameters of an optimizer of this ``kind`` have taken gradients of a step without having moved."""
+    """The parameters of an optimizer of this ``kind`` whose state has gradients of a step that has not moved them yet."""
 
     def __init__(self, kind: type[Declared]) -> None:
         self._kind = kind
@@ -186,8 +186,8 @@ class AccumulatedSteps:
         name, accumulation = self._kind.__name__, self._kind._accumulation
         if accumulation is None:
             raise ValueError(
-                f"{name} has no optimizer accumulation: a step of it needs whole gradients, and not only averages that its "
-                "state can take one by one"
+                f"{name} has no optimizer accumulation: its step needs whole gradients, not only averages, to which "
+                "micro-batches could be added one by one"
             )
         for index, group in enumerate(groups):
             rule, where = self._kind._rule, f"{name} has no optimizer accumulation with param_groups[{index}]"
@@ -196,7 +196,7 @@ class AccumulatedSteps:
                     raise ValueError(f"{where}[{choice!r}]=True: a step needs whole gradients besides their averages")
             for hyper in rule.structural_hypers:
                 if not group.nonzero(hyper):  # type: ignore[attr-defined]
-                    raise ValueError(f"{where}[{hyper!r}]=0: there is no state to take gradients, which would be lost")
+                    raise ValueError(f"{where}[{hyper!r}]=0: without state, the gradients of micro-batches would be lost")
 
     def check_ended(self, what: str) -> None:
         """Raise ``RuntimeError`` where state holds a part of a step."""
@@ -225,7 +225,7 @@ class AccumulatedSteps:
     def launching(
         self, params: Sequence[Tensor], grads: Sequence[Tensor | None], state: Mapping[Any, Any]
     ) -> Iterator[None]:
-        """Add to step counts, for a launch inside a ``with`` block, fractions that tell the rule its place in the step.
+        """Add fractions to step counts during a ``with`` block, which tell the rule the micro-batch's place in the step.
 
         They say of each of ``params`` that has a gradient in ``grads`` whether the step has had one before, and whether
         another one follows.

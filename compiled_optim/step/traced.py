@@ -107,7 +107,7 @@ def run_inlined(
 
 
 def _guard(engine: Engine) -> Step:
-    """The step, for as long as which what is traced is valid; nothing of the host's runs when compiled code does."""
+    """The step for which the trace is valid. Compiled code runs no Python of this package."""
     step = engine.step
     assert step is not None
     _depend_on(step.identity)

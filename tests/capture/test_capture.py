@@ -306,7 +306,7 @@ class TestStep:
                 expected = r"after 1 times: parameter 'outer.weight' \(3, 7\) float32 on cpu at 0x\w+ -> .* at 0x"
                 with pytest.raises(RuntimeError, match=expected):
                     runner.step()
-                with pytest.raises(RuntimeError, match="allow more recaptures"):
+                with pytest.raises(RuntimeError, match="larger recaptures="):
                     runner.step()
                 assert torch.equal(weight, old)
                 break
@@ -413,7 +413,7 @@ class TestTrainingStep:
                 each.optimizer.eval()
             assert all(map(torch.equal, side.params, twin.params))
             before = [p.detach().clone() for p in side.params]
-            with pytest.raises(RuntimeError, match="has the parameters to evaluate"):
+            with pytest.raises(RuntimeError, match="are in evaluation mode"):
                 runner(batch(i))
             assert all(map(torch.equal, before, side.params))
             for each in (side, twin):
@@ -652,7 +652,7 @@ class TestTrainingStep:
         weight.data = memory.clone()
         before = [t.clone() for t in ours.tensors()]
         for _ in range(3):
-            with pytest.raises(RuntimeError, match=r"parameter 'outer.weight' .*0x\w+ -> .*0x\w+; .*allow more recaptures"):
+            with pytest.raises(RuntimeError, match=r"parameter 'outer.weight' .*0x\w+ -> .*0x\w+; .*larger recaptures="):
                 runner(batch(3))
         assert all(torch.equal(a, b) for a, b in zip(before, ours.tensors(), strict=True))
         weight.data = memory
@@ -878,7 +878,7 @@ class TestTrainingStep:
         runner = co.CUDAGraphRunner(lambda x, k: train(ours, x * k), optimizers=ours.optimizer, warmup=1, recaptures=2)
         for i in range(9):
             runner(batch(i), i // 3 + 1)
-        with pytest.raises(RuntimeError, match=r"after 2 times: k 3 -> 7; keep that as it is between calls"):
+        with pytest.raises(RuntimeError, match=r"after 2 times: k 3 -> 7; avoid this change between calls"):
             runner(batch(9), 7)
 
 

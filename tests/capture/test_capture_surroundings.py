@@ -194,7 +194,7 @@ class TestFailures:
         ours, twin = sides
         runner = runner_of(ours)
         assert torch.equal(runner(batch(0)), train(twin, batch(0)))
-        with pytest.raises(RuntimeError, match="every replay would find as it was: 'mean' of the module Tensor -> another"):
+        with pytest.raises(RuntimeError, match="what a replay cannot change again: 'mean' of the module Tensor -> another"):
             runner(batch(1))
         assert torch.equal(ours.model.mean, twin.model.mean)
         assert torch.equal(train(ours, batch(1)), train(twin, batch(1)))

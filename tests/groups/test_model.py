@@ -102,7 +102,11 @@ class TestParamGroups:
             ),
             ({"*.bias|": {}}, ValueError, r"the pattern '\*.bias\|' has an empty alternative"),
             ({"": {}}, ValueError, "the pattern '' has an empty alternative"),
-            ({"fc*": {"params": []}}, ValueError, r"the options of the pattern 'fc\*' hold 'params', which the model gives"),
+            (
+                {"fc*": {"params": []}},
+                ValueError,
+                r"the options of the pattern 'fc\*' hold 'params', which comes from the model",
+            ),
             ({"fc*": 0.1}, TypeError, r"the options of the pattern 'fc\*' must be a dict with names, got 0.1"),
             ({"fc*": {1: 0.1}}, TypeError, r"the options of the pattern 'fc\*' must be a dict with names"),
             ({nn.Linear: {}}, TypeError, "a pattern must be a string, got <class"),

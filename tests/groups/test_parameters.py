@@ -155,7 +155,7 @@ class TestTwiceInOneGroup:
     def test_both_warn(self) -> None:
         with pytest.warns(UserWarning, match=DUPLICATES):
             _tied(torch.optim.AdamW, names=False)
-        with pytest.warns(UserWarning, match=rf"{DUPLICATES}: 'param_groups\[0\]\['params'\]\[2\]' is there before"):
+        with pytest.warns(UserWarning, match=rf"{DUPLICATES}: 'param_groups\[0\]\['params'\]\[2\]' is listed before"):
             ours = _tied(co.AdamW, names=False)
         with pytest.warns(UserWarning, match=rf"{DUPLICATES}: 'a'"):
             co.AdamW([("a", nn.Parameter(torch.ones(2)))] * 2)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from catalog import LOWERINGS
@@ -13,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import compiled_optim as co
-from compiled_optim.memory import addresses
+from compiled_optim.memory import addresses, cache
 from compiled_optim.memory.addresses import EMPTY, Addresses
 from compiled_optim.optimizer import engine_of
 
@@ -199,6 +202,64 @@ def test_a_machine_whose_compiler_refuses_is_told(monkeypatch: pytest.MonkeyPatc
     with pytest.warns(RuntimeWarning, match="looks at its tensors one by one: the C\\+\\+ compiler refused"):
         optimizer.step()
     assert any("one by one" in reason for reason in co.compile_report(optimizer).fallbacks)
+
+
+@pytest.mark.parametrize("name", ["aoti_torch_get_dim", "_ZNK3c1010TensorImpl4gradEv"])
+def test_a_torch_that_lacks_a_function_is_told(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = cache.library
+    monkeypatch.setattr(addresses.cache, "library", lambda text, *rest: found(text.replace(name, "gone"), *rest))
+    monkeypatch.setattr(addresses, "reader", addresses.reader.__wrapped__)
+    assert addresses.reader() == "this version of torch has no gone"
+
+
+@pytest.mark.parametrize("lost", ["cdata", "keys", "nothing"])
+def test_a_torch_of_another_layout_is_told(lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The places are found by values; where one is not there, nothing is read."""
+    place = addresses._place
+
+    def elsewhere(examples: Any) -> int:
+        is_lost = len(examples) == 6 if lost == "keys" else len(examples[0][1]) == 4
+        return 0 if lost != "nothing" and is_lost else place(examples)
+
+    monkeypatch.setattr(addresses, "_place", elsewhere)
+    found = addresses.reader.__wrapped__()
+    assert (found == "this version of torch is not understood") == (lost != "nothing")
+
+
+@pytest.mark.parametrize("replaced", [".data", "None"])
+def test_memory_that_is_kept_alive_stays_until_the_end(replaced: str) -> None:
+    numbers = np.ones(3, dtype=np.float32)
+    param, there = nn.Parameter(torch.zeros(3)), weakref.ref(numbers)
+    param.grad = torch.from_numpy(numbers)
+    del numbers
+    seen = Addresses([param])
+    seen.read(keep_alive=True)
+    if replaced == "None":
+        param.grad = None
+    else:
+        assert param.grad is not None
+        param.grad.data = torch.zeros(3)
+    gc.collect()
+    assert there() is not None
+    seen.finish()
+    gc.collect()
+    assert there() is None
+
+
+def test_more_dimensions_than_torch_holds_in_place() -> None:
+    """The sizes and strides of six dimensions lie elsewhere, where they change without a change of the tensor."""
+    param = torch.zeros(2, 1, 2, 1, 2, 3)
+    param.grad = torch.zeros(2, 1, 2, 1, 2, 3)
+    seen = Addresses([param])
+    assert seen.gradients.tolist() == [param.grad.data_ptr()]
+    assert not seen.moved
+    param.grad.transpose_(0, 5)
+    seen.read()
+    assert seen.unlike
+    param.grad.transpose_(0, 5)
+    param.transpose_(0, 2)
+    seen.read()
+    assert seen.moved
 
 
 class Untouched(TorchDispatchMode):

@@ -282,7 +282,7 @@ class TestErrors:
         with pytest.raises(ValueError, match="readout_constraint must be None or 'to_output_scale', got 'gmean'"):
             co.mup.SGD(params, readout_constraint="gmean")
         for name, value in {"decouple_lr": True, "decouple_wd": True}.items():
-            with pytest.raises(TypeError, match=f"Adam of u-muP makes {name} itself; pass it to the optimizer of that name"):
+            with pytest.raises(TypeError, match=f"co.mup.Adam sets {name} itself; pass it to co.Adam instead"):
                 co.mup.Adam(params, **{name: value})
         with pytest.raises(TypeError, match="the argument independent_weight_decay must be a bool, got 1"):
             co.mup.AdamW(params, independent_weight_decay=1)

@@ -95,16 +95,16 @@ def test_the_floor_plan_lists_every_floor_from_the_top() -> None:
 
 
 BUDGET = {
-    "": 2404,
-    "capture": 1235,
-    "checkpoint": 1342,
-    "groups": 1292,
-    "lowering": 3565,
-    "memory": 1450,
-    "optimizers": 1815,
+    "": 2412,
+    "capture": 1233,
+    "checkpoint": 1341,
+    "groups": 1202,
+    "lowering": 3622,
+    "memory": 1478,
+    "optimizers": 1675,
     "plan": 859,
-    "rule": 2420,
-    "step": 1540,
+    "rule": 2286,
+    "step": 1539,
 }
 """Lines of each folder's modules; "" are those beside the folders. A commit of its own raises one, and says why."""
 

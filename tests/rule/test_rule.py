@@ -241,7 +241,7 @@ def mistakes() -> dict[str, tuple[dict[str, Any], str]]:
         "int8": ({"average": buffer(int8="sined")}, r"Mine\.average: int8='sined' must be one of signed, unsigned; did you"),
         "name of codes": (
             {"update": codes_of_its_own, "average": buffer(int8="signed"), "average_int8": buffer()},
-            r"Mine\.average_int8 is also what the package calls a part of the state",
+            r"Mine\.average_int8 is a name that the package itself uses in the state",
         ),
         "hyper's choice": ({"far": hyper(default=0.1, when="nesterov")}, r"Mine\.far: when='nesterov' names nothing"),
         "like": ({"far": hyper(default=None, like="lrr")}, r"Mine\.far: like='lrr' must be one of lr"),

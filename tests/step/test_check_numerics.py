@@ -93,7 +93,7 @@ def test_what_it_says() -> None:
     assert first.available == pytest.approx(0.67e-5, rel=0.1)
     head, line = str(made.check_numerics()).splitlines()
     assert head == "SGD: the next step is too small for 1 of 4 parameters"
-    assert line.startswith("  'large': at lr 1e-05, 98% of it stays: a weight of 0.6")
+    assert line.startswith("  'large': at lr 1e-05, 98% of it does not move: a weight of 0.6")
     assert line.endswith("use weights='split8', 'kahan' or 'stochastic'")
 
 
@@ -153,4 +153,20 @@ def test_gradients_that_a_step_refuses(optimizer: type[co.CompiledOptimizer]) ->
     param.grad = torch.ones(8, 4) if optimizer is co.SparseAdam else torch.ones(8, 4).to_sparse(1)
     for call in (made.step, made.check_numerics):
         with pytest.raises(TypeError, match=r"does not support (dense|sparse) gradients.*'table' has one"):
+            call()
+
+
+def test_numbers_that_were_assigned_since_the_last_step() -> None:
+    made, _ = trained(co.AdamW, 1e-6)
+    made.param_groups[0]["lr"] = 0.1
+    assert stuck(made) == set()
+    made.param_groups[0]["lr"] = 1e-6
+    assert stuck(made) == {"wide", "large"}
+
+
+def test_what_a_step_refuses_is_refused() -> None:
+    made, _ = trained(co.AdamWScheduleFree, 1e-2)
+    made.eval()
+    for call in (made.step, made.check_numerics):
+        with pytest.raises(RuntimeError, match=r"call train\(\) first"):
             call()

@@ -126,7 +126,7 @@ def test_sums_keep_their_bits_unless_they_are_named() -> None:
     dtypes = {name: entry.dtype for name, entry in optimizer.state[param].items()}
     assert dtypes["exp_avg"] == torch.bfloat16
     assert dtypes["la_param"] == torch.float32
-    with pytest.raises(ValueError, match="Adagrad has no state that so few bits hold well; choose it by name"):
+    with pytest.raises(ValueError, match="Adagrad has no moving averages; choose dtypes by state name"):
         co.Adagrad({"p": param}, state_dtype=torch.bfloat16)
     optimizer = co.Adagrad({"p": param}, state_dtype={"sum": torch.bfloat16})
     assert optimizer.state[param]["sum"].dtype == torch.bfloat16

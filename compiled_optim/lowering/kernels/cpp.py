@@ -60,11 +60,34 @@ def source(key: KernelKey) -> str:
 
 
 class _Store(NamedTuple):
-    """A statement that stores an ``expression``, for each element or once for each group of them."""
+    """A statement that stores an ``expression``, for each element or once for each group of them.
+
+    ``bits`` are those that go to an ``address`` in pairs, as :data:`_PAIRS` has them.
+    """
 
     expression: str
     text: str
     grouped: bool = False
+    address: str = ""
+    bits: str = ""
+
+
+class _Pair(NamedTuple):
+    """How two elements lie in one word: its C++ type, what makes each element of it, and it of the bits of both."""
+
+    word: str
+    elements: tuple[str, str]
+    both: str
+
+
+# Elements of 16 bits are updated two at a time, in lanes of 32 bits that nothing has to shuffle.
+_PAIRS = {
+    "bfloat16": _Pair("pair32", ("from_bits({} << 16)", "from_bits({} & 0xffff0000)"), "({} >> 16) | ({} & 0xffff0000)"),
+    "float16": _Pair("pair32", ("float16::value({} & 0xffff)", "float16::value({} >> 16)"), "{} | ({} << 16)"),
+    "int16_t": _Pair("pair32", ("shift_right_({} << 16, 16)", "shift_right_({}, 16)"), "({} & 0xffff) | ({} << 16)"),
+    "int8_t": _Pair("pair16", ("shift_right_({} << 24, 24)", "shift_right_({} << 16, 24)"), "({} & 0xff) | ({} << 8)"),
+}
+_TILE = 512  # elements whose bytes are made words, and are made of words, by loops of their own: gcc widens those well
 
 
 def _means(program: Program, stage: int, written: Written) -> str:
@@ -80,15 +103,16 @@ def _update(program: Program) -> str:
 
 
 def _store(written: Written, array: Array, value: str) -> _Store:
-    """What stores a ``value`` in ``array``, without rounding it again where it is its upper bits."""
+    """The statement that stores ``value`` in ``array``; a value of only a float32's upper bits is not rounded again."""
     kind, made = _STORAGE[array.dtype], next((s for s in written.statements if s.name == value), None)
+    bits = {"bfloat16": f"bfloat16::upper_of({value})", "float16": f"uint32_t(float16({value}).bits)"}.get(kind, value)
     if kind == "bfloat16" and made is not None and made.word == "from_upper":
-        value, kind = made.reads[0], "bfloat16::of_bits"
-    return _Store(value, f"{array.address}[{_index(array)}] = {kind}({value});", array.grouped)
+        value, kind, bits = made.reads[0], "bfloat16::of_bits", made.reads[0]
+    return _Store(value, f"{array.address}[{_index(array)}] = {kind}({value});", array.grouped, array.address, bits)
 
 
 def _each_block(program: Program, name: str, written: Written, stores: Sequence[_Store], totals: Sequence[str] = ()) -> str:
-    """The function ``name`` that does what is ``written`` for the elements of each block, and then ``stores``.
+    """The function ``name``, which runs the statements ``written`` for the elements of each block, and then ``stores``.
 
     ``totals`` are the variables to which that adds.
     """
@@ -99,7 +123,9 @@ def _each_block(program: Program, name: str, written: Written, stores: Sequence[
     if any(a.grouped for a in program.arrays):
         loop = _loop_over_groups(program.arrays, loads, written, stores, pragma)
     else:
-        loop = _loop(pragma, "0", "size", [*loads.values(), *written.lines, *(s.text for s in stores)])
+        body = [*loads.values(), *written.lines, *(s.text for s in stores)]
+        is_paired = not totals and all(_STORAGE[a.dtype] in _PAIRS for a in program.arrays)
+        loop = _loop_over_pairs(program.arrays, written, stores, body) if is_paired else _loop(pragma, "0", "size", body)
     before = [*map(_pointer, program.arrays), "const T factor = T(k[0]);"]
     before += [f"const T k{i} = T(k[{i + 1} * columns]);" for i in range(len(written.numbers))]
     return _EACH_BLOCK.format(
@@ -125,8 +151,11 @@ def _pointer(array: Array) -> str:
 
 
 def _load(array: Array) -> str:
-    """What defines an element, or a group's number."""
-    value = f"{array.address}[{_index(array)}]"
+    """The statement that defines an element, or the number of a group of elements."""
+    return _definition(array, f"{array.address}[{_index(array)}]")
+
+
+def _definition(array: Array, value: str) -> str:
     if array.is_int:
         return f"const uint32_t {array.element} = uint32_t(int32_t({value}));"
     return f"const T {array.element} = {'factor * ' if array.row is None else ''}T({value});"
@@ -140,12 +169,41 @@ def _loop(pragma: str, first: str, end: str, body: Sequence[str]) -> list[str]:
     return [pragma, f"for (int64_t i = {first}; i < {end}; i++) {{", *(f"  {line}" for line in body), "}"]
 
 
+def _loop_over_pairs(arrays: Sequence[Array], written: Written, stores: Sequence[_Store], last: Sequence[str]) -> list[str]:
+    """Loops over pairs of elements; the ``last`` one of an odd number is updated by itself."""
+    pairs = {array.address: _PAIRS[_STORAGE[array.dtype]] for array in arrays}
+    words = {address: f"reinterpret_cast<{pair.word}*>({address} + first)[i]" for address, pair in pairs.items()}
+    of_bytes = [address for address, pair in pairs.items() if pair.word == "pair16"]
+    found = {**words, **{address: f"{address}_words[i]" for address in of_bytes}}
+    body = [f"const uint32_t {a.element}_word = {found[a.address].replace('<', '<const ')};" for a in arrays]
+    body += [f"uint32_t stored{n}_0, stored{n}_1;" for n in range(len(stores))]
+    for lane in (0, 1):
+        index = [f"const uint32_t {INDEX} = uint32_t(start + first + 2 * i + {lane});"] if written.reads_index else []
+        loads = [_definition(a, pairs[a.address].elements[lane].format(f"{a.element}_word")) for a in arrays]
+        stored = [f"stored{n}_{lane} = {store.bits};" for n, store in enumerate(stores)]
+        body += ["{", *(f"  {line}" for line in (*index, *loads, *written.lines, *stored)), "}"]
+    for n, store in enumerate(stores):
+        both = pairs[store.address].both.format(f"stored{n}_0", f"stored{n}_1")
+        body.append(f"{found[store.address]} = {both};")
+    tile = [
+        f"const int64_t pairs = (size - first < {_TILE} ? size - first : {_TILE}) / 2;",
+        *(f"uint32_t {address}_words[{_TILE // 2}];" for address in of_bytes),
+        *(f"for (int64_t i = 0; i < pairs; i++) {address}_words[i] = {words[address]};" for address in of_bytes),
+        *_loop(_INDEPENDENT, "0", "pairs", body),
+        *(f"for (int64_t i = 0; i < pairs; i++) {words[address]} = uint16_t({address}_words[i]);" for address in of_bytes),
+    ]
+    return [
+        *(f"for (int64_t first = 0; first < size; first += {_TILE}) {{", *(f"  {line}" for line in tile), "}"),
+        *("if (size % 2) {", "  const int64_t i = size - 1;", *(f"  {line}" for line in last), "}"),
+    ]
+
+
 def _loop_over_groups(
     arrays: Sequence[Array], loads: dict[str, str], written: Written, stores: Sequence[_Store], pragma: str
 ) -> list[str]:
     """Two loops over each group: one until its largest values are known, and one from there on.
 
-    What is late waits for those. The second loop reads what it needs of the first one from the stack.
+    Statements that need these values are in the second loop. It reads results of the first loop from the stack.
     """
     kinds = {INDEX: Kind(is_int=True), **{a.element: Kind(a.is_int) for a in arrays}}
     kinds |= {s.name: s.kind for s in written.statements}

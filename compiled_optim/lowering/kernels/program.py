@@ -1,4 +1,4 @@
-"""A kernel before a language prints it: what happens once for each parameter, and what happens to each element."""
+"""A kernel before it is printed as C++ or Triton: the code for each parameter, and the code for each element."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from compiled_optim.rule.symbols import Code, Dialect, Symbol
 
 @dataclass(frozen=True)
 class Accesses:
-    """How a language reads and writes what ``evaluate`` finds in tables.
+    """How C++ or Triton reads and writes the table entries of ``evaluate``.
 
-    ``{}`` stands for the position of a control, scalar, hyperparameter or coefficient, or for a row of the table. Where
-    something is defined or stored, a second ``{}`` stands for its row or its value.
+    ``{}`` is the position of a control, scalar, hyperparameter or coefficient, or a row of the table. In a definition or a
+    store, a second ``{}`` is its row or its value.
     """
 
     control: str

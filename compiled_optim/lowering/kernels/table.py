@@ -159,7 +159,7 @@ class GradientPointers:
             self._is_known = True
 
     def mark(self, grads: Sequence[Tensor | None]) -> None:
-        """Make known to the kernels which of ``grads`` are there, where none of them reads their addresses here."""
+        """Tell kernels that do not read the gradients' addresses from this table which of ``grads`` exist."""
         marks = [grad is not None for grad in grads]
         self.publish(None if (self._host == marks).all() else marks)
 
@@ -191,7 +191,7 @@ class GradientPointers:
             self._spares.append((torch.empty_like(self._own), host.pin_memory() if self._own.is_cuda else host))
 
     def _capture(self) -> None:
-        """Give the step that is being captured memory that no other step uses.
+        """Give the step that is being captured its own memory for addresses.
 
         A replay then finds its own gradients, whatever steps were taken outside of the graph. In a capture by hand the graph
         is the only place for the upload.
@@ -306,7 +306,7 @@ class PlanTensors:
     def prepare(self, grads: Sequence[Tensor | None] | None, pointers: GradientPointers) -> None:
         """Make the gradients known to the kernels, which read ``pointers``, for one step.
 
-        ``grads`` are all of the plan's where some must be brought into their parameters' order; None where its addresses do.
+        ``grads`` has the plan's gradients if some must be copied into their parameters' memory order; None if none must.
         """
         found = self._plan.addresses
         if grads is None:
@@ -402,7 +402,7 @@ class Kernel(abc.ABC):
     def average(self, stage: int, table: KernelTensors, coefficients: CoefficientTable) -> None:
         """Write the means of one stage of the rule, behind the coefficients of the tensors that have a gradient.
 
-        Of a DTensor it is this part's share of the mean.
+        For a DTensor it is the local shard's share of the mean.
         """
         blocks, places = len(table.blocks), self._stages[stage].sums
         tensors, counts = self._updated(table, coefficients)

@@ -41,7 +41,7 @@ _EXPRESSIONS = {
     "where_(condition, x, y)": "tl.where(condition, x, y)",
     "bits_(x)": "x.to(tl.int32, bitcast=True)",
     "from_bits_(x)": "x.to(tl.float32, bitcast=True)",
-    "from_upper_(x)": "(x << 16).to(tl.float32, bitcast=True)",
+    "from_upper_(x)": "(x & -65536).to(tl.float32, bitcast=True)",
     "integer_(x)": "x.to(tl.int32)",
     "number_(x)": "x.to(tl.float32)",
     "shift_right_(whole, count)": "whole >> count",

@@ -4,8 +4,11 @@
 
 // Integers of 32 bits wrap around. Where their sign matters, two's complement has it.
 static inline uint32_t shift_right_(uint32_t x, uint32_t count) { return uint32_t(int32_t(x) >> count); }
-static inline uint32_t maximum_(uint32_t x, uint32_t y) { return int32_t(x) > int32_t(y) ? x : y; }
-static inline uint32_t minimum_(uint32_t x, uint32_t y) { return int32_t(x) < int32_t(y) ? x : y; }
+static inline int32_t most(int32_t x, int32_t y) { return x > y ? x : y; }  // of one type, which is one instruction
+static inline int32_t least(int32_t x, int32_t y) { return x < y ? x : y; }
+static inline uint32_t maximum_(uint32_t x, uint32_t y) { return uint32_t(most(int32_t(x), int32_t(y))); }
+static inline uint32_t minimum_(uint32_t x, uint32_t y) { return uint32_t(least(int32_t(x), int32_t(y))); }
+static inline uint32_t absolute_(uint32_t x) { return uint32_t(int32_t(x) < 0 ? -int32_t(x) : int32_t(x)); }
 static inline uint32_t integer_(float x) { return uint32_t(int32_t(x)); }
 static inline float number_(uint32_t x) { return float(int32_t(x)); }
 template <class T> static inline T broadcast_(T x) { return x; }
@@ -27,24 +30,29 @@ static inline float from_bits(uint32_t bits) { float x; std::memcpy(&x, &bits, 4
 static inline uint32_t to_bits(float x) { uint32_t bits; std::memcpy(&bits, &x, 4); return bits; }
 
 static inline float from_bits_(uint32_t bits) { return from_bits(bits); }
-static inline float from_upper_(uint32_t bits) { return from_bits(bits << 16); }
+static inline float from_upper_(uint32_t bits) { return from_bits(bits & 0xffff0000); }
 static inline uint32_t bits_(float x) { return to_bits(x); }
+
+// Two numbers of 16 bits, or of 8, where the first of them lies.
+typedef uint32_t __attribute__((aligned(2), may_alias)) pair32;
+typedef uint16_t __attribute__((aligned(1), may_alias)) pair16;
 
 struct bfloat16 {
   uint16_t bits;
   operator float() const { return from_bits(uint32_t(bits) << 16); }
   bfloat16() = default;
-  static bfloat16 of_bits(uint32_t bits) { bfloat16 x; x.bits = uint16_t(bits); return x; }
-  explicit bfloat16(float x) {  // round to nearest, ties to even
+  static bfloat16 of_bits(uint32_t bits) { bfloat16 x; x.bits = uint16_t(bits >> 16); return x; }
+  static uint32_t upper_of(float x) {  // rounded to nearest, ties to even; the lower bits are anything
     const uint32_t u = to_bits(x);
-    const uint32_t rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
-    bits = uint16_t(x != x ? 0x7fc0 : rounded);
+    return x != x ? 0x7fc00000 : u + 0x7fff + ((u >> 16) & 1);
   }
+  explicit bfloat16(float x) : bits(uint16_t(upper_of(x) >> 16)) {}
 };
 
 struct float16 {
   uint16_t bits;
-  operator float() const {  // the multiplication by 2^112 also normalizes subnormal numbers
+  operator float() const { return value(bits); }
+  static float value(uint32_t bits) {  // the multiplication by 2^112 also normalizes subnormal numbers
     const uint32_t magnitude = uint32_t(bits & 0x7fff) << 13;
     const float finite = from_bits(magnitude) * from_bits(0x77800000);
     const float special = from_bits(magnitude | 0x7f800000);

@@ -1,4 +1,4 @@
-"""The lowering to plain torch operations, and what lowerings share whose kernels take gradients and coefficients as tensors.
+"""The lowering to plain torch operations; and the base class of lowerings that compute coefficients in torch operations.
 
 A step evaluates the coefficients for all tensors of a plan, then the rule's reductions, then the update.
 """

@@ -195,7 +195,7 @@ class Part:
     def _run(
         self, stage: int, grads: Sequence[Any], coefficients: Tensor
     ) -> Iterator[tuple[Sequence[int], list[list[Tensor]], Sequence[Tensor]]]:
-        """Run a stage list by list: which tensors have a gradient, what the kernel took of each, and what it returned."""
+        """Run a stage on each list: yield the tensors with a gradient, the kernel's arguments for each, and its results."""
         assert self.kernel is not None
         present = tuple(k for k, i in enumerate(self.positions) if grads[i] is not None)
         if not present:
@@ -211,7 +211,7 @@ class Part:
 
 
 def _columns_of(positions: Sequence[int], count: int, device: str, present: Sequence[int]) -> Tensor:
-    """Those of ``positions`` that are ``present``, and then some position, up to a whole number of lists of ``count``."""
+    """The ``positions`` with a gradient (``present``), padded with one position to a multiple of ``count``."""
     found = [positions[k] for k in present]
     return torch.tensor(found + found[:1] * (-len(found) % count), device=device)
 

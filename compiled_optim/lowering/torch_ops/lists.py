@@ -1,8 +1,8 @@
 """A rule's functions over lists of tensors, in torch operations that Inductor fuses across the lists.
 
 On a GPU Inductor makes one kernel of all that a ``torch._foreach`` operation returns, and joins to it the list operations on
-the same tensors. What comes in between is computed again by whoever needs it, until an expression has read or computed too
-much: then it becomes a kernel of its own for each tensor. So expressions end in list operations before that happens.
+the same tensors. Every use of a value in between computes it again, until the expression is too long: Inductor then makes a
+separate kernel for each tensor. So long expressions are ended early, by a list operation.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """What an iteration of L-BFGS computes: a direction from pairs of steps and gradient changes, and a length along it.
 
 The two-loop recursion (Nocedal & Wright, Numerical Optimization, Algorithm 7.4) makes two products of vectors per pair, one
-after the other. Written with the matrix of all products of steps and changes, whose upper triangle ``R`` it solves with in
-both loops (Byrd, Nocedal and Schnabel, Mathematical Programming 63, 1994, Theorem 2.2), the same direction takes four
-products of the history with a vector, whatever its length. It does not wait for the device: which pairs were accepted and
-where they lie is known to the device alone. A line search waits.
+after the other. Written with the matrix of all products of steps and changes (Byrd, Nocedal and Schnabel, Mathematical
+Programming 63, 1994, Theorem 2.2), the same direction takes four products of the history with a vector, whatever its length.
+It does not wait for the device, which alone knows the pairs that were accepted. A line search waits.
 """
 
 from __future__ import annotations
@@ -24,19 +23,14 @@ MARGIN = 0.1  # of a bracket's length: how near its ends a second trial in succe
 
 
 def new_pairs(size: int, numel: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-    """An empty history of up to ``size`` pairs.
-
-    Returns ``old_stps`` and ``old_dirs``, (size, numel) rings of steps and of gradient changes as torch.optim calls them;
-    ``products``, (size, size), of every step with every change that is not older; ``H_diag``, the scale of the initial
-    inverse Hessian; and ``pairs``, how many pairs were ever accepted. Pair ``n`` lies in row ``n % size``; empty rows are 0.
-    """
+    """An empty history of up to ``size`` pairs; pair ``n`` lies in row ``n % size``, and empty rows are 0."""
     options: dict[str, Any] = {"dtype": dtype, "device": device}
     return {
-        "old_stps": torch.zeros(size, numel, **options),
-        "old_dirs": torch.zeros(size, numel, **options),
-        "products": torch.zeros(size, size, **options),
-        "H_diag": torch.ones((), **options),
-        "pairs": torch.zeros((), dtype=torch.int64, device=device),
+        "old_stps": torch.zeros(size, numel, **options),  # steps; torch.optim's names
+        "old_dirs": torch.zeros(size, numel, **options),  # changes of the gradient
+        "products": torch.zeros(size, size, **options),  # of every step with every change that is not older
+        "H_diag": torch.ones((), **options),  # the scale of the initial inverse Hessian
+        "pairs": torch.zeros((), dtype=torch.int64, device=device),  # how many were ever accepted
     }
 
 
@@ -59,10 +53,7 @@ def record(pairs: Mapping[str, Tensor], step: Tensor, change: Tensor, allowed: T
 
 
 def direction(pairs: Mapping[str, Tensor], gradient: Tensor, rows: int) -> Tensor:
-    """Minus the inverse Hessian that ``pairs`` imply times ``gradient``, (numel,).
-
-    ``rows`` says how many rows of the history to use: all, or as many as pairs can be there.
-    """
+    """Minus the inverse Hessian that ``pairs``, in so many ``rows`` at most, imply times ``gradient``, (numel,)."""
     scale, count = pairs["H_diag"], pairs["pairs"]
     if rows == 0:
         return -scale * gradient
@@ -94,14 +85,9 @@ def strong_wolfe(
     """Search a step length with sufficient decrease and a small slope (Nocedal & Wright, Algorithms 3.5 and 3.6).
 
     Trials are at the minimum of the cubic through the two latest ones, as in torch.optim, whose safeguards these are too.
-
-    Args:
-        evaluate: the function at a step length; a value of infinity stands for NaN.
-        start: the trial of length 0; its slope is negative.
-        length: the first length to try.
-        reach: the largest change of an element per unit of length.
-        tolerance: a bracket in which no element changes more than this is not divided further.
-        limit: how many trials may follow the first.
+    They are what ``evaluate`` makes of a length, where a value of infinity stands for NaN: first of ``length``, and then of
+    up to ``limit`` others. The slope of ``start``, of length 0, is negative. A bracket is not divided further where no
+    element, which changes by up to ``reach`` per unit of length, changes by the ``tolerance``.
 
     Returns:
         The best trial, and how many there were.

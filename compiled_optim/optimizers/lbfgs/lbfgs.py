@@ -11,26 +11,29 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from compiled_optim.checkpoint.check import PreparedLoad, check_writable
-from compiled_optim.checkpoint.read import naming, read
+from compiled_optim.checkpoint.read import Unloadable, as_buffer, as_number, group_names, naming, plain, read
 from compiled_optim.groups.live import Live
-from compiled_optim.groups.parameters import parameter_name
+from compiled_optim.groups.parameters import canonical_names, numbered, parameter_name
 from compiled_optim.memory.layout import as_real, compute_dtype, is_sharded, obstacle, real_numel, scalar_dtype
 from compiled_optim.memory.torch_internals import is_capturing, mend_tracing, outside_dynamo
 from compiled_optim.optimizer import CompiledOptimizer, engine_of
 from compiled_optim.optimizers.lbfgs.iteration import Trial, direction, new_pairs, record, strong_wolfe
-from compiled_optim.optimizers.lbfgs.state_dict import COUNTS, ENTRIES, MEMORY, NUMBERS, VECTORS, order_of, packed, unpack
 from compiled_optim.rule.declared import Declared
 from compiled_optim.rule.fields import Number, Scale, hyper, static
 from compiled_optim.state import ParamState
 from compiled_optim.step.engine import Engine
 from compiled_optim.step.step import Step
 
+COUNTS = ("func_evals", "n_iter")
+VECTORS = ("d", "prev_flat_grad")
+NUMBERS = ("t", "prev_loss")
+HISTORY = ("old_stps", "old_dirs")
+MEMORY = (*COUNTS, *VECTORS, *NUMBERS, *HISTORY, "products", "H_diag", "pairs")  # what a step reads and writes
+ENTRIES = (*MEMORY, "ro", "exact")  # with what only state dicts have: torch.optim's, and what makes loading it here exact
+
 
 class LBFGSStep(Step):
-    """All parameters of one group as one vector, and the history of its steps.
-
-    The state belongs to the first parameter.
-    """
+    """All parameters of one group as one vector, and the history of its steps: the state of the first parameter."""
 
     only_whole = "a step of LBFGS calls its closure: let the CUDA graph hold a function that calls step(closure)"
     name = "eager"
@@ -44,10 +47,9 @@ class LBFGSStep(Step):
         if len(devices) > 1:
             raise ValueError(f"LBFGS needs parameters on one device, got {', '.join(devices)}")
         for j in (j for j, param in enumerate(self.params) if is_sharded(param)):
-            raise ValueError(
-                f"LBFGS does not support DTensors; '{parameter_name(self._group, 0, j)}' is one; use an optimizer that "
-                "does, such as AdamW, or replicate the model with DistributedDataParallel"
-            )
+            refused = f"LBFGS does not support DTensors; '{parameter_name(self._group, 0, j)}' is one"
+            advice = "use an optimizer that does, such as AdamW, or replicate the model with DistributedDataParallel"
+            raise ValueError(f"{refused}; {advice}")
         self.devices = (self.params[0].device,)
         choices = {**engine.kind._added_choices(), **self._group}
         self.is_fixed, self._maximizes = choices["fixed_iterations"], choices["maximize"]
@@ -108,8 +110,7 @@ class LBFGSStep(Step):
             first = closure()
         if self._waits:
             self._lay_out()
-        is_captured = self.is_recorded and is_capturing(self.devices[0])
-        lr = self._captured_lr if is_captured else self.live[0]["lr"]
+        lr = self._captured_lr if self.is_recorded and is_capturing(self.devices[0]) else self.live[0]["lr"]
         with torch.no_grad():
             (self._iterate_fixed if self.is_fixed else self._iterate)(closure, self._minimized(first), lr)
         return first
@@ -141,7 +142,7 @@ class LBFGSStep(Step):
         loss, gradient = float(first), self._gradient()
         memory["func_evals"].add_(1)
         evaluations, pairs = 1, int(memory["pairs"])
-        if _norm(gradient) <= group["tolerance_grad"]:
+        if gradient.abs().amax().item() <= group["tolerance_grad"]:
             return
         for iteration in range(1, group["max_iter"] + 1):
             before = loss
@@ -153,11 +154,9 @@ class LBFGSStep(Step):
                 break
             made = 0
             if group["line_search_fn"] is not None:
-                start = Trial(0.0, loss, gradient, slope)
-                found, made = strong_wolfe(
-                    self._line(closure), start, length, reach, tolerance=1e-9, limit=limit - evaluations
-                )
-                loss, gradient, length = found.value, found.gradient, found.length
+                start, line = Trial(0.0, loss, gradient, slope), self._line(closure)
+                found, made = strong_wolfe(line, start, length, reach, tolerance=1e-9, limit=limit - evaluations)
+                length, loss, gradient, _ = found
                 memory["t"].fill_(length)
                 self._move(length * memory["d"])
             else:
@@ -170,7 +169,7 @@ class LBFGSStep(Step):
             if (
                 evaluations >= limit
                 or iteration == group["max_iter"]
-                or _norm(gradient) <= group["tolerance_grad"]
+                or gradient.abs().amax().item() <= group["tolerance_grad"]
                 or abs(length) * reach <= tolerance
                 or abs(loss - before) < tolerance
             ):
@@ -243,11 +242,10 @@ class LBFGSStep(Step):
         memory, fresh, state_dict = self._memory, self._new_state(), read(state_dict)
         if len(state_dict["param_groups"]) != 1:
             raise ValueError(f"LBFGS has one parameter group, the checkpoint {len(state_dict['param_groups'])}")
-        group = state_dict["param_groups"][0]
-        entries = state_dict["state"].pop(group["params"][0], {}) if group["params"] else {}
+        (group,), first = state_dict["param_groups"], state_dict["param_groups"][0]["params"][:1]
+        entries = state_dict["state"].pop(*first, {}) if first else {}
         own = {name: entries.pop(name) for name in ENTRIES if name in entries}
-        if entries:
-            state_dict["state"][group["params"][0]] = entries
+        state_dict["state"] |= {param: entries for param in first if entries}
         order = order_of(self._group.get("param_names"), group, len(self._sizes))
         if order is not None and own:
             with naming("the state of the checkpoint"):
@@ -257,6 +255,100 @@ class LBFGSStep(Step):
         load = prepare(state_dict)
         load.copies += [(memory[name], value) for name, value in fresh.items() if order is not None]
         return load
+
+
+def _rows_by_age(count: int, size: int) -> list[int]:
+    """The rows of the pairs that are there, the oldest first, after ``count`` were accepted."""
+    return [n % size for n in range(max(count - size, 0), count)]
+
+
+def packed(memory: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The state of torch.optim.LBFGS, and what :func:`unpack` needs to restore ``memory`` exactly. Waits for the device."""
+    counts = {name: int(memory[name]) for name in COUNTS}
+    if not counts["n_iter"]:
+        return counts
+    pairs = int(memory["pairs"])
+    rows = _rows_by_age(pairs, len(memory["products"]))
+    products = memory["products"][rows][:, rows]
+    return {
+        **counts,
+        **{name: memory[name].clone() for name in (*VECTORS, "H_diag")},
+        **{name: memory[name].item() for name in NUMBERS},
+        **{name: list(memory[name][rows].unbind()) for name in HISTORY},
+        "ro": list((1 / products.diagonal()).unbind()),
+        "exact": {"n_iter": counts["n_iter"], "pairs": pairs, "products": products},
+    }
+
+
+def unpack(fresh: Mapping[str, Tensor], entries: Mapping[str, Any], order: Sequence[int], sizes: Sequence[int]) -> None:
+    """Fill ``fresh`` from the state of torch.optim.LBFGS or of this package, with as many of the newest pairs as it holds.
+
+    ``order`` is as :func:`order_of` says, and ``sizes`` says how many numbers each of our parameters has.
+    """
+    like, theirs = fresh["d"], [size for _, size in sorted(zip(order, sizes, strict=True))]
+
+    def vector(value: Any, name: str) -> Tensor:
+        found = as_buffer(value, f"{name} of the checkpoint", tuple(like.shape), like.dtype).to(like).split(theirs)
+        return torch.cat([found[place] for place in order])
+
+    def history(name: str) -> Tensor:  # vectors as the rows of a matrix, the oldest first
+        if not isinstance(vectors := plain(entries[name], name), list):
+            raise Unloadable(f"{name} of the checkpoint is not a list")
+        return torch.stack([vector(v, name) for v in vectors]) if vectors else like.new_empty(0, len(like))
+
+    _require(entries, COUNTS)
+    counts = {name: _count(entries[name], name) for name in COUNTS}
+    for name, count in counts.items():
+        fresh[name].fill_(count)
+    if not counts["n_iter"]:
+        return
+    _require(entries, (*VECTORS, *NUMBERS, *HISTORY, "H_diag"))
+    for name in VECTORS:
+        fresh[name].copy_(vector(entries[name], name))
+    for name in (*NUMBERS, "H_diag"):  # infinite or NaN if the run had such a loss
+        fresh[name].copy_(like.new_tensor(as_number(entries[name], f"{name} of the checkpoint", finite=False)))
+    steps, changes = map(history, HISTORY)
+    if len(steps) != len(changes):
+        raise Unloadable("old_stps and old_dirs of the checkpoint must be equally long")
+    exact = plain(entries.get("exact", {}), "exact")
+    if "n_iter" in exact and _count(exact["n_iter"], "n_iter of exact") == counts["n_iter"]:
+        _require(exact, ("products", "pairs"))
+        products = as_buffer(exact["products"], "products", (len(steps), len(steps)), like.dtype).to(like)
+        pairs = _count(exact["pairs"], "pairs")
+    else:  # torch.optim carries our own entry along unchanged
+        products, pairs = steps @ changes.t(), len(steps)
+    size = len(fresh["products"])
+    if len(_rows_by_age(pairs, size)) != len(steps):
+        pairs = len(steps)
+    rows = torch.tensor(_rows_by_age(pairs, size), dtype=torch.int64, device=like.device)
+    first = len(steps) - len(rows)
+    fresh["old_stps"][rows], fresh["old_dirs"][rows] = steps[first:], changes[first:]
+    fresh["products"][rows[:, None], rows] = products[first:, first:]
+    fresh["pairs"].fill_(pairs)
+
+
+@naming("the state dict", passing=(ValueError, TypeError))
+def order_of(ours: Sequence[str] | None, saved: Mapping[str, Any], count: int) -> list[int] | None:
+    """Which parameter of the ``saved`` group each of our ``count`` is; None if they are not the same ones."""
+    theirs = group_names(saved)
+    places = {param: place for place, param in reversed([*enumerate(saved["params"])])}
+    if ours is None or theirs is None:
+        return list(range(count)) if len(places) == count else None
+    theirs = [theirs[place] for place in sorted(places.values())]
+    ours, theirs = numbered(canonical_names(ours)), numbered(canonical_names(theirs))
+    return [theirs.index(name) for name in ours] if sorted(ours) == sorted(theirs) else None
+
+
+def _require(entries: Mapping[str, Any], names: Sequence[str]) -> None:
+    if absent := [name for name in names if entries.get(name) is None]:
+        raise Unloadable(f"the checkpoint has no {', '.join(absent)}")
+
+
+def _count(value: Any, name: str) -> int:
+    number = as_number(value, f"{name} of the checkpoint")
+    if not (number.is_integer() and 0 <= number < 2**63):
+        raise Unloadable(f"{name} of the checkpoint is {number}, not a count")
+    return int(number)
 
 
 def _refuse(options: Mapping[str, Any]) -> None:
@@ -269,35 +361,29 @@ def _refuse(options: Mapping[str, Any]) -> None:
         raise ValueError("LBFGS does not support lr_scale: several parameters count as one vector, which has one lr")
 
 
-def _norm(vector: Tensor) -> float:
-    return vector.abs().amax().item()
-
-
 class LBFGS(CompiledOptimizer, steps=LBFGSStep):
     """L-BFGS (Liu and Nocedal, Mathematical Programming 45, 1989, doi:10.1007/BF01589116; Nocedal & Wright, Algorithm 7.5).
 
-    A step makes up to ``max_iter`` iterations; see torch.optim.LBFGS for when it stops earlier. With ``fixed_iterations``
-    it makes exactly ``max_iter``, of the given ``lr`` and with ``max_iter`` calls of the closure, whatever the tolerances
-    and ``max_eval``; such a step never waits for the device, so that a training step with it can be traced and captured.
-    Several parameters count as one vector, a missing gradient as 0, a complex number as two real ones. A tolerance below 0
-    ends no step. Without history the direction is the gradient's, scaled by the latest curvature. With ``maximize`` a step
-    minimizes the negative of the closure's loss, as torch.optim.LBFGS does from 2.15 on, and returns the loss itself.
+    A step makes up to ``max_iter`` iterations; see torch.optim.LBFGS for when it stops earlier. With ``fixed_iterations`` it
+    makes exactly ``max_iter`` iterations and calls of the closure, with step size ``lr``; tolerances and ``max_eval`` are
+    ignored. Such a step never waits for the device, so it can be traced and captured. All parameters together are one
+    vector. A missing gradient is 0, a complex number two real ones. A negative tolerance never stops a step. If the history
+    is empty, the direction is the negative gradient, scaled by the latest curvature. With ``maximize`` a step minimizes the
+    negative of the closure's loss, as torch.optim.LBFGS does from 2.15 on, and returns the loss itself.
 
-    Differs from torch.optim.LBFGS: the direction takes four products with the whole history in place of four per pair; the
-    history is in float32 also for lower-precision parameters; a line search takes NaN for an infinite loss; parameters may
-    lie in memory in any way. The step runs as plain torch operations. Several groups or devices are a ``ValueError``.
+    Differs from torch.optim.LBFGS: a direction takes four matrix products with the history instead of four dot products per
+    iteration in it; a line search treats a NaN loss as infinite; parameters may have any strides. The step runs as plain
+    torch operations. Several groups or devices are a ``ValueError``.
     """
 
-    lr: Number = hyper(default=1.0, ge=0, doc="what part of each direction a step goes; the first guess of a line search.")
+    lr: Number = hyper(default=1.0, ge=0, doc="an iteration moves by this times its direction; a line search begins at it.")
     max_iter: int = static(default=20, doc="iterations per step.")
     max_eval: int | None = static(default=None, doc="calls of the closure per step; None for 1.25 times ``max_iter``.")
-    tolerance_grad: float = static(default=1e-7, doc="stop where no element of the gradient is larger.")
-    tolerance_change: float = static(default=1e-9, doc="stop where the parameters, or the loss, change by no more.")
-    history_size: int = static(default=100, doc="past steps that estimate the curvature; each costs two numbers an element.")
+    tolerance_grad: float = static(default=1e-7, doc="stop when no element of the gradient is larger.")
+    tolerance_change: float = static(default=1e-9, doc="stop when neither parameters nor loss change by more.")
+    history_size: int = static(default=100, doc="how many iterations estimate the curvature; each stores two vectors.")
     line_search_fn: str | None = static(default=None, doc='None or ``"strong_wolfe"``.')
-    fixed_iterations: bool = static(
-        default=False, kw_only=True, doc="make ``max_iter`` iterations, whatever the tolerances; without a line search."
-    )
+    fixed_iterations: bool = static(default=False, kw_only=True, doc="make ``max_iter`` iterations, without a line search.")
 
     _step_supports_amp_scaling = False
 
@@ -332,23 +418,18 @@ class LBFGS(CompiledOptimizer, steps=LBFGSStep):
             group["max_eval"] = group["max_iter"] * 5 // 4
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Perform one optimization step. With ``fixed_iterations`` it can be traced.
+        """Perform one optimization step, and return the loss before it. With ``fixed_iterations`` it can be traced.
 
         Args:
             closure: clears the gradients, re-evaluates the model, calls backward and returns the loss, a scalar.
-
-        Returns:
-            The loss before the step.
 
         Raises:
             TypeError: there is no closure.
             ValueError: ``max_grad_norm`` or ``skip_nonfinite`` was assigned.
         """
         if not callable(closure):
-            raise TypeError(
-                f"{type(self).__name__}.step needs a closure: a function that clears the gradients, evaluates the loss, "
-                f"calls backward and returns the loss; got {type(closure).__name__}"
-            )
+            needed = "a function that clears the gradients, evaluates the loss, calls backward and returns the loss"
+            raise TypeError(f"{type(self).__name__}.step needs a closure: {needed}; got {type(closure).__name__}")
         _refuse({"max_grad_norm": self.max_grad_norm, "skip_nonfinite": self.skip_nonfinite})
         engine = engine_of(self)
         if torch.compiler.is_compiling() and isinstance(engine.step, LBFGSStep) and engine.step.is_fixed:
