@@ -114,13 +114,10 @@ class _RealHost(TorchDispatchMode):
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # such a tensor wraps others, which come here
         kwargs = kwargs or {}
-        device = kwargs.get("device")
-        elsewhere = device is not None and torch.device(device).type != "cpu"
-        tensors = [t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        elsewhere = torch.device(kwargs.get("device") or "cpu").type != "cpu"
+        fake = any(isinstance(leaf, FakeTensor) for leaf in torch.utils._pytree.tree_leaves((args, kwargs)))
         tracing = torch._guards.TracingContext.try_get() is not None
-        if elsewhere or tracing or any(isinstance(t, FakeTensor) for t in tensors):
-            return func(*args, **kwargs)
-        with unset_fake_temporarily():
+        with contextlib.nullcontext() if elsewhere or fake or tracing else unset_fake_temporarily():
             return func(*args, **kwargs)
 
 

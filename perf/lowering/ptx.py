@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+# A label, or predicate, operation, operands.
 _LINE = re.compile(r"^\s*(?:(\$\w+):|(?:@!?(%p\d+)\s+)?([a-z][\w.:]*)[ \t]*([^;\n]*);)", re.MULTILINE)
-"""A label, or predicate, operation, operands."""
-
 _ACCESS = re.compile(r"(ld|st|atom|red)\.(?:[\w:]+\.)*?global(?:\.[\w:]+)*?(?:\.v(\d))?\.[bfsu](\d+)$")
+_NUMBER = re.compile(r"-?(0x[0-9a-fA-F]+|\d+)$")
 _NAME = re.compile(r"%\w+(?:\.\w+)?")
 
 
@@ -32,17 +32,8 @@ class Access(NamedTuple):
     width: str  # of what it moves: ``v4.b32``
     bytes: int  # that a thread moves
     masked: bool  # whether it is predicated
-    addresses: int  # how many different ones the threads of a program access
-
-    @property
-    def elementwise(self) -> bool:
-        """Whether its address differs between threads."""
-        return self.addresses > 1
-
-    @property
-    def program_bytes(self) -> int:
-        """Bytes that a program moves between memory and all its threads: what threads share counts once."""
-        return self.bytes * self.addresses
+    elementwise: bool  # whether its address differs between threads
+    program_bytes: int  # between memory and all threads of a program: what threads share counts once
 
     def __str__(self) -> str:
         return f"{self.kind}.{self.width}"
@@ -102,6 +93,7 @@ def read(ptx: str) -> Kernel:
 
 
 def _full_path(lines: list[tuple[str, ...]], accesses: list[Access | None]) -> list[int]:
+    """The numbers of its lines."""
     jumps = [op.startswith(("bra", "ret")) for _, _, op, _ in lines]
     labels = {label: i for i, (label, *_) in enumerate(lines) if label}
     starts = {*labels.values(), len(lines)}
@@ -130,23 +122,20 @@ def _access(op: str, operands: str, masked: bool, threads: int, values: dict[str
         return None
     (address,) = _NAME.findall(operands[operands.index("[") : operands.index("]")])
     value, lanes, bits = values.get(address, _ALIKE), int(found[2] or 1), int(found[3])
-    width = f"v{lanes}.b{bits}" if lanes > 1 else f"b{bits}"
-    return Access(found[1], width, lanes * bits // 8, masked, threads if value is None else len(np.unique(value)))
+    addresses, moved = threads if value is None else len(np.unique(value)), lanes * bits // 8
+    return Access(
+        found[1], f"v{lanes}.b{bits}" if lanes > 1 else f"b{bits}", moved, masked, addresses > 1, moved * addresses
+    )
 
 
 _ALIKE = np.zeros(1, np.int64)  # what all threads have alike and nobody knows: it is as well aligned as 0
-_OPERATIONS: dict[tuple[str, int], Callable[..., Any]] = {
-    ("mov", 1): operator.pos,
-    ("cvt", 1): operator.pos,
-    ("add", 2): operator.add,
-    ("mul", 2): operator.mul,
-    ("mad", 3): lambda x, y, z: x * y + z,
-    ("and", 2): operator.and_,
-    ("or", 2): operator.or_,
-    ("shr", 2): operator.rshift,
-    ("shl", 2): operator.lshift,
-    ("bfe", 3): lambda x, start, length: (x >> start) & ((1 << length) - 1),
+_LOGIC = {"and": operator.and_, "or": operator.or_, "shr": operator.rshift, "shl": operator.lshift}
+_OPERATIONS: dict[int, dict[str, Callable[..., Any]]] = {
+    1: {"mov": operator.pos, "cvt": operator.pos},
+    2: {"add": operator.add, "mul": operator.mul, **_LOGIC},
+    3: {"mad": lambda x, y, z: x * y + z, "bfe": lambda x, start, length: (x >> start) & ((1 << length) - 1)},
 }
+"""What instructions compute, by the number of their operands."""
 
 
 def _write(op: str, operands: str, values: dict[str, Any]) -> None:
@@ -155,11 +144,10 @@ def _write(op: str, operands: str, values: dict[str, Any]) -> None:
         return
     written, _, read = operands.partition("}" if operands.startswith("{") else ",")
     names = re.findall(r"[^\s,\[\]{}+]+", read)
-    is_number = re.compile(r"-?(0x[0-9a-fA-F]+|\d+)").fullmatch
-    sources = [np.array([int(name, 0)]) if is_number(name) else values.get(name, _ALIKE) for name in names]
+    sources = [np.array([int(name, 0)]) if _NUMBER.match(name) else values.get(name, _ALIKE) for name in names]
     if any(source is None for source in sources):
         result = None
-    elif compute := _OPERATIONS.get((op.partition(".")[0], len(sources))):
+    elif compute := _OPERATIONS.get(len(sources), {}).get(op.partition(".")[0]):
         result = compute(*sources)
     else:
         result = _ALIKE if all((source == source[0]).all() for source in sources) else None

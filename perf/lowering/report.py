@@ -113,9 +113,7 @@ def lower(lowering: str, workload: Workload, arch: int, *, stand_in: bool = Fals
     """What ``workload`` lowers to.
 
     Args:
-        lowering: ``multi_tensor`` or ``inductor``, called as usual; ``operator`` or ``inlined``, these two in a function
-            that the user compiles whole; ``torch``, torch.optim with foreach and compiled; ``auto``, the only one of
-            optimizers that are not elementwise.
+        lowering: what ``--lowering`` of the command takes, one of them.
         workload: what is stepped.
         arch: compute capability, 90 for sm_90.
         stand_in: let CPU tensors stand in for those of the GPU, much faster where tensors are many. The launches are the
