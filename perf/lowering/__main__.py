@@ -14,13 +14,9 @@ if TYPE_CHECKING:
     from perf.lowering.report import Report, Workload
 
 PATH = Path(__file__).parents[1] / "results" / "lowering.csv"
-ARCHITECTURES = {"sm_80": 80, "sm_90": 90, "sm_100": 100}
 LOWERINGS = ("multi_tensor", "operator", "inlined", "inductor", "torch")
-LIMITS = {"operator": 148, "inlined": 148, "torch": 148}
-"""Tensors above which compiling takes long, up to an hour."""
-
-HIDDEN = ["workload", "arch", "uploads", "kernels", "sources", "shared", "accesses", "repeats"]
-"""Columns that a terminal is not shown."""
+LIMITS = {"operator": 148, "inlined": 148, "torch": 148}  # tensors above which compiling takes long, up to an hour
+HIDDEN = ["workload", "arch", "uploads", "kernels", "sources", "shared", "accesses", "repeats"]  # on a terminal
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -39,7 +35,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--workload", type=int, choices=(10, 148, 1000, 20000), default=10, help="tensors")
     parser.add_argument("--shapes", choices=("equal", "mixed", "gpt2"), default="equal", help=shapes)
     parser.add_argument("--groups", type=int, choices=(1, 8), default=1)
-    parser.add_argument("--arch", choices=ARCHITECTURES, default="sm_90")
+    parser.add_argument("--arch", choices=("sm_80", "sm_90", "sm_100"), default="sm_90")
     parser.add_argument("--lowering", choices=(*LOWERINGS, "auto", "all"), nargs="+", default=["all"], help=lowerings)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--clip", action="store_true", help="with max_grad_norm")
@@ -64,16 +60,15 @@ def main() -> int:
         print("GPT-2 has 148 tensors: --workload 148", file=sys.stderr)
         return 2
     torch._logging.set_logs(dynamo=40)
-    options = (("max_grad_norm", 1.0),) if args.clip else ()
-    dtype = getattr(torch, args.dtype)
+    options, dtype = (("max_grad_norm", 1.0),) if args.clip else (), getattr(torch, args.dtype)
     workload = Workload(args.optimizer, args.workload, args.groups, dtype, options=options, shapes=args.shapes)
     lowerings, skipped = args.lowering, {}
     if lowerings == ["all"]:
         lowerings = LOWERINGS if args.optimizer in elementwise() else ["auto"]
-        slow = [name for name in lowerings if workload.tensors > LIMITS.get(name, sys.maxsize)]
         advice = "not run: compiling more than {} tensors takes long; ask with --lowering {}"
+        slow = [name for name in lowerings if args.workload > LIMITS.get(name, sys.maxsize)]
         skipped = {name: advice.format(LIMITS[name], name) for name in slow}
-    reports = _reports(lowerings, workload, ARCHITECTURES[args.arch], args.repeats, skipped)
+    reports = _reports(lowerings, workload, int(args.arch[3:]), args.repeats, skipped)
     _show(reports, args.repeats, save=args.save)
     for name, reason in skipped.items():
         print(f"{name}: {reason}")
@@ -92,17 +87,15 @@ def _reports(lowerings: Sequence[str], workload: Workload, arch: int, repeats: i
 
     found: dict[str, list[Report]] = {name: [] for name in lowerings}
     for index in range(-1, repeats) if repeats > 1 else [0]:
+        taken = workload if index >= 0 else replace(workload, tensors=2, shapes="equal")
         for name in lowerings if index % 2 == 0 else reversed(lowerings):
             if name in skipped:
                 continue
-            taken = workload if index >= 0 else replace(workload, tensors=2, shapes="equal")
             try:
                 made = report.lower(name, taken, arch, stand_in=workload.tensors > 1000)
+                found[name] += [made] if index >= 0 else []
             except (AssertionError, RuntimeError, TypeError, ValueError) as error:
                 skipped[name] = str(error).partition("\n")[0]
-                continue
-            if index >= 0:
-                found[name].append(made)
     return [replace(made[0], seconds=median(r.seconds for r in made)) for made in found.values() if made]
 
 

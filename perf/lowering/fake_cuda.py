@@ -62,15 +62,9 @@ def fake_cuda(arch: int) -> Iterator[None]:
     limits |= {"warp_size": 32, "shared_memory_per_block_optin": 227 << 10, "total_memory": 80 << 30}
     limits |= {"multi_processor_count": _MULTIPROCESSORS[arch], "major": arch // 10, "minor": arch % 10}
     properties = types.SimpleNamespace(name=f"sm_{arch}", gcnArchName="", **limits)
-    answers = {
-        "is_available": True,
-        "get_device_properties": properties,
-        "get_compute_capability": arch,
-        "current_device": 0,
-        "is_triton_capable": True,
-        "raise_if_triton_unavailable": None,
-        "is_bf16_supported": True,
-    }
+    answers: dict[str, Any] = dict.fromkeys(("is_available", "is_triton_capable", "is_bf16_supported"), True)
+    answers |= {"get_device_properties": properties, "get_compute_capability": arch, "current_device": 0}
+    answers |= {"raise_if_triton_unavailable": None}
     fixed = {name: staticmethod(functools.partial(_answer, value)) for name, value in answers.items()}
     worker = type("Worker", (device_interface.CudaInterface.Worker,), fixed)
     interface = type("FakeCuda", (device_interface.CudaInterface,), {**fixed, "Worker": worker})
@@ -120,13 +114,10 @@ class _RealHost(TorchDispatchMode):
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # such a tensor wraps others, which come here
         kwargs = kwargs or {}
-        device = kwargs.get("device")
-        elsewhere = device is not None and torch.device(device).type != "cpu"
-        tensors = [t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        elsewhere = torch.device(kwargs.get("device") or "cpu").type != "cpu"
+        fake = any(isinstance(leaf, FakeTensor) for leaf in torch.utils._pytree.tree_leaves((args, kwargs)))
         tracing = torch._guards.TracingContext.try_get() is not None
-        if elsewhere or tracing or any(isinstance(t, FakeTensor) for t in tensors):
-            return func(*args, **kwargs)
-        with unset_fake_temporarily():
+        with contextlib.nullcontext() if elsewhere or fake or tracing else unset_fake_temporarily():
             return func(*args, **kwargs)
 
 
@@ -147,9 +138,7 @@ def _answer(value: Any, *args: Any, **kwargs: Any) -> Any:
     return value
 
 
-def _is_not_fake(tensor: Tensor) -> bool:
-    """A mock would keep every tensor that it was called with."""
-    return False
+_is_not_fake = functools.partial(_answer, False)  # a mock would keep every tensor that it was called with
 
 
 def _address(tensor: Tensor) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +17,8 @@ _EXTERN = re.compile(r"^\s+(?:\w+ = )?((?:extern_kernels\.|torch\.ops\.|aten\.)[
 _CPP = re.compile(r"^\s+(cpp_\w+)\(", re.MULTILINE)
 _WAIT = re.compile(r"\.item\(\)|\.tolist\(\)|\.cpu\(\)|\.synchronize\(\)")
 _ACCESS = re.compile(r"tl\.(?:load|store)\((\w+) \+ \((.*?)\)(?:, |\)$)")  # a pointer and an index
+_SIZE = r"(?:\w+, )*\w+,? = args|\w+_size = \w+|(?:s\d+|\w+_xnumel(?:_\d+)?) = .*"
+_SIZES = re.compile(rf"^\s+(?:({_SIZE})$|(\w+)\.run\((.*), stream=)", re.MULTILINE)
 _PARTITION = re.compile(r"^def partition_\d+\(", re.MULTILINE)
 
 
@@ -45,20 +48,14 @@ def read(source: str, inputs: Inputs | None) -> Module:
 
 def _sizes(calls: str, kernels: Mapping[str, str], inputs: Inputs) -> Iterator[tuple[str, Mapping[str, int]]]:
     """Each launch of a kernel, with the sizes that its text leaves open."""
-    known: dict[str, Any] = {}
-    for line in calls.splitlines():
-        if given := re.match(r"\s+((?:\w+, )*\w+),? = args$", line):
-            names = given[1].split(", ")
-            if len(names) == len(inputs):  # else they are those of a part of the graph, whose sizes are in its text
-                known.update(zip(names, inputs, strict=True))
-        elif shape := re.match(r"\s+(\w+)_size = \1\.size\(\)$", line):
-            known[f"{shape[1]}_size"] = known[shape[1]]
-        elif made := re.match(r"\s+(s\d+|\w+_xnumel(?:_\d+)?) = (.*)$", line):
-            known[made[1]] = eval(made[2], {}, known)
-        elif (run := re.match(r"\s+(\w+)\.run\((.*), stream=", line)) and run[1] in kernels:
-            (parameters,) = re.findall(rf"^def {run[1]}\((.*)\):", kernels[run[1]], re.MULTILINE)
-            pairs = zip(parameters.split(", "), run[2].split(", "), strict=False)
-            yield run[1], {name: eval(text, {}, known) for name, text in pairs if name.startswith("xnumel")}
+    known: dict[str, Any] = {"args": inputs}
+    for assignment, kernel, values in _SIZES.findall(calls.replace(".size()", "")):
+        with contextlib.suppress(ValueError):  # the arguments of a part of the graph, whose sizes are in its text
+            exec(assignment, {}, known)
+        if kernel in kernels:
+            (parameters,) = re.findall(rf"^def {kernel}\((.*)\):", kernels[kernel], re.MULTILINE)
+            pairs = zip(parameters.split(", "), values.split(", "), strict=False)
+            yield kernel, {name: eval(text, {}, known) for name, text in pairs if name.startswith("xnumel")}
 
 
 def _kernel_bytes(text: str, given: Mapping[str, int]) -> float:
@@ -68,10 +65,8 @@ def _kernel_bytes(text: str, given: Mapping[str, int]) -> float:
     indices: dict[str, float] = {}
     moved, found = 0.0, 0
     for line in body.splitlines():
-        if size := re.match(r"\s+xnumel = (\d+)$", line):
-            count = int(size[1])
-        elif section := re.search(r"xmask = xindex < (xnumel_\d+)$", line):
-            count = given[section[1]]
+        if size := re.search(r"(?:^\s+xnumel = |xmask = xindex < )(xnumel_\d+|\d+)$", line):
+            count = int(size[1]) if size[1].isdigit() else given[size[1]]
         if index := re.match(r"\s+(x\d+) = (.*)$", line):
             indices[index[1]] = _distinct(index[2], count)
         for pointer, used in _ACCESS.findall(line):
@@ -90,9 +85,7 @@ def itemsize(text: str, pointer: str) -> int:
 
 def _distinct(expression: str, count: float) -> float:
     """How many values an index takes over ``count`` elements."""
-    if quotient := re.match(r"x\w* // (\d+)$", expression):
-        return count / int(quotient[1])
-    if remainder := re.match(r"x\w* % (\d+)$", expression):
-        return int(remainder[1])
+    if part := re.match(r"x\w* (//|%) (\d+)$", expression):
+        return count / int(part[2]) if part[1] == "//" else int(part[2])
     assert re.match(r"\(?x\w+", expression), expression
     return count

@@ -7,19 +7,21 @@ with the fewest masked accesses, on which a program finds a whole chunk of eleme
 
 from __future__ import annotations
 
+import bisect
 import functools
 import operator
 import os
 import re
 import subprocess
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
-_LINE = re.compile(r"(\$\w+):|(?:@!?(%p\d+)\s+)?([a-z][\w.:]*)\s*([^;]*);")  # a label, or predicate, operation, operands
+# A label, or predicate, operation, operands.
+_LINE = re.compile(r"^\s*(?:(\$\w+):|(?:@!?(%p\d+)\s+)?([a-z][\w.:]*)[ \t]*([^;\n]*);)", re.MULTILINE)
 _ACCESS = re.compile(r"(ld|st|atom|red)\.(?:[\w:]+\.)*?global(?:\.[\w:]+)*?(?:\.v(\d))?\.[bfsu](\d+)$")
+_NUMBER = re.compile(r"-?(0x[0-9a-fA-F]+|\d+)$")
 _NAME = re.compile(r"%\w+(?:\.\w+)?")
 
 
@@ -30,17 +32,8 @@ class Access(NamedTuple):
     width: str  # of what it moves: ``v4.b32``
     bytes: int  # that a thread moves
     masked: bool  # whether it is predicated
-    addresses: int  # how many different ones the threads of a program access
-
-    @property
-    def elementwise(self) -> bool:
-        """Whether its address differs between threads."""
-        return self.addresses > 1
-
-    @property
-    def program_bytes(self) -> int:
-        """Bytes that a program moves between memory and all its threads: what threads share counts once."""
-        return self.bytes * self.addresses
+    elementwise: bool  # whether its address differs between threads
+    program_bytes: int  # between memory and all threads of a program: what threads share counts once
 
     def __str__(self) -> str:
         return f"{self.kind}.{self.width}"
@@ -85,81 +78,64 @@ class Kernel(NamedTuple):
 def read(ptx: str) -> Kernel:
     """Read a kernel's PTX."""
     (threads,) = map(int, re.findall(r"\.reqntid (\d+)", ptx))
-    blocks = _blocks(ptx, threads)
-    path = _full_path(blocks)
-    accesses, on_path = ([access for block in some for access in block.accesses] for some in (blocks, path))
+    values: dict[str, Any] = {"%tid.x": np.arange(threads), "%laneid": np.arange(threads) % 32}
+    lines = _LINE.findall(ptx, ptx.index("\n{"))
+    for *_, op, operands in lines:  # the text may read what it writes further down
+        _write(op, operands, values)
+    accesses: list[Access | None] = []  # of each line
+    for _, predicate, op, operands in lines:
+        accesses.append(_access(op, operands, bool(predicate), threads, values))
+        _write(op, operands, values)
+    path = _full_path(lines, accesses)
+    barriers = sum(lines[i][2].startswith("bar.sync") for i in path)
     extern = re.findall(r"^\.extern \.func.*?(\w+)\s*$", ptx, re.MULTILINE)
-    return Kernel(threads, accesses, on_path, sum(block.barriers for block in path), tuple(extern))
+    return Kernel(threads, [a for a in accesses if a], [a for i in path if (a := accesses[i])], barriers, tuple(extern))
 
 
-@dataclass
-class _Block:
-    """Instructions without a jump into them or out of them, where they lead, and whether to the next block too."""
+def _full_path(lines: list[tuple[str, ...]], accesses: list[Access | None]) -> list[int]:
+    """The numbers of its lines."""
+    jumps = [op.startswith(("bra", "ret")) for _, _, op, _ in lines]
+    labels = {label: i for i, (label, *_) in enumerate(lines) if label}
+    starts = {*labels.values(), len(lines)}
+    ends = [i for i, jump in enumerate(jumps) if jump or i + 1 in starts]
+    known: dict[int, tuple[bool, int, int, int, list[int]]] = {}
 
-    label: str = ""
-    accesses: list[Access] = field(default_factory=list)
-    barriers: int = 0
-    target: str = ""
-    goes_on: bool = True
-
-
-def _full_path(blocks: list[_Block]) -> list[_Block]:
-    places = {block.label: i for i, block in enumerate(blocks)}
-    known: dict[int, tuple[bool, int, int, list[int]]] = {}
-
-    def best(i: int) -> tuple[bool, int, int, list[int]]:
-        """The way from block ``i`` on: with element accesses, then with the fewest masked ones, then with most bytes."""
-        if i not in known:
-            known[i] = (False, 0, 0, [])  # of an edge back to this block
-            following = [places[blocks[i].target]] if blocks[i].target else []
-            following += [i + 1] if blocks[i].goes_on and i + 1 < len(blocks) else []
-            has, unmasked, moved, path = max(map(best, following), default=known[i])
-            own = [a for a in blocks[i].accesses if a.elementwise]
+    def best(start: int) -> tuple[bool, int, int, int, list[int]]:
+        """The way from a line on: with element accesses, then with the fewest masked ones, then with most bytes."""
+        if start not in known:
+            known[start] = (False, 0, 0, -1, [])  # of an edge back to this line
+            end = ends[bisect.bisect_left(ends, start)]
+            following = [labels[lines[end][3]]] if lines[end][3] in labels else []
+            following += [end + 1] if end + 1 < len(lines) and (lines[end][1] or not jumps[end]) else []
+            has, unmasked, moved, _, path = max(map(best, following), default=known[start])
+            own = [a for a in accesses[start : end + 1] if a and a.elementwise]
             unmasked, moved = unmasked - sum(a.masked for a in own), moved + sum(a.bytes for a in own)
-            known[i] = (has or bool(own), unmasked, moved, [i, *path])
-        return known[i]
+            known[start] = (has or bool(own), unmasked, moved, start, [*range(start, end + 1), *path])
+        return known[start]
 
-    return [blocks[i] for i in best(0)[-1]]
+    return best(0)[-1]
 
 
-def _blocks(ptx: str, threads: int) -> list[_Block]:
-    lines = [line.partition("//")[0].strip() for line in ptx[ptx.index("\n{") :].splitlines()]
-    found = [match.groups("") for match in map(_LINE.match, lines) if match]
-    blocks = [_Block()]
-    values = {"%tid.x": np.arange(threads), "%laneid": np.arange(threads) % 32}
-    for *_, op, operands in found:  # the text may read what it writes further down
-        _write(op, operands, values)
-    for label, predicate, op, operands in found:
-        if label:
-            blocks.append(_Block(label))
-        elif op.startswith(("bra", "ret")):
-            blocks[-1].target, blocks[-1].goes_on = (*re.findall(r"\$\w+", operands), "")[0], bool(predicate)
-            blocks.append(_Block())
-        elif access := _ACCESS.match(op):
-            (address,) = _NAME.findall(operands[operands.index("[") : operands.index("]")])
-            value = values.get(address, _ALIKE)
-            addresses = threads if value is None else len(np.unique(value))
-            kind, lanes, bits = access[1], int(access[2] or 1), int(access[3])
-            width = f"v{lanes}.b{bits}" if lanes > 1 else f"b{bits}"
-            blocks[-1].accesses.append(Access(kind, width, lanes * bits // 8, bool(predicate), addresses))
-        blocks[-1].barriers += op.startswith("bar.sync")
-        _write(op, operands, values)
-    return blocks
+def _access(op: str, operands: str, masked: bool, threads: int, values: dict[str, Any]) -> Access | None:
+    """The global memory access that an instruction is."""
+    if not (found := _ACCESS.match(op)):
+        return None
+    (address,) = _NAME.findall(operands[operands.index("[") : operands.index("]")])
+    value, lanes, bits = values.get(address, _ALIKE), int(found[2] or 1), int(found[3])
+    addresses, moved = threads if value is None else len(np.unique(value)), lanes * bits // 8
+    return Access(
+        found[1], f"v{lanes}.b{bits}" if lanes > 1 else f"b{bits}", moved, masked, addresses > 1, moved * addresses
+    )
 
 
 _ALIKE = np.zeros(1, np.int64)  # what all threads have alike and nobody knows: it is as well aligned as 0
-_OPERATIONS: dict[tuple[str, int], Callable[..., Any]] = {
-    ("mov", 1): operator.pos,
-    ("cvt", 1): operator.pos,
-    ("add", 2): operator.add,
-    ("mul", 2): operator.mul,
-    ("mad", 3): lambda x, y, z: x * y + z,
-    ("and", 2): operator.and_,
-    ("or", 2): operator.or_,
-    ("shr", 2): operator.rshift,
-    ("shl", 2): operator.lshift,
-    ("bfe", 3): lambda x, start, length: (x >> start) & ((1 << length) - 1),
+_LOGIC = {"and": operator.and_, "or": operator.or_, "shr": operator.rshift, "shl": operator.lshift}
+_OPERATIONS: dict[int, dict[str, Callable[..., Any]]] = {
+    1: {"mov": operator.pos, "cvt": operator.pos},
+    2: {"add": operator.add, "mul": operator.mul, **_LOGIC},
+    3: {"mad": lambda x, y, z: x * y + z, "bfe": lambda x, start, length: (x >> start) & ((1 << length) - 1)},
 }
+"""What instructions compute, by the number of their operands."""
 
 
 def _write(op: str, operands: str, values: dict[str, Any]) -> None:
@@ -167,12 +143,11 @@ def _write(op: str, operands: str, values: dict[str, Any]) -> None:
     if not op or op.startswith(("st.", "bra")):
         return
     written, _, read = operands.partition("}" if operands.startswith("{") else ",")
-    names = [part.strip() for part in re.split(r"[,\[\]{}+]", read) if part.strip()]
-    constants = {name: np.array([int(name, 0)]) for name in names if re.fullmatch(r"-?(0x[0-9a-fA-F]+|\d+)", name)}
-    sources = [constants.get(name, values.get(name, _ALIKE)) for name in names]
+    names = re.findall(r"[^\s,\[\]{}+]+", read)
+    sources = [np.array([int(name, 0)]) if _NUMBER.match(name) else values.get(name, _ALIKE) for name in names]
     if any(source is None for source in sources):
         result = None
-    elif compute := _OPERATIONS.get((op.partition(".")[0], len(sources))):
+    elif compute := _OPERATIONS.get(len(sources), {}).get(op.partition(".")[0]):
         result = compute(*sources)
     else:
         result = _ALIKE if all((source == source[0]).all() for source in sources) else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +23,6 @@ class Launch(NamedTuple):
     """One launch of a Triton kernel."""
 
     name: str
-    programs: int
     device: int
     kernel: Any  # as Triton compiled it
 
@@ -42,14 +40,10 @@ class Partition(NamedTuple):
     """A part of a compiled function that one CUDA graph is to hold."""
 
     inputs: int
+    copied: int  # inputs that are copied into the graph's own memory before each replay
     stays: Sequence[int]  # positions of the inputs that are read and written where they are
     written: Sequence[int]  # positions of the inputs that it writes
     source: str  # what Inductor wrote for the whole function
-
-    @property
-    def copied(self) -> int:
-        """How many inputs are copied into the graph's own memory before each replay."""
-        return len({*range(self.inputs)} - {*self.stays})
 
 
 @dataclass
@@ -114,7 +108,8 @@ def deciding() -> Iterator[Decisions]:
 
     def cudagraphify(model: Any, static_input_idxs: Sequence[int] = (), **kwargs: Any) -> Any:
         inputs, written = len(kwargs["placeholders"]), kwargs["mutated_input_idxs"]
-        decisions.partitions.append(Partition(inputs, static_input_idxs, written, decisions.sources[-1]))
+        copied = len({*range(inputs)} - {*static_input_idxs})
+        decisions.partitions.append(Partition(inputs, copied, static_input_idxs, written, decisions.sources[-1]))
         return model
 
     with (
@@ -141,8 +136,7 @@ def recording(device: str) -> Iterator[Record]:
     def record_launch(function: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         kernel = launch(function, *args, grid=grid, warmup=True, **kwargs)
         current = torch.cuda.current_device() if device == "cuda" else 0
-        programs = math.prod(grid(kwargs) if callable(grid) else grid)
-        record.launches.append(Launch(function.__name__, programs, current, kernel))
+        record.launches.append(Launch(function.__name__, current, kernel))
         return kernel
 
     def record_graph(module: Any, inputs: Any, *args: Any, **kwargs: Any) -> Callable[..., Any]:

@@ -8,7 +8,7 @@ import inspect
 import math
 import resource
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
 from typing import Any, NamedTuple
@@ -23,18 +23,21 @@ from compiled_optim.lowering import multi_tensor, stacked
 from compiled_optim.lowering.kernels import triton
 from compiled_optim.lowering.torch_ops import inductor
 from compiled_optim.optimizer import engine_of
+from compiled_optim.step.engine import Engine
 from perf import competitors, workloads
 from perf.competitors import exported
 from perf.lowering import inductor_source, ptx
 from perf.lowering.fake_cuda import fake_cuda, triton_target
-from perf.lowering.record import Decisions, Launch, Record, recording
+from perf.lowering.record import Decisions, Record, recording
 
-_OWN = {"operator": "multi_tensor", "inlined": "inductor"}
-"""The lowerings of steps in functions that the user compiles."""
+_OWN: dict[str, tuple[str, Callable[[Engine], bool]]] = {
+    "operator": ("multi_tensor", lambda engine: engine.preallocate_for_graphs()),
+    "inlined": ("inductor", lambda engine: engine.inline(range(len(engine.params)))),
+}
+"""Steps in functions that the user compiles: their lowerings, and what Dynamo has done while it traces them."""
 
 _NUMEL = 4096  # elements of each of several equal tensors: whole chunks
 _MIXED = [(64, 64), (4096,), (768,), (768, 768)]
-_PROBES = (1 << 14, 1 << 15)
 _ENTRIES = 5  # of a sparse gradient
 _WITHOUT_HOST = {"lbfgs": {"fixed_iterations": True, "max_iter": 1}}  # for what else it does, a host has to decide
 
@@ -110,9 +113,7 @@ def lower(lowering: str, workload: Workload, arch: int, *, stand_in: bool = Fals
     """What ``workload`` lowers to.
 
     Args:
-        lowering: ``multi_tensor`` or ``inductor``, called as usual; ``operator`` or ``inlined``, these two in a function
-            that the user compiles whole; ``torch``, torch.optim with foreach and compiled; ``auto``, the only one of
-            optimizers that are not elementwise.
+        lowering: what ``--lowering`` of the command takes, one of them.
         workload: what is stepped.
         arch: compute capability, 90 for sm_90.
         stand_in: let CPU tensors stand in for those of the GPU, much faster where tensors are many. The launches are the
@@ -124,18 +125,16 @@ def lower(lowering: str, workload: Workload, arch: int, *, stand_in: bool = Fals
     device, own, compiled = "cpu" if stand_in else "cuda", lowering == "multi_tensor", lowering in (*_OWN, "torch")
     place = cpu_in_place_of_cuda if stand_in else fake_cuda if own else _fake_cuda_anew
     with place(arch):
-        optimizer = _stock(workload) if lowering == "torch" else _ours(workload, device, _OWN.get(lowering, lowering))
-        first, steady, moved = _steps(optimizer, device, compiled=compiled, inlined=lowering == "inlined")
+        first, steady, moved = _steps(_optimizer(workload, lowering, device), lowering, device)
         modules = [inductor_source.read(g.source, None if lowering == "auto" else g.inputs) for g in steady.graphs]
         launched = Counter(name for module in modules for name in module.launches)
         texts = {name: text for module in modules for name, text in module.kernels.items()}
         kernels = [_kernel(name, launched[name], _compiled(name, text), arch) for name, text in texts.items()]
-    programs = {}
-    if lowering in ("multi_tensor", "operator"):
-        programs = _elements_per_program(workload.optimizer, workload.dtype, workload.options, arch)
     counts = Counter(launch.name for launch in steady.launches)
     ours = {launch.name: launch.kernel for launch in reversed(steady.launches)}
-    of_package = [_kernel(name, count, ours[name], arch, programs.get(name, 0)) for name, count in counts.items()]
+    per_program = {"evaluate": 0, "average": 0, "square_sums": triton.REDUCE_BYTES // workload.dtype.itemsize}
+    elements = {name: 0 if lowering == "auto" else per_program.get(name, triton.BLOCK) for name in counts}
+    of_package = [_kernel(name, count, ours[name], arch, elements[name]) for name, count in counts.items()]
     bytes_per_param = sum((k.bytes_per_param or 0) * k.launches for k in of_package)
     if not own:  # whose operators touch tables alone
         bytes_per_param += (sum(m.bytes or 0 for m in modules) + sum(o.bytes for o in steady.operators)) / workload.elements
@@ -166,27 +165,9 @@ def lower(lowering: str, workload: Workload, arch: int, *, stand_in: bool = Fals
 
 def launches(workload: Workload, arch: int = 90) -> list[str]:
     """The Triton kernels that one step of the multi-tensor lowering launches, in order; CPU tensors stand in for a GPU's."""
-    return [launch.name for launch in _launched(workload, arch)]
-
-
-def _launched(workload: Workload, arch: int) -> list[Launch]:
-    with cpu_in_place_of_cuda(arch):
-        optimizer = _ours(workload, "cpu", "multi_tensor")
-        with recording("cpu") as recorder:
-            optimizer.step()
-            return recorder.take().launches
-
-
-@functools.cache
-def _elements_per_program(
-    optimizer: str, dtype: torch.dtype, options: tuple[tuple[str, Any], ...], arch: int
-) -> dict[str, float]:
-    """For each kernel whose number of programs grows with the elements: how many elements a program has."""
-    probes = [_launched(Workload(optimizer, 1, 1, dtype, numel, options), arch) for numel in _PROBES]
-    small, large = ({launch.name: launch.programs for launch in launched} for launched in probes)
-    growing = [n for n in small if large[n] != small[n]]
-    assert all(large[n] * _PROBES[0] == small[n] * _PROBES[1] for n in growing), "a program has more than one chunk"
-    return {n: _PROBES[0] / small[n] for n in growing}
+    with cpu_in_place_of_cuda(arch), recording("cpu") as recorder:
+        _optimizer(workload, "multi_tensor", "cpu").step()
+        return [launch.name for launch in recorder.take().launches]
 
 
 @contextlib.contextmanager
@@ -207,71 +188,61 @@ def _fake_cuda_anew(arch: int) -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def _groups(workload: Workload, device: str) -> list[dict[str, Any]]:
-    """Parameters with gradients, in groups."""
-    params = [torch.empty(s, dtype=workload.dtype, device=device, requires_grad=True) for s in workload.sizes]
-    for param in params:
-        param.grad = _gradient(param, exported()[workload.optimizer])
-    return [{"params": params[i :: workload.groups]} for i in range(workload.groups)]
-
-
-def _gradient(param: Tensor, optimizer: type[Optimizer]) -> Tensor:
-    """What an optimizer of this class finds as the gradient of ``param``."""
-    if getattr(optimizer, "_gradients", "dense") == "dense":
-        return torch.empty_like(param, requires_grad=False)
-    indices = torch.empty(1, _ENTRIES, dtype=torch.int64, device=param.device)
-    values = torch.empty(_ENTRIES, *param.shape[1:], dtype=param.dtype, device=param.device)
-    return torch.sparse_coo_tensor(indices, values, param.shape, check_invariants=False)
-
-
-def _ours(workload: Workload, device: str, lowering: str) -> compiled_optim.CompiledOptimizer:
-    cls = exported()[workload.optimizer]
-    options = competitors.arguments(cls) | _WITHOUT_HOST.get(workload.optimizer, {}) | dict(workload.options)
-    return cls(_groups(workload, device), lowering=lowering, **options)
-
-
-def _stock(workload: Workload) -> Optimizer:
-    """torch.optim's optimizer, foreach, with state and learning rate on the device; a first step made the state."""
-    cls = getattr(torch.optim, exported()[workload.optimizer].__name__, None)
+def _optimizer(workload: Workload, lowering: str, device: str) -> Optimizer:
+    """torch.optim's is foreach, with state and learning rate on the device; a first step made the state."""
+    ours = exported()[workload.optimizer]
+    cls = getattr(torch.optim, ours.__name__, None) if lowering == "torch" else ours
     if cls is None:
         raise ValueError(f"torch.optim has no {workload.optimizer}")
+    params = [torch.empty(s, dtype=workload.dtype, device=device, requires_grad=True) for s in workload.sizes]
+    _set_gradients(params, ours)
+    groups = [{"params": params[i :: workload.groups]} for i in range(workload.groups)]
+    options = competitors.arguments(cls)
+    if cls is ours:
+        options |= _WITHOUT_HOST.get(workload.optimizer, {}) | dict(workload.options)
+        return cls(groups, lowering=_OWN[lowering][0] if lowering in _OWN else lowering, **options)
     if workload.options:
         raise ValueError(f"torch.optim's step has no {', '.join(name for name, _ in workload.options)}")
-    options = dict.fromkeys({"foreach", "capturable"} & inspect.signature(cls).parameters.keys(), True)
-    optimizer: Optimizer = cls(_groups(workload, "cuda"), **options, **competitors.arguments(cls))
+    options |= dict.fromkeys({"foreach", "capturable"} & inspect.signature(cls).parameters.keys(), True)
+    optimizer: Optimizer = cls(groups, **options)
     optimizer.step()
-    if "capturable" in options:
-        for group in optimizer.param_groups:
-            group["lr"] = torch.empty((), device="cuda")
+    for group in optimizer.param_groups if "capturable" in options else []:
+        group["lr"] = torch.empty((), device=device)
     return optimizer
 
 
-def _steps(optimizer: Optimizer, device: str, *, compiled: bool, inlined: bool) -> tuple[float, Record, Record]:
-    """The processor seconds of the first step, a step like the one before, and one after all gradients moved.
+def _set_gradients(params: Sequence[Tensor], optimizer: type[Optimizer]) -> None:
+    """Give ``params`` new gradients, such as an optimizer of this class finds."""
+    for param in params:
+        if getattr(optimizer, "_gradients", "dense") == "dense":
+            param.grad = torch.empty_like(param, requires_grad=False)
+        else:
+            indices = torch.empty(1, _ENTRIES, dtype=torch.int64, device=param.device)
+            values = torch.empty(_ENTRIES, *param.shape[1:], dtype=param.dtype, device=param.device)
+            param.grad = torch.sparse_coo_tensor(indices, values, param.shape, check_invariants=False)
 
-    Where ``compiled``, the caller compiles them, of ours whole; ``inlined``, as operations of the caller's graph.
-    """
-    is_own = isinstance(optimizer, compiled_optim.CompiledOptimizer)
-    step = torch.compile(optimizer.step, fullgraph=is_own, mode="reduce-overhead") if compiled else optimizer.step
+
+def _steps(optimizer: Optimizer, lowering: str, device: str) -> tuple[float, Record, Record]:
+    """The processor seconds of the first step, a step like the one before, and one after all gradients moved."""
+    step = optimizer.step
+    if lowering in (*_OWN, "torch"):
+        step = torch.compile(step, fullgraph=lowering in _OWN, mode="reduce-overhead")
     if isinstance(optimizer, compiled_optim.LBFGS):
         step = functools.partial(step, lambda: torch.empty((), device=device))
     with recording(device) as record:
         started = processor_seconds()
-        if compiled and is_own:  # what Dynamo has done while it traces, when nothing can be made on such a device
-            engine = engine_of(optimizer)
-            settled = engine.inline(range(len(engine.params))) if inlined else engine.preallocate_for_graphs()
-            assert settled, "the step has another form"
+        if lowering in _OWN:  # nothing can be made on such a device while Dynamo traces
+            assert _OWN[lowering][1](engine_of(optimizer)), "the step has another form"
         step()
         first = processor_seconds() - started
         record.take()
         step()
         steady = record.take()
-        if compiled and is_own and not inlined:
+        if lowering == "operator":
             optimizer.step()  # what the operator does, of which the graph has the name alone
             steady.launches += record.take().launches
         with record.paused():
-            for param in [param for group in optimizer.param_groups for param in group["params"]]:
-                param.grad = _gradient(param, type(optimizer))
+            _set_gradients([param for group in optimizer.param_groups for param in group["params"]], type(optimizer))
         step()
         return first, steady, record.take()
 
