@@ -101,7 +101,7 @@ BUDGET = {
     "groups": 1202,
     "lowering": 3622,
     "memory": 1478,
-    "optimizers": 1675,
+    "optimizers": 1674,
     "plan": 859,
     "rule": 2286,
     "step": 1539,
