@@ -268,7 +268,7 @@ def check_state(declaration: Declaration, load: PreparedLoad, known: Collection[
                     load.copies += _copies(form, live, each.new, values, initial)
             elif own:
                 raise Unloadable(reason)
-        except ValueError as problem:
+        except Unloadable as problem:
             each.new.clear()
             problems.append(f"{each.own.name}: {problem}")
             continue
