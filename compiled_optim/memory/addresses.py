@@ -216,8 +216,8 @@ def _places() -> dict[str, int] | None:
         "STORAGE_AT": _place([(t._cdata, [t.untyped_storage()._cdata]) for t in tensors]),
         "FORM_AT": _place([(t._cdata, [3, 3, 5, 7]) for t in tensors]),
         "KEYS_AT": _place([(t._cdata, [k]) for t, k in zip((*tensors, *others), keys, strict=True)]),
-        "DATA_AT": _place([(t.untyped_storage()._cdata, [t.data_ptr()]) for t in tensors]),
-        "NBYTES_AT": _place([(t.untyped_storage()._cdata, [t.untyped_storage().nbytes()]) for t in tensors]),
+        "DATA_AT": _place([(t.untyped_storage()._cdata, [t.data_ptr()]) for t in tensors], 11),
+        "NBYTES_AT": _place([(t.untyped_storage()._cdata, [t.untyped_storage().nbytes()]) for t in tensors], 11),
     }
     python = torch._C.DispatchKeySet(torch._C.DispatchKey.Python).raw_repr()
     found["OTHER_KEYS"] = (keys[3] | keys[4] | keys[5]) & ~(keys[0] | keys[1]) | python
@@ -225,9 +225,9 @@ def _places() -> dict[str, int] | None:
     return found if is_in_order and min(found.values()) > 0 else None
 
 
-def _place(examples: Sequence[tuple[int, list[int]]]) -> int:
-    """How far into each object, told by its address, its values lie; 0 if there is no such place, or more than one."""
-    words = [(list((ctypes.c_uint64 * 28).from_address(address)), values) for address, values in examples]
-    places = [{i for i in range(1, 24) if found[i : i + len(values)] == values} for found, values in words]
+def _place(examples: Sequence[tuple[int, list[int]]], reach: int = 23) -> int:
+    """How far into each object, told by its address, its values lie; 0 unless the first ``reach`` words have them once."""
+    words = [(list((ctypes.c_uint64 * reach).from_address(address)), values) for address, values in examples]
+    places = [{i for i in range(1, reach) if found[i : i + len(values)] == values} for found, values in words]
     common = set.intersection(*places)
     return 8 * common.pop() if len(common) == 1 else 0

@@ -217,9 +217,9 @@ def test_a_torch_of_another_layout_is_told(lost: str, monkeypatch: pytest.Monkey
     """The places are found by values; where one is not there, nothing is read."""
     place = addresses._place
 
-    def elsewhere(examples: Any) -> int:
+    def elsewhere(examples: Any, *reach: int) -> int:
         is_lost = len(examples) == 6 if lost == "keys" else len(examples[0][1]) == 4
-        return 0 if lost != "nothing" and is_lost else place(examples)
+        return 0 if lost != "nothing" and is_lost else place(examples, *reach)
 
     monkeypatch.setattr(addresses, "_place", elsewhere)
     found = addresses.reader.__wrapped__()
