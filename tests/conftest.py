@@ -85,10 +85,10 @@ def seed() -> None:
 @pytest.fixture
 def fresh_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Start with no kernel in memory, so that compilations are counted from zero."""
-    from compiled_optim.lowering import multi_tensor, stacked
+    from compiled_optim.lowering import looped, multi_tensor, stacked
     from compiled_optim.lowering.torch_ops import inductor
 
-    for module in (inductor, multi_tensor, stacked):
+    for module in (inductor, looped, multi_tensor, stacked):
         monkeypatch.setattr(module, "_kernels", {})
 
 

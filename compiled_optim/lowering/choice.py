@@ -13,6 +13,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from compiled_optim.lowering import looped
 from compiled_optim.lowering.multi_tensor import MultiTensorLowering
 from compiled_optim.lowering.sparse import GatheredRowsLowering, RowTableLowering
 from compiled_optim.lowering.stacked import StackedLowering, StackTableLowering
@@ -25,6 +26,7 @@ from compiled_optim.plan.plan import Plan
 from compiled_optim.rule.rule import Rule
 
 LOWERINGS = ("auto", "multi_tensor", "inductor", "eager")  # what users can ask for
+LOOPED = {"cpu"}  # the devices on which rules on whole tensors are loops in C++
 _refused: dict[tuple[str, Rule], str] = {}  # by device type and rule, why its kernels do not compile in this process
 
 
@@ -99,7 +101,8 @@ def lower(plan: Plan, wanted: str, clipping: Clipping, log: CompilationLog, diff
         return GatheredRowsLowering(plan, clipping, log, compiled=name != "eager")
     if plan.rule.granularity != "element":
         if name == "multi_tensor":
-            return StackTableLowering(plan, clipping, log)
+            loops = plan.device.type in LOOPED and looped.serves(plan)
+            return (looped.LoopLowering if loops else StackTableLowering)(plan, clipping, log)
         return StackedLowering(plan, clipping, log, compiled=name != "eager")
     if name == "eager":
         return EagerLowering(plan, clipping, differentiable=differentiable)

@@ -1,4 +1,4 @@
-"""The lowering of rules that are not elementwise: equal tensors are stacked, and each stack is updated at once.
+"""Lowerings of rules that are not elementwise: equal tensors are stacked, and each stack is updated at once.
 
 State lives in the stacks. Parameters and gradients are copied in, unless a stack has a single tensor, and parameters are
 copied out. A stack is large enough to keep the device busy, and small enough that its copies need little memory.
@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,8 +26,8 @@ from compiled_optim.memory.layout import compute_dtype, is_plain, parts_of_stack
 from compiled_optim.memory.torch_compiler import obtain_graph
 from compiled_optim.plan.clipping import Clipping
 from compiled_optim.plan.compilations import CompilationLog, KernelKey, coefficient_key, kernel_key
-from compiled_optim.plan.plan import Plan
-from compiled_optim.rule.rule import number_type
+from compiled_optim.plan.plan import Member, Plan
+from compiled_optim.rule.rule import Rule, number_type
 
 BLOCK = 256  # how many numbers a program adds up in the second stage
 _ALONE = 1 << 13  # the most numbers that one program adds up where their count is known to the compiler
@@ -104,9 +104,10 @@ _BYTES = 1 << 27
 _CACHED_BYTES = 1 << 27
 """The most bytes of gradients that stay stacked between :meth:`StackTableLowering.measure` and the update."""
 
-_CPU_ELEMENTS = 1 << 17
+CPU_ELEMENTS = 1 << 17
 """The most elements in a stack of several tensors on a CPU: copies and results stay in the cache, and malloc keeps them."""
 
+_STACKS = "stacks of "  # how the arrangements begin for which Inductor compiles
 _kernels: dict[KernelKey, StackKernel | str] = {}  # or why there is none
 _serial = itertools.count()
 
@@ -127,14 +128,16 @@ class StackedLowering(TorchLowering):
         positions: dict[tuple[KernelKey, torch.Size], list[int]] = {}
         for i, (member, grad_dtype) in enumerate(zip(plan.members, plan.grad_dtypes, strict=True)):
             if member.owner.numel() > 0:
-                key = kernel_key(plan, member, grad_dtype, f"stacks of {self._sizes(member.owner)}")
-                positions.setdefault((key, member.owner.shape), []).append(i)
-        self.stacks = [
-            Stack(plan, where[start : start + most], key)
+                positions.setdefault((self._key(member, grad_dtype), member.owner.shape), []).append(i)
+        self.stacks: Sequence[Stack] = [
+            self._stacked(where[start : start + most], key)
             for (key, shape), where in positions.items()
             for most in [self._most(key, shape)]
             for start in range(0, len(where), most)
         ]
+
+    def _stacked(self, positions: Sequence[int], key: KernelKey) -> Stack:
+        return Stack(self.plan, positions, key)
 
     @property
     def is_compiled(self) -> bool:
@@ -171,13 +174,14 @@ class StackedLowering(TorchLowering):
     def _most(self, key: KernelKey, shape: torch.Size) -> int:
         """The number of tensors of ``shape`` that a stack may have."""
         in_cache = self.plan.device.type == "cpu" and self.plan.rule.granularity == "tensor"
-        elements = _CPU_ELEMENTS if in_cache else _BYTES // max(dtype.itemsize for dtype in key.dtypes)
+        elements = CPU_ELEMENTS if in_cache else _BYTES // max(dtype.itemsize for dtype in key.dtypes)
         return max(elements // shape.numel(), 1)
 
-    def _sizes(self, param: Tensor) -> str:
-        if self.plan.rule.granularity == "matrix":
-            return " x ".join(map(str, param.shape))
-        return "vectors" if param.dim() < 2 else "matrices"
+    def _key(self, member: Member, grad_dtype: torch.dtype) -> KernelKey:
+        """The key of the kernel that updates ``member``."""
+        shape = member.owner.shape
+        kind = " x ".join(map(str, shape)) if self.plan.rule.granularity == "matrix" else "matrices"
+        return kernel_key(self.plan, member, grad_dtype, _STACKS + (kind if len(shape) > 1 else "vectors"))
 
 
 class StackTableLowering(Capturable, StackedLowering):
@@ -198,10 +202,13 @@ class StackTableLowering(Capturable, StackedLowering):
         return self._evaluator is not None and super().is_compiled
 
     def compile(self) -> None:
-        if self._evaluator is None:  # first, since a compiler that does not work says so at once, unlike Inductor
+        self._compile_evaluator()  # first, since a compiler that does not work says so at once, unlike Inductor
+        super().compile()
+
+    def _compile_evaluator(self) -> None:
+        if self._evaluator is None:
             self._evaluator = self._obtain_kernel(coefficient_key(self.plan), range(len(self.plan.members)))
             self.table = CoefficientTable(self.plan, self._clipping, self.hypers, self._log)
-        super().compile()
 
     def prepare(self, grads: list[Tensor | None] | None) -> None:
         super().prepare(grads)
@@ -230,7 +237,7 @@ class StackTableLowering(Capturable, StackedLowering):
         if self._reads_copies:
             assert stack.copied_gradients is not None
             return torch.split(stack.copied_gradients, 1)
-        return [_stack([grad]) for i in stack.positions if (grad := self._grads[i]) is not None]
+        return [stack_of([grad]) for i in stack.positions if (grad := self._grads[i]) is not None]
 
     def _columns(self) -> Tensor:
         assert self._evaluator is not None
@@ -266,9 +273,10 @@ class Stack:
         self._matrices = plan.rule.granularity == "matrix"
         axes = plan.rule.axes_of(self._owner.shape, plan.statics)
         self._axes = None if axes == tuple(range(len(axes))) else axes
+        self.shape = (len(members), *seen_shape(plan.rule, plan.statics, self._owner.shape))
         self._index = torch.tensor(positions, device=plan.device)
         self._dtype = compute_dtype(self._params[0].dtype)
-        self._buffers = [_stack([m.entries[name] for m in members]) for name in plan.buffers]
+        self._buffers = [stack_of([m.entries[name] for m in members]) for name in plan.buffers]
         for name, stacked in zip(plan.buffers, self._buffers, strict=True):
             for member, view in zip(members, stacked.unbind(), strict=True):
                 member.put(name, view)
@@ -279,7 +287,7 @@ class Stack:
         own = [grads[i] for i in self.positions]
         if (present := next((grad for grad in own if grad is not None), None)) is None:
             return None
-        return _stack([torch.zeros_like(present) if grad is None else grad for grad in own])
+        return stack_of([torch.zeros_like(present) if grad is None else grad for grad in own])
 
     def copy_gradients(self, grads: Sequence[Tensor | None]) -> None:
         """Copy the stack's of all ``grads``, 0 where there is none, to ``copied_gradients``, whose memory stays in place."""
@@ -297,7 +305,7 @@ class Stack:
     def step(self, grads: Tensor, coefficients: Tensor) -> None:
         """Update from stacked ``grads``; a tensor stays as it is where the second of its ``coefficients`` is not 0."""
         assert self.kernel is not None
-        param = self._seen(_stack(self._params), self._owner)
+        param = self._seen(stack_of(self._params), self._owner)
         buffers = list(map(self._seen, self._buffers, self._entries))
         columns = coefficients.index_select(1, self._index).to(param.device, self._dtype)
         columns = columns.view(*columns.shape, *[1] * (param.dim() - 1))
@@ -309,13 +317,11 @@ class Stack:
     def _seen(self, stacked: Tensor, like: Tensor) -> Tensor:
         """``stacked`` tensors, spread like ``like``, as an update sees them."""
         full = whole_stack(stacked, like)
-        if self._matrices:
-            return full
-        if self._owner.dim() < 2:
-            return full.view(len(full), -1)
         if self._axes:
             full = full.permute(0, *(1 + axis for axis in self._axes)).contiguous()
-        return full.view(len(full), math.prod(full.shape[1:-2]), *full.shape[-2:])
+        if self._owner.dim() < 2:
+            return full.view(len(full), -1)
+        return full if self._matrices else full.view(len(full), math.prod(full.shape[1:-2]), *full.shape[-2:])
 
     def _held(self, seen: Tensor, like: Tensor) -> Tensor:
         """Of new tensors as an update sees them, and spread like ``like``, what this process holds."""
@@ -326,7 +332,15 @@ class Stack:
         return parts_of_stack(full.permute(0, *back), like)
 
 
-def _stack(tensors: Sequence[Tensor]) -> Tensor:
+def seen_shape(rule: Rule, statics: Mapping[str, Any], shape: torch.Size) -> tuple[int, ...]:
+    """The shape in which an update sees a parameter: a vector, a matrix, or a batch of matrices."""
+    if rule.granularity == "matrix":
+        return tuple(shape)
+    sizes = [shape[axis] for axis in rule.axes_of(shape, statics)]
+    return (shape.numel(),) if len(sizes) < 2 else (math.prod(sizes[:-2]), *sizes[-2:])
+
+
+def stack_of(tensors: Sequence[Tensor]) -> Tensor:
     """``tensors`` in one contiguous tensor; a single one that lies in memory like that is not copied."""
     stacked = tensors[0].unsqueeze(0) if len(tensors) == 1 else torch.stack(list(tensors))
     return stacked if stacked.is_contiguous() and is_plain(stacked) else plain_copy(stacked)
@@ -342,7 +356,7 @@ def _square_sum(stack: Tensor) -> Tensor:
 def _example(key: KernelKey, device: str) -> tuple[list[Tensor], list[list[int]]]:
     """Tensors to compile a kernel of ``key`` with, none the same object, and for each its dimensions of any size."""
     rule, statics = key.rule, dict(key.statics)
-    kind = key.arrangement.removeprefix("stacks of ")
+    kind = key.arrangement.removeprefix(_STACKS)
     examples = _EXAMPLES if key.device in _SEQUENTIAL else _LARGE_EXAMPLES
     count, *shape = examples[kind] if kind in examples else (_COUNT, *map(int, kind.split(" x ")))
     fields = [b for b in rule.buffers if b.name in rule.present_buffers(statics)]

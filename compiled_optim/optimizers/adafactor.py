@@ -10,8 +10,8 @@ from compiled_optim.optimizer import CompiledOptimizer
 from compiled_optim.rule import Number, buffer, fact, hyper, maximum, minimum, power, sqrt, static, where
 
 
-def _root_mean_square(stack: Tensor) -> Tensor:
-    return sqrt((stack * stack).mean(tuple(range(1, stack.dim())), keepdim=True))
+def _root_of_mean(squares: Tensor) -> Tensor:
+    return sqrt(squares.mean(tuple(range(1, squares.dim())), keepdim=True))
 
 
 class Adafactor(CompiledOptimizer, granularity="tensor"):
@@ -61,16 +61,16 @@ class Adafactor(CompiledOptimizer, granularity="tensor"):
 
     @staticmethod
     def update(param, grad, c, row_var, col_var, variance, matrix):
-        scale = _root_mean_square(param)
+        scale = _root_of_mean(param * param)
         size = where(scale > c.least_scale, scale, c.least_scale) * c.rho
         square = grad * grad
         if matrix:
             row_var = row_var + c.weight * (square.mean(-1, keepdim=True) - row_var)
             col_var = col_var + c.weight * (square.mean(-2, keepdim=True) - col_var)
-            estimate = row_var * col_var / maximum(row_var.mean(-2, keepdim=True), c.bound)
+            estimate = row_var / maximum(row_var.mean(-2, keepdim=True), c.bound) * col_var
         else:
             estimate = variance = variance + c.weight * (square - variance)
-        direction = grad / sqrt(maximum(estimate, c.bound * c.bound))
-        excess = _root_mean_square(direction) / c.d
-        clipped = size / where(excess > 1, excess, 1.0)  # as torch.optim: 1 for NaN, which stays where it is
-        return dict(param=c.decay * param, step=clipped * direction, row_var=row_var, col_var=col_var, variance=variance)
+        estimate = maximum(estimate, c.bound * c.bound)
+        excess = _root_of_mean(square / estimate) / c.d
+        step = size / where(excess > 1, excess, 1.0) * (grad / sqrt(estimate))  # as torch.optim: NaN is not above 1
+        return dict(param=c.decay * param, step=step, row_var=row_var, col_var=col_var, variance=variance)

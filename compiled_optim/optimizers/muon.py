@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from compiled_optim.optimizer import CompiledOptimizer
-from compiled_optim.rule import Number, buffer, hyper, maximum, static
+from compiled_optim.rule import Number, buffer, hyper, identity, maximum, static
 
 # What the learning rate of a matrix is multiplied by, by the name of the adjustment.
 _RATIOS: dict[str, Callable[[int, int], float]] = {
@@ -21,12 +21,11 @@ _RATIOS: dict[str, Callable[[int, int], float]] = {
 def _orthogonalized(stack: Tensor, a: Tensor, b: Tensor, c: Tensor, eps: Tensor, steps: int) -> Tensor:
     """The matrices of ``stack``, (n, rows, columns), with singular values near 1."""
     tall = stack.shape[-2] > stack.shape[-1]
-    x = (stack.mT if tall else stack).to(torch.bfloat16)
-    x = x / maximum(torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True), eps.to(x.dtype))
-    identity = torch.eye(x.shape[-2], dtype=x.dtype, device=x.device)
+    x = stack.mT if tall else stack
+    x = (x / maximum(torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True), eps)).to(torch.bfloat16)
     for _ in range(steps):
         gram = x @ x.mT
-        x = (a * identity + b * gram + c * (gram @ gram)).to(x.dtype) @ x
+        x = (a * identity(gram) + b * gram + c * (gram @ gram)).to(x.dtype) @ x
     return (x.mT if tall else x).to(stack.dtype)
 
 

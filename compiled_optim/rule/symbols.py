@@ -22,6 +22,7 @@ _OF_FORMATS: dict[str, bool | None] = dict.fromkeys(("bits", "integer", "group_m
 _OF_FORMATS |= {**dict.fromkeys(("from_bits", "from_upper", "number"), False), "broadcast": None}
 """The words that no optimizer needs, which messages leave out: whether they make integers; None: of integers only."""
 
+OF_MATRICES = {"identity"}  # the words that only updates of whole matrices have
 _REDUCTIONS = {"dot", "linalg_vector_norm", "mean", "norm", "std", "sum", "var", "vector_norm"}
 _SPELLINGS = {
     **dict.fromkeys(("pow", "float_power"), "power"),
@@ -50,7 +51,7 @@ def word(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def _advice(name: str) -> str:
-    offered, plain = WORDS.keys() - _OF_FORMATS.keys(), name.strip("_")
+    offered, plain = WORDS.keys() - _OF_FORMATS.keys() - OF_MATRICES, name.strip("_")
     if plain in _REDUCTIONS:
         return "return mean(...) or total(...) of the expression from reduce, and read that from c"
     wanted = plain if plain in offered else _SPELLINGS.get(plain, ", ".join(sorted(offered)))
@@ -203,6 +204,8 @@ class Code:
 
     def call(self, name: str, *values: Any) -> Symbol:
         """Append a call of a word of the vocabulary, and return the symbol of its result."""
+        if name in OF_MATRICES:
+            raise NotWritable(f"uses {name}, which is for matrices")
         is_int = _any_int(*values)
         if name == "integer" and is_int:
             return cast(Symbol, values[0])

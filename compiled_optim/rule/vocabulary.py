@@ -77,3 +77,9 @@ def bias_correction(beta: Tensor, step: Tensor) -> Tensor:
     """``1 - beta**step`` without the cancellation: within 2 ulp for every ``beta`` in [0, 1) and ``step`` >= 1."""
     zero = beta == 0  # where the logarithm has no derivative
     return torch.where(zero, 1 - beta**step, -torch.expm1(step * torch.log(torch.where(zero, 0.5, beta))))
+
+
+@word
+def identity(matrices: Tensor) -> Tensor:
+    """In an update of matrices: the identity matrix in the place of each of ``matrices``, which are square."""
+    return torch.eye(matrices.shape[-1], dtype=matrices.dtype, device=matrices.device)

@@ -10,7 +10,7 @@ import torch
 from catalog import registry
 
 import compiled_optim as co
-from compiled_optim.rule import buffer, floor, hyper, maximum, scalar, sign, sqrt, static
+from compiled_optim.rule import buffer, floor, hyper, identity, maximum, scalar, sign, sqrt, static
 
 
 def make(**body: Any) -> type[co.CompiledOptimizer]:
@@ -296,3 +296,18 @@ def test_flags_are_torchs(optimizer: type[co.CompiledOptimizer]) -> None:
     expected = set(theirs([param], lr=0.1).param_groups[0]) & flags
     assert set(group) & flags == expected
     assert optimizer([param], lr=0.1, maximize=True).param_groups[0]["maximize"] is True
+
+
+def test_words_of_matrices_are_not_for_elements() -> None:
+    with pytest.raises(TypeError, match=r"Elementwise\.update uses identity, which is for matrices"):
+
+        class Elementwise(co.CompiledOptimizer):
+            lr: float = hyper(default=0.1)
+
+            @staticmethod
+            def coefficients(lr):
+                return dict(lr=lr)
+
+            @staticmethod
+            def update(param, grad, c):
+                return dict(step=c.lr * identity(grad))

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compiled_optim.lowering.kernels.cpp import _DIALECT, WORDS
+from compiled_optim.lowering.kernels.cpp import DIALECT, WORDS
 from compiled_optim.memory.cache import library
 from compiled_optim.rule import formats
 from compiled_optim.rule.symbols import Code, Symbol
@@ -52,7 +52,7 @@ _CONSTANTS["bfloat16"]["HALF8"] = "(size(p8) < 0x1p-126f ? 0x1p-126f : power_of(
 
 
 def _function(name: str, results: dict[str, str], arguments: list[str], body: Callable[..., Any]) -> str:
-    code = Code(_DIALECT, "e")
+    code = Code(DIALECT, "e")
     values = body(*(Symbol(code, argument) for argument in arguments))
     values = values if isinstance(values, tuple) else (values,)
     outs = [f"{kind}& {result}" for result, kind in results.items()]

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten, tree_map
 
 from compiled_optim.capture import graph as graphs
-from compiled_optim.lowering import multi_tensor, stacked
+from compiled_optim.lowering import choice, multi_tensor, stacked
 from compiled_optim.lowering.kernels import cpp, triton
 from compiled_optim.lowering.kernels.table import Kernel
 from compiled_optim.memory import torch_internals
@@ -249,6 +249,7 @@ def install(patch: Any) -> None:
     patch.setitem(torch_internals.CAPTURING, "cpu", recording_here)
     patch.setitem(multi_tensor.BACKENDS, "cpu", _build)
     patch.setattr(multi_tensor, "_kernels", {})
+    patch.setattr(choice, "LOOPED", set())
     make = stacked._make
     patch.setattr(stacked, "_make", lambda signature: RecordedStackKernel(make(signature)))
     patch.setattr(stacked, "_kernels", _stack_kernels)

@@ -30,11 +30,11 @@ WORDS = Path(__file__).with_name("words.h").read_text(encoding="utf-8")
 BLOCK = 8192  # elements that one thread updates at a time
 SERIAL = 32768  # elements below which waking other threads costs more than they save
 
-_STORAGE = {
+STORAGE = {
     **{"float32": "float", "float64": "double", "bfloat16": "bfloat16", "float16": "float16"},
     **{"int8": "int8_t", "uint8": "uint8_t", "int16": "int16_t"},
 }
-_DIALECT = Dialect("const auto {} = {};", "T({})", "&&", "||", "uint32_t({})")
+DIALECT = Dialect("const auto {} = {};", "T({})", "&&", "||", "uint32_t({})")
 _ACCESSES = Accesses(
     control="*at<const T>(hypers, {}, 1, 0)",
     row="double_of(inputs[{} * count + t])",
@@ -47,15 +47,15 @@ _ACCESSES = Accesses(
 
 # Elements share no memory. Between more than five tensors gcc does not check that itself, and does not vectorize. (With
 # "omp simd" it makes slow code of 16-bit tensors: temporaries of a class become arrays.)
-_INDEPENDENT = "#pragma GCC ivdep"
+INDEPENDENT = "#pragma GCC ivdep"
 
 
 def source(key: KernelKey) -> str:
     """The C++ text of the kernel for one key; its entry points are those that a kernel launches."""
-    text = WORDS + _EVALUATION.format(**evaluation(key, _DIALECT, _ACCESSES, "  "))
+    text = WORDS + _EVALUATION.format(**evaluation(key, DIALECT, _ACCESSES, "  "))
     if key.rule.granularity != "element":
         return text
-    program = Program.of(key, _DIALECT)
+    program = Program.of(key, DIALECT)
     return text + "".join(_means(program, *means) for means in program.means.items()) + _update(program)
 
 
@@ -98,13 +98,13 @@ def _means(program: Program, stage: int, written: Written) -> str:
 
 def _update(program: Program) -> str:
     stores = [_store(program.update, array, value) for array, value in program.new_elements()]
-    (grad,) = (_STORAGE[a.dtype] for a in program.arrays if a.row is None)
+    (grad,) = (STORAGE[a.dtype] for a in program.arrays if a.row is None)
     return _each_block(program, "update", program.update, stores) + _UPDATE.format(grad=grad, numel=rows.NUMEL, block=BLOCK)
 
 
 def _store(written: Written, array: Array, value: str) -> _Store:
     """The statement that stores ``value`` in ``array``; a value of only a float32's upper bits is not rounded again."""
-    kind, made = _STORAGE[array.dtype], next((s for s in written.statements if s.name == value), None)
+    kind, made = STORAGE[array.dtype], next((s for s in written.statements if s.name == value), None)
     bits = {"bfloat16": f"bfloat16::upper_of({value})", "float16": f"uint32_t(float16({value}).bits)"}.get(kind, value)
     if kind == "bfloat16" and made is not None and made.word == "from_upper":
         value, kind, bits = made.reads[0], "bfloat16::of_bits", made.reads[0]
@@ -116,7 +116,7 @@ def _each_block(program: Program, name: str, written: Written, stores: Sequence[
 
     ``totals`` are the variables to which that adds.
     """
-    pragma = f"#pragma omp simd reduction(+ : {', '.join(totals)})" if totals else _INDEPENDENT
+    pragma = f"#pragma omp simd reduction(+ : {', '.join(totals)})" if totals else INDEPENDENT
     loads = {a.element: _load(a) for a in program.arrays if not a.grouped}
     if written.reads_index:
         loads[INDEX] = f"const uint32_t {INDEX} = uint32_t(start + i);"
@@ -124,7 +124,7 @@ def _each_block(program: Program, name: str, written: Written, stores: Sequence[
         loop = _loop_over_groups(program.arrays, loads, written, stores, pragma)
     else:
         body = [*loads.values(), *written.lines, *(s.text for s in stores)]
-        is_paired = not totals and all(_STORAGE[a.dtype] in _PAIRS for a in program.arrays)
+        is_paired = not totals and all(STORAGE[a.dtype] in _PAIRS for a in program.arrays)
         loop = _loop_over_pairs(program.arrays, written, stores, body) if is_paired else _loop(pragma, "0", "size", body)
     before = [*map(_pointer, program.arrays), "const T factor = T(k[0]);"]
     before += [f"const T k{i} = T(k[{i + 1} * columns]);" for i in range(len(written.numbers))]
@@ -134,7 +134,7 @@ def _each_block(program: Program, name: str, written: Written, stores: Sequence[
         block_parameters=", double* sums, int64_t block_count" if totals else "",
         block_arguments=", sums + c, block_count" if totals else "",
         column=rows.COLUMN,
-        compute=_STORAGE[program.compute],
+        compute=STORAGE[program.compute],
         numel=rows.NUMEL,
         size=BLOCK,
         before=indented([*before, *(f"double {total} = 0;" for total in totals)], "  "),
@@ -144,7 +144,7 @@ def _each_block(program: Program, name: str, written: Written, stores: Sequence[
 
 
 def _pointer(array: Array) -> str:
-    kind = _STORAGE[array.dtype]
+    kind = STORAGE[array.dtype]
     kind, table = (f"const {kind}", "grads, 0") if array.row is None else (kind, f"tensors, {array.row}")
     start = f"start / {GROUP}" if array.grouped else "start"
     return f"{kind}* __restrict {array.address} = at<{kind}>({table}, count, t) + {start};"
@@ -171,7 +171,7 @@ def _loop(pragma: str, first: str, end: str, body: Sequence[str]) -> list[str]:
 
 def _loop_over_pairs(arrays: Sequence[Array], written: Written, stores: Sequence[_Store], last: Sequence[str]) -> list[str]:
     """Loops over pairs of elements; the ``last`` one of an odd number is updated by itself."""
-    pairs = {array.address: _PAIRS[_STORAGE[array.dtype]] for array in arrays}
+    pairs = {array.address: _PAIRS[STORAGE[array.dtype]] for array in arrays}
     words = {address: f"reinterpret_cast<{pair.word}*>({address} + first)[i]" for address, pair in pairs.items()}
     of_bytes = [address for address, pair in pairs.items() if pair.word == "pair16"]
     found = {**words, **{address: f"{address}_words[i]" for address in of_bytes}}
@@ -189,7 +189,7 @@ def _loop_over_pairs(arrays: Sequence[Array], written: Written, stores: Sequence
         f"const int64_t pairs = (size - first < {_TILE} ? size - first : {_TILE}) / 2;",
         *(f"uint32_t {address}_words[{_TILE // 2}];" for address in of_bytes),
         *(f"for (int64_t i = 0; i < pairs; i++) {address}_words[i] = {words[address]};" for address in of_bytes),
-        *_loop(_INDEPENDENT, "0", "pairs", body),
+        *_loop(INDEPENDENT, "0", "pairs", body),
         *(f"for (int64_t i = 0; i < pairs; i++) {words[address]} = uint16_t({address}_words[i]);" for address in of_bytes),
     ]
     return [
@@ -239,7 +239,7 @@ def _loop_over_groups(
         *(f"const uint32_t {s.name} = {s.name}_most;" for s in largest),
         *(s.text for s in of_groups if s.kind.after_reduce),
         *(s.text for s in stores if s.grouped),
-        *(_loop(_INDEPENDENT, "g", "end", second) if second else []),
+        *(_loop(INDEPENDENT, "g", "end", second) if second else []),
     ]
     return [
         "const auto update_group = [&](const int64_t g, const auto group_size) __attribute__((always_inline)) {",

@@ -1,0 +1,320 @@
+"""A rule on whole tensors as C++: loops over the elements of stacks, and torch's products of matrices between them."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import itertools
+import math
+import re
+import threading
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from compiled_optim.lowering.kernels.cpp import DIALECT, INDEPENDENT, SERIAL, STORAGE, WORDS
+from compiled_optim.lowering.kernels.loops import Loop, Schedule
+from compiled_optim.memory.cache import library, processor
+from compiled_optim.memory.layout import compute_dtype
+from compiled_optim.plan.compilations import KernelKey
+from compiled_optim.rule.stacks import Axes, Step, written
+
+PHASES = Path(__file__).with_name("phases.h").read_text(encoding="utf-8")
+"""What is the same in all functions."""
+
+_CHUNK, _MOST_CHUNKS = 32768, 64  # elements of a tensor that one thread takes at a time; the most of these chunks
+_WHOLE = 4 * _CHUNK  # elements below which one thread updates a whole tensor, which stays in its caches
+_LINE = 64  # bytes of a cache line, at which tensors begin
+
+# Where the processor multiplies bfloat16 numbers only one by one, they are multiplied as float32, and products are rounded.
+_HALF = torch.bfloat16 if "bf16" in processor() else torch.float32
+
+_VALUE = r"(?<![a-z0-9])e\d+"  # the name of a value, also behind an underscore
+
+GIVEN = ("coefficients", "outcome", "index", "params", "grads")
+"""What the functions of all rules take first: a matrix of coefficients and the outcome of the step, as in a coefficient
+table; for each tensor of the stack, its column there and the address of its parameter; and by column, of the gradient."""
+
+
+class Part(NamedTuple):
+    """Loops between two products: a C++ function ``name``, whose text the caller has.
+
+    It takes the addresses of ``arrays``, of which the first are :data:`GIVEN`, and ``sizes``: letters of axes, and what
+    :class:`StackSource` says of loops and sums.
+    """
+
+    name: str
+    arrays: list[str]
+    sizes: list[str]
+
+
+class StackSource:
+    """The C++ text of the update of tensors of one ``shape``, which is the same for most other shapes.
+
+    Its ``events`` are parts and the products between them. A tensor is cut in ``loop0.chunks``, or so, along
+    ``loop0.axis``. A sum over this axis has that many partial ones, else one.
+    """
+
+    def __init__(self, key: KernelKey, shape: Sequence[int]) -> None:
+        compute = compute_dtype(key.dtypes[0])
+        self.update = update = written(key.rule, dict(key.statics), shape, compute, DIALECT)
+        self.schedule = Schedule(update)
+        self.dtypes = dict(zip(update.inputs, key.dtypes, strict=True))
+        self.dtypes |= {s.name: _HALF if s.half else compute for s in update.steps}
+        self._halves = {s.name for s in update.steps if s.half}
+        self.loops = {f"loop{i}": e for i, e in enumerate(e for e in self.schedule.events if isinstance(e, Loop))}
+        self.sums = {f"partial_{step.name}": (name, step) for name, loop in self.loops.items() for step in loop.sums}
+        self.dtypes |= dict.fromkeys(self.sums, torch.float64)
+        self.events: list[Part | Step] = []
+        axes, names = list(dict.fromkeys(update.axes)), iter(self.loops.items())
+        texts: dict[str, str] = {}  # of functions, but for their names, which are the values
+        for is_loop, found in itertools.groupby(self.schedule.events, lambda event: isinstance(event, Loop)):
+            if not is_loop:
+                self.events += [event for event in found if isinstance(event, Step)]
+                continue
+            self._arrays, self._sizes = [*GIVEN], [*axes, "alone"]
+            phases = [self._phase(name, loop) for name, loop in itertools.islice(names, len(list(found)))]
+            text = _PART.format(
+                compute=_type(compute),
+                sizes="".join(f"\n  const int64_t size_{letter} = sizes[{i}];" for i, letter in enumerate(axes)),
+                alone=f"sizes[{len(axes)}]",
+                phases=",\n".join("\n".join(_indented(phase, "      ")) for phase in phases),
+            )
+            self.events.append(Part(texts.setdefault(_renamed(text), f"part{len(texts)}"), self._arrays, self._sizes))
+        self.text = f"{WORDS}\n{PHASES}" + "".join(text.replace("PART", name, 1) for text, name in texts.items())
+
+    def axes_of(self, name: str) -> Axes:
+        """The axes of an array."""
+        return self.sums[name][1].axes if name in self.sums else self.schedule.axes_of(name)
+
+    def _phase(self, loop_name: str, loop: Loop) -> list[str]:
+        inner = max((d for d, letter in enumerate(loop.axes) if letter), default=0)
+        numbers = [name for name in loop.loads if name not in self.dtypes]
+        loads = [name for name in loop.loads if name in self.dtypes]
+        chunks, axis = self._extent(f"{loop_name}.chunks"), self._extent(f"{loop_name}.axis")
+        before = [f"const T {n} = T(coefficients[{1 + int(n[1:])} * columns + index[t]]);" for n in numbers]
+        before += ["const T factor = T(coefficients[index[t]]);"] if "grad" in loads else []
+        before += [self._pointer(name) for name in dict.fromkeys([*loads, *loop.kept, *loop.results])]
+        before += [f"const Range range{d} = cut({_size(a)}, {axis} == {d}, p, {chunks});" for d, a in enumerate(loop.axes)]
+        lines: dict[bool, list[str]] = {False: [], True: []}  # by whether they are in the innermost loop
+        for name in loads:
+            lines[bool(self.axes_of(name)[inner])].append(f"const T {name} = {self._loaded(name)};")
+        for step in loop.steps:
+            lines[bool(step.axes[inner])].append(f"const auto {step.name} = {step.expression};")
+        stores = {**{name: name for name in loop.kept}, **loop.results}
+        lines[True] += [f"{self._element(to)} = {_type(self.dtypes[to])}({value});" for to, value in stores.items()]
+        totals: dict[str, str] = {}
+        begin, end = [], []
+        for name, step in ((name, step) for name, (where, step) in self.sums.items() if where == loop_name):
+            copies, numel = self._extent(name), self._numel(name)
+            before.append(self._pointer(name, f"(t * {copies} + p % {copies})"))
+            to = self._element(name) if step.axes[inner] else totals.setdefault(name, f"sum_{step.name}")
+            lines[True].append(f"{to} += double({step.reads[0]});")
+            begin.append(f"clear({self._start(name)}, t, {copies} * {numel});")
+            end.append(f"add({self._start(name)}, {self._start(step.name)}, t, {copies}, {numel});")
+        pragma = f"#pragma omp simd reduction(+ : {', '.join(totals.values())})" if totals else INDEPENDENT
+        body = [*lines[False], *(f"double {total} = 0;" for total in totals.values()), pragma, *_each(inner, lines[True])]
+        body += [f"{self._element(name)} += {total};" for name, total in totals.items()]
+        for d in (d for d in reversed(range(inner)) if loop.axes[d]):
+            body = _each(d, body)
+        one, several = "[&](const int64_t t) {", "[&](const int64_t t, const int64_t p) __attribute__((noinline)) {"
+        text = [one, *_indented(begin), "},", several, *_indented([*before, *body]), "},", one, *_indented(end), "}"]
+        return [f"phase({chunks},", *_indented(text), ")"]
+
+    def _extent(self, name: str) -> str:
+        if name not in self._sizes:
+            self._sizes.append(name)
+        return f"sizes[{self._sizes.index(name)}]"
+
+    def _start(self, name: str) -> str:
+        if name not in self._arrays:
+            self._arrays.append(name)
+        return f"start<{_type(self.dtypes[name])}>(arrays[{self._arrays.index(name)}])"
+
+    def _pointer(self, name: str, place: str = "t") -> str:
+        kind, found = _type(self.dtypes[name]), {"param": "params[t]", "grad": "grads[index[t]]"}.get(name)
+        where = f"start<{kind}>({found})" if found else f"{self._start(name)} + {place} * {self._numel(name)}"
+        return f"{kind}* __restrict at_{name} = {where};"
+
+    def _loaded(self, name: str) -> str:
+        value = f"T({self._element(name)})"
+        if name in self._halves and self.dtypes[name] != torch.bfloat16:
+            return f"rounded({value})"
+        return f"factor * {value}" if name == "grad" else value
+
+    def _element(self, name: str) -> str:
+        index = ""
+        for d, letter in enumerate(self.axes_of(name)):
+            if letter:
+                index = f"({index}) * {_size(letter)} + i{d}" if index else f"i{d}"
+        return f"at_{name}[{index or 0}]"
+
+    def _numel(self, name: str) -> str:
+        return " * ".join(map(_size, filter(None, self.axes_of(name)))) or "1"
+
+
+def _renamed(text: str) -> str:
+    """``text`` with its values numbered as they come, so that functions which differ in names only are equal."""
+    names = {name: f"e{i}" for i, name in enumerate(dict.fromkeys(re.findall(_VALUE, text)))}
+    return re.sub(_VALUE, lambda found: names[found[0]], text)
+
+
+def stack_source(key: KernelKey, shape: Sequence[int]) -> StackSource:
+    """The source for a ``shape``, which is written once."""
+    return _source(dataclasses.replace(key, arrangement=""), tuple(shape))
+
+
+_source = functools.cache(StackSource)
+
+
+def _type(dtype: torch.dtype) -> str:
+    return STORAGE[str(dtype).removeprefix("torch.")]
+
+
+def _size(letter: str) -> str:
+    return f"size_{letter}" if letter else "1"
+
+
+def _each(d: int, body: Iterable[str]) -> list[str]:
+    return [f"for (int64_t i{d} = range{d}.first; i{d} < range{d}.end; i{d}++) {{", *_indented(body), "}"]
+
+
+def _indented(lines: Iterable[str], indent: str = "  ") -> list[str]:
+    return [indent + line for line in lines]
+
+
+_PART = """
+OURS void PART(const int64_t* arrays, const int64_t* sizes, const double* numbers, int64_t columns, int64_t count,
+               int64_t threads) {{
+  using T = {compute};
+  const double *coefficients = start<const double>(arrays[0]), *outcome = start<const double>(arrays[1]);
+  const int64_t *index = start<const int64_t>(arrays[2]), *params = start<const int64_t>(arrays[3]);
+  const int64_t* grads = start<const int64_t>(arrays[4]);{sizes}
+  if (outcome[1]) return;
+  run({alone}, count, threads, [&](const int64_t t) {{ return grads[index[t]] != 0; }},
+{phases});
+}}
+"""
+
+
+class CppStackKernel:
+    """The compiled update of the stacks of one key, which have an example's ``shape``, or one with the same code.
+
+    Raises:
+        NotWritable: the rule does what only a compiler for all of torch can.
+        CompilerError: it cannot be compiled or loaded on this machine.
+    """
+
+    def __init__(self, key: KernelKey, shape: Sequence[int]) -> None:
+        self._key = key
+        self._forms: dict[Sequence[int], _Form] = {}
+        self._form((1, *shape))
+
+    def update(self, shape: Sequence[int], given: Mapping[str, int], columns: int) -> None:
+        """Update a stack of ``shape``, with the addresses of :data:`GIVEN` and of each of ``buffers``.
+
+        The matrix of coefficients has so many ``columns``.
+        """
+        self._form(shape).run(given, columns)
+
+    def _form(self, shape: Sequence[int]) -> _Form:
+        if shape not in self._forms:
+            self._forms[shape] = _Form(self._key, shape)
+        return self._forms[shape]
+
+
+class _Form:
+    """The update of stacks of one shape.
+
+    Attributes:
+        places: of each tensor that only an update needs, its first byte, shape and dtype in the memory for all of them.
+        bytes: the size of that memory.
+    """
+
+    def __init__(self, key: KernelKey, shape: Sequence[int]) -> None:
+        self._source = source = stack_source(key, shape[1:])
+        self._count, self._numbers = shape[0], (ctypes.c_double * len(source.update.numbers))(*source.update.numbers)
+        self._is_small = math.prod(shape) <= SERIAL
+        sizes = {"alone": int(math.prod(shape[1:]) < _WHOLE), **dict(zip(source.update.axes, shape[1:], strict=True))}
+        for name, loop in source.loops.items():
+            lengths = [sizes.get(letter, 1) for letter in loop.axes]
+            chunks = min(max(math.prod(lengths) // _CHUNK, 1), _MOST_CHUNKS) if all(loop.axes) else 1
+            axis = next((d for d, length in enumerate(lengths) if length >= chunks), len(lengths) - 1)
+            sizes |= {f"{name}.chunks": chunks, f"{name}.axis": axis}
+        for name, (where, step) in source.sums.items():
+            sizes[name] = 1 if step.axes[sizes[f"{where}.axis"]] else sizes[f"{where}.chunks"]
+        self._place(sizes)
+        self._events: list[tuple[Part | Step, Any, Any]] = []
+        code = library(source.text)
+        for event in source.events:
+            function, given = None, None
+            if isinstance(event, Part):
+                function, given = (
+                    getattr(code, event.name),
+                    (ctypes.c_int64 * len(event.sizes))(*[sizes[size] for size in event.sizes]),
+                )
+                function.argtypes, function.restype = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 3, None
+            self._events.append((event, function, given))
+
+    def _place(self, sizes: Mapping[str, int]) -> None:
+        """Find places for all tensors: one that nothing reads any more gives its place to others of its size."""
+        self.places: dict[str, tuple[int, list[int], torch.dtype]] = {}
+        self.bytes, free = 0, defaultdict[int, list[int]](list)  # the places that are free, by size
+        own = {*self._source.sums, *(step.name for step in self._source.update.steps)}
+        used = [event.arrays if isinstance(event, Part) else [*event.reads, event.name] for event in self._source.events]
+        last = {name: i for i, names in enumerate(used) for name in names if name in own}
+        for i, names in enumerate(used):
+            for name in (n for n in names if n in own and n not in self.places):
+                shape = [self._count, *([sizes[name]] if name in self._source.sums else [])]
+                shape += [sizes[letter] for letter in self._source.axes_of(name) if letter]
+                dtype = self._source.dtypes[name]
+                size = -(-math.prod(shape) * dtype.itemsize // _LINE) * _LINE
+                start = free[size].pop() if free[size] else self.bytes
+                self.places[name] = start, shape, dtype
+                self.bytes = max(self.bytes, start + size)
+            for start, shape, dtype in (self.places[n] for n in {*names} & own if last[n] == i):
+                free[-(-math.prod(shape) * dtype.itemsize // _LINE) * _LINE].append(start)
+
+    def run(self, given: Mapping[str, int], columns: int) -> None:
+        """Update a stack, whose tensors have these addresses."""
+        tensors, addresses = _memory.of(self)
+        addresses = {**addresses, **given}
+        threads = 1 if self._is_small else torch.get_num_threads()
+        for event, function, sizes in self._events:
+            if isinstance(event, Part):
+                arrays = (ctypes.c_int64 * len(event.arrays))(*map(addresses.__getitem__, event.arrays))
+                function(arrays, sizes, self._numbers, columns, self._count, threads)
+            elif event.kind == "turn":
+                tensors[event.name].copy_(tensors[event.reads[0]].mT)
+            else:
+                pairs = zip(event.reads, event.turned, strict=True)
+                left, right = (tensors[name].mT if turned else tensors[name] for name, turned in pairs)
+                torch.bmm(left, right, out=tensors[event.name])
+
+
+class _Memory(threading.local):
+    """The memory of one thread for what only an update needs: to have it from the system each time takes as long as that."""
+
+    def __init__(self) -> None:
+        self._all = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._known: dict[_Form, tuple[dict[str, Tensor], dict[str, int]]] = {}
+
+    def of(self, form: _Form) -> tuple[dict[str, Tensor], dict[str, int]]:
+        """The tensors of ``form`` by name, and their addresses."""
+        if form not in self._known:
+            with torch.inference_mode(False):
+                if form.bytes > len(self._all):
+                    self._all, self._known = torch.empty(form.bytes, dtype=torch.uint8, device="cpu"), {}
+                tensors = {}
+                for name, (start, shape, dtype) in form.places.items():
+                    tensors[name] = self._all[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+            self._known[form] = tensors, {name: tensor.data_ptr() for name, tensor in tensors.items()}
+        return self._known[form]
+
+
+_memory = _Memory()

@@ -1,0 +1,61 @@
+struct Range { int64_t first, end; };
+
+static inline Range cut(int64_t size, bool is_cut, int64_t p, int64_t chunks) {
+  return is_cut ? Range{size * p / chunks, size * (p + 1) / chunks} : Range{0, size};
+}
+
+template <class P> static inline P* start(int64_t address) { return reinterpret_cast<P*>(address); }
+
+template <class T> static inline T rounded(T x) { return T(float(bfloat16(float(x)))); }
+
+static inline void clear(double* partial, int64_t t, int64_t numel) {
+  std::memset(partial + t * numel, 0, numel * sizeof(double));
+}
+
+template <class T> static void add(const double* partial, T* to, int64_t t, int64_t copies, int64_t numel) {
+  for (int64_t i = 0; i < numel; i++) {
+    double sum = 0;
+    for (int64_t q = 0; q < copies; q++) sum += partial[(t * copies + q) * numel + i];
+    to[t * numel + i] = T(sum);
+  }
+}
+
+// What happens to a tensor t, in so many chunks p, with something at the begin and at the end.
+template <class Begin, class Loop, class End> struct Phase {
+  int64_t chunks;
+  Begin begin;
+  Loop loop;
+  End end;
+  void alone(int64_t t) const {
+    begin(t);
+    for (int64_t p = 0; p < chunks; p++) loop(t, p);
+    end(t);
+  }
+  template <class Is> void together(int64_t count, const Is& is_there) const {
+#pragma omp for
+    for (int64_t t = 0; t < count; t++)
+      if (is_there(t)) begin(t);
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t w = 0; w < count * chunks; w++)
+      if (is_there(w / chunks)) loop(w / chunks, w % chunks);
+#pragma omp for
+    for (int64_t t = 0; t < count; t++)
+      if (is_there(t)) end(t);
+  }
+};
+
+template <class Begin, class Loop, class End> static Phase<Begin, Loop, End> phase(int64_t n, Begin b, Loop l, End e) {
+  return {n, b, l, e};
+}
+
+template <class Is, class... Phases>
+static void run(bool alone, int64_t count, int64_t threads, const Is& is_there, const Phases&... phases) {
+  if (alone) {
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
+    for (int64_t t = 0; t < count; t++)
+      if (is_there(t)) (phases.alone(t), ...);
+  } else {
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    (phases.together(count, is_there), ...);
+  }
+}

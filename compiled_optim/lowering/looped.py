@@ -1,0 +1,138 @@
+"""The lowering of rules on whole tensors on a CPU: loops in C++, and torch's products of matrices between them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from compiled_optim.lowering.kernels.cpp_stacks import CppStackKernel, stack_source
+from compiled_optim.lowering.kernels.table import CoefficientTable
+from compiled_optim.lowering.stacked import Stack, StackTableLowering, seen_shape, stack_of
+from compiled_optim.lowering.torch_ops.eager import TorchLowering
+from compiled_optim.memory.addresses import EMPTY
+from compiled_optim.memory.layout import is_plain, overlap_shifted, plain_copy
+from compiled_optim.plan.clipping import Clipping
+from compiled_optim.plan.compilations import CompilationLog, KernelKey, kernel_key
+from compiled_optim.plan.plan import Member, Plan
+from compiled_optim.rule.stacks import is_writable
+
+_ELEMENTS = {"tensor": 1 << 22, "matrix": 1 << 20}
+"""The most elements in a stack of several tensors, by granularity: sums need little memory, and products stay in caches."""
+
+_kernels: dict[KernelKey, CppStackKernel] = {}
+_examples: dict[str, tuple[int, ...]] = {}  # by the code of kernels, the shape that it was first written for
+
+
+def serves(plan: Plan) -> bool:
+    """Whether the rule does no more with the plan's tensors than loops and products of matrices can."""
+    rule, choices = plan.rule, plan.statics
+    shapes = {seen_shape(rule, choices, param.shape) for param in plan.params if param.numel()}
+    every = [tuple(c.items()) for c in (choices, choices | dict.fromkeys(rule.structural_hypers, True))]  # may follow
+    return all(is_writable(rule, statics, shape) for statics in every for shape in shapes)
+
+
+class LoopLowering(StackTableLowering):
+    """Runs the step of one plan for which :func:`serves` holds."""
+
+    stacks: Sequence[LoopStack]
+
+    def __init__(self, plan: Plan, clipping: Clipping, log: CompilationLog) -> None:
+        super().__init__(plan, clipping, log)
+        self._version: int | None = None  # of the plan's addresses that the kernels know
+
+    def _stacked(self, positions: Sequence[int], key: KernelKey) -> LoopStack:
+        return LoopStack(self.plan, positions, key)
+
+    def _key(self, member: Member, grad_dtype: torch.dtype) -> KernelKey:
+        """The key of the kernel that updates ``member``; stacks whose code is the same share one."""
+        key = kernel_key(self.plan, member, grad_dtype, "")
+        shape = seen_shape(self.plan.rule, self.plan.statics, member.owner.shape)
+        example = _examples.setdefault(stack_source(key, shape).text, shape)
+        return dataclasses.replace(key, arrangement=f"loops over stacks like {' x '.join(map(str, example))}")
+
+    def _most(self, key: KernelKey, shape: torch.Size) -> int:
+        return max(_ELEMENTS[self.plan.rule.granularity] // shape.numel(), 1)
+
+    @property
+    def is_compiled(self) -> bool:
+        return self._evaluator is not None and all(stack.loops is not None for stack in self.stacks)
+
+    def compile(self) -> None:
+        self._compile_evaluator()
+        for stack in self.stacks:
+            names = [self.plan.members[i].name for i in stack.positions]
+            make = functools.partial(CppStackKernel, shape=stack.shape[1:])
+            stack.loops = self._log.obtain(_kernels, stack.key, names, make)
+
+    def prepare(self, grads: list[Tensor | None] | None) -> None:
+        TorchLowering.prepare(self, grads)
+        self.hypers.prepare()
+        found = self.plan.addresses
+        if not found.unlike:
+            self.table.gradients.publish(found.gradients if self._version != found.version else None)
+            self._version = found.version
+            return
+        pairs = zip(self._grads, self.plan.params, strict=True)
+        self._grads = [None if grad is None else _arranged(grad, param) for grad, param in pairs]
+        self.table.gradients.publish([0 if g is None else g.data_ptr() or EMPTY for g in self._grads])
+        self._version = None
+
+    def measure(self) -> None:
+        TorchLowering.measure(self)
+
+    def launch(self) -> None:
+        assert self._evaluator is not None
+        self._evaluator.evaluate(self.table)
+        for stack in self.stacks:
+            stack.update(self._grads, self.table)
+
+
+class LoopStack(Stack):
+    """Tensors of one shape, which are updated where they lie if an update sees them so, and otherwise in copies."""
+
+    def __init__(self, plan: Plan, positions: Sequence[int], key: KernelKey) -> None:
+        super().__init__(plan, positions, key)
+        self.loops: CppStackKernel | None = None
+        self._lies_there = (
+            self._axes is None and not plan.sharded and all(p.is_contiguous() and is_plain(p) for p in self._params)
+        )
+        self._addresses = torch.tensor([param.data_ptr() for param in self._params], device="cpu")
+
+    def update(self, grads: Sequence[Tensor | None], table: CoefficientTable) -> None:
+        """Update the tensors that have one of ``grads``, over the whole plan, with coefficients of ``table``."""
+        if self._lies_there:
+            self._run(self._addresses, table.gradients.pointers, self._buffers, table)
+            return
+        if (gathered := self.gathered(grads)) is None:
+            return
+        param, grad = self._seen(stack_of(self._params), self._owner), self._seen(gathered, self._owner)
+        buffers = list(map(self._seen, self._buffers, self._entries))
+        present = [(i, row.data_ptr()) for i, row in zip(self.positions, grad, strict=True) if grads[i] is not None]
+        pointers = torch.zeros_like(table.gradients.pointers)
+        pointers.numpy()[[i for i, _ in present]] = [address for _, address in present]
+        self._run(torch.tensor([row.data_ptr() for row in param], device="cpu"), pointers, buffers, table)
+        _copy(self._params, self._held(param, self._owner).unbind())
+        _copy(self._buffers, list(map(self._held, buffers, self._entries)))
+
+    def _run(self, params: Tensor, grads: Tensor, buffers: Sequence[Tensor], table: CoefficientTable) -> None:
+        assert self.loops is not None
+        tensors = {"coefficients": table.coefficients, "outcome": table.outcome, "index": self._index}
+        tensors |= {"params": params, "grads": grads, **{f"buffer{i}": buffer for i, buffer in enumerate(buffers)}}
+        given = {name: tensor.data_ptr() for name, tensor in tensors.items()}
+        self.loops.update(self.shape, given, table.coefficients.shape[1])
+
+
+def _copy(to: Sequence[Tensor], new: Sequence[Tensor]) -> None:
+    """Copy each of ``new`` to where it does not lie already."""
+    for old, tensor in zip(to, new, strict=True):
+        if old.data_ptr() != tensor.data_ptr():
+            old.copy_(tensor)
+
+
+def _arranged(grad: Tensor, param: Tensor) -> Tensor:
+    """``grad`` as loops read it: itself where it lies like that, and apart from ``param``."""
+    return grad if grad.is_contiguous() and is_plain(grad) and not overlap_shifted(grad, param) else plain_copy(grad)

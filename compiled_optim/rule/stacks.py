@@ -1,0 +1,290 @@
+"""The update of a rule on whole tensors as statements: on elements, sums along axes, products of matrices.
+
+The update is called with symbols in place of stacks. These know the operations of torch that this module lists; where an
+update uses another one, :func:`written` raises :class:`NotWritable`, and a compiler for all of torch has to take it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn, TypeAlias
+
+import torch
+
+from compiled_optim.rule.rule import Rule, number_type
+from compiled_optim.rule.symbols import PLAIN, Code, Dialect, NotWritable, Symbol
+from compiled_optim.rule.vocabulary import sqrt, where
+
+Axes: TypeAlias = tuple[str, ...]
+"""For each dimension of a stack but the first, the letter of its size; empty where a value is the same all along it."""
+
+_LETTERS = {1: "c", 2: "rc", 3: "brc"}  # columns, rows, batch
+_PRIMES = (101, 103, 107)  # stand for sizes, so that a buffer's shape can be told
+
+
+@dataclass(frozen=True)
+class Step:
+    """What defines one value: an ``expression`` of those that it reads, or a sum, product or copy of them.
+
+    A ``"product"`` is of two matrices, each of which is turned before where ``turned`` says so. ``"turn"`` is the transposed
+    matrix. A value is ``half`` if it is a bfloat16 number.
+    """
+
+    name: str
+    kind: Literal["element", "sum", "product", "turn"]
+    axes: Axes
+    reads: tuple[str, ...]
+    expression: str = ""
+    half: bool = False
+    turned: tuple[bool, bool] = (False, False)
+
+
+@dataclass(frozen=True)
+class StackUpdate:
+    """A rule's update of a stack: its steps, and the names of the new parameter and buffers.
+
+    The steps read ``param``, ``grad``, ``buffer0``, ..., whose axes are ``inputs``, ``k0``, ... for coefficients, ``i0``,
+    ... for the place of an element along each axis, ``size_c``, ... for sizes, and the ``numbers`` by their places.
+    """
+
+    axes: Axes
+    inputs: Mapping[str, Axes]
+    steps: Sequence[Step]
+    results: Mapping[str, str]
+    numbers: Sequence[float]
+
+
+class _Count:
+    """The number of tensors in a stack, on which an update may not depend."""
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise NotWritable("depends on the number of tensors in a stack")
+
+    __int__ = __index__ = __float__ = __eq__ = __add__ = __radd__ = __mul__ = __rmul__ = __truediv__ = _refuse
+    __hash__ = None  # type: ignore[assignment]
+
+
+class StackSymbol(Symbol):
+    """A stack in an update. It is ``turned`` where its matrices lie in memory as the transposed ones."""
+
+    __slots__ = ("axes", "half", "turned")
+    code: StackCode
+
+    def __init__(self, code: StackCode, name: str, axes: Axes, *, half: bool = False, turned: bool = False) -> None:
+        super().__init__(code, name)
+        self.axes, self.half, self.turned = axes, half, turned
+
+    @property
+    def seen(self) -> Axes:
+        """The axes, as the update sees them."""
+        return (*self.axes[:-2], self.axes[-1], self.axes[-2]) if self.turned else self.axes
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """The number of tensors, which nothing may use, and the sizes."""
+        return (_Count(), *(self.code.sizes.get(letter, 1) for letter in self.seen))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype in which it is computed."""
+        return torch.bfloat16 if self.half else self.code.dtype
+
+    @property
+    def mT(self) -> StackSymbol:
+        """The transposed matrices."""
+        return StackSymbol(self.code, self.name, self.axes, half=self.half, turned=not self.turned)
+
+    def dim(self) -> int:
+        """The number of dimensions."""
+        return 1 + len(self.axes)
+
+    def to(self, dtype: torch.dtype) -> StackSymbol:
+        """Numbers of another dtype, which is that of computations or bfloat16."""
+        if dtype not in (torch.bfloat16, self.code.dtype):
+            raise NotWritable(f"computes in {dtype}")
+        if (half := dtype == torch.bfloat16) and not self.half:
+            return self.code.append(
+                "element", self.axes, (self.name,), f"rounded({self.name})", half=True, turned=self.turned
+            )
+        return StackSymbol(self.code, self.name, self.axes, half=half, turned=self.turned)
+
+    def mean(self, dim: int | Sequence[int], *, keepdim: bool) -> Any:
+        """The mean along dimensions, which stay, of size 1."""
+        total = self.sum(dim, keepdim=keepdim)
+        gone = [f"size_{letter}" for letter, left in zip(self.axes, total.axes, strict=True) if letter != left]
+        return self.code.assign(f"{total.name} / T({' * '.join(gone)})", total) if gone else self
+
+    def sum(self, dim: int | Sequence[int], *, keepdim: bool) -> StackSymbol:
+        """The sum along dimensions, which stay, of size 1."""
+        dims = {d % self.dim() for d in ((dim,) if isinstance(dim, int) else dim)}
+        if not keepdim or 0 in dims or self.half:
+            raise NotWritable("sums along the first dimension, or drops dimensions, or sums in bfloat16")
+        axes = tuple("" if d in dims else letter for d, letter in enumerate(self.seen, 1))
+        axes = (*axes[:-2], axes[-1], axes[-2]) if self.turned else axes
+        if axes == self.axes:
+            return self
+        return self.code.append("sum", axes, (self.name,), turned=self.turned)
+
+    def __matmul__(self, other: StackSymbol) -> StackSymbol:
+        left, right = self.seen, other.seen
+        if len(left) != 2 or "" in (*left, *right) or left[1] != right[0] or self.half != other.half:
+            raise NotWritable("multiplies what are not two matrices of one dtype that fit each other")
+        names = self.code.computed(self), self.code.computed(other)
+        turned = (self.turned, other.turned)
+        return self.code.append("product", (left[0], right[1]), names, half=self.half, flips=turned)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in _FUNCTIONS:
+            return _FUNCTIONS[function](*args, **(kwargs or {}))
+        return super().__torch_function__(function, types, args, kwargs)
+
+
+def _lerp(start: StackSymbol, end: StackSymbol, weight: StackSymbol) -> Any:
+    way = end - start
+    return where(weight < 0.5, start + weight * way, end - way * (1 - weight))
+
+
+def _vector_norm(x: StackSymbol, ord: float = 2, dim: Sequence[int] = (), *, keepdim: bool = False) -> Any:
+    if ord != 2:
+        raise NotWritable("takes a norm of another order than 2")
+    return sqrt((x * x).sum(dim, keepdim=keepdim))
+
+
+_FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    torch.lerp: _lerp,
+    torch.linalg.vector_norm: _vector_norm,
+}
+
+
+class StackCode(Code):
+    """The steps of one update of stacks with these ``sizes`` by letter, which computes in ``dtype``."""
+
+    def __init__(self, dialect: Dialect, sizes: Mapping[str, int], dtype: torch.dtype) -> None:
+        super().__init__(dialect, "e")
+        self.sizes, self.dtype = sizes, dtype
+        self.steps: list[Step] = []
+        self.numbers: list[float] = []
+        self._made: dict[Step, StackSymbol] = {}
+
+    def operand(self, value: Any, *, is_int: bool = False) -> str:
+        """As for any code; a Python number has a place in ``numbers``, so that code does not depend on it."""
+        if isinstance(value, Symbol) or not isinstance(value, (int, float)):
+            return super().operand(value, is_int=is_int)
+        self.numbers.append(float(value))
+        return f"T(numbers[{len(self.numbers) - 1}])"
+
+    def binary(self, operator: str, left: Any, right: Any) -> Any:
+        """As for any code, of symbols that lie in the same way."""
+        return super().binary(operator, *self._aligned(left, right))
+
+    def call(self, name: str, *values: Any) -> Any:
+        """As for any code, of symbols that lie in the same way."""
+        if name == "identity":
+            (matrix,) = values
+            rows, columns = len(matrix.axes) - 2, len(matrix.axes) - 1
+            return self.append("element", matrix.axes, (), f"T(i{rows} == i{columns})")
+        return super().call(name, *self._aligned(*values))
+
+    def assign(self, expression: str, *operands: Any, is_int: bool = False, word: str = "") -> Any:
+        """Append a step on elements, and return the symbol of its result."""
+        read = [value for value in operands if isinstance(value, StackSymbol)]
+        if all(value.half for value in read):
+            raise NotWritable("computes in bfloat16")
+        axes: list[str] = []
+        for letters in zip(*(value.axes for value in read), strict=True):
+            if len(found := {*letters} - {""}) > 1:
+                raise NotWritable("computes with stacks whose shapes do not fit each other")
+            axes += found or {""}
+        names = tuple(value.name for value in read)
+        turned = any(value.turned for value in read if any(value.axes[-2:]))
+        return self.append("element", tuple(axes), names, expression, turned=turned)
+
+    def append(
+        self,
+        kind: Literal["element", "sum", "product", "turn"],
+        axes: Axes,
+        reads: tuple[str, ...],
+        expression: str = "",
+        *,
+        half: bool = False,
+        flips: tuple[bool, bool] = (False, False),
+        turned: bool = False,
+    ) -> StackSymbol:
+        """Append a step, unless there is one like it, and return the symbol of its result."""
+        step = Step("", kind, axes, reads, expression, half, flips)
+        if step not in self._made:
+            name = f"e{len(self.steps)}"
+            self.steps.append(dataclasses.replace(step, name=name))
+            self._made[step] = StackSymbol(self, name, axes, half=half)
+        made = self._made[step]
+        return StackSymbol(self, made.name, axes, half=half, turned=turned)
+
+    def _aligned(self, *values: Any) -> Sequence[Any]:
+        """``values`` of which all lie as they are seen, or all are turned."""
+        turned = {v.turned for v in values if isinstance(v, StackSymbol) and any(v.axes[-2:])}
+        return [self.upright(v) if isinstance(v, StackSymbol) and len(turned) > 1 else v for v in values]
+
+    def upright(self, symbol: StackSymbol) -> StackSymbol:
+        """The same stack, lying in memory as it is seen."""
+        if not symbol.turned:
+            return symbol
+        return self.append("turn", symbol.seen, (self.computed(symbol),), half=symbol.half)
+
+    def computed(self, symbol: StackSymbol) -> str:
+        """The name of a step that defines ``symbol``, which may be something that the update takes."""
+        if any(step.name == symbol.name for step in self.steps):
+            return symbol.name
+        return self.append("element", symbol.axes, (symbol.name,), symbol.name).name
+
+
+def written(
+    rule: Rule, statics: Mapping[str, Any], shape: Sequence[int], dtype: torch.dtype, dialect: Dialect
+) -> StackUpdate:
+    """The update of stacks whose tensors have this ``shape``, as it sees it, in another language.
+
+    Raises:
+        NotWritable: the update uses what :class:`StackSymbol` does not know.
+    """
+    axes = tuple(_LETTERS[len(shape)])
+    code = StackCode(dialect, dict(zip(axes, shape, strict=True)), dtype)
+    inputs = dict.fromkeys(("param", "grad"), axes)
+    values: dict[str, Any] = {**statics, **dict.fromkeys(b.name for b in rule.buffers)}
+    present = rule.present_buffers(statics)
+    for i, name in enumerate(present):
+        inputs[f"buffer{i}"] = _axes_of(next(b for b in rule.buffers if b.name == name).shape, axes)
+        values[name] = StackSymbol(code, f"buffer{i}", inputs[f"buffer{i}"])
+    names = rule.coefficient_names(statics)
+    same = ("",) * len(axes)
+    c = number_type(names)(*[StackSymbol(code, f"k{i}", same) for i in range(len(names))])
+    values |= {name: StackSymbol(code, name, axes) for name in ("param", "grad")} | {"c": c}
+    results = rule.updated(values)
+    found = {}
+    for name, old in {"param": "param", **{n: f"buffer{i}" for i, n in enumerate(present)}}.items():
+        if not isinstance(symbol := results[name], StackSymbol) or symbol.seen != inputs[old]:
+            raise NotWritable(f"returns a {name} of another shape")
+        found[old] = code.upright(symbol).name
+    return StackUpdate(axes, inputs, code.steps, found, code.numbers)
+
+
+@functools.cache
+def is_writable(rule: Rule, statics: tuple[tuple[str, Any], ...], shape: tuple[int, ...]) -> bool:
+    """Whether :func:`written` can write the update, which torch can run."""
+    try:
+        written(rule, dict(statics), shape, torch.float32, PLAIN)
+    except Exception:  # whatever an update says of a symbol that is no tensor
+        return False
+    return True
+
+
+def _axes_of(shape: Callable[[torch.Size], Sequence[int]] | None, axes: Axes) -> Axes:
+    if shape is None:
+        return axes
+    sizes = dict(zip(_PRIMES, axes, strict=False))
+    found = shape(torch.Size(_PRIMES[: len(axes)]))
+    if len(found) != len(axes) or any(size not in (1, p) for size, p in zip(found, _PRIMES, strict=False)):
+        raise NotWritable("has state of another shape than the parameter's")
+    return tuple(sizes.get(size, "") for size in found)

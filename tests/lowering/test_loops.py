@@ -1,0 +1,256 @@
+"""Rules on whole tensors as loops in C++, against the same rules in torch operations."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from catalog import copies, give_gradients, relative_error, wide_scalars
+from new_process import printed_by
+
+import compiled_optim as co
+from compiled_optim.lowering import looped
+from compiled_optim.lowering.kernels import cpp_stacks
+from compiled_optim.lowering.looped import LoopLowering
+from compiled_optim.optimizer import engine_of
+from compiled_optim.rule import Number, absolute, buffer, hyper, identity, maximum, sqrt, static, where
+
+
+class Sums(co.CompiledOptimizer, granularity="tensor"):
+    """Sums along every axis and several at once, some of values that other sums are part of."""
+
+    lr: Number = hyper(default=0.1, ge=0)
+    every = buffer()
+    of_rows = buffer(shape=lambda shape: (*shape[:-1], 1))
+    of_all = buffer(shape=lambda shape: (1,) * len(shape))
+
+    @staticmethod
+    def coefficients(lr):
+        return dict(lr=lr)
+
+    @staticmethod
+    def update(param, grad, c, every, of_rows, of_all):
+        axes = range(1, param.dim())
+        along = [param.mean(axis, keepdim=True) for axis in axes]
+        of_all = 0.5 * of_all + (grad * grad).sum(tuple(axes), keepdim=True)
+        of_rows = torch.lerp(of_rows, absolute(grad).mean(-1, keepdim=True), 0.3 * c.lr + 0.4)
+        direction = grad / (1 + sqrt(of_all)) + 0.01 * of_rows * every
+        for average in along:
+            direction = direction - 0.1 * average
+        spread = (direction * direction).mean(tuple(axes), keepdim=True)
+        direction = where(spread > 1e-3, direction / sqrt(spread), direction)
+        if param.dim() > 2:
+            direction = direction + 0.2 * along[-1].mean((-2, -1), keepdim=True)
+        return dict(step=c.lr * direction, every=0.9 * every + param, of_rows=of_rows, of_all=of_all)
+
+
+class Products(co.CompiledOptimizer, granularity="matrix"):
+    """Products of matrices and transposed ones, in full precision or in bfloat16, which lie turned or do not."""
+
+    lr: Number = hyper(default=0.1, ge=0)
+    in_half: bool = static(default=False)
+    moving = buffer()
+
+    @staticmethod
+    def coefficients(lr):
+        return dict(lr=lr, weight=0.25 + 0 * lr)
+
+    @staticmethod
+    def update(param, grad, c, moving, in_half):
+        moving = torch.lerp(moving, grad, c.weight)
+        x = moving.mT / maximum(torch.linalg.vector_norm(moving.mT, dim=(-2, -1), keepdim=True), 1e-7)
+        x = x * math.sqrt(param.shape[-1]) + 0.1 * grad.mT  # which lie alike
+        x = x.to(torch.bfloat16) if in_half else x
+        gram, other = x @ x.mT, x.mT @ x
+        mixed = ((2 * c.weight) * gram + c.lr * identity(gram)).to(x.dtype) @ x
+        back = (other @ x.mT).to(param.dtype)
+        wide = mixed.mT.to(param.dtype) + back + 0.1 * param  # of which one lies turned
+        return dict(step=c.lr * (wide - param.mean(-1, keepdim=True)), moving=moving)
+
+
+SHAPES = [(1,), (7,), (3, 5), (1, 6), (6, 1), (2, 3, 4, 5), (70, 2, 3, 3), (2, 1, 9, 1)]
+LARGE = [(140_000,), (300, 700), (1, 150_000), (150_000, 1), (3, 300, 200), (80, 90, 5, 5)]  # of several chunks
+MATRICES = [(3, 5), (5, 3), (1, 6), (6, 1), (8, 8), (8, 8), (300, 700), (500, 300)]
+
+
+def _params(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[torch.nn.Parameter]:
+    """A parameter of each shape, the last one of them not contiguous."""
+    params = [torch.nn.Parameter(torch.randn(shape).to(dtype)) for shape in (*shapes, *shapes[2:4])]
+    last = params[-1].detach()
+    return [*params[:-1], torch.nn.Parameter(last.mT.contiguous().mT if last.dim() > 1 else last)]
+
+
+def _lowerings(optimizer: co.CompiledOptimizer) -> list[Any]:
+    return list(engine_of(optimizer).step.lowerings)
+
+
+@pytest.mark.parametrize("shapes", [SHAPES, LARGE], ids=["small", "large"])
+@pytest.mark.parametrize(
+    ("dtype", "limit"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 1e-2)], ids=str
+)
+def test_sums_are_those_of_torch_operations(shapes: Any, dtype: torch.dtype, limit: float) -> None:
+    _equal_to_eager(Sums, _params(shapes, dtype), limit, {})
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=str)
+def test_products_are_those_of_torch_operations(dtype: torch.dtype, limit: float) -> None:
+    _equal_to_eager(Products, _params(MATRICES, dtype), limit, {})
+
+
+@pytest.mark.parametrize("product_dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_products_in_bfloat16(product_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a processor multiplies float32 numbers in their place: both round once, by up to 2**-9, or rarely twice."""
+    monkeypatch.setattr(cpp_stacks, "_HALF", product_dtype)
+    monkeypatch.setattr(looped, "_kernels", {})
+    _equal_to_eager(Products, _params(MATRICES, torch.float32), 1e-2, {"in_half": True})
+
+
+def _equal_to_eager(kind: type[co.CompiledOptimizer], params: list[torch.nn.Parameter], limit: float, choices: Any) -> None:
+    twins = copies(params, params[0].dtype)
+    with wide_scalars():
+        optimizer, reference = (
+            kind(ps, lr=0.05, **choices, lowering=how) for ps, how in ((params, "auto"), (twins, "eager"))
+        )
+        for step in range(4):
+            give_gradients(params, twins, step, absent=3 if step % 2 else 0)
+            optimizer.step()
+            reference.step()
+    assert [type(lowering) for lowering in _lowerings(optimizer)] == [LoopLowering]
+    assert relative_error(params, twins) < limit
+    for param, twin in zip(params, twins, strict=True):
+        for name, value in reference.state[twin].items():
+            assert torch.allclose(optimizer.state[param][name], value, rtol=10 * limit, atol=limit), name
+
+
+@pytest.mark.parametrize("kind", [Sums, Products], ids=lambda kind: kind.__name__)
+def test_the_number_of_threads_changes_no_bit(kind: type[co.CompiledOptimizer]) -> None:
+    results, before = [], torch.get_num_threads()
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        torch.manual_seed(0)
+        params = _params(LARGE if kind is Sums else MATRICES, torch.float32)
+        optimizer = kind(params, lr=0.1)
+        for step in range(3):
+            give_gradients(params, params, step)
+            optimizer.step()
+        results.append(params)
+    torch.set_num_threads(before)
+    if kind is Products:  # torch's products may depend on the threads
+        assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(results[0], results[1], strict=True))
+        return
+    for other in results[1:]:
+        assert all(map(torch.equal, other, results[0]))
+
+
+def test_threads_step_at_the_same_time() -> None:
+    """Each has memory of its own for what lives during an update."""
+
+    def train(made: list[torch.Tensor]) -> None:
+        generator = torch.Generator().manual_seed(1)
+        params = [torch.nn.Parameter(torch.randn(64, 96, generator=generator)) for _ in range(20)]
+        optimizer = co.Muon(params, lr=0.1)
+        for _ in range(30):
+            for param in params:
+                param.grad = torch.randn(64, 96, generator=generator)
+            optimizer.step()
+        made += params
+
+    results: list[list[torch.Tensor]] = [[] for _ in range(4)]
+    train(results[0])
+    threads = [threading.Thread(target=train, args=(made,)) for made in results[1:]]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for made in results[1:]:
+        assert len(made) == 20
+        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(made, results[0], strict=True))
+
+
+@pytest.mark.parametrize("kind", [co.Adafactor, co.Muon], ids=lambda kind: kind.__name__)
+def test_gradients_may_lie_in_any_way(kind: type[co.CompiledOptimizer]) -> None:
+    params = [torch.nn.Parameter(torch.randn(40, 30)) for _ in range(4)]
+    twins = copies(params, torch.float32)
+    optimizer, reference = kind(params, lr=0.1), kind(twins, lr=0.1)
+    for step in range(3):
+        give_gradients(params, twins, step)
+        params[0].grad = params[0].grad.t().contiguous().t()
+        params[1].grad = torch.stack([params[1].grad, params[1].grad], -1)[..., 0]
+        params[2].grad = torch._neg_view(-params[2].grad)
+        optimizer.step()
+        reference.step()
+        params[3].data, params[3].grad = params[3].data.clone(), params[3].grad.clone()  # the parameter moved
+    assert all(map(torch.equal, params, twins))
+
+
+class Unknown(Sums, granularity="tensor"):
+    """An update that only a compiler for all of torch takes."""
+
+    @staticmethod
+    def update(param, grad, c, every, of_rows, of_all):
+        way = torch.tanh(grad) + 0 * param.shape[0]
+        return dict(step=c.lr * way, every=every, of_rows=of_rows + grad.mean(-1, True), of_all=of_all)
+
+
+class DropsDimensions(Sums, granularity="tensor"):
+    """An update with a mistake of its own in the words that loops know."""
+
+    @staticmethod
+    def update(param, grad, c, every, of_rows, of_all):
+        return dict(step=c.lr * (grad - grad.amax(-1).unsqueeze(-1)), every=every, of_rows=of_rows, of_all=of_all)
+
+
+@pytest.mark.parametrize("kind", [Unknown, DropsDimensions], ids=lambda kind: kind.__name__)
+def test_other_rules_are_compiled_by_inductor(kind: type[co.CompiledOptimizer]) -> None:
+    params = [torch.nn.Parameter(torch.randn(shape)) for shape in ((3, 5), (7,))]
+    twins = copies(params, torch.float32)
+    optimizer, reference = kind(params, lr=0.1), kind(twins, lr=0.1, lowering="eager")
+    give_gradients(params, twins, 0)
+    optimizer.step()
+    reference.step()
+    assert relative_error(params, twins) < 1e-6
+    assert not any(isinstance(lowering, LoopLowering) for lowering in _lowerings(optimizer))
+    assert co.compile_report(optimizer).fallbacks == ()
+
+
+def test_code_does_not_depend_on_shapes_or_on_how_often_it_iterates() -> None:
+    """A Muon of any depth and width compiles two libraries, of high matrices and of others, with four functions at most."""
+    texts = set()
+    for steps in (3, 5, 9):
+        for shape in ((64, 256), (256, 512), (64, 64), (256, 64)):
+            optimizer = co.Muon([torch.nn.Parameter(torch.randn(shape))], ns_steps=steps)
+            optimizer.param_groups[0]["params"][0].grad = torch.randn(shape)
+            optimizer.step()
+            (stack,) = _lowerings(optimizer)[0].stacks
+            texts.add(cpp_stacks.StackSource(stack.key, shape).text)
+    assert len(texts) == 2
+    assert all(text.count("OURS void part") <= 4 for text in texts)
+
+
+def test_every_process_writes_the_same_code() -> None:
+    """Which is found again by its text."""
+    printed = {printed_by("loop_texts", PYTHONHASHSEED=seed) for seed in ("1", "2", "3")}
+    assert len(printed) == 1
+    assert len(printed.pop().split()) == 4
+
+
+@pytest.mark.parametrize(
+    "context", [torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)], ids=["inference", "autocast"]
+)
+def test_contexts_change_nothing(context: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither in them nor afterwards, where memory that they may have made is used again."""
+    monkeypatch.setattr(cpp_stacks, "_memory", cpp_stacks._Memory())
+    params = [torch.nn.Parameter(torch.randn(12, 20)) for _ in range(2)]
+    twins = copies(params, torch.float32)
+    optimizer, reference = Products(params, lr=0.1), Products(twins, lr=0.1)
+    for step in range(4):
+        give_gradients(params, twins, step)
+        reference.step()
+        with context() if step % 2 == 0 else contextlib.nullcontext():
+            optimizer.step()
+    assert all(map(torch.equal, params, twins))

@@ -1,0 +1,26 @@
+"""Prints digests of the C++ of rules on whole tensors."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+
+import compiled_optim as co
+from compiled_optim.lowering.kernels.cpp_stacks import StackSource
+from compiled_optim.optimizer import engine_of
+
+
+def main() -> None:
+    for kind, shapes in ((co.Adafactor, [(7,), (2, 5, 6)]), (co.Muon, [(5, 9), (9, 5)])):
+        params = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
+        for param in params:
+            param.grad = torch.zeros_like(param)
+        optimizer = kind(params)
+        optimizer.step()
+        for stack in (stack for lowering in engine_of(optimizer).step.lowerings for stack in lowering.stacks):
+            print(hashlib.sha256(StackSource(stack.key, stack.shape[1:]).text.encode()).hexdigest())
+
+
+if __name__ == "__main__":
+    main()
