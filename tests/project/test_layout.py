@@ -99,11 +99,11 @@ BUDGET = {
     "capture": 1233,
     "checkpoint": 1341,
     "groups": 1202,
-    "lowering": 3622,
+    "lowering": 4207,
     "memory": 1478,
-    "optimizers": 1674,
+    "optimizers": 1673,
     "plan": 859,
-    "rule": 2286,
+    "rule": 2587,
     "step": 1539,
 }
 """Lines of each folder's modules; "" are those beside the folders. A commit of its own raises one, and says why."""
