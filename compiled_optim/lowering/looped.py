@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 
 import torch
@@ -18,7 +19,6 @@ from compiled_optim.memory.layout import is_plain, overlap_shifted, plain_copy
 from compiled_optim.plan.clipping import Clipping
 from compiled_optim.plan.compilations import CompilationLog, KernelKey, kernel_key
 from compiled_optim.plan.plan import Member, Plan
-from compiled_optim.rule.stacks import is_writable
 
 _ELEMENTS = {"tensor": 1 << 22, "matrix": 1 << 20}
 """The most elements in a stack of several tensors, by granularity: sums need little memory, and products stay in caches."""
@@ -29,10 +29,21 @@ _examples: dict[str, tuple[int, ...]] = {}  # by the code of kernels, the shape 
 
 def serves(plan: Plan) -> bool:
     """Whether the rule does no more with the plan's tensors than loops and products of matrices can."""
-    rule, choices = plan.rule, plan.statics
-    shapes = {seen_shape(rule, choices, param.shape) for param in plan.params if param.numel()}
-    every = [tuple(c.items()) for c in (choices, choices | dict.fromkeys(rule.structural_hypers, True))]  # may follow
-    return all(is_writable(rule, statics, shape) for statics in every for shape in shapes)
+    found = {
+        (kernel_key(plan, m, dtype, ""), m.owner.shape) for m, dtype in zip(plan.members, plan.grad_dtypes, strict=True)
+    }
+    return all(_is_written(plan, key, shape) for key, shape in found if shape.numel())
+
+
+def _is_written(plan: Plan, key: KernelKey, shape: torch.Size) -> bool:
+    seen = seen_shape(plan.rule, plan.statics, shape)
+    if (source := stack_source(key, seen)) is None or stack_source(key.with_all_buffers(), seen) is None:
+        return False
+    sizes = dict(zip(source.update.axes, seen, strict=True))
+    fields = {b.name: b for b in plan.rule.buffers}
+    shapes = [plan.rule.shape_of(fields[name], shape, plan.statics) for name in plan.buffers]
+    axes = [source.update.inputs[f"buffer{i}"] for i in range(len(shapes))]
+    return [math.prod(s) for s in shapes] == [math.prod(sizes[letter] for letter in own if letter) for own in axes]
 
 
 class LoopLowering(StackTableLowering):
@@ -51,7 +62,9 @@ class LoopLowering(StackTableLowering):
         """The key of the kernel that updates ``member``; stacks whose code is the same share one."""
         key = kernel_key(self.plan, member, grad_dtype, "")
         shape = seen_shape(self.plan.rule, self.plan.statics, member.owner.shape)
-        example = _examples.setdefault(stack_source(key, shape).text, shape)
+        source = stack_source(key, shape)
+        assert source is not None, "not all of the plan is served"
+        example = _examples.setdefault(source.text, shape)
         return dataclasses.replace(key, arrangement=f"loops over stacks like {' x '.join(map(str, example))}")
 
     def _most(self, key: KernelKey, shape: torch.Size) -> int:
@@ -87,8 +100,9 @@ class LoopLowering(StackTableLowering):
     def launch(self) -> None:
         assert self._evaluator is not None
         self._evaluator.evaluate(self.table)
-        for stack in self.stacks:
-            stack.update(self._grads, self.table)
+        if not self.table.outcome[1]:
+            for stack in self.stacks:
+                stack.update(self._grads, self.table)
 
 
 class LoopStack(Stack):
@@ -104,11 +118,13 @@ class LoopStack(Stack):
 
     def update(self, grads: Sequence[Tensor | None], table: CoefficientTable) -> None:
         """Update the tensors that have one of ``grads``, over the whole plan, with coefficients of ``table``."""
+        if all(grads[i] is None for i in self.positions):
+            return
         if self._lies_there:
             self._run(self._addresses, table.gradients.pointers, self._buffers, table)
             return
-        if (gathered := self.gathered(grads)) is None:
-            return
+        gathered = self.gathered(grads)
+        assert gathered is not None
         param, grad = self._seen(stack_of(self._params), self._owner), self._seen(gathered, self._owner)
         buffers = list(map(self._seen, self._buffers, self._entries))
         present = [(i, row.data_ptr()) for i, row in zip(self.positions, grad, strict=True) if grads[i] is not None]

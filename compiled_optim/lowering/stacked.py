@@ -104,7 +104,7 @@ _BYTES = 1 << 27
 _CACHED_BYTES = 1 << 27
 """The most bytes of gradients that stay stacked between :meth:`StackTableLowering.measure` and the update."""
 
-CPU_ELEMENTS = 1 << 17
+_CPU_ELEMENTS = 1 << 17
 """The most elements in a stack of several tensors on a CPU: copies and results stay in the cache, and malloc keeps them."""
 
 _STACKS = "stacks of "  # how the arrangements begin for which Inductor compiles
@@ -174,7 +174,7 @@ class StackedLowering(TorchLowering):
     def _most(self, key: KernelKey, shape: torch.Size) -> int:
         """The number of tensors of ``shape`` that a stack may have."""
         in_cache = self.plan.device.type == "cpu" and self.plan.rule.granularity == "tensor"
-        elements = CPU_ELEMENTS if in_cache else _BYTES // max(dtype.itemsize for dtype in key.dtypes)
+        elements = _CPU_ELEMENTS if in_cache else _BYTES // max(dtype.itemsize for dtype in key.dtypes)
         return max(elements // shape.numel(), 1)
 
     def _key(self, member: Member, grad_dtype: torch.dtype) -> KernelKey:

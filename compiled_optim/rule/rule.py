@@ -238,6 +238,8 @@ class Rule(Declaration):
 
         ``TypeError`` where one takes or returns a name that is not declared, leaves one out, or does what a kernel cannot.
         """
+        if self.axes is not None and self.granularity != "tensor":
+            raise TypeError(f"{self.name}.axes is for the granularity 'tensor'")
         if self.reductions and not self.is_elementwise:
             raise TypeError(f"{self.name}.reduce is for an elementwise update with dense gradients")
         if self.views and not (self.is_elementwise and self.views.keys() == {"eval", "train"}):

@@ -7,7 +7,6 @@ update uses another one, :func:`written` raises :class:`NotWritable`, and a comp
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, TypeAlias
@@ -15,7 +14,7 @@ from typing import Any, Literal, NoReturn, TypeAlias
 import torch
 
 from compiled_optim.rule.rule import Rule, number_type
-from compiled_optim.rule.symbols import PLAIN, Code, Dialect, NotWritable, Symbol
+from compiled_optim.rule.symbols import OF_FORMATS, Code, Dialect, NotWritable, Symbol
 from compiled_optim.rule.vocabulary import sqrt, where
 
 Axes: TypeAlias = tuple[str, ...]
@@ -68,14 +67,17 @@ class _Count:
 
 
 class StackSymbol(Symbol):
-    """A stack in an update. It is ``turned`` where its matrices lie in memory as the transposed ones."""
+    """A stack in an update. It is ``turned`` where its matrices lie in memory as the transposed ones.
 
-    __slots__ = ("axes", "half", "turned")
+    Its numbers are ``half`` precision, or a ``mask`` of yes and no.
+    """
+
+    __slots__ = ("axes", "half", "mask", "turned")
     code: StackCode
 
     def __init__(self, code: StackCode, name: str, axes: Axes, *, half: bool = False, turned: bool = False) -> None:
         super().__init__(code, name)
-        self.axes, self.half, self.turned = axes, half, turned
+        self.axes, self.half, self.turned, self.mask = axes, half, turned, False
 
     @property
     def seen(self) -> Axes:
@@ -95,6 +97,7 @@ class StackSymbol(Symbol):
     @property
     def mT(self) -> StackSymbol:
         """The transposed matrices."""
+        self.code.refuse_masks(self)
         return StackSymbol(self.code, self.name, self.axes, half=self.half, turned=not self.turned)
 
     def dim(self) -> int:
@@ -105,6 +108,8 @@ class StackSymbol(Symbol):
         """Numbers of another dtype, which is that of computations or bfloat16."""
         if dtype not in (torch.bfloat16, self.code.dtype):
             raise NotWritable(f"computes in {dtype}")
+        if self.mask:
+            return self.code.append("element", self.axes, (self.name,), f"T({self.name})", turned=self.turned).to(dtype)
         if (half := dtype == torch.bfloat16) and not self.half:
             return self.code.append(
                 "element", self.axes, (self.name,), f"rounded({self.name})", half=True, turned=self.turned
@@ -120,8 +125,9 @@ class StackSymbol(Symbol):
     def sum(self, dim: int | Sequence[int], *, keepdim: bool) -> StackSymbol:
         """The sum along dimensions, which stay, of size 1."""
         dims = {d % self.dim() for d in ((dim,) if isinstance(dim, int) else dim)}
-        if not keepdim or 0 in dims or self.half:
-            raise NotWritable("sums along the first dimension, or drops dimensions, or sums in bfloat16")
+        self.code.refuse_masks(self)
+        if not keepdim or not dims or 0 in dims or self.half:
+            raise NotWritable("sums along all or the first dimension, or drops dimensions, or sums in bfloat16")
         axes = tuple("" if d in dims else letter for d, letter in enumerate(self.seen, 1))
         axes = (*axes[:-2], axes[-1], axes[-2]) if self.turned else axes
         if axes == self.axes:
@@ -148,7 +154,7 @@ def _lerp(start: StackSymbol, end: StackSymbol, weight: StackSymbol) -> Any:
     return where(weight < 0.5, start + weight * way, end - way * (1 - weight))
 
 
-def _vector_norm(x: StackSymbol, ord: float = 2, dim: Sequence[int] = (), *, keepdim: bool = False) -> Any:
+def _vector_norm(x: StackSymbol, ord: float = 2, dim: int | Sequence[int] = (), *, keepdim: bool = False) -> Any:
     if ord != 2:
         raise NotWritable("takes a norm of another order than 2")
     return sqrt((x * x).sum(dim, keepdim=keepdim))
@@ -178,8 +184,15 @@ class StackCode(Code):
         return f"T(numbers[{len(self.numbers) - 1}])"
 
     def binary(self, operator: str, left: Any, right: Any) -> Any:
-        """As for any code, of symbols that lie in the same way."""
-        return super().binary(operator, *self._aligned(left, right))
+        """As for any code, of symbols that lie in the same way; the result of a comparison is a mask."""
+        if operator in (self.dialect.both, self.dialect.either):
+            if not (getattr(left, "mask", False) and getattr(right, "mask", False)):
+                raise NotWritable("combines what are not two comparisons")
+        else:
+            self.refuse_masks(left, right)
+        made: Any = super().binary(operator, *self._aligned(left, right))
+        made.mask = operator not in ("+", "-", "*", "/")
+        return made
 
     def call(self, name: str, *values: Any) -> Any:
         """As for any code, of symbols that lie in the same way."""
@@ -187,7 +200,20 @@ class StackCode(Code):
             (matrix,) = values
             rows, columns = len(matrix.axes) - 2, len(matrix.axes) - 1
             return self.append("element", matrix.axes, (), f"T(i{rows} == i{columns})")
+        numbers = values[1:] if name == "where" else values
+        self.refuse_masks(*numbers)
+        if name in OF_FORMATS or any(getattr(value, "half", False) for value in numbers):
+            raise NotWritable(f"takes {name} of integers, or in bfloat16")
+        if name == "power" and isinstance(values[1], (int, float)):  # which compilers make a product of
+            base, exponent = values
+            expression = f"power_({base.name}, T({float(exponent)!r}))"
+            return self.append("element", base.axes, (base.name,), expression, turned=base.turned)
         return super().call(name, *self._aligned(*values))
+
+    def refuse_masks(self, *values: Any) -> None:
+        """Raise :class:`NotWritable` where one of ``values`` is a mask, with which torch computes in other ways."""
+        if any(getattr(value, "mask", False) for value in values):
+            raise NotWritable("computes with a comparison")
 
     def assign(self, expression: str, *operands: Any, is_int: bool = False, word: str = "") -> Any:
         """Append a step on elements, and return the symbol of its result."""
@@ -230,13 +256,16 @@ class StackCode(Code):
 
     def upright(self, symbol: StackSymbol) -> StackSymbol:
         """The same stack, lying in memory as it is seen."""
-        if not symbol.turned:
+        if not symbol.turned or not any(symbol.axes[-2:]):
             return symbol
+        if "" in symbol.axes[-2:]:
+            raise NotWritable("transposes sums along rows or columns")
         return self.append("turn", symbol.seen, (self.computed(symbol),), half=symbol.half)
 
     def computed(self, symbol: StackSymbol) -> str:
-        """The name of a step that defines ``symbol``, which may be something that the update takes."""
-        if any(step.name == symbol.name for step in self.steps):
+        """The name of a step that defines ``symbol``, which may be something that the update takes, or rounded numbers."""
+        self.refuse_masks(symbol)
+        if any((step.name, step.half) == (symbol.name, symbol.half) for step in self.steps):
             return symbol.name
         return self.append("element", symbol.axes, (symbol.name,), symbol.name).name
 
@@ -267,17 +296,10 @@ def written(
         if not isinstance(symbol := results[name], StackSymbol) or symbol.seen != inputs[old]:
             raise NotWritable(f"returns a {name} of another shape")
         found[old] = code.upright(symbol).name
-    return StackUpdate(axes, inputs, code.steps, found, code.numbers)
-
-
-@functools.cache
-def is_writable(rule: Rule, statics: tuple[tuple[str, Any], ...], shape: tuple[int, ...]) -> bool:
-    """Whether :func:`written` can write the update, which torch can run."""
-    try:
-        written(rule, dict(statics), shape, torch.float32, PLAIN)
-    except Exception:  # whatever an update says of a symbol that is no tensor
-        return False
-    return True
+    needed = {*found.values()}
+    for step in reversed(code.steps):
+        needed |= {*step.reads} if step.name in needed else set()
+    return StackUpdate(axes, inputs, [step for step in code.steps if step.name in needed], found, code.numbers)
 
 
 def _axes_of(shape: Callable[[torch.Size], Sequence[int]] | None, axes: Axes) -> Axes:

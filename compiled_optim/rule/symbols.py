@@ -18,8 +18,8 @@ _R = TypeVar("_R")
 WORDS: dict[str, Callable[..., Any]] = {}
 """The words of the vocabulary, by name."""
 
-_OF_FORMATS: dict[str, bool | None] = dict.fromkeys(("bits", "integer", "group_max"), True)
-_OF_FORMATS |= {**dict.fromkeys(("from_bits", "from_upper", "number"), False), "broadcast": None}
+OF_FORMATS: dict[str, bool | None] = dict.fromkeys(("bits", "integer", "group_max"), True)
+OF_FORMATS |= {**dict.fromkeys(("from_bits", "from_upper", "number"), False), "broadcast": None}
 """The words that no optimizer needs, which messages leave out: whether they make integers; None: of integers only."""
 
 OF_MATRICES = {"identity"}  # the words that only updates of whole matrices have
@@ -51,7 +51,7 @@ def word(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def _advice(name: str) -> str:
-    offered, plain = WORDS.keys() - _OF_FORMATS.keys() - OF_MATRICES, name.strip("_")
+    offered, plain = WORDS.keys() - OF_FORMATS.keys() - OF_MATRICES, name.strip("_")
     if plain in _REDUCTIONS:
         return "return mean(...) or total(...) of the expression from reduce, and read that from c"
     wanted = plain if plain in offered else _SPELLINGS.get(plain, ", ".join(sorted(offered)))
@@ -211,7 +211,7 @@ class Code:
             return cast(Symbol, values[0])
         arguments = ", ".join(self.operand(value, is_int=is_int) for value in values)
         text = dict(self.dialect.calls).get(name, f"{name}_({{}})").format(arguments)
-        makes_int = _OF_FORMATS.get(name)
+        makes_int = OF_FORMATS.get(name)
         return self.assign(text, *values, is_int=is_int if makes_int is None else makes_int, word=name)
 
 

@@ -227,7 +227,7 @@ def test_code_does_not_depend_on_shapes_or_on_how_often_it_iterates() -> None:
             optimizer.param_groups[0]["params"][0].grad = torch.randn(shape)
             optimizer.step()
             (stack,) = _lowerings(optimizer)[0].stacks
-            texts.add(cpp_stacks.StackSource(stack.key, shape).text)
+            texts.add(cpp_stacks.stack_source(stack.key, shape).text)
     assert len(texts) == 2
     assert all(text.count("OURS void part") <= 4 for text in texts)
 
@@ -254,3 +254,146 @@ def test_contexts_change_nothing(context: Any, monkeypatch: pytest.MonkeyPatch) 
         with context() if step % 2 == 0 else contextlib.nullcontext():
             optimizer.step()
     assert all(map(torch.equal, params, twins))
+
+
+def _made(granularity: str, update: Any, **fields: Any) -> Any:
+    class Made(co.CompiledOptimizer, granularity=granularity):  # type: ignore[call-arg]
+        lr: Number = hyper(default=0.1, ge=0)
+
+        @staticmethod
+        def coefficients(lr):
+            return dict(lr=lr)
+
+    return type("Made", (Made,), {"update": staticmethod(update), **fields})
+
+
+def _leading(param, grad, c, n):
+    return dict(step=c.lr * grad, n=n * 0.5 + c.lr)
+
+
+def _turned_sums(param, grad, c):
+    return dict(step=0.01 * c.lr * ((grad @ grad.mT + grad.mean(-1, keepdim=True).mT) @ param))
+
+
+def _turned_total(param, grad, c, n):
+    return dict(step=c.lr * grad, n=n + grad.mT.sum((-2, -1), keepdim=True))
+
+
+def _rounded_and_back(param, grad, c):
+    x = grad.to(torch.bfloat16).to(param.dtype)
+    return dict(step=0.01 * c.lr * ((x @ x.mT) @ param))
+
+
+def _lower_precision(param, grad, c):
+    return dict(step=c.lr * grad.to(torch.float32).to(param.dtype))
+
+
+def _masks_as_numbers(param, grad, c):
+    m, n, k = ((x > y).to(param.dtype) for x, y in ((grad, 0), (param, 0), (grad, param)))
+    both = ((grad > 0) & (param > 0)) | (grad > param)
+    return dict(step=c.lr * ((m + n) / (k + n + 1) + maximum(m, 0.5) + where(both, m, grad)))
+
+
+def _sums_of_masks(param, grad, c):
+    return dict(step=c.lr * ((grad > 0) + (param > 0)) * grad)
+
+
+def _masks_where(param, grad, c):
+    return dict(step=c.lr * where(param > 0, grad > 0, grad))
+
+
+def _integers(param, grad, c, n):
+    return dict(step=c.lr * grad * n, n=n)
+
+
+def _everything(param, grad, c):
+    return dict(step=c.lr * grad / torch.linalg.vector_norm(grad[:1], keepdim=True).view([1] * grad.dim()))
+
+
+def _chosen_halves(param, grad, c):
+    half = grad.to(torch.bfloat16)
+    return dict(step=(c.lr * where(param > 0, half, half * 3.1)).to(param.dtype))
+
+
+def _powers(param, grad, c):
+    return dict(step=c.lr * (grad**2 + absolute(grad) ** 0.5 + 2 ** (0.1 * grad)))
+
+
+TOTAL = buffer(shape=lambda shape: (1,) * len(shape))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    ("granularity", "update", "fields", "loops"),
+    [
+        ("matrix", _turned_sums, {}, False),
+        ("matrix", _turned_total, {"n": TOTAL}, True),
+        ("matrix", _rounded_and_back, {}, True),
+        ("tensor", _lower_precision, {}, None),
+        ("tensor", _masks_as_numbers, {}, True),
+        ("tensor", _sums_of_masks, {}, False),
+        ("tensor", _masks_where, {}, False),
+        ("tensor", _everything, {}, False),
+        ("matrix", _chosen_halves, {}, False),
+        ("tensor", _powers, {}, True),
+    ],
+    ids=lambda value: value.__name__.strip("_") if callable(value) else "",
+)
+def test_what_loops_cannot_do_goes_another_way(
+    granularity: str, update: Any, fields: dict[str, Any], loops: bool | None, dtype: torch.dtype
+) -> None:
+    """Shapes are such that a mistake would go unnoticed: as many tensors as rows, and state far smaller than its tensor."""
+    kind = _made(granularity, update, **fields)
+    shapes = [(8, 8), *[(4, 7)] * 4] if granularity == "matrix" else [(3, 2000, 3, 3), (4, 7), (9,)]
+    params = [torch.nn.Parameter(torch.randn(shape).to(dtype)) for shape in shapes]
+    twins = copies(params, dtype)
+    optimizer, reference = kind(params, lr=0.05), kind(twins, lr=0.05, lowering="eager")
+    for step in range(3):
+        give_gradients(params, twins, step)
+        optimizer.step()
+        reference.step()
+    assert relative_error(params, twins) < (1e-2 if update is _chosen_halves else 1e-5)
+    for param, twin in zip(params, twins, strict=True):
+        assert all(torch.allclose(optimizer.state[param][name], v, rtol=1e-5) for name, v in reference.state[twin].items())
+    found = {isinstance(lowering, LoopLowering) for lowering in _lowerings(optimizer)}
+    assert found == {loops if loops is not None else dtype == torch.float32}
+    assert co.compile_report(optimizer).fallbacks == ()
+
+
+def test_state_of_another_shape_is_not_taken() -> None:
+    """An update sees all axes but the last two as one, of which this state has only the first."""
+    kind = _made("tensor", _leading, n=buffer(shape=lambda shape: (shape[0], *[1] * (len(shape) - 1))))
+    for shape, expected in (((3, 4, 5), True), ((3, 200, 3, 3), False)):
+        param = torch.nn.Parameter(torch.randn(shape))
+        optimizer = kind([param], lowering="eager")
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+        assert looped.serves(_lowerings(optimizer)[0].plan) is expected
+
+
+def test_axes_are_for_tensors() -> None:
+    with pytest.raises(TypeError, match="axes is for the granularity 'tensor'"):
+        _made("matrix", lambda param, grad, c: dict(step=grad), axes=staticmethod(lambda shape: [1, 0]))
+
+
+def test_nothing_is_multiplied_for_absent_gradients_or_in_a_skipped_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    params = [torch.nn.Parameter(torch.randn(8, 12)), torch.nn.Parameter(torch.randn(12, 8))]
+    optimizer = co.Muon(params, lr=0.1, skip_nonfinite=True)
+    products: list[Any] = []
+    real = torch.bmm
+    monkeypatch.setattr(torch, "bmm", lambda *args, **kwargs: products.append(args) or real(*args, **kwargs))
+    for value, expected in ((1.0, 15), (math.inf, 0)):
+        params[0].grad = torch.full((8, 12), value)
+        products.clear()
+        optimizer.step()
+        assert len(products) == expected
+    assert optimizer.skipped_steps == 1
+
+
+def test_sums_of_wide_matrices_need_little_memory() -> None:
+    param = torch.nn.Parameter(torch.randn(64, 50_000))
+    param.grad = torch.randn_like(param)
+    optimizer = co.Adafactor([param])
+    optimizer.step()
+    (stack,) = _lowerings(optimizer)[0].stacks
+    assert stack.loops._form(stack.shape).bytes < param.numel()

@@ -7,7 +7,7 @@ import hashlib
 import torch
 
 import compiled_optim as co
-from compiled_optim.lowering.kernels.cpp_stacks import StackSource
+from compiled_optim.lowering.kernels.cpp_stacks import stack_source
 from compiled_optim.optimizer import engine_of
 
 
@@ -19,7 +19,9 @@ def main() -> None:
         optimizer = kind(params)
         optimizer.step()
         for stack in (stack for lowering in engine_of(optimizer).step.lowerings for stack in lowering.stacks):
-            print(hashlib.sha256(StackSource(stack.key, stack.shape[1:]).text.encode()).hexdigest())
+            source = stack_source(stack.key, stack.shape[1:])
+            assert source is not None
+            print(hashlib.sha256(source.text.encode()).hexdigest())
 
 
 if __name__ == "__main__":

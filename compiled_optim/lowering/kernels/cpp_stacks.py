@@ -22,7 +22,7 @@ from compiled_optim.lowering.kernels.loops import Loop, Schedule
 from compiled_optim.memory.cache import library, processor
 from compiled_optim.memory.layout import compute_dtype
 from compiled_optim.plan.compilations import KernelKey
-from compiled_optim.rule.stacks import Axes, Step, written
+from compiled_optim.rule.stacks import Axes, StackUpdate, Step, written
 
 PHASES = Path(__file__).with_name("phases.h").read_text(encoding="utf-8")
 """What is the same in all functions."""
@@ -60,13 +60,12 @@ class StackSource:
     ``loop0.axis``. A sum over this axis has that many partial ones, else one.
     """
 
-    def __init__(self, key: KernelKey, shape: Sequence[int]) -> None:
+    def __init__(self, key: KernelKey, update: StackUpdate) -> None:
         compute = compute_dtype(key.dtypes[0])
-        self.update = update = written(key.rule, dict(key.statics), shape, compute, DIALECT)
+        self.update = update
         self.schedule = Schedule(update)
         self.dtypes = dict(zip(update.inputs, key.dtypes, strict=True))
         self.dtypes |= {s.name: _HALF if s.half else compute for s in update.steps}
-        self._halves = {s.name for s in update.steps if s.half}
         self.loops = {f"loop{i}": e for i, e in enumerate(e for e in self.schedule.events if isinstance(e, Loop))}
         self.sums = {f"partial_{step.name}": (name, step) for name, loop in self.loops.items() for step in loop.sums}
         self.dtypes |= dict.fromkeys(self.sums, torch.float64)
@@ -101,9 +100,12 @@ class StackSource:
         before += ["const T factor = T(coefficients[index[t]]);"] if "grad" in loads else []
         before += [self._pointer(name) for name in dict.fromkeys([*loads, *loop.kept, *loop.results])]
         before += [f"const Range range{d} = cut({_size(a)}, {axis} == {d}, p, {chunks});" for d, a in enumerate(loop.axes)]
+        factor = {False: "", True: "factor * "}
         lines: dict[bool, list[str]] = {False: [], True: []}  # by whether they are in the innermost loop
         for name in loads:
-            lines[bool(self.axes_of(name)[inner])].append(f"const T {name} = {self._loaded(name)};")
+            lines[bool(self.axes_of(name)[inner])].append(
+                f"const T {name} = {factor[name == 'grad']}T({self._element(name)});"
+            )
         for step in loop.steps:
             lines[bool(step.axes[inner])].append(f"const auto {step.name} = {step.expression};")
         stores = {**{name: name for name in loop.kept}, **loop.results}
@@ -141,12 +143,6 @@ class StackSource:
         where = f"start<{kind}>({found})" if found else f"{self._start(name)} + {place} * {self._numel(name)}"
         return f"{kind}* __restrict at_{name} = {where};"
 
-    def _loaded(self, name: str) -> str:
-        value = f"T({self._element(name)})"
-        if name in self._halves and self.dtypes[name] != torch.bfloat16:
-            return f"rounded({value})"
-        return f"factor * {value}" if name == "grad" else value
-
     def _element(self, name: str) -> str:
         index = ""
         for d, letter in enumerate(self.axes_of(name)):
@@ -164,12 +160,20 @@ def _renamed(text: str) -> str:
     return re.sub(_VALUE, lambda found: names[found[0]], text)
 
 
-def stack_source(key: KernelKey, shape: Sequence[int]) -> StackSource:
-    """The source for a ``shape``, which is written once."""
+def stack_source(key: KernelKey, shape: Sequence[int]) -> StackSource | None:
+    """The source for a ``shape``, which is written once; None if the rule does what only a compiler for all of torch can."""
     return _source(dataclasses.replace(key, arrangement=""), tuple(shape))
 
 
-_source = functools.cache(StackSource)
+@functools.cache
+def _source(key: KernelKey, shape: tuple[int, ...]) -> StackSource | None:
+    if any(str(dtype).removeprefix("torch.") not in STORAGE for dtype in key.dtypes):
+        return None
+    try:
+        update = written(key.rule, dict(key.statics), shape, compute_dtype(key.dtypes[0]), DIALECT)
+    except Exception:  # whatever an update, which torch can run, says of a symbol that is no tensor
+        return None
+    return StackSource(key, update)
 
 
 def _type(dtype: torch.dtype) -> str:
@@ -205,8 +209,9 @@ OURS void PART(const int64_t* arrays, const int64_t* sizes, const double* number
 class CppStackKernel:
     """The compiled update of the stacks of one key, which have an example's ``shape``, or one with the same code.
 
+    There must be a :func:`stack_source` for all of them.
+
     Raises:
-        NotWritable: the rule does what only a compiler for all of torch can.
         CompilerError: it cannot be compiled or loaded on this machine.
     """
 
@@ -237,14 +242,17 @@ class _Form:
     """
 
     def __init__(self, key: KernelKey, shape: Sequence[int]) -> None:
-        self._source = source = stack_source(key, shape[1:])
+        source = stack_source(key, shape[1:])
+        assert source is not None, "another lowering runs a rule that cannot be written"
+        self._source = source
         self._count, self._numbers = shape[0], (ctypes.c_double * len(source.update.numbers))(*source.update.numbers)
-        self._is_small = math.prod(shape) <= SERIAL
-        sizes = {"alone": int(math.prod(shape[1:]) < _WHOLE), **dict(zip(source.update.axes, shape[1:], strict=True))}
+        is_whole = math.prod(shape[1:]) < _WHOLE
+        self._is_serial = math.prod(shape) <= SERIAL or (is_whole and self._count == 1)
+        sizes = {"alone": int(is_whole), **dict(zip(source.update.axes, shape[1:], strict=True))}
         for name, loop in source.loops.items():
             lengths = [sizes.get(letter, 1) for letter in loop.axes]
-            chunks = min(max(math.prod(lengths) // _CHUNK, 1), _MOST_CHUNKS) if all(loop.axes) else 1
-            axis = next((d for d, length in enumerate(lengths) if length >= chunks), len(lengths) - 1)
+            chunks = min(max(math.prod(lengths) // _CHUNK, 1), _MOST_CHUNKS)
+            axis = lengths.index(max(lengths))  # the longest, so that partial sums along the others need little memory
             sizes |= {f"{name}.chunks": chunks, f"{name}.axis": axis}
         for name, (where, step) in source.sums.items():
             sizes[name] = 1 if step.axes[sizes[f"{where}.axis"]] else sizes[f"{where}.chunks"]
@@ -264,6 +272,7 @@ class _Form:
     def _place(self, sizes: Mapping[str, int]) -> None:
         """Find places for all tensors: one that nothing reads any more gives its place to others of its size."""
         self.places: dict[str, tuple[int, list[int], torch.dtype]] = {}
+        taken: dict[str, int] = {}  # bytes
         self.bytes, free = 0, defaultdict[int, list[int]](list)  # the places that are free, by size
         own = {*self._source.sums, *(step.name for step in self._source.update.steps)}
         used = [event.arrays if isinstance(event, Part) else [*event.reads, event.name] for event in self._source.events]
@@ -273,18 +282,18 @@ class _Form:
                 shape = [self._count, *([sizes[name]] if name in self._source.sums else [])]
                 shape += [sizes[letter] for letter in self._source.axes_of(name) if letter]
                 dtype = self._source.dtypes[name]
-                size = -(-math.prod(shape) * dtype.itemsize // _LINE) * _LINE
-                start = free[size].pop() if free[size] else self.bytes
+                taken[name] = -(-math.prod(shape) * dtype.itemsize // _LINE) * _LINE
+                start = free[taken[name]].pop() if free[taken[name]] else self.bytes
                 self.places[name] = start, shape, dtype
-                self.bytes = max(self.bytes, start + size)
-            for start, shape, dtype in (self.places[n] for n in {*names} & own if last[n] == i):
-                free[-(-math.prod(shape) * dtype.itemsize // _LINE) * _LINE].append(start)
+                self.bytes = max(self.bytes, start + taken[name])
+            for name in (n for n in dict.fromkeys(names) if n in own and last[n] == i):
+                free[taken[name]].append(self.places[name][0])
 
     def run(self, given: Mapping[str, int], columns: int) -> None:
         """Update a stack, whose tensors have these addresses."""
         tensors, addresses = _memory.of(self)
         addresses = {**addresses, **given}
-        threads = 1 if self._is_small else torch.get_num_threads()
+        threads = 1 if self._is_serial else torch.get_num_threads()
         for event, function, sizes in self._events:
             if isinstance(event, Part):
                 arrays = (ctypes.c_int64 * len(event.arrays))(*map(addresses.__getitem__, event.arrays))
@@ -294,7 +303,9 @@ class _Form:
             else:
                 pairs = zip(event.reads, event.turned, strict=True)
                 left, right = (tensors[name].mT if turned else tensors[name] for name, turned in pairs)
-                torch.bmm(left, right, out=tensors[event.name])
+                product = torch.bmm(left, right, out=tensors[event.name])
+                if event.half and product.dtype != torch.bfloat16:
+                    product.copy_(product.to(torch.bfloat16))
 
 
 class _Memory(threading.local):
