@@ -278,7 +278,9 @@ def written(
     Raises:
         NotWritable: the update uses what :class:`StackSymbol` does not know.
     """
-    axes = tuple(_LETTERS[len(shape)])
+    letters = _LETTERS[len(shape)]
+    spared = "rc" if letters == "brc" else ""  # loops over rows or columns of one element would take long
+    axes = tuple(letter if size > 1 or letter not in spared else "" for letter, size in zip(letters, shape, strict=True))
     code = StackCode(dialect, dict(zip(axes, shape, strict=True)), dtype)
     inputs = dict.fromkeys(("param", "grad"), axes)
     values: dict[str, Any] = {**statics, **dict.fromkeys(b.name for b in rule.buffers)}

@@ -182,10 +182,10 @@ class TestEveryOne:
         assert report.recompiles == 0
         if lowering == "eager":
             assert report.compiles == 0
-        else:  # for vectors and everything else, for high matrices and others, or for each shape; and for coefficients
-            by_shape = optimizer_class._granularity == "matrix" and lowering == "inductor"
-            shapes = len(set(MATRICES)) if by_shape else 2
-            assert report.compiles == shapes + (lowering == "multi_tensor")
+        elif lowering == "inductor":  # for vectors and everything else, or for each shape
+            assert report.compiles == (2 if optimizer_class._granularity == "tensor" else len(set(MATRICES)))
+        else:  # for coefficients, and for these and single rows and columns, or for high matrices and others
+            assert report.compiles == 1 + (4 if optimizer_class._granularity == "tensor" else 2)
         assert all(torch.isfinite(p).all() for p in params)
 
     def test_absent_gradients_change_nothing(self, optimizer_class: type[co.CompiledOptimizer], lowering: str) -> None:

@@ -70,7 +70,7 @@ class StackSource:
         self.sums = {f"partial_{step.name}": (name, step) for name, loop in self.loops.items() for step in loop.sums}
         self.dtypes |= dict.fromkeys(self.sums, torch.float64)
         self.events: list[Part | Step] = []
-        axes, names = list(dict.fromkeys(update.axes)), iter(self.loops.items())
+        axes, names = list(dict.fromkeys(filter(None, update.axes))), iter(self.loops.items())
         texts: dict[str, str] = {}  # of functions, but for their names, which are the values
         for is_loop, found in itertools.groupby(self.schedule.events, lambda event: isinstance(event, Loop)):
             if not is_loop:

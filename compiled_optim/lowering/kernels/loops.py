@@ -40,7 +40,7 @@ class Schedule:
         self._update = update
         self._steps = {step.name: step for step in update.steps}
         multiplied = {name for s in update.steps if s.kind in ("product", "turn") for name in s.reads}
-        self._once = [s for s in update.steps if s.kind != "element" or _is_between(s.axes) or s.name in multiplied]
+        self._once = [s for s in update.steps if s.kind != "element" or self._is_between(s.axes) or s.name in multiplied]
         self._names = {s.name for s in self._once}
         self.events: list[Event] = []
         rest, done = list(self._once), set[str]()
@@ -50,7 +50,7 @@ class Schedule:
             self.events.append(self._loop(self._space(found[0]), found) if is_loop else found[0])
             done |= {step.name for step in found}
             rest = [step for step in rest if step.name not in done]
-        spaces = sorted({update.inputs[old] for old in update.results}, key=lambda axes: (-len("".join(axes)), axes))
+        spaces = sorted({update.inputs[old] for old in update.results}, key=lambda axes: (-_rank(axes), axes))
         for axes in spaces:
             self.events.append(self._loop(axes, (), {o: n for o, n in update.results.items() if update.inputs[o] == axes}))
         loops = [event for event in self.events if isinstance(event, Loop)]
@@ -67,7 +67,7 @@ class Schedule:
     def _next(self, ready: Sequence[Step], rest: Sequence[Step], done: set[str]) -> list[Step]:
         """The steps that one event takes: of small values first, so that loops over all elements are few."""
         elementwise = [s for s in ready if s.kind in ("element", "sum")]
-        small = [s for s in elementwise if not all(self._space(s))]
+        small = [s for s in elementwise if _rank(self._space(s)) < _rank(self._update.axes)]
         first = (small or elementwise or ready)[0]
         if first not in elementwise:
             return [first]
@@ -76,6 +76,10 @@ class Schedule:
             if self._needs(step) <= done.union(s.name for s in found if s.kind == "element"):
                 found.append(step)
         return found
+
+    def _is_between(self, axes: Axes) -> bool:
+        """Whether a value has several elements, but not as many as the tensor."""
+        return 0 < _rank(axes) < _rank(self._update.axes)
 
     def _space(self, step: Step) -> Axes:
         """The axes of the loop that evaluates a step."""
@@ -105,6 +109,5 @@ class Schedule:
         return found
 
 
-def _is_between(axes: Axes) -> bool:
-    """Whether a value has several elements, but not as many as the tensor."""
-    return any(axes) and not all(axes)
+def _rank(axes: Axes) -> int:
+    return len("".join(axes))
