@@ -28,8 +28,8 @@ _PRIMES = (101, 103, 107)  # stand for sizes, so that a buffer's shape can be to
 class Step:
     """What defines one value: an ``expression`` of those that it reads, or a sum, product or copy of them.
 
-    A ``"product"`` is of two matrices, each of which is turned before where ``turned`` says so. ``"turn"`` is the transposed
-    matrix. A value is ``half`` if it is a bfloat16 number.
+    A ``"product"`` is of two matrices, each turned before where ``turned`` says so. ``"turn"`` is the transposed matrix. A
+    value is ``half`` if it is a bfloat16 number.
     """
 
     name: str
@@ -105,7 +105,7 @@ class StackSymbol(Symbol):
         return 1 + len(self.axes)
 
     def to(self, dtype: torch.dtype) -> StackSymbol:
-        """Numbers of another dtype, which is that of computations or bfloat16."""
+        """The same numbers in bfloat16, or in the dtype of computations."""
         if dtype not in (torch.bfloat16, self.code.dtype):
             raise NotWritable(f"computes in {dtype}")
         if self.mask:
@@ -250,7 +250,7 @@ class StackCode(Code):
         return StackSymbol(self, made.name, axes, half=half, turned=turned)
 
     def _aligned(self, *values: Any) -> Sequence[Any]:
-        """``values`` of which all lie as they are seen, or all are turned."""
+        """``values`` that all lie as they are seen, or are all turned."""
         turned = {v.turned for v in values if isinstance(v, StackSymbol) and any(v.axes[-2:])}
         return [self.upright(v) if isinstance(v, StackSymbol) and len(turned) > 1 else v for v in values]
 

@@ -44,7 +44,7 @@ table; for each tensor of the stack, its column there and the address of its par
 class Part(NamedTuple):
     """Loops between two products: a C++ function ``name``, whose text the caller has.
 
-    It takes the addresses of ``arrays``, of which the first are :data:`GIVEN`, and ``sizes``: letters of axes, and what
+    It takes the addresses of ``arrays``, which begin with :data:`GIVEN`, and ``sizes``: letters of axes, and what
     :class:`StackSource` says of loops and sums.
     """
 
