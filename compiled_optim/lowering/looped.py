@@ -29,9 +29,8 @@ _examples: dict[str, tuple[int, ...]] = {}  # by the code of kernels, the shape 
 
 def serves(plan: Plan) -> bool:
     """Whether the rule does no more with the plan's tensors than loops and products of matrices can."""
-    found = {
-        (kernel_key(plan, m, dtype, ""), m.owner.shape) for m, dtype in zip(plan.members, plan.grad_dtypes, strict=True)
-    }
+    pairs = zip(plan.members, plan.grad_dtypes, strict=True)
+    found = {(kernel_key(plan, m, dtype, ""), m.owner.shape) for m, dtype in pairs}
     return all(_is_written(plan, key, shape) for key, shape in found if shape.numel())
 
 
@@ -89,8 +88,8 @@ class LoopLowering(StackTableLowering):
             self.table.gradients.publish(found.gradients if self._version != found.version else None)
             self._version = found.version
             return
-        pairs = zip(self._grads, self.plan.params, strict=True)
-        self._grads = [None if grad is None else _arranged(grad, param) for grad, param in pairs]
+        pairs = zip(self._grads, self.plan.members, strict=True)
+        self._grads = [None if grad is None else _arranged(grad, member.param) for grad, member in pairs]
         self.table.gradients.publish([0 if g is None else g.data_ptr() or EMPTY for g in self._grads])
         self._version = None
 
@@ -111,9 +110,8 @@ class LoopStack(Stack):
     def __init__(self, plan: Plan, positions: Sequence[int], key: KernelKey) -> None:
         super().__init__(plan, positions, key)
         self.loops: CppStackKernel | None = None
-        self._lies_there = (
-            self._axes is None and not plan.sharded and all(p.is_contiguous() and is_plain(p) for p in self._params)
-        )
+        is_seen = self._axes is None and not plan.sharded
+        self._lies_there = is_seen and all(param.is_contiguous() and is_plain(param) for param in self._params)
         self._addresses = torch.tensor([param.data_ptr() for param in self._params], device="cpu")
 
     def update(self, grads: Sequence[Tensor | None], table: CoefficientTable) -> None:

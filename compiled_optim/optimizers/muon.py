@@ -35,9 +35,9 @@ class Muon(CompiledOptimizer, granularity="matrix"):
     For the matrices of hidden layers; embeddings, biases and the last layer are for AdamW. ``adjust_lr_fn`` scales the
     learning rate with a matrix's shape: ``"original"`` (None) by the root of rows over columns where that is above 1,
     ``"match_rms_adamw"`` (arXiv:2502.16982, section 2.2) to updates of AdamW's size, and ``"spectral_unclamped"`` by that
-    root even if it is below 1. The iteration is in bfloat16, as in torch.optim.Muon. Differs from torch.optim.Muon: an
-    iteration adds its three terms before the last product. DTensors are gathered for a step, and may have fewer rows than
-    there are processes. Their momentum stays sharded.
+    root even if it is below 1. The iteration is in bfloat16, as in torch.optim.Muon. Differs from torch.optim.Muon: a matrix
+    is divided by its norm before it is rounded, and an iteration adds its three terms before the last product. DTensors are
+    gathered for a step, and may have fewer rows than there are processes. Their momentum stays sharded.
     """
 
     lr: Number = hyper(default=1e-3, ge=0, doc="learning rate: about the spectral norm of a step, before ``adjust_lr_fn``.")

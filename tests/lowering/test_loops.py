@@ -397,3 +397,16 @@ def test_sums_of_wide_matrices_need_little_memory() -> None:
     optimizer.step()
     (stack,) = _lowerings(optimizer)[0].stacks
     assert stack.loops._form(stack.shape).bytes < param.numel()
+
+
+def test_large_memory_goes_back_after_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    results = []
+    for limit in (1 << 26, 0):
+        monkeypatch.setattr(cpp_stacks, "_memory", memory := cpp_stacks._Memory())
+        monkeypatch.setattr(cpp_stacks, "_KEPT", limit)
+        param = torch.nn.Parameter(torch.ones(40, 60))
+        param.grad = torch.arange(2400.0).view(40, 60).sin()
+        co.Muon([param]).step()
+        results.append(param)
+        assert (len(memory._known), len(memory._all) > 0) == (int(limit > 0), limit > 0)
+    assert torch.equal(*results)

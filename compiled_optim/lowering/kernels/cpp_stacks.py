@@ -10,7 +10,7 @@ import math
 import re
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ PHASES = Path(__file__).with_name("phases.h").read_text(encoding="utf-8")
 
 _CHUNK, _MOST_CHUNKS = 32768, 64  # elements of a tensor that one thread takes at a time; the most of these chunks
 _WHOLE = 4 * _CHUNK  # elements below which one thread updates a whole tensor, which stays in its caches
+_KEPT = 1 << 26  # the most bytes that a thread keeps from one update to the next
 _LINE = 64  # bytes of a cache line, at which tensors begin
 
 # Where the processor multiplies bfloat16 numbers only one by one, they are multiplied as float32, and products are rounded.
@@ -62,8 +63,7 @@ class StackSource:
 
     def __init__(self, key: KernelKey, update: StackUpdate) -> None:
         compute = compute_dtype(key.dtypes[0])
-        self.update = update
-        self.schedule = Schedule(update)
+        self.update, self.schedule = update, Schedule(update)
         self.dtypes = dict(zip(update.inputs, key.dtypes, strict=True))
         self.dtypes |= {s.name: _HALF if s.half else compute for s in update.steps}
         self.loops = {f"loop{i}": e for i, e in enumerate(e for e in self.schedule.events if isinstance(e, Loop))}
@@ -100,12 +100,10 @@ class StackSource:
         before += ["const T factor = T(coefficients[index[t]]);"] if "grad" in loads else []
         before += [self._pointer(name) for name in dict.fromkeys([*loads, *loop.kept, *loop.results])]
         before += [f"const Range range{d} = cut({_size(a)}, {axis} == {d}, p, {chunks});" for d, a in enumerate(loop.axes)]
-        factor = {False: "", True: "factor * "}
         lines: dict[bool, list[str]] = {False: [], True: []}  # by whether they are in the innermost loop
         for name in loads:
-            lines[bool(self.axes_of(name)[inner])].append(
-                f"const T {name} = {factor[name == 'grad']}T({self._element(name)});"
-            )
+            value = f"{'factor * ' * (name == 'grad')}T({self._element(name)})"
+            lines[bool(self.axes_of(name)[inner])].append(f"const T {name} = {value};")
         for step in loop.steps:
             lines[bool(step.axes[inner])].append(f"const auto {step.name} = {step.expression};")
         stores = {**{name: name for name in loop.kept}, **loop.results}
@@ -217,6 +215,7 @@ class CppStackKernel:
 
     def __init__(self, key: KernelKey, shape: Sequence[int]) -> None:
         self._key = key
+        self._library = functools.cache(library)  # shapes share one, which is loaded here and not in a step
         self._forms: dict[Sequence[int], _Form] = {}
         self._form((1, *shape))
 
@@ -229,7 +228,7 @@ class CppStackKernel:
 
     def _form(self, shape: Sequence[int]) -> _Form:
         if shape not in self._forms:
-            self._forms[shape] = _Form(self._key, shape)
+            self._forms[shape] = _Form(self._key, shape, self._library)
         return self._forms[shape]
 
 
@@ -241,7 +240,7 @@ class _Form:
         bytes: the size of that memory.
     """
 
-    def __init__(self, key: KernelKey, shape: Sequence[int]) -> None:
+    def __init__(self, key: KernelKey, shape: Sequence[int], load: Callable[[str], ctypes.CDLL]) -> None:
         source = stack_source(key, shape[1:])
         assert source is not None, "another lowering runs a rule that cannot be written"
         self._source = source
@@ -258,15 +257,13 @@ class _Form:
             sizes[name] = 1 if step.axes[sizes[f"{where}.axis"]] else sizes[f"{where}.chunks"]
         self._place(sizes)
         self._events: list[tuple[Part | Step, Any, Any]] = []
-        code = library(source.text)
+        code = load(source.text)
         for event in source.events:
             function, given = None, None
             if isinstance(event, Part):
-                function, given = (
-                    getattr(code, event.name),
-                    (ctypes.c_int64 * len(event.sizes))(*[sizes[size] for size in event.sizes]),
-                )
+                function = getattr(code, event.name)
                 function.argtypes, function.restype = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 3, None
+                given = (ctypes.c_int64 * len(event.sizes))(*[sizes[size] for size in event.sizes])
             self._events.append((event, function, given))
 
     def _place(self, sizes: Mapping[str, int]) -> None:
@@ -309,7 +306,10 @@ class _Form:
 
 
 class _Memory(threading.local):
-    """The memory of one thread for what only an update needs: to have it from the system each time takes as long as that."""
+    """The memory of one thread for what only an update needs.
+
+    Up to :data:`_KEPT` bytes stay for the next one: to have them from the system takes as long as to use them.
+    """
 
     def __init__(self) -> None:
         self._all = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -317,15 +317,18 @@ class _Memory(threading.local):
 
     def of(self, form: _Form) -> tuple[dict[str, Tensor], dict[str, int]]:
         """The tensors of ``form`` by name, and their addresses."""
-        if form not in self._known:
-            with torch.inference_mode(False):
-                if form.bytes > len(self._all):
-                    self._all, self._known = torch.empty(form.bytes, dtype=torch.uint8, device="cpu"), {}
-                tensors = {}
-                for name, (start, shape, dtype) in form.places.items():
-                    tensors[name] = self._all[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
-            self._known[form] = tensors, {name: tensor.data_ptr() for name, tensor in tensors.items()}
-        return self._known[form]
+        if form in self._known:
+            return self._known[form]
+        with torch.inference_mode(False):
+            fits, tensors = form.bytes <= len(self._all), {}
+            memory = self._all if fits else torch.empty(form.bytes, dtype=torch.uint8, device="cpu")
+            for name, (start, shape, dtype) in form.places.items():
+                tensors[name] = memory[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+        found = tensors, {name: tensor.data_ptr() for name, tensor in tensors.items()}
+        if len(memory) <= _KEPT:
+            self._known = {**(self._known if fits else {}), form: found}
+            self._all = memory
+        return found
 
 
 _memory = _Memory()
