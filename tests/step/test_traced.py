@@ -266,14 +266,17 @@ def test_a_name_says_what_the_optimizer_is() -> None:
         engine_of(optimizer).current()
         return engine_of(optimizer).name
 
-    first = co.AdamW(_model().named_parameters(), lr=0.1)
+    def model(*, bias: bool = True) -> nn.Module:  # of a width no other test has, as optimizers that live are counted
+        return nn.Sequential(nn.Linear(4, 11, bias), nn.Tanh(), nn.Linear(11, 1, bias))
+
+    first = co.AdamW(model().named_parameters(), lr=0.1)
     before = named(first)
-    assert before.startswith("AdamW of 0.weight (8, 4), 4 in all, ")
+    assert before.startswith("AdamW of 0.weight (11, 4), 4 in all, ")
     others = [
-        co.SGD(_model().named_parameters()),
-        co.AdamW(_model().double().named_parameters()),
-        co.AdamW(_model().parameters()),
-        co.AdamW(_model(bias=False).named_parameters()),
+        co.SGD(model().named_parameters()),
+        co.AdamW(model().double().named_parameters()),
+        co.AdamW(model().parameters()),
+        co.AdamW(model(bias=False).named_parameters()),
     ]
     again = copy.deepcopy(first)
     assert len({named(each) for each in (first, again, *others)}) == 6
@@ -291,9 +294,9 @@ def test_a_name_says_what_the_optimizer_is() -> None:
     again.max_grad_norm = 0.5
     again.step()
     assert named(again) == before.replace(" #0", " #1")
-    assert named(co.AdamW(_model().named_parameters(), lr=0.2)) == before
+    assert named(co.AdamW(model().named_parameters(), lr=0.2)) == before
     again.add_param_group({"params": [("late", nn.Parameter(torch.ones(2)))]})
-    assert named(again).startswith("AdamW of 0.weight (8, 4), 5 in all, ")
+    assert named(again).startswith("AdamW of 0.weight (11, 4), 5 in all, ")
 
 
 def test_names_that_change_cost_a_compile_and_step_the_right_one() -> None:
