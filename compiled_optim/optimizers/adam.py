@@ -23,13 +23,13 @@ class Adam(CompiledOptimizer, advice="SparseAdam", decays="gradient"):
     @staticmethod
     def coefficients(step, lr, betas, eps, weight_decay):
         beta1, beta2 = betas
+        correction2 = sqrt(bias_correction(beta2, step))  # in the numerator and in eps, it spares a division
         return dict(
             weight_decay=weight_decay,
             decay=1 - lr * weight_decay,
-            step_size=lr / bias_correction(beta1, step),
+            step_size=correction2 * lr / bias_correction(beta1, step),
             **ema(betas),
-            correction2=sqrt(bias_correction(beta2, step)),
-            eps=eps,
+            eps=correction2 * eps,
         )
 
     @staticmethod
@@ -42,6 +42,6 @@ class Adam(CompiledOptimizer, advice="SparseAdam", decays="gradient"):
         exp_avg_sq = c.beta2 * exp_avg_sq + c.weight2 * grad * grad
         if amsgrad:
             max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-        denominator = sqrt(max_exp_avg_sq if amsgrad else exp_avg_sq) / c.correction2 + c.eps
+        denominator = sqrt(max_exp_avg_sq if amsgrad else exp_avg_sq) + c.eps
         step = c.step_size * (exp_avg / denominator)
         return dict(param=param, step=step, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, max_exp_avg_sq=max_exp_avg_sq)

@@ -7,7 +7,7 @@ from compiled_optim.rule import Number, bias_correction, buffer, ema, hyper, mea
 def _adam(param, grad, c, exp_avg, exp_avg_sq):
     exp_avg = c.beta1 * exp_avg + c.weight1 * grad
     exp_avg_sq = c.beta2 * exp_avg_sq + c.weight2 * grad * grad
-    step = exp_avg / c.correction1 / (sqrt(exp_avg_sq / c.correction2) + c.eps) + product(c.weight_decay, param)
+    step = c.average_size * exp_avg / (sqrt(exp_avg_sq) + c.eps) + product(c.weight_decay, param)
     return dict(step=step, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
 
 
@@ -25,9 +25,10 @@ class LAMB(CompiledOptimizer):
 
     @staticmethod
     def coefficients(step, lr, betas, eps, weight_decay):
-        averages = ema(betas)
-        correction1, correction2 = (bias_correction(beta, step) for beta in betas)
-        return dict(lr=lr, eps=eps, weight_decay=weight_decay, **averages, correction1=correction1, correction2=correction2)
+        beta1, beta2 = betas
+        correction2 = sqrt(bias_correction(beta2, step))
+        average_size = correction2 / bias_correction(beta1, step)
+        return dict(lr=lr, weight_decay=weight_decay, **ema(betas), average_size=average_size, eps=correction2 * eps)
 
     @staticmethod
     def reduce(param, grad, c, exp_avg, exp_avg_sq):

@@ -25,15 +25,15 @@ class NAdam(CompiledOptimizer, decays="gradient"):
         mu = beta1 * (1 - 0.5 * power(0.96, step * momentum_decay))
         mu_next = beta1 * (1 - 0.5 * power(0.96, (step + 1) * momentum_decay))
         mu_product = mu_product * mu
+        correction2 = sqrt(bias_correction(beta2, step))
         return dict(
             mu_product=mu_product,
             weight_decay=weight_decay,
             decay=1 - lr * weight_decay,
-            grad_size=lr * (1 - mu) / (1 - mu_product),
-            momentum_size=lr * mu_next / (1 - mu_product * mu_next),
+            grad_size=correction2 * lr * (1 - mu) / (1 - mu_product),
+            momentum_size=correction2 * lr * mu_next / (1 - mu_product * mu_next),
             **ema(betas),
-            correction2=sqrt(bias_correction(beta2, step)),
-            eps=eps,
+            eps=correction2 * eps,
         )
 
     @staticmethod
@@ -44,5 +44,5 @@ class NAdam(CompiledOptimizer, decays="gradient"):
             grad = grad + product(c.weight_decay, param)
         exp_avg = c.beta1 * exp_avg + c.weight1 * grad
         exp_avg_sq = c.beta2 * exp_avg_sq + c.weight2 * grad * grad
-        step = (c.grad_size * grad + c.momentum_size * exp_avg) / (sqrt(exp_avg_sq) / c.correction2 + c.eps)
+        step = (c.grad_size * grad + c.momentum_size * exp_avg) / (sqrt(exp_avg_sq) + c.eps)
         return dict(param=param, step=step, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)

@@ -21,18 +21,19 @@ class StableAdamW(CompiledOptimizer):
     @staticmethod
     def coefficients(step, lr, betas, weight_decay, eps):
         beta1, beta2 = betas
+        correction2 = sqrt(bias_correction(beta2, step))
         return dict(
             shrinkage=lr * weight_decay,
-            step_size=lr / bias_correction(beta1, step),
+            step_size=correction2 * lr / bias_correction(beta1, step),
             **ema(betas),
-            correction2=sqrt(bias_correction(beta2, step)),
-            eps=eps,
+            correction2=correction2,
+            eps=correction2 * eps,
         )
 
     @staticmethod
     def reduce(grad, c, exp_avg_sq):
         exp_avg_sq = c.beta2 * exp_avg_sq + c.weight2 * grad * grad
-        ratio = grad / maximum(sqrt(exp_avg_sq) / c.correction2, c.eps)
+        ratio = c.correction2 * grad / maximum(sqrt(exp_avg_sq), c.eps)
         return dict(mean_square=mean(ratio * ratio))
 
     @staticmethod
@@ -41,5 +42,5 @@ class StableAdamW(CompiledOptimizer):
         param = param - product(c.shrinkage / slowdown, param)
         exp_avg = c.beta1 * exp_avg + c.weight1 * grad
         exp_avg_sq = c.beta2 * exp_avg_sq + c.weight2 * grad * grad
-        step = c.step_size / slowdown * (exp_avg / (sqrt(exp_avg_sq) / c.correction2 + c.eps))
+        step = c.step_size / slowdown * (exp_avg / (sqrt(exp_avg_sq) + c.eps))
         return dict(param=param, step=step, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
