@@ -466,8 +466,9 @@ class TestMessages:
                 kind([nn.Parameter(torch.ones(2)).to(torch.float64)])
             with pytest.raises(ValueError, match="optimizer got an empty parameter list"):
                 kind({})
-        with pytest.raises(ValueError, match=r"computed from another, as .to\(\) does"):
-            co.AdamW([nn.Parameter(torch.ones(2)).to(torch.float64)])
+        for own in registry():  # with the choice ``differentiable``, which lets it be, or without
+            with pytest.raises(ValueError, match=r"computed from another, as .to\(\) does"):
+                own([nn.Parameter(torch.ones(2, 2)).to(torch.float64)], **required(own))
 
     def test_frozen_parameters_are_no_mistake(self) -> None:
         model = nn.Linear(2, 2).requires_grad_(False)

@@ -46,6 +46,7 @@ class Sums(co.CompiledOptimizer, granularity="tensor"):
         direction = where(spread > 1e-3, direction / sqrt(spread), direction)
         if param.dim() > 2:
             direction = direction + 0.2 * along[-1].mean((-2, -1), keepdim=True)
+            direction = direction - 0.1 * grad.mT.mean(-2, keepdim=True).mT  # of matrices that lie turned
         return dict(step=c.lr * direction, every=0.9 * every + param, of_rows=of_rows, of_all=of_all)
 
 
