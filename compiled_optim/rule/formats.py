@@ -146,9 +146,13 @@ def split(x: Any, dtype: str, remainder_bits: int, noise: Any = None) -> tuple[A
 def joined(param: Any, remainder: Any, dtype: str, remainder_bits: int) -> Any:
     """The float32 that :func:`split` took apart; within half a unit of a parameter that was written meanwhile."""
     lost, _ = _lost_and_held(dtype, remainder_bits)
-    magnitude = maximum(_magnitude(param, dtype) + (integer(remainder) << lost), 0)
-    size = from_bits(magnitude) * (1 / _SHRINK[dtype]) if dtype == "float16" else from_bits(magnitude)
-    return where(param - param == 0, from_bits(bits(size) | (bits(param) & _SIGN)), param)
+    magnitude, change = _magnitude(param, dtype), integer(remainder) << lost
+    if dtype == "bfloat16":
+        moved = from_bits(bits(param) + maximum(change, 0 - magnitude))
+    else:
+        size = from_bits(maximum(magnitude + change, 0)) * (1 / _SHRINK[dtype])
+        moved = from_bits(bits(size) | (bits(param) & _SIGN))
+    return where(magnitude < _LARGEST[dtype] << _LOWER[dtype], moved, param)
 
 
 def compensated(param: Any, compensation: Any, dtype: str) -> Any:
@@ -185,15 +189,17 @@ def copy_beside(value: Any, param: Any, dtype: str) -> Any:
 
 
 def noise_of(key: Any, index: Any) -> Any:
-    """24 random bits of a counter: of ``key``, a whole number below 2**24, and ``index``, an integer.
+    """24 bits of a counter, 16 random ones and 8 zeros: of ``key``, a whole number below 2**24, and ``index``, an integer.
 
-    The key comes after a first round of mixing: before it, other keys would give the same numbers in another order.
+    Two neighbours have the halves of one number. The key comes after a first round of mixing: before it, other keys would
+    give the same numbers in another order.
     """
-    x = index
+    x = index >> 1
     for after, (shift, factor) in enumerate(((16, 0x7FEB352D), (15, 0x46CA68B5), (16, 0x5BD1E995))):
         x = x ^ (integer(key) << 7) if after == 1 else x
         x = (x ^ ((x >> shift) & ((1 << (32 - shift)) - 1))) * factor
-    return (x ^ (x >> 15)) & ((1 << 24) - 1)
+    x = x ^ ((x >> 15) & ((1 << 17) - 1))
+    return where(index & 1 == 0, x << 8, x >> 8) & 0xFFFF00
 
 
 _SMALLEST = 0x0D800000  # the bits of 2**-100, the least scale: its inverse is finite
@@ -209,6 +215,7 @@ def scale_of(value: Any) -> Any:
     return from_bits(where(peak == 0, 0, maximum(peak, _SMALLEST)))
 
 
+_MOST = 1 - 2.0**-12  # a threshold by which the largest of a group, however its part of 1 is rounded, has the largest code
 _LEVELS = 255.0  # the largest code of what is unsigned
 _OFFSET, _OFFSET_BITS = 0.06875, 0x3D8CCCCD
 _STEP = 18  # the codes of what is signed are as far apart as 2**18 float32s; 127 of them lead from the offset to 1 more
@@ -222,13 +229,13 @@ def encoded(value: Any, scale: Any, kind: str, threshold: Any = 0.5) -> Any:
     root. A ``"signed"`` code is linear up to a sixteenth of the scale, and logarithmic from there on: the bits of the number
     and an offset, rounded likewise.
     """
+    threshold = threshold if isinstance(threshold, float) else threshold * _MOST
     if kind == "unsigned":
         root = sqrt(value)
         code = integer(root * broadcast(_inverse(scale, _LEVELS, of_root=True)) + threshold)
-        return maximum(minimum(code, int(_LEVELS)), minimum(bits(root), 1))
-    part = absolute(value) * broadcast(_inverse(scale, 1.0))
-    added = parts_in(threshold, _STEP)
-    code = minimum((bits(part + _OFFSET) + added - _OFFSET_BITS) >> _STEP, 127)
+        return maximum(code, minimum(bits(root), 1))
+    part = from_bits(bits(value) & _MAGNITUDE) * broadcast(_inverse(scale, 1.0))
+    code = (bits(part + _OFFSET) + (parts_in(threshold, _STEP) - _OFFSET_BITS)) >> _STEP
     return _signed(code, bits(value) >> 31)
 
 
@@ -238,8 +245,8 @@ def parts_in(share: Any, count: int) -> Any:
 
 
 def _inverse(scale: Any, levels: float, *, of_root: bool = False) -> Any:
-    divisor = where(scale == 0, 1.0, scale)
-    return where(scale == 0, 0.0, levels / (sqrt(divisor) if of_root else divisor))
+    divisor = maximum(scale, 2.0**-100)  # which 0 is not
+    return levels / (sqrt(divisor) if of_root else divisor)
 
 
 def _signed(size: Any, negative: Any) -> Any:

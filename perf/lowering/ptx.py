@@ -21,6 +21,7 @@ import numpy as np
 # A label, or predicate, operation, operands.
 _LINE = re.compile(r"^\s*(?:(\$\w+):|(?:@!?(%p\d+)\s+)?([a-z][\w.:]*)[ \t]*([^;\n]*);)", re.MULTILINE)
 _ACCESS = re.compile(r"(ld|st|atom|red)\.(?:[\w:]+\.)*?global(?:\.[\w:]+)*?(?:\.v(\d))?\.[bfsu](\d+)$")
+_ARITHMETIC = re.compile(r"(?!ld|st|mov|bra|bar|ret)(?!(add|mul|shl|shr|mad)\.(wide\.)?([suw]\w*\.)?[bsu]64)[a-z]")
 _NUMBER = re.compile(r"-?(0x[0-9a-fA-F]+|\d+)$")
 _NAME = re.compile(r"%\w+(?:\.\w+)?")
 
@@ -70,6 +71,7 @@ class Kernel(NamedTuple):
     threads: int  # of one program
     accesses: list[Access]  # all to global memory
     full_path: list[Access]  # those on the path with element accesses and the fewest masked ones
+    operations: int  # on that path, of a thread: instructions from the first element on, without moves and addresses
     barriers: int  # how often the threads of a program wait for each other on that path, as to exchange numbers
     extern: tuple[str, ...]  # functions that it calls and does not contain
 
@@ -88,8 +90,11 @@ def read(ptx: str) -> Kernel:
         _write(op, operands, values)
     path = _full_path(lines, accesses)
     barriers = sum(lines[i][2].startswith("bar.sync") for i in path)
+    first = next((n for n, i in enumerate(path) if (a := accesses[i]) and a.elementwise), len(path))
+    operations = sum(_ARITHMETIC.match(lines[i][2]) is not None for i in path[first:])
     extern = re.findall(r"^\.extern \.func.*?(\w+)\s*$", ptx, re.MULTILINE)
-    return Kernel(threads, [a for a in accesses if a], [a for i in path if (a := accesses[i])], barriers, tuple(extern))
+    full_path = [a for i in path if (a := accesses[i])]
+    return Kernel(threads, [a for a in accesses if a], full_path, operations, barriers, tuple(extern))
 
 
 def _full_path(lines: list[tuple[str, ...]], accesses: list[Access | None]) -> list[int]:

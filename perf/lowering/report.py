@@ -83,6 +83,7 @@ class KernelReport(NamedTuple):
     widths: Sequence[str]  # of the element accesses on the full path, ``v4.b32``
     masked: bool  # whether the full path has predicated element accesses
     extern: Sequence[str]  # functions that it calls and does not contain
+    operations: float | None  # per element on the full path; None where work is per tensor
     barriers: int  # how often the threads of a program wait for each other on the full path
 
 
@@ -277,6 +278,7 @@ def _kernel(name: str, launches: int, kernel: Any, arch: int, elements: float | 
         widths=sorted({a.width for a in path}),
         masked=any(a.masked for a in path),
         extern=text.extern,
+        operations=text.operations * text.threads / elements if elements else None,
         barriers=text.barriers,
     )
 

@@ -19,6 +19,8 @@ pytest.importorskip("triton")
 
 SMALLEST = ("split8", "int8")
 REGISTERS = 80  # of a thread: six programs fit a multiprocessor, as of AdamW in float32
+OPERATIONS = 50  # for each element, so that a step waits for memory and not for arithmetic
+OPERATIONS_OF_INT8 = 72
 ROWS: list[tuple[str, Any, Any]]
 ROWS = [("adamw", mode, None) for mode in MODES if mode] + [("adamw", None, "int8"), ("adamw", "split8", "int8")]
 ROWS += [("adamw", "master", torch.float32)]
@@ -87,6 +89,16 @@ def test_every_optimizer_has_a_kernel_of_the_smallest_formats(name: str) -> None
         assert kernel.resources.spills == 0
         assert kernel.extern == ()
     assert _update(report).barriers == 0
+
+
+@pytest.mark.parametrize("state_dtype", [torch.bfloat16, "int8"], ids=str)
+@pytest.mark.parametrize("weights", [None, *filter(None, MODES)])
+def test_operations_for_each_element(weights: str | None, state_dtype: Any) -> None:
+    kernel = _update(_lowered("adamw", 90, weights, state_dtype))
+    assert kernel.operations is not None
+    assert 10 < kernel.operations <= (OPERATIONS_OF_INT8 if state_dtype == "int8" else OPERATIONS)
+    assert kernel.resources.spills == 0
+    assert kernel.resources.registers <= (64 if (weights, state_dtype) == SMALLEST else REGISTERS)
 
 
 def test_buffers_are_coded_in_the_order_of_their_declaration() -> None:

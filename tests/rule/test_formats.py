@@ -197,21 +197,24 @@ class TestCodes:
         assert (average / exact).median() == pytest.approx(1, abs=0.1)
 
     def test_averages_fall_beside_others_that_stay(self) -> None:
-        """With the threshold of each step. To nearest, the roots of such averages were 3.8 times too large."""
-        generator = torch.Generator().manual_seed(0)
-        average, exact = torch.zeros(GROUP * 64), torch.zeros(GROUP * 64)
-        sizes = torch.ones(GROUP * 64)
+        """With the thresholds of each step, on average over tensors: those of one tensor are rounded alike, 1.5 % apart.
+
+        To nearest, the roots of such averages were 3.8 times too large.
+        """
+        generator, seeds = torch.Generator().manual_seed(0), torch.arange(16, dtype=torch.float64)[:, None]
+        average, exact = torch.zeros(16, GROUP * 4), torch.zeros(16, GROUP * 4)
+        sizes = torch.ones(GROUP * 4)
         for step in range(4000):
             sizes[::2] = 1 if step < 1000 else 0.01
             squares = torch.randn(average.shape, generator=generator).square() * sizes
             exact = 0.999 * exact + 0.001 * squares
             average = 0.999 * average + 0.001 * squares
             scale = formats.scale_of(average)
-            threshold = formats.threshold_of(torch.tensor(float(step), dtype=torch.float64), 5.0).float()
+            threshold = formats.threshold_of(torch.tensor(float(step), dtype=torch.float64), seeds).float()
             average = formats.decoded(formats.encoded(average, scale, "unsigned", threshold), scale, "unsigned")
         roots = (average / exact).sqrt()
-        assert roots[::2].median() == pytest.approx(1, abs=0.05)
-        assert roots[1::2].median() == pytest.approx(1, abs=0.01)
+        assert roots[:, ::2].median(1).values.mean() == pytest.approx(1, abs=0.05)
+        assert roots[:, 1::2].median() == pytest.approx(1, abs=0.01)
 
     def test_momentum_ends_beside_others_that_goes_on(self) -> None:
         """With the threshold of each step. To nearest, a hundredth of the scale would stay for ever."""
@@ -241,7 +244,7 @@ class TestNoise:
             expected = len(noise) / 64
             chi_square = ((counts - expected) ** 2 / expected).sum().item()
             assert chi_square < 63 + 5 * math.sqrt(2 * 63), (step, seed)
-            for low in (1, 8):  # bits by themselves too, which decide what is nearest
+            for low in (8, 15):  # bits by themselves too, which decide what is nearest
                 share = ((noise * (1 << 24)).long() >> low & 1).double().mean().item()
                 assert abs(share - 0.5) < 5 * 0.5 / math.sqrt(len(noise)), (step, seed, low)
 
@@ -255,7 +258,7 @@ class TestNoise:
     def test_no_two_steps_or_seeds_have_the_same_numbers_in_another_order(self) -> None:
         blocks: dict[tuple[float, ...], tuple[int, int]] = {}
         for drawn in itertools.product(range(1, 6), (0, 1, 2, 3, 4096)):
-            for block in self.bits(*drawn).view(-1, 128).sort().values[:, :3].tolist():
+            for block in self.bits(*drawn).view(-1, 128).sort().values[:, :8].tolist():
                 assert blocks.setdefault(tuple(block), drawn) == drawn
 
     def test_elements_have_nothing_to_do_with_each_other(self) -> None:

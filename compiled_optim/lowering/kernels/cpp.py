@@ -97,17 +97,17 @@ def _means(program: Program, stage: int, written: Written) -> str:
 
 
 def _update(program: Program) -> str:
-    stores = [_store(program.update, array, value) for array, value in program.new_elements()]
+    stores = [_store(program, array, value) for array, value in program.new_elements()]
     (grad,) = (STORAGE[a.dtype] for a in program.arrays if a.row is None)
     return _each_block(program, "update", program.update, stores) + _UPDATE.format(grad=grad, numel=rows.NUMEL, block=BLOCK)
 
 
-def _store(written: Written, array: Array, value: str) -> _Store:
+def _store(program: Program, array: Array, value: str) -> _Store:
     """The statement that stores ``value`` in ``array``; a value of only a float32's upper bits is not rounded again."""
-    kind, made = STORAGE[array.dtype], next((s for s in written.statements if s.name == value), None)
+    kind = STORAGE[array.dtype]
     bits = {"bfloat16": f"bfloat16::upper_of({value})", "float16": f"uint32_t(float16({value}).bits)"}.get(kind, value)
-    if kind == "bfloat16" and made is not None and made.word == "from_upper":
-        value, kind, bits = made.reads[0], "bfloat16::of_bits", made.reads[0]
+    if (above := program.bits_above(array, value)) is not None:
+        value, kind, bits = above, "bfloat16::of_bits", above
     return _Store(value, f"{array.address}[{_index(array)}] = {kind}({value});", array.grouped, array.address, bits)
 
 
@@ -178,7 +178,7 @@ def _loop_over_pairs(arrays: Sequence[Array], written: Written, stores: Sequence
     body = [f"const uint32_t {a.element}_word = {found[a.address].replace('<', '<const ')};" for a in arrays]
     body += [f"uint32_t stored{n}_0, stored{n}_1;" for n in range(len(stores))]
     for lane in (0, 1):
-        index = [f"const uint32_t {INDEX} = uint32_t(start + first + 2 * i + {lane});"] if written.reads_index else []
+        index = [f"const uint32_t {INDEX} = uint32_t((start + first) / 2 + i) << 1 | {lane};"] if written.reads_index else []
         loads = [_definition(a, pairs[a.address].elements[lane].format(f"{a.element}_word")) for a in arrays]
         stored = [f"stored{n}_{lane} = {store.bits};" for n, store in enumerate(stores)]
         body += ["{", *(f"  {line}" for line in (*index, *loads, *written.lines, *stored)), "}"]

@@ -121,6 +121,11 @@ class Program:
         *means, update = rule.written(statics, dialect)
         return cls(arrays, compute, {i: stage for i, stage in enumerate(means) if stage.results}, update)
 
+    def bits_above(self, array: Array, value: str) -> str | None:
+        """The integer whose upper 16 bits an array of bfloat16 stores as ``value``, if ``value`` was made of these alone."""
+        made = next((s for s in self.update.statements if s.name == value and s.word == "from_upper"), None)
+        return None if made is None or array.dtype != "bfloat16" else made.reads[0]
+
     def new_elements(self) -> list[tuple[Array, str]]:
         """The arrays that are updated, each with the expression of its new element."""
         return list(zip([a for a in self.arrays if a.row is not None], self.update.results.values(), strict=True))

@@ -48,6 +48,7 @@ _EXPRESSIONS = {
     "group_max_(x, inside)": "tl.max(tl.reshape(tl.where(inside, x, 0), [inside.shape[0] // GROUP, GROUP]), axis=1)",
     "broadcast_(x)": "tl.reshape(tl.broadcast_to(x[:, None], [x.shape[0], GROUP]), [x.shape[0] * GROUP])",
     "rounded(x, dtype: tl.constexpr)": "x.to(dtype)",
+    "upper(x)": "(x >> 16).to(tl.int16)",
     "narrow(address, dtype: tl.constexpr)": "address.to(tl.pointer_type(dtype))",
     "wide(address, dtype: tl.constexpr, size: tl.constexpr)": "tl.multiple_of(address.to(tl.pointer_type(dtype)), size)",
 }
@@ -191,9 +192,11 @@ class _Path(NamedTuple):
         kind = "int32" if array.is_int else compute
         return f"{array.element} = tl.load({self._pointer(array)} + at, mask=inside).to(tl.{kind})"
 
-    def store(self, array: Array, value: str) -> str:
-        """The statement that stores a ``value``."""
+    def store(self, array: Array, value: str, bits: str | None) -> str:
+        """The statement that stores a ``value``, or the upper half of ``bits``, which need no rounding."""
         rounded = f"rounded({value}, tl.{array.dtype})"
+        if bits is not None:
+            array, rounded = dataclasses.replace(array, dtype="int16"), f"upper({bits})"
         if array.grouped:
             return f"store_shared({self._of_groups(array)}, {rounded}, {self.row})"
         return f"tl.store({self._pointer(array)} + at, {rounded}, mask=inside)"
@@ -268,7 +271,7 @@ def _update(program: Program) -> str:
         grad_lanes=_lanes(grad),
         squares=indented(squares, _INDENT * 3),
     )
-    new = program.new_elements()
+    new = [(*element, program.bits_above(*element)) for element in program.new_elements()]
     return square_sums + _each_block(
         program, "update", program.update, lambda path: [path.store(*element) for element in new]
     )
