@@ -16,6 +16,15 @@ from perf.measure import make_gradients, make_params, step_times
 from perf.results import Row, percentiles
 from perf.workloads import elements, shapes
 
+WAYS: dict[str, dict[str, Any]] = {
+    **PRECISIONS,
+    "bfloat16": {"state_dtype": torch.bfloat16},
+    "split8, bfloat16": {"weights": "split8", "state_dtype": torch.bfloat16},
+    "split16, bfloat16": {"weights": "split16", "state_dtype": torch.bfloat16},
+    "kahan, int8": {"weights": "kahan", "state_dtype": "int8"},
+}
+"""By name, the options for bfloat16 parameters that are timed, besides float32 ones."""
+
 
 def _maker(options: dict[str, Any]) -> Callable[[Sequence[Tensor]], Optimizer]:
     return lambda params: co.AdamW(params, lr=1e-3, **options)
@@ -23,8 +32,8 @@ def _maker(options: dict[str, Any]) -> Callable[[Sequence[Tensor]], Optimizer]:
 
 def competitors() -> list[Competitor]:
     """Torch's fused AdamW, this package's, and that of each precision."""
-    dtypes = {name: torch.float32 if name == FLOAT32 else torch.bfloat16 for name in PRECISIONS}
-    ours = [Competitor(f"{OURS}[{name}]", _maker(options), dtypes[name]) for name, options in PRECISIONS.items()]
+    dtypes = {name: torch.float32 if name == FLOAT32 else torch.bfloat16 for name in WAYS}
+    ours = [Competitor(f"{OURS}[{name}]", _maker(options), dtypes[name]) for name, options in WAYS.items()]
     return [Competitor(FUSED, lambda params: torch.optim.AdamW(params, lr=1e-3, fused=True)), *ours]
 
 

@@ -46,6 +46,7 @@ WORKLOADS: dict[str, Callable[[], Shapes]] = {
     "small-1000": lambda: [(4096,)] * 1000,
     "tiny-10": lambda: [(16,)] * 10,
     TINY: lambda: [(4, 4)] * 10,
+    "30-million": lambda: [(1000, 1000)] * 30,
     "half-billion": lambda: [(1000, 1000)] * 500,
     "scalars-20000": lambda: [(1,)] * 20000,
 }

@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("matplotlib")
 
-from perf import convergence, gates, measure, results
+from perf import convergence, gates, low_memory, measure, results
 from perf.__main__ import main
 from perf.competitors import FUSED, OURS, optimizers, working
 from perf.compiled_steps import NAMES
@@ -253,7 +253,7 @@ def test_low_memory_appends_times_and_bytes(tmp_path) -> None:
     assert main(["low-memory", "--rehearse", "--results", str(tmp_path)]) == 0
     table = pd.read_csv(tmp_path / "low_memory.csv")
     assert set(table["metric"]) == {"step", "share of torch's step on float32", "memory"}
-    assert set(table["competitor"]) == {FUSED, *(f"{OURS}[{name}]" for name in convergence.PRECISIONS)}
+    assert set(table["competitor"]) == {FUSED, *(f"{OURS}[{name}]" for name in low_memory.WAYS)}
     assert (table.loc[table["competitor"] == FUSED, "p50"].to_numpy()[1:] == [1, 16.25]).all()  # 0.25 of it for step counts
 
 
