@@ -12,17 +12,17 @@ from pathlib import Path
 import torch
 
 from perf import first_step, gates, results
-from perf.competitors import COMPILED, OURS, all_names, optimizers, working
+from perf.competitors import FUSED, OURS, PEERS, entered, optimizers
 from perf.compiled_steps import measure_compiled_step, measure_training_step
 from perf.convergence import SEEDS, TASKS, measure_convergence
 from perf.low_memory import measure_low_memory
 from perf.measure import dtype_name, measure_bandwidth, measure_overhead, measure_step
 from perf.results import Row
 from perf.schedulers import measure_schedulers
-from perf.workloads import TINY, WORKLOADS
+from perf.workloads import TINY, WORKLOADS, shapes
 
-REHEARSAL = {"workload": [TINY], "rounds": 2, "tries": 1, "competitors": [OURS]}
-"""What ``--rehearse`` puts in the place of other arguments."""
+REHEARSAL = {"workload": [TINY], "rounds": 2, "tries": 1, "competitors": [OURS, FUSED]}
+"""What ``--rehearse`` puts in the place of other arguments; competitors that were named stay."""
 
 DTYPES = {dtype_name(dtype): dtype for dtype in (torch.float32, torch.bfloat16)}
 
@@ -31,7 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status."""
     args = _parser().parse_args(arguments)
     if args.rehearse:
-        vars(args).update(REHEARSAL)
+        asked = getattr(args, "competitors", None)
+        vars(args).update(REHEARSAL | ({"competitors": asked} if asked else {}))
     if args.threads:
         torch.set_num_threads(args.threads)
     run: Callable[[argparse.Namespace], int] = args.run
@@ -41,8 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _step(args: argparse.Namespace) -> int:
     _warn_if_busy()
     for workload in args.workload:
-        competitors = working(args.optimizer, args.device, args.competitors)
-        rows = measure_step(workload, args.optimizer, competitors, args.device, rounds=args.rounds)
+        competitors, reasons = entered(args.optimizer, args.competitors, len(shapes(workload)))
+        rows = measure_step(workload, args.optimizer, competitors, args.device, rounds=args.rounds, reasons=reasons)
         results.show(rows, f"step on {results.device_name(args.device)}, {torch.get_num_threads()} threads")
         _save(rows, args)
     return 0
@@ -50,7 +51,9 @@ def _step(args: argparse.Namespace) -> int:
 
 def _first_step(args: argparse.Namespace) -> int:
     _warn_if_busy()
-    rows = first_step.measure_first_step(args.workload, args.optimizer, args.competitors, args.device, repeats=args.rounds)
+    rows = first_step.measure_first_step(
+        args.workload, args.optimizer, args.competitors or first_step.COMPETITORS, args.device, repeats=args.rounds
+    )
     results.show(rows, "construction and first step, in a new process each")
     _save(rows, args)
     return 0
@@ -92,7 +95,7 @@ def _low_memory(args: argparse.Namespace) -> int:
 
 def _training_step(args: argparse.Namespace) -> int:
     _warn_if_busy()
-    rows = measure_training_step(args.device, rounds=args.rounds)
+    rows = measure_training_step(args.device, rounds=args.rounds, names=args.competitors)
     results.show(rows, f"compiled training step on {results.device_name(args.device)}, {torch.get_num_threads()} threads")
     _save(rows, args)
     return 0
@@ -170,21 +173,18 @@ def _parser() -> argparse.ArgumentParser:
     def workloads(made: argparse.ArgumentParser, default: Sequence[str]) -> None:
         made.add_argument("--workload", nargs="+", choices=list(WORKLOADS), default=list(default))
 
+    def competitors(made: argparse.ArgumentParser, default: str) -> None:
+        made.add_argument("--competitors", nargs="+", choices=list(PEERS), default=[], help=f"default: {default}")
+
     step = command("step", _step, "time steps of all competitors, in turn in one process", optimizer)
     workloads(step, ["small-148"])
     step.add_argument("--rounds", type=int, default=101)
-    step.add_argument("--competitors", nargs="+", choices=list(all_names()), default=[], help="default: all that work")
+    competitors(step, "all that have it")
 
     first = command("first-step", _first_step, "time construction and first step in new processes", optimizer)
     workloads(first, first_step.WORKLOADS)
     first.add_argument("--rounds", type=int, default=3)
-    first.add_argument(
-        "--competitors",
-        nargs="+",
-        choices=[*all_names(), COMPILED],
-        default=list(first_step.COMPETITORS),
-        help=f"{COMPILED} runs with at most {first_step.COMPILED_LIMIT} tensors",
-    )
+    competitors(first, ", ".join(first_step.COMPETITORS))
 
     overhead = command("overhead", _overhead, "time the Python part of a step on the CPU", optimizer)
     workloads(overhead, ["small-148", "small-1000"])
@@ -204,6 +204,7 @@ def _parser() -> argparse.ArgumentParser:
 
     training = command("training-step", _training_step, "time a training step that is compiled as one graph")
     training.add_argument("--rounds", type=int, default=201)
+    competitors(training, "all that have AdamW")
 
     compiled = command("compiled-step", _compiled_step, "time compiled steps, with the compiler's CUDA graphs on a GPU too")
     workloads(compiled, ["small-10"])

@@ -1,10 +1,13 @@
-"""Named ways to make an optimizer: this package's lowerings and torch.optim's implementations."""
+"""Named ways to make an optimizer: this package's lowerings, torch.optim's implementations, and other packages'."""
 
 from __future__ import annotations
 
+import importlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import math
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,19 +18,104 @@ import compiled_optim
 
 OURS = "compiled_optim"
 FUSED = "torch fused"
-COMPILED = "torch.compile"
+COMPILED = "torch compiled"
 
-_OURS: dict[str, dict[str, Any]] = {OURS: {}, f"{OURS}[inductor]": {"lowering": "inductor"}}
-_TORCH: dict[str, dict[str, Any]] = {
-    FUSED: {"fused": True},
-    "torch foreach": {"foreach": True},
-    "torch foreach capturable": {"foreach": True, "capturable": True},
-    "torch for-loop": {"foreach": False},
-    "torch": {},
+HYPERPARAMETERS: dict[str, dict[str, Any]] = {
+    "adamw": {"lr": 1e-3, "weight_decay": 1e-2},
+    "sgd": {"lr": 1e-3, "momentum": 0.9},
 }
+"""Given to all that take them, where the defaults differ or would benchmark an optimizer that nobody uses."""
 
-HYPERPARAMETERS: dict[str, dict[str, Any]] = {"sgd": {"lr": 1e-3, "momentum": 0.9}}
-"""Given to both sides, where the defaults would benchmark an optimizer that nobody uses."""
+SLOW_TO_COMPILE = 148
+"""Tensors beyond which torch.compile of torch.optim's step is not tried unasked: it unrolls, and takes many minutes."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A way to make optimizers from a package's classes."""
+
+    module: str  # that has the classes
+    options: Mapping[str, Any] = field(default_factory=dict)
+    named: str = "{}"  # how it names a class that is named {} here; case does not count
+    others: Mapping[str, str] = field(default_factory=dict)  # names that follow no pattern, by ours
+    compiled: bool = False  # whether the user compiles its step with torch.compile
+    finish: Callable[[Any], object] = lambda optimizer: None  # what a user does with it after construction
+    tensors: float = math.inf  # the most that it is given unasked
+    dtype: torch.dtype = torch.float32
+    spoils_gradients: bool = False  # whether it writes to them
+    note: str = ""  # what makes its times hard to compare
+
+    def find(self, optimizer: str) -> type[Optimizer]:
+        """Its class for an optimizer's lower-case name.
+
+        Raises:
+            ImportError: its package is not installed, or cannot be imported here.
+            LookupError: it has no such class of its own.
+        """
+        wanted = self.others.get(optimizer, self.named.format(optimizer)).lower()
+        for name, value in vars(importlib.import_module(self.module)).items():
+            is_own = isinstance(value, type) and (value.__module__ + ".").startswith(self.module.partition(".")[0] + ".")
+            if is_own and name.lower() == wanted:
+                return value
+        raise LookupError(f"{self.module} has no {wanted}")
+
+
+def _compile_foreach(optimizer: Any) -> None:
+    """Do what ``pytorch_optimizer.create_optimizer(compile=True)`` does with classes that have compiled steps."""
+    optimizer._compile_foreach()
+
+
+_COMPILED = {"compiled": True, "tensors": SLOW_TO_COMPILE}
+_WHOLE_UPDATES = "writes its update into the gradient and drops it: gets copies, which are not timed"
+_EIGHT_BITS = "8-bit state for tensors of at least 4096 elements: moves fewer bytes"
+
+PEERS: dict[str, Peer] = {
+    OURS: Peer("compiled_optim"),
+    f"{OURS}[inductor]": Peer("compiled_optim", {"lowering": "inductor"}),
+    FUSED: Peer("torch.optim", {"fused": True}),
+    "torch foreach": Peer("torch.optim", {"foreach": True}),
+    "torch foreach capturable": Peer("torch.optim", {"foreach": True, "capturable": True}),
+    "torch for-loop": Peer("torch.optim", {"foreach": False}),
+    "torch": Peer("torch.optim"),
+    "torch fused compiled": Peer("torch.optim", {"fused": True}, **_COMPILED),
+    "torch foreach compiled": Peer("torch.optim", {"foreach": True}, **_COMPILED),
+    "torch for-loop compiled": Peer("torch.optim", {"foreach": False}, **_COMPILED),
+    COMPILED: Peer("torch.optim", **_COMPILED),
+    "optimi": Peer("optimi", note="its own choice: triton on a GPU"),
+    "optimi foreach": Peer("optimi", {"foreach": True}),
+    "optimi triton": Peer("optimi", {"triton": True}),
+    "heavyball": Peer("heavyball", others={"adamwschedulefree": "SFAdamW"}, spoils_gradients=True, note=_WHOLE_UPDATES),
+    "heavyball compile_step": Peer(
+        "heavyball",
+        {"compile_step": True},
+        others={"adamwschedulefree": "SFAdamW"},
+        spoils_gradients=True,
+        note=_WHOLE_UPDATES,
+    ),
+    "pytorch_optimizer": Peer("pytorch_optimizer", others={"adamwschedulefree": "ScheduleFreeAdamW"}),
+    "pytorch_optimizer compiled": Peer(
+        "pytorch_optimizer",
+        {"foreach": True},
+        others={"adamwschedulefree": "ScheduleFreeAdamW"},
+        finish=_compile_foreach,
+    ),
+    "schedulefree": Peer("schedulefree", finish=lambda optimizer: optimizer.train()),
+    "bitsandbytes": Peer("bitsandbytes.optim"),
+    "bitsandbytes 8-bit": Peer("bitsandbytes.optim", named="{}8bit", note=_EIGHT_BITS),
+    "flashoptim": Peer("flashoptim", named="Flash{}", note="8-bit state: moves fewer bytes"),
+    "flashoptim float32 state": Peer("flashoptim", {"quantize": False, "master_weight_bits": None}, named="Flash{}"),
+    # Last, since it compiles for each shape.
+    "torchao": Peer("torchao.optim", named="_{}"),
+    "torchao 8-bit": Peer("torchao.optim", named="{}8bit", note=_EIGHT_BITS),
+    "torchao bfloat16, stochastic": Peer(
+        "torchao.optim",
+        {"bf16_stochastic_round": True},
+        named="_{}",
+        dtype=torch.bfloat16,
+        note="parameters, gradients and state in bfloat16: moves half the bytes",
+    ),
+}
+"""By name, this package's first."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +125,7 @@ class Competitor:
     name: str
     make: Callable[[Sequence[Tensor]], Optimizer]
     dtype: torch.dtype = torch.float32
+    spoils_gradients: bool = False
 
 
 def exported() -> dict[str, type[compiled_optim.CompiledOptimizer]]:
@@ -58,65 +147,95 @@ def optimizers() -> dict[str, tuple[type[Optimizer], type[Optimizer] | None]]:
     }
 
 
-def arguments(optimizer: type[Optimizer]) -> dict[str, Any]:
-    """The hyperparameters that an optimizer, ours or torch.optim's of that name, is given."""
+def arguments(optimizer: type[Optimizer], name: str = "") -> dict[str, Any]:
+    """The hyperparameters that a class is given as the optimizer ``name``, by default its own."""
     parameters = list(inspect.signature(optimizer).parameters.values())[1:]
-    required = [p.name for p in parameters if p.default is p.empty]
-    return {**dict.fromkeys(required, 1e-3), **HYPERPARAMETERS.get(optimizer.__name__.lower(), {})}
+    required = [p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    common = HYPERPARAMETERS.get(name or optimizer.__name__.lower(), {})
+    return {**dict.fromkeys(required, 1e-3), **{k: v for k, v in common.items() if k in {p.name for p in parameters}}}
 
 
-def competitor(optimizer: str, name: str) -> Competitor:
+def competitor(optimizer: str, name: str, *, traced: bool = False) -> Competitor:
     """The competitor ``name`` for ``optimizer``; whether it works on a device is another question.
 
-    Raises:
-        ValueError: it is torch.optim's, and torch.optim has no such optimizer.
-    """
-    ours, theirs = optimizers()[optimizer]
-    hyperparameters = arguments(ours)
-    if name in _OURS:
-        return Competitor(name, lambda params: ours(params, **hyperparameters, **_OURS[name]))
-    if theirs is None:
-        raise ValueError(f"torch.optim has no {ours.__name__}")
-    if name == COMPILED:
-        return Competitor(name, lambda params: _with_compiled_step(theirs(params, **hyperparameters)))
-    return Competitor(name, lambda params: theirs(params, **hyperparameters, **_TORCH[name]))
-
-
-def working(optimizer: str, device: torch.device, names: Sequence[str] = ()) -> list[Competitor]:
-    """The competitors, or those of ``names``, that can take a step on ``device``; this package's default is the first.
+    Args:
+        optimizer: lower-case name.
+        name: of :data:`PEERS`.
+        traced: leave the step as it is where the user compiles it, since it is called in a compiled function.
 
     Raises:
-        ValueError: one of ``names`` is unknown or does not work.
+        ImportError: its package is not installed, or cannot be imported here.
+        LookupError: it has no such optimizer.
     """
-    theirs = optimizers()[optimizer][1]
-    known = {name: competitor(optimizer, name) for name in (*_OURS, *(_TORCH if theirs else ()))}
-    if not names and theirs and "foreach" in inspect.signature(theirs).parameters:
-        del known["torch"]  # is one of the others
-    if unknown := set(names) - set(known):
-        raise ValueError(f"unknown competitors {sorted(unknown)}; there are {list(known)}")
-    wanted = {OURS, *(names or known)}
-    able = [c for name, c in known.items() if name in wanted and (name in _OURS or _works(c, device))]
-    if unable := set(names) - {c.name for c in able}:
-        raise ValueError(f"{sorted(unable)} cannot run {optimizer} on {device}")
-    return able
+    peer = PEERS[name]
+    cls = peer.find(optimizer)
+    given = {**arguments(cls, optimizer), **peer.options}
+
+    def make(params: Sequence[Tensor]) -> Optimizer:
+        made = cls(params, **given)
+        peer.finish(made)
+        if peer.compiled and not traced:
+            step = with_own_code(made.step.__func__)  # type: ignore[attr-defined]
+            made.step = torch.compile(types.MethodType(step, made))  # type: ignore[assignment, method-assign]
+        return made
+
+    return Competitor(name, make, peer.dtype, peer.spoils_gradients)
 
 
-def all_names() -> Iterator[str]:
-    """The names of all competitors of the step benchmark."""
-    yield from (*_OURS, *_TORCH)
+def entered(
+    optimizer: str, names: Sequence[str] = (), tensors: int = 0, *, traced: bool = False
+) -> tuple[list[Competitor], dict[str, str]]:
+    """The competitors for an optimizer, or those of ``names`` and this package's default, and why others cannot be.
+
+    Without ``names`` they are all that have it; torch.optim's own choice only where it takes no other.
+
+    Args:
+        optimizer: lower-case name.
+        names: of :data:`PEERS`.
+        tensors: how many there are to step.
+        traced: see :func:`competitor`.
+    """
+    found, reasons = [], {}
+    for name, peer in PEERS.items():
+        if names and name not in (OURS, *names):
+            continue
+        try:
+            cls = peer.find(optimizer)
+        except ImportError as error:
+            reasons[name] = reason(error)
+            continue
+        except LookupError as error:
+            if names:
+                reasons[name] = reason(error)
+            continue
+        if not names and name in ("torch", COMPILED) and "foreach" in inspect.signature(cls).parameters:
+            continue  # it is one of the others
+        if not names and tensors > peer.tensors:
+            reasons[name] = f"compiling more than {peer.tensors} tensors takes long; ask with --competitors"
+        else:
+            found.append(competitor(optimizer, name, traced=traced))
+    return found, reasons
 
 
-def _works(candidate: Competitor, device: torch.device) -> bool:
-    """Whether ``candidate`` exists on ``device``, found by trying: torch has no public list of what supports what."""
-    param = torch.zeros(2, 2, device=device, requires_grad=True)
-    param.grad = torch.zeros_like(param)
-    try:
-        candidate.make([param]).step()
-    except (AssertionError, RuntimeError, TypeError, ValueError):
-        return False
-    return True
+def reason(error: Exception) -> str:
+    """Why a competitor does not run: the first line of what it said."""
+    if isinstance(error, ModuleNotFoundError):
+        return f"{error.name} is not installed"
+    said = next(iter(str(error).strip().splitlines()), "")
+    return said if isinstance(error, LookupError) and said else f"{type(error).__name__}: {said[:100]}".rstrip(": ")
 
 
-def _with_compiled_step(optimizer: Optimizer) -> Optimizer:
-    optimizer.step = torch.compile(optimizer.step)  # type: ignore[assignment, method-assign]
-    return optimizer
+def with_own_code(function: Any) -> Any:
+    """A copy of a function with its own code, and of those it wraps.
+
+    A call of a compiled function checks the guards of all others that have its code.
+    """
+    cells = tuple(
+        types.CellType(with_own_code(cell.cell_contents)) if isinstance(cell.cell_contents, types.FunctionType) else cell
+        for cell in function.__closure__ or ()
+    )
+    copy = types.FunctionType(
+        function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__, cells or None
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import functools
-import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from torch.optim import Optimizer
 
 import compiled_optim as co
-from perf.competitors import OURS
-from perf.measure import in_turn, make_gradients, make_params
-from perf.results import Row, percentiles
+from perf.competitors import OURS, PEERS, Competitor, entered, reason, with_own_code
+from perf.measure import FIRST_STEPS, in_turn, make_gradients, make_params
+from perf.results import Row, left_out, percentiles
 from perf.workloads import shapes
 from tools.demo.digits import CLASSES, VisionTransformer, parameter_groups
 
@@ -28,27 +27,62 @@ NAMES = (OURS, INLINED, STOCK)
 _LR = 1e-4
 
 
-def measure_training_step(device: torch.device, *, rounds: int, warmup: int = 10) -> list[Row]:
-    """A whole training step of the demo's model, compiled as one graph: forward, backward, step and ``zero_grad``.
+def measure_training_step(device: torch.device, *, rounds: int, names: Sequence[str] = (), warmup: int = 10) -> list[Row]:
+    """A whole training step of the demo's model: forward, backward, step and ``zero_grad``.
 
-    On a GPU also with ``mode="reduce-overhead"``, the compiler's own CUDA graphs. On a CPU times are those of processors.
+    This package's steps and those of torch.optim that users compile are in the compiled function, one graph with this
+    package's. Other optimizers step behind it, as their users call them. On a GPU also with ``mode="reduce-overhead"``, the
+    compiler's own CUDA graphs. On a CPU times are those of processors.
     """
     generator = torch.Generator().manual_seed(0)
     pixels = torch.randn(BATCH, 1, 8, 8, generator=generator).to(device)
     digits = torch.randint(CLASSES, (BATCH,), generator=generator).to(device)
+    entrants, reasons = entered("adamw", names, traced=True)
     rows = []
     for mode in _modes(device):
-        calls = {}
-        for name in NAMES:
-            torch.manual_seed(0)
-            model = VisionTransformer().to(device)
-            optimizer = _make(name, parameter_groups(model), device)
-            train = _compiled(_training_step(model, optimizer), mode, name)
-            calls[name] = functools.partial(train, pixels, digits)
+        calls, failed = {}, {}
         with torch._dynamo.config.patch(trace_autograd_ops=True):
+            for made in entrants:
+                try:
+                    train = functools.partial(_trainer(made, device, mode), pixels, digits)
+                    losses = [float(train()) for _ in range(FIRST_STEPS)]
+                except Exception as error:  # packages raise what they like, compilers too
+                    if made.name == OURS:
+                        raise
+                    failed[made.name] = reason(error)
+                    continue
+                if losses[-1] < losses[0]:
+                    calls[made.name] = train
+                else:
+                    failed[made.name] = f"it does not train: losses {losses}"
             samples = in_turn(calls, device, rounds=rounds, warmup=warmup)
-        rows += list(_rows("training_step", "demo", f"training step, {mode}", samples))
-    return rows
+        rows += list(_rows("training_step", "demo", f"whole training step, {mode}", samples))
+        rows += left_out("training_step", "demo", "adamw", {name: f"{why} ({mode})" for name, why in failed.items()})
+    return rows + left_out("training_step", "demo", "adamw", reasons)
+
+
+def _trainer(made: Competitor, device: torch.device, mode: str) -> Callable[..., Tensor]:
+    """A training step of a model of its own."""
+    torch.manual_seed(0)
+    model = VisionTransformer().to(device, made.dtype)
+    optimizer = made.make(parameter_groups(model))
+    is_own, is_compiled = PEERS[made.name].module == OURS, PEERS[made.name].compiled
+
+    def backward(pixels: Tensor, digits: Tensor) -> Tensor:
+        loss = functional.cross_entropy(model(pixels.to(made.dtype)), digits)
+        loss.backward()
+        return loss.detach()
+
+    def step(pixels: Tensor, digits: Tensor) -> Tensor:
+        loss = backward(pixels, digits)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    if is_own or is_compiled:
+        return _compiled(step, mode, fullgraph=is_own)
+    backward = _compiled(backward, mode, fullgraph=True)
+    return step
 
 
 def measure_compiled_step(workload: str, device: torch.device, *, rounds: int, warmup: int = 5) -> list[Row]:
@@ -63,7 +97,7 @@ def measure_compiled_step(workload: str, device: torch.device, *, rounds: int, w
             for param, grad in zip(params, grads, strict=True):
                 param.grad = grad
             optimizer = _make(name, params, device)
-            calls[name] = _compiled(lambda stepped=optimizer: stepped.step(), mode, name)
+            calls[name] = _compiled(lambda stepped=optimizer: stepped.step(), mode, fullgraph=name != STOCK)
         samples = in_turn(calls, device, rounds=rounds, warmup=warmup)
         rows += list(_rows("compiled_step", workload, f"step, {mode}", samples))
     return rows
@@ -80,25 +114,8 @@ def _make(name: str, params: Sequence[Any], device: torch.device) -> Optimizer:
     return co.AdamW(params, lr=_LR, lowering="inductor" if name == INLINED else "multi_tensor")
 
 
-def _training_step(model: nn.Module, optimizer: Optimizer) -> Callable[..., Tensor]:
-    def step(pixels: Tensor, digits: Tensor) -> Tensor:
-        loss = functional.cross_entropy(model(pixels), digits)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return step
-
-
-def _compiled(function: Callable[..., Any], mode: str, name: str) -> Callable[..., Any]:
-    """``function`` compiled; whole, except around torch.optim's step, which breaks a graph.
-
-    Its code is its own, or each call would check the guards of all others that have that code.
-    """
-    code = function.__code__.replace()
-    own = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
-    return torch.compile(own, fullgraph=name != STOCK, mode=mode)
+def _compiled(function: Callable[..., Any], mode: str, *, fullgraph: bool) -> Callable[..., Any]:
+    return torch.compile(with_own_code(function), fullgraph=fullgraph, mode=mode)
 
 
 def _rows(benchmark: str, workload: str, metric: str, samples: dict[str, list[float]]) -> Iterator[Row]:

@@ -9,7 +9,7 @@ from typing import TypeAlias
 import pandas as pd
 import torch
 
-from perf.competitors import FUSED, OURS, working
+from perf.competitors import FUSED, OURS, competitor
 from perf.first_step import measure_first_step
 from perf.measure import measure_bandwidth, measure_overhead, measure_step
 from perf.results import Row, show_table
@@ -124,7 +124,7 @@ def _step_check(workload: str, limit: float, device: torch.device, record: Recor
     promise = Promise(f"AdamW step, {workload}, fresh gradients: time / {FUSED}", limit, "ratio of medians")
 
     def measure() -> dict[str, float]:
-        competitors = working("adamw", device, [OURS, FUSED])
+        competitors = [competitor("adamw", name) for name in (OURS, FUSED)]
         rows = measure_step(workload, "adamw", competitors, device, rounds=ROUNDS[workload], gradients=("fresh",))
         record(rows)
         return {promise.name: next(r.ratio for r in rows if r.competitor == FUSED and r.ratio is not None)}

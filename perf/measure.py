@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, TypeVar
 from unittest import mock
 
@@ -18,14 +20,31 @@ from compiled_optim.capture.graph import GRAPHS
 from compiled_optim.lowering.kernels.table import CoefficientTable, KernelTensors, TensorTable
 from compiled_optim.lowering.multi_tensor import MultiTensorLowering
 from compiled_optim.optimizer import engine_of
-from perf.competitors import OURS, Competitor, competitor
-from perf.results import Row, percentiles
+from perf.competitors import OURS, Competitor, competitor, reason
+from perf.results import Row, left_out, percentiles
 from perf.workloads import Shapes, shapes
 
 Gradients: TypeAlias = Literal["fresh", "same"]
 Samples: TypeAlias = dict[str, list[float]]
-Entrant: TypeAlias = tuple[str, list[Tensor], Optimizer]
 T = TypeVar("T")
+
+FIRST_STEPS = 3
+"""Taken by each competitor alone, since some compile in more than one, or need the device to itself."""
+
+
+@dataclass(frozen=True)
+class Entrant:
+    """A competitor with parameters of its own."""
+
+    competitor: Competitor
+    params: list[Tensor]
+    optimizer: Optimizer
+
+    def take(self, grads: Sequence[Tensor], gradients: Gradients) -> None:
+        """Set its parameters' gradients; some optimizers drop them in a step, some write to them."""
+        for param, grad in zip(self.params, grads, strict=True):
+            spoiled = self.competitor.spoils_gradients
+            param.grad = grad.clone() if spoiled else grad.view_as(grad) if gradients == "fresh" else grad
 
 
 def make_params(sizes: Shapes, device: torch.device, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -46,36 +65,54 @@ def step_times(
     rounds: int,
     warmup: int,
     gradients: Gradients,
+    reasons: dict[str, str] | None = None,
 ) -> Samples:
     """Seconds of every step, by competitor; entry ``i`` of each list is from the same round.
 
     All optimizers of parameters of one dtype share the gradients' memory. They step in turn, each round in another order.
     With ``gradients="fresh"`` every step gets new tensor objects at other addresses than the step before, as after
-    ``zero_grad()``; making them is not timed.
+    ``zero_grad()``; making them is not timed. ``reasons`` takes why competitors do not run; without it they raise.
     """
     from torch._inductor import config
 
     config.compile_threads = 1  # workers would import torch beside the first seconds of the benchmark
     seeds = (1, 2) if gradients == "fresh" else (1,)
     pools = {d: [make_gradients(sizes, device, seed, d) for seed in seeds] for d in {c.dtype for c in competitors}}
-    entrants: list[Entrant] = []
+    entrants = []
     for c in competitors:
-        params = make_params(sizes, device, c.dtype)
-        entrants.append((c.name, params, c.make(params)))
-        for param, grad in zip(params, pools[c.dtype][0], strict=True):
-            param.grad = grad
-    samples: Samples = {c.name: [] for c in competitors}
+        try:
+            entrants.append(enter(c, make_params(sizes, device, c.dtype), pools[c.dtype][0]))
+        except Exception as error:  # packages raise what they like, compilers too
+            if reasons is None or c.name == OURS:
+                raise
+            reasons[c.name] = reason(error)
+    samples: Samples = {e.competitor.name: [] for e in entrants}
     with _no_garbage_collection():
         for index in range(-warmup, rounds):
-            for name, params, optimizer in _turns(entrants, index):
-                if gradients == "fresh":
-                    pool = pools[params[0].dtype][index % len(seeds)]
-                    for param, grad in zip(params, pool, strict=True):
-                        param.grad = grad.view_as(grad)
-                seconds = _timed(optimizer.step, device)
+            for entrant in _turns(entrants, index):
+                entrant.take(pools[entrant.competitor.dtype][index % len(seeds)], gradients)
+                seconds = _timed(entrant.optimizer.step, device)
                 if index >= 0:
-                    samples[name].append(seconds)
+                    samples[entrant.competitor.name].append(seconds)
     return samples
+
+
+def enter(made: Competitor, params: list[Tensor], grads: Sequence[Tensor]) -> Entrant:
+    """Let a competitor take its first steps.
+
+    Raises:
+        RuntimeError: they changed nothing, or made parameters that are not finite.
+    """
+    entrant = Entrant(made, params, made.make(params))
+    before = params[0].detach().clone()
+    for _ in range(FIRST_STEPS):
+        entrant.take(grads, "fresh")
+        entrant.optimizer.step()
+    if before.equal(params[0]):
+        raise RuntimeError("its steps changed nothing")
+    if not all(bool(param.isfinite().all()) for param in params):
+        raise RuntimeError("its steps made parameters that are not finite")
+    return entrant
 
 
 def in_turn(calls: Mapping[str, Callable[[], object]], device: torch.device, *, rounds: int, warmup: int) -> Samples:
@@ -104,13 +141,18 @@ def measure_step(
     rounds: int,
     warmup: int = 5,
     gradients: Sequence[Gradients] = ("fresh", "same"),
+    reasons: Mapping[str, str] = types.MappingProxyType({}),
 ) -> list[Row]:
-    """The table of :func:`step_times`: step times, and the ratios of this package's default to each other competitor."""
-    rows = []
+    """The table of :func:`step_times`: step times, and the ratios of this package's default to each other competitor.
+
+    A competitor that does not run has a row that says why, as have those of ``reasons``.
+    """
+    rows, said = [], dict(reasons)
     for kind in gradients:
-        samples = step_times(shapes(workload), competitors, device, rounds=rounds, warmup=warmup, gradients=kind)
+        able = [c for c in competitors if c.name not in said]
+        samples = step_times(shapes(workload), able, device, rounds=rounds, warmup=warmup, gradients=kind, reasons=said)
         rows += step_rows(workload, optimizer, kind, samples)
-    return rows
+    return rows + left_out("step", workload, optimizer, said)
 
 
 def step_rows(workload: str, optimizer: str, gradients: Gradients, samples: Samples) -> list[Row]:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import datetime
+import math
 import platform
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import pandas as pd
 import torch
 
+from perf.competitors import PEERS
+
 RESULTS = Path(__file__).parent / "results"
+NOT_RUN = "did not run: "
+"""Begins the metric of a row without numbers."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,15 @@ def percentiles(samples: Sequence[float]) -> tuple[float, float, float]:
     """The 20th, 50th and 80th percentile."""
     p20, p50, p80 = pd.Series(samples, dtype="float64").quantile([0.2, 0.5, 0.8])
     return p20, p50, p80
+
+
+def left_out(benchmark: str, workload: str, optimizer: str, reasons: Mapping[str, str]) -> list[Row]:
+    """Rows without numbers for competitors that did not run, which say why."""
+    none = math.nan
+    return [
+        Row(benchmark, workload, optimizer, name, f"{NOT_RUN}{why}", "", none, none, none, None, 0)
+        for name, why in reasons.items()
+    ]
 
 
 def frame(rows: Sequence[Row], device: torch.device) -> pd.DataFrame:
@@ -99,7 +113,7 @@ def show(rows: Sequence[Row], title: str) -> None:
     lines = [
         {
             **{name: getattr(r, name) for name in ("workload", "optimizer", "competitor", "metric")},
-            **{name: f"{getattr(r, name):.4g}" for name in ("p20", "p50", "p80")},
+            **{name: f"{getattr(r, name):.4g}" if r.n else "" for name in ("p20", "p50", "p80")},
             "unit": r.unit,
             "ours / it": "" if r.ratio is None else f"{r.ratio:.3f}",
             "n": r.n,
@@ -107,6 +121,9 @@ def show(rows: Sequence[Row], title: str) -> None:
         for r in rows
     ]
     show_table(pd.DataFrame(lines), title)
+    for name in dict.fromkeys(r.competitor for r in rows):
+        if name in PEERS and PEERS[name].note:
+            print(f"{name}: {PEERS[name].note}")
 
 
 def show_table(table: pd.DataFrame, title: str) -> None:

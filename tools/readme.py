@@ -171,7 +171,7 @@ def speed_table() -> str:
     for times in _steps():
         rows, others = [], []
         for (optimizer, workload), entrants in sorted(times.items()):
-            theirs = {name: row for name, row in entrants.items() if name.startswith("torch")}
+            theirs = {name: row for name, row in entrants.items() if name.split()[0] == "torch"}
             if optimizer == "adamw":
                 rows.append([workload, *_against(entrants[_OURS], theirs[_FUSED])])
             else:
