@@ -53,9 +53,11 @@ class Peer:
             LookupError: it has no such class of its own.
         """
         wanted = self.others.get(optimizer, self.named.format(optimizer)).lower()
-        for name, value in vars(importlib.import_module(self.module)).items():
-            is_own = isinstance(value, type) and (value.__module__ + ".").startswith(self.module.partition(".")[0] + ".")
-            if is_own and name.lower() == wanted:
+        module = importlib.import_module(self.module)
+        top = f"{self.module.partition('.')[0]}."
+        for name in (name for name in dir(module) if name.lower() == wanted):
+            value = getattr(module, name)
+            if isinstance(value, type) and f"{value.__module__}.".startswith(top):
                 return value
         raise LookupError(f"{self.module} has no {wanted}")
 
@@ -66,7 +68,7 @@ def _compile_foreach(optimizer: Any) -> None:
 
 
 _COMPILED = {"compiled": True, "tensors": SLOW_TO_COMPILE}
-_WHOLE_UPDATES = "writes its update into the gradient and drops it: gets copies, which are not timed"
+_SPOILED = "writes to its gradients: gets copies, which are not timed"
 _EIGHT_BITS = "8-bit state for tensors of at least 4096 elements: moves fewer bytes"
 
 PEERS: dict[str, Peer] = {
@@ -79,18 +81,19 @@ PEERS: dict[str, Peer] = {
     "torch": Peer("torch.optim"),
     "torch fused compiled": Peer("torch.optim", {"fused": True}, **_COMPILED),
     "torch foreach compiled": Peer("torch.optim", {"foreach": True}, **_COMPILED),
+    "torch foreach capturable compiled": Peer("torch.optim", {"foreach": True, "capturable": True}, **_COMPILED),
     "torch for-loop compiled": Peer("torch.optim", {"foreach": False}, **_COMPILED),
     COMPILED: Peer("torch.optim", **_COMPILED),
     "optimi": Peer("optimi", note="its own choice: triton on a GPU"),
-    "optimi foreach": Peer("optimi", {"foreach": True}),
+    "optimi foreach": Peer("optimi", {"foreach": True}, spoils_gradients=True, note=_SPOILED),
     "optimi triton": Peer("optimi", {"triton": True}),
-    "heavyball": Peer("heavyball", others={"adamwschedulefree": "SFAdamW"}, spoils_gradients=True, note=_WHOLE_UPDATES),
+    "heavyball": Peer("heavyball", others={"adamwschedulefree": "SFAdamW"}, spoils_gradients=True, note=_SPOILED),
     "heavyball compile_step": Peer(
         "heavyball",
         {"compile_step": True},
         others={"adamwschedulefree": "SFAdamW"},
         spoils_gradients=True,
-        note=_WHOLE_UPDATES,
+        note=_SPOILED,
     ),
     "pytorch_optimizer": Peer("pytorch_optimizer", others={"adamwschedulefree": "ScheduleFreeAdamW"}),
     "pytorch_optimizer compiled": Peer(
@@ -99,7 +102,7 @@ PEERS: dict[str, Peer] = {
         others={"adamwschedulefree": "ScheduleFreeAdamW"},
         finish=_compile_foreach,
     ),
-    "schedulefree": Peer("schedulefree", finish=lambda optimizer: optimizer.train()),
+    "schedulefree": Peer("schedulefree", finish=lambda optimizer: optimizer.train(), spoils_gradients=True, note=_SPOILED),
     "bitsandbytes": Peer("bitsandbytes.optim"),
     "bitsandbytes 8-bit": Peer("bitsandbytes.optim", named="{}8bit", note=_EIGHT_BITS),
     "flashoptim": Peer("flashoptim", named="Flash{}", note="8-bit state: moves fewer bytes"),

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import functools
+import sys
+from collections import Counter
 
 import pandas as pd
 import pytest
@@ -8,14 +10,15 @@ import torch
 
 pytest.importorskip("matplotlib")
 
-from perf import convergence, gates, low_memory, measure, results
+from perf import competitors, convergence, gates, low_memory, measure, results
 from perf.__main__ import main
-from perf.competitors import FUSED, OURS, optimizers, working
-from perf.compiled_steps import NAMES
+from perf.competitors import FUSED, OURS, PEERS, Competitor, competitor, entered, optimizers
+from perf.compiled_steps import INLINED, NAMES
 from perf.measure import measure_bandwidth, step_rows
 from perf.plot import plot_ratios
 from perf.workloads import TINY, WORKLOADS, elements, shapes
 
+TRACED = [INLINED, "torch foreach capturable compiled"]
 CPU = torch.device("cpu")
 
 
@@ -55,13 +58,100 @@ def test_optimizers_come_in_pairs_of_one_name():
             assert theirs.__module__.startswith("torch.optim")
 
 
-def test_only_competitors_that_work_are_entered():
-    names = [c.name for c in working("adamw", CPU, [OURS, FUSED])]
-    assert names == [OURS, FUSED]
-    with pytest.raises(ValueError, match="capturable"):
-        working("adamw", CPU, ["torch foreach capturable"])
-    with pytest.raises(ValueError, match="unknown"):
-        working("adamw", CPU, ["torch fastest"])
+# On a CPU. Those without AdamW are entered for no step of it.
+WITHOUT_ADAMW = {"pytorch_optimizer", "pytorch_optimizer compiled", "schedulefree"}
+NEED_A_GPU = {"torch foreach capturable", "optimi triton", "flashoptim", "flashoptim float32 state"}
+OTHERS = {
+    "pytorch_optimizer": "lion",
+    "pytorch_optimizer compiled": "lion",
+    "schedulefree": "adamwschedulefree",
+    "heavyball": "adamwschedulefree",
+    "torch": "muon",
+    "optimi": "lion",
+    "bitsandbytes": "lamb",
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # whatever other packages say
+@pytest.mark.parametrize(
+    ("name", "optimizer"), [*((name, "adamw") for name in PEERS if name not in WITHOUT_ADAMW), *OTHERS.items()]
+)
+def test_every_peer_takes_finite_steps_or_says_why_not(name: str, optimizer: str) -> None:
+    (ours, *made), reasons = entered(optimizer, [name])
+    assert (ours.name, [c.name for c in made], reasons) == (OURS, [name] if name != OURS else [], {})
+    sizes = [(64, 64), (4, 4)]
+    made = competitor(optimizer, name)
+    grads = measure.make_gradients(sizes, CPU, 1, made.dtype)
+    before = [grad.clone() for grad in grads]
+    params = measure.make_params(sizes, CPU, made.dtype)
+    if name in NEED_A_GPU:
+        with pytest.raises(Exception, match=r"CUDA|cuda|drivers"):
+            measure.enter(made, params, grads)
+    else:
+        entrant = measure.enter(made, params, grads)
+        assert all(bool(param.isfinite().all()) for param in params)
+        assert all(a.equal(b) for a, b in zip(grads, before, strict=True))
+        entrant.take(grads, "same")
+        shared = {p.grad.data_ptr() for p in params} & {g.data_ptr() for g in grads}
+        assert bool(shared) != PEERS[name].spoils_gradients
+
+
+def test_a_package_that_is_not_installed_has_a_row_that_says_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "optimi", None)
+    names = ["optimi", "torch foreach capturable", FUSED]
+    assert main(["step", "--rehearse", "--competitors", *names, "--results", str(tmp_path)]) == 0
+    table = pd.read_csv(tmp_path / "step.csv").set_index("competitor")
+    assert table.loc["optimi", "metric"] == "did not run: optimi is not installed"
+    assert "AssertionError: If capturable=True" in table.loc["torch foreach capturable", "metric"]
+    assert table.loc[["optimi", "torch foreach capturable"], "n"].tolist() == [0, 0]
+    assert (table.loc[[OURS, FUSED], "p50"] > 0).all()
+    assert "did not run: optimi is not installed" in capsys.readouterr().out
+
+
+def test_what_is_entered():
+    found, reasons = entered("adamw", [], 1000)
+    names = {c.name for c in found}
+    assert {name for name, peer in PEERS.items() if peer.compiled} - names == {"torch compiled", *reasons}
+    assert all("ask with --competitors" in why for why in reasons.values())
+    assert WITHOUT_ADAMW.isdisjoint({*names, *reasons})
+    assert "torch" not in names
+    assert {"torch", "torch compiled"} <= {c.name for c in entered("muon")[0]}
+    asked, reasons = entered("adamw", ["torch fused compiled", "schedulefree"], 1000)
+    assert [c.name for c in asked] == [OURS, "torch fused compiled"]
+    assert reasons == {"schedulefree": "schedulefree has no adamw"}
+
+
+@pytest.mark.parametrize(
+    ("update", "why"),
+    [(lambda p: None, "changed nothing"), (lambda p: p.data.fill_(float("nan")), "not finite"), (1, "TypeError")],
+    ids=["nothing", "nan", "raises"],
+)
+def test_a_step_that_does_no_work_is_not_timed(update, why):
+    class Bad(torch.optim.Optimizer):
+        def __init__(self, params):
+            super().__init__(params, {})
+
+        def step(self):
+            for param in self.param_groups[0]["params"]:
+                update(param)
+
+    reasons = {}
+    both = [competitor("adamw", OURS), Competitor("bad", Bad)]
+    options = {"rounds": 2, "warmup": 0, "gradients": "fresh"}
+    samples = measure.step_times([(4,)], both, CPU, **options, reasons=reasons)
+    assert list(samples) == [OURS]
+    assert why in reasons["bad"]
+    with pytest.raises((RuntimeError, TypeError)):
+        measure.step_times([(4,)], both, CPU, **options)
+
+
+def test_copies_of_functions_have_their_own_code():
+    step = torch.optim.AdamW.step
+    copied = competitors.with_own_code(step)
+    assert copied.__code__ == step.__code__
+    assert copied.__code__ is not step.__code__
+    inner, theirs = copied.__closure__[0].cell_contents, step.__closure__[0].cell_contents
+    assert inner.__code__ is not theirs.__code__
 
 
 def test_step_appends_well_formed_rows_and_plots(tmp_path, capsys):
@@ -94,9 +184,13 @@ def test_schedulers_are_timed_beside_torchs(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's, behind a graph break
 @pytest.mark.parametrize(
-    ("command", "file"), [(["training-step"], "training_step"), (["compiled-step", "--workload", TINY], "compiled_step")]
+    ("command", "file", "names"),
+    [
+        (["training-step", "--competitors", *TRACED, FUSED, "schedulefree"], "training_step", [OURS, *TRACED]),
+        (["compiled-step", "--workload", TINY], "compiled_step", NAMES),
+    ],
 )
-def test_steps_that_users_compile_are_timed_beside_torchs(command, file, tmp_path, monkeypatch):
+def test_steps_that_users_compile_are_timed_beside_torchs(command, file, names, tmp_path, monkeypatch):
     compiled, compile_function = [], torch.compile
 
     def trace(function, *, fullgraph, mode):
@@ -107,11 +201,16 @@ def test_steps_that_users_compile_are_timed_beside_torchs(command, file, tmp_pat
     monkeypatch.setattr(torch, "compile", trace)
     assert main([*command, "--rounds", "2", "--results", str(tmp_path)]) == 0
     table = pd.read_csv(tmp_path / f"{file}.csv")
-    assert list(table["competitor"]) == [*NAMES, *NAMES[1:]]
-    assert list(table["unit"]) == ["ms"] * 3 + ["ratio"] * 2
+    reasons = table[table["n"] == 0]
+    assert list(reasons["metric"]) == ["did not run: schedulefree has no adamw"] * (file == "training_step")
+    table = table[table["n"] > 0]
+    entered = [*names, FUSED] if file == "training_step" else names
+    assert sorted(table["competitor"]) == sorted([*entered, *entered[1:]])
+    assert list(table["unit"]) == ["ms"] * len(entered) + ["ratio"] * len(entered[1:])
     assert (table["p50"] > 0).all()
-    assert len({id(function.__code__) for function, _ in compiled}) == len(NAMES)  # none checks the guards of another
-    assert [fullgraph for _, fullgraph in compiled] == [True, True, False]
+    assert len({id(function.__code__) for function, _ in compiled}) == len(entered)  # none checks another's guards
+    is_one_graph = {True: 3 if file == "training_step" else 2, False: 1}  # of torch fused, all but the step
+    assert Counter(fullgraph for _, fullgraph in compiled) == is_one_graph
 
 
 def test_calls_in_turn_are_timed_together():
