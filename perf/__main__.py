@@ -127,14 +127,15 @@ def _gates(args: argparse.Namespace) -> int:
     return 0 if args.rehearse or all(verdict.kept for verdict in verdicts) else 1
 
 
-def _plot(args: argparse.Namespace) -> int:
-    if not (args.results / "step.csv").exists():
-        print(f"{args.results} holds no step.csv; `python -m perf step` makes one", file=sys.stderr)
-        return 1
-    from perf.plot import plot_ratios  # matplotlib is needed here only
+def _report(args: argparse.Namespace) -> int:
+    from perf import report  # matplotlib is needed here only
 
-    for path in plot_ratios(args.results):
-        print(path)
+    try:
+        report.write(args.results, args.optimizer, args.device, 2 if args.rehearse else args.steps, args.output)
+    except report.RedTestsError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(args.output)
     return 0
 
 
@@ -218,7 +219,12 @@ def _parser() -> argparse.ArgumentParser:
     benchmarks = ["step", "bandwidth", "first-step", "overhead", "schedulers"]
     checked.add_argument("--only", nargs="+", choices=benchmarks, default=benchmarks, help="the promises about these")
     checked.add_argument("--tries", type=int, default=gates.TRIES, help="how often to measure what misses its limit")
-    command("plot", _plot, "draw the latest ratios of the step benchmark")
+    told = command("report", _report, "write one HTML page of all that the tables hold, and of a training loop")
+    told.add_argument(
+        "--optimizer", nargs="+", choices=sorted(optimizers()), default=["adamw"], help="whose tests must pass"
+    )
+    told.add_argument("--steps", type=int, default=200, help="of the training loop")
+    told.add_argument("--output", type=Path, default=Path("report.html"))
     return parser
 
 

@@ -23,6 +23,7 @@ HOST_CHECKS = 101
 SCHEDULER_ROUNDS = 21
 
 Record: TypeAlias = Callable[[Sequence[Row]], None]
+Values: TypeAlias = Callable[[Sequence[Row]], Mapping[str, float]]
 
 
 @dataclass(frozen=True)
@@ -41,11 +42,31 @@ class Promise:
 
 @dataclass(frozen=True)
 class Check:
-    """Promises about numbers that a benchmark measures together; ``measure`` returns them by the promises' names."""
+    """Promises about numbers that a benchmark measures together; ``measure`` returns them by the promises' names.
+
+    ``values`` finds them in rows of the benchmark.
+    """
 
     benchmark: str
     promises: tuple[Promise, ...]
     measure: Callable[[], Mapping[str, float]]
+    values: Values = dict
+
+
+def _check(
+    benchmark: str, promises: tuple[Promise, ...], measured: Callable[[], list[Row]], values: Values, record: Record
+) -> Check:
+    def measure() -> Mapping[str, float]:
+        rows = measured()
+        record(rows)
+        return values(rows)
+
+    return Check(benchmark, promises, measure, values)
+
+
+def stored_checks(kind: str) -> list[tuple[str, Check]]:
+    """The promises for devices of a type, each with the table that has its rows."""
+    return [(c.benchmark.replace("-", "_"), c) for c in checks(torch.device(kind), lambda rows: None)]
 
 
 @dataclass
@@ -121,15 +142,18 @@ def show(verdicts: Sequence[Verdict]) -> None:
 
 
 def _step_check(workload: str, limit: float, device: torch.device, record: Record) -> Check:
+    metric = "step, fresh gradients"
     promise = Promise(f"AdamW step, {workload}, fresh gradients: time / {FUSED}", limit, "ratio of medians")
 
-    def measure() -> dict[str, float]:
+    def measured() -> list[Row]:
         competitors = [competitor("adamw", name) for name in (OURS, FUSED)]
-        rows = measure_step(workload, "adamw", competitors, device, rounds=ROUNDS[workload], gradients=("fresh",))
-        record(rows)
-        return {promise.name: next(r.ratio for r in rows if r.competitor == FUSED and r.ratio is not None)}
+        return measure_step(workload, "adamw", competitors, device, rounds=ROUNDS[workload], gradients=("fresh",))
 
-    return Check("step", (promise,), measure)
+    def values(rows: Sequence[Row]) -> dict[str, float]:
+        medians = {r.competitor: r.p50 for r in rows if (r.workload, r.optimizer, r.metric) == (workload, "adamw", metric)}
+        return {promise.name: medians[OURS] / medians[FUSED]}
+
+    return _check("step", (promise,), measured, values, record)
 
 
 def _first_step_check(
@@ -142,10 +166,11 @@ def _first_step_check(
     wall = Promise(f"AdamW construction and first step, {many} tensors / {few} tensors", 1.3, "ratio of medians")
     compiling = Promise(f"AdamW seconds compiling, {many} tensors / {few} tensors", 1.3, "ratio of medians")
 
-    def measure() -> dict[str, float]:
-        rows = measure_first_step([f"small-{n}" for n in counts], "adamw", [OURS], device, repeats=repeats)
-        record(rows)
-        medians = {(r.workload, r.metric): r.p50 for r in rows}
+    def measured() -> list[Row]:
+        return measure_first_step([f"small-{n}" for n in counts], "adamw", [OURS], device, repeats=repeats)
+
+    def values(rows: Sequence[Row]) -> dict[str, float]:
+        medians = {(r.workload, r.metric): r.p50 for r in rows if (r.optimizer, r.competitor) == ("adamw", OURS)}
 
         def ratio(metric: str) -> float:
             return medians[f"small-{many}", metric] / medians[f"small-{few}", metric]
@@ -156,7 +181,7 @@ def _first_step_check(
             compiling.name: ratio("compiling, fresh cache"),
         }
 
-    return Check("first-step", (*absolute.values(), wall, compiling), measure)
+    return _check("first-step", (*absolute.values(), wall, compiling), measured, values, record)
 
 
 def _host_check(record: Record) -> Check:
@@ -166,16 +191,15 @@ def _host_check(record: Record) -> Check:
         for (count, metric), limit in limits.items()
     }
 
-    def measure() -> dict[str, float]:
-        values = {}
-        for count in dict.fromkeys(count for count, _ in limits):
-            rows = measure_overhead(f"small-{count}", "adamw", rounds=HOST_CHECKS)
-            record(rows)
-            medians = {r.metric: count * r.p50 for r in rows}
-            values |= {p.name: medians[metric] for (n, metric), p in promises.items() if n == count}
-        return values
+    def measured() -> list[Row]:
+        counts = dict.fromkeys(count for count, _ in limits)
+        return [row for count in counts for row in measure_overhead(f"small-{count}", "adamw", rounds=HOST_CHECKS)]
 
-    return Check("overhead", tuple(promises.values()), measure)
+    def values(rows: Sequence[Row]) -> dict[str, float]:
+        medians = {(r.workload, r.metric): r.p50 for r in rows if r.optimizer == "adamw"}
+        return {p.name: count * medians[f"small-{count}", metric] for (count, metric), p in promises.items()}
+
+    return _check("overhead", tuple(promises.values()), measured, values, record)
 
 
 def _schedulers_check(device: torch.device, record: Record) -> Check:
@@ -186,25 +210,27 @@ def _schedulers_check(device: torch.device, record: Record) -> Check:
     }
     few = {name: Promise(f"step of {name}, 2 groups", 20.0, "us") for name in ("LambdaLR", "CosineAnnealingLR")}
 
-    def measure() -> dict[str, float]:
-        rows = measure_schedulers("adamw", device, rounds=SCHEDULER_ROUNDS)
-        record(rows)
-        medians = {(r.workload, r.metric, r.competitor): r.p50 for r in rows}
+    def values(rows: Sequence[Row]) -> dict[str, float]:
+        medians = {(r.workload, r.metric, r.competitor): r.p50 for r in rows if r.optimizer == "adamw"}
         many = {n: medians["24 groups", n, OURS] / medians["24 groups", n, FUSED] for n in limits}
         return {ratios[n].name: ratio for n, ratio in many.items()} | {
             promise.name: medians["2 groups", n, OURS] for n, promise in few.items()
         }
 
-    return Check("schedulers", (*ratios.values(), *few.values()), measure)
+    def measured() -> list[Row]:
+        return measure_schedulers("adamw", device, rounds=SCHEDULER_ROUNDS)
+
+    return _check("schedulers", (*ratios.values(), *few.values()), measured, values, record)
 
 
 def _bandwidth_check(workload: str, limit: float, device: torch.device, record: Record) -> Check:
     promise = Promise(f"AdamW step, {workload}: bandwidth / a copy's", limit, "ratio of medians", at_least=True)
 
-    def measure() -> dict[str, float]:
-        rows = measure_bandwidth(workload, "adamw", device, rounds=ROUNDS[workload])
-        record(rows)
-        step, copy = (next(r.p50 for r in rows if r.metric == f"{metric}, float32") for metric in ("step", "copy"))
-        return {promise.name: step / copy}
+    def measured() -> list[Row]:
+        return measure_bandwidth(workload, "adamw", device, rounds=ROUNDS[workload])
 
-    return Check("bandwidth", (promise,), measure)
+    def values(rows: Sequence[Row]) -> dict[str, float]:
+        medians = {r.metric: r.p50 for r in rows if (r.workload, r.optimizer) == (workload, "adamw")}
+        return {promise.name: medians["step, float32"] / medians["copy, float32"]}
+
+    return _check("bandwidth", (promise,), measured, values, record)

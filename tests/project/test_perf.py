@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import sys
 from collections import Counter
 
@@ -10,12 +11,11 @@ import torch
 
 pytest.importorskip("matplotlib")
 
-from perf import competitors, convergence, gates, low_memory, measure, results
+from perf import competitors, convergence, gates, low_memory, measure, report, results
 from perf.__main__ import main
 from perf.competitors import FUSED, OURS, PEERS, Competitor, competitor, entered, optimizers
 from perf.compiled_steps import INLINED, NAMES
 from perf.measure import measure_bandwidth, step_rows
-from perf.plot import plot_ratios
 from perf.workloads import TINY, WORKLOADS, elements, shapes
 
 TRACED = [INLINED, "torch foreach capturable compiled"]
@@ -154,7 +154,7 @@ def test_copies_of_functions_have_their_own_code():
     assert inner.__code__ is not theirs.__code__
 
 
-def test_step_appends_well_formed_rows_and_plots(tmp_path, capsys):
+def test_step_appends_well_formed_rows(tmp_path, capsys):
     command = ["step", "--workload", "tiny-10", "--rounds", "4", "--competitors", FUSED, "--results", str(tmp_path)]
     assert main(command) == 0
     assert main(command) == 0
@@ -168,8 +168,6 @@ def test_step_appends_well_formed_rows_and_plots(tmp_path, capsys):
     assert (table["p50"] <= table["p80"]).all()
     assert (table["p20"] > 0).all()
     assert (table["torch"] == torch.__version__).all()
-    (picture,) = plot_ratios(tmp_path)
-    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_schedulers_are_timed_beside_torchs(tmp_path):
@@ -293,6 +291,72 @@ def test_bandwidth_appends_rows_for_every_dtype(tmp_path):
         f"{metric}, {dtype}" for dtype in dtypes[1:] for metric in ("step", "clipped step", "copy", "clipping")
     ]
     assert (table.loc[table["unit"] == "GB/s", "p50"] > 0).all()
+
+
+@pytest.fixture
+def page(tmp_path, monkeypatch):
+    """The report of the recorded tables."""
+    monkeypatch.setattr(report, "check", lambda names: None)
+    path = tmp_path / "report.html"
+    assert main(["report", "--optimizer", "adamw", "muon", "--steps", "3", "--output", str(path)]) == 0
+    return path.read_text()
+
+
+def test_the_report_is_one_page_that_names_hardware_and_revisions(page):
+    pictures = page.count("<svg")
+    assert pictures >= 10
+    captions = re.findall(r"<figcaption>(.*?)</figcaption>", page)
+    assert len(captions) == pictures
+    assert all(re.search(r", \d+ threads, torch [\d.+a-z, ]+, revision [0-9a-f]{7}", caption) for caption in captions)
+    assert not re.findall(r"(?:src|href)=\"(?!#)", page)
+    titles = re.findall("<h2>(.*?)</h2>", page)
+    assert len(titles) == 6
+    assert {"A training loop", "What did not hold"} <= {*titles}
+    assert "muon, 3 steps" in page
+    assert f">{FUSED}</text>" in page
+
+
+def test_the_report_says_what_did_not_hold_and_what_did_not_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "check", lambda names: None)
+    rows = step_rows("gpt2-124m", "adamw", "fresh", {OURS: [3.0], FUSED: [2.0], "torchao": [4.0]})
+    rows += results.left_out("step", "gpt2-124m", "adamw", {"optimi": "optimi is not <installed>"})
+    results.append(rows, CPU, tmp_path)
+    path = tmp_path / "report.html"
+    assert main(["report", "--rehearse", "--results", str(tmp_path), "--output", str(path)]) == 0
+    page = path.read_text()
+    assert page.count("adamw step, gpt2-124m: time / torch fused") == 1
+    assert "time / torchao" not in page
+    assert "AdamW step, gpt2-124m, fresh gradients: time / torch fused" in page
+    assert "at most 1.05 ratio of medians" in page
+    assert "did not run: optimi is not &lt;installed&gt;" in page
+
+
+def test_there_is_no_report_on_an_optimizer_whose_tests_fail(tmp_path, monkeypatch, capsys):
+    red = tmp_path / "test_red.py"
+    red.write_text("import pytest\n@pytest.mark.parametrize('n', ['AdamW', 'Lion'])\ndef test_it(n): assert n == 'Lion'\n")
+    monkeypatch.setattr(report, "TESTS", str(red))
+    path = tmp_path / "report.html"
+    command = ["report", "--rehearse", "--results", str(tmp_path), "--output", str(path)]
+    assert main([*command, "--optimizer", "lion", "adamw"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("no report: the tests of adamw in ")
+    assert said.count("\n") == 1
+    assert not path.exists()
+    assert main([*command, "--optimizer", "lion"]) == 0
+    assert path.exists()
+
+
+def test_stored_rows_are_judged_as_measured_ones():
+    found, names = {}, set()
+    for name, check in gates.stored_checks("cuda"):
+        if name != "schedulers":  # of which no rows were kept
+            table = pd.read_csv(results.RESULTS / f"{name}.csv")
+            table = report.latest(table[table["device"].str.startswith("NVIDIA")])
+            rows = [results.Row(**row) for row in table[list(results.Row.__annotations__)].to_dict("records")]
+            found |= check.values(rows)
+            names |= {promise.name for promise in check.promises}
+    assert found.keys() == names
+    assert 0.9 < found["AdamW step, half-billion: bandwidth / a copy's"] < 1
 
 
 def check_of(*tries, benchmark="step"):
