@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from perf import first_step, gates, results
+from perf import checks, first_step, gates, loops, results
 from perf.competitors import FUSED, OURS, PEERS, entered, optimizers
 from perf.compiled_steps import measure_compiled_step, measure_training_step
 from perf.convergence import SEEDS, TASKS, measure_convergence
@@ -104,7 +104,7 @@ def _training_step(args: argparse.Namespace) -> int:
 def _compiled_step(args: argparse.Namespace) -> int:
     _warn_if_busy()
     for workload in args.workload:
-        rows = measure_compiled_step(workload, args.device, rounds=args.rounds)
+        rows = measure_compiled_step(workload, args.device, rounds=args.rounds, modes=args.modes)
         results.show(rows, f"compiled step on {results.device_name(args.device)}, {torch.get_num_threads()} threads")
         _save(rows, args)
     return 0
@@ -121,10 +121,50 @@ def _convergence(args: argparse.Namespace) -> int:
 
 def _gates(args: argparse.Namespace) -> int:
     _warn_if_busy()
-    checks = (gates.rehearsal if args.rehearse else gates.checks)(args.device, lambda rows: _save(rows, args, quiet=True))
-    verdicts = gates.judge([check for check in checks if check.benchmark in args.only], args.tries)
+    promised = (gates.rehearsal if args.rehearse else gates.checks)(args.device, lambda rows: _save(rows, args, quiet=True))
+    verdicts = gates.judge([check for check in promised if check.benchmark in args.only], args.tries)
     gates.show(verdicts)
     return 0 if args.rehearse or all(verdict.kept for verdict in verdicts) else 1
+
+
+def _loops(args: argparse.Namespace) -> int:
+    for size in ["tiny"] if args.rehearse else args.model:
+        rows = loops.measure_loops(size, args.device, rounds=args.rounds, seconds=args.seconds)
+        results.show(rows, f"training loops on {results.device_name(args.device)}")
+        _save(rows, args)
+    return 0
+
+
+def _host(args: argparse.Namespace) -> int:
+    for workload in args.workload:
+        rows = checks.measure_host(workload, args.device, rounds=args.rounds)
+        results.show(rows, f"until the call returns, on {results.device_name(args.device)}")
+        _save(rows, args)
+    return 0
+
+
+def _kernels(args: argparse.Namespace) -> int:
+    for workload in args.workload:
+        rows = checks.measure_kernels(workload, args.device, rounds=args.rounds)
+        results.show(rows, f"kernels on {results.device_name(args.device)}")
+        _save(rows, args)
+    return 0
+
+
+def _checks(args: argparse.Namespace) -> int:
+    count, steps = (3 * checks.WINDOW, 20) if args.rehearse else (checks.HUGE, args.steps)
+    calls = {
+        "long": lambda: checks.long_run(args.device, steps),
+        "huge": lambda: checks.huge(args.device, count),
+        "sanitized": lambda: checks.sanitized(args.device),
+    }
+    rows = []
+    for name in args.only:
+        made = calls[name]()
+        results.show(made, name)
+        _save(made, args)
+        rows += made
+    return 1 if any(map(checks.failed, rows)) else 0
 
 
 def _report(args: argparse.Namespace) -> int:
@@ -210,6 +250,28 @@ def _parser() -> argparse.ArgumentParser:
     compiled = command("compiled-step", _compiled_step, "time compiled steps, with the compiler's CUDA graphs on a GPU too")
     workloads(compiled, ["small-10"])
     compiled.add_argument("--rounds", type=int, default=51)
+
+    compiled.add_argument(
+        "--modes", nargs="+", default=[], help="of torch.compile; default: default, on a GPU reduce-overhead"
+    )
+
+    looped = command("loops", _loops, "time training loops of GPTs: eager, compiled, captured")
+    looped.add_argument("--model", nargs="+", choices=list(loops.SIZES), default=["small", "gpt2"])
+    looped.add_argument("--rounds", type=int, default=31)
+    looped.add_argument("--seconds", type=float, default=600.0, help="after which no further way is compiled")
+
+    hosted = command("host", _host, "time until the call of a step returns: called, captured, torch's")
+    workloads(hosted, ["tiny-10", "small-148", "small-1000", "gpt2-124m"])
+    hosted.add_argument("--rounds", type=int, default=51)
+
+    listed = command("kernels", _kernels, "list the kernels of a step with their times, and its bandwidth")
+    workloads(listed, ["gpt2-124m", "small-1000"])
+    listed.add_argument("--rounds", type=int, default=10)
+
+    checked = command("checks", _checks, "huge tensors, long captured runs, compute-sanitizer; exit status 1 if bits differ")
+    names = ["long", "huge", "sanitized"]
+    checked.add_argument("--only", nargs="+", choices=names, default=names)
+    checked.add_argument("--steps", type=int, default=10000, help="of the long run")
 
     ends = command("convergence", _convergence, "compare the ends of training with low precision and in float32")
     ends.add_argument("--task", nargs="+", choices=list(TASKS), default=list(TASKS))

@@ -85,12 +85,14 @@ def _trainer(made: Competitor, device: torch.device, mode: str) -> Callable[...,
     return step
 
 
-def measure_compiled_step(workload: str, device: torch.device, *, rounds: int, warmup: int = 5) -> list[Row]:
+def measure_compiled_step(
+    workload: str, device: torch.device, *, rounds: int, warmup: int = 5, modes: Sequence[str] = ()
+) -> list[Row]:
     """The step alone, compiled, with gradients that stay where they are."""
     sizes = shapes(workload)
     grads = make_gradients(sizes, device, seed=1)
     rows = []
-    for mode in _modes(device):
+    for mode in modes or _modes(device):
         calls = {}
         for name in NAMES:
             params = make_params(sizes, device)

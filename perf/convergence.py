@@ -44,7 +44,7 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.characters, self.places = nn.Embedding(128, WIDTH), nn.Embedding(CONTEXT, WIDTH)
         self.mixed = nn.Conv1d(WIDTH, WIDTH, 4)
-        self.blocks = nn.ModuleList(_Causal(WIDTH) for _ in range(2))
+        self.blocks = nn.ModuleList(Causal(WIDTH) for _ in range(2))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 128)
 
     def forward(self, text: Tensor) -> Tensor:
@@ -56,18 +56,20 @@ class LanguageModel(nn.Module):
         return self.head(self.norm(tokens))
 
 
-class _Causal(nn.Module):
+class Causal(nn.Module):
     """Self-attention to what came before, and a perceptron."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, heads: int = 4) -> None:
         super().__init__()
+        self.heads = heads
         self.attention_norm, self.perceptron_norm = nn.LayerNorm(width), nn.LayerNorm(width)
         self.packed, self.attended = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.perceptron = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """``tokens``, with what they have learned."""
         packed = self.packed(self.attention_norm(tokens))
-        queries, keys, values = packed.unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        queries, keys, values = packed.unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         heads = functional.scaled_dot_product_attention(queries, keys, values, is_causal=True)
         tokens = tokens + self.attended(heads.transpose(1, 2).flatten(-2))
         return tokens + self.perceptron(self.perceptron_norm(tokens))

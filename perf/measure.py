@@ -337,14 +337,15 @@ def _turns(entrants: Sequence[T], index: int) -> Iterator[T]:
 
 
 def _timed(function: Callable[[], object], device: torch.device, clock: Callable[[], float] = time.perf_counter) -> float:
-    _synchronize(device)
+    synchronize(device)
     started = clock()
     function()
-    _synchronize(device)
+    synchronize(device)
     return clock() - started
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Wait until the device is done."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 import re
@@ -15,10 +16,13 @@ import pandas as pd
 import pytest
 import torch
 
-from perf import on_gpu
+from perf import checks, on_gpu
 from perf.__main__ import _parser
 from perf.budget import GRACE, Part, run
-from perf.results import device_name
+from perf.competitors import FUSED, OURS
+from perf.loops import WAYS, Way, measure_loops
+from perf.measure import step_rows
+from perf.results import append, device_name
 
 TESTS = Path(__file__).resolve().parents[1]
 NAME = device_name(torch.device("cpu"))
@@ -46,7 +50,7 @@ except KeyboardInterrupt:
 @pytest.mark.parametrize("call", on_gpu.PLANS)
 def test_the_parts_of_a_call_fit_into_ten_minutes(call: str, tmp_path: Path) -> None:
     parts = on_gpu.PLANS[call](tmp_path, "cuda", "a GPU", False)
-    assert sum(part.seconds for part in parts) <= on_gpu.LIMIT <= 570
+    assert sum(part.seconds for part in parts) <= on_gpu.LIMIT <= 590
     assert all(part.seconds > GRACE for part in parts)
 
 
@@ -121,19 +125,73 @@ def test_an_interrupted_run_of_tests_writes_its_report_and_names_what_it_left_ou
     assert [name for case in ElementTree.parse(report).iter("testcase") if (name := case.get("name"))] == ["test_one"]
 
 
-def test_a_rehearsal_of_the_timings_writes_its_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the first two; ``perf/gpu timings --rehearse`` tries all."""
-    monkeypatch.setattr(on_gpu, "TIMINGS", dict(list(on_gpu.TIMINGS.items())[:2]))
-    assert on_gpu.main(["timings", str(tmp_path), "--rehearse"]) == 0
-    tables = [pd.read_csv(tmp_path / name) for name in ("step.csv", "bandwidth.csv")]
-    assert all(set(table["device"]) == {NAME} for table in tables)
-    kinds = [
-        f"{metric}, {dtype}" for dtype in ("float32", "bfloat16") for metric in ("step", "clipped step", "copy", "clipping")
-    ]
-    assert list(tables[1]["metric"]) == kinds
-    log = (tmp_path / "gpu-timings.log").read_text()
+REHEARSALS = {
+    "timings": {"bandwidth.csv", "host.csv", "kernels.csv", "low_memory.csv", "schedulers.csv", "step.csv"},
+    "compiled": {"checks.csv", "loops.csv"},
+}
+"""Which tables the rehearsals below write."""
+
+
+@pytest.mark.parametrize("call", REHEARSALS)
+def test_a_rehearsal_writes_its_tables(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all that does not compile for minutes; ``perf/gpu --rehearse`` tries everything."""
+    commands = on_gpu.TIMINGS if call == "timings" else on_gpu.COMPILED
+    slow = ("first-step", "torchao", "compiled-step", "training-step", "loops --model gpt2", "inductor", "muon")
+    chosen = {command: seconds for command, seconds in commands.items() if not any(word in command for word in slow)}
+    assert len(chosen) == (5 if call == "timings" else 2)
+    monkeypatch.setattr(on_gpu, "TIMINGS" if call == "timings" else "COMPILED", chosen)
+    assert on_gpu.main([call, str(tmp_path), "--rehearse"]) == 0
+    tables = {path.name: pd.read_csv(path) for path in tmp_path.glob("*.csv")}
+    assert tables.keys() == REHEARSALS[call]
+    assert all(set(table["device"]) == {NAME} for table in tables.values())
+    log = (tmp_path / f"gpu-{call}.log").read_text()
     assert log.startswith(f"{NAME}, torch {torch.__version__}")
-    assert log.count("succeeded") == 2
+    assert log.count("succeeded") == len(chosen)
+    assert re.search(r"^ *promise +limit +measured +verdict$", log, re.MULTILINE)
+    if call == "timings":
+        kinds = itertools.product(("float32", "bfloat16"), ("step", "clipped step", "copy", "clipping"))
+        assert list(tables["bandwidth.csv"]["metric"])[:8] == [f"{metric}, {dtype}" for dtype, metric in kinds]
+        assert re.search(r"step of StepLR, 24 groups.*<= 4.25 +[\d.]+ +(kept|MISSED)$", log, re.MULTILINE)
+    else:
+        loops, checks = tables["loops.csv"], tables["checks.csv"]
+        ways = [*map(str, WAYS)]
+        assert list(loops.loc[loops["unit"] == "ms", "competitor"]) == ways
+        losses = loops.loc[loops["unit"] == "nats", "p50"]
+        assert (losses - losses.iloc[0]).abs().max() < 0.05
+        assert list(checks["workload"])[0] == "20 steps"
+        assert "compute-sanitizer" in {*checks["competitor"]}
+
+
+def test_verdicts_are_of_this_call(tmp_path: Path) -> None:
+    rows = step_rows("small-148", "adamw", "fresh", {OURS: [2.0], FUSED: [1.0]})
+    append(rows, torch.device("cpu"), tmp_path)
+    for begun, measured, verdict in (("2020", "2", "MISSED"), ("2999", "", "not measured")):
+        table = on_gpu.verdicts(tmp_path, "cpu", NAME, begun).set_index("promise")
+        found = table.loc["AdamW step, small-148, fresh gradients: time / torch fused"]
+        assert list(found) == ["<= 1.1", measured, verdict]
+
+
+def test_a_check_that_finds_a_difference_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = checks.long_run(torch.device("cpu"), 3)
+    assert [row.p50 for row in rows] == [0.0]
+    assert not any(map(checks.failed, rows))
+    assert checks.failed(dataclasses.replace(rows[0], p50=1e-9))
+    (absent,) = checks.sanitized(torch.device("cpu"), "no-such-tool")
+    assert absent.metric == "did not run: no-such-tool is not installed"
+    assert not checks.failed(absent)
+    (ran,) = checks.sanitized(torch.device("cpu"), "false")
+    assert checks.failed(ran)
+
+
+def test_loops_out_of_time_are_named() -> None:
+    torch._dynamo.reset()
+    ways = [Way(OURS), Way(FUSED)]
+    rows = measure_loops("tiny", torch.device("cpu"), rounds=2, seconds=0.0, ways=ways)
+    assert [(row.competitor, row.metric) for row in rows] == [
+        (f"{OURS}, eager", "loss of step 6"),
+        (f"{OURS}, eager", "training step"),
+        (f"{FUSED}, eager", "did not run: out of time"),
+    ]
 
 
 def test_a_rehearsal_of_the_tests_passes_and_writes_its_report(tmp_path: Path) -> None:

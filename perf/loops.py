@@ -1,0 +1,140 @@
+"""Training loops of GPTs in the ways that there are to run one: :func:`measure_loops`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import compiled_optim as co
+from perf.competitors import FUSED, OURS, competitor, reason, with_own_code
+from perf.compiled_steps import INLINED
+from perf.convergence import Causal
+from perf.measure import FIRST_STEPS, in_turn
+from perf.results import Row, left_out, percentiles
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model and its batches."""
+
+    width: int
+    layers: int
+    words: int
+    batch: int
+    length: int
+
+    def __str__(self) -> str:
+        return f"{self.layers} layers of {self.width}, {self.batch} x {self.length}, bfloat16 autocast"
+
+
+SIZES = {
+    "small": Size(256, 6, 8192, 8, 128),  # where the host limits
+    "gpt2": Size(768, 12, 50257, 8, 1024),
+    "tiny": Size(16, 1, 32, 2, 8),  # for rehearsals
+}
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a loop runs: whose step, and which part of it is compiled, in which mode."""
+
+    competitor: str
+    compiled: str = ""  # ``model`` or ``step``, forward, backward and update together
+    mode: str = "default"
+    runner: bool = False
+
+    def __str__(self) -> str:
+        parts = [self.competitor, f"{self.compiled} compiled" if self.compiled else "eager"]
+        parts += [self.mode] * (self.mode != "default") + ["in a runner"] * self.runner
+        return ", ".join(parts)
+
+
+WAYS = [
+    Way(FUSED, "model"),
+    Way(OURS, "model"),
+    Way(OURS, "model", runner=True),
+    Way(FUSED),
+    Way(OURS),
+    Way(FUSED, "model", "reduce-overhead"),
+    Way(OURS, "model", "reduce-overhead"),
+    Way(OURS, "step"),
+    Way(OURS, "step", "reduce-overhead"),
+    Way(INLINED, "step"),
+]
+"""Those worth most first."""
+
+
+class GPT(nn.Module):
+    """A transformer over words, whose output embedding is its input's."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(size.words, size.width), nn.Embedding(size.length, size.width)
+        self.blocks = nn.Sequential(*(Causal(size.width, max(4, size.width // 64)) for _ in range(size.layers)))
+        self.norm = nn.LayerNorm(size.width)
+
+    def forward(self, text: Tensor) -> Tensor:
+        """The logits ``(batch, length, words)`` for what follows each word."""
+        return functional.linear(self.norm(self.blocks(self.words(text) + self.places.weight)), self.words.weight)
+
+
+def measure_loops(
+    name: str, device: torch.device, *, rounds: int, seconds: float, ways: Sequence[Way] = tuple(WAYS)
+) -> list[Row]:
+    """Milliseconds of a training step in each way, in turn, and the loss after the first ones.
+
+    Ways that are not compiled yet after so many ``seconds`` are left out, and have rows that say so.
+    """
+    size, started = SIZES[name], time.monotonic()
+    calls: dict[str, Callable[[], Tensor]] = {}
+    reasons, rows = {}, []
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        for way in ways:
+            if calls and time.monotonic() - started > seconds:
+                reasons[str(way)] = "out of time"
+                continue
+            try:
+                call = _loop(way, size, device)
+                losses = [float(call()) for _ in range(2 * FIRST_STEPS)]
+            except Exception as error:  # compilers raise what they like
+                reasons[str(way)] = reason(error)
+                continue
+            calls[str(way)] = call
+            rows.append(_row(size, str(way), f"loss of step {len(losses)}", "nats", losses[-1:]))
+        samples = in_turn(calls, device, rounds=rounds, warmup=3)
+    rows += [_row(size, way, "training step", "ms", [1e3 * s for s in taken]) for way, taken in samples.items()]
+    return rows + left_out("loops", str(size), "adamw", reasons)
+
+
+def _row(size: Size, way: str, metric: str, unit: str, values: Sequence[float]) -> Row:
+    return Row("loops", str(size), "adamw", way, metric, unit, *percentiles(values), None, len(values))
+
+
+def _loop(way: Way, size: Size, device: torch.device) -> Callable[[], Tensor]:
+    torch.manual_seed(0)
+    text = torch.randint(size.words, (size.batch, size.length + 1), device=device)
+    model: Any = GPT(size).to(device)
+    optimizer = competitor("adamw", way.competitor).make(list(model.parameters()))
+    run = torch.compile(model, mode=way.mode) if way.compiled == "model" else model
+
+    def step(text: Tensor) -> Tensor:
+        with torch.autocast(device.type, torch.bfloat16):
+            logits = run(text[:, :-1])
+            loss = functional.cross_entropy(logits.flatten(0, -2), text[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    whole: Callable[[Tensor], Tensor] = step
+    if way.compiled == "step":
+        whole = torch.compile(with_own_code(step), fullgraph=True, mode=way.mode)
+    elif way.runner:
+        whole = co.CUDAGraphRunner(step, optimizers=optimizer)
+    return lambda: whole(text)
