@@ -1,10 +1,11 @@
-"""What to run on a GPU, in three calls that end within ten minutes each: ``perf/gpu timings``, ``compiled`` and ``tests``.
+"""What to run on a GPU, in three calls that end within ten minutes each: ``perf/gpu tests``, ``timings`` and ``compiled``.
 
-``perf/gpu timings [DIRECTORY]`` and ``perf/gpu compiled [DIRECTORY]``, for steps in functions that torch.compile compiles,
-append to the tables in DIRECTORY (default: perf/results); ``perf/gpu tests [DIRECTORY]`` writes pytest's reports there. All
-write what is printed to a file of their own, and say what was out of time. They run in the environment of the Python that
+``perf/gpu tests [DIRECTORY]`` writes pytest's reports to DIRECTORY (default: perf/results). ``perf/gpu timings [DIRECTORY]``
+and ``perf/gpu compiled [DIRECTORY]``, for training loops, checks that a GPU alone can make, and functions that torch.compile
+compiles, append to the tables there. All write what is printed to a file of their own, say what was out of time, and end
+with a table of all promises and whether this call's measurements keep them. They run in the environment of the Python that
 starts them, which needs torch, triton, numpy, pandas and pytest; with pytest-xdist the tests run on several processes, with
-pytest-timeout one that hangs ends after two minutes.
+pytest-timeout one that hangs ends after two minutes; of other packages those are measured that are installed.
 
 ``--rehearse`` runs the same commands with tiny tensors and a few tests, on the CPU where there is no GPU.
 """
@@ -149,7 +150,8 @@ def compiled(directory: Path, device: str, name: str, rehearsal: bool) -> list[P
 
 def _measurements(commands: Mapping[str, float], directory: Path, device: str, rehearsal: bool) -> list[Part]:
     options = ["--device", device, "--results", str(directory), *(["--rehearse"] if rehearsal else [])]
-    return [Part(seconds, ["-m", "perf", *shlex.split(command), *options]) for command, seconds in commands.items()]
+    times = 3 if rehearsal else 1  # a CPU compiles and runs what it must
+    return [Part(times * seconds, ["-m", "perf", *shlex.split(command), *options]) for command, seconds in commands.items()]
 
 
 def tests(directory: Path, device: str, name: str, rehearsal: bool) -> list[Part]:

@@ -153,13 +153,13 @@ def test_a_rehearsal_writes_its_tables(call: str, tmp_path: Path, monkeypatch: p
         assert list(tables["bandwidth.csv"]["metric"])[:8] == [f"{metric}, {dtype}" for dtype, metric in kinds]
         assert re.search(r"step of StepLR, 24 groups.*<= 4.25 +[\d.]+ +(kept|MISSED)$", log, re.MULTILINE)
     else:
-        loops, checks = tables["loops.csv"], tables["checks.csv"]
+        loops, found = tables["loops.csv"], tables["checks.csv"]
         ways = [*map(str, WAYS)]
         assert list(loops.loc[loops["unit"] == "ms", "competitor"]) == ways
         losses = loops.loc[loops["unit"] == "nats", "p50"]
         assert (losses - losses.iloc[0]).abs().max() < 0.05
-        assert list(checks["workload"])[0] == "20 steps"
-        assert "compute-sanitizer" in {*checks["competitor"]}
+        assert "20 steps" in {*found["workload"]}
+        assert "compute-sanitizer" in {*found["competitor"]}
 
 
 def test_verdicts_are_of_this_call(tmp_path: Path) -> None:
@@ -171,7 +171,8 @@ def test_verdicts_are_of_this_call(tmp_path: Path) -> None:
         assert list(found) == ["<= 1.1", measured, verdict]
 
 
-def test_a_check_that_finds_a_difference_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.filterwarnings("ignore:.*runs AdamW uncaptured:RuntimeWarning")  # of a CPU
+def test_a_check_that_finds_a_difference_fails() -> None:
     rows = checks.long_run(torch.device("cpu"), 3)
     assert [row.p50 for row in rows] == [0.0]
     assert not any(map(checks.failed, rows))
