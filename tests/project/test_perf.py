@@ -33,6 +33,7 @@ CPU = torch.device("cpu")
         ("small-1000", 1000, 4_096_000),
         ("tiny-10", 10, 160),
         ("tiny-matrices", 10, 160),
+        ("30-million", 30, 30_000_000),
         ("half-billion", 500, 500_000_000),
         ("scalars-20000", 20_000, 20_000),
     ],
