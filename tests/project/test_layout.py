@@ -99,11 +99,11 @@ BUDGET = {
     "capture": 1233,
     "checkpoint": 1341,
     "groups": 1202,
-    "lowering": 4238,
+    "lowering": 4246,
     "memory": 1478,
-    "optimizers": 1673,
+    "optimizers": 1675,
     "plan": 859,
-    "rule": 2614,
+    "rule": 2620,
     "step": 1539,
 }
 """Lines of each folder's modules; "" are those beside the folders. A commit of its own raises one, and says why."""
