@@ -58,7 +58,7 @@ class Capturable:
 
     def connect(self, square_sums: Tensor, all_square_sums: Tensor) -> None:
         self._square_sum = square_sums
-        self.table.all_square_sums = all_square_sums
+        self.table.connect(all_square_sums)
 
     def launch_key(self) -> tuple[object, ...]:
         """What a graph that holds a launch depends on. This object stands for the memory of its tables."""
@@ -79,7 +79,10 @@ class Capturable:
 
     def _obtain_kernel(self, key: KernelKey, positions: Iterable[int]) -> Kernel:
         """The process's kernel of ``key``, for the parameters at ``positions``."""
-        return self._log.obtain(_kernels, key, [self.plan.members[i].name for i in positions], BACKENDS[key.device])
+        kernel = self._log.obtain(_kernels, key, [self.plan.members[i].name for i in positions], BACKENDS[key.device])
+        if kernel.drawback:
+            self._log.fall_back(f"{self.plan.rule.name} launches kernels slowly: {kernel.drawback}", "a step takes longer")
+        return kernel
 
     def _step(self, tables: Sequence[TensorTable]) -> None:
         """Evaluate the coefficients once, and update the tensors of all ``tables``."""
@@ -130,7 +133,7 @@ class MultiTensorLowering(Capturable):
         super().connect(square_sums, all_square_sums)
         counts = [table.square_sum_count for table in self.tables]
         for table, sums in zip(self.tables, torch.split(square_sums, counts), strict=True):
-            table.square_sums = sums
+            table.connect(sums)
 
     def prepare(self, grads: list[Tensor | None] | None) -> None:
         self.hypers.prepare()

@@ -18,7 +18,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compiled_optim.lowering.kernels.table import BUFFERS, NUMEL, PARAM, CoefficientTable, Kernel, PlanTensors, upload
+from compiled_optim.lowering.kernels.table import (
+    BUFFERS,
+    NUMEL,
+    PARAM,
+    CoefficientTable,
+    Kernel,
+    Launches,
+    PlanTensors,
+    upload,
+)
 from compiled_optim.lowering.multi_tensor import Capturable
 from compiled_optim.lowering.torch_ops.inductor import LISTS, InductorLowering, Vectors
 from compiled_optim.memory.layout import as_real, compute_dtype
@@ -355,6 +364,7 @@ class RowBatch:
         self.tensors = torch.empty_like(self._base)
         self.blocks = torch.cartesian_prod(self._own, torch.arange(-(-kind.width // kernel.block), device=device))
         self.elements = count * kind.width
+        self.launches = Launches()
 
     def copy_entries(self, grads: Sequence[Tensor]) -> None:
         """Copy the entries of ``grads``, one for each parameter, to ``copied_entries``, whose memory stays where it is."""

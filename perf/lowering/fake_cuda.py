@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compiled_optim.memory import torch_internals
+from perf import no_device
 
 _DATA_PTR = Tensor.data_ptr
 _ROOM = 1 << 36  # bytes between the addresses of two storages
@@ -29,16 +30,10 @@ _CUDA, _MPS, _META = 1, 13, 14  # positions in it
 
 @contextlib.contextmanager
 def triton_target(arch: int) -> Iterator[None]:
-    """Let Triton compile for compute capability ``arch`` (90 for sm_90); a launch fails."""
-    from triton.backends.compiler import GPUTarget
+    """Let Triton compile for compute capability ``arch`` (90 for sm_90); a launch does nothing."""
     from triton.runtime import driver
 
-    asked_before_a_launch = types.SimpleNamespace(
-        get_current_target=lambda: GPUTarget("cuda", arch, 32),
-        get_current_device=lambda: arch,  # Triton keeps compiled kernels per device
-        get_current_stream=lambda device: 0,
-    )
-    with mock.patch.object(driver, "_active", asked_before_a_launch):
+    with mock.patch.object(driver, "_active", no_device.driver(arch)):
         yield
 
 

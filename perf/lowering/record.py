@@ -128,32 +128,33 @@ def recording(device: str) -> Iterator[Record]:
     Everything else runs, and is recorded where it involves a tensor on ``device``.
     """
     from torch._inductor import compile_fx
-    from triton.runtime.jit import JITFunction
+    from triton.compiler import CompiledKernel
 
     record = Record()
-    compile_graph, launch = compile_fx.compile_fx, JITFunction.run
+    compile_graph = compile_fx.compile_fx
 
-    def record_launch(function: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        kernel = launch(function, *args, grid=grid, warmup=True, **kwargs)
-        current = torch.cuda.current_device() if device == "cuda" else 0
-        record.launches.append(Launch(function.__name__, current, kernel))
-        return kernel
+    def run(kernel: Any) -> Callable[..., None]:
+        def record_launch(*args: Any) -> None:
+            current = torch.cuda.current_device() if device == "cuda" else 0
+            record.launches.append(Launch(kernel.src.fn.__name__, current, kernel))
+
+        return record_launch
 
     def record_graph(module: Any, inputs: Any, *args: Any, **kwargs: Any) -> Callable[..., Any]:
         itself = mock.patch.object(compile_fx, "compile_fx", compile_graph)  # which it calls again with its options
         with record.paused(), deciding() as decisions, itself:
             compile_graph(module, inputs, *args, **kwargs)
 
-        def run(*values: Any) -> Any:
+        def call(*values: Any) -> Any:
             shapes = [tuple(v.shape) if isinstance(v, Tensor) else int(v) for v in values]
             record.graphs.extend(Graph(source, shapes, decisions) for source in decisions.sources)
             with record.paused():
                 return module(*values)
 
-        return run
+        return call
 
     with (
-        mock.patch.object(JITFunction, "run", record_launch),
+        mock.patch.object(CompiledKernel, "run", property(run)),
         mock.patch.object(compile_fx, "compile_fx", record_graph),
         _Operators(record, device),
     ):

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from compiled_optim.capture import graph as graphs
 from compiled_optim.lowering import choice, multi_tensor, stacked
 from compiled_optim.lowering.kernels import cpp, triton
-from compiled_optim.lowering.kernels.table import Kernel
+from compiled_optim.lowering.kernels.table import Kernel, Launches
 from compiled_optim.memory import torch_internals
 from compiled_optim.memory.torch_internals import wraps_others
 from compiled_optim.plan.compilations import KernelKey
@@ -198,9 +198,8 @@ class RecordedKernel:
 def _baked(graph: SimulatedGraph, table: Any) -> SimpleNamespace:
     """What a launch with ``table`` keeps of it."""
     fields = {name: getattr(table, name) for name in (*_COEFFICIENTS, *_TENSORS) if hasattr(table, name)}
-    kept = SimpleNamespace(**{name: graph.where_it_is(tensor) for name, tensor in fields.items()})
+    kept = SimpleNamespace(**{name: graph.where_it_is(tensor) for name, tensor in fields.items()}, launches=Launches())
     if hasattr(table, "inputs"):
-        kept.gradients = SimpleNamespace(pointers=graph.where_it_is(table.gradients.pointers))
         kept.leads = table.leads
     else:
         kept.elements = table.elements

@@ -7,6 +7,7 @@ less than a second, and it is cached on disk for the next process.
 from __future__ import annotations
 
 import ctypes
+import functools
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from compiled_optim.lowering.kernels import table as rows
 from compiled_optim.lowering.kernels.program import Accesses, Array, Program, evaluation, indented
-from compiled_optim.lowering.kernels.table import CoefficientTable, Ints, Kernel, TensorTable
+from compiled_optim.lowering.kernels.table import Arguments, CoefficientTable, Ints, Kernel, Launch, TensorTable
 from compiled_optim.memory.cache import library
 from compiled_optim.plan.compilations import KernelKey
 from compiled_optim.rule.formats import GROUP
@@ -359,10 +360,14 @@ class CppKernel(Kernel):
         return reduce_blocks
 
     def step(self, table: TensorTable, coefficients: CoefficientTable) -> None:
-        tables, counts = self._evaluated(coefficients)
-        tables += table.tensors, table.grads, table.blocks
-        self._launch("step", (table.blocks.shape[0],), table.elements, tables, (*counts, table.grads.numel()))
+        self._launch("step", table, lambda: self._both(table, coefficients))
 
-    def _launch(self, name: str, programs: Ints, elements: int, tensors: Sequence[Tensor], counts: Ints) -> None:
-        threads = torch.get_num_threads() if elements > SERIAL else 1
-        getattr(self._code, name)(*map(Tensor.data_ptr, tensors), *counts, *programs, threads)
+    def _both(self, table: TensorTable, coefficients: CoefficientTable) -> Arguments:
+        """What ``step`` takes."""
+        _, _, tables, counts = self._evaluated(coefficients)
+        tables = *tables, table.tensors, table.grads, table.blocks
+        return (len(table.blocks),), table.elements, tables, (*counts, table.grads.numel())
+
+    def _prepared(self, name: str, programs: Ints, elements: int, tensors: Sequence[Tensor], counts: Ints) -> Launch:
+        run = functools.partial(getattr(self._code, name), *map(Tensor.data_ptr, tensors), *counts, *programs)
+        return (lambda: run(torch.get_num_threads())) if elements > SERIAL else functools.partial(run, 1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -20,6 +20,7 @@ from compiled_optim.memory import torch_internals
 from compiled_optim.memory.addresses import EMPTY, Longs
 from compiled_optim.memory.layout import has_memory, is_lost, is_plain, real_numel
 from compiled_optim.memory.torch_internals import is_capturing
+from compiled_optim.memory.triton_internals import Launch
 from compiled_optim.plan.clipping import NAMES, Clipping
 from compiled_optim.plan.compilations import CompilationLog, KernelKey
 from compiled_optim.plan.plan import Plan
@@ -27,6 +28,8 @@ from compiled_optim.rule.rule import NUMBERS
 from compiled_optim.state import scalar_names
 
 Ints: TypeAlias = tuple[int, ...]
+Arguments: TypeAlias = tuple[Ints, int, Sequence[Tensor], Ints]
+"""Of a launch: how many programs, in each dimension; elements for them together; tensors; counts."""
 
 
 class HyperPointers:
@@ -243,6 +246,7 @@ class CoefficientTable:
         all_square_sums: float64, what the sum of the squares of all gradients consists of; empty if nobody needs it.
         outcome: (3,) float64, written: the norm, whether the step was skipped, and how many were.
         leads: whether a skipped step is counted here.
+        launches: see :class:`Launches`.
     """
 
     def __init__(self, plan: Plan, clipping: Clipping, hypers: HyperPointers, log: CompilationLog) -> None:
@@ -263,12 +267,32 @@ class CoefficientTable:
         self.all_square_sums = self.coefficients.new_empty(0)
         self.outcome = clipping.outcome(plan.device)
         self.leads = plan.is_first
+        self.launches = Launches()
+
+    @property
+    def grads(self) -> Tensor:
+        """As in :class:`TensorTable`, or marks."""
+        return self.gradients.pointers
+
+    def connect(self, all_square_sums: Tensor) -> None:
+        """Let :attr:`all_square_sums` be these."""
+        self.all_square_sums = all_square_sums
+        self.launches.clear()
+
+
+class Launches(dict[tuple[str, int, int], tuple[Launch, Sequence[Tensor]]]):
+    """Prepared launches that work on one table, each with its tensors, whose addresses it has.
+
+    Their keys are a function's name, the stage of the rule, and which tensor has the addresses of the gradients: the table's other tensors stay. A
+    table has launches with one :class:`CoefficientTable` alone.
+    """
 
 
 class TensorTable(Protocol):
     """The tensors that one kernel updates, each of them in blocks."""
 
     kernel: Kernel
+    launches: Launches
     tensors: Tensor  # (rows, tensors) int64; see PARAM and the rows beside it
     blocks: Tensor  # (blocks, 2) int64, the tensor and which of its blocks
     elements: int  # real numbers in all tensors of the blocks
@@ -360,10 +384,16 @@ class KernelTensors:
         self.sums = torch.empty(expressions, len(self.blocks), dtype=torch.float64, device=device)
         self.square_sum_count = kernel.square_sum_count(len(self.reduce_blocks))
         self.square_sums = torch.empty(0, dtype=torch.float64, device=device)
+        self.launches = Launches()
 
     @property
     def grads(self) -> Tensor:
         return self._gradients.pointers
+
+    def connect(self, square_sums: Tensor) -> None:
+        """Let :attr:`square_sums` be these."""
+        self.square_sums = square_sums
+        self.launches.clear()
 
 
 class Kernel(abc.ABC):
@@ -372,10 +402,12 @@ class Kernel(abc.ABC):
     Attributes:
         block: elements that it updates at a time.
         reduce_block: elements that it measures at a time.
+        drawback: why launches take longer than they could; empty where they do not.
     """
 
     block: int
     reduce_block: int
+    drawback = ""
 
     def __init__(self, key: KernelKey) -> None:
         self._stages = key.rule.stages(dict(key.statics))
@@ -385,35 +417,42 @@ class Kernel(abc.ABC):
         """How many partial sums :meth:`measure` writes of so many blocks."""
 
     @abc.abstractmethod
-    def _launch(self, name: str, programs: Ints, elements: int, tensors: Sequence[Tensor], counts: Ints) -> None:
-        """Run the function ``name`` on ``tensors`` and ``counts``: so many ``programs``, for ``elements`` together."""
+    def _prepared(self, name: str, programs: Ints, elements: int, tensors: Sequence[Tensor], counts: Ints) -> Launch:
+        """What runs the function ``name`` with these :data:`Arguments`, however often. It does not keep ``tensors`` alive."""
+
+    def _launch(
+        self, name: str, table: TensorTable | CoefficientTable, arguments: Callable[[], Arguments], stage: int = 0
+    ) -> None:
+        """Run the function ``name``, which works on ``table``; its ``arguments`` are asked for when it is prepared.
+
+        One function has other arguments in each ``stage`` of a rule.
+        """
+        key = name, stage, id(table.grads)
+        if (known := table.launches.get(key)) is None:
+            programs, elements, tensors, counts = arguments()
+            launch = self._prepared(name, programs, elements, tensors, counts)
+            known = table.launches[key] = launch, (table.grads, *tensors)
+        known[0]()
 
     def measure(self, table: KernelTensors) -> None:
         """Write the partial sums of the squares of the gradients."""
-        tables = table.tensors, table.grads, table.reduce_blocks, table.square_sums
-        counts = len(table.grads), len(table.reduce_blocks)
-        self._launch("square_sums", (len(table.square_sums),), table.elements, tables, counts)
+        self._launch("square_sums", table, lambda: self._measured(table))
 
     def evaluate(self, coefficients: CoefficientTable) -> None:
         """Count a step, and write the coefficients of all parameters that take part, and what became of the step."""
-        programs = -(-coefficients.inputs.shape[1] // TENSORS)
-        self._launch("evaluate", (programs,), 0, *self._evaluated(coefficients))
+        self._launch("evaluate", coefficients, lambda: self._evaluated(coefficients))
 
     def average(self, stage: int, table: KernelTensors, coefficients: CoefficientTable) -> None:
         """Write the means of one stage of the rule, behind the coefficients of the tensors that have a gradient.
 
         For a DTensor it is the local shard's share of the mean.
         """
-        blocks, places = len(table.blocks), self._stages[stage].sums
-        tensors, counts = self._updated(table, coefficients)
-        self._launch(f"sums{stage}", (blocks,), table.elements, (*tensors, table.sums), counts)
-        tensors = table.sums, table.ranges, table.grads, coefficients.outcome, coefficients.coefficients
-        counts = blocks, coefficients.inputs.shape[1], 1 + places.start
-        self._launch("average", (len(table.ranges), places.stop - places.start), 0, tensors, counts)
+        self._launch(f"sums{stage}", table, lambda: self._summed(table, coefficients))
+        self._launch("average", table, lambda: self._averaged(stage, table, coefficients), stage)
 
     def update(self, table: TensorTable, coefficients: CoefficientTable) -> None:
         """Update the tensors that have a gradient, with the coefficients in their columns."""
-        self._launch("update", (len(table.blocks),), table.elements, *self._updated(table, coefficients))
+        self._launch("update", table, lambda: self._updated(table, coefficients))
 
     def step(self, table: TensorTable, coefficients: CoefficientTable) -> None:
         """Evaluate, then update: in one call where that is faster."""
@@ -421,17 +460,30 @@ class Kernel(abc.ABC):
         self.update(table, coefficients)
 
     @staticmethod
-    def _evaluated(table: CoefficientTable) -> tuple[tuple[Tensor, ...], Ints]:
-        """What ``evaluate`` takes."""
-        marks = table.gradients.pointers
-        tables = table.inputs, marks, table.hypers, table.all_square_sums, table.outcome, table.coefficients
-        return tables, (table.inputs.shape[1], table.all_square_sums.numel(), int(table.leads))
+    def _measured(table: KernelTensors) -> Arguments:
+        tables = table.tensors, table.grads, table.reduce_blocks, table.square_sums
+        return (len(table.square_sums),), table.elements, tables, (len(table.grads), len(table.reduce_blocks))
 
     @staticmethod
-    def _updated(table: TensorTable, coefficients: CoefficientTable) -> tuple[tuple[Tensor, ...], Ints]:
-        """What a function takes that works on the blocks of ``table``."""
+    def _evaluated(table: CoefficientTable) -> Arguments:
+        tables = table.inputs, table.grads, table.hypers, table.all_square_sums, table.outcome, table.coefficients
+        count = table.inputs.shape[1]
+        return (-(-count // TENSORS),), 0, tables, (count, table.all_square_sums.numel(), int(table.leads))
+
+    @staticmethod
+    def _updated(table: TensorTable, coefficients: CoefficientTable) -> Arguments:
         tables = table.tensors, table.grads, table.blocks, coefficients.outcome, coefficients.coefficients
-        return tables, (table.grads.numel(), coefficients.inputs.shape[1])
+        return (len(table.blocks),), table.elements, tables, (table.grads.numel(), coefficients.inputs.shape[1])
+
+    def _summed(self, table: KernelTensors, coefficients: CoefficientTable) -> Arguments:
+        programs, elements, tensors, counts = self._updated(table, coefficients)
+        return programs, elements, (*tensors, table.sums), counts
+
+    def _averaged(self, stage: int, table: KernelTensors, coefficients: CoefficientTable) -> Arguments:
+        places = self._stages[stage].sums
+        tensors = table.sums, table.ranges, table.grads, coefficients.outcome, coefficients.coefficients
+        counts = len(table.blocks), coefficients.inputs.shape[1], 1 + places.start
+        return (len(table.ranges), places.stop - places.start), 0, tensors, counts
 
 
 def blocks_of(tensors: Sequence[int], numels: Sequence[int], size: int) -> tuple[Longs, Longs]:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from compiled_optim.lowering.kernels.program import Accesses, Array, Program, evaluation, indented
 from compiled_optim.lowering.kernels.table import COLUMN, NUMEL, TENSORS, Ints, Kernel
+from compiled_optim.memory.triton_internals import Launch, obstacle, prepared
 from compiled_optim.plan.compilations import KernelKey
 from compiled_optim.rule.formats import GROUP
 from compiled_optim.rule.rule import INDEX, Written
@@ -29,6 +30,7 @@ REDUCE_BYTES = (
     16384  # bytes of a gradient whose squares a program adds up at a time: the memory's latency is paid once for all
 )
 WARPS = 4
+OPTIONS = {"num_warps": WARPS, "enable_fp_fusion": True}  # the bits of a step depend on how multiply-adds are contracted
 REDUCING_PROGRAMS = 4096  # programs that reduce the gradients: enough to keep the memory of a large GPU busy
 
 _EXPRESSIONS = {
@@ -384,14 +386,20 @@ class TritonKernel(Kernel):
         super().__init__(key)
         self._module = load(source(key))
         self.reduce_block = REDUCE_BYTES // key.dtypes[1].itemsize
+        self.drawback = obstacle()
 
     def square_sum_count(self, reduce_blocks: int) -> int:
         """One partial sum per program that reduces."""
         return min(reduce_blocks, REDUCING_PROGRAMS)
 
-    def _launch(self, name: str, programs: Ints, elements: int, tensors: Sequence[Tensor], counts: Ints) -> None:
-        if all(programs):
-            getattr(self._module, name)[programs](*tensors, *counts, num_warps=WARPS, enable_fp_fusion=True)
+    def _prepared(self, name: str, programs: Ints, elements: int, tensors: Sequence[Tensor], counts: Ints) -> Launch:
+        if not all(programs):
+            return _nothing
+        return prepared(getattr(self._module, name), programs, tensors, counts, OPTIONS, tensors[0].device)
+
+
+def _nothing() -> None:
+    """Launch nothing."""
 
 
 def load(text: str) -> ModuleType:

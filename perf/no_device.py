@@ -1,0 +1,157 @@
+"""The host's time of a step on a GPU whose driver does nothing: ``python perf/no_device.py TENSORS OPTIMIZER STEPS``.
+
+CPU tensors take the lowering of a GPU. Triton compiles for it, and its driver, its streams and graphs are stand-ins that
+return at once. ``perf overhead`` runs this file with the packages of two checkouts, so it imports nothing else of ``perf``.
+It prints JSON: microseconds per step, by the kind of step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import sys
+import time
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+import compiled_optim
+from compiled_optim.capture import graph
+from compiled_optim.lowering import multi_tensor
+from compiled_optim.lowering.kernels import triton
+from compiled_optim.memory import torch_internals
+
+ARCH = 90
+BATCH = 20  # steps of one sample: the clock of processor time is not much finer than a step
+CALLED, REPLAYED, OPERATOR, INLINED = "called step", "replayed step", "compiled operator's step", "compiled inlined step"
+
+
+def driver(arch: int, launched: Callable[..., object] | None = None) -> types.SimpleNamespace:
+    """A driver of Triton for compute capability ``arch``: it loads nothing, and what it launches it tells ``launched``.
+
+    ``launched`` takes what was compiled, as Triton describes it, and all that Triton hands to its launcher.
+    """
+    from triton.backends.compiler import GPUTarget
+
+    def launcher(source: Any, metadata: Any) -> Callable[..., object]:
+        if launched is None:
+            return lambda *args: None
+        return lambda *args: launched(source, *args)
+
+    return types.SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", arch, 32),
+        get_current_device=lambda: arch,  # Triton keeps compiled kernels per device
+        get_current_stream=lambda device: 0,
+        launcher_cls=launcher,
+        utils=types.SimpleNamespace(
+            load_binary=lambda name, kernel, shared, device: (name, 1, 0, 0, 1024),
+            get_device_properties=lambda device: {"max_shared_mem": 227 << 10},
+        ),
+    )
+
+
+@contextlib.contextmanager
+def simulated_gpu(arch: int = ARCH) -> Iterator[None]:
+    """Let CPU tensors be on a GPU that does nothing, with a current device, a stream and CUDA graphs."""
+    from triton.runtime import driver as triton_driver
+
+    never: Callable[[], bool] = lambda: False  # noqa: E731
+    capture = torch_internals.CAPTURING["cuda"]
+    with contextlib.ExitStack() as stack:
+        for patched in (
+            mock.patch.object(triton_driver, "_active", driver(arch)),
+            mock.patch.dict(multi_tensor.BACKENDS, {"cpu": triton.TritonKernel}),
+            mock.patch.object(multi_tensor, "_kernels", {}),
+            mock.patch.object(multi_tensor, "current_device", lambda device: torch.cuda.device(0)),
+            mock.patch.object(torch.cuda, "_exchange_device", lambda index: 0),
+            mock.patch.object(torch.cuda, "_maybe_exchange_device", lambda index: 0),
+            mock.patch.object(torch.cuda, "is_current_stream_capturing", never),
+            mock.patch.dict(torch_internals.CAPTURING, {"cpu": capture}),
+            mock.patch.dict(graph.GRAPHS, {"cpu": EmptyGraph}),
+        ):
+            stack.enter_context(patched)
+        yield
+
+
+class EmptyGraph:
+    """Stands for a graph whose replay takes no time."""
+
+    def __init__(self, device: torch.device, stream: object = None) -> None:
+        pass
+
+    def warm_up(self, work: Callable[[], Any]) -> Any:
+        """Do ``work``."""
+        return work()
+
+    capture = warm_up
+
+    def replay(self) -> None:
+        """Do nothing."""
+
+    def release(self) -> None:
+        """Do nothing."""
+
+
+def steps(count: int, optimizer: str) -> dict[str, Callable[[], object]]:
+    """By name, a step of ``count`` small tensors whose gradients stay where they are, as it runs once it is settled."""
+    cls = next(getattr(compiled_optim, name) for name in compiled_optim.__all__ if name.lower() == optimizer)
+    own = {CALLED: "multi_tensor", REPLAYED: "multi_tensor", OPERATOR: "multi_tensor", INLINED: "inductor"}
+    made = {name: cls(_parameters(count), lowering=lowering) for name, lowering in own.items()}
+    runner = compiled_optim.CUDAGraphRunner(made[REPLAYED], warmup=1)
+    calls = {CALLED: made[CALLED].step, REPLAYED: runner.step}
+    for name in (OPERATOR, INLINED):
+        calls[name] = torch.compile(_stepping(made[name]), fullgraph=True)
+    for call in calls.values():
+        for _ in range(4):
+            call()
+    return calls
+
+
+def _parameters(count: int) -> list[Tensor]:
+    params = [torch.zeros(16, requires_grad=True) for _ in range(count)]
+    for param in params:
+        param.grad = torch.zeros(16)
+    return params
+
+
+def _stepping(optimizer: Any) -> Callable[[], None]:
+    """A function that steps, whose code nobody else has: Dynamo keeps guards by code."""
+
+    def step() -> None:
+        optimizer.step()
+
+    code = step.__code__.replace(co_name=f"step_{id(optimizer)}")
+    return types.FunctionType(code, step.__globals__, code.co_name, None, step.__closure__)
+
+
+def measure(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Microseconds of processor time per step, a sample each round, the steps in turn."""
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    gc.collect()
+    gc.disable()
+    for _ in range(rounds):
+        for name, call in calls.items():
+            call()
+            started = time.process_time()
+            for _ in range(BATCH):
+                call()
+            samples[name].append(1e6 * (time.process_time() - started) / BATCH)
+    gc.enable()
+    return samples
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Measure in this process and print the samples."""
+    count, optimizer, rounds = int(arguments[0]), arguments[1], int(arguments[2])
+    torch.set_num_threads(1)
+    with simulated_gpu():
+        print(json.dumps(measure(steps(count, optimizer), rounds)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
