@@ -8,6 +8,7 @@ It prints JSON: microseconds per step, by the kind of step.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import json
 import sys
@@ -60,22 +61,29 @@ def simulated_gpu(arch: int = ARCH) -> Iterator[None]:
     """Let CPU tensors be on a GPU that does nothing, with a current device, a stream and CUDA graphs."""
     from triton.runtime import driver as triton_driver
 
-    never: Callable[[], bool] = lambda: False  # noqa: E731
     capture = torch_internals.CAPTURING["cuda"]
     with contextlib.ExitStack() as stack:
         for patched in (
             mock.patch.object(triton_driver, "_active", driver(arch)),
             mock.patch.dict(multi_tensor.BACKENDS, {"cpu": triton.TritonKernel}),
             mock.patch.object(multi_tensor, "_kernels", {}),
-            mock.patch.object(multi_tensor, "current_device", lambda device: torch.cuda.device(0)),
-            mock.patch.object(torch.cuda, "_exchange_device", lambda index: 0),
-            mock.patch.object(torch.cuda, "_maybe_exchange_device", lambda index: 0),
-            mock.patch.object(torch.cuda, "is_current_stream_capturing", never),
+            mock.patch.object(multi_tensor, "current_device", _current_device),
+            mock.patch.object(torch.cuda, "_exchange_device", functools.partial(_answer, 0)),
+            mock.patch.object(torch.cuda, "_maybe_exchange_device", functools.partial(_answer, 0)),
+            mock.patch.object(torch.cuda, "is_current_stream_capturing", functools.partial(_answer, False)),
             mock.patch.dict(torch_internals.CAPTURING, {"cpu": capture}),
             mock.patch.dict(graph.GRAPHS, {"cpu": EmptyGraph}),
         ):
             stack.enter_context(patched)
         yield
+
+
+def _answer(value: Any, *args: Any) -> Any:
+    return value
+
+
+def _current_device(device: torch.device) -> torch.cuda.device:
+    return torch.cuda.device(0)
 
 
 class EmptyGraph:

@@ -136,6 +136,9 @@ class Live:
         if self.shapes and not (self.has_escaped or self.nonzero):
             self.changes.pending |= self.changes.is_guarded
         self.has_escaped = True
+        for group in self.groups.values():
+            for follower in group.followers:
+                follower.is_behind = True
         self.send(self.changes)
 
     def read_as(self, given: object) -> None:

@@ -180,6 +180,10 @@ class ParamGroup(WatchedDict[str, Any]):
         """:attr:`Live.nonzero` of a hyperparameter of one number."""
         return self._held(key)[0].nonzero
 
+    def has_escaped(self, key: str) -> bool:
+        """Whether somebody has a tensor of a hyperparameter, to write to or to move without a report."""
+        return any(number.has_escaped for number in self._held(key))
+
     def is_unreported(self, key: str) -> bool:
         """Whether a hyperparameter of one number counts as 0, and somebody may write another number without a report."""
         return self._held(key)[0].has_escaped and not self.nonzero(key)

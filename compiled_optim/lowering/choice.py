@@ -20,6 +20,7 @@ from compiled_optim.lowering.stacked import StackedLowering, StackTableLowering
 from compiled_optim.lowering.torch_ops.eager import EagerLowering
 from compiled_optim.lowering.torch_ops.inductor import InductorLowering
 from compiled_optim.memory import cache, torch_internals
+from compiled_optim.memory.torch_internals import Captures
 from compiled_optim.plan.clipping import Clipping
 from compiled_optim.plan.compilations import CompilationLog
 from compiled_optim.plan.plan import Plan
@@ -63,8 +64,14 @@ class Lowering(Protocol):
     def connect(self, square_sums: Tensor, all_square_sums: Tensor) -> None:
         """Let :meth:`measure` write to ``square_sums``, a part of ``all_square_sums``: those of all gradients."""
 
-    def prepare(self, grads: list[Tensor | None] | None) -> None:
-        """Take what was assigned, and ``grads``, an entry per parameter; None for their own ``grad``."""
+    def prepare(self, grads: list[Tensor | None] | None, captures: Captures = ()) -> None:
+        """Take what was assigned, and ``grads``, an entry per parameter; None for their own ``grad``.
+
+        Graphs of the devices ``captures`` are being captured.
+        """
+
+    def resumes(self, grads: list[Tensor | None] | None, *, state: bool, keep_alive: bool) -> bool:
+        """As :meth:`Plan.read` and :meth:`prepare`, if all but addresses of gradients is as it was; whether it is."""
 
     def measure(self) -> None:
         """Write the partial sums of the squares of the prepared gradients."""

@@ -16,6 +16,7 @@ from compiled_optim.lowering.stacked import Stack, StackTableLowering, seen_shap
 from compiled_optim.lowering.torch_ops.eager import TorchLowering
 from compiled_optim.memory.addresses import EMPTY
 from compiled_optim.memory.layout import is_plain, overlap_shifted, plain_copy
+from compiled_optim.memory.torch_internals import Captures
 from compiled_optim.plan.clipping import Clipping
 from compiled_optim.plan.compilations import CompilationLog, KernelKey, kernel_key
 from compiled_optim.plan.plan import Member, Plan
@@ -80,17 +81,18 @@ class LoopLowering(StackTableLowering):
             make = functools.partial(CppStackKernel, shape=stack.shape[1:])
             stack.loops = self._log.obtain(_kernels, stack.key, names, make)
 
-    def prepare(self, grads: list[Tensor | None] | None) -> None:
-        TorchLowering.prepare(self, grads)
-        self.hypers.prepare()
+    def prepare(self, grads: list[Tensor | None] | None, captures: Captures = ()) -> None:
+        TorchLowering.prepare(self, grads, captures)
+        capturing = self.plan.device in captures
+        self.hypers.prepare(capturing)
         found = self.plan.addresses
         if not found.unlike:
-            self.table.gradients.publish(found.gradients if self._version != found.version else None)
+            self.table.gradients.publish(found.gradients if self._version != found.version else None, capturing)
             self._version = found.version
             return
         pairs = zip(self._grads, self.plan.members, strict=True)
         self._grads = [None if grad is None else _arranged(grad, member.param) for grad, member in pairs]
-        self.table.gradients.publish([0 if g is None else g.data_ptr() or EMPTY for g in self._grads])
+        self.table.gradients.publish([0 if g is None else g.data_ptr() or EMPTY for g in self._grads], capturing)
         self._version = None
 
     def measure(self) -> None:

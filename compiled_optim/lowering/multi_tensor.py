@@ -25,6 +25,7 @@ from compiled_optim.lowering.kernels.table import (
 )
 from compiled_optim.memory import addresses
 from compiled_optim.memory.layout import add_over_shards
+from compiled_optim.memory.torch_internals import Captures
 from compiled_optim.plan.clipping import Clipping
 from compiled_optim.plan.compilations import MULTI_TENSOR, CompilationLog, KernelKey, kernel_key
 from compiled_optim.plan.plan import Plan
@@ -73,6 +74,10 @@ class Capturable:
         """Allocate, after :meth:`compile`, all memory that a launch which may be captured keeps using."""
         self.hypers.refresh()
         self.table.gradients.reserve(1)
+
+    def resumes(self, grads: list[Tensor | None] | None, *, state: bool, keep_alive: bool) -> bool:
+        """As in :class:`~compiled_optim.lowering.choice.Lowering`."""
+        return False
 
     def copy_gradients_for_graph(self) -> None:
         """Copy the prepared gradients to where a captured launch reads them, if no table says where they are."""
@@ -135,10 +140,19 @@ class MultiTensorLowering(Capturable):
         for table, sums in zip(self.tables, torch.split(square_sums, counts), strict=True):
             table.connect(sums)
 
-    def prepare(self, grads: list[Tensor | None] | None) -> None:
-        self.hypers.prepare()
+    def prepare(self, grads: list[Tensor | None] | None, captures: Captures = ()) -> None:
+        capturing = self.plan.device in captures
+        self.hypers.prepare(capturing)
         apart = self.plan.addresses.unlike or self._tensors.stand_ins
-        self._tensors.prepare(self.plan.gradients(grads) if apart else None, self.table.gradients)
+        self._tensors.prepare(self.plan.gradients(grads) if apart else None, self.table.gradients, capturing)
+
+    def resumes(self, grads: list[Tensor | None] | None, *, state: bool, keep_alive: bool) -> bool:
+        if self._tensors.stand_ins or not self.plan.resumes(grads, state=state, keep_alive=keep_alive):
+            return False
+        if not self.hypers.is_settled:
+            self.hypers.prepare(capturing=False)
+        self._tensors.prepare(None, self.table.gradients, capturing=False)
+        return True
 
     def measure(self) -> None:
         with self._on_device:

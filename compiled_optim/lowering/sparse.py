@@ -31,7 +31,7 @@ from compiled_optim.lowering.kernels.table import (
 from compiled_optim.lowering.multi_tensor import Capturable
 from compiled_optim.lowering.torch_ops.inductor import LISTS, InductorLowering, Vectors
 from compiled_optim.memory.layout import as_real, compute_dtype
-from compiled_optim.memory.torch_internals import assert_on_device, is_capturing, is_fake
+from compiled_optim.memory.torch_internals import Captures, assert_on_device, is_capturing, is_fake
 from compiled_optim.plan.clipping import Clipping, square_sum
 from compiled_optim.plan.compilations import MULTI_TENSOR, CompilationLog, KernelKey, kernel_key
 from compiled_optim.plan.plan import Member, Plan
@@ -143,8 +143,8 @@ class GatheredRowsLowering(InductorLowering):
     def _kind(self, member: Member, grad_dtype: torch.dtype) -> tuple[KernelKey, bool]:
         return kernel_key(self.plan, member, compute_dtype(member.param.dtype), LISTS), True
 
-    def prepare(self, grads: list[Tensor | None] | None) -> None:
-        super().prepare(grads)
+    def prepare(self, grads: list[Tensor | None] | None, captures: Captures = ()) -> None:
+        super().prepare(grads, captures)
         self._entries: list[Entries | None] = []
         is_read = self.plan.device.type == "cpu" and not any(g is not None and is_fake(g) for g in self._grads)
         given = zip(self.plan.members, self._grads, strict=True)
@@ -218,15 +218,16 @@ class RowTableLowering(Capturable):
         self._batch_of = functools.lru_cache(_CACHED_BATCHES)(batch_of)
         self.table = CoefficientTable(self.plan, self._clipping, self.hypers, self._log)
 
-    def prepare(self, grads: list[Tensor | None] | None) -> None:
-        self.hypers.prepare()
+    def prepare(self, grads: list[Tensor | None] | None, captures: Captures = ()) -> None:
+        capturing = self.plan.device in captures
+        self.hypers.prepare(capturing)
         alike: dict[tuple[Any, ...], dict[int, Tensor]] = {}
         given = self.plan.gradients(grads)
         for i, grad in enumerate(given):
             if grad is not None:
                 shape = grad.shape[grad.sparse_dim() :]
                 alike.setdefault((self._kernels[i], grad.sparse_dim(), grad.dtype, shape), {})[i] = grad
-        reads_indices = self.plan.device.type == "cpu" and not is_capturing(self.plan.device)
+        reads_indices = self.plan.device.type == "cpu" and not capturing
         self._prepared = []
         for (_, sparse_dims, *_), found in alike.items():
             positions, counts = tuple(found), tuple(grad._nnz() for grad in found.values())
@@ -241,8 +242,8 @@ class RowTableLowering(Capturable):
         needed = max((p.batch.kind.rows for p in self._prepared), default=0)
         if len(self._elections[-1]) < needed:
             self._elections.append(self._elections[-1].new_empty(needed))
-        self.table.gradients.mark(given)
-        if is_capturing(self.plan.device):
+        self.table.gradients.mark(given, capturing)
+        if capturing:
             self._captured += [p.batch for p in self._prepared]
         self._gathered = self._reads_copies = False
 

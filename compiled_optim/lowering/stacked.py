@@ -24,6 +24,7 @@ from compiled_optim.lowering.torch_ops.eager import TorchLowering
 from compiled_optim.lowering.torch_ops.inductor import OPTIONS, fits_indices, say_too_large
 from compiled_optim.memory.layout import compute_dtype, is_plain, parts_of_stack, plain_copy, whole_stack
 from compiled_optim.memory.torch_compiler import obtain_graph
+from compiled_optim.memory.torch_internals import Captures
 from compiled_optim.plan.clipping import Clipping
 from compiled_optim.plan.compilations import CompilationLog, KernelKey, coefficient_key, kernel_key
 from compiled_optim.plan.plan import Member, Plan
@@ -210,12 +211,12 @@ class StackTableLowering(Capturable, StackedLowering):
             self._evaluator = self._obtain_kernel(coefficient_key(self.plan), range(len(self.plan.members)))
             self.table = CoefficientTable(self.plan, self._clipping, self.hypers, self._log)
 
-    def prepare(self, grads: list[Tensor | None] | None) -> None:
-        super().prepare(grads)
+    def prepare(self, grads: list[Tensor | None] | None, captures: Captures = ()) -> None:
+        super().prepare(grads, captures)
         self._cached = {}
         self._reads_copies = False
-        self.hypers.prepare()
-        self.table.gradients.mark(self._grads)
+        self.hypers.prepare(self.plan.device in captures)
+        self.table.gradients.mark(self._grads, self.plan.device in captures)
 
     def copy_gradients_for_graph(self) -> None:
         for stack in self.stacks:

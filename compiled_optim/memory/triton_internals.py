@@ -37,7 +37,6 @@ def prepared(
     type of a number differ. These do not change here: it is asked once, and what it answers is launched with them. Hooks
     such as a profiler's are served by Triton's own way, for as long as there are any.
     """
-
     import triton
     from triton import knobs
     from triton.runtime import driver

@@ -52,17 +52,21 @@ class Clipping:
         """Let ``skip_nonfinite`` skip norms whose square is infinite where parameters of one of ``dtypes`` are updated."""
         self._largest_norm.fill_(math.sqrt(min(torch.finfo(compute_dtype(dtype)).max for dtype in dtypes)))
 
-    def take(self, max_grad_norm: Any, grad_scale: Any, found_inf: Any, skip_nonfinite: Any) -> None:
-        """Take what :func:`scaled` gets in the next steps: numbers, or 0-dim tensors that are then followed, or None.
+    def take(self, given: tuple[Any, ...]) -> None:
+        """Take what :func:`scaled` gets in the next steps, by the order of :data:`NAMES`.
+
+        They are numbers, or 0-dim tensors that are then followed, or None.
 
         Raises:
             TypeError: a value is not what its description says.
             ValueError: ``max_grad_norm`` is negative or NaN, or a tensor has more than one element. A tensor on an
                 accelerator is not read, since that would wait for the device.
         """
-        given, (before, old) = (max_grad_norm, grad_scale, found_inf, skip_nonfinite), self._taken
+        before, old = self._taken
         if all(map(is_, given, before)):
+            self._taken = _Taken(given, old)
             return
+        max_grad_norm, _, _, skip_nonfinite = given
         if not isinstance(skip_nonfinite, bool):
             raise TypeError(f"skip_nonfinite must be a bool, got {skip_nonfinite!r}")
         tensors = {  # what was given before keeps its tensor, which a kernel's table may refer to
@@ -86,6 +90,11 @@ class Clipping:
         *numbers, (skips, _) = zip(given, self._taken.given, strict=True)
         known = all(new is None or new is old or isinstance(new, Tensor) for new, old in numbers)
         return known and (not skips or "skip_nonfinite" in self._taken.tensors)
+
+    @property
+    def given(self) -> tuple[Any, ...]:
+        """What :meth:`take` was given last."""
+        return self._taken.given
 
     @property
     def chosen(self) -> list[Tensor | None]:

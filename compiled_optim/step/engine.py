@@ -34,8 +34,10 @@ from compiled_optim.memory.addresses import gradient
 from compiled_optim.memory.cache import CompilerError
 from compiled_optim.memory.layout import scalars_device
 from compiled_optim.memory.torch_internals import (
+    Captures,
     beside_graphs,
     can_capture,
+    captures_of,
     current_capture,
     fakes_are_made,
     inductor_captures,
@@ -109,6 +111,7 @@ class Engine:
         self.defaults: dict[str, Any] = {}  # what groups take that lack it
         self.given: dict[str, tuple[Any, Any]] = {}  # defaults, and the tensors that they were given as, for groups to adopt
         self.assigned: dict[str, Any] = {"max_grad_norm": None, "skip_nonfinite": False}  # and what a gradient scaler sets
+        self.clip_args = self._clip_args()  # what :meth:`Clipping.take` takes, as it is assigned now
         self.is_called = False  # whether there was a step, which torch's schedulers ask
         self.groups = []
         self.aliases: dict[str, str] = {}  # further names of tied parameters -> the names that were kept
@@ -150,9 +153,7 @@ class Engine:
         """All parameters, group by group, as they were when the step was made last."""
         return [] if self.step is None else self.step.params
 
-    @property
-    def clip_args(self) -> tuple[Any, ...]:
-        """What :meth:`Clipping.take` takes, as it is assigned now."""
+    def _clip_args(self) -> tuple[Any, ...]:
         return tuple(map(self.assigned.get, NAMES))
 
     def assign(self, name: str, value: Any) -> None:
@@ -162,13 +163,24 @@ class Engine:
         if self.accumulated.was_on:
             refuse_whole("optimizer accumulation", {name: value})
         before = dict(self.assigned)
-        self.assigned[name] = value
+        self._assign({**before, name: value})
         if name in CHOSEN:
             try:
                 self.follow_clipping()
             except (TypeError, ValueError):
-                self.assigned = before
+                self._assign(before)
                 raise
+
+    def unassign(self, name: str) -> None:
+        """Drop one of :data:`NAMES`; ``KeyError`` where it is not assigned."""
+        left = dict(self.assigned)
+        del left[name]
+        self._assign(left)
+        self.follow_clipping()
+
+    def _assign(self, assigned: dict[str, Any]) -> None:
+        self.assigned = assigned
+        self.clip_args = self._clip_args()
 
     def add_group(self, param_group: Mapping[str, Any]) -> None:
         """Add a parameter group. One that does not fit is taken back."""
@@ -371,18 +383,18 @@ class Engine:
             names = (f"{description} #{number}" for number in itertools.count())
             self.name = next(name for name in names if NAMED.setdefault(name, self) is self)
 
-    def _prepared(self, grads: Gradients, *, ahead: bool = False) -> tuple[Step, Gradients]:
+    def _prepared(self, grads: Gradients, captures: Captures = (), *, ahead: bool = False) -> tuple[Step, Gradients]:
         """A step that is prepared for ``grads``, or preallocated ``ahead`` of them; and these in its parameters' order."""
-        self.clipping.take(*self.clip_args)
+        self.clipping.take(self.clip_args)
         step = self.step
         if step is None or not step.is_current() or not step.describes(grads):
             step, grads = self.renew(grads)
             described = step.describes(grads)
             assert described
         try:
-            step.preallocate() if ahead else step.prepare(grads)
+            step.preallocate() if ahead else step.prepare(grads, captures)
         except CompilerError:  # which lets the plans have another lowering
-            return self._prepared(grads, ahead=ahead)
+            return self._prepared(grads, captures, ahead=ahead)
         return step, grads
 
     def preallocate(self) -> Step:
@@ -427,7 +439,7 @@ class Engine:
             given = [p if i in there else None for i, p in enumerate(step.params)]  # for gradients, which are fake
             if step.wakes(given) or not step.describes([None] * len(given)):  # or a parameter or its state moved
                 step, _ = self.renew(given)
-            self.clipping.take(*self.clip_args)
+            self.clipping.take(self.clip_args)
             inlined = step.inlined()
             if isinstance(inlined, str):
                 return False
@@ -459,7 +471,7 @@ class Engine:
             return
         with self.lock:
             if self.inlined is not None:
-                self.clipping.take(*self.clip_args)
+                self.clipping.take(self.clip_args)
                 self.changes.pending |= not self.inlined.follows(self.clipping)
             if self._in_graphs is not None and self.current().follow(self.clip_args) is None:
                 self.changes.pending = True
@@ -489,16 +501,18 @@ class Engine:
         with self.lock:
             step = self.step
             assert step is not None
-            captures = [device for device in step.devices if is_capturing(device)]
+            captures = captures_of(step.devices)
             if captures and not all(map(inductor_captures, captures)):
                 self.run(grads)  # somebody else's capture
                 return
-            ordered = grads
-            if step.obstacle(grads, self.clip_args) or not step.is_preallocated:
-                step, ordered = beside_graphs(lambda: self._prepared(grads, ahead=True), step.devices[0])
-            if captures and step.refusal:
-                raise RuntimeError(step.refusal)
-            step = self.prepare(ordered, by_inductor=True)
+            if captures or not (step.is_preallocated and self._resumes(step, grads)):
+                ordered = grads
+                if step.obstacle(grads, self.clip_args) or not step.is_preallocated:
+                    step, ordered = beside_graphs(lambda: self._prepared(grads, ahead=True), step.devices[0])
+                if captures and step.refusal:
+                    raise RuntimeError(step.refusal)
+                self._begin_step()
+                step = self._prepared(ordered, captures)[0]
             step.launch()
             self.finish(step)
 
@@ -512,22 +526,36 @@ class Engine:
                 step.launch_part()
             self.finish(step, counts=not (goes_on or self.accumulated.is_on))
 
-    def prepare(self, grads: Gradients = None, *, by_inductor: bool = False) -> Step:
+    def prepare(self, grads: Gradients = None) -> Step:
         """The host's part of a step, which may be a new one; nothing is updated yet. ``grads`` as in :meth:`Step.prepare`.
 
-        ``by_inductor`` says that a capture, if there is one, is Inductor's: it drops its graphs when the step is made anew.
         Raises what the optimizer's ``step`` does.
         """
-        if self.step is not None and not by_inductor and any(map(is_capturing, self.step.devices)):
-            self._check_capture(self.step, grads)
+        step = self.step
+        captures = () if step is None else captures_of(step.devices)
+        if step is not None and captures:
+            self._check_capture(step, grads)
+        elif step is not None and self._resumes(step, grads):
+            return step
+        self._begin_step()
+        return self._prepared(grads, captures)[0]
+
+    def _resumes(self, step: Step, grads: Gradients) -> bool:
+        """Whether ``step`` is prepared now, since all is as in its last one. No graph is being captured."""
+        if not step.is_settled:
+            return False
+        self._begin_step()
+        return step.resumes(grads, self.clip_args)
+
+    def _begin_step(self) -> None:
         if fakes_are_made() and not all(map(is_fake, self.params)):
             raise RuntimeError(
                 "a step of real parameters under FakeTensorMode would compute with fake tensors; leave the mode, or make "
                 "the parameters in it"
             )
         self.mark_stepped()
-        Live.send(self.changes)
-        return self._prepared(grads)[0]
+        if self.changes.unsent:
+            Live.send(self.changes)
 
     def mark_stepped(self) -> None:
         """Let torch's schedulers know that there was a step, unless a number is out of range."""

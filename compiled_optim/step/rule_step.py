@@ -17,7 +17,7 @@ from compiled_optim.lowering.torch_ops.eager import EagerLowering
 from compiled_optim.lowering.torch_ops.inductor import InductorLowering, InlinedStep, obstacle
 from compiled_optim.lowering.totals import SquareSums, Totals
 from compiled_optim.memory.cache import CompilerError
-from compiled_optim.memory.torch_internals import can_capture, let_stay, outside_inference_mode
+from compiled_optim.memory.torch_internals import Captures, can_capture, let_stay, outside_inference_mode
 from compiled_optim.plan.clipping import Clipping
 from compiled_optim.plan.plan import Plan, partition
 from compiled_optim.rule.declared import Declared
@@ -50,7 +50,7 @@ class RuleStep(Step):
             engine.clipping.skip_overflow({param.dtype for plan in plans for param in plan.params})
         self._log, self._accumulated, self._user_graphs = engine.log, engine.accumulated, engine.user_graphs
         self._clipping, self._schedules = engine.clipping, engine.schedules
-        self._clipping.take(*engine.clip_args)
+        self._clipping.take(engine.clip_args)
         differentiable = any(g.get("differentiable", False) for g in groups)
         if differentiable and self._clipping.measures_norm:
             raise ValueError("differentiable=True does not work with max_grad_norm and skip_nonfinite: clip before the step")
@@ -72,6 +72,7 @@ class RuleStep(Step):
         for param in self.params:
             if can_capture(param.device) and not isinstance(param, torch.nn.Parameter):  # those stay by themselves
                 let_stay(param)
+        self._settled_for: tuple[Any, ...] = ()  # what clipping was given when the step was prepared last
         self._pinned: list[object] = []  # what graphs may use for as long as this step is the present one
         self._inlined: InlinedStep | None = None
         self._positions = [[self.places[id(p)] for p in plan.params] for plan in plans]
@@ -113,7 +114,7 @@ class RuleStep(Step):
     def is_current(self) -> bool:
         """Whether also clipping was not switched off, and no meta parameter has got memory."""
         clips = self._square_sums is None or self._clipping.measures_norm
-        return clips and all(p.is_meta for p in self._meta) and super().is_current()
+        return clips and not (self._meta and not all(p.is_meta for p in self._meta)) and super().is_current()
 
     def describes(self, grads: Gradients) -> bool:
         """Whether the plans still describe parameters and gradients; a parameter without state has none."""
@@ -124,7 +125,19 @@ class RuleStep(Step):
         return all([lowering.plan.read(given, state=state, keep_alive=runs_user_code) for lowering, given in by_plan])
 
     def wakes(self, grads: Gradients) -> bool:
+        if not self._stateless:
+            return False
         return any((self.params[i].grad if grads is None else grads[i]) is not None for i in self._stateless)
+
+    def resumes(self, grads: Gradients, clip_args: tuple[Any, ...]) -> bool:
+        is_known = self._clipping.given is clip_args is self._settled_for
+        if not is_known or not self.is_current() or self.wakes(grads):
+            return False
+        state, runs_user_code = self.changes.is_state_handed_out, bool(self._schedules.functions)
+        for lowering, given in zip(self.lowerings, self._by_plan(grads), strict=True):
+            if not lowering.resumes(given, state=state, keep_alive=runs_user_code):
+                return False
+        return True
 
     def _by_plan(self, grads: Gradients) -> Sequence[Gradients]:
         if grads is None:
@@ -181,12 +194,13 @@ class RuleStep(Step):
     def is_preallocated(self) -> bool:
         return all(lowering.is_preallocated for lowering in self.lowerings if isinstance(lowering, Capturable))
 
-    def prepare(self, grads: Gradients) -> None:
+    def prepare(self, grads: Gradients, captures: Captures = ()) -> None:
         """Compile what is not compiled yet, and let every lowering take its gradients and what was assigned."""
         by_plan = self._by_plan(grads)
         self._compile(by_plan)
         for lowering, given in zip(self.lowerings, by_plan, strict=True):
-            lowering.prepare(given)
+            lowering.prepare(given, captures)
+        self._settled_for, self.is_settled = self._clipping.given, True
 
     def _compile(self, by_plan: Sequence[Gradients]) -> None:
         """Make what the lowerings and the norm need and what does not exist yet; ``by_plan`` are their gradients."""
@@ -260,7 +274,8 @@ class RuleStep(Step):
             return None
         if self.changes.is_state_handed_out and any(lowering.plan.state_moved for lowering in self.lowerings):
             return None
-        self._clipping.take(*clip_args)
+        self.is_settled = False  # whoever takes the next step may have assigned something else
+        self._clipping.take(clip_args)
         if self._clipping.measures_norm != (self._square_sums is not None):
             return None
         Live.send(self.changes)

@@ -14,6 +14,7 @@ from compiled_optim.checkpoint.check import PreparedLoad
 from compiled_optim.groups.param_group import ParamGroup
 from compiled_optim.groups.watched import Changes
 from compiled_optim.lowering.torch_ops.inductor import InlinedStep
+from compiled_optim.memory.torch_internals import Captures
 from compiled_optim.rule.declared import Declared
 from compiled_optim.rule.rule import Rule
 from compiled_optim.rule.transforms import GOES_ON, STAYS, accumulating
@@ -108,8 +109,17 @@ class Step:
         """The step as operations of a graph that is being traced, or why it is an operator there."""
         return "its steps are not made of a rule"
 
-    def prepare(self, grads: Gradients) -> None:
-        """Take ``grads``, and follow what was assigned. Nothing is updated yet.
+    is_settled = False  # whether :meth:`resumes` may say yes
+
+    def resumes(self, grads: Gradients, clip_args: tuple[Any, ...]) -> bool:
+        """Do what :meth:`prepare` does, at less cost, if all but the addresses of gradients is as it was; whether it is.
+
+        Nothing is done for good where it is not. No graph is being captured.
+        """
+        return False
+
+    def prepare(self, grads: Gradients, captures: Captures = ()) -> None:
+        """Take ``grads``, and follow what was assigned. Nothing is updated yet. Graphs of ``captures`` are being captured.
 
         Raises:
             CompilerError: something does not compile on this machine. A step that is made now does without.

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from compiled_optim.groups.param_group import ParamGroup
 from compiled_optim.memory import torch_internals
 from compiled_optim.memory.addresses import EMPTY, Longs
 from compiled_optim.memory.layout import has_memory, is_lost, is_plain, real_numel
@@ -24,6 +25,7 @@ from compiled_optim.memory.triton_internals import Launch
 from compiled_optim.plan.clipping import NAMES, Clipping
 from compiled_optim.plan.compilations import CompilationLog, KernelKey
 from compiled_optim.plan.plan import Plan
+from compiled_optim.rule.fields import Hyper
 from compiled_optim.rule.rule import NUMBERS
 from compiled_optim.state import scalar_names
 
@@ -46,6 +48,7 @@ class HyperPointers:
         self._log = log
         self._device = plan.device
         self.is_behind = True
+        self._are_private = False  # whether nobody else has one of the tensors, and all are read where they are
         self._tensors = self._read()  # held, so that no other tensor takes their addresses
         self._check(self._tensors)
         self.pointers = upload([0] * len(self._tensors), self._device)
@@ -57,26 +60,37 @@ class HyperPointers:
         for group in plan.groups:
             group.followers.add(self)
 
-    def prepare(self) -> None:
+    @property
+    def is_settled(self) -> bool:
+        """Whether :meth:`prepare` has nothing to do unless clipping was assigned: nobody moves a tensor without a report."""
+        return not self.is_behind and self._are_private
+
+    def prepare(self, capturing: bool) -> None:
         """Write the addresses of hyperparameters that were assigned, and copy those that are not float64.
 
         Raises:
             RuntimeError: an address would be written by the graph that is being captured, and again by every replay.
         """
-        self.refresh()
+        self.refresh(capturing)
         on_device = [(own, t) for own, t in self._copies if t.device.type == self._device.type]
         for own, tensor in on_device:
             own.copy_(tensor)
-        if is_capturing(self._device):
+        if capturing:
             self._captured += on_device
+        given = [value for value in self._clipping.given if isinstance(value, Tensor)]
+        self._are_private = not (given or self._copies or any(g.has_escaped(h.name) for g, h in self._numbers()))
 
     def follow(self) -> None:
         """Let kernels know that a group replaced a tensor, at once: a captured graph may run before another step."""
         self.is_behind = True
         self.refresh()
 
-    def refresh(self) -> None:
-        """Do what :meth:`prepare` does but for copies on the device, which a graph holds."""
+    def refresh(self, capturing: bool | None = None) -> None:
+        """Do what :meth:`prepare` does but for copies on the device, which a graph holds. None where nobody asked yet."""
+
+        def records() -> bool:
+            return is_capturing(self._device) if capturing is None else capturing
+
         tensors = self._read()
         if not self._clipping.idle and any(map(torch_internals.is_fake, tensors[: len(NAMES)])):
             self._check(tensors)
@@ -88,7 +102,7 @@ class HyperPointers:
             read = [t if (t.device, t.dtype) == there and is_plain(t) else own for t, own in pairs]
             pointers = [t.data_ptr() for t in read]
             if pointers != self._written:
-                if is_capturing(self._device):
+                if records():
                     raise RuntimeError(
                         "a hyperparameter was assigned between the last step and the capture of a CUDA graph, or in it; "
                         "take one step before capturing, or write into the hyperparameter with fill_"
@@ -104,7 +118,7 @@ class HyperPointers:
             self._written = pointers
             self._addresses = addresses
         for own, tensor in self._copies:
-            if tensor.device.type != self._device.type and not is_capturing(self._device):  # no graph could read the host
+            if tensor.device.type != self._device.type and not records():  # no graph could read the host
                 own.fill_(tensor.item())
 
     def copied(self) -> list[int]:
@@ -113,9 +127,13 @@ class HyperPointers:
 
     def _read(self) -> list[Tensor]:
         if self.is_behind:
-            self._in_groups = [t for g in self._plan.groups for h in self._plan.hypers for t in g.read_only(h.name)]
+            self._in_groups = [t for g, h in self._numbers() for t in g.read_only(h.name)]
             self.is_behind = False
         return self._clipping.tensors(self._device) + self._in_groups
+
+    def _numbers(self) -> Iterator[tuple[ParamGroup, Hyper]]:
+        """Each group's hyperparameters."""
+        return ((group, hyper) for group in self._plan.groups for hyper in self._plan.hypers)
 
     def _check(self, tensors: Sequence[Tensor]) -> None:
         """Raise ``ValueError`` where a tensor of :meth:`_read` has no number."""
@@ -146,12 +164,12 @@ class GradientPointers:
         self._captured: list[tuple[Tensor, Tensor]] = []  # read by every replay
         self._later: list[tuple[Tensor, Tensor]] | None = None  # captured ones that are uploaded after the capture
 
-    def publish(self, addresses: npt.ArrayLike | None) -> None:
+    def publish(self, addresses: npt.ArrayLike | None, capturing: bool) -> None:
         """Make ``addresses`` known to the kernels; None where they are those of the last time."""
         if addresses is not None:
             self._is_known = False  # until the end, whatever interrupts it
             self._host[:] = addresses
-        if is_capturing(self._device):
+        if capturing:
             self._capture()
         elif not self._is_known:
             self._log.table_refreshes += 1
@@ -161,10 +179,10 @@ class GradientPointers:
             self.reserve(1)
             self._is_known = True
 
-    def mark(self, grads: Sequence[Tensor | None]) -> None:
+    def mark(self, grads: Sequence[Tensor | None], capturing: bool) -> None:
         """Tell kernels that do not read the gradients' addresses from this table which of ``grads`` exist."""
         marks = [grad is not None for grad in grads]
-        self.publish(None if (self._host == marks).all() else marks)
+        self.publish(None if (self._host == marks).all() else marks, capturing)
 
     @contextlib.contextmanager
     def uploading_later(self, steps: int) -> Iterator[None]:
@@ -283,8 +301,8 @@ class CoefficientTable:
 class Launches(dict[tuple[str, int, int], tuple[Launch, Sequence[Tensor]]]):
     """Prepared launches that work on one table, each with its tensors, whose addresses it has.
 
-    Their keys are a function's name, the stage of the rule, and which tensor has the addresses of the gradients: the table's other tensors stay. A
-    table has launches with one :class:`CoefficientTable` alone.
+    Their keys are a function's name, the stage of the rule, and which tensor has the addresses of the gradients: the
+    table's other tensors stay. A table has launches with one :class:`CoefficientTable` alone.
     """
 
 
@@ -327,19 +345,19 @@ class PlanTensors:
         self.stand_ins = [i for i, order in enumerate(self._orders) if order.stand_in is not None]  # positions
         self._grads: Sequence[Tensor | None] = ()
 
-    def prepare(self, grads: Sequence[Tensor | None] | None, pointers: GradientPointers) -> None:
+    def prepare(self, grads: Sequence[Tensor | None] | None, pointers: GradientPointers, capturing: bool) -> None:
         """Make the gradients known to the kernels, which read ``pointers``, for one step.
 
         ``grads`` has the plan's gradients if some must be copied into their parameters' memory order; None if none must.
         """
         found = self._plan.addresses
         if grads is None:
-            pointers.publish(found.gradients if self._version != found.version else None)
+            pointers.publish(found.gradients if self._version != found.version else None, capturing)
             self._version = found.version
         else:
             self._version = -1
             self._grads = [None if g is None else o.arranged(g) for o, g in zip(self._orders, grads, strict=True)]
-            pointers.publish([0 if g is None else _address(g) for g in self._grads])
+            pointers.publish([0 if g is None else _address(g) for g in self._grads], capturing)
         for i in self.stand_ins:
             self._orders[i].load()
 
@@ -418,7 +436,7 @@ class Kernel(abc.ABC):
 
     @abc.abstractmethod
     def _prepared(self, name: str, programs: Ints, elements: int, tensors: Sequence[Tensor], counts: Ints) -> Launch:
-        """What runs the function ``name`` with these :data:`Arguments`, however often. It does not keep ``tensors`` alive."""
+        """What runs the function ``name`` with these :data:`Arguments`. It does not keep ``tensors`` alive."""
 
     def _launch(
         self, name: str, table: TensorTable | CoefficientTable, arguments: Callable[[], Arguments], stage: int = 0

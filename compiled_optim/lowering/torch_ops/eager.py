@@ -14,6 +14,7 @@ from torch import Tensor
 
 from compiled_optim.lowering.torch_ops.lists import Lists, Values, programs
 from compiled_optim.memory.layout import add_over_shards, as_real, compute_dtype, real_numel
+from compiled_optim.memory.torch_internals import Captures
 from compiled_optim.plan.clipping import Clipping, scaled, square_sum
 from compiled_optim.plan.plan import Plan
 from compiled_optim.rule.rule import Rule
@@ -108,8 +109,11 @@ class TorchLowering:
     def connect(self, square_sums: Tensor, all_square_sums: Tensor) -> None:
         self._square_sum, self._all_square_sums = square_sums, all_square_sums
 
-    def prepare(self, grads: list[Tensor | None] | None) -> None:
+    def prepare(self, grads: list[Tensor | None] | None, captures: Captures = ()) -> None:
         self._grads = self.plan.gradients(grads)
+
+    def resumes(self, grads: list[Tensor | None] | None, *, state: bool, keep_alive: bool) -> bool:
+        return False
 
     def measure(self) -> None:
         self._square_sum.fill_(square_sum(self._grads, self.plan.device))
