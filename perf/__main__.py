@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import itertools
 import os
 import sys
@@ -15,6 +16,7 @@ from perf import checks, first_step, gates, loops, results
 from perf.competitors import FUSED, OURS, PEERS, entered, optimizers
 from perf.compiled_steps import measure_compiled_step, measure_training_step
 from perf.convergence import SEEDS, TASKS, measure_convergence
+from perf.host_time import measure_host_time
 from perf.low_memory import measure_low_memory
 from perf.measure import dtype_name, measure_bandwidth, measure_overhead, measure_step
 from perf.results import Row
@@ -62,6 +64,11 @@ def _first_step(args: argparse.Namespace) -> int:
 def _overhead(args: argparse.Namespace) -> int:
     _warn_if_busy()
     rows = [row for w in args.workload for row in measure_overhead(w, args.optimizer, rounds=args.rounds)]
+    if importlib.util.find_spec("triton") is None:
+        print("Triton is not installed: no step of a GPU is timed", file=sys.stderr)
+    else:
+        for workload in args.workload:
+            rows += measure_host_time(workload, args.optimizer, rounds=args.rounds, against=args.against)
     results.show(rows, "Python per step")
     _save(rows, args)
     return 0
@@ -227,9 +234,10 @@ def _parser() -> argparse.ArgumentParser:
     first.add_argument("--rounds", type=int, default=3)
     competitors(first, ", ".join(first_step.COMPETITORS))
 
-    overhead = command("overhead", _overhead, "time the Python part of a step on the CPU", optimizer)
-    workloads(overhead, ["small-148", "small-1000"])
+    overhead = command("overhead", _overhead, "time the Python part of a step, on the CPU and for a GPU", optimizer)
+    workloads(overhead, ["small-10", "small-148", "small-1000"])
     overhead.add_argument("--rounds", type=int, default=101)
+    overhead.add_argument("--against", type=Path, help="another checkout, whose steps of a GPU are timed in turn with these")
 
     schedulers = command("schedulers", _schedulers, "time a step of torch's schedulers over many groups", optimizer)
     schedulers.add_argument("--rounds", type=int, default=21)

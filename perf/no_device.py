@@ -1,4 +1,4 @@
-"""The host's time of a step on a GPU whose driver does nothing: ``python perf/no_device.py TENSORS OPTIMIZER STEPS``.
+"""The host's time of a step on a GPU whose driver does nothing: ``python perf/no_device.py TENSORS OPTIMIZER ROUNDS``.
 
 CPU tensors take the lowering of a GPU. Triton compiles for it, and its driver, its streams and graphs are stand-ins that
 return at once. ``perf overhead`` runs this file with the packages of two checkouts, so it imports nothing else of ``perf``.
@@ -29,20 +29,21 @@ from compiled_optim.memory import torch_internals
 
 ARCH = 90
 BATCH = 20  # steps of one sample: the clock of processor time is not much finer than a step
+COMPILED_LIMIT = 10  # tensors beyond which no step is compiled: inlined ones take minutes
 CALLED, REPLAYED, OPERATOR, INLINED = "called step", "replayed step", "compiled operator's step", "compiled inlined step"
 
 
 def driver(arch: int, launched: Callable[..., object] | None = None) -> types.SimpleNamespace:
     """A driver of Triton for compute capability ``arch``: it loads nothing, and what it launches it tells ``launched``.
 
-    ``launched`` takes what was compiled, as Triton describes it, and all that Triton hands to its launcher.
+    ``launched`` takes what was compiled, as Triton describes it, its metadata, and all that Triton hands to its launcher.
     """
     from triton.backends.compiler import GPUTarget
 
     def launcher(source: Any, metadata: Any) -> Callable[..., object]:
         if launched is None:
             return lambda *args: None
-        return lambda *args: launched(source, *args)
+        return lambda *args: launched(source, metadata, *args)
 
     return types.SimpleNamespace(
         get_current_target=lambda: GPUTarget("cuda", arch, 32),
@@ -106,13 +107,18 @@ class EmptyGraph:
 
 
 def steps(count: int, optimizer: str) -> dict[str, Callable[[], object]]:
-    """By name, a step of ``count`` small tensors whose gradients stay where they are, as it runs once it is settled."""
+    """By name, a step of ``count`` small tensors whose gradients stay where they are, as it runs once all is compiled.
+
+    The inlined step has the kernels that Inductor makes for a CPU.
+    """
     cls = next(getattr(compiled_optim, name) for name in compiled_optim.__all__ if name.lower() == optimizer)
-    own = {CALLED: "multi_tensor", REPLAYED: "multi_tensor", OPERATOR: "multi_tensor", INLINED: "inductor"}
+    own = {CALLED: "multi_tensor", REPLAYED: "multi_tensor"}
+    if count <= COMPILED_LIMIT:
+        own |= {OPERATOR: "multi_tensor", INLINED: "inductor"}
     made = {name: cls(_parameters(count), lowering=lowering) for name, lowering in own.items()}
     runner = compiled_optim.CUDAGraphRunner(made[REPLAYED], warmup=1)
     calls = {CALLED: made[CALLED].step, REPLAYED: runner.step}
-    for name in (OPERATOR, INLINED):
+    for name in made.keys() - calls.keys():
         calls[name] = torch.compile(_stepping(made[name]), fullgraph=True)
     for call in calls.values():
         for _ in range(4):

@@ -227,13 +227,14 @@ class StepRun(Run):
 
     def _launch(self, step: Step, closure: Callable[[], Any] | None) -> Any:
         """In place of ``step.launch``, after ``prepare``."""
-        if not self._captured and self._has_moved():
+        is_captured = self._captured
+        if not is_captured and self._has_moved():
             self._follow_device()
         if self._graph is None:
             return step.launch(closure)
         part = graph_of(step)
         key = part.key()
-        if not self._captured:
+        if not is_captured:
             self._common_device()
         elif key != self._key:
             self._drop(self._explain())
@@ -243,7 +244,7 @@ class StepRun(Run):
             self._key = key
             return None
         part.copy_gradients()
-        if not self._captured:
+        if not is_captured:
             self._graph.capture(step.launch)
             self._note_capture()
         self._graph.replay()

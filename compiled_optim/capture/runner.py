@@ -106,7 +106,8 @@ class CUDAGraphRunner:
         run = self._alive()
         if not isinstance(run, StepRun):
             raise TypeError("this runner holds a whole training step; call it with the step's inputs")
-        scaler: dict[str, Any] = {name: vars(self)[name] for name in ("grad_scale", "found_inf") if name in vars(self)}
+        own = vars(self)
+        scaler: dict[str, Any] = {name: own[name] for name in ("grad_scale", "found_inf") if name in own}
         return run.step(closure, scaler)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

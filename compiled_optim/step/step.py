@@ -77,7 +77,7 @@ class Step:
         """What groups may change without a report: identity, length, and (in place) whether a hyperparameter is 0."""
         names = self.kind._declaration.structural_hypers
         return [
-            (id(g), len(g.get("params", ())), *[isinstance(g, ParamGroup) and g.nonzero(n) for n in names])
+            (id(g), len(dict.get(g, "params", ())), *[isinstance(g, ParamGroup) and g.nonzero(n) for n in names])
             for g in self._groups
         ]
 

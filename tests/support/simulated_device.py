@@ -237,6 +237,7 @@ class _Kernel:
         self._device = device
         self.block, self.reduce_block = kernel.block, kernel.reduce_block
         self.square_sum_count = kernel.square_sum_count
+        self.drawback = kernel.drawback
 
     def measure(self, table: Any) -> None:
         reads = [table.tensors, table.grads, table.reduce_blocks, *filter(None, table.grads.tolist())]

@@ -170,6 +170,7 @@ class RecordedKernel:
         self._kernel = kernel
         self.block, self.reduce_block = kernel.block, kernel.reduce_block
         self.square_sum_count = kernel.square_sum_count
+        self.drawback = kernel.drawback
 
     def measure(self, table: Any) -> None:
         self._run(self._kernel.measure, table)

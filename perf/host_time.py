@@ -1,0 +1,48 @@
+"""The host's time of a step on a GPU whose driver does nothing, in new processes, beside that of another checkout."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from perf.competitors import OURS
+from perf.results import Row, percentiles
+from perf.workloads import shapes
+
+REPEATS = 3  # processes of each checkout
+OTHER = f"{OURS}[other checkout]"
+_ROOT = Path(__file__).parent.parent
+
+
+def measure_host_time(workload: str, optimizer: str, *, rounds: int, against: Path | None) -> list[Row]:
+    """Microseconds of processor time per step, by the kind of step: see ``perf/no_device.py``.
+
+    Beside it those of the package in the checkout ``against``, in processes in turn with this one's; the ratio is that of
+    the medians. The tensors are as many as those of the ``workload``, and small.
+    """
+    checkouts = {OURS: _ROOT, **({} if against is None else {OTHER: against.resolve()})}
+    samples: dict[str, dict[str, list[float]]] = {}
+    for _ in range(REPEATS):
+        for name, checkout in checkouts.items():
+            for metric, values in _in_process(checkout, len(shapes(workload)), optimizer, rounds).items():
+                samples.setdefault(metric, {}).setdefault(name, []).extend(values)
+    rows = []
+    for metric, by_checkout in samples.items():
+        own = percentiles(by_checkout[OURS])[1]
+        for name, values in by_checkout.items():
+            p20, p50, p80 = percentiles(values)
+            label = f"{metric}, driver that does nothing"
+            rows.append(Row("overhead", workload, optimizer, name, label, "us", p20, p50, p80, own / p50, len(values)))
+    return rows
+
+
+def _in_process(checkout: Path, count: int, optimizer: str, rounds: int) -> dict[str, list[float]]:
+    command = [sys.executable, str(_ROOT / "perf" / "no_device.py"), str(count), optimizer, str(rounds)]
+    environment = os.environ | {"PYTHONPATH": str(checkout)}
+    # Its stderr stays the terminal's, so that whatever goes wrong is seen.
+    done = subprocess.run(command, cwd=checkout, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    seconds: dict[str, list[float]] = json.loads(done.stdout.splitlines()[-1])
+    return seconds
