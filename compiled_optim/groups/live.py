@@ -18,6 +18,7 @@ from compiled_optim.groups.watched import Changes
 from compiled_optim.memory.layout import is_lost
 from compiled_optim.memory.torch_internals import (
     CAPTURING,
+    Captures,
     beside_captures,
     can_capture,
     fakes_are_made,
@@ -197,15 +198,19 @@ class Live:
         return found
 
     @staticmethod
-    def send(changes: Changes) -> None:
-        """Copy the waiting numbers to where steps read them, in one copy per device. The host does not wait for it."""
+    def send(changes: Changes, captures: Captures | None = None) -> None:
+        """Copy the waiting numbers to where steps read them, in one copy per device. The host does not wait for it.
+
+        Graphs of the devices ``captures`` are being captured; None where nobody asked yet.
+        """
         by_device: dict[torch.device, list[tuple[Live, float]]] = {}
         for live, number in list(changes.unsent.values()):
             by_device.setdefault(live.tensor.device, []).append((live, number))
         for device, waiting in by_device.items():
             tensors, numbers = [live.tensor for live, _ in waiting], [number for _, number in waiting]
             with as_fake_as(tensors[0]):
-                if is_capturing(device):  # replays must not write these numbers again
+                captured = is_capturing(device) if captures is None else device in captures
+                if captured:  # replays must not write these numbers again
                     beside_captures(lambda: [t.fill_(n) for t, n in zip(tensors, numbers, strict=True)])  # noqa: B023
                 else:
                     host = torch.tensor(numbers, dtype=tensors[0].dtype, device="cpu")

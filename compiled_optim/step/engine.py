@@ -511,7 +511,7 @@ class Engine:
                     step, ordered = beside_graphs(lambda: self._prepared(grads, ahead=True), step.devices[0])
                 if captures and step.refusal:
                     raise RuntimeError(step.refusal)
-                self._begin_step()
+                self._begin_step(captures)
                 step = self._prepared(ordered, captures)[0]
             step.launch()
             self.finish(step)
@@ -531,23 +531,23 @@ class Engine:
 
         Raises what the optimizer's ``step`` does.
         """
-        step = self.step
-        captures = () if step is None else captures_of(step.devices)
-        if step is not None and captures:
+        step = self.current() if self.step is None else self.step
+        captures = captures_of(step.devices)
+        if captures:
             self._check_capture(step, grads)
-        elif step is not None and self._resumes(step, grads):
+        elif self._resumes(step, grads):
             return step
-        self._begin_step()
+        self._begin_step(captures)
         return self._prepared(grads, captures)[0]
 
     def _resumes(self, step: Step, grads: Gradients) -> bool:
         """Whether ``step`` is prepared now, since all is as in its last one. No graph is being captured."""
         if not step.is_settled:
             return False
-        self._begin_step()
+        self._begin_step(captures=())
         return step.resumes(grads, self.clip_args)
 
-    def _begin_step(self) -> None:
+    def _begin_step(self, captures: Captures) -> None:
         if fakes_are_made() and not all(map(is_fake, self.params)):
             raise RuntimeError(
                 "a step of real parameters under FakeTensorMode would compute with fake tensors; leave the mode, or make "
@@ -555,7 +555,7 @@ class Engine:
             )
         self.mark_stepped()
         if self.changes.unsent:
-            Live.send(self.changes)
+            Live.send(self.changes, captures)
 
     def mark_stepped(self) -> None:
         """Let torch's schedulers know that there was a step, unless a number is out of range."""

@@ -1,0 +1,223 @@
+"""Steps after which nothing moved: what they ask of Python, and what they still notice."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import optimizer as torch_optimizer
+
+import compiled_optim as co
+from compiled_optim.capture.graph import GRAPHS
+from compiled_optim.memory import torch_internals
+from compiled_optim.optimizer import engine_of
+from compiled_optim.step.rule_step import RuleStep
+from perf.no_device import EmptyGraph
+
+
+def _params(count: int = 3) -> list[nn.Parameter]:
+    params = [nn.Parameter(torch.full((4,), 1.0 + i)) for i in range(count)]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    return params
+
+
+def _made(**options: Any) -> tuple[co.CompiledOptimizer, co.CompiledOptimizer]:
+    """An optimizer whose next step resumes, and an equal one whose steps never do; equal after equal assignments."""
+    both = []
+    for resumes in (True, False):
+        made = co.SGD(_params(), lr=0.1, momentum=0.9, lowering="multi_tensor", **options)
+        if not resumes:
+            engine_of(made)._resumes = lambda step, grads: False  # type: ignore[method-assign]
+        made.step()
+        made.step()
+        both.append(made)
+    return both[0], both[1]
+
+
+def _values(optimizer: co.CompiledOptimizer) -> list[Tensor]:
+    return [p.detach().clone() for group in optimizer.param_groups for p in group["params"]]
+
+
+def test_a_step_that_finds_all_as_it_was_prepares_nothing() -> None:
+    optimizer, _ = _made()
+    prepare = mock.Mock(side_effect=AssertionError("it prepares again"))
+    with mock.patch.object(RuleStep, "prepare", prepare), mock.patch.object(RuleStep, "describes", prepare):
+        for _ in range(2):
+            for param in engine_of(optimizer).params:
+                param.grad = torch.ones_like(param)  # which lie elsewhere
+            optimizer.step()
+        engine_of(optimizer).params[0].grad = None
+        optimizer.step()
+    assert engine_of(optimizer).steps == 5
+
+
+def _assign_number(optimizer: co.CompiledOptimizer) -> None:
+    optimizer.param_groups[0]["lr"] = 0.5
+
+
+def _assign_tensor(optimizer: co.CompiledOptimizer) -> None:
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.5)
+
+
+def _fill(optimizer: co.CompiledOptimizer) -> None:
+    optimizer.hyperparameter("lr").fill_(0.5)
+
+
+def _move(optimizer: co.CompiledOptimizer) -> None:
+    optimizer.hyperparameter("lr").data = torch.tensor(0.5, dtype=torch.float64)
+
+
+def _clip(optimizer: co.CompiledOptimizer) -> None:
+    optimizer.max_grad_norm = 0.1
+
+
+def _clip_by_tensor(optimizer: co.CompiledOptimizer) -> None:
+    optimizer.max_grad_norm = torch.tensor(0.1)
+
+
+def _skip(optimizer: co.CompiledOptimizer) -> None:
+    optimizer.found_inf = torch.tensor(1.0)
+
+
+def _rebind(optimizer: co.CompiledOptimizer) -> None:
+    engine_of(optimizer).params[0].data = torch.full((4,), 3.0)
+
+
+def _move_state(optimizer: co.CompiledOptimizer) -> None:
+    state = optimizer.state[engine_of(optimizer).params[0]]["momentum_buffer"]
+    state.data = torch.full((4,), 3.0)
+
+
+def _other_dtype(optimizer: co.CompiledOptimizer) -> None:
+    param = engine_of(optimizer).params[0]
+    param.grad = None
+    param.grad_dtype = torch.float64
+    param.grad = torch.ones(4, dtype=torch.float64)
+
+
+def _add_group(optimizer: co.CompiledOptimizer) -> None:
+    optimizer.add_param_group({"params": _params(1)})
+
+
+def _remove_silently(optimizer: co.CompiledOptimizer) -> None:
+    list.pop(optimizer.param_groups[0]["params"])
+
+
+def _momentum_off(optimizer: co.CompiledOptimizer) -> None:
+    optimizer.param_groups[0]["momentum"] = 0.0
+
+
+def _schedule(optimizer: co.CompiledOptimizer) -> None:
+    optimizer.schedule(lr=lambda step: 0.1 * step)
+
+
+CHANGES = [
+    *(_assign_number, _assign_tensor, _fill, _move, _clip, _clip_by_tensor, _skip, _rebind, _move_state, _other_dtype),
+    *(_add_group, _remove_silently, _momentum_off, _schedule),
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_every_change_is_noticed(change: Any) -> None:
+    ours, other = _made()
+    for optimizer in (ours, other):
+        for _ in range(2):
+            change(optimizer)
+            optimizer.step()
+            optimizer.step()
+    assert all(map(torch.equal, _values(ours), _values(other)))
+
+
+def test_a_tensor_that_was_handed_out_may_move_later() -> None:
+    ours, other = _made()
+    for optimizer in (ours, other):
+        handed_out = optimizer.hyperparameter("lr")
+        optimizer.step()
+        handed_out.data = torch.tensor(0.5, dtype=torch.float64)
+        optimizer.step()
+    assert all(map(torch.equal, _values(ours), _values(other)))
+
+
+def test_what_somebody_else_follows_in_between_is_noticed() -> None:
+    """A runner of a whole step hands over a scaler's tensors, which the next called step must not use."""
+    ours, other = _made(skip_nonfinite=True)
+    for optimizer in (ours, other):
+        engine = engine_of(optimizer)
+        assert engine.step is not None
+        engine.step.follow((None, torch.tensor(1000.0), torch.tensor(1.0), True))
+        engine.clipping.take(engine.clip_args)
+        optimizer.step()
+    assert optimizer.skipped_steps == 0
+    assert all(map(torch.equal, _values(ours), _values(other)))
+
+
+def test_a_step_asks_once_whether_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[None] = []
+    optimizer = co.AdamW(_params(), lowering="multi_tensor")
+    params = engine_of(optimizer).params
+    compiled = torch.compile(lambda: optimizer.step(), fullgraph=True)
+    compiled()
+    monkeypatch.setitem(torch_internals.CAPTURING, "cpu", lambda: asked.append(None))
+    monkeypatch.setitem(GRAPHS, "cpu", EmptyGraph)
+    runner = co.CUDAGraphRunner(optimizer, warmup=1)
+    runner.step()
+    runner.step()
+    for step in (optimizer.step, compiled, runner.step):
+        for change in (lambda: None, lambda: optimizer.param_groups[0].update(lr=0.2)):
+            change()
+            for param in params:
+                param.grad = torch.ones_like(param)
+            asked.clear()
+            step()
+            assert len(asked) == 1
+    optimizer.max_grad_norm = torch.tensor(1.0)  # the step is prepared anew
+    asked.clear()
+    optimizer.step()
+    assert len(asked) == 1
+
+
+class TestObservers:
+    def test_a_profiler_sees_a_step(self) -> None:
+        optimizer = co.AdamW(_params())
+        optimizer.step()
+        with torch.profiler.profile() as profile:
+            optimizer.step()
+        assert "Optimizer.step#AdamW.step" in {event.key for event in profile.key_averages()}
+
+    def test_hooks_are_called(self) -> None:
+        optimizer, calls = co.AdamW(_params()), []
+        handles = [
+            optimizer.register_step_pre_hook(lambda *_: calls.append("before")),
+            optimizer.register_step_post_hook(lambda *_: calls.append("behind")),
+        ]
+        optimizer.step()
+        for handle in handles:
+            handle.remove()
+        optimizer.step()
+        assert calls == ["before", "behind"]
+        everywhere = [
+            torch_optimizer.register_optimizer_step_pre_hook(lambda *_: calls.append("before each")),
+            torch_optimizer.register_optimizer_step_post_hook(lambda *_: calls.append("behind each")),
+        ]
+        try:
+            optimizer.step()
+        finally:
+            for handle in everywhere:
+                handle.remove()
+        optimizer.step()
+        assert calls[2:] == ["before each", "behind each"]
+
+    def test_gradients_are_recorded_afterwards_as_before(self) -> None:
+        optimizer = co.AdamW(_params())
+        for recording in (True, False):
+            with torch.set_grad_enabled(recording):
+                optimizer.step()
+                assert torch.is_grad_enabled() is recording
+        engine_of(optimizer).params[0].grad = torch.zeros(4).to_sparse()
+        with pytest.raises(RuntimeError, match="sparse"):
+            optimizer.step()
+        assert torch.is_grad_enabled()
