@@ -23,7 +23,7 @@ from torch.optim import Optimizer, optimizer
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 Captures: TypeAlias = tuple[torch.device, ...]
-"""The devices of which graphs are being captured."""
+"""The devices whose work is being captured in graphs."""
 
 
 is_traced = torch.compiler.is_dynamo_compiling
@@ -155,7 +155,7 @@ def is_capturing(device: torch.device) -> bool:
 
 
 def captures_of(devices: Sequence[torch.device]) -> Captures:
-    """Those of ``devices`` of which a graph is being captured. A step asks once, and hands the answer on."""
+    """Those of ``devices`` whose work a graph is capturing. A step asks once, and hands the answer on."""
     return tuple([device for device in devices if is_capturing(device)])
 
 
