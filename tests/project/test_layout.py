@@ -95,16 +95,16 @@ def test_the_floor_plan_lists_every_floor_from_the_top() -> None:
 
 
 BUDGET = {
-    "": 2412,
-    "capture": 1233,
+    "": 2434,
+    "capture": 1235,
     "checkpoint": 1341,
-    "groups": 1202,
-    "lowering": 4246,
-    "memory": 1478,
+    "groups": 1214,
+    "lowering": 4371,
+    "memory": 1592,
     "optimizers": 1675,
-    "plan": 859,
+    "plan": 878,
     "rule": 2620,
-    "step": 1539,
+    "step": 1592,
 }
 """Lines of each folder's modules; "" are those beside the folders. A commit of its own raises one, and says why."""
 
