@@ -265,7 +265,7 @@ class _Kernel:
     @staticmethod
     def _evaluated(table: Any) -> tuple[list[Any], list[Any]]:
         """What ``evaluate`` reads and what it writes."""
-        marks = table.gradients.pointers
+        marks = table.grads
         scalars = table.inputs[SCALARS:, marks != 0]
         reads = [table.inputs, marks, table.hypers, table.all_square_sums, *filter(None, table.hypers.tolist())]
         return reads, [table.coefficients, table.outcome, *scalars.flatten().tolist()]
