@@ -41,7 +41,8 @@ from compiled_optim.step.numerics import NumericsReport, check_numerics
 from compiled_optim.step.rule_step import RuleStep
 from compiled_optim.step.step import Step
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def _of_engine(name: str, meaning: str) -> Any:
