@@ -23,7 +23,7 @@ from perf.workloads import elements, shapes
 HUGE = 2**31 + 5000
 WINDOW = 4096
 CODES = 2**-6
-"""How far a weight may be off after two steps whose state is in codes: blocks of other tensors are cut elsewhere."""
+"""How far a weight may be off after two steps with codes: groups begin elsewhere, and each tensor has its own thresholds."""
 
 SANITIZED = """
 import torch, compiled_optim as co
