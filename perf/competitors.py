@@ -54,10 +54,10 @@ class Peer:
         """
         wanted = self.others.get(optimizer, self.named.format(optimizer)).lower()
         module = importlib.import_module(self.module)
-        top = f"{self.module.partition('.')[0]}."
+        is_torch = self.module.startswith("torch.")  # others have torch.optim's classes beside their own
         for name in (name for name in dir(module) if name.lower() == wanted):
             value = getattr(module, name)
-            if isinstance(value, type) and f"{value.__module__}.".startswith(top):
+            if isinstance(value, type) and value.__module__.startswith("torch.") == is_torch:
                 return value
         raise LookupError(f"{self.module} has no {wanted}")
 

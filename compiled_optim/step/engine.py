@@ -505,7 +505,7 @@ class Engine:
             if captures and not all(map(inductor_captures, captures)):
                 self.run(grads)  # somebody else's capture
                 return
-            if captures or not (step.is_preallocated and self._resumes(step, grads)):
+            if captures or not (step.is_settled and step.is_preallocated and self._resumes(step, grads)):
                 ordered = grads
                 if step.obstacle(grads, self.clip_args) or not step.is_preallocated:
                     step, ordered = beside_graphs(lambda: self._prepared(grads, ahead=True), step.devices[0])

@@ -125,6 +125,7 @@ COMMANDS = {
     "python -m perf gates": [sys.executable, "-m", "perf", "gates", "--help"],
     "python -m perf step": [sys.executable, "-m", "perf", "step", "--help"],
     "python -m perf training-step": [sys.executable, "-m", "perf", "training-step", "--help"],
+    "python -m perf overhead --against CHECKOUT": [sys.executable, "-m", "perf", "overhead", "--help"],
     "python -m perf report": [sys.executable, "-m", "perf", "report", "--help"],
     "python -m perf --help": [sys.executable, "-m", "perf", "--help"],
     "tools/convert": [sys.executable, "tools/convert", "--help"],
