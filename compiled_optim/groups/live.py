@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 from weakref import WeakValueDictionary
@@ -198,10 +198,10 @@ class Live:
         return found
 
     @staticmethod
-    def send(changes: Changes, captures: Captures | None = None) -> None:
+    def send(changes: Changes, captures: Captures = (), asked: Sequence[torch.device] = ()) -> None:
         """Copy the waiting numbers to where steps read them, in one copy per device. The host does not wait for it.
 
-        Graphs of the devices ``captures`` are being captured; None where nobody asked yet.
+        Of the devices that were ``asked``, graphs of ``captures`` are being captured.
         """
         by_device: dict[torch.device, list[tuple[Live, float]]] = {}
         for live, number in list(changes.unsent.values()):
@@ -209,7 +209,7 @@ class Live:
         for device, waiting in by_device.items():
             tensors, numbers = [live.tensor for live, _ in waiting], [number for _, number in waiting]
             with as_fake_as(tensors[0]):
-                captured = is_capturing(device) if captures is None else device in captures
+                captured = device in captures if device in asked else is_capturing(device)
                 if captured:  # replays must not write these numbers again
                     beside_captures(lambda: [t.fill_(n) for t, n in zip(tensors, numbers, strict=True)])  # noqa: B023
                 else:

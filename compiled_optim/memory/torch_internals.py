@@ -38,10 +38,10 @@ set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 
 
 def is_observed(stepped: Optimizer) -> bool:
-    """Whether somebody is to be told of a step of an optimizer: a profiler or a hook."""
+    """Whether somebody is to be told of a step of an optimizer: a hook or a profiler, which another thread may have."""
     own = stepped._optimizer_step_pre_hooks or stepped._optimizer_step_post_hooks
     everywhere = optimizer._global_optimizer_pre_hooks or optimizer._global_optimizer_post_hooks
-    return bool(own or everywhere or torch._C._autograd._profiler_enabled())
+    return bool(own or everywhere or torch._C._autograd._profiler_enabled() or torch.autograd.profiler._is_profiler_enabled)
 
 
 def outside_dynamo(function: F) -> F:

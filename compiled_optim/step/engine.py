@@ -555,7 +555,7 @@ class Engine:
             )
         self.mark_stepped()
         if self.changes.unsent:
-            Live.send(self.changes, captures)
+            Live.send(self.changes, captures, self.step.devices if self.step else ())
 
     def mark_stepped(self) -> None:
         """Let torch's schedulers know that there was a step, unless a number is out of range."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 from unittest import mock
 
 import pytest
+import simulated_graph
 import torch
 from torch import Tensor, nn
+from torch._C._profiler import _ExperimentalConfig
 from torch.optim import optimizer as torch_optimizer
 
 import compiled_optim as co
@@ -142,6 +145,36 @@ def test_a_tensor_that_was_handed_out_may_move_later() -> None:
     assert all(map(torch.equal, _values(ours), _values(other)))
 
 
+def test_a_tensor_that_was_handed_out_may_move_after_memory_was_made_for_graphs() -> None:
+    ours, other = _made()
+    for optimizer in (ours, other):
+        handed_out = optimizer.hyperparameter("lr")
+        engine_of(optimizer).preallocate()  # which reads the tensors too, as before a compiled step is traced
+        optimizer.step()
+        handed_out.data = torch.tensor(0.5, dtype=torch.float64)
+        optimizer.step()
+    assert all(map(torch.equal, _values(ours), _values(other)))
+
+
+def test_a_number_whose_storage_was_freed_is_refused_in_every_step() -> None:
+    optimizer, _ = _made()
+    optimizer.hyperparameter("lr").untyped_storage().resize_(0)
+    for _ in range(3):
+        with pytest.raises(ValueError, match="its storage was freed"):
+            optimizer.step()
+
+
+def test_a_write_past_a_group_is_noticed_when_the_key_is_read_and_by_no_step() -> None:
+    optimizer, _ = _made()
+    step = engine_of(optimizer).step
+    dict.__setitem__(optimizer.param_groups[0], "lr", 0.5)
+    optimizer.found_inf = torch.tensor(0.0)  # so that the step is prepared anew
+    optimizer.step()
+    assert step.live[0]["lr"] == 0.1
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    assert step.live[0]["lr"] == 0.5
+
+
 def test_what_somebody_else_follows_in_between_is_noticed() -> None:
     """A runner of a whole step hands over a scaler's tensors, which the next called step must not use."""
     ours, other = _made(skip_nonfinite=True)
@@ -153,6 +186,32 @@ def test_what_somebody_else_follows_in_between_is_noticed() -> None:
         optimizer.step()
     assert optimizer.skipped_steps == 0
     assert all(map(torch.equal, _values(ours), _values(other)))
+
+
+def test_clipping_that_is_switched_on_measures_rows_of_as_many_entries_as_before() -> None:
+    """Whose kernel's launch was prepared when there were no sums of squares."""
+    param = nn.Parameter(torch.ones(5, 3))
+    optimizer = co.SparseAdam([param], lowering="multi_tensor")
+    for norm in (None, 0.5):
+        optimizer.max_grad_norm = norm
+        for _ in range(2):
+            param.grad = torch.sparse_coo_tensor([[1, 2]], torch.ones(2, 3), (5, 3), check_invariants=True)
+            optimizer.step()
+    assert optimizer.grad_norm is not None
+    assert optimizer.grad_norm.item() == pytest.approx(6**0.5)
+
+
+def test_a_capture_holds_no_number_of_a_group_on_a_device_of_no_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step asks for captures of the devices of what it updates; these parameters are frozen."""
+    simulated_graph.install(monkeypatch)
+    optimizer = co.SGD([p.requires_grad_(requires_grad=False) for p in map(Tensor.detach, _params())], lr=0.1)
+    optimizer.step()
+    optimizer.param_groups[0]["lr"] = 0.5
+    graph = simulated_graph.SimulatedGraph(torch.device("cpu"))
+    with graph.capturing():
+        optimizer.step()
+    assert graph.nodes == []
+    assert engine_of(optimizer).step.live[0]["lr"] == 0.5
 
 
 def test_a_step_asks_once_whether_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,6 +245,16 @@ class TestObservers:
         optimizer.step()
         with torch.profiler.profile() as profile:
             optimizer.step()
+        assert "Optimizer.step#AdamW.step" in {event.key for event in profile.key_averages()}
+
+    def test_a_profiler_of_all_threads_sees_a_step_of_another(self) -> None:
+        optimizer = co.AdamW(_params())
+        optimizer.step()
+        everywhere = _ExperimentalConfig(profile_all_threads=True)
+        with torch.profiler.profile(experimental_config=everywhere) as profile:
+            thread = threading.Thread(target=optimizer.step)
+            thread.start()
+            thread.join()
         assert "Optimizer.step#AdamW.step" in {event.key for event in profile.key_averages()}
 
     def test_hooks_are_called(self) -> None:

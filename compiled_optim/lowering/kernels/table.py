@@ -78,7 +78,7 @@ class HyperPointers:
         if capturing:
             self._captured += on_device
         given = [value for value in self._clipping.given if isinstance(value, Tensor)]
-        self._are_private = not (given or self._copies or any(g.has_escaped(h.name) for g, h in self._numbers()))
+        self._are_private = not (given or self._copies or self._has_escaped)
 
     def follow(self) -> None:
         """Let kernels know that a group replaced a tensor, at once: a captured graph may run before another step."""
@@ -127,7 +127,9 @@ class HyperPointers:
 
     def _read(self) -> list[Tensor]:
         if self.is_behind:
+            self._are_private = False  # until `prepare` ends, whatever interrupts it or comes in between
             self._in_groups = [t for g, h in self._numbers() for t in g.read_only(h.name)]
+            self._has_escaped = any(g.has_escaped(h.name) for g, h in self._numbers())
             self.is_behind = False
         return self._clipping.tensors(self._device) + self._in_groups
 
@@ -301,8 +303,8 @@ class CoefficientTable:
 class Launches(dict[tuple[str, int, int], tuple[Launch, Sequence[Tensor]]]):
     """Prepared launches that work on one table, each with its tensors, whose addresses it has.
 
-    Their keys are a function's name, the stage of the rule, and which tensor has the addresses of the gradients: the
-    table's other tensors stay. A table has launches with one :class:`CoefficientTable` alone.
+    Their keys are a function's name, the stage of the rule (or which sums of squares it reads), and which tensor has the
+    gradients' addresses: the table's other tensors stay. A table has launches with one :class:`CoefficientTable` alone.
     """
 
 
