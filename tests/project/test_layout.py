@@ -99,7 +99,7 @@ BUDGET = {
     "capture": 1235,
     "checkpoint": 1341,
     "groups": 1214,
-    "lowering": 4372,
+    "lowering": 4375,
     "memory": 1592,
     "optimizers": 1675,
     "plan": 878,
