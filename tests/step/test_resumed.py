@@ -168,7 +168,7 @@ def test_a_write_past_a_group_is_noticed_when_the_key_is_read_and_by_no_step() -
     optimizer, _ = _made()
     step = engine_of(optimizer).step
     dict.__setitem__(optimizer.param_groups[0], "lr", 0.5)
-    optimizer.found_inf = torch.tensor(0.0)  # so that the step is prepared anew
+    optimizer.skip_nonfinite = True  # so that the step is prepared anew
     optimizer.step()
     assert step.live[0]["lr"] == 0.1
     assert optimizer.param_groups[0]["lr"] == 0.5
