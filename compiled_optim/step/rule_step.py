@@ -196,7 +196,7 @@ class RuleStep(Step):
 
     def prepare(self, grads: Gradients, captures: Captures = ()) -> None:
         """Compile what is not compiled yet, and let every lowering take its gradients and what was assigned."""
-        by_plan = self._by_plan(grads)
+        self.is_settled, by_plan = False, self._by_plan(grads)  # until the end, whatever interrupts it
         self._compile(by_plan)
         for lowering, given in zip(self.lowerings, by_plan, strict=True):
             lowering.prepare(given, captures)

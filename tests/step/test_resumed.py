@@ -164,6 +164,19 @@ def test_a_number_whose_storage_was_freed_is_refused_in_every_step() -> None:
             optimizer.step()
 
 
+def test_a_preparation_that_was_interrupted_is_made_again() -> None:
+    optimizer, _ = _made()
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.5)
+    engine, step = engine_of(optimizer), engine_of(optimizer).step
+    assert step is not None
+    with mock.patch.object(RuleStep, "_compile", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        step.prepare(None)
+    with mock.patch.object(RuleStep, "prepare", autospec=True, side_effect=RuleStep.prepare) as prepare:
+        optimizer.step()
+    assert prepare.call_count == 1
+    assert engine.step is step
+
+
 def test_a_write_past_a_group_is_noticed_when_the_key_is_read_and_by_no_step() -> None:
     optimizer, _ = _made()
     step = engine_of(optimizer).step
