@@ -133,14 +133,15 @@ def show_table(table: pd.DataFrame, title: str) -> None:
 
 
 def device_name(device: torch.device) -> str:
-    """The model name of the GPU or CPU."""
+    """The model name of the GPU, or of the CPU with the vector instructions that torch uses there."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+        lines = []
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return f"{next(models, platform.processor() or platform.machine())}, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def _commit() -> str:
