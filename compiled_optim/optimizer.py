@@ -15,9 +15,8 @@ from compiled_optim.checkpoint import state_dict as checkpoint
 from compiled_optim.checkpoint.check import LoadReport, PreparedLoad
 from compiled_optim.checkpoint.read import described, plain
 from compiled_optim.groups.live import Live
-from compiled_optim.groups.param_group import ParamGroup, group_keys
+from compiled_optim.groups.param_group import ParamGroup, group_entries
 from compiled_optim.groups.parameters import as_groups
-from compiled_optim.groups.per_parameter import kept
 from compiled_optim.memory.layout import scalar_dtype, scalars_device
 from compiled_optim.memory.torch_internals import (
     backward_number,
@@ -30,7 +29,7 @@ from compiled_optim.memory.torch_internals import (
 )
 from compiled_optim.plan.schedule import Schedule
 from compiled_optim.rule.declared import Declared, no_hyperparameter
-from compiled_optim.rule.fields import Choice, Hyper, Number, PerParameter, Scale, Static, flag, transform
+from compiled_optim.rule.fields import Choice, Hyper, Number, PerParameter, Static, flag, transform
 from compiled_optim.rule.rule import TRAIN_MODE
 from compiled_optim.rule.storage import StateDtype, stored
 from compiled_optim.rule.transforms import cautious, check_decay, decay, lr_scaled
@@ -356,14 +355,16 @@ class CompiledOptimizer(Declared, Optimizer):
             TypeError, ValueError: a function does not fit; no schedule is changed then.
             IndexError: there is no such group.
         """
-        engine, kind = self._engine, type(self)
+        engine = self._engine
         engine.current()
-        hypers = {h.name: h for h in kind._fields_of(Hyper)}
-        if unknown := functions.keys() - hypers.keys():
-            raise ValueError(no_hyperparameter(kind, min(unknown)))
         groups, schedules = engine.distinct_groups, engine.schedules.copy()
-        for index in range(len(groups)) if group is None else [engine.place_of(group)]:
-            for name, function in functions.items():
+        indices = [*range(len(groups))] if group is None else [engine.place_of(group)]
+        fields = {index: {h.name: h for h in groups[index].kind._fields_of(Hyper)} for index in indices}
+        if unknown := functions.keys() - {name for hypers in fields.values() for name in hypers}:
+            kind = type(self) if group is None else groups[indices[0]].kind
+            raise ValueError(no_hyperparameter(kind, min(unknown)))
+        for index, hypers in fields.items():
+            for name, function in ((n, f) for n, f in functions.items() if n in hypers):
                 if function is not None and name not in groups[index]:
                     raise ValueError(f"param_groups[{index}] has no {name}; it needs {hypers[name].when}=True")
                 schedules.set(index, groups[index], hypers[name], function)
@@ -445,7 +446,7 @@ class CompiledOptimizer(Declared, Optimizer):
             step = engine.current()
             engine.accumulated.check_ended("saved")
             engine.changes.is_state_handed_out = True
-            saved = checkpoint.save(self._declaration, engine.distinct_groups, engine.state, engine.aliases, neutral)
+            saved = checkpoint.save(engine.distinct_groups, engine.state, engine.aliases, neutral)
             result = step.saved(saved)
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             replaced = post_hook(self, result)
@@ -515,7 +516,7 @@ class CompiledOptimizer(Declared, Optimizer):
         self.max_grad_norm, self.skip_nonfinite = values["max_grad_norm"], values["skip_nonfinite"]
         self.param_groups, self.state, self.defaults = groups, entries, values["defaults"]
         super().__setstate__(state)
-        self.defaults = _group_entries(type(self), self.defaults)  # torch adds a key
+        self.defaults = group_entries(type(self), self.defaults)  # torch adds a key
         self._engine.aliases, self._engine.schedules.functions = dict(values["aliases"]), dict(values["schedules"])
         self._engine.adopt(checked=True, unshown=values["unshown"])
 
@@ -547,22 +548,13 @@ for _name, _meaning in {
     setattr(CompiledOptimizer, _name, _assigned(_name, _meaning))
 
 
-def _group_entries(kind: type[Declared], options: Mapping[str, Any]) -> dict[str, Any]:
-    """The constructor's ``options`` that groups hold, without defaults of options that torch.optim lacks."""
-    added = kind._added_choices()
-    found = {name: options[name] for name in group_keys(kind) if name in options}
-    scales = {scale.name for scale in kind._fields_of(Scale)}
-    chosen = {name: value for name, value in found.items() if name not in added or value != added[name]}
-    return {**kind._modes, **{name: kept(value) if name in scales else value for name, value in chosen.items()}}
-
-
 def _as_defaults(kind: type[Declared], options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[Any, Any]]]:
-    """:func:`_group_entries` with hyperparameters as Python numbers; and, for those given as tensors, number and tensors.
+    """:func:`group_entries` with hyperparameters as Python numbers; and, for those given as tensors, number and tensors.
 
     Raises:
         TypeError, ValueError: a hyperparameter is no number, or out of range.
     """
-    defaults, given = _group_entries(kind, options), {}
+    defaults, given = group_entries(kind, options), {}
     for hyper in (h for h in kind._fields_of(Hyper) if h.name in defaults):
         elements = hyper.elements(options[hyper.name], "")
         numbers = tuple(e.item() if isinstance(e, Tensor) else e for e in elements)
@@ -621,7 +613,7 @@ class ViewedOptimizer(CompiledOptimizer):
                 )
             engine.accumulated.check_ended("evaluated")
             Live.send(engine.changes)
-            if changed := [i for i, group in enumerate(groups) if group[TRAIN_MODE] is not train]:
+            if changed := [i for i, group in enumerate(groups) if group.get(TRAIN_MODE, train) is not train]:
                 step.view(self._view_rules["train" if train else "eval"], changed)
             for index in changed:
                 groups[index].set_quietly(TRAIN_MODE, train)
@@ -652,7 +644,7 @@ def prepare_load(
 
     def prepare(saved: Mapping[str, Any]) -> PreparedLoad:
         groups, state, aliases = engine.distinct_groups, engine.state, engine.aliases
-        return checkpoint.prepare_load(engine.kind, groups, state, aliases, saved, strict, hyperparameters)
+        return checkpoint.prepare_load(engine.kinds, groups, state, aliases, saved, strict, hyperparameters)
 
     load = engine.current().prepare_load(saved, prepare)
     load.afterwards += [engine.accumulated.forget, engine.note_names]

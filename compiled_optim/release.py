@@ -132,8 +132,8 @@ def _params_of(model: nn.Module, optimizer: CompiledOptimizer) -> dict[str, Tens
     kind = type(optimizer).__name__
     if not hasattr(optimizer, "_rule"):
         raise ValueError(f"{kind} computes a step from all gradients at once, which gradient release never has")
-    if optimizer._rule.has_totals():
-        raise ValueError(f"gradient release does not go with {kind}, which sums over all parameters")
+    if sums := [each.__name__ for each in engine_of(optimizer).kinds if each._rule.has_totals()]:
+        raise ValueError(f"gradient release does not go with {sums[0]}, which sums over all parameters")
     for index, group in enumerate(optimizer.param_groups):
         if group.get("differentiable"):
             raise ValueError(f"gradient release does not go with differentiable=True, which param_groups[{index}] has")

@@ -177,7 +177,8 @@ def _parts(optimizers: Sequence[CompiledOptimizer], saved: Mapping[str, Any]) ->
         groups += engine.distinct_groups
         owners += [index] * len(engine.distinct_groups)
         aliases |= engine.aliases
-    params, _, unexpected = match(groups, aliases, saved, {}, known_names(*map(type, optimizers)))
+    kinds = [kind for each in optimizers for kind in engine_of(each).kinds]
+    params, _, unexpected = match(groups, aliases, saved, known_names(*kinds))
     parts = []
     for index in range(len(optimizers)):
         names = {each.saved.key for each in params if owners[each.own.group] == index}
@@ -324,7 +325,7 @@ def _split_weights(model: nn.Module, optimizer: Optimizers) -> Iterator[dict[int
         for engine in map(engine_of, optimizers):
             engine.current()
             for i, group in enumerate(groups := engine.distinct_groups):
-                forms = StateForm.of_group(engine.kind._declaration, groups, i)
+                forms = StateForm.of_group(group.kind._declaration, groups, i)
                 for param, j in parameters_of(group).items():
                     is_known |= id(param) in params
                     name, _, half = forms(j).split or ("", "", "")

@@ -31,8 +31,9 @@ def guards_of(optimizer: CompiledOptimizer) -> dict[str, str]:
         guards[f"schedule of param_groups[{i}][{name!r}]"] = (
             f"{getattr(function, '__name__', 'object')} at {id(function):#x}"
         )
-    declared, added = optimizer._declaration, type(optimizer)._added_choices()
     for i, group in enumerate(optimizer.param_groups):
+        kind = getattr(group, "kind", engine.kind)  # somebody may have put a plain dict there
+        declared, added = kind._declaration, kind._added_choices()
         label = f"param_groups[{i}]"
         guards[label] = f"{len(group['params'])} parameters"
         for name in ("maximize", "differentiable", *(s.name for s in declared.statics)):

@@ -271,7 +271,7 @@ def _hypers_of(optimizer: CompiledOptimizer) -> dict[str, tuple[Tensor, int]]:
     return {
         f"param_groups[{i}][{hyper.name!r}]" + (f"[{k}]" if len(tensors) > 1 else ""): (tensor, tensor._version)
         for i, group in enumerate(optimizer.param_groups)
-        for hyper in optimizer._fields_of(Hyper)
+        for hyper in group.kind._fields_of(Hyper)  # type: ignore[attr-defined]
         if (i, hyper.name) not in scheduled
         for tensors in (group.read_only(hyper.name),)  # type: ignore[attr-defined]
         for k, tensor in enumerate(tensors)

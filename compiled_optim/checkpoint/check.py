@@ -35,7 +35,7 @@ from compiled_optim.memory.layout import TORCH_TYPES, local, obstacle, placement
 from compiled_optim.memory.torch_internals import outside_inference_mode
 from compiled_optim.rule.declared import Declared
 from compiled_optim.rule.fields import Buffer, Hyper, Scalar
-from compiled_optim.rule.rule import Declaration
+from compiled_optim.rule.rule import RULE, Declaration
 from compiled_optim.rule.storage import CODE_DTYPES, PARTS, code_name, scale_name
 from compiled_optim.rule.transforms import DECOUPLED, is_decoupled
 from compiled_optim.state import (
@@ -114,9 +114,7 @@ class PreparedLoad:
             function()
 
 
-def check_groups(
-    kind: type[Declared], load: PreparedLoad, saved_groups: Sequence[Mapping[str, Any]], *, keep: bool
-) -> list[str]:
+def check_groups(load: PreparedLoad, saved_groups: Sequence[Mapping[str, Any]], *, keep: bool) -> list[str]:
     """Let each group take its values from the saved groups that its parameters were in; where these do not fit it.
 
     With ``keep``, only modes are taken, and nothing else is looked at.
@@ -130,8 +128,8 @@ def check_groups(
     conflicts: list[str] = []
     for index, found in sources.items():
         group, saved = load.groups[index], list(found.values())
-        values, problems = ({}, []) if keep else _group_values(kind, group, saved)
-        for name in kind._modes:
+        values, problems = ({}, []) if keep else _group_values(group, saved)
+        for name in group.kind._modes:
             modes = [g.get(name, True) for g in saved]
             if foreign := [mode for mode in modes if not isinstance(mode, bool)]:
                 raise Unloadable(f"{name} of {group.label} is {described(foreign[0])} instead of a bool")
@@ -143,26 +141,26 @@ def check_groups(
     return conflicts
 
 
-def _group_values(
-    kind: type[Declared], group: ParamGroup, saved: Sequence[Mapping[str, Any]]
-) -> tuple[dict[str, Any], list[str]]:
+def _group_values(group: ParamGroup, saved: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], list[str]]:
     """The entries that ``group`` takes from ``saved`` groups, hyperparameters as Python numbers, and what does not fit.
 
     Choices and run-time flags stay as they are. So do a hyperparameter that goes with a choice that only the saved groups
     made, and ``weight_decay`` where it would mean something else.
     """
-    declaration = kind._declaration
+    kind, declaration = group.kind, group.kind._declaration
     hypers = {h.name: h for h in declaration.hypers}
     problems: list[str] = []
     shared = set(saved[0]).intersection(*saved[1:])
     if absent := [h.name for h in declaration.hypers if not h.when and h.name not in shared]:
         problems.append(f"the checkpoint has no {', '.join(absent)} for it")
+    if others := [g[RULE] for g in saved if g.get(RULE, kind.__name__) != kind.__name__]:
+        problems.append(f"{RULE} is {described(others[0])} in the checkpoint, and {kind.__name__} here")
     for key in [s.name for s in declaration.statics if not s.init]:
         kept = (copied(g[key], f"{key} of {group.label}") for g in saved if key in g)
         if (other := next((value for value in kept if not _equal(value, group[key])), None)) is not None:
             problems.append(f"{key} is {described(other)} in the checkpoint")
     chosen = (*declaration.statics, *declaration.scales, *declaration.options)
-    skipped = {*kind._group_flags, *kind._modes, *[choice.name for choice in chosen], "params", "param_names"}
+    skipped = {*kind._group_flags, *kind._modes, *[choice.name for choice in chosen], "params", "param_names", RULE}
     for h in declaration.hypers:
         if h.when and not group.get(h.when) and any([is_set(g, h.when, group.label) for g in saved]):
             skipped.add(h.name)
@@ -233,18 +231,19 @@ def _equal(a: Any, b: Any) -> bool:
         return False
 
 
-def check_state(declaration: Declaration, load: PreparedLoad, known: Collection[str]) -> None:
+def check_state(load: PreparedLoad, known: Collection[str]) -> None:
     """Find what to copy into the parameters' state for the groups' new values; report what does not fit, by parameter name.
 
     A parameter takes nothing if one of its entries cannot be loaded. An entry that only another optimizer has does not fit;
     what fits is taken. ``known`` are the names of entries that an optimizer gives.
     """
-    fields: tuple[Scalar | Buffer, ...] = (*declaration.scalars, *declaration.buffers)
-    hypers = {field.init for field in fields if isinstance(field.init, str)}
 
     @functools.cache
     def of_group(index: int) -> tuple[Values, Callable[[int], StateForm]]:
         group, loaded = load.groups[index], load.group_values.get(index, {})
+        declaration = group.kind._declaration
+        fields: tuple[Scalar | Buffer, ...] = (*declaration.scalars, *declaration.buffers)
+        hypers = {field.init for field in fields if isinstance(field.init, str)}
         numbers = loaded if hypers <= loaded.keys() else {**group.floats(), **loaded}
         initial = initial_values(declaration, {**numbers, "differentiable": group.get("differentiable", False)})
         return initial, StateForm.of_group(declaration, load.groups, index, loaded)

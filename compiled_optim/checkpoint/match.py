@@ -38,14 +38,13 @@ def match(
     groups: Sequence[ParamGroup],
     aliases: Mapping[str, str],
     saved: Mapping[str, Any],
-    implied: Mapping[str, float],
     known: Collection[str],
 ) -> tuple[list[SavedParam], list[str], list[str]]:
     """The parameters that the optimizer and a checkpoint both have, the names that only one has, and only the other.
 
     They are matched by name where both sides have names, equal ones by their order, else by position. ``aliases`` are the
-    optimizer's further names of tied parameters -> the name in the group; ``implied`` is state that ``saved``, which was
-    read, may leave out, and its value where there is other state; ``known`` are the names that an optimizer gives.
+    optimizer's further names of tied parameters -> the name in the group; ``saved`` was read, and may leave out state that
+    a group's optimizer implies where there is other state; ``known`` are the names that an optimizer gives.
 
     Raises:
         ValueError: only some of the checkpoint's groups have names; or without names the numbers of parameters differ; or
@@ -69,6 +68,7 @@ def match(
         state = saved["state"].get(found[i].key, {})
         # A flattened checkpoint of torch.distributed.checkpoint has an empty dict for an entry that was not saved.
         blank = {k for k, v in state.items() if v is None or (type(v) is dict and not v)}
+        implied = groups[ours[i].group].kind._implied_state
         entries = {**implied, **{k: v for k, v in state.items() if k not in blank or k not in known}}
         matched.append(SavedParam(ours[i], found[i], entries if state.keys() - blank else {}, {}, []))
     keys = {param.saved.key for param in matched}

@@ -33,7 +33,7 @@ from compiled_optim.groups.parameters import advising
 from compiled_optim.memory.layout import TORCH_TYPES, local, span
 from compiled_optim.rule.declared import Declared
 from compiled_optim.rule.fields import Scale
-from compiled_optim.rule.rule import Declaration
+from compiled_optim.rule.rule import RULE
 from compiled_optim.state import OptimizerState, scalar_names
 
 STRICTLY = "the checkpoint does not match the optimizer, as strict=True demands ({})"
@@ -47,7 +47,6 @@ def refuse_mismatches(report: LoadReport, demand: str) -> None:
 
 
 def save(
-    declaration: Declaration,
     groups: Sequence[ParamGroup],
     state: OptimizerState,
     aliases: Mapping[str, str],
@@ -57,14 +56,16 @@ def save(
 
     ``neutral`` gives the value to store for each run-time flag, in place of the optimizer's own.
     """
-    read, scalars = {s.name for s in declaration.scales}, scalar_names(declaration)
     packed_groups, packed_state = [], {}
     places = itertools.count()
     for group in groups:
+        declaration = group.kind._declaration
+        read, scalars = {s.name for s in declaration.scales}, scalar_names(declaration)
         numbers = dict(zip(group["params"], places, strict=False))  # the last place of each, as in torch.optim
         floats = group.floats()
         packed = {k: neutral.get(k, v) for k, v in group.items() if k not in floats and k != "params"}
         packed |= {k: 1.0 for k in read & packed.keys() if Scale.is_read(packed[k])}
+        packed |= {RULE: group.kind.__name__} if RULE in packed else {}
         packed_groups.append({**floats, **packed, "params": [numbers[param] for param in group["params"]]})
         for param, number in numbers.items():
             # torch.distributed.checkpoint loads into the tensors of a state dict, and then drops the state of frozen
@@ -98,7 +99,7 @@ def set_apart(copies: Copies, written: Iterable[Tensor]) -> Copies:
 @torch.no_grad()
 @advising()
 def prepare_load(
-    kind: type[Declared],
+    kinds: Sequence[type[Declared]],
     groups: Sequence[ParamGroup],
     state: OptimizerState,
     aliases: dict[str, str],
@@ -106,7 +107,7 @@ def prepare_load(
     strict: bool,
     hyperparameters: Literal["checkpoint", "keep"],
 ) -> PreparedLoad:
-    """Check what copies ``state_dict``, of any form, into ``groups`` and ``state`` of an optimizer of ``kind``.
+    """Check what copies ``state_dict``, of any form, into ``groups`` and ``state`` of an optimizer of ``kinds``.
 
     A frozen parameter without state in the checkpoint keeps the state it has; any other starts anew. With names that groups
     take over come the ``aliases``. ``strict`` and ``hyperparameters`` are as in :meth:`CompiledOptimizer.load_state_dict`.
@@ -114,15 +115,15 @@ def prepare_load(
     Raises:
         ValueError, TypeError: the checkpoint is malformed or, with ``strict``, does not match.
     """
-    declaration, keep = kind._declaration, hyperparameters == "keep"
+    declaration, keep = kinds[0]._declaration, hyperparameters == "keep"
     with naming("the state dict", passing=(ValueError, TypeError)):
-        given, known = read(state_dict), known_names(kind)
+        given, known = read(state_dict), known_names(*kinds)
         foreign, orphans = check_foreign(given, known, state.foreign)
         saved = from_optimi(given, declaration) if is_optimi(given) else given
-        params, missing, unexpected = match(groups, aliases, saved, kind._implied_state, known)
+        params, missing, unexpected = match(groups, aliases, saved, known)
         load = PreparedLoad(LoadReport(missing, unexpected + orphans, []), groups, state, params, foreign)
-        conflicts = check_groups(kind, load, saved["param_groups"], keep=keep)
-        check_state(declaration, load, known)
+        conflicts = check_groups(load, saved["param_groups"], keep=keep)
+        check_state(load, known)
         load.report.mismatched.extend(conflicts)
         load.copies = set_apart(load.copies, load.targets)
         if names := names_to_take(groups, saved["param_groups"]):

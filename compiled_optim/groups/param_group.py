@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import math
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -32,7 +33,7 @@ from compiled_optim.memory.torch_internals import (
 from compiled_optim.rule.declared import Declared
 from compiled_optim.rule.fields import Choice, Hyper, Option, Scale, Static
 from compiled_optim.rule.misspelled import warn_of_entry
-from compiled_optim.rule.rule import TRAIN_MODE, Declaration
+from compiled_optim.rule.rule import RULE, TRAIN_MODE
 
 
 class ParamGroup(WatchedDict[str, Any]):
@@ -50,7 +51,7 @@ class ParamGroup(WatchedDict[str, Any]):
 
     Args:
         values: the group's entries, every hyperparameter among them that is not like another one.
-        declaration: what the optimizer declares.
+        kind: the optimizer whose rule the group follows.
         device: where the hyperparameter tensors live.
         label: the group's name in error messages.
         check: refuses a write to a structural or a new key. It gets all entries as they would be, and as they are.
@@ -62,7 +63,7 @@ class ParamGroup(WatchedDict[str, Any]):
     def __init__(
         self,
         values: Mapping[str, Any],
-        declaration: Declaration,
+        kind: type[Declared],
         device: torch.device,
         label: str,
         check: Callable[[Mapping[str, Any], Mapping[str, Any]], None],
@@ -70,7 +71,7 @@ class ParamGroup(WatchedDict[str, Any]):
         others: Iterable[ParamGroup],
     ) -> None:
         super().__init__(changes=changes)
-        self.label = label
+        self.label, self.kind, declaration = label, kind, kind._declaration
         # Tensors by hyperparameter, to be read only: 0-dim ones or tuples of them, and tuples of vectors of one element,
         # since torch 2.13 traces a float64 of the CPU as a Python number.
         self.for_compiled_code: tuple[dict[str, Any], dict[str, tuple[Tensor, ...]]] = {}, {}
@@ -179,6 +180,11 @@ class ParamGroup(WatchedDict[str, Any]):
     def nonzero(self, key: str) -> bool:
         """:attr:`Live.nonzero` of a hyperparameter of one number."""
         return self._held(key)[0].nonzero
+
+    @property
+    def nonzeros(self) -> list[bool]:
+        """:meth:`nonzero` of the hyperparameters that decide, by being 0 or not, whether a buffer exists."""
+        return [self.nonzero(key) for key in self._declaration.structural_hypers]
 
     def has_escaped(self, key: str) -> bool:
         """Whether somebody has a tensor of a hyperparameter, to write to or to move without a report."""
@@ -334,6 +340,8 @@ class ParamGroup(WatchedDict[str, Any]):
 
     def __delitem__(self, key: str) -> None:
         """As ``dict.__delitem__``; ``ValueError`` where steps would go on reading the entry."""
+        if key == RULE:
+            raise ValueError(f"{RULE} of {self.label} cannot be removed")
         if key in self and (choice := key in self._hypers and self._hypers[key].when) and self.get(choice):
             raise ValueError(f"{key} of {self.label} cannot be removed: {choice}=True reads it; set {choice} to False first")
         super().__delitem__(key)
@@ -358,7 +366,58 @@ def is_own(hyper: Hyper, value: Any, group: Mapping[str, Any]) -> bool:
 def group_keys(kind: type[Declared]) -> list[str]:
     """What a group of ``kind`` may hold besides its parameters."""
     kinds = (Hyper, Static, Scale, Option)
-    return [f.name for of_kind in kinds for f in kind._fields_of(of_kind)] + [*kind._group_flags, *kind._modes]
+    return [f.name for of_kind in kinds for f in kind._fields_of(of_kind)] + [*kind._group_flags, *kind._modes, RULE]
+
+
+def group_entries(kind: type[Declared], options: Mapping[str, Any]) -> dict[str, Any]:
+    """What groups of ``kind`` hold of ``options``, without defaults of options that torch.optim lacks."""
+    added = kind._added_choices()
+    found = {name: options[name] for name in group_keys(kind) if name in options}
+    scales = {scale.name for scale in kind._fields_of(Scale)}
+    chosen = {name: value for name, value in found.items() if name not in added or value != added[name]}
+    return {**kind._modes, **{name: kept(value) if name in scales else value for name, value in chosen.items()}}
+
+
+def rule_of(group: Mapping[str, Any], own: type[Declared], where: str) -> type[Declared]:
+    """The optimizer whose rule ``group`` follows: the one that it names, or the ``own`` one.
+
+    ``TypeError`` or ``ValueError`` where it names no optimizer, or one that does not go with others.
+    """
+    if RULE not in group:
+        return own
+    kind: Any = group[RULE]
+    if not (isinstance(kind, type) and issubclass(kind, Declared)):
+        raise TypeError(f"{RULE} of {where} must be the class of an optimizer, such as AdamW, got {kind!r}")
+    for each in () if kind is own else (own, kind):
+        if not hasattr(each, "_rule"):
+            raise ValueError(f"{RULE} of {where} is {kind.__name__}: {each.__name__} shares no step with another optimizer")
+    if kind._modes and kind is not own:
+        advice = f"construct {kind.__name__}, and give the groups of other optimizers their {RULE}"
+        raise ValueError(f"{RULE} of {where} is {kind.__name__}, which has eval() and train(): {advice}")
+    return kind
+
+
+def inherited(kind: type[Declared], own: type[Declared], defaults: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The entries with which a group of ``kind`` begins in an optimizer of class ``own`` with these ``defaults``.
+
+    They are the defaults of ``kind``, and choices of the constructor that mean the same for every rule, such as ``weights``.
+    ``ValueError`` where ``kind`` does not know such a choice.
+    """
+    if kind is own:
+        return dict(defaults)
+    arguments = inspect.signature(kind).parameters.values()
+    options = {p.name: p.default for p in arguments if p.default is not p.empty}
+    options |= {s.name: s.default for s in kind._fields_of(Static) if not s.init}
+    known, entries = group_keys(kind), group_entries(kind, options)
+    for name, value in defaults.items():
+        field = own._all_fields.get(name)
+        if isinstance(field, Hyper) or (isinstance(field, Static) and name in own._declared) or name in own._modes:
+            continue
+        if name in known:
+            entries[name] = value
+        elif name not in own._group_flags and value != getattr(field, "default", value):
+            raise ValueError(f"{name}={value!r} does not go with {kind.__name__}, the {RULE} of {where}: give it to groups")
+    return entries
 
 
 def check_values(kind: type[Declared], group: Mapping[str, Any], before: Mapping[str, Any], index: int) -> None:
@@ -377,6 +436,8 @@ def check_values(kind: type[Declared], group: Mapping[str, Any], before: Mapping
         if (value is not None or not hyper.like) and not was_own:
             # A group that is there refuses a number out of range in the next step.
             hyper.checked(value, where) if is_new else hyper.elements(value, where)
+    if not is_new and group.get(RULE) is not before.get(RULE):
+        raise ValueError(f"{RULE} of {where} cannot be assigned; make a new optimizer, and load the state by name")
     kind.check(hypers, group)
     for check in dict.fromkeys(t.check for t in kind._transforms if t.check):
         check(group)

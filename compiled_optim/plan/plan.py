@@ -291,16 +291,19 @@ class Plan:
 
 
 def partition(
-    rule: Rule, groups: Sequence[ParamGroup], state: OptimizerState, grad_of: Callable[[Tensor], Tensor | None] = gradient
+    rules: Sequence[Rule],
+    groups: Sequence[ParamGroup],
+    state: OptimizerState,
+    grad_of: Callable[[Tensor], Tensor | None] = gradient,
 ) -> list[Plan]:
-    """The plans for all parameters that have state or need it now. Missing state is made.
+    """The plans for all parameters that have state or need it now. Missing state is made. Each group has one of ``rules``.
 
     A parameter that cannot be updated, or whose memory or state's memory was freed, is left out until it gets a gradient.
     ``ValueError`` says which parameter or state cannot be updated, and which state does not fit its parameter.
     """
-    found: list[tuple[Member, dict[str, Any]]] = []
-    by_short_name, scalars = ignores_prefixes(rule.scales, groups), scalar_names(rule)
-    for i, group in enumerate(groups):
+    found: list[tuple[Member, Rule, dict[str, Any]]] = []
+    for i, (rule, group) in enumerate(zip(rules, groups, strict=True)):
+        by_short_name, scalars = ignores_prefixes(rule.scales, groups), scalar_names(rule)
         initial = initial_values(rule, {**group.for_compiled_code[0], "differentiable": group.get("differentiable", False)})
         rounding_seed = group.get("rounding_seed", 0)
         scales = [scale for scale in rule.scales if scale.is_read(group.get(scale.name))]
@@ -330,16 +333,16 @@ def partition(
             numbers = {s.name: number_of(s, group, i, j, by_short_name=by_short_name) for s in scales}
             digest = hashlib.blake2b(f"{rounding_seed} {canonical_name(name)}".encode(), digest_size=3).digest()
             numbers["seed"] = float(int.from_bytes(digest, "big"))  # by name, so equal on replicas and after a resume
-            found.append((Member(param, groups, i, j, own_state, (*scalars, *form.buffers), numbers), choices))
-    written = [[m.param, *[m.entries[name] for name in m.names[len(scalars) :]]] for m, _ in found]
-    together: dict[Any, list[Member]] = {}
-    for (member, choices), wave in zip(found, _waves(written), strict=True):
+            found.append((Member(param, groups, i, j, own_state, (*scalars, *form.buffers), numbers), rule, choices))
+    written = [[m.param, *[m.entries[name] for name in m.names[len(scalar_names(r)) :]]] for m, r, _ in found]
+    together: dict[Any, tuple[Rule, list[Member]]] = {}
+    for (member, rule, choices), wave in zip(found, _waves(written), strict=True):
         param = member.owner
         kind = (scalars_device([param]), placement(param), has_memory(member.param), param.is_meta)
-        together.setdefault((wave, tuple(choices.items()), kind), []).append(member)
+        together.setdefault((wave, id(rule), tuple(choices.items()), kind), (rule, []))[1].append(member)
     return [
         Plan(rule, dict(choices), members, grad_of, shares_memory=wave > 0, is_first=index == 0)
-        for index, ((wave, choices, _), members) in enumerate(together.items())
+        for index, ((wave, _, choices, _), (rule, members)) in enumerate(together.items())
     ]
 
 

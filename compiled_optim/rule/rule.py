@@ -31,6 +31,9 @@ NUMBERS = ("resolution", "lr_scale", "seed")
 TRAIN_MODE = "train_mode"
 """The entry of a group that says whether its parameters are those to train, where a rule has other ``views`` of them."""
 
+RULE = "rule"
+"""The entry of a group that names the optimizer whose rule its parameters follow, where that is not the optimizer's own."""
+
 INDEX = "index"  # what ``update`` may take besides: which element of the parameter it sees, in the order of memory
 
 
@@ -91,7 +94,7 @@ class Declaration:
     def structural_entries(self) -> frozenset[str]:
         """The entries of a group that shape its steps."""
         chosen = (field.name for field in (*self.statics, *self.options, *self.scales))
-        return frozenset({"params", "maximize", "differentiable", TRAIN_MODE, *chosen})
+        return frozenset({"params", "maximize", "differentiable", TRAIN_MODE, RULE, *chosen})
 
     @_once
     def present_hypers(self, statics: Mapping[str, Any]) -> tuple[Hyper, ...]:

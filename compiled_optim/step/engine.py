@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from compiled_optim.groups.live import Live
-from compiled_optim.groups.param_group import ParamGroup, check_values, group_keys
+from compiled_optim.groups.param_group import ParamGroup, check_values, group_keys, inherited, rule_of
 from compiled_optim.groups.parameters import (
     check_params,
     first_repeat,
@@ -119,7 +119,7 @@ class Engine:
         self._unused: set[str] = set()  # options without use, and patterns of `exclude`, that were looked at
         self._named: list[list[tuple[Tensor, str]]] = []  # by group, as it was when the step was made last
         self.schedules = Schedules()
-        self.accumulated = AccumulatedSteps(kind)
+        self.accumulated = AccumulatedSteps()
         self.clipping = Clipping(torch.device("cpu"))
         self.log = CompilationLog()
         self.user_graphs = UserGraphs()
@@ -140,11 +140,17 @@ class Engine:
         """``groups``, after :meth:`adopt`; one that is listed again, once."""
         return list({id(group): group for group in self.groups}.values())
 
+    @property
+    def kinds(self) -> list[type[Declared]]:
+        """The optimizer's class, and others whose rules groups follow."""
+        return list(dict.fromkeys([self.kind, *(g.kind for g in self.groups if isinstance(g, ParamGroup))]))
+
     def replace_state(self, values: Mapping[Any, Any]) -> None:
         """Let the state be ``values``, a mapping of mappings."""
         with self.changes.reported():
             self.changes.is_state_handed_out = bool(values)
-            self.state = OptimizerState(changes=self.changes, names=frozenset(self.kind._state_names()))
+            self._state_names = {name for kind in self.kinds for name in kind._state_names()}
+            self.state = OptimizerState(changes=self.changes, names=self._state_names)
             self.accumulated.forget()
             self.state.update(values)
 
@@ -202,8 +208,10 @@ class Engine:
         """Append a group, with defaults for missing entries; an error, and no change, where something does not fit."""
         index = len(self.groups)
         label = f"param_groups[{index}]"
-        given = {k: tensor for k, (number, tensor) in self.given.items() if self.defaults.get(k) == number}
-        defaults = {**self.defaults, **given}
+        kind = rule_of(param_group, self.kind, label)
+        defaults = inherited(kind, self.kind, self.defaults, label)
+        if kind is self.kind:
+            defaults |= {k: tensor for k, (number, tensor) in self.given.items() if self.defaults.get(k) == number}
         values = {**defaults, **param_group}
         if "params" not in param_group:
             raise ValueError(f"{label} has no 'params'")
@@ -212,10 +220,10 @@ class Engine:
         if firsts:
             values["param_names"] = firsts
         elsewhere = {id(param): name for name, param in named_parameters(self.groups)}
-        check_params(self.kind, values, index, elsewhere, (*self.groups, values)[0])
-        check_values(self.kind, values, defaults, index)
+        check_params(kind, values, index, elsewhere, (*self.groups, values)[0])
+        check_values(kind, values, defaults, index)
         for key in param_group:
-            warn_of_entry(key, ("params", *group_keys(self.kind)), label)
+            warn_of_entry(key, ("params", *group_keys(kind)), label)
         if (place := first_repeat(zip(map(id, params), names or itertools.repeat(None), strict=False))) is not None:
             name = parameter_name({"param_names": names}, index, place)
             warnings.warn(
@@ -237,7 +245,8 @@ class Engine:
         self.changes.pending = True
 
     def _group(self, values: Mapping[str, Any], index: int) -> ParamGroup:
-        kind, own = self.kind, weakref.ref(self)  # which the group may outlive
+        kind, own = rule_of(values, self.kind, f"param_groups[{index}]"), weakref.ref(self)  # which the group may outlive
+        self._state_names.update(kind._state_names())
 
         def check(group: Mapping[str, Any], before: Mapping[str, Any]) -> None:
             check_values(kind, group, before, index)
@@ -247,7 +256,7 @@ class Engine:
 
         device = scalars_device(values["params"] or [torch.empty(0)])  # for no parameters, the default device
         others = [g for i, g in enumerate(self.groups) if i != index and isinstance(g, ParamGroup)]
-        return ParamGroup(values, kind._declaration, device, f"param_groups[{index}]", check, self.changes, others)
+        return ParamGroup(values, kind, device, f"param_groups[{index}]", check, self.changes, others)
 
     def adopt(self, *, checked: bool, unshown: Iterable[Mapping[str, Any]] = ()) -> None:
         """Make groups of the plain dicts that somebody put there, and let all follow their parameters to other devices.
@@ -262,9 +271,11 @@ class Engine:
             elif not isinstance(group, ParamGroup):
                 if "params" not in group:
                     raise ValueError(f"param_groups[{index}] has no 'params'")
-                values = {**self.defaults, **group}
+                kind = rule_of(group, self.kind, f"param_groups[{index}]")
+                defaults = inherited(kind, self.kind, self.defaults, f"param_groups[{index}]")
+                values = {**defaults, **group}
                 if not checked:
-                    check_values(self.kind, values, self.defaults, index)
+                    check_values(kind, values, defaults, index)
                 self.groups[index] = made[id(group)] = self._group(values, index)
         groups = self.distinct_groups
         for adopted, numbers in zip(groups, unshown, strict=False):
@@ -272,18 +283,19 @@ class Engine:
         elsewhere: dict[int, str] = {}
         for index, group in enumerate(groups):
             self._follow_names(group, index)
-            check_params(self.kind, group, index, elsewhere, self.groups[0])
+            check_params(group.kind, group, index, elsewhere, self.groups[0])
             elsewhere |= zip(map(id, group["params"]), parameter_names(group, index), strict=True)
             if group["params"]:
                 group.to(scalars_device(group["params"]))
         self._checked_scales = self._check_scales(self.groups)
-        self._unused = warn_of_unused(self.kind._declaration.options, self.groups, self._unused)
+        options = dict.fromkeys(option for kind in self.kinds for option in kind._declaration.options)
+        self._unused = warn_of_unused([*options], self.groups, self._unused)
         self.note_names()
         self._drop_unstepped()
 
     def _check_scales(self, groups: Sequence[Mapping[str, Any]]) -> list[Any]:
         """Return what ``groups`` choose as scales; ``ValueError`` where a new dict does not fit their parameters' names."""
-        scales = self.kind._fields_of(Scale)
+        scales = list(dict.fromkeys(scale for kind in self.kinds for scale in kind._fields_of(Scale)))
         names = [name for group in groups for name in group.get("param_names", ())]
         by_short_name = ignores_prefixes(scales, groups)
         chosen = [(scale, kept(group.get(scale.name))) for scale in scales for group in groups]
@@ -462,7 +474,7 @@ class Engine:
         """Note that somebody gets the live tensors of a hyperparameter; ``KeyError`` or ``IndexError`` if there are none."""
         live = self.current().live
         if name not in live[self.place_of(group)]:
-            raise KeyError(no_hyperparameter(self.kind, name))
+            raise KeyError(no_hyperparameter(self.distinct_groups[group].kind, name))
         self.distinct_groups[group].tensors(name)
 
     def follow_clipping(self) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from compiled_optim.groups.live import Live
 from compiled_optim.groups.parameters import first_three
-from compiled_optim.lowering.choice import LOWERINGS, lower, refuse
+from compiled_optim.lowering.choice import LOWERINGS, Lowering, lower, refuse
 from compiled_optim.lowering.multi_tensor import Capturable
 from compiled_optim.lowering.torch_ops.eager import EagerLowering
 from compiled_optim.lowering.torch_ops.inductor import InductorLowering, InlinedStep, obstacle
@@ -42,7 +42,8 @@ class RuleStep(Step):
         super().__init__(engine.kind, engine.groups, engine.changes)
         if engine.accumulated.was_on:
             engine.accumulated.check(groups)
-        plans = partition(engine.accumulated.rule, groups, engine.state, grad_of)
+        rules = {kind: engine.accumulated.rule(kind) for kind in engine.kinds}
+        plans = partition([rules[group.kind] for group in groups], groups, engine.state, grad_of)
         self.devices = tuple(dict.fromkeys(plan.device for plan in plans))
         if plans:
             if engine.clipping.device != plans[0].device:
@@ -58,10 +59,16 @@ class RuleStep(Step):
         self.name = " and ".join(sorted({lowering.name for lowering in self.lowerings})) or "eager"
         for plan in plans:
             plan.reread(None)
-        has_totals = any(plan.rule.has_totals(plan.statics) for plan in plans)
-        if has_totals and differentiable:
-            raise ValueError(f"differentiable=True does not go with {plans[0].rule.name}, which sums over all parameters")
-        self._totals = Totals(self.lowerings, self._clipping) if has_totals else None
+        by_rule: dict[int, list[Lowering]] = {}
+        for lowering in self.lowerings:
+            by_rule.setdefault(id(lowering.plan.rule), []).append(lowering)
+        self._launched: list[Totals | Lowering] = []
+        for found in by_rule.values():
+            has_totals = any(lowering.plan.rule.has_totals(lowering.plan.statics) for lowering in found)
+            if differentiable and (has_totals or not found[0].plan.rule.is_elementwise):
+                which = "sums over all parameters" if has_totals else "does not work element by element"
+                raise ValueError(f"differentiable=True does not go with {found[0].plan.rule.name}, which {which}")
+            self._launched += [Totals(found, self._clipping)] if has_totals else found
         if later := [f"'{member.name}'" for plan in plans if plan.shares_memory for member in plan.members]:
             self._log.fall_back(
                 f"{first_three(later)} share memory with other parameters, and are updated after them",
@@ -166,8 +173,8 @@ class RuleStep(Step):
     def inlined(self) -> InlinedStep | str:
         lowerings = [x for x in self.lowerings if isinstance(x, InductorLowering)]  # all of them, if this is their name
         reason = "" if self.name == InductorLowering.name else f"it is lowered to {self.name}"
-        names = self.kind._declaration.structural_hypers
-        if not reason and (name := next((n for g in self._groups for n in names if g.is_unreported(n)), "")):
+        names = ((group, n) for group in self._groups for n in group.kind._declaration.structural_hypers)
+        if not reason and (name := next((n for group, n in names if group.is_unreported(n)), "")):
             reason = f"{name} is 0, and its tensor was handed out, so another number may be written into it"
         reason = reason or obstacle([x.plan for x in lowerings], self._clipping)
         self._log.compiled_step = f"an operator: {reason}" if reason else "its own operations"
@@ -226,11 +233,8 @@ class RuleStep(Step):
     def launch_part(self) -> None:
         if self._square_sums is not None:
             self._square_sums.measure()
-        if self._totals is not None:
-            self._totals.launch()
-            return
-        for lowering in self.lowerings:
-            lowering.launch()
+        for launched in self._launched:
+            launched.launch()
 
     def finish(self) -> None:
         for lowering in self.lowerings:

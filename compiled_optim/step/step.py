@@ -75,10 +75,8 @@ class Step:
 
     def _shapes(self) -> list[tuple[Any, ...]]:
         """What groups may change without a report: identity, length, and (in place) whether a hyperparameter is 0."""
-        names = self.kind._declaration.structural_hypers
         return [
-            (id(g), len(dict.get(g, "params", ())), *[isinstance(g, ParamGroup) and g.nonzero(n) for n in names])
-            for g in self._groups
+            (id(g), len(dict.get(g, "params", ())), *(g.nonzeros if isinstance(g, ParamGroup) else ())) for g in self._groups
         ]
 
     def describes(self, grads: Gradients) -> bool:
@@ -172,40 +170,38 @@ class Step:
 
 
 class AccumulatedSteps:
-    """The parameters of an optimizer of this ``kind`` whose state has gradients of a step that has not moved them yet."""
+    """The parameters of an optimizer whose state has gradients of a step that has not moved them yet."""
 
-    def __init__(self, kind: type[Declared]) -> None:
-        self._kind = kind
+    def __init__(self) -> None:
         self.was_on = False  # once, from when on the rule is another one
         self.is_on = False  # whether the next gradients are not the last ones of their step
         self._open: set[int] = set()  # ids of these parameters; the optimizer has them all
 
-    @property
-    def rule(self) -> Rule:
-        """What steps follow."""
-        rule, accumulation = self._kind._rule, self._kind._accumulation
+    def rule(self, kind: type[Declared]) -> Rule:
+        """What steps follow that follow the rule of ``kind``."""
+        rule, accumulation = kind._rule, kind._accumulation
         return accumulating(rule, accumulation) if self.was_on and accumulation else rule
 
-    def check(self, groups: Sequence[Mapping[str, Any]], *, begins: bool = False) -> None:
+    def check(self, groups: Sequence[ParamGroup], *, begins: bool = False) -> None:
         """Raise ``ValueError`` where the state of a group's parameters cannot take several gradients for one step.
 
         Checks only if accumulation is on, or ``begins``.
         """
         if not (begins or self.is_on or self._open):
             return
-        name, accumulation = self._kind.__name__, self._kind._accumulation
-        if accumulation is None:
-            raise ValueError(
-                f"{name} has no optimizer accumulation: its step needs whole gradients, not only averages, to which "
-                "micro-batches could be added one by one"
-            )
         for index, group in enumerate(groups):
-            rule, where = self._kind._rule, f"{name} has no optimizer accumulation with param_groups[{index}]"
+            name, accumulation, rule = group.kind.__name__, group.kind._accumulation, group.kind._rule
+            if accumulation is None:
+                raise ValueError(
+                    f"{name} has no optimizer accumulation: its step needs whole gradients, not only averages, to which "
+                    "micro-batches could be added one by one"
+                )
+            where = f"{name} has no optimizer accumulation with param_groups[{index}]"
             for choice in ("cautious", "differentiable", *accumulation.unless):
                 if group.get(choice):
                     raise ValueError(f"{where}[{choice!r}]=True: a step needs whole gradients besides their averages")
             for hyper in rule.structural_hypers:
-                if not group.nonzero(hyper):  # type: ignore[attr-defined]
+                if not group.nonzero(hyper):
                     raise ValueError(f"{where}[{hyper!r}]=0: without state, the gradients of micro-batches would be lost")
 
     def check_ended(self, what: str) -> None:

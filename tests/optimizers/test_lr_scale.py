@@ -235,7 +235,7 @@ def test_another_scale_is_a_number_of_its_own() -> None:
     optimizer = co.SGD(_params("a", "b"), lr_scale={"a": 0.5})
     optimizer.param_groups[0]["wd_scale"] = {"b": 4.0}
     rule = dataclasses.replace(co.SGD._rule, scales=(*co.SGD._rule.scales, Scale(None, name="wd_scale")))
-    (plan,) = partition(rule, optimizer.param_groups, optimizer.state)
+    (plan,) = partition([rule], optimizer.param_groups, optimizer.state)
     assert (plan.numbers["lr_scale"], plan.numbers["wd_scale"]) == ([0.5, 1.0], [1.0, 4.0])
 
 
