@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from compiled_optim.optimizers.lbfgs.lbfgs import LBFGS
     from compiled_optim.optimizers.lion import Lion
     from compiled_optim.optimizers.muon import Muon
+    from compiled_optim.optimizers.muon_adamw import MuonAdamW
     from compiled_optim.optimizers.nadam import NAdam
     from compiled_optim.optimizers.prodigy import Prodigy
     from compiled_optim.optimizers.radam import RAdam
@@ -87,6 +88,7 @@ __all__ = [
     "LoadReport",
     "MemoryReport",
     "Muon",
+    "MuonAdamW",
     "NAdam",
     "NumericsReport",
     "Prodigy",

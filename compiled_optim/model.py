@@ -69,6 +69,25 @@ def param_groups(model: Model, patterns: Mapping[str, Mapping[str, Any]]) -> lis
     return [group for group in groups.values() if group["params"]]
 
 
+def roles(model: nn.Module) -> dict[int, str]:
+    """What the weights of ``model`` are, by the ``id`` of each, as far as types of modules tell.
+
+    ``"embedding"``; ``"head"``, a linear map onto as many numbers as an embedding has rows; ``"linear"``, any other one;
+    ``"depthwise"``, a convolution's filters for one channel each; ``"convolution"``, any other ones. A weight that is tied
+    to an embedding is an embedding.
+    """
+    found: dict[int, str] = {}
+    modules = [module for module in model.modules() if isinstance(getattr(module, "weight", None), Tensor)]
+    tables = [module for module in modules if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
+    sizes = {table.num_embeddings for table in tables}
+    for module in modules:
+        if isinstance(module, nn.Linear):
+            found[id(module.weight)] = "head" if module.out_features in sizes else "linear"
+        elif isinstance(module, nn.modules.conv._ConvNd):
+            found[id(module.weight)] = "depthwise" if module.groups == module.in_channels > 1 else "convolution"
+    return found | {id(table.weight): "embedding" for table in tables}
+
+
 def to_low_precision(
     model: nn.Module,
     dtype: torch.dtype = torch.bfloat16,

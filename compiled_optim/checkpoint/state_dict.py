@@ -33,7 +33,7 @@ from compiled_optim.groups.parameters import advising
 from compiled_optim.memory.layout import TORCH_TYPES, local, span
 from compiled_optim.rule.declared import Declared
 from compiled_optim.rule.fields import Scale
-from compiled_optim.rule.rule import RULE
+from compiled_optim.rule.rule import RULE, WHY
 from compiled_optim.state import OptimizerState, scalar_names
 
 STRICTLY = "the checkpoint does not match the optimizer, as strict=True demands ({})"
@@ -63,7 +63,7 @@ def save(
         read, scalars = {s.name for s in declaration.scales}, scalar_names(declaration)
         numbers = dict(zip(group["params"], places, strict=False))  # the last place of each, as in torch.optim
         floats = group.floats()
-        packed = {k: neutral.get(k, v) for k, v in group.items() if k not in floats and k != "params"}
+        packed = {k: neutral.get(k, v) for k, v in group.items() if k not in floats and k not in ("params", WHY)}
         packed |= {k: 1.0 for k in read & packed.keys() if Scale.is_read(packed[k])}
         packed |= {RULE: group.kind.__name__} if RULE in packed else {}
         packed_groups.append({**floats, **packed, "params": [numbers[param] for param in group["params"]]})

@@ -34,6 +34,9 @@ TRAIN_MODE = "train_mode"
 RULE = "rule"
 """The entry of a group that names the optimizer whose rule its parameters follow, where that is not the optimizer's own."""
 
+WHY = "why"
+"""The entry of a group that says of its parameters, by name, why they are in it. It is not saved."""
+
 INDEX = "index"  # what ``update`` may take besides: which element of the parameter it sees, in the order of memory
 
 

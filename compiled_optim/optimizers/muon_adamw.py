@@ -1,0 +1,102 @@
+"""MuonAdamW."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from compiled_optim.groups.parameters import as_groups, names_and_tensors
+from compiled_optim.groups.per_parameter import alternatives, matches
+from compiled_optim.model import roles
+from compiled_optim.optimizers.adamw import AdamW
+from compiled_optim.optimizers.muon import Muon
+from compiled_optim.rule.fields import Number, flag, static
+from compiled_optim.rule.rule import RULE, WHY
+
+_FOR_ADAMW = "*emb*|*wte*|*wpe*|lm_head.*|*.lm_head.*|head.*|*.head.*|*classifier*|*norm*|*bias*"
+_ADAMW = "adamw_"  # how the names of arguments begin that are AdamW's
+
+
+class MuonAdamW(Muon):
+    """Muon for the matrices of hidden layers and AdamW for all other parameters, in one optimizer (arXiv:2502.16982).
+
+    ``params`` may be a module, named parameters, or groups of named parameters. AdamW updates what ``adamw`` matches, what
+    is no matrix, and, of a module, embeddings and heads whatever their names. A group becomes two, one for each; a group
+    that names its own ``rule`` stays as it is. ``lr`` and ``weight_decay`` hold for both: ``adjust_lr_fn`` lets Muon's
+    updates have the size of AdamW's. The arguments from ``adamw_lr`` on are AdamW's, where these differ from Muon's.
+
+    Raises ``ValueError`` where no parameter is left for Muon, where a pattern that you gave matches nothing, and where a
+    parameter's shape is not its own: it has no elements, or it is the weight of a linear map and has one dimension.
+    """
+
+    adjust_lr_fn: str | None = static(default="match_rms_adamw", doc="as Muon's; the default lets one ``lr`` suit both.")
+    adamw: str | None = flag(
+        default=None, kw_only=True, doc="patterns of names; None is what embeddings, heads and norms are often called."
+    )
+    adamw_lr: Number | None = flag(default=None, kw_only=True, doc="AdamW's ``lr``; None is ``lr``.")
+    adamw_betas: tuple[Number, Number] = flag(default=(0.9, 0.95), kw_only=True, doc="AdamW's ``betas``.")
+    adamw_eps: Number = flag(default=1e-8, kw_only=True, doc="AdamW's ``eps``.")
+    adamw_weight_decay: Number | None = flag(default=None, kw_only=True, doc="AdamW's; None is ``weight_decay``.")
+
+    @classmethod
+    def _arguments(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        arguments = super()._arguments(args, kwargs)
+        own = {name.removeprefix(_ADAMW): value for name, value in arguments.items() if name.startswith(_ADAMW)}
+        own = {name: arguments[name] if value is None else value for name, value in own.items()}
+        arguments["params"] = _routed(arguments["params"], arguments["adamw"], {RULE: AdamW, **own})
+        return arguments
+
+
+def _routed(params: Any, patterns: str | None, adamw: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Groups in which each parameter has one rule; those for AdamW begin with the options ``adamw``."""
+    known = roles(params) if isinstance(params, nn.Module) else {}
+    if isinstance(params, nn.Module):
+        params = params.named_parameters(remove_duplicate=False)
+    unused = {} if patterns is None else dict.fromkeys(alternatives(patterns))
+    wanted = alternatives(patterns or _FOR_ADAMW)
+    routed: list[dict[str, Any]] = []
+    for index, group in enumerate(as_groups(params)):
+        where = f"param_groups[{index}]"
+        if RULE in group or "params" not in group:
+            routed.append(group)
+            continue
+        names, tensors = names_and_tensors(group["params"], f"{where}['params']")
+        if len(names) != len(tensors):
+            raise TypeError(f"MuonAdamW tells parameters apart by name, and those of {where} have none: pass the model")
+        every: dict[int, list[str]] = {}
+        for name, tensor in zip(names, tensors, strict=True):
+            every.setdefault(id(tensor), []).append(name)
+        parts: dict[bool, list[tuple[str, Any]]] = {False: [], True: []}
+        reasons: dict[str, str] = {}
+        for name, tensor in zip(names, tensors, strict=True):
+            matched = [pattern for pattern in wanted if matches(pattern, every[id(tensor)])]
+            for pattern in matched:
+                unused.pop(pattern, None)
+            reason = f"matches {matched[0]!r}" if matched else _unfit(name, tensor, known.get(id(tensor), ""))
+            parts[bool(reason)].append((name, tensor))
+            reasons[name] = reason or "a matrix that no pattern matches"
+        for is_adamw, pairs in parts.items():
+            why = {WHY: {name: reasons[name] for name, _ in pairs}}
+            routed += [{**(adamw if is_adamw else {}), **group, **why, "params": pairs}] if pairs else []
+    if unused:
+        raise ValueError(f"adamw: the pattern {next(iter(unused))!r} matches no parameter")
+    if not any(RULE not in group or group[RULE] is Muon for group in routed):
+        raise ValueError("no parameter is left for Muon; use AdamW, or other patterns in adamw=")
+    return routed
+
+
+def _unfit(name: str, param: Any, role: str) -> str:
+    """Why Muon should not have a parameter; empty if it should. ``ValueError`` where the parameter is not as it was made."""
+    if not isinstance(param, Tensor) or nn.parameter.is_lazy(param):
+        return ""
+    if param.numel() == 0 or hasattr(param, "ds_shape"):
+        raise ValueError(
+            f"'{name}' of shape {tuple(param.shape)} stands for a parameter elsewhere, and its rule depends on the shape"
+        )
+    if role in ("linear", "head") and param.dim() != 2:
+        raise ValueError(f"'{name}' is the weight of a linear map, but has shape {tuple(param.shape)}: it was flattened")
+    if role in ("embedding", "head"):
+        return f"is an {role}" if role == "embedding" else "is a head"
+    return "" if param.dim() == 2 else f"has {param.dim()} dimensions"
