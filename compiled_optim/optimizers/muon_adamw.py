@@ -99,4 +99,4 @@ def _unfit(name: str, param: Any, role: str) -> str:
         raise ValueError(f"'{name}' is the weight of a linear map, but has shape {tuple(param.shape)}: it was flattened")
     if role in ("embedding", "head"):
         return f"is an {role}" if role == "embedding" else "is a head"
-    return "" if param.dim() == 2 else f"has {param.dim()} dimensions"
+    return "" if param.dim() == 2 else f"has {param.dim()} dimension{'' if param.dim() == 1 else 's'}"

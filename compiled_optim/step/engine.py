@@ -8,7 +8,7 @@ import itertools
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
 
@@ -50,9 +50,9 @@ from compiled_optim.plan.clipping import CHOSEN, NAMES, Clipping
 from compiled_optim.plan.compilations import CompilationLog, spend
 from compiled_optim.plan.schedule import Schedules
 from compiled_optim.rule.declared import Declared, no_hyperparameter
-from compiled_optim.rule.fields import Scale
+from compiled_optim.rule.fields import Hyper, Scale
 from compiled_optim.rule.misspelled import warn_of_entry
-from compiled_optim.rule.rule import TRAIN_MODE
+from compiled_optim.rule.rule import RULE, TRAIN_MODE
 from compiled_optim.state import OptimizerState, ParamState
 from compiled_optim.step.step import AccumulatedSteps, Gradients, Step
 
@@ -224,6 +224,7 @@ class Engine:
         check_values(kind, values, defaults, index)
         for key in param_group:
             warn_of_entry(key, ("params", *group_keys(kind)), label)
+        self._warn_of_unread(kind, param_group.keys(), index)
         if (place := first_repeat(zip(map(id, params), names or itertools.repeat(None), strict=False))) is not None:
             name = parameter_name({"param_names": names}, index, place)
             warnings.warn(
@@ -250,13 +251,22 @@ class Engine:
 
         def check(group: Mapping[str, Any], before: Mapping[str, Any]) -> None:
             check_values(kind, group, before, index)
+            if (engine := own()) is not None:
+                engine._warn_of_unread(kind, group.keys() - before.keys(), index)
             is_assigned = any(group.get(scale.name) is not before.get(scale.name) for scale in kind._fields_of(Scale))
-            if is_assigned and (engine := own()) is not None:
+            if is_assigned and engine is not None:
                 engine._check_scales([group, *(other for other in engine.groups if other is not before)])
 
         device = scalars_device(values["params"] or [torch.empty(0)])  # for no parameters, the default device
         others = [g for i, g in enumerate(self.groups) if i != index and isinstance(g, ParamGroup)]
         return ParamGroup(values, kind, device, f"param_groups[{index}]", check, self.changes, others)
+
+    def _warn_of_unread(self, kind: type[Declared], entries: Set[str], index: int) -> None:
+        """Warn of ``entries`` of a group that other rules read and ``kind`` does not, as OneCycleLR writes ``momentum``."""
+        others = {hyper.name for each in self.kinds for hyper in each._fields_of(Hyper)}
+        for key in sorted(entries & others - {*group_keys(kind)}):
+            said = f"nothing reads {key} of param_groups[{index}], whose {RULE} is {kind.__name__}"
+            warnings.warn(said, UserWarning, stacklevel=2)
 
     def adopt(self, *, checked: bool, unshown: Iterable[Mapping[str, Any]] = ()) -> None:
         """Make groups of the plain dicts that somebody put there, and let all follow their parameters to other devices.

@@ -106,7 +106,8 @@ class RuleStep(Step):
 
     def view(self, rule: Rule, groups: Collection[int]) -> None:
         """Replace those parameters of ``groups``, by index, that took a step with what ``rule`` makes of them."""
-        for plan in [lowering.plan for lowering in self.lowerings]:
+        every = [lowering.plan for lowering in self.lowerings]
+        for plan in [p for p in every if any(member.group in groups for member in p.members)]:
             view = Plan(rule, plan.statics, plan.members, lambda _: None)
             before = view.scalars.clone()
             begun = zip(plan.members, before[0].tolist(), strict=True)
