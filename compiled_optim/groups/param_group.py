@@ -429,6 +429,8 @@ def check_values(kind: type[Declared], group: Mapping[str, Any], before: Mapping
     group = {**kind._added_choices(), **group}
     for choice in kind._fields_of(Choice):
         choice.check(group.get(choice.name, choice.default), where)
+    if absent := [h.name for h in kind._fields_of(Hyper) if h.name not in group]:
+        raise ValueError(f"{where} has no {absent[0]}, for which {kind.__name__} has no default")
     hypers = {h.name: group[h.name] for h in kind._fields_of(Hyper)}
     for hyper in kind._fields_of(Hyper):
         value = hypers[hyper.name]

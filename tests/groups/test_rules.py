@@ -183,7 +183,7 @@ def test_compiled_step_is_one_graph_over_a_schedule(lowering: str) -> None:
         loss = model(x).square().mean()
         loss.backward()
         optimizer.step()
-        return loss
+        return loss.detach()
 
     compiled = torch.compile(train, backend=counter, fullgraph=True)
     for step in range(6):
@@ -216,11 +216,11 @@ def test_is_resumed_by_name_in_another_order(pair: str) -> None:
     with torch.no_grad():
         for p, q in zip([p for _, p in (*a, *b)], params([one]), strict=True):
             p.copy_(q)
-    groups = [{"params": b[::-1], "rule": second}, {"params": a[::-1]}]
-    resumed = first(groups, **{k: v for k, v in given.items() if k in ("momentum", "warmup_steps")})
+    shaping = ("momentum", "ns_steps", "warmup_steps")
+    own, other = ({"lr": 0.5, **{k: v for k, v in each.items() if k in shaping}} for each in (given, others))
+    resumed = first([{"params": b[::-1], "rule": second, **other}, {"params": a[::-1], **own}])
     assert not any(resumed.load_state_dict(saved))
-    if "momentum" not in others:
-        assert resumed.param_groups[0]["lr"] == others["lr"]
+    assert resumed.param_groups[0]["lr"] == others["lr"]
     by_name = {
         name: p for group in resumed.param_groups for name, p in zip(group["param_names"], group["params"], strict=True)
     }
@@ -281,7 +281,7 @@ def test_a_checkpoint_of_another_rule_is_refused_by_name() -> None:
     other = co.Muon([{"params": a[:2]}, {"params": [*a[2:], *b], "rule": co.AdamW}])
     with pytest.raises(ValueError, match="a2: the checkpoint has no exp_avg"):
         other.load_state_dict(saved)
-    third = co.Muon([{"params": a}, {"params": b, "rule": co.Lion}])
+    third = co.Muon([{"params": a}, {"params": b, "rule": co.Lion, "lr": 0.1}])
     with pytest.raises(ValueError, match=r"param_groups\[1\]: rule is 'AdamW' in the checkpoint, and Lion here"):
         third.load_state_dict(saved)
 
@@ -431,6 +431,10 @@ def test_what_a_group_cannot_be() -> None:
         co.AdamW([{"params": a}, {"params": b, "rule": co.Muon}], cautious=True)
     with pytest.raises(ValueError, match="differentiable=True does not go with Muon"):
         co.AdamW([{"params": a}, {"params": b, "rule": co.Muon}], differentiable=True)
+    with pytest.raises(ValueError, match=r"param_groups\[1\] has no lr, for which Lion has no default"):
+        co.Muon([{"params": a}, {"params": b, "rule": co.Lion}], lr=0.1)
+    with pytest.warns(UserWarning, match=r"nothing reads momentum of param_groups\[1\], whose rule is AdamW"):
+        co.Muon([{"params": a}, {"params": b, "rule": co.AdamW, "momentum": 0.5}])
     with pytest.warns(UserWarning, match="did you mean"):
         co.Muon([{"params": a}, {"params": b, "rule": co.AdamW, "beta": (0.5, 0.9)}])
 
