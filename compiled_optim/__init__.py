@@ -3,12 +3,12 @@
 The parts are floors of a house: a module imports only from its own floor and from floors below. From the top:
 
     capture/             training steps as CUDA graphs
-    model.py             a model's parameters by name: groups for an optimizer, and dtypes
     state_dicts.py       state dicts by name, for several optimizers, for optimi; float32 weights of 16-bit models
     release.py           gradient release: updates inside of backward, which then frees the gradients
     report.py            no_recompiles, compile_report and memory_report
     optimizers/          one optimizer per file: its fields and its rule, functions that define the update
     optimizer.py         CompiledOptimizer: torch.optim's interface over groups, state and plans
+    model.py             a model's parameters by name: groups for an optimizer, and dtypes
     step/                the engine, which owns groups and state and runs steps; a step, made of plans
     lowering/            the ways to run a plan: kernels, torch operations, stacks, sparse rows
     plan/                a plan: parameters that are updated together; keys of kernels, clipping, schedules

@@ -387,7 +387,7 @@ def rule_of(group: Mapping[str, Any], own: type[Declared], where: str) -> type[D
         return own
     kind: Any = group[RULE]
     if not (isinstance(kind, type) and issubclass(kind, Declared)):
-        raise TypeError(f"{RULE} of {where} must be the class of an optimizer, such as AdamW, got {kind!r}")
+        raise TypeError(f"{RULE} of {where} must be the class of an optimizer of this package, got {kind!r}")
     for each in () if kind is own else (own, kind):
         if not hasattr(each, "_rule"):
             raise ValueError(f"{RULE} of {where} is {kind.__name__}: {each.__name__} shares no step with another optimizer")

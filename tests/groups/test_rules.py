@@ -400,7 +400,7 @@ def test_two_launches_for_all_groups_of_a_rule(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("rule", "error", "said"),
     [
-        ("adamw", TypeError, r"rule of param_groups\[1\] must be the class of an optimizer, such as AdamW, got 'adamw'"),
+        ("adamw", TypeError, r"rule of param_groups\[1\] must be the class of an optimizer of this package, got 'adamw'"),
         (torch.optim.AdamW, TypeError, "must be the class of an optimizer"),
         (co.AdamWScheduleFree, ValueError, "has eval.. and train..: construct AdamWScheduleFree"),
         (co.LBFGS, ValueError, "LBFGS shares no step with another optimizer"),

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from catalog import registry
+from catalog import COMBINED, registry
 
 import compiled_optim as co
 
-KINDS = [*registry(), co.mup.Adam, co.mup.AdamW, co.mup.SGD]
+KINDS = [*registry(), *COMBINED, co.mup.Adam, co.mup.AdamW, co.mup.SGD]
 
 
 def _explained(kind: type) -> dict[str, str]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from catalog import registry, ruled, stacked
+from catalog import COMBINED, registry, ruled, stacked
 
 import compiled_optim as co
 from compiled_optim import rule
@@ -32,8 +32,8 @@ FLOORS = [
     {"lowering.kernels", "lowering.torch_ops"},
     {"lowering"},
     {"step"},
-    {"optimizer"},
-    {"optimizers", "model", "release", "report", "state_dicts"},
+    {"optimizer", "model"},
+    {"optimizers", "release", "report", "state_dicts"},
     {"capture"},
     {""},
 ]
@@ -180,7 +180,7 @@ class TestRule:
         assert _code_lines(textwrap.dedent(inspect.getsource(optimizer.update))) - 1 < 15
 
 
-@pytest.mark.parametrize("optimizer", registry(), ids=lambda c: c.__name__)
+@pytest.mark.parametrize("optimizer", [*registry(), *COMBINED], ids=lambda c: c.__name__)
 class TestOptimizer:
     def test_cites_its_source(self, optimizer: type[co.CompiledOptimizer]) -> None:
         assert re.search(r"arXiv:\d{4}\.\d{4,5}|ICML|ICLR|JMLR|NeurIPS|Coursera|doi:", optimizer.__doc__)

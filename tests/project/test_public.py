@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from catalog import registry, required
+from catalog import COMBINED, registry, required
 from torch import nn
 
 import compiled_optim as co
@@ -60,7 +60,7 @@ def test_every_optimizer_is_exported() -> None:
         if isinstance(kind, type) and issubclass(kind, co.CompiledOptimizer) and kind.__module__ == name
     }
     assert defined
-    assert defined == {kind.__name__ for kind in registry()}
+    assert defined == {kind.__name__ for kind in (*registry(), *COMBINED)}
     imported = {n for n, v in vars(co).items() if isinstance(v, type) and issubclass(v, co.CompiledOptimizer)}
     assert imported <= {*co.__all__}
 
@@ -87,7 +87,7 @@ def test_nothing_without_a_reason() -> None:
     assert ours - theirs == set(BEYOND_TORCH)
 
 
-@pytest.mark.parametrize("kind", registry(), ids=lambda c: c.__name__)
+@pytest.mark.parametrize("kind", [*registry(), *COMBINED], ids=lambda c: c.__name__)
 def test_no_optimizer_has_more(kind: type[co.CompiledOptimizer]) -> None:
     more = {"reduce", "adapt", "axes"}  # which a rule may have
     more |= {"eval", "train"} if kind._views else set()
@@ -105,7 +105,7 @@ def test_nothing_appears_with_use() -> None:
     assert _public(optimizer) == before
 
 
-@pytest.mark.parametrize("optimizer", registry(), ids=lambda c: c.__name__)
+@pytest.mark.parametrize("optimizer", [*registry(), *COMBINED], ids=lambda c: c.__name__)
 def test_constructors_tell_names_and_types(optimizer: type[co.CompiledOptimizer]) -> None:
     """To whoever inspects them, such as command lines that are made from signatures."""
     of_class, of_constructor = inspect.signature(optimizer), inspect.signature(optimizer.__init__)

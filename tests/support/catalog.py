@@ -20,11 +20,15 @@ from compiled_optim.rule.fields import Hyper
 LOWERINGS = ["multi_tensor", "inductor", "eager"]
 
 
+COMBINED = [co.MuonAdamW]
+"""Optimizers with rules of others."""
+
+
 def registry() -> list[type[CompiledOptimizer]]:
-    """Every optimizer the package exports."""
+    """Every optimizer the package exports with a rule of its own, or without one."""
     exported = (getattr(co, name) for name in co.__all__)
     classes = [c for c in exported if isinstance(c, type) and issubclass(c, CompiledOptimizer)]
-    return [c for c in classes if c not in (CompiledOptimizer, co.MuonAdamW)]  # which has two rules of others
+    return [c for c in classes if c not in (CompiledOptimizer, *COMBINED)]
 
 
 def ruled(gradients: str | None = None) -> list[type[CompiledOptimizer]]:
