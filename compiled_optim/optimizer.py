@@ -36,6 +36,7 @@ from compiled_optim.rule.transforms import cautious, check_decay, decay, lr_scal
 from compiled_optim.state import OptimizerState
 from compiled_optim.step import traced
 from compiled_optim.step.engine import Engine, refuse_whole
+from compiled_optim.step.health import HealthReport, report
 from compiled_optim.step.numerics import NumericsReport, check_numerics
 from compiled_optim.step.rule_step import RuleStep
 from compiled_optim.step.step import Step
@@ -336,6 +337,33 @@ class CompiledOptimizer(Declared, Optimizer):
         """
         with self._engine.lock:
             return check_numerics(self._engine)
+
+    def watch_health(self, on: bool = True) -> None:
+        """Let further steps note what they do to a few elements of each parameter, for :meth:`health`; or no longer.
+
+        Steps with gradient release and of several micro-batches are not watched. In a function that you compile, a watched
+        step is a custom operator. Graphs are captured again. ``NotImplementedError`` if steps need a closure.
+        """
+        with self._engine.lock:
+            if not isinstance(self._engine.current(), RuleStep):
+                raise NotImplementedError(f"{type(self).__name__} cannot be watched: its steps need a closure")
+            self._engine.is_watching = bool(on)
+            self._engine.changes.pending = True
+            self._engine.current()
+
+    def health(self, least_steps: int = 2) -> HealthReport:
+        """Report, by name, which parameters do not train as they should. It changes nothing, and waits for the device.
+
+        Call :meth:`watch_health` first, and a few steps later this: before gradients are dropped, since zeros are reported
+        of parameters whose present gradient is 0 too. ``least_steps`` is for how many steps something must have been so.
+        ``NotImplementedError`` if steps need a closure.
+        """
+        with self._engine.lock:
+            step = self._engine.current()
+            if not isinstance(step, RuleStep):
+                raise NotImplementedError(f"{type(self).__name__} cannot be watched: its steps need a closure")
+            plans = [lowering.plan for lowering in step.lowerings]
+            return report(type(self).__name__, plans, step.watch, least_steps)
 
     def schedule(self, group: int | None = None, **functions: Schedule | None) -> None:
         """Set hyperparameters by functions of the step count, which every step evaluates on the device.
@@ -647,5 +675,10 @@ def prepare_load(
         return checkpoint.prepare_load(engine.kinds, groups, state, aliases, saved, strict, hyperparameters)
 
     load = engine.current().prepare_load(saved, prepare)
-    load.afterwards += [engine.accumulated.forget, engine.note_names]
+
+    def note_load() -> None:
+        if engine.is_watching and isinstance(step := engine.current(), RuleStep) and step.watch is not None:
+            step.watch.note_load()
+
+    load.afterwards += [engine.accumulated.forget, engine.note_names, note_load]
     return load

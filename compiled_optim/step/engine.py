@@ -122,6 +122,7 @@ class Engine:
         self.accumulated = AccumulatedSteps()
         self.clipping = Clipping(torch.device("cpu"))
         self.log = CompilationLog()
+        self.is_watching = False  # whether steps note what they do to a few elements of each parameter
         self.user_graphs = UserGraphs()
         self.replace_state({})
 

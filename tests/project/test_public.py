@@ -87,7 +87,7 @@ def test_nothing_without_a_reason() -> None:
     assert ours - theirs == set(BEYOND_TORCH)
 
 
-@pytest.mark.parametrize("kind", [*registry(), *COMBINED], ids=lambda c: c.__name__)
+@pytest.mark.parametrize("kind", registry(), ids=lambda c: c.__name__)
 def test_no_optimizer_has_more(kind: type[co.CompiledOptimizer]) -> None:
     more = {"reduce", "adapt", "axes"}  # which a rule may have
     more |= {"eval", "train"} if kind._views else set()

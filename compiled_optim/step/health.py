@@ -1,0 +1,261 @@
+"""Which parameters do not train as they should: seen in a few elements of each, in every step, without a wait.
+
+A step copies up to 256 elements from the middle of each parameter before and after its update. What it finds goes into a
+table on the device, which holds the last 64 steps. Only a report reads it, and looks at whole tensors then.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from compiled_optim.memory.layout import as_real, flat, is_dense, plain_copy
+from compiled_optim.plan.clipping import Clipping
+from compiled_optim.plan.plan import Member, Plan
+from compiled_optim.rule.storage import PARTS
+
+ELEMENTS, STEPS = 256, 64
+_LEAST = 16  # steps that say how large a parameter's updates usually are
+_DEVIATIONS, _FACTOR = 8.0, 4.0  # how far from the usual an update is unusual: in deviations of its logarithm, and times
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What is wrong with a parameter.
+
+    Attributes:
+        kind: one of these. ``"no gradient"``: it never had one. ``"zero gradient"``: its gradients were only zeros.
+            ``"not moved"``: none of its bits has changed since it is watched. ``"too small"``: more than half of its elements
+            with gradients stayed, since their updates are below half a unit in the last place. ``"zero moments"``: averages
+            are at 0, or were after a load, though it has taken steps. ``"unusual"``: the ratio of update and weight left the
+            range that it had.
+        name: of the parameter.
+        message: a sentence with numbers.
+    """
+
+    kind: str
+    name: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"'{self.name}': {self.message}"
+
+
+@dataclass(frozen=True)
+class HealthReport:
+    """The result of an optimizer's ``health``.
+
+    Attributes:
+        optimizer: the class name.
+        watched: whether steps were watched. Without that, only ``"no gradient"`` and ``"zero moments"`` are found.
+        checked: the names of the parameters.
+        findings: what is wrong, in the order of the parameters.
+    """
+
+    optimizer: str
+    watched: bool
+    checked: tuple[str, ...]
+    findings: tuple[Finding, ...]
+
+    def __str__(self) -> str:
+        wrong = {finding.name for finding in self.findings}
+        how = "" if self.watched else "; call watch_health() to watch further steps"
+        head = f"{self.optimizer}: {len(wrong)} of {len(self.checked)} parameters need a look{how}"
+        return "\n".join([head, *(f"  {finding}" for finding in self.findings)])
+
+
+class Watch:
+    """A few elements of each parameter of ``plans``, and what the last steps did to them. ``before`` was there before."""
+
+    def __init__(self, plans: Sequence[Plan], before: Watch | None = None) -> None:
+        devices = dict.fromkeys(plan.device for plan in plans if not plan.is_meta)
+        self._here = [_OnDevice([p for p in plans if p.device == device and not p.is_meta], device) for device in devices]
+        known = {} if before is None else {key: here for here in before._here for key in here.rows}
+        for here in self._here:
+            for key in here.rows.keys() & known.keys():
+                here.take_over(key, known[key])
+
+    def see_gradients(self, plan: Plan, grads: Sequence[Tensor | None]) -> None:
+        """Look at the gradients that the next step takes, one for each member of ``plan``."""
+        for here in self._here:
+            if plan in here.plans:
+                here.see_gradients(plan, grads)
+
+    def begin(self) -> None:
+        """Look at the parameters, before a step updates them."""
+        for here in self._here:
+            torch._foreach_copy_(here.before_rows, here.samples)
+
+    def end(self, clipping: Clipping) -> None:
+        """Note what the step did. Nothing waits for the device."""
+        for here in self._here:
+            here.note(None if clipping.idle else clipping.outcome(here.device)[1])
+
+    def note_load(self) -> None:
+        """Note which averages are at 0 now, after a load."""
+        for here in self._here:
+            here.zero_after_load = {m.owner: names for m, plan in here.members if (names := zero_moments(m, plan))}
+
+    def findings(self, least: int) -> Iterator[Finding]:
+        """What is wrong in at least that many steps, besides what state alone tells. Waits for the device."""
+        for here in self._here:
+            yield from here.findings(least)
+
+
+class _OnDevice:
+    """What a :class:`Watch` keeps on one device.
+
+    ``history`` has the shape (steps, quantities, parameters); the quantities of a step are the norms of the sampled update
+    and weight, the largest sampled gradient (NaN for none), how many elements stayed though they had one, and how many had.
+    """
+
+    def __init__(self, plans: Sequence[Plan], device: torch.device) -> None:
+        self.plans, self.device = plans, device
+        self.members = [(member, plan) for plan in plans for member in plan.members]
+        self.rows = {id(member.owner): row for row, (member, _) in enumerate(self.members)}
+        self.samples = [_sample(_weight(member)) for member, _ in self.members]
+        count = len(self.members)
+        self._before, self._after, self._grads = torch.zeros(3, count, ELEMENTS, device=device).unbind()
+        sizes = [sample.numel() for sample in self.samples]
+        self.before_rows, self._after_rows, self._grad_rows = (
+            [row[:size] for row, size in zip(block, sizes, strict=True)]
+            for block in (self._before, self._after, self._grads)
+        )
+        self.history = torch.full((STEPS, 5, count), math.nan, device=device)
+        self.place = torch.zeros(1, dtype=torch.int64, device=device)
+        self.first_sums = [_bit_sum(member) for member, _ in self.members]
+        self.zero_after_load: dict[Tensor, list[str]] = {}
+        self._absent = torch.full((1,), math.nan, device=device)
+
+    def take_over(self, key: int, other: _OnDevice) -> None:
+        row, there = self.rows[key], other.rows[key]
+        self.history[:, :, row] = other.history[:, :, there].to(self.history.device)
+        self.place.copy_(other.place)
+        self.first_sums[row] = other.first_sums[there]
+        owner = self.members[row][0].owner
+        if owner in other.zero_after_load:
+            self.zero_after_load[owner] = other.zero_after_load[owner]
+
+    def see_gradients(self, plan: Plan, grads: Sequence[Tensor | None]) -> None:
+        targets, sources = [], []
+        for member, grad in zip(plan.members, grads, strict=True):
+            row = self._grad_rows[self.rows[id(member.owner)]]
+            is_there = grad is not None and not grad.is_sparse and row.numel() > 0
+            targets.append(row if is_there else row[:1])
+            sources.append(_sample(grad) if is_there and grad is not None else self._absent[: row.numel()])
+        torch._foreach_copy_(targets, sources)
+
+    def note(self, skips: Tensor | None) -> None:
+        """Note a step, which a number other than 0 in ``skips`` left out."""
+        torch._foreach_copy_(self._after_rows, self.samples)
+        update, has_gradient = self._after - self._before, self._grads.abs() > 0
+        norms = torch.linalg.vector_norm(torch.stack([update, self._before]), dim=2)
+        counts = torch.stack([has_gradient & (update == 0), has_gradient]).sum(2, dtype=torch.float32)
+        largest = self._grads.abs().amax(1)
+        if skips is not None:
+            largest = torch.where(skips == 0, largest, math.nan)
+        found = torch.cat([norms, largest[None], counts])
+        self.history.index_copy_(0, self.place, found[None])
+        self.place.add_(1).remainder_(STEPS)
+
+    def findings(self, least: int) -> Iterator[Finding]:
+        history = self.history.roll(-int(self.place.item()), 0).double().cpu()
+        updates, weights, largest, stayed, present = history[~history[:, 0].isnan().all(1)].unbind(1)
+        for row, (member, plan) in enumerate(self.members):
+            had = ~largest[:, row].isnan()
+            zeros = int((largest[:, row][had] == 0).flip(0).long().cumprod(0).sum())
+            if zeros >= least and _is_zero(member):
+                yield Finding("zero gradient", member.name, f"its last {zeros} gradients were only zeros")
+            if had.sum() >= least and torch.equal(_bit_sum(member), self.first_sums[row]):
+                yield Finding("not moved", member.name, f"no bit of it moved in the last {len(updates)} steps or before")
+            elif _rounds_to_nearest(member, plan) and had.sum() >= least:
+                share = float(stayed[had, row].sum() / present[had, row].sum())  # NaN without elements
+                if share > 0.5:
+                    said = f"{share:.0%} of its elements with gradients stayed: updates are below half a unit of the weight"
+                    yield Finding("too small", member.name, f"{said} in {str(member.param.dtype).removeprefix('torch.')}")
+            if member.owner in self.zero_after_load:
+                names = " and ".join(self.zero_after_load[member.owner])
+                yield Finding("zero moments", member.name, f"the last load left {names} at 0, though it has taken steps")
+            ratios = (updates[:, row] / weights[:, row]).log()
+            if unusual := _unusual(ratios[ratios.isfinite()]):
+                yield Finding("unusual", member.name, unusual)
+
+
+def report(optimizer: str, plans: Sequence[Plan], watch: Watch | None, least: int) -> HealthReport:
+    """What is wrong in the members of ``plans``, and was in ``least`` steps of those that ``watch`` saw."""
+    found = [] if watch is None else list(watch.findings(least))
+    known = {(finding.kind, finding.name) for finding in found}
+    for plan in plans:
+        counts = plan.scalars[0].tolist()
+        for member, count in zip(plan.members, counts, strict=True):
+            if not count and max(max(p.scalars[0].tolist()) for p in plans) >= least:
+                found.append(Finding("no gradient", member.name, "it never had a gradient"))
+            elif ("zero moments", member.name) not in known and (names := zero_moments(member, plan)):
+                said = f"{' and '.join(names)} are at 0, though it has taken {count:.0f} steps"
+                found.append(Finding("zero moments", member.name, said))
+    names = [member.name for plan in plans for member in plan.members]
+    places = {name: place for place, name in enumerate(names)}
+    found.sort(key=lambda finding: places[finding.name])
+    return HealthReport(optimizer, watch is not None, tuple(names), tuple(found))
+
+
+def _unusual(logs: Tensor) -> str:
+    """What is unusual about the last of some logarithms of ratios of update and weight; empty if nothing is."""
+    if len(logs) <= _LEAST:
+        return ""
+    usual, last = logs[:-1], logs[-1]
+    middle = usual.median()
+    width = float((usual - middle).abs().median()) * 1.4826  # a normal deviation
+    if float((last - middle).abs()) <= max(_DEVIATIONS * width, math.log(_FACTOR)):
+        return ""
+    return f"its last update was {last.exp():.2g} of the weight, and {middle.exp():.2g} in the steps before"
+
+
+def zero_moments(member: Member, plan: Plan) -> list[str]:
+    """The averages of a parameter that are at 0 though it has taken steps. Waits for the device."""
+    if not member.entries["step"].item():
+        return []
+    starting = [b.name for b in plan.rule.buffers if b.name in plan.buffers and b.name not in PARTS and b.init == 0]
+    held = [name for name in starting if member.entries[name].numel() and not member.entries[name].count_nonzero()]
+    return [] if held and _is_zero(member) else held
+
+
+def _weight(member: Member) -> Tensor:
+    """What holds all bits of a parameter in one tensor, if something does."""
+    return member.entries.get("master_param", member.param)
+
+
+def _rounds_to_nearest(member: Member, plan: Plan) -> bool:
+    """Whether an update below half a unit in the last place is lost: no further bits are kept, and none is drawn."""
+    mode = (plan.statics.get("weights") or [None])[0]
+    return mode in (None, "master") and member.param.is_floating_point()
+
+
+def _is_zero(member: Member) -> bool:
+    """Whether a parameter has a dense gradient of zeros now."""
+    grad = member.owner.grad
+    return grad is not None and not grad.is_sparse and not bool(grad.count_nonzero())
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    """A view of up to :data:`ELEMENTS` numbers from the middle of ``tensor``; equal elements for equal strides."""
+    real = as_real(tensor.detach())
+    if real.is_contiguous():
+        start = max(0, real.numel() // 2 - ELEMENTS // 2)
+        return real.view(-1)[start : start + ELEMENTS]
+    while real.dim() > 1:
+        real = real.select(0, real.shape[0] // 2)
+    return real[:ELEMENTS]
+
+
+def _bit_sum(member: Member) -> Tensor:
+    """The sum of the bits of a parameter and of what holds further bits, as integers."""
+    tensors = [member.param, *(member.entries[name] for name in PARTS if name in member.entries)]
+    dense = [flat(t if is_dense(t) else plain_copy(t.detach())) for t in tensors if t.numel()]
+    sums = [t.view(_INTEGERS[t.element_size()]).sum(dtype=torch.int64) for t in dense]
+    return torch.stack(sums) if sums else torch.zeros(1, dtype=torch.int64)
