@@ -1,6 +1,6 @@
 """Which parameters do not train as they should: seen in a few elements of each, in every step, without a wait.
 
-A step copies up to 256 elements from the middle of each parameter before and after its update. What it finds goes into a
+A step copies up to 128 elements from the middle of each parameter before and after its update. What it finds goes into a
 table on the device, which holds the last 64 steps. Only a report reads it, and looks at whole tensors then.
 """
 
@@ -18,7 +18,7 @@ from compiled_optim.plan.clipping import Clipping
 from compiled_optim.plan.plan import Member, Plan
 from compiled_optim.rule.storage import PARTS
 
-ELEMENTS, STEPS = 256, 64
+ELEMENTS, STEPS = 128, 64
 _LEAST = 16  # steps that say how large a parameter's updates usually are
 _DEVIATIONS, _FACTOR = 8.0, 4.0  # how far from the usual an update is unusual: in deviations of its logarithm, and times
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -30,10 +30,10 @@ class Finding:
 
     Attributes:
         kind: one of these. ``"no gradient"``: it never had one. ``"zero gradient"``: its gradients were only zeros.
-            ``"not moved"``: none of its bits has changed since it is watched. ``"too small"``: more than half of its elements
-            with gradients stayed, since their updates are below half a unit in the last place. ``"zero moments"``: averages
-            are at 0, or were after a load, though it has taken steps. ``"unusual"``: the ratio of update and weight left the
-            range that it had.
+            ``"not moved"``: none of its bits has changed since it is watched. ``"too small"``: more than half of its
+            elements with gradients stayed, since their updates are below half a unit in the last place.
+            ``"zero moments"``: averages are at 0, or were after a load, though it has taken steps. ``"unusual"``: the ratio
+            of update and weight left the range that it had.
         name: of the parameter.
         message: a sentence with numbers.
     """
@@ -118,7 +118,7 @@ class _OnDevice:
         self.plans, self.device = plans, device
         self.members = [(member, plan) for plan in plans for member in plan.members]
         self.rows = {id(member.owner): row for row, (member, _) in enumerate(self.members)}
-        self.samples = [_sample(_weight(member)) for member, _ in self.members]
+        self.samples = [_sample(_weight(member).detach()) for member, _ in self.members]
         count = len(self.members)
         self._before, self._after, self._grads = torch.zeros(3, count, ELEMENTS, device=device).unbind()
         sizes = [sample.numel() for sample in self.samples]
@@ -153,14 +153,13 @@ class _OnDevice:
     def note(self, skips: Tensor | None) -> None:
         """Note a step, which a number other than 0 in ``skips`` left out."""
         torch._foreach_copy_(self._after_rows, self.samples)
-        update, has_gradient = self._after - self._before, self._grads.abs() > 0
-        norms = torch.linalg.vector_norm(torch.stack([update, self._before]), dim=2)
-        counts = torch.stack([has_gradient & (update == 0), has_gradient]).sum(2, dtype=torch.float32)
-        largest = self._grads.abs().amax(1)
+        update, sizes = self._after - self._before, self._grads.abs()
+        has_gradient, largest = sizes > 0, sizes.amax(1)
         if skips is not None:
             largest = torch.where(skips == 0, largest, math.nan)
-        found = torch.cat([norms, largest[None], counts])
-        self.history.index_copy_(0, self.place, found[None])
+        norms = [torch.linalg.vector_norm(values, dim=1) for values in (update, self._before)]
+        counts = [marks.sum(1, dtype=torch.float32) for marks in (has_gradient & (update == 0), has_gradient)]
+        self.history.index_copy_(0, self.place, torch.stack([*norms, largest, *counts])[None])
         self.place.add_(1).remainder_(STEPS)
 
     def findings(self, least: int) -> Iterator[Finding]:
@@ -244,10 +243,11 @@ def _is_zero(member: Member) -> bool:
 
 def _sample(tensor: Tensor) -> Tensor:
     """A view of up to :data:`ELEMENTS` numbers from the middle of ``tensor``; equal elements for equal strides."""
-    real = as_real(tensor.detach())
+    real = as_real(tensor)
     if real.is_contiguous():
-        start = max(0, real.numel() // 2 - ELEMENTS // 2)
-        return real.view(-1)[start : start + ELEMENTS]
+        count = real.numel()
+        start = max(0, count // 2 - ELEMENTS // 2)
+        return real.as_strided((min(count - start, ELEMENTS),), (1,), real.storage_offset() + start)
     while real.dim() > 1:
         real = real.select(0, real.shape[0] // 2)
     return real[:ELEMENTS]
