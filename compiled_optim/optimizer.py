@@ -363,7 +363,7 @@ class CompiledOptimizer(Declared, Optimizer):
             if not isinstance(step, RuleStep):
                 raise NotImplementedError(f"{type(self).__name__} cannot be watched: its steps need a closure")
             plans = [lowering.plan for lowering in step.lowerings]
-            return report(type(self).__name__, plans, step.watch, least_steps)
+            return report(type(self).__name__, plans, step.watch, least_steps, self._engine.steps)
 
     def schedule(self, group: int | None = None, **functions: Schedule | None) -> None:
         """Set hyperparameters by functions of the step count, which every step evaluates on the device.

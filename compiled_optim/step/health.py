@@ -147,7 +147,12 @@ class _OnDevice:
             row = self._grad_rows[self.rows[id(member.owner)]]
             is_there = grad is not None and not grad.is_sparse and row.numel() > 0
             targets.append(row if is_there else row[:1])
-            sources.append(_sample(grad) if is_there and grad is not None else self._absent[: row.numel()])
+            if not is_there or grad is None:
+                sources.append(self._absent[: row.numel()])
+            elif grad.is_contiguous() == member.param.is_contiguous():
+                sources.append(_sample(grad))
+            else:  # in another order of memory
+                sources.append(_sample(torch.empty_like(member.param.detach()).copy_(grad)))
         torch._foreach_copy_(targets, sources)
 
     def note(self, skips: Tensor | None) -> None:
@@ -166,13 +171,16 @@ class _OnDevice:
         history = self.history.roll(-int(self.place.item()), 0).double().cpu()
         updates, weights, largest, stayed, present = history[~history[:, 0].isnan().all(1)].unbind(1)
         for row, (member, plan) in enumerate(self.members):
+            if not member.param.numel():
+                continue
             had = ~largest[:, row].isnan()
             zeros = int((largest[:, row][had] == 0).flip(0).long().cumprod(0).sum())
             if zeros >= least and _is_zero(member):
                 yield Finding("zero gradient", member.name, f"its last {zeros} gradients were only zeros")
-            if had.sum() >= least and torch.equal(_bit_sum(member), self.first_sums[row]):
+            enough = STEPS if _mode(plan) == "stochastic" else least  # by chance, few small steps may move nothing
+            if had.sum() >= enough and torch.equal(_bit_sum(member), self.first_sums[row]):
                 yield Finding("not moved", member.name, f"no bit of it moved in the last {len(updates)} steps or before")
-            elif _rounds_to_nearest(member, plan) and had.sum() >= least:
+            elif _mode(plan) in (None, "master") and member.param.is_floating_point() and had.sum() >= least:
                 share = float(stayed[had, row].sum() / present[had, row].sum())  # NaN without elements
                 if share > 0.5:
                     said = f"{share:.0%} of its elements with gradients stayed: updates are below half a unit of the weight"
@@ -185,14 +193,18 @@ class _OnDevice:
                 yield Finding("unusual", member.name, unusual)
 
 
-def report(optimizer: str, plans: Sequence[Plan], watch: Watch | None, least: int) -> HealthReport:
-    """What is wrong in the members of ``plans``, and was in ``least`` steps of those that ``watch`` saw."""
+def report(optimizer: str, plans: Sequence[Plan], watch: Watch | None, least: int, steps: int) -> HealthReport:
+    """What is wrong in the members of ``plans``, and was in ``least`` steps of those that ``watch`` saw.
+
+    The optimizer has taken ``steps`` steps in this process. The state may know of more.
+    """
     found = [] if watch is None else list(watch.findings(least))
     known = {(finding.kind, finding.name) for finding in found}
-    for plan in plans:
-        counts = plan.scalars[0].tolist()
-        for member, count in zip(plan.members, counts, strict=True):
-            if not count and max(max(p.scalars[0].tolist()) for p in plans) >= least:
+    counts = [plan.scalars[0].tolist() for plan in plans]
+    is_old = max([steps, *(max(each) for each in counts)]) >= least
+    for plan, each in zip(plans, counts, strict=True):
+        for member, count in zip(plan.members, each, strict=True):
+            if not count and is_old:
                 found.append(Finding("no gradient", member.name, "it never had a gradient"))
             elif ("zero moments", member.name) not in known and (names := zero_moments(member, plan)):
                 said = f"{' and '.join(names)} are at 0, though it has taken {count:.0f} steps"
@@ -229,10 +241,10 @@ def _weight(member: Member) -> Tensor:
     return member.entries.get("master_param", member.param)
 
 
-def _rounds_to_nearest(member: Member, plan: Plan) -> bool:
-    """Whether an update below half a unit in the last place is lost: no further bits are kept, and none is drawn."""
-    mode = (plan.statics.get("weights") or [None])[0]
-    return mode in (None, "master") and member.param.is_floating_point()
+def _mode(plan: Plan) -> str | None:
+    """How the parameters of ``plan`` are stored. In modes of further bits and of random rounding, small updates add up."""
+    mode: str | None = (plan.statics.get("weights") or [None])[0]
+    return mode
 
 
 def _is_zero(member: Member) -> bool:

@@ -1,0 +1,277 @@
+"""``health``: what does not train is reported by name, and what trains is not."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from catalog import LOWERINGS, registry, required
+from simulated_graph import install
+from torch import Tensor, nn
+
+import compiled_optim as co
+
+
+class Experts(nn.Module):
+    """Two experts, one of which no input ever reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(12, 24)
+        self.experts = nn.ModuleList([nn.Linear(24, 24, bias=False) for _ in range(2)])
+        self.outer = nn.Linear(24, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(torch.tanh(self.experts[0](torch.tanh(self.inner(x)))))
+
+
+def train(model: nn.Module, optimizer: Any, steps: int, change: Callable[[int], None] = lambda step: None) -> None:
+    for step in range(steps):
+        optimizer.zero_grad()
+        x = torch.randn(8, 12, generator=torch.Generator().manual_seed(step)).to(next(model.parameters()).dtype)
+        (model(x) - x[:, :5]).square().mean().backward()
+        change(step)
+        optimizer.step()
+
+
+def made(kind: Any = co.AdamW, *, dtype: torch.dtype = torch.float32, watch: bool = True, **options: Any) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    model = Experts().to(dtype)
+    optimizer = kind(list(model.named_parameters()), **{**required(kind), **options})
+    if watch:
+        optimizer.watch_health()
+    return model, optimizer
+
+
+def kinds(optimizer: Any, *, least_steps: int = 2) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for finding in optimizer.health(least_steps).findings:
+        found.setdefault(finding.name, []).append(finding.kind)
+    return found
+
+
+DEAD = {"experts.1.weight": ["no gradient"]}
+
+
+@pytest.mark.parametrize(
+    "kind", [k for k in registry() if k not in (co.LBFGS, co.SparseAdam, co.Muon)], ids=lambda k: k.__name__
+)
+def test_what_trains_is_not_reported(kind: Any) -> None:
+    """Only the expert that gets nothing is, after two steps as after forty."""
+    model, optimizer = made(kind, lr=1.0 if kind is co.Prodigy else 0.01)
+    train(model, optimizer, 2)
+    assert kinds(optimizer) == DEAD
+    train(model, optimizer, 38)
+    assert kinds(optimizer) == DEAD
+    report = optimizer.health()
+    assert report.watched
+    assert len(report.checked) == 6
+    assert "1 of 6 parameters need a look" in str(report)
+    assert "'experts.1.weight': it never had a gradient" in str(report)
+
+
+@pytest.mark.parametrize("lowering", LOWERINGS)
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.1}, {"cautious": True}])
+def test_watching_changes_no_bit(options: dict[str, Any], lowering: str) -> None:
+    model, optimizer = made(lowering=lowering, **options)
+    twin, other = made(lowering=lowering, watch=False, **options)
+    train(model, optimizer, 5)
+    train(twin, other, 5)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def zeroed(model: nn.Module, name: str) -> Callable[[int], None]:
+    def change(step: int) -> None:
+        model.get_parameter(name).grad.zero_()
+
+    return change
+
+
+def test_gradients_of_zeros() -> None:
+    model, optimizer = made()
+    train(model, optimizer, 2, zeroed(model, "outer.bias"))
+    assert kinds(optimizer) == {**DEAD, "outer.bias": ["zero gradient"]}
+    assert kinds(optimizer, least_steps=3) == {}
+    train(model, optimizer, 2)
+    assert kinds(optimizer) == DEAD
+
+
+def test_an_element_that_is_not_sampled_counts_too() -> None:
+    """The present gradient is looked at whole, so that rare rows of an embedding are not reported."""
+    model, optimizer = made()
+
+    def only_the_first(step: int) -> None:
+        grad = model.inner.weight.grad
+        first = grad[0, 0].clone()
+        grad.zero_()
+        grad[0, 0] = first
+
+    train(model, optimizer, 3, only_the_first)
+    assert kinds(optimizer) == DEAD
+
+
+def test_a_parameter_that_does_not_move() -> None:
+    torch.manual_seed(0)
+    model = Experts()
+    named = dict(model.named_parameters())
+    still = {"outer.weight": named.pop("outer.weight")}
+    optimizer = co.AdamW([{"params": named}, {"params": still, "lr": 0.0}])
+    optimizer.watch_health()
+    train(model, optimizer, 3)
+    assert kinds(optimizer) == {**DEAD, "outer.weight": ["not moved"]}
+
+
+@pytest.mark.parametrize("weights", [None, "stochastic", "kahan", "split8", "split16", "master"])
+def test_updates_below_half_a_unit(weights: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are lost where nothing keeps them; with a copy of 32 bits, with remainders or at random they are not."""
+    monkeypatch.setattr("compiled_optim.rule.storage.MINIMUM", 1)
+    model, optimizer = made(dtype=torch.bfloat16, lr=1e-6, weights=weights)
+    train(model, optimizer, 3)
+    found = kinds(optimizer)
+    assert found.pop("experts.1.weight") == ["no gradient"]
+    if weights is None:
+        assert {"inner.weight", "experts.0.weight", "outer.weight"} <= found.keys()
+        assert all(reasons in (["too small"], ["not moved"]) for reasons in found.values())
+        assert "in bfloat16" in str(optimizer.health()) or "not moved" in str(found)
+    else:
+        assert found == {}
+
+
+def test_moments_that_a_load_lost() -> None:
+    model, optimizer = made()
+    train(model, optimizer, 3)
+    saved = copy.deepcopy(optimizer.state_dict())
+    lost = saved["param_groups"][0]["params"][saved["param_groups"][0]["param_names"].index("inner.weight")]
+    saved["state"][lost]["exp_avg"].zero_()
+    optimizer.load_state_dict(saved)
+    assert kinds(optimizer) == {**DEAD, "inner.weight": ["zero moments"]}
+    train(model, optimizer, 3)
+    assert kinds(optimizer) == {**DEAD, "inner.weight": ["zero moments"]}
+    assert "exp_avg at 0, though it has taken steps" in str(optimizer.health())
+    unwatched = made(watch=False)[1]
+    unwatched.load_state_dict(saved)
+    assert kinds(unwatched) == {**DEAD, "inner.weight": ["zero moments"]}
+
+
+def test_an_update_of_an_unusual_size() -> None:
+    model, optimizer = made(co.SGD, lr=0.01)
+    train(model, optimizer, 30)
+    assert kinds(optimizer) == DEAD
+
+    def spike(step: int) -> None:
+        model.outer.weight.grad.mul_(1000)
+
+    train(model, optimizer, 1, spike)
+    assert kinds(optimizer)["outer.weight"] == ["unusual"]
+    assert "of the weight, and" in str(optimizer.health())
+
+
+def test_skipped_steps_say_nothing() -> None:
+    model, optimizer = made(skip_nonfinite=True)
+    train(model, optimizer, 3, lambda step: model.outer.bias.grad.fill_(torch.inf))
+    assert optimizer.skipped_steps == 3
+    assert kinds(optimizer, least_steps=1).keys() <= {"experts.1.weight"} | {name for name, _ in model.named_parameters()}
+    train(model, optimizer, 20)
+    assert kinds(optimizer) == DEAD
+
+
+def test_without_watching_state_alone_tells() -> None:
+    model, optimizer = made(watch=False)
+    train(model, optimizer, 2, zeroed(model, "outer.bias"))
+    assert kinds(optimizer) == DEAD
+    report = optimizer.health()
+    assert not report.watched
+    assert "watch_health" in str(report)
+    optimizer.watch_health()
+    train(model, optimizer, 2, zeroed(model, "outer.bias"))
+    assert kinds(optimizer) == {**DEAD, "outer.bias": ["zero gradient"]}
+    optimizer.watch_health(False)
+    assert not optimizer.health().watched
+
+
+def test_history_outlives_a_new_group() -> None:
+    model, optimizer = made()
+    train(model, optimizer, 2, zeroed(model, "outer.bias"))
+    optimizer.add_param_group({"params": {"late": nn.Parameter(torch.ones(3))}})
+    assert kinds(optimizer) == {**DEAD, "outer.bias": ["zero gradient"], "late": ["no gradient"]}
+
+
+@pytest.mark.parametrize("kind", [co.AdamW, co.Muon])
+def test_captured(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch)
+    torch.manual_seed(0)
+    params = {f"{name}": nn.Parameter(torch.randn(6, 7)) for name in ("a", "b", "c")}
+    optimizer = kind(params, lr=0.01)
+    optimizer.watch_health()
+    runner = co.CUDAGraphRunner(optimizer)
+    for _ in range(8):
+        for name in ("a", "b"):
+            params[name].grad = torch.randn(6, 7) if name == "a" else torch.zeros(6, 7)
+        runner.step()
+    assert kinds(optimizer) == {"b": ["zero gradient"], "c": ["no gradient"]}
+    for _ in range(4):
+        params["b"].grad = torch.randn(6, 7)
+        params["a"].grad = torch.zeros(6, 7)
+        runner.step()
+    assert kinds(optimizer) == {"a": ["zero gradient"], "c": ["no gradient"]}
+    assert co.compile_report(optimizer).replays >= 8
+
+
+@pytest.mark.parametrize("lowering", ["multi_tensor", "inductor"])
+def test_compiled(lowering: str) -> None:
+    model, optimizer = made(lowering=lowering)
+    compiled = torch.compile(optimizer.step, backend="aot_eager", fullgraph=True)
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(torch.randn(8, 12)).square().mean().backward()
+        model.outer.bias.grad.zero_()
+        compiled()
+    assert kinds(optimizer) == {**DEAD, "outer.bias": ["zero gradient"]}
+
+
+def test_shapes_and_dtypes() -> None:
+    torch.manual_seed(0)
+    params = {
+        "scalar": nn.Parameter(torch.randn(())),
+        "empty": nn.Parameter(torch.randn(0, 3)),
+        "complex": nn.Parameter(torch.randn(4, 5, dtype=torch.complex64)),
+        "transposed": nn.Parameter(torch.randn(40, 30).T),
+        "double": nn.Parameter(torch.randn(7, dtype=torch.float64)),
+        "channels": nn.Parameter(torch.randn(8, 4, 3, 3).to(memory_format=torch.channels_last)),
+    }
+    optimizer = co.Adam(params, lr=0.01)
+    optimizer.watch_health()
+    for _ in range(20):
+        for p in params.values():
+            p.grad = torch.randn_like(p)
+        params["channels"].grad = params["channels"].grad.contiguous()
+        optimizer.step()
+    assert kinds(optimizer) == {}
+    for _ in range(2):
+        for p in params.values():
+            p.grad = torch.zeros_like(p)
+        optimizer.step()
+    assert {*kinds(optimizer)} == {*params} - {"empty"}
+
+
+def test_sparse_rows() -> None:
+    torch.manual_seed(0)
+    tables = {name: nn.Embedding(50, 4, sparse=True) for name in ("a", "b")}
+    optimizer = co.SparseAdam({name: table.weight for name, table in tables.items()})
+    optimizer.watch_health()
+    for step in range(3):
+        optimizer.zero_grad()
+        tables["a"](torch.tensor([step])).sum().backward()
+        optimizer.step()
+    assert kinds(optimizer) == {"b": ["no gradient"]}
+
+
+def test_needs_steps_that_have_a_rule() -> None:
+    optimizer = co.LBFGS(nn.Linear(2, 2).parameters())
+    for call in (optimizer.watch_health, optimizer.health):
+        with pytest.raises(NotImplementedError, match="LBFGS cannot be watched: its steps need a closure"):
+            call()
