@@ -17,6 +17,7 @@ from perf.competitors import FUSED, OURS, PEERS, entered, optimizers
 from perf.compiled_steps import measure_compiled_step, measure_training_step
 from perf.convergence import SEEDS, TASKS, measure_convergence
 from perf.host_time import measure_host_time
+from perf.hybrid import RATES, measure_hybrid
 from perf.low_memory import measure_low_memory
 from perf.measure import dtype_name, measure_bandwidth, measure_overhead, measure_step
 from perf.results import Row
@@ -123,6 +124,15 @@ def _convergence(args: argparse.Namespace) -> int:
         rows = measure_convergence(task, steps=steps, seeds=seeds)
         results.show(rows, f"losses at the end of training, {len(seeds)} seeds")
         _save(rows, args)
+    return 0
+
+
+def _hybrid(args: argparse.Namespace) -> int:
+    few = {"seeds": [0], "rates": RATES[:1]} if args.rehearse else {}
+    picture = None if args.no_save else args.results / "hybrid.png"
+    rows = measure_hybrid("text", steps=4 if args.rehearse else args.steps, picture=picture, **few)
+    results.show(rows, "losses of AdamW and of MuonAdamW, each with its best learning rate")
+    _save(rows, args)
     return 0
 
 
@@ -284,6 +294,9 @@ def _parser() -> argparse.ArgumentParser:
     ends = command("convergence", _convergence, "compare the ends of training with low precision and in float32")
     ends.add_argument("--task", nargs="+", choices=list(TASKS), default=list(TASKS))
     ends.add_argument("--steps", type=int, default=220)
+
+    both = command("hybrid", _hybrid, "compare the losses of AdamW and MuonAdamW, learning rates tuned on both sides")
+    both.add_argument("--steps", type=int, default=400)
 
     checked = command("gates", _gates, "check the promised numbers; exit status 1 if one is missed")
     benchmarks = ["step", "bandwidth", "first-step", "overhead", "schedulers"]

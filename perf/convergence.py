@@ -101,26 +101,40 @@ def _digits(steps: int, seed: int) -> tuple[nn.Module, Iterator[Batch], list[Bat
 TASKS: dict[str, Task] = {"digits": _digits, "text": _text}
 
 
-def final_loss(task: str, precision: str, seed: int, steps: int) -> float:
-    """The loss on what was held back, in nats, after ``steps`` of AdamW whose learning rate rises and falls."""
+def trained(
+    task: str, seed: int, steps: int, make: Callable[[nn.Module], Any], lr: float, dtype: torch.dtype = torch.float32
+) -> tuple[list[float], float]:
+    """The loss of each step, and at the end on what was held back, in nats. The learning rate rises to ``lr`` and falls."""
     torch.manual_seed(seed)
     model, batches, held_back = TASKS[task](steps, seed)
-    dtype = torch.float32 if precision == FLOAT32 else torch.bfloat16
     model = model.to(dtype)
-    optimizer = co.AdamW(model.named_parameters(), lr=0.0, weight_decay=0.1, **PRECISIONS[precision])
-    optimizer.schedule(lr=lambda step: 3e-3 * torch.minimum(step / (0.1 * steps), (1.02 - step / steps) / 0.9))
+    optimizer = make(model)
+    optimizer.schedule(lr=lambda step: lr * torch.minimum(step / (0.1 * steps), (1.02 - step / steps) / 0.9))
 
     def loss_of(batch: Batch) -> Tensor:
         inputs, targets = batch
         logits = model(inputs.to(dtype) if inputs.is_floating_point() else inputs)
         return functional.cross_entropy(logits.float().flatten(0, -2), targets.flatten())
 
+    losses = []
     for batch in batches:
-        loss_of(batch).backward()
+        loss = loss_of(batch)
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        losses.append(loss.item())
     with torch.no_grad():
-        return sum(loss_of(batch).item() for batch in held_back) / len(held_back)
+        return losses, sum(loss_of(batch).item() for batch in held_back) / len(held_back)
+
+
+def final_loss(task: str, precision: str, seed: int, steps: int) -> float:
+    """The loss on what was held back, in nats, after ``steps`` of AdamW whose learning rate rises and falls."""
+
+    def make(model: nn.Module) -> co.AdamW:
+        return co.AdamW(model.named_parameters(), lr=0.0, weight_decay=0.1, **PRECISIONS[precision])
+
+    dtype = torch.float32 if precision == FLOAT32 else torch.bfloat16
+    return trained(task, seed, steps, make, 3e-3, dtype)[1]
 
 
 def bound(differences: Sequence[float]) -> float:

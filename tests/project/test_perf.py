@@ -429,6 +429,14 @@ def test_convergence_appends_losses_and_bounds(tmp_path) -> None:
     assert (table["p20"] <= table["p80"]).all()
 
 
+def test_hybrid_tunes_both_sides_and_draws(tmp_path) -> None:
+    assert main(["hybrid", "--rehearse", "--results", str(tmp_path)]) == 0
+    table = pd.read_csv(tmp_path / "hybrid.csv")
+    assert set(table["competitor"]) == {"AdamW", "MuonAdamW"}
+    assert set(table["metric"]) == {"tuning, lr 0.001", "final loss", "learning rate"}
+    assert (tmp_path / "hybrid.png").read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.parametrize("task", convergence.TASKS)
 def test_low_precision_trains_as_well(task: str) -> None:
     """Two seeds and few steps, of which at most 0.0018 nats were observed; perf/results/convergence.csv has whole runs."""

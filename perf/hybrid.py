@@ -1,0 +1,71 @@
+"""AdamW and MuonAdamW on one small language model, over equal steps, each with its own best learning rate.
+
+The claim is about this model and these steps alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import compiled_optim as co
+from perf.convergence import trained
+from perf.results import Row, percentiles
+
+SEEDS = range(4)
+TUNING_SEED = 100  # none of those that are reported
+RATES = tuple(1e-3 * 2**i for i in range(6))
+
+
+def _adamw(model: nn.Module) -> co.AdamW:
+    return co.AdamW(model.named_parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=0.1)
+
+
+def _hybrid(model: nn.Module) -> co.MuonAdamW:
+    return co.MuonAdamW(model, lr=0.0, weight_decay=0.1)
+
+
+SIDES = {"AdamW": _adamw, "MuonAdamW": _hybrid}
+"""With equal betas and weight decay; MuonAdamW's scale of Muon's updates lets one learning rate suit both of its rules."""
+
+
+def measure_hybrid(
+    task: str, *, steps: int, seeds: Sequence[int] = SEEDS, rates: Sequence[float] = RATES, picture: Path | None = None
+) -> list[Row]:
+    """The losses at the end with every learning rate, and with each side's best one over the seeds, drawn in ``picture``."""
+    rows, curves = [], {}
+    where = f"{task}, {steps} steps"
+    for name, make in SIDES.items():
+        tuned = {lr: trained(task, TUNING_SEED, steps, make, lr)[1] for lr in rates}
+        best = min(tuned, key=lambda lr: tuned[lr])
+        runs = [trained(task, seed, steps, make, best) for seed in seeds]
+        curves[f"{name}, lr {best:.3g}"] = [losses for losses, _ in runs]
+        for lr, loss in tuned.items():
+            rows.append(Row("hybrid", where, name.lower(), name, f"tuning, lr {lr:.3g}", "nats", *(loss,) * 3, None, 1))
+        found = percentiles([final for _, final in runs])
+        rows.append(Row("hybrid", where, name.lower(), name, "final loss", "nats", *found, None, len(runs)))
+        rows.append(Row("hybrid", where, name.lower(), name, "learning rate", "1", best, best, best, None, len(runs)))
+    if picture is not None:
+        _draw(curves, where, picture)
+    return rows
+
+
+def _draw(curves: dict[str, list[list[float]]], title: str, path: Path) -> None:
+    """Draw the loss of each step: a thin line for each seed, a thick one for their mean of 10 steps."""
+    from matplotlib.figure import Figure
+
+    axes = (figure := Figure(figsize=(7, 4), layout="constrained")).subplots()
+    for color, (label, runs) in zip(("tab:blue", "tab:orange"), curves.items(), strict=True):
+        losses = torch.tensor(runs)
+        for run in losses.tolist():
+            axes.plot(run, color=color, alpha=0.2, linewidth=0.5)
+        width = min(10, losses.shape[1])
+        smooth = losses.mean(0).unfold(0, width, 1).mean(1).tolist()
+        axes.plot(range(width - 1, losses.shape[1]), smooth, color=color, label=label)
+    axes.set(title=title, xlabel="step", ylabel="training loss, nats")
+    axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Software": None})
