@@ -56,6 +56,7 @@ WRITES: dict[str, Callable[[CompiledOptimizer], object]] = {
     "device tensor": lambda o: o.param_groups[0].update(lr=on_device(0.3)),
     "in place": lambda o: o.hyperparameter("lr").fill_(0.3),
     "clipping": lambda o: (setattr(o, "max_grad_norm", 0.3), o.step()),
+    "health": lambda o: (o.watch_health(), o.step(), o.step()),
     "a new group": lambda o: o.add_param_group({"params": [torch.zeros(2, device="cuda")], "lr": torch.tensor(0.3)}),
     "a rate of the constructor": lambda o: co.SGD([torch.zeros(2, device="cuda")], lr=torch.tensor(0.3)),
     "OneCycleLR": one_cycle,
@@ -75,6 +76,25 @@ def test_nothing_that_is_written_waits(write: Callable[[CompiledOptimizer], obje
     operators = recorder.take().operators
     assert operators
     assert not [o for o in operators if o.waits]
+
+
+def test_a_watched_step_does_as_much_for_many_parameters_as_for_one(recorder: Record) -> None:
+    found = []
+    for count in (1, 40):
+        optimizer = many(count)
+        optimizer.step()
+        recorder.take()
+        optimizer.step()
+        before = [o.name for o in recorder.take().operators]
+        optimizer.watch_health()
+        optimizer.step()
+        recorder.take()
+        optimizer.step()
+        names = [o.name for o in recorder.take().operators if o.name not in ("as_strided", "detach")]
+        found.append(names[: len(names) - len(before)] if names[len(names) - len(before) :] == before else names)
+    assert found[0] == found[1]
+    assert found[0].count("_foreach_copy_") == 3
+    assert len(found[0]) <= 24
 
 
 SCHEDULERS: dict[str, Callable[[CompiledOptimizer], Any]] = {
