@@ -12,7 +12,7 @@ from torch import Tensor
 
 from compiled_optim.lowering.kernels.cpp_stacks import CppStackKernel, stack_source
 from compiled_optim.lowering.kernels.table import CoefficientTable
-from compiled_optim.lowering.stacked import Stack, StackTableLowering, seen_shape, stack_of
+from compiled_optim.lowering.stacked import Stack, StackTableLowering, seen_shape
 from compiled_optim.lowering.torch_ops.eager import TorchLowering
 from compiled_optim.memory.addresses import EMPTY
 from compiled_optim.memory.layout import is_plain, overlap_shifted, plain_copy
@@ -125,14 +125,16 @@ class LoopStack(Stack):
             return
         gathered = self.gathered(grads)
         assert gathered is not None
-        param, grad = self._seen(stack_of(self._params), self._owner), self._seen(gathered, self._owner)
-        buffers = list(map(self._seen, self._buffers, self._entries))
-        present = [(i, row.data_ptr()) for i, row in zip(self.positions, grad, strict=True) if grads[i] is not None]
+        param, grad, *buffers = self._whole(gathered)
+        own = [self.positions[i] for i in self._own]
+        present = [(i, row.data_ptr()) for i, row in zip(own, grad, strict=True) if grads[i] is not None]
         pointers = torch.zeros_like(table.gradients.pointers)
         pointers.numpy()[[i for i, _ in present]] = [address for _, address in present]
-        self._run(torch.tensor([row.data_ptr() for row in param], device="cpu"), pointers, buffers, table)
-        _copy(self._params, self._held(param, self._owner).unbind())
-        _copy(self._buffers, list(map(self._held, buffers, self._entries)))
+        if self._own:
+            self._run(torch.tensor([row.data_ptr() for row in param], device="cpu"), pointers, buffers, table)
+        held_param, *held_buffers = self._held([param, *buffers])
+        _copy(self._params, held_param.unbind())
+        _copy(self._buffers, held_buffers)
 
     def _run(self, params: Tensor, grads: Tensor, buffers: Sequence[Tensor], table: CoefficientTable) -> None:
         assert self.loops is not None

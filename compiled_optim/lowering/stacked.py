@@ -20,6 +20,7 @@ from torch import Tensor
 
 from compiled_optim.lowering.kernels.table import CoefficientTable, Kernel
 from compiled_optim.lowering.multi_tensor import Capturable
+from compiled_optim.lowering.owners import Owners, owners
 from compiled_optim.lowering.torch_ops.eager import TorchLowering
 from compiled_optim.lowering.torch_ops.inductor import OPTIONS, fits_indices, say_too_large
 from compiled_optim.memory.layout import compute_dtype, is_plain, parts_of_stack, plain_copy, whole_stack
@@ -116,8 +117,8 @@ _serial = itertools.count()
 class StackedLowering(TorchLowering):
     """Runs the step of one plan, whose tensors are not complex.
 
-    DTensors are gathered stack by stack, and every process updates them whole. Inductor's kernels update the stacks where it
-    is ``compiled``, else plain torch operations.
+    DTensors go whole to one process each, stack by stack. Those that are split along more than one dimension are gathered by
+    every process instead. Inductor's kernels update the stacks where it is ``compiled``, else plain torch operations.
     """
 
     name = "stacked"
@@ -136,6 +137,16 @@ class StackedLowering(TorchLowering):
             for most in [self._most(key, shape)]
             for start in range(0, len(where), most)
         ]
+        for first, stack in zip(
+            itertools.accumulate([0, *(len(s.positions) for s in self.stacks)]), self.stacks, strict=False
+        ):
+            stack.share(first)
+        if gathered := [s for s in self.stacks if plan.sharded and s.owners is None]:
+            name = plan.members[gathered[0].positions[0]].name
+            log.fall_back(
+                f"every process updates all of '{name}', which is not split along one dimension over one of its mesh's",
+                "a step takes longer",
+            )
 
     def _stacked(self, positions: Sequence[int], key: KernelKey) -> Stack:
         return Stack(self.plan, positions, key)
@@ -281,7 +292,18 @@ class Stack:
         for name, stacked in zip(plan.buffers, self._buffers, strict=True):
             for member, view in zip(members, stacked.unbind(), strict=True):
                 member.put(name, view)
-        self._entries: list[Tensor] = [members[0].state[name] for name in plan.buffers]  # which say how buffers are spread
+        entries = [members[0].state[name] for name in plan.buffers]
+        self._likes: list[Tensor] = [self._owner, self._owner, *entries]  # which say how param, grad and buffers are spread
+        self.owners: Owners | None = None
+        self._own: Sequence[int] = range(len(positions))  # the tensors that this process updates
+
+    def share(self, first: int) -> None:
+        """Update each DTensor on one process only, if that is possible; the first one on process ``first``, and so on."""
+        self.owners = owners(self._likes, len(self.positions), first)
+        if self.owners is not None:
+            self._own = self.owners.own
+            self.shape = (len(self._own), *self.shape[1:])
+            self._index = self._index[self._own]
 
     def gathered(self, grads: Sequence[Tensor | None]) -> Tensor | None:
         """The stack's gradients of all ``grads`` in one tensor, with 0 where there is none; None without any."""
@@ -306,31 +328,42 @@ class Stack:
     def step(self, grads: Tensor, coefficients: Tensor) -> None:
         """Update from stacked ``grads``; a tensor stays as it is where the second of its ``coefficients`` is not 0."""
         assert self.kernel is not None
-        param = self._seen(stack_of(self._params), self._owner)
-        buffers = list(map(self._seen, self._buffers, self._entries))
+        param, grad, *buffers = self._whole(grads)
         columns = coefficients.index_select(1, self._index).to(param.device, self._dtype)
         columns = columns.view(*columns.shape, *[1] * (param.dim() - 1))
-        new_param, *new_buffers = self.kernel([param, self._seen(grads, self._owner), *buffers, *columns.unbind()])
-        torch._foreach_copy_(self._params, self._held(new_param, self._owner).unbind())
+        new = self.kernel([param, grad, *buffers, *columns.unbind()]) if self._own else [param, *buffers]
+        held_param, *held_buffers = self._held(new)
+        torch._foreach_copy_(self._params, held_param.unbind())
         if self._buffers:  # apart, since tensors of several dtypes are copied one by one
-            torch._foreach_copy_(self._buffers, list(map(self._held, new_buffers, self._entries)))
+            torch._foreach_copy_(self._buffers, held_buffers)
 
-    def _seen(self, stacked: Tensor, like: Tensor) -> Tensor:
-        """``stacked`` tensors, spread like ``like``, as an update sees them."""
-        full = whole_stack(stacked, like)
+    def _whole(self, grads: Tensor) -> list[Tensor]:
+        """Parameters, ``grads`` and buffers of the tensors that this process updates, as an update sees them."""
+        held = [stack_of(self._params), grads, *self._buffers]
+        if self.owners is not None:
+            return list(map(self._seen, self.owners.collect(held)))
+        return list(map(self._seen, map(whole_stack, held, self._likes)))
+
+    def _held(self, seen: Sequence[Tensor]) -> list[Tensor]:
+        """Of new parameters and buffers as an update sees them, what this process holds of all tensors."""
+        kinds = [0, *range(2, len(self._likes))]
+        full = [self._as_held(new, self._likes[kind]) for new, kind in zip(seen, kinds, strict=True)]
+        if self.owners is not None:
+            return self.owners.spread(full, kinds)
+        return [parts_of_stack(new, self._likes[kind]) for new, kind in zip(full, kinds, strict=True)]
+
+    def _seen(self, full: Tensor) -> Tensor:
         if self._axes:
             full = full.permute(0, *(1 + axis for axis in self._axes)).contiguous()
         if self._owner.dim() < 2:
             return full.view(len(full), -1)
         return full if self._matrices else full.view(len(full), math.prod(full.shape[1:-2]), *full.shape[-2:])
 
-    def _held(self, seen: Tensor, like: Tensor) -> Tensor:
-        """Of new tensors as an update sees them, and spread like ``like``, what this process holds."""
+    def _as_held(self, seen: Tensor, like: Tensor) -> Tensor:
         if self._axes is None:
-            return parts_of_stack(seen.view(len(seen), *like.shape), like)
+            return seen.view(len(seen), *like.shape)
         full = seen.view(len(seen), *(like.shape[axis] for axis in self._axes))
-        back = (1 + self._axes.index(axis) for axis in range(like.dim()))
-        return parts_of_stack(full.permute(0, *back), like)
+        return full.permute(0, *(1 + self._axes.index(axis) for axis in range(like.dim())))
 
 
 def seen_shape(rule: Rule, statics: Mapping[str, Any], shape: torch.Size) -> tuple[int, ...]:
