@@ -13,6 +13,7 @@ from compiled_optim.groups.per_parameter import alternatives, first_matches, mat
 
 Model: TypeAlias = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 Key: TypeAlias = str | type[nn.Module]
+_HEADS = ("lm_head", "head", "output", "classifier")  # what models call the linear map that comes last
 
 
 class _Listed(NamedTuple):
@@ -45,14 +46,7 @@ def param_groups(model: Model, patterns: Mapping[str, Mapping[str, Any]]) -> lis
         TypeError: something is not of the type that is said here.
         ValueError: a pattern matches no parameter, two match the same one, or options hold ``params``.
     """
-    if isinstance(model, nn.Module):
-        model = model.named_parameters(remove_duplicate=False)
-    names, tensors = names_and_tensors(model, "model")
-    if len(names) != len(tensors):
-        raise TypeError("model must be a module, or names and parameters: pairs, as named_parameters() gives, or a dict")
-    if foreign := [name for name, tensor in zip(names, tensors, strict=True) if not isinstance(tensor, Tensor)]:
-        raise TypeError(f"'{foreign[0]}' of the model is no tensor")
-    listed = _by_first_name((name, tensor, []) for name, tensor in zip(names, tensors, strict=True))
+    listed = listed_parameters(model)
     if not isinstance(patterns, Mapping):
         raise TypeError(f"patterns must be a dict pattern -> options, got {type(patterns).__name__}")
     for pattern, options in patterns.items():
@@ -69,21 +63,36 @@ def param_groups(model: Model, patterns: Mapping[str, Mapping[str, Any]]) -> lis
     return [group for group in groups.values() if group["params"]]
 
 
-def roles(model: nn.Module) -> dict[int, str]:
-    """What the weights of ``model`` are, by the ``id`` of each, as far as types of modules tell.
+def listed_parameters(model: Model) -> dict[str, _Listed]:
+    """The parameters of ``model`` by first name, each tensor once; ``TypeError`` where it is no :data:`Model`."""
+    if isinstance(model, nn.Module):
+        model = model.named_parameters(remove_duplicate=False)
+    names, tensors = names_and_tensors(model, "model")
+    if len(names) != len(tensors):
+        raise TypeError("model must be a module, or names and parameters: pairs, as named_parameters() gives, or a dict")
+    if foreign := [name for name, tensor in zip(names, tensors, strict=True) if not isinstance(tensor, Tensor)]:
+        raise TypeError(f"'{foreign[0]}' of the model is no tensor")
+    return _by_first_name((name, tensor, []) for name, tensor in zip(names, tensors, strict=True))
 
-    ``"embedding"``; ``"head"``, a linear map onto as many numbers as an embedding has rows; ``"linear"``, any other one;
-    ``"depthwise"``, a convolution's filters for one channel each; ``"convolution"``, any other ones. A weight that is tied
-    to an embedding is an embedding.
+
+def roles(model: nn.Module) -> dict[int, str]:
+    """What the weights of ``model`` are, by the ``id`` of each, as far as types and order of modules tell.
+
+    ``"embedding"``; ``"head"``, the last linear map onto as many numbers as an embedding has rows, and the last one of all
+    if it is called as heads are; ``"linear"``, any other one; ``"depthwise"``, a convolution's filters for one channel each;
+    ``"convolution"``, any other ones. Earlier maps onto as many numbers are linear: a table of positions may have as many
+    rows as a hidden layer has outputs. A weight that is tied to an embedding is an embedding.
     """
-    found: dict[int, str] = {}
-    modules = [module for module in model.modules() if isinstance(getattr(module, "weight", None), Tensor)]
-    tables = [module for module in modules if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
+    modules = {n: m for n, m in model.named_modules() if isinstance(getattr(m, "weight", None), Tensor)}
+    tables = [module for module in modules.values() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
     sizes = {table.num_embeddings for table in tables}
-    for module in modules:
-        if isinstance(module, nn.Linear):
-            found[id(module.weight)] = "head" if module.out_features in sizes else "linear"
-        elif isinstance(module, nn.modules.conv._ConvNd):
+    linear = {name: module for name, module in modules.items() if isinstance(module, nn.Linear)}
+    found = {id(module.weight): "linear" for module in linear.values()}
+    onto_rows = [name for name, module in linear.items() if module.out_features in sizes]
+    named = [name for name in [*linear][-1:] if name.rpartition(".")[2] in _HEADS]
+    found |= {id(linear[name].weight): "head" for name in (*onto_rows[-1:], *named)}
+    for module in modules.values():
+        if isinstance(module, nn.modules.conv._ConvNd):
             found[id(module.weight)] = "depthwise" if module.groups == module.in_channels > 1 else "convolution"
     return found | {id(table.weight): "embedding" for table in tables}
 
