@@ -132,7 +132,7 @@ def compile_report(optimizer: CompiledOptimizer) -> CompileReport:
     Raises:
         TypeError: ``optimizer`` is not one of this package.
     """
-    engine = _checked_engine(optimizer, "compile_report")
+    engine = checked_engine(optimizer, "compile_report")
     log = engine.log
     return CompileReport(
         type(optimizer).__name__,
@@ -200,7 +200,7 @@ def memory_report(optimizer: CompiledOptimizer) -> MemoryReport:
     Raises:
         TypeError: ``optimizer`` is not one of this package.
     """
-    engine = _checked_engine(optimizer, "memory_report")
+    engine = checked_engine(optimizer, "memory_report")
     step = engine.current()
     params = [p for p in step.params if not torch.nn.parameter.is_lazy(p)]
     grads = [grad for p in params if (grad := gradient(p)) is not None]
@@ -208,15 +208,16 @@ def memory_report(optimizer: CompiledOptimizer) -> MemoryReport:
     entries = [(name, entry) for name, entry in named if isinstance(entry, Tensor)]
     state = Counter[str]()
     for name, entry in entries:
-        state[name] += _bytes(entry)
+        state[name] += bytes_of(entry)
     known = _storages(part for tensor in (*params, *grads, *(e for _, e in entries)) for part in _parts(tensor))
     tables = sum(size for storage, size in _storages(_tensors_in(step)).items() if storage not in known)
     elements = sum(local(p).numel() for p in params)
-    weights, gradients = sum(map(_bytes, params)), sum(map(_bytes, grads))
+    weights, gradients = sum(map(bytes_of, params)), sum(map(bytes_of, grads))
     return MemoryReport(type(optimizer).__name__, elements, weights, gradients, dict(state), tables)
 
 
-def _checked_engine(optimizer: Any, function: str) -> Engine:
+def checked_engine(optimizer: Any, function: str) -> Engine:
+    """The engine of ``optimizer``; ``TypeError`` that names ``function`` where it is not one of this package."""
     if not isinstance(optimizer, CompiledOptimizer):
         raise TypeError(f"{function} takes an optimizer of compiled_optim, got {type(optimizer).__name__}")
     return engine_of(optimizer)
@@ -228,7 +229,8 @@ def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
     return (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,)
 
 
-def _bytes(tensor: Tensor) -> int:
+def bytes_of(tensor: Tensor) -> int:
+    """The bytes that this process holds of ``tensor``."""
     return sum(part.numel() * part.element_size() for part in _parts(tensor))
 
 

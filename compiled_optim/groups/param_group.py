@@ -223,6 +223,11 @@ class ParamGroup(WatchedDict[str, Any]):
                 number.read_as(before.is_tensor and before.tensor)
             self._put(key, [number for _, number in made])
 
+    def known(self) -> dict[str, Any]:
+        """As :meth:`floats`, but with a tensor for each number that only the device knows. It does not wait."""
+        shown = filter(self._is_shown, self._hypers)
+        return {key: self._hypers[key].plain([n.value() for n in self._held(key)]) for key in shown}
+
     def floats(self) -> dict[str, Any]:
         """Every hyperparameter as a Python float or a tuple of them. Waits for the device where only that knows a number."""
         shown = filter(self._is_shown, self._hypers)

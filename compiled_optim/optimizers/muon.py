@@ -18,6 +18,10 @@ _RATIOS: dict[str, Callable[[int, int], float]] = {
 }
 
 
+def _ratio(shape: torch.Size, adjust_lr_fn: str | None) -> float:
+    return _RATIOS[adjust_lr_fn or "original"](*shape[-2:])
+
+
 def _orthogonalized(stack: Tensor, a: Tensor, b: Tensor, c: Tensor, eps: Tensor, steps: int) -> Tensor:
     """The matrices of ``stack``, (n, rows, columns), with singular values near 1."""
     tall = stack.shape[-2] > stack.shape[-1]
@@ -52,6 +56,7 @@ class Muon(CompiledOptimizer, granularity="matrix"):
     adjust_lr_fn: str | None = static(default=None, doc='how ``lr`` follows the shape, see above; None is ``"original"``.')
     momentum_buffer = buffer()
     implied_state: ClassVar[Mapping[str, float]] = {"step": 1.0}
+    lr_ratio = staticmethod(_ratio)
 
     @staticmethod
     def coefficients(step, lr, weight_decay, momentum, ns_coefficients, eps):
@@ -62,7 +67,7 @@ class Muon(CompiledOptimizer, granularity="matrix"):
     def update(param, grad, c, momentum_buffer, nesterov, ns_steps, adjust_lr_fn):
         momentum_buffer = torch.lerp(momentum_buffer, grad, c.weight)
         direction = torch.lerp(momentum_buffer, grad, c.weight) if nesterov else momentum_buffer
-        ratio = _RATIOS[adjust_lr_fn or "original"](*param.shape[-2:])
+        ratio = _ratio(param.shape, adjust_lr_fn)
         direction = _orthogonalized(direction, c.a, c.b, c.c, c.eps, ns_steps)
         return dict(param=c.decay * param, step=c.lr * ratio * direction, momentum_buffer=momentum_buffer)
 

@@ -61,6 +61,7 @@ class Declared:
     _group_flags: ClassVar[tuple[str, ...]] = ()  # that groups may hold: torch.optim's, which checkpoints have, and maximize
     _views: ClassVar[Mapping[str, Callable[..., Any]]] = {}  # other values of a parameter, see :class:`Rule`
     _modes: ClassVar[Mapping[str, bool]] = {}  # further entries of groups, as they begin; checkpoints bring them back
+    _lr_ratio: ClassVar[Callable[..., float] | None] = None  # what an update multiplies ``lr`` by, of ``shape`` and choices
     _implied_state: ClassVar[Mapping[str, float]] = {}  # that checkpoints of torch.optim's leave out
 
     def __init_subclass__(
@@ -77,7 +78,9 @@ class Declared:
         for name in vars(cls).keys() & _MEANINGS:  # for help(), which shows a rule
             getattr(cls, name).__doc__ = getattr(cls, name).__doc__ or _MEANINGS[name]
         own = {name: value for name, value in vars(cls).items() if isinstance(value, Field)}
-        others = {name: vars(cls)[name] for name in {"accumulation", "implied_state", "views"} & vars(cls).keys()}
+        others = {
+            name: vars(cls)[name] for name in {"accumulation", "implied_state", "lr_ratio", "views"} & vars(cls).keys()
+        }
         for name in (*own, *others):
             delattr(cls, name)
         for name, value in (given | others).items():
