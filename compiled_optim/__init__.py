@@ -3,6 +3,7 @@
 The parts are floors of a house: a module imports only from its own floor and from floors below. From the top:
 
     capture/             training steps as CUDA graphs
+    explain.py           which rule updates each parameter, with which numbers, and why
     state_dicts.py       state dicts by name, for several optimizers, for optimi; float32 weights of 16-bit models
     release.py           gradient release: updates inside of backward, which then frees the gradients
     report.py            no_recompiles, compile_report and memory_report
@@ -26,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from compiled_optim import optimizers
 from compiled_optim.capture.runner import CUDAGraphRunner
 from compiled_optim.checkpoint.check import LoadReport
+from compiled_optim.explain import Explanation, explain
 from compiled_optim.model import param_groups, to_low_precision
 from compiled_optim.optimizer import CompiledOptimizer
 from compiled_optim.plan.compilations import RecompileError
@@ -84,6 +86,7 @@ __all__ = [
     "CUDAGraphRunner",
     "CompileReport",
     "CompiledOptimizer",
+    "Explanation",
     "Lion",
     "LoadReport",
     "MemoryReport",
@@ -100,6 +103,7 @@ __all__ = [
     "SparseAdam",
     "StableAdamW",
     "compile_report",
+    "explain",
     "full_precision_state_dict",
     "load_full_precision_state_dict",
     "load_named_state_dict",

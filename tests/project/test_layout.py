@@ -34,7 +34,7 @@ FLOORS = [
     {"step"},
     {"optimizer", "model"},
     {"optimizers", "release", "report", "state_dicts"},
-    {"capture"},
+    {"capture", "explain"},
     {""},
 ]
 
