@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from compiled_optim.groups.parameters import canonical_name, first_three, parame
 from compiled_optim.groups.per_parameter import ignores_prefixes, matches, number_of
 from compiled_optim.memory.addresses import gradient
 from compiled_optim.memory.torch_internals import is_fake
-from compiled_optim.model import Model, listed_parameters, roles
+from compiled_optim.model import Listed, Model, listed_parameters, roles
 from compiled_optim.optimizer import CompiledOptimizer
 from compiled_optim.report import bytes_of, checked_engine
 from compiled_optim.rule.declared import Declared
@@ -175,7 +174,7 @@ def explain(model: Model, optimizer: CompiledOptimizer | Sequence[CompiledOptimi
     found: dict[tuple[str, str], dict[str, None]] = {}
     for kind, message, concerned in (
         *_unfit([(own.get(id(p.param), p.name), known.get(id(p.param), ""), p) for p in placed]),
-        *_elsewhere({name: entry.tensor for name, entry in listed.items()}, placed),
+        *_elsewhere(listed, placed),
         *_of_groups(groups),
         *[("pattern", f"{text!r} in an option matches no parameter", ()) for text, is_used in used.items() if not is_used],
     ):
@@ -242,8 +241,8 @@ def _chosen(group: _Group, name: str, param: Tensor, used: dict[str, bool]) -> t
 def _record(name: str, aliases: Sequence[str], param: Tensor, placed: _Placed | None) -> dict[str, Any]:
     shape, dtype = None if is_lazy(param) else list(param.shape), str(param.dtype).removeprefix("torch.")
     grad = None if shape is None else gradient(param)
-    record: dict[str, Any] = dict.fromkeys(("optimizer", "group", "rule", "lr", "weight_decay", "matrices"))
-    record |= {"name": name, "aliases": list(aliases), "shape": shape, "dtype": dtype, "precision": dtype}
+    record: dict[str, Any] = {"name": name, "aliases": list(aliases), "shape": shape, "dtype": dtype, "precision": dtype}
+    record |= dict.fromkeys(("optimizer", "group", "rule", "lr", "weight_decay", "matrices"))
     sizes = [0 if t is None or shape is None else bytes_of(t) for t in (param, grad)]
     record |= {"parameter_bytes": sizes[0], "gradient_bytes": sizes[1], "state_bytes": 0}
     record["why"] = "no optimizer has it" if param.requires_grad else "it requires no gradient"
@@ -286,21 +285,22 @@ def _unfit(placed: Sequence[tuple[str, str, _Placed]]) -> _Found:
                 yield found, f"{kind.__name__} {_MISPLACED[found]}", [name]
 
 
-def _elsewhere(own: Mapping[str, Tensor], placed: Sequence[_Placed]) -> _Found:
-    """Findings about parameters that no optimizer has, that two have, and that are none of the ``own`` ones of the model."""
-    model_names = {id(param): name for name, param in own.items()}
+def _elsewhere(listed: Mapping[str, Listed], placed: Sequence[_Placed]) -> _Found:
+    """Findings about parameters that no optimizer has, that two have, and that the model lacks."""
+    own = {id(entry.tensor): name for name, entry in listed.items()}
     first: dict[int, _Placed] = {}
     for each in placed:
         if first.setdefault(id(each.param), each).group.optimizer != each.group.optimizer:
-            yield "shared", "two optimizers update it", [model_names.get(id(each.param), each.name)]
-    left = {name: param for name, param in own.items() if id(param) not in first and param.requires_grad}
-    present = {canonical_name(name): name for name in own}
-    gone = [each for key, each in first.items() if key not in model_names]
-    now = []
+            yield "shared", "two optimizers update it", [own.get(id(each.param), each.name)]
+    left = {n: entry.tensor for n, entry in listed.items() if id(entry.tensor) not in first and entry.tensor.requires_grad}
+    present = {canonical_name(alias): [name] for name, entry in listed.items() for alias in entry.names}
+    gone = [each for key, each in first.items() if key not in own]
+    now: list[str] = []
     for each in gone:
-        alike = [n for n, p in left.items() if not is_lazy(p) and p.shape == each.param.shape and n not in now]
-        is_unnamed = "param_names" not in each.group.entries
-        now += alike[:1] if is_unnamed else [n for n in [present.get(canonical_name(each.name))] if n is not None]
+        if "param_names" in each.group.entries:
+            now += present.get(canonical_name(each.name), [])
+        elif not is_lazy(each.param):
+            now += [n for n, p in left.items() if not is_lazy(p) and p.shape == each.param.shape and n not in now][:1]
     if gone:
         there = f"other tensors there: {first_three(now)}" if now else "nothing in its place"
         yield "replaced", f"it is not in the model, which has {there}", [each.name for each in gone]
@@ -313,14 +313,13 @@ def _of_groups(groups: Sequence[_Group]) -> _Found:
         filled = [group for group in groups if group.engine is engine and group.entries["params"]]
         if engine.kind._granularity == "matrix" and not any(group.kind._granularity == "matrix" for group in filled):
             yield "matrices", f"{engine.kind.__name__} orthogonalizes nothing: all parameters follow other rules", ()
-        for one, other in itertools.combinations(filled, 2):
-            if one.kind is other.kind and _settings(one) == _settings(other):
-                names = [n for group in (one, other) for n in parameter_names(group.entries, group.place)]
-                said = f"param_groups[{one.place}] and [{other.place}] of {engine.kind.__name__} have equal settings"
-                yield "groups", f"{said}: one group would do", names
-
-
-def _settings(group: _Group) -> dict[str, Any]:
-    """What tells a group from others."""
-    others = ("params", "param_names", WHY)
-    return {key: value for key, value in group.entries.items() if key not in others and not isinstance(value, Tensor)}
+        alike: list[tuple[dict[str, Any], list[_Group]]] = []
+        for group in filled:
+            told = {k: v for k, v in group.entries.items() if k not in ("params", "param_names", WHY)}
+            told = {"kind": group.kind} | {k: v for k, v in told.items() if not isinstance(v, Tensor)}
+            equals = next((groups for settings, groups in alike if settings == told), None)
+            equals.append(group) if equals is not None else alike.append((told, [group]))
+        for equals in (groups for _, groups in alike if len(groups) > 1):
+            which = first_three([f"param_groups[{group.place}]" for group in equals])
+            names = [name for group in equals for name in parameter_names(group.entries, group.place)]
+            yield "groups", f"{which} of {engine.kind.__name__} have equal settings, and could be one group", names

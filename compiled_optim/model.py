@@ -16,7 +16,7 @@ Key: TypeAlias = str | type[nn.Module]
 _HEADS = ("lm_head", "head", "output", "classifier")  # what models call the linear map that comes last
 
 
-class _Listed(NamedTuple):
+class Listed(NamedTuple):
     """A tensor of a model, with all of its names and the modules that it is in."""
 
     tensor: Tensor
@@ -63,7 +63,7 @@ def param_groups(model: Model, patterns: Mapping[str, Mapping[str, Any]]) -> lis
     return [group for group in groups.values() if group["params"]]
 
 
-def listed_parameters(model: Model) -> dict[str, _Listed]:
+def listed_parameters(model: Model) -> dict[str, Listed]:
     """The parameters of ``model`` by first name, each tensor once; ``TypeError`` where it is no :data:`Model`."""
     if isinstance(model, nn.Module):
         model = model.named_parameters(remove_duplicate=False)
@@ -130,7 +130,7 @@ def to_low_precision(
     dtypes = _dtypes_by_key(keep)
     listed = _by_first_name(_entries(model))
 
-    def is_kept(key: Key, entry: _Listed) -> bool:
+    def is_kept(key: Key, entry: Listed) -> bool:
         return matches(key, entry.names) if isinstance(key, str) else any(isinstance(owner, key) for owner in entry.owners)
 
     def differ(first: Key, second: Key) -> bool:
@@ -166,13 +166,13 @@ def _entries(
             yield from _entries(child, f"{prefix}{name}.", owners)
 
 
-def _by_first_name(entries: Iterable[tuple[str, Tensor, list[nn.Module]]]) -> dict[str, _Listed]:
-    found: dict[int, _Listed] = {}
+def _by_first_name(entries: Iterable[tuple[str, Tensor, list[nn.Module]]]) -> dict[str, Listed]:
+    found: dict[int, Listed] = {}
     for name, tensor, owners in entries:
-        entry = found.setdefault(id(tensor), _Listed(tensor, [], []))
+        entry = found.setdefault(id(tensor), Listed(tensor, [], []))
         entry.names.append(name)
         entry.owners.extend(owners)
-    listed: dict[str, _Listed] = {}
+    listed: dict[str, Listed] = {}
     for entry in found.values():
         if listed.setdefault(entry.names[0], entry) is not entry:
             raise ValueError(f"two parameters are named '{entry.names[0]}'")
