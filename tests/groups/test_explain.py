@@ -527,6 +527,23 @@ def test_a_message_says_what_to_look_at(name: str, said: str) -> None:
     assert said in finding.message
 
 
+def test_the_record_of_a_parameter_in_two_optimizers_is_the_firsts() -> None:
+    model, optimizers, _, _ = CASES["a_parameter_in_two_optimizers"]()
+    for each in (optimizers, optimizers[::-1]):
+        record = by_name(co.explain(model, each))["weight"]
+        assert (record["optimizer"], record["rule"]) == (0, type(each[0]).__name__)
+
+
+def test_a_lazy_layer_takes_no_place_of_another() -> None:
+    model = nn.Sequential(nn.Linear(9, 9))
+    made = co.AdamW(model.parameters())
+    model[0] = nn.LazyLinear(9)
+    replaced, missing = co.explain(model, made).warnings
+    assert (replaced.kind, missing.kind) == ("replaced", "missing")
+    assert "other tensors there: 0.bias" not in replaced.message
+    assert missing.names == ("0.weight", "0.bias")
+
+
 def test_many_names_are_shortened_in_the_table_alone() -> None:
     model = {f"w{i}": matrix(9, 1) for i in range(5)}
     (finding,) = co.explain(model, co.Muon(model.values())).warnings
@@ -709,6 +726,12 @@ class TestTable:
         assert "warning (replaced): param_groups[0]['params'][1]: " in text
         assert "warning (missing): bias: " in text
         assert "9 x 9" in text
+
+    def test_rich_takes_no_name_for_markup(self) -> None:
+        console = pytest.importorskip("rich.console")
+        params, out = {"w[bold]": matrix()}, io.StringIO()
+        console.Console(file=out, width=400).print(co.explain(params, co.SGD(params)))
+        assert "w[bold]" in out.getvalue()
 
     def test_rich_need_not_be_there(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for name in [name for name in sys.modules if name.partition(".")[0] == "rich"]:
