@@ -259,7 +259,7 @@ def _record(name: str, aliases: Sequence[str], param: Tensor, placed: _Placed | 
     return record | {
         "optimizer": optimizer,
         "group": group,
-        "rule": kind.__name__,
+        "rule": next((base.__name__ for base in kind.__mro__ if "update" in vars(base)), kind.__name__),
         "lr": lr * placed.factor if isinstance(lr, (float, int)) else lr and str(lr),
         "weight_decay": str(decay) if isinstance(decay, str) else decay,
         "precision": " ".join(filter(None, (dtype, placed.weights, dtypes and f"state {dtypes}"))),

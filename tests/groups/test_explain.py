@@ -67,7 +67,7 @@ class TestRecords:
             assert record["dtype"] == "float32"
             assert record["optimizer"] == 0
             is_matrix = name in MATRICES
-            assert (record["rule"], record["group"]) == (("MuonAdamW", 0) if is_matrix else ("AdamW", 1))
+            assert (record["rule"], record["group"]) == (("Muon", 0) if is_matrix else ("AdamW", 1))
             assert record["weight_decay"] == (0.4 if is_matrix else 0.2)
             assert record["lr"] == pytest.approx(0.03 * 0.2 * math.sqrt(max(param.shape)) if is_matrix else 0.007)
             assert record["matrices"] == ([1, *param.shape] if is_matrix else None)
@@ -700,7 +700,7 @@ class TestTable:
         assert lines[0].split() == ["name", "shape", "precision", "group", "rule", "lr", "decay", "bytes", "matrices", "why"]
         assert len(lines) == 1 + len(list(model.parameters()))
         at = lines[0].index("rule")
-        assert {line[at:].split()[0] for line in lines[1:]} == {"AdamW", "MuonAdamW"}
+        assert {line[at:].split()[0] for line in lines[1:]} == {"AdamW", "Muon"}
         assert {line[at - 1] for line in lines} == {" "}
 
     def test_empty_columns_are_left_out(self) -> None:

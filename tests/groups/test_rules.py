@@ -602,6 +602,14 @@ class TestMuonAdamW:
         with pytest.raises(ValueError, match=said):
             co.MuonAdamW(model)
 
+    def test_is_explained(self) -> None:
+        model = GPT()
+        explained = co.explain(model, co.MuonAdamW(model, lr=0.01))
+        rules = {r["name"]: (r["rule"], r["why"]) for r in explained.records}
+        assert rules["blocks.0.qkv.weight"] == ("Muon", "a matrix that no pattern matches")
+        assert rules["tok.weight"] == ("AdamW", "is an embedding")
+        assert explained.warnings == ()
+
     def test_refuses_what_would_be_wrong_without_a_word(self) -> None:
         model = GPT()
         with pytest.raises(ValueError, match="no parameter is left for Muon"):
