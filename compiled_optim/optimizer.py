@@ -395,6 +395,8 @@ class CompiledOptimizer(Declared, Optimizer):
             for name, function in ((n, f) for n, f in functions.items() if n in hypers):
                 if function is not None and name not in groups[index]:
                     raise ValueError(f"param_groups[{index}] has no {name}; it needs {hypers[name].when}=True")
+                if function is not None:
+                    groups[index].refuse_fixed(name)
                 schedules.set(index, groups[index], hypers[name], function)
         engine.schedules = schedules
         schedules.follow(groups)
@@ -583,7 +585,7 @@ def _as_defaults(kind: type[Declared], options: Mapping[str, Any]) -> tuple[dict
         TypeError, ValueError: a hyperparameter is no number, or out of range.
     """
     defaults, given = group_entries(kind, options), {}
-    for hyper in (h for h in kind._fields_of(Hyper) if h.name in defaults):
+    for hyper in (h for h in kind._fields_of(Hyper) if h.name in defaults and h.choice(options[h.name]) is None):
         elements = hyper.elements(options[hyper.name], "")
         numbers = tuple(e.item() if isinstance(e, Tensor) else e for e in elements)
         for index, number in enumerate(numbers):

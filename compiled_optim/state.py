@@ -172,6 +172,7 @@ class StateForm(NamedTuple):
         """What returns the form of the parameter at a place in ``groups[index]``, once that has the ``loaded`` numbers."""
         group, numbers, params = groups[index], loaded or {}, groups[index]["params"]
         statics = {s.name: group.get(s.name, s.default) for s in declaration.statics}
+        statics |= {h.name: h.choice(group[h.name]) for h in declaration.hypers if h.fixed}
         structural = {n: numbers[n] != 0 if n in numbers else group.nonzero(n) for n in declaration.structural_hypers}
         options = [option for option in declaration.options if option.name in group]
         made: dict[Any, tuple[dict[str, Any], tuple[str, ...]]] = {}

@@ -164,6 +164,8 @@ def _group_values(group: ParamGroup, saved: Sequence[Mapping[str, Any]]) -> tupl
     for h in declaration.hypers:
         if h.when and not group.get(h.when) and any([is_set(g, h.when, group.label) for g in saved]):
             skipped.add(h.name)
+        if any([h.choice(g.get(h.name)) is not None for g in (group, *saved)]):
+            skipped.add(h.name)
     found: dict[str, list[Any]] = {}
     for g in saved:
         for key in g:
@@ -205,7 +207,7 @@ def _value(group: ParamGroup, key: str, hyper: Hyper | None, value: Any) -> Any:
     The numbers may be out of range, as a scheduler may have written the last ones.
     """
     what = f"{key} of {group.label}"
-    if hyper is None or (hyper.when and is_own(hyper, value, group)):
+    if hyper is None or is_own(hyper, value, group):
         return copied(value, what)
     given = value if type(value) is float else plain(value, what)
     elements = given if isinstance(given, list) else [given]

@@ -95,6 +95,8 @@ class ParamGroup(WatchedDict[str, Any]):
             if hyper.like and key not in self._numbers:
                 own = self._fresh(self._numbers[hyper.like][0].value())
                 self._put(key, [own], new=hyper.when is None or bool(values.get(hyper.when)))
+            elif key not in self._numbers:
+                self._put(key, list(map(self._fresh, hyper.elements(hyper.default, self.label))))
 
     def set_quietly(self, key: str, value: Any) -> None:
         """Write without reporting; ``params`` becomes a list that reports, a dict of numbers a copy that nobody edits."""
@@ -102,6 +104,10 @@ class ParamGroup(WatchedDict[str, Any]):
             value = WatchedList(self._changes, value)
         elif key == TRAIN_MODE and not value:
             self._changes.refuse()
+        elif key in self._hypers and (chosen := self._hypers[key].choice(value)) is not None:
+            value = chosen  # which nobody edits
+            if key in self._numbers:
+                self._numbers[key].are_quick = False
         dict.__setitem__(self, key, kept(value) if key in self._scales else value)
 
     def __getitem__(self, key: str) -> Any:
@@ -137,10 +143,17 @@ class ParamGroup(WatchedDict[str, Any]):
 
     def tensors(self, key: str) -> tuple[Tensor, ...]:
         """The tensors of one hyperparameter, one for each of its numbers, for somebody who may write to them."""
+        self.refuse_fixed(key)
         for number in self._held(key):
             number.escape()
         self._show(key)
         return self.read_only(key)
+
+    def refuse_fixed(self, key: str) -> None:
+        """Raise ``ValueError`` where a hyperparameter is a choice that is compiled in, so that nothing reads its tensors."""
+        if key in self and self._hypers[key].choice(dict.__getitem__(self, key)) is not None:
+            chosen = f"{key} of {self.label} is {dict.__getitem__(self, key)!r}, which is compiled in"
+            raise ValueError(f"{chosen}: assign {self._hypers[key].length} numbers first")
 
     def read_only(self, key: str) -> tuple[Tensor, ...]:
         """As :meth:`tensors`, for somebody who reports his writes or makes none."""
@@ -151,9 +164,11 @@ class ParamGroup(WatchedDict[str, Any]):
         numbers = self._numbers[key]
         is_private = [n.is_private for n in numbers]
         numbers.are_open = not all(is_private)
+        is_entry = new or self._is_entry(key)
         numbers.are_quick = not numbers.are_open and key not in self._declaration.structural_hypers
+        numbers.are_quick &= is_entry or not self._hypers[key].fixed
         self.out_of_range.pop(key, None)
-        if new or self._is_entry(key):
+        if is_entry:
             values = [n.written_last if private else n.tensor for n, private in zip(numbers, is_private, strict=True)]
             numbers.entry = self._hypers[key].plain(cast(Any, values))
             dict.__setitem__(self, key, numbers.entry)
@@ -165,7 +180,7 @@ class ParamGroup(WatchedDict[str, Any]):
         return key in self and not is_own(self._hypers[key], dict.__getitem__(self, key), self)
 
     def _is_shown(self, key: str) -> bool:
-        return self._hypers[key].when is None or self._is_entry(key)
+        return not (self._hypers[key].when or self._hypers[key].fixed) or self._is_entry(key)
 
     def unshown(self) -> dict[str, Any]:
         """Hyperparameters that the dict does not list, since their option is off; a copy gets them by :meth:`take_over`."""
@@ -244,7 +259,7 @@ class ParamGroup(WatchedDict[str, Any]):
     def load(self, key: str, value: Any) -> None:
         """Write a value of a checkpoint, without reporting; into an adopted tensor if that can hold it and is not shared."""
         hyper = self._hypers.get(key)
-        if hyper is None or (hyper.when and is_own(hyper, value, self)):
+        if hyper is None or is_own(hyper, value, self):
             self.set_quietly(key, value)
         else:
             self._assign(key, self._taken(key, value), is_loaded=True)
@@ -261,13 +276,18 @@ class ParamGroup(WatchedDict[str, Any]):
     def update(self, *args: Any, **kwargs: Any) -> None:
         """As ``dict.update``, but nothing is written if one of the values is refused."""
         values = dict(*args, **kwargs)
-        taken = {key: self._taken(key, values[key]) for key in values if key in self._hypers}
+        numeric = [key for key in values if key in self._hypers and self._hypers[key].choice(values[key]) is None]
+        taken = {key: self._taken(key, values[key]) for key in numeric}
         others, structural = values.keys() - taken.keys(), self._declaration.structural_entries
+        if driven := [key for key in others & self._hypers.keys() if any(n.is_driven for n in self._numbers[key])]:
+            raise ValueError(f"opt.schedule sets {driven[0]} of {self.label}: end that with opt.schedule({driven[0]}=None)")
         if structural & others or others - self.keys():
             self._check({**self, **values}, self)
         for key, value in values.items():
             if key in taken:
-                self._assign(key, taken[key])
+                replaces_choice = key in structural and not self._is_entry(key)
+                with self._changes.reported() if replaces_choice else contextlib.nullcontext():
+                    self._assign(key, taken[key])
                 continue
             if key not in self and key not in structural:
                 warn_of_entry(key, (*self._hypers, *structural), self.label)
@@ -360,9 +380,9 @@ def _without_wait(element: float | Tensor) -> float | Tensor:
 
 
 def is_own(hyper: Hyper, value: Any, group: Mapping[str, Any]) -> bool:
-    """Whether ``value``, no number, is a user's entry with the name of ``hyper``, whose option ``group`` has off."""
+    """Whether ``value``, no number, is a choice, or a user's entry with the name of ``hyper``, whose option is off."""
     if hyper.when is None or group.get(hyper.when):
-        return False
+        return hyper.choice(value) is not None
     if isinstance(value, Tensor):
         return value.numel() != 1
     return isinstance(value, (str, bytes)) or not hasattr(value, "__float__")
@@ -440,7 +460,7 @@ def check_values(kind: type[Declared], group: Mapping[str, Any], before: Mapping
     for hyper in kind._fields_of(Hyper):
         value = hypers[hyper.name]
         was_own = hyper.name in before and is_own(hyper, value, group)  # from a checkpoint
-        if (value is not None or not hyper.like) and not was_own:
+        if (value is not None or not hyper.like) and not was_own and hyper.choice(value) is None:
             # A group that is there refuses a number out of range in the next step.
             hyper.checked(value, where) if is_new else hyper.elements(value, where)
     if not is_new and group.get(RULE) is not before.get(RULE):

@@ -5,41 +5,37 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from compiled_optim.optimizer import CompiledOptimizer
-from compiled_optim.rule import Number, buffer, hyper, identity, maximum, static
+from compiled_optim.optimizers.newton_schulz import STEPS, check_iterations, iterations, orthogonalized, sequence
+from compiled_optim.rule import Number, buffer, hyper, static
 
-# What the learning rate of a matrix is multiplied by, by the name of the adjustment.
-_RATIOS: dict[str, Callable[[int, int], float]] = {
-    "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),
-    "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
-    "spectral_unclamped": lambda rows, columns: math.sqrt(rows / columns),
+# What the learning rate of a matrix is multiplied by, under torch's name and under another one that is in use.
+_ratios: dict[tuple[str, str], Callable[[int, int], float]] = {
+    ("original", "shape_scaling"): lambda rows, columns: math.sqrt(max(1, rows / columns)),
+    ("match_rms_adamw", "spectral"): lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
+    ("spectral_unclamped", "unit_rms_norm"): lambda rows, columns: math.sqrt(rows / columns),
 }
+_RATIOS = {name: ratio for names, ratio in _ratios.items() for name in names}
 
 
 def _ratio(shape: torch.Size, adjust_lr_fn: str | None) -> float:
     return _RATIOS[adjust_lr_fn or "original"](*shape[-2:])
 
 
-def _orthogonalized(stack: Tensor, a: Tensor, b: Tensor, c: Tensor, eps: Tensor, steps: int) -> Tensor:
-    """The matrices of ``stack``, (n, rows, columns), with singular values near 1."""
-    tall = stack.shape[-2] > stack.shape[-1]
-    x = stack.mT if tall else stack
-    x = (x / maximum(torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True), eps)).to(torch.bfloat16)
-    for _ in range(steps):
-        gram = x @ x.mT
-        x = (a * identity(gram) + b * gram + c * (gram @ gram)).to(x.dtype) @ x
-    return (x.mT if tall else x).to(stack.dtype)
-
-
 class Muon(CompiledOptimizer, granularity="matrix"):
     """Muon: momentum, orthogonalized by a Newton-Schulz iteration (Jordan et al., kellerjordan.github.io/posts/muon).
 
     For the matrices of hidden layers; embeddings, biases and the last layer are for AdamW. ``adjust_lr_fn`` scales the
-    learning rate with a matrix's shape: ``"original"`` (None) by the root of rows over columns where that is above 1,
-    ``"match_rms_adamw"`` (arXiv:2502.16982, section 2.2) to updates of AdamW's size, and ``"spectral_unclamped"`` by that
-    root even if it is below 1. The iteration is in bfloat16, as in torch.optim.Muon. Differs from torch.optim.Muon: a matrix
+    learning rate with a matrix's shape: ``"original"`` (None, also ``"shape_scaling"``) by the root of rows over columns
+    where that is above 1, ``"match_rms_adamw"`` (also ``"spectral"``; arXiv:2502.16982, section 2.2) to updates of AdamW's
+    size, and ``"spectral_unclamped"`` (also ``"unit_rms_norm"``) by that root even if it is below 1.
+
+    ``ns_coefficients`` may be a sequence of triples, one for each iteration, or ``"polar_express"`` (arXiv:2505.16932,
+    Algorithm 1, from singular values of 0.001 on, with its safety factor of 1.01): the first ``ns_steps`` of its polynomials
+    of degree 5. From the eighth on these are all the same. A sequence is compiled in. Three numbers change at no cost.
+
+    The iteration is in bfloat16, as in torch.optim.Muon. Differs from torch.optim.Muon: a matrix
     is divided by its norm before it is rounded, and an iteration adds its three terms before the last product. DTensors are
     gathered for a step, and may have fewer rows than there are processes. Their momentum stays sharded.
     """
@@ -49,10 +45,12 @@ class Muon(CompiledOptimizer, granularity="matrix"):
     momentum: Number = hyper(default=0.95, ge=0, doc="how much of the buffer stays from one step to the next.")
     nesterov: bool = static(default=True, doc="orthogonalize a mix of gradient and buffer, not the buffer alone.")
     ns_coefficients: tuple[Number, Number, Number] = hyper(
-        default=(3.4445, -4.775, 2.0315), doc="coefficients of the first, third and fifth power in an iteration."
+        default=(3.4445, -4.775, 2.0315),
+        fixed=sequence,
+        doc="coefficients of the first, third and fifth power in an iteration, see above.",
     )
     eps: Number = hyper(default=1e-7, ge=0, doc="the least norm that a matrix is divided by.")
-    ns_steps: int = static(default=5, doc="how many Newton-Schulz iterations a step makes.")
+    ns_steps: int = static(default=STEPS, doc="how many iterations a step makes; of a sequence, all.")
     adjust_lr_fn: str | None = static(default=None, doc='how ``lr`` follows the shape, see above; None is ``"original"``.')
     momentum_buffer = buffer()
     implied_state: ClassVar[Mapping[str, float]] = {"step": 1.0}
@@ -64,11 +62,11 @@ class Muon(CompiledOptimizer, granularity="matrix"):
         return dict(lr=lr, decay=1 - lr * weight_decay, weight=1 - momentum, a=a, b=b, c=c, eps=eps)
 
     @staticmethod
-    def update(param, grad, c, momentum_buffer, nesterov, ns_steps, adjust_lr_fn):
+    def update(param, grad, c, momentum_buffer, nesterov, ns_coefficients, ns_steps, adjust_lr_fn):
         momentum_buffer = torch.lerp(momentum_buffer, grad, c.weight)
         direction = torch.lerp(momentum_buffer, grad, c.weight) if nesterov else momentum_buffer
         ratio = _ratio(param.shape, adjust_lr_fn)
-        direction = _orthogonalized(direction, c.a, c.b, c.c, c.eps, ns_steps)
+        direction = orthogonalized(direction, iterations((c.a, c.b, c.c), ns_coefficients, ns_steps), c.eps)
         return dict(param=c.decay * param, step=c.lr * ratio * direction, momentum_buffer=momentum_buffer)
 
     @staticmethod
@@ -76,5 +74,4 @@ class Muon(CompiledOptimizer, granularity="matrix"):
         if statics["adjust_lr_fn"] not in (None, *_RATIOS):
             there = f"adjust_lr_fn must be None, {', '.join(map(repr, _RATIOS))}"
             raise ValueError(f"Adjust learning rate function {statics['adjust_lr_fn']} is not supported; {there}")
-        if not isinstance(steps := statics["ns_steps"], int) or not 0 <= steps < 100:
-            raise ValueError(f"ns_steps must be an integer >= 0 and < 100, got {steps!r}")
+        check_iterations(hypers, statics)

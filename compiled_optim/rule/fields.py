@@ -42,6 +42,9 @@ class Hyper(Field):
 
     ``ge``, ``gt``, ``le`` and ``lt`` bound every element, by default to finite numbers. An element whose default is None may
     be None, which is NaN in the tensor. A hyperparameter without a default is a required argument.
+
+    ``fixed`` names values that are no such numbers: it makes a hashable choice of one, which is compiled in, and None of
+    all others. ``update`` finds the choice, or None, under the hyperparameter's name. The tensors are then not read.
     """
 
     default: Any
@@ -51,6 +54,7 @@ class Hyper(Field):
     lt: float | None = math.inf
     when: str | None = None  # the choice with which rules read it; groups have it there, and where it was given
     like: str | None = None  # another one, whose value when a group is made is the default
+    fixed: Callable[[Any], Any] | None = None
 
     @functools.cached_property
     def is_tuple(self) -> bool:
@@ -83,6 +87,10 @@ class Hyper(Field):
         above = -math.inf if self.gt is None else math.nextafter(self.gt, math.inf)
         below = math.inf if self.lt is None else math.nextafter(self.lt, -math.inf)
         return above if self.ge is None else self.ge, below if self.le is None else self.le
+
+    def choice(self, value: Any) -> Any:
+        """The choice that ``value`` is, and that is compiled in; None where ``value`` is numbers."""
+        return None if self.fixed is None else self.fixed(value)
 
     def plain(self, numbers: Sequence[float | Tensor]) -> Any:
         """``numbers`` as a user writes them: one of them or a tuple, with None for NaN where that is allowed."""

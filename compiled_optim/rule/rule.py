@@ -96,7 +96,8 @@ class Declaration:
     @functools.cached_property
     def structural_entries(self) -> frozenset[str]:
         """The entries of a group that shape its steps."""
-        chosen = (field.name for field in (*self.statics, *self.options, *self.scales))
+        fixed = (h for h in self.hypers if h.fixed)
+        chosen = (field.name for field in (*self.statics, *self.options, *self.scales, *fixed))
         return frozenset({"params", "maximize", "differentiable", TRAIN_MODE, RULE, *chosen})
 
     @_once
@@ -270,6 +271,7 @@ class Rule(Declaration):
         free = [s.name for s in self.statics if isinstance(s.default, bool) and s.init and s.name not in self.added]
         free += [*(f.name for f in self.facts), *self.structural_hypers]
         made = {s.name: s.default for s in self.statics} | dict.fromkeys(self.added[-1:], True)
+        made |= {h.name: None for h in self.hypers if h.fixed}
         for values in itertools.product((False, True), repeat=len(free)):
             yield {**made, **dict(zip(free, values, strict=True))}
 
