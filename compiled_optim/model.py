@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from compiled_optim.groups.parameters import names_and_tensors
-from compiled_optim.groups.per_parameter import alternatives, first_matches, matches
+from compiled_optim.groups.parameters import alternatives, matches, names_and_tensors
+from compiled_optim.groups.per_parameter import first_matches
 
 Model: TypeAlias = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 Key: TypeAlias = str | type[nn.Module]

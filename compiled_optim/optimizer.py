@@ -30,6 +30,7 @@ from compiled_optim.memory.torch_internals import (
 from compiled_optim.plan.schedule import Schedule
 from compiled_optim.rule.declared import Declared, no_hyperparameter
 from compiled_optim.rule.fields import Choice, Hyper, Number, PerParameter, Static, flag, transform
+from compiled_optim.rule.matrices import Split, in_parts
 from compiled_optim.rule.rule import TRAIN_MODE
 from compiled_optim.rule.storage import StateDtype, stored
 from compiled_optim.rule.transforms import cautious, check_decay, decay, lr_scaled
@@ -82,6 +83,12 @@ class CompiledOptimizer(Declared, Optimizer):
         lr_scale: a factor >= 0 of ``lr`` for each parameter, per group: a dict ``name -> factor``, where absent names have
             1, or a function ``(name, parameter) -> factor``, where the name may be None. Groups and kernels are not split by
             it. The function is called when groups change. Checkpoints do not hold the factors.
+        stacks: patterns of names, such as ``("*experts*",)``, per group, for optimizers that work on matrices. A matching
+            parameter of shape ``(..., m, n)`` is a stack of matrices ``(m, n)``, each updated by itself. Any other one that
+            is no matrix is refused: nobody but you knows which of its axes are experts, heads or a filter's.
+        split: a dict that splits matrices along their rows, per group, for optimizers that work on matrices. Of a fused
+            projection, each part is updated by itself: ``{"*qkv*": 3}`` means three equal parts, and ``{"*qkv*": (768, 256,
+            256)}`` parts of so many rows. ``{"*q_proj*": 12}`` is for twelve heads.
         weights: how the state stores the bits that bfloat16 and float16 parameters lack, per group. None rounds the
             parameters, as torch.optim does. ``"kahan"`` stores a compensation of the same dtype, ``"split8"`` and
             ``"split16"`` a remainder (24 or 32 bits with the parameter's), ``"master"`` a float32 copy. ``"stochastic"``
@@ -127,6 +134,8 @@ class CompiledOptimizer(Declared, Optimizer):
     max_lr: Number | None = transform(default=None, kw_only=True, by=decay, check=check_decay)
     cautious: bool = transform(default=False, kw_only=True, by=cautious)
     lr_scale: PerParameter | None = transform(default=None, kw_only=True, by=lr_scaled)
+    stacks: Sequence[str] = transform(default=(), kw_only=True, by=in_parts)
+    split: Split | None = transform(default=None, kw_only=True, by=in_parts)
     weights: str | None = transform(default=None, kw_only=True, by=stored)
     kahan_sum: bool | None = transform(default=False, kw_only=True, by=stored)
     state_dtype: StateDtype = transform(default=None, kw_only=True, by=stored)

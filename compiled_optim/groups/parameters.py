@@ -6,7 +6,8 @@ import contextlib
 import itertools
 import re
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -65,6 +66,20 @@ def canonical_names(names: Sequence[str]) -> list[str]:
     """:func:`canonical_name` of each of ``names``; all as they are if two would become equal."""
     short = list(map(canonical_name, names))
     return short if len(set(short)) == len(set(names)) else list(names)
+
+
+def alternatives(pattern: str) -> list[str]:
+    """Split ``pattern``, such as ``"*.bias|*norm*"``; ``ValueError`` if one of its alternatives is empty."""
+    found = pattern.split("|")
+    if not all(found):
+        raise ValueError(f"the pattern {pattern!r} has an empty alternative")
+    return found
+
+
+def matches(pattern: str, names: Collection[str]) -> bool:
+    """Whether ``pattern`` matches one of ``names``, with or without the prefixes of module wrappers."""
+    spellings = {*names, *map(canonical_name, names)}
+    return any(fnmatchcase(name, wanted) for wanted in alternatives(pattern) for name in spellings)
 
 
 def canonical_name(name: str) -> str:
@@ -157,9 +172,10 @@ def check_params(
 
     ``elsewhere`` has the names of tensors in groups before, by ``id``. All groups have names, as the ``first`` has, or none.
     """
-    differentiable = group.get("differentiable", False)
+    differentiable, stacks = group.get("differentiable", False), group.get("stacks") or ()
     for name, param in zip(parameter_names(group, index), group["params"], strict=True):
-        _check_kind(optimizer, param, name, differentiable=differentiable)
+        is_stack = any(matches(pattern, [name]) for pattern in stacks)
+        _check_kind(optimizer, param, name, differentiable=differentiable, is_stack=is_stack)
         if (other := elsewhere.get(id(param))) is not None:
             raise ValueError(f"some parameters appear in more than one parameter group: '{name}' is also '{other}'")
     if ("param_names" in group) != ("param_names" in first):
@@ -167,7 +183,7 @@ def check_params(
         raise ValueError(f"all optimizer param groups should be with/without names. {refused}")
 
 
-def _check_kind(optimizer: type[Declared], param: Any, name: str, *, differentiable: bool) -> None:
+def _check_kind(optimizer: type[Declared], param: Any, name: str, *, differentiable: bool, is_stack: bool) -> None:
     kind = optimizer.__name__
     if not isinstance(param, Tensor):
         hint = "; did you mean its parameters()?" if isinstance(param, nn.Module) else ""
@@ -180,9 +196,11 @@ def _check_kind(optimizer: type[Declared], param: Any, name: str, *, differentia
         raise ValueError(f"{kind} does not support complex parameters; '{name}' is one")
     if optimizer._gradients == "sparse" and is_sharded(param):
         raise ValueError(f"{kind} does not support DTensors; '{name}' is one; use an optimizer that takes dense gradients")
-    if optimizer._granularity == "matrix" and not is_lazy(param) and param.dim() != 2:
+    if optimizer._granularity == "matrix" and not is_lazy(param) and param.dim() != 2 and not (is_stack and param.dim() > 2):
         found = f"we found a parameter with size: {param.shape} ('{name}')"
-        raise ValueError(f"{kind} only supports 2D parameters whereas {found}; give the others to an elementwise optimizer")
+        advice = "give the others to an elementwise optimizer"
+        advice += ", or name in stacks= what holds matrices in its last two dimensions" if param.dim() > 2 else ""
+        raise ValueError(f"{kind} only supports 2D parameters whereas {found}; {advice}")
     if differentiable and is_sharded(param):
         raise ValueError(f"differentiable=True does not work with DTensors; '{name}' is one")
     if not differentiable and not (param.is_leaf or param.retains_grad):

@@ -8,31 +8,16 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from fnmatch import fnmatchcase
 from typing import Any, NoReturn, TypeVar
 
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from compiled_optim.groups.parameters import advising, canonical_name, parameter_name
+from compiled_optim.groups.parameters import advising, alternatives, canonical_name, matches, parameter_name
 from compiled_optim.rule.fields import Option, Scale
 from compiled_optim.rule.misspelled import hint, mistyped
 
 T = TypeVar("T")
-
-
-def alternatives(pattern: str) -> list[str]:
-    """Split ``pattern``, such as ``"*.bias|*norm*"``; ``ValueError`` if one of its alternatives is empty."""
-    found = pattern.split("|")
-    if not all(found):
-        raise ValueError(f"the pattern {pattern!r} has an empty alternative")
-    return found
-
-
-def matches(pattern: str, names: Collection[str]) -> bool:
-    """Whether ``pattern`` matches one of ``names``, with or without the prefixes of module wrappers."""
-    spellings = {*names, *map(canonical_name, names)}
-    return any(fnmatchcase(name, wanted) for wanted in alternatives(pattern) for name in spellings)
 
 
 def first_matches(
@@ -192,11 +177,12 @@ def check_names(
 
 
 def warn_of_unused(options: Sequence[Option], groups: Sequence[Mapping[str, Any]], known: Collection[str]) -> set[str]:
-    """Warn of options and patterns in ``exclude`` that apply to no parameter, unless ``known``; returns all of them."""
-    patterns = {each for group in groups for pattern in group.get("exclude") or () for each in alternatives(pattern)}
-    for pattern in sorted(patterns - {*known}):
-        if not any(matches(pattern, [name]) for group in groups for name in group.get("param_names") or ()):
-            warnings.warn(f"exclude: the pattern {pattern!r} matches no parameter", UserWarning, stacklevel=2)
+    """Warn of options and patterns that apply to no parameter, unless ``known``; returns all of them."""
+    named = [(o.name, pattern) for o in options if o.patterns for group in groups for pattern in group.get(o.name) or ()]
+    patterns = {f"{name}: the pattern {each!r}": each for name, pattern in named for each in alternatives(pattern)}
+    for said in sorted(patterns.keys() - {*known}):
+        if not any(matches(patterns[said], [name]) for group in groups for name in group.get("param_names") or ()):
+            warnings.warn(f"{said} matches no parameter", UserWarning, stacklevel=2)
     told = {*known} & {option.name for option in options}
     for option in [o for o in options if o.name not in told]:
         chosen = [group for group in groups if group.get(option.name, option.default) != option.default and group["params"]]
@@ -204,7 +190,7 @@ def warn_of_unused(options: Sequence[Option], groups: Sequence[Mapping[str, Any]
             said = f"{option.name}={chosen[0][option.name]!r} applies to no parameter"
             warnings.warn(f"{said}: all are small (fewer than 4096 elements), or of other dtypes", UserWarning, stacklevel=2)
             told.add(option.name)
-    return patterns | told
+    return {*patterns} | told
 
 
 def _may_apply(option: Option, group: Mapping[str, Any], index: int) -> bool:

@@ -269,8 +269,8 @@ class Stack:
     """Tensors of one shape and one dtype each for parameters, gradients and every buffer.
 
     An update gets tensors of shape (tensors, columns) for vectors, and (tensors, batch, rows, columns) for parameters of
-    more dimensions, whose axes are in the rule's order. A rule of granularity "matrix" gets (tensors, rows, columns). Of
-    DTensors, the local shards are stacked.
+    more dimensions, whose axes are in the rule's order. A rule of granularity "matrix" gets (tensors, ..., rows, columns).
+    Of DTensors, the local shards are stacked.
     """
 
     def __init__(self, plan: Plan, positions: Sequence[int], key: KernelKey) -> None:

@@ -7,8 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from compiled_optim.groups.parameters import as_groups, names_and_tensors
-from compiled_optim.groups.per_parameter import alternatives, matches
+from compiled_optim.groups.parameters import alternatives, as_groups, matches, names_and_tensors
 from compiled_optim.model import roles
 from compiled_optim.optimizers.adamw import AdamW
 from compiled_optim.optimizers.muon import Muon

@@ -228,12 +228,14 @@ class Option(Choice):
     ``valid`` raises an error where the choice does not fit; without it the choice is a bool. ``of`` does so for one
     parameter: it gets the group's entries, whether one of some patterns matches the parameter's name, the parameter, and
     what to call it in messages. It returns a hashable value, or None where the choice says nothing about this parameter.
-    ``suits`` says whether a choice other than the default is of use for a parameter whose name no pattern excludes.
+    ``suits`` says whether a choice other than the default is of use for a parameter whose name no pattern excludes. The
+    choice itself may be ``patterns``, or a dict by patterns.
     """
 
     valid: Callable[[Any, str], None] | None = None
     of: Callable[[Mapping[str, Any], Callable[[Sequence[str]], bool], Tensor, str], Any] | None = None
     suits: Callable[[Any, Tensor], bool] | None = None
+    patterns: bool = False
 
     def check(self, value: Any, where: str = "") -> None:
         """Raise ``TypeError`` or ``ValueError`` if ``value`` is no such choice; ``where`` is as in :meth:`Hyper.check`."""
@@ -241,6 +243,12 @@ class Option(Choice):
             super().check(value, where)
         elif value is not self.default:
             self.valid(value, _placed(self.name, where))
+
+
+def check_patterns(value: Any, what: str) -> None:
+    """Raise ``TypeError`` unless ``value``, called ``what``, is a sequence of patterns."""
+    if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(v, str) and v for v in value):
+        raise TypeError(f"{what} must be a sequence of patterns of names, such as ('*.bias', 'lm_head.*'), got {value!r}")
 
 
 @dataclass(frozen=True)

@@ -217,7 +217,7 @@ class Rule(Declaration):
     With the granularity ``"element"``, ``update`` is elementwise. Otherwise it sees stacks of equal tensors, against which
     the coefficients broadcast, and may reduce over all dimensions but the first. With ``"tensor"`` a stack is (tensors,
     columns) or (tensors, batch, rows, columns), and ``axes(shape, <statics>)`` may say in which order the axes of a
-    parameter come. With ``"matrix"`` it is (tensors, rows, columns), and ``update`` may depend on the last two.
+    parameter come. With ``"matrix"`` it is (tensors, ..., rows, columns), and ``update`` may depend on the last two.
 
     ``advice`` names the optimizer for gradients of the other kind than ``gradients``. ``decays`` says what
     ``c.weight_decay`` times the parameter is added to. ``added`` names choices that transforms added.

@@ -278,7 +278,8 @@ def written(
     Raises:
         NotWritable: the update uses what :class:`StackSymbol` does not know.
     """
-    letters = _LETTERS[len(shape)]
+    if (letters := _LETTERS.get(len(shape))) is None:
+        raise NotWritable("sees more than three dimensions")
     spared = "rc" if letters == "brc" else ""  # loops over rows or columns of one element would take long
     axes = tuple(letter if size > 1 or letter not in spared else "" for letter, size in zip(letters, shape, strict=True))
     code = StackCode(dialect, dict(zip(axes, shape, strict=True)), dtype)

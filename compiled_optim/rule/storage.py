@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from compiled_optim.rule import formats
-from compiled_optim.rule.fields import Buffer, Option
+from compiled_optim.rule.fields import Buffer, Option, check_patterns
 from compiled_optim.rule.misspelled import hint
 from compiled_optim.rule.rule import INDEX, Rule, Values
 from compiled_optim.rule.vocabulary import where
@@ -211,7 +211,7 @@ def _options(rule: Rule) -> tuple[Option, ...]:
         Option(None, of=_weights, valid=_check_weights, suits=_suits_weights, name="weights"),
         Option(False, optional=True, name="kahan_sum"),
         Option(None, of=state_of, valid=check_state, suits=_suits_state, name="state_dtype"),
-        Option((), valid=_check_exclude, name="exclude"),
+        Option((), valid=check_patterns, patterns=True, name="exclude"),
         Option(0, valid=_check_seed, name="rounding_seed"),
     )
 
@@ -235,11 +235,6 @@ def _check_seed(value: Any, what: str) -> None:
         raise TypeError(f"{what} must be a whole number, got {value!r}")
     if not 0 <= value < 1 << 24:
         raise ValueError(f"{what} must be >= 0 and < 2**24, got {value!r}")
-
-
-def _check_exclude(value: Any, what: str) -> None:
-    if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(v, str) and v for v in value):
-        raise TypeError(f"{what} must be a sequence of patterns of names, such as ('*.bias', 'lm_head.*'), got {value!r}")
 
 
 def _check_state_dtype(rule: Rule, value: Any, what: str) -> None:
