@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from compiled_optim.optimizers.muon import Muon
     from compiled_optim.optimizers.muon_adamw import MuonAdamW
     from compiled_optim.optimizers.nadam import NAdam
+    from compiled_optim.optimizers.nor_muon import NorMuon
     from compiled_optim.optimizers.prodigy import Prodigy
     from compiled_optim.optimizers.radam import RAdam
     from compiled_optim.optimizers.ranger import Ranger
@@ -93,6 +94,7 @@ __all__ = [
     "Muon",
     "MuonAdamW",
     "NAdam",
+    "NorMuon",
     "NumericsReport",
     "Prodigy",
     "RAdam",

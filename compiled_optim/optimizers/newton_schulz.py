@@ -44,7 +44,7 @@ def iterations(triple: Sequence[Any], chosen: Any, steps: int) -> list[Sequence[
     return [triple] * steps if chosen is None else list(chosen)
 
 
-def orthogonalized(stack: Tensor, triples: Sequence[Sequence[Any]], eps: Tensor) -> Tensor:
+def orthogonalized(stack: Tensor, triples: Sequence[Sequence[Any]], eps: Tensor | float) -> Tensor:
     """The matrices of ``stack``, (..., rows, columns), with singular values near 1, after an iteration for each triple."""
     tall = stack.shape[-2] > stack.shape[-1]
     x = stack.mT if tall else stack

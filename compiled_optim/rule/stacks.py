@@ -100,6 +100,11 @@ class StackSymbol(Symbol):
         self.code.refuse_masks(self)
         return StackSymbol(self.code, self.name, self.axes, half=self.half, turned=not self.turned)
 
+    def contiguous(self) -> StackSymbol:
+        """The same stack, lying in memory as it is seen."""
+        self.code.refuse_masks(self)
+        return self.code.upright(self)
+
     def dim(self) -> int:
         """The number of dimensions."""
         return 1 + len(self.axes)
