@@ -64,7 +64,7 @@ def runs(cls: type[co.CompiledOptimizer]) -> Iterator[tuple[dict[str, Any], str,
 def digest(cls: type[co.CompiledOptimizer], options: dict[str, Any], lowering: str, dtype: torch.dtype) -> str:
     """A hash of all parameters and their state after the steps, in which each gradient is absent every fourth time."""
     torch.manual_seed(0)
-    only_matrices = cls in (co.Muon, co.SparseAdam)
+    only_matrices = cls is co.SparseAdam or cls._granularity == "matrix"
     shapes = [(33, 17), (129, 64), (5, 3)] if only_matrices else [(33, 17), (8193,), (), (4, 3, 2, 2), (41000,)]
     params = [nn.Parameter(torch.randn(shape).to(dtype)) for shape in shapes]
     optimizer = cls([{"params": params[:2]}, {"params": params[2:], "lr": 0.007}], lowering=lowering, **options)

@@ -56,7 +56,16 @@ class Case:
     @property
     def reference(self) -> Callable[..., torch.optim.Optimizer]:
         """torch.optim's optimizer of the same name, or the naive one that stands for it; cautious or decoupled as it is."""
-        plain = reference_of(self.optimizer)
+        plain = naive(self.optimizer) if self.arguments in _BEYOND_TORCH else reference_of(self.optimizer)
+        return self.changed(plain)
+
+    @property
+    def naive(self) -> Callable[..., torch.optim.Optimizer]:
+        """The naive optimizer, whether torch.optim has one or not; cautious or decoupled as :attr:`reference`."""
+        return self.changed(naive(self.optimizer))
+
+    def changed(self, plain: Callable[..., torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
+        """What makes optimizers as ``plain`` does, cautious or decoupled as the configuration is."""
         if "max_lr" in self.kwargs:
             return decoupled(plain, self.optimizer.__name__)
         return cautious(plain) if self.kwargs.get("cautious") and not _keeps(self.optimizer) else plain
@@ -217,6 +226,13 @@ def shifted(optimizer: CompiledOptimizer, hyper: Hyper, share: float) -> tuple[f
     return tuple(v / (1 - share) if hyper.ge == 1 else v * (1 - share) for v in given)
 
 
+_MUON_BEYOND_TORCH: list[dict[str, Any]] = [
+    {"lr": 0.07, "momentum": 0.6, "ns_coefficients": "polar_express", "ns_steps": 6, "adjust_lr_fn": "unit_rms_norm"},
+    {"lr": 0.3, "ns_coefficients": ((3.0, -4.0, 1.8), (2.5, -2.2, 0.8), (2.0, -1.5, 0.5)), "adjust_lr_fn": "spectral"},
+]
+_BEYOND_TORCH = [tuple(kwargs.items()) for kwargs in _MUON_BEYOND_TORCH]
+"""What an optimizer that torch.optim has can do besides, with the naive one as its reference."""
+
 _STACKED: dict[str, list[dict[str, Any]]] = {
     "Adafactor": [
         {},
@@ -230,6 +246,7 @@ _STACKED: dict[str, list[dict[str, Any]]] = {
         {"lr": 0.3, "momentum": 0.7, "ns_coefficients": (3.0, -4.0, 1.8), "eps": 0.5, "ns_steps": 3},
         {"lr": 0.02, "momentum": 0.0, "adjust_lr_fn": "match_rms_adamw"},
         {"lr": 0.02, "adjust_lr_fn": "original", "ns_steps": 1, "weight_decay": 0.0},
+        *_MUON_BEYOND_TORCH,
     ],
 }
 
