@@ -229,3 +229,44 @@ def test_the_names_of_scales(names: tuple[str, ...], expected: dict[tuple[int, i
 def test_a_scale_must_have_a_name() -> None:
     with pytest.raises(ValueError, match="must be None, 'original', 'shape_scaling', 'match_rms_adamw', 'spectral', "):
         co.Muon(parameters(), adjust_lr_fn="rms")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_normuon_is_the_one_of_pytorch_optimizer_in_its_papers_mode(nesterov: bool) -> None:
+    theirs = pytest.importorskip("pytorch_optimizer")
+    params, twins = parameters(), parameters()
+    shared = {"lr": 0.3, "weight_decay": 0.4, "eps": 0.05, "nesterov": nesterov}
+    ours = moved(co.NorMuon(params, betas=(0.6, 0.7), **shared), params)
+    group = {"params": twins, "use_muon": True}
+    other = theirs.NorMuon([group], momentum=0.6, beta2=0.7, update_scale="match_rms", foreach=False, **shared)
+    assert_near(ours, moved(other, twins), 0.02)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_muon_is_the_one_of_pytorch_optimizer() -> None:
+    theirs = pytest.importorskip("pytorch_optimizer")
+    params, twins = parameters(), parameters()
+    shared = {"lr": 0.3, "weight_decay": 0.4, "momentum": 0.6, "nesterov": False}
+    ours = moved(co.Muon(params, adjust_lr_fn="spectral", ns_coefficients=TRIPLES, **shared), params)
+    group = {"params": twins, "use_muon": True}
+    other = theirs.Muon([group], use_adjusted_lr=True, ns_coeffs=TRIPLES, ns_steps=4, foreach=False, **shared)
+    assert_near(ours, moved(other, twins), 0.02)
+
+
+def test_every_row_of_normuon_moves_as_much() -> None:
+    """After the first step, in which the averages are of this step alone, and all elements have the size 0.2."""
+    (param,) = parameters([(20, 50)])
+    optimizer = co.NorMuon([param], lr=1.0, weight_decay=0.0, eps=0.0)
+    (step,) = moved(optimizer, [param], 1)
+    torch.testing.assert_close(step.square().mean(1).sqrt(), torch.full((20,), 0.2, dtype=torch.float64), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("kind", [co.Muon, co.NorMuon])
+def test_no_gradient_moves_nothing(kind: type[co.CompiledOptimizer]) -> None:
+    (param,) = parameters([(20, 50)])
+    optimizer = kind([param], weight_decay=0.0)
+    param.grad = torch.zeros_like(param)
+    before = param.detach().clone()
+    optimizer.step()
+    assert torch.equal(param, before)
