@@ -438,6 +438,8 @@ def inherited(kind: type[Declared], own: type[Declared], defaults: Mapping[str, 
         field = own._all_fields.get(name)
         if isinstance(field, Hyper) or (isinstance(field, Static) and name in own._declared) or name in own._modes:
             continue
+        if isinstance(field, Option) and field.patterns and name not in known:  # which name parameters of other groups
+            continue
         if name in known:
             entries[name] = value
         elif name not in own._group_flags and value != getattr(field, "default", value):

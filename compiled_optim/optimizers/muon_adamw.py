@@ -44,11 +44,12 @@ class MuonAdamW(Muon):
         arguments = super()._arguments(args, kwargs)
         own = {name.removeprefix(_ADAMW): value for name, value in arguments.items() if name.startswith(_ADAMW)}
         own = {name: arguments[name] if value is None else value for name, value in own.items()}
-        arguments["params"] = _routed(arguments["params"], arguments["adamw"], {RULE: AdamW, **own})
+        adamw, stacks = {RULE: AdamW, **own}, arguments["stacks"]
+        arguments["params"] = _routed(arguments["params"], arguments["adamw"], adamw, stacks)
         return arguments
 
 
-def _routed(params: Any, patterns: str | None, adamw: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _routed(params: Any, patterns: str | None, adamw: Mapping[str, Any], stacks: Sequence[str]) -> list[dict[str, Any]]:
     """Groups in which each parameter has one rule; those for AdamW begin with the options ``adamw``."""
     known = roles(params) if isinstance(params, nn.Module) else {}
     if isinstance(params, nn.Module):
@@ -73,7 +74,8 @@ def _routed(params: Any, patterns: str | None, adamw: Mapping[str, Any]) -> list
             matched = [pattern for pattern in wanted if matches(pattern, every[id(tensor)])]
             for pattern in matched:
                 unused.pop(pattern, None)
-            reason = f"matches {matched[0]!r}" if matched else _unfit(name, tensor, known.get(id(tensor), ""))
+            is_stack = any(matches(pattern, [name]) for pattern in group.get("stacks", stacks))
+            reason = f"matches {matched[0]!r}" if matched else _unfit(name, tensor, known.get(id(tensor), ""), is_stack)
             parts[bool(reason)].append((name, tensor))
             reasons[name] = reason or "a matrix that no pattern matches"
         for is_adamw, pairs in parts.items():
@@ -86,7 +88,7 @@ def _routed(params: Any, patterns: str | None, adamw: Mapping[str, Any]) -> list
     return routed
 
 
-def _unfit(name: str, param: Any, role: str) -> str:
+def _unfit(name: str, param: Any, role: str, is_stack: bool) -> str:
     """Why Muon should not have a parameter; empty if it should. ``ValueError`` where the parameter is not as it was made."""
     if not isinstance(param, Tensor) or nn.parameter.is_lazy(param):
         return ""
@@ -98,4 +100,8 @@ def _unfit(name: str, param: Any, role: str) -> str:
         raise ValueError(f"'{name}' is the weight of a linear map, but has shape {tuple(param.shape)}: it was flattened")
     if role in ("embedding", "head"):
         return f"is an {role}" if role == "embedding" else "is a head"
-    return "" if param.dim() == 2 else f"has {param.dim()} dimension{'' if param.dim() == 1 else 's'}"
+    return (
+        ""
+        if param.dim() == 2 or (is_stack and param.dim() > 2)
+        else f"has {param.dim()} dimension{'' if param.dim() == 1 else 's'}"
+    )

@@ -278,3 +278,15 @@ def test_lr_scale_and_skipping_hold_for_all_parts() -> None:
     one.step()
     assert all(torch.equal(a, b) for a, b in zip(_all_parts(params), before, strict=True))
     assert engine_of(one).clipping.measures_norm
+
+
+def test_muon_adamw_gives_named_stacks_to_muon() -> None:
+    """And splits what is fused; its groups for AdamW know neither option."""
+    params = {**_parameters(), "experts.bias": nn.Parameter(torch.ones(3, 6, 1)), "bias": nn.Parameter(torch.ones(7))}
+    optimizer = co.MuonAdamW(params, **OPTIONS)
+    by_muon, by_adamw = ({*group["param_names"]} for group in optimizer.param_groups)
+    assert by_muon == {*SHAPES}
+    assert by_adamw == {"experts.bias", "bias"}  # which the name of a bias keeps from Muon
+    assert "split" not in optimizer.param_groups[1]
+    without = co.MuonAdamW(_parameters() | {"bias": nn.Parameter(torch.ones(7))})
+    assert {*without.param_groups[1]["param_names"]} == {"experts", "filter", "experts.q_proj", "bias"}

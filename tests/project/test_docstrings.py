@@ -34,8 +34,9 @@ def test_every_argument_is_explained_in_a_line(kind: type[co.CompiledOptimizer])
     assert "help(compiled_optim.CompiledOptimizer)" in " ".join(kind.__doc__.split())
 
 
-def test_the_common_arguments_are_those_of_an_elementwise_optimizer_that_decays_by_the_gradient() -> None:
-    assert {*_explained(co.CompiledOptimizer)} <= {*inspect.signature(co.SGD).parameters}
+def test_the_common_arguments_are_those_of_an_elementwise_optimizer_that_decays_by_the_gradient_and_of_matrices() -> None:
+    explained, of_sgd = {*_explained(co.CompiledOptimizer)}, {*inspect.signature(co.SGD).parameters}
+    assert explained - of_sgd == {"stacks", "split"} <= {*inspect.signature(co.Muon).parameters}
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda c: c.__qualname__)
