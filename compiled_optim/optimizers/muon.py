@@ -7,7 +7,14 @@ from typing import Any, ClassVar
 import torch
 
 from compiled_optim.optimizer import CompiledOptimizer
-from compiled_optim.optimizers.newton_schulz import STEPS, check_iterations, iterations, orthogonalized, sequence
+from compiled_optim.optimizers.newton_schulz import (
+    STEPS,
+    Coefficients,
+    check_iterations,
+    iterations,
+    orthogonalized,
+    sequence,
+)
 from compiled_optim.rule import Number, buffer, hyper, static
 
 # What the learning rate of a matrix is multiplied by, under torch's name and under another one that is in use.
@@ -35,16 +42,16 @@ class Muon(CompiledOptimizer, granularity="matrix"):
     Algorithm 1, from singular values of 0.001 on, with its safety factor of 1.01): the first ``ns_steps`` of its polynomials
     of degree 5. From the eighth on these are all the same. A sequence is compiled in. Three numbers change at no cost.
 
-    The iteration is in bfloat16, as in torch.optim.Muon. Differs from torch.optim.Muon: a matrix
-    is divided by its norm before it is rounded, and an iteration adds its three terms before the last product. DTensors are
-    gathered for a step, and may have fewer rows than there are processes. Their momentum stays sharded.
+    The iteration is in bfloat16, as in torch.optim.Muon. Differs from torch.optim.Muon: a matrix is divided by its norm
+    before it is rounded, and an iteration adds its three terms before the last product. DTensors are gathered for a step,
+    and may have fewer rows than there are processes. Their momentum stays sharded.
     """
 
     lr: Number = hyper(default=1e-3, ge=0, doc="learning rate: about the spectral norm of a step, before ``adjust_lr_fn``.")
     weight_decay: Number = hyper(default=0.1, ge=0)
     momentum: Number = hyper(default=0.95, ge=0, doc="how much of the buffer stays from one step to the next.")
     nesterov: bool = static(default=True, doc="orthogonalize a mix of gradient and buffer, not the buffer alone.")
-    ns_coefficients: tuple[Number, Number, Number] = hyper(
+    ns_coefficients: Coefficients = hyper(
         default=(3.4445, -4.775, 2.0315),
         fixed=sequence,
         doc="coefficients of the first, third and fifth power in an iteration, see above.",

@@ -3,13 +3,14 @@
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from compiled_optim.rule import identity, maximum
+from compiled_optim.rule import Number, identity, maximum
 
+Coefficients: TypeAlias = tuple[Number, Number, Number] | Sequence[Sequence[float]] | str
 STEPS = 5  # the default of ``ns_steps``
 _LIMIT = (1.875, -1.25, 0.375)
 _SAFETY = 1.01

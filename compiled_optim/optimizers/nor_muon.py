@@ -7,7 +7,14 @@ from typing import Any, ClassVar
 import torch
 
 from compiled_optim.optimizer import CompiledOptimizer
-from compiled_optim.optimizers.newton_schulz import STEPS, check_iterations, iterations, orthogonalized, sequence
+from compiled_optim.optimizers.newton_schulz import (
+    STEPS,
+    Coefficients,
+    check_iterations,
+    iterations,
+    orthogonalized,
+    sequence,
+)
 from compiled_optim.rule import Number, buffer, hyper, maximum, sqrt, static
 
 _LEAST_NORM = 1e-7  # that a matrix is divided by
@@ -33,7 +40,7 @@ class NorMuon(CompiledOptimizer, granularity="matrix"):
         default=(0.95, 0.95), ge=0, lt=1, doc="how much stays from one step to the next: of the momentum; of the squares."
     )
     eps: Number = hyper(default=1e-8, ge=0, doc="is added to the root of a row's average square.")
-    ns_coefficients: tuple[Number, Number, Number] = hyper(
+    ns_coefficients: Coefficients = hyper(
         default=(3.4445, -4.775, 2.0315), fixed=sequence, doc="as Muon's: three numbers, a triple for each step, or a name."
     )
     ns_steps: int = static(default=STEPS, doc="how many iterations a step makes; of a sequence, all.")
