@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from compiled_optim.groups.param_group import ParamGroup, inherited, rule_of
-from compiled_optim.groups.parameters import canonical_name, first_three, parameter_names
-from compiled_optim.groups.per_parameter import ignores_prefixes, matches, number_of
+from compiled_optim.groups.parameters import canonical_name, first_three, matches, parameter_names
+from compiled_optim.groups.per_parameter import ignores_prefixes, number_of
 from compiled_optim.memory.addresses import gradient
 from compiled_optim.memory.torch_internals import is_fake
 from compiled_optim.model import Listed, Model, listed_parameters, roles
@@ -68,7 +68,8 @@ class Explanation:
             ``lr_scale`` and what the rule makes of the shape, and ``weight_decay``: a number, or ``"on cuda:0"`` where only
             that device knows it; ``precision``, the dtypes of weight and state and what ``weights=`` does; this process's
             ``parameter_bytes``, ``gradient_bytes`` and ``state_bytes``, as in ``co.memory_report``; ``matrices``, the
-            number, rows and columns of those that a step orthogonalizes, or None; and ``why`` it is in its group.
+            number, rows and columns of those that a step orthogonalizes, or None, with rows like ``"8+4"`` where ``split``
+            makes uneven parts; and ``why`` it is in its group.
         warnings: what is probably a mistake.
     """
 
@@ -130,6 +131,7 @@ class _Placed(NamedTuple):
     param: Tensor
     group: _Group
     weights: str  # how bits that its dtype lacks are stored; empty where they are not
+    parts: tuple[int, ...]  # the rows of the matrices in it, where it holds several; else empty
     is_named: bool  # whether a pattern in an option matches it
     factor: float  # of ``lr``
 
@@ -210,7 +212,7 @@ def _placed(group: _Group, used: dict[str, bool]) -> Iterator[_Placed]:
     by_short_name = ignores_prefixes(scales, group.engine.groups)
     for place, (name, param) in enumerate(zip(parameter_names(entries, group.place), entries["params"], strict=True)):
         if is_lazy(param):
-            yield _Placed(name, param, group, "", False, 1.0)
+            yield _Placed(name, param, group, "", (), False, 1.0)
             continue
         factors = [number_of(s, entries, group.place, place, by_short_name=by_short_name) for s in scales]
         if kind._lr_ratio is not None and param.dim() > 1 and param.numel():
@@ -218,8 +220,8 @@ def _placed(group: _Group, used: dict[str, bool]) -> Iterator[_Placed]:
         yield _Placed(name, param, group, *_chosen(group, name, param, used), math.prod(factors))
 
 
-def _chosen(group: _Group, name: str, param: Tensor, used: dict[str, bool]) -> tuple[str, bool]:
-    """How the options of a group store a parameter's weights, and whether one of their patterns matches its name."""
+def _chosen(group: _Group, name: str, param: Tensor, used: dict[str, bool]) -> tuple[str, tuple[int, ...], bool]:
+    """How a group's options store and split a parameter, and whether one of their patterns matches its name."""
     fitting: set[str] = set()
 
     def is_matched(patterns: Sequence[str]) -> bool:
@@ -228,14 +230,15 @@ def _chosen(group: _Group, name: str, param: Tensor, used: dict[str, bool]) -> t
         used.update({pattern: used.get(pattern, False) or pattern in found for pattern in patterns})
         return bool(found)
 
-    weights = ""
+    weights, parts = "", ()
     for option in group.kind._declaration.options:
         if option.of is not None:
             choice = option.of(group.entries, is_matched, param, f"'{name}'")
             weights = choice[0] if option.name == "weights" and choice else weights
+            parts = choice if option.name == "split" and choice else parts
         elif isinstance(listed := group.entries.get(option.name), (tuple, list)):
             is_matched([pattern for pattern in listed if isinstance(pattern, str)])
-    return weights, bool(fitting)
+    return weights, parts, bool(fitting)
 
 
 def _record(name: str, aliases: Sequence[str], param: Tensor, placed: _Placed | None) -> dict[str, Any]:
@@ -255,7 +258,13 @@ def _record(name: str, aliases: Sequence[str], param: Tensor, placed: _Placed | 
     why, lr, decay = entries.get(WHY), entries.get("lr"), entries.get("weight_decay")
     why = why.get(placed.name) if isinstance(why, Mapping) else why
     if placed.is_matrix and shape is not None and len(shape) > 1:
-        record["matrices"] = [math.prod(shape[:-2]), *shape[-2:]]
+        count, rows = math.prod(shape[:-2]), placed.parts or (shape[-2],)
+        is_even = len(set(rows)) == 1
+        record["matrices"] = [
+            count * len(rows) if is_even else count,
+            rows[0] if is_even else "+".join(map(str, rows)),
+            shape[-1],
+        ]
     return record | {
         "optimizer": optimizer,
         "group": group,

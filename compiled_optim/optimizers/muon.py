@@ -43,8 +43,8 @@ class Muon(CompiledOptimizer, granularity="matrix"):
     of degree 5. From the eighth on these are all the same. A sequence is compiled in. Three numbers change at no cost.
 
     The iteration is in bfloat16, as in torch.optim.Muon. Differs from torch.optim.Muon: a matrix is divided by its norm
-    before it is rounded, and an iteration adds its three terms before the last product. DTensors are gathered for a step,
-    and may have fewer rows than there are processes. Their momentum stays sharded.
+    before it is rounded, and an iteration adds its three terms before the last product. Each DTensor goes whole to one
+    process for a step, and may have fewer rows than there are processes. Momentum stays sharded.
     """
 
     lr: Number = hyper(default=1e-3, ge=0, doc="learning rate: about the spectral norm of a step, before ``adjust_lr_fn``.")

@@ -610,6 +610,14 @@ class TestMuonAdamW:
         assert rules["tok.weight"] == ("AdamW", "is an embedding")
         assert explained.warnings == ()
 
+    def test_stacks_and_splits_are_explained(self) -> None:
+        params = {"experts": torch.randn(4, 6, 5), "qkv": torch.randn(12, 5), "gqa": torch.randn(16, 5)}
+        params = {name: nn.Parameter(p) for name, p in params.items()}
+        one = co.MuonAdamW(params, stacks=("experts",), split={"qkv": 3, "gqa": (8, 4, 4)})
+        explained = {r["name"]: r["matrices"] for r in co.explain(params, one).records}
+        assert explained == {"experts": [4, 6, 5], "qkv": [3, 4, 5], "gqa": [1, "8+4+4", 5]}
+        assert co.explain(params, one).warnings == ()
+
     def test_refuses_what_would_be_wrong_without_a_word(self) -> None:
         model = GPT()
         with pytest.raises(ValueError, match="no parameter is left for Muon"):
