@@ -95,16 +95,16 @@ def test_the_floor_plan_lists_every_floor_from_the_top() -> None:
 
 
 BUDGET = {
-    "": 2435,
-    "capture": 1235,
-    "checkpoint": 1341,
-    "groups": 1214,
-    "lowering": 4375,
+    "": 2845,
+    "capture": 1236,
+    "checkpoint": 1343,
+    "groups": 1308,
+    "lowering": 4519,
     "memory": 1592,
-    "optimizers": 1675,
-    "plan": 878,
-    "rule": 2620,
-    "step": 1592,
+    "optimizers": 1943,
+    "plan": 881,
+    "rule": 2726,
+    "step": 1899,
 }
 """Lines of each folder's modules; "" are those beside the folders. A commit of its own raises one, and says why."""
 
