@@ -6,6 +6,7 @@ import gc
 import re
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -182,9 +183,27 @@ optimizer | launches | operators
 adafactor | 13 | 10
 lbfgs | 0 | 70
 muon | 10 | 25
+normuon | 12 | 25
 sparseadam | 2 | 15
 """,
     )
+
+
+@pytest.mark.parametrize("groups", [1, 6])
+def test_groups_of_another_rule_are_two_launches_beside_muons(groups: int) -> None:
+    """Whatever their number and their learning rates: Muon's coefficients, and AdamW's with its update."""
+    with fake_cuda(90), recording("cuda") as recorder:
+        matrices = [torch.zeros(32, 32, device="cuda", requires_grad=True) for _ in range(4)]
+        others = [torch.zeros(32 + i, device="cuda", requires_grad=True) for i in range(groups)]
+        given = [{"params": [p], "rule": co.AdamW, "lr": 0.1 * (i + 1)} for i, p in enumerate(others)]
+        optimizer = co.Muon([{"params": matrices}, *given])
+        for param in (*matrices, *others):
+            param.grad = torch.zeros_like(param)
+        optimizer.step()
+        recorder.take()
+        optimizer.step()
+        steady = recorder.take()
+    assert Counter(launch.name for launch in steady.launches) == {"evaluate": 2, "update": 1}
 
 
 @pytest.mark.parametrize("tensors", [10, 148, 1000, 20_000])
