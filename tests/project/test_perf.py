@@ -433,7 +433,7 @@ def test_hybrid_tunes_both_sides_and_draws(tmp_path) -> None:
     assert main(["hybrid", "--rehearse", "--results", str(tmp_path)]) == 0
     table = pd.read_csv(tmp_path / "hybrid.csv")
     assert set(table["competitor"]) == {"AdamW", "MuonAdamW"}
-    assert set(table["metric"]) == {"tuning, lr 0.001", "final loss", "learning rate"}
+    assert set(table["metric"]) == {"tuning, lr 0.008", "final loss", "learning rate"}
     assert (tmp_path / "hybrid.png").read_bytes().startswith(b"\x89PNG")
 
 
