@@ -55,6 +55,7 @@ def full(tensor: Tensor) -> Tensor:
 
 KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "Muon": (co.Muon, {"lr": 0.1, "momentum": 0.7, "adjust_lr_fn": "match_rms_adamw"}),
+    "NorMuon": (co.NorMuon, {"lr": 0.1, "betas": (0.7, 0.8)}),
     "Adafactor": (co.Adafactor, {"lr": 0.1}),
 }
 
@@ -98,6 +99,25 @@ def each_is_updated_once_with_two_collectives(directory: Path) -> None:
     dist.all_reduce(most, dist.ReduceOp.MAX)
     assert own == len(SHAPES)
     assert most <= -(-len(SHAPES) // dist.get_world_size()) + 1
+
+
+def stacks_and_splits(directory: Path) -> None:
+    """Experts that are split along their own axis or along rows, and a projection whose parts lie across processes."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    generator = torch.Generator().manual_seed(3)
+    tensors = {"experts": torch.randn(6, 4, 5, generator=generator), "qkv": torch.randn(12, 5, generator=generator)}
+    for dim in (0, 1):
+        plain = {name: nn.Parameter(t.clone()) for name, t in tensors.items()}
+        parts = {name: nn.Parameter(distribute_tensor(t.clone(), mesh, [Shard(dim)])) for name, t in tensors.items()}
+        for params in (plain, parts):
+            optimizer = co.Muon(params, lr=0.1, stacks=("experts",), split={"qkv": (6, 3, 3)}, lowering="eager")
+            for step in range(2):
+                for name, p in params.items():
+                    grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step + len(name)))
+                    p.grad = distribute_tensor(grad, mesh, [Shard(dim)]) if isinstance(p, DTensor) else grad
+                optimizer.step()
+        for name, p in plain.items():
+            assert torch.equal(p, full(parts[name])), (name, dim)
 
 
 def clipping_and_skipping_are_those_of_all(directory: Path) -> None:
@@ -146,6 +166,7 @@ CHECKS: dict[str, Callable[[Path], None]] = {
         function.__name__: function
         for function in (
             each_is_updated_once_with_two_collectives,
+            stacks_and_splits,
             clipping_and_skipping_are_those_of_all,
             split_along_two_dimensions,
             replicas_of_shards,
