@@ -93,11 +93,12 @@ class CompiledOptimizer(Declared, Optimizer):
             parameters, as torch.optim does. ``"kahan"`` stores a compensation of the same dtype, ``"split8"`` and
             ``"split16"`` a remainder (24 or 32 bits with the parameter's), ``"master"`` a float32 copy. ``"stochastic"``
             stores nothing and rounds at random, without bias. Parameters of other dtypes must be in ``exclude``. This
-            argument and the next four are for optimizers that work element by element.
+            argument and the next four are for optimizers that work element by element or on matrices.
         kahan_sum: optimi's name: True and None are ``weights="kahan"`` for 16-bit parameters. False does not change
             ``weights``.
         state_dtype: the dtype of moving averages, per group; by default the parameter's. ``"int8"`` stores 8-bit codes
-            (``exp_avg_int8``) with a scale per 64 elements; an infinite or NaN element spoils all 64. A dict ``state name ->
+            (``exp_avg_int8``) with a scale per 64 elements; an infinite or NaN element spoils all 64. For optimizers on
+            matrices, rows must then be of a multiple of 64 elements, or the matrix in ``exclude``. A dict ``state name ->
             dtype`` chooses for each state, and also for sums. With this argument, averages of at most 16 bits are dithered,
             so that small changes are not lost. Without it they are rounded to nearest, as in torch.optim.
         exclude: shell-style patterns of names, such as ``("*.bias", "lm_head.*")``, per group. Parameters that match, and

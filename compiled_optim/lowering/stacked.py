@@ -29,7 +29,8 @@ from compiled_optim.memory.torch_internals import Captures
 from compiled_optim.plan.clipping import Clipping
 from compiled_optim.plan.compilations import CompilationLog, KernelKey, coefficient_key, kernel_key
 from compiled_optim.plan.plan import Member, Plan
-from compiled_optim.rule.rule import Rule, number_type
+from compiled_optim.rule.formats import GROUP
+from compiled_optim.rule.rule import INDEX, Rule, number_type
 
 BLOCK = 256  # how many numbers a program adds up in the second stage
 _ALONE = 1 << 13  # the most numbers that one program adds up where their count is known to the compiler
@@ -394,7 +395,8 @@ def _example(key: KernelKey, device: str) -> tuple[list[Tensor], list[list[int]]
     examples = _EXAMPLES if key.device in _SEQUENTIAL else _LARGE_EXAMPLES
     count, *shape = examples[kind] if kind in examples else (_COUNT, *map(int, kind.split(" x ")))
     fields = [b for b in rule.buffers if b.name in rule.present_buffers(statics)]
-    of_buffers = [shape if field.shape is None else field.shape(torch.Size(shape)) for field in fields]
+    per_group = [*shape[:-1], shape[-1] // GROUP]
+    of_buffers = [per_group if f.grouped else f.shape(torch.Size(shape)) if f.shape else shape for f in fields]
     made = list(zip([shape, shape, *of_buffers], key.dtypes, strict=True))
     column = [1] * len(shape), compute_dtype(key.dtypes[0])
     made += [column] * (len(rule.coefficient_names(statics)) + 2)
@@ -438,6 +440,9 @@ def _stack_function(key: KernelKey) -> Callable[..., tuple[Tensor, ...]]:
         old = dict(zip(names, (param, *rest), strict=False))
         factor, skip, *numbers = rest[len(names) - 1 :]
         values = {**given, "param": param.to(dtype), "grad": factor * grad.to(dtype), "c": numbers_of(*numbers)}
+        if rule.reads_index(statics):
+            shape = param.shape[1:]
+            values[INDEX] = torch.arange(shape.numel(), dtype=torch.int32, device=param.device).view(1, *shape)
         new = rule.updated(values | {name: old[name].to(dtype) for name in names[1:]})
         live = skip == 0
         return tuple(torch.where(live, new[name].to(tensor.dtype), tensor) for name, tensor in old.items())

@@ -59,7 +59,7 @@ class Muon(CompiledOptimizer, granularity="matrix"):
     eps: Number = hyper(default=1e-7, ge=0, doc="the least norm that a matrix is divided by.")
     ns_steps: int = static(default=STEPS, doc="how many iterations a step makes; of a sequence, all.")
     adjust_lr_fn: str | None = static(default=None, doc='how ``lr`` follows the shape, see above; None is ``"original"``.')
-    momentum_buffer = buffer()
+    momentum_buffer = buffer(int8="signed")
     implied_state: ClassVar[Mapping[str, float]] = {"step": 1.0}
     lr_ratio = staticmethod(_ratio)
 

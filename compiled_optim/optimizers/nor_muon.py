@@ -45,7 +45,7 @@ class NorMuon(CompiledOptimizer, granularity="matrix"):
     )
     ns_steps: int = static(default=STEPS, doc="how many iterations a step makes; of a sequence, all.")
     nesterov: bool = static(default=False, doc="orthogonalize a mix of gradient and momentum, not the momentum alone.")
-    momentum_buffer = buffer()
+    momentum_buffer = buffer(int8="signed")
     row_var = buffer(shape=lambda shape: (*shape[:-1], 1))
     implied_state: ClassVar[Mapping[str, float]] = {"step": 1.0}
 

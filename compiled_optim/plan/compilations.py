@@ -89,7 +89,8 @@ def kernel_key(plan: Plan, member: Member, grad_dtype: torch.dtype, arrangement:
 
 def coefficient_key(plan: Plan) -> KernelKey:
     """The key of the kernel that evaluates the coefficients of all of ``plan``, whose tensors are updated in another way."""
-    statics = tuple((s.name, plan.statics[s.name]) for s in plan.rule.statics)
+    chosen = {choice.name for choice in (*plan.rule.statics, *plan.rule.options)}
+    statics = tuple((name, value) for name, value in plan.statics.items() if name in chosen)
     return KernelKey(plan.rule, statics, plan.device.type, COEFFICIENTS, "float64", "float64", ())
 
 

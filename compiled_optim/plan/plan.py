@@ -241,7 +241,7 @@ class Plan:
     def numbers(self) -> dict[str, list[float]]:
         """By name, the :attr:`Rule.per_parameter` numbers of the members; 1 where nobody chose."""
         chosen = {name: [m.numbers.get(name, 1.0) for m in self.members] for name in self.rule.per_parameter}
-        if self.sharded and self.rule.reads_index(self.statics):  # which counts the elements of each part from 0 on
+        if self.sharded and self.rule.is_elementwise and self.rule.reads_index(self.statics):  # counted in each part
             shift = _SEEDS * part_number(self.params[0])
             chosen["seed"] = [(seed + shift) % (1 << 24) for seed in chosen["seed"]]
         return chosen | {"resolution": [torch.finfo(m.param.dtype).eps for m in self.members]}
@@ -357,6 +357,12 @@ def _check_order(rule: Rule, param: Tensor, name: str, choices: Mapping[str, Any
         raise ValueError(
             f"can't optimize '{name}' with 8-bit state: processes would share groups of {GROUP} elements of shape "
             f"{tuple(param.shape)} with {placement(param)[1]}; name it in exclude="  # type: ignore[index]
+        )
+    is_in_rows = param.is_contiguous() and param.dim() > 0 and param.shape[-1] % GROUP == 0
+    if not (rule.is_elementwise or is_in_rows) and rule.grouped_buffers(choices):
+        raise ValueError(
+            f"can't optimize '{name}' with 8-bit state: rows of matrices must be contiguous, and of a multiple of {GROUP} "
+            f"elements, but its shape is {tuple(param.shape)}; name it in exclude="
         )
     if _only_wraps(local(param)) and rule.goes_by_memory(choices):
         raise ValueError(

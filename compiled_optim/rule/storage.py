@@ -1,4 +1,4 @@
-"""Parameters and state in fewer bytes, for any elementwise rule: ``weights`` and ``state_dtype``.
+"""Parameters and state in fewer bytes, for rules on elements and on matrices: ``weights`` and ``state_dtype``.
 
 A step decodes what is stored, does what the rule says, and encodes the results. So everything that the rule does to the
 parameter, weight decay and lookahead too, is done to a number of 32 bits.
@@ -103,12 +103,12 @@ PARTS = tuple(part.name for part in _PARTS)
 
 
 def stored(rule: Rule) -> Rule:
-    """``rule``, if it is elementwise, with the options ``weights``, ``kahan_sum``, ``state_dtype`` and ``exclude``.
+    """``rule``, if it is elementwise or on matrices, with ``weights``, ``kahan_sum``, ``state_dtype`` and ``exclude``.
 
-    :class:`CompiledOptimizer` explains them. Weights in ``"split8"`` are within 1/256 of the parameter's last place. A
-    compensation in float16 is a multiple of 2**-24, so that ``"kahan"`` keeps fewer bits of small weights.
+    :class:`CompiledOptimizer` explains these options. Weights in ``"split8"`` are within 1/256 of the parameter's last
+    place. A compensation in float16 is a multiple of 2**-24, so that ``"kahan"`` keeps fewer bits of small weights.
     """
-    if not rule.is_elementwise:
+    if not (rule.is_elementwise or rule.granularity == "matrix"):
         return rule
     signs = {b.name: b.int8 for b in rule.buffers if b.int8}
     buffers = [buffer for b in rule.buffers for buffer in _stored_buffer(b)]
@@ -158,6 +158,7 @@ def stored(rule: Rule) -> Rule:
         buffers=(*(b for b in buffers if not b.grouped), *_PARTS, *(b for b in buffers if b.grouped)),
         coefficients=coefficients,
         update=update,
+        is_indexed=lambda choices: _mode(choices) == "stochastic",
     )
 
 

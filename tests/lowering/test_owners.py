@@ -120,6 +120,28 @@ def stacks_and_splits(directory: Path) -> None:
             assert torch.equal(p, full(parts[name])), (name, dim)
 
 
+def fewer_bytes(directory: Path) -> None:
+    """Codes, remainders and random bits of whole matrices, whoever updates them."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    tensors = [torch.randn(64, 128, generator=torch.Generator().manual_seed(i)).bfloat16() for i in range(3)]
+    for weights in ("split8", "stochastic"):
+        plain = [nn.Parameter(t.clone()) for t in tensors]
+        parts = [nn.Parameter(distribute_tensor(t.clone(), mesh, [Shard(0)])) for t in tensors]
+        sides = []
+        for params in (plain, parts):
+            named = [(f"p{i}", p) for i, p in enumerate(params)]
+            sides.append(co.Muon(named, lr=0.1, weights=weights, state_dtype="int8", lowering="eager"))
+            for step in range(3):
+                for i, p in enumerate(params):
+                    grad = torch.randn(64, 128, generator=torch.Generator().manual_seed(10 * step + i)).bfloat16()
+                    p.grad = distribute_tensor(grad, mesh, [Shard(0)]) if isinstance(p, DTensor) else grad
+                sides[-1].step()
+        for p, q in zip(plain, parts, strict=True):
+            assert torch.equal(p, full(q)), weights
+            for name, entry in sides[0].state[p].items():
+                assert torch.equal(entry, full(sides[1].state[q][name])), (weights, name)
+
+
 def clipping_and_skipping_are_those_of_all(directory: Path) -> None:
     plain, parts = whole(), sharded(0)
     options = {"lr": 0.1, "max_grad_norm": 0.5, "skip_nonfinite": True, "lowering": "eager"}
@@ -167,6 +189,7 @@ CHECKS: dict[str, Callable[[Path], None]] = {
         for function in (
             each_is_updated_once_with_two_collectives,
             stacks_and_splits,
+            fewer_bytes,
             clipping_and_skipping_are_those_of_all,
             split_along_two_dimensions,
             replicas_of_shards,
