@@ -149,10 +149,10 @@ class _OnDevice:
             targets.append(row if is_there else row[:1])
             if not is_there or grad is None:
                 sources.append(self._absent[: row.numel()])
-            elif grad.is_contiguous() == member.param.is_contiguous():
+            elif grad.is_contiguous() == (weight := _weight(member)).is_contiguous():
                 sources.append(_sample(grad))
             else:  # in another order of memory
-                sources.append(_sample(torch.empty_like(member.param.detach()).copy_(grad)))
+                sources.append(_sample(grad.new_empty_strided(weight.shape, weight.stride()).copy_(grad)))
         torch._foreach_copy_(targets, sources)
 
     def note(self, skips: Tensor | None) -> None:
@@ -180,7 +180,7 @@ class _OnDevice:
             enough = STEPS if _mode(plan) == "stochastic" else least  # by chance, few small steps may move nothing
             if had.sum() >= enough and torch.equal(_bit_sum(member), self.first_sums[row]):
                 yield Finding("not moved", member.name, f"no bit of it moved in the last {len(updates)} steps or before")
-            elif _mode(plan) in (None, "master") and member.param.is_floating_point() and had.sum() >= least:
+            elif _rounds(member, plan) and had.sum() >= least:
                 share = float(stayed[had, row].sum() / present[had, row].sum())  # NaN without elements
                 if share > 0.5:
                     said = f"{share:.0%} of its elements with gradients stayed: updates are below half a unit of the weight"
@@ -245,6 +245,11 @@ def _mode(plan: Plan) -> str | None:
     """How the parameters of ``plan`` are stored. In modes of further bits and of random rounding, small updates add up."""
     mode: str | None = (plan.statics.get("weights") or [None])[0]
     return mode
+
+
+def _rounds(member: Member, plan: Plan) -> bool:
+    """Whether rounding may lose small updates, and :meth:`Watch.end` sees all: after it, some get back what has gaps."""
+    return _mode(plan) in (None, "master") and member.param.is_floating_point() and is_dense(member.param)
 
 
 def _is_zero(member: Member) -> bool:

@@ -258,6 +258,22 @@ def test_shapes_and_dtypes() -> None:
     assert {*kinds(optimizer)} == {*params} - {"empty"}
 
 
+@pytest.mark.parametrize("weights", [None, "master"])
+def test_a_parameter_with_gaps_in_its_memory(weights: str | None) -> None:
+    """Its gradient from autograd has none, and the same elements of both are compared."""
+    torch.manual_seed(0)
+    param = nn.Parameter(torch.randn(10, 40, dtype=torch.bfloat16)[:, ::2])
+    optimizer = co.SGD({"param": param}, lr=0.1, weights=weights)
+    optimizer.watch_health()
+    for _ in range(3):
+        optimizer.zero_grad()
+        param.float().square().sum().backward()
+        assert param.grad is not None
+        assert param.grad.is_contiguous() and not param.is_contiguous()
+        optimizer.step()
+    assert kinds(optimizer) == {}
+
+
 def test_sparse_rows() -> None:
     torch.manual_seed(0)
     tables = {name: nn.Embedding(50, 4, sparse=True) for name in ("a", "b")}
