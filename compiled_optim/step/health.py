@@ -120,13 +120,14 @@ class _OnDevice:
         self.rows = {id(member.owner): row for row, (member, _) in enumerate(self.members)}
         self.samples = [_sample(_weight(member).detach()) for member, _ in self.members]
         count = len(self.members)
-        self._before, self._after, self._grads = torch.zeros(3, count, ELEMENTS, device=device).unbind()
+        dtype = torch.float64 if any(sample.dtype == torch.float64 for sample in self.samples) else torch.float32
+        self._before, self._after, self._grads = torch.zeros(3, count, ELEMENTS, dtype=dtype, device=device).unbind()
         sizes = [sample.numel() for sample in self.samples]
         self.before_rows, self._after_rows, self._grad_rows = (
             [row[:size] for row, size in zip(block, sizes, strict=True)]
             for block in (self._before, self._after, self._grads)
         )
-        self.history = torch.full((STEPS, 5, count), math.nan, device=device)
+        self.history = torch.full((STEPS, 5, count), math.nan, dtype=dtype, device=device)
         self.place = torch.zeros(1, dtype=torch.int64, device=device)
         self.first_sums = [_bit_sum(member) for member, _ in self.members]
         self.zero_after_load: dict[Tensor, list[str]] = {}
@@ -163,7 +164,7 @@ class _OnDevice:
         if skips is not None:
             largest = torch.where(skips == 0, largest, math.nan)
         norms = [torch.linalg.vector_norm(values, dim=1) for values in (update, self._before)]
-        counts = [marks.sum(1, dtype=torch.float32) for marks in (has_gradient & (update == 0), has_gradient)]
+        counts = [marks.sum(1, dtype=update.dtype) for marks in (has_gradient & (update == 0), has_gradient)]
         self.history.index_copy_(0, self.place, torch.stack([*norms, largest, *counts])[None])
         self.place.add_(1).remainder_(STEPS)
 

@@ -141,6 +141,18 @@ def test_updates_below_half_a_unit(weights: str | None, monkeypatch: pytest.Monk
         assert found == {}
 
 
+@pytest.mark.parametrize(("lr", "found"), [(1e-9, []), (1e-18, ["too small"])])
+def test_updates_of_double_precision(lr: float, found: list[str]) -> None:
+    torch.manual_seed(0)
+    param = nn.Parameter(torch.randn(20, 20, dtype=torch.float64))
+    optimizer = co.AdamW({"param": param, "other": nn.Parameter(torch.ones(3))}, lr=lr, weight_decay=0)
+    optimizer.watch_health()
+    for _ in range(5):
+        param.grad = torch.randn_like(param)
+        optimizer.step()
+    assert kinds(optimizer).get("param", []) == found
+
+
 def test_moments_that_a_load_lost() -> None:
     model, optimizer = made()
     train(model, optimizer, 3)
