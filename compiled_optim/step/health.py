@@ -272,8 +272,12 @@ def _sample(tensor: Tensor) -> Tensor:
 
 
 def _bit_sum(member: Member) -> Tensor:
-    """The sum of the bits of a parameter and of what holds further bits, as integers."""
+    """Sums of the bits of a parameter and of what holds further bits, as integers: of every eighth element each.
+
+    One sum would stay where two elements move by the same distance in opposite directions, as biases of two classes do.
+    """
     tensors = [member.param, *(member.entries[name] for name in PARTS if name in member.entries)]
     dense = [flat(t if is_dense(t) else plain_copy(t.detach())) for t in tensors if t.numel()]
-    sums = [t.view(_INTEGERS[t.element_size()]).sum(dtype=torch.int64) for t in dense]
+    bits = [t.view(_INTEGERS[t.element_size()]) for t in dense]
+    sums = [t[start::8].sum(dtype=torch.int64) for t in bits for start in range(8)]
     return torch.stack(sums) if sums else torch.zeros(1, dtype=torch.int64)

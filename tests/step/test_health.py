@@ -125,6 +125,17 @@ def test_a_parameter_that_does_not_move() -> None:
     assert kinds(optimizer) == {**DEAD, "outer.weight": ["not moved"]}
 
 
+def test_equal_and_opposite_updates_are_updates() -> None:
+    """As of the biases of two classes."""
+    param = nn.Parameter(torch.tensor([1.5, 1.5]))
+    optimizer = co.SGD({"param": param}, lr=1.0)
+    optimizer.watch_health()
+    for _ in range(3):
+        param.grad = torch.tensor([0.0625, -0.0625])
+        optimizer.step()
+    assert kinds(optimizer) == {}
+
+
 @pytest.mark.parametrize("weights", [None, "stochastic", "kahan", "split8", "split16", "master"])
 def test_updates_below_half_a_unit(weights: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are lost where nothing keeps them; with a copy of 32 bits, with remainders or at random they are not."""
