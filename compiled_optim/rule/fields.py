@@ -281,7 +281,7 @@ class Buffer(Field):
     or a hyperparameter: the buffer exists only where that is true, or not 0; or it is a function of the choices. It does not
     exist where the function ``unless`` is true: other buffers store it then. ``init`` is the number that fills a new buffer,
     or the name of a hyperparameter whose value does; both parts of a complex number get it. With ``"param"`` the buffer
-    begins as the parameter is when the first step finds it.
+    begins as the parameter is when the first step finds it; the rule that is made of it has ``is_copy`` there instead.
 
     ``int8`` says that 8 bits can hold the buffer: of ``"signed"`` numbers or of ``"unsigned"`` ones, which are divided by or
     whose roots are. Such a buffer starts at 0, and steps replace or average it: 8 bits would lose what is added to a sum.
@@ -296,6 +296,7 @@ class Buffer(Field):
     dtype: Callable[[Mapping[str, Any]], torch.dtype | None] | None = None
     grouped: bool = False
     unless: Callable[[Mapping[str, Any]], bool] | None = None
+    is_copy: bool = False
 
     def is_present(self, choices: Mapping[str, Any]) -> bool:
         """Whether the buffer exists under these choices."""

@@ -35,7 +35,7 @@ def started(rule: Rule) -> Rule:
         own = {name: where(begins, values[PARAM], values[name]) for name in names if values.get(name) is not None}
         return {**values, **own}
 
-    buffers = tuple(dataclasses.replace(b, init=0.0) if b.init == PARAM else b for b in rule.buffers)
+    buffers = tuple(dataclasses.replace(b, init=0.0, is_copy=True) if b.init == PARAM else b for b in rule.buffers)
     return rule.seeing(seen, buffers=buffers, coefficients=coefficients)
 
 

@@ -232,7 +232,8 @@ def zero_moments(member: Member, plan: Plan) -> list[str]:
     """The averages of a parameter that are at 0 though it has taken steps. Waits for the device."""
     if not member.entries["step"].item():
         return []
-    starting = [b.name for b in plan.rule.buffers if b.name in plan.buffers and b.name not in PARTS and b.init == 0]
+    averages = [b.name for b in plan.rule.buffers if b.init == 0 and not b.is_copy]
+    starting = [name for name in averages if name in plan.buffers and name not in PARTS]
     held = [name for name in starting if member.entries[name].numel() and not member.entries[name].count_nonzero()]
     return [] if held and _is_zero(member) else held
 

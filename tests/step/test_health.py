@@ -84,6 +84,16 @@ def test_watching_changes_no_bit(options: dict[str, Any], lowering: str) -> None
         assert torch.equal(p, q)
 
 
+@pytest.mark.parametrize("kind", [co.Prodigy, co.AdamWScheduleFree])
+@pytest.mark.parametrize("steps", [2, 8])
+def test_a_parameter_that_began_at_zero(kind: Any, steps: int) -> None:
+    """A buffer that begins as the parameter is 0 then, and that is no average that was lost."""
+    model, optimizer = made(kind)
+    nn.init.zeros_(model.outer.bias)
+    train(model, optimizer, steps)
+    assert "outer.bias" not in kinds(optimizer)
+
+
 def zeroed(model: nn.Module, name: str) -> Callable[[int], None]:
     def change(step: int) -> None:
         model.get_parameter(name).grad.zero_()
