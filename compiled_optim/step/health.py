@@ -33,7 +33,7 @@ class Finding:
             ``"not moved"``: none of its bits has changed since it is watched. ``"too small"``: more than half of its
             elements with gradients stayed, since their updates are below half a unit in the last place.
             ``"zero moments"``: averages are at 0, or were after a load, though it has taken steps. ``"unusual"``: the ratio
-            of update and weight left the range that it had.
+            of update and weight left the range that it had, though ``lr`` does not say so.
         name: of the parameter.
         message: a sentence with numbers.
     """
@@ -111,7 +111,8 @@ class _OnDevice:
     """What a :class:`Watch` keeps on one device.
 
     ``history`` has the shape (steps, quantities, parameters); the quantities of a step are the norms of the sampled update
-    and weight, the largest sampled gradient (NaN for none), how many elements stayed though they had one, and how many had.
+    and weight, the largest sampled gradient (NaN for none), how many elements stayed though they had one, and how many had;
+    and ``lr``, 1 where a rule has none or another device has it.
     """
 
     def __init__(self, plans: Sequence[Plan], device: torch.device) -> None:
@@ -127,7 +128,12 @@ class _OnDevice:
             [row[:size] for row, size in zip(block, sizes, strict=True)]
             for block in (self._before, self._after, self._grads)
         )
-        self.history = torch.full((STEPS, 5, count), math.nan, dtype=dtype, device=device)
+        self.history = torch.full((STEPS, 6, count), math.nan, dtype=dtype, device=device)
+        groups = {member.group: member.groups[member.group] for member, _ in self.members}
+        self._rated = [g for g in groups.values() if "lr" in g and g.read_only("lr")[0].device == device]
+        places = {id(group): place for place, group in enumerate(self._rated)}
+        found = [places.get(id(groups[member.group]), len(places)) for member, _ in self.members]
+        self._rate_of = torch.tensor(found, dtype=torch.int64, device=device)
         self.place = torch.zeros(1, dtype=torch.int64, device=device)
         self.first_sums = [_bit_sum(member) for member, _ in self.members]
         self.zero_after_load: dict[Tensor, list[str]] = {}
@@ -165,12 +171,14 @@ class _OnDevice:
             largest = torch.where(skips == 0, largest, math.nan)
         norms = [torch.linalg.vector_norm(values, dim=1) for values in (update, self._before)]
         counts = [marks.sum(1, dtype=update.dtype) for marks in (has_gradient & (update == 0), has_gradient)]
-        self.history.index_copy_(0, self.place, torch.stack([*norms, largest, *counts])[None])
+        numbers = [group.read_only("lr")[0].detach().to(update.dtype) for group in self._rated]
+        rates = torch.stack([*numbers, update.new_ones(())]).index_select(0, self._rate_of)
+        self.history.index_copy_(0, self.place, torch.stack([*norms, largest, *counts, rates])[None])
         self.place.add_(1).remainder_(STEPS)
 
     def findings(self, least: int) -> Iterator[Finding]:
         history = self.history.roll(-int(self.place.item()), 0).double().cpu()
-        updates, weights, largest, stayed, present = history[~history[:, 0].isnan().all(1)].unbind(1)
+        updates, weights, largest, stayed, present, rates = history[~history[:, 0].isnan().all(1)].unbind(1)
         for row, (member, plan) in enumerate(self.members):
             if not member.param.numel():
                 continue
@@ -181,8 +189,8 @@ class _OnDevice:
             enough = STEPS if _mode(plan) == "stochastic" else least  # by chance, few small steps may move nothing
             if had.sum() >= enough and torch.equal(_bit_sum(member), self.first_sums[row]):
                 yield Finding("not moved", member.name, f"no bit of it moved in the last {len(updates)} steps or before")
-            elif _rounds(member, plan) and had.sum() >= least:
-                share = float(stayed[had, row].sum() / present[had, row].sum())  # NaN without elements
+            elif _rounds(member, plan) and (moves := had & (rates[:, row] != 0)).sum() >= least:
+                share = float(stayed[moves, row].sum() / present[moves, row].sum())  # NaN without elements
                 if share > 0.5:
                     said = f"{share:.0%} of its elements with gradients stayed: updates are below half a unit of the weight"
                     yield Finding("too small", member.name, f"{said} in {str(member.param.dtype).removeprefix('torch.')}")
@@ -190,7 +198,7 @@ class _OnDevice:
                 names = " and ".join(self.zero_after_load[member.owner])
                 yield Finding("zero moments", member.name, f"the last load left {names} at 0, though it has taken steps")
             ratios = (updates[:, row] / weights[:, row]).log()
-            if unusual := _unusual(ratios[ratios.isfinite()]):
+            if unusual := _unusual(ratios, rates[:, row].log()):
                 yield Finding("unusual", member.name, unusual)
 
 
@@ -216,16 +224,21 @@ def report(optimizer: str, plans: Sequence[Plan], watch: Watch | None, least: in
     return HealthReport(optimizer, watch is not None, tuple(names), tuple(found))
 
 
-def _unusual(logs: Tensor) -> str:
-    """What is unusual about the last of some logarithms of ratios of update and weight; empty if nothing is."""
+def _unusual(logs: Tensor, rates: Tensor) -> str:
+    """What is unusual about the last of some logarithms of ratios of update and weight; empty if nothing is.
+
+    ``rates`` are the logarithms of ``lr``, with which schedules let the ratios grow and fall.
+    """
+    is_finite = logs.isfinite() & rates.isfinite()
+    logs, rates = logs[is_finite], rates[is_finite]
     if len(logs) <= _LEAST:
         return ""
-    usual, last = logs[:-1], logs[-1]
+    usual, last = logs[:-1] - rates[:-1] + rates[-1], logs[-1]
     middle = usual.median()
     width = float((usual - middle).abs().median()) * 1.4826  # a normal deviation
     if float((last - middle).abs()) <= max(_DEVIATIONS * width, math.log(_FACTOR)):
         return ""
-    return f"its last update was {last.exp():.2g} of the weight, and {middle.exp():.2g} in the steps before"
+    return f"its last update was {last.exp():.2g} of the weight, where with this lr {middle.exp():.2g} was usual before"
 
 
 def zero_moments(member: Member, plan: Plan) -> list[str]:

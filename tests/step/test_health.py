@@ -200,7 +200,27 @@ def test_an_update_of_an_unusual_size() -> None:
 
     train(model, optimizer, 1, spike)
     assert kinds(optimizer)["outer.weight"] == ["unusual"]
-    assert "of the weight, and" in str(optimizer.health())
+    assert "of the weight, where" in str(optimizer.health())
+
+
+@pytest.mark.parametrize("lowering", ["multi_tensor", "eager"])
+@pytest.mark.parametrize("kind", [co.AdamW, co.SGD])
+def test_a_schedule_is_no_unusual_update(kind: Any, lowering: str) -> None:
+    """A tenth of the learning rate, or a restart at ten times of it, assigned or scheduled; nor is 0 at the end."""
+    model, optimizer = made(kind, lr=0.01, lowering=lowering)
+    for lr in (0.01, 0.001, 0.0001, 0.01):
+        optimizer.param_groups[0]["lr"] = lr
+        train(model, optimizer, 20)
+        assert kinds(optimizer) == DEAD
+        optimizer.param_groups[0]["lr"] = lr / 10
+        train(model, optimizer, 1)
+        assert kinds(optimizer) == DEAD
+    optimizer.schedule(lr=lambda step: torch.where(step % 20 < 10, 0.01, 0.001))
+    train(model, optimizer, 31)
+    assert kinds(optimizer) == DEAD
+    optimizer.schedule(lr=lambda step: 0.0)
+    train(model, optimizer, 60)
+    assert kinds(optimizer) == DEAD
 
 
 def test_skipped_steps_say_nothing() -> None:
