@@ -19,7 +19,7 @@ from compiled_optim.plan.plan import Member, Plan
 from compiled_optim.rule.storage import PARTS
 
 ELEMENTS, STEPS = 128, 64
-_LEAST = 16  # steps that say how large a parameter's updates usually are
+_LEAST = 16  # steps that say how large a parameter's updates usually are, and elements: those of few often pass through 0
 _DEVIATIONS, _FACTOR = 8.0, 4.0  # how far from the usual an update is unusual: in deviations of its logarithm, and times
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -33,7 +33,7 @@ class Finding:
             ``"not moved"``: none of its bits has changed since it is watched. ``"too small"``: more than half of its
             elements with gradients stayed, since their updates are below half a unit in the last place.
             ``"zero moments"``: averages are at 0, or were after a load, though it has taken steps. ``"unusual"``: the ratio
-            of update and weight left the range that it had, though ``lr`` does not say so.
+            of update and weight left the range that it had, though ``lr`` does not say so; of 16 elements or more.
         name: of the parameter.
         message: a sentence with numbers.
     """
@@ -183,13 +183,16 @@ class _OnDevice:
             if not member.param.numel():
                 continue
             had = ~largest[:, row].isnan()
+            moves = had & (rates[:, row] != 0)
+            if moves.any():  # else lr is 0 by choice, not at the beginning or end of a schedule
+                had = moves
             zeros = int((largest[:, row][had] == 0).flip(0).long().cumprod(0).sum())
             if zeros >= least and _is_zero(member):
                 yield Finding("zero gradient", member.name, f"its last {zeros} gradients were only zeros")
             enough = STEPS if _mode(plan) == "stochastic" else least  # by chance, few small steps may move nothing
             if had.sum() >= enough and torch.equal(_bit_sum(member), self.first_sums[row]):
                 yield Finding("not moved", member.name, f"no bit of it moved in the last {len(updates)} steps or before")
-            elif _rounds(member, plan) and (moves := had & (rates[:, row] != 0)).sum() >= least:
+            elif _rounds(member, plan) and moves.sum() >= least:
                 share = float(stayed[moves, row].sum() / present[moves, row].sum())  # NaN without elements
                 if share > 0.5:
                     said = f"{share:.0%} of its elements with gradients stayed: updates are below half a unit of the weight"
@@ -198,7 +201,7 @@ class _OnDevice:
                 names = " and ".join(self.zero_after_load[member.owner])
                 yield Finding("zero moments", member.name, f"the last load left {names} at 0, though it has taken steps")
             ratios = (updates[:, row] / weights[:, row]).log()
-            if unusual := _unusual(ratios, rates[:, row].log()):
+            if self.samples[row].numel() >= _LEAST and (unusual := _unusual(ratios, rates[:, row].log())):
                 yield Finding("unusual", member.name, unusual)
 
 

@@ -94,6 +94,33 @@ def test_a_parameter_that_began_at_zero(kind: Any, steps: int) -> None:
     assert "outer.bias" not in kinds(optimizer)
 
 
+@pytest.mark.parametrize("kind", [co.AdamW, co.SGD, co.Lion])
+def test_an_adapter_that_begins_at_zero_and_warms_up(kind: Any) -> None:
+    """LoRA's first matrix has no gradient until the second one has moved, which a learning rate of 0 delays."""
+    torch.manual_seed(0)
+    down, up = nn.Parameter(torch.randn(4, 32)), nn.Parameter(torch.zeros(32, 4))
+    optimizer = kind({"down": down, "up": up}, lr=0.01)
+    warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(step / 5, 1.0))
+    optimizer.watch_health()
+    for _ in range(8):
+        optimizer.zero_grad()
+        x = torch.randn(8, 32)
+        (x @ down.T @ up.T - x).square().mean().backward()
+        optimizer.step()
+        warmup.step()
+        assert kinds(optimizer) == {}
+
+
+def test_updates_of_few_elements_may_pass_through_zero() -> None:
+    param = nn.Parameter(torch.ones(2))
+    optimizer = co.SGD({"param": param}, lr=0.01)
+    optimizer.watch_health()
+    for step in range(30):
+        param.grad = torch.full((2,), 1.0 if step < 29 else 1e-3)
+        optimizer.step()
+    assert kinds(optimizer) == {}
+
+
 def zeroed(model: nn.Module, name: str) -> Callable[[int], None]:
     def change(step: int) -> None:
         model.get_parameter(name).grad.zero_()
