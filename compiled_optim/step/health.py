@@ -212,7 +212,8 @@ def report(optimizer: str, plans: Sequence[Plan], watch: Watch | None, least: in
     """
     found = [] if watch is None else list(watch.findings(least))
     known = {(finding.kind, finding.name) for finding in found}
-    counts = [plan.scalars[0].tolist() for plan in plans]
+    # Entries one by one: Plan.scalars may move them, and kernels and graphs would go on to write where they were.
+    counts = [torch.stack([member.entries["step"] for member in plan.members]).tolist() for plan in plans]
     is_old = max([steps, *(max(each) for each in counts)]) >= least
     for plan, each in zip(plans, counts, strict=True):
         for member, count in zip(plan.members, each, strict=True):

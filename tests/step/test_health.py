@@ -280,6 +280,32 @@ def test_history_outlives_a_new_group() -> None:
     assert kinds(optimizer) == {**DEAD, "outer.bias": ["zero gradient"], "late": ["no gradient"]}
 
 
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_report_changes_nothing(captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step counts of a later group lie elsewhere, and kernels go on to write to both places."""
+    install(monkeypatch)
+    pairs = []
+    for reports in (True, False):
+        torch.manual_seed(0)
+        params = {name: nn.Parameter(torch.randn(6, 7)) for name in ("a", "b", "late")}
+        optimizer = co.AdamW({name: params[name] for name in ("a", "b")}, lr=0.01, lowering="multi_tensor")
+        step = co.CUDAGraphRunner(optimizer).step if captured else optimizer.step
+        for count in range(1, 13):
+            if count == 3:
+                optimizer.add_param_group({"params": {"late": params["late"]}})
+            for param in params.values():
+                param.grad = torch.randn(6, 7)
+            step()
+            if reports and count in (4, 8):
+                optimizer.health()
+        optimizer.add_param_group({"params": {"last": nn.Parameter(torch.zeros(2))}})
+        step()
+        assert [optimizer.state[p]["step"].item() for p in params.values()] == [13, 13, 11]
+        pairs.append([*params.values()])
+    for p, q in zip(*pairs, strict=True):
+        assert torch.equal(p, q)
+
+
 @pytest.mark.parametrize("kind", [co.AdamW, co.Muon])
 def test_captured(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch)
