@@ -121,6 +121,8 @@ class RuleStep(Step):
             finally:
                 view.scalars.copy_(before)
             lowering.finish()
+            if len(plan.scalar_blocks) > 1:  # the view moved the scalars into one, and kernels would write to the others
+                self.changes.pending = True
 
     def is_current(self) -> bool:
         """Whether also clipping was not switched off, and no meta parameter has got memory."""

@@ -289,3 +289,26 @@ def test_hyperparameters_are_those_of_the_moment() -> None:
 def test_mistakes_at_the_class_statement(views: dict[str, Any], message: str) -> None:
     with pytest.raises(TypeError, match=message):
         type("Mistaken", (LooksAhead,), {"views": views})
+
+
+@pytest.mark.parametrize("lowering", LOWERINGS)
+def test_steps_go_on_after_an_evaluation_with_a_later_group(lowering: str) -> None:
+    """The scalars of a later group lie elsewhere, and each parameter's go on from where they were."""
+    params = _params()
+    papers = [_Paper(p.detach()) for p in params]
+    optimizer = co.AdamWScheduleFree({f"p{i}": p for i, p in enumerate(params[:2])}, lowering=lowering, **FAR)
+    optimizer.add_param_group({"params": {"p2": params[2]}})
+    for step in range(8):
+        if step == 3:
+            optimizer.eval()
+            optimizer.train()
+        if step == 6:
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        _give(params[:2] if step == 0 else params, step)
+        optimizer.step()
+        _papers_step(papers[:2] if step == 0 else papers, params[:2] if step == 0 else params)
+        if step == 0:
+            optimizer.add_param_group({"params": {"unused": nn.Parameter(torch.zeros(2))}})
+    assert [optimizer.state[p]["step"].item() for p in params] == [8, 8, 7]
+    for paper, param in zip(papers, params, strict=True):
+        torch.testing.assert_close(param.detach(), paper.y(0.6), rtol=1e-9, atol=1e-9)
