@@ -29,7 +29,7 @@ class Finding:
     """What is wrong with a parameter.
 
     Attributes:
-        kind: one of these. ``"no gradient"``: it never had one. ``"zero gradient"``: its gradients were only zeros.
+        kind: one of these. ``"no gradient"``: it never had one, and is not frozen. ``"zero gradient"``: its gradients were only zeros.
             ``"not moved"``: none of its bits has changed since it is watched. ``"too small"``: more than half of its
             elements with gradients stayed, since their updates are below half a unit in the last place.
             ``"zero moments"``: averages are at 0, or were after a load, though it has taken steps. ``"unusual"``: the ratio
@@ -217,7 +217,7 @@ def report(optimizer: str, plans: Sequence[Plan], watch: Watch | None, least: in
     is_old = max([steps, *(max(each) for each in counts)]) >= least
     for plan, each in zip(plans, counts, strict=True):
         for member, count in zip(plan.members, each, strict=True):
-            if not count and is_old:
+            if not count and is_old and member.owner.requires_grad:
                 found.append(Finding("no gradient", member.name, "it never had a gradient"))
             elif ("zero moments", member.name) not in known and (names := zero_moments(member, plan)):
                 said = f"{' and '.join(names)} are at 0, though it has taken {count:.0f} steps"
