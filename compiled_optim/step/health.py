@@ -29,9 +29,9 @@ class Finding:
     """What is wrong with a parameter.
 
     Attributes:
-        kind: one of these. ``"no gradient"``: it never had one, and is not frozen. ``"zero gradient"``: its gradients were only zeros.
-            ``"not moved"``: none of its bits has changed since it is watched. ``"too small"``: more than half of its
-            elements with gradients stayed, since their updates are below half a unit in the last place.
+        kind: one of these. ``"no gradient"``: it never had one, and is not frozen. ``"zero gradient"``: its gradients were
+            only zeros. ``"not moved"``: none of its bits has changed since it is watched. ``"too small"``: more than half of
+            its elements with gradients stayed, since their updates are below half a unit in the last place.
             ``"zero moments"``: averages are at 0, or were after a load, though it has taken steps. ``"unusual"``: the ratio
             of update and weight left the range that it had, though ``lr`` does not say so; of 16 elements or more.
         name: of the parameter.
