@@ -34,7 +34,7 @@ _MISPLACED = {
     "head": "orthogonalizes the last linear map, and is for hidden ones",
     "depthwise": "orthogonalizes filters for one channel each, which are no matrix",
     "axes": "orthogonalizes more than 2 dimensions, and no pattern in an option says what they are",
-    "narrow": f"orthogonalizes a matrix with a side below {_NARROW}, whose step it leaves few directions",
+    "narrow": f"orthogonalizes a matrix with a side below {_NARROW}, and makes the noise in it as large as the rest",
 }
 _PLACEHOLDER = "it has no elements or fewer dimensions than its module makes: it was flattened, or the weight is elsewhere"
 

@@ -13,7 +13,7 @@ from compiled_optim.groups.per_parameter import first_matches
 
 Model: TypeAlias = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 Key: TypeAlias = str | type[nn.Module]
-_HEADS = ("lm_head", "head", "output", "classifier")  # what models call the linear map that comes last
+_HEADS = ("lm_head", "head", "output", "classifier", "fc", "score")  # what models call the linear map that comes last
 
 
 class Listed(NamedTuple):

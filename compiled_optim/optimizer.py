@@ -540,14 +540,15 @@ class CompiledOptimizer(Declared, Optimizer):
         engine = self._engine
         engine.accumulated.check_ended("copied")
         unshown = [group.unshown() if isinstance(group, ParamGroup) else {} for group in engine.distinct_groups]
-        own = {"lowering": engine.lowering, "aliases": engine.aliases, "schedules": engine.schedules.functions}
+        own = {name: getattr(engine, name) for name in ("lowering", "aliases", "is_watching")}
+        own["schedules"] = engine.schedules.functions
         chosen = {"max_grad_norm": self.max_grad_norm, "skip_nonfinite": self.skip_nonfinite}
         return {**super().__getstate__(), **own, **chosen, "unshown": unshown}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         before = vars(self).get("_engine")
         values: dict[str, Any] = {"lowering": "auto", "aliases": {}, "schedules": {}, "unshown": (), "defaults": {}}
-        values |= {"max_grad_norm": None, "skip_nonfinite": False}
+        values |= {"max_grad_norm": None, "skip_nonfinite": False, "is_watching": False}
         if before is not None:
             values |= {name: getattr(before, name) for name in ("lowering", "aliases", "defaults")} | before.assigned
         values |= {name: state.pop(name) for name in [*values] if name in state}
@@ -558,6 +559,7 @@ class CompiledOptimizer(Declared, Optimizer):
         super().__setstate__(state)
         self.defaults = group_entries(type(self), self.defaults)  # torch adds a key
         self._engine.aliases, self._engine.schedules.functions = dict(values["aliases"]), dict(values["schedules"])
+        self._engine.is_watching = values["is_watching"]
         self._engine.adopt(checked=True, unshown=values["unshown"])
 
 

@@ -18,7 +18,8 @@ class Owners:
     Every process must make and use an equal one. A collective sends bytes of all kinds of tensors together.
 
     Args:
-        likes: for each kind of tensor a DTensor that is spread as all of that kind, or a tensor that every process has.
+        likes: for each kind of tensor an example: a DTensor, whose mesh and placements all others of that kind have, or a
+            tensor that every process has whole.
         mesh_dim: the dimension of the mesh over which they are split.
         dims: for each kind the dimension that is split; None where every process has all.
         count: how many tensors of each kind there are.

@@ -145,7 +145,7 @@ class StackedLowering(TorchLowering):
         if gathered := [s for s in self.stacks if plan.sharded and s.owners is None]:
             name = plan.members[gathered[0].positions[0]].name
             log.fall_back(
-                f"every process updates all of '{name}', which is not split along one dimension over one of its mesh's",
+                f"every process updates all of '{name}', which is split over more than one dimension of its mesh",
                 "a step takes longer",
             )
 

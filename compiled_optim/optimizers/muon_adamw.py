@@ -9,12 +9,13 @@ from torch import Tensor, nn
 
 from compiled_optim.groups.parameters import alternatives, as_groups, matches, names_and_tensors
 from compiled_optim.model import roles
+from compiled_optim.optimizer import engine_of
 from compiled_optim.optimizers.adamw import AdamW
 from compiled_optim.optimizers.muon import Muon
 from compiled_optim.rule.fields import Number, flag, static
 from compiled_optim.rule.rule import RULE, WHY
 
-_FOR_ADAMW = "*emb*|*wte*|*wpe*|lm_head.*|*.lm_head.*|head.*|*.head.*|*classifier*|*norm*|*bias*"
+_FOR_ADAMW = "*embed*|*wte*|*wpe*|lm_head.*|*.lm_head.*|head.*|*.head.*|*classifier*|*norm*|*bias*"
 _ADAMW = "adamw_"  # how the names of arguments begin that are AdamW's
 
 
@@ -47,6 +48,13 @@ class MuonAdamW(Muon):
         adamw, stacks = {RULE: AdamW, **own}, arguments["stacks"]
         arguments["params"] = _routed(arguments["params"], arguments["adamw"], adamw, stacks)
         return arguments
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As every optimizer's; a group that is added later must name its ``rule``, since nothing is told apart then."""
+        if isinstance(param_group, dict) and RULE not in param_group and not engine_of(self).is_open:
+            there = f"{RULE}=MuonAdamW for matrices of hidden layers, which Muon updates, or {RULE}=AdamW for others"
+            raise ValueError(f"a group that is added to MuonAdamW must name its rule: {there}")
+        super().add_param_group(param_group)
 
 
 def _routed(params: Any, patterns: str | None, adamw: Mapping[str, Any], stacks: Sequence[str]) -> list[dict[str, Any]]:
@@ -94,7 +102,8 @@ def _unfit(name: str, param: Any, role: str, is_stack: bool) -> str:
         return ""
     if param.numel() == 0 or hasattr(param, "ds_shape"):
         raise ValueError(
-            f"'{name}' of shape {tuple(param.shape)} stands for a parameter elsewhere, and its rule depends on the shape"
+            f"'{name}' of shape {tuple(param.shape)} stands for a parameter elsewhere: make the optimizer before it is "
+            "sharded or offloaded, since its rule depends on its shape"
         )
     if role in ("linear", "head") and param.dim() != 2:
         raise ValueError(f"'{name}' is the weight of a linear map, but has shape {tuple(param.shape)}: it was flattened")

@@ -266,7 +266,7 @@ class Engine:
         """Warn of ``entries`` of a group that other rules read and ``kind`` does not, as OneCycleLR writes ``momentum``."""
         others = {hyper.name for each in self.kinds for hyper in each._fields_of(Hyper)}
         for key in sorted(entries & others - {*group_keys(kind)}):
-            said = f"nothing reads {key} of param_groups[{index}], whose {RULE} is {kind.__name__}"
+            said = f"nothing reads {key} of param_groups[{index}]: {kind.__name__}, its {RULE}, has no such number"
             warnings.warn(said, UserWarning, stacklevel=2)
 
     def adopt(self, *, checked: bool, unshown: Iterable[Mapping[str, Any]] = ()) -> None:

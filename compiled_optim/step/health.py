@@ -65,7 +65,7 @@ class HealthReport:
     def __str__(self) -> str:
         wrong = {finding.name for finding in self.findings}
         how = "" if self.watched else "; call watch_health() to watch further steps"
-        head = f"{self.optimizer}: {len(wrong)} of {len(self.checked)} parameters need a look{how}"
+        head = f"{self.optimizer}: {len(wrong)} of {len(self.checked)} parameters may not train{how}"
         return "\n".join([head, *(f"  {finding}" for finding in self.findings)])
 
 
@@ -143,7 +143,7 @@ class _OnDevice:
         row, there = self.rows[key], other.rows[key]
         self.history[:, :, row] = other.history[:, :, there].to(self.history.device)
         self.place.copy_(other.place)
-        self.first_sums[row] = other.first_sums[there]
+        self.first_sums[row] = other.first_sums[there].to(self.device)
         owner = self.members[row][0].owner
         if owner in other.zero_after_load:
             self.zero_after_load[owner] = other.zero_after_load[owner]

@@ -124,7 +124,7 @@ def test_follows_one_scheduler_as_two_follow_two(name: str) -> None:
     make = SCHEDULERS[name]
     cycles = "momentum" in name or name in ("OneCycleLR", "OneCycleLR-three-phases")
     with (
-        pytest.warns(UserWarning, match=r"nothing reads momentum of param_groups\[1\], whose rule is AdamW")
+        pytest.warns(UserWarning, match=r"nothing reads momentum of param_groups\[1\]: AdamW, its rule, has no such number")
         if cycles
         else (contextlib.nullcontext())
     ):
@@ -433,7 +433,9 @@ def test_what_a_group_cannot_be() -> None:
         co.AdamW([{"params": a}, {"params": b, "rule": co.Muon}], differentiable=True)
     with pytest.raises(ValueError, match=r"param_groups\[1\] has no lr, for which Lion has no default"):
         co.Muon([{"params": a}, {"params": b, "rule": co.Lion}], lr=0.1)
-    with pytest.warns(UserWarning, match=r"nothing reads momentum of param_groups\[1\], whose rule is AdamW"):
+    with pytest.warns(
+        UserWarning, match=r"nothing reads momentum of param_groups\[1\]: AdamW, its rule, has no such number"
+    ):
         co.Muon([{"params": a}, {"params": b, "rule": co.AdamW, "momentum": 0.5}])
     with pytest.warns(UserWarning, match="did you mean"):
         co.Muon([{"params": a}, {"params": b, "rule": co.AdamW, "beta": (0.5, 0.9)}])
@@ -617,6 +619,16 @@ class TestMuonAdamW:
         explained = {r["name"]: r["matrices"] for r in co.explain(params, one).records}
         assert explained == {"experts": [4, 6, 5], "qkv": [3, 4, 5], "gqa": [1, "8+4+4", 5]}
         assert co.explain(params, one).warnings == ()
+
+    def test_a_group_that_is_added_names_its_rule(self) -> None:
+        one = co.MuonAdamW(GPT(), lr=0.01)
+        late = nn.Parameter(torch.ones(4, 4))
+        with pytest.raises(ValueError, match="a group that is added to MuonAdamW must name its rule"):
+            one.add_param_group({"params": [("late", late)]})
+        one.add_param_group({"params": [("late", late)], "rule": co.MuonAdamW})
+        one.add_param_group({"params": [("later", nn.Parameter(torch.ones(4)))], "rule": co.AdamW})
+        assert [g.kind for g in engine_of(one).distinct_groups][2:] == [co.MuonAdamW, co.AdamW]
+        assert one.param_groups[2]["adjust_lr_fn"] == "match_rms_adamw"
 
     def test_refuses_what_would_be_wrong_without_a_word(self) -> None:
         model = GPT()

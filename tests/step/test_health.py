@@ -69,7 +69,7 @@ def test_what_trains_is_not_reported(kind: Any) -> None:
     report = optimizer.health()
     assert report.watched
     assert len(report.checked) == 6
-    assert "1 of 6 parameters need a look" in str(report)
+    assert "1 of 6 parameters may not train" in str(report)
     assert "'experts.1.weight': it never had a gradient" in str(report)
 
 
@@ -271,6 +271,12 @@ def test_without_watching_state_alone_tells() -> None:
     assert kinds(optimizer) == {**DEAD, "outer.bias": ["zero gradient"]}
     optimizer.watch_health(False)
     assert not optimizer.health().watched
+
+
+def test_a_copy_is_watched_as_well() -> None:
+    _, optimizer = made()
+    assert copy.deepcopy(optimizer).health().watched
+    assert not copy.deepcopy(made(watch=False)[1]).health().watched
 
 
 def test_history_outlives_a_new_group() -> None:
