@@ -62,6 +62,8 @@ def _sizes(
     """The rows of each part of one parameter; None if it is one whole."""
     split = group.get("split") or {}
     matched = {pattern: parts for pattern, parts in split.items() if is_matched((pattern,))}
+    if param.dim() < 2:  # which was flattened after the optimizer was made
+        return None
     rows, found = param.shape[-2], set()
     for pattern, parts in matched.items():
         said = f"split[{pattern!r}]={parts!r} does not fit {where} of shape {tuple(param.shape)}"

@@ -220,7 +220,7 @@ class Rule(Declaration):
     parameter come. With ``"matrix"`` it is (tensors, ..., rows, columns), and ``update`` may depend on the last two.
 
     ``advice`` names the optimizer for gradients of the other kind than ``gradients``. ``decays`` says what
-    ``c.weight_decay`` times the parameter is added to. ``added`` names choices that transforms added. ``is_indexed`` says
+    ``c.weight_decay`` times the parameter is added to. ``added`` names choices that transforms added. ``indexed`` says
     under which choices an update of stacks takes each element's :data:`INDEX`.
     """
 
@@ -235,7 +235,7 @@ class Rule(Declaration):
     decays: Decays = None
     added: tuple[str, ...] = ()
     views: Mapping[str, Callable[[Values], Any]] = dataclasses.field(default_factory=dict, hash=False)
-    is_indexed: Callable[[Values], bool] = dataclasses.field(default=lambda choices: False, hash=False, compare=False)
+    indexed: Callable[[Values], bool] | None = dataclasses.field(default=None, hash=False, compare=False)
 
     @property
     def is_elementwise(self) -> bool:
@@ -325,7 +325,9 @@ class Rule(Declaration):
     @_once
     def reads_index(self, statics: Mapping[str, Any]) -> bool:
         """Whether the update of an elementwise rule depends on which element it sees."""
-        return self.written(statics, PLAIN)[-1].reads_index if self.granularity == "element" else self.is_indexed(statics)
+        if self.granularity == "element":
+            return self.written(statics, PLAIN)[-1].reads_index
+        return self.indexed is not None and self.indexed(statics)
 
     def goes_by_memory(self, statics: Mapping[str, Any]) -> bool:
         """Whether the update depends on the order of elements in memory: by their groups, or by :data:`INDEX`."""

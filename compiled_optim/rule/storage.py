@@ -158,7 +158,7 @@ def stored(rule: Rule) -> Rule:
         buffers=(*(b for b in buffers if not b.grouped), *_PARTS, *(b for b in buffers if b.grouped)),
         coefficients=coefficients,
         update=update,
-        is_indexed=lambda choices: _mode(choices) == "stochastic",
+        indexed=lambda choices: _mode(choices) == "stochastic",
     )
 
 

@@ -238,16 +238,16 @@ class TestRecords:
         assert record["parameter_bytes"] == co.memory_report(made).weights == 64 * 16 * 4
 
 
-_STACKS = Option(
-    (), valid=lambda value, where: None, of=lambda g, is_matched, p, w: is_matched(g["stacks"]) or None, name="stacks"
+_MENTIONS = Option(
+    (), valid=lambda value, where: None, of=lambda g, is_matched, p, w: is_matched(g["mentions"]) or None, name="mentions"
 )
 
 
 class Stacked(co.Muon):
     """Muon with an option that names parameters."""
 
-    stacks: tuple[str, ...] = transform(
-        default=(), kw_only=True, by=lambda rule: dataclasses.replace(rule, options=(*rule.options, _STACKS))
+    mentions: tuple[str, ...] = transform(
+        default=(), kw_only=True, by=lambda rule: dataclasses.replace(rule, options=(*rule.options, _MENTIONS))
     )
 
 
@@ -398,7 +398,7 @@ def a_pattern_that_nothing_reads_now() -> Case:
 @case
 def a_pattern_of_another_option() -> Case:
     model = nn.Linear(9, 9, bias=False)
-    return model, Stacked(model.named_parameters(), stacks=("*.expert", "weight")), "pattern", []
+    return model, Stacked(model.named_parameters(), mentions=("*.expert", "weight")), "pattern", []
 
 
 @case
@@ -569,19 +569,19 @@ def hidden_layers_as_wide_as_a_table_of_positions() -> tuple[Any, Any]:
 def convolutions_of_one_channel() -> tuple[Any, Any]:
     model = nn.Conv1d(1, 9, 9, bias=False)
     model.weight.data = torch.zeros(9, 9)
-    made = Stacked(model.named_parameters(), stacks=("weight",))
+    made = Stacked(model.named_parameters(), mentions=("weight",))
     model.weight.data = torch.zeros(9, 1, 9)
     return model, made
 
 
 @clean
 def experts_that_an_option_names() -> tuple[Any, Any]:
-    return turned_into((4, 9, 9), stacks=("exp*",))
+    return turned_into((4, 9, 9), mentions=("exp*",))
 
 
 @clean
 def a_narrow_matrix_that_an_option_names() -> tuple[Any, Any]:
-    return turned_into((3, 9), stacks=("exp*",))
+    return turned_into((3, 9), mentions=("exp*",))
 
 
 @clean
@@ -625,7 +625,7 @@ def test_nothing_is_found_where_nothing_is_wrong(name: str) -> None:
 
 def test_what_a_pattern_names_is_asked_of_the_rules_own_options() -> None:
     """The same parameter without the option is found."""
-    model, made = turned_into((4, 9, 9), stacks=())
+    model, made = turned_into((4, 9, 9), mentions=())
     assert [finding.kind for finding in co.explain(model, made).warnings] == ["axes"]
 
 

@@ -20,6 +20,7 @@ EXTRAS = {
     "perf": "perf",
     "tests": "test",
     "tests/trainers": "full",
+    "compiled_optim/explain.py": "tables",
     "tools": "",
     "tools/checkpoint_files.py": "convert",
     "tools/demo": "demo",

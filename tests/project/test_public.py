@@ -27,6 +27,7 @@ BEYOND_TORCH = {
     "found_inf": SET,
     "grad_norm": READ,
     "grad_scale": SET,
+    "health": READ,
     "hyperparameter": READ,
     "hyperparameters": READ,
     "max_grad_norm": READ,
@@ -37,6 +38,7 @@ BEYOND_TORCH = {
     "check": DECLARED,
     "coefficients": DECLARED,
     "update": DECLARED,
+    "watch_health": READ,
 }
 """The public attributes that torch.optim's optimizers lack, and why they are there."""
 
