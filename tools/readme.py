@@ -130,7 +130,9 @@ _WORKLOADS = {
 
 def summary() -> str:
     """AdamW's steps in time and memory, on a GPU and on a CPU, with the conditions."""
-    cpu, gpu = sorted(_steps(), key=lambda times: _is_gpu(times["adamw", "small-148"][_OURS]))
+    measured = sorted(_steps(), key=lambda times: times["adamw", "small-148"][_OURS]["date"])
+    places = {_is_gpu(times["adamw", "small-148"][_OURS]): times for times in measured}  # the one that was measured last
+    cpu, gpu = places[False], places[True]
     by_hand = {r["competitor"]: r for r in _measured("by_hand", benchmark="step", workload="tiny-10")}
     rows = []
     for name, words in _WORKLOADS.items():
@@ -156,7 +158,7 @@ def summary() -> str:
     ]
     head = ["AdamW, GPT-2's tensors", "bytes per parameter, with its gradient", "time, GPU", "time, CPU"]
     where = [_conditions(times["adamw", "gpt2-124m"][_OURS]) for times in (gpu, cpu)]
-    small = _conditions(next(row for row in memory if not _is_gpu(row)))
+    small = _conditions([row for row in memory if not _is_gpu(row)][-1])
     text = f"""
         Medians; each step gets its gradients in new tensors. Times in the second table are relative to {_FUSED} in float32.
         GPU: {where[0]} (patched for that torch). CPU: {where[1]}; second table: {small}. Later revisions were not measured.
@@ -166,23 +168,24 @@ def summary() -> str:
 
 
 def speed_table() -> str:
-    """Median step times with fresh gradients, device by device: a row per workload of AdamW, and per other optimizer."""
-    parts = []
+    """Median step times with fresh gradients: a row per device and workload of AdamW, and per device other optimizers."""
+    steps, others, conditions = [], [], []
     for times in _steps():
-        rows, others = [], []
         for (optimizer, workload), entrants in sorted(times.items()):
             theirs = {name: row for name, row in entrants.items() if name.split()[0] == "torch"}
+            device = entrants[_OURS]["device"]
             if optimizer == "adamw":
-                rows.append([workload, *_against(entrants[_OURS], theirs[_FUSED])])
+                steps.append([workload, device, *_against(entrants[_OURS], theirs[_FUSED])])
             else:
                 name = min(theirs, key=lambda name: float(theirs[name]["p50"]))
                 figures = _against(entrants[_OURS], theirs[name])
-                others.append([optimizer, workload, *figures, name.removeprefix("torch ")])
-        head = ["step", "workload", _OURS, "the fastest of torch.optim", "ratio", "which one"]
+                others.append([optimizer, workload, device, *figures, name.removeprefix("torch ")])
         last = max((row for entrants in times.values() for row in entrants.values()), key=lambda row: row["date"])
-        parts += [_grid(["AdamW step", _OURS, _FUSED, "ratio"], rows), _grid(head, others, 2)]
-        parts.append(f"{_conditions(last)};\nmedians from `perf/results/step.csv`.")
-    return "\n\n".join(parts)
+        conditions.append(_conditions(last))
+    adamw = _grid(["AdamW step", "on", _OURS, _FUSED, "ratio"], steps, 2)
+    head = ["step", "workload", "on", _OURS, "the fastest of torch.optim", "ratio", "which one"]
+    where = ";\n".join(conditions) + "; medians from `perf/results/step.csv`."
+    return "\n\n".join([adamw, _grid(head, others, 3), where])
 
 
 def gpu() -> str:
@@ -252,6 +255,22 @@ def schedulers() -> str:
         With 24 groups, a scheduler's step takes {min(ours.values()):.0f} to {max(ours.values()):.0f} us on the host. This is
         {min(ratios.values()):.1f} to {max(ratios.values()):.1f} times as long as with torch.optim. OneCycleLR takes
         {special:.0f} us, {ratio:.1f} times as long ({_conditions(rows[-1])}; `perf/results/schedulers.csv`).
+    """)
+
+
+def hybrid() -> str:
+    """What MuonAdamW and AdamW reach on a small language model."""
+    rows = _measured("hybrid")
+    found = {(r["competitor"], r["metric"]): r for r in rows}
+    ends, rates = (
+        {n: found[n, metric]["p50"] for n in ("MuonAdamW", "AdamW")} for metric in ("final loss", "learning rate")
+    )
+    said = " and ".join(f"{name} {float(loss):.3f} (lr {float(rates[name]):.3g})" for name, loss in ends.items())
+    count = found["AdamW", "final loss"]["n"]
+    return _paragraphs(f"""
+        On a small language model, {rows[0]["workload"]}, the median loss at the end is {said}, in nats. Each has its best of
+        five learning rates; {count} other seeds. Nothing follows for other models ([picture](results/hybrid.png);
+        {_conditions(rows[-1])}; `perf/results/hybrid.csv`).
     """)
 
 
@@ -372,6 +391,7 @@ _PARTS = {
     "compiled": compiled,
     "schedulers": schedulers,
     "convergence": convergence,
+    "hybrid": hybrid,
     "tested": tested,
     "choice": choice,
     "lowering": lowering_table,
