@@ -109,8 +109,6 @@ def _unfit(name: str, param: Any, role: str, is_stack: bool) -> str:
         raise ValueError(f"'{name}' is the weight of a linear map, but has shape {tuple(param.shape)}: it was flattened")
     if role in ("embedding", "head"):
         return f"is an {role}" if role == "embedding" else "is a head"
-    return (
-        ""
-        if param.dim() == 2 or (is_stack and param.dim() > 2)
-        else f"has {param.dim()} dimension{'' if param.dim() == 1 else 's'}"
-    )
+    if param.dim() == 2 or (is_stack and param.dim() > 2):
+        return ""
+    return f"has {param.dim()} dimension{'' if param.dim() == 1 else 's'}"

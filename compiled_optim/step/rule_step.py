@@ -63,13 +63,17 @@ class RuleStep(Step):
         by_rule: dict[int, list[Lowering]] = {}
         for lowering in self.lowerings:
             by_rule.setdefault(id(lowering.plan.rule), []).append(lowering)
-        self._launched: list[Totals | Lowering] = []
-        for found in by_rule.values():
-            has_totals = any(lowering.plan.rule.has_totals(lowering.plan.statics) for lowering in found)
-            if differentiable and (has_totals or not found[0].plan.rule.is_elementwise):
+        self._launched: list[Totals | Lowering] = []  # in the order of the plans, some of which share memory
+        for lowering in self.lowerings:
+            found = by_rule[id(rule := lowering.plan.rule)]
+            has_totals = any(rule.has_totals(each.plan.statics) for each in found)
+            if differentiable and (has_totals or not rule.is_elementwise):
                 which = "sums over all parameters" if has_totals else "does not work element by element"
-                raise ValueError(f"differentiable=True does not go with {found[0].plan.rule.name}, which {which}")
-            self._launched += [Totals(found, self._clipping)] if has_totals else found
+                raise ValueError(f"differentiable=True does not go with {rule.name}, which {which}")
+            if not has_totals:
+                self._launched.append(lowering)
+            elif lowering is found[0]:
+                self._launched.append(Totals(found, self._clipping))
         if later := [f"'{member.name}'" for plan in plans if plan.shares_memory for member in plan.members]:
             self._log.fall_back(
                 f"{first_three(later)} share memory with other parameters, and are updated after them",

@@ -311,6 +311,27 @@ def test_a_group_begins_with_defaults_of_its_own_rule() -> None:
     assert "momentum" not in second
 
 
+def test_parameters_that_share_memory_are_updated_in_the_order_of_groups() -> None:
+    """Whatever their rules: here one of another rule lies between two of the first."""
+
+    def made(memory: Tensor) -> list[dict[str, Any]]:
+        views = [nn.Parameter(memory[start : start + 4]) for start in (0, 2, 4)]
+        kinds = [{}, {"rule": co.SGD, "lr": 0.3, "momentum": 0.5}, {}]
+        groups = [{"params": [(f"p{i}", p)], **kind} for i, (p, kind) in enumerate(zip(views, kinds, strict=True))]
+        for i, p in enumerate(views):
+            p.grad = torch.arange(4.0) + i
+        return groups
+
+    memory, reference = torch.linspace(-1, 1, 8), torch.linspace(-1, 1, 8)
+    with pytest.warns(RuntimeWarning, match="'p1', 'p2' share memory with other parameters"):
+        co.AdamW(made(memory), lr=0.1, weight_decay=0.5).step()
+    for group in made(reference):  # one after the other, as torch.optim's loops update them
+        kind = co.SGD if "rule" in group else co.AdamW
+        given = {key: value for key, value in group.items() if key != "rule"}
+        kind([{"lr": 0.1, "weight_decay": 0.5, **given} if kind is co.AdamW else given]).step()
+    assert torch.equal(memory, reference)
+
+
 def test_a_group_can_be_added() -> None:
     a, b = named()
     one = co.Muon(a, **MUON)
