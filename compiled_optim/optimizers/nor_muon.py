@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -47,7 +47,6 @@ class NorMuon(CompiledOptimizer, granularity="matrix"):
     nesterov: bool = static(default=False, doc="orthogonalize a mix of gradient and momentum, not the momentum alone.")
     momentum_buffer = buffer(int8="signed")
     row_var = buffer(shape=lambda shape: (*shape[:-1], 1))
-    implied_state: ClassVar[Mapping[str, float]] = {"step": 1.0}
 
     @staticmethod
     def coefficients(step, lr, weight_decay, betas, eps, ns_coefficients):

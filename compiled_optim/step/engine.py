@@ -122,6 +122,7 @@ class Engine:
         self.accumulated = AccumulatedSteps()
         self.clipping = Clipping(torch.device("cpu"))
         self.log = CompilationLog()
+        self.takes_sparse = kind._gradients == "sparse"  # whether some parameters have sparse gradients
         self.is_watching = False  # whether steps note what they do to a few elements of each parameter
         self.user_graphs = UserGraphs()
         self.replace_state({})
@@ -383,6 +384,7 @@ class Engine:
 
         self.adopt(checked=self.step is None)
         Live.send(self.changes)
+        self.takes_sparse = any(kind._gradients == "sparse" for kind in self.kinds)
         self.accumulated.keep(p for group in self.groups for p in group["params"])
         self.step = self._make(self, grad_of)
         self._take_name()

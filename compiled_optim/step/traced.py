@@ -48,7 +48,7 @@ def record_step(engine: Engine, scaler: tuple[Tensor | None, Tensor | None]) -> 
     _let_trace()
     ask(engine.key, "current")
     # Dynamo refuses to read sparse gradients; no step with such is inlined.
-    is_sparse = any([kind._gradients == "sparse" for kind in engine.kinds])
+    is_sparse = engine.takes_sparse  # read of groups, this would depend on their entries
     positions = [] if is_sparse else [i for i, p in enumerate(engine.params) if p.grad is not None]
     is_scaled = scaler[0] is not None or scaler[1] is not None
     if ask(engine.key, "inline", positions):
