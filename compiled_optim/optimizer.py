@@ -691,8 +691,8 @@ def prepare_load(
     load = engine.current().prepare_load(saved, prepare)
 
     def note_load() -> None:
-        if engine.is_watching and isinstance(step := engine.current(), RuleStep) and step.watch is not None:
+        if isinstance(step := engine.current(), RuleStep) and step.watch is not None:
             step.watch.note_load()
 
-    load.afterwards += [engine.accumulated.forget, engine.note_names, note_load]
+    load.afterwards += [engine.accumulated.forget, engine.note_names, *([note_load] if engine.is_watching else [])]
     return load

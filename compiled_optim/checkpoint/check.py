@@ -164,7 +164,7 @@ def _group_values(group: ParamGroup, saved: Sequence[Mapping[str, Any]]) -> tupl
     for h in declaration.hypers:
         if h.when and not group.get(h.when) and any([is_set(g, h.when, group.label) for g in saved]):
             skipped.add(h.name)
-        if any([h.choice(g.get(h.name)) is not None for g in (group, *saved)]):
+        if h.fixed and any([h.choice(g.get(h.name)) is not None for g in (group, *saved)]):
             skipped.add(h.name)
     found: dict[str, list[Any]] = {}
     for g in saved:

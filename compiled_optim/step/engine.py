@@ -98,6 +98,7 @@ class Engine:
     def begin(self, kind: type[Declared], lowering: str) -> None:
         """Own nothing yet, for an optimizer of this ``kind`` that is being made, or copied."""
         self.kind, self.lowering = kind, lowering
+        self.kinds = [kind]  # and others whose rules groups follow
         self.step: Step | None = None  # the one that was made last
         self.launcher: Launcher | None = None  # what steps call in place of Step.launch, if anything
         self.release: Callable[[Gradients], None] | None = None  # what ends steps whose updates are in backward, if any are
@@ -141,11 +142,6 @@ class Engine:
     def distinct_groups(self) -> list[ParamGroup]:
         """``groups``, after :meth:`adopt`; one that is listed again, once."""
         return list({id(group): group for group in self.groups}.values())
-
-    @property
-    def kinds(self) -> list[type[Declared]]:
-        """The optimizer's class, and others whose rules groups follow."""
-        return list(dict.fromkeys([self.kind, *(g.kind for g in self.groups if isinstance(g, ParamGroup))]))
 
     def replace_state(self, values: Mapping[Any, Any]) -> None:
         """Let the state be ``values``, a mapping of mappings."""
@@ -290,6 +286,7 @@ class Engine:
                     check_values(kind, values, defaults, index)
                 self.groups[index] = made[id(group)] = self._group(values, index)
         groups = self.distinct_groups
+        self.kinds = list(dict.fromkeys([self.kind, *[group.kind for group in groups]]))
         for adopted, numbers in zip(groups, unshown, strict=False):
             adopted.take_over(numbers)
         elsewhere: dict[int, str] = {}

@@ -133,7 +133,9 @@ class _OnDevice:
         self._rated = [g for g in groups.values() if "lr" in g and g.read_only("lr")[0].device == device]
         places = {id(group): place for place, group in enumerate(self._rated)}
         found = [places.get(id(groups[member.group]), len(places)) for member, _ in self.members]
-        self._rate_of = torch.tensor(found, dtype=torch.int64, device=device)
+        places_of = torch.tensor(found, dtype=torch.int64, device="cpu")
+        self._rate_of = (places_of.pin_memory() if device.type == "cuda" else places_of).to(device, non_blocking=True)
+        self._one = torch.ones(1, dtype=dtype, device=device)
         self.place = torch.zeros(1, dtype=torch.int64, device=device)
         self.first_sums = [_bit_sum(member) for member, _ in self.members]
         self.zero_after_load: dict[Tensor, list[str]] = {}
@@ -171,8 +173,9 @@ class _OnDevice:
             largest = torch.where(skips == 0, largest, math.nan)
         norms = [torch.linalg.vector_norm(values, dim=1) for values in (update, self._before)]
         counts = [marks.sum(1, dtype=update.dtype) for marks in (has_gradient & (update == 0), has_gradient)]
-        numbers = [group.read_only("lr")[0].detach().to(update.dtype) for group in self._rated]
-        rates = torch.stack([*numbers, update.new_ones(())]).index_select(0, self._rate_of)
+        numbers = [group.read_only("lr")[0].detach() for group in self._rated]
+        rates = torch.cat([torch.stack(numbers).to(update.dtype), self._one]) if numbers else self._one
+        rates = rates.index_select(0, self._rate_of)
         self.history.index_copy_(0, self.place, torch.stack([*norms, largest, *counts, rates])[None])
         self.place.add_(1).remainder_(STEPS)
 

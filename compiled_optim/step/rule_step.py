@@ -63,7 +63,7 @@ class RuleStep(Step):
         by_rule: dict[int, list[Lowering]] = {}
         for lowering in self.lowerings:
             by_rule.setdefault(id(lowering.plan.rule), []).append(lowering)
-        self._launched: list[Totals | Lowering] = []  # in the order of the plans, some of which share memory
+        self._launched: list[Totals | Lowering] = []  # in the order of the plans, since some share memory
         for lowering in self.lowerings:
             found = by_rule[id(rule := lowering.plan.rule)]
             has_totals = any(rule.has_totals(each.plan.statics) for each in found)
