@@ -357,9 +357,10 @@ class CompiledOptimizer(Declared, Optimizer):
         with self._engine.lock:
             if not isinstance(self._engine.current(), RuleStep):
                 raise NotImplementedError(f"{type(self).__name__} cannot be watched: its steps need a closure")
-            self._engine.is_watching = bool(on)
-            self._engine.changes.pending = True
-            self._engine.current()
+            if bool(on) != self._engine.is_watching:
+                self._engine.is_watching = bool(on)
+                self._engine.changes.pending = True
+                self._engine.current()
 
     def health(self, least_steps: int = 2) -> HealthReport:
         """Report, by name, which parameters do not train as they should. It changes nothing, and waits for the device.

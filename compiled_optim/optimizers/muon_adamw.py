@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from compiled_optim.groups.param_group import group_keys
 from compiled_optim.groups.parameters import alternatives, as_groups, matches, names_and_tensors
 from compiled_optim.model import roles
 from compiled_optim.optimizer import engine_of
@@ -88,7 +89,9 @@ def _routed(params: Any, patterns: str | None, adamw: Mapping[str, Any], stacks:
             reasons[name] = reason or "a matrix that no pattern matches"
         for is_adamw, pairs in parts.items():
             why = {WHY: {name: reasons[name] for name, _ in pairs}}
-            routed += [{**(adamw if is_adamw else {}), **group, **why, "params": pairs}] if pairs else []
+            foreign = {*group_keys(Muon if is_adamw else AdamW)} - {*group_keys(AdamW if is_adamw else Muon)}
+            own = {key: value for key, value in group.items() if key not in foreign}
+            routed += [{**(adamw if is_adamw else {}), **own, **why, "params": pairs}] if pairs else []
     if unused:
         raise ValueError(f"adamw: the pattern {next(iter(unused))!r} matches no parameter")
     if not any(RULE not in group or group[RULE] is Muon for group in routed):

@@ -641,6 +641,15 @@ class TestMuonAdamW:
         assert explained == {"experts": [4, 6, 5], "qkv": [3, 4, 5], "gqa": [1, "8+4+4", 5]}
         assert co.explain(params, one).warnings == ()
 
+    def test_each_half_of_a_group_takes_the_numbers_that_its_rule_has(self) -> None:
+        model = GPT()
+        groups = [{"params": list(model.named_parameters()), "momentum": 0.5, "betas": (0.1, 0.2), "lr": 0.3}]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            muon, adamw = co.MuonAdamW(groups, adamw="tok*|out*").param_groups
+        assert (muon["momentum"], muon["lr"], "betas" in muon) == (0.5, 0.3, False)
+        assert (adamw["betas"], adamw["lr"], "momentum" in adamw) == ((0.1, 0.2), 0.3, False)
+
     def test_a_group_that_is_added_names_its_rule(self) -> None:
         one = co.MuonAdamW(GPT(), lr=0.01)
         late = nn.Parameter(torch.ones(4, 4))

@@ -13,6 +13,7 @@ from simulated_graph import install
 from torch import Tensor, nn
 
 import compiled_optim as co
+from compiled_optim.optimizer import engine_of
 
 
 class Experts(nn.Module):
@@ -273,6 +274,13 @@ def test_without_watching_state_alone_tells() -> None:
     assert kinds(optimizer) == {**DEAD, "outer.bias": ["zero gradient"]}
     optimizer.watch_health(False)
     assert not optimizer.health().watched
+
+
+def test_watching_that_is_on_is_not_begun_again() -> None:
+    _, optimizer = made()
+    step = engine_of(optimizer).current()
+    optimizer.watch_health()
+    assert engine_of(optimizer).current() is step
 
 
 def test_a_copy_is_watched_as_well() -> None:
