@@ -190,7 +190,7 @@ class AccumulatedSteps:
         if not (begins or self.is_on or self._open):
             return
         for index, group in enumerate(groups):
-            name, accumulation, rule = group.kind.__name__, group.kind._accumulation, group.kind._rule
+            name, accumulation = group.kind.__name__, group.kind._accumulation
             if accumulation is None:
                 raise ValueError(
                     f"{name} has no optimizer accumulation: its step needs whole gradients, not only averages, to which "
@@ -200,7 +200,7 @@ class AccumulatedSteps:
             for choice in ("cautious", "differentiable", *accumulation.unless):
                 if group.get(choice):
                     raise ValueError(f"{where}[{choice!r}]=True: a step needs whole gradients besides their averages")
-            for hyper in rule.structural_hypers:
+            for hyper in group.kind._rule.structural_hypers:
                 if not group.nonzero(hyper):
                     raise ValueError(f"{where}[{hyper!r}]=0: without state, the gradients of micro-batches would be lost")
 
