@@ -20,14 +20,13 @@ class Ranger(CompiledOptimizer):
     k: Number = hyper(default=6, ge=1, doc="steps between synchronizations with the slow copy; may be a fraction.")
     alpha: Number = hyper(default=0.5, ge=0, le=1, doc="how far the slow copy moves towards the parameter, from 0 to 1.")
     decouple_wd: bool = static(default=True, kw_only=True)
-    exp_avg, exp_avg_sq, la_param = buffer(int8="signed"), buffer(int8="unsigned"), buffer()
+    exp_avg, exp_avg_sq, la_param = buffer(int8="signed"), buffer(int8="unsigned"), buffer(init="param")
 
     @staticmethod
     def coefficients(step, lr, betas, weight_decay, eps, k, alpha):
         eps = eps * sqrt(bias_correction(betas[1], step))
         return dict(
             **RAdam.coefficients(step, lr, betas, eps, weight_decay),
-            begins=step == 1,
             syncs=floor(step / k) > floor((step - 1) / k),
             alpha=alpha,
             kept=1 - alpha,
@@ -35,9 +34,8 @@ class Ranger(CompiledOptimizer):
 
     @staticmethod
     def update(param, grad, c, exp_avg, exp_avg_sq, la_param, decouple_wd):
-        slow = where(c.begins > 0, param, la_param)
         return dict(
             **RAdam.update(param, grad, c, exp_avg, exp_avg_sq, decouple_wd),
-            after=lambda moved: where(c.syncs > 0, product(c.kept, slow) + product(c.alpha, moved), moved),
-            la_param=lambda new: where(c.syncs > 0, new, slow),
+            after=lambda moved: where(c.syncs > 0, product(c.kept, la_param) + product(c.alpha, moved), moved),
+            la_param=lambda new: where(c.syncs > 0, new, la_param),
         )

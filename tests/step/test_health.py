@@ -87,7 +87,7 @@ def test_watching_changes_no_bit(options: dict[str, Any], lowering: str) -> None
         assert torch.equal(p, q)
 
 
-@pytest.mark.parametrize("kind", [co.Prodigy, co.AdamWScheduleFree])
+@pytest.mark.parametrize("kind", [co.Prodigy, co.AdamWScheduleFree, co.Ranger])
 @pytest.mark.parametrize("steps", [2, 8])
 def test_a_parameter_that_began_at_zero(kind: Any, steps: int) -> None:
     """A buffer that begins as the parameter is 0 then, and that is no average that was lost."""
