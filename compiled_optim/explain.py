@@ -33,6 +33,7 @@ _MISPLACED = {
     "embedding": "orthogonalizes an embedding, whose rows are apart from each other",
     "head": "orthogonalizes the last linear map, and is for hidden ones",
     "depthwise": "orthogonalizes filters for one channel each, which are no matrix",
+    "bare": "orthogonalizes a matrix that is not called a weight, and may be a table of something else",
     "axes": "orthogonalizes more than 2 dimensions, and no pattern in an option says what they are",
     "narrow": f"orthogonalizes a matrix with a side below {_NARROW}, and makes the noise in it as large as the rest",
 }
@@ -43,8 +44,9 @@ class Finding(NamedTuple):
     """What is probably a mistake.
 
     Attributes:
-        kind: ``embedding``, ``head``, ``depthwise``, ``axes`` or ``narrow`` where a rule for matrices has the parameters;
-            ``placeholder``, ``missing``, ``replaced``, ``shared``, ``frozen``, ``pattern``, ``groups`` or ``matrices``.
+        kind: ``embedding``, ``head``, ``depthwise``, ``bare``, ``axes`` or ``narrow`` where a rule for matrices has the
+            parameters; ``placeholder``, ``missing``, ``replaced``, ``shared``, ``frozen``, ``pattern``, ``groups`` or
+            ``matrices``.
         names: the parameters; none for a pattern, nor for a rule for matrices that has none.
         message: what is wrong.
     """

@@ -17,6 +17,7 @@ from compiled_optim.rule.fields import Number, flag, static
 from compiled_optim.rule.rule import RULE, WHY
 
 _FOR_ADAMW = "*embed*|*wte*|*wpe*|lm_head.*|*.lm_head.*|head.*|*.head.*|*classifier*|*norm*|*bias*"
+_UNFIT_ROLES = {"embedding": "is an embedding", "head": "is a head", "bare": "is not called a weight"}
 _ADAMW = "adamw_"  # how the names of arguments begin that are AdamW's
 
 
@@ -24,9 +25,11 @@ class MuonAdamW(Muon):
     """Muon for the matrices of hidden layers and AdamW for all other parameters, in one optimizer (arXiv:2502.16982).
 
     ``params`` may be a module, named parameters, or groups of named parameters. AdamW updates what ``adamw`` matches, what
-    is no matrix, and, of a module, embeddings and heads whatever their names. A group becomes two, one for each; a group
-    that names its own ``rule`` stays as it is. ``lr`` and ``weight_decay`` hold for both: ``adjust_lr_fn`` lets Muon's
-    updates have the size of AdamW's. The arguments from ``adamw_lr`` on are AdamW's, where these differ from Muon's.
+    is no matrix or has a single row or column, and, of a module, embeddings and heads whatever their names. Without
+    ``adamw`` it also updates matrices of a module that are not called a weight, such as Mamba's ``A_log``. A group becomes
+    two, one for each; a group that names its own ``rule`` stays as it is. ``lr`` and ``weight_decay`` hold for both:
+    ``adjust_lr_fn`` lets Muon's updates have the size of AdamW's. The arguments from ``adamw_lr`` on are AdamW's, where
+    these differ from Muon's.
 
     Raises ``ValueError`` where no parameter is left for Muon, where a pattern that you gave matches nothing, and where a
     parameter's shape is not its own: it has no elements, or it is the weight of a linear map and has one dimension.
@@ -61,6 +64,8 @@ class MuonAdamW(Muon):
 def _routed(params: Any, patterns: str | None, adamw: Mapping[str, Any], stacks: Sequence[str]) -> list[dict[str, Any]]:
     """Groups in which each parameter has one rule; those for AdamW begin with the options ``adamw``."""
     known = roles(params) if isinstance(params, nn.Module) else {}
+    if patterns is not None:  # which say it in place of guesses from names
+        known = {key: role for key, role in known.items() if role != "bare"}
     if isinstance(params, nn.Module):
         params = params.named_parameters(remove_duplicate=False)
     unused = {} if patterns is None else dict.fromkeys(alternatives(patterns))
@@ -110,8 +115,8 @@ def _unfit(name: str, param: Any, role: str, is_stack: bool) -> str:
         )
     if role in ("linear", "head") and param.dim() != 2:
         raise ValueError(f"'{name}' is the weight of a linear map, but has shape {tuple(param.shape)}: it was flattened")
-    if role in ("embedding", "head"):
-        return f"is an {role}" if role == "embedding" else "is a head"
+    if role in _UNFIT_ROLES:
+        return _UNFIT_ROLES[role]
     if param.dim() == 2 or (is_stack and param.dim() > 2):
-        return ""
+        return "is a single row or column" if 1 in param.shape[-2:] else ""
     return f"has {param.dim()} dimension{'' if param.dim() == 1 else 's'}"

@@ -625,6 +625,22 @@ class TestMuonAdamW:
         with pytest.raises(ValueError, match=said):
             co.MuonAdamW(model)
 
+    def test_matrices_that_are_not_called_a_weight(self) -> None:
+        """Mamba's rates are no linear map, an attention's fused projections are; patterns of one's own replace guesses."""
+        model = GPT()
+        model.attention, model.scan = nn.MultiheadAttention(8, 2), nn.Module()
+        model.scan.A_log = nn.Parameter(torch.rand(16, 16))
+        nn.utils.parametrizations.weight_norm(model.blocks[0].proj)
+        one = co.MuonAdamW(model)
+        mine = [n for n in MATRICES if n != "blocks.0.proj.weight"]
+        mine += ["attention.in_proj_weight", "attention.out_proj.weight"]
+        mine += ["blocks.0.proj.parametrizations.weight.original1"]  # the other one is a column of norms
+        assert names(one, co.MuonAdamW) == sorted(mine)
+        assert {r["name"]: r["why"] for r in co.explain(model, one).records}["scan.A_log"] == "is not called a weight"
+        assert "scan.A_log" in names(co.MuonAdamW(model, adamw="tok*"), co.MuonAdamW)
+        found = co.explain(model, co.Muon([("scan.A_log", model.scan.A_log)])).warnings
+        assert [finding.names for finding in found if finding.kind == "bare"] == [("scan.A_log",)]
+
     def test_is_explained(self) -> None:
         model = GPT()
         explained = co.explain(model, co.MuonAdamW(model, lr=0.01))
