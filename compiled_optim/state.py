@@ -69,6 +69,8 @@ class ParamState(WatchedDict[str, Any]):
 
     initial: Mapping[str, float | Tensor] | None = None
     """What the optimizer filled it with when it was empty; None if it never was."""
+    own_names: tuple[str, ...] = ()
+    """The scalars and buffers of the rule that last used it."""
 
     def __init__(self, values: Any = (), *, changes: Changes | None = None, names: Container[str] | None = None) -> None:
         super().__init__(values, changes=changes)
@@ -78,6 +80,14 @@ class ParamState(WatchedDict[str, Any]):
         """Whether every entry is as the optimizer made it, so that nothing is lost with them. Waits for the device."""
         initial = self.initial
         return initial is not None and all(name in initial and _holds(e, initial[name]) for name, e in self.items())
+
+    def serve(self, declaration: Declaration) -> None:
+        """Note which rule uses it from now on. One that keeps something else than the rule before begins anew."""
+        names = (*scalar_names(declaration), *[b.name for b in declaration.buffers])
+        if self.own_names not in ((), names):
+            for name in {*self.own_names} & self.keys() - {*PARTS}:  # those belong to the weight
+                self.drop_quietly(name)
+        self.own_names = names
 
     def _is_watched(self, *key: Any) -> bool:
         return self._names is None or not key or key[0] in self._names

@@ -322,6 +322,7 @@ def partition(
             own_state, form = state[param], forms(j)
             choices = form.choices
             _check_order(rule, param, name, choices)
+            own_state.serve(rule)
             if own_state:
                 form.convert(own_state, name)
                 form.check(own_state, name)

@@ -344,6 +344,51 @@ def test_a_group_can_be_added() -> None:
     assert_equal(one, two)
 
 
+@pairs
+def test_a_parameter_that_moves_to_another_rule_begins_anew(pair: str) -> None:
+    """With the step count of before, averages that begin at 0 would get no bias correction."""
+    one, two = sides(pair)
+    for step in range(3):
+        give(one, two, step)
+        one.step()
+    for source, target in ((0, 1), (1, 0)):
+        groups = one.param_groups[source], one.param_groups[target]
+        for key in ("params", "param_names"):
+            groups[1][key].append(groups[0][key].pop(0))
+    kind, given, second, others = PAIRS[pair]
+    moved = [group["params"][-1] for group in one.param_groups]
+    copies = [nn.Parameter(p.detach().clone()) for p in moved]
+    fresh = [kind([("a", copies[0])], **given), second([("b", copies[1])], **others)]
+    for _ in range(3):
+        for p, q in zip(moved, copies, strict=True):
+            p.grad = torch.randn(p.shape)
+            q.grad = p.grad.clone()
+        for each in (one, *fresh):
+            each.step()
+    for p, q, other in zip(moved, copies, fresh, strict=True):
+        assert one.state[p]["step"] == 3
+        if "Prodigy" not in pair:  # whose distance is of all parameters of its groups
+            assert torch.equal(p, q)
+            assert one.state[p].keys() == other.state[q].keys()
+
+
+def test_a_weight_keeps_its_bits_where_its_rule_changes() -> None:
+    weight = nn.Parameter(torch.randn(64, 64, dtype=torch.bfloat16))
+    rest = [nn.Parameter(torch.randn(64, 65, dtype=torch.bfloat16)) for _ in range(2)]
+    groups = [{"params": [weight, rest[0]]}, {"params": [rest[1]], "rule": co.Lion, "lr": 0.01}]
+    one = co.AdamW(groups, lr=0.01, weights="kahan")
+    weight.grad = torch.randn_like(weight)
+    one.step()
+    kept = one.state[weight]["kahan_comp"].clone()
+    assert kept.any()
+    one.param_groups[1]["params"].append(one.param_groups[0]["params"].pop(0))
+    weight.grad = None
+    rest[1].grad = torch.randn_like(rest[1])
+    one.step()
+    assert torch.equal(one.state[weight]["kahan_comp"], kept)
+    assert "exp_avg_sq" not in one.state[weight]
+
+
 def test_numbers_of_each_rule() -> None:
     one, _ = sides("Muon and AdamW")
     assert [sorted(numbers)[:2] for numbers in one.hyperparameters()] == [["eps", "lr"], ["betas", "eps"]]
