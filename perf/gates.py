@@ -39,6 +39,10 @@ class Promise:
         """Whether ``value`` is on the right side."""
         return value >= self.limit if self.at_least else value <= self.limit
 
+    def __str__(self) -> str:
+        """The limit."""
+        return f"{'at least' if self.at_least else 'at most'} {self.limit:g} {self.unit}"
+
 
 @dataclass(frozen=True)
 class Check:
@@ -51,6 +55,14 @@ class Check:
     promises: tuple[Promise, ...]
     measure: Callable[[], Mapping[str, float]]
     values: Values = dict
+
+    def look_up(self, table: pd.DataFrame) -> list[tuple[Promise, float | None]]:
+        """Each promise with the number that a table of one device has for it; None for all where one is missing."""
+        try:
+            values = self.values([Row(**row) for row in table[list(Row.__annotations__)].to_dict("records")])
+        except KeyError:
+            values = {}
+        return [(promise, values.get(promise.name)) for promise in self.promises]
 
 
 def _check(
@@ -131,9 +143,8 @@ def show(verdicts: Sequence[Verdict]) -> None:
     lines = [
         {
             "promise": v.promise.name,
-            "limit": f"{'>=' if v.promise.at_least else '<='} {v.promise.limit:.2f}",
+            "limit": str(v.promise),
             "tries": ", ".join(f"{value:.3f}" for value in v.tries),
-            "unit": v.promise.unit,
             "verdict": "kept" if v.kept else "MISSED",
         }
         for v in verdicts

@@ -115,26 +115,16 @@ def verdicts(directory: Path, device: str, name: str, begun: str) -> pd.DataFram
     import pandas as pd
 
     from perf.gates import stored_checks
-    from perf.results import Row
+    from perf.results import COLUMNS
 
     lines = []
     for benchmark, check in stored_checks(device):
         path = directory / f"{benchmark}.csv"
-        rows = []
-        if path.exists():
-            table = pd.read_csv(path)
-            table = table[(table["device"] == name) & (table["date"] >= begun)]
-            rows = [Row(**row) for row in table[list(Row.__annotations__)].to_dict("records")]
-        try:
-            values = check.values(rows)
-        except KeyError:
-            values = {}
-        for promise in check.promises:
-            value = values.get(promise.name)
+        table = pd.read_csv(path) if path.exists() else pd.DataFrame(columns=COLUMNS)
+        for promise, value in check.look_up(table[(table["device"] == name) & (table["date"] >= begun)]):
             verdict = "not measured" if value is None else "kept" if promise.kept_by(value) else "MISSED"
-            limit = f"{'>=' if promise.at_least else '<='} {promise.limit:g}"
             measured = "" if value is None else f"{value:.3g}"
-            lines.append({"promise": promise.name, "limit": limit, "measured": measured, "verdict": verdict})
+            lines.append({"promise": promise.name, "limit": str(promise), "measured": measured, "verdict": verdict})
     return pd.DataFrame(lines)
 
 

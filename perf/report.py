@@ -228,17 +228,10 @@ def failures(tables: dict[str, pd.DataFrame], times: pd.DataFrame) -> Iterator[l
             table = tables.get(benchmark, pd.DataFrame(columns=results.COLUMNS))
             is_gpu = table["device"].str.startswith("NVIDIA")
             for _, part in latest(table[is_gpu == (kind == "cuda")]).groupby(["device", "threads"], sort=False):
-                rows = [Row(**row) for row in part[list(Row.__annotations__)].to_dict("records")]
-                try:
-                    values = promised.values(rows)
-                except KeyError:
-                    values = {}
-                for promise in promised.promises:
-                    value = values.get(promise.name)
+                for promise, value in promised.look_up(part):
                     if value is None or not promise.kept_by(value):
-                        limit = f"{'at least' if promise.at_least else 'at most'} {promise.limit:g} {promise.unit}"
                         measured = "not measured" if value is None else f"{value:.3g}"
-                        yield [promise.name, limit, measured, *part.iloc[-1][PLACE]]
+                        yield [promise.name, str(promise), measured, *part.iloc[-1][PLACE]]
     for _, row in times[(times["ratio"] > 1) & ~times["competitor"].str.startswith(OURS)].iterrows():
         what = f"{row['optimizer']} step, {row['workload']}: time / {row['competitor']}"
         yield [what, "at most 1", f"{row['ratio']:.3g}", *row[PLACE]]

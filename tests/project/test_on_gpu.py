@@ -168,7 +168,7 @@ def test_verdicts_are_of_this_call(tmp_path: Path) -> None:
     for begun, measured, verdict in (("2020", "2", "MISSED"), ("2999", "", "not measured")):
         table = on_gpu.verdicts(tmp_path, "cpu", NAME, begun).set_index("promise")
         found = table.loc["AdamW step, small-148, fresh gradients: time / torch fused"]
-        assert list(found) == ["<= 1.1", measured, verdict]
+        assert list(found) == ["at most 1.1 ratio of medians", measured, verdict]
 
 
 @pytest.mark.filterwarnings("ignore:.*runs AdamW uncaptured:RuntimeWarning")  # of a CPU
