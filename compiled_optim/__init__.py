@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from compiled_optim.optimizers.adan import Adan
     from compiled_optim.optimizers.asgd import ASGD
     from compiled_optim.optimizers.lamb import LAMB
-    from compiled_optim.optimizers.lbfgs.lbfgs import LBFGS
+    from compiled_optim.optimizers.lbfgs import LBFGS
     from compiled_optim.optimizers.lion import Lion
     from compiled_optim.optimizers.muon import Muon
     from compiled_optim.optimizers.muon_adamw import MuonAdamW
