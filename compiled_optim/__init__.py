@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from compiled_optim import optimizers
 from compiled_optim.capture.runner import CUDAGraphRunner
-from compiled_optim.checkpoint.check import LoadReport
+from compiled_optim.checkpoint.state_dict import LoadReport
 from compiled_optim.explain import Explanation, explain
 from compiled_optim.model import param_groups, to_low_precision
 from compiled_optim.optimizer import CompiledOptimizer

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from compiled_optim.checkpoint import state_dict as checkpoint
-from compiled_optim.checkpoint.check import LoadReport, PreparedLoad
 from compiled_optim.checkpoint.read import described, plain
+from compiled_optim.checkpoint.state_dict import LoadReport, PreparedLoad
 from compiled_optim.groups.live import Live
 from compiled_optim.groups.param_group import ParamGroup, group_entries
 from compiled_optim.groups.parameters import as_groups

@@ -9,11 +9,28 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from compiled_optim.checkpoint.check import Copies, LoadReport, check_writable, is_same, known_names
-from compiled_optim.checkpoint.match import match
 from compiled_optim.checkpoint.optimi import in_optimis_storage, to_optimi
-from compiled_optim.checkpoint.read import Unloadable, as_buffer, described, group_names, named, plain, read, refuse_foreign
-from compiled_optim.checkpoint.state_dict import STRICTLY, refuse_mismatches, set_apart
+from compiled_optim.checkpoint.read import (
+    Unloadable,
+    as_buffer,
+    described,
+    group_names,
+    match,
+    named,
+    plain,
+    read,
+    refuse_foreign,
+)
+from compiled_optim.checkpoint.state_dict import (
+    STRICTLY,
+    Copies,
+    LoadReport,
+    check_writable,
+    is_same,
+    known_names,
+    refuse_mismatches,
+    set_apart,
+)
 from compiled_optim.groups.parameters import parameters_of
 from compiled_optim.memory.layout import as_part_of, local, spread_like
 from compiled_optim.memory.torch_internals import outside_dynamo

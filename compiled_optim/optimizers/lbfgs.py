@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from compiled_optim.checkpoint.check import PreparedLoad, check_writable
 from compiled_optim.checkpoint.read import Unloadable, as_buffer, as_number, naming, plain, read
+from compiled_optim.checkpoint.state_dict import PreparedLoad, check_writable
 from compiled_optim.groups.live import Live
 from compiled_optim.groups.parameters import parameter_name
 from compiled_optim.memory.layout import as_real, compute_dtype, is_sharded, obstacle, real_numel, scalar_dtype

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from compiled_optim.checkpoint.check import PreparedLoad
+from compiled_optim.checkpoint.state_dict import PreparedLoad
 from compiled_optim.groups.param_group import ParamGroup
 from compiled_optim.groups.watched import Changes
 from compiled_optim.lowering.torch_ops.inductor import InlinedStep
