@@ -27,6 +27,7 @@ from compiled_optim.memory.torch_internals import (
     refuse_tracing,
     set_grad_enabled,
 )
+from compiled_optim.plan.clipping import CHOSEN
 from compiled_optim.plan.schedule import Schedule
 from compiled_optim.rule.declared import Declared, no_hyperparameter
 from compiled_optim.rule.fields import Choice, Hyper, Number, PerParameter, Static, flag, transform
@@ -162,7 +163,9 @@ class CompiledOptimizer(Declared, Optimizer):
         self.skip_nonfinite = options["skip_nonfinite"]
         defaults, self._engine.given = _as_defaults(type(self), options)
         groups = as_groups(params)
-        _check_read(type(self), options, groups)
+        for hyper in (h for h in self._fields_of(Hyper) if h.when and h.name in defaults):
+            if not any(group.get(hyper.when, options[hyper.when]) for group in groups):
+                raise ValueError(f"nothing reads {hyper.name} without {hyper.when}=True, which no group has")
         self._engine.is_open = True
         super().__init__(cast(ParamsT, groups), defaults)
         self._engine.is_open = False
@@ -544,9 +547,8 @@ class CompiledOptimizer(Declared, Optimizer):
         engine.accumulated.check_ended("copied")
         unshown = [group.unshown() if isinstance(group, ParamGroup) else {} for group in engine.distinct_groups]
         own = {name: getattr(engine, name) for name in ("lowering", "aliases", "is_watching")}
-        own["schedules"] = engine.schedules.functions
-        chosen = {"max_grad_norm": self.max_grad_norm, "skip_nonfinite": self.skip_nonfinite}
-        return {**super().__getstate__(), **own, **chosen, "unshown": unshown}
+        own |= {name: engine.assigned[name] for name in CHOSEN}
+        return {**super().__getstate__(), **own, "schedules": engine.schedules.functions, "unshown": unshown}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         before = vars(self).get("_engine")
@@ -610,15 +612,6 @@ def _as_defaults(kind: type[Declared], options: Mapping[str, Any]) -> tuple[dict
             given[hyper.name] = defaults[hyper.name], options[hyper.name]
     kind.check({**options, **defaults}, options)
     return defaults, given
-
-
-def _check_read(kind: type[Declared], options: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ``ValueError`` where the constructor was given a hyperparameter that none of ``groups`` has a use for."""
-    for hyper in kind._fields_of(Hyper):
-        if hyper.when is None or options[hyper.name] is None:
-            continue
-        if not any(group.get(hyper.when, options[hyper.when]) for group in groups):
-            raise ValueError(f"nothing reads {hyper.name} without {hyper.when}=True, which no group has")
 
 
 class ViewedOptimizer(CompiledOptimizer):

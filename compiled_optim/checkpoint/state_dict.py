@@ -60,7 +60,6 @@ from compiled_optim.state import (
     fill,
     held_name,
     initial_values,
-    scalar_names,
     stored_part,
 )
 
@@ -224,7 +223,7 @@ def _value(group: ParamGroup, key: str, hyper: Hyper | None, value: Any) -> Any:
     elements = given if isinstance(given, list) else [given]
     numbers = tuple([e if e is None or type(e) is float else as_number(e, what, finite=False) for e in elements])
     found = numbers if isinstance(given, list) else numbers[0]
-    for tensor, number in zip(group.read_only(key), group.validated(key, found), strict=True):
+    for tensor, number in zip(group.read_only(key), hyper.elements(found, group.label), strict=True):
         check_writable(tensor, what, (), number)
     return found
 
@@ -317,7 +316,7 @@ def _values(form: StateForm, saved: Mapping[str, Any]) -> Values:
     of a weight may be absent. Another entry that is absent, or one that is not what it must be, is :class:`Unloadable`.
     """
     declaration = form.declaration
-    scalars, needed = scalar_names(declaration), form.buffers
+    scalars, needed = declaration.scalar_names, form.buffers
     if absent := [name for name in (*scalars, *needed) if name not in saved and name not in PARTS]:
         raise Unloadable(f"the checkpoint has no {', '.join(absent)} for it")
     values: Values = {name: as_number(saved[name], name) for name in scalars}
@@ -505,7 +504,7 @@ def save(
     places = itertools.count()
     for group in groups:
         declaration = group.kind._declaration
-        read, scalars = {s.name for s in declaration.scales}, scalar_names(declaration)
+        read, scalars = {s.name for s in declaration.scales}, declaration.scalar_names
         numbers = dict(zip(group["params"], places, strict=False))  # the last place of each, as in torch.optim
         floats = group.floats()
         packed = {k: neutral.get(k, v) for k, v in group.items() if k not in floats and k not in ("params", WHY)}

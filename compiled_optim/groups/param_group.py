@@ -31,8 +31,7 @@ from compiled_optim.memory.torch_internals import (
     quickly_outside_dynamo,
 )
 from compiled_optim.rule.declared import Declared
-from compiled_optim.rule.fields import Choice, Hyper, Option, Scale, Static
-from compiled_optim.rule.misspelled import warn_of_entry
+from compiled_optim.rule.fields import Choice, Hyper, Option, Scale, Static, warn_of_entry
 from compiled_optim.rule.rule import RULE, TRAIN_MODE
 
 
@@ -205,10 +204,6 @@ class ParamGroup(WatchedDict[str, Any]):
         """Whether somebody has a tensor of a hyperparameter, to write to or to move without a report."""
         return any(number.has_escaped for number in self._held(key))
 
-    def is_unreported(self, key: str) -> bool:
-        """Whether a hyperparameter of one number counts as 0, and somebody may write another number without a report."""
-        return self._held(key)[0].has_escaped and not self.nonzero(key)
-
     def drive(self, key: str, *, begin: bool) -> None:
         """Note that the device begins or ceases to write a hyperparameter by itself. It writes to no user's tensor."""
         for index, number in enumerate(self._held(key)):
@@ -247,14 +242,6 @@ class ParamGroup(WatchedDict[str, Any]):
         """Every hyperparameter as a Python float or a tuple of them. Waits for the device where only that knows a number."""
         shown = filter(self._is_shown, self._hypers)
         return {key: self._hypers[key].plain([n.as_float() for n in self._held(key)]) for key in shown}
-
-    def validated(self, key: str, value: Any) -> tuple[float | Tensor, ...]:
-        """The elements of ``value`` for hyperparameter ``key``, whatever their range; an error where one is no number."""
-        elements = self._hypers[key].elements(value, self.label)
-        for index, e in enumerate(elements):
-            if isinstance(e, Tensor) and (e.is_meta or is_fake(e) or is_lost(e)) and not fakes_are_made():
-                raise ValueError(f"{self._element(key, index)} must be a number, got a tensor without memory")
-        return elements
 
     def load(self, key: str, value: Any) -> None:
         """Write a value of a checkpoint, without reporting; into an adopted tensor if that can hold it and is not shared."""
@@ -297,8 +284,12 @@ class ParamGroup(WatchedDict[str, Any]):
                 self._show(name, new=True)
 
     def _taken(self, key: str, value: Any) -> list[tuple[float | Tensor, float | Tensor]]:
-        """Each element of ``value``, and its number before anything is written."""
-        return [(e, _without_wait(e)) for e in self.validated(key, value)]
+        """Each element of ``value``, whatever its range, and its number as it is now; an error where one is no number."""
+        elements = self._hypers[key].elements(value, self.label)
+        for index, e in enumerate(elements):
+            if isinstance(e, Tensor) and (e.is_meta or is_fake(e) or is_lost(e)) and not fakes_are_made():
+                raise ValueError(f"{self._element(key, index)} must be a number, got a tensor without memory")
+        return [(e, _without_wait(e)) for e in elements]
 
     def _assign(self, key: str, taken: Iterable[tuple[float | Tensor, float | Tensor]], *, is_loaded: bool = False) -> None:
         if is_capturing(self._device):
