@@ -17,9 +17,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from compiled_optim.groups.live import Live, Numbers, address, as_fake_as, warn_of_driven
+from compiled_optim.groups.live import Changes, Live, Numbers, WatchedDict, WatchedList, address, as_fake_as, warn_of_driven
 from compiled_optim.groups.per_parameter import check_choices, kept
-from compiled_optim.groups.watched import Changes, WatchedDict, WatchedList
 from compiled_optim.memory.layout import is_lost, scalar, scalar_dtype
 from compiled_optim.memory.torch_internals import (
     compiler_at_work,

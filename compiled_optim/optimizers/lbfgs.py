@@ -237,7 +237,6 @@ class LBFGSStep(Step):
 
     @classmethod
     def check_options(cls, optimizer: type[Declared], options: Mapping[str, Any]) -> None:
-        _refuse(options)
         if options["lowering"] not in ("auto", "eager"):
             raise ValueError(f"{optimizer.__name__} has no lowering {options['lowering']!r}; it runs plain torch operations")
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from compiled_optim.groups.live import Live
+from compiled_optim.groups.live import Changes, Live, WatchedList
 from compiled_optim.groups.param_group import ParamGroup, check_values, group_keys, inherited, rule_of
 from compiled_optim.groups.parameters import (
     check_params,
@@ -28,7 +28,6 @@ from compiled_optim.groups.parameters import (
     without_aliases,
 )
 from compiled_optim.groups.per_parameter import ByName, check_names, ignores_prefixes, kept, warn_of_unused
-from compiled_optim.groups.watched import Changes, WatchedList
 from compiled_optim.lowering.torch_ops.inductor import InlinedStep
 from compiled_optim.memory.addresses import gradient
 from compiled_optim.memory.cache import CompilerError
