@@ -90,11 +90,10 @@ class ParamGroup(WatchedDict[str, Any]):
             elif value is not None or not hyper.like:
                 self._put(key, [self._adopt(e, devices, adopted) for e in hyper.elements(value, label)], new=True)
         for key, hyper in self._hypers.items():
-            if hyper.like and key not in self._numbers:
-                own = self._fresh(self._numbers[hyper.like][0].value())
-                self._put(key, [own], new=hyper.when is None or bool(values.get(hyper.when)))
-            elif key not in self._numbers:
-                self._put(key, list(map(self._fresh, hyper.elements(hyper.default, self.label))))
+            if key not in self._numbers:
+                begun = [self._numbers[hyper.like][0].value()] if hyper.like else hyper.elements(hyper.default, label)
+                is_entry = bool(hyper.like) and (hyper.when is None or bool(values.get(hyper.when)))
+                self._put(key, list(map(self._fresh, begun)), new=is_entry)
 
     def set_quietly(self, key: str, value: Any) -> None:
         """Write without reporting; ``params`` becomes a list that reports, a dict of numbers a copy that nobody edits."""
