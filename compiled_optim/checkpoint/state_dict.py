@@ -462,6 +462,11 @@ def known_names(*kinds: type[Declared]) -> frozenset[str]:
     return frozenset(_ENTRIES.split()).union(*(kind._state_names() for kind in kinds))
 
 
+def is_orphan(key: Any, value: Any, known: frozenset[str]) -> bool:
+    """Whether what a checkpoint holds under the key of no parameter looks as if it were the state of one."""
+    return isinstance(key, Tensor) or (isinstance(value, Mapping) and {*value} <= known and len(value) > 0)
+
+
 def check_foreign(
     saved: Mapping[str, Any], known: frozenset[str], live: Mapping[Any, Any]
 ) -> tuple[dict[Any, Any], list[str]]:
@@ -472,8 +477,7 @@ def check_foreign(
     foreign, orphans = {}, []
     for key, value in foreign_state(saved).items():
         what = f"the state of {described(key)}"
-        resembles_one = isinstance(key, Tensor) or (isinstance(value, Mapping) and {*value} <= known and len(value) > 0)
-        if resembles_one and key not in live:
+        if key not in live and is_orphan(key, value, known):
             orphans.append(what)
         else:
             foreign[key] = copied(value, what)
