@@ -404,8 +404,8 @@ class LBFGSStep(Step):
         own = {name: entries.pop(name) for name in ENTRIES if name in entries}
         state_dict["state"] |= {param: entries for param in first if entries}
         load = prepare(state_dict)
-        if load.report.missing or load.report.unexpected:
-            return load  # the vector has other parameters
+        if not len(load.params) == len(self._sizes) == len({*state_dict["param_groups"][0]["params"]}):
+            return load  # the vector is of other parameters
         if own:
             places = [each.saved.index for each in load.params]
             with naming("the state of the checkpoint"):
