@@ -399,12 +399,13 @@ class LBFGSStep(Step):
         memory, fresh, state_dict = self._memory, self._new_state(), read(state_dict)
         if len(state_dict["param_groups"]) != 1:
             raise ValueError(f"LBFGS has one parameter group, the checkpoint {len(state_dict['param_groups'])}")
-        first = state_dict["param_groups"][0]["params"][:1]
-        entries = state_dict["state"].pop(*first, {}) if first else {}
+        params = state_dict["param_groups"][0]["params"]
+        entries = state_dict["state"].pop(params[0], {}) if params else {}
         own = {name: entries.pop(name) for name in ENTRIES if name in entries}
-        state_dict["state"] |= {param: entries for param in first if entries}
+        if entries:
+            state_dict["state"][params[0]] = entries
         load = prepare(state_dict)
-        if not len(load.params) == len(self._sizes) == len({*state_dict["param_groups"][0]["params"]}):
+        if not len(load.params) == len(self._sizes) == len({*params}):
             return load  # the vector is of other parameters
         if own:
             places = [each.saved.index for each in load.params]
