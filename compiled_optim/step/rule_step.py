@@ -182,9 +182,9 @@ class RuleStep(Step):
         lowerings = [x for x in self.lowerings if isinstance(x, InductorLowering)]  # all of them, if this is their name
         reason = "" if self.name == InductorLowering.name else f"it is lowered to {self.name}"
         reason = reason or ("" if self.watch is None else "its health is watched")
-        for group in () if reason else self._groups:
+        for group in self._groups:
             for name in group.kind._declaration.structural_hypers:
-                if group.has_escaped(name) and not group.nonzero(name):
+                if not reason and group.has_escaped(name) and not group.nonzero(name):
                     reason = f"{name} is 0, and its tensor was handed out, so another number may be written into it"
         reason = reason or obstacle([x.plan for x in lowerings], self._clipping)
         self._log.compiled_step = f"an operator: {reason}" if reason else "its own operations"
