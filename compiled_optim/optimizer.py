@@ -485,14 +485,12 @@ class CompiledOptimizer(Declared, Optimizer):
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
-        run_time = [name for name in self._group_flags if name != "maximize"]
-        neutral = {name: self._all_fields[name].default for name in run_time}  # type: ignore[attr-defined]
         engine = self._engine
         with engine.lock:
             step = engine.current()
             engine.accumulated.check_ended("saved")
             engine.changes.is_state_handed_out = True
-            saved = checkpoint.save(engine.distinct_groups, engine.state, engine.aliases, neutral)
+            saved = checkpoint.save(engine.distinct_groups, engine.state, engine.aliases)
             result = step.saved(saved)
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             replaced = post_hook(self, result)

@@ -45,7 +45,7 @@ from compiled_optim.groups.parameters import advising
 from compiled_optim.memory.layout import TORCH_TYPES, local, obstacle, placement, span, spread_like
 from compiled_optim.memory.torch_internals import outside_inference_mode
 from compiled_optim.rule.declared import Declared
-from compiled_optim.rule.fields import Buffer, Hyper, Scalar, Scale
+from compiled_optim.rule.fields import Buffer, Flag, Hyper, Scalar, Scale
 from compiled_optim.rule.rule import RULE, WHY, Declaration
 from compiled_optim.rule.storage import CODE_DTYPES, PARTS, code_name, scale_name
 from compiled_optim.rule.transforms import DECOUPLED, is_decoupled
@@ -494,15 +494,10 @@ def refuse_mismatches(report: LoadReport, demand: str) -> None:
         raise ValueError("; ".join([demand, *parts]))
 
 
-def save(
-    groups: Sequence[ParamGroup],
-    state: OptimizerState,
-    aliases: Mapping[str, str],
-    neutral: Mapping[str, Any],
-) -> dict[str, Any]:
+def save(groups: Sequence[ParamGroup], state: OptimizerState, aliases: Mapping[str, str]) -> dict[str, Any]:
     """The state dict: hyperparameters as floats, step counts and scalars as copies on the CPU, buffers as they are.
 
-    ``neutral`` gives the value to store for each run-time flag, in place of the optimizer's own.
+    Run-time flags have their defaults in it, whatever the optimizer's own are.
     """
     packed_groups, packed_state = [], {}
     places = itertools.count()
@@ -511,7 +506,8 @@ def save(
         read, scalars = {s.name for s in declaration.scales}, declaration.scalar_names
         numbers = dict(zip(group["params"], places, strict=False))  # the last place of each, as in torch.optim
         floats = group.floats()
-        packed = {k: neutral.get(k, v) for k, v in group.items() if k not in floats and k not in ("params", WHY)}
+        flags = {flag.name: flag.default for flag in group.kind._fields_of(Flag) if flag.name != "maximize"}
+        packed = {k: flags.get(k, v) for k, v in group.items() if k not in floats and k not in ("params", WHY)}
         packed |= {k: 1.0 for k in read & packed.keys() if Scale.is_read(packed[k])}
         packed |= {RULE: group.kind.__name__} if RULE in packed else {}
         packed_groups.append({**floats, **packed, "params": [numbers[param] for param in group["params"]]})
