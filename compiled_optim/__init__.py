@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from compiled_optim import optimizers
 from compiled_optim.capture.runner import CUDAGraphRunner
-from compiled_optim.checkpoint.check import LoadReport
+from compiled_optim.checkpoint.state_dict import LoadReport
 from compiled_optim.explain import Explanation, explain
 from compiled_optim.model import param_groups, to_low_precision
 from compiled_optim.optimizer import CompiledOptimizer
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from compiled_optim.optimizers.adan import Adan
     from compiled_optim.optimizers.asgd import ASGD
     from compiled_optim.optimizers.lamb import LAMB
-    from compiled_optim.optimizers.lbfgs.lbfgs import LBFGS
+    from compiled_optim.optimizers.lbfgs import LBFGS
     from compiled_optim.optimizers.lion import Lion
     from compiled_optim.optimizers.muon import Muon
     from compiled_optim.optimizers.muon_adamw import MuonAdamW

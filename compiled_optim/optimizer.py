@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from compiled_optim.checkpoint import state_dict as checkpoint
-from compiled_optim.checkpoint.check import LoadReport, PreparedLoad
 from compiled_optim.checkpoint.read import described, plain
+from compiled_optim.checkpoint.state_dict import LoadReport, PreparedLoad
 from compiled_optim.groups.live import Live
 from compiled_optim.groups.param_group import ParamGroup, group_entries
 from compiled_optim.groups.parameters import as_groups
@@ -27,6 +27,7 @@ from compiled_optim.memory.torch_internals import (
     refuse_tracing,
     set_grad_enabled,
 )
+from compiled_optim.plan.clipping import CHOSEN
 from compiled_optim.plan.schedule import Schedule
 from compiled_optim.rule.declared import Declared, no_hyperparameter
 from compiled_optim.rule.fields import Choice, Hyper, Number, PerParameter, Static, flag, transform
@@ -162,7 +163,9 @@ class CompiledOptimizer(Declared, Optimizer):
         self.skip_nonfinite = options["skip_nonfinite"]
         defaults, self._engine.given = _as_defaults(type(self), options)
         groups = as_groups(params)
-        _check_read(type(self), options, groups)
+        for hyper in (h for h in self._fields_of(Hyper) if h.when and h.name in defaults):
+            if not any(group.get(hyper.when, options[hyper.when]) for group in groups):
+                raise ValueError(f"nothing reads {hyper.name} without {hyper.when}=True, which no group has")
         self._engine.is_open = True
         super().__init__(cast(ParamsT, groups), defaults)
         self._engine.is_open = False
@@ -355,8 +358,7 @@ class CompiledOptimizer(Declared, Optimizer):
         step is a custom operator. Graphs are captured again. ``NotImplementedError`` if steps need a closure.
         """
         with self._engine.lock:
-            if not isinstance(self._engine.current(), RuleStep):
-                raise NotImplementedError(f"{type(self).__name__} cannot be watched: its steps need a closure")
+            self._watchable()
             if bool(on) != self._engine.is_watching:
                 self._engine.is_watching = bool(on)
                 self._engine.changes.pending = True
@@ -370,11 +372,14 @@ class CompiledOptimizer(Declared, Optimizer):
         ``NotImplementedError`` if steps need a closure.
         """
         with self._engine.lock:
-            step = self._engine.current()
-            if not isinstance(step, RuleStep):
-                raise NotImplementedError(f"{type(self).__name__} cannot be watched: its steps need a closure")
+            step = self._watchable()
             plans = [lowering.plan for lowering in step.lowerings]
             return report(type(self).__name__, plans, step.watch, least_steps, self._engine.steps)
+
+    def _watchable(self) -> RuleStep:
+        if not isinstance(step := self._engine.current(), RuleStep):
+            raise NotImplementedError(f"{type(self).__name__} cannot be watched: its steps need a closure")
+        return step
 
     def schedule(self, group: int | None = None, **functions: Schedule | None) -> None:
         """Set hyperparameters by functions of the step count, which every step evaluates on the device.
@@ -480,14 +485,12 @@ class CompiledOptimizer(Declared, Optimizer):
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
-        run_time = [name for name in self._group_flags if name != "maximize"]
-        neutral = {name: self._all_fields[name].default for name in run_time}  # type: ignore[attr-defined]
         engine = self._engine
         with engine.lock:
             step = engine.current()
             engine.accumulated.check_ended("saved")
             engine.changes.is_state_handed_out = True
-            saved = checkpoint.save(engine.distinct_groups, engine.state, engine.aliases, neutral)
+            saved = checkpoint.save(engine.distinct_groups, engine.state, engine.aliases)
             result = step.saved(saved)
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             replaced = post_hook(self, result)
@@ -542,9 +545,8 @@ class CompiledOptimizer(Declared, Optimizer):
         engine.accumulated.check_ended("copied")
         unshown = [group.unshown() if isinstance(group, ParamGroup) else {} for group in engine.distinct_groups]
         own = {name: getattr(engine, name) for name in ("lowering", "aliases", "is_watching")}
-        own["schedules"] = engine.schedules.functions
-        chosen = {"max_grad_norm": self.max_grad_norm, "skip_nonfinite": self.skip_nonfinite}
-        return {**super().__getstate__(), **own, **chosen, "unshown": unshown}
+        own |= {name: engine.assigned[name] for name in CHOSEN}
+        return {**super().__getstate__(), **own, "schedules": engine.schedules.functions, "unshown": unshown}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         before = vars(self).get("_engine")
@@ -608,15 +610,6 @@ def _as_defaults(kind: type[Declared], options: Mapping[str, Any]) -> tuple[dict
             given[hyper.name] = defaults[hyper.name], options[hyper.name]
     kind.check({**options, **defaults}, options)
     return defaults, given
-
-
-def _check_read(kind: type[Declared], options: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ``ValueError`` where the constructor was given a hyperparameter that none of ``groups`` has a use for."""
-    for hyper in kind._fields_of(Hyper):
-        if hyper.when is None or options[hyper.name] is None:
-            continue
-        if not any(group.get(hyper.when, options[hyper.when]) for group in groups):
-            raise ValueError(f"nothing reads {hyper.name} without {hyper.when}=True, which no group has")
 
 
 class ViewedOptimizer(CompiledOptimizer):

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from compiled_optim.groups.live import Changes, WatchedDict
 from compiled_optim.groups.param_group import ParamGroup
 from compiled_optim.groups.per_parameter import choices_of
-from compiled_optim.groups.watched import Changes, WatchedDict
 from compiled_optim.memory.layout import (
     DTYPES,
     MemoryOrder,
@@ -37,7 +37,7 @@ from compiled_optim.memory.torch_internals import is_fake
 from compiled_optim.rule import formats
 from compiled_optim.rule.fields import Buffer, Scalar
 from compiled_optim.rule.formats import GROUP
-from compiled_optim.rule.rule import Declaration, Rule
+from compiled_optim.rule.rule import Declaration
 from compiled_optim.rule.storage import (
     CODE_DTYPES,
     HALVES,
@@ -139,14 +139,9 @@ def _holds(entry: Any, value: float | Tensor) -> bool:
     return entry.is_meta or bool((numbers == torch.as_tensor(value, dtype=numbers.dtype, device=numbers.device)).all())
 
 
-def scalar_names(declaration: Declaration) -> tuple[str, ...]:
-    """The per-tensor scalars of ``declaration``, the step count first; none without a rule, which alone reads them."""
-    return declaration.scalar_names if isinstance(declaration, Rule) else ()
-
-
 def has_own_entries(declaration: Declaration, state: Mapping[Any, Any]) -> bool:
     """Whether ``state``, one parameter's, has an entry of ``declaration``, and not only foreign ones."""
-    return any(name in state for name in (*scalar_names(declaration), *[b.name for b in declaration.buffers]))
+    return any(name in state for name in (*declaration.scalar_names, *[b.name for b in declaration.buffers]))
 
 
 def initial_values(declaration: Declaration, group: Mapping[str, Any]) -> dict[str, float | Tensor]:
@@ -221,7 +216,7 @@ class StateForm(NamedTuple):
         device = scalars_device([self.param])
         dtype = scalar_dtype(device)
         made: dict[str, Tensor] = {}
-        for name in scalar_names(self.declaration):
+        for name in self.declaration.scalar_names:
             value: Any = state.get(name)
             if value is None or (isinstance(value, Tensor) and value.is_meta):
                 made[name] = _new_scalar(initial[name], dtype, device)
@@ -253,7 +248,7 @@ class StateForm(NamedTuple):
     def check(self, state: ParamState, name: str) -> None:
         """Raise ``ValueError`` where a buffer or scalar in ``state`` is not one for the parameter, called ``name``."""
         param = self.param
-        for scalar in scalar_names(self.declaration):
+        for scalar in self.declaration.scalar_names:
             value = state.get(scalar)
             if value is not None and not _is_number(value):
                 got = f"{value.dtype}, shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r}"

@@ -9,11 +9,20 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from compiled_optim.checkpoint.check import Copies, LoadReport, check_writable, is_same, known_names
-from compiled_optim.checkpoint.match import match
+from compiled_optim.checkpoint import state_dict as checkpoint
 from compiled_optim.checkpoint.optimi import in_optimis_storage, to_optimi
-from compiled_optim.checkpoint.read import Unloadable, as_buffer, described, group_names, named, plain, read, refuse_foreign
-from compiled_optim.checkpoint.state_dict import STRICTLY, refuse_mismatches, set_apart
+from compiled_optim.checkpoint.read import (
+    Unloadable,
+    as_buffer,
+    described,
+    group_names,
+    match,
+    named,
+    plain,
+    read,
+    refuse_foreign,
+)
+from compiled_optim.checkpoint.state_dict import Copies, LoadReport
 from compiled_optim.groups.parameters import parameters_of
 from compiled_optim.memory.layout import as_part_of, local, spread_like
 from compiled_optim.memory.torch_internals import outside_dynamo
@@ -155,10 +164,11 @@ def load_named_state_dict(
             for name in load.report.mismatched:
                 report.mismatched.append(f"optimizers[{index}].{name}" if name.startswith("param_groups[") else name)
         if strict:
-            refuse_mismatches(report, STRICTLY.format(", ".join(type(each).__name__ for each in optimizers)))
+            kinds = ", ".join(type(each).__name__ for each in optimizers)
+            checkpoint.refuse_mismatches(report, checkpoint.STRICTLY.format(kinds))
         targets = [target for load in prepared for target in load.targets]
         for load in prepared:
-            load.copies = set_apart(load.copies, targets)
+            load.copies = checkpoint.set_apart(load.copies, targets)
         for load in prepared:
             load.write()
     for each in optimizers:
@@ -178,7 +188,7 @@ def _parts(optimizers: Sequence[CompiledOptimizer], saved: Mapping[str, Any]) ->
         owners += [index] * len(engine.distinct_groups)
         aliases |= engine.aliases
     kinds = [kind for each in optimizers for kind in engine_of(each).kinds]
-    params, _, unexpected = match(groups, aliases, saved, known_names(*kinds))
+    params, _, unexpected = match(groups, aliases, saved, checkpoint.known_names(*kinds))
     parts = []
     for index in range(len(optimizers)):
         names = {each.saved.key for each in params if owners[each.own.group] == index}
@@ -307,8 +317,8 @@ def load_full_precision_state_dict(model: nn.Module, optimizer: Optimizers, stat
             copies += [(entries[name], value)] if stored is None else stored.copies(value)
         if foreign:  # such as what modules add with get_extra_state; this may fail
             model.load_state_dict({name: given[name] for name in foreign}, strict=False)
-        copies = [(target, source) for target, source in copies if not is_same(target, source)]
-        for target, source in set_apart(copies, [target for target, _ in copies]):
+        copies = [(target, source) for target, source in copies if not checkpoint.is_same(target, source)]
+        for target, source in checkpoint.set_apart(copies, [target for target, _ in copies]):
             target.copy_(spread_like(source, target))
 
 
@@ -358,11 +368,11 @@ def _read(entries: Mapping[str, Any], given: Mapping[str, Any], foreign: set[str
         if name in given and name not in foreign:
             try:
                 values[name] = value = as_buffer(given[name], name, tuple(entry.shape), entry.dtype)
-                check_writable(entry, f"the model's own {name}", tuple(entry.shape), value)
+                checkpoint.check_writable(entry, f"the model's own {name}", tuple(entry.shape), value)
                 tied = first.setdefault(id(entry), name)
                 if value is not values[tied] and not value.to(values[tied]).allclose(values[tied], 0, 0, equal_nan=True):
                     raise Unloadable(f"{name} is not equal to {tied}, which is the same tensor in the model")
             except Unloadable as problem:
                 report.mismatched.append(str(problem))
-    refuse_mismatches(report, "the state dict does not match the model")
+    checkpoint.refuse_mismatches(report, "the state dict does not match the model")
     return values

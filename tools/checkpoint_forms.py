@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_optim.checkpoint.check import is_orphan, known_names
 from compiled_optim.checkpoint.read import check, foreign_state, group_names, with_foreign
+from compiled_optim.checkpoint.state_dict import is_orphan, known_names
 
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
 _DTYPES = {

@@ -2,39 +2,487 @@
 
 A state dict has torch.optim's layout: ``state`` by parameter index, ``param_groups`` with Python numbers and, where the
 parameters have names, ``param_names``. Loading reads it, matches parameters by name whatever their order and grouping, and
-checks everything. Only then does it write, into the live tensors, so that whatever holds one of them keeps working.
+checks everything that could make writing fail. Only then does it write, into the live tensors, so that whatever holds one of
+them keeps working. What hooks and wrappers keep in an optimizer's state is foreign to it, and loaded as torch.optim does.
 """
 
 from __future__ import annotations
 
 import bisect
+import contextlib
+import copy
+import functools
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from compiled_optim.checkpoint.check import (
-    Copies,
-    LoadReport,
-    PreparedLoad,
-    check_foreign,
-    check_groups,
-    check_state,
-    known_names,
-)
-from compiled_optim.checkpoint.match import match, names_to_take
 from compiled_optim.checkpoint.optimi import from_optimi, is_optimi
-from compiled_optim.checkpoint.read import FORMAT_VERSION, naming, read
-from compiled_optim.groups.param_group import ParamGroup
+from compiled_optim.checkpoint.read import (
+    FLOATING,
+    FORMAT_VERSION,
+    SavedParam,
+    Unloadable,
+    as_buffer,
+    as_number,
+    as_tensor,
+    check_memory,
+    described,
+    foreign_state,
+    is_set,
+    match,
+    names_to_take,
+    naming,
+    plain,
+    read,
+)
+from compiled_optim.groups.param_group import ParamGroup, is_own
 from compiled_optim.groups.parameters import advising
-from compiled_optim.memory.layout import TORCH_TYPES, local, span
+from compiled_optim.memory.layout import TORCH_TYPES, local, obstacle, placement, span, spread_like
+from compiled_optim.memory.torch_internals import outside_inference_mode
 from compiled_optim.rule.declared import Declared
-from compiled_optim.rule.fields import Scale
-from compiled_optim.rule.rule import RULE, WHY
-from compiled_optim.state import OptimizerState, scalar_names
+from compiled_optim.rule.fields import Buffer, Flag, Hyper, Scalar, Scale
+from compiled_optim.rule.rule import RULE, WHY, Declaration
+from compiled_optim.rule.storage import CODE_DTYPES, PARTS, code_name, scale_name
+from compiled_optim.rule.transforms import DECOUPLED, is_decoupled
+from compiled_optim.state import (
+    CODES,
+    SPLITS,
+    OptimizerState,
+    StateForm,
+    adds_nothing,
+    changed,
+    check_codes,
+    fill,
+    held_name,
+    initial_values,
+    stored_part,
+)
+
+Copies: TypeAlias = list[tuple[Tensor, float | Tensor]]
+"""Tensors, each with what is copied into it; a number fills it."""
+
+Values: TypeAlias = dict[str, float | Tensor]
+"""Entries of a parameter's state by name: numbers of scalars, and of buffers that are filled, and tensors."""
+
+_BY_LR = "decouple_lr"
+_CODED = code_name(""), scale_name("")  # how the names of codes and their scales end
+
+
+class LoadReport(NamedTuple):
+    """The names that a load left out: ``missing`` in the checkpoint, ``unexpected`` in it, or ``mismatched``.
+
+    State that belongs to no parameter of the checkpoint is ``unexpected`` too. A parameter that is ``missing``, or has one
+    ``mismatched`` entry, keeps its whole state: in a new optimizer it starts at step 0. A ``mismatched`` hyperparameter
+    keeps the optimizer's value. Entries of hooks and wrappers, whose names no optimizer uses, are loaded and not reported.
+    """
+
+    missing: list[str]
+    unexpected: list[str]
+    mismatched: list[str]
+
+
+@dataclass
+class PreparedLoad:
+    """A load. Everything is checked and made, so that writing cannot fail; nothing is written yet."""
+
+    report: LoadReport  # what it leaves out
+    groups: Sequence[ParamGroup]
+    state: OptimizerState
+    params: list[SavedParam]
+    foreign: dict[Any, Any]  # the foreign state
+    group_values: dict[int, dict[str, Any]] = field(default_factory=dict)  # by index of the group; numbers are Python's
+    copies: Copies = field(default_factory=list)  # into state tensors, live or new
+    afterwards: list[Callable[[], object]] = field(default_factory=list)  # called when everything is written
+
+    @property
+    def targets(self) -> list[Tensor]:
+        """The tensors that are written into: of hyperparameters and of state."""
+        groups = [(self.groups[index], values.keys()) for index, values in self.group_values.items()]
+        read = [group.read_only(key) for group, keys in groups for key in keys & group.for_compiled_code[0].keys()]
+        return [*itertools.chain(*read), *[target for target, _ in self.copies]]
+
+    @torch.no_grad()
+    def write(self) -> None:
+        """Write. DTensors are spread over the processes as they are copied, one at a time."""
+        for index, values in self.group_values.items():
+            for key, value in values.items():
+                self.groups[index].load(key, value)
+        for each in self.params:
+            if each.new or each.gone:
+                self.state[each.own.key].update(each.new)
+                for name in each.gone:
+                    del self.state[each.own.key][name]
+        self.state.replace_foreign(self.foreign)
+        for target, source in self.copies:
+            target.copy_(spread_like(source, target)) if isinstance(source, Tensor) else fill(target, source)
+        for function in self.afterwards:
+            function()
+
+
+def check_groups(load: PreparedLoad, saved_groups: Sequence[Mapping[str, Any]], *, keep: bool) -> list[str]:
+    """Let each group take its values from the saved groups that its parameters were in; where these do not fit it.
+
+    With ``keep``, only modes are taken, and nothing else is looked at.
+
+    Raises:
+        ValueError, TypeError: a value cannot be read, or a hyperparameter is none.
+    """
+    sources: dict[int, dict[int, Mapping[str, Any]]] = {}
+    for each in load.params:
+        sources.setdefault(each.own.group, {})[each.saved.group] = saved_groups[each.saved.group]
+    conflicts: list[str] = []
+    for index, found in sources.items():
+        group, saved = load.groups[index], list(found.values())
+        values, problems = ({}, []) if keep else _group_values(group, saved)
+        for name in group.kind._modes:
+            modes = [g.get(name, True) for g in saved]
+            if foreign := [mode for mode in modes if not isinstance(mode, bool)]:
+                raise Unloadable(f"{name} of {group.label} is {described(foreign[0])} instead of a bool")
+            values[name] = modes[0]
+            if len(set(modes)) > 1:
+                problems.append(f"its parameters were in groups with different {name}")
+        load.group_values[index] = values
+        conflicts += [f"{group.label}: {problem}" for problem in problems]
+    return conflicts
+
+
+def _group_values(group: ParamGroup, saved: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], list[str]]:
+    """The entries that ``group`` takes from ``saved`` groups, hyperparameters as Python numbers, and what does not fit.
+
+    Choices and run-time flags stay as they are. So do a hyperparameter that goes with a choice that only the saved groups
+    made, and ``weight_decay`` where it would mean something else.
+    """
+    kind, declaration = group.kind, group.kind._declaration
+    hypers = {h.name: h for h in declaration.hypers}
+    problems: list[str] = []
+    shared = set(saved[0]).intersection(*saved[1:])
+    if absent := [h.name for h in declaration.hypers if not h.when and h.name not in shared]:
+        problems.append(f"the checkpoint has no {', '.join(absent)} for it")
+    if others := [g[RULE] for g in saved if g.get(RULE, kind.__name__) != kind.__name__]:
+        problems.append(f"{RULE} is {described(others[0])} in the checkpoint, and {kind.__name__} here")
+    for key in [s.name for s in declaration.statics if not s.init]:
+        kept = (copied(g[key], f"{key} of {group.label}") for g in saved if key in g)
+        if (other := next((value for value in kept if not _equal(value, group[key])), None)) is not None:
+            problems.append(f"{key} is {described(other)} in the checkpoint")
+    chosen = (*declaration.statics, *declaration.scales, *declaration.options)
+    skipped = {*kind._group_flags, *kind._modes, *[choice.name for choice in chosen], "params", "param_names", RULE}
+    for h in declaration.hypers:
+        if h.when and not group.get(h.when) and any([is_set(g, h.when, group.label) for g in saved]):
+            skipped.add(h.name)
+        if h.fixed and any([h.choice(g.get(h.name)) is not None for g in (group, *saved)]):
+            skipped.add(h.name)
+    found: dict[str, list[Any]] = {}
+    for g in saved:
+        for key in g:
+            if key not in skipped:
+                found.setdefault(key, []).append(_value(group, key, hypers.get(key), g[key]))
+    differing = [key for key, values in found.items() if len(values) > 1 and not all([_equal(v, values[0]) for v in values])]
+    for key in differing:
+        problems.append(f"its parameters were in groups with different {key}: [{', '.join(map(described, found[key]))}]")
+    if decays := dict.fromkeys([problem for g in saved for problem in _decay_conflicts(declaration, group, g)]):
+        problems += decays
+        differing += ["weight_decay", "max_lr"]
+    return {key: values[0] for key, values in found.items() if key not in differing}, problems
+
+
+def _decay_conflicts(declaration: Declaration, group: ParamGroup, saved: Mapping[str, Any]) -> Iterator[str]:
+    """Where ``saved`` decayed weights in another way than ``group``: its ``weight_decay`` would mean something else.
+
+    Without any decay on both sides nothing differs.
+    """
+    defaults = {s.name: s.default for s in declaration.statics}
+    decay = as_number(saved.get("weight_decay", 0.0), f"weight_decay of {group.label}", finite=False)
+    if _BY_LR not in defaults or not (decay or group.floats().get("weight_decay")):
+        return
+    noted = {name: is_set(saved, name, group.label) for name in (_BY_LR, *DECOUPLED) if saved.get(name) is not None}
+    choices = {**defaults, _BY_LR: False, **noted}
+    torchs_name, name = DECOUPLED
+    is_known = torchs_name not in defaults or saved.keys() & {*DECOUPLED}  # torch.optim did not always note it
+    meanings = [(_BY_LR, choices[_BY_LR], bool(group.get(_BY_LR)))]
+    meanings += [(name, is_decoupled(choices), is_decoupled(group))] if name in defaults and is_known else []
+    for choice, theirs, ours in meanings:
+        if theirs != ours:
+            meaning = 'whose weight_decay has another meaning; hyperparameters="keep" keeps the optimizer\'s'
+            yield f"{choice} is {theirs} in the checkpoint, {meaning}"
+
+
+def _value(group: ParamGroup, key: str, hyper: Hyper | None, value: Any) -> Any:
+    """What ``group`` takes of ``value`` for ``key``: a copy, or Python numbers for a ``hyper``.
+
+    The numbers may be out of range, as a scheduler may have written the last ones.
+    """
+    what = f"{key} of {group.label}"
+    if hyper is None or is_own(hyper, value, group):
+        return copied(value, what)
+    given = value if type(value) is float else plain(value, what)
+    elements = given if isinstance(given, list) else [given]
+    numbers = tuple([e if e is None or type(e) is float else as_number(e, what, finite=False) for e in elements])
+    found = numbers if isinstance(given, list) else numbers[0]
+    for tensor, number in zip(group.read_only(key), hyper.elements(found, group.label), strict=True):
+        check_writable(tensor, what, (), number)
+    return found
+
+
+def copied(value: Any, what: str) -> Any:
+    """A deep copy of ``value``, called ``what``; :class:`Unloadable` if there is none."""
+    with naming(what, "cannot be copied"):
+        if isinstance(value, Tensor):
+            check_memory(value, what)
+        return copy.deepcopy(value)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    try:
+        return torch.equal(a, b.to(a.device)) if isinstance(a, Tensor) and isinstance(b, Tensor) else bool(a == b)
+    except Exception:  # what cannot be compared: tensors without data, arrays of many, whatever an object raises
+        return False
+
+
+def check_state(load: PreparedLoad, known: Collection[str]) -> None:
+    """Find what to copy into the parameters' state for the groups' new values; report what does not fit, by parameter name.
+
+    A parameter takes nothing if one of its entries cannot be loaded. An entry that only another optimizer has does not fit;
+    what fits is taken. ``known`` are the names of entries that an optimizer gives.
+    """
+
+    @functools.cache
+    def of_group(index: int) -> tuple[Values, Callable[[int], StateForm]]:
+        group, loaded = load.groups[index], load.group_values.get(index, {})
+        declaration = group.kind._declaration
+        fields: tuple[Scalar | Buffer, ...] = (*declaration.scalars, *declaration.buffers)
+        hypers = {field.init for field in fields if isinstance(field.init, str)}
+        numbers = loaded if hypers <= loaded.keys() else {**group.floats(), **loaded}
+        initial = initial_values(declaration, {**numbers, "differentiable": group.get("differentiable", False)})
+        return initial, StateForm.of_group(declaration, load.groups, index, loaded)
+
+    problems = load.report.mismatched
+    for each in load.params:
+        param, live = each.own.key, load.state.get(each.own.key, {})
+        if param.is_meta and not any(isinstance(v, Tensor) and v.dim() and not v.is_meta for v in each.entries.values()):
+            continue  # there is nothing to copy, and nowhere to put it
+        own = {key: value for key, value in each.entries.items() if key in known}
+        foreign = {key: value for key, value in each.entries.items() if key not in known}
+        values: Values = {}
+        initial, forms = of_group(each.own.group)
+        try:
+            if not (reason := obstacle(param)):
+                form = forms(each.own.index)
+                own = _as_chosen(form, own)
+                if own or (foreign and param.requires_grad):
+                    values = _values(form, own)
+                if values or (live and param.requires_grad):
+                    load.copies += _copies(form, live, each.new, values, initial)
+            elif own:
+                raise Unloadable(reason)
+        except Unloadable as problem:
+            each.new.clear()
+            problems.append(f"{each.own.name}: {problem}")
+            continue
+        if absent := [key for key in own if key not in values]:
+            problems.append(f"{each.own.name}: the optimizer has no {', '.join(absent)} for it")
+        for key, value in foreign.items():
+            what = key if isinstance(key, str) else described(key)
+            try:
+                with naming(what, "cannot be copied"), outside_inference_mode():
+                    each.new[key] = _on(param, value, what)
+            except Unloadable as problem:
+                problems.append(f"{each.own.name}: {problem}")
+        if each.entries or param.requires_grad:
+            each.gone.extend([key for key in live if key not in known and key not in foreign])
+
+
+def _on(param: Tensor, value: Any, what: str) -> Any:
+    """A copy of ``value`` with its tensors on the device of ``param``, and in its dtype if both are floating point."""
+    if isinstance(value, Tensor):
+        check_memory(value, what)
+        cast = value.is_floating_point() and param.is_floating_point()
+        return value.detach().to(param.device, param.dtype if cast else value.dtype, copy=True)
+    if type(value) is dict:
+        return {key: _on(param, element, what) for key, element in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)([_on(param, element, what) for element in value])
+    return copy.deepcopy(value)
+
+
+def _values(form: StateForm, saved: Mapping[str, Any]) -> Values:
+    """What of ``saved`` to copy into the state of a parameter: everything that it needs.
+
+    A buffer that a hyperparameter other than 0 makes necessary may be there without need, from when that was not 0. The part
+    of a weight may be absent. Another entry that is absent, or one that is not what it must be, is :class:`Unloadable`.
+    """
+    declaration = form.declaration
+    scalars, needed = declaration.scalar_names, form.buffers
+    if absent := [name for name in (*scalars, *needed) if name not in saved and name not in PARTS]:
+        raise Unloadable(f"the checkpoint has no {', '.join(absent)} for it")
+    values: Values = {name: as_number(saved[name], name) for name in scalars}
+    if values.get("step", 0) < 0:
+        raise Unloadable(f"step is {values['step']}")
+    for b in declaration.buffers:
+        if b.name in saved and (b.name in needed or b.when in declaration.structural_hypers):
+            values[b.name] = as_buffer(saved[b.name], b.name, form.shape_of(b), form.dtype_of(b))
+    return values
+
+
+def _copies(form: StateForm, live: Mapping[str, Any], new: dict[Any, Any], values: Values, initial: Values) -> Copies:
+    """What to copy of ``values`` into ``live``, the state of a parameter, and into ``new``, which gets what that lacks.
+
+    Without ``values``, the parameter had taken no step when the checkpoint was saved, and its state is reset; also if the
+    state dict holds the live buffers, which later steps have changed. A tensor that autograd recorded in a differentiable
+    step is replaced. Extra bits of a weight (:data:`PARTS`) stay if ``values`` have none: a step checks whether they fit the
+    parameter.
+    """
+    fields = {b.name: b for b in form.declaration.buffers}
+    if values:
+        is_inference = torch.is_inference_mode_enabled()
+        with naming("the optimizer's own state"), outside_inference_mode() if is_inference else contextlib.nullcontext():
+            new |= form.missing({*form.buffers, *values}, live, initial)
+    copies: Copies = []
+    was_stepped = values.get("step") == 0 and "step" in live and live["step"].item() != 0
+    for name, begun in initial.items():
+        target, source = new.get(name, live.get(name)), values.get(name, begun)
+        if target is None or (name in PARTS and name not in values):
+            continue
+        shape = tuple(source.shape) if isinstance(source, Tensor) else None
+        if shape is None and name in fields:
+            shape = form.shape_of(fields[name])
+        if was_stepped and is_same(target, source):
+            source = begun
+        check_writable(target, f"the optimizer's own {name}", shape, source)
+        if target.requires_grad:
+            with outside_inference_mode():
+                target = new[name] = torch.empty_like(target)
+        if not is_same(target, source):
+            copies.append((target, source))
+    return copies
+
+
+def _as_chosen(form: StateForm, saved: dict[str, Any]) -> dict[str, Any]:
+    """``saved``, a parameter's entries in a checkpoint, stored in this form; the same tensors where they are.
+
+    If this form stores no extra bits of a weight, saved ones stay, so that the load reports them; they are dropped if the
+    parameter's dtype holds them. Converted tensors are in memory until the load is written.
+
+    Raises:
+        ValueError: an entry that must be converted is not what it must be, such as a negative scale.
+    """
+    is_plain = not any([n in PARTS or n.endswith(_CODED) or getattr(v, "dtype", None) in CODES for n, v in saved.items()])
+    if is_plain and not (form.choices.get("weights") or form.choices.get("state_dtype")):
+        return saved
+    param = form.param
+    stored: dict[str, Tensor] = {}
+    if (name := stored_part({name: value for name, value in saved.items() if value is not None})) is not None:
+        dtype = getattr(saved[name], "dtype", param.dtype)
+        is_split = name == "remainder" and dtype in SPLITS
+        stored[name] = as_buffer(saved[name], name, tuple(param.shape), dtype if is_split else param.dtype)
+    for buffer in form.declaration.buffers:
+        if buffer.int8 and (held := held_name(buffer, saved)):
+            stored |= _coded(form, buffer, held, saved)
+    changes = form.converted(stored)
+    if name is not None and form.split is None and not adds_nothing(param, name, stored[name]):
+        del changes[name]
+    return changed(saved, changes)
+
+
+def _coded(form: StateForm, field: Buffer, name: str, saved: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The entries of ``saved`` that store the buffer ``field`` under ``name``, if they are codes or must become codes.
+
+    Codes and scales that no step makes are :class:`Unloadable`; an overflow makes infinite scales.
+    """
+    coded, scale, shape = code_name(field.name), scale_name(field.name), tuple(form.param.shape)
+    if name != coded and coded in saved:
+        raise Unloadable(f"it has both {name} and {coded}")
+    dtype = getattr(saved[name], "dtype", None)
+    if name != coded and dtype not in CODES:
+        if dtype in FLOATING and scale in saved:
+            raise Unloadable(f"{scale} belongs to codes of 8 bits, and {name} is {dtype}")
+        becomes_codes = form.dtype_of(field) in CODES
+        return {name: as_buffer(saved[name], name, shape, form.param.dtype)} if becomes_codes else {}
+    if scale not in saved:
+        raise Unloadable(f"{name} has codes of 8 bits, and the checkpoint has no {scale} for them")
+    kind = dtype if dtype in CODES else CODE_DTYPES[field.int8 or ""]
+    codes, scales = as_buffer(saved[name], name, shape, kind), as_tensor(saved[scale], scale)
+    check_codes(field, codes, scales)
+    given = local(scales).double()
+    if not bool(((given.float() >= 0) & (given.float().isinf() == given.isinf())).all()):
+        raise Unloadable(f"{scale} has numbers that are no scales: negative, NaN, or beyond float32's range")
+    if codes.dtype == torch.int8 and bool((local(codes) == -128).any()):
+        raise Unloadable(f"{name} has -128, which is no code")
+    return {name: codes, scale: scales}
+
+
+def check_writable(target: Tensor, what: str, shape: tuple[int, ...] | None, source: float | Tensor) -> None:
+    """Raise :class:`Unloadable` if writing ``source`` into ``target``, called ``what``, would fail.
+
+    Without a ``shape`` the target may have any.
+    """
+    is_simple = type(target) in TORCH_TYPES and (isinstance(source, Tensor) or target.dtype == torch.float64)
+    with contextlib.nullcontext() if is_simple else naming(what, "cannot be written"):
+        check_memory(target, what)
+        if shape is not None and tuple(target.shape) != shape:
+            raise Unloadable(f"{what} has shape {tuple(target.shape)} instead of {shape}")
+        if not target.is_contiguous() and any(n > 1 and s == 0 for n, s in zip(target.shape, target.stride(), strict=True)):
+            raise Unloadable(f"{what} has elements that share memory")
+        if target.is_inference() and not torch.is_inference_mode_enabled():
+            raise Unloadable(f"{what} was made in inference mode")
+        if isinstance(source, Tensor):
+            if target.dtype != source.dtype and not (target.is_floating_point() or target.is_complex()):
+                raise Unloadable(f"{what} is {target.dtype} instead of {source.dtype}")
+        elif not is_simple:
+            # Two elements: a single one takes a number that is too large for its dtype, as infinity.
+            fill(torch.empty(2, dtype=target.dtype), source)
+
+
+def is_same(a: Tensor, b: float | Tensor) -> bool:
+    """Whether two tensors of one shape are the same numbers in the same memory, on every process that holds a shard."""
+    if not isinstance(b, Tensor):
+        return False
+    are_whole = type(a) in TORCH_TYPES and type(b) in TORCH_TYPES
+    here, there = (a, b) if are_whole else (local(a), local(b))
+    in_place = (here.data_ptr(), here.stride(), a.dtype) == (there.data_ptr(), there.stride(), b.dtype)
+    return in_place and (are_whole or placement(a) == placement(b))
+
+
+_ENTRIES = """
+H_diag acc_delta acc_delta_int8 acc_delta_scale ax col_var d d_numerator eta exact exp_avg exp_avg_diff exp_avg_diff_int8
+exp_avg_diff_scale exp_avg_int8 exp_avg_scale exp_avg_sq exp_avg_sq_int8 exp_avg_sq_scale exp_inf exp_inf_int8 exp_inf_scale
+func_evals grad_avg kahan_comp la_param master_param max_exp_avg_sq max_exp_avg_sq_int8 max_exp_avg_sq_scale momentum_buffer
+momentum_buffer_int8 momentum_buffer_scale mu mu_product n_iter old_dirs old_stps p0 pairs prev prev_flat_grad prev_grad
+prev_grad_int8 prev_grad_scale prev_loss products remainder ro row_var s square_avg square_avg_int8 square_avg_scale step
+step_size sum t variance weight_sum z
+"""  # that this package's, torch.optim's and optimi's optimizers make in a parameter's state
+
+
+def known_names(*kinds: type[Declared]) -> frozenset[str]:
+    """The entries of a parameter's state that are an optimizer's: of this package, torch.optim, optimi, or of ``kinds``."""
+    return frozenset(_ENTRIES.split()).union(*(kind._state_names() for kind in kinds))
+
+
+def is_orphan(key: Any, value: Any, known: frozenset[str]) -> bool:
+    """Whether what a checkpoint holds under the key of no parameter looks as if it were the state of one."""
+    return isinstance(key, Tensor) or (isinstance(value, Mapping) and {*value} <= known and len(value) > 0)
+
+
+def check_foreign(
+    saved: Mapping[str, Any], known: frozenset[str], live: Mapping[Any, Any]
+) -> tuple[dict[Any, Any], list[str]]:
+    """The foreign state of ``saved``, and what state of parameters it has that belongs to none.
+
+    A key that is already in the ``live`` foreign state is foreign, even if its value resembles a parameter's.
+    """
+    foreign, orphans = {}, []
+    for key, value in foreign_state(saved).items():
+        what = f"the state of {described(key)}"
+        if key not in live and is_orphan(key, value, known):
+            orphans.append(what)
+        else:
+            foreign[key] = copied(value, what)
+    return foreign, orphans
+
 
 STRICTLY = "the checkpoint does not match the optimizer, as strict=True demands ({})"
 
@@ -46,24 +494,20 @@ def refuse_mismatches(report: LoadReport, demand: str) -> None:
         raise ValueError("; ".join([demand, *parts]))
 
 
-def save(
-    groups: Sequence[ParamGroup],
-    state: OptimizerState,
-    aliases: Mapping[str, str],
-    neutral: Mapping[str, Any],
-) -> dict[str, Any]:
+def save(groups: Sequence[ParamGroup], state: OptimizerState, aliases: Mapping[str, str]) -> dict[str, Any]:
     """The state dict: hyperparameters as floats, step counts and scalars as copies on the CPU, buffers as they are.
 
-    ``neutral`` gives the value to store for each run-time flag, in place of the optimizer's own.
+    Run-time flags have their defaults in it, whatever the optimizer's own are.
     """
     packed_groups, packed_state = [], {}
     places = itertools.count()
     for group in groups:
         declaration = group.kind._declaration
-        read, scalars = {s.name for s in declaration.scales}, scalar_names(declaration)
+        read, scalars = {s.name for s in declaration.scales}, declaration.scalar_names
         numbers = dict(zip(group["params"], places, strict=False))  # the last place of each, as in torch.optim
         floats = group.floats()
-        packed = {k: neutral.get(k, v) for k, v in group.items() if k not in floats and k not in ("params", WHY)}
+        flags = {flag.name: flag.default for flag in group.kind._fields_of(Flag) if flag.name != "maximize"}
+        packed = {k: flags.get(k, v) for k, v in group.items() if k not in floats and k not in ("params", WHY)}
         packed |= {k: 1.0 for k in read & packed.keys() if Scale.is_read(packed[k])}
         packed |= {RULE: group.kind.__name__} if RULE in packed else {}
         packed_groups.append({**floats, **packed, "params": [numbers[param] for param in group["params"]]})

@@ -17,9 +17,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from compiled_optim.groups.live import Live, Numbers, address, as_fake_as, warn_of_driven
+from compiled_optim.groups.live import Changes, Live, Numbers, WatchedDict, WatchedList, address, as_fake_as, warn_of_driven
 from compiled_optim.groups.per_parameter import check_choices, kept
-from compiled_optim.groups.watched import Changes, WatchedDict, WatchedList
 from compiled_optim.memory.layout import is_lost, scalar, scalar_dtype
 from compiled_optim.memory.torch_internals import (
     compiler_at_work,
@@ -31,8 +30,7 @@ from compiled_optim.memory.torch_internals import (
     quickly_outside_dynamo,
 )
 from compiled_optim.rule.declared import Declared
-from compiled_optim.rule.fields import Choice, Hyper, Option, Scale, Static
-from compiled_optim.rule.misspelled import warn_of_entry
+from compiled_optim.rule.fields import Choice, Hyper, Option, Scale, Static, warn_of_entry
 from compiled_optim.rule.rule import RULE, TRAIN_MODE
 
 
@@ -92,11 +90,10 @@ class ParamGroup(WatchedDict[str, Any]):
             elif value is not None or not hyper.like:
                 self._put(key, [self._adopt(e, devices, adopted) for e in hyper.elements(value, label)], new=True)
         for key, hyper in self._hypers.items():
-            if hyper.like and key not in self._numbers:
-                own = self._fresh(self._numbers[hyper.like][0].value())
-                self._put(key, [own], new=hyper.when is None or bool(values.get(hyper.when)))
-            elif key not in self._numbers:
-                self._put(key, list(map(self._fresh, hyper.elements(hyper.default, self.label))))
+            if key not in self._numbers:
+                begun = [self._numbers[hyper.like][0].value()] if hyper.like else hyper.elements(hyper.default, label)
+                is_entry = bool(hyper.like) and (hyper.when is None or bool(values.get(hyper.when)))
+                self._put(key, list(map(self._fresh, begun)), new=is_entry)
 
     def set_quietly(self, key: str, value: Any) -> None:
         """Write without reporting; ``params`` becomes a list that reports, a dict of numbers a copy that nobody edits."""
@@ -205,10 +202,6 @@ class ParamGroup(WatchedDict[str, Any]):
         """Whether somebody has a tensor of a hyperparameter, to write to or to move without a report."""
         return any(number.has_escaped for number in self._held(key))
 
-    def is_unreported(self, key: str) -> bool:
-        """Whether a hyperparameter of one number counts as 0, and somebody may write another number without a report."""
-        return self._held(key)[0].has_escaped and not self.nonzero(key)
-
     def drive(self, key: str, *, begin: bool) -> None:
         """Note that the device begins or ceases to write a hyperparameter by itself. It writes to no user's tensor."""
         for index, number in enumerate(self._held(key)):
@@ -247,14 +240,6 @@ class ParamGroup(WatchedDict[str, Any]):
         """Every hyperparameter as a Python float or a tuple of them. Waits for the device where only that knows a number."""
         shown = filter(self._is_shown, self._hypers)
         return {key: self._hypers[key].plain([n.as_float() for n in self._held(key)]) for key in shown}
-
-    def validated(self, key: str, value: Any) -> tuple[float | Tensor, ...]:
-        """The elements of ``value`` for hyperparameter ``key``, whatever their range; an error where one is no number."""
-        elements = self._hypers[key].elements(value, self.label)
-        for index, e in enumerate(elements):
-            if isinstance(e, Tensor) and (e.is_meta or is_fake(e) or is_lost(e)) and not fakes_are_made():
-                raise ValueError(f"{self._element(key, index)} must be a number, got a tensor without memory")
-        return elements
 
     def load(self, key: str, value: Any) -> None:
         """Write a value of a checkpoint, without reporting; into an adopted tensor if that can hold it and is not shared."""
@@ -297,8 +282,12 @@ class ParamGroup(WatchedDict[str, Any]):
                 self._show(name, new=True)
 
     def _taken(self, key: str, value: Any) -> list[tuple[float | Tensor, float | Tensor]]:
-        """Each element of ``value``, and its number before anything is written."""
-        return [(e, _without_wait(e)) for e in self.validated(key, value)]
+        """Each element of ``value``, whatever its range, and its number as it is now; an error where one is no number."""
+        elements = self._hypers[key].elements(value, self.label)
+        for index, e in enumerate(elements):
+            if isinstance(e, Tensor) and (e.is_meta or is_fake(e) or is_lost(e)) and not fakes_are_made():
+                raise ValueError(f"{self._element(key, index)} must be a number, got a tensor without memory")
+        return [(e, _without_wait(e)) for e in elements]
 
     def _assign(self, key: str, taken: Iterable[tuple[float | Tensor, float | Tensor]], *, is_loaded: bool = False) -> None:
         if is_capturing(self._device):

@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from compiled_optim.groups.parameters import advising, alternatives, canonical_name, matches, parameter_name
-from compiled_optim.rule.fields import Option, Scale
-from compiled_optim.rule.misspelled import hint, mistyped
+from compiled_optim.rule.fields import Option, Scale, hint, mistyped
 
 T = TypeVar("T")
 

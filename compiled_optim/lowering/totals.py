@@ -13,7 +13,6 @@ from compiled_optim.lowering.choice import Lowering
 from compiled_optim.memory.layout import add_over_shards, scalar_dtype
 from compiled_optim.plan.clipping import Clipping
 from compiled_optim.rule.symbols import PLAIN
-from compiled_optim.state import scalar_names
 
 
 class SquareSums:
@@ -75,7 +74,7 @@ class Totals:
             choices = ", ".join(s.name for s in self._rule.statics)
             raise ValueError(f"{self._rule.name} sums over all parameters, so its groups must agree in {choices}")
         self._names = names[0]
-        shared = enumerate(scalar_names(self._rule))
+        shared = enumerate(self._rule.scalar_names)
         self._shared = {name: row for row, name in shared if name in self._rule.shared_scalars}
         if self._shared:
             columns = torch.cat([block.to(self._device) for plan in self._plans for block in plan.scalar_blocks], 1)

@@ -38,14 +38,7 @@ from compiled_optim.memory.layout import (
 )
 from compiled_optim.rule.formats import GROUP
 from compiled_optim.rule.rule import Declaration, Rule
-from compiled_optim.state import (
-    OptimizerState,
-    ParamState,
-    StateForm,
-    has_own_entries,
-    initial_values,
-    scalar_names,
-)
+from compiled_optim.state import OptimizerState, ParamState, StateForm, has_own_entries, initial_values
 
 _SEEDS = 0x9E3779  # how far apart the seeds of the parts of a DTensor are
 
@@ -269,7 +262,7 @@ class Plan:
         return [*blocks, *([self._gathered(rest)] if rest else [])]
 
     def _scalars_of(self, members: Sequence[Member]) -> list[Tensor]:
-        return [m.entries[name] for name in scalar_names(self.rule) for m in members]
+        return [m.entries[name] for name in self.rule.scalar_names for m in members]
 
     def _block_of(self, members: Sequence[Member]) -> Tensor | None:
         """The block that holds the scalars of ``members``, in this order, and nothing else; None if there is none."""
@@ -282,7 +275,7 @@ class Plan:
 
     def _gathered(self, members: Sequence[Member]) -> Tensor:
         """The scalars of ``members``, copied into new memory. The state gets views of it."""
-        names = scalar_names(self.rule)
+        names = self.rule.scalar_names
         scalars = torch.stack(self._scalars_of(members)).view(len(names), -1)
         for row, name in enumerate(names):
             for column, member in enumerate(members):
@@ -303,7 +296,7 @@ def partition(
     """
     found: list[tuple[Member, Rule, dict[str, Any]]] = []
     for i, (rule, group) in enumerate(zip(rules, groups, strict=True)):
-        by_short_name, scalars = ignores_prefixes(rule.scales, groups), scalar_names(rule)
+        by_short_name, scalars = ignores_prefixes(rule.scales, groups), rule.scalar_names
         initial = initial_values(rule, {**group.for_compiled_code[0], "differentiable": group.get("differentiable", False)})
         rounding_seed = group.get("rounding_seed", 0)
         scales = [scale for scale in rule.scales if scale.is_read(group.get(scale.name))]
@@ -335,7 +328,7 @@ def partition(
             digest = hashlib.blake2b(f"{rounding_seed} {canonical_name(name)}".encode(), digest_size=3).digest()
             numbers["seed"] = float(int.from_bytes(digest, "big"))  # by name, so equal on replicas and after a resume
             found.append((Member(param, groups, i, j, own_state, (*scalars, *form.buffers), numbers), rule, choices))
-    written = [[m.param, *[m.entries[name] for name in m.names[len(scalar_names(r)) :]]] for m, r, _ in found]
+    written = [[m.param, *[m.entries[name] for name in m.names[len(r.scalar_names) :]]] for m, r, _ in found]
     together: dict[Any, tuple[Rule, list[Member]]] = {}
     for (member, rule, choices), wave in zip(found, _waves(written), strict=True):
         param = member.owner

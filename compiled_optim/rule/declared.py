@@ -14,7 +14,6 @@ from typing_extensions import dataclass_transform
 
 from compiled_optim.rule import fields
 from compiled_optim.rule.fields import Buffer, Fact, Field, Flag, Hyper, Option, Scalar, Scale, Static, Transform
-from compiled_optim.rule.misspelled import hint, misspelled
 from compiled_optim.rule.rule import ByName, Decays, Declaration, Gradients, Granularity, Rule
 from compiled_optim.rule.transforms import PARAM, Accumulation, started
 
@@ -139,7 +138,7 @@ class Declared:
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError as error:
-            hints = (hint(name, signature.parameters) for name in kwargs if f"'{name}'" in str(error))
+            hints = (fields.hint(name, signature.parameters) for name in kwargs if f"'{name}'" in str(error))
             raise TypeError(f"{cls.__name__}() {error}{''.join(hints)}") from None
         bound.apply_defaults()
         return dict(bound.arguments)
@@ -156,7 +155,7 @@ class Declared:
         # A constructor of its own, without a signature from here, may keep what it likes.
         arguments = tuple(inspect.signature(cls).parameters) if hasattr(cls.__init__, "__signature__") else ()
         in_group = isinstance(cls._all_fields.get(name), (Hyper, Static, Scale, Option)) or name in cls._group_flags
-        advice = (wanted := misspelled(name, arguments)) and f"did you mean {wanted}?"
+        advice = (wanted := fields.misspelled(name, arguments)) and f"did you mean {wanted}?"
         if name in arguments:
             advice = f"assign param_groups[i]['{name}']" if in_group else "pass it to the constructor"
         if advice:
@@ -227,13 +226,13 @@ def _check_references(declaration: Declaration) -> None:
     for field, argument, name, known in named:
         if isinstance(name, str) and name not in known:
             there = f"must be one of {', '.join(known)}" if known else "names nothing that the class declares"
-            raise TypeError(f"{declaration.name}.{field.name}: {argument}={name!r} {there}{hint(name, known)}")
+            raise TypeError(f"{declaration.name}.{field.name}: {argument}={name!r} {there}{fields.hint(name, known)}")
 
 
 def no_hyperparameter(cls: type[Declared], name: str) -> str:
     """The message that an optimizer of this class has no hyperparameter ``name``."""
     names = [h.name for h in cls._fields_of(Hyper) if not h.when]
-    return f"{cls.__name__} has no hyperparameter '{name}'; it has {', '.join(names)}{hint(name, names)}"
+    return f"{cls.__name__} has no hyperparameter '{name}'; it has {', '.join(names)}{fields.hint(name, names)}"
 
 
 def _torch_flags(cls: type[Declared]) -> dict[str, bool]:

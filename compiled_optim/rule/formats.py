@@ -236,7 +236,8 @@ def encoded(value: Any, scale: Any, kind: str, threshold: Any = 0.5) -> Any:
         return maximum(code, minimum(bits(root), 1))
     part = from_bits(bits(value) & _MAGNITUDE) * broadcast(_inverse(scale, 1.0))
     code = (bits(part + _OFFSET) + (parts_in(threshold, _STEP) - _OFFSET_BITS)) >> _STEP
-    return _signed(code, bits(value) >> 31)
+    negative = bits(value) >> 31  # -1 where it is, else 0
+    return (code ^ negative) - negative
 
 
 def parts_in(share: Any, count: int) -> Any:
@@ -247,11 +248,6 @@ def parts_in(share: Any, count: int) -> Any:
 def _inverse(scale: Any, levels: float, *, of_root: bool = False) -> Any:
     divisor = maximum(scale, 2.0**-100)  # which 0 is not
     return levels / (sqrt(divisor) if of_root else divisor)
-
-
-def _signed(size: Any, negative: Any) -> Any:
-    """``size``, or its negative where ``negative`` is -1 and not 0."""
-    return (size ^ negative) - negative
 
 
 def decoded(code: Any, scale: Any, kind: str) -> Any:

@@ -14,9 +14,8 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, cast
 
 import torch
 
-from compiled_optim.rule.fields import Buffer, Fact, Hyper, Option, Scalar, Scale, Static
+from compiled_optim.rule.fields import Buffer, Fact, Hyper, Option, Scalar, Scale, Static, hint
 from compiled_optim.rule.formats import GROUP
-from compiled_optim.rule.misspelled import hint
 from compiled_optim.rule.symbols import PLAIN, Code, Dialect, Kind, NotWritable, Statement, Symbol
 
 Gradients: TypeAlias = Literal["dense", "sparse"]  # the gradients that an optimizer takes; sparse ones are COO tensors
@@ -86,6 +85,11 @@ class Declaration:
     buffers: tuple[Buffer, ...]
     scalars: tuple[Scalar, ...]
     axes: Callable[[Values], Sequence[int]] | None = None
+
+    @property
+    def scalar_names(self) -> tuple[str, ...]:
+        """The step count and the scalars, which a rule alone reads."""
+        return ()
 
     @functools.cached_property
     def structural_hypers(self) -> tuple[str, ...]:

@@ -179,7 +179,7 @@ class StackCode(Code):
         self.sizes, self.dtype = sizes, dtype
         self.steps: list[Step] = []
         self.numbers: list[float] = []
-        self._made: dict[Step, StackSymbol] = {}
+        self._made: dict[Step, str] = {}  # by what defines it, the name of each value
 
     def operand(self, value: Any, *, is_int: bool = False) -> str:
         """As for any code; a Python number has a place in ``numbers``, so that code does not depend on it."""
@@ -248,11 +248,9 @@ class StackCode(Code):
         """Append a step, unless there is one like it, and return the symbol of its result."""
         step = Step("", kind, axes, reads, expression, half, flips)
         if step not in self._made:
-            name = f"e{len(self.steps)}"
+            self._made[step] = name = f"e{len(self.steps)}"
             self.steps.append(dataclasses.replace(step, name=name))
-            self._made[step] = StackSymbol(self, name, axes, half=half)
-        made = self._made[step]
-        return StackSymbol(self, made.name, axes, half=half, turned=turned)
+        return StackSymbol(self, self._made[step], axes, half=half, turned=turned)
 
     def _aligned(self, *values: Any) -> Sequence[Any]:
         """``values`` that all lie as they are seen, or are all turned."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from compiled_optim.groups.live import Live
+from compiled_optim.groups.live import Changes, Live, WatchedList
 from compiled_optim.groups.param_group import ParamGroup, check_values, group_keys, inherited, rule_of
 from compiled_optim.groups.parameters import (
     check_params,
@@ -28,7 +28,6 @@ from compiled_optim.groups.parameters import (
     without_aliases,
 )
 from compiled_optim.groups.per_parameter import ByName, check_names, ignores_prefixes, kept, warn_of_unused
-from compiled_optim.groups.watched import Changes, WatchedList
 from compiled_optim.lowering.torch_ops.inductor import InlinedStep
 from compiled_optim.memory.addresses import gradient
 from compiled_optim.memory.cache import CompilerError
@@ -50,8 +49,7 @@ from compiled_optim.plan.clipping import CHOSEN, NAMES, Clipping
 from compiled_optim.plan.compilations import CompilationLog, spend
 from compiled_optim.plan.schedule import Schedules
 from compiled_optim.rule.declared import Declared, no_hyperparameter
-from compiled_optim.rule.fields import Hyper, Scale
-from compiled_optim.rule.misspelled import warn_of_entry
+from compiled_optim.rule.fields import Hyper, Scale, warn_of_entry
 from compiled_optim.rule.rule import RULE, TRAIN_MODE
 from compiled_optim.state import OptimizerState, ParamState
 from compiled_optim.step.step import AccumulatedSteps, Gradients, Step
@@ -111,8 +109,7 @@ class Engine:
         self.inlined: InlinedStep | None = None  # what compiled code may hold in place of an operator
         self.defaults: dict[str, Any] = {}  # what groups take that lack it
         self.given: dict[str, tuple[Any, Any]] = {}  # defaults, and the tensors that they were given as, for groups to adopt
-        self.assigned: dict[str, Any] = {"max_grad_norm": None, "skip_nonfinite": False}  # and what a gradient scaler sets
-        self.clip_args = self._clip_args()  # what :meth:`Clipping.take` takes, as it is assigned now
+        self._assign({"max_grad_norm": None, "skip_nonfinite": False})
         self.is_called = False  # whether there was a step, which torch's schedulers ask
         self.groups = []
         self.aliases: dict[str, str] = {}  # further names of tied parameters -> the names that were kept
@@ -157,9 +154,6 @@ class Engine:
         """All parameters, group by group, as they were when the step was made last."""
         return [] if self.step is None else self.step.params
 
-    def _clip_args(self) -> tuple[Any, ...]:
-        return tuple(map(self.assigned.get, NAMES))
-
     def assign(self, name: str, value: Any) -> None:
         """Take ``value`` as one of :data:`NAMES`; an error, and no change, where it does not fit."""
         if self.release is not None:
@@ -183,8 +177,8 @@ class Engine:
         self.follow_clipping()
 
     def _assign(self, assigned: dict[str, Any]) -> None:
-        self.assigned = assigned
-        self.clip_args = self._clip_args()
+        self.assigned = assigned  # by name; a gradient scaler assigns too
+        self.clip_args = tuple(map(assigned.get, NAMES))  # what :meth:`Clipping.take` takes, as it is assigned now
 
     def add_group(self, param_group: Mapping[str, Any]) -> None:
         """Add a parameter group. One that does not fit is taken back."""

@@ -60,12 +60,10 @@ class RuleStep(Step):
         self.name = " and ".join(sorted({lowering.name for lowering in self.lowerings})) or "eager"
         for plan in plans:
             plan.reread(None)
-        by_rule: dict[int, list[Lowering]] = {}
-        for lowering in self.lowerings:
-            by_rule.setdefault(id(lowering.plan.rule), []).append(lowering)
         self._launched: list[Totals | Lowering] = []  # in the order of the plans, since some share memory
         for lowering in self.lowerings:
-            found = by_rule[id(rule := lowering.plan.rule)]
+            rule = lowering.plan.rule
+            found = [each for each in self.lowerings if each.plan.rule is rule]
             has_totals = any(rule.has_totals(each.plan.statics) for each in found)
             if differentiable and (has_totals or not rule.is_elementwise):
                 which = "sums over all parameters" if has_totals else "does not work element by element"
@@ -184,9 +182,10 @@ class RuleStep(Step):
         lowerings = [x for x in self.lowerings if isinstance(x, InductorLowering)]  # all of them, if this is their name
         reason = "" if self.name == InductorLowering.name else f"it is lowered to {self.name}"
         reason = reason or ("" if self.watch is None else "its health is watched")
-        names = ((group, n) for group in self._groups for n in group.kind._declaration.structural_hypers)
-        if not reason and (name := next((n for group, n in names if group.is_unreported(n)), "")):
-            reason = f"{name} is 0, and its tensor was handed out, so another number may be written into it"
+        for group in self._groups:
+            for name in group.kind._declaration.structural_hypers:
+                if not reason and group.has_escaped(name) and not group.nonzero(name):
+                    reason = f"{name} is 0, and its tensor was handed out, so another number may be written into it"
         reason = reason or obstacle([x.plan for x in lowerings], self._clipping)
         self._log.compiled_step = f"an operator: {reason}" if reason else "its own operations"
         if reason:

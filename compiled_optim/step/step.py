@@ -10,9 +10,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from compiled_optim.checkpoint.check import PreparedLoad
+from compiled_optim.checkpoint.state_dict import PreparedLoad
+from compiled_optim.groups.live import Changes
 from compiled_optim.groups.param_group import ParamGroup
-from compiled_optim.groups.watched import Changes
 from compiled_optim.lowering.torch_ops.inductor import InlinedStep
 from compiled_optim.memory.torch_internals import Captures
 from compiled_optim.rule.declared import Declared

@@ -162,7 +162,7 @@ def _step(
     run: Callable[[Engine, list[Tensor | None]], None],
     params: list[Tensor],
     grads: list[Tensor],
-    positions: list[int],
+    positions: Sequence[int],
     optimizer: str,
 ) -> None:
     """Let an engine ``run`` with ``grads`` of ``params``, which are those at ``positions``, ascending, of its parameters.
@@ -176,7 +176,12 @@ def _step(
         by_position = dict(zip(positions, grads, strict=True))
         given = [by_position.get(i) for i in range(len(engine.params))]
     run(engine, given)
-    _copy_to(params, owned)
+    if not all(map(is_, owned, params)):
+        for param, copy in zip(map(local, owned), params, strict=True):
+            if copy.data_ptr() != param.data_ptr():
+                copy.copy_(param)
+            elif copy is not param:
+                torch.autograd.graph.increment_version(copy)
 
 
 def _step_own_gradients(params: list[Tensor], optimizer: str) -> None:
@@ -184,19 +189,7 @@ def _step_own_gradients(params: list[Tensor], optimizer: str) -> None:
 
     For gradients that a graph cannot hold: Dynamo refuses to read sparse ones.
     """
-    engine = _found(optimizer, params, range(len(params)))
-    engine.run()
-    _copy_to(params, engine.params)
-
-
-def _copy_to(given: list[Tensor], params: list[Tensor]) -> None:
-    """Write new values of ``params`` into those ``given`` that are a compiler's copies of them."""
-    if not all(map(is_, params, given)):
-        for param, copy in zip(map(local, params), given, strict=True):
-            if copy.data_ptr() != param.data_ptr():
-                copy.copy_(param)
-            elif copy is not param:
-                torch.autograd.graph.increment_version(copy)
+    _step(lambda engine, _: engine.run(), params, [], range(len(params)), optimizer)
 
 
 OPERATORS: dict[str, Callable[..., None]] = {

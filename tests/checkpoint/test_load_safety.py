@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import compiled_optim as co
-from compiled_optim.groups.watched import Changes, WatchedDict, WatchedList
+from compiled_optim.groups.live import Changes, WatchedDict, WatchedList
 from compiled_optim.optimizer import engine_of
 
 

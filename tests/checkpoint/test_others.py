@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 import compiled_optim as co
-from compiled_optim.checkpoint.check import known_names
+from compiled_optim.checkpoint.state_dict import known_names
 from compiled_optim.optimizer import engine_of
 from compiled_optim.rule import Number, buffer, hyper
 

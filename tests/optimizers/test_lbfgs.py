@@ -16,7 +16,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.testing._internal.common_optimizers import optim_db
 
 import compiled_optim as co
-from compiled_optim.optimizers.lbfgs.iteration import (
+from compiled_optim.optimizers.lbfgs import (
     CURVATURE,
     SUFFICIENT_DECREASE,
     Trial,

@@ -95,16 +95,16 @@ def test_the_floor_plan_lists_every_floor_from_the_top() -> None:
 
 
 BUDGET = {
-    "": 2869,
+    "": 2864,
     "capture": 1236,
-    "checkpoint": 1343,
-    "groups": 1308,
-    "lowering": 4525,
+    "checkpoint": 1303,
+    "groups": 1289,
+    "lowering": 4523,
     "memory": 1592,
-    "optimizers": 1960,
-    "plan": 889,
-    "rule": 2734,
-    "step": 1935,
+    "optimizers": 1933,
+    "plan": 882,
+    "rule": 2727,
+    "step": 1921,
 }
 """Lines of each folder's modules; "" are those beside the folders. A commit of its own raises one, and says why."""
 

@@ -27,7 +27,6 @@ from compiled_optim.plan.compilations import CompilationLog, KernelKey
 from compiled_optim.plan.plan import Plan
 from compiled_optim.rule.fields import Hyper
 from compiled_optim.rule.rule import NUMBERS
-from compiled_optim.state import scalar_names
 
 Ints: TypeAlias = tuple[int, ...]
 Arguments: TypeAlias = tuple[Ints, int, Sequence[Tensor], Ints]
@@ -276,7 +275,7 @@ class CoefficientTable:
                 plan.group_index,
                 plan.maximizes,
                 *(np.array(plan.numbers[name]).view(np.int64).tolist() for name in NUMBERS),
-                *([m.entries[name].data_ptr() for m in members] for name in scalar_names(plan.rule)),
+                *([m.entries[name].data_ptr() for m in members] for name in plan.rule.scalar_names),
             ],
             plan.device,
         )

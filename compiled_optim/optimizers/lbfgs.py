@@ -1,23 +1,28 @@
-"""L-BFGS: the optimizer, and its step: iterations, each with a direction, a length and an evaluation of the closure."""
+"""L-BFGS: the optimizer, and its step: iterations, each with a direction, a length and an evaluation of the closure.
+
+The two-loop recursion (Nocedal & Wright, Numerical Optimization, Algorithm 7.4) makes two products of vectors per pair, one
+after the other. Written with the matrix of all products of steps and changes (Byrd, Nocedal and Schnabel, Mathematical
+Programming 63, 1994, Theorem 2.2), the same direction takes four products of the history with a vector, whatever its length.
+It does not wait for the device, which alone knows the pairs that were accepted. A line search waits.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from compiled_optim.checkpoint.check import PreparedLoad, check_writable
-from compiled_optim.checkpoint.read import Unloadable, as_buffer, as_number, group_names, naming, plain, read
+from compiled_optim.checkpoint.read import Unloadable, as_buffer, as_number, naming, plain, read
+from compiled_optim.checkpoint.state_dict import PreparedLoad, check_writable
 from compiled_optim.groups.live import Live
-from compiled_optim.groups.parameters import canonical_names, numbered, parameter_name
+from compiled_optim.groups.parameters import parameter_name
 from compiled_optim.memory.layout import as_real, compute_dtype, is_sharded, obstacle, real_numel, scalar_dtype
 from compiled_optim.memory.torch_internals import is_capturing, mend_tracing, outside_dynamo
 from compiled_optim.optimizer import CompiledOptimizer, engine_of
-from compiled_optim.optimizers.lbfgs.iteration import Trial, direction, new_pairs, record, strong_wolfe
 from compiled_optim.rule.declared import Declared
 from compiled_optim.rule.fields import Number, Scale, hyper, static
 from compiled_optim.state import ParamState
@@ -30,6 +35,159 @@ NUMBERS = ("t", "prev_loss")
 HISTORY = ("old_stps", "old_dirs")
 MEMORY = (*COUNTS, *VECTORS, *NUMBERS, *HISTORY, "products", "H_diag", "pairs")  # what a step reads and writes
 ENTRIES = (*MEMORY, "ro", "exact")  # with what only state dicts have: torch.optim's, and what makes loading it here exact
+
+LEAST_CURVATURE = 1e-10  # torch.optim's limit: a pair with a smaller product would make the matrix indefinite
+SUFFICIENT_DECREASE = 1e-4
+CURVATURE = 0.9
+SMALLEST_GROWTH, LARGEST_GROWTH = 0.01, 10.0  # of a trial that is still too short, over the last one
+MARGIN = 0.1  # of a bracket's length: how near its ends a second trial in succession may lie
+
+
+def new_pairs(size: int, numel: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+    """An empty history of up to ``size`` pairs; pair ``n`` lies in row ``n % size``, and empty rows are 0."""
+    options: dict[str, Any] = {"dtype": dtype, "device": device}
+    return {
+        "old_stps": torch.zeros(size, numel, **options),  # steps; torch.optim's names
+        "old_dirs": torch.zeros(size, numel, **options),  # changes of the gradient
+        "products": torch.zeros(size, size, **options),  # of every step with every change that is not older
+        "H_diag": torch.ones((), **options),  # the scale of the initial inverse Hessian
+        "pairs": torch.zeros((), dtype=torch.int64, device=device),  # how many were ever accepted
+    }
+
+
+def record(pairs: Mapping[str, Tensor], step: Tensor, change: Tensor, allowed: Tensor) -> None:
+    """Add the pair of a step and of the gradient's change over it, in the oldest one's place if there is no other.
+
+    Nothing changes unless ``allowed``, a 0-dim bool, is true and the pair's curvature is positive.
+    """
+    curvature = change.dot(step)
+    accepted = (curvature > LEAST_CURVATURE) & allowed
+    if size := len(pairs["products"]):
+        row = (pairs["pairs"] % size).view(1)
+        for name, new in (("old_stps", step), ("old_dirs", change)):
+            ring = pairs[name]
+            ring.index_copy_(0, row, torch.where(accepted, new, ring.index_select(0, row)))
+        column = pairs["old_stps"] @ pairs["old_dirs"].index_select(0, row).view(-1)
+        pairs["products"].index_copy_(1, row, column.view(-1, 1))
+    pairs["H_diag"].copy_(torch.where(accepted, curvature / change.dot(change), pairs["H_diag"]))
+    pairs["pairs"].add_(accepted)
+
+
+def direction(pairs: Mapping[str, Tensor], gradient: Tensor, rows: int) -> Tensor:
+    """Minus the inverse Hessian that ``pairs``, in so many ``rows`` at most, imply times ``gradient``, (numel,)."""
+    scale, count = pairs["H_diag"], pairs["pairs"]
+    if rows == 0:
+        return -scale * gradient
+    steps, changes = pairs["old_stps"][:rows], pairs["old_dirs"][:rows]
+    number = torch.arange(rows, device=gradient.device)
+    by_age, back = (count + number) % rows, (number - count) % rows  # empty rows first, then from the oldest pair on
+    products = pairs["products"].index_select(0, by_age).index_select(1, by_age)
+    empty = (number < rows - count).to(products.dtype)
+    triangle = products.triu() + torch.diag(empty)
+    alpha = torch.linalg.solve_triangular(triangle, -(steps @ gradient)[by_age, None], upper=True)
+    result = -scale * (gradient + changes.t() @ alpha[back, 0])
+    right = products.diagonal()[:, None] * alpha - (changes @ result)[by_age, None]
+    gamma = torch.linalg.solve_triangular(triangle.t(), right, upper=False)
+    return torch.addmv(result, steps.t(), gamma[back, 0])
+
+
+class Trial(NamedTuple):
+    """A point of the line: the step length, and the function's value, gradient and slope along the direction there."""
+
+    length: float
+    value: float
+    gradient: Tensor
+    slope: float
+
+
+def strong_wolfe(
+    evaluate: Callable[[float], Trial], start: Trial, length: float, reach: float, tolerance: float, limit: int
+) -> tuple[Trial, int]:
+    """Search a step length with sufficient decrease and a small slope (Nocedal & Wright, Algorithms 3.5 and 3.6).
+
+    Trials are at the minimum of the cubic through the two latest ones, as in torch.optim, whose safeguards these are too.
+    They are what ``evaluate`` makes of a length, where a value of infinity stands for NaN: first of ``length``, and then of
+    up to ``limit`` others. The slope of ``start``, of length 0, is negative. A bracket is not divided further where no
+    element, which changes by up to ``reach`` per unit of length, changes by the ``tolerance``.
+
+    Returns:
+        The best trial, and how many there were.
+    """
+
+    def decreases(trial: Trial) -> bool:
+        return trial.value <= start.value + SUFFICIENT_DECREASE * trial.length * start.slope
+
+    def is_flat(trial: Trial) -> bool:
+        return abs(trial.slope) <= -CURVATURE * start.slope
+
+    previous, latest = start, evaluate(length)
+    count = 1
+    while count <= limit:
+        if not decreases(latest) or (count > 2 and latest.value >= previous.value):
+            break
+        if is_flat(latest):
+            return latest, count
+        if latest.slope >= 0:
+            break
+        shortest = latest.length + SMALLEST_GROWTH * (latest.length - previous.length)
+        length = _cubic_minimum(previous, latest, shortest, LARGEST_GROWTH * latest.length)
+        previous, latest = latest, evaluate(length)
+        count += 1
+    else:
+        return (start if start.value <= latest.value else latest), count
+
+    ends = [previous, latest]
+    best = _best(ends)
+    was_near_an_end = False
+    while count <= limit:
+        first, last = sorted(end.length for end in ends)
+        if (last - first) * reach < tolerance:
+            break
+        length = _cubic_minimum(ends[0], ends[1], first, last)
+        margin = MARGIN * (last - first)
+        is_near_an_end = min(last - length, length - first) < margin
+        if is_near_an_end and (was_near_an_end or not first < length < last):
+            length = last - margin if abs(length - last) < abs(length - first) else first + margin
+            is_near_an_end = False
+        was_near_an_end = is_near_an_end
+        trial = evaluate(length)
+        count += 1
+        other = 1 - best
+        if not decreases(trial) or trial.value >= ends[best].value:
+            ends[other] = trial
+            best = _best(ends)
+            continue
+        if not is_flat(trial) and trial.slope * (ends[other].length - ends[best].length) >= 0:
+            ends[other] = ends[best]
+        ends[best] = trial
+        if is_flat(trial):
+            break
+    return ends[best], count
+
+
+def _best(ends: list[Trial]) -> int:
+    return 0 if ends[0].value <= ends[1].value else 1
+
+
+def _cubic_minimum(a: Trial, b: Trial, lowest: float, highest: float) -> float:
+    """Where the cubic with the values and slopes of both trials has its minimum, held within bounds (equation 3.59).
+
+    The middle of the bounds if it has none, but a bound where it lies at infinity: the cubic is a straight line.
+    """
+    a, b = sorted((a, b), key=lambda trial: trial.length)
+    span = b.length - a.length
+    middle = (lowest + highest) / 2
+    if span == 0:
+        return middle
+    mean = a.slope + b.slope - 3 * (a.value - b.value) / (a.length - b.length)
+    square = mean * mean - a.slope * b.slope
+    if not square >= 0:
+        return middle
+    root = math.sqrt(square)
+    divisor, numerator = b.slope - a.slope + 2 * root, b.slope + root - mean
+    part = numerator / divisor if divisor else numerator * math.inf  # NaN where both are 0
+    minimum = b.length - span * part
+    return middle if math.isnan(minimum) else min(max(minimum, lowest), highest)
 
 
 class LBFGSStep(Step):
@@ -79,7 +237,6 @@ class LBFGSStep(Step):
 
     @classmethod
     def check_options(cls, optimizer: type[Declared], options: Mapping[str, Any]) -> None:
-        _refuse(options)
         if options["lowering"] not in ("auto", "eager"):
             raise ValueError(f"{optimizer.__name__} has no lowering {options['lowering']!r}; it runs plain torch operations")
 
@@ -242,18 +399,21 @@ class LBFGSStep(Step):
         memory, fresh, state_dict = self._memory, self._new_state(), read(state_dict)
         if len(state_dict["param_groups"]) != 1:
             raise ValueError(f"LBFGS has one parameter group, the checkpoint {len(state_dict['param_groups'])}")
-        (group,), first = state_dict["param_groups"], state_dict["param_groups"][0]["params"][:1]
-        entries = state_dict["state"].pop(*first, {}) if first else {}
+        params = state_dict["param_groups"][0]["params"]
+        entries = state_dict["state"].pop(params[0], {}) if params else {}
         own = {name: entries.pop(name) for name in ENTRIES if name in entries}
-        state_dict["state"] |= {param: entries for param in first if entries}
-        order = order_of(self._group.get("param_names"), group, len(self._sizes))
-        if order is not None and own:
+        if entries:
+            state_dict["state"][params[0]] = entries
+        load = prepare(state_dict)
+        if not len(load.params) == len(self._sizes) == len({*params}):
+            return load  # the vector is of other parameters
+        if own:
+            places = [each.saved.index for each in load.params]
             with naming("the state of the checkpoint"):
-                unpack(fresh, own, order, self._sizes)
+                unpack(fresh, own, [sorted(places).index(place) for place in places], self._sizes)
         for name, value in fresh.items():
             check_writable(memory[name], f"the optimizer's own {name}", tuple(value.shape), value)
-        load = prepare(state_dict)
-        load.copies += [(memory[name], value) for name, value in fresh.items() if order is not None]
+            load.copies.append((memory[name], value))
         return load
 
 
@@ -283,7 +443,7 @@ def packed(memory: Mapping[str, Tensor]) -> dict[str, Any]:
 def unpack(fresh: Mapping[str, Tensor], entries: Mapping[str, Any], order: Sequence[int], sizes: Sequence[int]) -> None:
     """Fill ``fresh`` from the state of torch.optim.LBFGS or of this package, with as many of the newest pairs as it holds.
 
-    ``order`` is as :func:`order_of` says, and ``sizes`` says how many numbers each of our parameters has.
+    ``order`` says which parameter of the checkpoint each of ours is, and ``sizes`` how many numbers each of ours has.
     """
     like, theirs = fresh["d"], [size for _, size in sorted(zip(order, sizes, strict=True))]
 
@@ -325,18 +485,6 @@ def unpack(fresh: Mapping[str, Tensor], entries: Mapping[str, Any], order: Seque
     fresh["old_stps"][rows], fresh["old_dirs"][rows] = steps[first:], changes[first:]
     fresh["products"][rows[:, None], rows] = products[first:, first:]
     fresh["pairs"].fill_(pairs)
-
-
-@naming("the state dict", passing=(ValueError, TypeError))
-def order_of(ours: Sequence[str] | None, saved: Mapping[str, Any], count: int) -> list[int] | None:
-    """Which parameter of the ``saved`` group each of our ``count`` is; None if they are not the same ones."""
-    theirs = group_names(saved)
-    places = {param: place for place, param in reversed([*enumerate(saved["params"])])}
-    if ours is None or theirs is None:
-        return list(range(count)) if len(places) == count else None
-    theirs = [theirs[place] for place in sorted(places.values())]
-    ours, theirs = numbered(canonical_names(ours)), numbered(canonical_names(theirs))
-    return [theirs.index(name) for name in ours] if sorted(ours) == sorted(theirs) else None
 
 
 def _require(entries: Mapping[str, Any], names: Sequence[str]) -> None:

@@ -1,1 +1,0 @@
-from compiled_optim.optimizers.lbfgs.lbfgs import LBFGS as LBFGS
