@@ -99,7 +99,7 @@ BUDGET = {
     "capture": 1236,
     "checkpoint": 1343,
     "groups": 1308,
-    "lowering": 4525,
+    "lowering": 4588,
     "memory": 1592,
     "optimizers": 1952,
     "plan": 888,
