@@ -18,9 +18,8 @@ from torch import Tensor
 
 from compiled_optim.lowering.kernels import table as rows
 from compiled_optim.lowering.kernels.program import Accesses, Array, Program, evaluation, indented
-from compiled_optim.lowering.kernels.table import Arguments, CoefficientTable, Ints, Kernel, TensorTable
+from compiled_optim.lowering.kernels.table import Arguments, CoefficientTable, Ints, Kernel, Launch, TensorTable
 from compiled_optim.memory.cache import library
-from compiled_optim.memory.triton_internals import Launch
 from compiled_optim.plan.compilations import KernelKey
 from compiled_optim.rule.formats import GROUP
 from compiled_optim.rule.rule import INDEX, Written

@@ -21,7 +21,6 @@ from compiled_optim.memory import torch_internals
 from compiled_optim.memory.addresses import EMPTY, Longs
 from compiled_optim.memory.layout import has_memory, is_lost, is_plain, real_numel
 from compiled_optim.memory.torch_internals import is_capturing
-from compiled_optim.memory.triton_internals import Launch
 from compiled_optim.plan.clipping import NAMES, Clipping
 from compiled_optim.plan.compilations import CompilationLog, KernelKey
 from compiled_optim.plan.plan import Plan
@@ -29,6 +28,7 @@ from compiled_optim.rule.fields import Hyper
 from compiled_optim.rule.rule import NUMBERS
 from compiled_optim.state import scalar_names
 
+Launch: TypeAlias = Callable[[], object]
 Ints: TypeAlias = tuple[int, ...]
 Arguments: TypeAlias = tuple[Ints, int, Sequence[Tensor], Ints]
 """Of a launch: how many programs, in each dimension; elements for them together; tensors; counts."""

@@ -5,20 +5,23 @@ Each stage of a rule's reductions takes two more.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import functools
 import hashlib
+import inspect
 import itertools
 import linecache
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from compiled_optim.lowering.kernels.program import Accesses, Array, Program, evaluation, indented
-from compiled_optim.lowering.kernels.table import COLUMN, NUMEL, TENSORS, Ints, Kernel
-from compiled_optim.memory.triton_internals import Launch, obstacle, prepared
+from compiled_optim.lowering.kernels.table import COLUMN, NUMEL, TENSORS, Ints, Kernel, Launch
 from compiled_optim.plan.compilations import KernelKey
 from compiled_optim.rule.formats import GROUP
 from compiled_optim.rule.rule import INDEX, Written
@@ -394,12 +397,8 @@ class TritonKernel(Kernel):
 
     def _prepared(self, name: str, programs: Ints, elements: int, tensors: Sequence[Tensor], counts: Ints) -> Launch:
         if not all(programs):
-            return _nothing
-        return prepared(getattr(self._module, name), programs, tensors, counts, OPTIONS, tensors[0].device)
-
-
-def _nothing() -> None:
-    """Launch nothing."""
+            return lambda: None
+        return prepared(getattr(self._module, name), programs, tensors, counts)
 
 
 def load(text: str) -> ModuleType:
@@ -412,3 +411,77 @@ def load(text: str) -> ModuleType:
         sys.modules[name] = module
         exec(compile(text, place, "exec"), vars(module))
     return sys.modules[name]
+
+
+_CALL = (
+    "self.run(grid[0], grid[1], grid[2], stream, self.function, self.packed_metadata, launch_metadata, "
+    "knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook, *args)"
+)
+"""How Triton launches a ``CompiledKernel``, since 3.6 at least."""
+
+
+def prepared(function: Any, grid: Ints, tensors: Sequence[Tensor], counts: Ints) -> Launch:
+    """What launches ``function``, which ``triton.jit`` made, on the stream that is then the current one.
+
+    The device of ``tensors`` is the current device, now and in every launch.
+
+    Triton's own way looks at each argument in every launch, since it compiles anew where the alignment of an address or the
+    type of a number differ. These do not change here: it is asked once, and what it answers is launched with them. Hooks
+    such as a profiler's are served by Triton's own way, for as long as there are any.
+    """
+    import triton
+    from triton import knobs
+    from triton.runtime import driver
+
+    def usual() -> object:
+        return function[grid](*tensors, *counts, **OPTIONS)
+
+    if not isinstance(function, triton.JITFunction) or obstacle():  # Triton's interpreter compiles nothing
+        return usual
+    kernel = function.warmup(*tensors, *counts, grid=grid, **OPTIONS)
+    if not isinstance(kernel, _compiled_kernel()):  # a hook of Triton's keeps it from compiling now
+        return usual
+
+    run, x, y, z = kernel.run, *grid, *[1] * (3 - len(grid))
+    arguments = kernel.function, kernel.packed_metadata, None, None, None, *map(Tensor.data_ptr, tensors), *counts
+    index = tensors[0].device.index or 0
+
+    def launch() -> object:
+        runtime = knobs.runtime
+        if _acts(runtime.launch_enter_hook) or _acts(runtime.launch_exit_hook):
+            return usual()
+        return run(x, y, z, driver.active.get_current_stream(index), *arguments)
+
+    return launch
+
+
+def _acts(hook: Any) -> bool:
+    """Whether a hook does anything: a chain of hooks may be empty."""
+    return bool(getattr(hook, "calls", hook))
+
+
+@functools.cache
+def obstacle() -> str:
+    """Why what this version of Triton compiled cannot be launched as :func:`prepared` does; empty if it can."""
+    import triton
+
+    try:
+        text = inspect.getsource(_compiled_kernel().__getitem__)
+    except (ImportError, AttributeError, OSError):
+        text = ""  # which is another way
+    hooks = ("launch_enter_hook", "launch_exit_hook")
+    runtime = getattr(getattr(triton, "knobs", None), "runtime", None)
+    is_known = launches_as_known(text) and all(hasattr(runtime, name) for name in hooks)
+    return "" if is_known else f"Triton {triton.__version__} launches what it compiled in a way of its own"
+
+
+def launches_as_known(text: str) -> bool:
+    """Whether the ``text`` of ``CompiledKernel.__getitem__`` launches as :func:`prepared` does."""
+    nodes = ast.walk(ast.parse(textwrap.dedent(text)))
+    return _CALL in {ast.unparse(node) for node in nodes if isinstance(node, ast.Call)}
+
+
+def _compiled_kernel() -> Any:
+    from triton.compiler import CompiledKernel
+
+    return CompiledKernel
