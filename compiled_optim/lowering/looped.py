@@ -14,11 +14,9 @@ from compiled_optim.lowering.kernels.cpp_stacks import CppStackKernel, stack_sou
 from compiled_optim.lowering.kernels.table import CoefficientTable
 from compiled_optim.lowering.stacked import Stack, StackTableLowering, seen_shape
 from compiled_optim.lowering.torch_ops.eager import TorchLowering
-from compiled_optim.memory.addresses import EMPTY
 from compiled_optim.memory.layout import is_plain, overlap_shifted, plain_copy
 from compiled_optim.memory.torch_internals import Captures
-from compiled_optim.plan.clipping import Clipping
-from compiled_optim.plan.compilations import CompilationLog, KernelKey, kernel_key
+from compiled_optim.plan.compilations import KernelKey, kernel_key
 from compiled_optim.plan.plan import Member, Plan
 
 _ELEMENTS = {"tensor": 1 << 22, "matrix": 1 << 20}
@@ -51,10 +49,6 @@ class LoopLowering(StackTableLowering):
 
     stacks: Sequence[LoopStack]
 
-    def __init__(self, plan: Plan, clipping: Clipping, log: CompilationLog) -> None:
-        super().__init__(plan, clipping, log)
-        self._version: int | None = None  # of the plan's addresses that the kernels know
-
     def _stacked(self, positions: Sequence[int], key: KernelKey) -> LoopStack:
         return LoopStack(self.plan, positions, key)
 
@@ -85,15 +79,12 @@ class LoopLowering(StackTableLowering):
         TorchLowering.prepare(self, grads, captures)
         capturing = self.plan.device in captures
         self.hypers.prepare(capturing)
-        found = self.plan.addresses
-        if not found.unlike:
-            self.table.gradients.publish(found.gradients if self._version != found.version else None, capturing)
-            self._version = found.version
+        if not self.plan.addresses.unlike:
+            self.table.gradients.follow(self.plan.addresses, capturing)
             return
         pairs = zip(self._grads, self.plan.members, strict=True)
         self._grads = [None if grad is None else _arranged(grad, member.param) for grad, member in pairs]
-        self.table.gradients.publish([0 if g is None else g.data_ptr() or EMPTY for g in self._grads], capturing)
-        self._version = None
+        self.table.gradients.publish(self._grads, capturing)
 
     def measure(self) -> None:
         TorchLowering.measure(self)

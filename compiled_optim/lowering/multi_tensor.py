@@ -19,8 +19,8 @@ from compiled_optim.lowering.kernels.table import (
     HyperPointers,
     Kernel,
     KernelTensors,
-    PlanTensors,
     TensorTable,
+    tensor_rows,
     upload,
 )
 from compiled_optim.memory import addresses
@@ -106,6 +106,7 @@ class MultiTensorLowering(Capturable):
         super().__init__(plan, clipping, log)
         self._stages = plan.rule.stages(plan.statics)
         self.tables: list[KernelTensors] = []
+        self._grads: Sequence[Tensor | None] = ()  # in their parameters' memory orders, where some had to be copied
 
     def compile(self) -> None:
         if self.tables:
@@ -116,13 +117,14 @@ class MultiTensorLowering(Capturable):
         kernels = [self._obtain_kernel(key, where) for key, where in positions.items()]
         if isinstance(refusal := addresses.reader(), str):
             self._log.fall_back(f"{self.plan.rule.name} looks at its tensors one by one: {refusal}", "a step takes longer")
-        self._tensors = PlanTensors(self.plan)
+        tensors, self._orders = tensor_rows(self.plan)
+        self._has_stand_ins = any(order.stand_in is not None for order in self._orders)
         self.table = CoefficientTable(self.plan, self._clipping, self.hypers, self._log)
         if self._stages:  # by these, kernels divide
-            self._counts = upload(self._tensors.counts, self.plan.device).double()
+            self._counts = upload(self.plan.counts, self.plan.device).double()
         expressions = max((p.sums.stop - p.sums.start for p in self._stages.values()), default=0)
         self.tables = [
-            KernelTensors(kernel, self._tensors, self.table.gradients, where, expressions)
+            KernelTensors(kernel, self.plan, tensors, self.table.gradients, where, expressions)
             for kernel, where in zip(kernels, positions.values(), strict=True)
         ]
 
@@ -143,15 +145,21 @@ class MultiTensorLowering(Capturable):
     def prepare(self, grads: list[Tensor | None] | None, captures: Captures = ()) -> None:
         capturing = self.plan.device in captures
         self.hypers.prepare(capturing)
-        apart = self.plan.addresses.unlike or self._tensors.stand_ins
-        self._tensors.prepare(self.plan.gradients(grads) if apart else None, self.table.gradients, capturing)
+        if not (self.plan.addresses.unlike or self._has_stand_ins):
+            self.table.gradients.follow(self.plan.addresses, capturing)
+            return
+        pairs = zip(self.plan.gradients(grads), self._orders, strict=True)
+        self._grads = [None if grad is None else order.arranged(grad) for grad, order in pairs]
+        self.table.gradients.publish(self._grads, capturing)
+        for order in self._orders:
+            order.load()
 
     def resumes(self, grads: list[Tensor | None] | None, *, state: bool, keep_alive: bool) -> bool:
-        if self._tensors.stand_ins or not self.plan.resumes(grads, state=state, keep_alive=keep_alive):
+        if self._has_stand_ins or not self.plan.resumes(grads, state=state, keep_alive=keep_alive):
             return False
         if not self.hypers.is_settled:
             self.hypers.prepare(capturing=False)
-        self._tensors.prepare(None, self.table.gradients, capturing=False)
+        self.table.gradients.follow(self.plan.addresses, capturing=False)
         return True
 
     def measure(self) -> None:
@@ -184,5 +192,8 @@ class MultiTensorLowering(Capturable):
                 table.kernel.update(table, self.table)
 
     def finish(self) -> None:
-        self._tensors.finish()
+        for grad, order in zip(self._grads, self._orders, strict=False):
+            if grad is not None:
+                order.store()
+        self._grads = ()
         self.plan.finish()

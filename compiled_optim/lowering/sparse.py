@@ -25,7 +25,7 @@ from compiled_optim.lowering.kernels.table import (
     CoefficientTable,
     Kernel,
     Launches,
-    PlanTensors,
+    tensor_rows,
     upload,
 )
 from compiled_optim.lowering.multi_tensor import Capturable
@@ -211,7 +211,7 @@ class RowTableLowering(Capturable):
             return
         keys = [kernel_key(self.plan, m, compute_dtype(m.param.dtype), MULTI_TENSOR) for m in self.plan.members]
         self._kernels = [self._obtain_kernel(key, [i]) for i, key in enumerate(keys)]
-        tensors = PlanTensors(self.plan).table
+        tensors, _ = tensor_rows(self.plan)
         # A cache that knows this object would keep it alive.
         kind_of = functools.lru_cache(_CACHED_BATCHES)(functools.partial(RowKind, self.plan, tensors))
         batch_of = functools.partial(_batch_of, self.plan, self._kernels, kind_of)

@@ -33,6 +33,7 @@ from compiled_optim.memory.layout import (
     obstacle,
     part_number,
     placement,
+    real_numel,
     scalars_device,
     span,
 )
@@ -238,6 +239,11 @@ class Plan:
         return all(g is None or g.dtype == d for g, d in zip(grads, self.grad_dtypes, strict=True))
 
     @functools.cached_property
+    def counts(self) -> list[int]:
+        """The number of real elements of each parameter, at least 1; a DTensor counts in full."""
+        return [max(real_numel(param), 1) for param in self.params]
+
+    @functools.cached_property
     def numbers(self) -> dict[str, list[float]]:
         """By name, the :attr:`Rule.per_parameter` numbers of the members; 1 where nobody chose."""
         chosen = {name: [m.numbers.get(name, 1.0) for m in self.members] for name in self.rule.per_parameter}
@@ -249,10 +255,9 @@ class Plan:
     @functools.cached_property
     def scalars(self) -> Tensor:
         """Step counts and the rule's scalars in one float64 tensor of shape (1 + scalars, members)."""
-        if (block := self._block_of(self.members)) is None:
-            block = self._gathered(self.members)
-        self.scalar_blocks = [block]
-        return block
+        block = self._block_of(self.members)
+        self.scalar_blocks = [self._gathered(self.members) if block is None else block]
+        return self.scalar_blocks[0]
 
     def _gather_scalars(self) -> list[Tensor]:
         """The scalars in as few blocks as possible. Blocks of an earlier plan stay: a graph may be reading them."""
@@ -353,22 +358,20 @@ def _only_wraps(param: Tensor) -> bool:
 
 def _check_order(rule: Rule, param: Tensor, name: str, choices: Mapping[str, Any]) -> None:
     """Raise ``ValueError`` where ``rule`` goes by the order of memory, and this process's part of ``param`` has none."""
-    if not has_whole_groups(param, GROUP) and rule.grouped_buffers(choices):
-        raise ValueError(
-            f"can't optimize '{name}' with 8-bit state: processes would share groups of {GROUP} elements of shape "
-            f"{tuple(param.shape)} with {placement(param)[1]}; name it in exclude="  # type: ignore[index]
-        )
-    is_in_rows = param.is_contiguous() and param.dim() > 0 and param.shape[-1] % GROUP == 0
-    if not (rule.is_elementwise or is_in_rows) and rule.grouped_buffers(choices):
-        raise ValueError(
-            f"can't optimize '{name}' with 8-bit state: rows of matrices must be contiguous, and of a multiple of {GROUP} "
-            f"elements, but its shape is {tuple(param.shape)}; name it in exclude="
-        )
-    if _only_wraps(local(param)) and rule.goes_by_memory(choices):
-        raise ValueError(
-            f"can't optimize '{name}' with 8-bit state or stochastic rounding, which go by the order of elements in memory: "
-            f"a {type(param).__name__} has no memory of its own; name it in exclude="
-        )
+    shape, grouped = tuple(param.shape), rule.grouped_buffers(choices)
+    is_in_rows = param.is_contiguous() and param.dim() > 0 and shape[-1] % GROUP == 0
+    reason = "8-bit state"
+    if grouped and not has_whole_groups(param, GROUP):
+        _, spread = placement(param) or (None, None)
+        reason += f": processes would share groups of {GROUP} elements of shape {shape} with {spread}"
+    elif grouped and not (rule.is_elementwise or is_in_rows):
+        reason += f": rows of matrices must be contiguous, and of a multiple of {GROUP} elements, but its shape is {shape}"
+    elif rule.goes_by_memory(choices) and _only_wraps(local(param)):
+        reason += " or stochastic rounding, which go by the order of elements in memory: "
+        reason += f"a {type(param).__name__} has no memory of its own"
+    else:
+        return
+    raise ValueError(f"can't optimize '{name}' with {reason}; name it in exclude=")
 
 
 def _has_memory(rule: Declaration, param: Tensor, state: ParamState, name: str, *, needed: bool) -> bool:

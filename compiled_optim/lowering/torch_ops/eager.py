@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from compiled_optim.lowering.torch_ops.lists import Lists, Values, programs
-from compiled_optim.memory.layout import add_over_shards, as_real, compute_dtype, real_numel
+from compiled_optim.memory.layout import add_over_shards, as_real, compute_dtype
 from compiled_optim.memory.torch_internals import Captures
 from compiled_optim.plan.clipping import Clipping, scaled, square_sum
 from compiled_optim.plan.plan import Plan
@@ -184,9 +184,7 @@ class TorchLowering:
 
     @functools.cached_property
     def _counts(self) -> Tensor:
-        """The number of real elements of each parameter, at least 1; a DTensor counts in full."""
-        counts = [max(real_numel(param), 1) for param in self.plan.params]
-        return torch.tensor(counts, dtype=self.plan.scalars.dtype, device=self.plan.device)
+        return torch.tensor(self.plan.counts, dtype=self.plan.scalars.dtype, device=self.plan.device)
 
 
 class EagerLowering(TorchLowering):
