@@ -20,9 +20,8 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
-from compiled_optim.capture.gradients import CapturedGradients, LiveAutograd, watching_zero_grad
 from compiled_optim.capture.graph import CudaGraph, Run, graph_of
-from compiled_optim.capture.guards import Guards
+from compiled_optim.capture.guards import CapturedGradients, Guards, LiveAutograd, watching_zero_grad
 from compiled_optim.optimizer import CompiledOptimizer, engine_of
 from compiled_optim.rule.fields import Hyper
 from compiled_optim.step.engine import Engine, recorded_by_runner
@@ -241,9 +240,9 @@ class RecordedStep:
         """Do what the function's Python would have done besides."""
         if self._settled is None:
             self._gradients.hand_out()
-            self._guards.look()
+            self._guards.addresses.read()
             self._settled = self._guards.gradients
-        self._guards.count_versions()
+        self._guards.addresses.finish()
         for engine, steps in zip(self._engines, self._steps, strict=True):
             engine.steps += steps
             engine.log.replays += 1

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from compiled_optim.lowering.kernels.cpp_stacks import CppStackKernel, stack_source
+from compiled_optim.lowering.kernels.cpp_stacks import StackLoops, stack_kernel, stack_source
 from compiled_optim.lowering.kernels.table import CoefficientTable
 from compiled_optim.lowering.stacked import Stack, StackTableLowering, seen_shape
 from compiled_optim.lowering.torch_ops.eager import TorchLowering
@@ -22,7 +22,7 @@ from compiled_optim.plan.plan import Member, Plan
 _ELEMENTS = {"tensor": 1 << 22, "matrix": 1 << 20}
 """The most elements in a stack of several tensors, by granularity: sums need little memory, and products stay in caches."""
 
-_kernels: dict[KernelKey, CppStackKernel] = {}
+_kernels: dict[KernelKey, Callable[[Sequence[int]], StackLoops]] = {}
 _examples: dict[str, tuple[int, ...]] = {}  # by the code of kernels, the shape that it was first written for
 
 
@@ -72,7 +72,7 @@ class LoopLowering(StackTableLowering):
         self._compile_evaluator()
         for stack in self.stacks:
             names = [self.plan.members[i].name for i in stack.positions]
-            make = functools.partial(CppStackKernel, shape=stack.shape[1:])
+            make = functools.partial(stack_kernel, shape=stack.shape[1:])
             stack.loops = self._log.obtain(_kernels, stack.key, names, make)
 
     def prepare(self, grads: list[Tensor | None] | None, captures: Captures = ()) -> None:
@@ -102,7 +102,7 @@ class LoopStack(Stack):
 
     def __init__(self, plan: Plan, positions: Sequence[int], key: KernelKey) -> None:
         super().__init__(plan, positions, key)
-        self.loops: CppStackKernel | None = None
+        self.loops: Callable[[Sequence[int]], StackLoops] | None = None
         is_seen = self._axes is None and not plan.sharded
         self._lies_there = is_seen and all(param.is_contiguous() and is_plain(param) for param in self._params)
         self._addresses = torch.tensor([param.data_ptr() for param in self._params], device="cpu")
@@ -132,7 +132,7 @@ class LoopStack(Stack):
         tensors = {"coefficients": table.coefficients, "outcome": table.outcome, "index": self._index}
         tensors |= {"params": params, "grads": grads, **{f"buffer{i}": buffer for i, buffer in enumerate(buffers)}}
         given = {name: tensor.data_ptr() for name, tensor in tensors.items()}
-        self.loops.update(self.shape, given, table.coefficients.shape[1])
+        self.loops(self.shape).run(given, table.coefficients.shape[1])
 
 
 def _copy(to: Sequence[Tensor], new: Sequence[Tensor]) -> None:

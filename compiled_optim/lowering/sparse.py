@@ -23,6 +23,7 @@ from compiled_optim.lowering.kernels.table import (
     NUMEL,
     PARAM,
     CoefficientTable,
+    Ints,
     Kernel,
     Launches,
     tensor_rows,
@@ -30,7 +31,7 @@ from compiled_optim.lowering.kernels.table import (
 )
 from compiled_optim.lowering.multi_tensor import Capturable
 from compiled_optim.lowering.torch_ops.inductor import LISTS, InductorLowering, Vectors
-from compiled_optim.memory.layout import as_real, compute_dtype
+from compiled_optim.memory.layout import compute_dtype
 from compiled_optim.memory.torch_internals import Captures, assert_on_device, is_capturing, is_fake
 from compiled_optim.plan.clipping import Clipping, square_sum
 from compiled_optim.plan.compilations import MULTI_TENSOR, CompilationLog, KernelKey, kernel_key
@@ -113,15 +114,15 @@ class GatheredRows(Vectors):
     """The rows of a member's parameter and buffers that a gradient names, copied out and copied back."""
 
     def __init__(self, plan: Plan, member: Member) -> None:
-        tensors = member.param.detach(), *(member.entries[name] for name in plan.buffers)
-        self._full, self._dim = list(map(as_real, tensors)), member.param.dim()
+        self._full = [member.param.detach(), *(member.entries[name] for name in plan.buffers)]
+        self._dim = member.param.dim()
 
     def read(self, grad: Entries) -> list[Tensor]:
         self._index = grad.index
         one_row = grad.sums.dim() > self._dim  # there are no sparse dimensions
         self._targets = [t.unsqueeze(0) for t in self._full] if one_row else self._full
         param, *buffers = (t[grad.index].reshape(-1) for t in self._targets)
-        return [param, as_real(grad.sums[grad.elected]).reshape(-1), *buffers]
+        return [param, grad.sums[grad.elected].reshape(-1), *buffers]
 
     def store(self, new: Sequence[Tensor]) -> None:
         for target, rows in zip(self._targets, new, strict=True):
@@ -145,15 +146,18 @@ class GatheredRowsLowering(InductorLowering):
 
     def prepare(self, grads: list[Tensor | None] | None, captures: Captures = ()) -> None:
         super().prepare(grads, captures)
-        self._entries: list[Entries | None] = []
         is_read = self.plan.device.type == "cpu" and not any(g is not None and is_fake(g) for g in self._grads)
+
+        def added_up(member: Member, grad: Tensor) -> Entries:
+            distinct = is_read and has_distinct_rows(grad, member.name)
+            return entries_of(grad, compute_dtype(member.param.dtype), distinct=distinct)
+
         given = zip(self.plan.members, self._grads, strict=True)
-        self._distinct = [is_read and g is not None and has_distinct_rows(g, m.name) for m, g in given]
+        self._entries = [None if grad is None else added_up(member, grad) for member, grad in given]
 
     def measure(self) -> None:
         """Write the sum of the squares of the prepared gradients, after the entries of each row have been added up."""
-        sums = [entries.sums for entries in self._added_up() if entries is not None]
-        self._square_sum.fill_(square_sum(sums, self.plan.device))
+        self._square_sum.fill_(square_sum([e.sums for e in self._entries if e is not None], self.plan.device))
 
     def finish(self) -> None:
         super().finish()
@@ -161,19 +165,9 @@ class GatheredRowsLowering(InductorLowering):
 
     def _update(self, coefficients: Tensor) -> None:
         """Update the rows that the gradients name."""
-        named = [e if e is not None and e.sums.numel() else None for e in self._added_up()]
+        named = [e if e is not None and e.sums.numel() else None for e in self._entries]
         for part in self._parts:
             part.update(named, coefficients)
-
-    def _added_up(self) -> list[Entries | None]:
-        """The entries of the prepared gradients, added up once for each step."""
-        if not self._entries:
-            given = zip(self.plan.members, self._grads, self._distinct, strict=True)
-            self._entries = [
-                None if grad is None else entries_of(grad, compute_dtype(member.param.dtype), distinct=distinct)
-                for member, grad, distinct in given
-            ]
-        return self._entries
 
 
 Rows: TypeAlias = Literal["distinct", "repeated", "said to be distinct", "unknown"]
@@ -211,11 +205,7 @@ class RowTableLowering(Capturable):
             return
         keys = [kernel_key(self.plan, m, compute_dtype(m.param.dtype), MULTI_TENSOR) for m in self.plan.members]
         self._kernels = [self._obtain_kernel(key, [i]) for i, key in enumerate(keys)]
-        tensors, _ = tensor_rows(self.plan)
-        # A cache that knows this object would keep it alive.
-        kind_of = functools.lru_cache(_CACHED_BATCHES)(functools.partial(RowKind, self.plan, tensors))
-        batch_of = functools.partial(_batch_of, self.plan, self._kernels, kind_of)
-        self._batch_of = functools.lru_cache(_CACHED_BATCHES)(batch_of)
+        self._batch_of = _cached_batches(self.plan, self._kernels)
         self.table = CoefficientTable(self.plan, self._clipping, self.hypers, self._log)
 
     def prepare(self, grads: list[Tensor | None] | None, captures: Captures = ()) -> None:
@@ -283,21 +273,28 @@ class RowTableLowering(Capturable):
         self._gathered = True
 
 
-def _batch_of(
-    plan: Plan,
-    kernels: Sequence[Kernel],
-    kind_of: Callable[..., RowKind],
-    positions: tuple[int, ...],
-    counts: tuple[int, ...],
-    sparse_dims: int,
-) -> RowBatch:
-    """The memory for gradients of so many entries, of the parameters at ``positions``."""
-    if is_capturing(plan.device):
-        raise RuntimeError(
-            f"{plan.rule.name}.step() cannot be captured in a CUDA graph now: no step was taken before with "
-            f"gradients of so many entries ({', '.join(map(str, counts))}); take one step before capturing"
-        )
-    return RowBatch(plan, kind_of(positions, sparse_dims), counts, kernels[positions[0]])
+def _cached_batches(plan: Plan, kernels: Sequence[Kernel]) -> Callable[[Ints, Ints, int], RowBatch]:
+    """A function that returns the memory for gradients of the parameters at some positions.
+
+    It takes these, the number of entries of each, and how many sparse dimensions they have. The caches know no lowering,
+    which they would keep alive.
+    """
+    tensors, _ = tensor_rows(plan)
+
+    @functools.lru_cache(_CACHED_BATCHES)
+    def kind_of(positions: Ints, sparse_dims: int) -> RowKind:
+        return RowKind(plan, tensors, positions, sparse_dims)
+
+    @functools.lru_cache(_CACHED_BATCHES)
+    def batch_of(positions: Ints, counts: Ints, sparse_dims: int) -> RowBatch:
+        if is_capturing(plan.device):
+            raise RuntimeError(
+                f"{plan.rule.name}.step() cannot be captured in a CUDA graph now: no step was taken before with "
+                f"gradients of so many entries ({', '.join(map(str, counts))}); take one step before capturing"
+            )
+        return RowBatch(plan, kind_of(positions, sparse_dims), counts, kernels[positions[0]])
+
+    return batch_of
 
 
 class Prepared(NamedTuple):

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from compiled_optim.groups.live import Live
 from compiled_optim.groups.parameters import first_three
-from compiled_optim.lowering.choice import LOWERINGS, Lowering, lower, refuse
+from compiled_optim.lowering.choice import LOWERINGS, Lowering, SquareSums, Totals, lower, refuse
 from compiled_optim.lowering.multi_tensor import Capturable
 from compiled_optim.lowering.torch_ops.eager import EagerLowering
 from compiled_optim.lowering.torch_ops.inductor import InductorLowering, InlinedStep, obstacle
-from compiled_optim.lowering.totals import SquareSums, Totals
 from compiled_optim.memory.cache import CompilerError
 from compiled_optim.memory.torch_internals import Captures, can_capture, let_stay, outside_inference_mode
 from compiled_optim.plan.clipping import Clipping

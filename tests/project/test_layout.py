@@ -100,7 +100,7 @@ BUDGET = {
     "checkpoint": 1343,
     "groups": 1308,
     "lowering": 4588,
-    "memory": 1592,
+    "memory": 1486,
     "optimizers": 1952,
     "plan": 888,
     "rule": 2734,

@@ -308,35 +308,22 @@ OURS void PART(const int64_t* arrays, const int64_t* sizes, const double* number
 """
 
 
-class CppStackKernel:
-    """The compiled update of the stacks of one key, which have an example's ``shape``, or one with the same code.
+def stack_kernel(key: KernelKey, shape: Sequence[int]) -> Callable[[Sequence[int]], StackLoops]:
+    """The compiled updates of stacks of one key, by the stack's shape: an example's ``shape``, or one with the same code.
 
-    There must be a :func:`stack_source` for all of them.
-
-    Raises:
-        CompilerError: it cannot be compiled or loaded on this machine.
+    There must be a :func:`stack_source` for all of them. ``CompilerError`` says that this machine cannot compile or load it.
     """
+    load = functools.cache(library)  # shapes share one, which is loaded here and not in a step
 
-    def __init__(self, key: KernelKey, shape: Sequence[int]) -> None:
-        self._key = key
-        self._library = functools.cache(library)  # shapes share one, which is loaded here and not in a step
-        self._forms: dict[Sequence[int], _Form] = {}
-        self._form((1, *shape))
+    @functools.cache
+    def of_shape(stack_shape: Sequence[int]) -> StackLoops:
+        return StackLoops(key, stack_shape, load)
 
-    def update(self, shape: Sequence[int], given: Mapping[str, int], columns: int) -> None:
-        """Update a stack of ``shape``, with the addresses of :data:`GIVEN` and of each of ``buffers``.
-
-        The matrix of coefficients has so many ``columns``.
-        """
-        self._form(shape).run(given, columns)
-
-    def _form(self, shape: Sequence[int]) -> _Form:
-        if shape not in self._forms:
-            self._forms[shape] = _Form(self._key, shape, self._library)
-        return self._forms[shape]
+    of_shape((1, *shape))
+    return of_shape
 
 
-class _Form:
+class StackLoops:
     """The update of stacks of one shape.
 
     Attributes:
@@ -417,9 +404,9 @@ class _Memory(threading.local):
 
     def __init__(self) -> None:
         self._all = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._known: dict[_Form, tuple[dict[str, Tensor], dict[str, int]]] = {}
+        self._known: dict[StackLoops, tuple[dict[str, Tensor], dict[str, int]]] = {}
 
-    def of(self, form: _Form) -> tuple[dict[str, Tensor], dict[str, int]]:
+    def of(self, form: StackLoops) -> tuple[dict[str, Tensor], dict[str, int]]:
         """The tensors of ``form`` by name, and their addresses."""
         if form in self._known:
             return self._known[form]
