@@ -42,17 +42,9 @@ class Lowering(Protocol):
     It is made of the plan, of the step's clipping, and of the log of compilations and fallbacks.
     """
 
-    @property
-    def name(self) -> str:
-        """What reports call it."""
-
-    @property
-    def plan(self) -> Plan:
-        """The tensors."""
-
-    @property
-    def is_compiled(self) -> bool:
-        """Whether :meth:`compile` has nothing to do."""
+    name: str  # what reports call it
+    plan: Plan  # the tensors
+    square_sum_count: int  # how many partial sums :meth:`measure` writes, once it is compiled
 
     def compile(self) -> None:
         """Make what does not exist yet: kernels, and the tables they read.
@@ -62,10 +54,6 @@ class Lowering(Protocol):
             CompilerError: a kernel does not compile on this machine. Another lowering has to run the plan.
         """
 
-    @property
-    def square_sum_count(self) -> int:
-        """How many partial sums :meth:`measure` writes."""
-
     def connect(self, square_sums: Tensor, all_square_sums: Tensor) -> None:
         """Let :meth:`measure` write to ``square_sums``, a part of ``all_square_sums``: those of all gradients."""
 
@@ -74,9 +62,6 @@ class Lowering(Protocol):
 
         Graphs of the devices ``captures`` are being captured.
         """
-
-    def resumes(self, grads: list[Tensor | None] | None, *, state: bool, keep_alive: bool) -> bool:
-        """As :meth:`Plan.read` and :meth:`prepare`, if all but addresses of gradients is as it was; whether it is."""
 
     def measure(self) -> None:
         """Write the partial sums of the squares of the prepared gradients."""

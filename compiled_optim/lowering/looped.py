@@ -64,10 +64,6 @@ class LoopLowering(StackTableLowering):
     def _most(self, key: KernelKey, shape: torch.Size) -> int:
         return max(_ELEMENTS[self.plan.rule.granularity] // shape.numel(), 1)
 
-    @property
-    def is_compiled(self) -> bool:
-        return self._evaluator is not None and all(stack.loops is not None for stack in self.stacks)
-
     def compile(self) -> None:
         self._compile_evaluator()
         for stack in self.stacks:

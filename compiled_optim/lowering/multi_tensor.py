@@ -65,19 +65,10 @@ class Capturable:
         """What a graph that holds a launch depends on. This object stands for the memory of its tables."""
         return (self,)
 
-    @property
-    def is_preallocated(self) -> bool:
-        """Whether :meth:`preallocate` has nothing to do, as far as that can be seen without looking at hyperparameters."""
-        return self.table.gradients.reserved > 0
-
     def preallocate(self) -> None:
         """Allocate, after :meth:`compile`, all memory that a launch which may be captured keeps using."""
         self.hypers.refresh()
         self.table.gradients.reserve(1)
-
-    def resumes(self, grads: list[Tensor | None] | None, *, state: bool, keep_alive: bool) -> bool:
-        """As in :class:`~compiled_optim.lowering.choice.Lowering`."""
-        return False
 
     def copy_gradients_for_graph(self) -> None:
         """Copy the prepared gradients to where a captured launch reads them, if no table says where they are."""
@@ -127,14 +118,7 @@ class MultiTensorLowering(Capturable):
             KernelTensors(kernel, self.plan, tensors, self.table.gradients, where, expressions)
             for kernel, where in zip(kernels, positions.values(), strict=True)
         ]
-
-    @property
-    def is_compiled(self) -> bool:
-        return bool(self.tables)
-
-    @property
-    def square_sum_count(self) -> int:
-        return sum(table.square_sum_count for table in self.tables)
+        self.square_sum_count = sum(table.square_sum_count for table in self.tables)
 
     def connect(self, square_sums: Tensor, all_square_sums: Tensor) -> None:
         super().connect(square_sums, all_square_sums)
@@ -155,6 +139,7 @@ class MultiTensorLowering(Capturable):
             order.load()
 
     def resumes(self, grads: list[Tensor | None] | None, *, state: bool, keep_alive: bool) -> bool:
+        """As :meth:`Plan.read` and :meth:`prepare`, if all but addresses of gradients is as it was; whether it is."""
         if self._has_stand_ins or not self.plan.resumes(grads, state=state, keep_alive=keep_alive):
             return False
         if not self.hypers.is_settled:

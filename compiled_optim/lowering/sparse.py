@@ -196,10 +196,6 @@ class RowTableLowering(Capturable):
         self._gathered = self._reads_copies = False
         self._captured: list[object] = []  # read by every replay
 
-    @property
-    def is_compiled(self) -> bool:
-        return bool(self._kernels)
-
     def compile(self) -> None:
         if self._kernels:
             return

@@ -149,11 +149,6 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
 
 
-def real_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of a tensor's numbers: a complex number is a pair of real ones."""
-    return dtype.to_real() if dtype.is_complex else dtype
-
-
 def real_numel(tensor: Tensor) -> int:
     """How many real numbers a tensor holds."""
     return tensor.numel() * (2 if tensor.is_complex() else 1)
@@ -169,10 +164,7 @@ def scalars_device(params: Iterable[Tensor]) -> torch.device:
 
     It is the device of the first that is not a meta tensor, and the CPU if all are: the meta device would lose the numbers.
     """
-    for param in params:
-        if not param.is_meta:
-            return param.device
-    return torch.device("cpu")
+    return next((param.device for param in params if not param.is_meta), torch.device("cpu"))
 
 
 def scalar(number: float, device: torch.device) -> Tensor:

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 import torch
 
 from compiled_optim.memory.cache import uses
-from compiled_optim.memory.layout import real_dtype
 from compiled_optim.plan.plan import Member, Plan
 from compiled_optim.rule.rule import Rule
 
@@ -81,7 +80,7 @@ def _name(dtype: torch.dtype) -> str:
 def kernel_key(plan: Plan, member: Member, grad_dtype: torch.dtype, arrangement: str) -> KernelKey:
     """The key of the kernel that updates ``member`` with a gradient of ``grad_dtype``."""
     dtypes = [member.param.dtype, grad_dtype, *(member.entries[name].dtype for name in plan.buffers)]
-    param, grad, *buffers = (_name(real_dtype(d)) for d in dtypes)
+    param, grad, *buffers = (_name(d.to_real()) for d in dtypes)
     # Triton runs a multi-tensor kernel on the current device; Inductor writes the device's number into its code.
     device = plan.device.type if arrangement == MULTI_TENSOR else str(plan.device)
     return KernelKey(plan.rule, tuple(plan.statics.items()), device, arrangement, param, grad, tuple(buffers))
@@ -163,9 +162,9 @@ class CompilationLog:
                 spend(f"{key.rule.name} would recompile its step: {cause}")
             for wanted in dict.fromkeys((key, key.with_all_buffers())):
                 if wanted not in cache:
-                    started, before = time.perf_counter(), dataclasses.replace(uses)
+                    started, before = time.perf_counter(), uses.copy()
                     cache[wanted] = make(wanted)
-                    loaded = uses.made == before.made and uses.taken > before.taken
+                    loaded = uses["made"] == before["made"] and uses["taken"] > before["taken"]
                     self.compilations.append(Compilation(str(wanted), time.perf_counter() - started, cause, loaded))
         self.keys.update(dict.fromkeys(((name, key.updates) for name in names), key))
         return cache[key]

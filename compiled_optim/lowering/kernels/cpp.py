@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -346,6 +347,7 @@ class CppKernel(Kernel):
     """
 
     block = reduce_block = BLOCK
+    most_sums = sys.maxsize  # one per block, so that their order does not depend on the threads
 
     def __init__(self, key: KernelKey) -> None:
         super().__init__(key)
@@ -354,10 +356,6 @@ class CppKernel(Kernel):
         for name, parameters in re.findall(r"OURS void (\w+)\(([^)]*)\)", text):  # addresses and counts have 64 bits
             function = getattr(self._code, name)
             function.argtypes, function.restype = [ctypes.c_int64] * len(parameters.split(",")), None
-
-    def square_sum_count(self, reduce_blocks: int) -> int:
-        """One partial sum per block, so that their order does not depend on the threads."""
-        return reduce_blocks
 
     def step(self, table: TensorTable, coefficients: CoefficientTable) -> None:
         sums = coefficients.all_square_sums  # others once a norm is measured; nobody then clears a RowBatch's launches

@@ -376,7 +376,7 @@ class KernelTensors:
         self.ranges = upload(np.column_stack([positions, ranges, [plan.counts[i] for i in positions]]), device)
         self.reduce_blocks = upload(blocks_of(positions, numels, kernel.reduce_block)[0], device)
         self.sums = torch.empty(expressions, len(self.blocks), dtype=torch.float64, device=device)
-        self.square_sum_count = kernel.square_sum_count(len(self.reduce_blocks))
+        self.square_sum_count = min(len(self.reduce_blocks), kernel.most_sums)
         self.square_sums = torch.empty(0, dtype=torch.float64, device=device)
         self.launches = Launches()
 
@@ -396,19 +396,17 @@ class Kernel(abc.ABC):
     Attributes:
         block: elements that it updates at a time.
         reduce_block: elements that it measures at a time.
+        most_sums: the most partial sums that :meth:`measure` writes; none is of less than a block.
         drawback: why launches take longer than they could; empty where they do not.
     """
 
     block: int
     reduce_block: int
+    most_sums: int
     drawback = ""
 
     def __init__(self, key: KernelKey) -> None:
         self._stages = key.rule.stages(dict(key.statics))
-
-    @abc.abstractmethod
-    def square_sum_count(self, reduce_blocks: int) -> int:
-        """How many partial sums :meth:`measure` writes of so many blocks."""
 
     @abc.abstractmethod
     def _prepared(self, name: str, programs: Ints, elements: int, tensors: Sequence[Tensor], counts: Ints) -> Launch:

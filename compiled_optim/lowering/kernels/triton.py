@@ -384,16 +384,13 @@ class TritonKernel(Kernel):
     """The kernels of one key, which Triton compiles when they first run."""
 
     block = BLOCK
+    most_sums = REDUCING_PROGRAMS  # one per program
 
     def __init__(self, key: KernelKey) -> None:
         super().__init__(key)
         self._module = load(source(key))
         self.reduce_block = REDUCE_BYTES // key.dtypes[1].itemsize
         self.drawback = obstacle()
-
-    def square_sum_count(self, reduce_blocks: int) -> int:
-        """One partial sum per program that reduces."""
-        return min(reduce_blocks, REDUCING_PROGRAMS)
 
     def _prepared(self, name: str, programs: Ints, elements: int, tensors: Sequence[Tensor], counts: Ints) -> Launch:
         if not all(programs):
@@ -431,6 +428,7 @@ def prepared(function: Any, grid: Ints, tensors: Sequence[Tensor], counts: Ints)
     """
     import triton
     from triton import knobs
+    from triton.compiler import CompiledKernel
     from triton.runtime import driver
 
     def usual() -> object:
@@ -439,7 +437,7 @@ def prepared(function: Any, grid: Ints, tensors: Sequence[Tensor], counts: Ints)
     if not isinstance(function, triton.JITFunction) or obstacle():  # Triton's interpreter compiles nothing
         return usual
     kernel = function.warmup(*tensors, *counts, grid=grid, **OPTIONS)
-    if not isinstance(kernel, _compiled_kernel()):  # a hook of Triton's keeps it from compiling now
+    if not isinstance(kernel, CompiledKernel):  # a hook of Triton's keeps it from compiling now
         return usual
 
     run, x, y, z = kernel.run, *grid, *[1] * (3 - len(grid))
@@ -466,22 +464,17 @@ def obstacle() -> str:
     import triton
 
     try:
-        text = inspect.getsource(_compiled_kernel().__getitem__)
+        from triton.compiler import CompiledKernel
+
+        text = inspect.getsource(CompiledKernel.__getitem__)
     except (ImportError, AttributeError, OSError):
         text = ""  # which is another way
-    hooks = ("launch_enter_hook", "launch_exit_hook")
-    runtime = getattr(getattr(triton, "knobs", None), "runtime", None)
-    is_known = launches_as_known(text) and all(hasattr(runtime, name) for name in hooks)
-    return "" if is_known else f"Triton {triton.__version__} launches what it compiled in a way of its own"
+    if launches_as_known(text):
+        return ""
+    return f"Triton {triton.__version__} launches what it compiled in a way of its own"
 
 
 def launches_as_known(text: str) -> bool:
     """Whether the ``text`` of ``CompiledKernel.__getitem__`` launches as :func:`prepared` does."""
     nodes = ast.walk(ast.parse(textwrap.dedent(text)))
     return _CALL in {ast.unparse(node) for node in nodes if isinstance(node, ast.Call)}
-
-
-def _compiled_kernel() -> Any:
-    from triton.compiler import CompiledKernel
-
-    return CompiledKernel

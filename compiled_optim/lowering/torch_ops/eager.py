@@ -112,9 +112,6 @@ class TorchLowering:
     def prepare(self, grads: list[Tensor | None] | None, captures: Captures = ()) -> None:
         self._grads = self.plan.gradients(grads)
 
-    def resumes(self, grads: list[Tensor | None] | None, *, state: bool, keep_alive: bool) -> bool:
-        return False
-
     def measure(self) -> None:
         self._square_sum.fill_(square_sum(self._grads, self.plan.device))
 
@@ -196,7 +193,6 @@ class EagerLowering(TorchLowering):
     """
 
     name = "eager"
-    is_compiled = True
 
     def __init__(self, plan: Plan, clipping: Clipping, *, differentiable: bool = False) -> None:
         super().__init__(plan, clipping)
