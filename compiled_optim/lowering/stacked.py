@@ -309,7 +309,7 @@ class Stack:
         """Copy the stack's of all ``grads``, 0 where there is none, to ``copied_gradients``, whose memory stays in place."""
         if self.copied_gradients is None:
             shape = (len(self.positions), *self._params[0].shape)
-            dtype = getattr(torch, self.key.grad_dtype)
+            dtype = self.key.dtypes[1]
             self.copied_gradients = torch.zeros(shape, dtype=dtype, device=self._params[0].device)
         pairs = zip(self.copied_gradients.unbind(), (grads[i] for i in self.positions), strict=True)
         present = [(copy, grad) for copy, grad in pairs if grad is not None]

@@ -183,7 +183,7 @@ class StackSource:
             self._arrays, self._sizes = [*GIVEN], [*axes, "alone"]
             phases = [self._phase(name, loop) for name, loop in itertools.islice(names, len(list(found)))]
             text = _PART.format(
-                compute=_type(compute),
+                compute=STORAGE[compute],
                 sizes="".join(f"\n  const int64_t size_{letter} = sizes[{i}];" for i, letter in enumerate(axes)),
                 alone=f"sizes[{len(axes)}]",
                 phases=",\n".join("\n".join(_indented(phase, "      ")) for phase in phases),
@@ -211,7 +211,7 @@ class StackSource:
         for step in loop.steps:
             lines[bool(step.axes[inner])].append(f"const auto {step.name} = {step.expression};")
         stores = {**{name: name for name in loop.kept}, **loop.results}
-        lines[True] += [f"{self._element(to)} = {_type(self.dtypes[to])}({value});" for to, value in stores.items()]
+        lines[True] += [f"{self._element(to)} = {STORAGE[self.dtypes[to]]}({value});" for to, value in stores.items()]
         totals: dict[str, str] = {}
         begin, end = [], []
         for name, step in ((name, step) for name, (where, step) in self.sums.items() if where == loop_name):
@@ -238,10 +238,10 @@ class StackSource:
     def _start(self, name: str) -> str:
         if name not in self._arrays:
             self._arrays.append(name)
-        return f"start<{_type(self.dtypes[name])}>(arrays[{self._arrays.index(name)}])"
+        return f"start<{STORAGE[self.dtypes[name]]}>(arrays[{self._arrays.index(name)}])"
 
     def _pointer(self, name: str, place: str = "t") -> str:
-        kind, found = _type(self.dtypes[name]), {"param": "params[t]", "grad": "grads[index[t]]"}.get(name)
+        kind, found = STORAGE[self.dtypes[name]], {"param": "params[t]", "grad": "grads[index[t]]"}.get(name)
         where = f"start<{kind}>({found})" if found else f"{self._start(name)} + {place} * {self._numel(name)}"
         return f"{kind}* __restrict at_{name} = {where};"
 
@@ -269,17 +269,13 @@ def stack_source(key: KernelKey, shape: Sequence[int]) -> StackSource | None:
 
 @functools.cache
 def _source(key: KernelKey, shape: tuple[int, ...]) -> StackSource | None:
-    if any(str(dtype).removeprefix("torch.") not in STORAGE for dtype in key.dtypes):
+    if not STORAGE.keys() >= {*key.dtypes}:
         return None
     try:
         update = written(key.rule, dict(key.statics), shape, compute_dtype(key.dtypes[0]), DIALECT)
     except Exception:  # whatever an update, which torch can run, says of a symbol that is no tensor
         return None
     return StackSource(key, update)
-
-
-def _type(dtype: torch.dtype) -> str:
-    return STORAGE[str(dtype).removeprefix("torch.")]
 
 
 def _size(letter: str) -> str:
