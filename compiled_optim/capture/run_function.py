@@ -24,8 +24,6 @@ CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, tor
 class FunctionRun(Run):
     """A whole training step."""
 
-    alone = False
-
     def __init__(
         self,
         function: Callable[..., Any],

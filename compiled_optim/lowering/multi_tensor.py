@@ -96,12 +96,9 @@ class MultiTensorLowering(Capturable):
     def __init__(self, plan: Plan, clipping: Clipping, log: CompilationLog) -> None:
         super().__init__(plan, clipping, log)
         self._stages = plan.rule.stages(plan.statics)
-        self.tables: list[KernelTensors] = []
         self._grads: Sequence[Tensor | None] = ()  # in their parameters' memory orders, where some had to be copied
 
     def compile(self) -> None:
-        if self.tables:
-            return
         positions: dict[KernelKey, list[int]] = {}
         for i, (member, grad_dtype) in enumerate(zip(self.plan.members, self.plan.grad_dtypes, strict=True)):
             positions.setdefault(kernel_key(self.plan, member, grad_dtype, MULTI_TENSOR), []).append(i)

@@ -190,15 +190,12 @@ class RowTableLowering(Capturable):
 
     def __init__(self, plan: Plan, clipping: Clipping, log: CompilationLog) -> None:
         super().__init__(plan, clipping, log)
-        self._kernels: list[Kernel] = []
         self._elections = [torch.empty(0, dtype=torch.int64, device=plan.device)]  # a captured graph may use any of them
         self._prepared: list[Prepared] = []
         self._gathered = self._reads_copies = False
         self._captured: list[object] = []  # read by every replay
 
     def compile(self) -> None:
-        if self._kernels:
-            return
         keys = [kernel_key(self.plan, m, compute_dtype(m.param.dtype), MULTI_TENSOR) for m in self.plan.members]
         self._kernels = [self._obtain_kernel(key, [i]) for i, key in enumerate(keys)]
         self._batch_of = _cached_batches(self.plan, self._kernels)
