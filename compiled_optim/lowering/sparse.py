@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -191,8 +191,7 @@ class RowTableLowering(Capturable):
     def __init__(self, plan: Plan, clipping: Clipping, log: CompilationLog) -> None:
         super().__init__(plan, clipping, log)
         self._elections = [torch.empty(0, dtype=torch.int64, device=plan.device)]  # a captured graph may use any of them
-        self._prepared: list[Prepared] = []
-        self._gathered = self._reads_copies = False
+        self._prepared: list[RowBatch] = []
         self._captured: list[object] = []  # read by every replay
 
     def compile(self) -> None:
@@ -221,32 +220,31 @@ class RowTableLowering(Capturable):
                 rows = "distinct" if all(distinct) else "repeated"
             elif all(grad.is_coalesced() for grad in found.values()):
                 rows = "said to be distinct"
-            self._prepared.append(Prepared(batch, list(found.values()), rows))
-        needed = max((p.batch.kind.rows for p in self._prepared), default=0)
+            batch.prepare(list(found.values()), rows)
+            self._prepared.append(batch)
+        needed = max((batch.kind.rows for batch in self._prepared), default=0)
         if len(self._elections[-1]) < needed:
             self._elections.append(self._elections[-1].new_empty(needed))
         self.table.gradients.mark(given, capturing)
         if capturing:
-            self._captured += [p.batch for p in self._prepared]
-        self._gathered = self._reads_copies = False
+            self._captured += self._prepared
 
     def launch_key(self) -> tuple[object, ...]:
-        return (*super().launch_key(), *((p.batch, p.rows) for p in self._prepared))
+        return (*super().launch_key(), *((batch, batch.rows) for batch in self._prepared))
 
     def copy_gradients_for_graph(self) -> None:
-        for prepared in self._prepared:
-            prepared.batch.copy_entries(prepared.grads)
-        self._reads_copies = True
+        for batch in self._prepared:
+            batch.copy_entries()
 
     def measure(self) -> None:
         self._gather()
-        self._square_sum.fill_(square_sum([p.batch.sums for p in self._prepared], self.plan.device))
+        self._square_sum.fill_(square_sum([batch.sums for batch in self._prepared], self.plan.device))
 
     def launch(self) -> None:
         """Update the rows that the gradients name, and count a step of every parameter that has a gradient."""
         self._gather()
         if self._prepared:
-            self._step([p.batch for p in self._prepared])
+            self._step(self._prepared)
         else:  # nothing is updated, but what became of the step is written down
             with self._on_device:
                 self._kernels[0].evaluate(self.table)
@@ -256,14 +254,13 @@ class RowTableLowering(Capturable):
 
     def finish(self) -> None:
         self.plan.finish()
+        for batch in self._prepared:
+            batch.finish()
         self._prepared = []
 
     def _gather(self) -> None:
-        if not self._gathered:
-            for batch, grads, rows in self._prepared:
-                indices, values = (self._reads_copies and batch.copied_entries) or joined(grads)
-                batch.gather(indices, values, self._elections[-1], rows)
-        self._gathered = True
+        for batch in self._prepared:
+            batch.gather(self._elections[-1])
 
 
 def _cached_batches(plan: Plan, kernels: Sequence[Kernel]) -> Callable[[Ints, Ints, int], RowBatch]:
@@ -288,14 +285,6 @@ def _cached_batches(plan: Plan, kernels: Sequence[Kernel]) -> Callable[[Ints, In
         return RowBatch(plan, kind_of(positions, sparse_dims), counts, kernels[positions[0]])
 
     return batch_of
-
-
-class Prepared(NamedTuple):
-    """The gradients whose rows one kernel updates together."""
-
-    batch: RowBatch
-    grads: list[Tensor]
-    rows: Rows
 
 
 class RowKind:
@@ -334,7 +323,7 @@ class RowBatch:
     """A :class:`~compiled_optim.lowering.kernels.table.TensorTable` of the rows of several parameters.
 
     All memory stays where it is, and all that follows from ``counts``, the number of each gradient's entries, is computed
-    once.
+    once. ``rows`` says what is known of the rows that the prepared entries name.
     """
 
     def __init__(self, plan: Plan, kind: RowKind, counts: Sequence[int], kernel: Kernel) -> None:
@@ -347,7 +336,8 @@ class RowBatch:
         self._limits = places[sparse_dims:]
 
         self._own = torch.arange(count, device=device)
-        self.copied_entries: tuple[Tensor, Tensor] | None = None
+        self._entries: tuple[Tensor, ...] = ()  # the prepared ones: indices and values
+        self._copied: tuple[Tensor, ...] = ()
         self.sums = torch.empty(count, *kind.dense, dtype=kind.dtype, device=device)
         size, start = max(kind.width * self.sums.element_size(), 1), self.sums.data_ptr()
         self._sum_addresses = torch.arange(start, start + count * size, size, device=device)
@@ -357,34 +347,38 @@ class RowBatch:
         self.elements = count * kind.width
         self.launches = Launches()
 
-    def copy_entries(self, grads: Sequence[Tensor]) -> None:
-        """Copy the entries of ``grads``, one for each parameter, to ``copied_entries``, whose memory stays where it is."""
-        entries = joined(grads)
-        if self.copied_entries is None:
-            self.copied_entries = entries
-        else:
-            torch._foreach_copy_(self.copied_entries, entries)
+    def prepare(self, grads: Sequence[Tensor], rows: Rows) -> None:
+        """Take the entries of ``grads``, one for each parameter; ``rows`` says what is known of the rows that they name."""
+        # (sparse dimensions, entries) int64, and (entries, dense part)
+        self._entries = torch.cat([g._indices() for g in grads], 1), torch.cat([g._values() for g in grads])
+        self.rows, self._is_gathered = rows, False
 
-    def gather(self, indices: Tensor, values: Tensor, election: Tensor, found: Rows) -> None:
-        """Add up the entries: ``indices``, (sparse dimensions, entries) int64, and ``values``, (entries, dense part).
+    def copy_entries(self) -> None:
+        """Copy the prepared entries to memory that stays where it is, and read them there."""
+        if self._copied:
+            torch._foreach_copy_(self._copied, self._entries)
+        self._entries = self._copied = self._copied or self._entries
 
-        ``election`` is scratch memory, (rows,) int64; ``found`` says what is known of the rows.
-        """
-        if found not in ("distinct", "repeated"):
+    def finish(self) -> None:
+        """Let go of the entries."""
+        self._entries = ()
+
+    def gather(self, election: Tensor) -> None:
+        """Add up the prepared entries, unless they are; ``election`` is scratch memory, (rows,) int64."""
+        if self._is_gathered:
+            return
+        self._is_gathered = True
+        indices, values = self._entries
+        if self.rows not in ("distinct", "repeated"):
             inside = (indices >= 0) & (indices < self._limits)
             assert_on_device(inside.all(), f"an entry of the gradients of {self.kind.names} lies outside of its parameter")
         rows = self._first_rows
         for stride, index in zip([*self._strides, None], indices, strict=False):
             rows = rows + index if stride is None else torch.addcmul(rows, stride, index)
         elected, values = self._own, values.to(self.sums.dtype)
-        if found == "distinct":
+        if self.rows == "distinct":
             self.sums.copy_(values)
         else:
-            elected = add_up(rows, self._own, values, election, self.sums, sorts=found != "said to be distinct")
+            elected = add_up(rows, self._own, values, election, self.sums, sorts=self.rows != "said to be distinct")
         torch.mul(self._sum_addresses, elected == self._own, out=self.grads)
         torch.addcmul(self._base, self.kind.row_bytes, rows, out=self.tensors)
-
-
-def joined(grads: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """The indices (sparse dimensions, entries) and the values (entries, dense part) of all ``grads``."""
-    return torch.cat([grad._indices() for grad in grads], 1), torch.cat([grad._values() for grad in grads])
