@@ -73,7 +73,8 @@ class Schedule:
         self._update = update
         self._steps = {step.name: step for step in update.steps}
         multiplied = {name for s in update.steps if s.kind in ("product", "turn") for name in s.reads}
-        self._once = [s for s in update.steps if s.kind != "element" or self._is_between(s.axes) or s.name in multiplied]
+        between = range(1, _rank(update.axes))  # of values with several elements, but not as many as the tensor
+        self._once = [s for s in update.steps if s.kind != "element" or _rank(s.axes) in between or s.name in multiplied]
         self._names = {s.name for s in self._once}
         self.events: list[Event] = []
         rest, done = list(self._once), set[str]()
@@ -109,10 +110,6 @@ class Schedule:
             if self._needs(step) <= done.union(s.name for s in found if s.kind == "element"):
                 found.append(step)
         return found
-
-    def _is_between(self, axes: Axes) -> bool:
-        """Whether a value has several elements, but not as many as the tensor."""
-        return 0 < _rank(axes) < _rank(self._update.axes)
 
     def _space(self, step: Step) -> Axes:
         """The axes of the loop that evaluates a step."""
