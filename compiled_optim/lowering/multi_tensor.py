@@ -137,11 +137,15 @@ class MultiTensorLowering(Capturable):
 
     def resumes(self, grads: list[Tensor | None] | None, *, state: bool, keep_alive: bool) -> bool:
         """As :meth:`Plan.read` and :meth:`prepare`, if all but addresses of gradients is as it was; whether it is."""
-        if self._has_stand_ins or not self.plan.resumes(grads, state=state, keep_alive=keep_alive):
+        if self._has_stand_ins or self.plan.looks_closely:
+            return False
+        found = self.plan.addresses
+        found.read(grads, others=state, keep_alive=keep_alive)
+        if found.moved or found.unlike:
             return False
         if not self.hypers.is_settled:
             self.hypers.prepare(capturing=False)
-        self.table.gradients.follow(self.plan.addresses, capturing=False)
+        self.table.gradients.follow(found, capturing=False)
         return True
 
     def measure(self) -> None:

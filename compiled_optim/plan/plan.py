@@ -100,7 +100,7 @@ class Plan:
         self._made: list[Tensor | None] | None = None  # gradients of a step, see _looked_at
         self._has_own_grad = any(type(p).grad is not Tensor.grad for p in self.params)
         # Whether more than addresses is looked at in each step.
-        self._looks_closely = self.wrapped or self.sharded or self._has_own_grad or self.rule.gradients == "sparse"
+        self.looks_closely = self.wrapped or self.sharded or self._has_own_grad or self.rule.gradients == "sparse"
         expected = [(p.grad_dtype if p.is_leaf else None) or p.dtype for p in self.params]  # where there is no gradient yet
         grads = map(grad_of, self.params)
         self.grad_dtypes = [d if g is None else g.dtype for g, d in zip(grads, expected, strict=True)]
@@ -168,14 +168,6 @@ class Plan:
         if not (self.addresses.unlike or self.wrapped or self.rule.gradients == "sparse"):
             return True
         return self._check_gradients([p.grad for p in self.params] if grads is None else grads)
-
-    def resumes(self, grads: list[Tensor | None] | None, *, state: bool, keep_alive: bool) -> bool:
-        """As :meth:`read`, of a plan of plain tensors; False also where a gradient must be looked at more closely."""
-        if self._looks_closely:
-            return False
-        found = self.addresses
-        found.read(grads, others=state, keep_alive=keep_alive)
-        return not (found.moved or found.unlike)
 
     def finish(self) -> None:
         """Let the gradients go, and tell autograd that the parameters with gradients were written."""

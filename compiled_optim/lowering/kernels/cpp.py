@@ -358,14 +358,13 @@ class CppKernel(Kernel):
             function.argtypes, function.restype = [ctypes.c_int64] * len(parameters.split(",")), None
 
     def step(self, table: TensorTable, coefficients: CoefficientTable) -> None:
-        sums = coefficients.all_square_sums  # others once a norm is measured; nobody then clears a RowBatch's launches
-        self._launch("step", table, lambda: self._both(table, coefficients), id(sums))
+        def arguments() -> Arguments:
+            _, _, tables, counts = self._evaluated(coefficients)
+            tables = *tables, table.tensors, table.grads, table.blocks
+            return (len(table.blocks),), table.elements, tables, (*counts, table.grads.numel())
 
-    def _both(self, table: TensorTable, coefficients: CoefficientTable) -> Arguments:
-        """What ``step`` takes."""
-        _, _, tables, counts = self._evaluated(coefficients)
-        tables = *tables, table.tensors, table.grads, table.blocks
-        return (len(table.blocks),), table.elements, tables, (*counts, table.grads.numel())
+        sums = coefficients.all_square_sums  # others once a norm is measured; nobody then clears a RowBatch's launches
+        self._launch("step", table, arguments, id(sums))
 
     def _prepared(self, name: str, programs: Ints, elements: int, tensors: Sequence[Tensor], counts: Ints) -> Launch:
         run = functools.partial(getattr(self._code, name), *map(Tensor.data_ptr, tensors), *counts, *programs)
