@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from compiled_optim.groups.parameters import named_parameters
 from compiled_optim.memory.layout import local
-from compiled_optim.memory.torch_internals import after_backward, backward_number, quickly_outside_dynamo
+from compiled_optim.memory.torch_internals import after_backward, backward_number, outside_dynamo
 from compiled_optim.optimizer import CompiledOptimizer, engine_of
 from compiled_optim.step.engine import Engine, refuse_whole
 from compiled_optim.step.step import Gradients
@@ -214,7 +214,7 @@ class GradientRelease:
             raise RuntimeError("compiled autograd cannot hold a backward with gradient release")
         self._take(param)
 
-    @quickly_outside_dynamo
+    @outside_dynamo
     def _take(self, param: Tensor) -> None:
         if (engine := self.engine) is None or param.grad is None:
             return
@@ -285,7 +285,7 @@ class GradientRelease:
         for collection in (self._waiting, self._taken, self._open, self._last):
             collection.clear()
 
-    @quickly_outside_dynamo
+    @outside_dynamo
     def _end(self, number: int) -> None:
         """Update the waiting parameters at the end of a backward."""
         if (engine := self.engine) is not None:

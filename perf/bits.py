@@ -67,7 +67,8 @@ def digest(cls: type[co.CompiledOptimizer], options: dict[str, Any], lowering: s
     only_matrices = cls is co.SparseAdam or cls._granularity == "matrix"
     shapes = [(33, 17), (129, 64), (5, 3)] if only_matrices else [(33, 17), (8193,), (), (4, 3, 2, 2), (41000,)]
     params = [nn.Parameter(torch.randn(shape).to(dtype)) for shape in shapes]
-    optimizer = cls([{"params": params[:2]}, {"params": params[2:], "lr": 0.007}], lowering=lowering, **options)
+    named = [(f"p{i}", param) for i, param in enumerate(params)]  # one optimizer tells parameters apart by their names
+    optimizer = cls([{"params": named[:2]}, {"params": named[2:], "lr": 0.007}], lowering=lowering, **options)
     for step in range(STEPS):
         for i, param in enumerate(params):
             grad = torch.randn(param.shape).to(dtype)

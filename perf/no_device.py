@@ -69,9 +69,9 @@ def simulated_gpu(arch: int = ARCH) -> Iterator[None]:
             mock.patch.dict(multi_tensor.BACKENDS, {"cpu": triton.TritonKernel}),
             mock.patch.object(multi_tensor, "_kernels", {}),
             mock.patch.object(multi_tensor, "current_device", _current_device),
-            mock.patch.object(torch.cuda, "_exchange_device", functools.partial(_answer, 0)),
-            mock.patch.object(torch.cuda, "_maybe_exchange_device", functools.partial(_answer, 0)),
-            mock.patch.object(torch.cuda, "is_current_stream_capturing", functools.partial(_answer, False)),
+            mock.patch.object(torch.cuda, "_exchange_device", functools.partial(answer, 0)),
+            mock.patch.object(torch.cuda, "_maybe_exchange_device", functools.partial(answer, 0)),
+            mock.patch.object(torch.cuda, "is_current_stream_capturing", functools.partial(answer, False)),
             mock.patch.dict(torch_internals.CAPTURING, {"cpu": capture}),
             mock.patch.dict(graph.GRAPHS, {"cpu": EmptyGraph}),
         ):
@@ -79,7 +79,8 @@ def simulated_gpu(arch: int = ARCH) -> Iterator[None]:
         yield
 
 
-def _answer(value: Any, *args: Any) -> Any:
+def answer(value: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return ``value``, whatever else is asked."""
     return value
 
 

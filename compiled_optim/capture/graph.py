@@ -112,7 +112,7 @@ def graph_of(step: Step | None) -> Step:
 class Run:
     """One graph, and when it may be captured; the arguments are those of ``CUDAGraphRunner``."""
 
-    alone: ClassVar[bool]  # whether the graph holds a step and nothing else
+    alone: ClassVar[bool] = False  # whether the graph holds a step and nothing else
 
     def __init__(
         self, optimizers: Sequence[CompiledOptimizer], warmup: int, recaptures: int, stream: torch.Stream | None

@@ -9,20 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import (
-    KeyEntry,
-    MappingKey,
-    keystr,
-    tree_flatten,
-    tree_flatten_with_path,
-    tree_map,
-    tree_map_only,
-    tree_unflatten,
-)
+from torch.utils import _pytree as pytree
 
-from compiled_optim.capture.gradients import CapturedGradients, LiveAutograd, watching_zero_grad
 from compiled_optim.capture.graph import CudaGraph, Run, graph_of
-from compiled_optim.capture.guards import Guards
+from compiled_optim.capture.guards import CapturedGradients, Guards, LiveAutograd, watching_zero_grad
 from compiled_optim.optimizer import CompiledOptimizer, engine_of
 from compiled_optim.rule.fields import Hyper
 from compiled_optim.step.engine import Engine, recorded_by_runner
@@ -33,8 +23,6 @@ CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, tor
 
 class FunctionRun(Run):
     """A whole training step."""
-
-    alone = False
 
     def __init__(
         self,
@@ -101,7 +89,7 @@ class FunctionRun(Run):
 
     def _call(self) -> Any:
         assert self._inputs is not None
-        return tree_map(_detached, self._inputs.call())
+        return pytree.tree_map(_detached, self._inputs.call())
 
     def _record(self) -> Any:
         with recorded_by_runner(self._device):
@@ -110,7 +98,7 @@ class FunctionRun(Run):
     def _hand_out(self, outputs: Any) -> Any:
         if not self._clone_outputs:
             return outputs
-        return tree_map_only(Tensor, torch.clone, outputs)
+        return pytree.tree_map_only(Tensor, torch.clone, outputs)
 
     def _warm_up(self, graph: CudaGraph) -> Any:
         """Run the function as it is, and note what its capture is to find."""
@@ -241,9 +229,9 @@ class RecordedStep:
         """Do what the function's Python would have done besides."""
         if self._settled is None:
             self._gradients.hand_out()
-            self._guards.look()
+            self._guards.addresses.read()
             self._settled = self._guards.gradients
-        self._guards.count_versions()
+        self._guards.addresses.finish()
         for engine, steps in zip(self._engines, self._steps, strict=True):
             engine.steps += steps
             engine.log.replays += 1
@@ -292,7 +280,7 @@ class StaticInputs:
         self, function: Callable[..., Any], device: torch.device | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
         self._function = function
-        leaves, self._structure = tree_flatten_with_path((args, _ordered(kwargs)))
+        leaves, self._structure = pytree.tree_flatten_with_path((args, _ordered(kwargs)))
         self._names = [_name(function, path) for path, _ in leaves]
         for name, (_, leaf) in zip(self._names, leaves, strict=True):
             _check_kind(name, leaf)
@@ -305,7 +293,7 @@ class StaticInputs:
 
         The arguments' structure must be the same, and the shape, dtype and device of each tensor.
         """
-        leaves, structure = tree_flatten((args, _ordered(kwargs)))
+        leaves, structure = pytree.tree_flatten((args, _ordered(kwargs)))
         if structure != self._structure:
             raise ValueError(f"the arguments must be structured as in the first call: {self._structure}, got {structure}")
         for name, own, leaf in zip(self._names, self._leaves, leaves, strict=True):
@@ -332,7 +320,7 @@ class StaticInputs:
 
     def call(self) -> Any:
         """Call the function with the copies and the constants."""
-        args, kwargs = tree_unflatten(self._leaves, self._structure)
+        args, kwargs = pytree.tree_unflatten(self._leaves, self._structure)
         return self._function(*args, **kwargs)
 
 
@@ -344,11 +332,11 @@ def _check_kind(name: str, leaf: Any) -> None:
         raise TypeError(f"{name} must be a tensor, a number, a string or None, got {type(leaf).__name__}")
 
 
-def _name(function: Callable[..., Any], path: tuple[KeyEntry, ...]) -> str:
+def _name(function: Callable[..., Any], path: tuple[pytree.KeyEntry, ...]) -> str:
     """The name of an argument or of an entry in one: ``x``, ``batch['ids']`` or ``args[2]``."""
     _, first, *entries = path
-    if isinstance(first, MappingKey):
-        return f"{first.key}{keystr(tuple(entries))}"
+    if isinstance(first, pytree.MappingKey):
+        return f"{first.key}{pytree.keystr(tuple(entries))}"
     try:
         positional = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
@@ -356,7 +344,7 @@ def _name(function: Callable[..., Any], path: tuple[KeyEntry, ...]) -> str:
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     names = [p.name for p in positional if p.kind in kinds]
     index: int = first.idx  # type: ignore[attr-defined]
-    return (names[index] if index < len(names) else f"args[{index}]") + keystr(tuple(entries))
+    return (names[index] if index < len(names) else f"args[{index}]") + pytree.keystr(tuple(entries))
 
 
 def _ordered(kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,8 +26,8 @@ from compiled_optim.memory.torch_internals import (
     is_capturing,
     is_fake,
     is_traced,
+    outside_dynamo,
     outside_inference_mode,
-    quickly_outside_dynamo,
 )
 from compiled_optim.rule.declared import Declared
 from compiled_optim.rule.fields import Choice, Hyper, Option, Scale, Static, warn_of_entry
@@ -124,7 +124,7 @@ class ParamGroup(WatchedDict[str, Any]):
     def __repr__(self) -> str:
         return repr(dict(self))
 
-    @quickly_outside_dynamo
+    @outside_dynamo
     def _read(self, key: str) -> Any:
         if not self._is_entry(key):
             return dict.__getitem__(self, key)
@@ -257,7 +257,7 @@ class ParamGroup(WatchedDict[str, Any]):
             dict.__setitem__(self, key, value)
             numbers.entry = value
 
-    @quickly_outside_dynamo
+    @outside_dynamo
     def update(self, *args: Any, **kwargs: Any) -> None:
         """As ``dict.update``, but nothing is written if one of the values is refused."""
         values = dict(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""The choice of the lowering that runs the step of a plan, and the interface of all lowerings.
+"""The choice of the lowering that runs the step of a plan, the interface of all lowerings, and sums over all of them.
 
 A step is :meth:`~Lowering.compile`, :meth:`~Lowering.prepare`, :meth:`~Lowering.measure` where the norm of all gradients is
 needed, :meth:`~Lowering.launch`, and :meth:`~Lowering.finish`. The device's work is in ``measure`` and ``launch`` alone, and
@@ -7,10 +7,12 @@ a CUDA graph can repeat it.
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Generator
-from typing import Protocol
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from compiled_optim.lowering import looped
@@ -20,11 +22,13 @@ from compiled_optim.lowering.stacked import StackedLowering, StackTableLowering
 from compiled_optim.lowering.torch_ops.eager import EagerLowering
 from compiled_optim.lowering.torch_ops.inductor import InductorLowering
 from compiled_optim.memory import cache, torch_internals
+from compiled_optim.memory.layout import add_over_shards, scalar_dtype
 from compiled_optim.memory.torch_internals import Captures
 from compiled_optim.plan.clipping import Clipping
 from compiled_optim.plan.compilations import CompilationLog
 from compiled_optim.plan.plan import Plan
 from compiled_optim.rule.rule import Rule
+from compiled_optim.rule.symbols import PLAIN
 
 LOWERINGS = ("auto", "multi_tensor", "inductor", "eager")  # what users can ask for
 LOOPED = {"cpu"}  # the devices on which rules on whole tensors are loops in C++
@@ -37,17 +41,9 @@ class Lowering(Protocol):
     It is made of the plan, of the step's clipping, and of the log of compilations and fallbacks.
     """
 
-    @property
-    def name(self) -> str:
-        """What reports call it."""
-
-    @property
-    def plan(self) -> Plan:
-        """The tensors."""
-
-    @property
-    def is_compiled(self) -> bool:
-        """Whether :meth:`compile` has nothing to do."""
+    name: str  # what reports call it
+    plan: Plan  # the tensors
+    square_sum_count: int  # how many partial sums :meth:`measure` writes, once it is compiled
 
     def compile(self) -> None:
         """Make what does not exist yet: kernels, and the tables they read.
@@ -57,10 +53,6 @@ class Lowering(Protocol):
             CompilerError: a kernel does not compile on this machine. Another lowering has to run the plan.
         """
 
-    @property
-    def square_sum_count(self) -> int:
-        """How many partial sums :meth:`measure` writes."""
-
     def connect(self, square_sums: Tensor, all_square_sums: Tensor) -> None:
         """Let :meth:`measure` write to ``square_sums``, a part of ``all_square_sums``: those of all gradients."""
 
@@ -69,9 +61,6 @@ class Lowering(Protocol):
 
         Graphs of the devices ``captures`` are being captured.
         """
-
-    def resumes(self, grads: list[Tensor | None] | None, *, state: bool, keep_alive: bool) -> bool:
-        """As :meth:`Plan.read` and :meth:`prepare`, if all but addresses of gradients is as it was; whether it is."""
 
     def measure(self) -> None:
         """Write the partial sums of the squares of the prepared gradients."""
@@ -145,3 +134,109 @@ def _elementwise(plan: Plan, wanted: str, log: CompilationLog) -> str:
             f"'{plan.members[0].name}' is on {plan.device}"
         )
     return "inductor"
+
+
+class SquareSums:
+    """Partial sums in a fixed order, so that the norm of equal gradients is equal bit for bit.
+
+    Each device has one float64 vector: the partial sums of its plans, and one number for every other device.
+    """
+
+    def __init__(self, lowerings: Sequence[Lowering]) -> None:
+        self._own: list[tuple[Lowering, Tensor]] = []  # each with its partial sums
+        self._of_device: dict[torch.device, tuple[Tensor, Tensor]] = {}  # those of its plans, the numbers of the others
+        devices = list(dict.fromkeys(lowering.plan.device for lowering in lowerings))
+        for device in devices:
+            here = [lowering for lowering in lowerings if lowering.plan.device == device]
+            counts, others = [lowering.square_sum_count for lowering in here], len(devices) - 1
+            sums = torch.zeros(sum(counts) + others, dtype=scalar_dtype(device), device=device)
+            *own, foreign = torch.split(sums, [*counts, others])
+            self._of_device[device] = sums[: sum(counts)], foreign
+            self._own += zip(here, own, strict=True)
+            for lowering, square_sums in zip(here, own, strict=True):
+                lowering.connect(square_sums, sums)
+
+    def measure(self) -> None:
+        """Measure the prepared gradients of all plans."""
+        for lowering, own in self._own:
+            if lowering.plan.is_meta:  # what has no numbers adds none
+                continue
+            lowering.measure()
+            if lowering.plan.sharded:
+                total = own.sum()
+                add_over_shards(total, lowering.plan.params[0])
+                own.zero_()
+                own[0] = total  # of all processes, in one number
+        if len(self._of_device) > 1:
+            sums = {device: local.sum() for device, (local, _) in self._of_device.items()}
+            for device, (_, foreign) in self._of_device.items():
+                others = (s for d, s in sums.items() if d != device)
+                for entry, other in zip(foreign.unbind(), others, strict=True):
+                    entry.copy_(other, non_blocking=True)
+
+
+class Totals:
+    """Launches lowerings of one rule stage by stage: what each sums over its plan is added up for all of them.
+
+    The state of each parameter has the scalars that are shared, so that they are saved, loaded and moved like others. A
+    parameter that joins takes over those of the parameter that took the most steps.
+
+    Raises:
+        ValueError: choices that decide which totals there are differ between groups.
+    """
+
+    def __init__(self, lowerings: Sequence[Lowering], clipping: Clipping) -> None:
+        self._lowerings = list(lowerings)
+        self._clipping = clipping
+        self._plans = [lowering.plan for lowering in lowerings]
+        self._rule, self._device = self._plans[0].rule, self._plans[0].device
+        names = [[w.totals for w in self._rule.written(plan.statics, PLAIN) if w.totals] for plan in self._plans]
+        if any(other != names[0] for other in names):
+            choices = ", ".join(s.name for s in self._rule.statics)
+            raise ValueError(f"{self._rule.name} sums over all parameters, so its groups must agree in {choices}")
+        self._names = names[0]
+        shared = enumerate(self._rule.scalar_names)
+        self._shared = {name: row for row, name in shared if name in self._rule.shared_scalars}
+        if self._shared:
+            columns = torch.cat([block.to(self._device) for plan in self._plans for block in plan.scalar_blocks], 1)
+            leading = columns.index_select(1, columns[0].argmax().view(1))[:, 0]
+            self._share({name: leading[row] for name, row in self._shared.items()})
+
+    def launch(self) -> None:
+        """Update every parameter that has a prepared gradient."""
+        with torch.no_grad():
+            launches = [lowering.launch_in_stages() for lowering in self._lowerings]
+            sums = [next(launch) for launch in launches]
+            for stage, names in enumerate(self._names):
+                total = torch.stack([s.to(self._device, non_blocking=True) for s in sums]).sum(0)
+                given = self._adapted(names, total) if stage == 0 and self._rule.adapt is not None else total
+                own = [given.to(plan.device, non_blocking=True) for plan in self._plans]
+                sums = []
+                for launch, numbers in zip(launches, own, strict=True):
+                    with contextlib.suppress(StopIteration):  # after the last stage
+                        sums.append(launch.send(numbers))
+
+    def _adapted(self, names: Sequence[str], total: Tensor) -> Tensor:
+        """``total``, followed by the results of ``adapt`` that ``update`` reads. The shared scalars get their new values."""
+        plan, block = self._plans[0], self._plans[0].scalar_blocks[0]
+        shared = {name: block[row, 0] for name, row in self._shared.items()}
+        values: dict[str, Any] = {**plan.statics, **shared, **dict(zip(names, total.unbind(), strict=True))}
+        elements = (t.to(plan.device, total.dtype) for h in plan.hypers for t in plan.groups[0].read_only(h.name))
+        values |= self._rule.by_name(plan.statics, elements)
+        assert self._rule.adapt is not None
+        adapted = self._rule.adapt(values).items()
+        found = {name: torch.as_tensor(value, dtype=total.dtype, device=plan.device) for name, value in adapted}
+        further = [value for name, value in found.items() if name not in shared]
+        changed = {name: found[name] for name in shared if name in found}
+        if not self._clipping.idle:
+            goes_on = self._clipping.outcome(plan.device)[1] == 0
+            changed = {name: torch.where(goes_on, new, shared[name]) for name, new in changed.items()}
+        self._share(changed)
+        return torch.cat([total, torch.stack(further)]) if further else total
+
+    def _share(self, values: Mapping[str, Tensor]) -> None:
+        """Write ``values`` of shared scalars to all parameters."""
+        for name, value in values.items():
+            for plan in self._plans:
+                for block in plan.scalar_blocks:
+                    block[self._shared[name]].copy_(value, non_blocking=True)

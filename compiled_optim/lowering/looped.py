@@ -5,26 +5,24 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from compiled_optim.lowering.kernels.cpp_stacks import CppStackKernel, stack_source
+from compiled_optim.lowering.kernels.cpp_stacks import StackLoops, stack_kernel, stack_source
 from compiled_optim.lowering.kernels.table import CoefficientTable
 from compiled_optim.lowering.stacked import Stack, StackTableLowering, seen_shape
 from compiled_optim.lowering.torch_ops.eager import TorchLowering
-from compiled_optim.memory.addresses import EMPTY
 from compiled_optim.memory.layout import is_plain, overlap_shifted, plain_copy
 from compiled_optim.memory.torch_internals import Captures
-from compiled_optim.plan.clipping import Clipping
-from compiled_optim.plan.compilations import CompilationLog, KernelKey, kernel_key
+from compiled_optim.plan.compilations import KernelKey, kernel_key
 from compiled_optim.plan.plan import Member, Plan
 
 _ELEMENTS = {"tensor": 1 << 22, "matrix": 1 << 20}
 """The most elements in a stack of several tensors, by granularity: sums need little memory, and products stay in caches."""
 
-_kernels: dict[KernelKey, CppStackKernel] = {}
+_kernels: dict[KernelKey, Callable[[Sequence[int]], StackLoops]] = {}
 _examples: dict[str, tuple[int, ...]] = {}  # by the code of kernels, the shape that it was first written for
 
 
@@ -51,10 +49,6 @@ class LoopLowering(StackTableLowering):
 
     stacks: Sequence[LoopStack]
 
-    def __init__(self, plan: Plan, clipping: Clipping, log: CompilationLog) -> None:
-        super().__init__(plan, clipping, log)
-        self._version: int | None = None  # of the plan's addresses that the kernels know
-
     def _stacked(self, positions: Sequence[int], key: KernelKey) -> LoopStack:
         return LoopStack(self.plan, positions, key)
 
@@ -70,30 +64,23 @@ class LoopLowering(StackTableLowering):
     def _most(self, key: KernelKey, shape: torch.Size) -> int:
         return max(_ELEMENTS[self.plan.rule.granularity] // shape.numel(), 1)
 
-    @property
-    def is_compiled(self) -> bool:
-        return self._evaluator is not None and all(stack.loops is not None for stack in self.stacks)
-
     def compile(self) -> None:
         self._compile_evaluator()
         for stack in self.stacks:
             names = [self.plan.members[i].name for i in stack.positions]
-            make = functools.partial(CppStackKernel, shape=stack.shape[1:])
+            make = functools.partial(stack_kernel, shape=stack.shape[1:])
             stack.loops = self._log.obtain(_kernels, stack.key, names, make)
 
     def prepare(self, grads: list[Tensor | None] | None, captures: Captures = ()) -> None:
         TorchLowering.prepare(self, grads, captures)
         capturing = self.plan.device in captures
         self.hypers.prepare(capturing)
-        found = self.plan.addresses
-        if not found.unlike:
-            self.table.gradients.publish(found.gradients if self._version != found.version else None, capturing)
-            self._version = found.version
+        if not self.plan.addresses.unlike:
+            self.table.gradients.follow(self.plan.addresses, capturing)
             return
         pairs = zip(self._grads, self.plan.members, strict=True)
         self._grads = [None if grad is None else _arranged(grad, member.param) for grad, member in pairs]
-        self.table.gradients.publish([0 if g is None else g.data_ptr() or EMPTY for g in self._grads], capturing)
-        self._version = None
+        self.table.gradients.publish(self._grads, capturing)
 
     def measure(self) -> None:
         TorchLowering.measure(self)
@@ -111,7 +98,7 @@ class LoopStack(Stack):
 
     def __init__(self, plan: Plan, positions: Sequence[int], key: KernelKey) -> None:
         super().__init__(plan, positions, key)
-        self.loops: CppStackKernel | None = None
+        self.loops: Callable[[Sequence[int]], StackLoops] | None = None
         is_seen = self._axes is None and not plan.sharded
         self._lies_there = is_seen and all(param.is_contiguous() and is_plain(param) for param in self._params)
         self._addresses = torch.tensor([param.data_ptr() for param in self._params], device="cpu")
@@ -141,7 +128,7 @@ class LoopStack(Stack):
         tensors = {"coefficients": table.coefficients, "outcome": table.outcome, "index": self._index}
         tensors |= {"params": params, "grads": grads, **{f"buffer{i}": buffer for i, buffer in enumerate(buffers)}}
         given = {name: tensor.data_ptr() for name, tensor in tensors.items()}
-        self.loops.update(self.shape, given, table.coefficients.shape[1])
+        self.loops(self.shape).run(given, table.coefficients.shape[1])
 
 
 def _copy(to: Sequence[Tensor], new: Sequence[Tensor]) -> None:

@@ -19,8 +19,8 @@ from compiled_optim.lowering.kernels.table import (
     HyperPointers,
     Kernel,
     KernelTensors,
-    PlanTensors,
     TensorTable,
+    tensor_rows,
     upload,
 )
 from compiled_optim.memory import addresses
@@ -65,19 +65,10 @@ class Capturable:
         """What a graph that holds a launch depends on. This object stands for the memory of its tables."""
         return (self,)
 
-    @property
-    def is_preallocated(self) -> bool:
-        """Whether :meth:`preallocate` has nothing to do, as far as that can be seen without looking at hyperparameters."""
-        return self.table.gradients.reserved > 0
-
     def preallocate(self) -> None:
         """Allocate, after :meth:`compile`, all memory that a launch which may be captured keeps using."""
         self.hypers.refresh()
         self.table.gradients.reserve(1)
-
-    def resumes(self, grads: list[Tensor | None] | None, *, state: bool, keep_alive: bool) -> bool:
-        """As in :class:`~compiled_optim.lowering.choice.Lowering`."""
-        return False
 
     def copy_gradients_for_graph(self) -> None:
         """Copy the prepared gradients to where a captured launch reads them, if no table says where they are."""
@@ -105,34 +96,26 @@ class MultiTensorLowering(Capturable):
     def __init__(self, plan: Plan, clipping: Clipping, log: CompilationLog) -> None:
         super().__init__(plan, clipping, log)
         self._stages = plan.rule.stages(plan.statics)
-        self.tables: list[KernelTensors] = []
+        self._grads: Sequence[Tensor | None] = ()  # in their parameters' memory orders, where some had to be copied
 
     def compile(self) -> None:
-        if self.tables:
-            return
         positions: dict[KernelKey, list[int]] = {}
         for i, (member, grad_dtype) in enumerate(zip(self.plan.members, self.plan.grad_dtypes, strict=True)):
             positions.setdefault(kernel_key(self.plan, member, grad_dtype, MULTI_TENSOR), []).append(i)
         kernels = [self._obtain_kernel(key, where) for key, where in positions.items()]
         if isinstance(refusal := addresses.reader(), str):
             self._log.fall_back(f"{self.plan.rule.name} looks at its tensors one by one: {refusal}", "a step takes longer")
-        self._tensors = PlanTensors(self.plan)
+        tensors, self._orders = tensor_rows(self.plan)
+        self._has_stand_ins = any(order.stand_in is not None for order in self._orders)
         self.table = CoefficientTable(self.plan, self._clipping, self.hypers, self._log)
         if self._stages:  # by these, kernels divide
-            self._counts = upload(self._tensors.counts, self.plan.device).double()
+            self._counts = upload(self.plan.counts, self.plan.device).double()
         expressions = max((p.sums.stop - p.sums.start for p in self._stages.values()), default=0)
         self.tables = [
-            KernelTensors(kernel, self._tensors, self.table.gradients, where, expressions)
+            KernelTensors(kernel, self.plan, tensors, self.table.gradients, where, expressions)
             for kernel, where in zip(kernels, positions.values(), strict=True)
         ]
-
-    @property
-    def is_compiled(self) -> bool:
-        return bool(self.tables)
-
-    @property
-    def square_sum_count(self) -> int:
-        return sum(table.square_sum_count for table in self.tables)
+        self.square_sum_count = sum(table.square_sum_count for table in self.tables)
 
     def connect(self, square_sums: Tensor, all_square_sums: Tensor) -> None:
         super().connect(square_sums, all_square_sums)
@@ -143,15 +126,26 @@ class MultiTensorLowering(Capturable):
     def prepare(self, grads: list[Tensor | None] | None, captures: Captures = ()) -> None:
         capturing = self.plan.device in captures
         self.hypers.prepare(capturing)
-        apart = self.plan.addresses.unlike or self._tensors.stand_ins
-        self._tensors.prepare(self.plan.gradients(grads) if apart else None, self.table.gradients, capturing)
+        if not (self.plan.addresses.unlike or self._has_stand_ins):
+            self.table.gradients.follow(self.plan.addresses, capturing)
+            return
+        pairs = zip(self.plan.gradients(grads), self._orders, strict=True)
+        self._grads = [None if grad is None else order.arranged(grad) for grad, order in pairs]
+        self.table.gradients.publish(self._grads, capturing)
+        for order in self._orders:
+            order.load()
 
     def resumes(self, grads: list[Tensor | None] | None, *, state: bool, keep_alive: bool) -> bool:
-        if self._tensors.stand_ins or not self.plan.resumes(grads, state=state, keep_alive=keep_alive):
+        """As :meth:`Plan.read` and :meth:`prepare`, if all but addresses of gradients is as it was; whether it is."""
+        if self._has_stand_ins or self.plan.looks_closely:
+            return False
+        found = self.plan.addresses
+        found.read(grads, others=state, keep_alive=keep_alive)
+        if found.moved or found.unlike:
             return False
         if not self.hypers.is_settled:
             self.hypers.prepare(capturing=False)
-        self._tensors.prepare(None, self.table.gradients, capturing=False)
+        self.table.gradients.follow(found, capturing=False)
         return True
 
     def measure(self) -> None:
@@ -184,5 +178,8 @@ class MultiTensorLowering(Capturable):
                 table.kernel.update(table, self.table)
 
     def finish(self) -> None:
-        self._tensors.finish()
+        for grad, order in zip(self._grads, self._orders, strict=False):
+            if grad is not None:
+                order.store()
+        self._grads = ()
         self.plan.finish()

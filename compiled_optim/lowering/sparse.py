@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -23,14 +23,15 @@ from compiled_optim.lowering.kernels.table import (
     NUMEL,
     PARAM,
     CoefficientTable,
+    Ints,
     Kernel,
     Launches,
-    PlanTensors,
+    tensor_rows,
     upload,
 )
 from compiled_optim.lowering.multi_tensor import Capturable
 from compiled_optim.lowering.torch_ops.inductor import LISTS, InductorLowering, Vectors
-from compiled_optim.memory.layout import as_real, compute_dtype
+from compiled_optim.memory.layout import compute_dtype
 from compiled_optim.memory.torch_internals import Captures, assert_on_device, is_capturing, is_fake
 from compiled_optim.plan.clipping import Clipping, square_sum
 from compiled_optim.plan.compilations import MULTI_TENSOR, CompilationLog, KernelKey, kernel_key
@@ -113,15 +114,15 @@ class GatheredRows(Vectors):
     """The rows of a member's parameter and buffers that a gradient names, copied out and copied back."""
 
     def __init__(self, plan: Plan, member: Member) -> None:
-        tensors = member.param.detach(), *(member.entries[name] for name in plan.buffers)
-        self._full, self._dim = list(map(as_real, tensors)), member.param.dim()
+        self._full = [member.param.detach(), *(member.entries[name] for name in plan.buffers)]
+        self._dim = member.param.dim()
 
     def read(self, grad: Entries) -> list[Tensor]:
         self._index = grad.index
         one_row = grad.sums.dim() > self._dim  # there are no sparse dimensions
         self._targets = [t.unsqueeze(0) for t in self._full] if one_row else self._full
         param, *buffers = (t[grad.index].reshape(-1) for t in self._targets)
-        return [param, as_real(grad.sums[grad.elected]).reshape(-1), *buffers]
+        return [param, grad.sums[grad.elected].reshape(-1), *buffers]
 
     def store(self, new: Sequence[Tensor]) -> None:
         for target, rows in zip(self._targets, new, strict=True):
@@ -145,15 +146,18 @@ class GatheredRowsLowering(InductorLowering):
 
     def prepare(self, grads: list[Tensor | None] | None, captures: Captures = ()) -> None:
         super().prepare(grads, captures)
-        self._entries: list[Entries | None] = []
         is_read = self.plan.device.type == "cpu" and not any(g is not None and is_fake(g) for g in self._grads)
+
+        def added_up(member: Member, grad: Tensor) -> Entries:
+            distinct = is_read and has_distinct_rows(grad, member.name)
+            return entries_of(grad, compute_dtype(member.param.dtype), distinct=distinct)
+
         given = zip(self.plan.members, self._grads, strict=True)
-        self._distinct = [is_read and g is not None and has_distinct_rows(g, m.name) for m, g in given]
+        self._entries = [None if grad is None else added_up(member, grad) for member, grad in given]
 
     def measure(self) -> None:
         """Write the sum of the squares of the prepared gradients, after the entries of each row have been added up."""
-        sums = [entries.sums for entries in self._added_up() if entries is not None]
-        self._square_sum.fill_(square_sum(sums, self.plan.device))
+        self._square_sum.fill_(square_sum([e.sums for e in self._entries if e is not None], self.plan.device))
 
     def finish(self) -> None:
         super().finish()
@@ -161,19 +165,9 @@ class GatheredRowsLowering(InductorLowering):
 
     def _update(self, coefficients: Tensor) -> None:
         """Update the rows that the gradients name."""
-        named = [e if e is not None and e.sums.numel() else None for e in self._added_up()]
+        named = [e if e is not None and e.sums.numel() else None for e in self._entries]
         for part in self._parts:
             part.update(named, coefficients)
-
-    def _added_up(self) -> list[Entries | None]:
-        """The entries of the prepared gradients, added up once for each step."""
-        if not self._entries:
-            given = zip(self.plan.members, self._grads, self._distinct, strict=True)
-            self._entries = [
-                None if grad is None else entries_of(grad, compute_dtype(member.param.dtype), distinct=distinct)
-                for member, grad, distinct in given
-            ]
-        return self._entries
 
 
 Rows: TypeAlias = Literal["distinct", "repeated", "said to be distinct", "unknown"]
@@ -196,26 +190,14 @@ class RowTableLowering(Capturable):
 
     def __init__(self, plan: Plan, clipping: Clipping, log: CompilationLog) -> None:
         super().__init__(plan, clipping, log)
-        self._kernels: list[Kernel] = []
         self._elections = [torch.empty(0, dtype=torch.int64, device=plan.device)]  # a captured graph may use any of them
-        self._prepared: list[Prepared] = []
-        self._gathered = self._reads_copies = False
+        self._prepared: list[RowBatch] = []
         self._captured: list[object] = []  # read by every replay
 
-    @property
-    def is_compiled(self) -> bool:
-        return bool(self._kernels)
-
     def compile(self) -> None:
-        if self._kernels:
-            return
         keys = [kernel_key(self.plan, m, compute_dtype(m.param.dtype), MULTI_TENSOR) for m in self.plan.members]
         self._kernels = [self._obtain_kernel(key, [i]) for i, key in enumerate(keys)]
-        tensors = PlanTensors(self.plan).table
-        # A cache that knows this object would keep it alive.
-        kind_of = functools.lru_cache(_CACHED_BATCHES)(functools.partial(RowKind, self.plan, tensors))
-        batch_of = functools.partial(_batch_of, self.plan, self._kernels, kind_of)
-        self._batch_of = functools.lru_cache(_CACHED_BATCHES)(batch_of)
+        self._batch_of = _cached_batches(self.plan, self._kernels)
         self.table = CoefficientTable(self.plan, self._clipping, self.hypers, self._log)
 
     def prepare(self, grads: list[Tensor | None] | None, captures: Captures = ()) -> None:
@@ -238,32 +220,31 @@ class RowTableLowering(Capturable):
                 rows = "distinct" if all(distinct) else "repeated"
             elif all(grad.is_coalesced() for grad in found.values()):
                 rows = "said to be distinct"
-            self._prepared.append(Prepared(batch, list(found.values()), rows))
-        needed = max((p.batch.kind.rows for p in self._prepared), default=0)
+            batch.prepare(list(found.values()), rows)
+            self._prepared.append(batch)
+        needed = max((batch.kind.rows for batch in self._prepared), default=0)
         if len(self._elections[-1]) < needed:
             self._elections.append(self._elections[-1].new_empty(needed))
         self.table.gradients.mark(given, capturing)
         if capturing:
-            self._captured += [p.batch for p in self._prepared]
-        self._gathered = self._reads_copies = False
+            self._captured += self._prepared
 
     def launch_key(self) -> tuple[object, ...]:
-        return (*super().launch_key(), *((p.batch, p.rows) for p in self._prepared))
+        return (*super().launch_key(), *((batch, batch.rows) for batch in self._prepared))
 
     def copy_gradients_for_graph(self) -> None:
-        for prepared in self._prepared:
-            prepared.batch.copy_entries(prepared.grads)
-        self._reads_copies = True
+        for batch in self._prepared:
+            batch.copy_entries()
 
     def measure(self) -> None:
         self._gather()
-        self._square_sum.fill_(square_sum([p.batch.sums for p in self._prepared], self.plan.device))
+        self._square_sum.fill_(square_sum([batch.sums for batch in self._prepared], self.plan.device))
 
     def launch(self) -> None:
         """Update the rows that the gradients name, and count a step of every parameter that has a gradient."""
         self._gather()
         if self._prepared:
-            self._step([p.batch for p in self._prepared])
+            self._step(self._prepared)
         else:  # nothing is updated, but what became of the step is written down
             with self._on_device:
                 self._kernels[0].evaluate(self.table)
@@ -273,39 +254,37 @@ class RowTableLowering(Capturable):
 
     def finish(self) -> None:
         self.plan.finish()
+        for batch in self._prepared:
+            batch.finish()
         self._prepared = []
 
     def _gather(self) -> None:
-        if not self._gathered:
-            for batch, grads, rows in self._prepared:
-                indices, values = (self._reads_copies and batch.copied_entries) or joined(grads)
-                batch.gather(indices, values, self._elections[-1], rows)
-        self._gathered = True
+        for batch in self._prepared:
+            batch.gather(self._elections[-1])
 
 
-def _batch_of(
-    plan: Plan,
-    kernels: Sequence[Kernel],
-    kind_of: Callable[..., RowKind],
-    positions: tuple[int, ...],
-    counts: tuple[int, ...],
-    sparse_dims: int,
-) -> RowBatch:
-    """The memory for gradients of so many entries, of the parameters at ``positions``."""
-    if is_capturing(plan.device):
-        raise RuntimeError(
-            f"{plan.rule.name}.step() cannot be captured in a CUDA graph now: no step was taken before with "
-            f"gradients of so many entries ({', '.join(map(str, counts))}); take one step before capturing"
-        )
-    return RowBatch(plan, kind_of(positions, sparse_dims), counts, kernels[positions[0]])
+def _cached_batches(plan: Plan, kernels: Sequence[Kernel]) -> Callable[[Ints, Ints, int], RowBatch]:
+    """A function that returns the memory for gradients of the parameters at some positions.
 
+    It takes these, the number of entries of each, and how many sparse dimensions they have. The caches know no lowering,
+    which they would keep alive.
+    """
+    tensors, _ = tensor_rows(plan)
 
-class Prepared(NamedTuple):
-    """The gradients whose rows one kernel updates together."""
+    @functools.lru_cache(_CACHED_BATCHES)
+    def kind_of(positions: Ints, sparse_dims: int) -> RowKind:
+        return RowKind(plan, tensors, positions, sparse_dims)
 
-    batch: RowBatch
-    grads: list[Tensor]
-    rows: Rows
+    @functools.lru_cache(_CACHED_BATCHES)
+    def batch_of(positions: Ints, counts: Ints, sparse_dims: int) -> RowBatch:
+        if is_capturing(plan.device):
+            raise RuntimeError(
+                f"{plan.rule.name}.step() cannot be captured in a CUDA graph now: no step was taken before with "
+                f"gradients of so many entries ({', '.join(map(str, counts))}); take one step before capturing"
+            )
+        return RowBatch(plan, kind_of(positions, sparse_dims), counts, kernels[positions[0]])
+
+    return batch_of
 
 
 class RowKind:
@@ -344,7 +323,7 @@ class RowBatch:
     """A :class:`~compiled_optim.lowering.kernels.table.TensorTable` of the rows of several parameters.
 
     All memory stays where it is, and all that follows from ``counts``, the number of each gradient's entries, is computed
-    once.
+    once. ``rows`` says what is known of the rows that the prepared entries name.
     """
 
     def __init__(self, plan: Plan, kind: RowKind, counts: Sequence[int], kernel: Kernel) -> None:
@@ -357,7 +336,8 @@ class RowBatch:
         self._limits = places[sparse_dims:]
 
         self._own = torch.arange(count, device=device)
-        self.copied_entries: tuple[Tensor, Tensor] | None = None
+        self._entries: tuple[Tensor, ...] = ()  # the prepared ones: indices and values
+        self._copied: tuple[Tensor, ...] = ()
         self.sums = torch.empty(count, *kind.dense, dtype=kind.dtype, device=device)
         size, start = max(kind.width * self.sums.element_size(), 1), self.sums.data_ptr()
         self._sum_addresses = torch.arange(start, start + count * size, size, device=device)
@@ -367,34 +347,38 @@ class RowBatch:
         self.elements = count * kind.width
         self.launches = Launches()
 
-    def copy_entries(self, grads: Sequence[Tensor]) -> None:
-        """Copy the entries of ``grads``, one for each parameter, to ``copied_entries``, whose memory stays where it is."""
-        entries = joined(grads)
-        if self.copied_entries is None:
-            self.copied_entries = entries
-        else:
-            torch._foreach_copy_(self.copied_entries, entries)
+    def prepare(self, grads: Sequence[Tensor], rows: Rows) -> None:
+        """Take the entries of ``grads``, one for each parameter; ``rows`` says what is known of the rows that they name."""
+        # (sparse dimensions, entries) int64, and (entries, dense part)
+        self._entries = torch.cat([g._indices() for g in grads], 1), torch.cat([g._values() for g in grads])
+        self.rows, self._is_gathered = rows, False
 
-    def gather(self, indices: Tensor, values: Tensor, election: Tensor, found: Rows) -> None:
-        """Add up the entries: ``indices``, (sparse dimensions, entries) int64, and ``values``, (entries, dense part).
+    def copy_entries(self) -> None:
+        """Copy the prepared entries to memory that stays where it is, and read them there."""
+        if self._copied:
+            torch._foreach_copy_(self._copied, self._entries)
+        self._entries = self._copied = self._copied or self._entries
 
-        ``election`` is scratch memory, (rows,) int64; ``found`` says what is known of the rows.
-        """
-        if found not in ("distinct", "repeated"):
+    def finish(self) -> None:
+        """Let go of the entries."""
+        self._entries = ()
+
+    def gather(self, election: Tensor) -> None:
+        """Add up the prepared entries, unless they are; ``election`` is scratch memory, (rows,) int64."""
+        if self._is_gathered:
+            return
+        self._is_gathered = True
+        indices, values = self._entries
+        if self.rows not in ("distinct", "repeated"):
             inside = (indices >= 0) & (indices < self._limits)
             assert_on_device(inside.all(), f"an entry of the gradients of {self.kind.names} lies outside of its parameter")
         rows = self._first_rows
         for stride, index in zip([*self._strides, None], indices, strict=False):
             rows = rows + index if stride is None else torch.addcmul(rows, stride, index)
         elected, values = self._own, values.to(self.sums.dtype)
-        if found == "distinct":
+        if self.rows == "distinct":
             self.sums.copy_(values)
         else:
-            elected = add_up(rows, self._own, values, election, self.sums, sorts=found != "said to be distinct")
+            elected = add_up(rows, self._own, values, election, self.sums, sorts=self.rows != "said to be distinct")
         torch.mul(self._sum_addresses, elected == self._own, out=self.grads)
         torch.addcmul(self._base, self.kind.row_bytes, rows, out=self.tensors)
-
-
-def joined(grads: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """The indices (sparse dimensions, entries) and the values (entries, dense part) of all ``grads``."""
-    return torch.cat([grad._indices() for grad in grads], 1), torch.cat([grad._values() for grad in grads])

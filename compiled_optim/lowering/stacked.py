@@ -152,10 +152,6 @@ class StackedLowering(TorchLowering):
     def _stacked(self, positions: Sequence[int], key: KernelKey) -> Stack:
         return Stack(self.plan, positions, key)
 
-    @property
-    def is_compiled(self) -> bool:
-        return all(stack.kernel is not None for stack in self.stacks)
-
     def compile(self) -> None:
         for stack in (stack for stack in self.stacks if stack.kernel is None):
             names = [self.plan.members[i].name for i in stack.positions]
@@ -209,10 +205,6 @@ class StackTableLowering(Capturable, StackedLowering):
         ends = itertools.accumulate(stack.numel * stack.key.dtypes[1].itemsize for stack in several)
         self._caches = {stack for stack, end in zip(several, ends, strict=True) if end <= _CACHED_BYTES}
         self._reads_copies = False
-
-    @property
-    def is_compiled(self) -> bool:
-        return self._evaluator is not None and super().is_compiled
 
     def compile(self) -> None:
         self._compile_evaluator()  # first, since a compiler that does not work says so at once, unlike Inductor
@@ -317,7 +309,7 @@ class Stack:
         """Copy the stack's of all ``grads``, 0 where there is none, to ``copied_gradients``, whose memory stays in place."""
         if self.copied_gradients is None:
             shape = (len(self.positions), *self._params[0].shape)
-            dtype = getattr(torch, self.key.grad_dtype)
+            dtype = self.key.dtypes[1]
             self.copied_gradients = torch.zeros(shape, dtype=dtype, device=self._params[0].device)
         pairs = zip(self.copied_gradients.unbind(), (grads[i] for i in self.positions), strict=True)
         present = [(copy, grad) for copy, grad in pairs if grad is not None]

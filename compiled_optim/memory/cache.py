@@ -19,8 +19,8 @@ import subprocess
 import tempfile
 import textwrap
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -29,15 +29,7 @@ from compiled_optim.memory.torch_internals import default_cache_directory
 T = TypeVar("T")
 
 
-@dataclass
-class Uses:
-    """How many files this process took from the cache as they were, and how many it had to make."""
-
-    taken: int = 0
-    made: int = 0
-
-
-uses = Uses()
+uses = Counter[str]()  # how many files this process has "taken" from the cache as they were, and had "made"
 _refused: set[Path] = set()  # directories that could not be trusted or used in this process
 
 
@@ -94,9 +86,9 @@ def _load(directory: Path, name: str, make: Callable[[], bytes], load: Callable[
         if _is_sound(path):
             with contextlib.suppress(OSError):
                 loaded = load(path)
-                uses.taken += 1
+                uses["taken"] += 1
                 return loaded
-        uses.made += 1
+        uses["made"] += 1
         _write(path, make())
         return load(path)
 

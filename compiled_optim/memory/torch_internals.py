@@ -50,17 +50,6 @@ def outside_dynamo(function: F) -> F:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return outside(*args, **kwargs) if is_traced() or compiler_at_work() is not None else function(*args, **kwargs)
-
-    return cast("F", call)
-
-
-def quickly_outside_dynamo(function: F) -> F:
-    """As :func:`outside_dynamo`, at less cost where Dynamo is not at work."""
-    outside: Callable[..., Any] = _disable_dynamo(function)
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
         # A compiler that calls what Dynamo has traced has modes of its own, which must stay.
         if is_traced() or (compiler_at_work() is not None and TracingContext.try_get() is None):
             return outside(*args, **kwargs)

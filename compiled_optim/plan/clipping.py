@@ -120,8 +120,9 @@ class Clipping:
         """The numbers called ``NAMES``; those that nobody set, or that are none of ``names``, are neutral on ``device``."""
         if device not in self._neutral:
             self._neutral[device] = {name: scalar(value, device) for name, value in _NEUTRAL.items()}
-        given = {name: _plain(tensor) for name, tensor in self._taken.tensors.items() if name in names}
-        return list({**self._neutral[device], **given}.values())
+        given = {name: tensor for name, tensor in self._taken.tensors.items() if name in names}
+        plain = {n: t.detach().reshape(()) if t.dim() or t.requires_grad else t for n, t in given.items()}
+        return list({**self._neutral[device], **plain}.values())
 
     def outcome(self, device: torch.device) -> Tensor:
         """A (3,) float64 tensor on ``device`` that the step writes: norm, whether it was skipped, how many were skipped."""
@@ -137,10 +138,6 @@ class Clipping:
         if isinstance(value, (str, bytes, bool)) or not hasattr(value, "__float__"):
             raise TypeError(f"{name} must be a number, a 1-element tensor or None, got {value!r}")
         return self._number if name == "max_grad_norm" else scalar(float(value), self.device)
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    return tensor.detach().reshape(()) if tensor.dim() or tensor.requires_grad else tensor
 
 
 def scaled(

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 import torch
 
 from compiled_optim.memory.cache import uses
-from compiled_optim.memory.layout import real_dtype
 from compiled_optim.plan.plan import Member, Plan
 from compiled_optim.rule.rule import Rule
 
@@ -33,20 +32,13 @@ class KernelKey:
     statics: tuple[tuple[str, Any], ...]
     device: str
     arrangement: str
-    param_dtype: str
-    grad_dtype: str
-    buffer_dtypes: tuple[str, ...]
+    dtypes: tuple[torch.dtype, ...]  # of the real numbers of parameter, gradient and buffers
 
     def __str__(self) -> str:
         choices = "".join(f", {name}={value}" for name, value in self.statics)
-        buffers = ", ".join(sorted(set(self.buffer_dtypes))) or "none"
-        dtypes = f"param {self.param_dtype}, grad {self.grad_dtype}, state {buffers}"
-        return f"{self.rule.name}[{self.arrangement}] {dtypes} on {self.device}{choices}"
-
-    @property
-    def dtypes(self) -> tuple[torch.dtype, ...]:
-        """The dtypes of parameter, gradient and buffers."""
-        return tuple(getattr(torch, d) for d in (self.param_dtype, self.grad_dtype, *self.buffer_dtypes))
+        param, grad, *buffers = map(_name, self.dtypes)
+        state = ", ".join(sorted(set(buffers))) or "none"
+        return f"{self.rule.name}[{self.arrangement}] param {param}, grad {grad}, state {state} on {self.device}{choices}"
 
     @property
     def updates(self) -> bool:
@@ -58,10 +50,10 @@ class KernelKey:
         if not self.updates:
             return self
         statics = dict(self.statics) | dict.fromkeys(self.rule.structural_hypers, True)
-        here = dict(zip(self.rule.present_buffers(dict(self.statics)), self.buffer_dtypes, strict=True))
+        here = dict(zip(self.rule.present_buffers(dict(self.statics)), self.dtypes[2:], strict=True))
         there = [b for b in self.rule.buffers if b.is_present(statics)]
-        buffers = tuple(here.get(b.name) or _name(self.rule.dtype_of(b, self.dtypes[0], statics)) for b in there)
-        return dataclasses.replace(self, statics=tuple(statics.items()), buffer_dtypes=buffers)
+        buffers = [here.get(b.name) or self.rule.dtype_of(b, self.dtypes[0], statics) for b in there]
+        return dataclasses.replace(self, statics=tuple(statics.items()), dtypes=(*self.dtypes[:2], *buffers))
 
     def changes_from(self, old: KernelKey) -> list[str]:
         """The differences from ``old`` in words, ``grad dtype float32 -> bfloat16``."""
@@ -69,9 +61,9 @@ class KernelKey:
         return [f"{k} {before.get(k)} -> {now.get(k)}" for k in {**before, **now} if before.get(k) != now.get(k)]
 
     def _in_words(self) -> dict[str, Any]:
-        dtypes = {"param dtype": self.param_dtype, "grad dtype": self.grad_dtype}
-        last = {"device": self.device, "state dtypes": self.buffer_dtypes}
-        return {"arrangement": self.arrangement, **dtypes, **last, **dict(self.statics)}
+        param, grad, *buffers = map(_name, self.dtypes)
+        dtypes = {"param dtype": param, "grad dtype": grad, "device": self.device, "state dtypes": tuple(buffers)}
+        return {"arrangement": self.arrangement, **dtypes, **dict(self.statics)}
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -81,17 +73,16 @@ def _name(dtype: torch.dtype) -> str:
 def kernel_key(plan: Plan, member: Member, grad_dtype: torch.dtype, arrangement: str) -> KernelKey:
     """The key of the kernel that updates ``member`` with a gradient of ``grad_dtype``."""
     dtypes = [member.param.dtype, grad_dtype, *(member.entries[name].dtype for name in plan.buffers)]
-    param, grad, *buffers = (_name(real_dtype(d)) for d in dtypes)
     # Triton runs a multi-tensor kernel on the current device; Inductor writes the device's number into its code.
     device = plan.device.type if arrangement == MULTI_TENSOR else str(plan.device)
-    return KernelKey(plan.rule, tuple(plan.statics.items()), device, arrangement, param, grad, tuple(buffers))
+    return KernelKey(plan.rule, tuple(plan.statics.items()), device, arrangement, tuple(d.to_real() for d in dtypes))
 
 
 def coefficient_key(plan: Plan) -> KernelKey:
     """The key of the kernel that evaluates the coefficients of all of ``plan``, whose tensors are updated in another way."""
     chosen = {choice.name for choice in (*plan.rule.statics, *plan.rule.options)}
     statics = tuple((name, value) for name, value in plan.statics.items() if name in chosen)
-    return KernelKey(plan.rule, statics, plan.device.type, COEFFICIENTS, "float64", "float64", ())
+    return KernelKey(plan.rule, statics, plan.device.type, COEFFICIENTS, (torch.float64, torch.float64))
 
 
 K = TypeVar("K")
@@ -163,9 +154,9 @@ class CompilationLog:
                 spend(f"{key.rule.name} would recompile its step: {cause}")
             for wanted in dict.fromkeys((key, key.with_all_buffers())):
                 if wanted not in cache:
-                    started, before = time.perf_counter(), dataclasses.replace(uses)
+                    started, before = time.perf_counter(), uses.copy()
                     cache[wanted] = make(wanted)
-                    loaded = uses.made == before.made and uses.taken > before.taken
+                    loaded = uses["made"] == before["made"] and uses["taken"] > before["taken"]
                     self.compilations.append(Compilation(str(wanted), time.perf_counter() - started, cause, loaded))
         self.keys.update(dict.fromkeys(((name, key.updates) for name in names), key))
         return cache[key]

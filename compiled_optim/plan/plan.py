@@ -19,23 +19,8 @@ from torch import Tensor
 from compiled_optim.groups.param_group import ParamGroup
 from compiled_optim.groups.parameters import advising, canonical_name, parameter_name, parameter_names, parameters_of
 from compiled_optim.groups.per_parameter import ignores_prefixes, number_of
-from compiled_optim.memory import torch_internals
+from compiled_optim.memory import layout, torch_internals
 from compiled_optim.memory.addresses import Addresses, gradient
-from compiled_optim.memory.layout import (
-    MemoryOrder,
-    as_part_of,
-    has_memory,
-    has_whole_groups,
-    is_lost,
-    is_sharded,
-    local,
-    local_gradient,
-    obstacle,
-    part_number,
-    placement,
-    scalars_device,
-    span,
-)
 from compiled_optim.rule.formats import GROUP
 from compiled_optim.rule.rule import Declaration, Rule
 from compiled_optim.state import OptimizerState, ParamState, StateForm, has_own_entries, initial_values
@@ -61,9 +46,9 @@ class Member:
     entries: dict[str, Tensor] = field(init=False)  # as they were when the member was made, or their local shards
 
     def __post_init__(self) -> None:
-        self.param = local(self.owner)
+        self.param = layout.local(self.owner)
         is_full = self.param is self.owner
-        self.entries = {name: self.state[name] if is_full else local(self.state[name]) for name in self.names}
+        self.entries = {name: self.state[name] if is_full else layout.local(self.state[name]) for name in self.names}
 
     @property
     def name(self) -> str:
@@ -73,8 +58,8 @@ class Member:
     def put(self, name: str, entry: Tensor) -> None:
         """Replace an entry of the state, or the local shard of one. The write is not reported as a change."""
         old, self.entries[name] = self.state[name], entry
-        is_full = self.param is self.owner or local(old) is old
-        self.state.set_quietly(name, entry if is_full else as_part_of(entry, old))
+        is_full = self.param is self.owner or layout.local(old) is old
+        self.state.set_quietly(name, entry if is_full else layout.as_part_of(entry, old))
 
 
 class GradientLayoutError(TypeError, RuntimeError):
@@ -100,15 +85,15 @@ class Plan:
         self.buffers = self.rule.present_buffers(self.statics)
         self.grouped_buffers = self.rule.grouped_buffers(self.statics)
         self.params = [m.owner for m in self.members]
-        self.device = scalars_device(self.params)
-        self.sharded = is_sharded(self.params[0])  # whether the parameters are DTensors
+        self.device = layout.scalars_device(self.params)
+        self.sharded = layout.is_sharded(self.params[0])  # whether the parameters are DTensors
         self.is_meta = self.params[0].is_meta
         # Whether the parameters have no memory of their own: those of a subclass that wraps others, and meta tensors.
         self.wrapped = self.is_meta or _only_wraps(self.members[0].param)
         self._made: list[Tensor | None] | None = None  # gradients of a step, see _looked_at
         self._has_own_grad = any(type(p).grad is not Tensor.grad for p in self.params)
         # Whether more than addresses is looked at in each step.
-        self._looks_closely = self.wrapped or self.sharded or self._has_own_grad or self.rule.gradients == "sparse"
+        self.looks_closely = self.wrapped or self.sharded or self._has_own_grad or self.rule.gradients == "sparse"
         expected = [(p.grad_dtype if p.is_leaf else None) or p.dtype for p in self.params]  # where there is no gradient yet
         grads = map(grad_of, self.params)
         self.grad_dtypes = [d if g is None else g.dtype for g, d in zip(grads, expected, strict=True)]
@@ -130,7 +115,7 @@ class Plan:
     def addresses(self) -> Addresses:
         """The addresses of parameters, gradients and state, or of their local shards, since the last :meth:`reread`."""
         params = [] if self.wrapped else [m.param for m in self.members]
-        return Addresses(params, self.grad_dtypes[: len(params)], list(filter(has_memory, self._entries())))
+        return Addresses(params, self.grad_dtypes[: len(params)], list(filter(layout.has_memory, self._entries())))
 
     def reread(self, grads: list[Tensor | None] | None) -> None:
         """Read all addresses anew, after the lowering gave state other memory; ``grads`` are as in :meth:`read`.
@@ -143,22 +128,17 @@ class Plan:
     def _entries(self) -> list[Tensor]:
         return [entry for m in self.members for entry in m.entries.values()]
 
-    def memory_order(self, member: Member) -> MemoryOrder:
+    def memory_order(self, member: Member) -> layout.MemoryOrder:
         """The order of memory in which ``member`` is updated. Its state is brought into this order."""
-        order = MemoryOrder(member.param)
+        order = layout.MemoryOrder(member.param)
         for name in self.buffers:
             member.put(name, order.arranged_state(member.entries[name], grouped=name in self.grouped_buffers))
         return order
 
-    @property
-    def state_moved(self) -> bool:
-        """Whether somebody gave a state tensor other memory with ``.data =``, for example to offload it."""
-        return self.addresses.others_moved()
-
     def memory(self) -> list[object]:
         """The storages of state and hyperparameters. They keep the memory if somebody gives such a tensor other memory."""
         hypers = [t for group in self.groups for h in self.hypers for t in group.read_only(h.name)]
-        return [t.untyped_storage() for t in (*self._entries(), *hypers) if has_memory(t)]
+        return [t.untyped_storage() for t in (*self._entries(), *hypers) if layout.has_memory(t)]
 
     def read(self, grads: list[Tensor | None] | None, *, state: bool, keep_alive: bool) -> bool:
         """Look at parameters and ``grads``, None for their own gradients, and say whether the plan still describes them.
@@ -171,19 +151,11 @@ class Plan:
             ValueError: a gradient has another shape than its parameter, or no memory.
         """
         self.addresses.read(self._looked_at(grads), others=state, keep_alive=keep_alive)
-        if self.addresses.moved or (self.sharded and any(local(m.owner) is not m.param for m in self.members)):
+        if self.addresses.moved or (self.sharded and any(layout.local(m.owner) is not m.param for m in self.members)):
             return False
         if not (self.addresses.unlike or self.wrapped or self.rule.gradients == "sparse"):
             return True
         return self._check_gradients([p.grad for p in self.params] if grads is None else grads)
-
-    def resumes(self, grads: list[Tensor | None] | None, *, state: bool, keep_alive: bool) -> bool:
-        """As :meth:`read`, of a plan of plain tensors; False also where a gradient must be looked at more closely."""
-        if self._looks_closely:
-            return False
-        found = self.addresses
-        found.read(grads, others=state, keep_alive=keep_alive)
-        return not (found.moved or found.unlike)
 
     def finish(self) -> None:
         """Let the gradients go, and tell autograd that the parameters with gradients were written."""
@@ -198,7 +170,7 @@ class Plan:
         found = [p.grad for p in self.params] if grads is None else grads
         if not self.sharded:
             return found
-        return [None if g is None else local_gradient(g, p) for g, p in zip(found, self.params, strict=True)]
+        return [None if g is None else layout.local_gradient(g, p) for g, p in zip(found, self.params, strict=True)]
 
     def _looked_at(self, grads: list[Tensor | None] | None) -> list[Tensor | None] | None:
         """``grads``, with copies of those that kernels cannot read. The copies are kept until :meth:`finish`."""
@@ -220,32 +192,36 @@ class Plan:
                 )
         for member, param, grad in present:
             # Of a DTensor's gradient, a compiled step hands over this process's part.
-            shapes = tuple(grad.shape), tuple((param if is_sharded(grad) else member.param).shape)
+            shapes = tuple(grad.shape), tuple((param if layout.is_sharded(grad) else member.param).shape)
             if shapes[0] != shapes[1]:
                 raise ValueError(f"the gradient of '{member.name}' has shape {shapes[0]}, the parameter {shapes[1]}")
-            strided = (grad._indices(), grad._values()) if grad.is_sparse else (local(grad),)
-            if any(map(is_lost, strided)):
+            strided = (grad._indices(), grad._values()) if grad.is_sparse else (layout.local(grad),)
+            if any(map(layout.is_lost, strided)):
                 raise ValueError(f"the gradient of '{member.name}' has no memory: its storage was freed")
             if torch_internals.is_fake(grad) and not torch_internals.is_fake(param):
                 raise ValueError(f"the gradient of '{member.name}' has no memory: it is a FakeTensor")
         return all(g is None or g.dtype == d for g, d in zip(grads, self.grad_dtypes, strict=True))
 
     @functools.cached_property
+    def counts(self) -> list[int]:
+        """The number of real elements of each parameter, at least 1; a DTensor counts in full."""
+        return [max(layout.real_numel(param), 1) for param in self.params]
+
+    @functools.cached_property
     def numbers(self) -> dict[str, list[float]]:
         """By name, the :attr:`Rule.per_parameter` numbers of the members; 1 where nobody chose."""
         chosen = {name: [m.numbers.get(name, 1.0) for m in self.members] for name in self.rule.per_parameter}
         if self.sharded and self.rule.is_elementwise and self.rule.reads_index(self.statics):  # counted in each part
-            shift = _SEEDS * part_number(self.params[0])
+            shift = _SEEDS * layout.part_number(self.params[0])
             chosen["seed"] = [(seed + shift) % (1 << 24) for seed in chosen["seed"]]
         return chosen | {"resolution": [torch.finfo(m.param.dtype).eps for m in self.members]}
 
     @functools.cached_property
     def scalars(self) -> Tensor:
         """Step counts and the rule's scalars in one float64 tensor of shape (1 + scalars, members)."""
-        if (block := self._block_of(self.members)) is None:
-            block = self._gathered(self.members)
-        self.scalar_blocks = [block]
-        return block
+        block = self._block_of(self.members)
+        self.scalar_blocks = [self._gathered(self.members) if block is None else block]
+        return self.scalar_blocks[0]
 
     def _gather_scalars(self) -> list[Tensor]:
         """The scalars in as few blocks as possible. Blocks of an earlier plan stay: a graph may be reading them."""
@@ -308,7 +284,7 @@ def partition(
             if not (param.requires_grad or is_needed or has_own_entries(rule, state.get(param, {}))):
                 continue
             name = names[j]
-            if reason := obstacle(param):
+            if reason := layout.obstacle(param):
                 if is_needed:
                     raise ValueError(f"can't optimize '{name}': {reason}")
                 continue
@@ -332,7 +308,7 @@ def partition(
     together: dict[Any, tuple[Rule, list[Member]]] = {}
     for (member, rule, choices), wave in zip(found, _waves(written), strict=True):
         param = member.owner
-        kind = (scalars_device([param]), placement(param), has_memory(member.param), param.is_meta)
+        kind = (layout.scalars_device([param]), layout.placement(param), layout.has_memory(member.param), param.is_meta)
         together.setdefault((wave, id(rule), tuple(choices.items()), kind), (rule, []))[1].append(member)
     return [
         Plan(rule, dict(choices), members, grad_of, shares_memory=wave > 0, is_first=index == 0)
@@ -342,39 +318,37 @@ def partition(
 
 def _only_wraps(param: Tensor) -> bool:
     """Whether ``param`` is of a subclass that wraps other tensors, and has no memory of its own."""
-    return torch_internals.wraps_others(param) and not has_memory(param)
+    return torch_internals.wraps_others(param) and not layout.has_memory(param)
 
 
 def _check_order(rule: Rule, param: Tensor, name: str, choices: Mapping[str, Any]) -> None:
     """Raise ``ValueError`` where ``rule`` goes by the order of memory, and this process's part of ``param`` has none."""
-    if not has_whole_groups(param, GROUP) and rule.grouped_buffers(choices):
-        raise ValueError(
-            f"can't optimize '{name}' with 8-bit state: processes would share groups of {GROUP} elements of shape "
-            f"{tuple(param.shape)} with {placement(param)[1]}; name it in exclude="  # type: ignore[index]
-        )
-    is_in_rows = param.is_contiguous() and param.dim() > 0 and param.shape[-1] % GROUP == 0
-    if not (rule.is_elementwise or is_in_rows) and rule.grouped_buffers(choices):
-        raise ValueError(
-            f"can't optimize '{name}' with 8-bit state: rows of matrices must be contiguous, and of a multiple of {GROUP} "
-            f"elements, but its shape is {tuple(param.shape)}; name it in exclude="
-        )
-    if _only_wraps(local(param)) and rule.goes_by_memory(choices):
-        raise ValueError(
-            f"can't optimize '{name}' with 8-bit state or stochastic rounding, which go by the order of elements in memory: "
-            f"a {type(param).__name__} has no memory of its own; name it in exclude="
-        )
+    shape, grouped = tuple(param.shape), rule.grouped_buffers(choices)
+    is_in_rows = param.is_contiguous() and param.dim() > 0 and shape[-1] % GROUP == 0
+    reason = "8-bit state"
+    if grouped and not layout.has_whole_groups(param, GROUP):
+        _, spread = layout.placement(param) or (None, None)
+        reason += f": processes would share groups of {GROUP} elements of shape {shape} with {spread}"
+    elif grouped and not (rule.is_elementwise or is_in_rows):
+        reason += f": rows of matrices must be contiguous, and of a multiple of {GROUP} elements, but its shape is {shape}"
+    elif rule.goes_by_memory(choices) and _only_wraps(layout.local(param)):
+        reason += " or stochastic rounding, which go by the order of elements in memory: "
+        reason += f"a {type(param).__name__} has no memory of its own"
+    else:
+        return
+    raise ValueError(f"can't optimize '{name}' with {reason}; name it in exclude=")
 
 
 def _has_memory(rule: Declaration, param: Tensor, state: ParamState, name: str, *, needed: bool) -> bool:
     """Whether parameter and state have memory, as an update needs it; an error where it is ``needed`` and missing."""
-    values = local(param)
+    values = layout.local(param)
     shares = not values.is_contiguous() and any(n > 1 and s == 0 for n, s in zip(values.shape, values.stride(), strict=True))
     if values._is_zerotensor() or shares:
         raise ValueError(f"can't optimize '{name}': several of its elements share memory (it is expanded); pass its clone()")
     held = [b.name for b in rule.buffers if state.get(b.name) is not None] if state else []
-    buffers = [(f"state '{name}' of ", local(state[name])) for name in held]
+    buffers = [(f"state '{name}' of ", layout.local(state[name])) for name in held]
     for what, tensor in [("", values), *buffers]:
-        if is_lost(tensor):
+        if layout.is_lost(tensor):
             if needed:
                 raise ValueError(f"{what}'{name}' cannot be updated: it has no memory, since its storage was freed")
             return False
@@ -387,10 +361,10 @@ def _waves(written: Sequence[Sequence[Tensor]]) -> list[int]:
     A parameter's wave is 0 where none of the tensors that are ``written`` for it shares memory with an earlier parameter's,
     else one more than the last wave of those parameters.
     """
-    tensors = [(t, i) for i, tensors in enumerate(written) for t in tensors if t.numel() and has_memory(t)]
+    tensors = [(t, i) for i, tensors in enumerate(written) for t in tensors if t.numel() and layout.has_memory(t)]
     earlier = defaultdict[int, set[int]](set)
     open_spans: list[tuple[int, int]] = []  # where each ends, and which of the tensors it is
-    for start, end, k in sorted([(*span(tensor), k) for k, (tensor, _) in enumerate(tensors)]):
+    for start, end, k in sorted([(*layout.span(tensor), k) for k, (tensor, _) in enumerate(tensors)]):
         open_spans = [other for other in open_spans if other[0] > start]
         for _, other in open_spans:
             if tensors[k][0].device == tensors[other][0].device:

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from compiled_optim.groups.live import Live
-from compiled_optim.lowering.choice import lower
-from compiled_optim.lowering.totals import Totals
+from compiled_optim.lowering.choice import Totals, lower
 from compiled_optim.memory.addresses import gradient
 from compiled_optim.memory.layout import MemoryOrder, as_real, flat, local_gradient
 from compiled_optim.plan.clipping import Clipping

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from compiled_optim.groups.live import Live
 from compiled_optim.groups.parameters import first_three
-from compiled_optim.lowering.choice import LOWERINGS, Lowering, lower, refuse
-from compiled_optim.lowering.multi_tensor import Capturable
+from compiled_optim.lowering.choice import LOWERINGS, Lowering, SquareSums, Totals, lower, refuse
+from compiled_optim.lowering.multi_tensor import Capturable, MultiTensorLowering
 from compiled_optim.lowering.torch_ops.eager import EagerLowering
 from compiled_optim.lowering.torch_ops.inductor import InductorLowering, InlinedStep, obstacle
-from compiled_optim.lowering.totals import SquareSums, Totals
 from compiled_optim.memory.cache import CompilerError
 from compiled_optim.memory.torch_internals import Captures, can_capture, let_stay, outside_inference_mode
 from compiled_optim.plan.clipping import Clipping
@@ -79,6 +78,7 @@ class RuleStep(Step):
             )
         self._schedules.count(plans)
         self._square_sums: SquareSums | None = None
+        self._uncompiled = {lowering for lowering in self.lowerings if not isinstance(lowering, EagerLowering)}
         for param in self.params:
             if can_capture(param.device) and not isinstance(param, torch.nn.Parameter):  # those stay by themselves
                 let_stay(param)
@@ -150,6 +150,8 @@ class RuleStep(Step):
             return False
         state, runs_user_code = self.changes.is_state_handed_out, bool(self._schedules.functions)
         for lowering, given in zip(self.lowerings, self._by_plan(grads), strict=True):
+            if not isinstance(lowering, MultiTensorLowering):
+                return False
             if not lowering.resumes(given, state=state, keep_alive=runs_user_code):
                 return False
         return True
@@ -166,17 +168,13 @@ class RuleStep(Step):
         reasons = {
             "groups or state changed since the last step": not self.is_current(),
             "a parameter got its first gradient": self.wakes(grads),
-            "its kernels are not compiled yet": not self._is_compiled,
+            "its kernels are not compiled yet": bool(self._uncompiled),
             "clipping was switched on or off": clips != (self._square_sums is not None),
             "max_grad_norm or skip_nonfinite was assigned": not self._clipping.are_tensors(*clip_args),
             "max_grad_norm is a tensor on another device": elsewhere and not self.is_recorded,
         }
         reason = next((r for r, holds in reasons.items() if holds), "")
         return reason or ("" if self.describes(grads) else "a parameter moved or its gradient has another dtype")
-
-    @property
-    def _is_compiled(self) -> bool:
-        return all(lowering.is_compiled for lowering in self.lowerings)
 
     def inlined(self) -> InlinedStep | str:
         lowerings = [x for x in self.lowerings if isinstance(x, InductorLowering)]  # all of them, if this is their name
@@ -209,7 +207,7 @@ class RuleStep(Step):
 
     @property
     def is_preallocated(self) -> bool:
-        return all(lowering.is_preallocated for lowering in self.lowerings if isinstance(lowering, Capturable))
+        return all(x.table.gradients.reserved for x in self.lowerings if isinstance(x, Capturable))
 
     def prepare(self, grads: Gradients, captures: Captures = ()) -> None:
         """Compile what is not compiled yet, and let every lowering take its gradients and what was assigned."""
@@ -224,7 +222,7 @@ class RuleStep(Step):
     def _compile(self, by_plan: Sequence[Gradients]) -> None:
         """Make what the lowerings and the norm need and what does not exist yet; ``by_plan`` are their gradients."""
         for lowering, given in zip(self.lowerings, by_plan, strict=True):
-            if not lowering.is_compiled:
+            if lowering in self._uncompiled:
                 self.changes.pending = True  # to the end, whatever interrupts it
                 try:
                     lowering.compile()
@@ -232,6 +230,7 @@ class RuleStep(Step):
                     refuse(lowering.plan, str(error))
                     raise
                 lowering.plan.reread(given)
+                self._uncompiled.discard(lowering)
         self.changes.pending = False
         if self._clipping.measures_norm and self._square_sums is None:
             self._square_sums = SquareSums(self.lowerings)
@@ -284,15 +283,15 @@ class RuleStep(Step):
     def reserve(self, steps: int) -> Iterator[None]:
         """Let every lowering of the steps that are captured upload at the end of the ``with`` block."""
         with contextlib.ExitStack() as stack:
-            for lowering in self._capturable if self._is_compiled else ():  # else no step is captured
+            for lowering in () if self._uncompiled else self._capturable:  # else no step is captured
                 stack.enter_context(lowering.table.gradients.uploading_later(steps))
             with super().reserve(steps):
                 yield
 
     def follow(self, clip_args: tuple[Any, ...]) -> tuple[object, ...] | None:
-        if not (self.is_current() and self._is_compiled):
+        if self._uncompiled or not self.is_current():
             return None
-        if self.changes.is_state_handed_out and any(lowering.plan.state_moved for lowering in self.lowerings):
+        if self.changes.is_state_handed_out and any(x.plan.addresses.others_moved() for x in self.lowerings):
             return None
         self.is_settled = False  # whoever takes the next step may have assigned something else
         self._clipping.take(clip_args)

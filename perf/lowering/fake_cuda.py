@@ -28,13 +28,11 @@ _DEVICE_TYPES = 22  # entries of c10's registry of device guards
 _CUDA, _MPS, _META = 1, 13, 14  # positions in it
 
 
-@contextlib.contextmanager
-def triton_target(arch: int) -> Iterator[None]:
+def triton_target(arch: int) -> contextlib.AbstractContextManager[object]:
     """Let Triton compile for compute capability ``arch`` (90 for sm_90); a launch does nothing."""
     from triton.runtime import driver
 
-    with mock.patch.object(driver, "_active", no_device.driver(arch)):
-        yield
+    return mock.patch.object(driver, "_active", no_device.driver(arch))
 
 
 @contextlib.contextmanager
@@ -60,7 +58,7 @@ def fake_cuda(arch: int) -> Iterator[None]:
     answers: dict[str, Any] = dict.fromkeys(("is_available", "is_triton_capable", "is_bf16_supported"), True)
     answers |= {"get_device_properties": properties, "get_compute_capability": arch, "current_device": 0}
     answers |= {"raise_if_triton_unavailable": None}
-    fixed = {name: staticmethod(functools.partial(_answer, value)) for name, value in answers.items()}
+    fixed = {name: staticmethod(functools.partial(no_device.answer, value)) for name, value in answers.items()}
     worker = type("Worker", (device_interface.CudaInterface.Worker,), fixed)
     interface = type("FakeCuda", (device_interface.CudaInterface,), {**fixed, "Worker": worker})
     current = [0]
@@ -77,11 +75,11 @@ def fake_cuda(arch: int) -> Iterator[None]:
         mock.patch.dict(device_interface.device_interfaces, dict.fromkeys(("cuda", "cuda:0", "cuda:1"), interface)),
         mock.patch.multiple(
             torch.cuda,
-            get_device_properties=functools.partial(_answer, properties),
+            get_device_properties=functools.partial(no_device.answer, properties),
             current_device=lambda: current[0],
             _exchange_device=exchange,
             _maybe_exchange_device=exchange,
-            is_current_stream_capturing=functools.partial(_answer, False),
+            is_current_stream_capturing=functools.partial(no_device.answer, False),
         ),
         mock.patch.object(triton_helpers, "set_driver_to_gpu"),
         mock.patch.multiple(Tensor, create=True, data_ptr=_address, pin_memory=lambda tensor, device=None: tensor),
@@ -129,11 +127,7 @@ def _device_guard(device: int = _CUDA) -> Iterator[None]:
         guards[device] = before
 
 
-def _answer(value: Any, *args: Any, **kwargs: Any) -> Any:
-    return value
-
-
-_is_not_fake = functools.partial(_answer, False)  # a mock would keep every tensor that it was called with
+_is_not_fake = functools.partial(no_device.answer, False)  # a mock would keep every tensor that it was called with
 
 
 def _address(tensor: Tensor) -> int:

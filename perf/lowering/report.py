@@ -164,13 +164,6 @@ def lower(lowering: str, workload: Workload, arch: int, *, stand_in: bool = Fals
     )
 
 
-def launches(workload: Workload, arch: int = 90) -> list[str]:
-    """The Triton kernels that one step of the multi-tensor lowering launches, in order; CPU tensors stand in for a GPU's."""
-    with cpu_in_place_of_cuda(arch), recording("cpu") as recorder:
-        _optimizer(workload, "multi_tensor", "cpu").step()
-        return [launch.name for launch in recorder.take().launches]
-
-
 @contextlib.contextmanager
 def cpu_in_place_of_cuda(arch: int) -> Iterator[None]:
     """Let CPU tensors take the lowering of a GPU."""

@@ -15,7 +15,6 @@ from torch import Tensor
 import compiled_optim as co
 from compiled_optim.lowering import multi_tensor
 from compiled_optim.lowering.kernels import triton as lowering
-from compiled_optim.memory import triton_internals
 from compiled_optim.optimizer import engine_of
 
 pytest.importorskip("triton")
@@ -182,8 +181,8 @@ def test_hooks_are_served_while_there_are_any(launches: list[Launched], which: s
 def test_a_triton_that_launches_in_another_way_is_used_as_always(
     launches: list[Launched], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(triton_internals, "_CALL", "self.run(grid, *args)")
-    triton_internals.obstacle.cache_clear()
+    monkeypatch.setattr(lowering, "_CALL", "self.run(grid, *args)")
+    lowering.obstacle.cache_clear()
     try:
         optimizer = co.AdamW(_params())
         with pytest.warns(RuntimeWarning, match="AdamW launches kernels slowly: Triton .* in a way of its own"):
@@ -191,7 +190,7 @@ def test_a_triton_that_launches_in_another_way_is_used_as_always(
         with mock.patch.object(JITFunction, "run", autospec=True, side_effect=JITFunction.run) as run:
             optimizer.step()
     finally:
-        triton_internals.obstacle.cache_clear()
+        lowering.obstacle.cache_clear()
     assert run.call_count == 2
     assert len(launches) == 4
     assert "in a way of its own" in str(co.compile_report(optimizer))
@@ -215,7 +214,7 @@ RUNNER = """
 
 
 def test_the_way_to_launch_is_known_by_its_text() -> None:
-    assert triton_internals.obstacle() == ""
-    assert triton_internals.launches_as_known(RUNNER)
-    assert not triton_internals.launches_as_known(RUNNER.replace("stream, self.function", "self.function, stream"))
-    assert not triton_internals.launches_as_known("")
+    assert lowering.obstacle() == ""
+    assert lowering.launches_as_known(RUNNER)
+    assert not lowering.launches_as_known(RUNNER.replace("stream, self.function", "self.function, stream"))
+    assert not lowering.launches_as_known("")

@@ -39,7 +39,6 @@ from perf.lowering.report import (
     Workload,
     cpu_in_place_of_cuda,
     elementwise,
-    launches,
     lower,
     processor_seconds,
 )
@@ -204,6 +203,13 @@ def test_groups_of_another_rule_are_two_launches_beside_muons(groups: int) -> No
         optimizer.step()
         steady = recorder.take()
     assert Counter(launch.name for launch in steady.launches) == {"evaluate": 2, "update": 1}
+
+
+def launches(workload: Workload) -> list[str]:
+    """The Triton kernels that one step of the multi-tensor lowering launches, in order; CPU tensors stand in for a GPU's."""
+    with cpu_in_place_of_cuda(90), recording("cpu") as recorder:
+        report_module._optimizer(workload, "multi_tensor", "cpu").step()
+        return [launch.name for launch in recorder.take().launches]
 
 
 @pytest.mark.parametrize("tensors", [10, 148, 1000, 20_000])

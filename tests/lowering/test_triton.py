@@ -9,6 +9,7 @@ import subprocess
 from typing import Any
 
 import pytest
+import torch
 from catalog import cases
 from new_process import printed_by
 
@@ -24,8 +25,8 @@ def _compile(rule: Any, statics: dict[str, Any], dtype: str, arch: int) -> dict[
     from triton.backends.nvidia.compiler import get_ptxas
     from triton.compiler import ASTSource
 
-    buffers = (dtype,) * len(rule.present_buffers(statics))
-    signature = KernelKey(rule, tuple(statics.items()), "cuda", "multi-tensor", dtype, dtype, buffers)
+    dtypes = (getattr(torch, dtype),) * (2 + len(rule.present_buffers(statics)))
+    signature = KernelKey(rule, tuple(statics.items()), "cuda", "multi-tensor", dtypes)
     module = lowering.load(lowering.source(signature))
     numbers = {"coefficients": "*fp64", "out": "*fp64", "sums": "*fp64", "outcome": "*fp64"}
     sizes = dict.fromkeys(("count", "columns", "sum_count", "leads", "block_count", "first"), "i32")

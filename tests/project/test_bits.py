@@ -31,6 +31,15 @@ def test_a_digest_is_repeatable_and_depends_on_every_argument(monkeypatch: pytes
     assert len(digests) == 1 + len(arguments)
 
 
+def test_every_optimizer_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bits, "STEPS", 1)
+    monkeypatch.setattr(bits, "LOWERINGS", ("eager",))
+    monkeypatch.setattr(bits, "DTYPES", (torch.float32,))
+    classes = [getattr(co, name) for name in co.__all__]
+    optimizers = {c.__name__ for c in classes if isinstance(c, type) and issubclass(c, co.CompiledOptimizer)}
+    assert {name.partition(" ")[0] for name, _ in bits.digests()} == optimizers - {"CompiledOptimizer"}
+
+
 def test_a_digest_depends_on_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a learning rate of zero the parameters stay as they are."""
     monkeypatch.setattr(bits, "STEPS", 3)

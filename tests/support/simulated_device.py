@@ -236,7 +236,7 @@ class _Kernel:
         self._kernel = kernel
         self._device = device
         self.block, self.reduce_block = kernel.block, kernel.reduce_block
-        self.square_sum_count = kernel.square_sum_count
+        self.most_sums = kernel.most_sums
         self.drawback = kernel.drawback
 
     def measure(self, table: Any) -> None:

@@ -169,7 +169,7 @@ class RecordedKernel:
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel
         self.block, self.reduce_block = kernel.block, kernel.reduce_block
-        self.square_sum_count = kernel.square_sum_count
+        self.most_sums = kernel.most_sums
         self.drawback = kernel.drawback
 
     def measure(self, table: Any) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -17,10 +18,9 @@ import torch
 from torch import Tensor
 
 from compiled_optim.lowering.kernels import table as rows
-from compiled_optim.lowering.kernels.program import Accesses, Array, Program, evaluation, indented
-from compiled_optim.lowering.kernels.table import Arguments, CoefficientTable, Ints, Kernel, TensorTable
+from compiled_optim.lowering.kernels.program import Array, Program, evaluation, indented
+from compiled_optim.lowering.kernels.table import Arguments, CoefficientTable, Ints, Kernel, Launch, TensorTable
 from compiled_optim.memory.cache import library
-from compiled_optim.memory.triton_internals import Launch
 from compiled_optim.plan.compilations import KernelKey
 from compiled_optim.rule.formats import GROUP
 from compiled_optim.rule.rule import INDEX, Written
@@ -33,19 +33,19 @@ BLOCK = 8192  # elements that one thread updates at a time
 SERIAL = 32768  # elements below which waking other threads costs more than they save
 
 STORAGE = {
-    **{"float32": "float", "float64": "double", "bfloat16": "bfloat16", "float16": "float16"},
-    **{"int8": "int8_t", "uint8": "uint8_t", "int16": "int16_t"},
+    **{torch.float32: "float", torch.float64: "double", torch.bfloat16: "bfloat16", torch.float16: "float16"},
+    **{torch.int8: "int8_t", torch.uint8: "uint8_t", torch.int16: "int16_t"},
 }
 DIALECT = Dialect("const auto {} = {};", "T({})", "&&", "||", "uint32_t({})")
-_ACCESSES = Accesses(
-    control="*at<const T>(hypers, {}, 1, 0)",
-    row="double_of(inputs[{} * count + t])",
-    address="double* const scalars{} = at<double>(inputs, {}, count, t);",
-    scalar="*scalars{}",
-    hyper="*at<const T>(hyper, {}, 1, 0)",
-    store_scalar="*scalars{} = {};",
-    store_coefficient="out[{} * count] = {};",
-)
+_ACCESSES = {
+    "control": "*at<const T>(hypers, {}, 1, 0)",
+    "row": "double_of(inputs[{} * count + t])",
+    "address": "double* const scalars{} = at<double>(inputs, {}, count, t);",
+    "scalar": "*scalars{}",
+    "hyper": "*at<const T>(hyper, {}, 1, 0)",
+    "store_scalar": "*scalars{} = {};",
+    "store_coefficient": "out[{} * count] = {};",
+}
 
 # Elements share no memory. Between more than five tensors gcc does not check that itself, and does not vectorize. (With
 # "omp simd" it makes slow code of 16-bit tensors: temporaries of a class become arrays.)
@@ -84,10 +84,10 @@ class _Pair(NamedTuple):
 
 # Elements of 16 bits are updated two at a time, in lanes of 32 bits that nothing has to shuffle.
 _PAIRS = {
-    "bfloat16": _Pair("pair32", ("from_bits({} << 16)", "from_bits({} & 0xffff0000)"), "({} >> 16) | ({} & 0xffff0000)"),
-    "float16": _Pair("pair32", ("float16::value({} & 0xffff)", "float16::value({} >> 16)"), "{} | ({} << 16)"),
-    "int16_t": _Pair("pair32", ("shift_right_({} << 16, 16)", "shift_right_({}, 16)"), "({} & 0xffff) | ({} << 16)"),
-    "int8_t": _Pair("pair16", ("shift_right_({} << 24, 24)", "shift_right_({} << 16, 24)"), "({} & 0xff) | ({} << 8)"),
+    torch.bfloat16: _Pair("pair32", ("from_bits({} << 16)", "from_bits({} & 0xffff0000)"), "({} >> 16) | ({} & 0xffff0000)"),
+    torch.float16: _Pair("pair32", ("float16::value({} & 0xffff)", "float16::value({} >> 16)"), "{} | ({} << 16)"),
+    torch.int16: _Pair("pair32", ("shift_right_({} << 16, 16)", "shift_right_({}, 16)"), "({} & 0xffff) | ({} << 16)"),
+    torch.int8: _Pair("pair16", ("shift_right_({} << 24, 24)", "shift_right_({} << 16, 24)"), "({} & 0xff) | ({} << 8)"),
 }
 _TILE = 512  # elements whose bytes are made words, and are made of words, by loops of their own: gcc widens those well
 
@@ -126,7 +126,7 @@ def _each_block(program: Program, name: str, written: Written, stores: Sequence[
         loop = _loop_over_groups(program.arrays, loads, written, stores, pragma)
     else:
         body = [*loads.values(), *written.lines, *(s.text for s in stores)]
-        is_paired = not totals and all(STORAGE[a.dtype] in _PAIRS for a in program.arrays)
+        is_paired = not totals and all(a.dtype in _PAIRS for a in program.arrays)
         loop = _loop_over_pairs(program.arrays, written, stores, body) if is_paired else _loop(pragma, "0", "size", body)
     before = [*map(_pointer, program.arrays), "const T factor = T(k[0]);"]
     before += [f"const T k{i} = T(k[{i + 1} * columns]);" for i in range(len(written.numbers))]
@@ -173,7 +173,7 @@ def _loop(pragma: str, first: str, end: str, body: Sequence[str]) -> list[str]:
 
 def _loop_over_pairs(arrays: Sequence[Array], written: Written, stores: Sequence[_Store], last: Sequence[str]) -> list[str]:
     """Loops over pairs of elements; the ``last`` one of an odd number is updated by itself."""
-    pairs = {array.address: _PAIRS[STORAGE[array.dtype]] for array in arrays}
+    pairs = {array.address: _PAIRS[array.dtype] for array in arrays}
     words = {address: f"reinterpret_cast<{pair.word}*>({address} + first)[i]" for address, pair in pairs.items()}
     of_bytes = [address for address, pair in pairs.items() if pair.word == "pair16"]
     found = {**words, **{address: f"{address}_words[i]" for address in of_bytes}}
@@ -347,6 +347,7 @@ class CppKernel(Kernel):
     """
 
     block = reduce_block = BLOCK
+    most_sums = sys.maxsize  # one per block, so that their order does not depend on the threads
 
     def __init__(self, key: KernelKey) -> None:
         super().__init__(key)
@@ -356,19 +357,14 @@ class CppKernel(Kernel):
             function = getattr(self._code, name)
             function.argtypes, function.restype = [ctypes.c_int64] * len(parameters.split(",")), None
 
-    def square_sum_count(self, reduce_blocks: int) -> int:
-        """One partial sum per block, so that their order does not depend on the threads."""
-        return reduce_blocks
-
     def step(self, table: TensorTable, coefficients: CoefficientTable) -> None:
-        sums = coefficients.all_square_sums  # others once a norm is measured; nobody then clears a RowBatch's launches
-        self._launch("step", table, lambda: self._both(table, coefficients), id(sums))
+        def arguments() -> Arguments:
+            _, _, tables, counts = self._evaluated(coefficients)
+            tables = *tables, table.tensors, table.grads, table.blocks
+            return (len(table.blocks),), table.elements, tables, (*counts, table.grads.numel())
 
-    def _both(self, table: TensorTable, coefficients: CoefficientTable) -> Arguments:
-        """What ``step`` takes."""
-        _, _, tables, counts = self._evaluated(coefficients)
-        tables = *tables, table.tensors, table.grads, table.blocks
-        return (len(table.blocks),), table.elements, tables, (*counts, table.grads.numel())
+        sums = coefficients.all_square_sums  # others once a norm is measured; nobody then clears a RowBatch's launches
+        self._launch("step", table, arguments, id(sums))
 
     def _prepared(self, name: str, programs: Ints, elements: int, tensors: Sequence[Tensor], counts: Ints) -> Launch:
         run = functools.partial(getattr(self._code, name), *map(Tensor.data_ptr, tensors), *counts, *programs)

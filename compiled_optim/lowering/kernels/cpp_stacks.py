@@ -10,15 +10,15 @@ import math
 import re
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from compiled_optim.lowering.kernels.cpp import DIALECT, INDEPENDENT, SERIAL, STORAGE, WORDS
-from compiled_optim.lowering.kernels.loops import Loop, Schedule
 from compiled_optim.memory.cache import library, processor
 from compiled_optim.memory.layout import compute_dtype
 from compiled_optim.plan.compilations import KernelKey
@@ -40,6 +40,107 @@ _VALUE = r"(?<![a-z0-9])e\d+"  # the name of a value, also behind an underscore
 GIVEN = ("coefficients", "outcome", "index", "params", "grads")
 """What the functions of all rules take first: a matrix of coefficients and the outcome of the step, as in a coefficient
 table; for each tensor of the stack, its column there and the address of its parameter; and by column, of the gradient."""
+
+
+@dataclass
+class Loop:
+    """A loop over the elements of ``axes``: it evaluates steps, adds up sums, and stores what is read after it.
+
+    ``loads`` names what it reads from memory, ``kept`` the values that it stores there. ``results`` are the new values of
+    parameter and buffers, by the names of these.
+    """
+
+    axes: Axes
+    steps: list[Step] = field(default_factory=list)
+    sums: list[Step] = field(default_factory=list)
+    results: dict[str, str] = field(default_factory=dict)
+    loads: list[str] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
+
+
+Event: TypeAlias = Loop | Step  # a step is a product, or a matrix to be transposed
+
+
+class Schedule:
+    """The ``events`` of an update, in order.
+
+    Each loop computes again the values that it needs, where these have an element for each of the tensor's, or a single one.
+    Other values, sums, and what products take, are computed once and kept. New parameters and buffers are stored last, since
+    loops read the old ones.
+    """
+
+    def __init__(self, update: StackUpdate) -> None:
+        self._update = update
+        self._steps = {step.name: step for step in update.steps}
+        multiplied = {name for s in update.steps if s.kind in ("product", "turn") for name in s.reads}
+        between = range(1, _rank(update.axes))  # of values with several elements, but not as many as the tensor
+        self._once = [s for s in update.steps if s.kind != "element" or _rank(s.axes) in between or s.name in multiplied]
+        self._names = {s.name for s in self._once}
+        self.events: list[Event] = []
+        rest, done = list(self._once), set[str]()
+        while rest:
+            found = self._next([s for s in rest if self._needs(s) <= done], rest, done)
+            is_loop = found[0].kind in ("element", "sum")
+            self.events.append(self._loop(self._space(found[0]), found) if is_loop else found[0])
+            done |= {step.name for step in found}
+            rest = [step for step in rest if step.name not in done]
+        spaces = sorted({update.inputs[old] for old in update.results}, key=lambda axes: (-_rank(axes), axes))
+        for axes in spaces:
+            self.events.append(self._loop(axes, (), {o: n for o, n in update.results.items() if update.inputs[o] == axes}))
+        loops = [event for event in self.events if isinstance(event, Loop)]
+        read = multiplied.union(*(loop.loads for loop in loops))
+        for loop in loops:
+            loop.kept = [step.name for step in loop.steps if step.name in self._names & read]
+
+    def axes_of(self, name: str) -> Axes:
+        """The axes of a value: of a step, of an input, or of a coefficient, which has none."""
+        if name in self._steps:
+            return self._steps[name].axes
+        return self._update.inputs.get(name, ("",) * len(self._update.axes))
+
+    def _next(self, ready: Sequence[Step], rest: Sequence[Step], done: set[str]) -> list[Step]:
+        """The steps that one event takes: of small values first, so that loops over all elements are few."""
+        elementwise = [s for s in ready if s.kind in ("element", "sum")]
+        small = [s for s in elementwise if _rank(self._space(s)) < _rank(self._update.axes)]
+        first = (small or elementwise or ready)[0]
+        if first not in elementwise:
+            return [first]
+        found: list[Step] = []
+        for step in (s for s in rest if s.kind in ("element", "sum") and self._space(s) == self._space(first)):
+            if self._needs(step) <= done.union(s.name for s in found if s.kind == "element"):
+                found.append(step)
+        return found
+
+    def _space(self, step: Step) -> Axes:
+        """The axes of the loop that evaluates a step."""
+        return self.axes_of(step.reads[0]) if step.kind == "sum" else step.axes
+
+    def _needs(self, step: Step) -> set[str]:
+        """What must be done before a step can be evaluated."""
+        return self._read(step.reads) & self._names
+
+    def _loop(self, axes: Axes, found: Iterable[Step], results: dict[str, str] | None = None) -> Loop:
+        loop = Loop(axes, sums=[s for s in found if s.kind == "sum"], results=results or {})
+        own = {s.name for s in found if s.kind == "element"}
+        wanted = [*own, *(s.reads[0] for s in loop.sums), *loop.results.values()]
+        read = self._read(wanted, own)
+        loop.steps = [s for s in self._update.steps if s.name in read and (s.name in own or s.name not in self._names)]
+        evaluated = {s.name for s in loop.steps}
+        loop.loads = sorted(read - evaluated)
+        return loop
+
+    def _read(self, names: Iterable[str], own: Collection[str] = ()) -> set[str]:
+        """Values, and what they are computed from in a loop that evaluates its ``own`` ones."""
+        found, rest = set[str](), list(names)
+        while rest:
+            if (name := rest.pop()) not in found:
+                found.add(name)
+                rest += self._steps[name].reads if name in self._steps and (name in own or name not in self._names) else ()
+        return found
+
+
+def _rank(axes: Axes) -> int:
+    return len("".join(axes))
 
 
 class Part(NamedTuple):
@@ -79,7 +180,7 @@ class StackSource:
             self._arrays, self._sizes = [*GIVEN], [*axes, "alone"]
             phases = [self._phase(name, loop) for name, loop in itertools.islice(names, len(list(found)))]
             text = _PART.format(
-                compute=_type(compute),
+                compute=STORAGE[compute],
                 sizes="".join(f"\n  const int64_t size_{letter} = sizes[{i}];" for i, letter in enumerate(axes)),
                 alone=f"sizes[{len(axes)}]",
                 phases=",\n".join("\n".join(_indented(phase, "      ")) for phase in phases),
@@ -107,7 +208,7 @@ class StackSource:
         for step in loop.steps:
             lines[bool(step.axes[inner])].append(f"const auto {step.name} = {step.expression};")
         stores = {**{name: name for name in loop.kept}, **loop.results}
-        lines[True] += [f"{self._element(to)} = {_type(self.dtypes[to])}({value});" for to, value in stores.items()]
+        lines[True] += [f"{self._element(to)} = {STORAGE[self.dtypes[to]]}({value});" for to, value in stores.items()]
         totals: dict[str, str] = {}
         begin, end = [], []
         for name, step in ((name, step) for name, (where, step) in self.sums.items() if where == loop_name):
@@ -134,10 +235,10 @@ class StackSource:
     def _start(self, name: str) -> str:
         if name not in self._arrays:
             self._arrays.append(name)
-        return f"start<{_type(self.dtypes[name])}>(arrays[{self._arrays.index(name)}])"
+        return f"start<{STORAGE[self.dtypes[name]]}>(arrays[{self._arrays.index(name)}])"
 
     def _pointer(self, name: str, place: str = "t") -> str:
-        kind, found = _type(self.dtypes[name]), {"param": "params[t]", "grad": "grads[index[t]]"}.get(name)
+        kind, found = STORAGE[self.dtypes[name]], {"param": "params[t]", "grad": "grads[index[t]]"}.get(name)
         where = f"start<{kind}>({found})" if found else f"{self._start(name)} + {place} * {self._numel(name)}"
         return f"{kind}* __restrict at_{name} = {where};"
 
@@ -165,17 +266,13 @@ def stack_source(key: KernelKey, shape: Sequence[int]) -> StackSource | None:
 
 @functools.cache
 def _source(key: KernelKey, shape: tuple[int, ...]) -> StackSource | None:
-    if any(str(dtype).removeprefix("torch.") not in STORAGE for dtype in key.dtypes):
+    if not STORAGE.keys() >= {*key.dtypes}:
         return None
     try:
         update = written(key.rule, dict(key.statics), shape, compute_dtype(key.dtypes[0]), DIALECT)
     except Exception:  # whatever an update, which torch can run, says of a symbol that is no tensor
         return None
     return StackSource(key, update)
-
-
-def _type(dtype: torch.dtype) -> str:
-    return STORAGE[str(dtype).removeprefix("torch.")]
 
 
 def _size(letter: str) -> str:
@@ -204,35 +301,22 @@ OURS void PART(const int64_t* arrays, const int64_t* sizes, const double* number
 """
 
 
-class CppStackKernel:
-    """The compiled update of the stacks of one key, which have an example's ``shape``, or one with the same code.
+def stack_kernel(key: KernelKey, shape: Sequence[int]) -> Callable[[Sequence[int]], StackLoops]:
+    """The compiled updates of stacks of one key, by the stack's shape: an example's ``shape``, or one with the same code.
 
-    There must be a :func:`stack_source` for all of them.
-
-    Raises:
-        CompilerError: it cannot be compiled or loaded on this machine.
+    There must be a :func:`stack_source` for all of them. ``CompilerError`` says that this machine cannot compile or load it.
     """
+    load = functools.cache(library)  # shapes share one, which is loaded here and not in a step
 
-    def __init__(self, key: KernelKey, shape: Sequence[int]) -> None:
-        self._key = key
-        self._library = functools.cache(library)  # shapes share one, which is loaded here and not in a step
-        self._forms: dict[Sequence[int], _Form] = {}
-        self._form((1, *shape))
+    @functools.cache
+    def of_shape(stack_shape: Sequence[int]) -> StackLoops:
+        return StackLoops(key, stack_shape, load)
 
-    def update(self, shape: Sequence[int], given: Mapping[str, int], columns: int) -> None:
-        """Update a stack of ``shape``, with the addresses of :data:`GIVEN` and of each of ``buffers``.
-
-        The matrix of coefficients has so many ``columns``.
-        """
-        self._form(shape).run(given, columns)
-
-    def _form(self, shape: Sequence[int]) -> _Form:
-        if shape not in self._forms:
-            self._forms[shape] = _Form(self._key, shape, self._library)
-        return self._forms[shape]
+    of_shape((1, *shape))
+    return of_shape
 
 
-class _Form:
+class StackLoops:
     """The update of stacks of one shape.
 
     Attributes:
@@ -313,9 +397,9 @@ class _Memory(threading.local):
 
     def __init__(self) -> None:
         self._all = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._known: dict[_Form, tuple[dict[str, Tensor], dict[str, int]]] = {}
+        self._known: dict[StackLoops, tuple[dict[str, Tensor], dict[str, int]]] = {}
 
-    def of(self, form: _Form) -> tuple[dict[str, Tensor], dict[str, int]]:
+    def of(self, form: StackLoops) -> tuple[dict[str, Tensor], dict[str, int]]:
         """The tensors of ``form`` by name, and their addresses."""
         if form in self._known:
             return self._known[form]

@@ -2,33 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from compiled_optim.lowering.kernels.table import BUFFERS, FIRST_NUMBER, GROUP_INDEX, MAXIMIZE, PARAM, SCALARS
+from compiled_optim.memory.layout import compute_dtype
 from compiled_optim.plan.clipping import NAMES, scaled
 from compiled_optim.plan.compilations import KernelKey
 from compiled_optim.rule.rule import NUMBERS, Written
 from compiled_optim.rule.symbols import Code, Dialect, Symbol
-
-
-@dataclass(frozen=True)
-class Accesses:
-    """How C++ or Triton reads and writes the table entries of ``evaluate``.
-
-    ``{}`` is the position of a control, scalar, hyperparameter or coefficient, or a row of the table. In a definition or a
-    store, a second ``{}`` is its row or its value.
-    """
-
-    control: str
-    row: str
-    address: str
-    scalar: str
-    hyper: str
-    store_scalar: str
-    store_coefficient: str
 
 
 def indented(lines: Iterable[str], indent: str) -> str:
@@ -36,16 +20,19 @@ def indented(lines: Iterable[str], indent: str) -> str:
     return "\n".join(indent + line for line in lines)
 
 
-def evaluation(key: KernelKey, dialect: Dialect, accesses: Accesses, indent: str) -> dict[str, object]:
+def evaluation(key: KernelKey, dialect: Dialect, accesses: Mapping[str, str], indent: str) -> dict[str, object]:
     """What happens once for each parameter: what a language's text of ``evaluate`` leaves open, by name.
 
     The statements ``gradient`` read ``square_sum``; their results are the expressions ``factor``, ``norm`` and ``skip``. The
     statements ``coefficients`` read and store all else. ``group`` and ``maximize`` are rows, and the ``hypers`` of a group
     follow the ``controls``.
+
+    ``accesses`` are how the language reads and writes table entries: ``{}`` is the position of a control, scalar,
+    hyperparameter or coefficient, or a row of the table. In a definition or store, a second ``{}`` is its row or value.
     """
     rule, statics, define = key.rule, dict(key.statics), dialect.statement.format
     code = Code(dialect, "s")
-    controls = {f"control{i}": accesses.control.format(i) for i in range(len(NAMES))}
+    controls = {f"control{i}": accesses["control"].format(i) for i in range(len(NAMES))}
     clipping = dict(zip(NAMES, (Symbol(code, name) for name in controls), strict=True))
     factor, norm, skip = map(code.operand, scaled(Symbol(code, "square_sum"), **clipping))
 
@@ -53,16 +40,16 @@ def evaluation(key: KernelKey, dialect: Dialect, accesses: Accesses, indent: str
     scalars = ["step", *(returned[s.name] for s in rule.scalars)]
     numbers = [returned[name] for name in rule.coefficient_names(statics)]
     hypers = sum(h.length for h in rule.present_hypers(statics))
-    reads = {name: accesses.row.format(row) for row, name in enumerate(NUMBERS, FIRST_NUMBER)}
-    reads["step"] = f"{accesses.scalar.format(0)} + 1"
-    reads |= {f"scalar{i - 1}": accesses.scalar.format(i) for i in range(1, len(scalars))}
-    reads |= {f"hyper{i}": accesses.hyper.format(i) for i in range(hypers)}
+    reads = {name: accesses["row"].format(row) for row, name in enumerate(NUMBERS, FIRST_NUMBER)}
+    reads["step"] = accesses["scalar"].format(0) + " + 1"
+    reads |= {f"scalar{i - 1}": accesses["scalar"].format(i) for i in range(1, len(scalars))}
+    reads |= {f"hyper{i}": accesses["hyper"].format(i) for i in range(hypers)}
     coefficients = [
-        *(accesses.address.format(i, SCALARS + i) for i in range(len(scalars))),
+        *(accesses["address"].format(i, SCALARS + i) for i in range(len(scalars))),
         *map(define, reads, reads.values()),
         *lines,
-        *(accesses.store_scalar.format(i, value) for i, value in enumerate(scalars)),
-        *(accesses.store_coefficient.format(i, value) for i, value in enumerate(numbers, 1)),
+        *(accesses["store_scalar"].format(i, value) for i, value in enumerate(scalars)),
+        *(accesses["store_coefficient"].format(i, value) for i, value in enumerate(numbers, 1)),
     ]
     return {
         "gradient": indented([*map(define, controls, controls.values()), *code.lines], indent),
@@ -74,38 +61,33 @@ def evaluation(key: KernelKey, dialect: Dialect, accesses: Accesses, indent: str
 
 @dataclass(frozen=True)
 class Array:
-    """A parameter, its gradient or one of its buffers: the name of its dtype, and what a kernel calls address and element.
+    """A parameter, its gradient or one of its buffers: its dtype, and what a kernel calls address and element.
 
     ``row`` is its row in a :class:`~compiled_optim.lowering.kernels.table.TensorTable`, None for the gradient. An array is
     ``grouped`` if it has a number for each group of elements.
     """
 
-    dtype: str
+    dtype: torch.dtype
     address: str
     element: str
     row: int | None
     grouped: bool = False
 
     @property
-    def size(self) -> int:
-        """Bytes of an element."""
-        return int(getattr(torch, self.dtype).itemsize)
-
-    @property
     def is_int(self) -> bool:
         """Whether the elements are integers to the rule."""
-        return not (self.grouped or getattr(torch, self.dtype).is_floating_point)
+        return not (self.grouped or self.dtype.is_floating_point)
 
 
 @dataclass(frozen=True)
 class Program:
     """What a kernel does to elements: ``means`` by their stage, and an ``update``.
 
-    ``arrays`` are parameter, gradient and buffers. ``compute`` names the dtype in which they are updated.
+    ``arrays`` are parameter, gradient and buffers. ``compute`` is the dtype in which they are updated.
     """
 
     arrays: list[Array]
-    compute: str
+    compute: torch.dtype
     means: dict[int, Written]
     update: Written
 
@@ -113,18 +95,18 @@ class Program:
     def of(cls, key: KernelKey, dialect: Dialect) -> Program:
         """The program for ``key``, of an elementwise rule, in a language."""
         rule, statics = key.rule, dict(key.statics)
-        arrays = [Array(key.param_dtype, "params", "param", PARAM), Array(key.grad_dtype, "grad_values", "grad", None)]
-        for i, (name, dtype) in enumerate(zip(rule.present_buffers(statics), key.buffer_dtypes, strict=True)):
+        param, grad, *buffers = key.dtypes
+        arrays = [Array(param, "params", "param", PARAM), Array(grad, "grad_values", "grad", None)]
+        for i, (name, dtype) in enumerate(zip(rule.present_buffers(statics), buffers, strict=True)):
             grouped = name in rule.grouped_buffers(statics)
             arrays.append(Array(dtype, f"buffers{i}", f"buffer{i}", BUFFERS + i, grouped))
-        compute = "float64" if key.param_dtype == "float64" else "float32"
         *means, update = rule.written(statics, dialect)
-        return cls(arrays, compute, {i: stage for i, stage in enumerate(means) if stage.results}, update)
+        return cls(arrays, compute_dtype(param), {i: stage for i, stage in enumerate(means) if stage.results}, update)
 
     def bits_above(self, array: Array, value: str) -> str | None:
         """The integer whose upper 16 bits an array of bfloat16 stores as ``value``, if ``value`` was made of these alone."""
         made = next((s for s in self.update.statements if s.name == value and s.word == "from_upper"), None)
-        return None if made is None or array.dtype != "bfloat16" else made.reads[0]
+        return None if made is None or array.dtype != torch.bfloat16 else made.reads[0]
 
     def new_elements(self) -> list[tuple[Array, str]]:
         """The arrays that are updated, each with the expression of its new element."""

@@ -18,16 +18,16 @@ from torch import Tensor
 
 from compiled_optim.groups.param_group import ParamGroup
 from compiled_optim.memory import torch_internals
-from compiled_optim.memory.addresses import EMPTY, Longs
-from compiled_optim.memory.layout import has_memory, is_lost, is_plain, real_numel
+from compiled_optim.memory.addresses import EMPTY, Addresses, Longs
+from compiled_optim.memory.layout import MemoryOrder, has_memory, is_lost, is_plain, real_numel
 from compiled_optim.memory.torch_internals import is_capturing
-from compiled_optim.memory.triton_internals import Launch
 from compiled_optim.plan.clipping import NAMES, Clipping
 from compiled_optim.plan.compilations import CompilationLog, KernelKey
 from compiled_optim.plan.plan import Plan
 from compiled_optim.rule.fields import Hyper
 from compiled_optim.rule.rule import NUMBERS
 
+Launch: TypeAlias = Callable[[], object]
 Ints: TypeAlias = tuple[int, ...]
 Arguments: TypeAlias = tuple[Ints, int, Sequence[Tensor], Ints]
 """Of a launch: how many programs, in each dimension; elements for them together; tensors; counts."""
@@ -164,11 +164,26 @@ class GradientPointers:
         self.reserve(1)
         self._captured: list[tuple[Tensor, Tensor]] = []  # read by every replay
         self._later: list[tuple[Tensor, Tensor]] | None = None  # captured ones that are uploaded after the capture
+        self._version: int | None = None  # of the plan's addresses that were made known last; None if others were
 
-    def publish(self, addresses: npt.ArrayLike | None, capturing: bool) -> None:
-        """Make ``addresses`` known to the kernels; None where they are those of the last time."""
+    def follow(self, found: Addresses, capturing: bool) -> None:
+        """Make the gradients' addresses that a plan ``found`` known to the kernels."""
+        self._publish(found.gradients if self._version != found.version else None, capturing)
+        self._version = found.version
+
+    def publish(self, grads: Sequence[Tensor | None], capturing: bool) -> None:
+        """Make the addresses of ``grads`` known to the kernels."""
+        self._publish([0 if g is None else g.data_ptr() or EMPTY for g in grads], capturing)
+
+    def mark(self, grads: Sequence[Tensor | None], capturing: bool) -> None:
+        """Tell kernels that do not read the gradients' addresses from this table which of ``grads`` exist."""
+        marks = [grad is not None for grad in grads]
+        self._publish(None if (self._host == marks).all() else marks, capturing)
+
+    def _publish(self, addresses: npt.ArrayLike | None, capturing: bool) -> None:
+        """Upload ``addresses``; None stands for those of the last time, which only a graph needs again."""
         if addresses is not None:
-            self._is_known = False  # until the end, whatever interrupts it
+            self._is_known, self._version = False, None  # until the end, whatever interrupts it
             self._host[:] = addresses
         if capturing:
             self._capture()
@@ -179,11 +194,6 @@ class GradientPointers:
                 _copy(torch.from_numpy(self._host), self.pointers)
             self.reserve(1)
             self._is_known = True
-
-    def mark(self, grads: Sequence[Tensor | None], capturing: bool) -> None:
-        """Tell kernels that do not read the gradients' addresses from this table which of ``grads`` exist."""
-        marks = [grad is not None for grad in grads]
-        self.publish(None if (self._host == marks).all() else marks, capturing)
 
     @contextlib.contextmanager
     def uploading_later(self, steps: int) -> Iterator[None]:
@@ -321,64 +331,22 @@ class TensorTable(Protocol):
         """(tensors,) int64, the addresses of the gradients; 0 leaves a tensor as it is."""
 
 
-class PlanTensors:
-    """All parameters of a plan and their buffers, in the order of memory in which kernels update them.
-
-    ``table`` has the rows of a :class:`TensorTable`; each tensor has a column of its own.
-    """
-
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
-        members = plan.members
-        self._orders = list(map(plan.memory_order, members))
-        self.numels = [real_numel(m.param) for m in members]  # real numbers in each; of a DTensor in this process's part
-        self.counts = [max(real_numel(m.owner), 1) for m in members]  # the same, of a DTensor in all parts; at least 1
-        self.table = upload(
-            [
-                [order.target.data_ptr() for order in self._orders],
-                self.numels,
-                list(range(len(members))),
-                *([m.entries[name].data_ptr() for m in members] for name in plan.buffers),
-            ],
-            plan.device,
-        )
-        self._version = -1  # of the plan's addresses that the kernels know
-        self.stand_ins = [i for i, order in enumerate(self._orders) if order.stand_in is not None]  # positions
-        self._grads: Sequence[Tensor | None] = ()
-
-    def prepare(self, grads: Sequence[Tensor | None] | None, pointers: GradientPointers, capturing: bool) -> None:
-        """Make the gradients known to the kernels, which read ``pointers``, for one step.
-
-        ``grads`` has the plan's gradients if some must be copied into their parameters' memory order; None if none must.
-        """
-        found = self._plan.addresses
-        if grads is None:
-            pointers.publish(found.gradients if self._version != found.version else None, capturing)
-            self._version = found.version
-        else:
-            self._version = -1
-            self._grads = [None if g is None else o.arranged(g) for o, g in zip(self._orders, grads, strict=True)]
-            pointers.publish([0 if g is None else _address(g) for g in self._grads], capturing)
-        for i in self.stand_ins:
-            self._orders[i].load()
-
-    def finish(self) -> None:
-        """Copy stand-ins back into their parameters after a step, and let go of the gradients."""
-        for i in self.stand_ins:
-            if self._grads[i] is not None:
-                self._orders[i].store()
-        self._grads = ()
-
-
-def _address(grad: Tensor) -> int:
-    assert has_memory(grad), "a gradient without memory must have been copied or refused"
-    return grad.data_ptr() if grad.numel() else EMPTY
+def tensor_rows(plan: Plan) -> tuple[Tensor, list[MemoryOrder]]:
+    """The rows of a :class:`TensorTable` with a column for each parameter of ``plan``; and the memory order of each."""
+    members, orders = plan.members, list(map(plan.memory_order, plan.members))
+    rows = [
+        [order.target.data_ptr() for order in orders],
+        [real_numel(m.param) for m in members],
+        list(range(len(members))),
+        *([m.entries[name].data_ptr() for m in members] for name in plan.buffers),
+    ]
+    return upload(rows, plan.device), orders
 
 
 class KernelTensors:
-    """A :class:`TensorTable` of those of a plan's tensors that one kernel updates, measures and reduces.
+    """A :class:`TensorTable` of the tensors at ``positions`` of a plan, which one kernel updates, measures and reduces.
 
-    They are those at ``positions`` of the plan's ``tensors``. ``expressions`` is the most that a reduction returns.
+    ``tensors`` are the rows for all of the plan. ``expressions`` is the most that a reduction returns.
 
     Attributes:
         reduce_blocks: (blocks, 2) int64, the same of the blocks whose squares are added up.
@@ -389,19 +357,25 @@ class KernelTensors:
     """
 
     def __init__(
-        self, kernel: Kernel, tensors: PlanTensors, gradients: GradientPointers, positions: Sequence[int], expressions: int
+        self,
+        kernel: Kernel,
+        plan: Plan,
+        tensors: Tensor,
+        gradients: GradientPointers,
+        positions: Sequence[int],
+        expressions: int,
     ) -> None:
         self.kernel = kernel
-        self.tensors = tensors.table
+        self.tensors = tensors
         self._gradients = gradients
-        device, numels = self.tensors.device, [tensors.numels[i] for i in positions]
+        device, numels = tensors.device, [real_numel(plan.members[i].param) for i in positions]
         self.elements = sum(numels)
         blocks, ranges = blocks_of(positions, numels, kernel.block)
         self.blocks = upload(blocks, device)
-        self.ranges = upload(np.column_stack([positions, ranges, [tensors.counts[i] for i in positions]]), device)
+        self.ranges = upload(np.column_stack([positions, ranges, [plan.counts[i] for i in positions]]), device)
         self.reduce_blocks = upload(blocks_of(positions, numels, kernel.reduce_block)[0], device)
         self.sums = torch.empty(expressions, len(self.blocks), dtype=torch.float64, device=device)
-        self.square_sum_count = kernel.square_sum_count(len(self.reduce_blocks))
+        self.square_sum_count = min(len(self.reduce_blocks), kernel.most_sums)
         self.square_sums = torch.empty(0, dtype=torch.float64, device=device)
         self.launches = Launches()
 
@@ -421,19 +395,17 @@ class Kernel(abc.ABC):
     Attributes:
         block: elements that it updates at a time.
         reduce_block: elements that it measures at a time.
+        most_sums: the most partial sums that :meth:`measure` writes; none is of less than a block.
         drawback: why launches take longer than they could; empty where they do not.
     """
 
     block: int
     reduce_block: int
+    most_sums: int
     drawback = ""
 
     def __init__(self, key: KernelKey) -> None:
         self._stages = key.rule.stages(dict(key.statics))
-
-    @abc.abstractmethod
-    def square_sum_count(self, reduce_blocks: int) -> int:
-        """How many partial sums :meth:`measure` writes of so many blocks."""
 
     @abc.abstractmethod
     def _prepared(self, name: str, programs: Ints, elements: int, tensors: Sequence[Tensor], counts: Ints) -> Launch:

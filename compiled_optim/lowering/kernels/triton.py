@@ -5,20 +5,24 @@ Each stage of a rule's reductions takes two more.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import functools
 import hashlib
+import inspect
 import itertools
 import linecache
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from compiled_optim.lowering.kernels.program import Accesses, Array, Program, evaluation, indented
-from compiled_optim.lowering.kernels.table import COLUMN, NUMEL, TENSORS, Ints, Kernel
-from compiled_optim.memory.triton_internals import Launch, obstacle, prepared
+from compiled_optim.lowering.kernels.program import Array, Program, evaluation, indented
+from compiled_optim.lowering.kernels.table import COLUMN, NUMEL, TENSORS, Ints, Kernel, Launch
 from compiled_optim.plan.compilations import KernelKey
 from compiled_optim.rule.formats import GROUP
 from compiled_optim.rule.rule import INDEX, Written
@@ -154,15 +158,15 @@ _INDENT = "    "
 _DIALECT = Dialect("{} = {}", "{}", "&", "|", calls=(("group_max", "group_max_({}, inside)"),))
 # State of 8 bits is further from exact than a root that is not rounded to nearest.
 _ROUGHER = dataclasses.replace(_DIALECT, calls=(*_DIALECT.calls, ("sqrt", "near_sqrt({})")))
-_ACCESSES = Accesses(
-    control="control_of(hypers, {})",
-    row="tl.load(inputs + {} * count + t, mask=here, other=0).to(tl.float64, bitcast=True)",
-    address="scalars{} = address(inputs, {}, count, t, here, tl.float64)",
-    scalar="tl.load(scalars{}, mask=here, other=0.0)",
-    hyper="hyper_of(hypers, hyper + {}, here)",
-    store_scalar="tl.store(scalars{}, {}, mask=here)",
-    store_coefficient="tl.store(out + {} * count + t, {}, mask=here)",
-)
+_ACCESSES = {
+    "control": "control_of(hypers, {})",
+    "row": "tl.load(inputs + {} * count + t, mask=here, other=0).to(tl.float64, bitcast=True)",
+    "address": "scalars{} = address(inputs, {}, count, t, here, tl.float64)",
+    "scalar": "tl.load(scalars{}, mask=here, other=0.0)",
+    "hyper": "hyper_of(hypers, hyper + {}, here)",
+    "store_scalar": "tl.store(scalars{}, {}, mask=here)",
+    "store_coefficient": "tl.store(out + {} * count + t, {}, mask=here)",
+}
 
 
 def source(key: KernelKey) -> str:
@@ -176,6 +180,10 @@ def source(key: KernelKey) -> str:
     return text + means + (_AVERAGE if means else "") + _update(program)
 
 
+def _tl(dtype: torch.dtype) -> str:
+    return str(dtype).replace("torch", "tl")
+
+
 class _Path(NamedTuple):
     """One of two ways through a block: from element ``start`` on, ``size`` at a time, as long as some are ``left``.
 
@@ -187,29 +195,29 @@ class _Path(NamedTuple):
     size: str
     row: int
 
-    def load(self, array: Array, compute: str) -> str:
+    def load(self, array: Array, compute: torch.dtype) -> str:
         """The statement that defines an element."""
         if array.grouped:
-            return f"{array.element} = load_shared({self._of_groups(array)}, {self.size}).to(tl.{compute})"
-        kind = "int32" if array.is_int else compute
-        return f"{array.element} = tl.load({self._pointer(array)} + at, mask=inside).to(tl.{kind})"
+            return f"{array.element} = load_shared({self._of_groups(array)}, {self.size}).to({_tl(compute)})"
+        kind = torch.int32 if array.is_int else compute
+        return f"{array.element} = tl.load({self._pointer(array)} + at, mask=inside).to({_tl(kind)})"
 
     def store(self, array: Array, value: str, bits: str | None) -> str:
         """The statement that stores a ``value``, or the upper half of ``bits``, which need no rounding."""
-        rounded = f"rounded({value}, tl.{array.dtype})"
+        rounded = f"rounded({value}, {_tl(array.dtype)})"
         if bits is not None:
-            array, rounded = dataclasses.replace(array, dtype="int16"), f"upper({bits})"
+            array, rounded = dataclasses.replace(array, dtype=torch.int16), f"upper({bits})"
         if array.grouped:
             return f"store_shared({self._of_groups(array)}, {rounded}, {self.row})"
         return f"tl.store({self._pointer(array)} + at, {rounded}, mask=inside)"
 
     def _pointer(self, array: Array) -> str:
         if self.row == 1:
-            return f"narrow({array.address}, tl.{array.dtype})"
-        return f"wide({array.address}, tl.{array.dtype}, {min(16, self.row * array.size)})"
+            return f"narrow({array.address}, {_tl(array.dtype)})"
+        return f"wide({array.address}, {_tl(array.dtype)}, {min(16, self.row * array.dtype.itemsize)})"
 
     def _of_groups(self, array: Array) -> str:
-        return f"narrow({array.address}, tl.{array.dtype}), {self.start}, {self.left}"
+        return f"narrow({array.address}, {_tl(array.dtype)}), {self.start}, {self.left}"
 
 
 def _each_block(program: Program, name: str, written: Written, results: Callable[[_Path], list[str]], **around: str) -> str:
@@ -218,7 +226,7 @@ def _each_block(program: Program, name: str, written: Written, results: Callable
     There is more ``around`` it.
     """
     elementwise = [a for a in program.arrays if not a.grouped]
-    wide = _Path("start", "left", "BLOCK", 16 // max(a.size for a in elementwise if a.row is not None))
+    wide = _Path("start", "left", "BLOCK", 16 // max(a.dtype.itemsize for a in elementwise if a.row is not None))
     narrow = _Path("start + offset", "left - offset", "NARROW", 1)
 
     def along(path: _Path, level: int) -> str:
@@ -230,7 +238,7 @@ def _each_block(program: Program, name: str, written: Written, results: Callable
     before = [f"{a.address} = tl.load({row} * count + t)" for a, row in zip(program.arrays, rows, strict=True)]
     before.append(f"column = coefficients + tl.load(tensors + {COLUMN} * count + t)")
     numbers = ["factor", *(f"k{i}" for i in range(len(written.numbers)))]
-    load = f"{{}} = tl.load(column + {{}} * columns).to(tl.{program.compute})"
+    load = f"{{}} = tl.load(column + {{}} * columns).to({_tl(program.compute)})"
     before += map(load.format, numbers, itertools.count())
     return _EACH_BLOCK.format(
         name=name,
@@ -261,15 +269,15 @@ def _means(program: Program, stage: int, written: Written) -> str:
 
 def _update(program: Program) -> str:
     (grad,) = (array for array in program.arrays if array.row is None)
-    reduce_block = REDUCE_BYTES // grad.size
+    reduce_block = REDUCE_BYTES // grad.dtype.itemsize
     starts = range(0, reduce_block, BLOCK)
     squares = [f"grad{i} = tl.load(grad_values + {i} + at, mask=at < left - {i}, other=0.0)" for i in starts]
     squares += [f"squares += square_sums_of_rows(grad{i}, {_lanes(grad)})" for i in starts]
     square_sums = _SQUARE_SUMS.format(
         numel=NUMEL,
-        grad=f"tl.{grad.dtype}",
+        grad=_tl(grad.dtype),
         reduce_block=reduce_block,
-        grad_bytes=grad.size,
+        grad_bytes=grad.dtype.itemsize,
         grad_lanes=_lanes(grad),
         squares=indented(squares, _INDENT * 3),
     )
@@ -281,7 +289,7 @@ def _update(program: Program) -> str:
 
 def _lanes(*arrays: Array) -> int:
     """The fewest elements that fill a whole number of 16 bytes in each of ``arrays``."""
-    return 16 // min(array.size for array in arrays)
+    return 16 // min(array.dtype.itemsize for array in arrays)
 
 
 _EVALUATION = """
@@ -381,6 +389,7 @@ class TritonKernel(Kernel):
     """The kernels of one key, which Triton compiles when they first run."""
 
     block = BLOCK
+    most_sums = REDUCING_PROGRAMS  # one per program
 
     def __init__(self, key: KernelKey) -> None:
         super().__init__(key)
@@ -388,18 +397,10 @@ class TritonKernel(Kernel):
         self.reduce_block = REDUCE_BYTES // key.dtypes[1].itemsize
         self.drawback = obstacle()
 
-    def square_sum_count(self, reduce_blocks: int) -> int:
-        """One partial sum per program that reduces."""
-        return min(reduce_blocks, REDUCING_PROGRAMS)
-
     def _prepared(self, name: str, programs: Ints, elements: int, tensors: Sequence[Tensor], counts: Ints) -> Launch:
         if not all(programs):
-            return _nothing
-        return prepared(getattr(self._module, name), programs, tensors, counts, OPTIONS, tensors[0].device)
-
-
-def _nothing() -> None:
-    """Launch nothing."""
+            return lambda: None
+        return prepared(getattr(self._module, name), programs, tensors, counts)
 
 
 def load(text: str) -> ModuleType:
@@ -412,3 +413,73 @@ def load(text: str) -> ModuleType:
         sys.modules[name] = module
         exec(compile(text, place, "exec"), vars(module))
     return sys.modules[name]
+
+
+_CALL = (
+    "self.run(grid[0], grid[1], grid[2], stream, self.function, self.packed_metadata, launch_metadata, "
+    "knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook, *args)"
+)
+"""How Triton launches a ``CompiledKernel``, since 3.6 at least."""
+
+
+def prepared(function: Any, grid: Ints, tensors: Sequence[Tensor], counts: Ints) -> Launch:
+    """What launches ``function``, which ``triton.jit`` made, on the stream that is then the current one.
+
+    The device of ``tensors`` is the current device, now and in every launch.
+
+    Triton's own way looks at each argument in every launch, since it compiles anew where the alignment of an address or the
+    type of a number differ. These do not change here: it is asked once, and what it answers is launched with them. Hooks
+    such as a profiler's are served by Triton's own way, for as long as there are any.
+    """
+    import triton
+    from triton import knobs
+    from triton.compiler import CompiledKernel
+    from triton.runtime import driver
+
+    def usual() -> object:
+        return function[grid](*tensors, *counts, **OPTIONS)
+
+    if not isinstance(function, triton.JITFunction) or obstacle():  # Triton's interpreter compiles nothing
+        return usual
+    kernel = function.warmup(*tensors, *counts, grid=grid, **OPTIONS)
+    if not isinstance(kernel, CompiledKernel):  # a hook of Triton's keeps it from compiling now
+        return usual
+
+    run, x, y, z = kernel.run, *grid, *[1] * (3 - len(grid))
+    arguments = kernel.function, kernel.packed_metadata, None, None, None, *map(Tensor.data_ptr, tensors), *counts
+    index = tensors[0].device.index or 0
+
+    def launch() -> object:
+        runtime = knobs.runtime
+        if _acts(runtime.launch_enter_hook) or _acts(runtime.launch_exit_hook):
+            return usual()
+        return run(x, y, z, driver.active.get_current_stream(index), *arguments)
+
+    return launch
+
+
+def _acts(hook: Any) -> bool:
+    """Whether a hook does anything: a chain of hooks may be empty."""
+    return bool(getattr(hook, "calls", hook))
+
+
+@functools.cache
+def obstacle() -> str:
+    """Why what this version of Triton compiled cannot be launched as :func:`prepared` does; empty if it can."""
+    import triton
+
+    try:
+        from triton.compiler import CompiledKernel
+
+        text = inspect.getsource(CompiledKernel.__getitem__)
+    except (ImportError, AttributeError, OSError):
+        text = ""  # which is another way
+    if launches_as_known(text):
+        return ""
+    return f"Triton {triton.__version__} launches what it compiled in a way of its own"
+
+
+def launches_as_known(text: str) -> bool:
+    """Whether the ``text`` of ``CompiledKernel.__getitem__`` launches as :func:`prepared` does."""
+    nodes = ast.walk(ast.parse(textwrap.dedent(text)))
+    return _CALL in {ast.unparse(node) for node in nodes if isinstance(node, ast.Call)}

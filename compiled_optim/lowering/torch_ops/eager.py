@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from compiled_optim.lowering.torch_ops.lists import Lists, Values, programs
-from compiled_optim.memory.layout import add_over_shards, as_real, compute_dtype, real_numel
+from compiled_optim.memory.layout import add_over_shards, as_real, compute_dtype
 from compiled_optim.memory.torch_internals import Captures
 from compiled_optim.plan.clipping import Clipping, scaled, square_sum
 from compiled_optim.plan.plan import Plan
@@ -112,9 +112,6 @@ class TorchLowering:
     def prepare(self, grads: list[Tensor | None] | None, captures: Captures = ()) -> None:
         self._grads = self.plan.gradients(grads)
 
-    def resumes(self, grads: list[Tensor | None] | None, *, state: bool, keep_alive: bool) -> bool:
-        return False
-
     def measure(self) -> None:
         self._square_sum.fill_(square_sum(self._grads, self.plan.device))
 
@@ -184,9 +181,7 @@ class TorchLowering:
 
     @functools.cached_property
     def _counts(self) -> Tensor:
-        """The number of real elements of each parameter, at least 1; a DTensor counts in full."""
-        counts = [max(real_numel(param), 1) for param in self.plan.params]
-        return torch.tensor(counts, dtype=self.plan.scalars.dtype, device=self.plan.device)
+        return torch.tensor(self.plan.counts, dtype=self.plan.scalars.dtype, device=self.plan.device)
 
 
 class EagerLowering(TorchLowering):
@@ -198,7 +193,6 @@ class EagerLowering(TorchLowering):
     """
 
     name = "eager"
-    is_compiled = True
 
     def __init__(self, plan: Plan, clipping: Clipping, *, differentiable: bool = False) -> None:
         super().__init__(plan, clipping)

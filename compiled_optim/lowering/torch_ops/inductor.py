@@ -138,10 +138,6 @@ class InductorLowering(TorchLowering):
                 names = [self.plan.members[i].name for i in part.positions]
                 part.kernel = self._log.obtain_or_fall_back(_kernels, part.key, names, _make, uncompiled)
 
-    @property
-    def is_compiled(self) -> bool:
-        return all(part.kernel is not None for part in self._compiled)
-
     def _evaluated(self, hypers: list[Tensor], total: Tensor | None, present: Tensor | None) -> tuple[Tensor, Tensor | None]:
         if self._graph is None:
             return super()._evaluated(hypers, total, present)
