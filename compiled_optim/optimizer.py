@@ -355,8 +355,7 @@ class CompiledOptimizer(Declared, Optimizer):
         step is a custom operator. Graphs are captured again. ``NotImplementedError`` if steps need a closure.
         """
         with self._engine.lock:
-            if not isinstance(self._engine.current(), RuleStep):
-                raise NotImplementedError(f"{type(self).__name__} cannot be watched: its steps need a closure")
+            self._watchable()
             if bool(on) != self._engine.is_watching:
                 self._engine.is_watching = bool(on)
                 self._engine.changes.pending = True
@@ -370,11 +369,14 @@ class CompiledOptimizer(Declared, Optimizer):
         ``NotImplementedError`` if steps need a closure.
         """
         with self._engine.lock:
-            step = self._engine.current()
-            if not isinstance(step, RuleStep):
-                raise NotImplementedError(f"{type(self).__name__} cannot be watched: its steps need a closure")
+            step = self._watchable()
             plans = [lowering.plan for lowering in step.lowerings]
-            return report(type(self).__name__, plans, step.watch, least_steps, self._engine.steps)
+            return report(type(self).__name__, plans, step.watches, least_steps, self._engine.steps)
+
+    def _watchable(self) -> RuleStep:
+        if not isinstance(step := self._engine.current(), RuleStep):
+            raise NotImplementedError(f"{type(self).__name__} cannot be watched: its steps need a closure")
+        return step
 
     def schedule(self, group: int | None = None, **functions: Schedule | None) -> None:
         """Set hyperparameters by functions of the step count, which every step evaluates on the device.
@@ -692,8 +694,8 @@ def prepare_load(
     load = engine.current().prepare_load(saved, prepare)
 
     def note_load() -> None:
-        if isinstance(step := engine.current(), RuleStep) and step.watch is not None:
-            step.watch.note_load()
+        for watch in optimizer._watchable().watches if engine.is_watching else ():
+            watch.note_load()
 
-    load.afterwards += [engine.accumulated.forget, engine.note_names, *([note_load] if engine.is_watching else [])]
+    load.afterwards += [engine.accumulated.forget, engine.note_names, note_load]
     return load
