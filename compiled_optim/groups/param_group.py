@@ -422,14 +422,17 @@ def rule_of(group: Mapping[str, Any], own: type[Declared], where: str) -> type[D
     return kind
 
 
-def inherited(kind: type[Declared], own: type[Declared], defaults: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The entries with which a group of ``kind`` begins in an optimizer of class ``own`` with these ``defaults``.
+def inherited(
+    group: Mapping[str, Any], own: type[Declared], defaults: Mapping[str, Any], where: str
+) -> tuple[type[Declared], dict[str, Any]]:
+    """The :func:`rule_of` a group, and the entries with which it begins in an optimizer of class ``own`` with ``defaults``.
 
-    They are the defaults of ``kind``, and choices of the constructor that mean the same for every rule, such as ``weights``.
-    ``ValueError`` where ``kind`` does not know such a choice.
+    They are the defaults of the rule, and choices of the constructor that mean the same for all, such as ``weights``.
+    ``ValueError`` where the rule does not know such a choice.
     """
+    kind = rule_of(group, own, where)
     if kind is own:
-        return dict(defaults)
+        return kind, dict(defaults)
     arguments = inspect.signature(kind).parameters.values()
     options = {p.name: p.default for p in arguments if p.default is not p.empty}
     options |= {s.name: s.default for s in kind._fields_of(Static) if not s.init}
@@ -444,7 +447,7 @@ def inherited(kind: type[Declared], own: type[Declared], defaults: Mapping[str, 
             entries[name] = value
         elif name not in own._group_flags and value != getattr(field, "default", value):
             raise ValueError(f"{name}={value!r} does not go with {kind.__name__}, the {RULE} of {where}: give it to groups")
-    return entries
+    return kind, entries
 
 
 def check_values(kind: type[Declared], group: Mapping[str, Any], before: Mapping[str, Any], index: int) -> None:
