@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from compiled_optim.groups.live import Live
 from compiled_optim.groups.param_group import ParamGroup, inherited
 from compiled_optim.groups.parameters import canonical_name, first_three, matches, parameter_names
 from compiled_optim.groups.per_parameter import choices_of, ignores_prefixes, number_of, patterns_of
@@ -120,10 +121,6 @@ class _Placed(NamedTuple):
     choices: dict[str, Any]  # what the group's options choose for it
     factor: float  # of ``lr``
 
-    @property
-    def is_matrix(self) -> bool:
-        return self.group.kind._granularity == "matrix" and not is_lazy(self.param)
-
 
 def explain(model: Model, optimizer: CompiledOptimizer | Sequence[CompiledOptimizer]) -> Explanation:
     """Say of each parameter which rule updates it, with which numbers, in which precision, and why; warn of mistakes.
@@ -170,14 +167,14 @@ def _groups(engine: Engine, optimizer: int) -> Iterator[_Group]:
     for place, group in enumerate(groups):
         kind, defaults = inherited(group, engine.kind, engine.defaults, f"param_groups[{place}]")
         defaults = {**kind._added_choices(), **defaults}
-        known = group.known() if isinstance(group, ParamGroup) else {}
+        known = group.floats(Live.value) if isinstance(group, ParamGroup) else {}
         entries = {**defaults, **dict(dict.items(group)), **known}  # a group itself would ask the device
         entries |= {h.name: _number(entries[h.name]) for h in kind._fields_of(Hyper) if h.name in entries}
         differ = (value is not None and entries[key] != value for key, value in defaults.items())
         is_own = RULE in group or (len(groups) > 1 and any(differ))  # a schedule may have changed all numbers of one group
         patterns = [pattern for _, pattern in patterns_of(kind._declaration.options, entries)]
-        apart = {key: value for key, value in entries.items() if key not in ("params", "param_names", WHY)}
-        settings = {"kind": kind, **{key: value for key, value in apart.items() if not isinstance(value, Tensor)}}
+        apart = entries.keys() - {"params", "param_names", WHY}
+        settings = {key: entries[key] for key in apart if not isinstance(entries[key], Tensor)}
         yield _Group(optimizer, engine, place, kind, entries, settings, not is_own, patterns)
 
 
@@ -220,7 +217,7 @@ def _record(name: str, aliases: Sequence[str], param: Tensor, placed: _Placed | 
     weights, *_ = placed.choices.get("weights") or ("",)
     why, lr, decay = entries.get(WHY), entries.get("lr"), entries.get("weight_decay")
     why = why.get(placed.name) if isinstance(why, Mapping) else why
-    if placed.is_matrix and shape is not None and len(shape) > 1:
+    if kind._granularity == "matrix" and shape is not None and len(shape) > 1:
         count, rows = math.prod(shape[:-2]), placed.choices.get("split") or (shape[-2],)
         is_even = len(set(rows)) == 1
         record["matrices"] = [count * len(rows), rows[0]] if is_even else [count, "+".join(map(str, rows))]
@@ -248,7 +245,7 @@ def _unfit(placed: _Placed, role: str, is_shared: bool) -> Iterator[tuple[str, s
         return
     if param.numel() == 0 or hasattr(param, "ds_shape") or param.dim() < _DIMENSIONS.get(role, 0):
         yield "placeholder", _PLACEHOLDER
-    elif placed.is_matrix and not placed.patterns:
+    elif kind._granularity == "matrix" and not placed.patterns:
         found = role if role in _MISPLACED else "axes" if param.dim() > 2 else "narrow"
         if found != "narrow" or min(param.shape, default=0) < _NARROW:
             yield found, f"{kind.__name__} {_MISPLACED[found]}"

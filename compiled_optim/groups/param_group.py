@@ -238,15 +238,10 @@ class ParamGroup(WatchedDict[str, Any]):
                 number.read_as(before.is_tensor and before.tensor)
             self._put(key, [number for _, number in made])
 
-    def known(self) -> dict[str, Any]:
-        """As :meth:`floats`, but with a tensor for each number that only the device knows. It does not wait."""
+    def floats(self, read: Callable[[Live], float | Tensor] = Live.as_float) -> dict[str, Any]:
+        """Every hyperparameter as a Python float or a tuple; waits for the device, unless ``read`` is :meth:`Live.value`."""
         shown = filter(self._is_shown, self._hypers)
-        return {key: self._hypers[key].plain([n.value() for n in self._held(key)]) for key in shown}
-
-    def floats(self) -> dict[str, Any]:
-        """Every hyperparameter as a Python float or a tuple of them. Waits for the device where only that knows a number."""
-        shown = filter(self._is_shown, self._hypers)
-        return {key: self._hypers[key].plain([n.as_float() for n in self._held(key)]) for key in shown}
+        return {key: self._hypers[key].plain([read(number) for number in self._held(key)]) for key in shown}
 
     def validated(self, key: str, value: Any) -> tuple[float | Tensor, ...]:
         """The elements of ``value`` for hyperparameter ``key``, whatever their range; an error where one is no number."""
@@ -433,10 +428,9 @@ def inherited(
     kind = rule_of(group, own, where)
     if kind is own:
         return kind, dict(defaults)
-    arguments = inspect.signature(kind).parameters.values()
-    options = {p.name: p.default for p in arguments if p.default is not p.empty}
-    options |= {s.name: s.default for s in kind._fields_of(Static) if not s.init}
-    known, entries = group_keys(kind), group_entries(kind, options)
+    options = {name: getattr(field, "default", inspect.Parameter.empty) for name, field in kind._all_fields.items()}
+    own_defaults = {name: default for name, default in options.items() if default is not inspect.Parameter.empty}
+    known, entries = group_keys(kind), group_entries(kind, own_defaults)
     for name, value in defaults.items():
         field = own._all_fields.get(name)
         if isinstance(field, Hyper) or (isinstance(field, Static) and name in own._declared) or name in own._modes:

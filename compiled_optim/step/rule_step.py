@@ -60,12 +60,10 @@ class RuleStep(Step):
         self.name = " and ".join(sorted({lowering.name for lowering in self.lowerings})) or "eager"
         for plan in plans:
             plan.reread(None)
-        by_rule: dict[int, list[Lowering]] = {}
-        for lowering in self.lowerings:
-            by_rule.setdefault(id(lowering.plan.rule), []).append(lowering)
         self._launched: list[Totals | Lowering] = []  # in the order of the plans, since some share memory
         for lowering in self.lowerings:
-            found = by_rule[id(rule := lowering.plan.rule)]
+            rule = lowering.plan.rule
+            found = [each for each in self.lowerings if each.plan.rule is rule]
             has_totals = any(rule.has_totals(each.plan.statics) for each in found)
             if differentiable and (has_totals or not rule.is_elementwise):
                 which = "sums over all parameters" if has_totals else "does not work element by element"
