@@ -370,8 +370,7 @@ class CompiledOptimizer(Declared, Optimizer):
         """
         with self._engine.lock:
             step = self._watchable()
-            plans = [lowering.plan for lowering in step.lowerings]
-            return report(type(self).__name__, plans, step.watches, least_steps, self._engine.steps)
+            return report(self._engine, [lowering.plan for lowering in step.lowerings], step.watches, least_steps)
 
     def _watchable(self) -> RuleStep:
         if not isinstance(step := self._engine.current(), RuleStep):

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import math
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from inspect import Parameter
 from typing import Any, cast
 
 import torch
@@ -279,15 +279,11 @@ class ParamGroup(WatchedDict[str, Any]):
         if structural & others or others - self.keys():
             self._check({**self, **values}, self)
         for key, value in values.items():
-            if key in taken:
-                replaces_choice = key in structural and not self._is_entry(key)
-                with self._changes.reported() if replaces_choice else contextlib.nullcontext():
-                    self._assign(key, taken[key])
-                continue
-            if key not in self and key not in structural:
+            if not (key in taken or key in self or key in structural):
                 warn_of_entry(key, (*self._hypers, *structural), self.label)
-            with self._changes.reported() if key in structural else contextlib.nullcontext():
-                self.set_quietly(key, value)
+            stays_data = key in taken and self._is_entry(key)  # numbers in place of numbers
+            with self._changes.reported() if key in structural and not stays_data else contextlib.nullcontext():
+                self._assign(key, taken[key]) if key in taken else self.set_quietly(key, value)
             for name in (h.name for h in self._hypers.values() if h.when == key and value):
                 self._show(name, new=True)
 
@@ -403,9 +399,7 @@ def rule_of(group: Mapping[str, Any], own: type[Declared], where: str) -> type[D
 
     ``TypeError`` or ``ValueError`` where it names no optimizer, or one that does not go with others.
     """
-    if RULE not in group:
-        return own
-    kind: Any = group[RULE]
+    kind: Any = group.get(RULE, own)
     if not (isinstance(kind, type) and issubclass(kind, Declared)):
         raise TypeError(f"{RULE} of {where} must be the class of an optimizer of this package, got {kind!r}")
     for each in () if kind is own else (own, kind):
@@ -428,9 +422,9 @@ def inherited(
     kind = rule_of(group, own, where)
     if kind is own:
         return kind, dict(defaults)
-    options = {name: getattr(field, "default", inspect.Parameter.empty) for name, field in kind._all_fields.items()}
-    own_defaults = {name: default for name, default in options.items() if default is not inspect.Parameter.empty}
-    known, entries = group_keys(kind), group_entries(kind, own_defaults)
+    fields = {name: vars(field).get("default", Parameter.empty) for name, field in kind._all_fields.items()}
+    options = {name: default for name, default in fields.items() if default is not Parameter.empty}
+    known, entries = group_keys(kind), group_entries(kind, options)
     for name, value in defaults.items():
         field = own._all_fields.get(name)
         if isinstance(field, Hyper) or (isinstance(field, Static) and name in own._declared) or name in own._modes:

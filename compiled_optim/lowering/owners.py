@@ -79,9 +79,8 @@ def owners(likes: Sequence[Any], count: int, first: int) -> Owners | None:
     dims: list[int | None] = []
     meshes = set()
     for like in likes:
-        kinds = list(enumerate(like.placements)) if is_sharded(like) else []
-        split = [(i, kind) for i, kind in kinds if not kind.is_replicate()]
-        if kinds and [type(kind).__name__ for _, kind in split] != ["Shard"]:
+        split = [(i, kind) for i, kind in enumerate(like.placements) if not kind.is_replicate()] if is_sharded(like) else []
+        if is_sharded(like) and [type(kind).__name__ for _, kind in split] != ["Shard"]:
             return None
         meshes |= {(like.device_mesh, i) for i, _ in split}
         dims.append(next((kind.dim % like.dim() for _, kind in split), None))

@@ -22,6 +22,7 @@ from compiled_optim.memory.layout import as_real, flat, is_dense, plain_copy, sc
 from compiled_optim.plan.clipping import Clipping
 from compiled_optim.plan.plan import Member, Plan
 from compiled_optim.rule.storage import PARTS
+from compiled_optim.step.engine import Engine
 
 ELEMENTS, STEPS = 128, 64
 _LEAST = 16  # steps that say how large a parameter's updates usually are, and elements: those of few often pass through 0
@@ -88,18 +89,20 @@ class Watch:
     """
 
     def __init__(self, plans: Sequence[Plan], device: torch.device, before: Sequence[Watch]) -> None:
-        self._plans, self._device = [p for p in plans if p.device == device and not p.is_meta], device
-        self._members = [(member, plan) for plan in self._plans for member in plan.members]
+        self._device, plans = device, [plan for plan in plans if plan.device == device and not plan.is_meta]
+        self._members = [(member, plan) for plan in plans for member in plan.members]
         self._rows = {member.owner: row for row, (member, _) in enumerate(self._members)}
         weights = [_weight(member).detach() for member, _ in self._members]
         self._samples = [_sample(weight, weight) for weight in weights]
         dtype = functools.reduce(torch.promote_types, (sample.dtype for sample in self._samples), torch.float32)
         self._quantities = torch.zeros(7, len(weights), dtype=dtype, device=device)
         self._blocks = self._quantities.new_zeros(5, len(weights), ELEMENTS)  # whose norms are the first quantities
-        self._before, self._after, self._grads = (
+        self._before, self._after, grads = (
             [row[: sample.numel()] for row, sample in zip(block, self._samples, strict=True)] for block in self._blocks[:3]
         )
-        self._absent = self._quantities.new_full((1,), math.nan)
+        pairs = zip(grads, weights, strict=True)
+        self._grads = {plan: list(itertools.islice(pairs, len(plan.members))) for plan in plans}
+        self._absent = self._quantities.new_full((ELEMENTS,), math.nan)  # in place of a gradient
         self._zero, self._one = torch.arange(2.0, dtype=scalar_dtype(device), device=device).unbind()
         self._groups: list[tuple[ParamGroup, int]] = []  # of successive parameters, and how many these are
         for _, same in itertools.groupby((member.groups[member.group] for member, _ in self._members), id):
@@ -123,18 +126,12 @@ class Watch:
 
     def see_gradients(self, plan: Plan, grads: Sequence[Tensor | None]) -> None:
         """Look at the gradients that the next step takes, one for each member of ``plan``."""
-        if plan not in self._plans:
-            return
-        targets, sources = [], []
-        for member, grad in zip(plan.members, grads, strict=True):
-            row = self._grads[self._rows[member.owner]]
-            if grad is None or grad.is_sparse:
-                row, seen = row[:1], self._absent[: row.numel()]
-            else:
-                seen = _sample(grad, _weight(member))
-            targets.append(row)
-            sources.append(seen)
-        torch._foreach_copy_(targets, sources)
+        if plan in self._grads:
+            sources = [
+                self._absent[: row.numel()] if grad is None or grad.is_sparse else _sample(grad, weight)
+                for (row, weight), grad in zip(self._grads[plan], grads, strict=True)
+            ]
+            torch._foreach_copy_([row for row, _ in self._grads[plan]], sources)
 
     def begin(self) -> None:
         """Look at the parameters, before a step updates them."""
@@ -204,24 +201,22 @@ class Watch:
             yield "unusual", f"its last update was {sizes[0]} of the weight, where with this lr {sizes[1]} was usual before"
 
 
-def report(optimizer: str, plans: Sequence[Plan], watched: Sequence[Watch], least: int, steps: int) -> HealthReport:
-    """What is wrong in the members of ``plans``, and was in ``least`` steps of those that were ``watched``.
-
-    The optimizer has taken ``steps`` steps in this process. The state may know of more.
-    """
+def report(engine: Engine, plans: Sequence[Plan], watched: Sequence[Watch], least: int) -> HealthReport:
+    """What is wrong in the members of an engine's ``plans``, and was in ``least`` steps of those that were ``watched``."""
     seen = {owner: wrong for watch in watched for owner, wrong in watch.findings(least).items()}
     # Entries one by one: Plan.scalars may move them, and kernels and graphs would go on to write where they were.
     counts = [count for plan in plans for count in torch.stack([m.entries["step"] for m in plan.members]).tolist()]
-    members, found, names = [(member, plan) for plan in plans for member in plan.members], [], []
+    is_old, found, names = max([engine.steps, *counts]) >= least, [], []
+    members = [(member, plan) for plan in plans for member in plan.members]
     for (member, plan), count in zip(members, counts, strict=True):
         wrong = seen.get(member.owner, {})
-        if not count and max(steps, *counts) >= least and member.owner.requires_grad:
+        if not count and is_old and member.owner.requires_grad:
             wrong["no gradient"] = "it never had a gradient"
         elif "zero moments" not in wrong and (averages := _zero_moments(member, plan)):
             wrong["zero moments"] = f"{averages} are at 0, though it has taken {count:.0f} steps"
         names.append(member.name)
         found += [Finding(kind, (member.name,), message) for kind, message in wrong.items()]
-    return HealthReport(optimizer, bool(watched), tuple(names), tuple(found))
+    return HealthReport(engine.kind.__name__, engine.is_watching, tuple(names), tuple(found))
 
 
 def _zero_moments(member: Member, plan: Plan) -> str:
