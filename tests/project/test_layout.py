@@ -95,16 +95,16 @@ def test_the_floor_plan_lists_every_floor_from_the_top() -> None:
 
 
 BUDGET = {
-    "": 2808,
+    "": 2807,
     "capture": 1236,
     "checkpoint": 1343,
-    "groups": 1310,
-    "lowering": 4514,
+    "groups": 1304,
+    "lowering": 4513,
     "memory": 1592,
     "optimizers": 1934,
     "plan": 888,
     "rule": 2731,
-    "step": 1899,
+    "step": 1894,
 }
 """Lines of each folder's modules; "" are those beside the folders. A commit of its own raises one, and says why."""
 
