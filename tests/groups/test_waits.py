@@ -78,10 +78,11 @@ def test_nothing_that_is_written_waits(write: Callable[[CompiledOptimizer], obje
     assert not [o for o in operators if o.waits]
 
 
-def test_a_watched_step_does_as_much_for_many_parameters_as_for_one(recorder: Record) -> None:
+@pytest.mark.parametrize("options", [{}, {"skip_nonfinite": True}], ids=["plain", "skipping"])
+def test_a_watched_step_does_as_much_for_many_parameters_as_for_one(options: dict[str, Any], recorder: Record) -> None:
     found = []
     for count in (1, 40):
-        optimizer = many(count)
+        optimizer = many(count, **options)
         optimizer.step()
         recorder.take()
         optimizer.step()
