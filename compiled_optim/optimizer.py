@@ -373,8 +373,7 @@ class CompiledOptimizer(Declared, Optimizer):
         """
         with self._engine.lock:
             step = self._watchable()
-            plans = [lowering.plan for lowering in step.lowerings]
-            return report(type(self).__name__, plans, step.watch, least_steps, self._engine.steps)
+            return report(self._engine, [lowering.plan for lowering in step.lowerings], step.watches, least_steps)
 
     def _watchable(self) -> RuleStep:
         if not isinstance(step := self._engine.current(), RuleStep):
@@ -685,8 +684,8 @@ def prepare_load(
     load = engine.current().prepare_load(saved, prepare)
 
     def note_load() -> None:
-        if isinstance(step := engine.current(), RuleStep) and step.watch is not None:
-            step.watch.note_load()
+        for watch in optimizer._watchable().watches if engine.is_watching else ():
+            watch.note_load()
 
-    load.afterwards += [engine.accumulated.forget, engine.note_names, *([note_load] if engine.is_watching else [])]
+    load.afterwards += [engine.accumulated.forget, engine.note_names, note_load]
     return load

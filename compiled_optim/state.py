@@ -83,7 +83,7 @@ class ParamState(WatchedDict[str, Any]):
 
     def serve(self, declaration: Declaration) -> None:
         """Note which rule uses it from now on. One that keeps something else than the rule before begins anew."""
-        names = (*scalar_names(declaration), *[b.name for b in declaration.buffers])
+        names = (*declaration.scalar_names, *[b.name for b in declaration.buffers])
         if self.own_names not in ((), names):
             for name in {*self.own_names} & self.keys() - {*PARTS}:  # those belong to the weight
                 self.drop_quietly(name)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import math
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from inspect import Parameter
 from typing import Any, cast
 
 import torch
@@ -231,15 +231,10 @@ class ParamGroup(WatchedDict[str, Any]):
                 number.read_as(before.is_tensor and before.tensor)
             self._put(key, [number for _, number in made])
 
-    def known(self) -> dict[str, Any]:
-        """As :meth:`floats`, but with a tensor for each number that only the device knows. It does not wait."""
+    def floats(self, read: Callable[[Live], float | Tensor] = Live.as_float) -> dict[str, Any]:
+        """Every hyperparameter as a Python float or a tuple; waits for the device, unless ``read`` is :meth:`Live.value`."""
         shown = filter(self._is_shown, self._hypers)
-        return {key: self._hypers[key].plain([n.value() for n in self._held(key)]) for key in shown}
-
-    def floats(self) -> dict[str, Any]:
-        """Every hyperparameter as a Python float or a tuple of them. Waits for the device where only that knows a number."""
-        shown = filter(self._is_shown, self._hypers)
-        return {key: self._hypers[key].plain([n.as_float() for n in self._held(key)]) for key in shown}
+        return {key: self._hypers[key].plain([read(number) for number in self._held(key)]) for key in shown}
 
     def load(self, key: str, value: Any) -> None:
         """Write a value of a checkpoint, without reporting; into an adopted tensor if that can hold it and is not shared."""
@@ -269,15 +264,11 @@ class ParamGroup(WatchedDict[str, Any]):
         if structural & others or others - self.keys():
             self._check({**self, **values}, self)
         for key, value in values.items():
-            if key in taken:
-                replaces_choice = key in structural and not self._is_entry(key)
-                with self._changes.reported() if replaces_choice else contextlib.nullcontext():
-                    self._assign(key, taken[key])
-                continue
-            if key not in self and key not in structural:
+            if not (key in taken or key in self or key in structural):
                 warn_of_entry(key, (*self._hypers, *structural), self.label)
-            with self._changes.reported() if key in structural else contextlib.nullcontext():
-                self.set_quietly(key, value)
+            stays_data = key in taken and self._is_entry(key)  # numbers in place of numbers
+            with self._changes.reported() if key in structural and not stays_data else contextlib.nullcontext():
+                self._assign(key, taken[key]) if key in taken else self.set_quietly(key, value)
             for name in (h.name for h in self._hypers.values() if h.when == key and value):
                 self._show(name, new=True)
 
@@ -397,9 +388,7 @@ def rule_of(group: Mapping[str, Any], own: type[Declared], where: str) -> type[D
 
     ``TypeError`` or ``ValueError`` where it names no optimizer, or one that does not go with others.
     """
-    if RULE not in group:
-        return own
-    kind: Any = group[RULE]
+    kind: Any = group.get(RULE, own)
     if not (isinstance(kind, type) and issubclass(kind, Declared)):
         raise TypeError(f"{RULE} of {where} must be the class of an optimizer of this package, got {kind!r}")
     for each in () if kind is own else (own, kind):
@@ -411,17 +400,19 @@ def rule_of(group: Mapping[str, Any], own: type[Declared], where: str) -> type[D
     return kind
 
 
-def inherited(kind: type[Declared], own: type[Declared], defaults: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The entries with which a group of ``kind`` begins in an optimizer of class ``own`` with these ``defaults``.
+def inherited(
+    group: Mapping[str, Any], own: type[Declared], defaults: Mapping[str, Any], where: str
+) -> tuple[type[Declared], dict[str, Any]]:
+    """The :func:`rule_of` a group, and the entries with which it begins in an optimizer of class ``own`` with ``defaults``.
 
-    They are the defaults of ``kind``, and choices of the constructor that mean the same for every rule, such as ``weights``.
-    ``ValueError`` where ``kind`` does not know such a choice.
+    They are the defaults of the rule, and choices of the constructor that mean the same for all, such as ``weights``.
+    ``ValueError`` where the rule does not know such a choice.
     """
+    kind = rule_of(group, own, where)
     if kind is own:
-        return dict(defaults)
-    arguments = inspect.signature(kind).parameters.values()
-    options = {p.name: p.default for p in arguments if p.default is not p.empty}
-    options |= {s.name: s.default for s in kind._fields_of(Static) if not s.init}
+        return kind, dict(defaults)
+    fields = {name: vars(field).get("default", Parameter.empty) for name, field in kind._all_fields.items()}
+    options = {name: default for name, default in fields.items() if default is not Parameter.empty}
     known, entries = group_keys(kind), group_entries(kind, options)
     for name, value in defaults.items():
         field = own._all_fields.get(name)
@@ -433,7 +424,7 @@ def inherited(kind: type[Declared], own: type[Declared], defaults: Mapping[str, 
             entries[name] = value
         elif name not in own._group_flags and value != getattr(field, "default", value):
             raise ValueError(f"{name}={value!r} does not go with {kind.__name__}, the {RULE} of {where}: give it to groups")
-    return entries
+    return kind, entries
 
 
 def check_values(kind: type[Declared], group: Mapping[str, Any], before: Mapping[str, Any], index: int) -> None:

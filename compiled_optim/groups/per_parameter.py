@@ -121,6 +121,11 @@ def _names(group: Mapping[str, Any], index: int) -> Sequence[str]:
     return (group.get("param_names") or ())[index : index + 1]
 
 
+def patterns_of(options: Sequence[Option], group: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The patterns of names in a group's options, each after the name of its option."""
+    return [(option.name, pattern) for option in options if option.patterns for pattern in group.get(option.name) or ()]
+
+
 def check_choices(
     scales: Sequence[Scale], options: Sequence[Option], group: Mapping[str, Any], before: Mapping[str, Any], index: int
 ) -> None:
@@ -177,7 +182,7 @@ def check_names(
 
 def warn_of_unused(options: Sequence[Option], groups: Sequence[Mapping[str, Any]], known: Collection[str]) -> set[str]:
     """Warn of options and patterns that apply to no parameter, unless ``known``; returns all of them."""
-    named = [(o.name, pattern) for o in options if o.patterns for group in groups for pattern in group.get(o.name) or ()]
+    named = [pair for group in groups for pair in patterns_of(options, group)]
     patterns = {f"{name}: the pattern {each!r}": each for name, pattern in named for each in alternatives(pattern)}
     for said in sorted(patterns.keys() - {*known}):
         if not any(matches(patterns[said], [name]) for group in groups for name in group.get("param_names") or ()):

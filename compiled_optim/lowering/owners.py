@@ -27,55 +27,48 @@ class Owners:
     """
 
     def __init__(self, likes: Sequence[Any], mesh_dim: int, dims: Sequence[int | None], count: int, first: int) -> None:
-        self._group = likes[0].device_mesh.get_group(mesh_dim)
-        self._size, rank = likes[0].device_mesh.size(mesh_dim), likes[0].device_mesh.get_local_rank(mesh_dim)
+        mesh = likes[0].device_mesh
+        self._group, self.rank, size = mesh.get_group(mesh_dim), mesh.get_local_rank(mesh_dim), mesh.size(mesh_dim)
         self._dims = dims
-        self._parts = [_part_sizes(like.shape, dim, self._size) for like, dim in zip(likes, dims, strict=True)]
-        self._count, self._rank = count, rank
-        self._of = [range((owner - first) % self._size, count, self._size) for owner in range(self._size)]
-        self.own = list(self._of[rank])
+        self.parts = [_part_sizes(like.shape, dim, size) for like, dim in zip(likes, dims, strict=True)]
+        self._of = [range((owner - first) % size, count, size) for owner in range(size)]
+        self.own = list(self._of[self.rank])
+        order = [index for of in self._of for index in of]
+        self._places = sorted(range(count), key=order.__getitem__)  # of all tensors, where they come owner by owner
 
     def collect(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """Of stacked shards, one stack for each kind, the :attr:`own` tensors whole."""
         split = {kind: dim for kind, dim in enumerate(self._dims) if dim is not None}
-        sent = [[parts[kind][list(indices)] for kind in split] for indices in self._of]
-        shapes = [[(len(self.own), *self._parts[kind][source]) for kind in split] for source in range(self._size)]
-        received = self._exchange(sent, shapes, [parts[kind].dtype for kind in split])
-        pairs = zip(split.items(), zip(*received, strict=True), strict=True)
+        sent = [[parts[kind][list(of)] for of in self._of] for kind in split]
+        shapes = [[(len(self.own), *part) for part in self.parts[kind]] for kind in split]
+        pairs = zip(split.items(), self._exchange(sent, shapes), strict=True)
         wholes = {kind: torch.cat(found, 1 + dim) for (kind, dim), found in pairs}
         return [wholes[kind] if kind in wholes else stack[self.own] for kind, stack in enumerate(parts)]
 
     def spread(self, wholes: Sequence[Tensor], kinds: Sequence[int]) -> list[Tensor]:
         """The stacked shards of all tensors; ``wholes`` are the :attr:`own` ones of these ``kinds``."""
-        cut: list[Sequence[Tensor]] = []
+        sent: list[Sequence[Tensor]] = []
         for whole, kind in zip(wholes, kinds, strict=True):
-            dim = self._dims[kind]
-            cut.append(
-                [whole] * self._size if dim is None else torch.split(whole, [p[dim] for p in self._parts[kind]], 1 + dim)
-            )
-        shapes = [[(len(of), *self._parts[kind][self._rank]) for kind in kinds] for of in self._of]
-        received = self._exchange(list(zip(*cut, strict=True)), shapes, [whole.dtype for whole in wholes])
-        stacks = []
-        for kind, whole, found in zip(kinds, wholes, zip(*received, strict=True), strict=True):
-            stack = whole.new_empty((self._count, *self._parts[kind][self._rank]))
-            for indices, part in zip(self._of, found, strict=True):
-                stack[list(indices)] = part
-            stacks.append(stack)
-        return stacks
+            dim, parts = self._dims[kind], self.parts[kind]
+            sent.append([whole] * len(parts) if dim is None else torch.split(whole, [part[dim] for part in parts], 1 + dim))
+        shapes = [[(len(of), *self.parts[kind][self.rank]) for of in self._of] for kind in kinds]
+        return [torch.cat(found)[self._places] for found in self._exchange(sent, shapes)]
 
     def _exchange(
-        self, sent: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]], dtypes: Sequence[torch.dtype]
-    ) -> list[list[Tensor]]:
-        """Send a list of tensors to each process, and return those of each, which have these ``shapes`` and ``dtypes``."""
-        blocks = [torch.cat([t.contiguous().view(-1).view(torch.uint8) for t in to]) for to in sent]
-        bytes_of = [[math.prod(s) * d.itemsize for s, d in zip(own, dtypes, strict=True)] for own in shapes]
-        got = torch.empty(sum(map(sum, bytes_of)), dtype=torch.uint8, device=blocks[0].device)
-        torch.distributed.all_to_all_single(
-            got, torch.cat(blocks), list(map(sum, bytes_of)), [len(block) for block in blocks], group=self._group
-        )
-        pieces = iter(torch.split(got, [size for sizes in bytes_of for size in sizes]))
+        self, sent: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]]
+    ) -> list[tuple[Tensor, ...]]:
+        """For each kind, send a tensor to each process, and return those from each process, which have these ``shapes``."""
+        blocks = [torch.cat([t.contiguous().view(-1).view(torch.uint8) for t in to]) for to in zip(*sent, strict=True)]
+        dtypes = [tensors[0].dtype for tensors in sent]
+        expected = [[*zip(own, dtypes, strict=True)] for own in zip(*shapes, strict=True)]  # by process
+        sizes = [[math.prod(shape) * dtype.itemsize for shape, dtype in own] for own in expected]
+        got = blocks[0].new_empty(sum(map(sum, sizes)))
+        counts = [*map(sum, sizes)], [*map(len, blocks)]
+        torch.distributed.all_to_all_single(got, torch.cat(blocks), *counts, group=self._group)
+        pieces = iter(torch.split(got, [size for own in sizes for size in own]))
         # Copies, since a view as another dtype must begin at a multiple of its size.
-        return [[next(pieces).clone().view(d).view(s) for s, d in zip(own, dtypes, strict=True)] for own in shapes]
+        found = [[next(pieces).clone().view(dtype).view(shape) for shape, dtype in own] for own in expected]
+        return [*zip(*found, strict=True)]
 
 
 def owners(likes: Sequence[Any], count: int, first: int) -> Owners | None:
@@ -83,22 +76,18 @@ def owners(likes: Sequence[Any], count: int, first: int) -> Owners | None:
 
     The first of ``likes`` is a parameter's. Others may be tensors that every process has.
     """
-    found: list[tuple[Any, int, int] | None] = []
+    dims: list[int | None] = []
+    meshes = set()
     for like in likes:
-        if not is_sharded(like):
-            found.append(None)
-            continue
-        sharded = [(i, kind) for i, kind in enumerate(like.placements) if not kind.is_replicate()]
-        if len(sharded) != 1 or type(sharded[0][1]).__name__ != "Shard":
+        split = [(i, kind) for i, kind in enumerate(like.placements) if not kind.is_replicate()] if is_sharded(like) else []
+        if is_sharded(like) and [type(kind).__name__ for _, kind in split] != ["Shard"]:
             return None
-        ((mesh_dim, kind),) = sharded
-        dim, mesh = kind.dim % like.dim(), like.device_mesh
-        if _part_sizes(like.shape, dim, mesh.size(mesh_dim))[mesh.get_local_rank(mesh_dim)] != tuple(local(like).shape):
-            return None
-        found.append((mesh, mesh_dim, dim))
-    if found[0] is None or len({each[:2] for each in found if each is not None}) != 1:
+        meshes |= {(like.device_mesh, i) for i, _ in split}
+        dims.append(next((kind.dim % like.dim() for _, kind in split), None))
+    if dims[0] is None or len(meshes) != 1:
         return None
-    return Owners(likes, found[0][1], [None if each is None else each[2] for each in found], count, first)
+    made = Owners(likes, meshes.pop()[1], dims, count, first)
+    return made if [parts[made.rank] for parts in made.parts] == [tuple(local(like).shape) for like in likes] else None
 
 
 def _part_sizes(shape: Sequence[int], dim: int | None, count: int) -> list[tuple[int, ...]]:

@@ -138,9 +138,8 @@ class StackedLowering(TorchLowering):
             for most in [self._most(key, shape)]
             for start in range(0, len(where), most)
         ]
-        for first, stack in zip(
-            itertools.accumulate([0, *(len(s.positions) for s in self.stacks)]), self.stacks, strict=False
-        ):
+        firsts = itertools.accumulate((len(stack.positions) for stack in self.stacks), initial=0)
+        for first, stack in zip(firsts, self.stacks, strict=False):
             stack.share(first)
         if gathered := [s for s in self.stacks if plan.sharded and s.owners is None]:
             name = plan.members[gathered[0].positions[0]].name

@@ -7,14 +7,7 @@ from typing import Any, ClassVar
 import torch
 
 from compiled_optim.optimizer import CompiledOptimizer
-from compiled_optim.optimizers.newton_schulz import (
-    STEPS,
-    Coefficients,
-    check_iterations,
-    iterations,
-    orthogonalized,
-    sequence,
-)
+from compiled_optim.optimizers import newton_schulz as ns
 from compiled_optim.rule import Number, buffer, hyper, static
 
 # What the learning rate of a matrix is multiplied by, under torch's name and under another one that is in use.
@@ -51,13 +44,13 @@ class Muon(CompiledOptimizer, granularity="matrix"):
     weight_decay: Number = hyper(default=0.1, ge=0)
     momentum: Number = hyper(default=0.95, ge=0, doc="how much of the buffer stays from one step to the next.")
     nesterov: bool = static(default=True, doc="orthogonalize a mix of gradient and buffer, not the buffer alone.")
-    ns_coefficients: Coefficients = hyper(
+    ns_coefficients: ns.Coefficients = hyper(
         default=(3.4445, -4.775, 2.0315),
-        fixed=sequence,
+        fixed=ns.sequence,
         doc="coefficients of the first, third and fifth power in an iteration, see above.",
     )
     eps: Number = hyper(default=1e-7, ge=0, doc="the least norm that a matrix is divided by.")
-    ns_steps: int = static(default=STEPS, doc="how many iterations a step makes; of a sequence, all.")
+    ns_steps: int = static(default=ns.STEPS, doc="how many iterations a step makes; of a sequence, all.")
     adjust_lr_fn: str | None = static(default=None, doc='how ``lr`` follows the shape, see above; None is ``"original"``.')
     momentum_buffer = buffer(int8="signed")
     implied_state: ClassVar[Mapping[str, float]] = {"step": 1.0}
@@ -73,7 +66,7 @@ class Muon(CompiledOptimizer, granularity="matrix"):
         momentum_buffer = torch.lerp(momentum_buffer, grad, c.weight)
         direction = torch.lerp(momentum_buffer, grad, c.weight) if nesterov else momentum_buffer
         ratio = _ratio(param.shape, adjust_lr_fn)
-        direction = orthogonalized(direction, iterations((c.a, c.b, c.c), ns_coefficients, ns_steps), c.eps)
+        direction = ns.orthogonalized(direction, ns.iterations((c.a, c.b, c.c), ns_coefficients, ns_steps), c.eps)
         return dict(param=c.decay * param, step=c.lr * ratio * direction, momentum_buffer=momentum_buffer)
 
     @staticmethod
@@ -81,4 +74,4 @@ class Muon(CompiledOptimizer, granularity="matrix"):
         if statics["adjust_lr_fn"] not in (None, *_RATIOS):
             there = f"adjust_lr_fn must be None, {', '.join(map(repr, _RATIOS))}"
             raise ValueError(f"Adjust learning rate function {statics['adjust_lr_fn']} is not supported; {there}")
-        check_iterations(hypers, statics)
+        ns.check_iterations(hypers, statics)

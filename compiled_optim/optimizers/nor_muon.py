@@ -1,20 +1,11 @@
 """NorMuon."""
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 
 from compiled_optim.optimizer import CompiledOptimizer
-from compiled_optim.optimizers.newton_schulz import (
-    STEPS,
-    Coefficients,
-    check_iterations,
-    iterations,
-    orthogonalized,
-    sequence,
-)
+from compiled_optim.optimizers import newton_schulz as ns
 from compiled_optim.rule import Number, buffer, hyper, maximum, sqrt, static
 
 _LEAST_NORM = 1e-7  # that a matrix is divided by
@@ -40,10 +31,10 @@ class NorMuon(CompiledOptimizer, granularity="matrix"):
         default=(0.95, 0.95), ge=0, lt=1, doc="how much stays from one step to the next: of the momentum; of the squares."
     )
     eps: Number = hyper(default=1e-8, ge=0, doc="is added to the root of a row's average square.")
-    ns_coefficients: Coefficients = hyper(
-        default=(3.4445, -4.775, 2.0315), fixed=sequence, doc="as Muon's: three numbers, a triple for each step, or a name."
+    ns_coefficients: ns.Coefficients = hyper(
+        default=(3.4445, -4.775, 2.0315), fixed=ns.sequence, doc="as Muon's: three numbers, triples for each, or a name."
     )
-    ns_steps: int = static(default=STEPS, doc="how many iterations a step makes; of a sequence, all.")
+    ns_steps: int = static(default=ns.STEPS, doc="how many iterations a step makes; of a sequence, all.")
     nesterov: bool = static(default=False, doc="orthogonalize a mix of gradient and momentum, not the momentum alone.")
     momentum_buffer = buffer(int8="signed")
     row_var = buffer(shape=lambda shape: (*shape[:-1], 1))
@@ -58,8 +49,8 @@ class NorMuon(CompiledOptimizer, granularity="matrix"):
     def update(param, grad, c, momentum_buffer, row_var, nesterov, ns_coefficients, ns_steps):
         momentum_buffer = torch.lerp(momentum_buffer, grad, c.weight1)
         direction = torch.lerp(momentum_buffer, grad, c.weight1) if nesterov else momentum_buffer
-        triples = iterations((c.a, c.b, c.c), ns_coefficients, ns_steps)
-        direction = orthogonalized(direction, triples, _LEAST_NORM).contiguous()  # of a tall matrix it is the transposed one
+        triples = ns.iterations((c.a, c.b, c.c), ns_coefficients, ns_steps)
+        direction = ns.orthogonalized(direction, triples, _LEAST_NORM).contiguous()  # a tall one is transposed
         row_var = torch.lerp(row_var, (direction * direction).mean(-1, keepdim=True), c.weight2)
         direction = direction / (sqrt(row_var) + c.eps)
         norm = torch.linalg.vector_norm(direction, dim=(-2, -1), keepdim=True)
@@ -67,6 +58,4 @@ class NorMuon(CompiledOptimizer, granularity="matrix"):
         step = c.lr * size * direction / maximum(norm, _LEAST_NORM)
         return dict(param=c.decay * param, step=step, momentum_buffer=momentum_buffer, row_var=row_var)
 
-    @staticmethod
-    def check(hypers: Mapping[str, Any], statics: Mapping[str, Any]) -> None:
-        check_iterations(hypers, statics)
+    check = staticmethod(ns.check_iterations)

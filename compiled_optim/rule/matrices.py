@@ -66,15 +66,12 @@ def _sizes(
         return None
     rows, found = param.shape[-2], set()
     for pattern, parts in matched.items():
-        said = f"split[{pattern!r}]={parts!r} does not fit {where} of shape {tuple(param.shape)}"
-        if isinstance(parts, int):
-            if rows % parts:
-                raise ValueError(f"{said}: {rows} rows are not {parts} equal parts")
-            found.add((rows // parts,) * parts)
-        elif sum(parts) != rows:
-            raise ValueError(f"{said}: it has {rows} rows, and the parts {sum(parts)}")
-        else:
-            found.add(tuple(parts))
+        is_even = isinstance(parts, int)
+        sizes = (rows // parts,) * parts if is_even else tuple(parts)
+        if sum(sizes) != rows:
+            wrong = f"{rows} rows are not {parts} equal parts" if is_even else f"it has {rows} rows, the parts {sum(sizes)}"
+            raise ValueError(f"split[{pattern!r}]={parts!r} does not fit {where} of shape {tuple(param.shape)}: {wrong}")
+        found.add(sizes)
     if len(found) > 1:
         raise ValueError(f"split: {where} matches both {' and '.join(map(repr, matched))}, which differ")
     return next((sizes for sizes in found if len(sizes) > 1), None)

@@ -200,8 +200,7 @@ class Engine:
         """Append a group, with defaults for missing entries; an error, and no change, where something does not fit."""
         index = len(self.groups)
         label = f"param_groups[{index}]"
-        kind = rule_of(param_group, self.kind, label)
-        defaults = inherited(kind, self.kind, self.defaults, label)
+        kind, defaults = inherited(param_group, self.kind, self.defaults, label)
         if kind is self.kind:
             defaults |= {k: tensor for k, (number, tensor) in self.given.items() if self.defaults.get(k) == number}
         values = {**defaults, **param_group}
@@ -273,8 +272,7 @@ class Engine:
             elif not isinstance(group, ParamGroup):
                 if "params" not in group:
                     raise ValueError(f"param_groups[{index}] has no 'params'")
-                kind = rule_of(group, self.kind, f"param_groups[{index}]")
-                defaults = inherited(kind, self.kind, self.defaults, f"param_groups[{index}]")
+                kind, defaults = inherited(group, self.kind, self.defaults, f"param_groups[{index}]")
                 values = {**defaults, **group}
                 if not checked:
                     check_values(kind, values, defaults, index)

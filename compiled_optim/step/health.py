@@ -1,22 +1,28 @@
 """Which parameters do not train as they should: seen in a few elements of each, in every step, without a wait.
 
-A step copies up to 128 elements from the middle of each parameter before and after its update. What it finds goes into a
-table on the device, which holds the last 64 steps. Only a report reads it, and looks at whole tensors then.
+A step copies up to 128 elements from the middle of each parameter before and after its update. What it finds goes into
+tables on the device, which hold the last 64 steps. Only a report reads them, and looks at whole tensors then.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from compiled_optim.memory.layout import as_real, flat, is_dense, plain_copy
+from compiled_optim.groups.param_group import ParamGroup
+from compiled_optim.groups.parameters import first_three
+from compiled_optim.memory.layout import as_real, flat, is_dense, plain_copy, scalar_dtype
 from compiled_optim.plan.clipping import Clipping
 from compiled_optim.plan.plan import Member, Plan
 from compiled_optim.rule.storage import PARTS
+from compiled_optim.step.engine import Engine
 
 ELEMENTS, STEPS = 128, 64
 _LEAST = 16  # steps that say how large a parameter's updates usually are, and elements: those of few often pass through 0
@@ -24,26 +30,26 @@ _DEVIATIONS, _FACTOR = 8.0, 4.0  # how far from the usual an update is unusual: 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-@dataclass(frozen=True)
-class Finding:
-    """What is wrong with a parameter.
+class Finding(NamedTuple):
+    """What is wrong, or probably a mistake.
 
     Attributes:
-        kind: one of these. ``"no gradient"``: it never had one, and is not frozen. ``"zero gradient"``: its gradients were
-            only zeros. ``"not moved"``: none of its bits has changed since it is watched. ``"too small"``: more than half of
-            its elements with gradients stayed, since their updates are below half a unit in the last place.
-            ``"zero moments"``: averages are at 0, or were after a load, though it has taken steps. ``"unusual"``: the ratio
-            of update and weight left the range that it had, though ``lr`` does not say so; of 16 elements or more.
-        name: of the parameter.
-        message: a sentence with numbers.
+        kind: a word or two; the class of the report lists them.
+        names: the parameters; none where it is about an option.
+        message: a sentence about them.
     """
 
     kind: str
-    name: str
+    names: tuple[str, ...]
     message: str
 
+    @property
+    def name(self) -> str:
+        """The first parameter; a :class:`HealthReport` tells of one at a time."""
+        return self.names[0]
+
     def __str__(self) -> str:
-        return f"'{self.name}': {self.message}"
+        return f"warning ({self.kind}): {f'{first_three(self.names)}: ' if self.names else ''}{self.message}"
 
 
 @dataclass(frozen=True)
@@ -54,7 +60,12 @@ class HealthReport:
         optimizer: the class name.
         watched: whether steps were watched. Without that, only ``"no gradient"`` and ``"zero moments"`` are found.
         checked: the names of the parameters.
-        findings: what is wrong, in the order of the parameters.
+        findings: what is wrong, in the order of the parameters. Their ``kind`` is one of these. ``"no gradient"``: it never
+            had one, and is not frozen. ``"zero gradient"``: its gradients were only zeros. ``"not moved"``: none of its bits
+            has changed since it is watched. ``"too small"``: more than half of its elements with gradients stayed, since
+            their updates are below half a unit in the last place. ``"zero moments"``: averages are at 0, or were after a
+            load, though it has taken steps. ``"unusual"``: the ratio of update and weight left the range that it had, though
+            ``lr`` does not say so; of 16 elements or more.
     """
 
     optimizer: str
@@ -70,208 +81,156 @@ class HealthReport:
 
 
 class Watch:
-    """A few elements of each parameter of ``plans``, and what the last steps did to them. ``before`` was there before."""
+    """A few elements of each parameter of ``plans`` on ``device``, and what the last steps did to them.
 
-    def __init__(self, plans: Sequence[Plan], before: Watch | None = None) -> None:
-        devices = dict.fromkeys(plan.device for plan in plans if not plan.is_meta)
-        self._here = [_OnDevice([p for p in plans if p.device == device and not p.is_meta], device) for device in devices]
-        known = {} if before is None else {key: here for here in before._here for key in here.rows}
-        for here in self._here:
-            for key in here.rows.keys() & known.keys():
-                here.take_over(key, known[key])
+    It goes on with what those ``before`` saw. Its table has the shape (steps, quantities, parameters). Quantities are the
+    norms of the sampled weight, update and gradient, NaN for none; roots of how many elements with a gradient moved, and of
+    how many there were; ``lr``, 1 where a rule has none or another device has it; and whether the step was skipped.
+    """
+
+    def __init__(self, plans: Sequence[Plan], device: torch.device, before: Sequence[Watch]) -> None:
+        self._device, plans = device, [plan for plan in plans if plan.device == device and not plan.is_meta]
+        self._members = [(member, plan) for plan in plans for member in plan.members]
+        self._rows = {member.owner: row for row, (member, _) in enumerate(self._members)}
+        weights = [_weight(member).detach() for member, _ in self._members]
+        self._samples = [_sample(weight, weight) for weight in weights]
+        dtype = functools.reduce(torch.promote_types, (sample.dtype for sample in self._samples), torch.float32)
+        self._quantities = torch.zeros(7, len(weights), dtype=dtype, device=device)
+        self._blocks = self._quantities.new_zeros(5, len(weights), ELEMENTS)  # whose norms are the first quantities
+        self._before, self._after, grads = (
+            [row[: sample.numel()] for row, sample in zip(block, self._samples, strict=True)] for block in self._blocks[:3]
+        )
+        pairs = zip(grads, weights, strict=True)
+        self._grads = {plan: list(itertools.islice(pairs, len(plan.members))) for plan in plans}
+        self._absent = self._quantities.new_full((ELEMENTS,), math.nan)  # in place of a gradient
+        self._zero, self._one = torch.arange(2.0, dtype=scalar_dtype(device), device=device).unbind()
+        self._groups: list[tuple[ParamGroup, int]] = []  # of successive parameters, and how many these are
+        for _, same in itertools.groupby((member.groups[member.group] for member, _ in self._members), id):
+            group, *others = same
+            self._groups.append((group, 1 + len(others)))
+        self._table = self._quantities.new_full((STEPS, *self._quantities.shape), math.nan)
+        self._place = torch.zeros(1, dtype=torch.int64, device=device)
+        self._next = torch.arange(1, STEPS + 1, device=device).remainder_(STEPS)  # the place after each
+        self._first_sums = [_bit_sum(member) for member, _ in self._members]
+        self._lost: dict[Tensor, str] = {}  # averages that were at 0 after a load
+        for other in before:
+            self._take_over(other)
+
+    def _take_over(self, other: Watch) -> None:
+        for owner in self._rows.keys() & other._rows.keys():
+            row, there = self._rows[owner], other._rows[owner]
+            self._table[:, :, row] = other._table[:, :, there].to(self._table)
+            self._place.copy_(other._place)
+            self._first_sums[row] = other._first_sums[there].to(self._device)
+            self._lost |= {owner: other._lost[owner]} if owner in other._lost else {}
 
     def see_gradients(self, plan: Plan, grads: Sequence[Tensor | None]) -> None:
         """Look at the gradients that the next step takes, one for each member of ``plan``."""
-        for here in self._here:
-            if plan in here.plans:
-                here.see_gradients(plan, grads)
+        if plan in self._grads:
+            sources = [
+                self._absent[: row.numel()] if grad is None or grad.is_sparse else _sample(grad, weight)
+                for (row, weight), grad in zip(self._grads[plan], grads, strict=True)
+            ]
+            torch._foreach_copy_([row for row, _ in self._grads[plan]], sources)
 
     def begin(self) -> None:
         """Look at the parameters, before a step updates them."""
-        for here in self._here:
-            torch._foreach_copy_(here.before_rows, here.samples)
+        torch._foreach_copy_(self._before, self._samples)
 
     def end(self, clipping: Clipping) -> None:
-        """Note what the step did. Nothing waits for the device."""
-        for here in self._here:
-            here.note(None if clipping.idle else clipping.outcome(here.device)[1])
+        """Note what the step did, in one launch a line. Nothing waits for the device."""
+        weights, updates, grads, *_ = self._blocks
+        torch._foreach_copy_(self._after, self._samples)
+        updates.sub_(weights)
+        torch.logical_and(self._blocks[1:3], grads, out=self._blocks[3:])
+        torch.linalg.vector_norm(self._blocks, dim=2, out=self._quantities[:5])
+        skipped = self._zero if clipping.idle else clipping.outcome(self._device)[1]
+        scalars = torch.cat([*(self._rate(g).expand(n) for g, n in self._groups), skipped.expand(len(self._members))])
+        self._quantities[5:].copy_(scalars.view(2, -1))
+        self._table.index_copy_(0, self._place, self._quantities[None])
+        torch.gather(self._next, 0, self._place, out=self._place)
+
+    def _rate(self, group: ParamGroup) -> Tensor:
+        rate = group.read_only("lr")[0].detach() if "lr" in group else self._one
+        return rate if rate.device == self._device else self._one
 
     def note_load(self) -> None:
         """Note which averages are at 0 now, after a load."""
-        for here in self._here:
-            here.zero_after_load = {m.owner: names for m, plan in here.members if (names := zero_moments(m, plan))}
+        self._lost = {member.owner: names for member, plan in self._members if (names := _zero_moments(member, plan))}
 
-    def findings(self, least: int) -> Iterator[Finding]:
-        """What is wrong in at least that many steps, besides what state alone tells. Waits for the device."""
-        for here in self._here:
-            yield from here.findings(least)
+    def findings(self, least: int) -> dict[Tensor, dict[str, str]]:
+        """By parameter, what is wrong in at least that many steps, besides what state alone tells. Waits for the device."""
+        table = self._table.roll(-int(self._place.item()), 0).cpu().double()
+        taken = table[~table[:, 0].isnan().all(1)]
+        return {owner: dict(self._wrong(row, taken[:, :, row], least)) for owner, row in self._rows.items()}
 
-
-class _OnDevice:
-    """What a :class:`Watch` keeps on one device.
-
-    ``history`` has the shape (steps, quantities, parameters); the quantities of a step are the norms of the sampled update
-    and weight, the largest sampled gradient (NaN for none), how many elements stayed though they had one, and how many had;
-    and ``lr``, 1 where a rule has none or another device has it.
-    """
-
-    def __init__(self, plans: Sequence[Plan], device: torch.device) -> None:
-        self.plans, self.device = plans, device
-        self.members = [(member, plan) for plan in plans for member in plan.members]
-        self.rows = {id(member.owner): row for row, (member, _) in enumerate(self.members)}
-        self.samples = [_sample(_weight(member).detach()) for member, _ in self.members]
-        count = len(self.members)
-        dtype = torch.float64 if any(sample.dtype == torch.float64 for sample in self.samples) else torch.float32
-        self._before, self._after, self._grads = torch.zeros(3, count, ELEMENTS, dtype=dtype, device=device).unbind()
-        sizes = [sample.numel() for sample in self.samples]
-        self.before_rows, self._after_rows, self._grad_rows = (
-            [row[:size] for row, size in zip(block, sizes, strict=True)]
-            for block in (self._before, self._after, self._grads)
-        )
-        self.history = torch.full((STEPS, 6, count), math.nan, dtype=dtype, device=device)
-        groups = {member.group: member.groups[member.group] for member, _ in self.members}
-        self._rated = [g for g in groups.values() if "lr" in g and g.read_only("lr")[0].device == device]
-        places = {id(group): place for place, group in enumerate(self._rated)}
-        found = [places.get(id(groups[member.group]), len(places)) for member, _ in self.members]
-        places_of = torch.tensor(found, dtype=torch.int64, device="cpu")
-        self._rate_of = (places_of.pin_memory() if device.type == "cuda" else places_of).to(device, non_blocking=True)
-        self._one = torch.ones(1, dtype=dtype, device=device)
-        self.place = torch.zeros(1, dtype=torch.int64, device=device)
-        self.first_sums = [_bit_sum(member) for member, _ in self.members]
-        self.zero_after_load: dict[Tensor, list[str]] = {}
-        self._absent = torch.full((1,), math.nan, device=device)
-
-    def take_over(self, key: int, other: _OnDevice) -> None:
-        row, there = self.rows[key], other.rows[key]
-        self.history[:, :, row] = other.history[:, :, there].to(self.history.device)
-        self.place.copy_(other.place)
-        self.first_sums[row] = other.first_sums[there].to(self.device)
-        owner = self.members[row][0].owner
-        if owner in other.zero_after_load:
-            self.zero_after_load[owner] = other.zero_after_load[owner]
-
-    def see_gradients(self, plan: Plan, grads: Sequence[Tensor | None]) -> None:
-        targets, sources = [], []
-        for member, grad in zip(plan.members, grads, strict=True):
-            row = self._grad_rows[self.rows[id(member.owner)]]
-            is_there = grad is not None and not grad.is_sparse and row.numel() > 0
-            targets.append(row if is_there else row[:1])
-            if not is_there or grad is None:
-                sources.append(self._absent[: row.numel()])
-            elif grad.is_contiguous() == (weight := _weight(member)).is_contiguous():
-                sources.append(_sample(grad))
-            else:  # in another order of memory
-                sources.append(_sample(grad.new_empty_strided(weight.shape, weight.stride()).copy_(grad)))
-        torch._foreach_copy_(targets, sources)
-
-    def note(self, skips: Tensor | None) -> None:
-        """Note a step, which a number other than 0 in ``skips`` left out."""
-        torch._foreach_copy_(self._after_rows, self.samples)
-        update, sizes = self._after - self._before, self._grads.abs()
-        has_gradient, largest = sizes > 0, sizes.amax(1)
-        if skips is not None:
-            largest = torch.where(skips == 0, largest, math.nan)
-        norms = [torch.linalg.vector_norm(values, dim=1) for values in (update, self._before)]
-        counts = [marks.sum(1, dtype=update.dtype) for marks in (has_gradient & (update == 0), has_gradient)]
-        numbers = [group.read_only("lr")[0].detach() for group in self._rated]
-        rates = torch.cat([torch.stack(numbers).to(update.dtype), self._one]) if numbers else self._one
-        rates = rates.index_select(0, self._rate_of)
-        self.history.index_copy_(0, self.place, torch.stack([*norms, largest, *counts, rates])[None])
-        self.place.add_(1).remainder_(STEPS)
-
-    def findings(self, least: int) -> Iterator[Finding]:
-        history = self.history.roll(-int(self.place.item()), 0).double().cpu()
-        updates, weights, largest, stayed, present, rates = history[~history[:, 0].isnan().all(1)].unbind(1)
-        for row, (member, plan) in enumerate(self.members):
-            if not member.param.numel():
-                continue
-            had = ~largest[:, row].isnan()
-            moves = had & (rates[:, row] != 0)
-            if moves.any():  # else lr is 0 by choice, not at the beginning or end of a schedule
-                had = moves
-            zeros = int((largest[:, row][had] == 0).flip(0).long().cumprod(0).sum())
-            if zeros >= least and _is_zero(member):
-                yield Finding("zero gradient", member.name, f"its last {zeros} gradients were only zeros")
-            enough = STEPS if _mode(plan) == "stochastic" else least  # by chance, few small steps may move nothing
-            if had.sum() >= enough and torch.equal(_bit_sum(member), self.first_sums[row]):
-                yield Finding("not moved", member.name, f"no bit of it moved in the last {len(updates)} steps or before")
-            elif _rounds(member, plan) and moves.sum() >= least:
-                share = float(stayed[moves, row].sum() / present[moves, row].sum())  # NaN without elements
-                if share > 0.5:
-                    said = f"{share:.0%} of its elements with gradients stayed: updates are below half a unit of the weight"
-                    yield Finding("too small", member.name, f"{said} in {str(member.param.dtype).removeprefix('torch.')}")
-            if member.owner in self.zero_after_load:
-                names = " and ".join(self.zero_after_load[member.owner])
-                yield Finding("zero moments", member.name, f"the last load left {names} at 0, though it has taken steps")
-            ratios = (updates[:, row] / weights[:, row]).log()
-            if self.samples[row].numel() >= _LEAST and (unusual := _unusual(ratios, rates[:, row].log())):
-                yield Finding("unusual", member.name, unusual)
+    def _wrong(self, row: int, seen: Tensor, least: int) -> Iterator[tuple[str, str]]:
+        """The kinds and messages of findings about one parameter, whose quantities were ``seen``."""
+        (member, plan), (weights, updates, grads, moved, present, rates, skipped) = self._members[row], seen.unbind(1)
+        param, (mode, *_) = member.param, plan.statics.get("weights") or (None,)
+        if not param.numel():
+            return
+        had = ~grads.isnan() & (skipped == 0)
+        moves = had & (rates != 0)
+        if moves.any():  # else lr is 0 by choice, not at the beginning or end of a schedule
+            had = moves
+        zeros = int((present[had] == 0).flip(0).long().cumprod(0).sum())
+        if zeros >= least and _is_zero(member):
+            yield "zero gradient", f"its last {zeros} gradients were only zeros"
+        # Where rounding is by chance, few small steps may move nothing. With further bits, small updates add up. After a
+        # step, some parameters get back what has gaps in its memory, which :meth:`end` does not see.
+        if had.sum() >= (STEPS if mode == "stochastic" else least) and torch.equal(_bit_sum(member), self._first_sums[row]):
+            yield "not moved", f"no bit of it moved in the last {len(seen)} steps or before"
+        elif mode in (None, "master") and param.is_floating_point() and is_dense(param) and moves.sum() >= least:
+            share = float(1 - moved[moves].square().sum() / present[moves].square().sum())  # NaN without elements
+            if share > 0.5:
+                said = f"{share:.0%} of its elements with gradients stayed: updates are below half a unit of the weight"
+                yield "too small", f"{said} in {str(param.dtype).removeprefix('torch.')}"
+        if member.owner in self._lost:
+            yield "zero moments", f"the last load left {self._lost[member.owner]} at 0, though it has taken steps"
+        ratios = updates / weights / rates  # schedules of ``lr`` let updates grow and fall
+        is_usable = ratios.log().isfinite()
+        if self._samples[row].numel() < _LEAST or is_usable.sum() <= _LEAST:
+            return
+        *_, rate = rates[is_usable]
+        *_, last = logs = ratios[is_usable].log()
+        middle = logs[:-1].median()
+        width = (logs[:-1] - middle).abs().median() * 1.4826  # a normal deviation
+        if (last - middle).abs() > max(_DEVIATIONS * width, math.log(_FACTOR)):
+            sizes = [f"{float(log.exp() * rate):.2g}" for log in (last, middle)]
+            yield "unusual", f"its last update was {sizes[0]} of the weight, where with this lr {sizes[1]} was usual before"
 
 
-def report(optimizer: str, plans: Sequence[Plan], watch: Watch | None, least: int, steps: int) -> HealthReport:
-    """What is wrong in the members of ``plans``, and was in ``least`` steps of those that ``watch`` saw.
-
-    The optimizer has taken ``steps`` steps in this process. The state may know of more.
-    """
-    found = [] if watch is None else list(watch.findings(least))
-    known = {(finding.kind, finding.name) for finding in found}
+def report(engine: Engine, plans: Sequence[Plan], watched: Sequence[Watch], least: int) -> HealthReport:
+    """What is wrong in the members of an engine's ``plans``, and was in ``least`` steps of those that were ``watched``."""
+    seen = {owner: wrong for watch in watched for owner, wrong in watch.findings(least).items()}
     # Entries one by one: Plan.scalars may move them, and kernels and graphs would go on to write where they were.
-    counts = [torch.stack([member.entries["step"] for member in plan.members]).tolist() for plan in plans]
-    is_old = max([steps, *(max(each) for each in counts)]) >= least
-    for plan, each in zip(plans, counts, strict=True):
-        for member, count in zip(plan.members, each, strict=True):
-            if not count and is_old and member.owner.requires_grad:
-                found.append(Finding("no gradient", member.name, "it never had a gradient"))
-            elif ("zero moments", member.name) not in known and (names := zero_moments(member, plan)):
-                said = f"{' and '.join(names)} are at 0, though it has taken {count:.0f} steps"
-                found.append(Finding("zero moments", member.name, said))
-    names = [member.name for plan in plans for member in plan.members]
-    places = {name: place for place, name in enumerate(names)}
-    found.sort(key=lambda finding: places[finding.name])
-    return HealthReport(optimizer, watch is not None, tuple(names), tuple(found))
+    counts = [count for plan in plans for count in torch.stack([m.entries["step"] for m in plan.members]).tolist()]
+    is_old, found, names = max([engine.steps, *counts]) >= least, [], []
+    members = [(member, plan) for plan in plans for member in plan.members]
+    for (member, plan), count in zip(members, counts, strict=True):
+        wrong = seen.get(member.owner, {})
+        if not count and is_old and member.owner.requires_grad:
+            wrong["no gradient"] = "it never had a gradient"
+        elif "zero moments" not in wrong and (averages := _zero_moments(member, plan)):
+            wrong["zero moments"] = f"{averages} are at 0, though it has taken {count:.0f} steps"
+        names.append(member.name)
+        found += [Finding(kind, (member.name,), message) for kind, message in wrong.items()]
+    return HealthReport(engine.kind.__name__, engine.is_watching, tuple(names), tuple(found))
 
 
-def _unusual(logs: Tensor, rates: Tensor) -> str:
-    """What is unusual about the last of some logarithms of ratios of update and weight; empty if nothing is.
-
-    ``rates`` are the logarithms of ``lr``, with which schedules let the ratios grow and fall.
-    """
-    is_finite = logs.isfinite() & rates.isfinite()
-    logs, rates = logs[is_finite], rates[is_finite]
-    if len(logs) <= _LEAST:
+def _zero_moments(member: Member, plan: Plan) -> str:
+    """The averages of a parameter that are at 0 though it has taken steps, in words. Waits for the device."""
+    if not member.param.numel() or not member.entries["step"].item():
         return ""
-    usual, last = logs[:-1] - rates[:-1] + rates[-1], logs[-1]
-    middle = usual.median()
-    width = float((usual - middle).abs().median()) * 1.4826  # a normal deviation
-    if float((last - middle).abs()) <= max(_DEVIATIONS * width, math.log(_FACTOR)):
-        return ""
-    return f"its last update was {last.exp():.2g} of the weight, where with this lr {middle.exp():.2g} was usual before"
-
-
-def zero_moments(member: Member, plan: Plan) -> list[str]:
-    """The averages of a parameter that are at 0 though it has taken steps. Waits for the device."""
-    if not member.entries["step"].item():
-        return []
-    averages = [b.name for b in plan.rule.buffers if b.init == 0 and not b.is_copy]
-    starting = [name for name in averages if name in plan.buffers and name not in PARTS]
-    held = [name for name in starting if member.entries[name].numel() and not member.entries[name].count_nonzero()]
-    return [] if held and _is_zero(member) else held
+    averages = {b.name for b in plan.rule.buffers if b.init == 0 and not b.is_copy} - {*PARTS}
+    held = [name for name in plan.buffers if name in averages and not member.entries[name].any()]
+    return "" if held and _is_zero(member) else " and ".join(held)
 
 
 def _weight(member: Member) -> Tensor:
     """What holds all bits of a parameter in one tensor, if something does."""
     return member.entries.get("master_param", member.param)
-
-
-def _mode(plan: Plan) -> str | None:
-    """How the parameters of ``plan`` are stored. In modes of further bits and of random rounding, small updates add up."""
-    mode: str | None = (plan.statics.get("weights") or [None])[0]
-    return mode
-
-
-def _rounds(member: Member, plan: Plan) -> bool:
-    """Whether rounding may lose small updates, and :meth:`Watch.end` sees all: after it, some get back what has gaps."""
-    return _mode(plan) in (None, "master") and member.param.is_floating_point() and is_dense(member.param)
 
 
 def _is_zero(member: Member) -> bool:
@@ -280,13 +239,16 @@ def _is_zero(member: Member) -> bool:
     return grad is not None and not grad.is_sparse and not bool(grad.count_nonzero())
 
 
-def _sample(tensor: Tensor) -> Tensor:
-    """A view of up to :data:`ELEMENTS` numbers from the middle of ``tensor``; equal elements for equal strides."""
+def _sample(tensor: Tensor, weight: Tensor) -> Tensor:
+    """Up to :data:`ELEMENTS` numbers from the middle of ``tensor``, at the same places as of the ``weight``, in a view.
+
+    Of a tensor in another order of memory than the weight, they may be a copy.
+    """
     real = as_real(tensor)
-    if real.is_contiguous():
-        count = real.numel()
-        start = max(0, count // 2 - ELEMENTS // 2)
-        return real.as_strided((min(count - start, ELEMENTS),), (1,), real.storage_offset() + start)
+    if weight.is_contiguous():
+        real = real.contiguous()
+        start = max(0, (real.numel() - ELEMENTS) // 2)
+        return real.as_strided((min(real.numel(), ELEMENTS),), (1,), real.storage_offset() + start)
     while real.dim() > 1:
         real = real.select(0, real.shape[0] // 2)
     return real[:ELEMENTS]

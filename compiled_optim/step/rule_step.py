@@ -83,8 +83,9 @@ class RuleStep(Step):
             if can_capture(param.device) and not isinstance(param, torch.nn.Parameter):  # those stay by themselves
                 let_stay(param)
         self._settled_for: tuple[Any, ...] = ()  # what clipping was given when the step was prepared last
-        before = engine.step.watch if isinstance(engine.step, RuleStep) else None
-        self.watch: Watch | None = Watch(plans, before) if engine.is_watching else None
+        before = engine.step.watches if isinstance(engine.step, RuleStep) else []
+        watched = dict.fromkeys(plan.device for plan in plans if engine.is_watching and not plan.is_meta)
+        self.watches: list[Watch] = [Watch(plans, device, before) for device in watched]
         self._pinned: list[object] = []  # what graphs may use for as long as this step is the present one
         self._inlined: InlinedStep | None = None
         self._positions = [[self.places[id(p)] for p in plan.params] for plan in plans]
@@ -107,7 +108,7 @@ class RuleStep(Step):
     @property
     def memory(self) -> object:
         """Tables, coefficients and scheduled hyperparameters."""
-        return self.lowerings, self._square_sums, self._schedules, self.watch
+        return self.lowerings, self._square_sums, self._schedules, self.watches
 
     def view(self, rule: Rule, groups: Collection[int]) -> None:
         """Replace those parameters of ``groups``, by index, that took a step with what ``rule`` makes of them."""
@@ -179,11 +180,10 @@ class RuleStep(Step):
     def inlined(self) -> InlinedStep | str:
         lowerings = [x for x in self.lowerings if isinstance(x, InductorLowering)]  # all of them, if this is their name
         reason = "" if self.name == InductorLowering.name else f"it is lowered to {self.name}"
-        reason = reason or ("" if self.watch is None else "its health is watched")
-        for group in self._groups:
-            for name in group.kind._declaration.structural_hypers:
-                if not reason and group.has_escaped(name) and not group.nonzero(name):
-                    reason = f"{name} is 0, and its tensor was handed out, so another number may be written into it"
+        reason = reason or ("its health is watched" if self.watches else "")
+        names = ((group, n) for group in self._groups for n in group.kind._declaration.structural_hypers)
+        if not reason and (name := next((n for group, n in names if group.has_escaped(n) and not group.nonzero(n)), "")):
+            reason = f"{name} is 0, and its tensor was handed out, so another number may be written into it"
         reason = reason or obstacle([x.plan for x in lowerings], self._clipping)
         self._log.compiled_step = f"an operator: {reason}" if reason else "its own operations"
         if reason:
@@ -215,9 +215,9 @@ class RuleStep(Step):
         self._compile(by_plan)
         for lowering, given in zip(self.lowerings, by_plan, strict=True):
             lowering.prepare(given, captures)
-            if self.watch is not None:
-                self.watch.see_gradients(lowering.plan, lowering.plan.gradients(given))
-        self._settled_for, self.is_settled = self._clipping.given, self.watch is None
+            for watch in self.watches:
+                watch.see_gradients(lowering.plan, lowering.plan.gradients(given))
+        self._settled_for, self.is_settled = self._clipping.given, not self.watches
 
     def _compile(self, by_plan: Sequence[Gradients]) -> None:
         """Make what the lowerings and the norm need and what does not exist yet; ``by_plan`` are their gradients."""
@@ -239,11 +239,11 @@ class RuleStep(Step):
     def launch(self, closure: Callable[[], Any] | None = None) -> None:
         """Evaluate the schedules, measure the gradients where that is needed, and update."""
         self._schedules.evaluate()
-        if self.watch is not None:
-            self.watch.begin()
+        for watch in self.watches:
+            watch.begin()
         self.launch_part()
-        if self.watch is not None:
-            self.watch.end(self._clipping)
+        for watch in self.watches:
+            watch.end(self._clipping)
 
     def launch_part(self) -> None:
         if self._square_sums is not None:

@@ -129,7 +129,7 @@ def test_what_is_no_matrix_is_refused_by_name(options: dict[str, Any]) -> None:
     ("split", "error", "message"),
     [
         ({"w": 5}, ValueError, r"split\['w'\]=5 does not fit 'w' of shape \(12, 4\): 12 rows are not 5 equal parts"),
-        ({"w": (3, 3)}, ValueError, r"split\['w'\]=\(3, 3\) does not fit 'w' of shape .*: it has 12 rows, and the parts 6"),
+        ({"w": (3, 3)}, ValueError, r"split\['w'\]=\(3, 3\) does not fit 'w' of shape .*: it has 12 rows, the parts 6"),
         ({"w": 2, "*": 3}, ValueError, r"split: 'w' matches both 'w' and '\*', which differ"),
         (
             {"w": 0},

@@ -95,16 +95,16 @@ def test_the_floor_plan_lists_every_floor_from_the_top() -> None:
 
 
 BUDGET = {
-    "": 2864,
+    "": 2819,
     "capture": 1208,
     "checkpoint": 1303,
-    "groups": 1289,
-    "lowering": 4439,
+    "groups": 1285,
+    "lowering": 4427,
     "memory": 1471,
-    "optimizers": 1933,
+    "optimizers": 1915,
     "plan": 844,
-    "rule": 2727,
-    "step": 1919,
+    "rule": 2724,
+    "step": 1879,
 }
 """Lines of each folder's modules; "" are those beside the folders. A commit of its own raises one, and says why."""
 
