@@ -134,6 +134,8 @@ class _Kernel:
 class _Made(TorchDispatchMode):
     """Counts the memory of what operators return."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, runs: Runs) -> None:
         super().__init__()
         self._runs = runs
@@ -145,7 +147,7 @@ class _Made(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if torch._guards.TracingContext.try_get() is None and not func.is_view:
+        if torch._guards.TracingContext.try_get() is None and not getattr(func, "is_view", True):
             given = {t.untyped_storage()._cdata for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, Tensor)}
             for tensor in torch.utils._pytree.tree_leaves(result):
                 if isinstance(tensor, Tensor) and tensor.is_cuda and tensor.untyped_storage()._cdata not in given:
