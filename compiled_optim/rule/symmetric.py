@@ -21,7 +21,7 @@ class Tiling(NamedTuple):
     """How a kernel divides products, on GPUs of one compute capability.
 
     Attributes:
-        rows: the fewest rows of matrices that it multiplies. The choice depends on no more: all processes must make it alike.
+        rows: the fewest rows of matrices for which it is taken. The shape decides alone: processes must compute alike.
         block: rows and columns of the tile that a program computes.
         depth: how many columns of the factors it reads at a time.
         stages: how many times as many are on their way.
@@ -55,13 +55,14 @@ def quadratic(x: Tensor, a: Any, b: Any, c: Any, dtype: torch.dtype) -> Tensor:
     """``a + b * x + c * x @ x`` of symmetric matrices, added in ``dtype``."""
     if (tiling := _tiling(x)) is None:
         square, wide = (x @ x).to(dtype), x.to(dtype)
-        return (a * identity(wide) + b * wide + c * square).to(x.dtype)
+        made: Tensor = (a * identity(wide) + b * wide + c * square).to(x.dtype)
+        return made
     return _multiplied(x, (a, b, c), tiling)
 
 
 def _tiling(x: Tensor) -> Tiling | None:
     """How to multiply ``x`` by itself where Inductor compiles that; None for torch's way."""
-    if not is_traced() or not isinstance(x, Tensor) or x.dtype != torch.bfloat16 or x.device.type != "cuda":
+    if not is_traced() or not isinstance(x, Tensor) or x.dim() < 3 or (x.dtype, x.device.type) != (torch.bfloat16, "cuda"):
         return None
     tiling = _tiling_of(x.device)
     return None if tiling is None or x.shape[-2] < tiling.rows else tiling
@@ -74,25 +75,24 @@ def _tiling_of(device: torch.device) -> Tiling | None:
 
 def _multiplied(x: Tensor, numbers: Sequence[Any], tiling: Tiling) -> Tensor:
     """The product of matrices by themselves, or with ``numbers`` what :func:`quadratic` returns."""
-    from compiled_optim.rule.symmetric_kernel import multiply
+    from compiled_optim.rule.symmetric_kernel import symmetric_product
 
     rows, columns = x.shape[-2:]
     made = x.new_empty((*x.shape[:-1], rows))
     stack, out = (t.reshape(x.shape[0], math.prod(x.shape[1:-2]), *t.shape[-2:]) for t in (x, made))
     given = [n.expand(x.shape[0], *n.shape[1:]) if isinstance(n, Tensor) else n for n in numbers] or [x] * 3
-    step = given[0].stride(0) if numbers and isinstance(given[0], Tensor) else 0
     tiles = -(-rows // tiling.block)
-    multiply[(tiles * (tiles + 1) // 2, stack.shape[0], stack.shape[1])](
+    symmetric_product[(tiles * (tiles + 1) // 2, stack.shape[0], stack.shape[1])](
         stack,
         out,
         *given,
-        step,
         *stack.stride()[:2],
         *out.stride()[:2],
         rows,
         columns,
         *stack.stride()[2:],
         bool(numbers),
+        *[n.stride(0) if isinstance(n, Tensor) else None for n in given],
         tiling.block,
         tiling.depth,
         num_stages=tiling.stages,

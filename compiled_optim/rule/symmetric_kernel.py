@@ -5,29 +5,24 @@ from triton import language as tl
 
 
 @triton.jit
-def _load(x, lines, depth, rows: tl.constexpr, columns: tl.constexpr, down: tl.constexpr, right: tl.constexpr, whole: tl.constexpr):
-    places = x + lines[:, None] * down + depth[None, :] * right
+def _load(places, i, j, rows: tl.constexpr, columns: tl.constexpr, whole: tl.constexpr):
     if whole:
         return tl.load(places)
-    return tl.load(places, (lines < rows)[:, None] & (depth < columns)[None, :], 0.0)
+    return tl.load(places, (i < rows)[:, None] & (j < columns)[None, :], 0.0)
 
 
 @triton.jit
-def _number(value, place):
-    if value.dtype.is_ptr():
-        return tl.load(value + place).to(tl.float32)
-    else:  # noqa: RET505 (Triton takes it for two types otherwise)
-        return value
+def _number(value, place, step: tl.constexpr):
+    return tl.cast(value if step is None else tl.load(value + place * step), tl.float32)
 
 
 @triton.jit
-def multiply(
+def symmetric_product(
     x,
     out,
     a,
     b,
     c,
-    number_step,
     x_step,
     x_inner_step,
     out_step,
@@ -37,6 +32,9 @@ def multiply(
     down: tl.constexpr,
     right: tl.constexpr,
     is_quadratic: tl.constexpr,
+    a_step: tl.constexpr,
+    b_step: tl.constexpr,
+    c_step: tl.constexpr,
     block: tl.constexpr,
     depth: tl.constexpr,
 ):
@@ -47,16 +45,17 @@ def multiply(
     x += outer * x_step + inner * x_inner_step
     out += outer * out_step + inner * out_inner_step
     i, j = line * block + tl.arange(0, block), column * block + tl.arange(0, block)
+    whole: tl.constexpr = rows % block == 0 and columns % depth == 0
     total = tl.zeros((block, block), tl.float32)
     for start in range(0, columns, depth):
         k = start + tl.arange(0, depth)
-        left = _load(x, i, k, rows, columns, down, right, rows % block == 0 and columns % depth == 0)
-        above = _load(x, j, k, rows, columns, down, right, rows % block == 0 and columns % depth == 0)
+        left = _load(x + i[:, None] * down + k[None, :] * right, i, k, rows, columns, whole)
+        above = _load(x + j[:, None] * down + k[None, :] * right, j, k, rows, columns, whole)
         total = tl.dot(left, tl.trans(above), total)
     if is_quadratic:
-        tile = _load(x, i, j, rows, columns, down, right, rows % block == 0).to(tl.float32)
-        total = _number(b, outer * number_step) * tile + _number(c, outer * number_step) * total
-        total = tl.where(i[:, None] == j[None, :], _number(a, outer * number_step) + total, total)
+        tile = _load(x + i[:, None] * down + j[None, :] * right, i, j, rows, columns, whole).to(tl.float32)
+        total = _number(b, outer, b_step) * tile + _number(c, outer, c_step) * total
+        total = tl.where(i[:, None] == j[None, :], _number(a, outer, a_step) + total, total)
     made = total.to(out.dtype.element_ty)
     turned = tl.trans(made)
     if line == column:
