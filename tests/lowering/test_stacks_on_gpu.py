@@ -85,6 +85,30 @@ def test_no_program_walks_a_large_tensor_alone(
     assert len(runs.launches) <= 11 * stacks, len(runs.launches) / stacks
 
 
+@pytest.mark.parametrize(
+    ("arch", "name", "launches", "operations"),
+    [(90, "Muon", 4, 1.159e12), (90, "NorMuon", 6, 1.159e12), (100, "Muon", 9, 1.522e12)],
+)
+def test_launches_and_products_of_gpt2(arch: int, name: str, launches: int, operations: float, fresh_kernels: None) -> None:
+    """For each stack, and the products of all together; half of one is left out where matrices are symmetric.
+
+    One iteration is two symmetric products and another one, and nothing else. A launch fills 132 multiprocessors.
+    """
+    torch._dynamo.reset()
+    with fake_cuda(arch), running() as runs:
+        subject = getattr(co, name)(_parameters(_hidden(GPT2)))
+        subject.step()
+        runs.start()
+        subject.step()
+    (lowering,) = engine_of(subject).step.lowerings
+    assert [len(stack.positions) for stack in lowering.stacks] == [12] * 4
+    assert len(runs.launches) == 4 * launches
+    assert len(runs.products) == 4 * 15
+    programs = [p.programs for p in runs.products if p.programs is not None]
+    assert programs == ([12 * 6 * 7 // 2] * 40 if arch == 90 else [])
+    assert sum(p.operations for p in runs.products) == pytest.approx(operations, rel=1e-3)
+
+
 @pytest.mark.parametrize("optimizer", stacked_optimizers(), ids=lambda c: c.__name__)
 def test_memory_beside_a_large_model(optimizer: type[co.CompiledOptimizer], fresh_kernels: None) -> None:
     """Of LLaMA-7B, whose embeddings are not for Muon, in the first step, which compiles, and in later ones."""
