@@ -305,6 +305,10 @@ class Stack:
             self._own = self.owners.own
             self.shape = (len(self._own), *self.shape[1:])
             self._index = self._index[self._own]
+        spare = self._index.new_zeros(
+            -len(self._index) % 4
+        )  # rows of numbers begin where Inductor's code does not copy them
+        self._padded = torch.cat([self._index, spare])
 
     def gathered(self, grads: Sequence[Tensor | None]) -> Tensor | None:
         """The stack's gradients of all ``grads`` in one tensor, with 0 where there is none; None without any."""
@@ -330,7 +334,7 @@ class Stack:
         """Update from stacked ``grads``; a tensor stays as it is where the second of its ``coefficients`` is not 0."""
         assert self.kernel is not None
         param, grad, *buffers = self._whole(grads)
-        columns = coefficients.index_select(1, self._index).to(param.device, self._dtype)
+        columns = coefficients.index_select(1, self._padded).to(param.device, self._dtype)[:, : len(param)]
         columns = columns.view(*columns.shape, *[1] * (param.dim() - 1))
         new = self.kernel([param, grad, *buffers, *columns.unbind()]) if self._own else [param, *buffers]
         held_param, *held_buffers = self._held(new)

@@ -18,25 +18,17 @@ from compiled_optim.rule.vocabulary import identity
 
 
 class Tiling(NamedTuple):
-    """How a kernel divides products, on GPUs of one compute capability.
+    """How the kernel divides products, on GPUs of one compute capability."""
 
-    Attributes:
-        rows: the fewest rows of matrices for which it is taken. The shape decides alone: processes must compute alike.
-        block: rows and columns of the tile that a program computes.
-        depth: how many columns of the factors it reads at a time.
-        stages: how many times as many are on their way.
-        warps: of 32 threads in a program.
-    """
-
-    rows: int
-    block: int
-    depth: int
-    stages: int
+    rows: int  # the fewest of matrices for which it is taken; nothing else decides, so that all processes compute alike
+    block: int  # rows and columns of the tile that a program computes
+    depth: int  # columns of the factors that it reads at a time
+    stages: int  # how many times as many are on their way
     warps: int
 
 
 TILINGS = {(8, 0): Tiling(1024, 128, 64, 3, 8), (9, 0): Tiling(768, 128, 64, 4, 8)}
-"""By compute capability of NVIDIA's GPUs. Others multiply as always: nobody is known to have measured them.
+"""By compute capability of NVIDIA's GPUs. On others it is not known to be faster.
 
 On an A100, kernels of this kind took 0.84 of cuBLAS' time at 1024 rows (README of github.com/nil0x9/flash-muon). On an H100
 modded-nanogpt takes them, with these tiles, for batches of 768 rows; alone, matrices of 1024 rows took longer. Tiles of 128
@@ -46,18 +38,18 @@ read the least, and 12 matrices of 768 rows are 252 of them, for 132 multiproces
 
 def gram(x: Tensor) -> Tensor:
     """``x @ x.mT``."""
-    if (tiling := _tiling(x)) is None:
-        return x @ x.mT
-    return _multiplied(x, (), tiling)
+    tiling = _tiling(x)
+    return x @ x.mT if tiling is None else _multiplied(x, (), tiling)
 
 
 def quadratic(x: Tensor, a: Any, b: Any, c: Any, dtype: torch.dtype) -> Tensor:
-    """``a + b * x + c * x @ x`` of symmetric matrices, added in ``dtype``."""
-    if (tiling := _tiling(x)) is None:
-        square, wide = (x @ x).to(dtype), x.to(dtype)
-        made: Tensor = (a * identity(wide) + b * wide + c * square).to(x.dtype)
-        return made
-    return _multiplied(x, (a, b, c), tiling)
+    """``a + b * x + c * x @ x`` of symmetric matrices, added in ``dtype``; the numbers may differ between tensors."""
+    tiling = _tiling(x)
+    if tiling is not None and len({n.dim() if isinstance(n, Tensor) else None for n in (a, b, c)}) == 1:
+        return _multiplied(x, (a, b, c), tiling)
+    square, wide = (x @ x).to(dtype), x.to(dtype)
+    made: Tensor = (a * identity(wide) + b * wide + c * square).to(x.dtype)
+    return made
 
 
 def _tiling(x: Tensor) -> Tiling | None:
@@ -77,25 +69,22 @@ def _multiplied(x: Tensor, numbers: Sequence[Any], tiling: Tiling) -> Tensor:
     """The product of matrices by themselves, or with ``numbers`` what :func:`quadratic` returns."""
     from compiled_optim.rule.symmetric_kernel import symmetric_product
 
-    rows, columns = x.shape[-2:]
-    made = x.new_empty((*x.shape[:-1], rows))
-    stack, out = (t.reshape(x.shape[0], math.prod(x.shape[1:-2]), *t.shape[-2:]) for t in (x, made))
-    given = [n.expand(x.shape[0], *n.shape[1:]) if isinstance(n, Tensor) else n for n in numbers] or [x] * 3
-    tiles = -(-rows // tiling.block)
-    symmetric_product[(tiles * (tiles + 1) // 2, stack.shape[0], stack.shape[1])](
-        stack,
-        out,
-        *given,
-        *stack.stride()[:2],
-        *out.stride()[:2],
-        rows,
-        columns,
-        *stack.stride()[2:],
+    made, matrices = x.new_empty((*x.shape[:-1], x.shape[-2])), x.flatten(0, -3)
+    weights = [n.expand(x.shape[0], *n.shape[1:]) if isinstance(n, Tensor) else float(n) for n in numbers]
+    step = weights[0].stride(0) if numbers and isinstance(weights[0], Tensor) else None
+    tiles = -(-x.shape[-2] // tiling.block)
+    layout = *x.shape[-2:], *matrices.stride()[1:], math.prod(x.shape[1:-2])
+    given = (
+        matrices,
+        made,
+        *(weights or [x] * 3),
+        matrices.stride(0),
+        *layout,
         bool(numbers),
-        *[n.stride(0) if isinstance(n, Tensor) else None for n in given],
+        step,
         tiling.block,
         tiling.depth,
-        num_stages=tiling.stages,
-        num_warps=tiling.warps,
     )
+    grid = (tiles * (tiles + 1) // 2, matrices.shape[0])
+    symmetric_product[grid](*given, num_stages=tiling.stages, num_warps=tiling.warps)
     return made

@@ -24,28 +24,27 @@ def symmetric_product(
     b,
     c,
     x_step,
-    x_inner_step,
-    out_step,
-    out_inner_step,
     rows: tl.constexpr,
     columns: tl.constexpr,
     down: tl.constexpr,
     right: tl.constexpr,
+    matrices: tl.constexpr,
     is_quadratic: tl.constexpr,
-    a_step: tl.constexpr,
-    b_step: tl.constexpr,
-    c_step: tl.constexpr,
+    step: tl.constexpr,
     block: tl.constexpr,
     depth: tl.constexpr,
 ):
-    """Write a tile of ``x @ x.mT`` and the mirrored one to ``out``, or of ``a + b * x + c * x @ x`` of symmetric ``x``."""
-    place, outer, inner = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    """Write a tile of ``x @ x.mT`` and the mirrored one to ``out``, or of ``a + b * x + c * x @ x`` of symmetric ``x``.
+
+    As many ``matrices``, one after the other, have the same numbers.
+    """
+    place, matrix = tl.program_id(0), tl.program_id(1).to(tl.int64)
     line = ((tl.sqrt_rn(8.0 * place + 1.0) - 1.0) * 0.5).to(tl.int32)
     column = place - line * (line + 1) // 2
-    x += outer * x_step + inner * x_inner_step
-    out += outer * out_step + inner * out_inner_step
     i, j = line * block + tl.arange(0, block), column * block + tl.arange(0, block)
     whole: tl.constexpr = rows % block == 0 and columns % depth == 0
+    x += matrix * x_step
+    out += matrix * rows * rows
     total = tl.zeros((block, block), tl.float32)
     for start in range(0, columns, depth):
         k = start + tl.arange(0, depth)
@@ -53,9 +52,9 @@ def symmetric_product(
         above = _load(x + j[:, None] * down + k[None, :] * right, j, k, rows, columns, whole)
         total = tl.dot(left, tl.trans(above), total)
     if is_quadratic:
-        tile = _load(x + i[:, None] * down + j[None, :] * right, i, j, rows, columns, whole).to(tl.float32)
-        total = _number(b, outer, b_step) * tile + _number(c, outer, c_step) * total
-        total = tl.where(i[:, None] == j[None, :], _number(a, outer, a_step) + total, total)
+        tile, tensor = _load(x + i[:, None] * down + j[None, :] * right, i, j, rows, columns, whole), matrix // matrices
+        total = _number(b, tensor, step) * tile.to(tl.float32) + _number(c, tensor, step) * total
+        total = tl.where(i[:, None] == j[None, :], _number(a, tensor, step) + total, total)
     made = total.to(out.dtype.element_ty)
     turned = tl.trans(made)
     if line == column:

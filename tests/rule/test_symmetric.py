@@ -93,13 +93,12 @@ def test_it_compiles_for_tensor_cores_without_spills(
     if numbers:
         columns = rows
     arch, tiling, names = capability[0] * 10 + capability[1], symmetric.TILINGS[capability], symmetric_product.arg_names
-    constants: dict[str, Any] = {"rows": rows, "columns": columns, "is_quadratic": bool(numbers)}
+    constants: dict[str, Any] = {"rows": rows, "columns": columns, "matrices": 2, "is_quadratic": bool(numbers)}
     constants |= {"down": 1, "right": rows} if is_turned else {"down": columns, "right": 1}
-    constants |= {f"{n}_step": 1 if numbers.startswith("*") else None for n in "abc"}
-    constants |= {"block": tiling.block, "depth": tiling.depth}
+    constants |= {"step": 1 if numbers.startswith("*") else None, "block": tiling.block, "depth": tiling.depth}
     types = dict.fromkeys(names, "i32") | dict.fromkeys(("x", "out"), "*bf16") | dict.fromkeys("abc", numbers or "*bf16")
     types |= dict.fromkeys(constants, "constexpr")
-    aligned = [n for n in names if n in ("x", "out") or (n.startswith(("x_", "out_")) and rows * columns % 16 == 0)]
+    aligned = ["x", "out", *(["x_step"] if rows * columns % 16 == 0 else [])]
     source = triton.compiler.ASTSource(
         symmetric_product,
         types,
