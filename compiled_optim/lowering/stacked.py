@@ -438,13 +438,14 @@ def _stack_function(key: KernelKey) -> Callable[..., tuple[Tensor, ...]]:
     names = ("param", *rule.present_buffers(statics))
     given = {**dict.fromkeys(b.name for b in rule.buffers), **statics}
     numbers_of = number_type(rule.coefficient_names(statics))
+    reads_index = rule.reads_index(statics)  # torch 2.11 does not trace what is computed once
 
     def stack(param: Tensor, grad: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
         dtype = compute_dtype(param.dtype)
         old = dict(zip(names, (param, *rest), strict=False))
         factor, skip, *numbers = rest[len(names) - 1 :]
         values = {**given, "param": param.to(dtype), "grad": factor * grad.to(dtype), "c": numbers_of(*numbers)}
-        if rule.reads_index(statics):
+        if reads_index:
             shape = param.shape[1:]
             values[INDEX] = torch.arange(shape.numel(), dtype=torch.int32, device=param.device).view(1, *shape)
         new = rule.updated(values | {name: old[name].to(dtype) for name in names[1:]})

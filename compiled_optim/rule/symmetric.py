@@ -72,19 +72,10 @@ def _multiplied(x: Tensor, numbers: Sequence[Any], tiling: Tiling) -> Tensor:
     made, matrices = x.new_empty((*x.shape[:-1], x.shape[-2])), x.flatten(0, -3)
     weights = [n.expand(x.shape[0], *n.shape[1:]) if isinstance(n, Tensor) else float(n) for n in numbers]
     step = weights[0].stride(0) if numbers and isinstance(weights[0], Tensor) else None
-    tiles = -(-x.shape[-2] // tiling.block)
+    given = matrices, made, *(weights or [x] * 3), matrices.stride(0)
     layout = *x.shape[-2:], *matrices.stride()[1:], math.prod(x.shape[1:-2])
-    given = (
-        matrices,
-        made,
-        *(weights or [x] * 3),
-        matrices.stride(0),
-        *layout,
-        bool(numbers),
-        step,
-        tiling.block,
-        tiling.depth,
-    )
+    constants = *layout, len(numbers) > 0, step, tiling.block, tiling.depth
+    tiles = -(-x.shape[-2] // tiling.block)
     grid = (tiles * (tiles + 1) // 2, matrices.shape[0])
-    symmetric_product[grid](*given, num_stages=tiling.stages, num_warps=tiling.warps)
+    symmetric_product[grid](*given, *constants, num_stages=tiling.stages, num_warps=tiling.warps)
     return made
