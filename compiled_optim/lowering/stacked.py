@@ -305,9 +305,8 @@ class Stack:
             self._own = self.owners.own
             self.shape = (len(self._own), *self.shape[1:])
             self._index = self._index[self._own]
-        spare = self._index.new_zeros(
-            -len(self._index) % 4
-        )  # rows of numbers begin where Inductor's code does not copy them
+        # Rows of numbers begin at multiples of 16 bytes, or Inductor's code copies each.
+        spare = self._index.new_zeros(-len(self._index) % 4)
         self._padded = torch.cat([self._index, spare])
 
     def gathered(self, grads: Sequence[Tensor | None]) -> Tensor | None:
