@@ -162,7 +162,8 @@ def _host(args: argparse.Namespace) -> int:
 
 def _kernels(args: argparse.Namespace) -> int:
     for workload in args.workload:
-        rows = checks.measure_kernels(workload, args.device, rounds=args.rounds)
+        others = args.competitors or [FUSED]
+        rows = checks.measure_kernels(workload, args.optimizer, others, args.device, rounds=args.rounds)
         results.show(rows, f"kernels on {results.device_name(args.device)}")
         _save(rows, args)
     return 0
@@ -282,8 +283,9 @@ def _parser() -> argparse.ArgumentParser:
     workloads(hosted, ["tiny-10", "small-148", "small-1000", "gpt2-124m"])
     hosted.add_argument("--rounds", type=int, default=51)
 
-    listed = command("kernels", _kernels, "list the kernels of a step with their times, and its bandwidth")
+    listed = command("kernels", _kernels, "list the kernels of a step with their times, and its bandwidth", optimizer)
     workloads(listed, ["gpt2-124m", "small-1000"])
+    competitors(listed, FUSED)
     listed.add_argument("--rounds", type=int, default=10)
 
     checked = command("checks", _checks, "huge tensors, long captured runs, compute-sanitizer; exit status 1 if bits differ")

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -39,8 +39,10 @@ torch.cuda.synchronize()
 """Steps over odd shapes, transposed and absent gradients, for a tool that watches every access."""
 
 
-def _row(benchmark: str, workload: str, name: str, metric: str, unit: str, values: list[float]) -> Row:
-    return Row(benchmark, workload, "adamw", name, metric, unit, *percentiles(values), None, len(values))
+def _row(
+    benchmark: str, workload: str, name: str, metric: str, unit: str, values: list[float], optimizer: str = "adamw"
+) -> Row:
+    return Row(benchmark, workload, optimizer, name, metric, unit, *percentiles(values), None, len(values))
 
 
 def failed(row: Row) -> bool:
@@ -132,13 +134,15 @@ def measure_host(workload: str, device: torch.device, *, rounds: int) -> list[Ro
     return rows
 
 
-def measure_kernels(workload: str, device: torch.device, *, rounds: int) -> list[Row]:
-    """What torch.profiler says of the kernels of a step: microseconds, and gigabytes per second of what it must move."""
+def measure_kernels(
+    workload: str, optimizer: str, competitors: Sequence[str], device: torch.device, *, rounds: int
+) -> list[Row]:
+    """What torch.profiler says of the kernels of a step: microseconds; of AdamW also GB/s of what it must move."""
     grads = make_gradients(shapes(workload), device, 1)
     activity = torch.profiler.ProfilerActivity.CUDA if device.type == "cuda" else torch.profiler.ProfilerActivity.CPU
     rows = []
-    for name in (OURS, FUSED):
-        entrant = enter(competitor("adamw", name), make_params(shapes(workload), device), grads)
+    for name in (OURS, *competitors):
+        entrant = enter(competitor(optimizer, name), make_params(shapes(workload), device), grads)
         with torch.profiler.profile(activities=[activity]) as profile:
             for _ in range(rounds):
                 entrant.take(grads, "same")
@@ -146,8 +150,8 @@ def measure_kernels(workload: str, device: torch.device, *, rounds: int) -> list
             synchronize(device)
         events = [(e.key, _self_time(e, device) / rounds, e.count / rounds) for e in profile.key_averages()]
         found = sorted((e for e in events if e[1] > 0), key=lambda e: -e[1])[:8]
-        rows += [_row("kernels", workload, name, f"{key[:60]}, {n:g} launches", "us", [t]) for key, t, n in found]
-        if found:
+        rows += [_row("kernels", workload, name, f"{key[:60]}, {n:g} launches", "us", [t], optimizer) for key, t, n in found]
+        if found and optimizer == "adamw":
             moved = 28 * elements(workload) / sum(t for _, t, _ in events) / 1e3
             rows.append(_row("kernels", workload, name, f"all kernels, {dtype_name(torch.float32)}", "GB/s", [moved]))
     return rows

@@ -9,14 +9,19 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 import compiled_optim
+from compiled_optim.lowering import stacked
+from compiled_optim.optimizer import engine_of
+from compiled_optim.rule import symmetric
 
 OURS = "compiled_optim"
+TORCH_PRODUCTS = f"{OURS}[torch products]"
 FUSED = "torch fused"
 COMPILED = "torch compiled"
 
@@ -67,6 +72,13 @@ def _compile_foreach(optimizer: Any) -> None:
     optimizer._compile_foreach()
 
 
+def _multiply_in_torch(optimizer: Any) -> None:
+    """Compile the kernels of matrices with torch's products alone, where others would be symmetric products."""
+    with mock.patch.dict(symmetric.TILINGS, clear=True), mock.patch.object(stacked, "_kernels", {}):
+        for lowering in engine_of(optimizer).step.lowerings:
+            lowering.compile()
+
+
 _COMPILED = {"compiled": True, "tensors": SLOW_TO_COMPILE}
 _SPOILED = "writes to its gradients: gets copies, which are not timed"
 _EIGHT_BITS = "8-bit state for tensors of at least 4096 elements: moves fewer bytes"
@@ -74,6 +86,9 @@ _EIGHT_BITS = "8-bit state for tensors of at least 4096 elements: moves fewer by
 PEERS: dict[str, Peer] = {
     OURS: Peer("compiled_optim"),
     f"{OURS}[inductor]": Peer("compiled_optim", {"lowering": "inductor"}),
+    TORCH_PRODUCTS: Peer(
+        "compiled_optim", named="", others={"muon": "Muon", "normuon": "NorMuon"}, finish=_multiply_in_torch
+    ),
     FUSED: Peer("torch.optim", {"fused": True}),
     "torch foreach": Peer("torch.optim", {"foreach": True}),
     "torch foreach capturable": Peer("torch.optim", {"foreach": True, "capturable": True}),

@@ -33,6 +33,7 @@ LIMIT = 590.0
 """Seconds that a call may take."""
 
 _TORCHS = "compiled_optim[inductor] 'torch fused' 'torch foreach'"
+_PRODUCTS = "'compiled_optim[torch products]'"
 _PEERS = """'torch foreach capturable compiled' 'torch fused compiled' 'optimi foreach' 'optimi triton' heavyball
     'heavyball compile_step' bitsandbytes 'bitsandbytes 8-bit' flashoptim 'flashoptim float32 state' torchao 'torchao 8-bit'
     'torchao bfloat16, stochastic'"""
@@ -44,12 +45,13 @@ TIMINGS = {
     "kernels": 30.0,
     "low-memory --rounds 51": 40.0,
     f"step --workload small-148 small-1000 --rounds 51 --competitors {_TORCHS}": 60.0,
-    "step --optimizer muon --workload gpt-matrices --rounds 31 --competitors torch": 40.0,
+    f"step --optimizer muon --workload gpt2-matrices --rounds 31 --competitors {_PRODUCTS} torch": 40.0,
+    f"kernels --optimizer muon --workload gpt2-matrices --competitors {_PRODUCTS}": 25.0,
     f"step --optimizer adafactor --workload gpt-matrices --rounds 31 --competitors {_TORCHS}": 30.0,
     f"step --optimizer sgd --workload gpt2-124m --rounds 51 --competitors {_TORCHS}": 25.0,
     "gates --only step bandwidth schedulers": 50.0,
     "gates --only first-step --tries 1": 70.0,
-    f"step --workload gpt2-124m --rounds 21 --competitors {_PEERS}": 90.0,
+    f"step --workload gpt2-124m --rounds 21 --competitors {_PEERS}": 65.0,
 }
 """Commands of ``python -m perf`` with their seconds, those worth most first; the peers last, since torchao compiles long."""
 

@@ -28,9 +28,8 @@ def _vit_tiny() -> Shapes:
     return [*stem, *(norm + attention + norm + mlp) * 12, *norm, (1000, width), (1000,)]
 
 
-def _gpt_matrices() -> Shapes:
-    """The hidden matrices of a GPT with 12 layers of width 256: 48 tensors of 4 shapes."""
-    width = 256
+def _gpt_matrices(width: int) -> Shapes:
+    """The hidden matrices of a GPT with 12 layers: 48 tensors of 4 shapes."""
     return [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)] * 12
 
 
@@ -40,7 +39,8 @@ TINY = "tiny-matrices"
 WORKLOADS: dict[str, Callable[[], Shapes]] = {
     "gpt2-124m": _gpt2_124m,
     "vit-tiny": _vit_tiny,
-    "gpt-matrices": _gpt_matrices,
+    "gpt-matrices": lambda: _gpt_matrices(256),
+    "gpt2-matrices": lambda: _gpt_matrices(768),
     "small-10": lambda: [(4096,)] * 10,
     "small-148": lambda: [(4096,)] * 148,
     "small-1000": lambda: [(4096,)] * 1000,

@@ -296,6 +296,9 @@ class Stack:
             self._own = self.owners.own
             self.shape = (len(self._own), *self.shape[1:])
             self._index = self._index[self._own]
+        # Rows of numbers begin at multiples of 16 bytes, or Inductor's code copies each.
+        spare = self._index.new_zeros(-len(self._index) % 4)
+        self._padded = torch.cat([self._index, spare])
 
     def gathered(self, grads: Sequence[Tensor | None]) -> Tensor | None:
         """The stack's gradients of all ``grads`` in one tensor, with 0 where there is none; None without any."""
@@ -321,7 +324,7 @@ class Stack:
         """Update from stacked ``grads``; a tensor stays as it is where the second of its ``coefficients`` is not 0."""
         assert self.kernel is not None
         param, grad, *buffers = self._whole(grads)
-        columns = coefficients.index_select(1, self._index).to(param.device, self._dtype)
+        columns = coefficients.index_select(1, self._padded).to(param.device, self._dtype)[:, : len(param)]
         columns = columns.view(*columns.shape, *[1] * (param.dim() - 1))
         new = self.kernel([param, grad, *buffers, *columns.unbind()]) if self._own else [param, *buffers]
         held_param, *held_buffers = self._held(new)
@@ -425,13 +428,14 @@ def _stack_function(key: KernelKey) -> Callable[..., tuple[Tensor, ...]]:
     names = ("param", *rule.present_buffers(statics))
     given = {**dict.fromkeys(b.name for b in rule.buffers), **statics}
     numbers_of = number_type(rule.coefficient_names(statics))
+    reads_index = rule.reads_index(statics)  # torch 2.11 does not trace what is computed once
 
     def stack(param: Tensor, grad: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
         dtype = compute_dtype(param.dtype)
         old = dict(zip(names, (param, *rest), strict=False))
         factor, skip, *numbers = rest[len(names) - 1 :]
         values = {**given, "param": param.to(dtype), "grad": factor * grad.to(dtype), "c": numbers_of(*numbers)}
-        if rule.reads_index(statics):
+        if reads_index:
             shape = param.shape[1:]
             values[INDEX] = torch.arange(shape.numel(), dtype=torch.int32, device=param.device).view(1, *shape)
         new = rule.updated(values | {name: old[name].to(dtype) for name in names[1:]})

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from compiled_optim.rule import Number, identity, maximum
+from compiled_optim.rule import Number, gram, maximum, quadratic
 
 Coefficients: TypeAlias = tuple[Number, Number, Number] | Sequence[Sequence[float]] | str
 STEPS = 5  # the default of ``ns_steps``
@@ -51,10 +51,7 @@ def orthogonalized(stack: Tensor, triples: Sequence[Sequence[Any]], eps: Tensor 
     x = stack.mT if tall else stack
     x = (x / maximum(torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True), eps)).to(torch.bfloat16)
     for a, b, c in triples:
-        gram = x @ x.mT
-        square = (gram @ gram).to(stack.dtype)
-        gram = gram.to(stack.dtype)
-        x = (a * identity(gram) + b * gram + c * square).to(x.dtype) @ x
+        x = quadratic(gram(x), a, b, c, stack.dtype) @ x
     return (x.mT if tall else x).to(stack.dtype)
 
 

@@ -2,6 +2,7 @@
 
 from compiled_optim.rule.fields import Number, buffer, fact, hyper, scalar, static
 from compiled_optim.rule.rule import ema, mean, total
+from compiled_optim.rule.symmetric import gram, quadratic
 from compiled_optim.rule.transforms import Accumulation
 from compiled_optim.rule.vocabulary import (
     absolute,
@@ -26,6 +27,7 @@ __all__ = [
     "ema",
     "fact",
     "floor",
+    "gram",
     "hyper",
     "identity",
     "maximum",
@@ -33,6 +35,7 @@ __all__ = [
     "minimum",
     "power",
     "product",
+    "quadratic",
     "scalar",
     "sign",
     "sqrt",

@@ -99,6 +99,8 @@ def fake_cuda(arch: int) -> Iterator[None]:
 class _RealHost(TorchDispatchMode):
     """Keeps tensors on the CPU real under FakeTensorMode: the host computes the tables that it uploads."""
 
+    supports_higher_order_operators = True
+
     @classmethod
     def is_infra_mode(cls) -> bool:
         return True  # Dynamo may trace under it

@@ -11,6 +11,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _WAITS = {"_local_scalar_dense", "nonzero", "equal", "masked_select", "unique2"}
@@ -168,12 +169,16 @@ class _Operators(TorchDispatchMode):
         super().__init__()
         self._record, self._device = record, device
 
+    supports_higher_order_operators = True
+
     @classmethod
     def is_infra_mode(cls) -> bool:
         return True  # Dynamo may trace under it
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        if isinstance(func, HigherOrderOperator):  # a Triton kernel of the package's own in a graph
+            return result
         name = func._schema.name.removeprefix("aten::")
         if func.is_view or func.namespace != "aten" or name in _WITHOUT_LAUNCH:
             return result

@@ -6,17 +6,20 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from gpu_code_cases import CASES, MINIMUM, GPUCase, Written, in_lists_of_two
+from interpreted_stacks import SHAPES, TILING, made
 from new_process import printed_by
 from torch import nn
 
-from compiled_optim.memory.torch_compiler import CompiledGraph, compile_graph
+from compiled_optim.lowering import stacked
+from compiled_optim.memory.torch_compiler import CompiledGraph, compile_graph, obtain_graph
 from compiled_optim.memory.torch_internals import compiles_means_with_lists
 from compiled_optim.optimizer import engine_of
-from compiled_optim.rule import storage
+from compiled_optim.rule import storage, symmetric
 from perf.lowering.fake_cuda import fake_cuda
 from perf.lowering.record import Record, recording
 
@@ -96,3 +99,39 @@ def test_code_for_a_gpu_does_what_eager_steps_do(group: str, tmp_path: Path) -> 
     totals = {name for name in names if CASES[name].optimizer._rule.has_totals()}
     assert all("inlined" in ways[name] or name in totals or not compiles_means_with_lists() for name in names)
     assert found == {f"{name} {way}": [] for name in names for way in ways[name]}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_stacks_on_a_gpu_do_what_eager_steps_do(name: str, tmp_path: Path) -> None:
+    """Products are symmetric ones; the rest of an iteration is rounded to bfloat16 once less than in eager steps."""
+    written: list[tuple[CompiledGraph, list[str]]] = []
+
+    def noting(*args: Any, **kwargs: Any) -> CompiledGraph | str:
+        graph = obtain_graph(*args, **kwargs)
+        assert isinstance(graph, CompiledGraph)
+        sources: list[str] = []
+        written.append((graph, sources))
+
+        def code(values: list[Any]) -> Any:
+            before = len(recorder.graphs)
+            found = graph.code(values)
+            sources.extend(g.source for g in recorder.graphs[before:])
+            return found
+
+        return graph._replace(code=code)
+
+    recorder: Record
+    kernels = mock.patch.multiple(stacked, obtain_graph=noting, _kernels={})
+    with kernels, mock.patch.dict(symmetric.TILINGS, {(9, 0): TILING}), fake_cuda(90), recording("cuda") as recorder:
+        params, optimizer = made(name, "inductor", "cuda")
+        for param in params:
+            param.grad = torch.empty_like(param)
+        optimizer.step()
+    assert written
+    modules = [Written(sources[0], list(graph.order), list(graph.returned)) for graph, sources in written]
+    assert all(module.source.count("symmetric_product_0.run(") for module in modules)
+    file = tmp_path / "modules.json"
+    file.write_text(json.dumps({name: modules}))
+    found = json.loads(printed_by("interpreted_stacks", FILE=str(file), TRITON_INTERPRET="1"))
+    exact = ("step", "momentum_buffer")
+    assert {n: error for n, error in found[name].items() if error > (1e-6 if n.endswith(exact) else 0.02)} == {}

@@ -334,6 +334,25 @@ def test_every_input_of_torchs_own_tests(
         assert (param - twin).norm() <= limit * (twin - begin).norm() + 1e-12
 
 
+@pytest.mark.parametrize("count", [1, 2, 5, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_numbers_of_a_stack_lie_where_inductors_code_takes_them(count: int, dtype: torch.dtype) -> None:
+    """It copies inputs that do not begin at a multiple of 16 bytes, one by one."""
+    params = [torch.nn.Parameter(torch.ones(3, 4, dtype=dtype)) for _ in range(count)]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    groups = [{"params": [p], "lr": 0.25 * (1 + i), "weight_decay": 0.0} for i, p in enumerate(params)]
+    optimizer = co.Muon(groups, lowering="eager")
+    (lowered,) = engine_of(optimizer).step.lowerings
+    (stack,) = lowered.stacks
+    given: list[torch.Tensor] = []
+    stack.kernel = lambda tensors: (given.extend(tensors), tensors[::2][:2])[1]  # type: ignore[func-returns-value]
+    optimizer.step()
+    numbers = given[3:]
+    assert all(n.shape == (count, 1, 1) and n.data_ptr() % 16 == 0 for n in numbers)
+    assert any(n.flatten().tolist() == [0.25 * (1 + i) for i in range(count)] for n in numbers)
+
+
 _LAUNCHES = """\
 Adafactor () | 6 Triton kernels
 Adafactor (4,) | 6 Triton kernels

@@ -18,6 +18,7 @@ import compiled_optim as co
 from compiled_optim.lowering import stacked
 from compiled_optim.lowering.torch_ops import inductor
 from compiled_optim.optimizer import engine_of
+from perf.competitors import OURS, TORCH_PRODUCTS, competitor
 from perf.lowering.fake_cuda import fake_cuda
 from perf.lowering.record import recording
 from perf.workloads import WORKLOADS
@@ -83,6 +84,37 @@ def test_no_program_walks_a_large_tensor_alone(
     assert max(walked.values()) <= 64 << 10, walked
     stacks = sum(len(lowering.stacks) for lowering in engine_of(subject).step.lowerings)
     assert len(runs.launches) <= 11 * stacks, len(runs.launches) / stacks
+
+
+@pytest.mark.parametrize(
+    ("arch", "name", "peer", "launches", "operations"),
+    [
+        (90, "muon", OURS, 18, 1.159e12),
+        (90, "normuon", OURS, 30, 1.159e12),
+        (90, "muon", TORCH_PRODUCTS, 38, 1.522e12),
+        (100, "muon", OURS, 38, 1.522e12),
+    ],
+)
+def test_launches_and_products_of_gpt2(
+    arch: int, name: str, peer: str, launches: int, operations: float, fresh_kernels: None
+) -> None:
+    """Of four stacks, all together; nearly half of a product is left out where it is symmetric.
+
+    One iteration is two symmetric products and another one, and nothing else. A launch fills 132 multiprocessors.
+    """
+    torch._dynamo.reset()
+    with fake_cuda(arch), running() as runs:
+        subject = competitor(name, peer).make(_parameters(WORKLOADS["gpt2-matrices"]()))
+        subject.step()
+        runs.start()
+        subject.step()
+    (lowering,) = engine_of(subject).step.lowerings
+    assert [len(stack.positions) for stack in lowering.stacks] == [12] * 4
+    assert len(runs.launches) == launches
+    assert len(runs.products) == 4 * 15
+    programs = [p.programs for p in runs.products if p.programs is not None]
+    assert programs == ([12 * 6 * 7 // 2] * 40 if operations < 1.5e12 else [])
+    assert sum(p.operations for p in runs.products) == pytest.approx(operations, rel=1e-3)
 
 
 @pytest.mark.parametrize("optimizer", stacked_optimizers(), ids=lambda c: c.__name__)

@@ -99,11 +99,11 @@ BUDGET = {
     "capture": 1208,
     "checkpoint": 1303,
     "groups": 1285,
-    "lowering": 4427,
+    "lowering": 4431,
     "memory": 1471,
-    "optimizers": 1915,
+    "optimizers": 1912,
     "plan": 844,
-    "rule": 2724,
+    "rule": 2873,
     "step": 1879,
 }
 """Lines of each folder's modules; "" are those beside the folders. A commit of its own raises one, and says why."""

@@ -13,7 +13,7 @@ pytest.importorskip("matplotlib")
 
 from perf import competitors, convergence, gates, host_time, low_memory, measure, report, results
 from perf.__main__ import main
-from perf.competitors import FUSED, OURS, PEERS, Competitor, competitor, entered, optimizers
+from perf.competitors import FUSED, OURS, PEERS, TORCH_PRODUCTS, Competitor, competitor, entered, optimizers
 from perf.compiled_steps import INLINED, NAMES
 from perf.measure import measure_bandwidth, step_rows
 from perf.workloads import TINY, WORKLOADS, elements, shapes
@@ -28,6 +28,7 @@ CPU = torch.device("cpu")
         ("gpt2-124m", 148, 124_439_808),
         ("vit-tiny", 152, 5_717_416),
         ("gpt-matrices", 48, 12 * (3 + 1 + 4 + 4) * 256**2),
+        ("gpt2-matrices", 48, 12 * (3 + 1 + 4 + 4) * 768**2),
         ("small-10", 10, 40_960),
         ("small-148", 148, 606_208),
         ("small-1000", 1000, 4_096_000),
@@ -60,7 +61,7 @@ def test_optimizers_come_in_pairs_of_one_name():
 
 
 # On a CPU. Those without AdamW are entered for no step of it.
-WITHOUT_ADAMW = {"pytorch_optimizer", "pytorch_optimizer compiled", "schedulefree"}
+WITHOUT_ADAMW = {TORCH_PRODUCTS, "pytorch_optimizer", "pytorch_optimizer compiled", "schedulefree"}
 NEED_A_GPU = {"torch foreach capturable", "optimi triton", "flashoptim", "flashoptim float32 state"}
 OTHERS = {
     "pytorch_optimizer": "lion",
@@ -68,6 +69,7 @@ OTHERS = {
     "schedulefree": "adamwschedulefree",
     "heavyball": "adamwschedulefree",
     "torch": "muon",
+    TORCH_PRODUCTS: "normuon",
     "optimi": "lion",
     "bitsandbytes": "lamb",
 }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,6 +25,14 @@ _SHARED = re.compile(r"^    (x\d+) = xindex // ", re.MULTILINE)
 
 
 @dataclass(frozen=True)
+class Product:
+    """One launch that multiplies matrices: by how many ``programs``, None of a library's; and its operations on numbers."""
+
+    programs: int | None
+    operations: int
+
+
+@dataclass(frozen=True)
 class Launch:
     """One launch of a Triton kernel of Inductor's.
 
@@ -40,6 +50,7 @@ class Runs:
 
     def __init__(self) -> None:
         self.launches: list[Launch] = []
+        self.products: list[Product] = []
         self.peak = 0
         self.sources: list[str] = []
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
@@ -47,7 +58,7 @@ class Runs:
 
     def start(self) -> None:
         """Forget what ran so far; what is alive now does not count."""
-        self.launches, self.peak, self._alive = [], 0, {}
+        self.launches, self.products, self.peak, self._alive = [], [], 0, {}
 
     def made(self, tensor: Tensor) -> None:
         """Count the memory of a new tensor."""
@@ -73,13 +84,17 @@ class Runs:
 
         self.sources.append(source)
         space: dict[str, Any] = {"__name__": "inductor_module", "__file__": "inductor_module"}
-        with mock.patch.object(AsyncCompile, "triton", lambda _, name, text, **__: _Kernel(self, name, text)):
+
+        def kernel(_: Any, name: str, text: str, **__: Any) -> Any:
+            return (_Symmetric if "custom_kernel=True" in text else _Kernel)(self, name, text)
+
+        with mock.patch.object(AsyncCompile, "triton", kernel):
             exec(compile(source, "inductor_module", "exec"), space)
         space["empty_strided_cuda"] = _empty
         space["reinterpret_tensor"] = lambda tensor, *where: tensor.as_strided(*where)
         space["copy_if_misaligned"] = lambda tensor: tensor
         space["assert_size_stride"] = _nothing
-        space["extern_kernels"] = _Externs()
+        space["extern_kernels"] = _Externs(self)
         call = space["call"]
         return lambda *args: call(list(args))
 
@@ -104,8 +119,26 @@ def _stream(device: int) -> int:
 class _Externs:
     """Library calls, which write to a tensor that they are given."""
 
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return _nothing
+    def __init__(self, runs: Runs) -> None:
+        self._runs = runs
+
+    def bmm(self, left: Tensor, right: Tensor, out: Tensor) -> None:
+        self._runs.products.append(Product(None, 2 * left.numel() * right.shape[-1]))
+
+
+class _Symmetric:
+    """The kernel of symmetric products, which gets its grid behind its arguments."""
+
+    def __init__(self, runs: Runs, name: str, text: str) -> None:
+        self._runs = runs
+        constants = re.search(r"'constants': (\{.*?\})", text)
+        assert constants is not None, text
+        self._constants = ast.literal_eval(constants[1])
+
+    def run(self, *values: Any, stream: int) -> None:
+        programs = math.prod(values[-3:])
+        multiplied = self._constants["block"] ** 2 * self._constants["columns"]
+        self._runs.products.append(Product(programs, 2 * programs * multiplied))
 
 
 class _Kernel:
@@ -134,6 +167,8 @@ class _Kernel:
 class _Made(TorchDispatchMode):
     """Counts the memory of what operators return."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, runs: Runs) -> None:
         super().__init__()
         self._runs = runs
@@ -145,7 +180,7 @@ class _Made(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if torch._guards.TracingContext.try_get() is None and not func.is_view:
+        if torch._guards.TracingContext.try_get() is None and not getattr(func, "is_view", True):
             given = {t.untyped_storage()._cdata for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, Tensor)}
             for tensor in torch.utils._pytree.tree_leaves(result):
                 if isinstance(tensor, Tensor) and tensor.is_cuda and tensor.untyped_storage()._cdata not in given:

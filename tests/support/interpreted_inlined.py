@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import itertools
 import json
@@ -49,32 +50,56 @@ class _Functions:
         return call
 
 
+class _Product:
+    """A kernel that the package wrote itself, which gets its grid behind its arguments."""
+
+    def __init__(self, name: str, text: str, folder: Path) -> None:
+        constants = re.search(r"'constants': (\{.*?\})", text)
+        assert constants is not None
+        self._constants = ast.literal_eval(constants[1])
+        body = text[text.index("@triton.jit") :]
+        (function,) = re.findall(r"^def ([a-z]\w+)\(", body, re.MULTILINE)
+        self._function = getattr(_module(name, body, folder), function)
+
+    def run(self, *values: Any, stream: int) -> None:
+        self._function[values[-3:]](*values[:-3], **self._constants)
+
+
+def _module(name: str, body: str, folder: Path) -> Any:
+    """A module with the kernels in ``body``, in a file, since Triton reads their text."""
+    path = folder / f"{next(_numbers)}_{name[:60]}.py"  # kernels of two modules may have one name
+    path.write_text(_HEAD + body)
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 class _Kernel:
     def __init__(self, name: str, text: str, folder: Path) -> None:
         body = text[text.index("@triton.jit") :]
-        path = folder / f"{next(_numbers)}_{name[:60]}.py"  # kernels of two modules may have one name
-        path.write_text(_HEAD + body)
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+        module = _module(name, body, folder)
         vars(module)["libdevice"] = _Functions()
         self._function = getattr(module, name)
         self._lists = len({*re.findall(r"num_xblocks_\d+", body)})
         self._arguments = [a.split(":")[0].strip() for a in body[body.index("(") + 1 : body.index("):\n")].split(",")]
 
     def run(self, *values: Any, stream: int) -> None:
-        block = {"XBLOCK": BLOCK} if "XBLOCK" in self._arguments else {}
+        block = {name: BLOCK for name in ("XBLOCK", "YBLOCK", "R0_BLOCK") if name in self._arguments}
         given = dict(zip(self._arguments, values, strict=False))
         # Each tensor of a kernel of lists is a block, or less.
         programs = -(-given["xnumel"] // (BLOCK if block else 1)) if "xnumel" in given else self._lists
-        self._function[(programs,)](*values, **block)
+        self._function[(programs, -(-given.get("ynumel", 1) // BLOCK))](*values, **block)
 
 
 def _loaded(source: str, folder: Path) -> Callable[[list[Tensor]], Any]:
     """The function of a module that Inductor wrote, on CPU tensors."""
-    space: dict[str, Any] = {name: _Kernel(name, text, folder) for name, text in _KERNEL.findall(source)}
+    space: dict[str, Any] = {
+        name: (_Product if "custom_kernel=True" in text else _Kernel)(name, text, folder)
+        for name, text in _KERNEL.findall(source)
+    }
     start = source.index("def call(self, args):") if "def call(self, args):" in source else source.index("def call(args):")
     start = source.rindex("\n", 0, start) + 1
     end = source.index("\n", source.index("return ", start))
@@ -82,6 +107,7 @@ def _loaded(source: str, folder: Path) -> Callable[[list[Tensor]], Any]:
     text = text.replace("with torch.cuda._DeviceGuard(0):", "if True:").replace("torch.cuda.set_device(0)", "pass")
     space |= {
         "torch": torch,
+        "extern_kernels": torch,
         "copy_if_misaligned": lambda tensor: tensor,
         "assert_size_stride": lambda *_: None,
         "assert_alignment": lambda *_: None,

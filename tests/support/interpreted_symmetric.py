@@ -1,0 +1,87 @@
+"""Runs the kernel of symmetric products on CPU tensors; a process of its own, with TRITON_INTERPRET=1.
+
+Prints, for each case, the largest error against float64 in units of bfloat16's rounding, and what else is wrong.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import numpy as np
+import quick_interpreter
+import torch
+from interpreted_storage import convert_bfloat16
+from torch import Tensor
+from triton import language
+from triton.runtime import interpreter
+
+from compiled_optim.rule import symmetric
+
+BLOCK, DEPTH = 32, 16
+ROWS = [1, 16, 31, 32, 33, 65]
+COLUMNS = [1, 16, 17]
+BATCHES = [(3,), (2, 3)]
+
+
+def multiply_bfloat16() -> None:
+    """Let the interpreter multiply matrices of bfloat16. It multiplies their bits as if they were whole numbers."""
+    dot = interpreter.InterpreterBuilder.create_dot
+
+    def wide(matrix: Any) -> Any:
+        if matrix.dtype.scalar != language.bfloat16:
+            return matrix
+        return interpreter.TensorHandle(bits(matrix.data).float().numpy(), language.float32)
+
+    interpreter.InterpreterBuilder.create_dot = lambda self, a, b, *rest: dot(self, wide(a), wide(b), *rest)
+
+
+def bits(numbers: Any) -> Tensor:
+    """The bfloat16 numbers of which the interpreter has the bits."""
+    return torch.from_numpy(np.ascontiguousarray(numbers)).view(torch.bfloat16)
+
+
+def matrices(shape: tuple[int, ...], columns: int, *, turned: bool) -> Tensor:
+    """Random bfloat16 matrices, which may lie in memory as the transposed ones."""
+    generator = torch.Generator().manual_seed(columns)
+    x = torch.randn((*shape[:-1], columns, shape[-1]) if turned else (*shape, columns), generator=generator).bfloat16()
+    return x.mT if turned else x
+
+
+def wrong(x: Tensor, numbers: tuple[Any, ...]) -> list[str]:
+    """What is wrong with the product of ``x`` by itself, or what :func:`symmetric.quadratic` makes of it."""
+    found = symmetric._multiplied(x, numbers, symmetric.Tiling(1, BLOCK, DEPTH, 1, 1))
+    wide, exact = x.double(), x.double() @ x.double().mT
+    scale = wide.abs() @ wide.abs().mT
+    if numbers:
+        a, b, c = (n.double().view(-1, *[1] * (x.dim() - 1)) if isinstance(n, Tensor) else n for n in numbers)
+        exact = a * torch.eye(x.shape[-1]) + b * wide + c * exact
+        scale = abs(a) * torch.eye(x.shape[-1]) + abs(b) * wide.abs() + abs(c) * scale
+    rounding = exact.abs() / 256 + scale * 2.0**-22 * (1 + x.shape[-1]) + 1e-30
+    error = ((found.double() - exact).abs() / rounding).max().item()
+    said = [] if error <= 1 else [f"an error of {error} roundings"]
+    if found.shape != exact.shape or found.dtype != torch.bfloat16 or not found.is_contiguous():
+        said.append("another shape or dtype")
+    return said if torch.equal(found, found.mT) else [*said, "it is not symmetric"]
+
+
+def main() -> None:
+    quick_interpreter.install()
+    convert_bfloat16()
+    multiply_bfloat16()
+    found = {}
+    for rows, columns, batch, turned in itertools.product(ROWS, COLUMNS, BATCHES, (False, True)):
+        found[f"gram {rows} {columns} {batch} {turned}"] = wrong(matrices((*batch, rows), columns, turned=turned), ())
+    for rows, batch in itertools.product(ROWS, BATCHES):
+        factor = matrices((*batch, rows), 8, turned=False)
+        x = factor @ factor.mT / 8
+        each = torch.linspace(0.5, 2.0, 3 * batch[0]).view(3, batch[0], *[1] * (x.dim() - 1)).unbind()
+        same = torch.tensor([3.4445, -4.775, 2.0315], dtype=torch.float64).unbind()
+        for name, numbers in {"python": (3.4445, -4.775, 2.0315), "each": each, "same": same}.items():
+            found[f"quadratic {name} {rows} {batch}"] = wrong(x, numbers)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
