@@ -140,11 +140,10 @@ def _of_catalogue() -> dict[str, GPUCase]:
     found: dict[tuple[Any, ...], GPUCase] = {}
     for case in cases("dense"):
         if case.kwargs:
-            # How a tensor is viewed does not depend on a rule's choices: its first case alone has one without whole rows.
-            odd = all(optimizer is not case.optimizer for optimizer, _ in found)
-            found.setdefault(
-                (case.optimizer, _choices(case.optimizer, case.kwargs)), GPUCase(case.optimizer, case.kwargs, odd=odd)
-            )
+            # How a tensor is viewed does not depend on a rule's choices: its first ones alone meet one without whole rows.
+            key = case.optimizer, _choices(case.optimizer, case.kwargs)
+            odd = (key in found and found[key].odd) or all(optimizer is not case.optimizer for optimizer, _ in found)
+            found[key] = GPUCase(case.optimizer, case.kwargs, odd=odd)
     return {f"{c.optimizer.__name__} {i}": c for i, c in enumerate(found.values())}
 
 
