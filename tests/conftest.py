@@ -25,6 +25,7 @@ def pytest_configure(config: pytest.Config) -> None:
     elif config.args_source is not pytest.Config.ArgsSource.TESTPATHS or config.option.keyword:
         config.option.full = True  # of what was named
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(config.rootpath / ".pytest_cache" / "kernels"))
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # who compiles starts no processes that import torch
     import left_out
 
     config.pluginmanager.register(left_out)

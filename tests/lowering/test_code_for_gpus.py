@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -24,14 +22,6 @@ from perf.lowering.fake_cuda import fake_cuda
 from perf.lowering.record import Record, recording
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*Profiler.*")
-
-
-@pytest.fixture(autouse=True)
-def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(storage, "MINIMUM", MINIMUM)
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def _on_gpu(case: GPUCase) -> tuple[list[nn.Parameter], Any]:
@@ -87,17 +77,40 @@ def _called(case: GPUCase) -> list[Written]:
 GROUPS = sorted({name.split()[0] for name in CASES})
 
 
+def _of(group: str) -> list[str]:
+    return [name for name in CASES if name.split()[0] == group]
+
+
+@pytest.fixture(scope="module")
+def written(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
+    """What Inductor writes for each case of the groups that this run takes: inlined in a compiled function, and called."""
+    groups = [item.callspec.params["group"] for item in request.session.items if item.path == request.path]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(storage, "MINIMUM", MINIMUM)
+        names = [name for group in groups for name in _of(group)]
+        return {name: {"inlined": _inlined(CASES[name]), "called": _called(CASES[name])} for name in names}
+
+
+@pytest.fixture(scope="module")
+def differences(written: dict[str, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """What one process finds that interprets all of it."""
+    folder = tmp_path_factory.mktemp("written")
+    for name, modules in written.items():
+        (folder / f"{name}.json").write_text(json.dumps(modules))
+    found: dict[str, list[str]] = json.loads(printed_by("interpreted_inlined", FOLDER=str(folder), TRITON_INTERPRET="1"))
+    return found
+
+
 @pytest.mark.parametrize("group", GROUPS)
-def test_code_for_a_gpu_does_what_eager_steps_do(group: str, tmp_path: Path) -> None:
-    """Of every rule under every choice, and of every way to store it: inlined in a compiled function, and called."""
-    names = [name for name in CASES if name.split()[0] == group]
-    modules = {name: {"inlined": _inlined(CASES[name]), "called": _called(CASES[name])} for name in names}
-    for name, written in modules.items():
-        (tmp_path / f"{name}.json").write_text(json.dumps(written))
-    found = json.loads(printed_by("interpreted_inlined", FOLDER=str(tmp_path), TRITON_INTERPRET="1"))
-    ways = {name: [way for way in ("inlined", "called") if written[way]] for name, written in modules.items()}
+def test_code_for_a_gpu_does_what_eager_steps_do(
+    group: str, written: dict[str, dict[str, Any]], differences: dict[str, list[str]]
+) -> None:
+    """Of every rule under every choice, and of every way to store it."""
+    names = _of(group)
+    ways = {name: [way for way in ("inlined", "called") if written[name][way]] for name in names}
     totals = {name for name in names if CASES[name].optimizer._rule.has_totals()}
     assert all("inlined" in ways[name] or name in totals or not compiles_means_with_lists() for name in names)
+    found = {key: value for key, value in differences.items() if key.rpartition(" ")[0] in names}
     assert found == {f"{name} {way}": [] for name in names for way in ways[name]}
 
 

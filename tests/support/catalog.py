@@ -19,6 +19,9 @@ from compiled_optim.rule.fields import Hyper
 
 LOWERINGS = ["multi_tensor", "inductor", "eager"]
 
+LARGE = (150, 130)
+"""The shape that is larger than a chunk of the C++ kernels."""
+
 
 COMBINED = [co.MuonAdamW]
 """Optimizers with rules of others."""
@@ -75,9 +78,10 @@ class Case:
         """Rows are real: an optimizer of sparse gradients refuses complex parameters."""
         return self.optimizer._gradients == "dense"
 
-    def parameters(self, dtype: torch.dtype) -> list[torch.nn.Parameter]:
+    def parameters(self, dtype: torch.dtype, large: tuple[int, int] = LARGE) -> list[torch.nn.Parameter]:
         """Parameters that can have the gradients which the optimizer takes."""
-        return [p for p in parameters(dtype) if self.optimizer._gradients == "dense" or (p.dim() and p.is_contiguous())]
+        made = parameters(dtype, large=large)
+        return [p for p in made if self.optimizer._gradients == "dense" or (p.dim() and p.is_contiguous())]
 
     def give_gradients(
         self, params: list[torch.nn.Parameter], twins: list[torch.nn.Parameter], seed: int, absent: int = 0
@@ -266,13 +270,14 @@ def wide_scalars() -> Iterator[None]:
         torch.set_default_dtype(torch.float32)
 
 
-SHAPES = [(3, 5), (7,), (), (0, 3), (1,), (150, 130), (4, 3, 2, 2)]
+SHAPES = [(3, 5), (7,), (), (0, 3), (1,), LARGE, (4, 3, 2, 2)]
 
 
-def parameters(dtype: torch.dtype, seed: int = 0) -> list[torch.nn.Parameter]:
-    """Parameters of many shapes: 0-dim, empty, small, larger than a chunk, and one in channels-last order."""
+def parameters(dtype: torch.dtype, seed: int = 0, large: tuple[int, int] = LARGE) -> list[torch.nn.Parameter]:
+    """Parameters of many shapes: 0-dim, empty, small, ``large``, and one in channels-last order."""
     generator = torch.Generator().manual_seed(seed)
-    tensors = [torch.randn(shape, dtype=dtype, generator=generator) for shape in SHAPES]
+    shapes = [large if shape == LARGE else shape for shape in SHAPES]
+    tensors = [torch.randn(shape, dtype=dtype, generator=generator) for shape in shapes]
     tensors[-1] = tensors[-1].contiguous(memory_format=torch.channels_last)
     return [torch.nn.Parameter(t) for t in tensors]
 

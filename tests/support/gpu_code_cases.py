@@ -96,11 +96,15 @@ class GPUCase:
     optimizer: type[co.CompiledOptimizer]
     options: dict[str, Any] = field(default_factory=dict)
     dtype: torch.dtype = torch.float32
+    odd: bool = field(default=True, kw_only=True)
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
-        """Those of the parameters: none ends inside of a group of elements where state has groups."""
-        return [(2, 64), (192,), (7,) if self.is_full else (128,)]
+        """Those of the parameters: none ends inside of a group of elements where state has groups.
+
+        One without whole rows, of which a case need not be ``odd``, has a kernel of its own.
+        """
+        return [(2, 64), (192,), (7,) if self.is_full and self.odd else (128,)]
 
     @property
     def is_full(self) -> bool:
@@ -136,7 +140,10 @@ def _of_catalogue() -> dict[str, GPUCase]:
     found: dict[tuple[Any, ...], GPUCase] = {}
     for case in cases("dense"):
         if case.kwargs:
-            found[case.optimizer, _choices(case.optimizer, case.kwargs)] = GPUCase(case.optimizer, case.kwargs)
+            # How a tensor is viewed does not depend on a rule's choices: its first ones alone meet one without whole rows.
+            key = case.optimizer, _choices(case.optimizer, case.kwargs)
+            odd = (key in found and found[key].odd) or all(optimizer is not case.optimizer for optimizer, _ in found)
+            found[key] = GPUCase(case.optimizer, case.kwargs, odd=odd)
     return {f"{c.optimizer.__name__} {i}": c for i, c in enumerate(found.values())}
 
 
