@@ -63,7 +63,7 @@ class Addresses:
         self.version = seen >> _FLAG_BITS  # which grows whenever `gradients` changes
 
     def others_moved(self) -> bool:
-        """Whether any of the others has another address or form than at first."""
+        """Whether any of the others has another address or form than at first, for example after ``.data =``."""
         return bool(self._watch.look(None, len(self.gradients), len(self._tensors), False) & _MOVED)
 
     def finish(self) -> None:

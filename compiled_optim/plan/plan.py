@@ -142,11 +142,6 @@ class Plan:
             member.put(name, order.arranged_state(member.entries[name], grouped=name in self.grouped_buffers))
         return order
 
-    @property
-    def state_moved(self) -> bool:
-        """Whether somebody gave a state tensor other memory with ``.data =``, for example to offload it."""
-        return self.addresses.others_moved()
-
     def memory(self) -> list[object]:
         """The storages of state and hyperparameters. They keep the memory if somebody gives such a tensor other memory."""
         hypers = [t for group in self.groups for h in self.hypers for t in group.read_only(h.name)]

@@ -292,7 +292,7 @@ class RuleStep(Step):
     def follow(self, clip_args: tuple[Any, ...]) -> tuple[object, ...] | None:
         if self._uncompiled or not self.is_current():
             return None
-        if self.changes.is_state_handed_out and any(lowering.plan.state_moved for lowering in self.lowerings):
+        if self.changes.is_state_handed_out and any(x.plan.addresses.others_moved() for x in self.lowerings):
             return None
         self.is_settled = False  # whoever takes the next step may have assigned something else
         self._clipping.take(clip_args)

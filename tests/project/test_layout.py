@@ -102,7 +102,7 @@ BUDGET = {
     "lowering": 4441,
     "memory": 1470,
     "optimizers": 1952,
-    "plan": 855,
+    "plan": 850,
     "rule": 2734,
     "step": 1933,
 }
