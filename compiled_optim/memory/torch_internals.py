@@ -32,7 +32,6 @@ is_traced = torch.compiler.is_dynamo_compiling
 compiler_at_work = torch._C._dynamo.eval_frame.get_eval_frame_callback
 """What looks at each frame before it runs; None where nothing does."""
 
-
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 """What ``torch.no_grad`` calls, at a tenth of its cost."""
 

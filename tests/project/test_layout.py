@@ -100,7 +100,7 @@ BUDGET = {
     "checkpoint": 1303,
     "groups": 1285,
     "lowering": 4431,
-    "memory": 1471,
+    "memory": 1470,
     "optimizers": 1912,
     "plan": 844,
     "rule": 2873,
