@@ -81,9 +81,8 @@ class ParamState(WatchedDict[str, Any]):
         initial = self.initial
         return initial is not None and all(name in initial and _holds(e, initial[name]) for name, e in self.items())
 
-    def serve(self, declaration: Declaration) -> None:
-        """Note which rule uses it from now on. One that keeps something else than the rule before begins anew."""
-        names = (*declaration.scalar_names, *[b.name for b in declaration.buffers])
+    def serve(self, names: tuple[str, ...]) -> None:
+        """Note the scalars and buffers of the rule that uses it from now on. For one with other names it begins anew."""
         if self.own_names not in ((), names):
             for name in {*self.own_names} & self.keys() - {*PARTS}:  # those belong to the weight
                 self.drop_quietly(name)

@@ -87,7 +87,8 @@ def has_memory(tensor: Tensor) -> bool:
             return False
     except RuntimeError:  # what torch says of tensors without a data pointer varies with the version
         return False
-    return (tensor.storage_offset() + _reach(tensor)) * tensor.element_size() <= tensor.untyped_storage().nbytes()
+    reach = tensor.numel() if tensor.is_contiguous() else _reach(tensor)
+    return (tensor.storage_offset() + reach) * tensor.element_size() <= tensor.untyped_storage().nbytes()
 
 
 def is_lost(tensor: Tensor) -> bool:
@@ -99,8 +100,8 @@ def is_lost(tensor: Tensor) -> bool:
 
 def span(tensor: Tensor) -> tuple[int, int]:
     """The address of a tensor's first byte, and the address behind its last one."""
-    start = tensor.data_ptr()
-    return start, start + _reach(tensor) * tensor.element_size()
+    start, reach = tensor.data_ptr(), tensor.numel() if tensor.is_contiguous() or not tensor.numel() else _reach(tensor)
+    return start, start + reach * tensor.element_size()
 
 
 def overlap_shifted(first: Tensor, second: Tensor) -> bool:
@@ -110,9 +111,7 @@ def overlap_shifted(first: Tensor, second: Tensor) -> bool:
 
 
 def _reach(tensor: Tensor) -> int:
-    """The distance in memory from the first element to behind the last one, in elements."""
-    if tensor.is_contiguous() or not tensor.numel():
-        return tensor.numel()
+    """The distance in memory from the first of some elements to behind the last one, in elements."""
     return 1 + sum([(n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)])
 
 

@@ -279,6 +279,7 @@ def partition(
         begun = {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in initial.items()}
         names = parameter_names(group, i)
         forms = StateForm.of_group(rule, groups, i)
+        own_names = (*scalars, *[b.name for b in rule.buffers])
         for param, j in parameters_of(group).items():
             is_needed = grad_of(param) is not None
             if not (param.requires_grad or is_needed or has_own_entries(rule, state.get(param, {}))):
@@ -291,7 +292,7 @@ def partition(
             own_state, form = state[param], forms(j)
             choices = form.choices
             _check_order(rule, param, name, choices)
-            own_state.serve(rule)
+            own_state.serve(own_names)
             if own_state:
                 form.convert(own_state, name)
                 form.check(own_state, name)

@@ -25,7 +25,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # A folder, or a module of the package itself, imports from itself and from rows above its own.
 FLOORS = [
-    {"memory", "rule"},
+    {"memory"},
+    {"rule"},
     {"groups"},
     {"state"},
     {"checkpoint", "plan"},
@@ -95,14 +96,14 @@ def test_the_floor_plan_lists_every_floor_from_the_top() -> None:
 
 
 BUDGET = {
-    "": 2819,
+    "": 2818,
     "capture": 1208,
     "checkpoint": 1303,
     "groups": 1285,
     "lowering": 4431,
-    "memory": 1470,
+    "memory": 1469,
     "optimizers": 1912,
-    "plan": 844,
+    "plan": 845,
     "rule": 2873,
     "step": 1879,
 }
