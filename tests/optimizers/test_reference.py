@@ -25,12 +25,13 @@ import compiled_optim as co
 from compiled_optim.rule.fields import Hyper, Static
 
 # Ten steps; the reference runs in 64 bits from the same values. Largest errors observed over the catalogue: float64 5e-15
-# (RAdam just above its threshold, where torch's 1 - beta2**step cancels; 1e-15 for all others), float32 7e-7, complex64
-# 4e-7, float16 4e-3, and bfloat16, which has 8 significant bits and rounds parameters and moments once per step, 5e-2.
+# (RAdam just above its threshold, where torch's 1 - beta2**step cancels; 1e-15 for all others), float32 7e-7 (1e-6 in
+# a momentum of one element), complex64 4e-7, float16 4e-3, and bfloat16, which has 8 significant bits and rounds parameters
+# and moments once per step, 5e-2.
 # torch.optim keeps NAdam's mu_product and ASGD's eta and mu in the default dtype; the reference has float64 there.
 TOLERANCE = {
     torch.float64: 1e-14,
-    torch.float32: 1e-6,
+    torch.float32: 2e-6,
     torch.complex64: 1e-6,
     torch.float16: 1e-2,
     torch.bfloat16: 5e-2,
