@@ -19,7 +19,7 @@ from compiled_optim.memory.torch_internals import is_fake
 from compiled_optim.model import Listed, Model, listed_parameters, roles
 from compiled_optim.optimizer import CompiledOptimizer
 from compiled_optim.report import bytes_of, checked_engine
-from compiled_optim.rule.declared import Declared
+from compiled_optim.rule.declared import Declared, rule_name
 from compiled_optim.rule.fields import Hyper, Scale
 from compiled_optim.rule.rule import RULE, WHY, ByName
 from compiled_optim.rule.storage import PARTS
@@ -226,7 +226,7 @@ def _record(name: str, aliases: Sequence[str], param: Tensor, placed: _Placed | 
     return record | {
         "optimizer": group.optimizer,
         "group": group.place,
-        "rule": next((base.__name__ for base in kind.__mro__ if "update" in vars(base)), kind.__name__),
+        "rule": rule_name(kind),
         "lr": lr * placed.factor if isinstance(lr, (float, int)) else lr and str(lr),
         "weight_decay": str(decay) if isinstance(decay, str) else decay,
         "precision": " ".join(filter(None, (dtype, weights, dtypes and f"state {dtypes}"))),
@@ -247,7 +247,8 @@ def _unfit(placed: _Placed, role: str, is_shared: bool) -> Iterator[tuple[str, s
     if param.numel() == 0 or hasattr(param, "ds_shape") or param.dim() < _DIMENSIONS.get(role, 0):
         yield "placeholder", _PLACEHOLDER
     elif kind._granularity == "matrix" and not placed.patterns:
-        found = role if role in _MISPLACED else "axes" if param.dim() > 2 else "narrow"
+        is_known = role in _MISPLACED and (role != "bare" or WHY not in placed.group.entries)
+        found = role if is_known else "axes" if param.dim() > 2 else "narrow"
         if found != "narrow" or min(param.shape, default=0) < _NARROW:
             yield found, f"{kind.__name__} {_MISPLACED[found]}"
 

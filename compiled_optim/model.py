@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -14,6 +15,7 @@ from compiled_optim.groups.per_parameter import first_matches
 
 Model: TypeAlias = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 Key: TypeAlias = str | type[nn.Module]
+_CALLED_A_WEIGHT = re.compile(r"(weight|kernel|proj|attn|(^|[._])w\d*(_|$))[^.]*$|\.parametrizations\.[^.]*weight[^.]*\.")
 _HEADS = ("lm_head", "head", "output", "classifier", "fc", "score")  # what models call the linear map that comes last
 
 
@@ -82,20 +84,22 @@ def roles(model: nn.Module) -> dict[int, str]:
     ``"embedding"``; ``"head"``, the last linear map onto as many numbers as an embedding has rows, and the last one of all
     if it is called as heads are; ``"linear"``, any other one; ``"depthwise"``, a convolution's filters for one channel each;
     ``"convolution"``, any other ones; ``"bare"``, 2-dimensional and not called a weight, like a table of decay rates or of
-    learned tokens. Earlier maps onto as many numbers are linear: a table of positions may have as many
-    rows as a hidden layer has outputs. A weight that is tied to an embedding is an embedding.
+    learned tokens. Earlier maps onto as many numbers are linear: a table of positions may have as many rows as a hidden
+    layer has outputs. A weight that is tied to an embedding is an embedding.
     """
     modules = {n: m for n, m in model.named_modules() if isinstance(getattr(m, "weight", None), Tensor)}
     tables = [module for module in modules.values() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
     sizes = {table.num_embeddings for table in tables}
     linear = {name: module for name, module in modules.items() if isinstance(module, nn.Linear)}
-    # A parametrized weight is called "parametrizations.weight.original".
-    called = {id(p): n.split(".")[-2:] for n, p in model.named_parameters() if not is_lazy(p) and p.dim() == 2}
-    found = {key: "bare" for key, last in called.items() if not any("weight" in part for part in last)}
+    named: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if not is_lazy(param) and param.dim() == 2:
+            named.setdefault(id(param), []).append(name)
+    found = {key: "bare" for key, names in named.items() if not any(map(_CALLED_A_WEIGHT.search, names))}
     found |= {id(module.weight): "linear" for module in linear.values()}
     onto_rows = [name for name, module in linear.items() if module.out_features in sizes]
-    named = [name for name in [*linear][-1:] if name.rpartition(".")[2] in _HEADS]
-    found |= {id(linear[name].weight): "head" for name in (*onto_rows[-1:], *named)}
+    last = [name for name in [*linear][-1:] if name.rpartition(".")[2] in _HEADS]
+    found |= {id(linear[name].weight): "head" for name in (*onto_rows[-1:], *last)}
     for module in modules.values():
         if isinstance(module, nn.modules.conv._ConvNd):
             found[id(module.weight)] = "depthwise" if module.groups == module.in_channels > 1 else "convolution"

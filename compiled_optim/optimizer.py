@@ -35,7 +35,7 @@ from compiled_optim.rule.matrices import Split, in_parts
 from compiled_optim.rule.rule import TRAIN_MODE
 from compiled_optim.rule.storage import StateDtype, stored
 from compiled_optim.rule.transforms import cautious, check_decay, decay, lr_scaled
-from compiled_optim.state import OptimizerState
+from compiled_optim.state import OptimizerState, ParamState
 from compiled_optim.step import traced
 from compiled_optim.step.engine import Engine, refuse_whole
 from compiled_optim.step.health import HealthReport, report
@@ -545,12 +545,13 @@ class CompiledOptimizer(Declared, Optimizer):
         unshown = [group.unshown() if isinstance(group, ParamGroup) else {} for group in engine.distinct_groups]
         own = {name: getattr(engine, name) for name in ("lowering", "aliases", "is_watching")}
         own |= {name: engine.assigned[name] for name in CHOSEN}
+        own["rules"] = {key: entries.rule for key, entries in engine.state.items() if isinstance(entries, ParamState)}
         return {**super().__getstate__(), **own, "schedules": engine.schedules.functions, "unshown": unshown}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         before = vars(self).get("_engine")
-        values: dict[str, Any] = {"lowering": "auto", "aliases": {}, "schedules": {}, "unshown": (), "defaults": {}}
-        values |= {"max_grad_norm": None, "skip_nonfinite": False, "is_watching": False}
+        values: dict[str, Any] = {"lowering": "auto", "aliases": {}, "schedules": {}, "unshown": (), "rules": {}}
+        values |= {"max_grad_norm": None, "skip_nonfinite": False, "is_watching": False, "defaults": {}}
         if before is not None:
             values |= {name: getattr(before, name) for name in ("lowering", "aliases", "defaults")} | before.assigned
         values |= {name: state.pop(name) for name in [*values] if name in state}
@@ -562,6 +563,8 @@ class CompiledOptimizer(Declared, Optimizer):
         self.defaults = group_entries(type(self), self.defaults)  # torch adds a key
         self._engine.aliases, self._engine.schedules.functions = dict(values["aliases"]), dict(values["schedules"])
         self._engine.is_watching = values["is_watching"]
+        for param, rule in values["rules"].items():
+            self._engine.state[param].rule = rule
         self._engine.adopt(checked=True, unshown=values["unshown"])
 
 

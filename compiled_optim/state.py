@@ -8,7 +8,8 @@ each process converts its shard.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -69,8 +70,8 @@ class ParamState(WatchedDict[str, Any]):
 
     initial: Mapping[str, float | Tensor] | None = None
     """What the optimizer filled it with when it was empty; None if it never was."""
-    own_names: tuple[str, ...] = ()
-    """The scalars and buffers of the rule that last used it."""
+    rule = ""
+    """The name of the rule that last used it; empty where somebody wrote entries since."""
 
     def __init__(self, values: Any = (), *, changes: Changes | None = None, names: Container[str] | None = None) -> None:
         super().__init__(values, changes=changes)
@@ -81,12 +82,17 @@ class ParamState(WatchedDict[str, Any]):
         initial = self.initial
         return initial is not None and all(name in initial and _holds(e, initial[name]) for name, e in self.items())
 
-    def serve(self, names: tuple[str, ...]) -> None:
-        """Note the scalars and buffers of the rule that uses it from now on. For one with other names it begins anew."""
-        if self.own_names not in ((), names):
-            for name in {*self.own_names} & self.keys() - {*PARTS}:  # those belong to the weight
+    def serve(self, rule: str) -> None:
+        """Note the rule that uses it from now on. For another one than before it begins anew, but for bits of the weight."""
+        if self.rule not in ("", rule):
+            for name in [name for name in self if self._is_watched(name) and name not in PARTS]:
                 self.drop_quietly(name)
-        self.own_names = names
+        self.rule = rule
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        if self._is_watched(key):
+            self.rule = ""
 
     def _is_watched(self, *key: Any) -> bool:
         return self._names is None or not key or key[0] in self._names
@@ -116,6 +122,19 @@ class OptimizerState(WatchedDict[Any, Any]):
 
     def _watched(self, key: Any, value: Any) -> Any:
         return ParamState(value, changes=self._changes, names=self._names) if isinstance(key, Tensor) else value
+
+    @contextlib.contextmanager
+    def kept_after_errors(self) -> Iterator[None]:
+        """Give every parameter its state back where a ``with`` block ends in an error."""
+        before = [(entries, {**entries}, entries.rule) for entries in self.values() if isinstance(entries, ParamState)]
+        try:
+            yield
+        except BaseException:
+            for entries, values, rule in before:
+                dict.clear(entries)
+                entries.update_quietly(values)
+                entries.rule = rule
+            raise
 
     @property
     def foreign(self) -> dict[Any, Any]:

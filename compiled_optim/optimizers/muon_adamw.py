@@ -100,7 +100,7 @@ def _routed(params: Any, patterns: str | None, adamw: Mapping[str, Any], stacks:
     if unused:
         raise ValueError(f"adamw: the pattern {next(iter(unused))!r} matches no parameter")
     if not any(RULE not in group or group[RULE] is Muon for group in routed):
-        raise ValueError("no parameter is left for Muon; use AdamW, or other patterns in adamw=")
+        raise ValueError("no parameter is left for Muon; use AdamW, other patterns in adamw= or groups with rule=MuonAdamW")
     return routed
 
 
@@ -117,6 +117,8 @@ def _unfit(name: str, param: Any, role: str, is_stack: bool) -> str:
         raise ValueError(f"'{name}' is the weight of a linear map, but has shape {tuple(param.shape)}: it was flattened")
     if role in _UNFIT_ROLES:
         return _UNFIT_ROLES[role]
-    if param.dim() == 2 or (is_stack and param.dim() > 2):
-        return "is a single row or column" if 1 in param.shape[-2:] else ""
+    if param.dim() == 2:
+        return "is a single row or column" if 1 in param.shape else ""
+    if is_stack and param.dim() > 2:
+        return ""
     return f"has {param.dim()} dimension{'' if param.dim() == 1 else 's'}"

@@ -21,6 +21,7 @@ from compiled_optim.groups.parameters import advising, canonical_name, parameter
 from compiled_optim.groups.per_parameter import ignores_prefixes, number_of
 from compiled_optim.memory import layout, torch_internals
 from compiled_optim.memory.addresses import Addresses, gradient
+from compiled_optim.rule.declared import rule_name
 from compiled_optim.rule.formats import GROUP
 from compiled_optim.rule.rule import Declaration, Rule
 from compiled_optim.state import OptimizerState, ParamState, StateForm, has_own_entries, initial_values
@@ -279,7 +280,7 @@ def partition(
         begun = {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in initial.items()}
         names = parameter_names(group, i)
         forms = StateForm.of_group(rule, groups, i)
-        own_names = (*scalars, *[b.name for b in rule.buffers])
+        its_rule = rule_name(group.kind)
         for param, j in parameters_of(group).items():
             is_needed = grad_of(param) is not None
             if not (param.requires_grad or is_needed or has_own_entries(rule, state.get(param, {}))):
@@ -292,7 +293,7 @@ def partition(
             own_state, form = state[param], forms(j)
             choices = form.choices
             _check_order(rule, param, name, choices)
-            own_state.serve(own_names)
+            own_state.serve(its_rule)
             if own_state:
                 form.convert(own_state, name)
                 form.check(own_state, name)

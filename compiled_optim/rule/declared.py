@@ -243,6 +243,11 @@ def _torch_flags(cls: type[Declared]) -> dict[str, bool]:
     return {name: p.kind is p.POSITIONAL_OR_KEYWORD for name, p in arguments.items() if name in flags}
 
 
+def rule_name(kind: type[Declared]) -> str:
+    """The name of the class whose ``update`` the optimizers ``kind`` run."""
+    return next((base.__name__ for base in kind.__mro__ if "update" in vars(base)), kind.__name__)
+
+
 @functools.cache
 def _torch_arguments(name: str) -> Mapping[str, inspect.Parameter]:
     """The arguments of torch.optim's optimizer of this name; empty where torch.optim lacks it."""

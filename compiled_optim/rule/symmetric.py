@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -44,17 +45,21 @@ def gram(x: Tensor) -> Tensor:
 
 def quadratic(x: Tensor, a: Any, b: Any, c: Any, dtype: torch.dtype) -> Tensor:
     """``a + b * x + c * x @ x`` of symmetric matrices, added in ``dtype``; the numbers may differ between tensors."""
-    tiling = _tiling(x)
-    if tiling is not None and len({n.dim() if isinstance(n, Tensor) else None for n in (a, b, c)}) == 1:
+    tensors = [number for number in (a, b, c) if isinstance(number, Tensor)]
+    first = tensors[0] if tensors else x
+    are_alike = all(t.device == x.device and (t.shape, t.stride()) == (first.shape, first.stride()) for t in tensors)
+    if (tiling := _tiling(x, *tensors)) is not None and len(tensors) in (0, 3) and are_alike:
         return _multiplied(x, (a, b, c), tiling)
     square, wide = (x @ x).to(dtype), x.to(dtype)
     made: Tensor = (a * identity(wide) + b * wide + c * square).to(x.dtype)
     return made
 
 
-def _tiling(x: Tensor) -> Tiling | None:
-    """How to multiply ``x`` by itself where Inductor compiles that; None for torch's way."""
+def _tiling(x: Tensor, *numbers: Tensor) -> Tiling | None:
+    """How to multiply ``x`` by itself where Inductor compiles that, without a gradient; None for torch's way."""
     if not is_traced() or not isinstance(x, Tensor) or x.dim() < 3 or (x.dtype, x.device.type) != (torch.bfloat16, "cuda"):
+        return None
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *numbers)):
         return None
     tiling = _tiling_of(x.device)
     return None if tiling is None or x.shape[-2] < tiling.rows else tiling
@@ -62,7 +67,8 @@ def _tiling(x: Tensor) -> Tiling | None:
 
 @called_while_tracing
 def _tiling_of(device: torch.device) -> Tiling | None:
-    return None if torch.version.hip else TILINGS.get(torch.cuda.get_device_capability(device))
+    is_served = torch.version.hip is None and find_spec("triton") is not None
+    return TILINGS.get(torch.cuda.get_device_capability(device)) if is_served else None
 
 
 def _multiplied(x: Tensor, numbers: Sequence[Any], tiling: Tiling) -> Tensor:

@@ -45,8 +45,8 @@ class Finding(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The first parameter; a :class:`HealthReport` tells of one at a time."""
-        return self.names[0]
+        """The first parameter, if there is one; a :class:`HealthReport` tells of one at a time."""
+        return self.names[0] if self.names else ""
 
     def __str__(self) -> str:
         return f"warning ({self.kind}): {f'{first_three(self.names)}: ' if self.names else ''}{self.message}"

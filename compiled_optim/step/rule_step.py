@@ -43,7 +43,8 @@ class RuleStep(Step):
         if engine.accumulated.was_on:
             engine.accumulated.check(groups)
         rules = {kind: engine.accumulated.rule(kind) for kind in engine.kinds}
-        plans = partition([rules[group.kind] for group in groups], groups, engine.state, grad_of)
+        with engine.state.kept_after_errors():
+            plans = partition([rules[group.kind] for group in groups], groups, engine.state, grad_of)
         self.devices = tuple(dict.fromkeys(plan.device for plan in plans))
         if plans:
             if engine.clipping.device != plans[0].device:

@@ -29,6 +29,7 @@ PAIRS: dict[str, tuple[type[CompiledOptimizer], dict[str, Any], type[CompiledOpt
     "Muon and AdamW": (co.Muon, MUON, co.AdamW, ADAMW),
     "AdamW and Muon": (co.AdamW, ADAMW, co.Muon, MUON),
     "SGD and Lion": (co.SGD, {"lr": 0.1, "momentum": 0.7}, co.Lion, {"lr": 0.01, "betas": (0.6, 0.7), "weight_decay": 0.2}),
+    "SGD and Muon": (co.SGD, {"lr": 0.1, "momentum": 0.9}, co.Muon, MUON),
     "Prodigy and LAMB": (co.Prodigy, {"lr": 0.5, "d0": 1e-3}, co.LAMB, {"lr": 0.05, "eps": 0.01, "weight_decay": 0.3}),
     "Adafactor and StableAdamW": (co.Adafactor, {"lr": 0.1, "d": 1.7}, co.StableAdamW, {"lr": 0.03, "betas": (0.6, 0.8)}),
     "LAMB and Prodigy": (co.LAMB, {"lr": 0.05}, co.Prodigy, {"lr": 0.5, "d0": 1e-3, "weight_decay": 0.2}),
@@ -350,19 +351,27 @@ def test_a_group_can_be_added() -> None:
     assert_equal(one, two)
 
 
+def swap(one: CompiledOptimizer, place: int = 0) -> list[nn.Parameter]:
+    """Move the parameter at ``place`` of each of two groups to the other one; returns them, in the order of their groups."""
+    taken = [(group["params"].pop(place), group["param_names"].pop(place)) for group in one.param_groups]
+    for group, (param, name) in zip(one.param_groups, reversed(taken), strict=True):
+        group["params"].append(param)
+        group["param_names"].append(name)
+    return [group["params"][-1] for group in one.param_groups]
+
+
 @pairs
-def test_a_parameter_that_moves_to_another_rule_begins_anew(pair: str) -> None:
+@pytest.mark.parametrize("copied", [lambda one: one, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_a_parameter_that_moves_to_another_rule_begins_anew(pair: str, copied: Callable[[Any], Any]) -> None:
     """With the step count of before, averages that begin at 0 would get no bias correction."""
     one, two = sides(pair)
     for step in range(3):
         give(one, two, step)
         one.step()
-    for source, target in ((0, 1), (1, 0)):
-        groups = one.param_groups[source], one.param_groups[target]
-        for key in ("params", "param_names"):
-            groups[1][key].append(groups[0][key].pop(0))
-    kind, given, second, others = PAIRS[pair]
+    swap(one)
+    one = copied(one)
     moved = [group["params"][-1] for group in one.param_groups]
+    kind, given, second, others = PAIRS[pair]
     copies = [nn.Parameter(p.detach().clone()) for p in moved]
     fresh = [kind([("a", copies[0])], **given), second([("b", copies[1])], **others)]
     for _ in range(3):
@@ -376,6 +385,38 @@ def test_a_parameter_that_moves_to_another_rule_begins_anew(pair: str) -> None:
         if "Prodigy" not in pair:  # whose distance is of all parameters of its groups
             assert torch.equal(p, q)
             assert one.state[p].keys() == other.state[q].keys()
+
+
+def test_a_step_that_is_refused_keeps_the_state_of_moved_parameters() -> None:
+    one, two = sides("Muon and AdamW")
+    give(one, two, 1)
+    one.step()
+    rest = one.param_groups[1]["params"][1]
+    moved = swap(one)
+    before = [copy.deepcopy(dict(one.state[p])) for p in moved]
+    one.state[rest]["exp_avg"] = torch.zeros(2)
+    with pytest.raises(ValueError, match="state 'exp_avg' of 'b1' must have shape"):
+        one.step()
+    assert [list(one.state[p]) for p in moved] == [list(entries) for entries in before]
+    swap(one, -1)
+    del one.state[rest]["exp_avg"]
+    for p in moved:
+        p.grad = torch.ones_like(p)
+    one.step()
+    assert [one.state[p]["step"].item() for p in moved] == [entries["step"] + 1 for entries in before]
+
+
+def test_state_that_somebody_wrote_for_the_new_rule_stays() -> None:
+    one, two = sides("Muon and AdamW")
+    give(one, two, 1)
+    one.step()
+    param = swap(one)[1]
+    del one.state[param]["momentum_buffer"]
+    one.state[param].update(step=7.0, exp_avg=torch.ones_like(param), exp_avg_sq=torch.full_like(param, 4.0))
+    param.grad = torch.zeros_like(param)
+    one.step()
+    assert one.state[param]["step"] == 8
+    assert one.state[param]["exp_avg_sq"].min() > 1
 
 
 def test_a_weight_keeps_its_bits_where_its_rule_changes() -> None:
@@ -680,15 +721,20 @@ class TestMuonAdamW:
         """Mamba's rates are no linear map, an attention's fused projections are; patterns of one's own replace guesses."""
         model = GPT()
         model.attention, model.scan = nn.MultiheadAttention(8, 2), nn.Module()
-        model.scan.A_log = nn.Parameter(torch.rand(16, 16))
+        model.scan.A_log, model.scan.w1 = (nn.Parameter(torch.rand(16, 16)) for _ in range(2))
+        model.weighting = nn.Module()
+        model.weighting.table = nn.Parameter(torch.rand(16, 16))
+        model.scan.table = model.blocks[1].proj.weight
         nn.utils.parametrizations.weight_norm(model.blocks[0].proj)
         one = co.MuonAdamW(model)
         mine = [n for n in MATRICES if n != "blocks.0.proj.weight"]
-        mine += ["attention.in_proj_weight", "attention.out_proj.weight"]
+        mine += ["attention.in_proj_weight", "attention.out_proj.weight", "scan.w1"]
         mine += ["blocks.0.proj.parametrizations.weight.original1"]  # the other one is a column of norms
         assert names(one, co.MuonAdamW) == sorted(mine)
         assert {r["name"]: r["why"] for r in co.explain(model, one).records}["scan.A_log"] == "is not called a weight"
-        assert "scan.A_log" in names(co.MuonAdamW(model, adamw="tok*"), co.MuonAdamW)
+        other = co.MuonAdamW(model, adamw="tok*|out*")
+        assert {"scan.A_log", "weighting.table"} <= {*names(other, co.MuonAdamW)}
+        assert not [finding for finding in co.explain(model, other).warnings if finding.kind == "bare"]
         found = co.explain(model, co.Muon([("scan.A_log", model.scan.A_log)])).warnings
         assert [finding.names for finding in found if finding.kind == "bare"] == [("scan.A_log",)]
 

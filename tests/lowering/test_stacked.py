@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -276,13 +276,10 @@ class _Counting:
     def __init__(self, kernel: Any, calls: list[int]) -> None:
         self._kernel, self._calls = kernel, calls
 
-    def __call__(self, tensors: list[torch.Tensor]) -> Any:
-        self._calls.append(len(tensors[0]))
-        return self._kernel(tensors)
-
-    def update(self, shape: tuple[int, ...], given: dict[str, int], columns: int) -> None:
-        self._calls.append(shape[0])
-        self._kernel.update(shape, given, columns)
+    def __call__(self, given: Sequence[Any]) -> Any:
+        """Of tensors, or of a stack's shape."""
+        self._calls.append(given[0] if isinstance(given[0], int) else len(given[0]))
+        return self._kernel(given)
 
 
 @pytest.mark.parametrize("lowering", ["multi_tensor", "inductor"])

@@ -96,16 +96,16 @@ def test_the_floor_plan_lists_every_floor_from_the_top() -> None:
 
 
 BUDGET = {
-    "": 2818,
+    "": 2845,
     "capture": 1208,
     "checkpoint": 1303,
     "groups": 1285,
-    "lowering": 4431,
+    "lowering": 4432,
     "memory": 1469,
-    "optimizers": 1912,
-    "plan": 845,
-    "rule": 2873,
-    "step": 1879,
+    "optimizers": 1914,
+    "plan": 846,
+    "rule": 2884,
+    "step": 1880,
 }
 """Lines of each folder's modules; "" are those beside the folders. A commit of its own raises one, and says why."""
 

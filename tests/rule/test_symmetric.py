@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -55,19 +57,49 @@ def test_derivatives_are_those_of_the_operations() -> None:
         ((9, 0), 768, {"dims": 2}, False),
         ((9, 0), 768, {"hip": "6.4"}, False),
         ((9, 0), 768, {"traced": False}, False),
+        ((9, 0), 768, {"requires_grad": True}, False),
+        ((9, 0), 768, {"finds": False}, False),
     ],
     ids=str,
 )
 def test_the_choice_depends_on_device_and_shape_alone(
     capability: tuple[int, int], rows: int, changes: dict[str, Any], taken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = {"dtype": torch.bfloat16, "device": torch.device("cuda"), "dims": 3, "hip": None, "traced": True, **changes}
+    given = {"dtype": torch.bfloat16, "device": torch.device("cuda"), "dims": 3, "hip": None, "traced": True}
+    given |= {"requires_grad": False, "finds": True, **changes}
+    monkeypatch.setattr(symmetric, "find_spec", lambda name: given["finds"] or None)
     monkeypatch.setattr(symmetric, "is_traced", lambda: given["traced"])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "hip", given["hip"])
     monkeypatch.setattr(symmetric, "Tensor", SimpleNamespace)
-    x: Any = SimpleNamespace(dtype=given["dtype"], device=given["device"], dim=lambda: given["dims"], shape=(2, rows, 2048))
+    facts = {name: given[name] for name in ("dtype", "device", "requires_grad")}
+    x: Any = SimpleNamespace(**facts, dim=lambda: given["dims"], shape=(2, rows, 2048))
     assert symmetric._tiling(x) == (symmetric.TILINGS[capability] if taken else None)
+
+
+@pytest.mark.parametrize(
+    ("change", "taken"),
+    [
+        (lambda a, b, c: (a, b, c), True),
+        (lambda a, b, c: (1.0, 2.0, 3.0), True),
+        (lambda a, b, c: (a, b[:1], c), False),
+        (lambda a, b, c: (a, b, torch.ones(2, 3)[:, :1].unsqueeze(-1)), False),
+        (lambda a, b, c: (a, 2.0, c), False),
+        (lambda a, b, c: (a, b, c.to("meta")), False),
+    ],
+    ids=["alike", "floats", "one for all", "other strides", "mixed", "other device"],
+)
+def test_the_kernel_gets_numbers_that_it_can_read(
+    change: Callable[..., Any], taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step from one tensor's number to the next is the same for all three."""
+    x, numbers = torch.ones(2, 4, 4), change(*(torch.ones(2, 1, 1) for _ in range(3)))
+    tiling, used = symmetric.TILINGS[9, 0], []
+    monkeypatch.setattr(symmetric, "_tiling", lambda *_: tiling)
+    monkeypatch.setattr(symmetric, "_multiplied", lambda *given: used.append(given) or x)
+    with contextlib.suppress(RuntimeError):  # torch's way does not mix devices
+        quadratic(x, *numbers, torch.float32)
+    assert bool(used) == taken
 
 
 def test_the_kernel_is_right_in_the_interpreter() -> None:

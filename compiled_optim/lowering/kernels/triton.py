@@ -433,7 +433,6 @@ def prepared(function: Any, grid: Ints, tensors: Sequence[Tensor], counts: Ints)
     """
     import triton
     from triton import knobs
-    from triton.compiler import CompiledKernel
     from triton.runtime import driver
 
     def usual() -> object:
@@ -441,6 +440,8 @@ def prepared(function: Any, grid: Ints, tensors: Sequence[Tensor], counts: Ints)
 
     if not isinstance(function, triton.JITFunction) or obstacle():  # Triton's interpreter compiles nothing
         return usual
+    from triton.compiler import CompiledKernel
+
     kernel = function.warmup(*tensors, *counts, grid=grid, **OPTIONS)
     if not isinstance(kernel, CompiledKernel):  # a hook of Triton's keeps it from compiling now
         return usual
