@@ -206,13 +206,19 @@ def test_dtype_and_options_count(obtained: Obtained) -> None:
     assert obtained.compiled == 3
 
 
-def _flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
+def _replace(path: Path, content: bytes) -> None:
+    """Put another file in the place of one that this process may have loaded, whose memory would change with it."""
+    path.unlink()
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("damage", [_flip, lambda path: path.write_bytes(b""), Path.unlink, lambda path: path.chmod(0o666)])
+def _flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    _replace(path, content)
+
+
+@pytest.mark.parametrize("damage", [_flip, lambda path: _replace(path, b""), Path.unlink, lambda path: path.chmod(0o666)])
 @pytest.mark.parametrize("suffix", ["graph", "so"])
 def test_a_damaged_or_foreign_file_is_not_loaded(
     suffix: str, damage: Callable[[Path], object], obtained: Obtained, place: Path
