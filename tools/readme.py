@@ -168,24 +168,26 @@ def summary() -> str:
 
 
 def speed_table() -> str:
-    """Median step times with fresh gradients: a row per device and workload of AdamW, and per device other optimizers."""
-    steps, others, conditions = [], [], []
+    """Median step times with fresh gradients: a row per device and workload of AdamW, and others where last timed."""
+    steps, others, conditions = [], {}, []
     for times in _steps():
         for (optimizer, workload), entrants in sorted(times.items()):
             theirs = {name: row for name, row in entrants.items() if name.split()[0] == "torch"}
             device = entrants[_OURS]["device"]
             if optimizer == "adamw":
                 steps.append([workload, device, *_against(entrants[_OURS], theirs[_FUSED])])
-            else:
+            elif theirs and workload != "30-million":
                 name = min(theirs, key=lambda name: float(theirs[name]["p50"]))
                 figures = _against(entrants[_OURS], theirs[name])
-                others.append([optimizer, workload, device, *figures, name.removeprefix("torch ")])
-        last = max((row for entrants in times.values() for row in entrants.values()), key=lambda row: row["date"])
-        conditions.append(_conditions(last))
+                place = optimizer, workload, _is_gpu(entrants[_OURS])
+                others[place] = [optimizer, workload, device, *figures, name.removeprefix("torch ")]
+        rows = sorted((row for entrants in times.values() for row in entrants.values()), key=lambda row: row["date"])
+        revisions = " and ".join(dict.fromkeys(row["commit"] for row in rows))
+        conditions.append(_conditions({**rows[-1], "commit": revisions}))
     adamw = _grid(["AdamW step", "on", _OURS, _FUSED, "ratio"], steps, 2)
     head = ["step", "workload", "on", _OURS, "the fastest of torch.optim", "ratio", "which one"]
     where = ";\n".join(conditions) + "; medians from `perf/results/step.csv`."
-    return "\n\n".join([adamw, _grid(head, others, 3), where])
+    return "\n\n".join([adamw, _grid(head, list(others.values()), 3), where])
 
 
 def gpu() -> str:
