@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 from unittest import mock
 
 import pytest
@@ -48,18 +49,20 @@ def _inlined(case: GPUCase) -> str:
     return graph.source
 
 
-def _called(case: GPUCase) -> list[Written]:
-    """What Inductor writes for called steps, in the order in which it is compiled."""
-    torch._dynamo.reset()
-    compiled: list[tuple[CompiledGraph, list[str]]] = []
+Compiled: TypeAlias = list[tuple[CompiledGraph, list[str]]]
+
+
+def _noting(compiles: Callable[..., Any], compiled: Compiled, recorders: list[Record]) -> Callable[..., CompiledGraph]:
+    """``compiles``, which notes what it compiled, and what the only one of ``recorders`` saw of each when it was called."""
 
     def noting(*args: Any, **kwargs: Any) -> CompiledGraph:
-        graph = compile_graph(*args, **kwargs)
+        graph = compiles(*args, **kwargs)
         assert isinstance(graph, CompiledGraph)
         sources: list[str] = []
         compiled.append((graph, sources))
 
         def code(values: list[Any]) -> Any:
+            (recorder,) = recorders
             before = len(recorder.graphs)
             found = graph.code(values)
             sources.extend(g.source for g in recorder.graphs[before:])
@@ -67,10 +70,18 @@ def _called(case: GPUCase) -> list[Written]:
 
         return graph._replace(code=code)
 
-    with fake_cuda(90), in_lists_of_two(noting):
+    return noting
+
+
+def _called(case: GPUCase) -> list[Written]:
+    """What Inductor writes for called steps, in the order in which it is compiled."""
+    torch._dynamo.reset()
+    compiled: Compiled = []
+    recorders: list[Record] = []
+    with fake_cuda(90), in_lists_of_two(_noting(compile_graph, compiled, recorders)):
         _, optimizer = _on_gpu(case)
-        recorder: Record
         with recording("cuda") as recorder:
+            recorders.append(recorder)
             optimizer.step()
     return [Written("".join(sources[:1]), list(graph.order), list(graph.returned)) for graph, sources in compiled]
 
@@ -119,25 +130,11 @@ def test_code_for_a_gpu_does_what_eager_steps_do(
 @pytest.mark.parametrize("name", SHAPES)
 def test_stacks_on_a_gpu_do_what_eager_steps_do(name: str, tmp_path: Path) -> None:
     """Products are symmetric ones; the rest of an iteration is rounded to bfloat16 once less than in eager steps."""
-    written: list[tuple[CompiledGraph, list[str]]] = []
-
-    def noting(*args: Any, **kwargs: Any) -> CompiledGraph | str:
-        graph = obtain_graph(*args, **kwargs)
-        assert isinstance(graph, CompiledGraph)
-        sources: list[str] = []
-        written.append((graph, sources))
-
-        def code(values: list[Any]) -> Any:
-            before = len(recorder.graphs)
-            found = graph.code(values)
-            sources.extend(g.source for g in recorder.graphs[before:])
-            return found
-
-        return graph._replace(code=code)
-
-    recorder: Record
-    kernels = mock.patch.multiple(stacked, obtain_graph=noting, _kernels={})
+    written: Compiled = []
+    recorders: list[Record] = []
+    kernels = mock.patch.multiple(stacked, obtain_graph=_noting(obtain_graph, written, recorders), _kernels={})
     with kernels, mock.patch.dict(symmetric.TILINGS, {(9, 0): TILING}), fake_cuda(90), recording("cuda") as recorder:
+        recorders.append(recorder)
         params, optimizer = made(name, "inductor", "cuda")
         for param in params:
             param.grad = torch.empty_like(param)
