@@ -22,6 +22,7 @@ from compiled_optim.rule import symmetric
 
 OURS = "compiled_optim"
 TORCH_PRODUCTS = f"{OURS}[torch products]"
+WATCHED = f"{OURS}[watched]"
 FUSED = "torch fused"
 COMPILED = "torch compiled"
 
@@ -89,6 +90,7 @@ PEERS: dict[str, Peer] = {
     TORCH_PRODUCTS: Peer(
         "compiled_optim", named="", others={"muon": "Muon", "normuon": "NorMuon"}, finish=_multiply_in_torch
     ),
+    WATCHED: Peer("compiled_optim", finish=lambda optimizer: optimizer.watch_health()),
     FUSED: Peer("torch.optim", {"fused": True}),
     "torch foreach": Peer("torch.optim", {"foreach": True}),
     "torch foreach capturable": Peer("torch.optim", {"foreach": True, "capturable": True}),

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import statistics
@@ -46,7 +47,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 import compiled_optim as co
 from compiled_optim.optimizer import engine_of
-from compiled_optim.rule import storage
+from compiled_optim.rule import storage, symmetric
 
 pytestmark = needs_cuda()
 
@@ -581,6 +582,103 @@ def test_what_is_stored_in_few_bytes(name: str, monkeypatch: pytest.MonkeyPatch)
         torch.testing.assert_close(found, value, rtol=2**-6, atol=2**-8, equal_nan=True)
         differs = (found != value) & ~value.isnan()
         assert differs.double().mean() < 0.02 or wanted[entry].dtype == torch.float32, entry
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="Triton's kernels need a GPU")
+@pytest.mark.parametrize("turned", [False, True], ids=["", "turned"])
+@pytest.mark.parametrize(("rows", "columns"), [(768, 768), (768, 3072), (1000, 1100), (1031, 769)])
+def test_symmetric_products(rows: int, columns: int, turned: bool) -> None:
+    """Against float64, with the tiles of this GPU; on one that has none, those of an H100."""
+    pytest.importorskip("triton")
+    from interpreted_symmetric import matrices, wrong
+
+    tiling = symmetric.TILINGS.get(torch.cuda.get_device_capability(), symmetric.TILINGS[8, 0])
+    x = matrices((3, 2, rows), columns, turned=turned).to(DEVICE)
+    assert wrong(x, (), tiling) == []
+    if rows == columns:
+        each = torch.linspace(0.5, 2.0, 9, device=DEVICE).view(3, 3, 1, 1, 1).unbind()
+        factor = x[..., :64] / 8
+        for numbers in ((3.4445, -4.775, 2.0315), each):
+            assert wrong(factor @ factor.mT, numbers, tiling) == []
+
+
+@pytest.mark.parametrize("optimizer", [co.Muon, co.NorMuon])
+def test_large_matrices(optimizer: type[co.CompiledOptimizer]) -> None:
+    """Those whose symmetric products a kernel of ours computes: near the ones of torch, and captured bit for bit."""
+    shapes = [(768, 768), (768, 3072), (3072, 768), (2, 800, 900)] if DEVICE == "cuda" else [(24, 16)]
+    generator = torch.Generator().manual_seed(0)
+    start = [torch.randn(shape, generator=generator).to(DEVICE) / 8 for shape in shapes]
+    sides = [[nn.Parameter(p.clone()) for p in start] for _ in range(3)]
+    called, captured, eager = (
+        optimizer([(f"p{i}", p) for i, p in enumerate(side)], lr=0.02, weight_decay=0.1, lowering=lowering)
+        for side, lowering in zip(sides, ("auto", "auto", "eager"), strict=True)
+    )
+    runner = co.CUDAGraphRunner(captured)
+    for i in range(6):
+        for params in zip(*sides, strict=True):
+            grad = torch.randn(params[0].shape, generator=torch.Generator().manual_seed(i)).to(DEVICE)
+            for param in params:
+                param.grad = grad.clone()
+        called.step()
+        runner.step()
+        eager.step()
+        for ours, replayed, wanted, begin in zip(*sides, start, strict=True):
+            assert torch.equal(ours, replayed), i
+            assert (ours - wanted).norm() < 0.02 * (wanted - begin).norm(), i  # products in bfloat16
+    assert co.compile_report(captured).replays == 3
+
+
+class _Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.hidden, self.head = nn.Embedding(50, 16), nn.Linear(16, 16), nn.Linear(16, 50)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.hidden(self.embed(x)))
+
+
+def test_two_rules_in_one_graph_are_two_optimizers() -> None:
+    torch.manual_seed(0)
+    model = _Words().to(DEVICE)
+    twin = copy.deepcopy(model)
+    both = co.MuonAdamW(model, lr=0.02)
+    hidden = [("hidden.weight", twin.hidden.weight)]
+    others = [(name, p) for name, p in twin.named_parameters() if name != "hidden.weight"]
+    two = [co.Muon(hidden, lr=0.02), co.AdamW(others)]
+    for optimizer, name in zip(two, ("hidden.weight", "head.weight"), strict=True):
+        group = next(g for g in both.param_groups if any(p is model.get_parameter(name) for p in g["params"]))
+        optimizer.param_groups[0].update({key: group[key] for key in optimizer.defaults.keys() & group.keys()})
+    runner = co.CUDAGraphRunner(both)
+    for i in range(8):
+        words = torch.randint(50, (4, 5), generator=torch.Generator().manual_seed(i)).to(DEVICE)
+        for m, optimizers in ((model, [both]), (twin, two)):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            m(words).square().mean().backward()
+        runner.step()
+        for optimizer in two:
+            optimizer.step()
+        for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+            assert torch.equal(a, b), i
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["called", "captured"])
+def test_watched_steps_do_not_wait_and_find_by_name(captured: bool) -> None:
+    ours, twin = pair()
+    ours.optimizer.watch_health()
+    step = co.CUDAGraphRunner(ours.optimizer).step if captured else ours.optimizer.step
+    dead = ours.params[0]
+    for i in range(8):
+        for side in (ours, twin):
+            give(side, i)
+            side.params[0].grad = torch.zeros_like(side.params[0])
+        with no_host_waits() if i > 4 else contextlib.nullcontext():
+            step()
+        twin.optimizer.step()
+        assert_equal(ours, twin, i)
+    report = ours.optimizer.health()
+    name = next(n for n, p in ours.model.named_parameters() if p is dead)
+    assert ("zero gradient", name) in {(finding.kind, finding.name) for finding in report.findings}
 
 
 class Block(nn.Module):

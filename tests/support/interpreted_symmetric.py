@@ -19,7 +19,7 @@ from triton.runtime import interpreter
 
 from compiled_optim.rule import symmetric
 
-BLOCK, DEPTH = 32, 16
+TILING = symmetric.Tiling(rows=1, block=32, depth=16, stages=1, warps=1)
 ROWS = [1, 16, 31, 32, 33, 65]
 COLUMNS = [1, 16, 17]
 BATCHES = [(3,), (2, 3)]
@@ -49,15 +49,15 @@ def matrices(shape: tuple[int, ...], columns: int, *, turned: bool) -> Tensor:
     return x.mT if turned else x
 
 
-def wrong(x: Tensor, numbers: tuple[Any, ...]) -> list[str]:
+def wrong(x: Tensor, numbers: tuple[Any, ...], tiling: symmetric.Tiling = TILING) -> list[str]:
     """What is wrong with the product of ``x`` by itself, or what :func:`symmetric.quadratic` makes of it."""
-    found = symmetric._multiplied(x, numbers, symmetric.Tiling(1, BLOCK, DEPTH, 1, 1))
+    found = symmetric._multiplied(x, numbers, tiling)
     wide, exact = x.double(), x.double() @ x.double().mT
     scale = wide.abs() @ wide.abs().mT
     if numbers:
         a, b, c = (n.double().view(-1, *[1] * (x.dim() - 1)) if isinstance(n, Tensor) else n for n in numbers)
-        exact = a * torch.eye(x.shape[-1]) + b * wide + c * exact
-        scale = abs(a) * torch.eye(x.shape[-1]) + abs(b) * wide.abs() + abs(c) * scale
+        exact = a * torch.eye(x.shape[-1], device=x.device) + b * wide + c * exact
+        scale = abs(a) * torch.eye(x.shape[-1], device=x.device) + abs(b) * wide.abs() + abs(c) * scale
     rounding = exact.abs() / 256 + scale * 2.0**-22 * (1 + x.shape[-1]) + 1e-30
     error = ((found.double() - exact).abs() / rounding).max().item()
     said = [] if error <= 1 else [f"an error of {error} roundings"]
