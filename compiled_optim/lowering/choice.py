@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -31,7 +31,12 @@ from compiled_optim.rule.rule import Rule
 from compiled_optim.rule.symbols import PLAIN
 
 LOWERINGS = ("auto", "multi_tensor", "inductor", "eager")  # what users can ask for
-LOOPED = {"cpu"}  # the devices on which rules on whole tensors are loops in C++
+LOOPED: dict[str, tuple[Callable[[Plan], bool], Any]] = {
+    "cpu": (looped.serves, looped.LoopLowering),
+    "cuda": (looped.serves_where_they_are, looped.KernelStackLowering),
+}
+"""By device, whether loops of our own serve a plan of a rule on whole tensors, and the lowering to them."""
+
 _refused: dict[tuple[str, Rule], str] = {}  # by device type and rule, why its kernels do not compile in this process
 
 
@@ -97,8 +102,8 @@ def lower(plan: Plan, wanted: str, clipping: Clipping, log: CompilationLog, diff
         return GatheredRowsLowering(plan, clipping, log, compiled=name != "eager")
     if plan.rule.granularity != "element":
         if name == "multi_tensor":
-            loops = plan.device.type in LOOPED and looped.serves(plan)
-            return (looped.LoopLowering if loops else StackTableLowering)(plan, clipping, log)
+            serves, loops = LOOPED.get(plan.device.type, (bool, None))
+            return (loops if loops is not None and serves(plan) else StackTableLowering)(plan, clipping, log)
         return StackedLowering(plan, clipping, log, compiled=name != "eager")
     if name == "eager":
         return EagerLowering(plan, clipping, differentiable=differentiable)

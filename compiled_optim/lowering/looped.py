@@ -1,4 +1,7 @@
-"""The lowering of rules on whole tensors on a CPU: loops in C++, and torch's products of matrices between them."""
+"""Lowerings of rules on whole tensors to loops over stacks, and products of matrices between them.
+
+The loops are C++ on a CPU and Triton on a GPU, where the tensors of a stack stay where they are.
+"""
 
 from __future__ import annotations
 
@@ -6,36 +9,53 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from compiled_optim.lowering.kernels import triton_stacks
 from compiled_optim.lowering.kernels.cpp_stacks import StackLoops, stack_kernel, stack_source
 from compiled_optim.lowering.kernels.table import CoefficientTable
+from compiled_optim.lowering.multi_tensor import MultiTensorLowering
 from compiled_optim.lowering.stacked import Stack, StackTableLowering, seen_shape
 from compiled_optim.lowering.torch_ops.eager import TorchLowering
-from compiled_optim.memory.layout import is_plain, overlap_shifted, plain_copy
+from compiled_optim.memory.layout import compute_dtype, is_plain, overlap_shifted, plain_copy
 from compiled_optim.memory.torch_internals import Captures
-from compiled_optim.plan.compilations import KernelKey, kernel_key
+from compiled_optim.plan.clipping import Clipping
+from compiled_optim.plan.compilations import COEFFICIENTS, CompilationLog, KernelKey, kernel_key
 from compiled_optim.plan.plan import Member, Plan
 
 _ELEMENTS = {"tensor": 1 << 22, "matrix": 1 << 20}
 """The most elements in a stack of several tensors, by granularity: sums need little memory, and products stay in caches."""
 
-_kernels: dict[KernelKey, Callable[[Sequence[int]], StackLoops]] = {}
+_BYTES = 1 << 27  # the most bytes of parameters in a stack of several tensors on a GPU
+
+_kernels: dict[KernelKey, Any] = {}  # what makes, of the shape of a stack, what updates it
 _examples: dict[str, tuple[int, ...]] = {}  # by the code of kernels, the shape that it was first written for
 
 
-def serves(plan: Plan) -> bool:
-    """Whether the rule does no more with the plan's tensors than loops and products of matrices can."""
+def serves(plan: Plan, source_of: Callable[..., Any] = stack_source) -> bool:
+    """Whether the rule does no more with the plan's tensors than loops, which ``source_of`` writes, and products can."""
     pairs = zip(plan.members, plan.grad_dtypes, strict=True)
     found = {(kernel_key(plan, m, dtype, ""), m.owner.shape) for m, dtype in pairs}
-    return all(_is_written(plan, key, shape) for key, shape in found if shape.numel())
+    return all(_is_written(plan, source_of, key, shape) for key, shape in found if shape.numel())
 
 
-def _is_written(plan: Plan, key: KernelKey, shape: torch.Size) -> bool:
+def serves_where_they_are(plan: Plan) -> bool:
+    """As :func:`serves`, if an update sees each tensor as it lies in memory."""
+    shapes = {member.owner.shape for member in plan.members}
+    if plan.sharded or any(plan.rule.axes_of(s, plan.statics) != tuple(range(len(s))) for s in shapes):
+        return False
+    held = [tensor for m in plan.members for tensor in (m.param, *(m.entries[name] for name in plan.buffers))]
+    return all(t.is_contiguous() and is_plain(t) and not t.is_complex() for t in held) and serves(
+        plan, triton_stacks.stack_source
+    )
+
+
+def _is_written(plan: Plan, source_of: Callable[..., Any], key: KernelKey, shape: torch.Size) -> bool:
     seen = seen_shape(plan.rule, plan.statics, shape)
-    if (source := stack_source(key, seen)) is None or stack_source(key.with_all_buffers(), seen) is None:
+    if (source := source_of(key, seen)) is None or source_of(key.with_all_buffers(), seen) is None:
         return False
     sizes = dict(zip(source.update.axes, seen, strict=True))
     fields = {b.name: b for b in plan.rule.buffers}
@@ -53,13 +73,7 @@ class LoopLowering(StackTableLowering):
         return LoopStack(self.plan, positions, key)
 
     def _key(self, member: Member, grad_dtype: torch.dtype) -> KernelKey:
-        """The key of the kernel that updates ``member``; stacks whose code is the same share one."""
-        key = kernel_key(self.plan, member, grad_dtype, "")
-        shape = seen_shape(self.plan.rule, self.plan.statics, member.owner.shape)
-        source = stack_source(key, shape)
-        assert source is not None, "not all of the plan is served"
-        example = _examples.setdefault(source.text, shape)
-        return dataclasses.replace(key, arrangement=f"loops over stacks like {' x '.join(map(str, example))}")
+        return _key(self.plan, member, grad_dtype, stack_source)
 
     def _most(self, key: KernelKey, shape: torch.Size) -> int:
         return max(_ELEMENTS[self.plan.rule.granularity] // shape.numel(), 1)
@@ -129,6 +143,75 @@ class LoopStack(Stack):
         tensors |= {"params": params, "grads": grads, **{f"buffer{i}": buffer for i, buffer in enumerate(buffers)}}
         given = {name: tensor.data_ptr() for name, tensor in tensors.items()}
         self.loops(self.shape).run(given, table.coefficients.shape[1])
+
+
+class KernelStackLowering(MultiTensorLowering):
+    """Runs the step of one plan on a GPU for which :func:`serves_where_they_are` holds."""
+
+    name = "stacked"
+
+    def __init__(self, plan: Plan, clipping: Clipping, log: CompilationLog) -> None:
+        super().__init__(plan, clipping, log)
+        positions: dict[tuple[KernelKey, torch.Size], list[int]] = {}
+        for i, (member, grad_dtype) in enumerate(zip(plan.members, plan.grad_dtypes, strict=True)):
+            if member.owner.numel():
+                key = _key(plan, member, grad_dtype, triton_stacks.stack_source)
+                positions.setdefault((key, member.owner.shape), []).append(i)
+        self.stacks = [
+            KernelStack(plan, where[start : start + most], key)
+            for (key, shape), where in positions.items()
+            for most in [max(_BYTES // (compute_dtype(key.dtypes[0]).itemsize * shape.numel()), 1)]
+            for start in range(0, len(where), most)
+        ]
+
+    def _table_key(self, member: Member, grad_dtype: torch.dtype) -> KernelKey:
+        return dataclasses.replace(super()._table_key(member, grad_dtype), arrangement=COEFFICIENTS)
+
+    def compile(self) -> None:
+        super().compile()
+        for stack in self.stacks:
+            names = [self.plan.members[i].name for i in stack.positions]
+            make = functools.partial(_stack_kernels, shape=stack.shape)
+            stack.kernels = self._log.obtain(_kernels, stack.key, names, make)(stack.shape)
+
+    def launch(self) -> None:
+        with self._on_device:
+            self.tables[0].kernel.evaluate(self.table)
+            for stack in self.stacks:
+                stack.update(self.tables[0].tensors, self.table)
+
+
+class KernelStack:
+    """Tensors of one shape at ``positions`` of a plan."""
+
+    def __init__(self, plan: Plan, positions: Sequence[int], key: KernelKey) -> None:
+        self.positions, self.key = positions, key
+        self.shape = (len(positions), *seen_shape(plan.rule, plan.statics, plan.members[positions[0]].owner.shape))
+        self.kernels: triton_stacks.StackKernels | None = None
+        # In pairs: rows of numbers begin at multiples of 16 bytes.
+        self._index = torch.tensor([*positions, *positions[: len(positions) % 2]], device="cpu").to(plan.device)
+
+    def update(self, tensors: Tensor, table: CoefficientTable) -> None:
+        """Update the tensors, whose rows are ``tensors`` as in a tensor table, with coefficients of ``table``."""
+        assert self.kernels is not None
+        given = {"tensors": tensors, "grads": table.grads, "index": self._index, "outcome": table.outcome}
+        self.kernels.run(given | {"coefficients": table.coefficients}, table.inputs.shape[1])
+
+
+def _stack_kernels(key: KernelKey, shape: Sequence[int]) -> Callable[[Sequence[int]], triton_stacks.StackKernels]:
+    """What makes the kernels of stacks of one key by their shape; those of ``shape`` are compiled now."""
+    of_shape = functools.cache(functools.partial(triton_stacks.StackKernels, key))
+    of_shape(shape)
+    return of_shape
+
+
+def _key(plan: Plan, member: Member, grad_dtype: torch.dtype, source_of: Callable[..., Any]) -> KernelKey:
+    """The key of the kernel that updates ``member``; stacks whose code is the same share one."""
+    key, shape = kernel_key(plan, member, grad_dtype, ""), seen_shape(plan.rule, plan.statics, member.owner.shape)
+    source = source_of(key, shape)
+    assert source is not None, "not all of the plan is served"
+    example = _examples.setdefault(source.text, shape)
+    return dataclasses.replace(key, arrangement=f"loops over stacks like {' x '.join(map(str, example))}")
 
 
 def _copy(to: Sequence[Tensor], new: Sequence[Tensor]) -> None:

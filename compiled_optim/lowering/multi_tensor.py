@@ -7,7 +7,6 @@ nothing. A gradient that is absent has the address 0, and its parameter is left 
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Generator, Iterable, Sequence
 
 import torch
@@ -28,17 +27,12 @@ from compiled_optim.memory.layout import add_over_shards
 from compiled_optim.memory.torch_internals import Captures
 from compiled_optim.plan.clipping import Clipping
 from compiled_optim.plan.compilations import MULTI_TENSOR, CompilationLog, KernelKey, kernel_key
-from compiled_optim.plan.plan import Plan
+from compiled_optim.plan.plan import Member, Plan
 
 BACKENDS: dict[str, Callable[[KernelKey], Kernel]] = {"cpu": cpp.CppKernel, "cuda": triton.TritonKernel}
 """By device type, what makes the kernel of a key."""
 
 _kernels: dict[KernelKey, Kernel] = {}
-
-
-def current_device(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Makes ``device`` the current one, on which Triton launches whatever the device of the tensors."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 class Capturable:
@@ -55,7 +49,7 @@ class Capturable:
         self.hypers = HyperPointers(plan, clipping, log)
         self._clipping = clipping
         self._log = log
-        self._on_device = current_device(plan.device)
+        self._on_device = triton.current_device(plan.device)
 
     def connect(self, square_sums: Tensor, all_square_sums: Tensor) -> None:
         self._square_sum = square_sums
@@ -101,7 +95,7 @@ class MultiTensorLowering(Capturable):
     def compile(self) -> None:
         positions: dict[KernelKey, list[int]] = {}
         for i, (member, grad_dtype) in enumerate(zip(self.plan.members, self.plan.grad_dtypes, strict=True)):
-            positions.setdefault(kernel_key(self.plan, member, grad_dtype, MULTI_TENSOR), []).append(i)
+            positions.setdefault(self._table_key(member, grad_dtype), []).append(i)
         kernels = [self._obtain_kernel(key, where) for key, where in positions.items()]
         if isinstance(refusal := addresses.reader(), str):
             self._log.fall_back(f"{self.plan.rule.name} looks at its tensors one by one: {refusal}", "a step takes longer")
@@ -116,6 +110,10 @@ class MultiTensorLowering(Capturable):
             for kernel, where in zip(kernels, positions.values(), strict=True)
         ]
         self.square_sum_count = sum(table.square_sum_count for table in self.tables)
+
+    def _table_key(self, member: Member, grad_dtype: torch.dtype) -> KernelKey:
+        """The key of the kernel that works on a table with ``member``."""
+        return kernel_key(self.plan, member, grad_dtype, MULTI_TENSOR)
 
     def connect(self, square_sums: Tensor, all_square_sums: Tensor) -> None:
         super().connect(square_sums, all_square_sums)

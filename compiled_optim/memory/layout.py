@@ -45,8 +45,8 @@ class MemoryOrder:
         return copied
 
     def arranged_state(self, entry: Tensor, *, grouped: bool) -> Tensor:
-        """:meth:`arranged` of a state tensor; one with a number for each group of elements is in the groups' order."""
-        if not grouped:
+        """:meth:`arranged` of a state tensor; one with numbers for groups of elements, rows or columns is in their order."""
+        if not grouped and entry.shape == self._param.shape:
             return self.arranged(entry)
         return entry if entry.is_contiguous() and is_plain(entry) else plain_copy(entry)
 

@@ -17,6 +17,7 @@ from compiled_optim.rule.rule import Rule, number_type
 from compiled_optim.rule.symbols import OF_FORMATS, Code, Dialect, NotWritable, Symbol
 from compiled_optim.rule.vocabulary import sqrt, where
 
+StepKind: TypeAlias = Literal["element", "sum", "product", "quadratic", "turn"]
 Axes: TypeAlias = tuple[str, ...]
 """For each dimension of a stack but the first, the letter of its size; empty where a value is the same all along it."""
 
@@ -28,12 +29,13 @@ _PRIMES = (101, 103, 107)  # stand for sizes, so that a buffer's shape can be to
 class Step:
     """What defines one value: an ``expression`` of those that it reads, or a sum, product or copy of them.
 
-    A ``"product"`` is of two matrices, each turned before where ``turned`` says so. ``"turn"`` is the transposed matrix. A
-    value is ``half`` if it is a bfloat16 number.
+    A ``"product"`` is of two matrices, each turned before where ``turned`` says so. ``"quadratic"`` is a + b * x + c * x @ x
+    of a symmetric matrix, with three numbers in its expression. ``"turn"`` is the transposed matrix. A value is ``half`` if
+    it is a bfloat16 number.
     """
 
     name: str
-    kind: Literal["element", "sum", "product", "turn"]
+    kind: StepKind
     axes: Axes
     reads: tuple[str, ...]
     expression: str = ""
@@ -141,11 +143,25 @@ class StackSymbol(Symbol):
 
     def __matmul__(self, other: StackSymbol) -> StackSymbol:
         left, right = self.seen, other.seen
-        if len(left) != 2 or "" in (*left, *right) or left[1] != right[0] or self.half != other.half:
+        fit = len(left) > 1 and left[:-2] == right[:-2] and left[-1] == right[-2]
+        if not fit or "" in (*left, *right) or self.half != other.half:
             raise NotWritable("multiplies what are not two matrices of one dtype that fit each other")
         names = self.code.computed(self), self.code.computed(other)
         turned = (self.turned, other.turned)
-        return self.code.append("product", (left[0], right[1]), names, half=self.half, flips=turned)
+        return self.code.append("product", (*left[:-1], right[-1]), names, half=self.half, flips=turned)
+
+    def quadratic(self, numbers: Sequence[Any], dtype: torch.dtype) -> StackSymbol | None:
+        """``a + b * self + c * self @ self``, of symmetric matrices in bfloat16, in ``dtype``; None if no operation is that.
+
+        Only ``numbers`` of one kind can be, coefficients or constants.
+        """
+        code, kinds = self.code, {isinstance(number, StackSymbol) for number in numbers}
+        if not (code.dialect.quadratic and self.half and dtype == code.dtype and all(self.axes) and len(kinds) == 1):
+            return None
+        if any(number.name[0] != "k" for number in numbers if isinstance(number, StackSymbol)):
+            return None
+        text = ", ".join(map(code.operand, numbers))
+        return code.append("quadratic", self.axes, (code.computed(self),), text, half=True)
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -236,7 +252,7 @@ class StackCode(Code):
 
     def append(
         self,
-        kind: Literal["element", "sum", "product", "turn"],
+        kind: StepKind,
         axes: Axes,
         reads: tuple[str, ...],
         expression: str = "",
@@ -263,14 +279,21 @@ class StackCode(Code):
             return symbol
         if "" in symbol.axes[-2:]:
             raise NotWritable("transposes sums along rows or columns")
+        if (step := self._step(symbol)) is not None and step.kind == "product":  # of the transposed matrices in turn
+            flips = not step.turned[1], not step.turned[0]
+            made = self.append("product", symbol.seen, step.reads[::-1], half=step.half, flips=flips)
+            return StackSymbol(self, made.name, made.axes, half=symbol.half)
         return self.append("turn", symbol.seen, (self.computed(symbol),), half=symbol.half)
 
     def computed(self, symbol: StackSymbol) -> str:
         """The name of a step that defines ``symbol``, which may be something that the update takes, or rounded numbers."""
         self.refuse_masks(symbol)
-        if any((step.name, step.half) == (symbol.name, symbol.half) for step in self.steps):
+        if (step := self._step(symbol)) is not None and step.half == symbol.half:
             return symbol.name
         return self.append("element", symbol.axes, (symbol.name,), symbol.name).name
+
+    def _step(self, symbol: StackSymbol) -> Step | None:
+        return next((step for step in self.steps if step.name == symbol.name), None)
 
 
 def written(

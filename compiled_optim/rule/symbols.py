@@ -132,7 +132,8 @@ _MAKES_INTEGERS = {"+", "-", "*", "&", "|", "^", "<<"}  # operators that make in
 class Dialect:
     """How one language writes statements, numbers and logic; ``{}`` stands for the parts.
 
-    A word of the vocabulary is a function with an underscore behind its name, as ``sqrt_``; in ``calls`` are others.
+    A word of the vocabulary is a function with an underscore behind its name, as ``sqrt_``; in ``calls`` are others. Where
+    ``quadratic``, a polynomial of a symmetric matrix is one operation.
     """
 
     statement: str
@@ -141,6 +142,7 @@ class Dialect:
     either: str
     integer: str = "{}"
     calls: tuple[tuple[str, str], ...] = ()
+    quadratic: bool = False
 
 
 PLAIN = Dialect("{} = {}", "{}", "and", "or")  # a language for checking rules, which nobody reads

@@ -7,7 +7,7 @@ what is on and below the diagonal, and writes it above too.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -45,6 +45,9 @@ def gram(x: Tensor) -> Tensor:
 
 def quadratic(x: Tensor, a: Any, b: Any, c: Any, dtype: torch.dtype) -> Tensor:
     """``a + b * x + c * x @ x`` of symmetric matrices, added in ``dtype``; the numbers may differ between tensors."""
+    write: Callable[..., Tensor | None] = getattr(type(x), "quadratic", lambda *_: None)
+    if (written := write(x, (a, b, c), dtype)) is not None:
+        return written
     tensors = [number for number in (a, b, c) if isinstance(number, Tensor)]
     first = tensors[0] if tensors else x
     are_alike = all(t.device == x.device and (t.shape, t.stride()) == (first.shape, first.stride()) for t in tensors)
@@ -61,13 +64,14 @@ def _tiling(x: Tensor, *numbers: Tensor) -> Tiling | None:
         return None
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *numbers)):
         return None
-    tiling = _tiling_of(x.device)
+    tiling = tiling_of(x.device)
     return None if tiling is None or x.shape[-2] < tiling.rows else tiling
 
 
 @called_while_tracing
-def _tiling_of(device: torch.device) -> Tiling | None:
-    is_served = torch.version.hip is None and find_spec("triton") is not None
+def tiling_of(device: torch.device) -> Tiling | None:
+    """How a GPU multiplies symmetric matrices; None if it should not."""
+    is_served = device.type == "cuda" and torch.version.hip is None and find_spec("triton") is not None
     return TILINGS.get(torch.cuda.get_device_capability(device)) if is_served else None
 
 

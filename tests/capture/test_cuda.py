@@ -610,7 +610,13 @@ def test_large_matrices(optimizer: type[co.CompiledOptimizer]) -> None:
     start = [torch.randn(shape, generator=generator).to(DEVICE) / 8 for shape in shapes]
     sides = [[nn.Parameter(p.clone()) for p in start] for _ in range(3)]
     called, captured, eager = (
-        optimizer([(f"p{i}", p) for i, p in enumerate(side)], lr=0.02, weight_decay=0.1, lowering=lowering)
+        optimizer(
+            [(f"p{i}", p) for i, p in enumerate(side)],
+            lr=0.02,
+            weight_decay=0.1,
+            stacks=["p3"] * (len(side) > 3),
+            lowering=lowering,
+        )
         for side, lowering in zip(sides, ("auto", "auto", "eager"), strict=True)
     )
     runner = co.CUDAGraphRunner(captured)

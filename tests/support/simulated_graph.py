@@ -249,7 +249,7 @@ def install(patch: Any) -> None:
     patch.setitem(torch_internals.CAPTURING, "cpu", recording_here)
     patch.setitem(multi_tensor.BACKENDS, "cpu", _build)
     patch.setattr(multi_tensor, "_kernels", {})
-    patch.setattr(choice, "LOOPED", set())
+    patch.setattr(choice, "LOOPED", {})
     make = stacked._make
     patch.setattr(stacked, "_make", lambda signature: RecordedStackKernel(make(signature)))
     patch.setattr(stacked, "_kernels", _stack_kernels)

@@ -6,6 +6,7 @@ Each stage of a rule's reductions takes two more.
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -14,8 +15,8 @@ import itertools
 import linecache
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
-from types import ModuleType
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -174,13 +175,14 @@ def source(key: KernelKey) -> str:
     dialect = _ROUGHER if key.rule.grouped_buffers(dict(key.statics)) else _DIALECT
     text = WORDS + _EVALUATION.format(**evaluation(key, dialect, _ACCESSES, _INDENT))
     if key.rule.granularity != "element":
-        return text
+        return text + _square_sums(key.dtypes[1])
     program = Program.of(key, dialect)
     means = "".join(_means(program, *means) for means in program.means.items())
-    return text + means + (_AVERAGE if means else "") + _update(program)
+    return text + means + (_AVERAGE if means else "") + _square_sums(key.dtypes[1]) + _update(program)
 
 
-def _tl(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """What Triton calls it."""
     return str(dtype).replace("torch", "tl")
 
 
@@ -198,13 +200,13 @@ class _Path(NamedTuple):
     def load(self, array: Array, compute: torch.dtype) -> str:
         """The statement that defines an element."""
         if array.grouped:
-            return f"{array.element} = load_shared({self._of_groups(array)}, {self.size}).to({_tl(compute)})"
+            return f"{array.element} = load_shared({self._of_groups(array)}, {self.size}).to({dtype_name(compute)})"
         kind = torch.int32 if array.is_int else compute
-        return f"{array.element} = tl.load({self._pointer(array)} + at, mask=inside).to({_tl(kind)})"
+        return f"{array.element} = tl.load({self._pointer(array)} + at, mask=inside).to({dtype_name(kind)})"
 
     def store(self, array: Array, value: str, bits: str | None) -> str:
         """The statement that stores a ``value``, or the upper half of ``bits``, which need no rounding."""
-        rounded = f"rounded({value}, {_tl(array.dtype)})"
+        rounded = f"rounded({value}, {dtype_name(array.dtype)})"
         if bits is not None:
             array, rounded = dataclasses.replace(array, dtype=torch.int16), f"upper({bits})"
         if array.grouped:
@@ -213,11 +215,11 @@ class _Path(NamedTuple):
 
     def _pointer(self, array: Array) -> str:
         if self.row == 1:
-            return f"narrow({array.address}, {_tl(array.dtype)})"
-        return f"wide({array.address}, {_tl(array.dtype)}, {min(16, self.row * array.dtype.itemsize)})"
+            return f"narrow({array.address}, {dtype_name(array.dtype)})"
+        return f"wide({array.address}, {dtype_name(array.dtype)}, {min(16, self.row * array.dtype.itemsize)})"
 
     def _of_groups(self, array: Array) -> str:
-        return f"narrow({array.address}, {_tl(array.dtype)}), {self.start}, {self.left}"
+        return f"narrow({array.address}, {dtype_name(array.dtype)}), {self.start}, {self.left}"
 
 
 def _each_block(program: Program, name: str, written: Written, results: Callable[[_Path], list[str]], **around: str) -> str:
@@ -238,7 +240,7 @@ def _each_block(program: Program, name: str, written: Written, results: Callable
     before = [f"{a.address} = tl.load({row} * count + t)" for a, row in zip(program.arrays, rows, strict=True)]
     before.append(f"column = coefficients + tl.load(tensors + {COLUMN} * count + t)")
     numbers = ["factor", *(f"k{i}" for i in range(len(written.numbers)))]
-    load = f"{{}} = tl.load(column + {{}} * columns).to({_tl(program.compute)})"
+    load = f"{{}} = tl.load(column + {{}} * columns).to({dtype_name(program.compute)})"
     before += map(load.format, numbers, itertools.count())
     return _EACH_BLOCK.format(
         name=name,
@@ -267,24 +269,24 @@ def _means(program: Program, stage: int, written: Written) -> str:
     return _each_block(program, f"sums{stage}", written, add, sums=", sums", before=before, after=after)
 
 
-def _update(program: Program) -> str:
-    (grad,) = (array for array in program.arrays if array.row is None)
-    reduce_block = REDUCE_BYTES // grad.dtype.itemsize
+def _square_sums(grad: torch.dtype) -> str:
+    lanes, reduce_block = 16 // grad.itemsize, REDUCE_BYTES // grad.itemsize
     starts = range(0, reduce_block, BLOCK)
     squares = [f"grad{i} = tl.load(grad_values + {i} + at, mask=at < left - {i}, other=0.0)" for i in starts]
-    squares += [f"squares += square_sums_of_rows(grad{i}, {_lanes(grad)})" for i in starts]
-    square_sums = _SQUARE_SUMS.format(
+    squares += [f"squares += square_sums_of_rows(grad{i}, {lanes})" for i in starts]
+    return _SQUARE_SUMS.format(
         numel=NUMEL,
-        grad=_tl(grad.dtype),
+        grad=dtype_name(grad),
         reduce_block=reduce_block,
-        grad_bytes=grad.dtype.itemsize,
-        grad_lanes=_lanes(grad),
+        grad_bytes=grad.itemsize,
+        grad_lanes=lanes,
         squares=indented(squares, _INDENT * 3),
     )
+
+
+def _update(program: Program) -> str:
     new = [(*element, program.bits_above(*element)) for element in program.new_elements()]
-    return square_sums + _each_block(
-        program, "update", program.update, lambda path: [path.store(*element) for element in new]
-    )
+    return _each_block(program, "update", program.update, lambda path: [path.store(*element) for element in new])
 
 
 def _lanes(*arrays: Array) -> int:
@@ -400,7 +402,8 @@ class TritonKernel(Kernel):
     def _prepared(self, name: str, programs: Ints, elements: int, tensors: Sequence[Tensor], counts: Ints) -> Launch:
         if not all(programs):
             return lambda: None
-        return prepared(getattr(self._module, name), programs, tensors, counts)
+        launch = launcher(getattr(self._module, name), programs, tensors, counts, tensors[0].device)
+        return lambda: launch(tensors, counts)
 
 
 def load(text: str) -> ModuleType:
@@ -422,10 +425,23 @@ _CALL = (
 """How Triton launches a ``CompiledKernel``, since 3.6 at least."""
 
 
-def prepared(function: Any, grid: Ints, tensors: Sequence[Tensor], counts: Ints) -> Launch:
-    """What launches ``function``, which ``triton.jit`` made, on the stream that is then the current one.
+def current_device(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Makes ``device`` the current one, on which Triton launches whatever the device of the tensors."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
-    The device of ``tensors`` is the current device, now and in every launch.
+
+def launcher(
+    function: Any,
+    grid: Ints,
+    types: Sequence[Tensor | torch.dtype],
+    counts: Ints,
+    device: torch.device,
+    options: Mapping[str, Any] = MappingProxyType(OPTIONS),
+) -> Callable[[Sequence[Tensor], Ints], object]:
+    """What launches ``function``, which ``triton.jit`` made, with tensors and counts, on the stream that is then current.
+
+    ``device`` is the current device, now and in every launch. The tensors are like ``types``; of dtypes, their addresses are
+    multiples of 16. The counts are the same but for those on which the function is not specialized.
 
     Triton's own way looks at each argument in every launch, since it compiles anew where the alignment of an address or the
     type of a number differ. These do not change here: it is asked once, and what it answers is launched with them. Hooks
@@ -435,26 +451,26 @@ def prepared(function: Any, grid: Ints, tensors: Sequence[Tensor], counts: Ints)
     from triton import knobs
     from triton.runtime import driver
 
-    def usual() -> object:
-        return function[grid](*tensors, *counts, **OPTIONS)
+    def usual(tensors: Sequence[Tensor], counts: Ints) -> object:
+        return function[grid](*tensors, *counts, **options)
 
     if not isinstance(function, triton.JITFunction) or obstacle():  # Triton's interpreter compiles nothing
         return usual
     from triton.compiler import CompiledKernel
 
-    kernel = function.warmup(*tensors, *counts, grid=grid, **OPTIONS)
+    kernel = function.warmup(*types, *counts, grid=grid, **options)
     if not isinstance(kernel, CompiledKernel):  # a hook of Triton's keeps it from compiling now
         return usual
 
     run, x, y, z = kernel.run, *grid, *[1] * (3 - len(grid))
-    arguments = kernel.function, kernel.packed_metadata, None, None, None, *map(Tensor.data_ptr, tensors), *counts
-    index = tensors[0].device.index or 0
+    same, index = (kernel.function, kernel.packed_metadata, None, None, None), device.index or 0
 
-    def launch() -> object:
+    def launch(tensors: Sequence[Tensor], counts: Ints) -> object:
         runtime = knobs.runtime
         if _acts(runtime.launch_enter_hook) or _acts(runtime.launch_exit_hook):
-            return usual()
-        return run(x, y, z, driver.active.get_current_stream(index), *arguments)
+            return usual(tensors, counts)
+        stream = driver.active.get_current_stream(index)
+        return run(x, y, z, stream, *same, *map(Tensor.data_ptr, tensors), *counts)
 
     return launch
 
@@ -466,7 +482,7 @@ def _acts(hook: Any) -> bool:
 
 @functools.cache
 def obstacle() -> str:
-    """Why what this version of Triton compiled cannot be launched as :func:`prepared` does; empty if it can."""
+    """Why what this version of Triton compiled cannot be launched as :func:`launcher` does; empty if it can."""
     import triton
 
     try:
@@ -481,6 +497,6 @@ def obstacle() -> str:
 
 
 def launches_as_known(text: str) -> bool:
-    """Whether the ``text`` of ``CompiledKernel.__getitem__`` launches as :func:`prepared` does."""
+    """Whether the ``text`` of ``CompiledKernel.__getitem__`` launches as :func:`launcher` does."""
     nodes = ast.walk(ast.parse(textwrap.dedent(text)))
     return _CALL in {ast.unparse(node) for node in nodes if isinstance(node, ast.Call)}

@@ -1,0 +1,350 @@
+"""A rule on whole tensors as Triton: kernels over the elements of stacks, and products of matrices between them."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from compiled_optim.lowering.kernels import table as rows
+from compiled_optim.lowering.kernels.program import indented
+from compiled_optim.lowering.kernels.schedule import Event, Loop, Schedule
+from compiled_optim.lowering.kernels.triton import WORDS as ELEMENT_WORDS
+from compiled_optim.lowering.kernels.triton import current_device, dtype_name, launcher, load
+from compiled_optim.memory.layout import compute_dtype
+from compiled_optim.plan.compilations import KernelKey
+from compiled_optim.rule.stacks import Axes, Step, written
+from compiled_optim.rule.symbols import Dialect, NotWritable
+from compiled_optim.rule.symmetric import Tiling, tiling_of
+
+Values: TypeAlias = dict[str, Tensor]
+
+_DTYPES = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
+_ROWS, _COLUMNS, _STEPS = 8, 256, 8  # of a tile; a program takes several, one below the other
+_LANES = 2048  # elements of a tile that has one row
+_ADDED = 256  # numbers that a program adds up to others
+_NUMBER = r"T\(numbers\[(\d+)\]\)"  # how an expression names a constant
+_GIVEN = ("tensors", "grads", "index", "outcome", "coefficients", "numbers")
+"""What kernels of all rules take first. ``index`` has the column of each tensor of the stack in tables; then constants."""
+
+_WORDS = """
+
+@triton.jit
+def T(x):
+    return tl.cast(x, {compute})
+
+
+@triton.jit
+def half(x):
+    return T(tl.cast(tl.cast(x, tl.float32), tl.bfloat16))  # in two steps, as torch rounds a float64
+
+
+@triton.jit
+def number(numbers, place):
+    return T(tl.load(numbers + place))
+
+
+@triton.jit
+def pointer(address, dtype: tl.constexpr, ALIGNED: tl.constexpr):
+    return wide(address, dtype, 16) if ALIGNED else narrow(address, dtype)
+
+
+@triton.jit
+def add(partial, out, copies, numel):
+    at, t = tl.program_id(0) * {added} + tl.arange(0, {added}), tl.program_id(1).to(tl.int64)
+    total = tl.zeros([{added}], tl.float64)
+    for copy in range(0, copies):
+        total += tl.load(partial + (t * copies + copy) * numel + at, mask=at < numel, other=0.0)
+    tl.store(out + t * numel + at, T(total), mask=at < numel)
+"""
+
+_LOOP = """
+
+@triton.jit
+def {name}_tile({given}, column, t{addresses}, ALIGNED: tl.constexpr):
+    right_of, below = tl.program_id(0) % right, tl.program_id(0) // right % down
+    lane = right_of * {columns} + tl.arange(0, {columns})[None, :]
+{before}
+    for step in range(0, {steps}):
+{body}
+{after}
+
+
+@triton.jit(do_not_specialize=["count", "right", "down"])
+def {name}({given}):
+    t = tl.program_id(1).to(tl.int64)
+    column = tl.load(index + t)
+    grad_address = tl.load(grads + column)
+    if (grad_address != 0) & (tl.load(outcome + 1) == 0):
+{found}
+        if ({all}) % 16 == 0:
+            {name}_tile({given}, column, t{addresses}, True)
+        else:
+            {name}_tile({given}, column, t{addresses}, False)
+"""
+"""A program updates some tiles of one tensor, in which ``right`` of them are side by side, and ``down`` below each other."""
+
+
+class StackSource:
+    """The Triton text of the update of tensors of one ``shape``, which is the same for many others."""
+
+    def __init__(self, key: KernelKey, shape: Sequence[int], tiling: Tiling | None) -> None:
+        compute = compute_dtype(key.dtypes[0])
+        dialect = Dialect("{} = {}", "T({})", "&", "|", quadratic=tiling is not None and min(shape[-2:]) >= tiling.rows)
+        self.tiling = tiling
+        self.update = written(key.rule, dict(key.statics), shape, compute, dialect)
+        self.schedule = Schedule(self.update)
+        self.dtypes = dict(zip(self.update.inputs, key.dtypes, strict=True))
+        self.dtypes |= {s.name: torch.bfloat16 if s.half else compute for s in self.update.steps}
+        self.letters = list(dict.fromkeys(filter(None, self.update.axes)))
+        self.names = {id(e): f"loop{i}" for i, e in enumerate(e for e in self.schedule.events if isinstance(e, Loop))}
+        texts = [self._loop(e) for e in self.schedule.events if isinstance(e, Loop)]
+        self.text = ELEMENT_WORDS + _WORDS.format(compute=dtype_name(compute), added=_ADDED) + "".join(texts)
+
+    def own(self, loop: Loop) -> list[str]:
+        """The values and partial sums that the kernel of ``loop`` takes."""
+        values = [name for name in (*loop.loads, *loop.kept) if name in self.dtypes and name not in self.update.inputs]
+        return [*dict.fromkeys(values), *(f"partial_{step.name}" for step in loop.sums)]
+
+    def _loop(self, loop: Loop) -> str:
+        outer, inner = _tiled(loop.axes)
+        arrays = [name for name in dict.fromkeys([*loop.loads, *loop.results]) if name in self.update.inputs]
+        at = {"param": rows.PARAM, **{f"buffer{i}": rows.BUFFERS + i for i in range(len(self.update.inputs))}}
+        found = [f"{n}_address = tl.load(tensors + {at[n]} * count + column)" for n in arrays if n != "grad"]
+        batch = [d for d, letter in enumerate(loop.axes) if letter and d not in (outer, inner)]
+        before = [f"i{d} = (tl.program_id(0) // right // down).to(tl.int64)" for d in batch]
+        before += [f"i{inner} = lane"] if inner is not None else []
+        before += [f"{n} = number(coefficients, {1 + int(n[1:])} * count + column)" for n in loop.loads if n[0] == "k"]
+        before += ["factor = number(coefficients, column)"] if "grad" in arrays else []
+        before += [f"at_{n} = pointer({n}_address, {dtype_name(self.dtypes[n])}, ALIGNED)" for n in arrays]
+        body = []
+        if outer is not None:
+            row = f"(below * {_STEPS} + step) * {_ROWS} + tl.arange(0, {_ROWS})"
+            body.append(f"i{outer} = ({row}).to(tl.int64)[:, None]")
+        body.append(f"inside = {self._mask(loop.axes, loop.axes) or 'lane < 1'}")
+        for name in (n for n in loop.loads if n in self.dtypes):
+            body.append(f"{name} = {'factor * ' * (name == 'grad')}T(tl.load({self._element(name, loop)}))")
+        steps = [f"{step.name} = {step.expression.replace('rounded(', 'half(')}" for step in loop.steps]
+        body += [re.sub(_NUMBER, r"number\1", text) for text in steps]
+        before += [f"number{i} = number(numbers, {i})" for i in dict.fromkeys(re.findall(_NUMBER, "\n".join(steps)))]
+        stores = {**{name: name for name in loop.kept}, **loop.results}
+        for to, new in stores.items():
+            place, *mask = self._element(to, loop).split(", ")
+            body.append(f"tl.store({', '.join([place, f'{new}.to({dtype_name(self.dtypes[to])})', *mask])})")
+        after: list[str] = []
+        for step in loop.sums:
+            for lines, more in zip((before, body, after), self._sum(step, loop), strict=True):
+                lines += more
+        return _LOOP.format(
+            name=self.names[id(loop)],
+            given=", ".join(
+                [*_GIVEN, *(f"at_{name}" for name in self.own(loop)), "count", "right", "down", *map(_size, self.letters)]
+            ),
+            addresses="".join(f", {name}_address" for name in arrays),
+            found=indented(found, "        "),
+            all=" | ".join(f"{name}_address" for name in arrays) or "0",
+            columns=_LANES if outer is None else _COLUMNS,
+            steps=1 if outer is None else _STEPS,
+            **{"before": indented(before, "    "), "body": indented(body, "        "), "after": indented(after, "    ")},
+        )
+
+    def _sum(self, step: Step, loop: Loop) -> tuple[list[str], list[str], list[str]]:
+        """What a kernel does for a sum before its tiles, in each, and after them."""
+        (outer, inner), name = _tiled(loop.axes), f"sum_{step.name}"
+        part, copies = "0", "1"
+        for d in (d for d, letter in enumerate(loop.axes) if letter and not step.axes[d]):
+            number, place = {inner: ("right", "right_of"), outer: ("down", "below")}.get(d, (_size(loop.axes[d]), f"i{d}"))
+            part, copies = f"({part}) * {number} + {place}", f"{copies} * {number}"
+        numel = " * ".join(["1", *map(_size, filter(None, step.axes))])
+        place = f"at_partial_{step.name} + (t * ({copies}) + {part}) * ({numel}) + {self._index(step.axes)}"
+        mask = "".join(f", mask={mask}" for mask in filter(None, [self._mask(step.axes, loop.axes)]))
+        value = f"tl.where(inside, {step.reads[0]}, 0.0).to(tl.float64)"
+        if outer is not None and step.axes[outer]:
+            value = value if inner is not None and step.axes[inner] else f"tl.sum({value}, axis=1, keep_dims=True)"
+            return [], [f"tl.store({place}, {value}{mask})"], []
+        begin = [f"{name} = tl.zeros([1, {_LANES if outer is None else _COLUMNS}], tl.float64)"]
+        total = name if inner is not None and step.axes[inner] else f"tl.sum(tl.sum({name}, axis=1), axis=0)"
+        return begin, [f"{name} += tl.sum({value}, axis=0, keep_dims=True)"], [f"tl.store({place}, {total}{mask})"]
+
+    def _element(self, name: str, loop: Loop) -> str:
+        """The place of an element, and where there is one, as arguments of a load."""
+        axes = self.schedule.axes_of(name)
+        start = f"at_{name}"
+        if name not in self.update.inputs:
+            start += f" + t * ({' * '.join(['1', *map(_size, filter(None, axes))])})"
+        mask = self._mask(axes, loop.axes)
+        return f"{start} + {self._index(axes)}" + f", mask={mask}" * bool(mask)
+
+    def _index(self, axes: Axes) -> str:
+        index = "0"
+        for d, letter in enumerate(axes):
+            index = (f"({index}) * {_size(letter)} + i{d}" if index != "0" else f"i{d}") if letter else index
+        return index
+
+    def _mask(self, axes: Axes, loop: Axes) -> str:
+        return " & ".join(f"(i{d} < {_size(axes[d])})" for d in _tiled(loop) if d is not None and axes[d])
+
+
+def _tiled(axes: Axes) -> tuple[int | None, int | None]:
+    """The last two axes along which there are several elements: rows and columns of tiles."""
+    *_, outer, inner = [None, None, *(d for d, letter in enumerate(axes) if letter)]
+    return outer, inner
+
+
+def _size(letter: str) -> str:
+    return f"size_{letter}" if letter else "1"
+
+
+def stack_source(key: KernelKey, shape: Sequence[int]) -> StackSource | None:
+    """The source for a ``shape``, which is written once; None if the rule does what only a compiler for all of torch can."""
+    return _source(key, tuple(shape), tiling_of(torch.device(key.device))) if {*key.dtypes} <= _DTYPES else None
+
+
+@functools.cache
+def _source(key: KernelKey, shape: tuple[int, ...], tiling: Tiling | None) -> StackSource | None:
+    try:
+        return StackSource(key, shape, tiling)
+    except NotWritable:
+        return None
+
+
+class StackKernels:
+    """The update of stacks of one ``shape`` on a GPU. What its kernels hand on is allocated in each step."""
+
+    def __init__(self, key: KernelKey, shape: Sequence[int]) -> None:
+        source = stack_source(key, shape[1:])
+        assert source is not None, "another lowering runs a rule that cannot be written"
+        self._source, self._count, self._module = source, shape[0], load(source.text)
+        self._device, self._tiling = torch.device(key.device), source.tiling
+        self._sizes = {"": 1, **dict(zip(source.update.axes, shape[1:], strict=True))}
+        numbers = torch.tensor([*source.update.numbers, 0.0], dtype=torch.float64, device="cpu")
+        self._numbers = numbers.to(self._device)
+        events = source.schedule.events
+        self._chooses = any(isinstance(e, Step) and e.expression.startswith("k") for e in events)
+        with current_device(self._device):
+            self._parts = [part for event in events for part in self._of_event(event)]
+        own = {step.name for step in source.update.steps}
+        last = {
+            name: i for i, part in enumerate(self._parts) for name in part.reads + part.makes if name.split("_")[-1] in own
+        }
+        self._done = [[name for name, place in last.items() if place == i] for i in range(len(self._parts))]
+
+    def run(self, given: Mapping[str, Tensor], count: int) -> None:
+        """Update a stack, with tables of ``count`` columns: :data:`_GIVEN`, but for the constants, by name."""
+        values = {**given, "numbers": self._numbers}
+        if self._chooses:
+            values["chosen"] = given["coefficients"].index_select(1, given["index"])
+        for part, done in zip(self._parts, self._done, strict=True):
+            part.run(values, count)
+            for name in done:
+                del values[name]
+
+    def _of_event(self, event: Event) -> Iterator[_Part]:
+        if isinstance(event, Loop):
+            yield self._loop(event)
+            yield from (self._added(step, event) for step in event.sums)
+        elif event.kind == "turn":
+            yield _Part(event.reads, (event.name,), functools.partial(_turn, event))
+        else:
+            yield _Part(event.reads, (event.name,), self._symmetric(event) or functools.partial(_multiply, event))
+
+    def _shape(self, name: str) -> list[int]:
+        return [self._count, *(self._sizes[letter] for letter in self._source.schedule.axes_of(name) if letter)]
+
+    def _tiles(self, loop: Loop) -> tuple[int, int]:
+        """How many tiles are side by side, and how many programs' below each other."""
+        outer, inner = (1 if d is None else self._sizes[loop.axes[d]] for d in _tiled(loop.axes))
+        return (
+            (-(-inner // _LANES), 1)
+            if outer == 1 and _tiled(loop.axes)[0] is None
+            else (-(-inner // _COLUMNS), -(-outer // (_ROWS * _STEPS)))
+        )
+
+    def _loop(self, loop: Loop) -> _Part:
+        (right, down), source = self._tiles(loop), self._source
+        own = source.own(loop)
+        batch = math.prod(self._sizes[a] for d, a in enumerate(loop.axes) if d not in _tiled(loop.axes))
+        partial = {f"partial_{step.name}": [self._copies(step, loop), *self._shape(step.name)] for step in loop.sums}
+        made = {name: (self._shape(name), source.dtypes[name]) for name in loop.kept}
+        made |= {name: (shape, torch.float64) for name, shape in partial.items()}
+        types = [torch.int64, torch.int64, torch.int64, *[torch.float64] * 3]
+        types += [torch.float64 if name in partial else source.dtypes[name] for name in own]
+        sizes = [self._sizes[letter] for letter in source.letters]
+        grid = right * down * batch, self._count
+        launch = launcher(getattr(self._module, source.names[id(loop)]), grid, types, (8, right, down, *sizes), self._device)
+
+        def run(values: Values, count: int) -> None:
+            for name, (shape, dtype) in made.items():
+                values[name] = torch.empty(shape, dtype=dtype, device=self._device)
+            launch([values[name] for name in (*_GIVEN, *own)], (count, right, down, *sizes))
+
+        return _Part(tuple(name for name in own if name not in made), tuple(made), run)
+
+    def _copies(self, step: Step, loop: Loop) -> int:
+        """How many partial sums a sum has for each element."""
+        outer, inner = _tiled(loop.axes)
+        right, down = self._tiles(loop)
+        gone = (d for d, letter in enumerate(loop.axes) if letter and not step.axes[d])
+        return math.prod({inner: right, outer: down}.get(d, self._sizes[loop.axes[d]]) for d in gone)
+
+    def _added(self, step: Step, loop: Loop) -> _Part:
+        copies, shape, dtype = self._copies(step, loop), self._shape(step.name), self._source.dtypes[step.name]
+        numel = math.prod(shape[1:])
+        grid, counts = (-(-numel // _ADDED), self._count), (copies, numel)
+        launch = launcher(self._module.add, grid, (torch.float64, dtype), counts, self._device)
+
+        def run(values: Values, count: int) -> None:
+            values[step.name] = torch.empty(shape, dtype=dtype, device=self._device)
+            launch([values[f"partial_{step.name}"], values[step.name]], counts)
+
+        return _Part((f"partial_{step.name}",), (step.name,), run)
+
+    def _symmetric(self, step: Step) -> Callable[[Values, int], None] | None:
+        """What computes a product that is symmetric; None where torch does, or it is not known to be."""
+        quadratic, (name, *others), tiling = step.kind == "quadratic", step.reads, self._tiling
+        if tiling is None or not (quadratic or (step.half and others == [name] and step.turned[0] != step.turned[1])):
+            return None
+        from compiled_optim.rule.symmetric_kernel import symmetric_product
+
+        *batch, height, width = self._shape(name)
+        rows, columns, strides = (width, height, (1, width)) if step.turned[0] else (height, width, (width, 1))
+        if rows < tiling.rows and not quadratic:
+            return None
+        numbers = re.findall(r"(k|numbers\[)(\d+)", step.expression)
+        tiles = -(-rows // tiling.block)
+        constants = (math.prod(batch[1:]), quadratic, int(step.expression.startswith("k")), tiling.block, tiling.depth)
+        counts = (rows * columns, rows, columns, *strides, *constants)
+        types = [torch.bfloat16] * 2 + [torch.float64 if quadratic else torch.bfloat16] * 3
+        options = {"num_warps": tiling.warps, "num_stages": tiling.stages}
+        grid = tiles * (tiles + 1) // 2, math.prod(batch)
+        launch = launcher(symmetric_product, grid, types, counts, self._device, options)
+
+        def run(values: Values, count: int) -> None:
+            x = values[name]
+            out = values[step.name] = x.new_empty(self._shape(step.name))
+            given = [values["chosen"][1 + int(n)] if kind == "k" else values["numbers"][int(n) :] for kind, n in numbers]
+            launch([x, out, *(given or [x] * 3)], counts)
+
+        return run
+
+
+class _Part(NamedTuple):
+    """Something that a step does, with the values that it reads and makes."""
+
+    reads: tuple[str, ...]
+    makes: tuple[str, ...]
+    run: Callable[[Values, int], None]
+
+
+def _turn(step: Step, values: Values, count: int) -> None:
+    values[step.name] = values[step.reads[0]].mT.contiguous()
+
+
+def _multiply(step: Step, values: Values, count: int) -> None:
+    left, right = (values[n].mT if turned else values[n] for n, turned in zip(step.reads, step.turned, strict=True))
+    values[step.name] = torch.bmm(left.flatten(0, -3), right.flatten(0, -3)).unflatten(0, left.shape[:-2])
