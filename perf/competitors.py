@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import compiled_optim
-from compiled_optim.lowering import stacked
+from compiled_optim.lowering import looped
+from compiled_optim.lowering.kernels import symmetric
 from compiled_optim.optimizer import engine_of
-from compiled_optim.rule import symmetric
 
 OURS = "compiled_optim"
 TORCH_PRODUCTS = f"{OURS}[torch products]"
@@ -75,7 +75,7 @@ def _compile_foreach(optimizer: Any) -> None:
 
 def _multiply_in_torch(optimizer: Any) -> None:
     """Compile the kernels of matrices with torch's products alone, where others would be symmetric products."""
-    with mock.patch.dict(symmetric.TILINGS, clear=True), mock.patch.object(stacked, "_kernels", {}):
+    with mock.patch.dict(symmetric.TILINGS, clear=True), mock.patch.object(looped, "_kernels", {}):
         for lowering in engine_of(optimizer).step.lowerings:
             lowering.compile()
 

@@ -188,8 +188,7 @@ class KernelStack:
         self.positions, self.key = positions, key
         self.shape = (len(positions), *seen_shape(plan.rule, plan.statics, plan.members[positions[0]].owner.shape))
         self.kernels: triton_stacks.StackKernels | None = None
-        # In pairs: rows of numbers begin at multiples of 16 bytes.
-        self._index = torch.tensor([*positions, *positions[: len(positions) % 2]], device="cpu").to(plan.device)
+        self._index = torch.tensor(positions, device="cpu").to(plan.device)
 
     def update(self, tensors: Tensor, table: CoefficientTable) -> None:
         """Update the tensors, whose rows are ``tensors`` as in a tensor table, with coefficients of ``table``."""

@@ -2,17 +2,18 @@
 
 from compiled_optim.rule.fields import Number, buffer, fact, hyper, scalar, static
 from compiled_optim.rule.rule import ema, mean, total
-from compiled_optim.rule.symmetric import gram, quadratic
 from compiled_optim.rule.transforms import Accumulation
 from compiled_optim.rule.vocabulary import (
     absolute,
     bias_correction,
     floor,
+    gram,
     identity,
     maximum,
     minimum,
     power,
     product,
+    quadratic,
     sign,
     sqrt,
     where,

@@ -150,19 +150,6 @@ class StackSymbol(Symbol):
         turned = (self.turned, other.turned)
         return self.code.append("product", (*left[:-1], right[-1]), names, half=self.half, flips=turned)
 
-    def quadratic(self, numbers: Sequence[Any], dtype: torch.dtype) -> StackSymbol | None:
-        """``a + b * self + c * self @ self``, of symmetric matrices in bfloat16, in ``dtype``; None if no operation is that.
-
-        Only ``numbers`` of one kind can be, coefficients or constants.
-        """
-        code, kinds = self.code, {isinstance(number, StackSymbol) for number in numbers}
-        if not (code.dialect.quadratic and self.half and dtype == code.dtype and all(self.axes) and len(kinds) == 1):
-            return None
-        if any(number.name[0] != "k" for number in numbers if isinstance(number, StackSymbol)):
-            return None
-        text = ", ".join(map(code.operand, numbers))
-        return code.append("quadratic", self.axes, (code.computed(self),), text, half=True)
-
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in _FUNCTIONS:
@@ -231,6 +218,14 @@ class StackCode(Code):
             return self.append("element", base.axes, (base.name,), expression, turned=base.turned)
         return super().call(name, *self._aligned(*values))
 
+    def quadratic(self, x: StackSymbol, numbers: Sequence[Any], dtype: torch.dtype) -> StackSymbol | None:
+        """As for any code: an operation on bfloat16 numbers, where all ``numbers`` are coefficients, or all constants."""
+        kinds = {getattr(number, "name", "constant")[0] for number in numbers}
+        if not (self.dialect.quadratic and x.half and dtype == self.dtype and all(x.axes) and kinds in ({"k"}, {"c"})):
+            return None
+        text = ", ".join(map(self.operand, numbers))
+        return self.append("quadratic", x.axes, (self.computed(x),), text, half=True)
+
     def refuse_masks(self, *values: Any) -> None:
         """Raise :class:`NotWritable` where one of ``values`` is a mask, with which torch computes in other ways."""
         if any(getattr(value, "mask", False) for value in values):
@@ -271,7 +266,9 @@ class StackCode(Code):
     def _aligned(self, *values: Any) -> Sequence[Any]:
         """``values`` that all lie as they are seen, or are all turned."""
         turned = {v.turned for v in values if isinstance(v, StackSymbol) and any(v.axes[-2:])}
-        return [self.upright(v) if isinstance(v, StackSymbol) and len(turned) > 1 else v for v in values]
+        return [
+            self.upright(v) if isinstance(v, StackSymbol) and (len(turned) > 1 or self._is_product(v)) else v for v in values
+        ]
 
     def upright(self, symbol: StackSymbol) -> StackSymbol:
         """The same stack, lying in memory as it is seen."""
@@ -279,7 +276,7 @@ class StackCode(Code):
             return symbol
         if "" in symbol.axes[-2:]:
             raise NotWritable("transposes sums along rows or columns")
-        if (step := self._step(symbol)) is not None and step.kind == "product":  # of the transposed matrices in turn
+        if (step := self._step(symbol)) is not None and step.kind == "product":  # of the transposed factors, in turn
             flips = not step.turned[1], not step.turned[0]
             made = self.append("product", symbol.seen, step.reads[::-1], half=step.half, flips=flips)
             return StackSymbol(self, made.name, made.axes, half=symbol.half)
@@ -291,6 +288,9 @@ class StackCode(Code):
         if (step := self._step(symbol)) is not None and step.half == symbol.half:
             return symbol.name
         return self.append("element", symbol.axes, (symbol.name,), symbol.name).name
+
+    def _is_product(self, symbol: StackSymbol) -> bool:
+        return (step := self._step(symbol)) is not None and step.kind == "product"
 
     def _step(self, symbol: StackSymbol) -> Step | None:
         return next((step for step in self.steps if step.name == symbol.name), None)

@@ -7,7 +7,7 @@ static choice is decided during the call, and leaves no trace in the code.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn, TypeVar, cast
 
@@ -203,6 +203,10 @@ class Code:
         is_int = _any_int(left, right)
         text = f"{self.operand(left, is_int=is_int)} {operator} {self.operand(right, is_int=is_int)}"
         return self.assign(text, left, right, is_int=is_int and operator in _MAKES_INTEGERS)
+
+    def quadratic(self, x: Any, numbers: Sequence[Any], dtype: Any) -> Symbol | None:
+        """Append the polynomial of a symmetric matrix as one operation, and return its symbol; None where none is that."""
+        return None
 
     def call(self, name: str, *values: Any) -> Symbol:
         """Append a call of a word of the vocabulary, and return the symbol of its result."""

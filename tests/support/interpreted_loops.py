@@ -19,8 +19,8 @@ from torch import Tensor, nn
 import compiled_optim as co
 from compiled_optim.lowering import choice, looped, multi_tensor
 from compiled_optim.lowering.kernels import triton, triton_stacks
+from compiled_optim.lowering.kernels.symmetric import Tiling
 from compiled_optim.optimizer import engine_of
-from compiled_optim.rule.symmetric import Tiling
 
 TILING = Tiling(rows=20, block=16, depth=16, stages=1, warps=4)
 SHAPES = {

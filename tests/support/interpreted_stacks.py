@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 import compiled_optim as co
 from compiled_optim.lowering import stacked
+from compiled_optim.lowering.kernels.symmetric import Tiling
 from compiled_optim.memory.torch_compiler import CompiledGraph
-from compiled_optim.rule.symmetric import Tiling
 
 TILING = Tiling(rows=20, block=16, depth=16, stages=1, warps=4)
 SHAPES = {

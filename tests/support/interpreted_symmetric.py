@@ -17,11 +17,11 @@ from torch import Tensor
 from triton import language
 from triton.runtime import interpreter
 
-from compiled_optim.rule import symmetric
+from compiled_optim.lowering.kernels import symmetric, triton
 
 TILING = symmetric.Tiling(rows=1, block=32, depth=16, stages=1, warps=1)
-ROWS = [1, 16, 31, 32, 33, 65]
-COLUMNS = [1, 16, 17]
+ROWS = [8, 16, 32, 40, 72]
+COLUMNS = [8, 16, 24]
 BATCHES = [(3,), (2, 3)]
 
 
@@ -49,9 +49,24 @@ def matrices(shape: tuple[int, ...], columns: int, *, turned: bool) -> Tensor:
     return x.mT if turned else x
 
 
+def product(x: Tensor, numbers: tuple[Any, ...], tiling: symmetric.Tiling) -> Tensor:
+    """What the kernel makes of a stack, whose tensors have ``numbers`` of their own where these are tensors."""
+    turned = not x.is_contiguous()
+    lying, out = (x.mT if turned else x), x.new_full((*x.shape[:-1], x.shape[-2]), torch.nan)
+    each = isinstance(numbers[0], Tensor) if numbers else False
+    given = [n if each else torch.tensor([n], dtype=torch.float64, device=x.device) for n in numbers or [0.0] * 3]
+    index = torch.arange(len(x), device=x.device)
+    if each:  # tensors have columns in a table
+        given, index = [n.double().flip(0).contiguous() for n in given], index.flip(0).contiguous()
+    kind = ("each" if each else "same") if numbers else ""
+    module = triton.load(triton.WORDS + symmetric.TEXT)
+    symmetric.multiplier(module, tiling, lying.shape, x.device, turned=turned, numbers=kind)(lying, out, given, index)
+    return out
+
+
 def wrong(x: Tensor, numbers: tuple[Any, ...], tiling: symmetric.Tiling = TILING) -> list[str]:
-    """What is wrong with the product of ``x`` by itself, or what :func:`symmetric.quadratic` makes of it."""
-    found = symmetric._multiplied(x, numbers, tiling)
+    """What is wrong with the product of ``x`` by itself, or the polynomial of ``x``."""
+    found = product(x, numbers, tiling)
     wide, exact = x.double(), x.double() @ x.double().mT
     scale = wide.abs() @ wide.abs().mT
     if numbers:
@@ -76,9 +91,8 @@ def main() -> None:
     for rows, batch in itertools.product(ROWS, BATCHES):
         factor = matrices((*batch, rows), 8, turned=False)
         x = factor @ factor.mT / 8
-        each = torch.linspace(0.5, 2.0, 3 * batch[0]).view(3, batch[0], *[1] * (x.dim() - 1)).unbind()
-        same = torch.tensor([3.4445, -4.775, 2.0315], dtype=torch.float64).unbind()
-        for name, numbers in {"python": (3.4445, -4.775, 2.0315), "each": each, "same": same}.items():
+        each = torch.linspace(0.5, 2.0, 3 * batch[0]).view(3, batch[0]).unbind()
+        for name, numbers in {"same": (3.4445, -4.775, 2.0315), "each": each}.items():
             found[f"quadratic {name} {rows} {batch}"] = wrong(x, numbers)
     print(json.dumps(found))
 

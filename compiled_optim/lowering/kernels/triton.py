@@ -434,14 +434,15 @@ def launcher(
     function: Any,
     grid: Ints,
     types: Sequence[Tensor | torch.dtype],
-    counts: Ints,
+    counts: Sequence[Any],
     device: torch.device,
-    options: Mapping[str, Any] = MappingProxyType(OPTIONS),
-) -> Callable[[Sequence[Tensor], Ints], object]:
+    options: Mapping[str, Any] = MappingProxyType({}),
+) -> Callable[[Sequence[Tensor], Sequence[Any]], object]:
     """What launches ``function``, which ``triton.jit`` made, with tensors and counts, on the stream that is then current.
 
     ``device`` is the current device, now and in every launch. The tensors are like ``types``; of dtypes, their addresses are
-    multiples of 16. The counts are the same but for those on which the function is not specialized.
+    multiples of 16. The counts, and what else is behind the tensors, are equal to those given here, unless the function is
+    not specialized on them.
 
     Triton's own way looks at each argument in every launch, since it compiles anew where the alignment of an address or the
     type of a number differ. These do not change here: it is asked once, and what it answers is launched with them. Hooks
@@ -451,7 +452,9 @@ def launcher(
     from triton import knobs
     from triton.runtime import driver
 
-    def usual(tensors: Sequence[Tensor], counts: Ints) -> object:
+    options = {**OPTIONS, **options}
+
+    def usual(tensors: Sequence[Tensor], counts: Sequence[Any]) -> object:
         return function[grid](*tensors, *counts, **options)
 
     if not isinstance(function, triton.JITFunction) or obstacle():  # Triton's interpreter compiles nothing
@@ -465,7 +468,7 @@ def launcher(
     run, x, y, z = kernel.run, *grid, *[1] * (3 - len(grid))
     same, index = (kernel.function, kernel.packed_metadata, None, None, None), device.index or 0
 
-    def launch(tensors: Sequence[Tensor], counts: Ints) -> object:
+    def launch(tensors: Sequence[Tensor], counts: Sequence[Any]) -> object:
         runtime = knobs.runtime
         if _acts(runtime.launch_enter_hook) or _acts(runtime.launch_exit_hook):
             return usual(tensors, counts)

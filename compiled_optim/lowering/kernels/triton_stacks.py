@@ -14,20 +14,20 @@ from torch import Tensor
 from compiled_optim.lowering.kernels import table as rows
 from compiled_optim.lowering.kernels.program import indented
 from compiled_optim.lowering.kernels.schedule import Event, Loop, Schedule
+from compiled_optim.lowering.kernels.symmetric import ALIGNED, TEXT, Tiling, multiplier, tiling_of
 from compiled_optim.lowering.kernels.triton import WORDS as ELEMENT_WORDS
 from compiled_optim.lowering.kernels.triton import current_device, dtype_name, launcher, load
 from compiled_optim.memory.layout import compute_dtype
 from compiled_optim.plan.compilations import KernelKey
 from compiled_optim.rule.stacks import Axes, Step, written
 from compiled_optim.rule.symbols import Dialect, NotWritable
-from compiled_optim.rule.symmetric import Tiling, tiling_of
 
 Values: TypeAlias = dict[str, Tensor]
 
 _DTYPES = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
 _ROWS, _COLUMNS, _STEPS = 8, 256, 8  # of a tile; a program takes several, one below the other
 _LANES = 2048  # elements of a tile that has one row
-_ADDED = 256  # numbers that a program adds up to others
+_ADDED = 2048  # partial sums that a program adds up at a time
 _NUMBER = r"T\(numbers\[(\d+)\]\)"  # how an expression names a constant
 _GIVEN = ("tensors", "grads", "index", "outcome", "coefficients", "numbers")
 """What kernels of all rules take first. ``index`` has the column of each tensor of the stack in tables; then constants."""
@@ -55,12 +55,13 @@ def pointer(address, dtype: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def add(partial, out, copies, numel):
-    at, t = tl.program_id(0) * {added} + tl.arange(0, {added}), tl.program_id(1).to(tl.int64)
-    total = tl.zeros([{added}], tl.float64)
-    for copy in range(0, copies):
-        total += tl.load(partial + (t * copies + copy) * numel + at, mask=at < numel, other=0.0)
-    tl.store(out + t * numel + at, T(total), mask=at < numel)
+def add(partial, out, copies, numel, high: tl.constexpr, wide: tl.constexpr):
+    at, t = (tl.program_id(0) * wide + tl.arange(0, wide))[None, :], tl.program_id(1).to(tl.int64)
+    total = tl.zeros([high, wide], tl.float64)
+    for start in range(0, copies, high):
+        copy = (start + tl.arange(0, high))[:, None]
+        total += tl.load(partial + (t * copies + copy) * numel + at, mask=(copy < copies) & (at < numel), other=0.0)
+    tl.store(out + t * numel + at, T(tl.sum(total, axis=0, keep_dims=True)), mask=at < numel)
 """
 
 _LOOP = """
@@ -95,8 +96,9 @@ class StackSource:
 
     def __init__(self, key: KernelKey, shape: Sequence[int], tiling: Tiling | None) -> None:
         compute = compute_dtype(key.dtypes[0])
-        dialect = Dialect("{} = {}", "T({})", "&", "|", quadratic=tiling is not None and min(shape[-2:]) >= tiling.rows)
-        self.tiling = tiling
+        is_fit = tiling is not None and min(shape[-2:]) >= tiling.rows and not any(size % ALIGNED for size in shape[-2:])
+        self.tiling = tiling if is_fit else None
+        dialect = Dialect("{} = {}", "T({})", "&", "|", quadratic=is_fit)
         self.update = written(key.rule, dict(key.statics), shape, compute, dialect)
         self.schedule = Schedule(self.update)
         self.dtypes = dict(zip(self.update.inputs, key.dtypes, strict=True))
@@ -104,7 +106,7 @@ class StackSource:
         self.letters = list(dict.fromkeys(filter(None, self.update.axes)))
         self.names = {id(e): f"loop{i}" for i, e in enumerate(e for e in self.schedule.events if isinstance(e, Loop))}
         texts = [self._loop(e) for e in self.schedule.events if isinstance(e, Loop)]
-        self.text = ELEMENT_WORDS + _WORDS.format(compute=dtype_name(compute), added=_ADDED) + "".join(texts)
+        self.text = ELEMENT_WORDS + _WORDS.format(compute=dtype_name(compute)) + TEXT + "".join(texts)
 
     def own(self, loop: Loop) -> list[str]:
         """The values and partial sums that the kernel of ``loop`` takes."""
@@ -135,7 +137,8 @@ class StackSource:
         stores = {**{name: name for name in loop.kept}, **loop.results}
         for to, new in stores.items():
             place, *mask = self._element(to, loop).split(", ")
-            body.append(f"tl.store({', '.join([place, f'{new}.to({dtype_name(self.dtypes[to])})', *mask])})")
+            narrow = f"{new}{'.to(tl.float32)' * (self.dtypes[to].itemsize == 2)}.to({dtype_name(self.dtypes[to])})"
+            body.append(f"tl.store({', '.join([place, narrow, *mask])})")
         after: list[str] = []
         for step in loop.sums:
             for lines, more in zip((before, body, after), self._sum(step, loop), strict=True):
@@ -220,14 +223,12 @@ class StackKernels:
         source = stack_source(key, shape[1:])
         assert source is not None, "another lowering runs a rule that cannot be written"
         self._source, self._count, self._module = source, shape[0], load(source.text)
-        self._device, self._tiling = torch.device(key.device), source.tiling
+        self._device = torch.device(key.device)
         self._sizes = {"": 1, **dict(zip(source.update.axes, shape[1:], strict=True))}
         numbers = torch.tensor([*source.update.numbers, 0.0], dtype=torch.float64, device="cpu")
         self._numbers = numbers.to(self._device)
-        events = source.schedule.events
-        self._chooses = any(isinstance(e, Step) and e.expression.startswith("k") for e in events)
         with current_device(self._device):
-            self._parts = [part for event in events for part in self._of_event(event)]
+            self._parts = [part for event in source.schedule.events for part in self._of_event(event)]
         own = {step.name for step in source.update.steps}
         last = {
             name: i for i, part in enumerate(self._parts) for name in part.reads + part.makes if name.split("_")[-1] in own
@@ -237,8 +238,6 @@ class StackKernels:
     def run(self, given: Mapping[str, Tensor], count: int) -> None:
         """Update a stack, with tables of ``count`` columns: :data:`_GIVEN`, but for the constants, by name."""
         values = {**given, "numbers": self._numbers}
-        if self._chooses:
-            values["chosen"] = given["coefficients"].index_select(1, given["index"])
         for part, done in zip(self._parts, self._done, strict=True):
             part.run(values, count)
             for name in done:
@@ -295,7 +294,8 @@ class StackKernels:
     def _added(self, step: Step, loop: Loop) -> _Part:
         copies, shape, dtype = self._copies(step, loop), self._shape(step.name), self._source.dtypes[step.name]
         numel = math.prod(shape[1:])
-        grid, counts = (-(-numel // _ADDED), self._count), (copies, numel)
+        wide = 1 if numel == 1 else 32
+        grid, counts = (-(-numel // wide), self._count), (copies, numel, _ADDED // wide, wide)
         launch = launcher(self._module.add, grid, (torch.float64, dtype), counts, self._device)
 
         def run(values: Values, count: int) -> None:
@@ -306,29 +306,19 @@ class StackKernels:
 
     def _symmetric(self, step: Step) -> Callable[[Values, int], None] | None:
         """What computes a product that is symmetric; None where torch does, or it is not known to be."""
-        quadratic, (name, *others), tiling = step.kind == "quadratic", step.reads, self._tiling
-        if tiling is None or not (quadratic or (step.half and others == [name] and step.turned[0] != step.turned[1])):
+        (name, *others), tiling, turned = step.reads, self._source.tiling, step.turned[0]
+        if tiling is None or not (step.kind == "quadratic" or (step.half and others == [name] and turned != step.turned[1])):
             return None
-        from compiled_optim.rule.symmetric_kernel import symmetric_product
-
-        *batch, height, width = self._shape(name)
-        rows, columns, strides = (width, height, (1, width)) if step.turned[0] else (height, width, (width, 1))
-        if rows < tiling.rows and not quadratic:
-            return None
-        numbers = re.findall(r"(k|numbers\[)(\d+)", step.expression)
-        tiles = -(-rows // tiling.block)
-        constants = (math.prod(batch[1:]), quadratic, int(step.expression.startswith("k")), tiling.block, tiling.depth)
-        counts = (rows * columns, rows, columns, *strides, *constants)
-        types = [torch.bfloat16] * 2 + [torch.float64 if quadratic else torch.bfloat16] * 3
-        options = {"num_warps": tiling.warps, "num_stages": tiling.stages}
-        grid = tiles * (tiles + 1) // 2, math.prod(batch)
-        launch = launcher(symmetric_product, grid, types, counts, self._device, options)
+        numbers = [(kind == "k", int(place)) for kind, place in re.findall(r"(k|numbers\[)(\d+)", step.expression)]
+        kind = ("each" if numbers[0][0] else "same") if numbers else ""
+        multiply = multiplier(self._module, tiling, self._shape(name), self._device, turned=turned, numbers=kind)
+        shape = self._shape(step.name)
 
         def run(values: Values, count: int) -> None:
-            x = values[name]
-            out = values[step.name] = x.new_empty(self._shape(step.name))
-            given = [values["chosen"][1 + int(n)] if kind == "k" else values["numbers"][int(n) :] for kind, n in numbers]
-            launch([x, out, *(given or [x] * 3)], counts)
+            x, coefficients, constants = values[name], values["coefficients"], values["numbers"]
+            given = [coefficients[1 + place] if of_rule else constants[place:] for of_rule, place in numbers]
+            values[step.name] = out = x.new_empty(shape)
+            multiply(x, out, given or [constants] * 3, values["index"])
 
         return run
 
@@ -347,4 +337,5 @@ def _turn(step: Step, values: Values, count: int) -> None:
 
 def _multiply(step: Step, values: Values, count: int) -> None:
     left, right = (values[n].mT if turned else values[n] for n, turned in zip(step.reads, step.turned, strict=True))
-    values[step.name] = torch.bmm(left.flatten(0, -3), right.flatten(0, -3)).unflatten(0, left.shape[:-2])
+    made = torch.bmm(left.flatten(0, -3), right.flatten(0, -3))
+    values[step.name] = made.view(*left.shape[:-2], *made.shape[1:])

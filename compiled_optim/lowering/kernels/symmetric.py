@@ -1,0 +1,116 @@
+"""Symmetric products of matrices as Triton: what is on and below the diagonal is computed, and written above too."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from compiled_optim.lowering.kernels.triton import launcher
+from compiled_optim.memory.torch_internals import called_while_tracing
+
+
+class Tiling(NamedTuple):
+    """How the kernel divides products, on GPUs of one compute capability."""
+
+    rows: int  # the fewest of matrices for which it is taken; nothing else decides, so that all processes compute alike
+    block: int  # rows and columns of the tile that a program computes
+    depth: int  # columns of the factors that it reads at a time
+    stages: int  # how many times as many are on their way
+    warps: int
+
+
+TILINGS = {(8, 0): Tiling(1024, 128, 64, 3, 8), (9, 0): Tiling(768, 128, 64, 3, 4)}
+"""By compute capability of NVIDIA's GPUs. On others it is not known to be faster.
+
+On an A100, kernels of this kind took 0.84 of cuBLAS' time at 1024 rows (README of github.com/nil0x9/flash-muon). Tiles of
+128 read the least, and 12 matrices of 768 rows are 252 of them, for the 132 multiprocessors of an H100.
+"""
+
+ALIGNED = 8  # rows and columns come in such numbers, so that each row begins at a multiple of 16 bytes
+
+TEXT = """
+
+@triton.jit
+def tile_of(x, matrix, row, column, block: tl.constexpr, depth: tl.constexpr, is_turned: tl.constexpr):
+    if is_turned:
+        return tl.trans(tl.reshape(x.load([matrix, column, row]), [depth, block]))
+    return tl.reshape(x.load([matrix, row, column]), [block, depth])
+
+
+# A tile of x @ x.mT and the mirrored one, or of a + b * x + c * x @ x of symmetric x. As many matrices, one after the other,
+# have the same numbers.
+@triton.jit
+def symmetric_product(a, b, c, index, x, tiles, out, columns, matrices, is_turned: tl.constexpr, is_quadratic: tl.constexpr,
+                      by_index: tl.constexpr, block: tl.constexpr, depth: tl.constexpr):
+    place, matrix = tl.program_id(0), tl.program_id(1)
+    line = ((tl.sqrt_rn(8.0 * place + 1.0) - 1.0) * 0.5).to(tl.int32)
+    top, left = line * block, (place - line * (line + 1) // 2) * block
+    i, j = (top + tl.arange(0, block))[:, None], (left + tl.arange(0, block))[None, :]
+    total = tl.zeros((block, block), tl.float32)
+    for start in range(0, columns, depth):
+        rows = tile_of(x, matrix, top, start, block, depth, is_turned)
+        total = tl.dot(rows, tl.trans(tile_of(x, matrix, left, start, block, depth, is_turned)), total)
+    if is_quadratic:
+        column = tl.load(index + matrix // matrices) if by_index else 0
+        linear = tl.load(b + column).to(tl.float32) * tile_of(tiles, matrix, top, left, block, block, False).to(tl.float32)
+        total = linear + tl.load(c + column).to(tl.float32) * total
+        total = tl.where(i == j, tl.load(a + column).to(tl.float32) + total, total)
+    made = total.to(tl.bfloat16)
+    turned = tl.trans(made)
+    if top == left:
+        made = tl.where(i >= j, made, turned)
+    out.store([matrix, top, left], tl.reshape(made, [1, block, block]))
+    if top != left:
+        out.store([matrix, left, top], tl.reshape(turned, [1, block, block]))
+"""
+"""The kernel, for a module that begins as those of elementwise rules do."""
+
+
+@called_while_tracing
+def tiling_of(device: torch.device) -> Tiling | None:
+    """How a GPU multiplies symmetric matrices; None if torch should."""
+    is_served = device.type == "cuda" and torch.version.hip is None and find_spec("triton") is not None
+    return TILINGS.get(torch.cuda.get_device_capability(device)) if is_served else None
+
+
+def multiplier(
+    module: ModuleType,
+    tiling: Tiling,
+    shape: Sequence[int],
+    device: torch.device,
+    *,
+    turned: bool = False,
+    numbers: str = "",
+) -> Callable[[Tensor, Tensor, Sequence[Tensor], Tensor], object]:
+    """What launches the kernel of a ``module`` for stacks of one ``shape``, (tensors, ..., rows, columns).
+
+    It takes the stack in bfloat16, lying as it is or ``turned``, and a tensor of the result's shape. With ``numbers`` that
+    makes a + b * x + c * x @ x, and takes three float64 tensors, of which numbers are the first elements: if they are
+    ``"each"``, tensor by tensor those at the places of an int64 index.
+    """
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    block, depth, (*batch, height, width) = tiling.block, tiling.depth, shape
+    rows, columns = (width, height) if turned else (height, width)
+    tiles, count, square = -(-rows // block), math.prod(batch), [1, block, block]
+    constants = columns, count // batch[0], turned, bool(numbers), numbers == "each", block, depth
+
+    def arguments(x: Tensor, out: Tensor) -> tuple[Any, ...]:
+        x, out = x.view(count, height, width), out.view(count, rows, rows)
+        read = TensorDescriptor.from_tensor(x, [1, depth, block] if turned else [1, block, depth])
+        return read, TensorDescriptor.from_tensor(x, square), TensorDescriptor.from_tensor(out, square), *constants
+
+    like = arguments(
+        *(torch.empty(n, dtype=torch.bfloat16, device=device) for n in (count * height * width, count * rows**2))
+    )
+    types = [torch.float64] * 3 + [torch.int64]
+    options = {"num_warps": tiling.warps, "num_stages": tiling.stages}
+    grid = tiles * (tiles + 1) // 2, count
+    launch = launcher(module.symmetric_product, grid, types, like, device, options)
+    return lambda x, out, given, index: launch([*given, index], arguments(x, out))
