@@ -373,7 +373,7 @@ class CompiledOptimizer(Declared, Optimizer):
         """
         with self._engine.lock:
             step = self._watchable()
-            return report(self._engine, [lowering.plan for lowering in step.lowerings], step.watches, least_steps)
+            return report(self._engine, [lowering.plan for lowering in step.lowerings], step.watches.values(), least_steps)
 
     def _watchable(self) -> RuleStep:
         if not isinstance(step := self._engine.current(), RuleStep):
@@ -687,7 +687,7 @@ def prepare_load(
     load = engine.current().prepare_load(saved, prepare)
 
     def note_load() -> None:
-        for watch in optimizer._watchable().watches if engine.is_watching else ():
+        for watch in optimizer._watchable().watches.values() if engine.is_watching else ():
             watch.note_load()
 
     load.afterwards += [engine.accumulated.forget, engine.note_names, note_load]

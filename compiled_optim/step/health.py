@@ -1,6 +1,6 @@
 """Which parameters do not train as they should: seen in a few elements of each, in every step, without a wait.
 
-A step copies up to 128 elements from the middle of each parameter before and after its update. What it finds goes into
+A step looks at up to 128 elements from the middle of each parameter before and after its update. What it finds goes into
 tables on the device, which hold the last 64 steps. Only a report reads them, and looks at whole tensors then.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,13 +18,18 @@ from torch import Tensor
 
 from compiled_optim.groups.param_group import ParamGroup
 from compiled_optim.groups.parameters import first_three
+from compiled_optim.lowering import multi_tensor
+from compiled_optim.lowering.choice import Lowering
+from compiled_optim.lowering.kernels.table import Launch, upload
+from compiled_optim.lowering.kernels.triton import TritonKernel, prepared
 from compiled_optim.memory.layout import as_real, flat, is_dense, plain_copy, scalar_dtype
-from compiled_optim.plan.clipping import Clipping
+from compiled_optim.plan.clipping import NAMES, Clipping
 from compiled_optim.plan.plan import Member, Plan
 from compiled_optim.rule.storage import PARTS
 from compiled_optim.step.engine import Engine
 
 ELEMENTS, STEPS = 128, 64
+KINDS = torch.float16, torch.bfloat16, torch.float32, torch.float64  # what kernels read, by number
 _LEAST = 16  # steps that say how large a parameter's updates usually are, and elements: those of few often pass through 0
 _DEVIATIONS, _FACTOR = 8.0, 4.0  # how far from the usual an update is unusual: in deviations of its logarithm, and times
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -80,38 +85,111 @@ class HealthReport:
         return "\n".join([head, *(f"  {finding}" for finding in self.findings)])
 
 
+class Looks:
+    """Looks at a few elements of each parameter before and after a step, in torch's operations; none waits for the device.
+
+    What they find goes into a :class:`Watch`'s ``table``, at its ``place``.
+    """
+
+    def __init__(self, plan: Plan, clipping: Clipping, table: Tensor, place: Tensor) -> None:
+        self._clipping, self._table, self._place = clipping, table, place[:1]
+        self._weights = [_weight(member).detach() for member in plan.members]
+        self._samples = [_sample(weight, weight) for weight in self._weights]
+        self._quantities = table.new_zeros(table.shape[1:])
+        self._blocks = table.new_zeros(5, len(self._samples), ELEMENTS)  # whose norms are the first quantities
+        self._before, self._after, self._grads = (
+            [row[: sample.numel()] for row, sample in zip(block, self._samples, strict=True)] for block in self._blocks[:3]
+        )
+        self._absent = table.new_full((ELEMENTS,), math.nan)  # in place of a gradient
+        self._zero, self._one = torch.arange(2.0, dtype=scalar_dtype(table.device), device=table.device).unbind()
+        runs = [[*run] for _, run in itertools.groupby((member.groups[member.group] for member in plan.members), id)]
+        self._groups = [(run[0], len(run)) for run in runs]  # of successive parameters, and how many these are
+        self._next = torch.arange(1, STEPS + 1, device=table.device).remainder_(STEPS)  # the place after each
+
+    def see_gradients(self, grads: Sequence[Tensor | None]) -> None:
+        """Look at the gradients that the next step takes, one for each member of the plan."""
+        sources = [
+            self._absent[: row.numel()] if grad is None or grad.is_sparse else _sample(grad, weight)
+            for row, weight, grad in zip(self._grads, self._weights, grads, strict=True)
+        ]
+        torch._foreach_copy_(self._grads, sources)
+
+    def begin(self) -> None:
+        """Look at the parameters, before a step updates them."""
+        torch._foreach_copy_(self._before, self._samples)
+
+    def end(self) -> None:
+        """Note what the step did, in one launch a line."""
+        weights, updates, grads, *_ = self._blocks
+        torch._foreach_copy_(self._after, self._samples)
+        updates.sub_(weights)
+        torch.logical_and(self._blocks[1:3], grads, out=self._blocks[3:])
+        torch.linalg.vector_norm(self._blocks, dim=2, out=self._quantities[:5])
+        skipped = self._zero if self._clipping.idle else self._clipping.outcome(self._table.device)[1]
+        scalars = torch.cat([*(self._rate(g).expand(n) for g, n in self._groups), skipped.expand(len(self._samples))])
+        self._quantities[5:].copy_(scalars.view(2, -1))
+        self._table.index_copy_(0, self._place, self._quantities[None])
+        torch.gather(self._next, 0, self._place, out=self._place)
+
+    def _rate(self, group: ParamGroup) -> Tensor:
+        rate = group.read_only("lr")[0].detach() if "lr" in group else self._one
+        return rate if rate.device == self._table.device else self._one  # where it would have to be waited for
+
+
+class KernelLooks:
+    """:class:`Looks` of a plan whose kernels read tables on the device: two launches, which find gradients by themselves."""
+
+    def __init__(self, lowering: multi_tensor.MultiTensorLowering, table: Tensor, place: Tensor) -> None:
+        from compiled_optim.step.sample_kernels import look, note
+
+        self._kernel, self._lowering, self._table, self._place = note, lowering, table, place
+        plan, hypers = lowering.plan, [hyper.name for hyper in lowering.plan.hypers for _ in range(hyper.length)]
+        rows = []
+        for member, group, grad_dtype in zip(plan.members, plan.group_index, plan.grad_dtypes, strict=True):
+            weight, grad = _weight(member).detach(), grad_dtype.to_real()
+            sample = _sample(weight, weight)
+            start = (sample.data_ptr() - weight.data_ptr()) // sample.element_size()
+            rate = len(NAMES) + group * len(hypers) + hypers.index("lr") if "lr" in hypers else -1
+            form = sample.numel(), sample.stride(0), start * grad.itemsize, *map(KINDS.index, (sample.dtype, grad))
+            rows.append([sample.data_ptr(), *form, rate])
+        self._samples, self._before = upload(rows, table.device), table.new_empty(len(rows), ELEMENTS)
+        self._notes: dict[int, tuple[Launch, Sequence[Tensor]]] = {}
+        self._on_device = multi_tensor.current_device(table.device)
+        with self._on_device:
+            self._look = prepared(look, (len(rows),), (self._samples, self._before, place), (ELEMENTS,))
+
+    def begin(self) -> None:
+        """As :meth:`Looks.begin`."""
+        with self._on_device:
+            self._look()
+
+    def end(self) -> None:
+        """As :meth:`Looks.end`; the gradients are looked at here, where the update found them."""
+        read = self._lowering.table
+        with self._on_device:
+            if (known := self._notes.get(id(read.grads))) is None:  # a step that is captured has its own table
+                tensors = self._samples, read.grads, read.hypers, read.outcome, self._before, self._place, self._table
+                known = prepared(self._kernel, (len(self._before),), tensors, (ELEMENTS, STEPS)), tensors
+                self._notes[id(read.grads)] = known
+            known[0]()
+
+
 class Watch:
-    """A few elements of each parameter of ``plans`` on ``device``, and what the last steps did to them.
+    """What the last steps did to a few elements of each parameter of a plan.
 
     It goes on with what those ``before`` saw. Its table has the shape (steps, quantities, parameters). Quantities are the
     norms of the sampled weight, update and gradient, NaN for none; roots of how many elements with a gradient moved, and of
-    how many there were; ``lr``, 1 where a rule has none or another device has it; and whether the step was skipped.
+    how many there were; ``lr``, 1 where a rule has none; and whether the step was skipped.
     """
 
-    def __init__(self, plans: Sequence[Plan], device: torch.device, before: Sequence[Watch]) -> None:
-        self._device, plans = device, [plan for plan in plans if plan.device == device and not plan.is_meta]
-        self._members = [(member, plan) for plan in plans for member in plan.members]
-        self._rows = {member.owner: row for row, (member, _) in enumerate(self._members)}
-        weights = [_weight(member).detach() for member, _ in self._members]
-        self._samples = [_sample(weight, weight) for weight in weights]
-        dtype = functools.reduce(torch.promote_types, (sample.dtype for sample in self._samples), torch.float32)
-        self._quantities = torch.zeros(7, len(weights), dtype=dtype, device=device)
-        self._blocks = self._quantities.new_zeros(5, len(weights), ELEMENTS)  # whose norms are the first quantities
-        self._before, self._after, grads = (
-            [row[: sample.numel()] for row, sample in zip(block, self._samples, strict=True)] for block in self._blocks[:3]
-        )
-        pairs = zip(grads, weights, strict=True)
-        self._grads = {plan: list(itertools.islice(pairs, len(plan.members))) for plan in plans}
-        self._absent = self._quantities.new_full((ELEMENTS,), math.nan)  # in place of a gradient
-        self._zero, self._one = torch.arange(2.0, dtype=scalar_dtype(device), device=device).unbind()
-        self._groups: list[tuple[ParamGroup, int]] = []  # of successive parameters, and how many these are
-        for _, same in itertools.groupby((member.groups[member.group] for member, _ in self._members), id):
-            group, *others = same
-            self._groups.append((group, 1 + len(others)))
-        self._table = self._quantities.new_full((STEPS, *self._quantities.shape), math.nan)
-        self._place = torch.zeros(1, dtype=torch.int64, device=device)
-        self._next = torch.arange(1, STEPS + 1, device=device).remainder_(STEPS)  # the place after each
-        self._first_sums = [_bit_sum(member) for member, _ in self._members]
+    def __init__(self, lowering: Lowering, clipping: Clipping, before: Sequence[Watch]) -> None:
+        self.plan, self._lowering, self._clipping = lowering.plan, lowering, clipping
+        self._rows = {member.owner: row for row, member in enumerate(self.plan.members)}
+        dtypes = [as_real(_weight(member).detach()).dtype for member in self.plan.members]
+        dtype, device = functools.reduce(torch.promote_types, dtypes, torch.float32), self.plan.device
+        self._table = torch.full((STEPS, 7, len(dtypes)), math.nan, dtype=dtype, device=device)
+        self._place = torch.zeros(2, dtype=torch.int64, device=device)  # of the next step's row, and of this step's
+        self._first_sums = [_bit_sum(member) for member in self.plan.members]
         self._lost: dict[Tensor, str] = {}  # averages that were at 0 after a load
         for other in before:
             self._take_over(other)
@@ -121,53 +199,35 @@ class Watch:
             row, there = self._rows[owner], other._rows[owner]
             self._table[:, :, row] = other._table[:, :, there].to(self._table)
             self._place.copy_(other._place)
-            self._first_sums[row] = other._first_sums[there].to(self._device)
+            self._first_sums[row] = other._first_sums[there].to(self._place.device)
             self._lost |= {owner: other._lost[owner]} if owner in other._lost else {}
 
-    def see_gradients(self, plan: Plan, grads: Sequence[Tensor | None]) -> None:
-        """Look at the gradients that the next step takes, one for each member of ``plan``."""
-        if plan in self._grads:
-            sources = [
-                self._absent[: row.numel()] if grad is None or grad.is_sparse else _sample(grad, weight)
-                for (row, weight), grad in zip(self._grads[plan], grads, strict=True)
-            ]
-            torch._foreach_copy_([row for row, _ in self._grads[plan]], sources)
-
-    def begin(self) -> None:
-        """Look at the parameters, before a step updates them."""
-        torch._foreach_copy_(self._before, self._samples)
-
-    def end(self, clipping: Clipping) -> None:
-        """Note what the step did, in one launch a line. Nothing waits for the device."""
-        weights, updates, grads, *_ = self._blocks
-        torch._foreach_copy_(self._after, self._samples)
-        updates.sub_(weights)
-        torch.logical_and(self._blocks[1:3], grads, out=self._blocks[3:])
-        torch.linalg.vector_norm(self._blocks, dim=2, out=self._quantities[:5])
-        skipped = self._zero if clipping.idle else clipping.outcome(self._device)[1]
-        scalars = torch.cat([*(self._rate(g).expand(n) for g, n in self._groups), skipped.expand(len(self._members))])
-        self._quantities[5:].copy_(scalars.view(2, -1))
-        self._table.index_copy_(0, self._place, self._quantities[None])
-        torch.gather(self._next, 0, self._place, out=self._place)
-
-    def _rate(self, group: ParamGroup) -> Tensor:
-        rate = group.read_only("lr")[0].detach() if "lr" in group else self._one
-        return rate if rate.device == self._device else self._one
+    @functools.cached_property
+    def looks(self) -> Looks | KernelLooks:
+        """What writes the table. It is made once the lowering is compiled, which may give state other memory."""
+        lowering, written = self._lowering, (self._clipping, self._table, self._place)
+        if (
+            isinstance(lowering, multi_tensor.MultiTensorLowering)
+            and isinstance(lowering.tables[0].kernel, TritonKernel)
+            and all(is_dense(member.param) for member in self.plan.members)
+        ):
+            return KernelLooks(lowering, *written[1:])
+        return Looks(self.plan, *written)
 
     def note_load(self) -> None:
         """Note which averages are at 0 now, after a load."""
-        self._lost = {member.owner: names for member, plan in self._members if (names := _zero_moments(member, plan))}
+        self._lost = {m.owner: names for m in self.plan.members if (names := _zero_moments(m, self.plan))}
 
     def findings(self, least: int) -> dict[Tensor, dict[str, str]]:
         """By parameter, what is wrong in at least that many steps, besides what state alone tells. Waits for the device."""
-        table = self._table.roll(-int(self._place.item()), 0).cpu().double()
+        table = self._table.roll(-int(self._place[0].item()), 0).cpu().double()
         taken = table[~table[:, 0].isnan().all(1)]
         return {owner: dict(self._wrong(row, taken[:, :, row], least)) for owner, row in self._rows.items()}
 
     def _wrong(self, row: int, seen: Tensor, least: int) -> Iterator[tuple[str, str]]:
         """The kinds and messages of findings about one parameter, whose quantities were ``seen``."""
-        (member, plan), (weights, updates, grads, moved, present, rates, skipped) = self._members[row], seen.unbind(1)
-        param, (mode, *_) = member.param, plan.statics.get("weights") or (None,)
+        member, (weights, updates, grads, moved, present, rates, skipped) = self.plan.members[row], seen.unbind(1)
+        param, (mode, *_) = member.param, self.plan.statics.get("weights") or (None,)
         if not param.numel():
             return
         had = ~grads.isnan() & (skipped == 0)
@@ -178,7 +238,7 @@ class Watch:
         if zeros >= least and _is_zero(member):
             yield "zero gradient", f"its last {zeros} gradients were only zeros"
         # Where rounding is by chance, few small steps may move nothing. With further bits, small updates add up. After a
-        # step, some parameters get back what has gaps in its memory, which :meth:`end` does not see.
+        # step, some parameters get back what has gaps in its memory, which looks do not see.
         if had.sum() >= (STEPS if mode == "stochastic" else least) and torch.equal(_bit_sum(member), self._first_sums[row]):
             yield "not moved", f"no bit of it moved in the last {len(seen)} steps or before"
         elif mode in (None, "master") and param.is_floating_point() and is_dense(param) and moves.sum() >= least:
@@ -190,7 +250,7 @@ class Watch:
             yield "zero moments", f"the last load left {self._lost[member.owner]} at 0, though it has taken steps"
         ratios = updates / weights / rates  # schedules of ``lr`` let updates grow and fall
         is_usable = ratios.log().isfinite()
-        if self._samples[row].numel() < _LEAST or is_usable.sum() <= _LEAST:
+        if _sample(param, _weight(member)).numel() < _LEAST or is_usable.sum() <= _LEAST:
             return
         *_, rate = rates[is_usable]
         *_, last = logs = ratios[is_usable].log()
@@ -201,7 +261,7 @@ class Watch:
             yield "unusual", f"its last update was {sizes[0]} of the weight, where with this lr {sizes[1]} was usual before"
 
 
-def report(engine: Engine, plans: Sequence[Plan], watched: Sequence[Watch], least: int) -> HealthReport:
+def report(engine: Engine, plans: Sequence[Plan], watched: Iterable[Watch], least: int) -> HealthReport:
     """What is wrong in the members of an engine's ``plans``, and was in ``least`` steps of those that were ``watched``."""
     seen = {owner: wrong for watch in watched for owner, wrong in watch.findings(least).items()}
     # Entries one by one: Plan.scalars may move them, and kernels and graphs would go on to write where they were.

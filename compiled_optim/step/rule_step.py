@@ -22,7 +22,7 @@ from compiled_optim.plan.plan import Plan, partition
 from compiled_optim.rule.declared import Declared
 from compiled_optim.rule.rule import Rule
 from compiled_optim.step.engine import Engine
-from compiled_optim.step.health import Watch
+from compiled_optim.step.health import KernelLooks, Looks, Watch
 from compiled_optim.step.step import Gradients, Step
 
 
@@ -84,9 +84,10 @@ class RuleStep(Step):
             if can_capture(param.device) and not isinstance(param, torch.nn.Parameter):  # those stay by themselves
                 let_stay(param)
         self._settled_for: tuple[Any, ...] = ()  # what clipping was given when the step was prepared last
-        before = engine.step.watches if isinstance(engine.step, RuleStep) else []
-        watched = dict.fromkeys(plan.device for plan in plans if engine.is_watching and not plan.is_meta)
-        self.watches: list[Watch] = [Watch(plans, device, before) for device in watched]
+        before = [*engine.step.watches.values()] if isinstance(engine.step, RuleStep) else []
+        watched = [x for x in self.lowerings if engine.is_watching and not x.plan.is_meta]
+        self.watches: dict[Plan, Watch] = {x.plan: Watch(x, self._clipping, before) for x in watched}
+        self._looks: dict[Plan, Looks | KernelLooks] = {}  # of those, once their lowerings are compiled
         self._pinned: list[object] = []  # what graphs may use for as long as this step is the present one
         self._inlined: InlinedStep | None = None
         self._positions = [[self.places[id(p)] for p in plan.params] for plan in plans]
@@ -216,9 +217,10 @@ class RuleStep(Step):
         self._compile(by_plan)
         for lowering, given in zip(self.lowerings, by_plan, strict=True):
             lowering.prepare(given, captures)
-            for watch in self.watches:
-                watch.see_gradients(lowering.plan, lowering.plan.gradients(given))
-        self._settled_for, self.is_settled = self._clipping.given, not self.watches
+            if isinstance(looks := self._looks.get(lowering.plan), Looks):
+                looks.see_gradients(lowering.plan.gradients(given))
+        is_followed = not any(isinstance(looks, Looks) for looks in self._looks.values())
+        self._settled_for, self.is_settled = self._clipping.given, is_followed
 
     def _compile(self, by_plan: Sequence[Gradients]) -> None:
         """Make what the lowerings and the norm need and what does not exist yet; ``by_plan`` are their gradients."""
@@ -232,6 +234,7 @@ class RuleStep(Step):
                     raise
                 lowering.plan.reread(given)
                 self._uncompiled.discard(lowering)
+        self._looks = {plan: watch.looks for plan, watch in self.watches.items()}
         self.changes.pending = False
         if self._clipping.measures_norm and self._square_sums is None:
             self._square_sums = SquareSums(self.lowerings)
@@ -240,11 +243,11 @@ class RuleStep(Step):
     def launch(self, closure: Callable[[], Any] | None = None) -> None:
         """Evaluate the schedules, measure the gradients where that is needed, and update."""
         self._schedules.evaluate()
-        for watch in self.watches:
-            watch.begin()
+        for looks in self._looks.values():
+            looks.begin()
         self.launch_part()
-        for watch in self.watches:
-            watch.end(self._clipping)
+        for looks in self._looks.values():
+            looks.end()
 
     def launch_part(self) -> None:
         if self._square_sums is not None:

@@ -105,7 +105,7 @@ BUDGET = {
     "optimizers": 1914,
     "plan": 846,
     "rule": 2884,
-    "step": 1880,
+    "step": 2000,
 }
 """Lines of each folder's modules; "" are those beside the folders. A commit of its own raises one, and says why."""
 
