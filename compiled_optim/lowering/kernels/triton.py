@@ -402,8 +402,7 @@ class TritonKernel(Kernel):
     def _prepared(self, name: str, programs: Ints, elements: int, tensors: Sequence[Tensor], counts: Ints) -> Launch:
         if not all(programs):
             return lambda: None
-        launch = launcher(getattr(self._module, name), programs, tensors, counts, tensors[0].device)
-        return lambda: launch(tensors, counts)
+        return prepared(getattr(self._module, name), programs, tensors, counts)
 
 
 def load(text: str) -> ModuleType:
@@ -476,6 +475,12 @@ def launcher(
         return run(x, y, z, stream, *same, *map(Tensor.data_ptr, tensors), *counts)
 
     return launch
+
+
+def prepared(function: Any, grid: Ints, tensors: Sequence[Tensor], counts: Ints) -> Launch:
+    """A :func:`launcher` with its tensors and counts."""
+    launch = launcher(function, grid, tensors, counts, tensors[0].device)
+    return lambda: launch(tensors, counts)
 
 
 def _acts(hook: Any) -> bool:
