@@ -43,8 +43,8 @@ def tile_of(x, matrix, row, column, block: tl.constexpr, depth: tl.constexpr, is
     return tl.reshape(x.load([matrix, row, column]), [block, depth])
 
 
-# A tile of x @ x.mT and the mirrored one, or of a + b * x + c * x @ x of symmetric x. As many matrices, one after the other,
-# have the same numbers.
+# A tile of x @ x.mT and the mirrored one, or of a + b * x + c * x @ x of symmetric x. One on the diagonal is symmetric itself:
+# both elements add the same products in one order. As many matrices, one after the other, have the same numbers.
 @triton.jit
 def symmetric_product(a, b, c, index, x, tiles, out, columns, matrices, is_turned: tl.constexpr, is_quadratic: tl.constexpr,
                       by_index: tl.constexpr, block: tl.constexpr, depth: tl.constexpr):
@@ -62,12 +62,9 @@ def symmetric_product(a, b, c, index, x, tiles, out, columns, matrices, is_turne
         total = linear + tl.load(c + column).to(tl.float32) * total
         total = tl.where(i == j, tl.load(a + column).to(tl.float32) + total, total)
     made = total.to(tl.bfloat16)
-    turned = tl.trans(made)
-    if top == left:
-        made = tl.where(i >= j, made, turned)
     out.store([matrix, top, left], tl.reshape(made, [1, block, block]))
     if top != left:
-        out.store([matrix, left, top], tl.reshape(turned, [1, block, block]))
+        out.store([matrix, left, top], tl.reshape(tl.trans(made), [1, block, block]))
 """
 """The kernel, for a module that begins as those of elementwise rules do."""
 
