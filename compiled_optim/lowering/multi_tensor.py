@@ -22,6 +22,7 @@ from compiled_optim.lowering.kernels.table import (
     tensor_rows,
     upload,
 )
+from compiled_optim.lowering.kernels.triton import current_device
 from compiled_optim.memory import addresses
 from compiled_optim.memory.layout import add_over_shards
 from compiled_optim.memory.torch_internals import Captures
@@ -49,7 +50,7 @@ class Capturable:
         self.hypers = HyperPointers(plan, clipping, log)
         self._clipping = clipping
         self._log = log
-        self._on_device = triton.current_device(plan.device)
+        self._on_device = current_device(plan.device)
 
     def connect(self, square_sums: Tensor, all_square_sums: Tensor) -> None:
         self._square_sum = square_sums

@@ -21,7 +21,7 @@ from compiled_optim.groups.parameters import first_three
 from compiled_optim.lowering import multi_tensor
 from compiled_optim.lowering.choice import Lowering
 from compiled_optim.lowering.kernels.table import Launch, upload
-from compiled_optim.lowering.kernels.triton import TritonKernel, current_device, prepared
+from compiled_optim.lowering.kernels.triton import TritonKernel, prepared
 from compiled_optim.memory.layout import as_real, flat, is_dense, plain_copy, scalar_dtype
 from compiled_optim.plan.clipping import NAMES, Clipping
 from compiled_optim.plan.plan import Member, Plan
@@ -154,7 +154,7 @@ class KernelLooks:
             rows.append([sample.data_ptr(), *form, rate])
         self._samples, self._before = upload(rows, table.device), table.new_empty(len(rows), ELEMENTS)
         self._notes: dict[int, tuple[Launch, Sequence[Tensor]]] = {}
-        self._on_device = current_device(table.device)
+        self._on_device = multi_tensor.current_device(table.device)
         with self._on_device:
             self._look = prepared(look, (len(rows),), (self._samples, self._before, place), (ELEMENTS,))
 

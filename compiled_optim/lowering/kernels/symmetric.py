@@ -43,7 +43,7 @@ def tile_of(x, matrix, row, column, block: tl.constexpr, depth: tl.constexpr, is
     return tl.reshape(x.load([matrix, row, column]), [block, depth])
 
 
-# A tile of x @ x.mT and the mirrored one, or of a + b * x + c * x @ x of symmetric x. One on the diagonal is symmetric itself:
+# A tile of x @ x.mT and the mirrored one, or of a + b * x + c * x @ x of symmetric x. One on the diagonal is symmetric:
 # both elements add the same products in one order. As many matrices, one after the other, have the same numbers.
 @triton.jit
 def symmetric_product(a, b, c, index, x, tiles, out, columns, matrices, is_turned: tl.constexpr, is_quadratic: tl.constexpr,
