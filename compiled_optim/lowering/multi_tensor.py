@@ -22,7 +22,7 @@ from compiled_optim.lowering.kernels.table import (
     tensor_rows,
     upload,
 )
-from compiled_optim.lowering.kernels.triton import current_device
+from compiled_optim.lowering.kernels.triton import current_device as current_device
 from compiled_optim.memory import addresses
 from compiled_optim.memory.layout import add_over_shards
 from compiled_optim.memory.torch_internals import Captures

@@ -436,12 +436,13 @@ def launcher(
     counts: Sequence[Any],
     device: torch.device,
     options: Mapping[str, Any] = MappingProxyType({}),
+    addresses: Sequence[int] | None = None,
 ) -> Callable[[Sequence[Tensor], Sequence[Any]], object]:
     """What launches ``function``, which ``triton.jit`` made, with tensors and counts, on the stream that is then current.
 
     ``device`` is the current device, now and in every launch. The tensors are like ``types``; of dtypes, their addresses are
     multiples of 16. The counts, and what else is behind the tensors, are equal to those given here, unless the function is
-    not specialized on them.
+    not specialized on them. The tensors stay at ``addresses``, if these are given.
 
     Triton's own way looks at each argument in every launch, since it compiles anew where the alignment of an address or the
     type of a number differ. These do not change here: it is asked once, and what it answers is launched with them. Hooks
@@ -472,14 +473,15 @@ def launcher(
         if _acts(runtime.launch_enter_hook) or _acts(runtime.launch_exit_hook):
             return usual(tensors, counts)
         stream = driver.active.get_current_stream(index)
-        return run(x, y, z, stream, *same, *map(Tensor.data_ptr, tensors), *counts)
+        return run(x, y, z, stream, *same, *(addresses or map(Tensor.data_ptr, tensors)), *counts)
 
     return launch
 
 
 def prepared(function: Any, grid: Ints, tensors: Sequence[Tensor], counts: Ints) -> Launch:
     """A :func:`launcher` with its tensors and counts."""
-    launch = launcher(function, grid, tensors, counts, tensors[0].device)
+    addresses = list(map(Tensor.data_ptr, tensors))
+    launch = launcher(function, grid, tensors, counts, tensors[0].device, addresses=addresses)
     return lambda: launch(tensors, counts)
 
 
