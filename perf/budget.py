@@ -69,7 +69,9 @@ def _run(part: Part, log: Path, end: float, grace: float) -> Outcome:
         process = subprocess.Popen(
             [sys.executable, *part.command],
             cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": str(ROOT)} | part.environment,
+            env=os.environ
+            | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.getenv("PYTHONPATH")])])}
+            | part.environment,
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,

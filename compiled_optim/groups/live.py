@@ -20,7 +20,6 @@ from compiled_optim.memory.torch_internals import (
     CAPTURING,
     Captures,
     beside_captures,
-    can_capture,
     fakes_are_made,
     is_capturing,
     is_fake,
@@ -178,7 +177,8 @@ class Live:
         self.shapes = False  # whether a step depends on the number being 0
         self.groups: WeakValueDictionary[int, Any] = WeakValueDictionary()  # by id, those that have or had the number
         self.written_last = number  # the Python number that was written last; None if a tensor was
-        self._on_host = tensor.device.type == "cpu" and "cpu" not in CAPTURING and type(tensor) is Tensor
+        self._device_type = tensor.device.type
+        self._on_host = self._device_type == "cpu" and "cpu" not in CAPTURING and type(tensor) is Tensor
         self._memory_last: Any = None  # the number as C has it, where the tensor lay when that was looked for
         self._version = _version(tensor)
         self._fetched: tuple[int | None, float] = None, math.nan
@@ -294,9 +294,11 @@ class Live:
         """Keep a number on the host until the next step sends it, if that is possible."""
         if self.changes.are_numbers_read or self.has_escaped or self.is_driven:
             return False
-        if not can_capture(self.tensor.device) or is_capturing(self.tensor.device):
+        if (ask := CAPTURING.get(self._device_type)) is None or ask() is not None:
             return False
-        self.written_last, self._version = value, _version(self.tensor)
+        if id(self) not in self.changes.unsent:
+            self._version = _version(self.tensor)
+        self.written_last = value
         self.changes.unsent[id(self)] = self, value
         return True
 

@@ -169,7 +169,7 @@ class KernelStackLowering(MultiTensorLowering):
 
     def compile(self) -> None:
         super().compile()
-        for stack in self.stacks:
+        for stack in (stack for stack in self.stacks if stack.kernels is None):
             names = [self.plan.members[i].name for i in stack.positions]
             make = functools.partial(_stack_kernels, shape=stack.shape)
             stack.kernels = self._log.obtain(_kernels, stack.key, names, make)(stack.shape)
