@@ -61,7 +61,7 @@ def test_the_tests_have_eight_minutes(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(on_gpu, "_is_installed", lambda module: True)
     together = on_gpu.tests(tmp_path, "cuda", "a GPU", False)[0]
     assert together.seconds - GRACE == 480
-    assert together.command[together.command.index("-n") + 1] == "8"
+    assert together.command[together.command.index("-n") + 1] == "12"
 
 
 @pytest.mark.parametrize("rehearsal", [False, True])

@@ -1,49 +1,67 @@
 """Runs Triton's loops over stacks on CPU tensors, beside the eager lowering; a process of its own, with TRITON_INTERPRET=1.
 
-Prints how far parameters and state are from those of eager steps, relative to what the steps change. The second step is
-clipped, the third one skipped. Symmetric products are ours from 20 rows on.
+Prints how far parameters and state are from those of eager steps, relative to what the steps change, and how often our kernel
+of symmetric products ran. The second step is clipped, the third one skipped. Symmetric products are ours from 20 rows on,
+where rows and columns are multiples of 8. Arguments name the cases to run.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 from unittest import mock
 
 import torch
-from interpreted_storage import convert_bfloat16
+from interpreted_storage import convert_bfloat16, leave_undefined
 from interpreted_symmetric import multiply_bfloat16
 from quick_interpreter import install
 from torch import Tensor, nn
 
 import compiled_optim as co
 from compiled_optim.lowering import choice, looped, multi_tensor
-from compiled_optim.lowering.kernels import triton, triton_stacks
-from compiled_optim.lowering.kernels.symmetric import Tiling
+from compiled_optim.lowering.kernels import symmetric, triton, triton_stacks
 from compiled_optim.optimizer import engine_of
 
-TILING = Tiling(rows=20, block=16, depth=16, stages=1, warps=4)
+TILING = symmetric.Tiling(rows=20, block=16, depth=16, stages=1, warps=4)
 SHAPES = {
-    "Muon": [(20, 40), (20, 40), (40, 33), (7, 300), (130, 5), (3, 20, 24)],
-    "NorMuon": [(33, 20), (20, 20), (3, 300), (2, 24, 9)],
+    "Muon": [(24, 40), (24, 40), (40, 32), (40, 33), (7, 300), (130, 5), (3, 24, 32)],
+    "NorMuon": [(24, 32), (24, 32), (33, 20), (3, 300), (2, 24, 9)],
     "Adafactor": [(33, 300), (33, 300), (5000,), (3, 70, 9), (1, 9), (9, 1), (4, 1, 3)],
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "Muon": {"lr": 0.03, "weight_decay": 0.3, "momentum": 0.7, "ns_coefficients": (3.0, -4.0, 1.8)},
-    "Muon polar_express": {"ns_coefficients": "polar_express", "nesterov": False},
-    "Muon matched": {"adjust_lr_fn": "match_rms_adamw", "maximize": True},
-    "NorMuon": {"lr": 0.03, "weight_decay": 0.3},
+    "Muon polar_express": {"lr": 0.1, "ns_coefficients": "polar_express", "nesterov": False},
+    "Muon matched": {"lr": 0.1, "adjust_lr_fn": "match_rms_adamw", "maximize": True},
+    "NorMuon": {"lr": 0.1, "weight_decay": 0.3},
     "Adafactor": {"lr": 0.3, "beta2_decay": -0.5, "eps": (1e-3, 0.1), "d": 1.5, "weight_decay": 0.2},
     "Adafactor defaults": {},
 }
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+CASES = {
+    f"{name} {dtype}": (name, DTYPES[dtype]) for name in OPTIONS for dtype in DTYPES if dtype == "float32" or name in SHAPES
+}
+
+
+def parameters(kind: str, dtype: torch.dtype) -> list[nn.Parameter]:
+    """Random ones, of which the second does not begin at a multiple of 16 bytes."""
+    params = [nn.Parameter(torch.randn(shape).to(dtype)) for shape in SHAPES[kind]]
+    moved = torch.empty(1 + params[1].numel(), dtype=dtype)[1:].view_as(params[1]).copy_(params[1].detach())
+    params[1] = nn.Parameter(moved)
+    assert params[1].data_ptr() % 16
+    return params
+
+
+def snapshot(optimizer: co.CompiledOptimizer, params: list[nn.Parameter]) -> list[list[Tensor]]:
+    """Copies of each parameter and its state."""
+    return [[p.detach().clone(), *(v.clone() for v in optimizer.state[p].values())] for p in params]
 
 
 def stepped(name: str, dtype: torch.dtype, lowering: str) -> dict[str, Tensor]:
     """What four steps add to parameters, and state, in float64."""
     torch.manual_seed(0)
     kind = name.split()[0]
-    params = [nn.Parameter(torch.randn(shape).to(dtype)) for shape in SHAPES[kind]]
+    params = parameters(kind, dtype)
     named = [(f"w{i}", p) for i, p in enumerate(params)]
     scales = {name: 1 / (i + 0.5) for i, (name, _) in enumerate(named)}
     optimizer = getattr(co, kind)(
@@ -56,7 +74,11 @@ def stepped(name: str, dtype: torch.dtype, lowering: str) -> dict[str, Tensor]:
             param.grad = None if (i, step) == (1, 1) else torch.randn(param.shape, generator=generator).to(dtype)
         optimizer.max_grad_norm = 0.7 if step == 1 else None
         optimizer.found_inf = torch.tensor(float(step == 2))
+        before = snapshot(optimizer, params)
         optimizer.step()
+        for i, (old, new) in enumerate(zip(before, snapshot(optimizer, params), strict=True)):
+            stays = step == 2 or (i, step) == (1, 1)
+            assert all(map(torch.equal, old, new)) == stays, (name, dtype, lowering, i, step)
     if lowering == "auto":
         kinds = {type(lowering) for lowering in engine_of(optimizer).step.lowerings}
         assert kinds == {looped.KernelStackLowering}, (name, dtype, kinds)
@@ -67,16 +89,23 @@ def stepped(name: str, dtype: torch.dtype, lowering: str) -> dict[str, Tensor]:
 def main() -> None:
     install()
     convert_bfloat16()
+    leave_undefined()
     multiply_bfloat16()
     multi_tensor.BACKENDS["cpu"] = triton.TritonKernel
     choice.LOOPED["cpu"] = looped.serves_where_they_are, looped.KernelStackLowering
     found = {}
-    with mock.patch.object(triton_stacks, "tiling_of", return_value=TILING):
-        for name in OPTIONS:
-            for dtype in DTYPES:
-                ours, expected = (stepped(name, DTYPES[dtype], lowering) for lowering in ("auto", "eager"))
-                errors = {n: ((ours[n] - e).norm() / e.norm().clamp(min=1e-30)).item() for n, e in expected.items()}
-                found[f"{name} {dtype}"] = errors
+    multiplications: list[Any] = []
+
+    def multiplier(*args: Any, **kwargs: Any) -> Any:
+        multiply = symmetric.multiplier(*args, **kwargs)
+        return lambda *given: (multiplications.append(given), multiply(*given))
+
+    with mock.patch.multiple(triton_stacks, tiling_of=lambda device: TILING, multiplier=multiplier):
+        for case in sys.argv[1:] or CASES:
+            multiplications.clear()
+            ours, expected = (stepped(*CASES[case], lowering) for lowering in ("auto", "eager"))
+            errors = {n: ((ours[n] - e).norm() / e.norm().clamp(min=1e-30)).item() for n, e in expected.items()}
+            found[case] = {"errors": errors, "symmetric products": len(multiplications)}
     print(json.dumps(found))
 
 

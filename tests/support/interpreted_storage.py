@@ -63,13 +63,13 @@ def leave_undefined() -> None:
     """Let what a masked load does not read be large numbers, not 0: on a GPU it may be anything."""
     load = interpreter.InterpreterBuilder.create_masked_load
 
-    def filled(self: Any, pointers: Any, mask: Any, other: Any, *options: Any) -> Any:
+    def filled(self: Any, pointers: Any, mask: Any, other: Any, *options: Any, **named: Any) -> Any:
         if other is None:
             dtype = pointers.get_element_ty()
             numbers = np.empty(pointers.data.shape, dtype=interpreter._get_np_dtype(dtype))
             numbers.view(np.uint8).fill(0x7E)
             other = interpreter.TensorHandle(numbers, dtype)
-        return load(self, pointers, mask, other, *options)
+        return load(self, pointers, mask, other, *options, **named)
 
     interpreter.InterpreterBuilder.create_masked_load = filled
 
