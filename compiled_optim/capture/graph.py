@@ -10,7 +10,7 @@ import torch
 
 from compiled_optim.capture.guards import differences, guards_of
 from compiled_optim.groups.parameters import named_parameters
-from compiled_optim.memory.torch_internals import abandon_capture, any_stream_captures
+from compiled_optim.memory.torch_internals import abandon_capture, any_stream_captures, own_workspaces
 from compiled_optim.optimizer import CompiledOptimizer, engine_of
 from compiled_optim.plan.compilations import spend
 from compiled_optim.step.step import Step
@@ -61,6 +61,7 @@ class CudaGraph:
         try:
             with (
                 torch.cuda.device(self._device),
+                own_workspaces(),
                 torch.cuda.stream(torch.cuda.current_stream(self._device)),  # a capture that fails leaves its own behind
                 torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"),
             ):

@@ -234,6 +234,20 @@ def abandon_capture(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any
 _ABANDONED: list[torch.cuda.CUDAGraph] = []
 
 
+@contextlib.contextmanager
+def own_workspaces() -> Iterator[None]:
+    """Let cuBLAS take memory in a capture that belongs to the graph, and no other afterwards.
+
+    Else a graph uses memory that was taken before its capture, which is freed when torch.compile captures something.
+    """
+    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)  # there is none in builds without CUDA
+    clear()
+    try:
+        yield
+    finally:
+        clear()
+
+
 def shape_of_part(tensor: Any) -> tuple[int, ...]:
     """The shape that the tensor which a DTensor wraps must have on this process."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset

@@ -533,6 +533,21 @@ def test_reduce_overhead_follows_changes(change: str) -> None:
             torch.testing.assert_close(compiled(batch(i)).clone(), train(twin, batch(i)), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores .* not enabled:UserWarning")
+def test_a_graph_of_others_takes_nothing_from_ours() -> None:
+    """torch.compile frees what cuBLAS took, and whatever is cached, before it captures."""
+    ours, twin = pair()
+    runner = co.CUDAGraphRunner(functools.partial(train, ours), optimizers=ours.optimizer)
+    compiled = torch.compile(nn.Linear(64, 64, device=DEVICE), mode="reduce-overhead")
+    for i in range(12):
+        assert torch.equal(runner(batch(i)), train(twin, batch(i)))
+        assert_equal(ours, twin, i)
+        if i > 5:
+            compiled(torch.ones(16, 64, device=DEVICE)).square().mean().backward()
+            torch.cuda.empty_cache()
+    assert co.compile_report(ours.optimizer).replays == 9
+
+
 def _on_device(case: Any, dtype: torch.dtype, **options: Any) -> float:
     """How far the optimizer on the device is from torch.optim's in float64 on the CPU, after steps with absent gradients."""
     matrices = case.optimizer._granularity == "matrix"

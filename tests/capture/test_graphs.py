@@ -137,6 +137,26 @@ def stop() -> None:
     raise KeyError("in Python")
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_graph_has_workspaces_of_its_own(fails: bool, cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuBLAS takes its memory again in the capture, and after it."""
+    clear = lambda: cuda.calls.append(f"clear, {len(cuda.recording)} recording")  # noqa: E731
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", clear, raising=False)
+
+    def work() -> None:
+        cuda.calls.append("work")
+        if fails:
+            stop()
+
+    with contextlib.suppress(KeyError):
+        CudaGraph(DEVICE).capture(work)
+    assert [call for call in cuda.calls if "clear" in call or call == "work"] == [
+        "clear, 0 recording",
+        "work",
+        "clear, 0 recording",
+    ]
+
+
 def test_after_a_capture_that_cuda_ended_another_can_begin(cuda: Cuda) -> None:
     graph = CudaGraph(DEVICE)
     with pytest.raises(RuntimeError, match="previous error during capture"):
