@@ -102,17 +102,24 @@ Times = dict[str, Row]  # by competitor
 def _steps() -> list[dict[tuple[str, str], Times]]:
     """For each device on which AdamW was measured, the step times with fresh gradients, by optimizer and workload.
 
-    They are of one run: of those with the most competitors, the last.
+    They are of one run: at the last revision, the one with the most competitors.
     """
     devices: dict[tuple[str, str], dict[tuple[str, str], dict[str, Times]]] = {}
     for row in _measured("step", metric="step, fresh gradients"):
         runs = devices.setdefault((row["device"], row["threads"]), {}).setdefault((row["optimizer"], row["workload"]), {})
         runs.setdefault(row["date"], {})[row["competitor"]] = row
     return [
-        {key: max(runs.items(), key=lambda run: (len(run[1]), run[0]))[1] for key, runs in quantities.items()}
+        {key: _fullest(runs) for key, runs in quantities.items()}
         for quantities in devices.values()
         if ("adamw", "small-148") in quantities
     ]
+
+
+def _fullest(runs: dict[str, Times]) -> Times:
+    """Of runs by their dates, the last with the most competitors at the last revision that was measured beside torch."""
+    last_first = [times for _, times in sorted(runs.items(), reverse=True)]
+    beside = [times for times in last_first if any(name.startswith("torch") for name in times)] or last_first
+    return max((times for times in beside if times[_OURS]["commit"] == beside[0][_OURS]["commit"]), key=len)
 
 
 def _against(ours: Row, theirs: Row, mark: str = "") -> list[str]:
@@ -153,16 +160,15 @@ def summary() -> str:
             shares[name, True],
             shares[name, False],
         ]
-        for r in memory
-        if _is_gpu(r) and (name := r["competitor"])
+        for name, r in {r["competitor"]: r for r in memory if _is_gpu(r)}.items()
     ]
     head = ["AdamW, GPT-2's tensors", "bytes per parameter, with its gradient", "time, GPU", "time, CPU"]
     where = [_conditions(times["adamw", "gpt2-124m"][_OURS]) for times in (gpu, cpu)]
     small = _conditions([row for row in memory if not _is_gpu(row)][-1])
     text = f"""
         Medians; each step gets its gradients in new tensors. Times in the second table are relative to {_FUSED} in float32.
-        GPU: {where[0]} (patched for that torch). CPU: {where[1]}; second table: {small}. Later revisions were not measured.
-        *Measured by hand. [perf](perf/README.md) has all measurements.
+        GPU: {where[0]}. CPU: {where[1]}; second table: {small}. *Measured by hand, on the same GPU at revision
+        {by_hand[_OURS]["commit"]}. [perf](perf/README.md) has all measurements.
     """
     return "\n\n".join([steps, _grid(head, stored), _paragraphs(text)])
 
@@ -193,22 +199,22 @@ def speed_table() -> str:
 def gpu() -> str:
     """What else was measured on a GPU: bandwidth, other packages, the host's time, first steps."""
     speeds = [r for r in _measured("bandwidth", unit="GB/s") if _is_gpu(r)]
-    moved = {tuple(r["metric"].split(", ")): f"{float(r['p50']):.0f}" for r in reversed(speeds)}  # the first run has all
+    moved = {tuple(r["metric"].split(", ")): f"{float(r['p50']):.0f}" for r in speeds}
     kinds, dtypes = ("step", "clipped step", "copy"), ("float32", "bfloat16")
     bandwidth = _grid(
         ["GB/s, half a billion elements", *kinds], [[dtype, *(moved[kind, dtype] for kind in kinds)] for dtype in dtypes]
     )
     first = {(r["workload"], r["metric"]): float(r["p50"]) for r in _measured("first_step") if _is_gpu(r)}
     fresh, warm = (max(t for (_, metric), t in first.items() if metric == f"both, {c} cache") for c in ("fresh", "warm"))
+    steps = _measured("by_hand", metric="step, with the wait for the device")
     begin = f"""
         Construction and first step take at most {fresh:.1f} s with an empty cache, and {warm:.1f} s with a filled one
-        (`first_step.csv`, `bandwidth.csv`). The other figures are from `by_hand.csv`: ms until the device is done, and us
-        until the call returns.
+        (`first_step.csv`, `bandwidth.csv`; {_conditions(speeds[-1])}). A step takes the host so long, until the call returns
+        (`host.csv`, the same revision), and at an earlier one the device so long, until it is done (`by_hand.csv`, revision
+        {steps[0]["commit"]}):
     """
-    steps = _measured("by_hand", metric="step, with the wait for the device")
-    host = _measured("by_hand", metric="host time of a step")
-    tables = [_by_competitor("ms per step", steps), _by_competitor("us on the host", host)]
-    return "\n\n".join([bandwidth, _paragraphs(begin), *tables, f"{_conditions(steps[0])}."])
+    tables = [_by_competitor("us on the host", _measured("host")), _by_competitor("ms per step", steps)]
+    return "\n\n".join([bandwidth, _paragraphs(begin), *tables])
 
 
 def _by_competitor(title: str, rows: Sequence[Row]) -> str:
@@ -245,18 +251,20 @@ def compiled() -> str:
 
 def schedulers() -> str:
     """What a step of torch's schedulers takes."""
-    rows = _measured("schedulers", competitor=_FUSED, workload="24 groups")
-    rows = [r for r in rows if r["date"] == rows[-1]["date"]]
-    ours = {
-        r["metric"]: float(r["p50"])
-        for r in _measured("schedulers", competitor=_OURS, date=rows[-1]["date"], workload="24 groups")
-    }
-    ratios = {r["metric"]: float(r["ratio"]) for r in rows}
-    special, ratio = ours.pop("OneCycleLR"), ratios.pop("OneCycleLR")
+    said = []
+    for on_gpu in (False, True):
+        rows = [r for r in _measured("schedulers", workload="24 groups") if _is_gpu(r) == on_gpu]
+        last = {(r["competitor"], r["metric"]): r for r in rows if r["date"] == rows[-1]["date"]}
+        ours = {metric: float(r["p50"]) for (name, metric), r in last.items() if name == _OURS}
+        ratios = {metric: float(r["ratio"]) for (name, metric), r in last.items() if name == _FUSED}
+        special, ratio = ours.pop("OneCycleLR"), ratios.pop("OneCycleLR")
+        said.append(f"""
+            {min(ours.values()):.0f} to {max(ours.values()):.0f} us, {min(ratios.values()):.1f} to {max(ratios.values()):.1f}
+            times as long as with torch.optim, and OneCycleLR {special:.0f} us, {ratio:.1f} times ({_conditions(rows[-1])})
+        """)
     return _paragraphs(f"""
-        With 24 groups, a scheduler's step takes {min(ours.values()):.0f} to {max(ours.values()):.0f} us on the host. This is
-        {min(ratios.values()):.1f} to {max(ratios.values()):.1f} times as long as with torch.optim. OneCycleLR takes
-        {special:.0f} us, {ratio:.1f} times as long ({_conditions(rows[-1])}; `perf/results/schedulers.csv`).
+        With 24 groups, a scheduler's step takes the host {said[0].strip()}. With parameters on a GPU it takes
+        {said[1].strip()}; `perf/results/schedulers.csv`.
     """)
 
 
@@ -291,17 +299,18 @@ def convergence() -> str:
 
 def tested() -> str:
     """How the tests went that need a GPU."""
-    rows = _measured("by_hand", benchmark="gpu tests")
-    count = {r["metric"]: r["p50"] for r in rows}
-    (replay,) = _measured("by_hand", metric="host time of a replay (test_host_time_of_a_replay)")
+    runs: dict[str, dict[str, Row]] = {}
+    for row in _measured("by_hand", benchmark="gpu tests"):
+        runs.setdefault(row["commit"], {})[row["metric"]] = row
+    *_, (_, whole), (later, part) = runs.items()
     most, muon = _measured("by_hand", metric="difference after 5 steps, at most")
     return _paragraphs(f"""
-        On a GPU ({_conditions(rows[0])}, patched for that torch) {count["passed"]} tests passed, {count["failed"]} failed,
-        and {count["not reached"]} were not reached; {count["skipped for want of a second GPU"]} need two GPUs. The failures
-        were Lion and Ranger with `lowering="inductor"`, whose updates were wrong. This is fixed, and tested without a GPU.
-        One of two tests of speed failed: a replay took the host {replay["p50"]} us, more than its limit. After 5 steps,
-        parameters of {most["workload"].removesuffix(" but Muon")} differed by at most {most["p50"]} from torch.optim's,
-        and with Muon by {muon["p50"]}. Later revisions have not run on a GPU.
+        On a GPU ({_conditions(whole["passed"])}) {whole["passed"]["p50"]} tests passed. {whole["failed"]["p50"]} failed by a
+        mistake of their own, and {whole["skipped for want of a second GPU"]["p50"]} need two GPUs. At revision {later},
+        {part["passed"]["p50"]} tests of captures, matrices and watched steps passed again, and the two that had failed. No
+        later revision has run on a GPU. After 5 steps (revision {most["commit"]}), parameters of
+        {most["workload"].removesuffix(" but Muon")} differed by at most {most["p50"]} from torch.optim's, and with Muon by
+        {muon["p50"]}.
     """)
 
 
