@@ -18,7 +18,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import compiled_optim as co
 from compiled_optim.lowering import looped
-from compiled_optim.lowering.kernels import triton_stacks
 from compiled_optim.lowering.kernels.schedule import Loop
 from compiled_optim.lowering.looped import KernelStackLowering
 from compiled_optim.lowering.stacked import StackTableLowering
@@ -152,11 +151,7 @@ def _held_apart(param: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("optimizer", "shape", "arranged", "options", "served"),
     [
-        *[
-            (kind, (24, 40), dtype, {}, True)
-            for kind in (co.Muon, co.NorMuon, co.Adafactor)
-            for dtype in triton_stacks._DTYPES
-        ],
+        *[(kind, (24, 40), dtype, {}, True) for kind in (co.Muon, co.NorMuon, co.Adafactor) for dtype in DTYPES],
         (co.Muon, (3, 24, 40), torch.float32, {"stacks": ["*"]}, True),
         (co.Muon, (2, 3, 24, 40), torch.float32, {"stacks": ["*"]}, False),
         (co.Adafactor, (7,), torch.float32, {}, True),
