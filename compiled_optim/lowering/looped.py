@@ -20,6 +20,7 @@ from compiled_optim.lowering.kernels.table import CoefficientTable
 from compiled_optim.lowering.multi_tensor import MultiTensorLowering
 from compiled_optim.lowering.stacked import Stack, StackTableLowering, seen_shape
 from compiled_optim.lowering.torch_ops.eager import TorchLowering
+from compiled_optim.lowering.torch_ops.inductor import fits_indices
 from compiled_optim.memory.layout import compute_dtype, is_plain, overlap_shifted, plain_copy
 from compiled_optim.memory.torch_internals import Captures
 from compiled_optim.plan.clipping import Clipping
@@ -43,9 +44,11 @@ def serves(plan: Plan, source_of: Callable[..., Any] = stack_source) -> bool:
 
 
 def serves_where_they_are(plan: Plan) -> bool:
-    """As :func:`serves`, if an update sees each tensor as it lies in memory."""
+    """As :func:`serves`, if an update sees each tensor as it lies in memory, and 32 bits count its elements."""
     shapes = {member.owner.shape for member in plan.members}
-    if plan.sharded or any(plan.rule.axes_of(s, plan.statics) != tuple(range(len(s))) for s in shapes):
+    if plan.sharded or not all(fits_indices(plan.device, s.numel()) for s in shapes):
+        return False
+    if any(plan.rule.axes_of(s, plan.statics) != tuple(range(len(s))) for s in shapes):
         return False
     held = [tensor for m in plan.members for tensor in (m.param, *(m.entries[name] for name in plan.buffers))]
     return all(t.is_contiguous() and is_plain(t) and not t.is_complex() for t in held) and serves(

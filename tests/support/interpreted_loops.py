@@ -1,8 +1,8 @@
 """Runs Triton's loops over stacks on CPU tensors, beside the eager lowering; a process of its own, with TRITON_INTERPRET=1.
 
-Prints how far parameters and state are from those of eager steps, relative to what the steps change, and how often our kernel
-of symmetric products ran. The second step is clipped, the third one skipped. Symmetric products are ours from 20 rows on,
-where rows and columns are multiples of 8. Arguments name the cases to run.
+Prints how far parameters and state are from those of eager steps, relative to what the steps change, and how often our
+kernel of symmetric products ran. The second step is clipped, the third one skipped. Symmetric products are ours from 20 rows
+on, where rows and columns are multiples of 8. Arguments name the cases to run.
 """
 
 from __future__ import annotations

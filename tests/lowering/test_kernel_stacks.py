@@ -1,0 +1,290 @@
+"""Rules on whole tensors as Triton loops without a GPU: interpreted on a CPU, compiled for a device that is not there."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from new_process import printed_by
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import compiled_optim as co
+from compiled_optim.lowering import looped
+from compiled_optim.lowering.kernels.schedule import Loop
+from compiled_optim.lowering.looped import KernelStackLowering
+from compiled_optim.lowering.stacked import StackTableLowering
+from compiled_optim.optimizer import engine_of
+from compiled_optim.rule import Number, hyper, storage
+from perf.lowering import ptx
+from perf.lowering.fake_cuda import fake_cuda
+from perf.lowering.record import Record, recording
+from perf.workloads import WORKLOADS
+
+triton = pytest.importorskip("triton")
+
+
+@dataclass
+class Limits:
+    """For the errors of state, and of what steps add to parameters, beside those that are rounded in another way."""
+
+    state: float
+    steps: float
+    products: float = 0.0  # of polynomials of products, which eager steps round to bfloat16 in between
+
+
+LIMITS = {
+    "Muon float32": Limits(2e-7, 1e-6, 0.006),
+    "Muon float64": Limits(4e-16, 1e-14, 0.006),
+    "Muon bfloat16": Limits(1e-3, 0.01, 0.1),  # small steps are rounded by large parameters
+    "Muon polar_express float32": Limits(2e-7, 1e-6, 0.03),
+    "Muon matched float32": Limits(2e-7, 1e-6, 0.03),
+    "NorMuon float32": Limits(2e-7, 2e-6, 0.03),
+    "NorMuon float64": Limits(4e-16, 1e-14, 0.03),
+    "NorMuon bfloat16": Limits(1e-3, 0.01, 0.05),
+    "Adafactor float32": Limits(3e-7, 1e-6),
+    "Adafactor float64": Limits(1e-15, 1e-14),
+    "Adafactor bfloat16": Limits(1e-4, 1e-3),
+    "Adafactor defaults float32": Limits(3e-7, 3e-5),  # small steps are rounded by large parameters
+}
+SYMMETRIC = {"Muon": "0126", "NorMuon": "01"}
+"""By optimizer, the parameters with products that our kernel computes."""
+PRODUCTS = {"Muon": 3, "NorMuon": 1, "Adafactor": 0}
+"""By optimizer, the stacks that have them. Each of four steps has two in each of five iterations."""
+
+
+@pytest.fixture(scope="module")
+def interpreted(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """What one process finds that interprets the cases that this run takes."""
+    own = (item for item in request.session.items if item.originalname == "test_interpreted_loops_equal_eager_steps")
+    wanted = [item.callspec.params["case"] for item in own]
+    found: dict[str, Any] = json.loads(printed_by("interpreted_loops", *wanted, TRITON_INTERPRET="1"))
+    return found
+
+
+@pytest.mark.parametrize("case", LIMITS)
+def test_interpreted_loops_equal_eager_steps(case: str, interpreted: dict[str, Any]) -> None:
+    """The program itself asserts that absent gradients and a skipped step change nothing, and all others something."""
+    found, limits, optimizer = interpreted[case], LIMITS[case], case.split()[0]
+    assert found["symmetric products"] == 4 * 5 * 2 * PRODUCTS[optimizer]
+    over = {}
+    for entry, error in found["errors"].items():
+        place, _, field = entry.partition(" ")
+        if place in SYMMETRIC.get(optimizer, "") and field in ("", "row_var"):
+            limit = limits.products
+        else:
+            limit = {"": limits.steps, "step": 0.0}.get(field, limits.state)
+        if error > limit:
+            over[entry] = error
+    assert over == {}
+    assert len(found["errors"]) >= 15
+
+
+Params = list[nn.Parameter]
+
+
+def _parameters(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype = torch.float32, device: str = "cuda") -> Params:
+    params = [nn.Parameter(torch.empty(shape, dtype=dtype, device=device)) for shape in shapes]
+    for param in params:
+        param.grad = torch.empty_like(param)
+    return params
+
+
+@contextlib.contextmanager
+def _gpu(arch: int = 90) -> Iterator[Record]:
+    with fake_cuda(arch), recording("cuda") as recorder:
+        yield recorder
+
+
+def _kinds(optimizer: co.CompiledOptimizer) -> set[type]:
+    return {type(lowering) for lowering in engine_of(optimizer).step.lowerings}
+
+
+class _Rows(co.CompiledOptimizer, granularity="tensor"):
+    """A rule whose operations loops have."""
+
+    lr: Number = hyper(default=0.1, ge=0)
+
+    @staticmethod
+    def coefficients(lr):
+        return dict(lr=lr)
+
+    @staticmethod
+    def update(param, grad, c):
+        return dict(step=c.lr * grad / (1 + (grad * grad).mean(-1, keepdim=True)))
+
+
+class _Sorted(_Rows, granularity="tensor"):
+    """One whose operations they do not have."""
+
+    @staticmethod
+    def update(param, grad, c):
+        return dict(step=c.lr * torch.sort(grad, dim=-1).values)
+
+
+class _Columns(_Rows, granularity="tensor"):
+    """One that sees other axes than memory has."""
+
+    @staticmethod
+    def axes(shape):
+        return range(len(shape))[::-1]
+
+
+def _channels_last(param: Tensor) -> Tensor:
+    return param.contiguous(memory_format=torch.channels_last)
+
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+
+
+def _held_apart(param: Tensor) -> Tensor:
+    return torch.empty(*param.shape[:-1], 2 * param.shape[-1], dtype=param.dtype, device=param.device)[..., ::2]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "shape", "arranged", "options", "served"),
+    [
+        *[(kind, (24, 40), dtype, {}, True) for kind in (co.Muon, co.NorMuon, co.Adafactor) for dtype in DTYPES],
+        (co.Muon, (3, 24, 40), torch.float32, {"stacks": ["*"]}, True),
+        (co.Muon, (2, 3, 24, 40), torch.float32, {"stacks": ["*"]}, False),
+        (co.Adafactor, (7,), torch.float32, {}, True),
+        (co.Adafactor, (4, 3, 2, 5), torch.float32, {}, True),
+        (_Rows, (24, 40), torch.float32, {}, True),
+        (_Sorted, (24, 40), torch.float32, {}, False),
+        (_Columns, (24, 40), torch.float32, {}, False),
+        (co.Muon, (24, 40), Tensor.t, {}, False),
+        (co.Adafactor, (4, 3, 2, 5), _channels_last, {}, False),
+        (co.Adafactor, (24, 40), _held_apart, {}, False),
+        (co.Muon, (64, 128), torch.float32, {"state_dtype": "int8"}, False),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_which_plans_loops_serve(
+    optimizer: type[co.CompiledOptimizer],
+    shape: tuple[int, ...],
+    arranged: torch.dtype | Callable[[Tensor], Tensor],
+    options: dict[str, Any],
+    served: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of all others Inductor compiles stacks."""
+    monkeypatch.setattr(storage, "MINIMUM", 64)
+    with fake_cuda(90):
+        dtype = arranged if isinstance(arranged, torch.dtype) else torch.float32
+        param = torch.empty(shape, dtype=dtype, device="cuda")
+        param = nn.Parameter(param if isinstance(arranged, torch.dtype) else arranged(param))
+        optimizer_made = optimizer([("w", param)], **options)
+        assert _kinds(optimizer_made) == {KernelStackLowering if served else StackTableLowering}
+        assert co.compile_report(optimizer_made).fallbacks == ()
+
+
+def test_shards_go_another_way(one_process: None) -> None:
+    param = nn.Parameter(distribute_tensor(torch.randn(24, 40), init_device_mesh("cpu", (1,)), [Shard(0)]))
+    (lowering,) = engine_of(co.Muon([("w", param)])).step.lowerings
+    assert not looped.serves_where_they_are(lowering.plan)
+    (lowering,) = engine_of(co.Muon([("w", nn.Parameter(torch.randn(24, 40)))])).step.lowerings
+    assert looped.serves_where_they_are(lowering.plan)
+
+
+LAUNCHES = {
+    ("Muon", 90): (57, 20),
+    ("Muon", 80): (37, 60),
+    ("NorMuon", 90): (77, 20),
+    ("NorMuon", 80): (57, 60),
+    ("Adafactor", 90): (86, 0),
+}
+"""Of kernels, and of torch's products, for GPT-2: its matrices are four stacks, and its vectors three. At 768 rows, an A100
+multiplies with torch."""
+
+
+@pytest.mark.parametrize(("name", "arch"), LAUNCHES, ids=str)
+def test_a_step_is_loops_and_products_alone(name: str, arch: int, fresh_kernels: None) -> None:
+    from torch._inductor import compile_fx
+
+    workload = WORKLOADS["gpt2-124m" if name == "Adafactor" else "gpt2-matrices"]()
+    with (
+        _gpu(arch) as recorder,
+        mock.patch.object(compile_fx, "compile_fx", side_effect=AssertionError("Inductor compiles")),
+    ):
+        optimizer = getattr(co, name)(_parameters(workload))
+        optimizer.step()
+        first = recorder.take()
+        optimizer.step()
+        later = recorder.take()
+    assert _kinds(optimizer) == {KernelStackLowering}
+    assert not first.graphs + later.graphs
+    assert (len(later.launches), len(later.operators)) == LAUNCHES[name, arch]
+    assert {operator.name for operator in later.operators} <= {"bmm"}
+    symmetric = sum(launch.name == "symmetric_product" for launch in later.launches)
+    assert symmetric == (40 if arch == 90 and name != "Adafactor" else 0)
+    kernels = [compilation.kernel for compilation in co.compile_report(optimizer).compilations]
+    assert all("[coefficients]" in kernel or "[loops over stacks like " in kernel for kernel in kernels)
+
+
+PER_THREAD = 16  # elements of a tile
+SPILLED = {("Adafactor", 80): 20}
+"""Bytes, of one kernel, that the assembler puts aside around a division though it has registers; otherwise none."""
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["Muon", "NorMuon", "Adafactor"])
+def test_loops_compile_without_spills_and_with_wide_accesses(
+    name: str, dtype: torch.dtype, arch: int, fresh_kernels: None
+) -> None:
+    """Of 16 bytes, for what has a number for each element of a loop; others move far less."""
+    with _gpu(arch) as recorder:
+        optimizer = getattr(co, name)(_parameters([(256, 512)], dtype))
+        optimizer.step()
+        texts = {launch.name: launch.kernel.asm["ptx"] for launch in recorder.take().launches}
+        (lowering,) = engine_of(optimizer).step.lowerings
+        (stack,) = lowering.stacks
+    used = {kernel: ptx.resources(text, arch) for kernel, text in texts.items()}
+    assert sum(resources.spills for resources in used.values()) <= SPILLED.get((name, arch), 0)
+    source = stack.kernels._source
+    loops = [event for event in source.schedule.events if isinstance(event, Loop)]
+    assert texts.keys() == {"evaluate", "add", *(source.names[id(loop)] for loop in loops)}
+    for loop in (loop for loop in loops if {"r", "c"} & {*loop.axes}):
+        kernel = source.names[id(loop)]
+        found = ptx.read(texts[kernel])
+        assert found.extern == ()
+        assert used[kernel].registers <= 128
+        for kind, names in {"ld": loop.loads, "st": [*loop.kept, *loop.results]}.items():
+            moved = sum(source.dtypes[n].itemsize for n in names if source.schedule.axes_of(n) == loop.axes) * PER_THREAD
+            wide = [a for a in found.full_path if a.elementwise and a.kind == kind and a.bytes == 16]
+            assert 16 * len(wide) >= moved, (kernel, kind)
+
+
+def test_sizes_and_numbers_compile_nothing(fresh_kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither of tensors nor of hyperparameters: stacks whose code is equal have one entry, and Triton compiles it once."""
+    monkeypatch.setattr(looped, "_examples", {})
+    compiled = []
+    with _gpu() as recorder:
+        for shapes in ([(64, 256)], [(256, 512)] * 5 + [(64, 512)], [(64, 64)] * 2, [(256, 64)]):
+            optimizer = co.Muon([(f"w{i}", p) for i, p in enumerate(_parameters(shapes))], weight_decay=0.2)
+            optimizer.step()
+            optimizer.param_groups[0]["lr"] = 0.5
+            with co.no_recompiles():
+                optimizer.step()
+            taken = recorder.take()
+            compiled.append({launch.kernel for launch in taken.launches if launch.name.startswith("loop")})
+        names = [key.arrangement for key in looped._kernels]
+    assert names == ["loops over stacks like 64 x 256", "loops over stacks like 256 x 64"]
+    assert compiled[0] == compiled[1] == compiled[2]
+    assert co.compile_report(optimizer).recompiles == 0
+
+
+def test_stacks_of_several_tensors_are_bounded() -> None:
+    """By bytes of the numbers that are computed with; a larger tensor is alone."""
+    shapes = [(4096, 4096)] * 5 + [(32000, 4096)] * 2 + [(768, 768)] * 100
+    for dtype in (torch.float32, torch.bfloat16):
+        with fake_cuda(90):
+            (lowering,) = engine_of(co.Adafactor(_parameters(shapes, dtype))).step.lowerings
+        assert [len(stack.positions) for stack in lowering.stacks] == [2, 2, 1, 1, 1, 56, 44]
