@@ -608,7 +608,7 @@ def test_symmetric_products(rows: int, columns: int, turned: bool) -> None:
     pytest.importorskip("triton")
     from interpreted_symmetric import matrices, wrong
 
-    tiling = symmetric.TILINGS.get(torch.cuda.get_device_capability(), symmetric.TILINGS[8, 0])
+    tiling = symmetric.TILINGS.get(torch.cuda.get_device_capability(), symmetric.TILINGS[9, 0])
     x = matrices((3, 2, rows), columns, turned=turned).to(DEVICE)
     assert wrong(x, (), tiling) == []
     if rows == columns:
