@@ -28,9 +28,9 @@ class Tiling(NamedTuple):
 TILINGS = {(9, 0): Tiling(768, 128, 64, 3, 4)}
 """By compute capability of NVIDIA's GPUs. On others it is not known to be faster.
 
-On an H100, it took 0.61 to 0.92 of the time of torch.bmm for 8 or 12 matrices of 768 or 1024 rows, and 0.81 for 4 of 2048. Of
-one matrix of 512 rows it took twice the time. Two programs fit on a multiprocessor at a time. GPUs before that one have no
-unit that reads tiles: the kernel spills registers there.
+On an H100, it took 0.61 to 0.92 of the time of torch.bmm for 8 or 12 matrices of 768 or 1024 rows, 0.81 for 4 of 2048, and
+twice the time for one of 512. Two programs fit on a multiprocessor. Earlier GPUs do not read tiles by themselves: there, the
+kernel spills registers.
 """
 
 ALIGNED = 8  # rows and columns come in such numbers, so that each row begins at a multiple of 16 bytes
