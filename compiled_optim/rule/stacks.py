@@ -9,12 +9,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn, TypeAlias
+from typing import Any, Literal, NoReturn, TypeAlias, cast
 
 import torch
 
 from compiled_optim.rule.rule import Rule, number_type
-from compiled_optim.rule.symbols import OF_FORMATS, Code, Dialect, NotWritable, Symbol
+from compiled_optim.rule.symbols import OF_FORMATS, WORDS, Code, Dialect, NotWritable, Symbol
 from compiled_optim.rule.vocabulary import sqrt, where
 
 StepKind: TypeAlias = Literal["element", "sum", "product", "quadratic", "turn"]
@@ -208,6 +208,10 @@ class StackCode(Code):
             (matrix,) = values
             rows, columns = len(matrix.axes) - 2, len(matrix.axes) - 1
             return self.append("element", matrix.axes, (), f"T(i{rows} == i{columns})")
+        if name == "gram":
+            return values[0] @ values[0].mT
+        if name == "quadratic":
+            return self._quadratic(*values)
         numbers = values[1:] if name == "where" else values
         self.refuse_masks(*numbers)
         if name in OF_FORMATS or any(getattr(value, "half", False) for value in numbers):
@@ -218,11 +222,12 @@ class StackCode(Code):
             return self.append("element", base.axes, (base.name,), expression, turned=base.turned)
         return super().call(name, *self._aligned(*values))
 
-    def quadratic(self, x: StackSymbol, numbers: Sequence[Any], dtype: torch.dtype) -> StackSymbol | None:
-        """As for any code: an operation on bfloat16 numbers, where all ``numbers`` are coefficients, or all constants."""
+    def _quadratic(self, x: StackSymbol, *rest: Any) -> StackSymbol:
+        """One operation on bfloat16 numbers, if the language has that and all numbers are coefficients, or all constants."""
+        *numbers, dtype = rest
         kinds = {getattr(number, "name", "constant")[0] for number in numbers}
         if not (self.dialect.quadratic and x.half and dtype == self.dtype and all(x.axes) and kinds in ({"k"}, {"c"})):
-            return None
+            return cast(StackSymbol, WORDS["quadratic"].__wrapped__(x, *rest))  # type: ignore[attr-defined]
         text = ", ".join(map(self.operand, numbers))
         return self.append("quadratic", x.axes, (self.computed(x),), text, half=True)
 

@@ -7,7 +7,7 @@ static choice is decided during the call, and leaves no trace in the code.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn, TypeVar, cast
 
@@ -22,7 +22,7 @@ OF_FORMATS: dict[str, bool | None] = dict.fromkeys(("bits", "integer", "group_ma
 OF_FORMATS |= {**dict.fromkeys(("from_bits", "from_upper", "number"), False), "broadcast": None}
 """The words that no optimizer needs, which messages leave out: whether they make integers; None: of integers only."""
 
-OF_MATRICES = {"identity"}  # the words that only updates of whole matrices have
+OF_MATRICES = {"gram", "identity", "quadratic"}  # the words that only updates of whole matrices have
 _REDUCTIONS = {"dot", "linalg_vector_norm", "mean", "norm", "std", "sum", "var", "vector_norm"}
 _SPELLINGS = {
     **dict.fromkeys(("pow", "float_power"), "power"),
@@ -203,10 +203,6 @@ class Code:
         is_int = _any_int(left, right)
         text = f"{self.operand(left, is_int=is_int)} {operator} {self.operand(right, is_int=is_int)}"
         return self.assign(text, left, right, is_int=is_int and operator in _MAKES_INTEGERS)
-
-    def quadratic(self, x: Any, numbers: Sequence[Any], dtype: Any) -> Symbol | None:
-        """Append the polynomial of a symmetric matrix as one operation, and return its symbol; None where none is that."""
-        return None
 
     def call(self, name: str, *values: Any) -> Symbol:
         """Append a call of a word of the vocabulary, and return the symbol of its result."""

@@ -6,12 +6,12 @@ language that the rule is written in.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from compiled_optim.rule.symbols import Symbol, word
+from compiled_optim.rule.symbols import word
 
 
 @word
@@ -85,15 +85,15 @@ def identity(matrices: Tensor) -> Tensor:
     return torch.eye(matrices.shape[-1], dtype=matrices.dtype, device=matrices.device)
 
 
+@word
 def gram(x: Tensor) -> Tensor:
     """In an update of matrices: ``x @ x.mT``."""
     return x @ x.mT
 
 
-def quadratic(x: Any, a: Any, b: Any, c: Any, dtype: torch.dtype) -> Tensor:
+@word
+def quadratic(x: Tensor, a: Any, b: Any, c: Any, dtype: torch.dtype) -> Tensor:
     """``a + b * x + c * x @ x`` of symmetric matrices, added in ``dtype``; the numbers may differ between tensors."""
-    if isinstance(x, Symbol) and (written := x.code.quadratic(x, (a, b, c), dtype)) is not None:
-        return cast(Tensor, written)
     square, wide = (x @ x).to(dtype), x.to(dtype)
     made: Tensor = (a * identity(wide) + b * wide + c * square).to(x.dtype)
     return made
