@@ -86,12 +86,16 @@ def compile_graph(
         this machine. It runs without Dynamo's guards, so the caller must pass tensors with the dtypes, devices, strides and
         other sizes of the example.
     """
+    from torch._dynamo import config as dynamo
     from torch._dynamo import mark_dynamic
     from torch._dynamo.exc import BackendCompilerFailed
     from torch._functorch import config as functorch
     from torch._inductor import config
     from torch.fx.experimental import _config as symbolic_shapes
 
+    switched_off = "torch.compile is switched off"
+    if dynamo.disable:  # then torch.compile of a whole function is an error
+        return switched_off
     for arg, dimensions in zip(args, dynamic, strict=True):
         for dimension in dimensions:
             mark_dynamic(arg, dimension)
@@ -107,7 +111,7 @@ def compile_graph(
         except BackendCompilerFailed as error:
             message = getattr(error.inner_exception, "output", "") or str(error.inner_exception)  # the compiler's own first
             return f"Inductor failed: {textwrap.shorten(message, 500, placeholder=' ...')}"
-    return backend.compiled(results or ()) or "torch.compile is switched off"
+    return backend.compiled(results or ()) or switched_off
 
 
 class _Backend:
@@ -189,12 +193,12 @@ def _standalone(function: Callable[..., Any]) -> tuple[str, Mapping[str, str]] |
         if isinstance(value, BuiltinFunctionType) and value.__name__ == _ENTRY:
             libraries[name] = str(cast("ModuleType", value.__self__).__file__)
         elif name == "extern_kernels":
-            called = {n.attr for n in nodes if isinstance(n, ast.Attribute) and _is_name(n.value, name)}
+            called = {n.attr for n in nodes if isinstance(n, ast.Attribute) and ast.unparse(n.value) == name}
             if any(getattr(value, c, None) is not getattr(offered[name], c, name) for c in called):
                 return None
         elif value is not offered.get(name, vars(builtins).get(name)) or (value is None and name not in vars(builtins)):
             return None
-    return None if any(_is_name(node, "self") for node in nodes) else (text, libraries)
+    return None if any(isinstance(n, ast.Name) and n.id == "self" for n in nodes) else (text, libraries)
 
 
 def compiler_settings() -> str | None:
@@ -268,10 +272,6 @@ def _global_names(code: CodeType) -> set[str]:
     """The global names that ``code`` and the functions in it read."""
     inner = [_global_names(c) for c in code.co_consts if isinstance(c, CodeType)]
     return {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}.union(*inner)
-
-
-def _is_name(node: ast.AST, name: str) -> bool:
-    return isinstance(node, ast.Name) and node.id == name
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -255,6 +255,11 @@ def test_nothing_is_loaded_where_compilation_is_switched_off(
     assert obtained.compiled == 2  # here the variable comes too late for torch.compile, which is asked
 
 
+def test_a_process_in_which_compilation_is_switched_off_by_a_setting(obtained: Obtained) -> None:
+    with torch._dynamo.config.patch(disable=True):  # as TORCH_COMPILE_DISABLE=1 does
+        assert obtained() == "torch.compile is switched off"
+
+
 def test_a_directory_that_cannot_be_written(obtained: Obtained, place: Path) -> None:
     place.touch()
     with pytest.warns(RuntimeWarning, match="compiled code is not kept") as caught:
