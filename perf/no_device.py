@@ -68,7 +68,8 @@ def simulated_gpu(arch: int = ARCH) -> Iterator[None]:
             mock.patch.object(triton_driver, "_active", driver(arch)),
             mock.patch.dict(multi_tensor.BACKENDS, {"cpu": triton.TritonKernel}),
             mock.patch.object(multi_tensor, "_kernels", {}),
-            mock.patch.object(multi_tensor, "current_device", _current_device),
+            mock.patch.object(triton, "current_device", _current_device, create=True),
+            mock.patch.object(multi_tensor, "current_device", _current_device, create=True),  # where revisions have it
             mock.patch.object(torch.cuda, "_exchange_device", functools.partial(answer, 0)),
             mock.patch.object(torch.cuda, "_maybe_exchange_device", functools.partial(answer, 0)),
             mock.patch.object(torch.cuda, "is_current_stream_capturing", functools.partial(answer, False)),

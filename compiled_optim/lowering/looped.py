@@ -212,7 +212,9 @@ def _key(plan: Plan, member: Member, grad_dtype: torch.dtype, source_of: Callabl
     key, shape = kernel_key(plan, member, grad_dtype, ""), seen_shape(plan.rule, plan.statics, member.owner.shape)
     source = source_of(key, shape)
     assert source is not None, "not all of the plan is served"
-    example = _examples.setdefault(source.text, shape)
+    # What Triton compiles depends on these, too.
+    kinds = "" if plan.device.type == "cpu" else str([(size == 1, size % 16 == 0) for size in shape])
+    example = _examples.setdefault(source.text + kinds, shape)
     return dataclasses.replace(key, arrangement=f"loops over stacks like {' x '.join(map(str, example))}")
 
 

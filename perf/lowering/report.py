@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import compiled_optim
-from compiled_optim.lowering import multi_tensor, stacked
+from compiled_optim.lowering import looped, multi_tensor, stacked
 from compiled_optim.lowering.kernels import triton
 from compiled_optim.lowering.torch_ops import inductor
 from compiled_optim.optimizer import engine_of
@@ -175,7 +175,7 @@ def cpu_in_place_of_cuda(arch: int) -> Iterator[None]:
 @contextlib.contextmanager
 def _fake_cuda_anew(arch: int) -> Iterator[None]:
     """``fake_cuda`` where nothing is compiled yet."""
-    kernels = [mock.patch.object(module, "_kernels", {}) for module in (inductor, multi_tensor, stacked)]
+    kernels = [mock.patch.object(module, "_kernels", {}) for module in (inductor, looped, multi_tensor, stacked)]
     with fake_cuda(arch), kernels[0], kernels[1], kernels[2]:
         torch._dynamo.reset()
         yield

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
-import math
 import re
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -22,14 +21,6 @@ from perf.lowering.record import deciding
 
 _LOAD = re.compile(r"tl\.load\((\w+) \+ (.*), r0_mask", re.MULTILINE)
 _SHARED = re.compile(r"^    (x\d+) = xindex // ", re.MULTILINE)
-
-
-@dataclass(frozen=True)
-class Product:
-    """One launch that multiplies matrices: by how many ``programs``, None of a library's; and its operations on numbers."""
-
-    programs: int | None
-    operations: int
 
 
 @dataclass(frozen=True)
@@ -50,7 +41,6 @@ class Runs:
 
     def __init__(self) -> None:
         self.launches: list[Launch] = []
-        self.products: list[Product] = []
         self.peak = 0
         self.sources: list[str] = []
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
@@ -58,7 +48,7 @@ class Runs:
 
     def start(self) -> None:
         """Forget what ran so far; what is alive now does not count."""
-        self.launches, self.products, self.peak, self._alive = [], [], 0, {}
+        self.launches, self.peak, self._alive = [], 0, {}
 
     def made(self, tensor: Tensor) -> None:
         """Count the memory of a new tensor."""
@@ -86,7 +76,7 @@ class Runs:
         space: dict[str, Any] = {"__name__": "inductor_module", "__file__": "inductor_module"}
 
         def kernel(_: Any, name: str, text: str, **__: Any) -> Any:
-            return (_Symmetric if "custom_kernel=True" in text else _Kernel)(self, name, text)
+            return _Kernel(self, name, text)
 
         with mock.patch.object(AsyncCompile, "triton", kernel):
             exec(compile(source, "inductor_module", "exec"), space)
@@ -94,7 +84,7 @@ class Runs:
         space["reinterpret_tensor"] = lambda tensor, *where: tensor.as_strided(*where)
         space["copy_if_misaligned"] = lambda tensor: tensor
         space["assert_size_stride"] = _nothing
-        space["extern_kernels"] = _Externs(self)
+        space["extern_kernels"] = types.SimpleNamespace(bmm=_nothing)
         call = space["call"]
         return lambda *args: call(list(args))
 
@@ -114,31 +104,6 @@ def _set_device(device: int) -> None:
 
 def _stream(device: int) -> int:
     return 0
-
-
-class _Externs:
-    """Library calls, which write to a tensor that they are given."""
-
-    def __init__(self, runs: Runs) -> None:
-        self._runs = runs
-
-    def bmm(self, left: Tensor, right: Tensor, out: Tensor) -> None:
-        self._runs.products.append(Product(None, 2 * left.numel() * right.shape[-1]))
-
-
-class _Symmetric:
-    """The kernel of symmetric products, which gets its grid behind its arguments."""
-
-    def __init__(self, runs: Runs, name: str, text: str) -> None:
-        self._runs = runs
-        constants = re.search(r"'constants': (\{.*?\})", text)
-        assert constants is not None, text
-        self._constants = ast.literal_eval(constants[1])
-
-    def run(self, *values: Any, stream: int) -> None:
-        programs = math.prod(values[-3:])
-        multiplied = self._constants["block"] ** 2 * self._constants["columns"]
-        self._runs.products.append(Product(programs, 2 * programs * multiplied))
 
 
 class _Kernel:

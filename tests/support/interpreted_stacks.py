@@ -17,25 +17,20 @@ import interpreted_inlined
 import torch
 from gpu_code_cases import Written
 from interpreted_storage import convert_bfloat16
-from interpreted_symmetric import multiply_bfloat16
 from quick_interpreter import install
 from torch import Tensor, nn
 
 import compiled_optim as co
 from compiled_optim.lowering import stacked
-from compiled_optim.lowering.kernels.symmetric import Tiling
 from compiled_optim.memory.torch_compiler import CompiledGraph
 
-TILING = Tiling(rows=20, block=16, depth=16, stages=1, warps=4)
 SHAPES = {
     "Muon": [(20, 40), (20, 40), (40, 33)],
-    "NorMuon": [(33, 20), (20, 20)],
-    "express": [(32, 48)],
+    "NorMuon": [(33, 20)],
     "experts": [(3, 20, 24)] * 2,
 }
 OPTIONS: dict[str, dict[str, Any]] = {
-    "express": {"ns_coefficients": "polar_express"},
-    "experts": {"stacks": ["*"], "lr": 0.05},
+    "experts": {"stacks": ["*"], "lr": 0.05, "ns_coefficients": "polar_express"},
 }
 
 
@@ -66,7 +61,6 @@ def stepped(name: str, lowering: str) -> dict[str, Tensor]:
 def main() -> None:
     install()
     convert_bfloat16()
-    multiply_bfloat16()
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         for name, modules in json.loads(Path(os.environ["FILE"]).read_text()).items():

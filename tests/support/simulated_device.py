@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from compiled_optim.capture import graph as graphs
 from compiled_optim.lowering import multi_tensor
-from compiled_optim.lowering.kernels import cpp
+from compiled_optim.lowering.kernels import cpp, triton
 from compiled_optim.lowering.kernels.table import BUFFERS, PARAM, SCALARS, Kernel
 
 
@@ -350,7 +350,7 @@ def simulated_device(patch: Any) -> Iterator[SimulatedDevice]:
     for name, stand_in in stand_ins.items():
         patch.setattr(torch.cuda, name, stand_in)
     patch.setitem(graphs.GRAPHS, "cpu", graphs.CudaGraph)
-    patch.setattr(multi_tensor, "current_device", device.device)
+    patch.setattr(triton, "current_device", device.device)
     patch.setitem(multi_tensor.BACKENDS, "cpu", lambda s: RecordedKernel(_Kernel(cpp.CppKernel(s), device)))
     with device:
         yield device

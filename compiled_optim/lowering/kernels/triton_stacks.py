@@ -54,7 +54,7 @@ def pointer(address, dtype: tl.constexpr, ALIGNED: tl.constexpr):
     return wide(address, dtype, 16) if ALIGNED else narrow(address, dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["copies", "numel"])
 def add(partial, out, copies, numel, high: tl.constexpr, wide: tl.constexpr):
     at, t = (tl.program_id(0) * wide + tl.arange(0, wide))[None, :], tl.program_id(1).to(tl.int64)
     total = tl.zeros([high, wide], tl.float64)
@@ -230,9 +230,7 @@ class StackKernels:
         with current_device(self._device):
             self._parts = [part for event in source.schedule.events for part in self._of_event(event)]
         own = {step.name for step in source.update.steps}
-        last = {
-            name: i for i, part in enumerate(self._parts) for name in part.reads + part.makes if name.split("_")[-1] in own
-        }
+        last = {n: i for i, part in enumerate(self._parts) for n in part.reads + part.makes if n.split("_")[-1] in own}
         self._done = [[name for name, place in last.items() if place == i] for i in range(len(self._parts))]
 
     def run(self, given: Mapping[str, Tensor], count: int) -> None:
@@ -257,12 +255,11 @@ class StackKernels:
 
     def _tiles(self, loop: Loop) -> tuple[int, int]:
         """How many tiles are side by side, and how many programs' below each other."""
-        outer, inner = (1 if d is None else self._sizes[loop.axes[d]] for d in _tiled(loop.axes))
-        return (
-            (-(-inner // _LANES), 1)
-            if outer == 1 and _tiled(loop.axes)[0] is None
-            else (-(-inner // _COLUMNS), -(-outer // (_ROWS * _STEPS)))
-        )
+        height, width = (None if d is None else self._sizes[loop.axes[d]] for d in _tiled(loop.axes))
+        if height is None:
+            return -(-(width or 1) // _LANES), 1
+        assert width is not None, "rows without columns"
+        return -(-width // _COLUMNS), -(-height // (_ROWS * _STEPS))
 
     def _loop(self, loop: Loop) -> _Part:
         (right, down), source = self._tiles(loop), self._source
