@@ -139,7 +139,7 @@ class _Products(TorchDispatchMode):
         self.operations: list[int] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.bmm.default:
+        if func is torch.ops.aten.bmm.out:
             self.operations.append(2 * args[0].numel() * args[1].shape[-1])
         return func(*args, **(kwargs or {}))
 

@@ -1,8 +1,8 @@
 """Runs Triton's loops over stacks on CPU tensors, beside the eager lowering; a process of its own, with TRITON_INTERPRET=1.
 
 Prints how far parameters and state are from those of eager steps, relative to what the steps change, and how often our
-kernel of symmetric products ran. The second step is clipped, the third one skipped. Symmetric products are ours from 20 rows
-on, where rows and columns are multiples of 8. Arguments name the cases to run.
+kernel of symmetric products ran. The second step is clipped, the third one skipped, and ours is under autocast in the last
+one. Symmetric products are ours from 20 rows on, where rows and columns are multiples of 8. Arguments name the cases to run.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ def stepped(name: str, dtype: torch.dtype, lowering: str) -> dict[str, Tensor]:
         optimizer.max_grad_norm = 0.7 if step == 1 else None
         optimizer.found_inf = torch.tensor(float(step == 2))
         before = snapshot(optimizer, params)
-        optimizer.step()
+        with torch.autocast("cpu", torch.float16, enabled=step == 3 and lowering == "auto"):
+            optimizer.step()
         for i, (old, new) in enumerate(zip(before, snapshot(optimizer, params), strict=True)):
             stays = step == 2 or (i, step) == (1, 1)
             assert all(map(torch.equal, old, new)) == stays, (name, dtype, lowering, i, step)

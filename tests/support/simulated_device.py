@@ -25,6 +25,7 @@ from compiled_optim.capture import graph as graphs
 from compiled_optim.lowering import multi_tensor
 from compiled_optim.lowering.kernels import cpp, triton
 from compiled_optim.lowering.kernels.table import BUFFERS, PARAM, SCALARS, Kernel
+from compiled_optim.memory import addresses
 
 
 class Fault(AssertionError):
@@ -335,6 +336,7 @@ class _Capture:
 def simulated_device(patch: Any) -> Iterator[SimulatedDevice]:
     """Let the CPU be such a device, with the package's own CUDA graphs, inside and while ``patch`` lasts."""
     device = SimulatedDevice()
+    addresses.reader()  # which looks once at tensors that such a device does not have
     simulated_graph.install(patch)
     stand_ins = {
         "CUDAGraph": _Graph,

@@ -89,8 +89,8 @@ def multiplier(
     """What launches the kernel of a ``module`` for stacks of one ``shape``, (tensors, ..., rows, columns).
 
     It takes the stack in bfloat16, lying as it is or ``turned``, and a tensor of the result's shape. With ``numbers`` that
-    makes a + b * x + c * x @ x, and takes three float64 tensors, of which numbers are the first elements: if they are
-    ``"each"``, tensor by tensor those at the places of an int64 index.
+    makes a + b * x + c * x @ x, and takes three float64 tensors: their first elements are the numbers, or with ``"each"``
+    the elements at the places of an int64 index, tensor by tensor.
     """
     from triton.tools.tensor_descriptor import TensorDescriptor
 

@@ -334,5 +334,5 @@ def _turn(step: Step, values: Values, count: int) -> None:
 
 def _multiply(step: Step, values: Values, count: int) -> None:
     left, right = (values[n].mT if turned else values[n] for n, turned in zip(step.reads, step.turned, strict=True))
-    made = torch.bmm(left.flatten(0, -3), right.flatten(0, -3))
-    values[step.name] = made.view(*left.shape[:-2], *made.shape[1:])
+    values[step.name] = made = left.new_empty(*left.shape[:-1], right.shape[-1])
+    torch.bmm(left.flatten(0, -3), right.flatten(0, -3), out=made.flatten(0, -3))  # whose dtype autocast leaves alone
