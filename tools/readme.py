@@ -135,6 +135,9 @@ _WORKLOADS = {
 }
 
 
+_STORED = {_FUSED, *(f"{_OURS}[{mode}]" for mode in ("float32", "split8, int8", "kahan, bfloat16", "stochastic, bfloat16"))}
+
+
 def summary() -> str:
     """AdamW's steps in time and memory, on a GPU and on a CPU, with the conditions."""
     measured = sorted(_steps(), key=lambda times: times["adamw", "small-148"][_OURS]["date"])
@@ -161,6 +164,7 @@ def summary() -> str:
             shares[name, False],
         ]
         for name, r in {r["competitor"]: r for r in memory if _is_gpu(r)}.items()
+        if name in _STORED
     ]
     head = ["AdamW, GPT-2's tensors", "bytes per parameter, with its gradient", "time, GPU", "time, CPU"]
     where = [_conditions(times["adamw", "gpt2-124m"][_OURS]) for times in (gpu, cpu)]

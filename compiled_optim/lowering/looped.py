@@ -30,7 +30,7 @@ from compiled_optim.plan.plan import Member, Plan
 _ELEMENTS = {"tensor": 1 << 22, "matrix": 1 << 20}
 """The most elements in a stack of several tensors, by granularity: sums need little memory, and products stay in caches."""
 
-_BYTES = 1 << 27  # the most bytes of parameters in a stack of several tensors on a GPU
+_BYTES, _TENSORS = 1 << 27, 65535  # the most bytes of parameters, and tensors, in a stack of several on a GPU
 
 _kernels: dict[KernelKey, Any] = {}  # what makes, of the shape of a stack, what updates it
 _examples: dict[str, tuple[int, ...]] = {}  # by the code of kernels, the shape that it was first written for
@@ -163,7 +163,7 @@ class KernelStackLowering(MultiTensorLowering):
         self.stacks = [
             KernelStack(plan, where[start : start + most], key)
             for (key, shape), where in positions.items()
-            for most in [max(_BYTES // (compute_dtype(key.dtypes[0]).itemsize * shape.numel()), 1)]
+            for most in [min(max(_BYTES // (compute_dtype(key.dtypes[0]).itemsize * shape.numel()), 1), _TENSORS)]
             for start in range(0, len(where), most)
         ]
 

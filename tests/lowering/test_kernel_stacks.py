@@ -193,6 +193,14 @@ def test_shards_go_another_way(one_process: None) -> None:
     assert looped.serves_where_they_are(lowering.plan)
 
 
+def test_stacks_have_no_more_tensors_than_a_grid_has_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert looped._TENSORS < 1 << 16
+    monkeypatch.setattr(looped, "_TENSORS", 5)
+    with fake_cuda(90):
+        (lowering,) = engine_of(co.Muon(_parameters([(4, 3)] * 12))).step.lowerings
+    assert [len(stack.positions) for stack in lowering.stacks] == [5, 5, 2]
+
+
 LAUNCHES = {
     ("Muon", 90): (57, 20),
     ("Muon", 80): (37, 60),
