@@ -152,6 +152,7 @@ class KernelStackLowering(MultiTensorLowering):
     """Runs the step of one plan on a GPU for which :func:`serves_where_they_are` holds."""
 
     name = "stacked"
+    _is_captured = False
 
     def __init__(self, plan: Plan, clipping: Clipping, log: CompilationLog) -> None:
         super().__init__(plan, clipping, log)
@@ -177,11 +178,16 @@ class KernelStackLowering(MultiTensorLowering):
             make = functools.partial(_stack_kernels, shape=stack.shape)
             stack.kernels = self._log.obtain(_kernels, stack.key, names, make)(stack.shape)
 
+    def prepare(self, grads: list[Tensor | None] | None, captures: Captures = ()) -> None:
+        super().prepare(grads, captures)
+        self._is_captured = self.plan.device in captures
+
     def launch(self) -> None:
         with self._on_device:
             self.tables[0].kernel.evaluate(self.table)
-            for stack in self.stacks:
-                stack.update(self.tables[0].tensors, self.table)
+            for stack in self.stacks:  # in a replay, others may have gradients
+                if self._is_captured or not self.table.gradients.are_absent(stack.positions):
+                    stack.update(self.tables[0].tensors, self.table)
 
 
 class KernelStack:

@@ -193,6 +193,31 @@ def test_shards_go_another_way(one_process: None) -> None:
     assert looped.serves_where_they_are(lowering.plan)
 
 
+def _products(recorder: Record) -> int:
+    return sum(operator.name == "bmm" for operator in recorder.take().operators)
+
+
+def test_stacks_without_a_gradient_take_no_time_but_in_a_graph(fresh_kernels: None) -> None:
+    with _gpu() as recorder:
+        params = _parameters([(40, 24), (40, 24), (16, 24)])
+        optimizer = co.Muon(params)
+        optimizer.step()
+        (lowering,) = engine_of(optimizer).step.lowerings
+        counts = []
+        for absent in ([], [0], [2], [0, 1, 2]):
+            for i, param in enumerate(params):
+                param.grad = None if i in absent else torch.empty_like(param)
+            recorder.take()
+            optimizer.step()
+            counts.append(_products(recorder))
+        with mock.patch.object(lowering.table.gradients, "_capture"):  # writes to memory that fake tensors lack
+            lowering.prepare(None, (lowering.plan.device,))
+        recorder.take()
+        lowering.launch()
+        assert _products(recorder) == counts[0] > 0
+    assert counts == [counts[0], counts[0], counts[0] // 2, 0]
+
+
 def test_stacks_have_no_more_tensors_than_a_grid_has_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert looped._TENSORS < 1 << 16
     monkeypatch.setattr(looped, "_TENSORS", 5)

@@ -171,6 +171,10 @@ class GradientPointers:
         self._publish(found.gradients if self._version != found.version else None, capturing)
         self._version = found.version
 
+    def are_absent(self, columns: Sequence[int]) -> bool:
+        """Whether none of some parameters has a gradient."""
+        return not self._host[columns].any()
+
     def publish(self, grads: Sequence[Tensor | None], capturing: bool) -> None:
         """Make the addresses of ``grads`` known to the kernels."""
         self._publish([0 if g is None else g.data_ptr() or EMPTY for g in grads], capturing)
