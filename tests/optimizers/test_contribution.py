@@ -95,7 +95,8 @@ def test_the_reference_finds_mistakes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("added")
 def test_benchmark_report_and_readme_have_it() -> None:
-    assert [c.name for c in competitors.entered("toy")[0]] == ["compiled_optim", "compiled_optim[inductor]"]
+    ours = [competitors.OURS, f"{competitors.OURS}[inductor]", competitors.WATCHED]
+    assert [c.name for c in competitors.entered("toy")[0]] == ours
     assert competitors.entered("toy", ["torch fused"])[1] == {"torch fused": "torch.optim has no toy"}
     pytest.importorskip("triton")
     assert "toy" in elementwise()

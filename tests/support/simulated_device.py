@@ -352,7 +352,8 @@ def simulated_device(patch: Any) -> Iterator[SimulatedDevice]:
     for name, stand_in in stand_ins.items():
         patch.setattr(torch.cuda, name, stand_in)
     patch.setitem(graphs.GRAPHS, "cpu", graphs.CudaGraph)
-    patch.setattr(triton, "current_device", device.device)
+    for module in (multi_tensor, triton):
+        patch.setattr(module, "current_device", device.device)
     patch.setitem(multi_tensor.BACKENDS, "cpu", lambda s: RecordedKernel(_Kernel(cpp.CppKernel(s), device)))
     with device:
         yield device
