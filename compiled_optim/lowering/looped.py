@@ -182,6 +182,9 @@ class KernelStackLowering(MultiTensorLowering):
         super().prepare(grads, captures)
         self._is_captured = self.plan.device in captures
 
+    def copy_gradients_for_graph(self) -> None:
+        self._is_captured = True  # next, though no graph is being captured yet; the table says where gradients are
+
     def launch(self) -> None:
         with self._on_device:
             self.tables[0].kernel.evaluate(self.table)

@@ -215,6 +215,11 @@ def test_stacks_without_a_gradient_take_no_time_but_in_a_graph(fresh_kernels: No
         recorder.take()
         lowering.launch()
         assert _products(recorder) == counts[0] > 0
+        lowering.prepare(None)
+        lowering.copy_gradients_for_graph()  # as a runner does before it captures a launch
+        recorder.take()
+        lowering.launch()
+        assert _products(recorder) == counts[0]
     assert counts == [counts[0], counts[0], counts[0] // 2, 0]
 
 
