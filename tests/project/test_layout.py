@@ -100,7 +100,7 @@ BUDGET = {
     "capture": 1209,
     "checkpoint": 1303,
     "groups": 1287,
-    "lowering": 5032,
+    "lowering": 5035,
     "memory": 1483,
     "optimizers": 1914,
     "plan": 846,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import re
@@ -205,7 +206,9 @@ def _size(letter: str) -> str:
 
 def stack_source(key: KernelKey, shape: Sequence[int]) -> StackSource | None:
     """The source for a ``shape``, which is written once; None if the rule does what only a compiler for all of torch can."""
-    return _source(key, tuple(shape), tiling_of(torch.device(key.device))) if {*key.dtypes} <= _DTYPES else None
+    if not {*key.dtypes} <= _DTYPES:
+        return None
+    return _source(dataclasses.replace(key, arrangement=""), tuple(shape), tiling_of(torch.device(key.device)))
 
 
 @functools.cache
