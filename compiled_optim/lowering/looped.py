@@ -60,7 +60,7 @@ def _is_written(plan: Plan, source_of: Callable[..., Any], key: KernelKey, shape
     seen = seen_shape(plan.rule, plan.statics, shape)
     if (source := source_of(key, seen)) is None or source_of(key.with_all_buffers(), seen) is None:
         return False
-    sizes = dict(zip(source.update.axes, seen, strict=True))
+    sizes = source.update.sizes(seen)
     fields = {b.name: b for b in plan.rule.buffers}
     shapes = [plan.rule.shape_of(fields[name], shape, plan.statics) for name in plan.buffers]
     axes = [source.update.inputs[f"buffer{i}"] for i in range(len(shapes))]

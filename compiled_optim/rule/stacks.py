@@ -7,31 +7,41 @@ update uses another one, :func:`written` raises :class:`NotWritable`, and a comp
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, TypeAlias, cast
 
 import torch
 
-from compiled_optim.rule.rule import Rule, number_type
-from compiled_optim.rule.symbols import OF_FORMATS, WORDS, Code, Dialect, NotWritable, Symbol
+from compiled_optim.rule.fields import Buffer
+from compiled_optim.rule.formats import GROUP
+from compiled_optim.rule.rule import INDEX, Rule, number_type
+from compiled_optim.rule.symbols import OF_FORMATS, WORDS, Code, Dialect, Kind, NotWritable, Symbol
 from compiled_optim.rule.vocabulary import sqrt, where
 
-StepKind: TypeAlias = Literal["element", "sum", "product", "quadratic", "turn"]
+StepKind: TypeAlias = Literal["element", "sum", "largest", "product", "quadratic", "turn"]
 Axes: TypeAlias = tuple[str, ...]
-"""For each dimension of a stack but the first, the letter of its size; empty where a value is the same all along it."""
+"""For each dimension of a stack but the first, the letter of its size; empty where a value is the same all along it.
 
+:data:`OF_GROUPS` is the letter of groups of elements along the columns.
+"""
+OF_GROUPS = "g"
+
+_COLUMNS = "c"
 _LETTERS = {1: "c", 2: "rc", 3: "brc"}  # columns, rows, batch
 _PRIMES = (101, 103, 107)  # stand for sizes, so that a buffer's shape can be told
+_COMPARISONS = {"==", "!=", "<", "<=", ">", ">="}
 
 
 @dataclass(frozen=True)
 class Step:
     """What defines one value: an ``expression`` of those that it reads, or a sum, product or copy of them.
 
-    A ``"product"`` is of two matrices, each turned before where ``turned`` says so. ``"quadratic"`` is a + b * x + c * x @ x
-    of a symmetric matrix, with three numbers in its expression. ``"turn"`` is the transposed matrix. A value is ``half`` if
-    it is a bfloat16 number.
+    ``"largest"`` is the largest integer of each group, at least 0. A ``"product"`` is of two matrices, each turned before
+    where ``turned`` says so. ``"quadratic"`` is a + b * x + c * x @ x of a symmetric matrix, with three numbers in its
+    expression. ``"turn"`` is the transposed matrix. A value is ``half`` if it is a bfloat16 number, and ``is_int`` if it is
+    a 32-bit integer.
     """
 
     name: str
@@ -41,6 +51,12 @@ class Step:
     expression: str = ""
     half: bool = False
     turned: tuple[bool, bool] = (False, False)
+    is_int: bool = False
+
+    @property
+    def reduces(self) -> bool:
+        """Whether it has one number for several elements."""
+        return self.kind in ("sum", "largest")
 
 
 @dataclass(frozen=True)
@@ -56,6 +72,16 @@ class StackUpdate:
     steps: Sequence[Step]
     results: Mapping[str, str]
     numbers: Sequence[float]
+
+    @property
+    def letters(self) -> list[str]:
+        """The letters of all sizes."""
+        axes = [self.axes, *self.inputs.values(), *(step.axes for step in self.steps)]
+        return list(dict.fromkeys(filter(None, itertools.chain(*axes))))
+
+    def sizes(self, shape: Sequence[int]) -> dict[str, int]:
+        """The size of each letter for tensors of ``shape``, as the update sees them."""
+        return {**dict(zip(self.axes, shape, strict=True)), "": 1, OF_GROUPS: shape[-1] // GROUP}
 
 
 class _Count:
@@ -77,8 +103,10 @@ class StackSymbol(Symbol):
     __slots__ = ("axes", "half", "mask", "turned")
     code: StackCode
 
-    def __init__(self, code: StackCode, name: str, axes: Axes, *, half: bool = False, turned: bool = False) -> None:
-        super().__init__(code, name)
+    def __init__(
+        self, code: StackCode, name: str, axes: Axes, *, half: bool = False, turned: bool = False, is_int: bool = False
+    ) -> None:
+        super().__init__(code, name, Kind(is_int))
         self.axes, self.half, self.turned, self.mask = axes, half, turned, False
 
     @property
@@ -186,20 +214,21 @@ class StackCode(Code):
 
     def operand(self, value: Any, *, is_int: bool = False) -> str:
         """As for any code; a Python number has a place in ``numbers``, so that code does not depend on it."""
-        if isinstance(value, Symbol) or not isinstance(value, (int, float)):
+        if is_int or isinstance(value, Symbol) or not isinstance(value, (int, float)):
             return super().operand(value, is_int=is_int)
         self.numbers.append(float(value))
         return f"T(numbers[{len(self.numbers) - 1}])"
 
     def binary(self, operator: str, left: Any, right: Any) -> Any:
         """As for any code, of symbols that lie in the same way; the result of a comparison is a mask."""
-        if operator in (self.dialect.both, self.dialect.either):
-            if not (getattr(left, "mask", False) and getattr(right, "mask", False)):
-                raise NotWritable("combines what are not two comparisons")
-        else:
-            self.refuse_masks(left, right)
+        symbols = [value for value in (left, right) if isinstance(value, StackSymbol)]
+        combines = operator in (self.dialect.both, self.dialect.either) and not any(s.kind.is_int for s in symbols)
+        if not combines:
+            self.refuse_masks(*symbols)
+        elif [s.mask for s in symbols] != [True, True]:
+            raise NotWritable("combines what are not two comparisons")
         made: Any = super().binary(operator, *self._aligned(left, right))
-        made.mask = operator not in ("+", "-", "*", "/")
+        made.mask = combines or operator in _COMPARISONS
         return made
 
     def call(self, name: str, *values: Any) -> Any:
@@ -214,13 +243,24 @@ class StackCode(Code):
             return self._quadratic(*values)
         numbers = values[1:] if name == "where" else values
         self.refuse_masks(*numbers)
-        if name in OF_FORMATS or any(getattr(value, "half", False) for value in numbers):
-            raise NotWritable(f"takes {name} of integers, or in bfloat16")
+        if any(getattr(value, "half", False) for value in numbers) or (name in OF_FORMATS and self.dtype != torch.float32):
+            raise NotWritable(f"takes {name} in bfloat16 or float64")
+        if name == "group_max":
+            return self._largest(*values)
+        if name == "broadcast":  # a value of each group is read for each of its elements
+            (value,) = values
+            axes = (*value.axes[:-1], _COLUMNS)
+            return self.append("element", axes, (value.name,), value.name, is_int=value.kind.is_int)
         if name == "power" and isinstance(values[1], (int, float)):  # which compilers make a product of
             base, exponent = values
             expression = f"power_({base.name}, T({float(exponent)!r}))"
             return self.append("element", base.axes, (base.name,), expression, turned=base.turned)
         return super().call(name, *self._aligned(*values))
+
+    def _largest(self, x: StackSymbol) -> StackSymbol:
+        if x.turned or x.axes[-1] != _COLUMNS or self.sizes[_COLUMNS] % GROUP:
+            raise NotWritable("has groups of elements that do not end with rows")
+        return self.append("largest", (*x.axes[:-1], OF_GROUPS), (x.name,), is_int=True)
 
     def _quadratic(self, x: StackSymbol, *rest: Any) -> StackSymbol:
         """One operation on bfloat16 numbers, if the language has that and all numbers are coefficients, or all constants."""
@@ -248,7 +288,7 @@ class StackCode(Code):
             axes += found or {""}
         names = tuple(value.name for value in read)
         turned = any(value.turned for value in read if any(value.axes[-2:]))
-        return self.append("element", tuple(axes), names, expression, turned=turned)
+        return self.append("element", tuple(axes), names, expression, turned=turned, is_int=is_int)
 
     def append(
         self,
@@ -260,13 +300,14 @@ class StackCode(Code):
         half: bool = False,
         flips: tuple[bool, bool] = (False, False),
         turned: bool = False,
+        is_int: bool = False,
     ) -> StackSymbol:
         """Append a step, unless there is one like it, and return the symbol of its result."""
-        step = Step("", kind, axes, reads, expression, half, flips)
+        step = Step("", kind, axes, reads, expression, half, flips, is_int)
         if step not in self._made:
             self._made[step] = name = f"e{len(self.steps)}"
             self.steps.append(dataclasses.replace(step, name=name))
-        return StackSymbol(self, self._made[step], axes, half=half, turned=turned)
+        return StackSymbol(self, self._made[step], axes, half=half, turned=turned, is_int=is_int)
 
     def _aligned(self, *values: Any) -> Sequence[Any]:
         """``values`` that all lie as they are seen, or are all turned."""
@@ -316,10 +357,15 @@ def written(
     code = StackCode(dialect, dict(zip(axes, shape, strict=True)), dtype)
     inputs = dict.fromkeys(("param", "grad"), axes)
     values: dict[str, Any] = {**statics, **dict.fromkeys(b.name for b in rule.buffers)}
-    present = rule.present_buffers(statics)
+    present, integers = rule.present_buffers(statics), rule.integer_buffers(statics)
     for i, name in enumerate(present):
-        inputs[f"buffer{i}"] = _axes_of(next(b for b in rule.buffers if b.name == name).shape, axes)
-        values[name] = StackSymbol(code, f"buffer{i}", inputs[f"buffer{i}"])
+        inputs[f"buffer{i}"] = own = _axes_of(next(b for b in rule.buffers if b.name == name), axes)
+        values[name] = StackSymbol(code, f"buffer{i}", own, is_int=name in integers)
+    if rule.reads_index(statics):
+        place = "0"
+        for d, letter in enumerate(axes):
+            place = f"({place}) * size_{letter} + i{d}" if letter else place
+        values[INDEX] = code.append("element", axes, (), f"place({place})", is_int=True)
     names = rule.coefficient_names(statics)
     same = ("",) * len(axes)
     c = number_type(names)(*[StackSymbol(code, f"k{i}", same) for i in range(len(names))])
@@ -336,11 +382,13 @@ def written(
     return StackUpdate(axes, inputs, [step for step in code.steps if step.name in needed], found, code.numbers)
 
 
-def _axes_of(shape: Callable[[torch.Size], Sequence[int]] | None, axes: Axes) -> Axes:
-    if shape is None:
+def _axes_of(buffer: Buffer, axes: Axes) -> Axes:
+    if buffer.grouped:
+        return (*axes[:-1], OF_GROUPS)
+    if buffer.shape is None:
         return axes
     sizes = dict(zip(_PRIMES, axes, strict=False))
-    found = shape(torch.Size(_PRIMES[: len(axes)]))
+    found = buffer.shape(torch.Size(_PRIMES[: len(axes)]))
     if len(found) != len(axes) or any(size not in (1, p) for size, p in zip(found, _PRIMES, strict=False)):
         raise NotWritable("has state of another shape than the parameter's")
     return tuple(sizes.get(size, "") for size in found)

@@ -34,7 +34,7 @@ SERIAL = 32768  # elements below which waking other threads costs more than they
 
 STORAGE = {
     **{torch.float32: "float", torch.float64: "double", torch.bfloat16: "bfloat16", torch.float16: "float16"},
-    **{torch.int8: "int8_t", torch.uint8: "uint8_t", torch.int16: "int16_t"},
+    **{torch.int8: "int8_t", torch.uint8: "uint8_t", torch.int16: "int16_t", torch.int32: "uint32_t"},
 }
 DIALECT = Dialect("const auto {} = {};", "T({})", "&&", "||", "uint32_t({})")
 _ACCESSES = {

@@ -22,6 +22,7 @@ from compiled_optim.lowering.kernels.schedule import Loop, Schedule
 from compiled_optim.memory.cache import library, processor
 from compiled_optim.memory.layout import compute_dtype
 from compiled_optim.plan.compilations import KernelKey
+from compiled_optim.rule.formats import GROUP
 from compiled_optim.rule.stacks import Axes, StackUpdate, Step, written
 
 PHASES = Path(__file__).with_name("phases.h").read_text(encoding="utf-8")
@@ -65,12 +66,12 @@ class StackSource:
         compute = compute_dtype(key.dtypes[0])
         self.update, self.schedule = update, Schedule(update)
         self.dtypes = dict(zip(update.inputs, key.dtypes, strict=True))
-        self.dtypes |= {s.name: _HALF if s.half else compute for s in update.steps}
+        self.dtypes |= {s.name: _HALF if s.half else torch.int32 if s.is_int else compute for s in update.steps}
         self.loops = {f"loop{i}": e for i, e in enumerate(e for e in self.schedule.events if isinstance(e, Loop))}
         self.sums = {f"partial_{step.name}": (name, step) for name, loop in self.loops.items() for step in loop.sums}
-        self.dtypes |= dict.fromkeys(self.sums, torch.float64)
+        self.dtypes |= {name: torch.int32 if step.is_int else torch.float64 for name, (_, step) in self.sums.items()}
         self.events: list[Part | Step] = []
-        axes, names = list(dict.fromkeys(filter(None, update.axes))), iter(self.loops.items())
+        axes, names = update.letters, iter(self.loops.items())
         texts: dict[str, str] = {}  # of functions, but for their names, which are the values
         for is_loop, found in itertools.groupby(self.schedule.events, lambda event: isinstance(event, Loop)):
             if not is_loop:
@@ -102,24 +103,38 @@ class StackSource:
         before += [f"const Range range{d} = cut({_size(a)}, {axis} == {d}, p, {chunks});" for d, a in enumerate(loop.axes)]
         lines: dict[bool, list[str]] = {False: [], True: []}  # by whether they are in the innermost loop
         for name in loads:
-            value = f"{'factor * ' * (name == 'grad')}T({self._element(name)})"
-            lines[bool(self.axes_of(name)[inner])].append(f"const T {name} = {value};")
+            element, is_number = self._element(name, loop), self.dtypes[name].is_floating_point
+            value = f"T {name} = {'factor * ' * (name == 'grad')}T({element})"
+            value = value if is_number else f"uint32_t {name} = uint32_t(int32_t({element}))"
+            lines[bool(self.axes_of(name)[inner])].append(f"const {value};")
         for step in loop.steps:
             lines[bool(step.axes[inner])].append(f"const auto {step.name} = {step.expression};")
         stores = {**{name: name for name in loop.kept}, **loop.results}
-        lines[True] += [f"{self._element(to)} = {STORAGE[self.dtypes[to]]}({value});" for to, value in stores.items()]
-        totals: dict[str, str] = {}
+        lines[True] += [f"{self._element(to, loop)} = {STORAGE[self.dtypes[to]]}({value});" for to, value in stores.items()]
+        totals: dict[str, str] = {}  # what is added up in a variable before it goes to memory
         begin, end = [], []
         for name, step in ((name, step) for name, (where, step) in self.sums.items() if where == loop_name):
             copies, numel = self._extent(name), self._numel(name)
             before.append(self._pointer(name, f"(t * {copies} + p % {copies})"))
-            to = self._element(name) if step.axes[inner] else totals.setdefault(name, f"sum_{step.name}")
-            lines[True].append(f"{to} += double({step.reads[0]});")
+            if step.kind == "sum" and step.axes[inner]:
+                to = self._element(name, loop)
+            else:
+                to = totals[name] = f"sum_{step.name}"
+            new = step.reads[0]
+            lines[True].append(f"{to} = {new} > {to} ? {new} : {to};" if step.is_int else f"{to} += double({new});")
             begin.append(f"clear({self._start(name)}, t, {copies} * {numel});")
             end.append(f"add({self._start(name)}, {self._start(step.name)}, t, {copies}, {numel});")
-        pragma = f"#pragma omp simd reduction(+ : {', '.join(totals.values())})" if totals else INDEPENDENT
-        body = [*lines[False], *(f"double {total} = 0;" for total in totals.values()), pragma, *_each(inner, lines[True])]
-        body += [f"{self._element(name)} += {total};" for name, total in totals.items()]
+        signs = ["max" if self.sums[name][1].is_int else "+" for name in totals]
+        reductions = "".join(f" reduction({sign} : {t})" for sign, t in zip(signs, totals.values(), strict=True))
+        body = [f"{STORAGE[self.dtypes[name]]} {total} = 0;" for name, total in totals.items()]
+        body += [f"#pragma omp simd{reductions}" if totals else INDEPENDENT, *_each(inner, lines[True])]
+        body += [f"{place} = with({place}, {t});" for n, t in totals.items() for place in [self._element(n, loop)]]
+        if "max" in signs:  # group by group
+            i, end_of_group = f"i{inner}", f"end_of<{GROUP}>(i{inner}, last)"
+            body = [f"const Range range{inner} = {{{i}, {end_of_group}}};", *body]
+            each = f"for (int64_t {i} = range{inner}.first; {i} < last; {i} = {end_of_group}) {{"
+            body = [f"const int64_t last = range{inner}.end;", each, *_indented(body), "}"]
+        body = [*lines[False], *body]
         for d in (d for d in reversed(range(inner)) if loop.axes[d]):
             body = _each(d, body)
         one, several = "[&](const int64_t t) {", "[&](const int64_t t, const int64_t p) __attribute__((noinline)) {"
@@ -141,11 +156,12 @@ class StackSource:
         where = f"start<{kind}>({found})" if found else f"{self._start(name)} + {place} * {self._numel(name)}"
         return f"{kind}* __restrict at_{name} = {where};"
 
-    def _element(self, name: str) -> str:
+    def _element(self, name: str, loop: Loop) -> str:
         index = ""
         for d, letter in enumerate(self.axes_of(name)):
             if letter:
-                index = f"({index}) * {_size(letter)} + i{d}" if index else f"i{d}"
+                place = f"i{d}" if letter == loop.axes[d] else f"i{d} / {GROUP}"
+                index = f"({index}) * {_size(letter)} + {place}" if index else place
         return f"at_{name}[{index or 0}]"
 
     def _numel(self, name: str) -> str:
@@ -230,14 +246,16 @@ class StackLoops:
         self._count, self._numbers = shape[0], (ctypes.c_double * len(source.update.numbers))(*source.update.numbers)
         is_whole = math.prod(shape[1:]) < _WHOLE
         self._is_serial = math.prod(shape) <= SERIAL or (is_whole and self._count == 1)
-        sizes = {"alone": int(is_whole), **dict(zip(source.update.axes, shape[1:], strict=True))}
+        sizes = {"alone": int(is_whole), **source.update.sizes(shape[1:])}
         for name, loop in source.loops.items():
-            lengths = [sizes.get(letter, 1) for letter in loop.axes]
+            lengths = [sizes[letter] for letter in loop.axes]
             chunks = min(max(math.prod(lengths) // _CHUNK, 1), _MOST_CHUNKS)
             axis = lengths.index(max(lengths))  # the longest, so that partial sums along the others need little memory
             sizes |= {f"{name}.chunks": chunks, f"{name}.axis": axis}
         for name, (where, step) in source.sums.items():
-            sizes[name] = 1 if step.axes[sizes[f"{where}.axis"]] else sizes[f"{where}.chunks"]
+            axis = sizes[f"{where}.axis"]
+            is_whole_in_a_chunk = step.axes[axis] == source.loops[where].axes[axis]  # which may end within a group
+            sizes[name] = 1 if is_whole_in_a_chunk else sizes[f"{where}.chunks"]
         self._place(sizes)
         self._events: list[tuple[Part | Step, Any, Any]] = []
         code = load(source.text)

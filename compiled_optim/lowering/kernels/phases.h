@@ -8,14 +8,25 @@ template <class P> static inline P* start(int64_t address) { return reinterpret_
 
 template <class T> static inline T rounded(T x) { return T(float(bfloat16(float(x)))); }
 
-static inline void clear(double* partial, int64_t t, int64_t numel) {
-  std::memset(partial + t * numel, 0, numel * sizeof(double));
+static inline uint32_t place(int64_t i) { return uint32_t(i); }
+
+template <class P> static inline void clear(P* partial, int64_t t, int64_t numel) {
+  std::memset(partial + t * numel, 0, numel * sizeof(P));
 }
 
-template <class T> static void add(const double* partial, T* to, int64_t t, int64_t copies, int64_t numel) {
+static inline double with(double sum, double x) { return sum + x; }
+static inline uint32_t with(uint32_t largest, uint32_t x) { return maximum_(largest, x); }
+
+// Where a group of N elements ends, or what is left of it.
+template <int64_t N> static inline int64_t end_of(int64_t i, int64_t last) {
+  const int64_t next = (i / N + 1) * N;
+  return next < last ? next : last;
+}
+
+template <class P, class T> static void add(const P* partial, T* to, int64_t t, int64_t copies, int64_t numel) {
   for (int64_t i = 0; i < numel; i++) {
-    double sum = 0;
-    for (int64_t q = 0; q < copies; q++) sum += partial[(t * copies + q) * numel + i];
+    P sum = 0;
+    for (int64_t q = 0; q < copies; q++) sum = with(sum, partial[(t * copies + q) * numel + i]);
     to[t * numel + i] = T(sum);
   }
 }

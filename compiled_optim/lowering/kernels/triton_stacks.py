@@ -20,12 +20,13 @@ from compiled_optim.lowering.kernels.triton import WORDS as ELEMENT_WORDS
 from compiled_optim.lowering.kernels.triton import current_device, dtype_name, launcher, load
 from compiled_optim.memory.layout import compute_dtype
 from compiled_optim.plan.compilations import KernelKey
+from compiled_optim.rule.formats import GROUP
 from compiled_optim.rule.stacks import Axes, Step, written
 from compiled_optim.rule.symbols import Dialect, NotWritable
 
 Values: TypeAlias = dict[str, Tensor]
 
-_DTYPES = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
+_DTYPES = {torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int8, torch.uint8, torch.int16}
 _ROWS, _COLUMNS, _STEPS = 8, 256, 8  # of a tile; a program takes several, one below the other
 _LANES = 2048  # elements of a tile that has one row
 _ADDED = 2048  # partial sums that a program adds up at a time
@@ -43,6 +44,17 @@ def T(x):
 @triton.jit
 def half(x):
     return T(tl.cast(tl.cast(x, tl.float32), tl.bfloat16))  # in two steps, as torch rounds a float64
+
+
+@triton.jit
+def place(i):
+    return i.to(tl.int32)
+
+
+@triton.jit
+def largest(x, inside):
+    each = tl.where(inside, x, 0)
+    return tl.max(tl.reshape(each, [each.shape[0], each.shape[1] // GROUP, GROUP]), axis=2)
 
 
 @triton.jit
@@ -103,8 +115,9 @@ class StackSource:
         self.update = written(key.rule, dict(key.statics), shape, compute, dialect)
         self.schedule = Schedule(self.update)
         self.dtypes = dict(zip(self.update.inputs, key.dtypes, strict=True))
-        self.dtypes |= {s.name: torch.bfloat16 if s.half else compute for s in self.update.steps}
-        self.letters = list(dict.fromkeys(filter(None, self.update.axes)))
+        kinds = [(s.name, torch.bfloat16 if s.half else torch.int32 if s.is_int else compute) for s in self.update.steps]
+        self.dtypes |= dict(kinds)
+        self.letters = self.update.letters
         self.names = {id(e): f"loop{i}" for i, e in enumerate(e for e in self.schedule.events if isinstance(e, Loop))}
         texts = [self._loop(e) for e in self.schedule.events if isinstance(e, Loop)]
         self.text = ELEMENT_WORDS + _WORDS.format(compute=dtype_name(compute)) + TEXT + "".join(texts)
@@ -112,7 +125,12 @@ class StackSource:
     def own(self, loop: Loop) -> list[str]:
         """The values and partial sums that the kernel of ``loop`` takes."""
         values = [name for name in (*loop.loads, *loop.kept) if name in self.dtypes and name not in self.update.inputs]
-        return [*dict.fromkeys(values), *(f"partial_{step.name}" for step in loop.sums)]
+        return [*dict.fromkeys(values), *map(self.written_to, loop.sums)]
+
+    @staticmethod
+    def written_to(step: Step) -> str:
+        """What a loop writes for a sum: partial ones, or all that there is."""
+        return f"partial_{step.name}" if step.kind == "sum" else step.name
 
     def _loop(self, loop: Loop) -> str:
         outer, inner = _tiled(loop.axes)
@@ -131,14 +149,17 @@ class StackSource:
             body.append(f"i{outer} = ({row}).to(tl.int64)[:, None]")
         body.append(f"inside = {self._mask(loop.axes, loop.axes) or 'lane < 1'}")
         for name in (n for n in loop.loads if n in self.dtypes):
-            body.append(f"{name} = {'factor * ' * (name == 'grad')}T(tl.load({self._element(name, loop)}))")
+            value = f"tl.load({self._element(name, loop)})"
+            value = f"T({value})" if self.dtypes[name].is_floating_point else f"{value}.to(tl.int32)"
+            body.append(f"{name} = {'factor * ' * (name == 'grad')}{value}")
         steps = [f"{step.name} = {step.expression.replace('rounded(', 'half(')}" for step in loop.steps]
         body += [re.sub(_NUMBER, r"number\1", text) for text in steps]
         before += [f"number{i} = number(numbers, {i})" for i in dict.fromkeys(re.findall(_NUMBER, "\n".join(steps)))]
         stores = {**{name: name for name in loop.kept}, **loop.results}
         for to, new in stores.items():
             place, *mask = self._element(to, loop).split(", ")
-            narrow = f"{new}{'.to(tl.float32)' * (self.dtypes[to].itemsize == 2)}.to({dtype_name(self.dtypes[to])})"
+            dtype = self.dtypes[to]
+            narrow = f"{new}{'.to(tl.float32)' * (dtype in (torch.bfloat16, torch.float16))}.to({dtype_name(dtype)})"
             body.append(f"tl.store({', '.join([place, narrow, *mask])})")
         after: list[str] = []
         for step in loop.sums:
@@ -165,7 +186,16 @@ class StackSource:
             number, place = {inner: ("right", "right_of"), outer: ("down", "below")}.get(d, (_size(loop.axes[d]), f"i{d}"))
             part, copies = f"({part}) * {number} + {place}", f"{copies} * {number}"
         numel = " * ".join(["1", *map(_size, filter(None, step.axes))])
-        place = f"at_partial_{step.name} + (t * ({copies}) + {part}) * ({numel}) + {self._index(step.axes)}"
+        if step.kind == "largest":
+            width = (_LANES if outer is None else _COLUMNS) // GROUP
+            groups = f"i{inner}_of_groups = right_of * {width} + tl.arange(0, {width})[None, :]"
+            index, mask = (
+                text.replace(f"i{inner} // {GROUP}", f"i{inner}_of_groups")
+                for text in (self._index(step.axes, loop.axes), self._mask(step.axes, loop.axes))
+            )
+            to = f"at_{step.name} + t * ({numel}) + {index}"
+            return [groups], [f"tl.store({to}, largest({step.reads[0]}, inside), mask={mask})"], []
+        place = f"at_partial_{step.name} + (t * ({copies}) + {part}) * ({numel}) + {self._index(step.axes, loop.axes)}"
         mask = "".join(f", mask={mask}" for mask in filter(None, [self._mask(step.axes, loop.axes)]))
         value = f"tl.where(inside, {step.reads[0]}, 0.0).to(tl.float64)"
         if outer is not None and step.axes[outer]:
@@ -182,16 +212,22 @@ class StackSource:
         if name not in self.update.inputs:
             start += f" + t * ({' * '.join(['1', *map(_size, filter(None, axes))])})"
         mask = self._mask(axes, loop.axes)
-        return f"{start} + {self._index(axes)}" + f", mask={mask}" * bool(mask)
+        return f"{start} + {self._index(axes, loop.axes)}" + f", mask={mask}" * bool(mask)
 
-    def _index(self, axes: Axes) -> str:
+    def _index(self, axes: Axes, loop: Axes) -> str:
         index = "0"
         for d, letter in enumerate(axes):
-            index = (f"({index}) * {_size(letter)} + i{d}" if index != "0" else f"i{d}") if letter else index
+            index = (f"({index}) * {_size(letter)} + " * (index != "0") + _place(d, axes, loop)) if letter else index
         return index
 
     def _mask(self, axes: Axes, loop: Axes) -> str:
-        return " & ".join(f"(i{d} < {_size(axes[d])})" for d in _tiled(loop) if d is not None and axes[d])
+        tiled = [d for d in _tiled(loop) if d is not None and axes[d]]
+        return " & ".join(f"({_place(d, axes, loop)} < {_size(axes[d])})" for d in tiled)
+
+
+def _place(d: int, axes: Axes, loop: Axes) -> str:
+    """The place along an axis, in a loop over elements that may be of groups along it."""
+    return f"i{d}" if axes[d] == loop[d] else f"i{d} // {GROUP}"
 
 
 def _tiled(axes: Axes) -> tuple[int | None, int | None]:
@@ -227,7 +263,7 @@ class StackKernels:
         assert source is not None, "another lowering runs a rule that cannot be written"
         self._source, self._count, self._module = source, shape[0], load(source.text)
         self._device = torch.device(key.device)
-        self._sizes = {"": 1, **dict(zip(source.update.axes, shape[1:], strict=True))}
+        self._sizes = source.update.sizes(shape[1:])
         numbers = torch.tensor([*source.update.numbers, 0.0], dtype=torch.float64, device="cpu")
         self._numbers = numbers.to(self._device)
         with current_device(self._device):
@@ -247,7 +283,7 @@ class StackKernels:
     def _of_event(self, event: Event) -> Iterator[_Part]:
         if isinstance(event, Loop):
             yield self._loop(event)
-            yield from (self._added(step, event) for step in event.sums)
+            yield from (self._added(step, event) for step in event.sums if step.kind == "sum")
         elif event.kind == "turn":
             yield _Part(event.reads, (event.name,), functools.partial(_turn, event))
         else:
@@ -268,8 +304,10 @@ class StackKernels:
         (right, down), source = self._tiles(loop), self._source
         own = source.own(loop)
         batch = math.prod(self._sizes[a] for d, a in enumerate(loop.axes) if d not in _tiled(loop.axes))
-        partial = {f"partial_{step.name}": [self._copies(step, loop), *self._shape(step.name)] for step in loop.sums}
-        made = {name: (self._shape(name), source.dtypes[name]) for name in loop.kept}
+        sums = [step for step in loop.sums if step.kind == "sum"]
+        partial = {source.written_to(step): [self._copies(step, loop), *self._shape(step.name)] for step in sums}
+        own_values = [*loop.kept, *(step.name for step in loop.sums if step not in sums)]
+        made = {name: (self._shape(name), source.dtypes[name]) for name in own_values}
         made |= {name: (shape, torch.float64) for name, shape in partial.items()}
         types = [torch.int64, torch.int64, torch.int64, *[torch.float64] * 3]
         types += [torch.float64 if name in partial else source.dtypes[name] for name in own]
