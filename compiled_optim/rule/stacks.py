@@ -258,8 +258,9 @@ class StackCode(Code):
         return super().call(name, *self._aligned(*values))
 
     def _largest(self, x: StackSymbol) -> StackSymbol:
-        if x.turned or x.axes[-1] != _COLUMNS or self.sizes[_COLUMNS] % GROUP:
-            raise NotWritable("has groups of elements that do not end with rows")
+        if x.turned:
+            raise NotWritable("stores transposed matrices in groups of elements")
+        assert x.axes[-1] == _COLUMNS, "rows of one element have no groups"
         return self.append("largest", (*x.axes[:-1], OF_GROUPS), (x.name,), is_int=True)
 
     def _quadratic(self, x: StackSymbol, *rest: Any) -> StackSymbol:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import threading
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from catalog import copies, give_gradients, relative_error, wide_scalars
+from matrix_averages import MatrixAverages
 from new_process import printed_by
 
 import compiled_optim as co
@@ -217,6 +219,38 @@ def test_other_rules_are_compiled_by_inductor(kind: type[co.CompiledOptimizer]) 
     assert relative_error(params, twins) < 1e-6
     assert not any(isinstance(lowering, LoopLowering) for lowering in _lowerings(optimizer))
     assert co.compile_report(optimizer).fallbacks == ()
+
+
+STORED = [
+    *[(torch.bfloat16, weights, "int8") for weights in ("kahan", "stochastic", "split16")],
+    *[(torch.bfloat16, weights, torch.bfloat16) for weights in ("split8", "master")],
+    *[(torch.float16, "split8", "int8"), (torch.float16, "stochastic", torch.bfloat16)],
+    *[(torch.float32, None, "int8"), (torch.float32, None, torch.float16)],
+]
+
+
+@pytest.mark.parametrize(("dtype", "weights", "state_dtype"), STORED, ids=str)
+def test_numbers_are_stored_as_by_torch_operations(
+    dtype: torch.dtype, weights: str | None, state_dtype: Any, request: pytest.FixtureRequest
+) -> None:
+    """Of the last matrix, chunks that threads take end within groups."""
+    request.addfinalizer(functools.partial(torch.set_num_threads, torch.get_num_threads()))
+    torch.set_num_threads(2)
+    shapes = [(48, 128), (130, 64), (130, 64), (3, 64 * 3001)]
+    params = [torch.nn.Parameter(torch.randn(shape).to(dtype)) for shape in shapes]
+    twins = copies(params, dtype)
+    options = {"lr": 0.003, "beta": 0.8, "weights": weights, "state_dtype": state_dtype}
+    optimizer, reference = MatrixAverages(params, **options), MatrixAverages(twins, lowering="eager", **options)
+    assert {type(lowering) for lowering in _lowerings(optimizer)} == {LoopLowering}
+    for step in range(4):
+        give_gradients(params, twins, step)
+        params[1].grad = twins[1].grad = None if step == 2 else params[1].grad
+        optimizer.step()
+        reference.step()
+    for param, twin in zip(params, twins, strict=True):
+        pairs = {name: (optimizer.state[param][name], value) for name, value in reference.state[twin].items()}
+        equal = {name: (ours == its).float().mean().item() for name, (ours, its) in {**pairs, "": (param, twin)}.items()}
+        assert min(equal.values()) > 0.99, equal  # last bits of divisions may differ
 
 
 def test_code_does_not_depend_on_shapes_or_on_how_often_it_iterates() -> None:

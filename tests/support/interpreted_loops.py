@@ -15,6 +15,7 @@ from unittest import mock
 import torch
 from interpreted_storage import convert_bfloat16, leave_undefined
 from interpreted_symmetric import multiply_bfloat16
+from matrix_averages import MatrixAverages
 from quick_interpreter import install
 from torch import Tensor, nn
 
@@ -22,12 +23,14 @@ import compiled_optim as co
 from compiled_optim.lowering import choice, looped, multi_tensor
 from compiled_optim.lowering.kernels import symmetric, triton, triton_stacks
 from compiled_optim.optimizer import engine_of
+from compiled_optim.rule import storage
 
 TILING = symmetric.Tiling(rows=20, block=16, depth=16, stages=1, warps=4)
 SHAPES = {
     "Muon": [(24, 40), (24, 40), (40, 32), (40, 33), (7, 300), (130, 5), (3, 24, 32)],
     "NorMuon": [(24, 32), (24, 32), (33, 20), (3, 300), (2, 24, 9)],
     "Adafactor": [(33, 300), (33, 300), (5000,), (3, 70, 9), (1, 9), (9, 1), (4, 1, 3)],
+    "MatrixAverages": [(24, 64), (24, 64), (33, 320), (2, 2112), (3, 5, 128)],
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "Muon": {"lr": 0.03, "weight_decay": 0.3, "momentum": 0.7, "ns_coefficients": (3.0, -4.0, 1.8)},
@@ -41,6 +44,15 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.
 CASES = {
     f"{name} {dtype}": (name, DTYPES[dtype]) for name in OPTIONS for dtype in DTYPES if dtype == "float32" or name in SHAPES
 }
+STORED = {
+    "MatrixAverages split8 int8": (torch.bfloat16, {"weights": "split8", "state_dtype": "int8"}),
+    "MatrixAverages split16 int8": (torch.bfloat16, {"weights": "split16", "state_dtype": "int8"}),
+    "MatrixAverages stochastic bfloat16": (torch.bfloat16, {"weights": "stochastic", "state_dtype": torch.bfloat16}),
+    "MatrixAverages kahan int8": (torch.float16, {"weights": "kahan", "state_dtype": "int8"}),
+    "MatrixAverages int8": (torch.float32, {"state_dtype": "int8"}),
+}
+OPTIONS |= {name: {"lr": 0.01, "beta": 0.7, **options} for name, (_, options) in STORED.items()}
+CASES |= {name: (name, dtype) for name, (dtype, _) in STORED.items()}
 
 
 def parameters(kind: str, dtype: torch.dtype) -> list[nn.Parameter]:
@@ -64,9 +76,9 @@ def stepped(name: str, dtype: torch.dtype, lowering: str) -> dict[str, Tensor]:
     params = parameters(kind, dtype)
     named = [(f"w{i}", p) for i, p in enumerate(params)]
     scales = {name: 1 / (i + 0.5) for i, (name, _) in enumerate(named)}
-    optimizer = getattr(co, kind)(
-        named, lowering=lowering, lr_scale=scales, **({} if kind == "Adafactor" else {"stacks": ["*"]}), **OPTIONS[name]
-    )
+    stacks = {} if kind == "Adafactor" else {"stacks": ["*"]}
+    made = MatrixAverages if kind == "MatrixAverages" else getattr(co, kind)
+    optimizer = made(named, lowering=lowering, lr_scale=scales, **stacks, **OPTIONS[name])
     start = [p.detach().double().clone() for p in params]
     generator = torch.Generator().manual_seed(1)
     for step in range(4):
@@ -101,7 +113,8 @@ def main() -> None:
         multiply = symmetric.multiplier(*args, **kwargs)
         return lambda *given: (multiplications.append(given), multiply(*given))
 
-    with mock.patch.multiple(triton_stacks, tiling_of=lambda device: TILING, multiplier=multiplier):
+    patched = mock.patch.multiple(triton_stacks, tiling_of=lambda device: TILING, multiplier=multiplier)
+    with patched, mock.patch.object(storage, "MINIMUM", 64):
         for case in sys.argv[1:] or CASES:
             multiplications.clear()
             ours, expected = (stepped(*CASES[case], lowering) for lowering in ("auto", "eager"))
