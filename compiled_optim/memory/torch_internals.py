@@ -11,7 +11,6 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
@@ -60,15 +59,6 @@ def outside_dynamo(function: F) -> F:
 def compiles_means_with_lists() -> bool:
     """Whether Inductor compiles sums over tensors beside operations over lists: torch 2.11 fails to reorder their loops."""
     return tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
-
-
-def build_identity() -> str:
-    """A text that differs between two builds of torch, also of one version."""
-    built = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
-    parts = [torch.__version__, torch.version.git_version, torch.version.debug]
-    with contextlib.suppress(OSError):
-        parts += [built.stat().st_size, built.stat().st_mtime_ns]
-    return " ".join(map(str, parts))
 
 
 def default_cache_directory() -> str:

@@ -16,7 +16,7 @@ from new_process import printed_by
 from torch import nn
 
 from compiled_optim.lowering import stacked
-from compiled_optim.memory.torch_compiler import CompiledGraph, compile_graph, obtain_graph
+from compiled_optim.memory.torch_compiler import CompiledGraph, obtain_graph
 from compiled_optim.memory.torch_internals import compiles_means_with_lists
 from compiled_optim.optimizer import engine_of
 from compiled_optim.rule import storage
@@ -78,7 +78,7 @@ def _called(case: GPUCase) -> list[Written]:
     torch._dynamo.reset()
     compiled: Compiled = []
     recorders: list[Record] = []
-    with fake_cuda(90), in_lists_of_two(_noting(compile_graph, compiled, recorders)):
+    with fake_cuda(90), in_lists_of_two(_noting(obtain_graph, compiled, recorders)):
         _, optimizer = _on_gpu(case)
         with recording("cuda") as recorder:
             recorders.append(recorder)

@@ -680,3 +680,9 @@ def _run(program: str) -> str:
     done = subprocess.run([sys.executable, "-W", "error::RuntimeWarning", "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:] + str(done.returncode)
     return done.stdout.strip()
+
+
+def test_inductors_directory_is_known_without_importing_it() -> None:
+    from torch._inductor.runtime.runtime_utils import default_cache_dir
+
+    assert default_cache_directory() == str(Path(default_cache_dir()).absolute())

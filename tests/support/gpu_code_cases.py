@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import compiled_optim as co
 from compiled_optim.lowering.torch_ops import inductor, lists
-from compiled_optim.memory.torch_compiler import CompiledGraph, without_memory
+from compiled_optim.memory.torch_compiler import CompiledGraph
 from compiled_optim.rule import Number, buffer, hyper
 from compiled_optim.rule.fields import Static
 
@@ -73,13 +73,8 @@ class Written(NamedTuple):
 
 
 @contextlib.contextmanager
-def in_lists_of_two(compile_graph: Callable[..., CompiledGraph | str]) -> Iterator[None]:
+def in_lists_of_two(obtain_graph: Callable[..., CompiledGraph | str]) -> Iterator[None]:
     """Let optimizers that are made and called inside have lists of two tensors, and nothing that was compiled before."""
-
-    def obtain_graph(function: Any, example: Any, device: str, options: Any, *, from_one: bool) -> CompiledGraph | str:
-        with without_memory():
-            return compile_graph(function, *example(device), options, from_one=from_one)
-
     with (
         mock.patch.object(lists, "fuses_lists", return_value=True),
         mock.patch.object(inductor, "COUNT", 2),

@@ -154,11 +154,11 @@ def _called(case: GPUCase, functions: list[Written], folder: Path) -> dict[str, 
     """After steps that are called, by lists."""
     given = iter(functions)
 
-    def compile_graph(*_: Any, **__: Any) -> CompiledGraph:
+    def obtain_graph(*_: Any, **__: Any) -> CompiledGraph:
         source, order, returned = next(given)
         return CompiledGraph(_loaded(source, folder) if source else _unused, order, returned)
 
-    with in_lists_of_two(compile_graph):
+    with in_lists_of_two(obtain_graph):
         found = _stepped(case, "inductor")
     assert next(given, None) is None
     return found

@@ -16,9 +16,7 @@ OPTIMIZERS: dict[str, tuple[type[co.CompiledOptimizer], dict[str, Any], list[tup
     "Adafactor": (co.Adafactor, {"lr": 0.3, "weight_decay": 0.2}, [(5, 3), (4, 2, 3), (7,)]),
     "Muon": (co.Muon, {"lr": 0.3}, [(5, 3), (3, 5)]),
     "AdamW": (co.AdamW, {}, [(5, 3), (7,)]),
-    "AdamW through Inductor": (co.AdamW, {"lowering": "inductor", "lr": 0.3}, [(5, 3), (150, 130)]),
-    "StableAdamW through Inductor": (co.StableAdamW, {"lowering": "inductor", "lr": 0.3}, [(5, 3)]),
-    "SparseAdam through Inductor": (co.SparseAdam, {"lowering": "inductor", "lr": 0.3}, [(5, 3)]),
+    "SparseAdam": (co.SparseAdam, {"lr": 0.3}, [(5, 3)]),
 }
 
 

@@ -249,9 +249,8 @@ def _make(key: KernelKey) -> Kernel | str:
     options = _LIST_OPTIONS if lists.fuses_lists(torch.device(key.device)) else OPTIONS
     sizes = [1024 + 16 * i for i in range(_count(key))] if key.updates else [_TENSORS, _GROUPS]
     for stage, function in uncompiled(key).items():
-        kernel, traced = _compilable(key, function)
-        example = functools.partial(_example, key, stage, sizes, traced)
-        graph = obtain_graph(kernel, example, key.device, options, from_one=True)
+        example = functools.partial(_example, key, stage, sizes)
+        graph = obtain_graph(_compilable(key, function), example, key.device, options, from_one=True)
         if isinstance(graph, str):
             return graph
         graphs[stage] = functools.partial(_run, key, graph, sizes)
@@ -264,15 +263,8 @@ def _run(key: KernelKey, graph: CompiledGraph, example: Sequence[int], tensors: 
     return graph.run(dict(zip(example, sizes, strict=False)), tensors)
 
 
-def _example(
-    key: KernelKey, stage: int, sizes: Sequence[int], traced: Callable[..., Any], device: str
-) -> tuple[list[Tensor], list[list[int]]]:
-    """Tensors to compile a stage with, and the dimensions of each that vary.
-
-    The compiler is told here how to trace, since that imports it: code that is kept needs none.
-    """
-    if device != "meta":
-        let_compilers_trace(traced)
+def _example(key: KernelKey, stage: int, sizes: Sequence[int], device: str) -> tuple[list[Tensor], list[list[int]]]:
+    """Tensors to compile a stage with, and the dimensions of each that vary."""
     statics, wide = dict(key.statics), scalar_dtype(torch.device(device))
     if key.updates:
         tensors = [torch.zeros(size, *row, dtype=dtype, device=device) for row, dtype in _kinds(key) for size in sizes]
@@ -286,8 +278,8 @@ def _example(
     return tensors, [[1], [0], [1], [0], [0]] + [[]] * (1 + len(NAMES))
 
 
-def _compilable(key: KernelKey, function: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """A function of tensors with a code object and a name of its own, and what it calls, which Dynamo is not to trace.
+def _compilable(key: KernelKey, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of tensors with a code object and a name of its own. Dynamo is not to trace what it calls.
 
     Dynamo's recompile limit counts per code object, and it remembers the shapes it saw per name.
     """
@@ -301,7 +293,8 @@ def _compilable(key: KernelKey, function: Callable[..., Any]) -> tuple[Callable[
 
     name = f"{key.rule.name}_{'list' if key.updates else 'coefficients'}_{next(_serial)}"
     kernel.__code__ = kernel.__code__.replace(co_name=name)
-    return kernel, traced
+    let_compilers_trace(traced)
+    return kernel
 
 
 def uncompiled(key: KernelKey) -> Kernel:

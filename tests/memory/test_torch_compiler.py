@@ -1,0 +1,71 @@
+"""What Inductor compiles for the package is called with tensors of any size, past Dynamo."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from compiled_optim.memory.torch_compiler import CompiledGraph, obtain_graph
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="C++ is compiled on Linux only")
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def _scaled(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    return (x * y + x.shape[1],)
+
+
+def _written(x: Tensor, y: Tensor) -> None:
+    x.copy_(x * y)
+
+
+def _convolved(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    return (torch.conv1d(x.unsqueeze(0), torch.ones(3, 7, 2)) + y.sum(), x + y)
+
+
+def _obtained(function: Callable[..., Any], dynamic: Sequence[int] = (0, 1)) -> CompiledGraph | str:
+    return obtain_graph(
+        function, lambda device: ([torch.ones(7, 11, device=device) for _ in range(2)], [dynamic] * 2), "cpu", {}
+    )
+
+
+@pytest.mark.parametrize("shape", [(5, 3), (100, 33)])
+def test_any_size(shape: tuple[int, int]) -> None:
+    graph = _obtained(_scaled)
+    assert isinstance(graph, CompiledGraph), graph
+    x, y = torch.randn(shape), torch.randn(shape)
+    (found,) = graph.run({7: shape[0], 11: shape[1]}, [x, y])
+    torch.testing.assert_close(found, _scaled(x, y)[0])
+
+
+def test_arguments_that_are_written_to() -> None:
+    graph = _obtained(_written)
+    assert isinstance(graph, CompiledGraph), graph
+    x, y = torch.randn(5, 3), torch.randn(5, 3)
+    expected = x * y
+    assert graph.run({7: 5, 11: 3}, [x, y]) == []
+    torch.testing.assert_close(x, expected)
+
+
+def test_operations_that_inductor_calls_and_several_results() -> None:
+    graph = _obtained(_convolved, dynamic=())
+    assert isinstance(graph, CompiledGraph), graph
+    x, y = torch.randn(7, 11), torch.randn(7, 11)
+    for found, expected in zip(graph.run({}, [x, y]), _convolved(x, y), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_where_compilation_is_switched_off() -> None:
+    with torch._dynamo.config.patch(disable=True):  # as TORCH_COMPILE_DISABLE=1 does
+        assert _obtained(_scaled) == "torch.compile is switched off"
