@@ -100,11 +100,11 @@ BUDGET = {
     "capture": 1209,
     "checkpoint": 1303,
     "groups": 1287,
-    "lowering": 5035,
-    "memory": 1483,
+    "lowering": 5090,
+    "memory": 1184,
     "optimizers": 1914,
     "plan": 846,
-    "rule": 2777,
+    "rule": 2826,
     "step": 1998,
 }
 """Lines of each folder's modules; "" are those beside the folders. A commit of its own raises one, and says why."""
