@@ -3,6 +3,7 @@
 The parts are floors of a house: a module imports only from its own floor and from floors below. From the top:
 
     capture/             training steps as CUDA graphs
+    switch.py            from_torch: the optimizer of another library, continued
     catalogue.py         optimizers by name: create, list_optimizers, optimizer_info
     explain.py           which rule updates each parameter, with which numbers, and why
     state_dicts.py       state dicts by name, for several optimizers, for optimi; float32 weights of 16-bit models
@@ -43,6 +44,7 @@ from compiled_optim.state_dicts import (
     optimi_state_dict,
 )
 from compiled_optim.step.numerics import NumericsReport
+from compiled_optim.switch import from_torch
 
 if TYPE_CHECKING:
     from compiled_optim.optimizers import mup
@@ -110,6 +112,7 @@ __all__ = [
     "compile_report",
     "create",
     "explain",
+    "from_torch",
     "full_precision_state_dict",
     "list_optimizers",
     "load_full_precision_state_dict",

@@ -78,7 +78,7 @@ def create(name: str, params: Any, **options: Any) -> CompiledOptimizer:
         ValueError: no optimizer is called so, or an option is out of range.
         TypeError: ``name`` is no string, or the class does not take an option.
     """
-    kind = _named(name)[1]
+    kind = named(name)[1]
     if isinstance(params, nn.Module) and not kind._takes_module:
         params = params.named_parameters(remove_duplicate=False)
     return kind(params, **options)
@@ -107,7 +107,7 @@ def optimizer_info(name: str) -> OptimizerInfo:
         ValueError: no optimizer is called so.
         TypeError: ``name`` is no string.
     """
-    name, kind = _named(name)
+    name, kind = named(name)
     doc = inspect.getdoc(kind) or ""
     said = {**_explained(CompiledOptimizer), **_explained(kind)}
     signature = inspect.signature(kind).parameters
@@ -125,6 +125,20 @@ def optimizer_info(name: str) -> OptimizerInfo:
     )
 
 
+def named(name: str) -> tuple[str, type[CompiledOptimizer]]:
+    """The full name and the class of the optimizer that is called ``name``; imports no other file."""
+    if not isinstance(name, str):
+        raise TypeError(f"the name of an optimizer must be a string, got {name!r}")
+    for file in _files():
+        if _plain(file) == _plain(name).partition(".")[0]:
+            for full, kind in _in_file(file):
+                if _plain(full) == _plain(name):
+                    return full, kind
+    near = list_optimizers(f"{name}.*") or difflib.get_close_matches(name.lower(), list_optimizers(), n=5)
+    hint = f"did you mean {' or '.join(near)}?" if near else "co.list_optimizers() lists all"
+    raise ValueError(f"no optimizer is called {name!r}; {hint}")
+
+
 def _files() -> list[str]:
     return [module.name for module in pkgutil.iter_modules(optimizers.__path__)]
 
@@ -140,20 +154,6 @@ def _in_file(file: str) -> Iterator[tuple[str, type[CompiledOptimizer]]]:
 
 def _plain(name: str) -> str:
     return name.lower().replace("_", "").replace("-", "")
-
-
-def _named(name: str) -> tuple[str, type[CompiledOptimizer]]:
-    """The full name and the class of the optimizer that is called ``name``. No other file is imported."""
-    if not isinstance(name, str):
-        raise TypeError(f"the name of an optimizer must be a string, got {name!r}")
-    for file in _files():
-        if _plain(file) == _plain(name).partition(".")[0]:
-            for full, kind in _in_file(file):
-                if _plain(full) == _plain(name):
-                    return full, kind
-    near = list_optimizers(f"{name}.*") or difflib.get_close_matches(name.lower(), list_optimizers(), n=5)
-    hint = f"did you mean {' or '.join(near)}?" if near else "co.list_optimizers() lists all"
-    raise ValueError(f"no optimizer is called {name!r}; {hint}")
 
 
 def _kind(kind: type[CompiledOptimizer]) -> str:
