@@ -2,9 +2,8 @@
 
 The parts are floors of a house: a module imports only from its own floor and from floors below. From the top:
 
+    switch/              optimizers by name; the optimizer of another library in the middle of training, continued
     capture/             training steps as CUDA graphs
-    switch.py            from_torch: the optimizer of another library, continued
-    catalogue.py         optimizers by name: create, list_optimizers, optimizer_info
     explain.py           which rule updates each parameter, with which numbers, and why
     state_dicts.py       state dicts by name, for several optimizers, for optimi; float32 weights of 16-bit models
     release.py           gradient release: updates inside of backward, which then frees the gradients
@@ -28,7 +27,6 @@ from typing import TYPE_CHECKING, Any
 
 from compiled_optim import optimizers
 from compiled_optim.capture.runner import CUDAGraphRunner
-from compiled_optim.catalogue import OptimizerInfo, create, list_optimizers, optimizer_info
 from compiled_optim.checkpoint.state_dict import LoadReport
 from compiled_optim.explain import Explanation, explain
 from compiled_optim.model import param_groups, to_low_precision
@@ -44,7 +42,8 @@ from compiled_optim.state_dicts import (
     optimi_state_dict,
 )
 from compiled_optim.step.numerics import NumericsReport
-from compiled_optim.switch import from_torch
+from compiled_optim.switch.catalogue import OptimizerInfo, create, list_optimizers, optimizer_info
+from compiled_optim.switch.from_torch import from_torch
 
 if TYPE_CHECKING:
     from compiled_optim.optimizers import mup

@@ -263,6 +263,10 @@ def test_what_it_cannot_take_of_apex() -> None:
 
     with pytest.raises(ValueError, match=r"FusedAdam: param_groups\[0\] has bias_correction=False"):
         co.from_torch(made(bias_correction=False))
+    old = made()
+    del old.adam_w_mode
+    with pytest.raises(ValueError, match="FusedAdam: it has no adam_w_mode"):
+        co.from_torch(old)
     with pytest.raises(ValueError, match="FusedAdam: its master weights are not in its state"):
         co.from_torch(made(masters=True))
     old = made(masters=True)

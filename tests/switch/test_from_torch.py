@@ -177,10 +177,10 @@ def test_a_scheduler_that_is_not_passed_is_named() -> None:
     second = lr_scheduler.ChainedScheduler([lr_scheduler.ConstantLR(old)], old)
     rates, step = old.param_groups[0]["lr"], old.step
     with pytest.raises(
-        ValueError, match=r"torch.optim.AdamW: (StepLR and Chained\w+|Chained\w+ and StepLR) drives it: name"
+        ValueError, match=r"torch.optim.AdamW: it is driven by (StepLR and Chained\w+|Chained\w+ and StepLR): list"
     ):
         co.from_torch(old)
-    with pytest.raises(ValueError, match="AdamW: ChainedScheduler drives it"):
+    with pytest.raises(ValueError, match="AdamW: it is driven by ChainedScheduler: list"):
         co.from_torch(old, schedulers=[first])
     assert first.optimizer is old
     new = co.from_torch(old, schedulers=[first, second])
@@ -200,6 +200,19 @@ def test_schedulers_of_others_are_refused() -> None:
     for scheduler in (lr_scheduler.StepLR(other, 3), 3):
         with pytest.raises(ValueError, match=r"schedulers: .* does not drive it"):
             co.from_torch(old, schedulers=[scheduler])
+
+
+def test_a_scheduler_that_is_not_torchs_goes_on_where_it_is_listed() -> None:
+    class Own:
+        def __init__(self, optimizer: Optimizer) -> None:
+            self.optimizer, self.optimizers, self.last = optimizer, "all", 0.0
+
+    old = _adamw()
+    scheduler = Own(old)
+    assert co.from_torch(old) is not scheduler.optimizer
+    new = co.from_torch(old, schedulers=[scheduler])
+    assert scheduler.optimizer is new
+    assert (scheduler.optimizers, scheduler.last) == ("all", 0.0)
 
 
 def test_hooks_come_along() -> None:

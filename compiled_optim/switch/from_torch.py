@@ -9,27 +9,21 @@ from __future__ import annotations
 import contextlib
 import gc
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from compiled_optim.catalogue import named
-from compiled_optim.checkpoint.optimi import from_optimi
 from compiled_optim.checkpoint.read import described
 from compiled_optim.checkpoint.state_dict import copied
 from compiled_optim.groups.param_group import group_keys
-from compiled_optim.groups.parameters import parameter_name
 from compiled_optim.optimizer import CompiledOptimizer
 from compiled_optim.rule.fields import Hyper, Static
-from compiled_optim.rule.storage import HALVES, INT8, MINIMUM
-
-Kind: TypeAlias = type[CompiledOptimizer]
-Packed: TypeAlias = dict[str, Any]
-"""An indexed state dict of an optimizer. A last group without parameters has the constructor's values."""
+from compiled_optim.rule.storage import HALVES
+from compiled_optim.switch.libraries import LIBRARIES, Kind, Packed
 
 
 def from_torch(optimizer: Optimizer, *, schedulers: Iterable[Any] | None = None, **options: Any) -> CompiledOptimizer:
@@ -45,7 +39,7 @@ def from_torch(optimizer: Optimizer, *, schedulers: Iterable[Any] | None = None,
     Master weights become ``weights="master"``, and optimi's ``kahan_sum`` stays.
 
     Args:
-        optimizer: the optimizer. A subclass may have a constructor of its own, and nothing else.
+        optimizer: the optimizer. A subclass may replace no method of its library's class but the constructor.
         schedulers: the schedulers that drive the old optimizer. They drive the new one from now on: each attribute that is
             the old optimizer becomes the new one, in nested schedulers too. ``()`` leaves all as they are. Schedulers that
             are not torch's are not missed if they are absent here.
@@ -67,7 +61,7 @@ def from_torch(optimizer: Optimizer, *, schedulers: Iterable[Any] | None = None,
     with _labeling(label):
         _check_as_made(optimizer, source)
         driving = _driving(optimizer, schedulers)
-        kind, packed = _LIBRARIES[library](optimizer, source, _packed(optimizer))
+        kind, packed = LIBRARIES[library](optimizer, source, _packed(optimizer))
         *groups, defaults = packed["param_groups"]
         arguments = _arguments(kind, defaults, options)
         given = []
@@ -99,13 +93,13 @@ def _labeling(label: str) -> Iterator[None]:
 def _source(optimizer: Optimizer) -> tuple[str, type[Optimizer]]:
     """The library that ``optimizer`` is from, and its class there; a subclass may be from elsewhere."""
     for kind in type(optimizer).__mro__:
-        for library in _LIBRARIES:
+        for library in LIBRARIES:
             is_from_there = f"{kind.__module__}.".startswith(f"{library}.") or kind.__name__ == library
             if is_from_there and kind is not Optimizer and "step" in dir(kind):
                 return library, kind
     inner = getattr(optimizer, "optimizer", None)
     hint = f"; pass its .optimizer, a {torch.typename(inner)}" if isinstance(inner, Optimizer) else ""
-    there = f"{', '.join(_LIBRARIES)} are known{hint}"
+    there = f"{', '.join(LIBRARIES)} are known{hint}"
     raise ValueError(f"cannot switch from {torch.typename(optimizer)}: {there}")
 
 
@@ -132,8 +126,10 @@ def _driving(optimizer: Optimizer, schedulers: Iterable[Any] | None) -> list[Any
         if others := _others(optimizer, found):
             inner = [id(each) for other in others for each in [*_with_inner(other)][1:]]
             names = [type(other).__name__ for other in others if id(other) not in inner]
-            advice = "name it in schedulers=[...], so that it drives the new one, or pass schedulers=() to leave all"
-            raise ValueError(f"{' and '.join(names)} drives it: {advice}")
+            advice = (
+                "list every scheduler in schedulers=[...] to let it drive the new one, or pass schedulers=() to leave all"
+            )
+            raise ValueError(f"it is driven by {' and '.join(names)}: {advice}")
     return found
 
 
@@ -160,93 +156,6 @@ def _packed(optimizer: Optimizer) -> Packed:
         groups.append({**group, "params": params})
     state = {keys.get(key, key) if isinstance(key, Tensor) else key: entries for key, entries in optimizer.state.items()}
     return {"state": state, "param_groups": [*groups, {**optimizer.defaults, "params": []}]}
-
-
-def _of_torch(optimizer: Optimizer, source: type[Optimizer], packed: Packed) -> tuple[Kind, Packed]:
-    return named(source.__name__)[1], packed
-
-
-def _of_optimi(optimizer: Any, source: type[Optimizer], packed: Packed) -> tuple[Kind, Packed]:
-    if optimizer.defaults["gradient_release"]:
-        raise ValueError("gradient_release=True: hooks in the backward would go on calling the old optimizer")
-    if optimizer.optimizer_accumulation:
-        raise ValueError("optimizer_accumulation=True: a step of several micro-batches has not ended")
-    kind = named(source.__name__)[1]
-    translated = from_optimi(packed, kind._declaration)
-    for group, old in zip(translated["param_groups"], packed["param_groups"], strict=True):
-        group["kahan_sum"] = old["kahan_sum"]
-    return kind, translated
-
-
-def _of_fused_adam(optimizer: Any, source: type[Optimizer], packed: Packed) -> tuple[Kind, Packed]:
-    """As apex has it: steps are counted per group, and bias corrections are an option."""
-    state = dict(packed["state"])
-    for index, group in enumerate(packed["param_groups"]):
-        if not group.pop("bias_correction", True):
-            raise ValueError(f"param_groups[{index}] has bias_correction=False, which has no counterpart")
-        step = group.pop("step", 0)
-        state |= {key: {"step": step, **state[key]} for key in group["params"] if state.get(key)}
-    has_masters = any(getattr(optimizer, name, False) for name in ("master_weights", "use_master"))
-    if has_masters and not any("master_param" in entries for entries in state.values()):
-        raise ValueError("its master weights are not in its state, where a master_param would be taken")
-    return named("AdamW" if optimizer.adam_w_mode else "Adam")[1], {**packed, "state": state}
-
-
-_BITSANDBYTES: dict[str, tuple[str, tuple[str, ...], Callable[[Mapping[str, Any]], dict[str, Any]]]] = {
-    "adam": ("AdamW", ("exp_avg", "exp_avg_sq"), lambda group: {"betas": tuple(group["betas"])[:2], "eps": group["eps"]}),
-    "lion": ("Lion", ("exp_avg",), lambda group: {"betas": tuple(group["betas"])}),
-    "momentum": ("SGD", ("momentum_buffer",), lambda group: {"momentum": group["betas"][0]}),
-    "rmsprop": ("RMSprop", ("square_avg",), lambda group: {"alpha": group["betas"][0], "eps": group["eps"]}),
-    "adagrad": ("Adagrad", ("sum",), lambda group: {"eps": group["eps"]}),
-}
-"""By bitsandbytes's name of a kernel: the optimizer with this rule, what ``state1`` and ``state2`` are, and its numbers.
-
-Its Adam decays weights apart from the gradient, as its AdamW does. Its kernels read neither ``dampening`` nor ``nesterov``,
-nor RMSprop's ``momentum``: such arguments of its classes have no effect.
-"""
-_BLOCK = 256  # elements with one scale
-
-
-def _of_bitsandbytes(optimizer: Any, source: type[Optimizer], packed: Packed) -> tuple[Kind, Packed]:
-    if (rule := optimizer.optimizer_name) not in _BITSANDBYTES:
-        raise ValueError(f"optimizer_name={rule!r} has no counterpart; {', '.join(_BITSANDBYTES)} have one")
-    name, entries, numbers = _BITSANDBYTES[rule]
-    for field, plain in {"max_unorm": 0.0, "skip_zeros": False, "percentile_clipping": 100}.items():
-        if (value := getattr(optimizer.args, field, plain)) != plain:
-            raise ValueError(f"{field}={value!r} has no counterpart")
-    kind, foreign, groups, state = named(name)[1], {*optimizer.defaults}, [], dict(packed["state"])
-    fields = {buffer.name: buffer for buffer in kind._declaration.buffers}
-    for index, group in enumerate(packed["param_groups"]):
-        kept = {key: value for key, value in group.items() if key not in foreign or key in ("lr", "weight_decay")}
-        groups.append({**kept, **numbers(group)})
-        sizes = []
-        for place, key in enumerate(group["params"]):
-            where = f"'{parameter_name(group, index, place)}'"
-            override = optimizer.mng.pid2config.get(id(optimizer.param_groups[index]["params"][place]), {})
-            if chosen := [field for field in override if field not in ("optim_bits", "min_8bit_size")]:
-                raise ValueError(f"{chosen[0]}={override[chosen[0]]!r} for {where} alone has no counterpart")
-            if old := state.get(key):
-                state[key] = {"step": old["step"]} | {
-                    entry: _decoded(old, number, where) for number, entry in enumerate(entries, 1)
-                }
-                sizes.append((old["state1"].numel(), old["state1"].dtype == torch.uint8))
-        are_coded = {is_coded for size, is_coded in sizes if size >= MINIMUM}
-        if are_coded == {True} and all(fields[entry].int8 for entry in entries):
-            groups[-1]["state_dtype"] = INT8
-    return kind, {"state": state, "param_groups": groups}
-
-
-def _decoded(entries: Mapping[str, Any], number: int, where: str) -> Tensor:
-    """``state1`` or ``state2`` of a parameter, which is called ``where``, in floating point."""
-    stored: Tensor = entries[f"state{number}"]
-    if stored.dtype != torch.uint8:
-        return stored
-    if f"absmax{number}" not in entries or not stored.is_contiguous():
-        raise ValueError(f"state{number} of {where} is not in contiguous blocks with a scale each, an absmax{number}")
-    table, scales = entries[f"qmap{number}"], entries[f"absmax{number}"]
-    scales = scales.repeat_interleave(_BLOCK)[: stored.numel()]
-    decoded: Tensor = table[stored.reshape(-1).int()] * scales
-    return decoded.view_as(stored)
 
 
 def _arguments(kind: Kind, defaults: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -287,12 +196,3 @@ def _with_params(kind: Kind, group: Mapping[str, Any], old: Mapping[str, Any], i
             )
     entries |= {key: copied(entries[key], f"{key} of param_groups[{index}]") for key in entries.keys() - numbers}
     return {**entries, "params": params}
-
-
-_LIBRARIES: dict[str, Callable[[Any, type[Optimizer], Packed], tuple[Kind, Packed]]] = {
-    "torch.optim": _of_torch,
-    "optimi": _of_optimi,
-    "bitsandbytes.optim": _of_bitsandbytes,
-    "FusedAdam": _of_fused_adam,
-}
-"""By the package that a class is from, or by its name: what translates an optimizer."""
