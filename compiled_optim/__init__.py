@@ -129,14 +129,16 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """An optimizer, or ``mup``, imported when it is asked for: few programs use many, and each takes time to be made."""
-    files = {module.name.replace("_", ""): module.name for module in pkgutil.iter_modules(optimizers.__path__)}
-    if name not in __all__ or name.lower() not in files:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = importlib.import_module(f"compiled_optim.optimizers.{files[name.lower()]}")
-    globals()[name] = found = module if name == "mup" else getattr(module, name)
-    return found
+if not TYPE_CHECKING:  # to type checkers, every name would be one of the module
+
+    def __getattr__(name: str) -> Any:
+        """An optimizer, or ``mup``, imported when it is asked for: few programs use many, and each takes time to be made."""
+        files = {module.name.replace("_", ""): module.name for module in pkgutil.iter_modules(optimizers.__path__)}
+        if name not in __all__ or name.lower() not in files:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        module = importlib.import_module(f"compiled_optim.optimizers.{files[name.lower()]}")
+        globals()[name] = found = module if name == "mup" else getattr(module, name)
+        return found
 
 
 def __dir__() -> list[str]:
